@@ -1,0 +1,53 @@
+"""Incremental, quantized checkpoints of TorchRec models, through the stock ``torch.distributed.checkpoint``."""
+
+from torchrec_cnr.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CNRError,
+    ConfigurationError,
+    DamagedError,
+    LoadError,
+    SaveError,
+    StateMismatchError,
+    StoreError,
+    VersionError,
+)
+from torchrec_cnr.lineage import Checkpoint, latest, read_checkpoint
+from torchrec_cnr.load_planner import CNRLoadPlanner
+from torchrec_cnr.planner import CNRSavePlanner
+from torchrec_cnr.policies import Consecutive, Full, Intermittent, OneShot, Policy
+from torchrec_cnr.reader import CNRStorageReader
+from torchrec_cnr.schemes import Asymmetric, NoQuantization, Scheme
+from torchrec_cnr.tracker import RowTracker
+from torchrec_cnr.version import __version__
+from torchrec_cnr.writer import CNRStorageWriter
+
+__all__ = [
+    "Asymmetric",
+    "CNRError",
+    "CNRLoadPlanner",
+    "CNRSavePlanner",
+    "CNRStorageReader",
+    "CNRStorageWriter",
+    "Checkpoint",
+    "CheckpointExistsError",
+    "CheckpointNotFoundError",
+    "ConfigurationError",
+    "Consecutive",
+    "DamagedError",
+    "Full",
+    "Intermittent",
+    "LoadError",
+    "NoQuantization",
+    "OneShot",
+    "Policy",
+    "RowTracker",
+    "SaveError",
+    "Scheme",
+    "StateMismatchError",
+    "StoreError",
+    "VersionError",
+    "__version__",
+    "latest",
+    "read_checkpoint",
+]

@@ -1,0 +1,136 @@
+"""Assembly: from what every rank reports having written to the manifest of the whole checkpoint.
+
+Ranks number packs and row sets by themselves; here they are numbered through. DCP's own writer reports success for
+tensors that were never written, so every chunk of the plan must be matched by exactly one record, and nothing else.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.storage import WriteResult
+
+from torchrec_cnr.errors import SaveError
+from torchrec_cnr.manifest import Blob, Pack, RowBlock, RowSet, Shard, TensorEntry
+from torchrec_cnr.rows import Box
+from torchrec_cnr.schemes import Scheme
+
+RANK_RECORD = ""  # the fqn under which each rank reports its packs; DCP has no other way to pass them
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """The files of one rank."""
+
+    packs: tuple[Pack, ...]
+    row_sets: tuple[RowSet, ...]
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """A shard that was written: what a rank knows of a ``TensorEntry``, with its own numbers of packs and row sets."""
+
+    size: tuple[int, ...]
+    dtype: str
+    scheme: Scheme
+    is_table: bool
+    table: str | None
+    shard: Shard
+
+
+@dataclass(frozen=True)
+class ObjectRecord:
+    """A non-tensor item that was written."""
+
+    blob: Blob
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """The parts of a manifest that the ranks' records give."""
+
+    packs: tuple[Pack, ...]
+    row_sets: tuple[RowSet, ...]
+    tensors: Mapping[str, TensorEntry]
+    objects: Mapping[str, Blob]
+
+
+def assemble(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> Assembled:
+    """Number all ranks' records through and check them against the plan.
+
+    Args:
+        metadata: DCP's metadata of the global plan.
+        results: What ``write_data`` returned on each rank.
+
+    Raises:
+        SaveError: Something planned was not written, something else was, or ranks disagree about a tensor.
+    """
+    packs: list[Pack] = []
+    row_sets: list[RowSet] = []
+    shards: dict[str, list[ShardRecord]] = {}
+    objects: dict[str, Blob] = {}
+    for rank, rank_results in enumerate(results):
+        records = [(result.index.fqn, result.storage_data) for result in rank_results]
+        files = [record for _, record in records if isinstance(record, RankRecord)]
+        if len(files) != 1:
+            raise SaveError(f"rank {rank} reported its packs {len(files)} times, expected once; save again")
+        numbering = _Numbering(len(packs), len(row_sets))
+        packs += files[0].packs
+        row_sets += (numbering.row_set(row_set) for row_set in files[0].row_sets)
+        for fqn, record in records:
+            if isinstance(record, ShardRecord):
+                shards.setdefault(fqn, []).append(replace(record, shard=numbering.shard(record.shard)))
+            elif isinstance(record, ObjectRecord):
+                objects[fqn] = numbering.blob(record.blob)
+    tensors = {fqn: _tensor_entry(fqn, records) for fqn, records in shards.items()}
+    _check_against_plan(metadata, tensors, objects)
+    return Assembled(tuple(packs), tuple(row_sets), dict(sorted(tensors.items())), dict(sorted(objects.items())))
+
+
+@dataclass(frozen=True)
+class _Numbering:
+    """Where a rank's packs and row sets begin among all ranks'."""
+
+    first_pack: int
+    first_row_set: int
+
+    def blob(self, blob: Blob) -> Blob:
+        return replace(blob, pack=blob.pack + self.first_pack)
+
+    def row_set(self, row_set: RowSet) -> RowSet:
+        blocks = (RowBlock(b.coding, b.first, b.span, self.blob(b.blob)) for b in row_set.blocks)
+        return replace(row_set, blocks=tuple(blocks))
+
+    def shard(self, shard: Shard) -> Shard:
+        row_set = None if shard.row_set is None else shard.row_set + self.first_row_set
+        return replace(shard, row_set=row_set, blobs=tuple(self.blob(blob) for blob in shard.blobs))
+
+
+def _tensor_entry(fqn: str, records: Sequence[ShardRecord]) -> TensorEntry:
+    first = records[0]
+    shared = {(r.size, r.dtype, r.scheme, r.is_table, r.table) for r in records}
+    if len(shared) != 1:
+        raise SaveError(f"tensor {fqn!r}: its shards do not agree in size, dtype or scheme: {shared}")
+    shards = sorted((record.shard for record in records), key=lambda shard: shard.box.offsets)
+    return TensorEntry(first.dtype, first.size, first.scheme, tuple(shards), first.is_table, first.table)
+
+
+def _check_against_plan(metadata: Metadata, tensors: Mapping[str, TensorEntry], objects: Mapping[str, Blob]) -> None:
+    written: set[tuple[str, Box | None]]
+    written = {(fqn, shard.box) for fqn, entry in tensors.items() for shard in entry.shards}
+    written |= {(fqn, None) for fqn in objects}
+    if len(written) != sum(len(entry.shards) for entry in tensors.values()) + len(objects):
+        raise SaveError("a shard was written twice; save again")
+    planned: set[tuple[str, Box | None]] = set()
+    for fqn, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            planned |= {(fqn, Box(tuple(chunk.offsets), tuple(chunk.sizes))) for chunk in entry.chunks}
+        else:
+            planned.add((fqn, None))
+    if written != planned:
+        missing = sorted(str(item) for item in planned - written)[:3]
+        surplus = sorted(str(item) for item in written - planned)[:3]
+        raise SaveError(
+            f"what was written is not what was planned: missing {missing or 'nothing'}, not planned "
+            f"{surplus or 'nothing'}; nothing was committed, save again"
+        )

@@ -1,0 +1,128 @@
+"""Encoding: the rows of a shard become blobs in packs, block by block.
+
+Items that share a row mask (a table and the optimizer state of its rows) are written together: each block of row
+numbers is worked out and coded once, then every item's rows of that block are gathered and encoded. Memory is that of
+one block and of the packs in flight, whatever the size of the shard.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrec_cnr.manifest import Blob, RowBlock, RowSet
+from torchrec_cnr.modified import RowMask
+from torchrec_cnr.packs import PackWriter
+from torchrec_cnr.rows import CodedRows, encode_rows
+from torchrec_cnr.schemes import NoQuantization, Scheme
+from torchrec_cnr.stores import Bytes
+
+BLOCK_BYTES = 8 << 20  # of values; small enough to stay in cache between gather and encode
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """An item to be encoded.
+
+    Attributes:
+        name: Unique within the rank; begins the names of its blobs.
+        values: [num_rows, num_cols], on any device.
+        dtype: Name of the values' dtype.
+        shape: Of one row, as in the tensor.
+        scheme: How to quantize.
+    """
+
+    name: str
+    values: Tensor
+    dtype: str
+    shape: tuple[int, ...]
+    scheme: Scheme
+
+
+@dataclass(frozen=True)
+class EncodedShard:
+    """Blob numbers of an encoded source; see ``PackWriter.add``."""
+
+    block_rows: int
+    blobs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class EncodedRowSet:
+    """Coded blocks of row numbers, each with the number of its blob."""
+
+    num_rows: int
+    block_rows: int
+    blocks: tuple[tuple[CodedRows, int], ...]
+
+    def located(self, blobs: Sequence[Blob]) -> RowSet:
+        """The row set as a manifest holds it."""
+        blocks = tuple(RowBlock(coded.coding, coded.first, coded.span, blobs[number]) for coded, number in self.blocks)
+        return RowSet(self.num_rows, self.block_rows, blocks)
+
+
+def write_all_rows(packs: PackWriter, source: Source) -> EncodedShard:
+    """Encode every row of a shard."""
+    num_rows, num_cols = source.values.shape
+    block_rows = _block_rows([source])
+    starts = range(0, num_rows if num_cols else 0, block_rows)
+    blobs = tuple(
+        _write_block(packs, source, number, source.values[start : start + block_rows])
+        for number, start in enumerate(starts)
+    )
+    return EncodedShard(block_rows, blobs)
+
+
+def write_rows(
+    packs: PackWriter, sources: Sequence[Source], rows: RowMask
+) -> tuple[EncodedRowSet, Sequence[EncodedShard]]:
+    """Encode the rows of a mask, for every source at once."""
+    block_rows = _block_rows(sources)
+    coded_blocks: list[tuple[CodedRows, int]] = []
+    blobs: list[list[int]] = [[] for _ in sources]
+    num_rows = 0
+    for number, block in enumerate(rows.blocks(block_rows)):
+        num_rows += len(block)
+        coded = encode_rows(block.cpu().numpy())
+        data = np.frombuffer(coded.data, dtype=np.uint8)
+        name = f"{sources[0].name}/rows/{number}"
+        coded_blocks.append((coded, packs.add(name, "uint8", data.shape, data)))
+        for source, source_blobs in zip(sources, blobs, strict=True):
+            values = source.values.index_select(0, block.to(source.values.device))
+            source_blobs.append(_write_block(packs, source, number, values))
+    shards = [EncodedShard(block_rows, tuple(source_blobs)) for source_blobs in blobs]
+    return EncodedRowSet(num_rows, block_rows, tuple(coded_blocks)), shards
+
+
+def _block_rows(sources: Sequence[Source]) -> int:
+    widest = max(source.values.shape[1] * source.values.element_size() for source in sources)
+    return max(1, BLOCK_BYTES // max(1, widest))
+
+
+def _write_block(packs: PackWriter, source: Source, number: int, values: Tensor) -> int:
+    """One blob: the codes of a block, then the rows that they cannot represent."""
+    name = f"{source.name}/{number}"
+    encoded = source.scheme.encode(values)
+    if isinstance(source.scheme, NoQuantization):
+        # Whole blocks on the host stay views of the live tensor: nothing trains before the save returns.
+        return packs.add(name, source.dtype, (len(values), *source.shape), _bytes(encoded.codes))
+    codes = _bytes(encoded.codes)
+    if len(encoded.exact) == 0:
+        return packs.add(name, "uint8", tuple(encoded.codes.shape), codes)
+    positions = encoded.exact.to(torch.int32).cpu().numpy().astype("<u4").view(np.uint8)
+    data = np.concatenate((codes, positions, _bytes(values[encoded.exact])))
+    return packs.add(name, "uint8", data.shape, data)
+
+
+def _bytes(tensor: Tensor) -> Bytes:
+    """A tensor's elements, in order, as little-endian bytes in host memory."""
+    flat = tensor.cpu().contiguous().reshape(-1)
+    array: Bytes = flat.view(torch.uint8).numpy()
+    return array
+
+
+def matrix(values: Tensor) -> Tensor:
+    """A shard of any shape as [num_rows, num_cols]; shares memory where it can."""
+    return values.reshape(values.shape[0] if values.dim() else 1, -1) if values.numel() else values.reshape(0, 0)

@@ -1,0 +1,107 @@
+"""What planner, writer and reader hand to one another through DCP.
+
+DCP passes its own objects between the plug-ins, which do not know one another. These are those objects, with what we
+need beside them; all of them survive pickling, because plans and results travel between ranks.
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+
+from torchrec_cnr.lineage import Lineage
+from torchrec_cnr.manifest import CheckpointRef, History
+from torchrec_cnr.modified import RowMask, Since
+from torchrec_cnr.rows import Box
+from torchrec_cnr.stores import Store
+
+ShardKey = tuple[str, tuple[int, ...]]
+
+
+@dataclass
+class CNRStorageMeta(StorageMeta):
+    """What the writer tells the planner: where this save goes. ``save_id`` is set."""
+
+    store: Store | None = None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What one save holds, decided by the coordinator's planner for all ranks.
+
+    Attributes:
+        save_id: The save.
+        since: What its rows were modified since.
+        policy: Name of the policy that decided.
+        parent: The checkpoint it is a delta of, by full path, or None for a baseline.
+        history: Of the lineage up to the head, or None for a baseline.
+        after_ns: Commit time of the head; this save's must be later.
+        whole: Shards that are stored with all their rows, because several ranks hold them and saw different rows.
+    """
+
+    save_id: str
+    since: Since
+    policy: str
+    parent: CheckpointRef | None = None
+    history: History | None = None
+    after_ns: int = 0
+    whole: frozenset[ShardKey] = frozenset()
+
+
+@dataclass
+class SaveMetadata(Metadata):
+    """The planner's metadata, with its decision for ``StorageWriter.finish``."""
+
+    decision: Decision | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class ShardData:
+    """What the planner resolves a tracked shard to: its values, and which of them are to be stored.
+
+    Attributes:
+        values: [num_rows, ...], the whole shard, shared with the model.
+        rows: The rows to store, or None for all. Items with one and the same object share their row numbers.
+        is_table: Whether it is a table, rather than its optimizer state.
+        table: For row-wise optimizer state, the FQN of its table.
+        table_box: And the box of the table's shard.
+    """
+
+    values: Tensor
+    rows: RowMask | None
+    is_table: bool
+    table: str | None = None
+    table_box: Box | None = None
+
+
+@dataclass
+class LoadMetadata(Metadata):
+    """The reader's metadata, with the lineage it was read from."""
+
+    lineage: Lineage | None = None
+
+
+@dataclass(frozen=True)
+class RowStateReadItem(ReadItem):
+    """A read of row-wise optimizer state, which the table's boxes place rather than its own.
+
+    Attributes:
+        table_box: The box of the target's table shard.
+    """
+
+    table_box: Box = field(default=Box((), ()))
+
+
+@runtime_checkable
+class RestoredRows(Protocol):
+    """A load planner that wants to know which rows the deltas of a lineage held."""
+
+    def restore_rows(self, item: ReadItem, rows: Tensor | None) -> None:
+        """Rows of a table read from a delta, numbered within the item's target; None for all of them."""
+        ...
+
+    def finish_restore(self) -> None:
+        """Every item of this rank was read."""
+        ...

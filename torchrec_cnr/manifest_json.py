@@ -1,0 +1,115 @@
+"""A manifest as JSON, and back with every check that makes what follows safe.
+
+The file is one JSON object in a fixed frame, ``{"sha256":"<64 hex digits>","manifest":<body>}``: the digest is that of
+the body's bytes, and is also how other checkpoints refer to this one. Whatever comes out of :func:`loads` was validated:
+it can be used without further checks but those of the blobs' own bytes.
+"""
+
+import hashlib
+import json
+import re
+from typing import Any
+
+from torchrec_cnr.errors import DamagedError, VersionError
+from torchrec_cnr.manifest import FORMAT, VERSION, Blob, Manifest, TensorEntry
+from torchrec_cnr.manifest_parser import ManifestParser
+from torchrec_cnr.rows import Box
+
+_FRAME = re.compile(rb'\{"sha256":"([0-9a-f]{64})","manifest":(.*)\}\n', re.DOTALL)
+_CREATED = re.compile(rb'"created_ns":(\d{1,20})\b')
+
+
+def dumps(manifest: Manifest) -> tuple[bytes, str]:
+    """The file's bytes, and the manifest's digest."""
+    body = json.dumps(_to_json(manifest), separators=(",", ":"), allow_nan=False).encode()
+    digest = hashlib.sha256(body).hexdigest()
+    return b'{"sha256":"%s","manifest":%s}\n' % (digest.encode(), body), digest
+
+
+def loads(data: bytes, where: str) -> tuple[Manifest, str]:
+    """Parse and validate a manifest file.
+
+    Args:
+        data: The whole file.
+        where: Names the file in errors.
+
+    Raises:
+        DamagedError: It is not what was committed, or contradicts itself.
+        VersionError: It was written by a newer version of the format.
+    """
+    frame = _FRAME.fullmatch(data)
+    if frame is None:
+        raise DamagedError(f"{where}: {len(data)} bytes that are no complete manifest; use another checkpoint")
+    digest, body = frame[1].decode(), frame[2]
+    actual = hashlib.sha256(body).hexdigest()
+    if actual != digest:
+        raise DamagedError(f"{where}: sha256 is {actual}, the manifest says {digest}; use another checkpoint")
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"{where}: not JSON ({error})") from error
+    if not isinstance(value, dict) or value.get("format") != FORMAT:
+        raise DamagedError(f"{where}: not a manifest of {FORMAT}")
+    if value.get("version") != VERSION:
+        raise VersionError(
+            f"{where}: written in format version {value.get('version')!r}, this torchrec_cnr reads version {VERSION}; "
+            "upgrade torchrec_cnr to load it"
+        )
+    return ManifestParser(where).manifest(value), digest
+
+
+def created_ns(start: bytes) -> int | None:
+    """The time of commit from the first bytes of a manifest file (512 suffice), unverified."""
+    found = _CREATED.search(start)
+    return int(found[1]) if found else None
+
+
+def _to_json(manifest: Manifest) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "created_ns": manifest.created_ns,
+        "id": manifest.checkpoint_id,
+        "save_id": manifest.save_id,
+        "parent": manifest.parent and {"path": manifest.parent.path, "sha256": manifest.parent.sha256},
+        "policy": manifest.policy,
+        "history": [manifest.history.baseline_bytes, list(manifest.history.delta_bytes)],
+        "world_size": manifest.world_size,
+        "writer": manifest.writer,
+        "packs": [[p.name, p.num_bytes, p.header_bytes, p.header_crc32c] for p in manifest.packs],
+        "row_sets": [
+            [s.num_rows, s.block_rows, [[b.coding, b.first, b.span, _blob_json(b.blob)] for b in s.blocks]]
+            for s in manifest.row_sets
+        ],
+        "tensors": {fqn: _tensor_json(entry) for fqn, entry in manifest.tensors.items()},
+        "objects": {fqn: _blob_json(blob) for fqn, blob in manifest.objects.items()},
+        "paths": {fqn: list(path) for fqn, path in manifest.paths.items()},
+    }
+
+
+def _tensor_json(entry: TensorEntry) -> dict[str, Any]:
+    return {
+        "dtype": entry.dtype,
+        "size": list(entry.size),
+        "scheme": entry.scheme.to_json(),
+        "is_table": entry.is_table,
+        "table": entry.table,
+        "shards": [
+            [
+                _box_json(shard.box),
+                shard.row_set,
+                shard.block_rows,
+                [_blob_json(blob) for blob in shard.blobs],
+                shard.table_box and _box_json(shard.table_box),
+            ]
+            for shard in entry.shards
+        ],
+    }
+
+
+def _box_json(box: Box) -> list[list[int]]:
+    return [list(box.offsets), list(box.sizes)]
+
+
+def _blob_json(blob: Blob) -> list[int]:
+    return [blob.pack, blob.offset, blob.num_bytes, blob.crc32c]

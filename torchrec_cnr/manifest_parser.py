@@ -1,0 +1,256 @@
+"""Validation: from parsed JSON to a manifest that can be relied on.
+
+Checked are types and bounds, that blobs fill their packs without holes or overlaps, that boxes fill their tensors, that
+every blob has the size its rows need, and that whatever refers to something else refers to something of the right kind.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import Any, NoReturn, TypeVar
+
+from torchrec_cnr.errors import DamagedError
+from torchrec_cnr.manifest import (
+    DTYPES,
+    Blob,
+    CheckpointRef,
+    History,
+    Manifest,
+    Pack,
+    RowBlock,
+    RowSet,
+    Shard,
+    TensorEntry,
+)
+from torchrec_cnr.rows import Box, fills
+from torchrec_cnr.schemes import exact_row_bytes, scheme_from_json
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
+_HEX = re.compile(r"[0-9a-f]{64}")
+_PARENT = re.compile(r"(\.\./)+(?!\.\.?(/|$))[^/\\]+(/(?!\.\.?(/|$))[^/\\]+)*")  # '../' first, then plain names
+_MAX_INT = 2**62
+_MAX_LIST_INDEX = 2**20  # a longer list of tensors in a state dict is not believable, and would be allocated
+
+T = TypeVar("T")
+_KEYS = (
+    "format", "version", "created_ns", "id", "save_id", "parent", "policy", "history", "world_size", "writer",
+    "packs", "row_sets", "tensors", "objects", "paths",
+)  # fmt: skip
+
+
+class ManifestParser:
+    """Turns parsed JSON into a manifest.
+
+    Args:
+        where: Names the file in errors.
+    """
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self.packs: tuple[Pack, ...] = ()
+        self.row_sets: tuple[RowSet, ...] = ()
+
+    def fail(self, message: str) -> NoReturn:
+        raise DamagedError(f"{self.where}: {message}; use another checkpoint")
+
+    def manifest(self, value: dict[str, Any]) -> Manifest:
+        if tuple(value) != _KEYS:
+            self.fail(f"its keys are {list(value)}, expected {list(_KEYS)}")
+        baseline_bytes, delta_bytes = self.tuple_of(value["history"], 2, "history")
+        self.packs = self.items(self.pack, value["packs"], "packs")
+        self.row_sets = self.items(self.row_set, value["row_sets"], "row_sets")
+        manifest = Manifest(
+            created_ns=self.integer(value["created_ns"], "created_ns"),
+            checkpoint_id=self.string(value["id"], "id"),
+            save_id=self.string(value["save_id"], "save_id", _NAME),
+            parent=self.parent(value["parent"]),
+            policy=self.string(value["policy"], "policy"),
+            history=History(self.integer(baseline_bytes, "history"), self.items(self.integer, delta_bytes, "history")),
+            world_size=self.integer(value["world_size"], "world_size", low=1),
+            writer=self.string(value["writer"], "writer"),
+            packs=self.packs,
+            row_sets=self.row_sets,
+            tensors={fqn: self.tensor(entry, fqn) for fqn, entry in self.mapping(value["tensors"], "tensors").items()},
+            objects={fqn: self.blob(blob, fqn) for fqn, blob in self.mapping(value["objects"], "objects").items()},
+            paths={fqn: self.path(path, fqn) for fqn, path in self.mapping(value["paths"], "paths").items()},
+        )
+        self.check_packs_filled(manifest)
+        self.check_references(manifest)
+        return manifest
+
+    def parent(self, value: Any) -> CheckpointRef | None:
+        if value is None:
+            return None
+        if set(self.mapping(value, "parent")) != {"path", "sha256"}:
+            self.fail(f"its parent is {value!r}")
+        path = self.string(value["path"], "parent path", _PARENT)
+        return CheckpointRef(path, self.string(value["sha256"], "parent sha256", _HEX))
+
+    def pack(self, value: Any, what: str) -> Pack:
+        name, num_bytes, header_bytes, crc32c = self.tuple_of(value, 4, what)
+        size = self.integer(num_bytes, what)
+        return Pack(
+            self.string(name, what, _NAME),
+            size,
+            self.integer(header_bytes, what, low=8, high=size),
+            self.integer(crc32c, what, high=2**32 - 1),
+        )
+
+    def blob(self, value: Any, what: str) -> Blob:
+        pack, offset, num_bytes, crc32c = self.tuple_of(value, 4, what)
+        index = self.integer(pack, what, high=len(self.packs) - 1)
+        start = self.integer(offset, what, low=self.packs[index].header_bytes)
+        size = self.integer(num_bytes, what, high=self.packs[index].num_bytes - start)
+        return Blob(index, start, size, self.integer(crc32c, what, high=2**32 - 1))
+
+    def row_set(self, value: Any, what: str) -> RowSet:
+        num_rows, block_rows, blocks = self.tuple_of(value, 3, what)
+        row_set = RowSet(
+            self.integer(num_rows, what),
+            self.integer(block_rows, what, low=1),
+            self.items(self.row_block, blocks, what),
+        )
+        if len(row_set.blocks) != -(-row_set.num_rows // row_set.block_rows):
+            self.fail(f"{what}: {len(row_set.blocks)} blocks of {row_set.block_rows} for {row_set.num_rows} rows")
+        if any(a.first + a.span > b.first for a, b in pairwise(row_set.blocks)):
+            self.fail(f"{what}: its blocks are out of order")
+        for number, block in enumerate(row_set.blocks):
+            members = min(row_set.block_rows, row_set.num_rows - number * row_set.block_rows)
+            if block.span < members:
+                self.fail(f"{what}: block {number} has {members} rows in a span of {block.span}")
+        return row_set
+
+    def row_block(self, value: Any, what: str) -> RowBlock:
+        coding, first, span, blob = self.tuple_of(value, 4, what)
+        if coding not in ("bitmap", "gaps"):
+            self.fail(f"{what}: unknown coding {coding!r}")
+        return RowBlock(coding, self.integer(first, what), self.integer(span, what, low=1), self.blob(blob, what))
+
+    def tensor(self, value: Any, fqn: str) -> TensorEntry:
+        what = f"tensor {fqn!r}"
+        if list(self.mapping(value, what)) != ["dtype", "size", "scheme", "is_table", "table", "shards"]:
+            self.fail(f"{what}: its keys are {list(value)}")
+        if self.string(value["dtype"], what) not in DTYPES:
+            self.fail(f"{what}: unknown dtype {value['dtype']!r}")
+        if not isinstance(value["is_table"], bool):
+            self.fail(f"{what}: is_table is {value['is_table']!r}")
+        entry = TensorEntry(
+            dtype=value["dtype"],
+            size=self.items(self.integer, value["size"], what),
+            scheme=scheme_from_json(self.mapping(value["scheme"], what), f"{self.where}: {what}"),
+            shards=self.items(self.shard, value["shards"], what),
+            is_table=value["is_table"],
+            table=None if value["table"] is None else self.string(value["table"], what),
+        )
+        if not entry.scheme.supports(DTYPES[entry.dtype]):
+            self.fail(f"{what}: {entry.dtype} cannot be quantized as {value['scheme']}")
+        if not fills(entry.size, [shard.box for shard in entry.shards]):
+            self.fail(f"{what}: its boxes do not fill its size {list(entry.size)} exactly")
+        for shard in entry.shards:
+            self.check_blobs(shard, entry, what)
+        return entry
+
+    def shard(self, value: Any, what: str) -> Shard:
+        box, row_set, block_rows, blobs, table_box = self.tuple_of(value, 5, what)
+        return Shard(
+            box=self.box(box, what),
+            row_set=None if row_set is None else self.integer(row_set, what, high=len(self.row_sets) - 1),
+            block_rows=self.integer(block_rows, what, low=1),
+            blobs=self.items(self.blob, blobs, what),
+            table_box=None if table_box is None else self.box(table_box, what),
+        )
+
+    def check_blobs(self, shard: Shard, entry: TensorEntry, what: str) -> None:
+        num_rows = shard.box.num_rows
+        if shard.row_set is not None:
+            row_set = self.row_sets[shard.row_set]
+            if row_set.block_rows != shard.block_rows:
+                self.fail(f"{what}: blocks of {shard.block_rows} rows, its row set's have {row_set.block_rows}")
+            if any(block.first + block.span > num_rows for block in row_set.blocks):
+                self.fail(f"{what}: row numbers beyond the {num_rows} rows of its box")
+            num_rows = row_set.num_rows
+        if shard.box.num_cols == 0:
+            num_rows = 0
+        if len(shard.blobs) != -(-num_rows // shard.block_rows):
+            self.fail(f"{what}: {len(shard.blobs)} blobs of {shard.block_rows} rows for {num_rows} rows")
+        dtype, num_cols = DTYPES[entry.dtype], shard.box.num_cols
+        row_bytes = entry.scheme.row_bytes(num_cols, dtype)
+        for number, blob in enumerate(shard.blobs):
+            rows = min(shard.block_rows, num_rows - number * shard.block_rows)
+            exact, rest = divmod(blob.num_bytes - rows * row_bytes, exact_row_bytes(num_cols, dtype.itemsize))
+            if not 0 <= exact <= (rows if entry.scheme.name != "none" else 0) or rest:
+                self.fail(f"{what}: block {number} has {blob.num_bytes} bytes, its {rows} rows need {rows * row_bytes}")
+
+    def check_packs_filled(self, manifest: Manifest) -> None:
+        ranges = sorted((blob.pack, blob.offset, blob.num_bytes) for _, blob in manifest.blobs() if blob.num_bytes)
+        ends = [pack.header_bytes for pack in self.packs]
+        for pack, offset, num_bytes in ranges:
+            if offset != ends[pack]:
+                self.fail(f"pack {self.packs[pack].name}: a hole or an overlap at byte {min(offset, ends[pack])}")
+            ends[pack] += num_bytes
+        for pack_, end in zip(self.packs, ends, strict=True):
+            if end != pack_.num_bytes:
+                self.fail(f"pack {pack_.name}: its blobs end at byte {end} of {pack_.num_bytes}")
+        if len({pack.name for pack in self.packs}) != len(self.packs):
+            self.fail("two packs have one name")
+
+    def check_references(self, manifest: Manifest) -> None:
+        if manifest.parent is None and not all(entry.is_whole for entry in manifest.tensors.values()):
+            self.fail("a baseline that does not hold every row")
+        if set(manifest.tensors) & set(manifest.objects):
+            self.fail("a tensor and an object have one name")
+        for fqn, entry in manifest.tensors.items():
+            if entry.table is None:
+                continue
+            table = manifest.tensors.get(entry.table)
+            if table is None or len(table.size) != 2 or len(entry.size) != 1:
+                self.fail(f"tensor {fqn!r}: its table {entry.table!r} is not a matrix of this checkpoint")
+            boxes = [shard.table_box for shard in entry.shards if shard.table_box is not None]
+            rows_agree = all(
+                shard.table_box is not None and shard.table_box.num_rows == shard.box.num_rows
+                for shard in entry.shards
+                if shard.box.num_rows
+            )
+            if not rows_agree or not fills(table.size, boxes):
+                self.fail(f"tensor {fqn!r}: its shards are not those of its table {entry.table!r}")
+
+    def box(self, value: Any, what: str) -> Box:
+        offsets, sizes = self.tuple_of(value, 2, what)
+        box = Box(self.items(self.integer, offsets, what), self.items(self.integer, sizes, what))
+        if len(box.offsets) != len(box.sizes):
+            self.fail(f"{what}: a box with {len(box.offsets)} offsets and {len(box.sizes)} sizes")
+        return box
+
+    def path(self, value: Any, what: str) -> tuple[str | int, ...]:
+        keys: tuple[str | int, ...] = self.items(lambda key, _: key, value, what)
+        if not keys or not isinstance(keys[0], str):
+            self.fail(f"path of {what!r} is {value!r}")
+        for key in keys:
+            if not isinstance(key, str):
+                self.integer(key, f"path of {what!r}", high=_MAX_LIST_INDEX)
+        return keys
+
+    def items(self, parse: Callable[[Any, str], T], value: Any, what: str) -> tuple[T, ...]:
+        if not isinstance(value, list):
+            self.fail(f"{what}: expected a list, got {type(value).__name__}")
+        return tuple(parse(item, what) for item in value)
+
+    def tuple_of(self, value: Any, length: int, what: str) -> list[Any]:
+        if not isinstance(value, list) or len(value) != length:
+            self.fail(f"{what}: expected a list of {length}, got {str(value)[:80]!r}")
+        return value
+
+    def mapping(self, value: Any, what: str) -> Mapping[str, Any]:
+        if not isinstance(value, dict):
+            self.fail(f"{what}: expected an object, got {type(value).__name__}")
+        return value
+
+    def integer(self, value: Any, what: str, low: int = 0, high: int = _MAX_INT) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            self.fail(f"{what}: expected an integer from {low} to {high}, got {str(value)[:80]}")
+        return value
+
+    def string(self, value: Any, what: str, pattern: re.Pattern[str] | None = None) -> str:
+        if not isinstance(value, str) or (pattern and not pattern.fullmatch(value)):
+            self.fail(f"{what}: unexpected value {str(value)[:80]!r}")
+        return value

@@ -1,0 +1,230 @@
+"""Packs: the data files of a checkpoint.
+
+A pack is a safetensors file of bounded size, put together in memory and written once, with one request. Blobs of wider
+elements come first, so that every tensor in it is aligned without padding. Reading goes the other way: the blobs wanted
+of a pack are joined into spans, a span is one request, and no byte is handed on before its blob's digest was checked.
+"""
+
+import json
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import google_crc32c
+
+from torchrec_cnr.errors import DamagedError, StoreError
+from torchrec_cnr.manifest import Blob, Pack
+from torchrec_cnr.stores import Bytes, Store
+
+PACK_BYTES = 32 << 20
+_SPAN_BYTES = 16 << 20
+_SPAN_GAP_BYTES = 256 << 10
+
+_SAFETENSORS = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+_ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+
+
+def crc32c(data: Bytes | bytes) -> int:
+    """Castagnoli's CRC of a buffer."""
+    return int(google_crc32c.extend(0, data))
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """A blob on its way into a pack; ``number`` is what ``PackWriter.add`` returned."""
+
+    number: int
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: Bytes
+
+
+class PackWriter:
+    """Fills packs with blobs and writes each when it is full, up to ``thread_count`` at once."""
+
+    def __init__(self, store: Store, prefix: str, thread_count: int, pack_bytes: int = PACK_BYTES) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._pack_bytes = pack_bytes
+        self._thread_count = thread_count
+        self._threads = ThreadPoolExecutor(thread_count, thread_name_prefix="cnr-write")
+        self._writes: deque[Future[tuple[Pack, list[tuple[int, Blob]]]]] = deque()
+        self._parts: list[_Part] = []
+        self._filled_bytes = 0
+        self._num_blobs = 0
+        self._packs: list[Pack] = []
+        self._blobs: dict[int, Blob] = {}
+
+    def add(self, name: str, dtype: str, shape: tuple[int, ...], data: Bytes) -> int:
+        """Take a blob; its bytes must not change afterwards.
+
+        Returns:
+            Its number among the blobs that :meth:`finish` returns.
+        """
+        if self._parts and self._filled_bytes + data.nbytes > self._pack_bytes:
+            self._write_pack()
+        number = self._num_blobs
+        self._num_blobs += 1
+        self._parts.append(_Part(number, name, _SAFETENSORS[dtype], shape, data))
+        self._filled_bytes += data.nbytes
+        return number
+
+    def finish(self) -> tuple[tuple[Pack, ...], tuple[Blob, ...]]:
+        """Write what is left and wait: all packs of this rank, and all blobs by number."""
+        if self._parts:
+            self._write_pack()
+        while self._writes:
+            self._take_written()
+        return tuple(self._packs), tuple(self._blobs[number] for number in range(self._num_blobs))
+
+    def close(self) -> None:
+        """Stop the threads; packs that are not being written yet are dropped."""
+        self._threads.shutdown(cancel_futures=True)
+
+    def _write_pack(self) -> None:
+        while len(self._writes) >= self._thread_count:
+            self._take_written()
+        index = len(self._packs) + len(self._writes)
+        parts, self._parts, self._filled_bytes = self._parts, [], 0
+        self._writes.append(self._threads.submit(_write_pack, self._store, f"{self._prefix}-{index}", index, parts))
+
+    def _take_written(self) -> None:
+        pack, blobs = self._writes.popleft().result()
+        self._packs.append(pack)
+        self._blobs.update(blobs)
+
+
+def _write_pack(store: Store, stem: str, index: int, parts: list[_Part]) -> tuple[Pack, list[tuple[int, Blob]]]:
+    parts = sorted(parts, key=lambda part: -_ITEM_BYTES[part.dtype])
+    header = _header(parts)
+    blobs = []
+    end = len(header)
+    for part in parts:
+        blobs.append((part.number, Blob(index, end, part.data.nbytes, crc32c(part.data))))
+        end += part.data.nbytes
+    name = f"{stem}.safetensors"
+    store.put(name, [header, *(part.data.data for part in parts)])
+    return Pack(name, end, len(header), crc32c(header)), blobs
+
+
+def _header(parts: Sequence[_Part]) -> bytes:
+    """A safetensors header: its length, then JSON, filled up with blanks to a multiple of eight bytes."""
+    entries: dict[str, object] = {"__metadata__": {"format": "torchrec_cnr"}}
+    end = 0
+    for part in parts:
+        start, end = end, end + part.data.nbytes
+        entries[part.name] = {"dtype": part.dtype, "shape": list(part.shape), "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+@dataclass(frozen=True)
+class Span:
+    """A range of one pack that is read with one request.
+
+    Attributes:
+        pack: Index into the manifest's packs.
+        start: First byte.
+        stop: Byte behind the last.
+        blobs: The wanted blobs in it, each with its key, by offset.
+    """
+
+    pack: int
+    start: int
+    stop: int
+    blobs: tuple[tuple[str, Blob], ...]
+
+
+def plan_spans(wanted: Sequence[tuple[str, Blob]]) -> list[Span]:
+    """Join blobs that lie close together; every blob is in exactly one span. Keys name the blobs in errors."""
+    spans: list[Span] = []
+    for key, blob in sorted(wanted, key=lambda item: (item[1].pack, item[1].offset, item[1].num_bytes)):
+        stop = blob.offset + blob.num_bytes
+        last = spans[-1] if spans else None
+        if (
+            last is not None
+            and last.pack == blob.pack
+            and blob.offset - last.stop <= _SPAN_GAP_BYTES
+            and stop - last.start <= _SPAN_BYTES
+        ):
+            spans[-1] = Span(last.pack, last.start, max(stop, last.stop), (*last.blobs, (key, blob)))
+        else:
+            spans.append(Span(blob.pack, blob.offset, stop, ((key, blob),)))
+    return spans
+
+
+def read_spans(
+    store: Store, packs: Sequence[Pack], spans: Sequence[Span], thread_count: int
+) -> Iterator[tuple[str, Bytes]]:
+    """Read spans, a few ahead of the caller, and yield each blob's key and verified bytes.
+
+    Raises:
+        DamagedError: A pack is missing, truncated or altered.
+        StoreError: A pack cannot be read for another reason.
+    """
+    with ThreadPoolExecutor(thread_count, thread_name_prefix="cnr-read") as threads:
+        waiting = deque(spans)
+        reads: deque[Future[list[tuple[str, Bytes]]]] = deque()
+        try:
+            while waiting or reads:
+                while waiting and len(reads) <= thread_count:
+                    span = waiting.popleft()
+                    reads.append(threads.submit(_read_span, store, packs[span.pack], span))
+                yield from reads.popleft().result()
+        finally:
+            for read in reads:
+                read.cancel()
+
+
+def _read_span(store: Store, pack: Pack, span: Span) -> list[tuple[str, Bytes]]:
+    where = f"{store.url}/{pack.name}"
+    try:
+        buffer = store.read_array(pack.name, span.start, span.stop)
+    except StoreError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            raise DamagedError(f"{where}: the pack is missing; use another checkpoint") from error
+        raise
+    if len(buffer) != span.stop - span.start:
+        raise DamagedError(
+            f"{where}: truncated: bytes {span.start} to {span.stop} wanted, {len(buffer)} of them there; "
+            "use another checkpoint"
+        )
+    found = []
+    for key, blob in span.blobs:
+        content = buffer[blob.offset - span.start : blob.offset - span.start + blob.num_bytes]
+        actual = crc32c(content)
+        if actual != blob.crc32c:
+            raise DamagedError(
+                f"{where}: {key}: crc32c is {actual:#010x}, the manifest says {blob.crc32c:#010x}; "
+                "use another checkpoint"
+            )
+        found.append((key, content))
+    return found
+
+
+def check_headers(store: Store, packs: Sequence[Pack]) -> None:
+    """Check the safetensors headers, which a load does not need but other readers of the pack do.
+
+    Raises:
+        DamagedError: A header is not what was written.
+    """
+    wanted = [
+        (f"header of {pack.name}", Blob(index, 0, pack.header_bytes, pack.header_crc32c))
+        for index, pack in enumerate(packs)
+    ]
+    for _ in read_spans(store, packs, plan_spans(wanted), thread_count=1):
+        pass

@@ -1,0 +1,238 @@
+"""The save planner: WHAT a checkpoint holds. Which rows, and on top of which parent.
+
+Who calls what, on which rank, in one ``dcp.save``:
+
+    1. set_up_planner      all ranks    settle the fate of the save before, then cut: freeze all marks
+    2. create_local_plan   all ranks    DCP's plan, plus the checkpoint that this rank's marks relate to
+    3. create_global_plan  coordinator  decide: baseline or delta, of which parent; tell every rank
+    4. finish_plan         all ranks    take the decision; from here on the save is pending
+    5. resolve_data        all ranks    a tracked shard resolves to its values and the mask of rows to store
+
+No collective tells the ranks how a save ended, and none is needed: at the next ``set_up_planner`` each looks whether
+the manifest of its pending save is in the store. A save that failed before step 4 has no manifest anyway.
+"""
+
+import io
+import logging
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+
+from torchrec_cnr.errors import ConfigurationError, SaveError
+from torchrec_cnr.handover import CNRStorageMeta, Decision, SaveMetadata, ShardData, ShardKey
+from torchrec_cnr.lineage import committed, is_intact, relative_path
+from torchrec_cnr.manifest import CheckpointRef, Head
+from torchrec_cnr.modified import Pending, RowMask, Since, TrackedRows, TrackedShard
+from torchrec_cnr.policies import Full, Intermittent, Policy
+from torchrec_cnr.shards import dtype_name, local_shards, memory_key
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _LocalPlanData:
+    """What a rank's plan carries to the coordinator.
+
+    Attributes:
+        paths: DCP's flatten mapping.
+        head: The checkpoint that this rank's marks relate to.
+        tables: Dtype of each table tracked on this rank, by FQN.
+    """
+
+    paths: dict[str, tuple[Any, ...]]
+    head: CheckpointRef | None
+    tables: dict[str, str]
+
+
+@dataclass(frozen=True, eq=False)
+class _TrackedItem:
+    """A shard in the state dict that the tracker knows: a table's, or its optimizer state's."""
+
+    shard: TrackedShard
+    values: Tensor
+    fqn: str
+    table: str
+
+    @property
+    def is_table(self) -> bool:
+        return self.fqn == self.table
+
+
+class CNRSavePlanner(DefaultSavePlanner):
+    """Plans baselines and deltas; to be used with ``CNRStorageWriter``.
+
+    Args:
+        tracker: Knows the modified rows. Without one, each save is a baseline.
+        policy: Decides what each delta holds.
+
+    Raises:
+        ConfigurationError: While saving, if the writer is not a ``CNRStorageWriter``, or a tracked table is not in the
+            state dict with its own memory (it is missing, or was copied by a foreign stager).
+    """
+
+    def __init__(self, tracker: TrackedRows | None = None, *, policy: Policy | None = None) -> None:
+        super().__init__()
+        self._tracker = tracker if tracker is not None else TrackedRows(())
+        self._is_tracking = tracker is not None
+        self._policy: Policy = policy if policy is not None else Intermittent() if tracker is not None else Full()
+        self._meta: CNRStorageMeta | None = None
+        self._items: dict[ShardKey, _TrackedItem] = {}
+        self._masks: dict[int, RowMask] = {}
+        self._decision: Decision | None = None
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Settle the save before, and cut."""
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        self._decision = None
+        self._meta = storage_meta if isinstance(storage_meta, CNRStorageMeta) else None
+        if not self._is_tracking:
+            return
+        if self._meta is None:
+            raise ConfigurationError(
+                "CNRSavePlanner(tracker) saves only some rows: pass a CNRStorageWriter as storage_writer"
+            )
+        self.settle()
+        self._items = self._find_tracked(self.state_dict)
+        self._tracker.freeze()
+
+    def settle(self) -> None:
+        """Learn from the store how the last save ended: commit its rows, or mark them again.
+
+        Every save begins with this; call it yourself to have ``tracker.head`` up to date.
+
+        Raises:
+            StoreError: The store does not answer; try again.
+        """
+        pending = self._tracker.pending
+        checkpoint = committed(pending.path, pending.save_id) if pending else None
+        if checkpoint is None:
+            self._tracker.rollback()
+            return
+        ref = checkpoint.ref
+        baseline = self._tracker.head.baseline if checkpoint.manifest.parent and self._tracker.head else ref
+        self._tracker.commit(Head.of(checkpoint.manifest, ref, baseline))
+
+    def create_local_plan(self) -> SavePlan:
+        """DCP's own plan of full boxes, and this rank's head."""
+        plan = super().create_local_plan()
+        head = self._tracker.head.ref if self._tracker.head else None
+        tables = {item.fqn: dtype_name(item.values) for item in self._items.values() if item.is_table}
+        return replace(plan, planner_data=_LocalPlanData(self.mappings, head, tables))
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Decide for all ranks."""
+        data: list[_LocalPlanData] = [plan.planner_data for plan in all_plans]
+        copies = Counter(_key(item) for plan in all_plans for item in plan.items)
+        plans = [replace(plan, planner_data=rank.paths) for plan, rank in zip(all_plans, data, strict=True)]
+        plans, metadata = super().create_global_plan(plans)
+        tables = {fqn: dtype for rank in data for fqn, dtype in rank.tables.items()}
+        decision = replace(
+            self._decide({rank.head for rank in data}, tables, metadata),
+            whole=frozenset(key for key, count in copies.items() if count > 1),
+        )
+        metadata = SaveMetadata(metadata.state_dict_metadata, planner_data=metadata.planner_data, decision=decision)
+        return [replace(plan, planner_data=decision) for plan in plans], metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Take the coordinator's decision."""
+        self._decision = new_plan.planner_data
+        if self._is_tracking and self._decision is not None and self._meta is not None and self._meta.store is not None:
+            self._tracker.pending = Pending(self._meta.store.url, self._decision.save_id)
+            self._masks = {}
+        return super().finish_plan(new_plan)
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO | ShardData:  # type: ignore[override]
+        """The data of one item; tracked shards come with the rows to store of them."""
+        item = self._items.get(_key(write_item))
+        if item is None:
+            data: Tensor | io.BytesIO = super().resolve_data(write_item)
+            return data
+        is_state_of_rows = not item.is_table and item.values.dim() == 1
+        return ShardData(
+            values=item.values,
+            rows=self._rows_of(item.shard, _key(write_item)),
+            is_table=item.is_table,
+            table=item.table if is_state_of_rows else None,
+            table_box=item.shard.rows.box if is_state_of_rows else None,
+        )
+
+    def _rows_of(self, shard: TrackedShard, key: ShardKey) -> RowMask | None:
+        if self._decision is None:
+            raise SaveError("data was asked for before the plan was finished")
+        if self._decision.since is Since.EVER or key in self._decision.whole:
+            return None
+        if id(shard) not in self._masks:
+            self._masks[id(shard)] = shard.rows.select(self._decision.since)
+        return self._masks[id(shard)]
+
+    def _decide(self, heads: set[CheckpointRef | None], tables: dict[str, str], metadata: Metadata) -> Decision:
+        save_id = str(self._meta.save_id) if self._meta else ""
+        policy = type(self._policy).__name__
+        head = self._tracker.head
+        after_ns = head.created_ns if head else 0
+        reason = self._why_no_delta(heads, tables, metadata)
+        since = Since.EVER if head is None or reason else self._policy.decide(head.history)
+        if head is None or since is Since.EVER:
+            if reason:
+                logger.info("%s: this save is a baseline", reason)
+            return Decision(save_id, Since.EVER, policy, after_ns=after_ns)
+        parent = head.baseline if since is Since.BASELINE else head.ref
+        return Decision(save_id, since, policy, parent, head.history, after_ns)
+
+    def _why_no_delta(self, heads: set[CheckpointRef | None], tables: dict[str, str], metadata: Metadata) -> str | None:
+        """Why nothing but a baseline is right, whatever the policy says; None if a delta is."""
+        head = self._tracker.head
+        if head is None:
+            return "no checkpoint that the marks relate to"
+        if heads != {head.ref}:
+            return f"ranks stand on different checkpoints ({sorted(str(ref and ref.path) for ref in heads)})"
+        store = self._meta.store if self._meta else None
+        for ref in (head.ref, head.baseline):
+            if store is None or relative_path(store, ref.path) is None:
+                return f"{ref.path} cannot be named by a relative path from here"
+            if not is_intact(ref):
+                return f"{ref.path} is no longer what was saved there"
+        for fqn, dtype in sorted(tables.items()):
+            entry = metadata.state_dict_metadata[fqn]
+            if not isinstance(entry, TensorStorageMetadata) or head.tables.get(fqn) != (tuple(entry.size), dtype):
+                return f"table {fqn!r} is not as in {head.ref.path}"
+        return None
+
+    def _find_tracked(self, state_dict: dict[str, Any]) -> dict[ShardKey, _TrackedItem]:
+        """Recognise tracked tables, and the optimizer state of their rows, by the memory they lie in."""
+        shards = {
+            (fqn, shard.box.offsets): shard.tensor for fqn, value in state_dict.items() for shard in local_shards(value)
+        }
+        by_memory = {memory_key(tensor): key for key, tensor in shards.items()}
+        found: dict[ShardKey, _TrackedItem] = {}
+        for shard in self._tracker.shards:
+            if shard.rows.box.num_rows == 0:
+                continue
+            key = by_memory.get(memory_key(shard.weight))
+            if key is None:
+                raise ConfigurationError(
+                    f"table {shard.rows.name!r} is tracked, but the state dict does not hold its memory: it is "
+                    "missing, or was copied (dcp.async_save and cpu_offload copy first); pass the live state dict to "
+                    "dcp.save, or a tracker of a smaller model"
+                )
+            table = key[0]
+            found[key] = _TrackedItem(shard, shard.weight.detach(), table, table)
+            for state in shard.state():
+                key = by_memory.get(memory_key(state))
+                if key is not None:
+                    found[key] = _TrackedItem(shard, shards[key].detach(), key[0], table)
+        return found
+
+
+def _key(item: WriteItem) -> ShardKey:
+    return item.index.fqn, tuple(item.index.offset or ())

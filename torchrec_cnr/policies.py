@@ -1,0 +1,64 @@
+"""Policies: what the next checkpoint is a delta of (Check-N-Run, section 4.1).
+
+A policy is a frozen value; it decides from the bytes of the lineage's checkpoints since the baseline and from nothing
+else, so every run with the same history decides alike.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torchrec_cnr.manifest import History
+from torchrec_cnr.modified import Since
+
+
+class Policy(Protocol):
+    """What every policy has."""
+
+    def decide(self, history: History) -> Since:
+        """What the next checkpoint holds, given a lineage that has a baseline."""
+        ...
+
+
+@dataclass(frozen=True)
+class Full:
+    """Every checkpoint is a baseline."""
+
+    def decide(self, history: History) -> Since:
+        """Everything."""
+        return Since.EVER
+
+
+@dataclass(frozen=True)
+class OneShot:
+    """One baseline, and each delta holds the rows modified since it. A restore reads two checkpoints."""
+
+    def decide(self, history: History) -> Since:
+        """Rows modified since the baseline."""
+        return Since.BASELINE
+
+
+@dataclass(frozen=True)
+class Consecutive:
+    """Each delta holds the rows modified since the checkpoint before. A restore reads the whole lineage."""
+
+    def decide(self, history: History) -> Since:
+        """Rows modified since the last checkpoint."""
+        return Since.HEAD
+
+
+@dataclass(frozen=True)
+class Intermittent:
+    """Deltas on the last baseline, and a new baseline when history says that it pays (the default).
+
+    With S_i the size of the i-th delta as a fraction of the baseline, a baseline now makes the next i + 1 checkpoints
+    cost F = 1 + S_1 + ... + S_i if history repeats itself; none makes them cost at least I = (i + 1) * S_i. A baseline
+    is taken when F <= I.
+    """
+
+    def decide(self, history: History) -> Since:
+        """Everything if F <= I, else rows modified since the baseline."""
+        if not history.delta_bytes:
+            return Since.BASELINE
+        with_baseline = history.baseline_bytes + sum(history.delta_bytes)
+        without = (len(history.delta_bytes) + 1) * history.delta_bytes[-1]
+        return Since.EVER if with_baseline <= without else Since.BASELINE

@@ -1,0 +1,111 @@
+"""One rank's part of a save: every item of its plan is encoded into packs, and recorded for the coordinator."""
+
+import io
+import pickle
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from torchrec_cnr.assembly import RANK_RECORD, ObjectRecord, RankRecord, ShardRecord
+from torchrec_cnr.encoding import EncodedRowSet, EncodedShard, Source, matrix, write_all_rows, write_rows
+from torchrec_cnr.errors import ConfigurationError, SaveError
+from torchrec_cnr.handover import ShardData
+from torchrec_cnr.manifest import DTYPES, Shard
+from torchrec_cnr.modified import RowMask
+from torchrec_cnr.packs import PackWriter
+from torchrec_cnr.rows import Box
+from torchrec_cnr.schemes import SchemeRules
+from torchrec_cnr.shards import dtype_name
+
+TABLE_PATTERNS = ("*embedding_bags.*.weight", "*embeddings.*.weight")  # TorchRec's names, where no tracker tells
+
+
+class RankWriter:
+    """Writes the items of one rank's plan and keeps the records for the coordinator."""
+
+    def __init__(self, packs: PackWriter, planner: SavePlanner, rules: SchemeRules) -> None:
+        self._packs = packs
+        self._planner = planner
+        self._rules = rules
+        self._objects: list[tuple[WriteItem, int]] = []
+        self._shards: list[tuple[WriteItem, ShardData, Source, EncodedShard, int | None]] = []
+        self._row_sets: list[EncodedRowSet] = []
+
+    def write(self, items: list[WriteItem]) -> list[WriteResult]:
+        """Write everything; returns once it is in the store."""
+        by_mask: dict[int, tuple[RowMask, list[tuple[WriteItem, ShardData, Source]]]] = {}
+        for item in items:
+            if item.type is WriteItemType.BYTE_IO:
+                self._objects.append((item, self._write_object(item)))
+                continue
+            data = self._resolve(item)
+            source = self._source(item, data)
+            if data.rows is None:
+                self._shards.append((item, data, source, write_all_rows(self._packs, source), None))
+            else:
+                by_mask.setdefault(id(data.rows), (data.rows, []))[1].append((item, data, source))
+        for mask, members in by_mask.values():
+            row_set, encoded = write_rows(self._packs, [source for _, _, source in members], mask)
+            self._row_sets.append(row_set)
+            for (item, data, source), shard in zip(members, encoded, strict=True):
+                self._shards.append((item, data, source, shard, len(self._row_sets) - 1))
+        return self._results()
+
+    def _resolve(self, item: WriteItem) -> ShardData:
+        data: Any = self._planner.resolve_data(item)
+        if isinstance(data, ShardData):
+            return data
+        is_table = any(fnmatchcase(item.index.fqn, pattern) for pattern in TABLE_PATTERNS) and data.dim() == 2
+        return ShardData(data.detach(), rows=None, is_table=is_table)
+
+    def _source(self, item: WriteItem, data: ShardData) -> Source:
+        fqn, dtype = item.index.fqn, dtype_name(data.values)
+        if dtype not in DTYPES or data.values.layout is not torch.strided:
+            raise ConfigurationError(f"tensor {fqn!r}: {data.values.layout} of {dtype} cannot be stored")
+        scheme = self._rules.scheme_for(fqn, data.values.dtype, data.is_table)
+        name = f"{fqn}{list(item.index.offset or ())}"
+        return Source(name, matrix(data.values), dtype, tuple(data.values.shape[1:]), scheme)
+
+    def _write_object(self, item: WriteItem) -> int:
+        stream: Any = self._planner.resolve_data(item)
+        content = stream.getvalue()
+        try:
+            torch.load(io.BytesIO(content), weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise ConfigurationError(
+                f"item {item.index.fqn!r} could not be loaded again without running code ({error}); store plain values "
+                "and tensors, or register its types with torch.serialization.add_safe_globals"
+            ) from error
+        data = np.frombuffer(content, dtype=np.uint8)
+        return self._packs.add(item.index.fqn, "uint8", data.shape, data)
+
+    def _results(self) -> list[WriteResult]:
+        packs, blobs = self._packs.finish()
+        row_sets = tuple(row_set.located(blobs) for row_set in self._row_sets)
+        results = [WriteResult(MetadataIndex(RANK_RECORD), 0, RankRecord(packs, row_sets))]
+        for item, number in self._objects:
+            results.append(WriteResult(item.index, blobs[number].num_bytes, ObjectRecord(blobs[number])))
+        for item, data, source, encoded, row_set in self._shards:
+            located = tuple(blobs[number] for number in encoded.blobs)
+            size, box = _place(item, data.values)
+            shard = Shard(box, row_set, encoded.block_rows, located, data.table_box)
+            record = ShardRecord(size, source.dtype, source.scheme, data.is_table, data.table, shard)
+            results.append(WriteResult(item.index, sum(blob.num_bytes for blob in located), record))
+        return results
+
+
+def _place(item: WriteItem, values: Tensor) -> tuple[tuple[int, ...], Box]:
+    """Size of the item's tensor, and its box, which must be that of the data."""
+    if item.tensor_data is None:
+        raise SaveError(f"item {item.index.fqn!r} has no tensor data in the plan")
+    chunk = item.tensor_data.chunk
+    box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+    if box.sizes != tuple(values.shape):
+        raise SaveError(f"item {item.index.fqn!r}: planned {box.sizes}, the data is {tuple(values.shape)}")
+    return tuple(item.tensor_data.size), box

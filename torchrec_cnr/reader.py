@@ -1,0 +1,201 @@
+"""The storage reader: verified, resharded reads of a whole lineage.
+
+Who calls what, on which rank, in one ``dcp.load``:
+
+    1. reset                  all ranks  another checkpoint id may come with it
+    2. read_metadata          all ranks  read and validate the manifests from the head to its baseline
+    3. set_up_storage_reader  all ranks  raise what went wrong in 2: DCP would lose the error's type there
+    4. prepare_local_plan     all ranks  nothing
+    5. prepare_global_plan    coordinator  nothing
+    6. read_data              all ranks  fold the lineage into the planner's tensors
+"""
+
+import io
+import os
+import pickle
+import uuid
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from torchrec_cnr.errors import (
+    CheckpointNotFoundError,
+    CNRError,
+    ConfigurationError,
+    DamagedError,
+    LoadError,
+    StateMismatchError,
+)
+from torchrec_cnr.folding import fold, plan_fold
+from torchrec_cnr.handover import LoadMetadata, RestoredRows, RowStateReadItem
+from torchrec_cnr.lineage import Lineage, read_lineage
+from torchrec_cnr.manifest import DTYPES, TensorEntry
+from torchrec_cnr.packs import check_headers, plan_spans, read_spans
+from torchrec_cnr.regions import Region, RowStateRegion, TensorRegion, column_bounds
+from torchrec_cnr.rows import Box
+from torchrec_cnr.stores import Store
+
+
+class CNRStorageReader(StorageReader):
+    """Reads checkpoints that ``CNRStorageWriter`` wrote, baseline and deltas as one.
+
+    Args:
+        path: The checkpoint, a path or fsspec URL; usually ``latest(root)``.
+        thread_count: Requests in flight at once. Each takes up to 16 MiB of memory.
+
+    Raises:
+        CheckpointNotFoundError: ``path`` is None, because ``latest`` found nothing.
+        ConfigurationError: An argument cannot work.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None, *, thread_count: int = 2) -> None:
+        super().__init__()
+        if path is None:
+            raise CheckpointNotFoundError("no path: there is no committed checkpoint to load (latest() returned None)")
+        if thread_count < 1:
+            raise ConfigurationError(f"'thread_count' must be at least 1 (got {thread_count})")
+        self._thread_count = thread_count
+        self._url = Store.open(path).url
+        self._lineage: Lineage | None = None
+        self._failure: CNRError | None = None
+        self._load_id = ""
+        self.reset()
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a new load."""
+        if checkpoint_id is not None:
+            self._url = Store.open(checkpoint_id).url
+        self._lineage = None
+        self._failure = None
+        self._load_id = uuid.uuid4().hex[:16]
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The head's metadata. DCP turns an error raised here into another one, so it is raised one step later."""
+        meta = StorageMeta(checkpoint_id=self._url, load_id=self._load_id)
+        try:
+            self._lineage = read_lineage(self._url)
+        except CNRError as error:
+            self._failure = error
+            return LoadMetadata({}, storage_meta=meta)
+        manifest = self._lineage.newest.manifest
+        entries: dict[str, Any] = {fqn: _tensor_metadata(entry) for fqn, entry in manifest.tensors.items()}
+        entries |= {fqn: BytesStorageMetadata() for fqn in manifest.objects}
+        return LoadMetadata(entries, planner_data=dict(manifest.paths), storage_meta=meta, lineage=self._lineage)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Raise what went wrong while the manifests were read."""
+        if self._failure is not None:
+            raise self._failure
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Nothing to add."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Nothing to add."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fold the lineage into the planner's tensors, and give it the objects."""
+        if self._lineage is None:
+            raise LoadError(f"{self._url}: data was asked for before the metadata was read")
+        for checkpoint in self._lineage.checkpoints:
+            check_headers(checkpoint.store, checkpoint.manifest.packs)
+        tensors = [item for item in plan.items if item.type is LoadItemType.TENSOR]
+        targets = [planner.resolve_tensor(item).detach() for item in tensors]
+        regions = [
+            self._region(self._lineage, item, target, planner) for item, target in zip(tensors, targets, strict=True)
+        ]
+        fold(plan_fold(self._lineage, regions), regions, self._thread_count)
+        for item, target in zip(tensors, targets, strict=True):
+            planner.commit_tensor(item, target)
+        self._load_objects([item for item in plan.items if item.type is LoadItemType.BYTE_IO], planner)
+        if isinstance(planner, RestoredRows):
+            planner.finish_restore()
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _region(self, lineage: Lineage, item: ReadItem, target: Tensor, planner: LoadPlanner) -> Region:
+        fqn = item.storage_index.fqn
+        entry = lineage.newest.manifest.tensors[fqn]
+        if target.dtype is not DTYPES[entry.dtype]:
+            raise StateMismatchError(
+                f"tensor {fqn!r}: the checkpoint {self._url} has {entry.dtype}, the state dict has {target.dtype}; "
+                "load into a tensor of the saved dtype and convert it afterwards"
+            )
+        if entry.table is not None:
+            box = item.table_box if isinstance(item, RowStateReadItem) else _table_box(entry, item)
+            return RowStateRegion(fqn, box, target, column_bounds(lineage.shards(fqn), box))
+        origin = item.storage_index.offset or ()
+        offsets = tuple(base + offset for base, offset in zip(origin, item.storage_offsets, strict=True))
+        region = TensorRegion(fqn, Box(offsets, tuple(item.lengths)), target)
+        if entry.is_table and isinstance(planner, RestoredRows):
+            region.on_delta_rows = lambda rows: planner.restore_rows(item, rows)
+        return region
+
+    def _load_objects(self, items: list[ReadItem], planner: LoadPlanner) -> None:
+        if self._lineage is None or not items:
+            return
+        newest = self._lineage.newest
+        by_fqn = {item.storage_index.fqn: item for item in items}
+        spans = plan_spans([(fqn, newest.manifest.objects[fqn]) for fqn in by_fqn])
+        for fqn, data in read_spans(newest.store, newest.manifest.packs, spans, self._thread_count):
+            planner.load_bytes(by_fqn[fqn], _proved_harmless(data.tobytes(), f"{newest.store.url}: object {fqn!r}"))
+
+    @property
+    def checkpoint_id(self) -> str:
+        """Path or URL of the checkpoint."""
+        return self._url
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this reader could load from there."""
+        try:
+            Store.open(checkpoint_id)
+        except (ConfigurationError, TypeError):
+            return False
+        return True
+
+
+def _tensor_metadata(entry: TensorEntry) -> TensorStorageMetadata:
+    chunks = [
+        ChunkStorageMetadata(torch.Size(shard.box.offsets), torch.Size(shard.box.sizes)) for shard in entry.shards
+    ]
+    return TensorStorageMetadata(TensorProperties(dtype=DTYPES[entry.dtype]), torch.Size(entry.size), chunks)
+
+
+def _table_box(entry: TensorEntry, item: ReadItem) -> Box:
+    """The table's box for a read of row-wise state by a planner that knows of no tables: as in the checkpoint."""
+    for shard in entry.shards:
+        if shard.table_box is not None and shard.box.offsets == tuple(item.storage_index.offset or ()):
+            (first, column), (_, width) = shard.table_box.offsets, shard.table_box.sizes
+            return Box((first + item.storage_offsets[0], column), (item.lengths[0], width))
+    raise DamagedError(f"tensor {item.storage_index.fqn!r}: no shard at {item.storage_index.offset}")
+
+
+def _proved_harmless(data: bytes, where: str) -> io.BytesIO:
+    """Load an object without running code, and serialise it anew: planners unpickle what they get without any check."""
+    try:
+        value = torch.load(io.BytesIO(data), weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, AttributeError) as error:
+        raise DamagedError(
+            f"{where}: refused by the weights-only unpickler ({str(error)[:300]}); if its types are yours, register "
+            "them with torch.serialization.add_safe_globals"
+        ) from error
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    stream.seek(0)
+    return stream

@@ -1,0 +1,154 @@
+"""Regions: the parts of tensors that a load wants, and how the rows of a block get into them."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from torchrec_cnr.manifest import Shard
+from torchrec_cnr.rows import Box
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """The decoded rows of one blob.
+
+    Attributes:
+        box: Of its shard; for row-wise optimizer state, of the table's shard.
+        first: First row within the box, where the rows are consecutive.
+        rows: int64 [n], row numbers within the box, where they are not.
+        values: [n, ...].
+        is_delta: Whether it comes from a delta.
+    """
+
+    box: Box
+    first: int
+    rows: Tensor | None
+    values: Tensor
+    is_delta: bool
+
+    def rows_within(self, wanted: Box) -> tuple[Tensor | slice, Tensor | slice] | None:
+        """Positions in the block, and rows of ``wanted``, of the rows that both have; None if there are none."""
+        shift = self.box.offsets[0] - wanted.offsets[0] if self.box.offsets else 0
+        if self.rows is None:
+            start = max(0, -self.first - shift)
+            stop = min(len(self.values), wanted.num_rows - self.first - shift)
+            into = slice(start + self.first + shift, stop + self.first + shift)
+            return (slice(start, stop), into) if start < stop else None
+        rows = self.rows + shift
+        if int(rows[0]) >= 0 and int(rows[-1]) < wanted.num_rows:
+            return slice(None), rows
+        keep = ((rows >= 0) & (rows < wanted.num_rows)).nonzero().squeeze(1)
+        return (keep, rows[keep]) if len(keep) else None
+
+
+class Region(Protocol):
+    """A part of a tensor that is wanted, and where its values go."""
+
+    fqn: str
+    box: Box
+
+    def write(self, block: Block) -> None:
+        """Overwrite the rows that a block holds of this region."""
+        ...
+
+    def finish(self) -> None:
+        """All blocks were written."""
+        ...
+
+
+@dataclass(eq=False)
+class TensorRegion:
+    """A region of a tensor whose own boxes place it.
+
+    Attributes:
+        fqn: The tensor.
+        box: The region, in the tensor's indices.
+        target: Tensor of the box's size, of the checkpoint's dtype, on any device.
+        on_delta_rows: Told which rows of the region came from deltas.
+    """
+
+    fqn: str
+    box: Box
+    target: Tensor
+    on_delta_rows: Callable[[Tensor], None] | None = None
+
+    def write(self, block: Block) -> None:
+        """Copy consecutive rows, scatter others."""
+        common = block.box.intersect(self.box)
+        found = block.rows_within(self.box)
+        if common is None or found is None:
+            return
+        positions, rows = found
+        values = block.values[(slice(None), *common.slices(block.box)[1:])][positions]
+        target = self.target[(slice(None), *common.slices(self.box)[1:])] if self.target.dim() else self.target[None]
+        values = values.to(target.device)
+        if isinstance(rows, slice):
+            target[rows].copy_(values.reshape(target[rows].shape))
+        else:
+            target.index_copy_(0, rows.to(target.device), values)
+        if block.is_delta and self.on_delta_rows is not None:
+            self.on_delta_rows(torch.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows)
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
+
+
+@dataclass(eq=False)
+class RowStateRegion:
+    """Row-wise optimizer state (one value a row) of a shard of a table.
+
+    Every column shard of a table has a state of its own, which stands for the mean over its columns. So the state is
+    folded for each range of columns that any shard of the lineage bounds, and the target's value is the mean of the
+    ranges in it, weighted by their widths: exact where the target is sharded as the checkpoints were.
+
+    Attributes:
+        fqn: The state.
+        box: The table shard's box, in the table's indices.
+        target: [num_rows].
+        bounds: Columns at which the ranges begin, and the end of the last: [num_ranges + 1].
+    """
+
+    fqn: str
+    box: Box
+    target: Tensor
+    bounds: Sequence[int]
+    ranges: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        num_ranges = len(self.bounds) - 1
+        self.ranges = self.target[:, None] if num_ranges == 1 else self.target.new_zeros(len(self.target), num_ranges)
+
+    def write(self, block: Block) -> None:
+        """Overwrite the ranges of columns that the block's shard has."""
+        common = block.box.intersect(self.box)
+        found = block.rows_within(self.box)
+        if common is None or found is None:
+            return
+        positions, rows = found
+        first = self.bounds.index(common.offsets[1])
+        last = self.bounds.index(common.offsets[1] + common.sizes[1])
+        values = block.values[positions].reshape(-1, 1).expand(-1, last - first).to(self.ranges.device)
+        if isinstance(rows, slice):
+            self.ranges[rows, first:last] = values
+        else:
+            self.ranges[:, first:last].index_copy_(0, rows.to(self.ranges.device), values)
+
+    def finish(self) -> None:
+        """Take the mean over the columns."""
+        if len(self.bounds) > 2:
+            widths = torch.tensor(self.bounds, dtype=torch.float64, device=self.ranges.device).diff()
+            self.target.copy_((self.ranges * widths).sum(1) / widths.sum())
+
+
+def column_bounds(shards: Iterable[Shard], box: Box) -> list[int]:
+    """Where columns of a table's ``box`` are divided by any of the ``shards`` of its row-wise state."""
+    start, stop = box.offsets[1], box.offsets[1] + box.sizes[1]
+    bounds = {start, stop}
+    for shard in shards:
+        if shard.table_box is not None:
+            edges = (shard.table_box.offsets[1], shard.table_box.offsets[1] + shard.table_box.sizes[1])
+            bounds.update(edge for edge in edges if start < edge < stop)
+    return sorted(bounds)

@@ -1,0 +1,177 @@
+"""Boxes, and the coding of sets of row numbers.
+
+A delta holds the rows of a box that were modified, so it has to say which. The set is cut into blocks of consecutive
+members; each block is coded by itself, relative to its first row, in whichever of these is smallest:
+
+    bitmap   one bit a row from the first to the last member, least significant bit first
+    gaps     the distance of each member to the one before, minus one, as byte planes (all lowest bytes, then all
+             second bytes, ...)
+
+Both are compressed with zstd. At random rows of density p this stays within 3 to 9 % of the entropy H(p)/p bits a row.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+from torchrec_cnr.errors import DamagedError
+
+Rows = npt.NDArray[np.int64]
+Coding = Literal["bitmap", "gaps"]
+
+_COMPRESSOR_LEVEL = 1
+
+
+@dataclass(frozen=True)
+class Box:
+    """Where a shard lies in its tensor.
+
+    Attributes:
+        offsets: First index in each dimension.
+        sizes: Number of indices in each dimension.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, size: tuple[int, ...]) -> "Box":
+        """The box of a tensor that is not sharded."""
+        return cls((0,) * len(size), tuple(size))
+
+    @property
+    def num_rows(self) -> int:
+        """Size of the first dimension; a scalar counts as one row."""
+        return self.sizes[0] if self.sizes else 1
+
+    @property
+    def num_cols(self) -> int:
+        """Number of elements in a row."""
+        return math.prod(self.sizes[1:])
+
+    def intersect(self, other: "Box") -> "Box | None":
+        """The common part of both, in the tensor's own indices, or None."""
+        starts = tuple(map(max, self.offsets, other.offsets))
+        stops = tuple(
+            min(a + m, b + n) for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        )
+        sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
+        return None if any(size <= 0 for size in sizes) else Box(starts, sizes)
+
+    def slices(self, origin: "Box") -> tuple[slice, ...]:
+        """This box as an index into a tensor that holds ``origin``."""
+        return tuple(
+            slice(start - base, start - base + size)
+            for start, base, size in zip(self.offsets, origin.offsets, self.sizes, strict=True)
+        )
+
+
+def fills(size: tuple[int, ...], boxes: list[Box]) -> bool:
+    """Whether ``boxes`` cover a tensor of ``size`` exactly: inside it, without a hole or an overlap."""
+    whole = Box.whole(size)
+    boxes = [box for box in boxes if math.prod(box.sizes) > 0]
+    if any(len(box.offsets) != len(size) or whole.intersect(box) != box for box in boxes):
+        return False
+    return sum(math.prod(box.sizes) for box in boxes) == math.prod(size) and not _any_overlap(boxes)
+
+
+def _any_overlap(boxes: list[Box]) -> bool:
+    """Sweep along the first dimension; boxes that share first indices are compared in the others."""
+    if not boxes or not boxes[0].sizes:
+        return len(boxes) > 1
+    active: list[Box] = []
+    for box in sorted(boxes, key=lambda box: box.offsets):
+        active = [other for other in active if other.offsets[0] + other.sizes[0] > box.offsets[0]]
+        if any(other.intersect(box) for other in active):
+            return True
+        active.append(box)
+    return False
+
+
+@dataclass(frozen=True)
+class CodedRows:
+    """One block of a row set as it is stored.
+
+    Attributes:
+        coding: How ``data`` is to be read.
+        first: The smallest member.
+        span: Last member - first member + 1.
+        data: The compressed code.
+    """
+
+    coding: Coding
+    first: int
+    span: int
+    data: bytes
+
+
+def encode_rows(rows: Rows) -> CodedRows:
+    """Code one block of row numbers.
+
+    Args:
+        rows: int64 [N], N >= 1, strictly increasing, not negative.
+    """
+    first, span = int(rows[0]), int(rows[-1] - rows[0]) + 1
+    compressor = zstandard.ZstdCompressor(level=_COMPRESSOR_LEVEL, write_content_size=True)
+    gaps = np.diff(rows) - 1
+    width = _gap_width(span)
+    planes = np.ascontiguousarray(gaps.astype("<u8").view(np.uint8).reshape(-1, 8)[:, :width].T)
+    best = CodedRows("gaps", first, span, compressor.compress(planes.tobytes()))
+    if span <= 64 * len(rows):  # a sparser bitmap cannot be the smaller one
+        mask = np.zeros(span, dtype=np.bool_)
+        mask[rows - first] = True
+        bitmap = compressor.compress(np.packbits(mask, bitorder="little").tobytes())
+        if len(bitmap) < len(best.data):
+            best = CodedRows("bitmap", first, span, bitmap)
+    return best
+
+
+def decode_rows(coded: CodedRows, num_rows: int, where: str) -> Rows:
+    """The inverse of :func:`encode_rows`; what does not code exactly ``num_rows`` rows of ``span`` is refused.
+
+    Args:
+        num_rows: How many members the block has.
+        where: Names the block in errors.
+
+    Returns:
+        int64 [num_rows], strictly increasing, from ``coded.first`` to ``coded.first + coded.span - 1``.
+
+    Raises:
+        DamagedError: The code is not of this many rows, or not of this span.
+    """
+    if coded.coding == "bitmap":
+        bits = np.frombuffer(_decompress(coded.data, (coded.span + 7) // 8, where), dtype=np.uint8)
+        rows = np.flatnonzero(np.unpackbits(bits, bitorder="little")).astype(np.int64, copy=False)
+    else:
+        width = _gap_width(coded.span)
+        planes = np.frombuffer(_decompress(coded.data, width * (num_rows - 1), where), dtype=np.uint8)
+        gaps = np.zeros((num_rows - 1, 8), dtype=np.uint8)
+        gaps[:, :width] = planes.reshape(width, num_rows - 1).T
+        steps = gaps.view("<u8").reshape(-1).astype(np.int64) + 1
+        rows = np.concatenate((np.zeros(1, np.int64), np.cumsum(steps)))
+    if len(rows) != num_rows or rows[0] != 0 or rows[-1] != coded.span - 1 or (np.diff(rows) <= 0).any():
+        raise DamagedError(
+            f"{where}: its row numbers are not {num_rows} strictly increasing rows over a span of {coded.span}; "
+            "use another checkpoint"
+        )
+    return rows + coded.first
+
+
+def _gap_width(span: int) -> int:
+    """Bytes that the largest gap possible within ``span`` needs."""
+    return max(1, (max(span - 2, 0).bit_length() + 7) // 8)
+
+
+def _decompress(data: bytes, num_bytes: int, where: str) -> bytes:
+    """zstd with the size checked before anything is allocated."""
+    try:
+        declared = zstandard.frame_content_size(data)
+        if declared != num_bytes:
+            raise DamagedError(f"{where}: row numbers unpack to {declared} bytes, expected {num_bytes}")
+        return zstandard.ZstdDecompressor().decompress(data)
+    except zstandard.ZstdError as error:
+        raise DamagedError(f"{where}: row numbers do not decompress ({error}); use another checkpoint") from error

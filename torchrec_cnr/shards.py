@@ -1,0 +1,68 @@
+"""What a rank holds of a tensor: the only module that knows ShardedTensor and DTensor."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from torchrec_cnr.rows import Box
+
+
+@dataclass(frozen=True, eq=False)
+class LocalShard:
+    """One shard on this rank.
+
+    Attributes:
+        box: Where it lies in its tensor.
+        tensor: Its values, of the box's size; shares memory with the state dict.
+    """
+
+    box: Box
+    tensor: Tensor
+
+
+def local_shards(value: Any) -> Sequence[LocalShard]:
+    """The shards of a state dict's item that this rank holds; none for what is no tensor."""
+    if isinstance(value, ShardedTensor):
+        return [
+            LocalShard(_box(shard.metadata.shard_offsets, shard.metadata.shard_sizes), shard.tensor)
+            for shard in value.local_shards()
+        ]
+    if isinstance(value, DTensor):
+        return _dtensor_shards(value)
+    if isinstance(value, Tensor):
+        return [LocalShard(Box.whole(tuple(value.shape)), value)]
+    return []
+
+
+def _dtensor_shards(value: DTensor) -> Sequence[LocalShard]:
+    local = value.to_local()
+    # TorchRec's LocalShardsWrapper holds several shards; DCP's _Checkpointable protocol names their boxes.
+    if hasattr(local, "local_shards") and hasattr(local, "local_offsets"):
+        return [
+            LocalShard(_box(offsets, shard.shape), shard)
+            for shard, offsets in zip(local.local_shards(), local.local_offsets(), strict=True)
+        ]
+    sizes, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    return [LocalShard(_box(offsets, sizes), local)]
+
+
+def _box(offsets: Sequence[int], sizes: Sequence[int]) -> Box:
+    return Box(tuple(map(int, offsets)), tuple(map(int, sizes)))
+
+
+def memory_key(tensor: Tensor) -> tuple[int, int, torch.device] | None:
+    """Identifies the memory that a tensor's values lie in, whichever object wraps it; None where there is none."""
+    if tensor.numel() == 0:
+        return None
+    return tensor.data_ptr(), tensor.shape[0] if tensor.dim() else 1, tensor.device
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """A dtype as manifests name it, such as ``float32``."""
+    return str(tensor.dtype).removeprefix("torch.")

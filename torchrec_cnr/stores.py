@@ -1,0 +1,183 @@
+"""Where checkpoints lie: a directory in any fsspec file system.
+
+A store writes files once and whole. ``put_new`` is the commit primitive: the name either holds all bytes, durably, or
+does not exist, and of several writers one wins. Every failure becomes a ``StoreError`` that names the file.
+"""
+
+import errno
+import os
+import posixpath
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import fsspec
+import numpy as np
+import numpy.typing as npt
+from fsspec.implementations.local import LocalFileSystem
+
+from torchrec_cnr.errors import CheckpointExistsError, ConfigurationError, StoreError
+
+Bytes = npt.NDArray[np.uint8]
+Buffer = bytes | memoryview
+
+_ERRNO: dict[type[Exception], int] = {FileNotFoundError: errno.ENOENT, FileExistsError: errno.EEXIST}
+
+
+@dataclass(frozen=True)
+class Store:
+    """A directory.
+
+    Attributes:
+        fs: Its fsspec file system.
+        path: Its path there, without the protocol and without a trailing slash.
+        sync_files: Whether local files are forced to disk before a write counts as done.
+    """
+
+    fs: Any
+    path: str
+    sync_files: bool = True
+
+    @classmethod
+    def open(cls, url: str | os.PathLike[str], sync_files: bool = True) -> "Store":
+        """The directory at a local path or fsspec URL; nothing is created.
+
+        Raises:
+            ConfigurationError: The URL's protocol is unknown, or its package is not installed.
+        """
+        try:
+            fs, path = fsspec.core.url_to_fs(os.fspath(url))
+        except (ValueError, ImportError) as error:
+            raise ConfigurationError(f"{os.fspath(url)!r}: not a path or URL that fsspec can open ({error})") from error
+        return cls(fs, str(path).rstrip("/") or "/", sync_files)
+
+    @property
+    def url(self) -> str:
+        """The full name, protocol included where it is not the local file system."""
+        return self.path if isinstance(self.fs, LocalFileSystem) else str(self.fs.unstrip_protocol(self.path))
+
+    def at(self, path: str) -> "Store":
+        """Another directory of the same file system, by a path relative to this one."""
+        return Store(self.fs, posixpath.normpath(posixpath.join(self.path, path)), self.sync_files)
+
+    def is_beside(self, other: "Store") -> bool:
+        """Whether both are in one file system, so that one can name the other by a relative path."""
+        return bool(self.fs == other.fs)
+
+    def child(self, name: str) -> str:
+        """The path of a file in this directory."""
+        return f"{self.path.rstrip('/')}/{name}"
+
+    def make(self) -> None:
+        """Create the directory and its parents, where the file system has directories."""
+        with self._errors("create", ""):
+            self.fs.makedirs(self.path, exist_ok=True)
+
+    def exists(self, name: str) -> bool:
+        """Whether a file is there."""
+        with self._errors("look up", name):
+            return bool(self.fs.exists(self.child(name)))
+
+    def names(self) -> list[str]:
+        """Names in the directory, sorted; empty where there is no directory."""
+        with self._errors("list", ""):
+            try:
+                self.fs.invalidate_cache(self.path)
+                found = self.fs.ls(self.path, detail=False)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+        return sorted(posixpath.basename(str(name).rstrip("/")) for name in found)
+
+    def read(self, name: str, start: int | None = None, stop: int | None = None) -> bytes:
+        """A file's bytes, or those from ``start`` to ``stop``; fewer where it is shorter.
+
+        Raises:
+            StoreError: It cannot be read; its ``errno`` is ``ENOENT`` where it does not exist.
+        """
+        with self._errors("read", name):
+            return bytes(self.fs.cat_file(self.child(name), start=start, end=stop))
+
+    def read_array(self, name: str, start: int, stop: int) -> Bytes:
+        """As :meth:`read`, into an array of its own that may be written to."""
+        if not isinstance(self.fs, LocalFileSystem):
+            return np.frombuffer(bytearray(self.read(name, start, stop)), dtype=np.uint8)
+        with self._errors("read", name), open(self.child(name), "rb", buffering=0) as file:
+            size = max(0, min(stop, os.fstat(file.fileno()).st_size) - start)
+            array = np.empty(size, dtype=np.uint8)
+            file.seek(start)
+            filled = 0
+            while filled < size and (count := file.readinto(array[filled:].data)):
+                filled += count
+            return array[:filled]
+
+    def put(self, name: str, parts: Sequence[Buffer]) -> None:
+        """Write a file whose name nobody else uses."""
+        with self._errors("write", name), self.fs.open(self.child(name), "wb") as file:
+            for part in parts:
+                file.write(part)
+            self._sync(file)
+
+    def put_new(self, name: str, data: bytes, save_id: str) -> None:
+        """Write a file atomically, unless the name exists.
+
+        A local file is written under a name of its own and then linked, because a file that is created exclusively is
+        there before its bytes are. Elsewhere an exclusive create is atomic, or as good as the store has it.
+
+        Raises:
+            CheckpointExistsError: The name exists.
+        """
+        try:
+            with self._errors("write", name):
+                if isinstance(self.fs, LocalFileSystem):
+                    self._link_new(name, data, save_id)
+                else:
+                    self._create_new(name, data)
+        except StoreError as error:
+            if error.errno == errno.EEXIST:
+                raise CheckpointExistsError(
+                    f"{self.url}: another save committed here first; save under another checkpoint_id"
+                ) from error
+            raise
+
+    def _create_new(self, name: str, data: bytes) -> None:
+        with self.fs.open(self.child(name), "xb") as file:
+            file.write(data)
+
+    def _link_new(self, name: str, data: bytes, save_id: str) -> None:
+        unlinked = self.child(f"{save_id}.{name}")
+        try:
+            with open(unlinked, "xb") as file:
+                file.write(data)
+                self._sync(file)
+            os.link(unlinked, self.child(name))
+        finally:
+            if os.path.exists(unlinked):
+                os.unlink(unlinked)
+        if self.sync_files:
+            self._sync_directories()
+
+    def _sync(self, file: Any) -> None:
+        if self.sync_files and isinstance(self.fs, LocalFileSystem):
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _sync_directories(self) -> None:
+        """Make the names durable: those in this directory, and its own in the one above."""
+        for path in (self.path, posixpath.dirname(self.path)):
+            descriptor = os.open(path or "/", os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    @contextmanager
+    def _errors(self, action: str, name: str) -> Iterator[None]:
+        """File systems raise whatever they like; callers see one type, with the cause and its errno."""
+        try:
+            yield
+        except Exception as error:
+            where = self.url if not name else f"{self.url}/{name}"
+            failure = StoreError(f"cannot {action} {where}: {type(error).__name__}: {error}")
+            failure.errno = getattr(error, "errno", None) or _ERRNO.get(type(error))
+            raise failure from error

@@ -1,0 +1,172 @@
+"""The storage writer: HOW and WHERE a checkpoint is stored. Quantization, packs, commit.
+
+Who calls what, on which rank, in one ``dcp.save``:
+
+    1. reset                  all ranks    a new save begins: a new save id
+    2. set_up_storage_writer  all ranks    learn the rank
+    3. prepare_local_plan     all ranks    refuse an id that is taken, make the directory
+    4. prepare_global_plan    coordinator  give its save id to all ranks
+    5. write_data             all ranks    encode every item of the plan into packs
+    6. finish                 coordinator  check all results against the plan, then commit: write the manifest
+
+Nothing is ever overwritten: packs bear the save id in their names, and the manifest is put only where none is.
+"""
+
+import os
+import posixpath
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from torchrec_cnr import manifest_json
+from torchrec_cnr.assembly import assemble
+from torchrec_cnr.errors import CheckpointExistsError, ConfigurationError, SaveError
+from torchrec_cnr.handover import CNRStorageMeta, Decision, SaveMetadata
+from torchrec_cnr.lineage import relative_path
+from torchrec_cnr.manifest import FILE_NAME, CheckpointRef, History, Manifest
+from torchrec_cnr.modified import Since
+from torchrec_cnr.packs import PackWriter
+from torchrec_cnr.rank_writer import RankWriter
+from torchrec_cnr.schemes import NoQuantization, Scheme, SchemeRules
+from torchrec_cnr.stores import Store
+from torchrec_cnr.version import __version__
+
+
+class CNRStorageWriter(StorageWriter):
+    """Writes checkpoints of quantized rows to any fsspec file system.
+
+    With ``CNRSavePlanner(tracker)`` a checkpoint may be a delta; with any other planner it is a baseline.
+
+    Args:
+        path: Directory of the checkpoint, a path or fsspec URL; ``checkpoint_id`` of ``dcp.save`` replaces it.
+        quantization: One scheme for all tables, or a mapping from FQN patterns (``fnmatch``, first match wins) to
+            schemes, for tables and all other tensors. Whatever gets no scheme is stored exactly.
+        thread_count: Packs written at once. Each takes up to 40 MiB of memory.
+        sync_files: Force local files to disk before the checkpoint counts as committed.
+        overwrite: Only False: a checkpoint that is there is never overwritten.
+
+    Raises:
+        ConfigurationError: An argument cannot work.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        quantization: Scheme | Mapping[str, Scheme] | None = None,
+        thread_count: int = 1,
+        sync_files: bool = True,
+        overwrite: bool = False,
+    ) -> None:
+        super().__init__()
+        if overwrite:
+            raise ConfigurationError(
+                "'overwrite' must be False: a checkpoint is written once; save under another checkpoint_id"
+            )
+        if thread_count < 1:
+            raise ConfigurationError(f"'thread_count' must be at least 1 (got {thread_count})")
+        self._sync_files = sync_files
+        self._thread_count = thread_count
+        self._rules = SchemeRules.of(quantization if quantization is not None else NoQuantization())
+        self._store = Store.open(path, sync_files)
+        self._save_id = ""
+        self._rank = 0
+        self.reset()
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a new save."""
+        if checkpoint_id is not None:
+            self._store = Store.open(checkpoint_id, self._sync_files)
+        self._save_id = uuid.uuid4().hex[:16]
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Learn the rank; DCP passes it only to a parameter that is called ``kwargs``."""
+        self._rank = kwargs.get("rank") or 0
+        if not kwargs.get("use_collectives", True):
+            raise ConfigurationError("use_collectives=False is not supported: one commit holds all ranks' data")
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Refuse an id that is taken; make the directory."""
+        if self._store.exists(FILE_NAME):
+            raise CheckpointExistsError(
+                f"{self._store.url} holds a committed checkpoint already; save under another checkpoint_id"
+            )
+        self._store.make()
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Give this save's id to all ranks."""
+        return [replace(plan, storage_data=self._save_id) for plan in plans]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Encode and write this rank's items."""
+        packs = PackWriter(self._store, f"{plan.storage_data}-{self._rank}", self._thread_count)
+        try:
+            results = RankWriter(packs, planner, self._rules).write(plan.items)
+        finally:
+            packs.close()
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commit."""
+        decision = metadata.decision if isinstance(metadata, SaveMetadata) else None
+        if decision is None:
+            decision = Decision(self._save_id, Since.EVER, policy="Full")
+        parts = assemble(metadata, results)
+        manifest = Manifest(
+            created_ns=max(time.time_ns(), decision.after_ns + 1),
+            checkpoint_id=posixpath.basename(self._store.path),
+            save_id=self._save_id,
+            parent=self._parent(decision),
+            policy=decision.policy,
+            history=_extended(decision.history, sum(pack.num_bytes for pack in parts.packs)),
+            world_size=len(results),
+            writer=f"torchrec_cnr {__version__}",
+            packs=parts.packs,
+            row_sets=parts.row_sets,
+            tensors=parts.tensors,
+            objects=parts.objects,
+            paths=dict(sorted((metadata.planner_data or {}).items())),
+        )
+        self._store.put_new(FILE_NAME, manifest_json.dumps(manifest)[0], self._save_id)
+
+    def _parent(self, decision: Decision) -> CheckpointRef | None:
+        if decision.parent is None:
+            return None
+        path = relative_path(self._store, decision.parent.path)
+        if path is None:
+            raise SaveError(f"{self._store.url}: no relative path to its parent {decision.parent.path}")
+        return CheckpointRef(path, decision.parent.sha256)
+
+    def storage_meta(self) -> StorageMeta:
+        """Where this save goes, for the planner."""
+        return CNRStorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id, store=self._store)
+
+    @property
+    def checkpoint_id(self) -> str:
+        """Path or URL of the checkpoint."""
+        return self._store.url
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this writer could save there."""
+        try:
+            Store.open(checkpoint_id)
+        except (ConfigurationError, TypeError):
+            return False
+        return True
+
+
+def _extended(history: History | None, num_bytes: int) -> History:
+    if history is None:
+        return History(num_bytes)
+    return History(history.baseline_bytes, (*history.delta_bytes, num_bytes))
