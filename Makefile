@@ -1,0 +1,55 @@
+# Every target makes .venv first when it is missing or older than what it is made from: python3.11 and make are enough.
+
+SHELL := /bin/sh
+.SHELLFLAGS := -euc
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+
+PYTHON := python3.11
+BIN := .venv/bin
+# Written last: a .venv without it was left half built, and is built anew.
+STAMP := .venv/.complete
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input
+TYPED := $(wildcard torchrec_cnr examples benchmarks)
+
+.PHONY: help .venv demo test lint types unit test-full bench clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z.-]*\):.*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | \
+		while IFS='|' read -r target text; do printf '  make %-10s %s\n' "$$target" "$$text"; done
+
+.venv: $(STAMP) ## the virtual environment that everything below runs in
+
+$(STAMP): requirements/cpu.txt requirements/cpu-nodeps.txt pyproject.toml
+	@echo "making .venv with $(PYTHON) from requirements/ (once; needs a minute or two)"
+	@rm -rf .venv
+	@$(PYTHON) -m venv .venv
+	$(PIP_INSTALL) -r requirements/cpu.txt
+	$(PIP_INSTALL) --no-deps -r requirements/cpu-nodeps.txt
+	$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+demo: .venv ## run the demonstration
+	$(BIN)/python examples/demo.py
+
+test: lint types unit ## what every change must pass: lint, types, and all tests but the slow ones
+
+lint: .venv ## rules and layout of the code
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv ## static types
+	$(BIN)/mypy $(TYPED)
+
+unit: .venv ## tests, but the slow ones
+	$(BIN)/python -m pytest -m "not slow"
+
+test-full: .venv ## all tests, the slow ones too
+	$(BIN)/python -m pytest
+
+bench: .venv ## run the benchmarks
+	$(BIN)/python -m benchmarks
+
+clean: ## remove all that was made here, .venv too
+	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

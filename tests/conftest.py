@@ -1,0 +1,30 @@
+"""What all tests share: markers, Hypothesis' profile, and pools of ranks."""
+
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+
+from tests.ranks import RankPools
+
+# No deadline: the first example pays for imports and for caches that are cold.
+hypothesis.settings.register_profile("project", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("project")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu` on a machine without CUDA."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def rank_pool() -> Iterator[RankPools]:
+    """Call it with a world size for a pool of ranks that other tests use too, see `tests.ranks.RankPool`."""
+    pools = RankPools()
+    yield pools
+    pools.close()

@@ -1,0 +1,24 @@
+"""The public names of the package."""
+
+import inspect
+
+import pytest
+
+import torchrec_cnr
+
+NAMES = list(torchrec_cnr.__all__)
+
+
+def test_names_are_listed_in_order_and_once() -> None:
+    """``__all__`` is sorted and names nothing twice."""
+    assert sorted(set(NAMES)) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_name_exists_and_is_documented(name: str) -> None:
+    """Each public name is there; a class or function has a docstring of its own."""
+    value = getattr(torchrec_cnr, name)
+    if inspect.isclass(value) or inspect.isroutine(value):
+        own = vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__
+        assert own, f"{name} has no docstring"
+        assert not own.startswith(f"{name}("), f"{name} has only the docstring that dataclass makes"

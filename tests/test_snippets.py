@@ -1,0 +1,153 @@
+"""The README and the documentation do what they say: their Python runs, their commands exist.
+
+The Python blocks of a page are one program, run in order in a process of its own and in an empty folder. A block that
+is not meant to run is fenced as ``text``.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = sorted([*ROOT.glob("README.md"), *(ROOT / "docs").rglob("*.md")])
+LIMIT_SECS = 240
+
+FENCE = re.compile(r"^(?P<indent> *)(?P<fence>```+|~~~+)\s*(?P<info>[^`]*?)\s*$")
+# What may be code; of these, only plain ``python`` and ``bash`` are seen by the tests.
+CODE = {"python", "py", "python3", "pycon", "ipython", "bash", "sh", "shell", "console", "zsh"}
+# Commands of the README besides `make`: each begins with one of these, or is a file of the repository.
+ALLOWED = ("git clone ", "cd ", "pip install ", "python -m pip install ")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page.
+
+    Attributes:
+        info: What stands behind the opening fence, such as ``python``.
+        first_line: Number of the first line between the fences, from 1.
+        lines: What stands between the fences, without the fence's indentation.
+    """
+
+    info: str
+    first_line: int
+    lines: tuple[str, ...]
+
+
+def parse_blocks(text: str) -> Iterator[Block]:
+    """Yield the fenced blocks of a page of Markdown."""
+    lines = iter(enumerate(text.splitlines(), 1))
+    for number, line in lines:
+        opening = FENCE.match(line)
+        if opening is None:
+            continue
+        inside = []
+        for _, inner in lines:
+            if inner.strip() == opening["fence"]:
+                break
+            inside.append(inner.removeprefix(opening["indent"]))
+        else:
+            raise ValueError(f"line {number}: the fenced block has no end")
+        yield Block(opening["info"], number + 1, tuple(inside))
+
+
+def python_program(blocks: list[Block]) -> str:
+    """Join Python blocks to one program, in which each line has the number that it has in its page."""
+    program: list[str] = []
+    for block in blocks:
+        program += [""] * (block.first_line - 1 - len(program))
+        program += block.lines
+    return "\n".join(program) + "\n"
+
+
+def _blocks(page: Path, info: str) -> list[Block]:
+    return [block for block in parse_blocks(page.read_text()) if block.info == info]
+
+
+def split_commands(script: str) -> list[list[str]]:
+    """Split a shell script into commands and these into words, without comments."""
+    commands: list[list[str]] = [[]]
+    for line in script.replace("\\\n", " ").splitlines():
+        for word in shlex.shlex(line, posix=True, punctuation_chars=True):
+            if word in ("&&", "||", ";", "|"):
+                commands.append([])
+            else:
+                commands[-1].append(word)
+        commands.append([])
+    return [command for command in commands if command]
+
+
+def _readme_commands() -> list[list[str]]:
+    if not README.exists():
+        return []
+    return [command for block in _blocks(README, "bash") for command in split_commands("\n".join(block.lines))]
+
+
+def _page_id(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_page_id)
+def test_blocks_are_seen(page: Path) -> None:
+    """Code is fenced as ``python`` or ``bash`` without more, or else as text."""
+    fences = [(block.first_line - 1, block.info) for block in parse_blocks(page.read_text())]
+    code = [(line, info) for line, info in fences if CODE.intersection(info.split())]
+    assert [(line, info) for line, info in code if info not in ("python", "bash")] == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if _blocks(page, "python")], ids=_page_id)
+def test_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
+    """The Python blocks of a page run in order, as one program; line numbers of an error are those of the page."""
+    program = tmp_path / f"{page.stem}.py"
+    program.write_text(python_program(_blocks(page, "python")))
+    folder = tmp_path / "cwd"
+    folder.mkdir()
+    command = [sys.executable, str(program)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT_SECS, check=False)
+    assert done.returncode == 0, f"{_page_id(page)}:\n{done.stdout}{done.stderr}"
+
+
+@pytest.mark.parametrize("command", _readme_commands(), ids=shlex.join)
+def test_command_of_the_readme_exists(command: list[str]) -> None:
+    """A command of the README is a target of the Makefile, a file of the repository, or allowed."""
+    if command[0] == "make":
+        # A make that runs these tests passes its own flags on.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+        dry_run = [command[0], "--dry-run", *command[1:]]
+        done = subprocess.run(dry_run, cwd=ROOT, capture_output=True, text=True, check=False, env=environment)
+        assert done.returncode == 0, done.stderr
+    else:
+        known = shlex.join(command).startswith(ALLOWED) or os.access(ROOT / command[0], os.X_OK)
+        assert known, f"{shlex.join(command)!r} is neither a file here nor in ALLOWED"
+
+
+def test_blocks_are_parsed() -> None:
+    """Blocks come with what is behind their fence, their line and their text, free of indentation."""
+    page = "a\n```python\nx = 1\n```\n\n- b\n  ~~~text\n  ```\n  ~~~\n"
+    assert list(parse_blocks(page)) == [Block("python", 3, ("x = 1",)), Block("text", 8, ("```",))]
+    with pytest.raises(ValueError, match="line 2: the fenced block has no end"):
+        list(parse_blocks("a\n```python\nx = 1\n"))
+
+
+def test_commands_are_split() -> None:
+    """Commands end at line ends and operators, and go on over a backslash; comments are none."""
+    script = "# set up\ncd a && make test # all\n\nmake \\\n  demo; pip install 'b==1'\n"
+    assert split_commands(script) == [["cd", "a"], ["make", "test"], ["make", "demo"], ["pip", "install", "b==1"]]
+
+
+def test_program_keeps_line_numbers_and_names() -> None:
+    """Blocks of a page share their names, and an error is found at its line of the page."""
+    page = "# Title\n\n```python\nx = 1\n```\n\nthen\n\n```python\ny = x + 1\n```\n"
+    program = python_program([block for block in parse_blocks(page) if block.info == "python"])
+    assert program.splitlines()[9] == "y = x + 1"
+    names: dict[str, object] = {}
+    exec(program, names)
+    assert names["y"] == 2
