@@ -1,8 +1,8 @@
 """A manifest as JSON, and back with every check that makes what follows safe.
 
 The file is one JSON object in a fixed frame, ``{"sha256":"<64 hex digits>","manifest":<body>}``: the digest is that of
-the body's bytes, and is also how other checkpoints refer to this one. Whatever comes out of :func:`loads` was validated:
-it can be used without further checks but those of the blobs' own bytes.
+the body's bytes, and is also how other checkpoints refer to this one. What :func:`loads` returns was validated: it can
+be used without further checks but those of the blobs' own bytes.
 """
 
 import hashlib

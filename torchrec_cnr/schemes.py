@@ -123,9 +123,9 @@ class Asymmetric:
         if padding:
             floats = torch.cat((floats, floats[:, -1:].expand(-1, padding)), dim=1)
         codes = torch.ops.fbgemm.FloatToFusedNBitRowwiseQuantizedSBHalf(floats.contiguous(), self.bits)
-        # A NaN or infinity in a row shows in its sum; values that fp16 cannot hold show in scale or bias.
-        faithful = floats.sum(dim=1).isfinite() & _scale_and_bias(codes).isfinite().all(dim=1)
-        return Encoded(codes, (~faithful).nonzero().squeeze(1))
+        # NaN and infinity survive a sum; values that fp16 cannot hold are infinite as scale or bias.
+        total = floats.sum(dim=1) + _scale_and_bias(codes).float().sum(dim=1)
+        return Encoded(codes, (~total.isfinite()).nonzero().squeeze(1))
 
     def decode(self, codes: Tensor, num_cols: int, dtype: torch.dtype) -> Tensor:
         """FBGEMM's ``FusedNBitRowwiseQuantizedSBHalfToFloat``."""
