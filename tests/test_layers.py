@@ -19,7 +19,7 @@ LAYERS = (
     {"errors", "version"},
     {"rows", "schemes", "manifest", "manifest_json", "manifest_parser", "regions"},
     {"shards", "modified", "policies"},
-    {"packs", "stores", "lineage", "handover", "encoding", "folding"},
+    {"packs", "stores", "lineage", "decisions", "handover", "encoding", "folding"},
     {"planner", "load_planner", "writer", "reader", "assembly", "rank_writer"},
     {"tracker", "maintenance", "manager"},
     {"__init__", "cli"},

@@ -11,13 +11,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
+from torchrec_cnr.decisions import Decision
 from torchrec_cnr.lineage import Lineage
-from torchrec_cnr.manifest import CheckpointRef, History
-from torchrec_cnr.modified import RowMask, Since
+from torchrec_cnr.modified import RowMask
 from torchrec_cnr.rows import Box
 from torchrec_cnr.stores import Store
-
-ShardKey = tuple[str, tuple[int, ...]]
 
 
 @dataclass
@@ -25,29 +23,6 @@ class CNRStorageMeta(StorageMeta):
     """What the writer tells the planner: where this save goes. ``save_id`` is set."""
 
     store: Store | None = None
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What one save holds, decided by the coordinator's planner for all ranks.
-
-    Attributes:
-        save_id: The save.
-        since: What its rows were modified since.
-        policy: Name of the policy that decided.
-        parent: The checkpoint it is a delta of, by full path, or None for a baseline.
-        history: Of the lineage up to the head, or None for a baseline.
-        after_ns: Commit time of the head; this save's must be later.
-        whole: Shards that are stored with all their rows, because several ranks hold them and saw different rows.
-    """
-
-    save_id: str
-    since: Since
-    policy: str
-    parent: CheckpointRef | None = None
-    history: History | None = None
-    after_ns: int = 0
-    whole: frozenset[ShardKey] = frozenset()
 
 
 @dataclass

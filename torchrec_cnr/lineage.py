@@ -200,15 +200,3 @@ def relative_path(store: Store, path: str) -> str | None:
         return None
     relative = posixpath.relpath(other.path, store.path)
     return relative if relative.startswith("../") else None
-
-
-def is_intact(ref: CheckpointRef) -> bool:
-    """Whether a checkpoint is still there, and still the one referred to.
-
-    Raises:
-        StoreError: The store does not answer.
-    """
-    try:
-        return read_checkpoint(ref.path).sha256 == ref.sha256
-    except LoadError:
-        return False

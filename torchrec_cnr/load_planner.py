@@ -19,8 +19,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import _create_read_items
 
+from torchrec_cnr.decisions import ShardKey
 from torchrec_cnr.errors import ConfigurationError, StateMismatchError
-from torchrec_cnr.handover import LoadMetadata, RowStateReadItem, ShardKey
+from torchrec_cnr.handover import LoadMetadata, RowStateReadItem
 from torchrec_cnr.lineage import Lineage
 from torchrec_cnr.modified import TrackedRows, TrackedShard
 from torchrec_cnr.shards import local_shards, memory_key

@@ -245,17 +245,14 @@ class Head:
         baseline: The one at the start of its lineage.
         created_ns: Time of its commit.
         history: Of its lineage.
-        tables: Size and dtype of each table it holds.
     """
 
     ref: CheckpointRef
     baseline: CheckpointRef
     created_ns: int
     history: History
-    tables: Mapping[str, tuple[tuple[int, ...], str]]
 
     @classmethod
     def of(cls, manifest: Manifest, ref: CheckpointRef, baseline: CheckpointRef) -> "Head":
         """The head that ``manifest``, committed at ``ref``, is."""
-        tables = {fqn: (entry.size, entry.dtype) for fqn, entry in manifest.tensors.items() if entry.is_table}
-        return cls(ref, baseline, manifest.created_ns, manifest.history, tables)
+        return cls(ref, baseline, manifest.created_ns, manifest.history)

@@ -13,25 +13,23 @@ the manifest of its pending save is in the store. A save that failed before step
 """
 
 import io
-import logging
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
+from torchrec_cnr.decisions import Decision, RowTensor, ShardKey, choose_base, stored_whole
 from torchrec_cnr.errors import ConfigurationError, SaveError
-from torchrec_cnr.handover import CNRStorageMeta, Decision, SaveMetadata, ShardData, ShardKey
-from torchrec_cnr.lineage import committed, is_intact, relative_path
+from torchrec_cnr.handover import CNRStorageMeta, SaveMetadata, ShardData
+from torchrec_cnr.lineage import committed
 from torchrec_cnr.manifest import CheckpointRef, Head
 from torchrec_cnr.modified import Pending, RowMask, Since, TrackedRows, TrackedShard
 from torchrec_cnr.policies import Full, Intermittent, Policy
 from torchrec_cnr.shards import dtype_name, local_shards, memory_key
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -41,12 +39,12 @@ class _LocalPlanData:
     Attributes:
         paths: DCP's flatten mapping.
         head: The checkpoint that this rank's marks relate to.
-        tables: Dtype of each table tracked on this rank, by FQN.
+        tensors: Those that this rank can store by rows, by FQN.
     """
 
     paths: dict[str, tuple[Any, ...]]
     head: CheckpointRef | None
-    tables: dict[str, str]
+    tensors: dict[str, RowTensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +59,11 @@ class _TrackedItem:
     @property
     def is_table(self) -> bool:
         return self.fqn == self.table
+
+    @property
+    def is_row_wise(self) -> bool:
+        """Whether it is optimizer state with one value a row."""
+        return not self.is_table and self.values.dim() == 1
 
 
 class CNRSavePlanner(DefaultSavePlanner):
@@ -126,20 +129,32 @@ class CNRSavePlanner(DefaultSavePlanner):
         """DCP's own plan of full boxes, and this rank's head."""
         plan = super().create_local_plan()
         head = self._tracker.head.ref if self._tracker.head else None
-        tables = {item.fqn: dtype_name(item.values) for item in self._items.values() if item.is_table}
-        return replace(plan, planner_data=_LocalPlanData(self.mappings, head, tables))
+        tensors = {
+            item.fqn: RowTensor(dtype_name(item.values), item.table if item.is_row_wise else None)
+            for item in self._items.values()
+        }
+        return replace(plan, planner_data=_LocalPlanData(self.mappings, head, tensors))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Decide for all ranks."""
         data: list[_LocalPlanData] = [plan.planner_data for plan in all_plans]
-        copies = Counter(_key(item) for plan in all_plans for item in plan.items)
+        keys = Counter(_key(item) for plan in all_plans for item in plan.items)
         plans = [replace(plan, planner_data=rank.paths) for plan, rank in zip(all_plans, data, strict=True)]
         plans, metadata = super().create_global_plan(plans)
-        tables = {fqn: dtype for rank in data for fqn, dtype in rank.tables.items()}
-        decision = replace(
-            self._decide({rank.head for rank in data}, tables, metadata),
-            whole=frozenset(key for key, count in copies.items() if count > 1),
+        head, meta = self._tracker.head, self._meta
+        decision = Decision(
+            save_id=str(meta.save_id) if meta else "",
+            since=Since.EVER,
+            policy=type(self._policy).__name__,
+            after_ns=head.created_ns if head else 0,
         )
+        base = choose_base(self._policy, head, [rank.head for rank in data], meta.store if meta else None)
+        if base is not None:
+            tensors = {fqn: tensor for rank in data for fqn, tensor in rank.tensors.items()}
+            new = stored_whole(tensors, metadata, base.parent)
+            # Ranks that hold one and the same shard saw different rows, and only one of them stores it.
+            whole = frozenset(key for key, count in keys.items() if count > 1 or key[0] in new)
+            decision = replace(decision, since=base.since, parent=base.ref, history=base.head.history, whole=whole)
         metadata = SaveMetadata(metadata.state_dict_metadata, planner_data=metadata.planner_data, decision=decision)
         return [replace(plan, planner_data=decision) for plan in plans], metadata
 
@@ -157,13 +172,12 @@ class CNRSavePlanner(DefaultSavePlanner):
         if item is None:
             data: Tensor | io.BytesIO = super().resolve_data(write_item)
             return data
-        is_state_of_rows = not item.is_table and item.values.dim() == 1
         return ShardData(
             values=item.values,
             rows=self._rows_of(item.shard, _key(write_item)),
             is_table=item.is_table,
-            table=item.table if is_state_of_rows else None,
-            table_box=item.shard.rows.box if is_state_of_rows else None,
+            table=item.table if item.is_row_wise else None,
+            table_box=item.shard.rows.box if item.is_row_wise else None,
         )
 
     def _rows_of(self, shard: TrackedShard, key: ShardKey) -> RowMask | None:
@@ -174,39 +188,6 @@ class CNRSavePlanner(DefaultSavePlanner):
         if id(shard) not in self._masks:
             self._masks[id(shard)] = shard.rows.select(self._decision.since)
         return self._masks[id(shard)]
-
-    def _decide(self, heads: set[CheckpointRef | None], tables: dict[str, str], metadata: Metadata) -> Decision:
-        save_id = str(self._meta.save_id) if self._meta else ""
-        policy = type(self._policy).__name__
-        head = self._tracker.head
-        after_ns = head.created_ns if head else 0
-        reason = self._why_no_delta(heads, tables, metadata)
-        since = Since.EVER if head is None or reason else self._policy.decide(head.history)
-        if head is None or since is Since.EVER:
-            if reason:
-                logger.info("%s: this save is a baseline", reason)
-            return Decision(save_id, Since.EVER, policy, after_ns=after_ns)
-        parent = head.baseline if since is Since.BASELINE else head.ref
-        return Decision(save_id, since, policy, parent, head.history, after_ns)
-
-    def _why_no_delta(self, heads: set[CheckpointRef | None], tables: dict[str, str], metadata: Metadata) -> str | None:
-        """Why nothing but a baseline is right, whatever the policy says; None if a delta is."""
-        head = self._tracker.head
-        if head is None:
-            return "no checkpoint that the marks relate to"
-        if heads != {head.ref}:
-            return f"ranks stand on different checkpoints ({sorted(str(ref and ref.path) for ref in heads)})"
-        store = self._meta.store if self._meta else None
-        for ref in (head.ref, head.baseline):
-            if store is None or relative_path(store, ref.path) is None:
-                return f"{ref.path} cannot be named by a relative path from here"
-            if not is_intact(ref):
-                return f"{ref.path} is no longer what was saved there"
-        for fqn, dtype in sorted(tables.items()):
-            entry = metadata.state_dict_metadata[fqn]
-            if not isinstance(entry, TensorStorageMetadata) or head.tables.get(fqn) != (tuple(entry.size), dtype):
-                return f"table {fqn!r} is not as in {head.ref.path}"
-        return None
 
     def _find_tracked(self, state_dict: dict[str, Any]) -> dict[ShardKey, _TrackedItem]:
         """Recognise tracked tables, and the optimizer state of their rows, by the memory they lie in."""

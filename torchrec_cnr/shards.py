@@ -56,11 +56,14 @@ def _box(offsets: Sequence[int], sizes: Sequence[int]) -> Box:
     return Box(tuple(map(int, offsets)), tuple(map(int, sizes)))
 
 
-def memory_key(tensor: Tensor) -> tuple[int, int, torch.device] | None:
+MemoryKey = tuple[int, torch.device, tuple[int, ...], tuple[int, ...]]
+
+
+def memory_key(tensor: Tensor) -> MemoryKey | None:
     """Identifies the memory that a tensor's values lie in, whichever object wraps it; None where there is none."""
     if tensor.numel() == 0:
         return None
-    return tensor.data_ptr(), tensor.shape[0] if tensor.dim() else 1, tensor.device
+    return tensor.data_ptr(), tensor.device, tuple(tensor.shape), tensor.stride()
 
 
 def dtype_name(tensor: Tensor) -> str:

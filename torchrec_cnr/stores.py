@@ -22,6 +22,7 @@ from torchrec_cnr.errors import CheckpointExistsError, ConfigurationError, Store
 Bytes = npt.NDArray[np.uint8]
 Buffer = bytes | memoryview
 
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)  # from file systems without hard links
 _ERRNO: dict[type[Exception], int] = {FileNotFoundError: errno.ENOENT, FileExistsError: errno.EEXIST}
 
 
@@ -122,7 +123,7 @@ class Store:
         """Write a file atomically, unless the name exists.
 
         A local file is written under a name of its own and then linked, because a file that is created exclusively is
-        there before its bytes are. Elsewhere an exclusive create is atomic, or as good as the store has it.
+        there before its bytes are. Elsewhere, and on file systems without links, an exclusive create has to do.
 
         Raises:
             CheckpointExistsError: The name exists.
@@ -150,7 +151,12 @@ class Store:
             with open(unlinked, "xb") as file:
                 file.write(data)
                 self._sync(file)
-            os.link(unlinked, self.child(name))
+            try:
+                os.link(unlinked, self.child(name))
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                self._create_new(name, data)
         finally:
             if os.path.exists(unlinked):
                 os.unlink(unlinked)

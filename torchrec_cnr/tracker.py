@@ -13,6 +13,7 @@ without a gradient (momentum, weight decay) marks all rows.
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -52,8 +53,9 @@ class RowTracker(TrackedRows):
     def __init__(self, model: nn.Module) -> None:
         self._handles: list[RemovableHandle] = []
         self._stepped: dict[int, list[_SteppedTable]] = {}
+        self._sharded_tables: set[str] = set()
         found = [*self._track_sharded(model), *self._track_plain(model)]
-        if not found:
+        if not found and not self._sharded_tables:
             raise ConfigurationError(f"{type(model).__name__} has no embedding table; track the sharded model")
         super().__init__(found)
         if self._stepped:
@@ -90,18 +92,16 @@ class RowTracker(TrackedRows):
 
     def _named(self, table: str) -> Sequence[TrackedShard]:
         stem = table.removesuffix(".weight")
-        found = [shard for shard in self.shards if f".{shard.rows.name}".endswith(f".{stem}")]
-        if not found and stem not in self._absent_tables:
-            names = sorted({shard.rows.name for shard in self.shards} | self._absent_tables)
-            raise ConfigurationError(f"no table {table!r} is tracked; there are {', '.join(names)}")
-        return found
+        names = {shard.rows.name for shard in self.shards} | self._sharded_tables
+        if not any(f".{name}".endswith(f".{stem}") for name in names):
+            raise ConfigurationError(f"no table {table!r} is tracked; there are {', '.join(sorted(names))}")
+        return [shard for shard in self.shards if f".{shard.rows.name}".endswith(f".{stem}")]
 
     def _track_sharded(self, model: nn.Module) -> Iterator[TrackedShard]:
-        self._absent_tables: set[str] = set()
         for path, module in model.named_modules():
             if not isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
                 continue
-            self._absent_tables.update(module.module_sharding_plan)
+            self._sharded_tables.update(f"{path}.{table}" for table in module.module_sharding_plan)
             if module.post_lookup_tracker_fn is not None:
                 logger.info("%s has a lookup tracker already; it keeps running, beside the row tracker", path)
             for lookup in module._lookups:
@@ -128,7 +128,7 @@ class RowTracker(TrackedRows):
 
         def mark(features: KeyedJaggedTensor) -> None:
             ids, offsets = features.values(), features.offset_per_key()
-            for rows, start, stop in zip(by_feature, offsets, offsets[1:], strict=False):
+            for rows, (start, stop) in zip(by_feature, pairwise(offsets), strict=True):
                 if start < stop:
                     rows.mark(ids[start:stop])
 

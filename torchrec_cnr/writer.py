@@ -27,8 +27,9 @@ from torch.futures import Future
 
 from torchrec_cnr import manifest_json
 from torchrec_cnr.assembly import assemble
+from torchrec_cnr.decisions import Decision
 from torchrec_cnr.errors import CheckpointExistsError, ConfigurationError, SaveError
-from torchrec_cnr.handover import CNRStorageMeta, Decision, SaveMetadata
+from torchrec_cnr.handover import CNRStorageMeta, SaveMetadata
 from torchrec_cnr.lineage import relative_path
 from torchrec_cnr.manifest import FILE_NAME, CheckpointRef, History, Manifest
 from torchrec_cnr.modified import Since
