@@ -11,9 +11,10 @@ is in the store, ``rollback`` when it is not. One bool a row for each of the thr
 marking is then one ``index_fill_``, which no other representation came near (a set of row numbers grows without bound).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -172,6 +173,9 @@ class Pending:
     save_id: str
 
 
+_all_tracked: "WeakSet[TrackedRows]" = WeakSet()
+
+
 class TrackedRows:
     """All shards of tables on this rank, and the checkpoint that their marks relate to.
 
@@ -185,6 +189,7 @@ class TrackedRows:
         self.shards = tuple(shards)
         self.head: Head | None = None
         self.pending: Pending | None = None
+        _all_tracked.add(self)
 
     @property
     def num_modified(self) -> int:
@@ -215,3 +220,15 @@ class TrackedRows:
     def restore(self, head: Head) -> None:
         """The tables hold what ``head`` holds; ``since_baseline`` was set by whoever loaded it."""
         self.head, self.pending = head, None
+
+
+def forget_overwritten(targets: Iterable[Tensor]) -> None:
+    """Tensors are about to be loaded: whoever tracks one of them knows its rows no longer.
+
+    A load planner that has the tracker restores it afterwards. Any other load, with DCP's own planner say, would
+    otherwise leave rows that are modified and not marked, and the next delta would lack them.
+    """
+    storages = {target.untyped_storage().data_ptr() for target in targets if target.numel()}
+    for tracked in _all_tracked:
+        if any(shard.weight.untyped_storage().data_ptr() in storages for shard in tracked.shards):
+            tracked.forget()

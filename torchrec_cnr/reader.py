@@ -42,6 +42,7 @@ from torchrec_cnr.folding import fold, plan_fold
 from torchrec_cnr.handover import LoadMetadata, RestoredRows, RowStateReadItem
 from torchrec_cnr.lineage import Lineage, read_lineage
 from torchrec_cnr.manifest import DTYPES, TensorEntry
+from torchrec_cnr.modified import forget_overwritten
 from torchrec_cnr.packs import check_headers, plan_spans, read_spans
 from torchrec_cnr.regions import Region, RowStateRegion, TensorRegion, column_bounds
 from torchrec_cnr.rows import Box
@@ -115,6 +116,7 @@ class CNRStorageReader(StorageReader):
             check_headers(checkpoint.store, checkpoint.manifest.packs)
         tensors = [item for item in plan.items if item.type is LoadItemType.TENSOR]
         targets = [planner.resolve_tensor(item).detach() for item in tensors]
+        forget_overwritten(targets)
         regions = [
             self._region(self._lineage, item, target, planner) for item, target in zip(tensors, targets, strict=True)
         ]
