@@ -107,8 +107,10 @@ class _Numbering:
 
 
 def _tensor_entry(fqn: str, records: Sequence[ShardRecord]) -> TensorEntry:
-    first = records[0]
-    shared = {(r.size, r.dtype, r.scheme, r.is_table, r.table) for r in records}
+    # What an empty shard belongs to, its rank cannot tell.
+    filled = [record for record in records if 0 not in record.shard.box.sizes] or records
+    first = filled[0]
+    shared = {(r.size, r.dtype, r.scheme, r.is_table, r.table) for r in filled}
     if len(shared) != 1:
         raise SaveError(f"tensor {fqn!r}: its shards do not agree in size, dtype or scheme: {shared}")
     shards = sorted((record.shard for record in records), key=lambda shard: shard.box.offsets)

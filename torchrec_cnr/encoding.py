@@ -5,6 +5,7 @@ numbers is worked out and coded once, then every item's rows of that block are g
 one block and of the packs in flight, whatever the size of the shard.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,17 +29,20 @@ class Source:
 
     Attributes:
         name: Unique within the rank; begins the names of its blobs.
-        values: [num_rows, num_cols], on any device.
+        values: The shard, on any device; one without dimensions counts as one row.
         dtype: Name of the values' dtype.
-        shape: Of one row, as in the tensor.
         scheme: How to quantize.
     """
 
     name: str
     values: Tensor
     dtype: str
-    shape: tuple[int, ...]
     scheme: Scheme
+
+    @property
+    def rows(self) -> Tensor:
+        """The values, with a first dimension."""
+        return self.values if self.values.dim() else self.values[None]
 
 
 @dataclass(frozen=True)
@@ -65,13 +69,9 @@ class EncodedRowSet:
 
 def write_all_rows(packs: PackWriter, source: Source) -> EncodedShard:
     """Encode every row of a shard."""
-    num_rows, num_cols = source.values.shape
     block_rows = _block_rows([source])
-    starts = range(0, num_rows if num_cols else 0, block_rows)
-    blobs = tuple(
-        _write_block(packs, source, number, source.values[start : start + block_rows])
-        for number, start in enumerate(starts)
-    )
+    blocks = source.rows.split(block_rows) if source.values.numel() else ()
+    blobs = tuple(_write_block(packs, source, number, block) for number, block in enumerate(blocks))
     return EncodedShard(block_rows, blobs)
 
 
@@ -90,24 +90,25 @@ def write_rows(
         name = f"{sources[0].name}/rows/{number}"
         coded_blocks.append((coded, packs.add(name, "uint8", data.shape, data)))
         for source, source_blobs in zip(sources, blobs, strict=True):
-            values = source.values.index_select(0, block.to(source.values.device))
+            values = source.rows.index_select(0, block.to(source.values.device))
             source_blobs.append(_write_block(packs, source, number, values))
     shards = [EncodedShard(block_rows, tuple(source_blobs)) for source_blobs in blobs]
     return EncodedRowSet(num_rows, block_rows, tuple(coded_blocks)), shards
 
 
 def _block_rows(sources: Sequence[Source]) -> int:
-    widest = max(source.values.shape[1] * source.values.element_size() for source in sources)
+    widest = max(math.prod(source.rows.shape[1:]) * source.values.element_size() for source in sources)
     return max(1, BLOCK_BYTES // max(1, widest))
 
 
 def _write_block(packs: PackWriter, source: Source, number: int, values: Tensor) -> int:
     """One blob: the codes of a block, then the rows that they cannot represent."""
     name = f"{source.name}/{number}"
-    encoded = source.scheme.encode(values)
     if isinstance(source.scheme, NoQuantization):
         # Whole blocks on the host stay views of the live tensor: nothing trains before the save returns.
-        return packs.add(name, source.dtype, (len(values), *source.shape), _bytes(encoded.codes))
+        return packs.add(name, source.dtype, tuple(values.shape), _bytes(values))
+    values = values.reshape(len(values), -1)
+    encoded = source.scheme.encode(values)
     codes = _bytes(encoded.codes)
     if len(encoded.exact) == 0:
         return packs.add(name, "uint8", tuple(encoded.codes.shape), codes)
@@ -118,11 +119,6 @@ def _write_block(packs: PackWriter, source: Source, number: int, values: Tensor)
 
 def _bytes(tensor: Tensor) -> Bytes:
     """A tensor's elements, in order, as little-endian bytes in host memory."""
-    flat = tensor.cpu().contiguous().reshape(-1)
+    flat = tensor.cpu().contiguous().resolve_neg().reshape(-1)
     array: Bytes = flat.view(torch.uint8).numpy()
     return array
-
-
-def matrix(values: Tensor) -> Tensor:
-    """A shard of any shape as [num_rows, num_cols]; shares memory where it can."""
-    return values.reshape(values.shape[0] if values.dim() else 1, -1) if values.numel() else values.reshape(0, 0)

@@ -59,9 +59,7 @@ def plan_fold(lineage: Lineage, regions: Sequence[Region]) -> list[CheckpointRea
     for checkpoint in reversed(lineage.checkpoints):
         reads: dict[str, _BlobRead] = {}
         for region in wanted:
-            entry = checkpoint.manifest.tensors.get(region.fqn)
-            if entry is None:
-                raise DamagedError(f"{checkpoint.store.url}: no tensor {region.fqn!r}, of which its child is a delta")
+            entry = _continued(checkpoint, lineage.newest, region.fqn)
             for shard in entry.shards:
                 _add_reads(reads, region, entry, shard, checkpoint.manifest.row_sets)
         row_sets = frozenset(read.shard.row_set for read in reads.values() if read.shard.row_set is not None)
@@ -70,6 +68,25 @@ def plan_fold(lineage: Lineage, regions: Sequence[Region]) -> list[CheckpointRea
         if not wanted:
             break
     return plans[::-1]
+
+
+def _continued(checkpoint: Checkpoint, newest: Checkpoint, fqn: str) -> TensorEntry:
+    """A checkpoint's entry of a tensor, which must be the one that the newest checkpoint has, but for its shards."""
+    entry, head = checkpoint.manifest.tensors.get(fqn), newest.manifest.tensors[fqn]
+    if entry is None:
+        raise DamagedError(f"{checkpoint.store.url}: no tensor {fqn!r}, of which {newest.store.url} holds a delta")
+    old = (entry.dtype, entry.is_table, entry.table, _logical_size(checkpoint, entry))
+    new = (head.dtype, head.is_table, head.table, _logical_size(newest, head))
+    if old != new:
+        raise DamagedError(
+            f"{checkpoint.store.url}: tensor {fqn!r} is {old}, and {new} in {newest.store.url}, which is a delta of it"
+        )
+    return entry
+
+
+def _logical_size(checkpoint: Checkpoint, entry: TensorEntry) -> tuple[int, ...]:
+    """Row-wise state is as large as its table's sharding makes it; what counts is the table."""
+    return entry.size if entry.table is None else checkpoint.manifest.tensors[entry.table].size
 
 
 def _add_reads(
@@ -149,6 +166,8 @@ def _decode(read: _BlobRead, data: Bytes, rows: _RowNumbers, is_delta: bool, whe
     num_cols = shard.box.num_cols
     num_code_bytes = num_rows * read.entry.scheme.row_bytes(num_cols, dtype)
     codes = torch.from_numpy(data[:num_code_bytes]).view(num_rows, -1)
+    if dtype is torch.bool and bool((codes > 1).any()):
+        raise DamagedError(f"{where}: bytes that are no bools; use another checkpoint")
     values = read.entry.scheme.decode(codes, num_cols, dtype)
     if len(data) > num_code_bytes:
         _restore_exact(values, torch.from_numpy(data[num_code_bytes:]), where)
@@ -160,6 +179,6 @@ def _restore_exact(values: Tensor, data: Tensor, where: str) -> None:
     """Put the rows that a scheme could not represent over what it made of them."""
     num_exact = len(data) // exact_row_bytes(values.shape[1], values.element_size())
     positions = data[: 4 * num_exact].clone().view(torch.int32).long()
-    if int(positions.min()) < 0 or int(positions.max()) >= len(values):
-        raise DamagedError(f"{where}: exactly stored rows lie outside the block; use another checkpoint")
+    if int(positions[0]) < 0 or int(positions[-1]) >= len(values) or bool((positions.diff() <= 0).any()):
+        raise DamagedError(f"{where}: positions of exactly stored rows are out of order; use another checkpoint")
     values[positions] = data[4 * num_exact :].clone().view(values.dtype).view(num_exact, -1)

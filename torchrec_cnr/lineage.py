@@ -107,7 +107,7 @@ class Lineage:
     @property
     def head(self) -> Head:
         """What a job that loaded this lineage stands on."""
-        return Head.of(self.newest.manifest, self.newest.ref, self.checkpoints[0].ref)
+        return Head.of(self.newest.manifest, tuple(checkpoint.ref for checkpoint in self.checkpoints))
 
     def shards(self, fqn: str) -> Iterator[Shard]:
         """The shards of a tensor in every checkpoint."""
@@ -140,13 +140,16 @@ def read_lineage(path: str | os.PathLike[str]) -> Lineage:
                 f"{child}: its parent {store.url} was replaced: the manifest's sha256 is {found[-1].sha256}, "
                 f"the child expects {parent.sha256}; use another checkpoint"
             )
+        if found[-1].manifest.created_ns >= found[-2].manifest.created_ns:
+            raise DamagedError(f"{child}: it is not newer than its parent {store.url}; use another checkpoint")
     return Lineage(tuple(reversed(found)))
 
 
 def latest(root: str | os.PathLike[str]) -> str | None:
     """The newest committed checkpoint directly under ``root``, by the time of its commit.
 
-    Directories without a manifest are no checkpoints; one with a damaged manifest is passed over with a warning.
+    Directories without a manifest are no checkpoints; one with a damaged manifest, or that may not be read, is passed
+    over with a warning.
 
     Returns:
         Its path or URL, or None where there is none.
@@ -161,7 +164,9 @@ def latest(root: str | os.PathLike[str]) -> str | None:
         try:
             start = directory.at(name).read(FILE_NAME, 0, _START_BYTES)
         except StoreError as error:
-            if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            if error.errno in (errno.EACCES, errno.EPERM):
+                logger.warning("passed over while looking for the latest checkpoint: %s", error)
+            elif error.errno not in (errno.ENOENT, errno.ENOTDIR):
                 raise
             continue
         candidates.append((manifest_json.created_ns(start) or 0, name))

@@ -29,9 +29,10 @@ from torchrec_cnr.shards import local_shards, memory_key
 
 @dataclass(frozen=True)
 class _LocalKeys:
-    """The FQNs that one rank's state dict has."""
+    """The FQNs that one rank's state dict has, and whether the checkpoint has them all."""
 
     fqns: frozenset[str]
+    is_complete: bool
 
 
 class CNRLoadPlanner(DefaultLoadPlanner):
@@ -39,8 +40,8 @@ class CNRLoadPlanner(DefaultLoadPlanner):
 
     Args:
         tracker: Starts anew on the loaded checkpoint: the next save may be a delta of it.
-        allow_partial_load: Accept FQNs that only the checkpoint or only the state dict has. A tracker whose tables
-            were not all loaded makes its next save a baseline.
+        allow_partial_load: Accept FQNs that only the checkpoint or only the state dict has. After a load that left
+            anything out, the next save is a baseline.
 
     Raises:
         StateMismatchError: While loading, if an FQN, shape or dtype does not fit.
@@ -53,6 +54,7 @@ class CNRLoadPlanner(DefaultLoadPlanner):
         self._lineage: Lineage | None = None
         self._tracked: dict[ShardKey, TrackedShard] = {}
         self._restored: set[ShardKey] = set()
+        self._is_complete = False
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -66,27 +68,36 @@ class CNRLoadPlanner(DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         """A read for every shard of every tensor that both sides have."""
         if self._lineage is None:
-            return LoadPlan([], planner_data=_LocalKeys(frozenset()))
+            return LoadPlan([], planner_data=_LocalKeys(frozenset(), is_complete=False))
         if self._tracker is not None:
             self._tracker.forget()
             self._start_tracking(self._tracker)
         items: list[ReadItem] = []
         for fqn, value in self.state_dict.items():
             items += self._read_items(self._lineage, fqn, value)
-        return LoadPlan(items, planner_data=_LocalKeys(frozenset(self.state_dict)))
+        fqns = frozenset(self.state_dict)
+        known = self.metadata.state_dict_metadata if self.metadata else {}
+        return LoadPlan(items, planner_data=_LocalKeys(fqns, is_complete=fqns <= set(known)))
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Check that all ranks together want what the checkpoint has: a rank need not hold every tensor."""
         wanted = frozenset[str]().union(*(plan.planner_data.fqns for plan in global_plan))
-        manifest = self._lineage.newest.manifest if self._lineage else None
-        if manifest is not None and not self.allow_partial_load:
+        is_complete = all(plan.planner_data.is_complete for plan in global_plan)
+        if self._lineage is not None:
+            manifest = self._lineage.newest.manifest
             unexpected = sorted((set(manifest.tensors) | set(manifest.objects)) - wanted)
-            if unexpected:
+            is_complete = is_complete and not unexpected
+            if unexpected and not self.allow_partial_load:
                 raise StateMismatchError(
                     f"{len(unexpected)} items of the checkpoint are not in the state dict: {_some(unexpected)}; "
                     "add them, or pass CNRLoadPlanner(allow_partial_load=True)"
                 )
-        return super().create_global_plan([replace(plan, planner_data=None) for plan in global_plan])
+        return super().create_global_plan([replace(plan, planner_data=is_complete) for plan in global_plan])
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        """Learn whether everything is loaded, on all ranks."""
+        self._is_complete = bool(new_plan.planner_data)
+        return super().finish_plan(new_plan)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put an object in its place, unpickled without running code."""
@@ -109,11 +120,12 @@ class CNRLoadPlanner(DefaultLoadPlanner):
                 since.index_fill_(0, rows.to(since.device) + first, True)
 
     def finish_restore(self) -> None:
-        """Everything was read: the tracker stands on the loaded checkpoint, if all of its tables were in it."""
-        if self._tracker is not None and self._lineage is not None and self._restored >= set(self._tracked):
-            num_expected = sum(shard.rows.box.num_rows > 0 for shard in self._tracker.shards)
-            if len(self._tracked) == num_expected:
-                self._tracker.restore(self._lineage.head)
+        """Everything was read: the tracker stands on the loaded checkpoint, if nothing was left out."""
+        if self._tracker is None or self._lineage is None or not self._is_complete:
+            return
+        loaded = {id(shard) for key, shard in self._tracked.items() if key in self._restored}
+        if loaded == {id(shard) for shard in self._tracker.shards if shard.rows.box.num_rows}:
+            self._tracker.restore(self._lineage.head)
 
     def _start_tracking(self, tracker: TrackedRows) -> None:
         self._restored = set()

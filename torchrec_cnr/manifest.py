@@ -241,18 +241,26 @@ class Head:
     """The checkpoint that a running job stands on: what its next save may be a delta of.
 
     Attributes:
-        ref: The newest checkpoint, by full path.
-        baseline: The one at the start of its lineage.
-        created_ns: Time of its commit.
-        history: Of its lineage.
+        lineage: From the baseline to the newest checkpoint, by full path.
+        created_ns: Time of the newest one's commit.
+        history: Of the lineage.
     """
 
-    ref: CheckpointRef
-    baseline: CheckpointRef
+    lineage: tuple[CheckpointRef, ...]
     created_ns: int
     history: History
 
+    @property
+    def ref(self) -> CheckpointRef:
+        """The newest checkpoint."""
+        return self.lineage[-1]
+
+    @property
+    def baseline(self) -> CheckpointRef:
+        """The one that all deltas stand on."""
+        return self.lineage[0]
+
     @classmethod
-    def of(cls, manifest: Manifest, ref: CheckpointRef, baseline: CheckpointRef) -> "Head":
-        """The head that ``manifest``, committed at ``ref``, is."""
-        return cls(ref, baseline, manifest.created_ns, manifest.history)
+    def of(cls, manifest: Manifest, lineage: tuple[CheckpointRef, ...]) -> "Head":
+        """The head that ``manifest``, at the end of ``lineage``, is."""
+        return cls(lineage, manifest.created_ns, manifest.history)

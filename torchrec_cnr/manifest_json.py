@@ -45,7 +45,7 @@ def loads(data: bytes, where: str) -> tuple[Manifest, str]:
     if actual != digest:
         raise DamagedError(f"{where}: sha256 is {actual}, the manifest says {digest}; use another checkpoint")
     try:
-        value = json.loads(body)
+        value = json.loads(body, object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
         raise DamagedError(f"{where}: not JSON ({error})") from error
     if not isinstance(value, dict) or value.get("format") != FORMAT:
@@ -56,6 +56,13 @@ def loads(data: bytes, where: str) -> tuple[Manifest, str]:
             "upgrade torchrec_cnr to load it"
         )
     return ManifestParser(where).manifest(value), digest
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return value
 
 
 def created_ns(start: bytes) -> int | None:

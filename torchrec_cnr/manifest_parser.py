@@ -26,6 +26,7 @@ from torchrec_cnr.rows import Box, fills
 from torchrec_cnr.schemes import exact_row_bytes, scheme_from_json
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
+_PACK_NAME = re.compile(r"[A-Za-z0-9._-]{1,188}\.safetensors")
 _HEX = re.compile(r"[0-9a-f]{64}")
 _PARENT = re.compile(r"(\.\./)+(?!\.\.?(/|$))[^/\\]+(/(?!\.\.?(/|$))[^/\\]+)*")  # '../' first, then plain names
 _MAX_INT = 2**62
@@ -90,7 +91,7 @@ class ManifestParser:
         name, num_bytes, header_bytes, crc32c = self.tuple_of(value, 4, what)
         size = self.integer(num_bytes, what)
         return Pack(
-            self.string(name, what, _NAME),
+            self.string(name, what, _PACK_NAME),
             size,
             self.integer(header_bytes, what, low=8, high=size),
             self.integer(crc32c, what, high=2**32 - 1),
@@ -100,7 +101,7 @@ class ManifestParser:
         pack, offset, num_bytes, crc32c = self.tuple_of(value, 4, what)
         index = self.integer(pack, what, high=len(self.packs) - 1)
         start = self.integer(offset, what, low=self.packs[index].header_bytes)
-        size = self.integer(num_bytes, what, high=self.packs[index].num_bytes - start)
+        size = self.integer(num_bytes, what, low=1, high=self.packs[index].num_bytes - start)
         return Blob(index, start, size, self.integer(crc32c, what, high=2**32 - 1))
 
     def row_set(self, value: Any, what: str) -> RowSet:
@@ -142,6 +143,8 @@ class ManifestParser:
             is_table=value["is_table"],
             table=None if value["table"] is None else self.string(value["table"], what),
         )
+        if entry.is_table and len(entry.size) != 2:
+            self.fail(f"{what}: a table of {len(entry.size)} dimensions")
         if not entry.scheme.supports(DTYPES[entry.dtype]):
             self.fail(f"{what}: {entry.dtype} cannot be quantized as {value['scheme']}")
         if not fills(entry.size, [shard.box for shard in entry.shards]):
@@ -201,6 +204,8 @@ class ManifestParser:
             self.fail("a tensor and an object have one name")
         for fqn, entry in manifest.tensors.items():
             if entry.table is None:
+                if any(shard.table_box is not None for shard in entry.shards):
+                    self.fail(f"tensor {fqn!r}: boxes of a table that it does not name")
                 continue
             table = manifest.tensors.get(entry.table)
             if table is None or len(table.size) != 2 or len(entry.size) != 1:

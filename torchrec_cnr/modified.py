@@ -23,7 +23,6 @@ from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.manifest import Head
 from torchrec_cnr.rows import Box
 
-_MAX_UNSTEPPED = 64  # lookups kept apart before their rows are merged
 _WINDOW_ROWS = 1 << 22  # rows whose numbers are worked out at once: 32 MiB as int64
 
 
@@ -52,7 +51,6 @@ class ModifiedRows:
         self.marked = self._empty(device)
         self.frozen: Tensor | None = None
         self.since_baseline = self._empty(device)
-        self._unstepped: list[Tensor] = []
 
     def _empty(self, device: torch.device) -> Tensor:
         return torch.zeros(self.box.num_rows, dtype=torch.bool, device=device)
@@ -61,26 +59,14 @@ class ModifiedRows:
         """Mark rows, numbered within the box; int [N], any order, repeats allowed."""
         self.marked.index_fill_(0, rows.long(), True)
 
-    def mark_until_step(self, rows: Tensor) -> None:
-        """Mark rows whose gradient an optimizer has yet to use: until :meth:`stepped` they stay marked across a cut."""
-        self.mark(rows)
-        self._unstepped.append(rows)
-        if len(self._unstepped) > _MAX_UNSTEPPED:
-            self._unstepped = [torch.cat(self._unstepped).unique()]
-
-    def stepped(self) -> None:
-        """The optimizer has used all gradients."""
-        self._unstepped.clear()
-
     def mark_all(self) -> None:
         """Mark every row."""
         self.marked.fill_(True)
 
     def freeze(self) -> None:
-        """Cut: what is marked becomes frozen, and nothing is marked but rows that wait for their optimizer."""
-        self.frozen, self.marked = self.marked, torch.zeros_like(self.marked)
-        for rows in self._unstepped:
-            self.mark(rows)
+        """Cut: what is marked becomes frozen, and nothing is marked."""
+        self.frozen = self.marked.clone()
+        self.marked.zero_()
 
     def commit(self, is_baseline: bool) -> None:
         """The frozen rows are in a committed checkpoint."""
@@ -151,13 +137,14 @@ class TrackedShard:
     Attributes:
         rows: Its modified rows.
         weight: Its values [num_rows, num_cols], shared with the model.
-        state: The optimizer state of its rows, each [num_rows, ...], shared with the optimizer; asked for at each
-            cut, because optimizers replace their tensors.
+        state: The optimizer state of its rows, each [num_rows, ...], shared with the optimizer.
+        is_state_replaceable: Whether the optimizer may put other tensors in its place, all of whose rows are then new.
     """
 
     rows: ModifiedRows
     weight: Tensor
     state: Callable[[], Sequence[Tensor]]
+    is_state_replaceable: bool = False
 
 
 @dataclass(frozen=True)
@@ -204,7 +191,7 @@ class TrackedRows:
     def commit(self, head: Head) -> None:
         """The save in flight became ``head``."""
         for shard in self.shards:
-            shard.rows.commit(is_baseline=head.ref == head.baseline)
+            shard.rows.commit(is_baseline=len(head.lineage) == 1)
         self.head, self.pending = head, None
 
     def rollback(self) -> None:
@@ -230,5 +217,6 @@ def forget_overwritten(targets: Iterable[Tensor]) -> None:
     """
     storages = {target.untyped_storage().data_ptr() for target in targets if target.numel()}
     for tracked in _all_tracked:
-        if any(shard.weight.untyped_storage().data_ptr() in storages for shard in tracked.shards):
+        tensors = (tensor for shard in tracked.shards for tensor in (shard.weight, *shard.state()))
+        if any(tensor.untyped_storage().data_ptr() in storages for tensor in tensors):
             tracked.forget()

@@ -16,6 +16,7 @@ import io
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import ReferenceType, ref
 
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -25,7 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torchrec_cnr.decisions import Decision, RowTensor, ShardKey, choose_base, stored_whole
 from torchrec_cnr.errors import ConfigurationError, SaveError
 from torchrec_cnr.handover import CNRStorageMeta, SaveMetadata, ShardData
-from torchrec_cnr.lineage import committed
+from torchrec_cnr.lineage import Checkpoint, committed
 from torchrec_cnr.manifest import CheckpointRef, Head
 from torchrec_cnr.modified import Pending, RowMask, Since, TrackedRows, TrackedShard
 from torchrec_cnr.policies import Full, Intermittent, Policy
@@ -40,11 +41,13 @@ class _LocalPlanData:
         paths: DCP's flatten mapping.
         head: The checkpoint that this rank's marks relate to.
         tensors: Those that this rank can store by rows, by FQN.
+        replaced: Optimizer state that was put in the place of the one that the head holds.
     """
 
     paths: dict[str, tuple[Any, ...]]
     head: CheckpointRef | None
     tensors: dict[str, RowTensor]
+    replaced: frozenset[ShardKey]
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +58,7 @@ class _TrackedItem:
     values: Tensor
     fqn: str
     table: str
+    is_replaced: bool = False
 
     @property
     def is_table(self) -> bool:
@@ -87,6 +91,8 @@ class CNRSavePlanner(DefaultSavePlanner):
         self._items: dict[ShardKey, _TrackedItem] = {}
         self._masks: dict[int, RowMask] = {}
         self._decision: Decision | None = None
+        self._frozen_states: dict[ShardKey, ReferenceType[Tensor]] = {}
+        self._committed_states: dict[ShardKey, ReferenceType[Tensor]] = {}
 
     def set_up_planner(
         self,
@@ -121,9 +127,16 @@ class CNRSavePlanner(DefaultSavePlanner):
         if checkpoint is None:
             self._tracker.rollback()
             return
-        ref = checkpoint.ref
-        baseline = self._tracker.head.baseline if checkpoint.manifest.parent and self._tracker.head else ref
-        self._tracker.commit(Head.of(checkpoint.manifest, ref, baseline))
+        self._tracker.commit(self._head_of(checkpoint))
+        self._committed_states = self._frozen_states
+
+    def _head_of(self, checkpoint: Checkpoint) -> Head:
+        """The head that a committed save of this planner is, on top of the head before."""
+        head, parent = self._tracker.head, checkpoint.manifest.parent
+        below = () if head is None or parent is None else head.lineage
+        sha256s = [ref.sha256 for ref in below]
+        length = sha256s.index(parent.sha256) + 1 if parent is not None and parent.sha256 in sha256s else 0
+        return Head.of(checkpoint.manifest, (*below[:length], checkpoint.ref))
 
     def create_local_plan(self) -> SavePlan:
         """DCP's own plan of full boxes, and this rank's head."""
@@ -133,7 +146,8 @@ class CNRSavePlanner(DefaultSavePlanner):
             item.fqn: RowTensor(dtype_name(item.values), item.table if item.is_row_wise else None)
             for item in self._items.values()
         }
-        return replace(plan, planner_data=_LocalPlanData(self.mappings, head, tensors))
+        replaced = frozenset(key for key, item in self._items.items() if item.is_replaced)
+        return replace(plan, planner_data=_LocalPlanData(self.mappings, head, tensors, replaced))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Decide for all ranks."""
@@ -154,6 +168,7 @@ class CNRSavePlanner(DefaultSavePlanner):
             new = stored_whole(tensors, metadata, base.parent)
             # Ranks that hold one and the same shard saw different rows, and only one of them stores it.
             whole = frozenset(key for key, count in keys.items() if count > 1 or key[0] in new)
+            whole = whole.union(*(rank.replaced for rank in data))
             decision = replace(decision, since=base.since, parent=base.ref, history=base.head.history, whole=whole)
         metadata = SaveMetadata(metadata.state_dict_metadata, planner_data=metadata.planner_data, decision=decision)
         return [replace(plan, planner_data=decision) for plan in plans], metadata
@@ -194,24 +209,29 @@ class CNRSavePlanner(DefaultSavePlanner):
         shards = {
             (fqn, shard.box.offsets): shard.tensor for fqn, value in state_dict.items() for shard in local_shards(value)
         }
-        by_memory = {memory_key(tensor): key for key, tensor in shards.items()}
+        by_memory: dict[Any, list[ShardKey]] = {}
+        for key, tensor in shards.items():
+            by_memory.setdefault(memory_key(tensor), []).append(key)
         found: dict[ShardKey, _TrackedItem] = {}
+        self._frozen_states = {}
         for shard in self._tracker.shards:
             if shard.rows.box.num_rows == 0:
                 continue
-            key = by_memory.get(memory_key(shard.weight))
-            if key is None:
+            aliases = by_memory.get(memory_key(shard.weight), [])
+            if not aliases:
                 raise ConfigurationError(
                     f"table {shard.rows.name!r} is tracked, but the state dict does not hold its memory: it is "
                     "missing, or was copied (dcp.async_save and cpu_offload copy first); pass the live state dict to "
                     "dcp.save, or a tracker of a smaller model"
                 )
-            table = key[0]
-            found[key] = _TrackedItem(shard, shard.weight.detach(), table, table)
+            found |= {key: _TrackedItem(shard, shard.weight.detach(), key[0], key[0]) for key in aliases}
             for state in shard.state():
-                key = by_memory.get(memory_key(state))
-                if key is not None:
-                    found[key] = _TrackedItem(shard, shards[key].detach(), key[0], table)
+                for key in by_memory.get(memory_key(state), []):
+                    committed_state = self._committed_states.get(key)
+                    is_same = committed_state is not None and committed_state() is state
+                    is_replaced = shard.is_state_replaceable and not is_same
+                    self._frozen_states[key] = ref(state)
+                    found[key] = _TrackedItem(shard, shards[key].detach(), key[0], aliases[0][0], is_replaced)
         return found
 
 

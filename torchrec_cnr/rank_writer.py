@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torchrec_cnr.assembly import RANK_RECORD, ObjectRecord, RankRecord, ShardRecord
-from torchrec_cnr.encoding import EncodedRowSet, EncodedShard, Source, matrix, write_all_rows, write_rows
+from torchrec_cnr.encoding import EncodedRowSet, EncodedShard, Source, write_all_rows, write_rows
 from torchrec_cnr.errors import ConfigurationError, SaveError
 from torchrec_cnr.handover import ShardData
 from torchrec_cnr.manifest import DTYPES, Shard
@@ -70,7 +70,7 @@ class RankWriter:
             raise ConfigurationError(f"tensor {fqn!r}: {data.values.layout} of {dtype} cannot be stored")
         scheme = self._rules.scheme_for(fqn, data.values.dtype, data.is_table)
         name = f"{fqn}{list(item.index.offset or ())}"
-        return Source(name, matrix(data.values), dtype, tuple(data.values.shape[1:]), scheme)
+        return Source(name, data.values, dtype, scheme)
 
     def _write_object(self, item: WriteItem) -> int:
         stream: Any = self._planner.resolve_data(item)
@@ -79,7 +79,7 @@ class RankWriter:
             torch.load(io.BytesIO(content), weights_only=True)
         except pickle.UnpicklingError as error:
             raise ConfigurationError(
-                f"item {item.index.fqn!r} could not be loaded again without running code ({error}); store plain values "
+                f"item {item.index.fqn!r} could not be loaded again without running code; store plain values "
                 "and tensors, or register its types with torch.serialization.add_safe_globals"
             ) from error
         data = np.frombuffer(content, dtype=np.uint8)

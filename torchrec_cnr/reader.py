@@ -85,6 +85,7 @@ class CNRStorageReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The head's metadata. DCP turns an error raised here into another one, so it is raised one step later."""
         meta = StorageMeta(checkpoint_id=self._url, load_id=self._load_id)
+        self._lineage = self._failure = None
         try:
             self._lineage = read_lineage(self._url)
         except CNRError as error:
@@ -194,7 +195,7 @@ def _proved_harmless(data: bytes, where: str) -> io.BytesIO:
         value = torch.load(io.BytesIO(data), weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, AttributeError) as error:
         raise DamagedError(
-            f"{where}: refused by the weights-only unpickler ({str(error)[:300]}); if its types are yours, register "
+            f"{where}: refused by the weights-only unpickler, which runs no code; if its types are yours, register "
             "them with torch.serialization.add_safe_globals"
         ) from error
     stream = io.BytesIO()

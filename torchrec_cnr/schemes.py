@@ -105,7 +105,7 @@ class Asymmetric:
     name: ClassVar[str] = "asymmetric"
 
     def __post_init__(self) -> None:
-        if self.bits not in (2, 4, 8):
+        if type(self.bits) is not int or self.bits not in (2, 4, 8):
             raise ConfigurationError(f"'bits' must be 8, 4 or 2 (got {self.bits!r})")
 
     def supports(self, dtype: torch.dtype) -> bool:
@@ -161,7 +161,7 @@ def scheme_from_json(value: Mapping[str, Any], where: str) -> Scheme:
     match value:
         case {"name": "none", **rest} if not rest:
             return NoQuantization()
-        case {"name": "asymmetric", "bits": 2 | 4 | 8 as bits, **rest} if not rest:
+        case {"name": "asymmetric", "bits": int(bits), **rest} if not rest and bits in (2, 4, 8):
             return Asymmetric(bits)
     raise DamagedError(f"{where}: {value!r} is not a quantization scheme of this format version")
 

@@ -44,9 +44,10 @@ def _dtensor_shards(value: DTensor) -> Sequence[LocalShard]:
     local = value.to_local()
     # TorchRec's LocalShardsWrapper holds several shards; DCP's _Checkpointable protocol names their boxes.
     if hasattr(local, "local_shards") and hasattr(local, "local_offsets"):
+        # Without shards it still names one offset, hence not strict.
         return [
             LocalShard(_box(offsets, shard.shape), shard)
-            for shard, offsets in zip(local.local_shards(), local.local_offsets(), strict=True)
+            for shard, offsets in zip(local.local_shards(), local.local_offsets(), strict=False)
         ]
     sizes, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
     return [LocalShard(_box(offsets, sizes), local)]

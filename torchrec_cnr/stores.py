@@ -73,7 +73,10 @@ class Store:
     def make(self) -> None:
         """Create the directory and its parents, where the file system has directories."""
         with self._errors("create", ""):
+            above = self._missing_above() if isinstance(self.fs, LocalFileSystem) and self.sync_files else []
             self.fs.makedirs(self.path, exist_ok=True)
+            for path in above:
+                _sync_directory(path)
 
     def exists(self, name: str) -> bool:
         """Whether a file is there."""
@@ -151,6 +154,8 @@ class Store:
             with open(unlinked, "xb") as file:
                 file.write(data)
                 self._sync(file)
+            if self.sync_files:
+                _sync_directory(self.path)  # the packs' names, which must not come after the manifest's
             try:
                 os.link(unlinked, self.child(name))
             except OSError as error:
@@ -161,21 +166,20 @@ class Store:
             if os.path.exists(unlinked):
                 os.unlink(unlinked)
         if self.sync_files:
-            self._sync_directories()
+            _sync_directory(self.path)
+
+    def _missing_above(self) -> list[str]:
+        """Directories that get a new entry when this one is made."""
+        path, found = self.path, []
+        while not os.path.exists(path):
+            path = posixpath.dirname(path) or "/"
+            found.append(path)
+        return found
 
     def _sync(self, file: Any) -> None:
         if self.sync_files and isinstance(self.fs, LocalFileSystem):
             file.flush()
             os.fsync(file.fileno())
-
-    def _sync_directories(self) -> None:
-        """Make the names durable: those in this directory, and its own in the one above."""
-        for path in (self.path, posixpath.dirname(self.path)):
-            descriptor = os.open(path or "/", os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
 
     @contextmanager
     def _errors(self, action: str, name: str) -> Iterator[None]:
@@ -187,3 +191,12 @@ class Store:
             failure = StoreError(f"cannot {action} {where}: {type(error).__name__}: {error}")
             failure.errno = getattr(error, "errno", None) or _ERRNO.get(type(error))
             raise failure from error
+
+
+def _sync_directory(path: str) -> None:
+    """Make the names in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

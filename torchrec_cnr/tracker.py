@@ -5,17 +5,17 @@ which TorchRec's fused optimizers modify them: evaluation marks nothing, and pip
 before the present one is trained cannot lose an update to a cut in between. The hooks sit on TorchRec's lookup kernels,
 not in the one slot of ``register_post_lookup_tracker_fn``: a tracker registered there, before or after, keeps working.
 
-Tables that a ``torch.optim`` optimizer modifies are different: the gradient comes first, the modification later. Rows
-with a gradient that no step has used yet stay marked across a cut, and a step of an optimizer that also moves rows
-without a gradient (momentum, weight decay) marks all rows.
+Tables that a ``torch.optim`` optimizer modifies are marked once more when it steps, from the gradient itself: that may
+have come from elsewhere (another rank, a regularizer, an earlier batch). Optimizers that also move rows without a
+gradient (momentum, weight decay) mark all rows.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
-from weakref import ReferenceType, ref
+from weakref import ReferenceType, WeakMethod, finalize, ref
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbedding, BatchedDenseEmbeddingBag
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.model_parallel import DMPCollection
 from torchrec.optim.keyed import KeyedOptimizer
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -32,9 +33,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.modified import ModifiedRows, TrackedRows, TrackedShard
 from torchrec_cnr.rows import Box
-from torchrec_cnr.shards import memory_key
+from torchrec_cnr.shards import local_shards, memory_key
 
 logger = logging.getLogger(__name__)
+
+_WRAPPERS = ("_dmp_wrapped_module", "module")  # parts of a module's path that are in no FQN
 
 
 class RowTracker(TrackedRows):
@@ -47,25 +50,29 @@ class RowTracker(TrackedRows):
         model: The model, sharded already.
 
     Raises:
-        ConfigurationError: The model has no table, or one whose rows do not lie in memory (SSD and key-value kernels).
+        ConfigurationError: The model has no table, or one that cannot be tracked: its rows do not lie in memory (SSD
+            and key-value kernels), or replicas of it are synchronised behind the optimizer (``DMPCollection``).
     """
 
     def __init__(self, model: nn.Module) -> None:
+        if isinstance(model, DMPCollection):
+            raise ConfigurationError("DMPCollection (2-D parallel) cannot be tracked yet; save it without a tracker")
         self._handles: list[RemovableHandle] = []
-        self._stepped: dict[int, list[_SteppedTable]] = {}
+        self._stepped: list[_SteppedTable] = []
         self._sharded_tables: set[str] = set()
+        self._is_closed = False
         found = [*self._track_sharded(model), *self._track_plain(model)]
         if not found and not self._sharded_tables:
             raise ConfigurationError(f"{type(model).__name__} has no embedding table; track the sharded model")
         super().__init__(found)
         if self._stepped:
-            self._handles.append(register_optimizer_step_post_hook(self._optimizer_stepped))
+            self._handles.append(_on_every_step(self))
 
     def mark(self, table: str, rows: Tensor) -> None:
         """Mark rows that something else than training modifies.
 
         Args:
-            table: FQN of the table in the model, ending in its name or ``<name>.weight``.
+            table: FQN of the table in the model, or its end, such as its name.
             rows: int [N], numbered within the whole table; those on other ranks are left to them.
 
         Raises:
@@ -85,46 +92,63 @@ class RowTracker(TrackedRows):
         for tracked in self.shards if table is None else self._named(table):
             tracked.rows.mark_all()
 
+    def freeze(self) -> None:
+        """Cut every shard at once.
+
+        Raises:
+            ConfigurationError: The tracker was closed.
+        """
+        if self._is_closed:
+            raise ConfigurationError("the tracker was closed and has not seen what was modified since; make a new one")
+        super().freeze()
+
     def close(self) -> None:
-        """Remove all hooks; nothing is marked from here on."""
+        """Remove all hooks; nothing is marked from here on, and nothing can be saved with this tracker."""
+        self._is_closed = True
         while self._handles:
             self._handles.pop().remove()
 
     def _named(self, table: str) -> Sequence[TrackedShard]:
-        stem = table.removesuffix(".weight")
+        end = f".{table.removesuffix('.weight')}"
         names = {shard.rows.name for shard in self.shards} | self._sharded_tables
-        if not any(f".{name}".endswith(f".{stem}") for name in names):
+        if not any(f".{name}".endswith(end) for name in names):
             raise ConfigurationError(f"no table {table!r} is tracked; there are {', '.join(sorted(names))}")
-        return [shard for shard in self.shards if f".{shard.rows.name}".endswith(f".{stem}")]
+        return [shard for shard in self.shards if f".{shard.rows.name}".endswith(end)]
 
     def _track_sharded(self, model: nn.Module) -> Iterator[TrackedShard]:
         for path, module in model.named_modules():
             if not isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
                 continue
-            self._sharded_tables.update(f"{path}.{table}" for table in module.module_sharding_plan)
+            tables = "embedding_bags" if isinstance(module, ShardedEmbeddingBagCollection) else "embeddings"
+            prefix = _fqn(path, tables)
+            self._sharded_tables.update(f"{prefix}.{table}" for table in module.module_sharding_plan)
             if module.post_lookup_tracker_fn is not None:
                 logger.info("%s has a lookup tracker already; it keeps running, beside the row tracker", path)
+            found: list[TrackedShard] = []
             for lookup in module._lookups:
                 kernels = lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
                 for kernel in kernels._emb_modules:
-                    yield from self._track_kernel(path, kernel)
+                    found += self._track_kernel(prefix, kernel)
+            hook = _LoadHook([(f"{shard.rows.name.removeprefix(_fqn(path) + '.')}.weight", shard) for shard in found])
+            self._handles.append(_before_load(module, hook))
+            yield from found
 
-    def _track_kernel(self, path: str, kernel: Any) -> Iterator[TrackedShard]:
+    def _track_kernel(self, prefix: str, kernel: Any) -> Iterator[TrackedShard]:
         """The shards of one TorchRec lookup kernel, which looks up several tables at once."""
-        tables = kernel._config.embedding_tables
-        weights = kernel.split_embedding_weights()
-        is_stepped = isinstance(kernel, BatchedDenseEmbedding | BatchedDenseEmbeddingBag)
         by_feature: list[ModifiedRows] = []
-        for index, (table, weight) in enumerate(zip(tables, weights, strict=True)):
+        weights = kernel.split_embedding_weights()
+        for index, (table, weight) in enumerate(zip(kernel._config.embedding_tables, weights, strict=True)):
             if type(weight) not in (Tensor, nn.Parameter):
                 raise ConfigurationError(
-                    f"{path}.{table.name}: {type(kernel).__name__} keeps rows outside of memory; leave its "
-                    "module out of the tracked model"
+                    f"{prefix}.{table.name}: {type(kernel).__name__} keeps rows outside of memory; leave its module "
+                    "out of the tracked model"
                 )
-            rows = ModifiedRows(f"{path}.{table.name}", _box(table, weight), weight.device)
+            rows = ModifiedRows(f"{prefix}.{table.name}", _box(table, weight), weight.device)
             by_feature += [rows] * len(table.feature_names)
-            state = self._by_optimizer(rows, weight) if is_stepped else _FusedState(kernel.emb_module, index)
-            yield TrackedShard(rows, weight, state)
+            if isinstance(kernel, BatchedDenseEmbedding | BatchedDenseEmbeddingBag):
+                yield self._track_stepped(rows, weight)
+            else:
+                yield TrackedShard(rows, weight, _FusedState(kernel.emb_module, index))
 
         def mark(features: KeyedJaggedTensor) -> None:
             ids, offsets = features.values(), features.offset_per_key()
@@ -137,46 +161,56 @@ class RowTracker(TrackedRows):
         )
 
     def _track_plain(self, model: nn.Module) -> Iterator[TrackedShard]:
-        by_memory: dict[Any, ModifiedRows] = {}
+        found: dict[int, TrackedShard] = {}
         for path, module in model.named_modules():
             if not isinstance(module, nn.EmbeddingBag | nn.Embedding):
                 continue
             weight = module.weight
-            key = memory_key(weight)
-            if key not in by_memory:
-                rows = by_memory[key] = ModifiedRows(path, Box.whole(tuple(weight.shape)), weight.device)
-                yield TrackedShard(rows, weight, self._by_optimizer(rows, weight))
-            hook = _PlainHook(by_memory[key], has_max_norm=module.max_norm is not None)
+            if id(weight) not in found:
+                rows = ModifiedRows(_fqn(path), Box.whole(tuple(weight.shape)), weight.device)
+                found[id(weight)] = self._track_stepped(rows, weight)
+                yield found[id(weight)]
+            shard = found[id(weight)]
+            hook = _PlainHook(shard.rows, has_max_norm=module.max_norm is not None)
             self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
+            self._handles.append(_before_load(module, _LoadHook([("weight", shard)])))
 
-    def _by_optimizer(self, rows: ModifiedRows, weight: Tensor) -> "_SteppedTable":
-        table = _SteppedTable(rows)
-        self._stepped.setdefault(weight.untyped_storage().data_ptr(), []).append(table)
-        return table
+    def _track_stepped(self, rows: ModifiedRows, weight: Tensor) -> TrackedShard:
+        table = _SteppedTable(rows, weight)
+        self._stepped.append(table)
+        return TrackedShard(rows, weight, table, is_state_replaceable=True)
 
-    def _optimizer_stepped(self, optimizer: Optimizer, *_: Any) -> None:
+    def _optimizer_stepped(self, optimizer: Optimizer) -> None:
         if isinstance(optimizer, KeyedOptimizer):
             return  # a wrapper: the optimizer within reports for itself
+        by_memory = {memory_key(table.weight): table for table in self._stepped}
+        storages = {table.weight.untyped_storage().data_ptr() for table in self._stepped}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                for table in self._stepped.get(parameter.untyped_storage().data_ptr(), ()):
-                    table.optimizer, table.parameter = ref(optimizer), parameter
-                    table.rows.stepped()
-                    if not _moves_only_rows_with_gradient(optimizer, group):
-                        table.rows.mark_all()
+                table = by_memory.get(memory_key(parameter))
+                if table is not None:
+                    table.stepped(optimizer, group, parameter)
+                elif parameter.untyped_storage().data_ptr() in storages:
+                    self._mark_all_in(parameter.untyped_storage().data_ptr())
+
+    def _mark_all_in(self, storage: int) -> None:
+        """Mark every row of all tables in one storage, because the optimizer has it as a single parameter."""
+        for table in self._stepped:
+            if table.weight.untyped_storage().data_ptr() == storage:
+                table.rows.mark_all()
 
 
 @dataclass(frozen=True, eq=False)
 class _FusedState:
-    """The row-shaped optimizer state of one table of a fused kernel, asked for anew each time."""
+    """The row-shaped optimizer state of one table of a fused kernel."""
 
     kernel: Any
     index: int
 
     def __call__(self) -> Sequence[Tensor]:
-        weight = self.kernel.split_embedding_weights()[self.index]
-        states = self.kernel.get_optimizer_state()[self.index] if self.kernel.get_optimizer_state() else {}
-        return [state for state in states.values() if state.dim() and len(state) == len(weight)]
+        num_rows = len(self.kernel.split_embedding_weights()[self.index])
+        states = self.kernel.get_optimizer_state()
+        return [state for state in states[self.index].values() if _has_rows(state, num_rows)] if states else ()
 
 
 @dataclass(eq=False)
@@ -184,19 +218,26 @@ class _SteppedTable:
     """A table that a ``torch.optim`` optimizer modifies; which one, and so its state, shows at the first step."""
 
     rows: ModifiedRows
+    weight: Tensor
     optimizer: ReferenceType[Optimizer] | None = None
     parameter: Tensor | None = None
+
+    def stepped(self, optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> None:
+        self.optimizer, self.parameter = ref(optimizer), parameter
+        gradient = parameter.grad
+        if not _moves_only_rows_with_gradient(optimizer, group):
+            self.rows.mark_all()
+        elif gradient is not None and gradient.is_sparse:
+            self.rows.mark(gradient._indices()[0])
+        elif gradient is not None:
+            self.rows.mark((gradient != 0).any(dim=1).nonzero().squeeze(1))
 
     def __call__(self) -> Sequence[Tensor]:
         optimizer = self.optimizer() if self.optimizer else None
         if optimizer is None or self.parameter is None:
             return ()
-        states = optimizer.state.get(self.parameter, {})
-        return [
-            state
-            for state in states.values()
-            if isinstance(state, Tensor) and state.dim() and len(state) == self.rows.box.num_rows
-        ]
+        states = optimizer.state.get(self.parameter, {}).values()
+        return [state for state in states if _has_rows(state, self.rows.box.num_rows)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,7 +251,21 @@ class _PlainHook:
         ids = (args[0] if args else kwargs["input"]).detach().reshape(-1)
         if self.has_max_norm:  # the lookup itself renormalises rows, in evaluation too
             self.rows.mark(ids)
-        _on_gradient(output, lambda: self.rows.mark_until_step(ids))
+        _on_gradient(output, lambda: self.rows.mark(ids))
+
+
+@dataclass(frozen=True, eq=False)
+class _LoadHook:
+    """Hook of ``load_state_dict``: tables that are overwritten from elsewhere are modified in every row."""
+
+    shards: Sequence[tuple[str, TrackedShard]]
+
+    def __call__(self, _: nn.Module, state_dict: Mapping[str, Any], prefix: str, *__: Any) -> None:
+        for name, shard in self.shards:
+            new = state_dict.get(f"{prefix}{name}")
+            keys = [memory_key(local.tensor) for local in local_shards(new)]
+            if new is not None and memory_key(shard.weight) not in keys:
+                shard.rows.mark_all()
 
 
 def _on_gradient(output: Tensor, act: Callable[[], None]) -> None:
@@ -218,12 +273,39 @@ def _on_gradient(output: Tensor, act: Callable[[], None]) -> None:
         output.register_hook(lambda _: act())
 
 
-def _moves_only_rows_with_gradient(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether a step leaves rows alone whose gradient is zero; in doubt it does not."""
-    if isinstance(optimizer, SparseAdam):
+def _before_load(module: nn.Module, hook: _LoadHook) -> RemovableHandle:
+    handle: RemovableHandle = module.register_load_state_dict_pre_hook(hook)
+    return handle
+
+
+def _on_every_step(tracker: RowTracker) -> RemovableHandle:
+    """Tell the tracker of every optimizer's steps, without keeping the tracker and its tables alive."""
+    method = WeakMethod(tracker._optimizer_stepped)
+
+    def hook(optimizer: Optimizer, *_: Any) -> None:
+        stepped = method()
+        if stepped is not None:
+            stepped(optimizer)
+
+    handle: RemovableHandle = register_optimizer_step_post_hook(hook)
+    finalize(tracker, handle.remove)
+    return handle
+
+
+def _moves_only_rows_with_gradient(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether a step leaves rows alone whose gradient is zero; in doubt, as with subclasses, it does not."""
+    if type(optimizer) is SparseAdam:
         return True
     is_plain = not group.get("weight_decay") and not group.get("momentum")
-    return is_plain and isinstance(optimizer, SGD | Adagrad | RowWiseAdagrad)
+    return is_plain and type(optimizer) in (SGD, Adagrad, RowWiseAdagrad)
+
+
+def _has_rows(state: Any, num_rows: int) -> bool:
+    return isinstance(state, Tensor) and state.dim() > 0 and len(state) == num_rows
+
+
+def _fqn(path: str, *more: str) -> str:
+    return ".".join([*(part for part in path.split(".") if part and part not in _WRAPPERS), *more])
 
 
 def _box(table: Any, weight: Tensor) -> Box:

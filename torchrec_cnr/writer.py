@@ -2,7 +2,7 @@
 
 Who calls what, on which rank, in one ``dcp.save``:
 
-    1. reset                  all ranks    a new save begins: a new save id
+    1. storage_meta           all ranks    a new save begins: a new save id
     2. set_up_storage_writer  all ranks    learn the rank
     3. prepare_local_plan     all ranks    refuse an id that is taken, make the directory
     4. prepare_global_plan    coordinator  give its save id to all ranks
@@ -28,7 +28,7 @@ from torch.futures import Future
 from torchrec_cnr import manifest_json
 from torchrec_cnr.assembly import assemble
 from torchrec_cnr.decisions import Decision
-from torchrec_cnr.errors import CheckpointExistsError, ConfigurationError, SaveError
+from torchrec_cnr.errors import CheckpointExistsError, ConfigurationError, LoadError, SaveError
 from torchrec_cnr.handover import CNRStorageMeta, SaveMetadata
 from torchrec_cnr.lineage import relative_path
 from torchrec_cnr.manifest import FILE_NAME, CheckpointRef, History, Manifest
@@ -79,13 +79,11 @@ class CNRStorageWriter(StorageWriter):
         self._store = Store.open(path, sync_files)
         self._save_id = ""
         self._rank = 0
-        self.reset()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a new save."""
+        """Another checkpoint id; DCP calls this only if it was given one."""
         if checkpoint_id is not None:
             self._store = Store.open(checkpoint_id, self._sync_files)
-        self._save_id = uuid.uuid4().hex[:16]
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Learn the rank; DCP passes it only to a parameter that is called ``kwargs``."""
@@ -138,7 +136,12 @@ class CNRStorageWriter(StorageWriter):
             objects=parts.objects,
             paths=dict(sorted((metadata.planner_data or {}).items())),
         )
-        self._store.put_new(FILE_NAME, manifest_json.dumps(manifest)[0], self._save_id)
+        data, _ = manifest_json.dumps(manifest)
+        try:
+            manifest_json.loads(data, f"{self._store.url}/{FILE_NAME}")
+        except LoadError as error:
+            raise SaveError(f"nothing was committed, because it could not be loaded again: {error}") from error
+        self._store.put_new(FILE_NAME, data, self._save_id)
 
     def _parent(self, decision: Decision) -> CheckpointRef | None:
         if decision.parent is None:
@@ -149,7 +152,8 @@ class CNRStorageWriter(StorageWriter):
         return CheckpointRef(path, decision.parent.sha256)
 
     def storage_meta(self) -> StorageMeta:
-        """Where this save goes, for the planner."""
+        """Where this save goes, for the planner; the first call of every save, and the only one that draws its id."""
+        self._save_id = uuid.uuid4().hex[:16]
         return CNRStorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id, store=self._store)
 
     @property
