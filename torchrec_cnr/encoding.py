@@ -47,10 +47,17 @@ class Source:
 
 @dataclass(frozen=True)
 class EncodedShard:
-    """Blob numbers of an encoded source; see ``PackWriter.add``."""
+    """An encoded source.
+
+    Attributes:
+        block_rows: Rows in a block.
+        blobs: Number of each block's blob; see ``PackWriter.add``.
+        num_exact: Rows that the scheme cannot represent, stored exactly.
+    """
 
     block_rows: int
     blobs: tuple[int, ...]
+    num_exact: int
 
 
 @dataclass(frozen=True)
@@ -71,8 +78,8 @@ def write_all_rows(packs: PackWriter, source: Source) -> EncodedShard:
     """Encode every row of a shard."""
     block_rows = _block_rows([source])
     blocks = source.rows.split(block_rows) if source.values.numel() else ()
-    blobs = tuple(_write_block(packs, source, number, block) for number, block in enumerate(blocks))
-    return EncodedShard(block_rows, blobs)
+    written = [_write_block(packs, source, number, block) for number, block in enumerate(blocks)]
+    return _encoded(block_rows, written)
 
 
 def write_rows(
@@ -81,7 +88,7 @@ def write_rows(
     """Encode the rows of a mask, for every source at once."""
     block_rows = _block_rows(sources)
     coded_blocks: list[tuple[CodedRows, int]] = []
-    blobs: list[list[int]] = [[] for _ in sources]
+    written: list[list[tuple[int, int]]] = [[] for _ in sources]
     num_rows = 0
     for number, block in enumerate(rows.blocks(block_rows)):
         num_rows += len(block)
@@ -89,11 +96,15 @@ def write_rows(
         data = np.frombuffer(coded.data, dtype=np.uint8)
         name = f"{sources[0].name}/rows/{number}"
         coded_blocks.append((coded, packs.add(name, "uint8", data.shape, data)))
-        for source, source_blobs in zip(sources, blobs, strict=True):
+        for source, source_blocks in zip(sources, written, strict=True):
             values = source.rows.index_select(0, block.to(source.values.device))
-            source_blobs.append(_write_block(packs, source, number, values))
-    shards = [EncodedShard(block_rows, tuple(source_blobs)) for source_blobs in blobs]
+            source_blocks.append(_write_block(packs, source, number, values))
+    shards = [_encoded(block_rows, source_blocks) for source_blocks in written]
     return EncodedRowSet(num_rows, block_rows, tuple(coded_blocks)), shards
+
+
+def _encoded(block_rows: int, written: Sequence[tuple[int, int]]) -> EncodedShard:
+    return EncodedShard(block_rows, tuple(blob for blob, _ in written), sum(num_exact for _, num_exact in written))
 
 
 def _block_rows(sources: Sequence[Source]) -> int:
@@ -101,20 +112,20 @@ def _block_rows(sources: Sequence[Source]) -> int:
     return max(1, BLOCK_BYTES // max(1, widest))
 
 
-def _write_block(packs: PackWriter, source: Source, number: int, values: Tensor) -> int:
-    """One blob: the codes of a block, then the rows that they cannot represent."""
+def _write_block(packs: PackWriter, source: Source, number: int, values: Tensor) -> tuple[int, int]:
+    """One blob: the codes of a block, then the rows that they cannot represent, and how many these are."""
     name = f"{source.name}/{number}"
     if isinstance(source.scheme, NoQuantization):
         # Whole blocks on the host stay views of the live tensor: nothing trains before the save returns.
-        return packs.add(name, source.dtype, tuple(values.shape), _bytes(values))
+        return packs.add(name, source.dtype, tuple(values.shape), _bytes(values)), 0
     values = values.reshape(len(values), -1)
     encoded = source.scheme.encode(values)
     codes = _bytes(encoded.codes)
     if len(encoded.exact) == 0:
-        return packs.add(name, "uint8", tuple(encoded.codes.shape), codes)
+        return packs.add(name, "uint8", tuple(encoded.codes.shape), codes), 0
     positions = encoded.exact.to(torch.int32).cpu().numpy().astype("<u4").view(np.uint8)
     data = np.concatenate((codes, positions, _bytes(values[encoded.exact])))
-    return packs.add(name, "uint8", data.shape, data)
+    return packs.add(name, "uint8", data.shape, data), len(encoded.exact)
 
 
 def _bytes(tensor: Tensor) -> Bytes:

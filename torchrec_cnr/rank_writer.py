@@ -1,6 +1,7 @@
 """One rank's part of a save: every item of its plan is encoded into packs, and recorded for the coordinator."""
 
 import io
+import logging
 import pickle
 from fnmatch import fnmatchcase
 from typing import Any
@@ -22,6 +23,8 @@ from torchrec_cnr.packs import PackWriter
 from torchrec_cnr.rows import Box
 from torchrec_cnr.schemes import SchemeRules
 from torchrec_cnr.shards import dtype_name
+
+logger = logging.getLogger(__name__)
 
 TABLE_PATTERNS = ("*embedding_bags.*.weight", "*embeddings.*.weight")  # TorchRec's names, where no tracker tells
 
@@ -92,6 +95,12 @@ class RankWriter:
         for item, number in self._objects:
             results.append(WriteResult(item.index, blobs[number].num_bytes, ObjectRecord(blobs[number])))
         for item, data, source, encoded, row_set in self._shards:
+            if encoded.num_exact:
+                logger.warning(
+                    "tensor %r: %d rows hold NaN, infinity or values beyond fp16; they are stored exactly",
+                    item.index.fqn,
+                    encoded.num_exact,
+                )
             located = tuple(blobs[number] for number in encoded.blobs)
             size, box = _place(item, data.values)
             shard = Shard(box, row_set, encoded.block_rows, located, data.table_box)
