@@ -21,7 +21,7 @@ LAYERS = (
     {"shards", "modified", "policies"},
     {"packs", "stores", "lineage", "decisions", "handover", "encoding", "folding"},
     {"planner", "load_planner", "writer", "reader", "assembly", "rank_writer"},
-    {"tracker", "maintenance", "manager"},
+    {"stepped", "tracker", "maintenance", "manager"},
     {"__init__", "cli"},
 )
 LAYER_OF = {unit: number for number, units in enumerate(LAYERS) for unit in units}

@@ -5,9 +5,7 @@ which TorchRec's fused optimizers modify them: evaluation marks nothing, and pip
 before the present one is trained cannot lose an update to a cut in between. The hooks sit on TorchRec's lookup kernels,
 not in the one slot of ``register_post_lookup_tracker_fn``: a tracker registered there, before or after, keeps working.
 
-Tables that a ``torch.optim`` optimizer modifies are marked once more when it steps, from the gradient itself: that may
-have come from elsewhere (another rank, a regularizer, an earlier batch). Optimizers that also move rows without a
-gradient (momentum, weight decay) mark all rows.
+Tables that a ``torch.optim`` optimizer modifies are marked once more when it steps; see ``stepped``.
 """
 
 import logging
@@ -15,18 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
-from weakref import ReferenceType, WeakMethod, finalize, ref
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbedding, BatchedDenseEmbeddingBag
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DMPCollection
-from torchrec.optim.keyed import KeyedOptimizer
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -34,6 +28,7 @@ from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.modified import ModifiedRows, TrackedRows, TrackedShard
 from torchrec_cnr.rows import Box
 from torchrec_cnr.shards import local_shards, memory_key
+from torchrec_cnr.stepped import SteppedTables, has_rows
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +53,7 @@ class RowTracker(TrackedRows):
         if isinstance(model, DMPCollection):
             raise ConfigurationError("DMPCollection (2-D parallel) cannot be tracked yet; save it without a tracker")
         self._handles: list[RemovableHandle] = []
-        self._stepped: list[_SteppedTable] = []
+        self._stepped = SteppedTables(rows_with_gradient_only=(RowWiseAdagrad,))
         self._sharded_tables: set[str] = set()
         self._is_closed = False
         found = [*self._track_sharded(model), *self._track_plain(model)]
@@ -66,7 +61,7 @@ class RowTracker(TrackedRows):
             raise ConfigurationError(f"{type(model).__name__} has no embedding table; track the sharded model")
         super().__init__(found)
         if self._stepped:
-            self._handles.append(_on_every_step(self))
+            self._handles.append(self._stepped.watch())
 
     def mark(self, table: str, rows: Tensor) -> None:
         """Mark rows that something else than training modifies.
@@ -146,7 +141,7 @@ class RowTracker(TrackedRows):
             rows = ModifiedRows(f"{prefix}.{table.name}", _box(table, weight), weight.device)
             by_feature += [rows] * len(table.feature_names)
             if isinstance(kernel, BatchedDenseEmbedding | BatchedDenseEmbeddingBag):
-                yield self._track_stepped(rows, weight)
+                yield self._stepped.add(rows, weight)
             else:
                 yield TrackedShard(rows, weight, _FusedState(kernel.emb_module, index))
 
@@ -168,36 +163,12 @@ class RowTracker(TrackedRows):
             weight = module.weight
             if id(weight) not in found:
                 rows = ModifiedRows(_fqn(path), Box.whole(tuple(weight.shape)), weight.device)
-                found[id(weight)] = self._track_stepped(rows, weight)
+                found[id(weight)] = self._stepped.add(rows, weight)
                 yield found[id(weight)]
             shard = found[id(weight)]
             hook = _PlainHook(shard.rows, has_max_norm=module.max_norm is not None)
             self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
             self._handles.append(_before_load(module, _LoadHook([("weight", shard)])))
-
-    def _track_stepped(self, rows: ModifiedRows, weight: Tensor) -> TrackedShard:
-        table = _SteppedTable(rows, weight)
-        self._stepped.append(table)
-        return TrackedShard(rows, weight, table, is_state_replaceable=True)
-
-    def _optimizer_stepped(self, optimizer: Optimizer) -> None:
-        if isinstance(optimizer, KeyedOptimizer):
-            return  # a wrapper: the optimizer within reports for itself
-        by_memory = {memory_key(table.weight): table for table in self._stepped}
-        storages = {table.weight.untyped_storage().data_ptr() for table in self._stepped}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                table = by_memory.get(memory_key(parameter))
-                if table is not None:
-                    table.stepped(optimizer, group, parameter)
-                elif parameter.untyped_storage().data_ptr() in storages:
-                    self._mark_all_in(parameter.untyped_storage().data_ptr())
-
-    def _mark_all_in(self, storage: int) -> None:
-        """Mark every row of all tables in one storage, because the optimizer has it as a single parameter."""
-        for table in self._stepped:
-            if table.weight.untyped_storage().data_ptr() == storage:
-                table.rows.mark_all()
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,34 +181,7 @@ class _FusedState:
     def __call__(self) -> Sequence[Tensor]:
         num_rows = len(self.kernel.split_embedding_weights()[self.index])
         states = self.kernel.get_optimizer_state()
-        return [state for state in states[self.index].values() if _has_rows(state, num_rows)] if states else ()
-
-
-@dataclass(eq=False)
-class _SteppedTable:
-    """A table that a ``torch.optim`` optimizer modifies; which one, and so its state, shows at the first step."""
-
-    rows: ModifiedRows
-    weight: Tensor
-    optimizer: ReferenceType[Optimizer] | None = None
-    parameter: Tensor | None = None
-
-    def stepped(self, optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> None:
-        self.optimizer, self.parameter = ref(optimizer), parameter
-        gradient = parameter.grad
-        if not _moves_only_rows_with_gradient(optimizer, group):
-            self.rows.mark_all()
-        elif gradient is not None and gradient.is_sparse:
-            self.rows.mark(gradient._indices()[0])
-        elif gradient is not None:
-            self.rows.mark((gradient != 0).any(dim=1).nonzero().squeeze(1))
-
-    def __call__(self) -> Sequence[Tensor]:
-        optimizer = self.optimizer() if self.optimizer else None
-        if optimizer is None or self.parameter is None:
-            return ()
-        states = optimizer.state.get(self.parameter, {}).values()
-        return [state for state in states if _has_rows(state, self.rows.box.num_rows)]
+        return [state for state in states[self.index].values() if has_rows(state, num_rows)] if states else ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -276,32 +220,6 @@ def _on_gradient(output: Tensor, act: Callable[[], None]) -> None:
 def _before_load(module: nn.Module, hook: _LoadHook) -> RemovableHandle:
     handle: RemovableHandle = module.register_load_state_dict_pre_hook(hook)
     return handle
-
-
-def _on_every_step(tracker: RowTracker) -> RemovableHandle:
-    """Tell the tracker of every optimizer's steps, without keeping the tracker and its tables alive."""
-    method = WeakMethod(tracker._optimizer_stepped)
-
-    def hook(optimizer: Optimizer, *_: Any) -> None:
-        stepped = method()
-        if stepped is not None:
-            stepped(optimizer)
-
-    handle: RemovableHandle = register_optimizer_step_post_hook(hook)
-    finalize(tracker, handle.remove)
-    return handle
-
-
-def _moves_only_rows_with_gradient(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
-    """Whether a step leaves rows alone whose gradient is zero; in doubt, as with subclasses, it does not."""
-    if type(optimizer) is SparseAdam:
-        return True
-    is_plain = not group.get("weight_decay") and not group.get("momentum")
-    return is_plain and type(optimizer) in (SGD, Adagrad, RowWiseAdagrad)
-
-
-def _has_rows(state: Any, num_rows: int) -> bool:
-    return isinstance(state, Tensor) and state.dim() > 0 and len(state) == num_rows
 
 
 def _fqn(path: str, *more: str) -> str:
