@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torchrec_cnr import manifest_json
 from torchrec_cnr.errors import CheckpointNotFoundError, DamagedError, LoadError, StoreError
-from torchrec_cnr.manifest import FILE_NAME, CheckpointRef, Head, Kind, Manifest, Shard
+from torchrec_cnr.manifest import FILE_NAME, PARENT_PATH, CheckpointRef, Head, Kind, Manifest, Shard
 from torchrec_cnr.stores import Store
 
 logger = logging.getLogger(__name__)
@@ -204,4 +204,4 @@ def relative_path(store: Store, path: str) -> str | None:
     if not store.is_beside(other) or other.path == store.path:
         return None
     relative = posixpath.relpath(other.path, store.path)
-    return relative if relative.startswith("../") else None
+    return relative if PARENT_PATH.fullmatch(relative) else None

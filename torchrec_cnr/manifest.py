@@ -4,6 +4,7 @@ Values only; what they look like as JSON, and the checks that make reading them 
 words are those of docs/glossary.md, the meaning of each field is specified in docs/format.md.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -16,6 +17,9 @@ from torchrec_cnr.schemes import Scheme
 FORMAT = "torchrec_cnr"
 VERSION = 1
 FILE_NAME = "manifest.json"
+
+# How a checkpoint names another: '../' first, then plain names.
+PARENT_PATH = re.compile(r"(\.\./)+(?!\.\.?(/|$))[^/\\\x00-\x1f]+(/(?!\.\.?(/|$))[^/\\\x00-\x1f]+)*")
 
 Kind = Literal["baseline", "delta"]
 

@@ -21,7 +21,7 @@ _CREATED = re.compile(rb'"created_ns":(\d{1,20})\b')
 
 def dumps(manifest: Manifest) -> tuple[bytes, str]:
     """The file's bytes, and the manifest's digest."""
-    body = json.dumps(_to_json(manifest), separators=(",", ":"), allow_nan=False).encode()
+    body = _body(_to_json(manifest))
     digest = hashlib.sha256(body).hexdigest()
     return b'{"sha256":"%s","manifest":%s}\n' % (digest.encode(), body), digest
 
@@ -45,24 +45,27 @@ def loads(data: bytes, where: str) -> tuple[Manifest, str]:
     if actual != digest:
         raise DamagedError(f"{where}: sha256 is {actual}, the manifest says {digest}; use another checkpoint")
     try:
-        value = json.loads(body, object_pairs_hook=_without_duplicates)
+        value = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise DamagedError(f"{where}: not JSON ({error})") from error
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise DamagedError(f"{where}: not a manifest of {FORMAT}")
-    if value.get("version") != VERSION:
+    version = value.get("version")
+    if type(version) is int and version > VERSION:
         raise VersionError(
-            f"{where}: written in format version {value.get('version')!r}, this torchrec_cnr reads version {VERSION}; "
+            f"{where}: written in format version {version}, this torchrec_cnr reads version {VERSION}; "
             "upgrade torchrec_cnr to load it"
         )
+    if type(version) is not int or version != VERSION:
+        raise DamagedError(f"{where}: there is no format version {version!r}")
+    if _body(value) != body:  # white space, floating-point numbers, a key that occurs twice, other escapes
+        raise DamagedError(f"{where}: not written as manifests are")
     return ManifestParser(where).manifest(value), digest
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        raise ValueError("a key occurs twice")
-    return value
+def _body(value: Any) -> bytes:
+    """The one way to write a manifest's body."""
+    return json.dumps(value, separators=(",", ":")).encode()
 
 
 def created_ns(start: bytes) -> int | None:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeVar
 from torchrec_cnr.errors import DamagedError
 from torchrec_cnr.manifest import (
     DTYPES,
+    PARENT_PATH,
     Blob,
     CheckpointRef,
     History,
@@ -26,9 +27,9 @@ from torchrec_cnr.rows import Box, fills
 from torchrec_cnr.schemes import exact_row_bytes, scheme_from_json
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
+_SURROGATE = re.compile("[\ud800-\udfff]")  # alone: a pair is one character by now
 _PACK_NAME = re.compile(r"[A-Za-z0-9._-]{1,188}\.safetensors")
 _HEX = re.compile(r"[0-9a-f]{64}")
-_PARENT = re.compile(r"(\.\./)+(?!\.\.?(/|$))[^/\\]+(/(?!\.\.?(/|$))[^/\\]+)*")  # '../' first, then plain names
 _MAX_INT = 2**62
 _MAX_LIST_INDEX = 2**20  # a longer list of tensors in a state dict is not believable, and would be allocated
 
@@ -84,7 +85,7 @@ class ManifestParser:
             return None
         if set(self.mapping(value, "parent")) != {"path", "sha256"}:
             self.fail(f"its parent is {value!r}")
-        path = self.string(value["path"], "parent path", _PARENT)
+        path = self.string(value["path"], "parent path", PARENT_PATH)
         return CheckpointRef(path, self.string(value["sha256"], "parent sha256", _HEX))
 
     def pack(self, value: Any, what: str) -> Pack:
@@ -208,13 +209,11 @@ class ManifestParser:
                     self.fail(f"tensor {fqn!r}: boxes of a table that it does not name")
                 continue
             table = manifest.tensors.get(entry.table)
-            if table is None or len(table.size) != 2 or len(entry.size) != 1:
-                self.fail(f"tensor {fqn!r}: its table {entry.table!r} is not a matrix of this checkpoint")
+            if table is None or not table.is_table or len(entry.size) != 1:
+                self.fail(f"tensor {fqn!r}: its table {entry.table!r} is no table of this checkpoint")
             boxes = [shard.table_box for shard in entry.shards if shard.table_box is not None]
             rows_agree = all(
-                shard.table_box is not None and shard.table_box.num_rows == shard.box.num_rows
-                for shard in entry.shards
-                if shard.box.num_rows
+                shard.box.num_rows == (shard.table_box.num_rows if shard.table_box else 0) for shard in entry.shards
             )
             if not rows_agree or not fills(table.size, boxes):
                 self.fail(f"tensor {fqn!r}: its shards are not those of its table {entry.table!r}")
@@ -231,7 +230,9 @@ class ManifestParser:
         if not keys or not isinstance(keys[0], str):
             self.fail(f"path of {what!r} is {value!r}")
         for key in keys:
-            if not isinstance(key, str):
+            if isinstance(key, str):
+                self.string(key, f"path of {what!r}")
+            else:
                 self.integer(key, f"path of {what!r}", high=_MAX_LIST_INDEX)
         return keys
 
@@ -248,6 +249,8 @@ class ManifestParser:
     def mapping(self, value: Any, what: str) -> Mapping[str, Any]:
         if not isinstance(value, dict):
             self.fail(f"{what}: expected an object, got {type(value).__name__}")
+        for key in value:
+            self.string(key, f"key in {what}")
         return value
 
     def integer(self, value: Any, what: str, low: int = 0, high: int = _MAX_INT) -> int:
@@ -256,6 +259,6 @@ class ManifestParser:
         return value
 
     def string(self, value: Any, what: str, pattern: re.Pattern[str] | None = None) -> str:
-        if not isinstance(value, str) or (pattern and not pattern.fullmatch(value)):
+        if not isinstance(value, str) or _SURROGATE.search(value) or (pattern and not pattern.fullmatch(value)):
             self.fail(f"{what}: unexpected value {str(value)[:80]!r}")
         return value

@@ -126,7 +126,10 @@ def _header(parts: Sequence[_Part]) -> bytes:
     end = 0
     for part in parts:
         start, end = end, end + part.data.nbytes
-        entries[part.name] = {"dtype": part.dtype, "shape": list(part.shape), "data_offsets": [start, end]}
+        name = part.name
+        while name in entries:
+            name += "~"
+        entries[name] = {"dtype": part.dtype, "shape": list(part.shape), "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

@@ -72,11 +72,16 @@ class Box:
 
 def fills(size: tuple[int, ...], boxes: list[Box]) -> bool:
     """Whether ``boxes`` cover a tensor of ``size`` exactly: inside it, without a hole or an overlap."""
-    whole = Box.whole(size)
-    boxes = [box for box in boxes if math.prod(box.sizes) > 0]
-    if any(len(box.offsets) != len(size) or whole.intersect(box) != box for box in boxes):
+    if not all(_lies_within(size, box) for box in boxes):
         return False
+    boxes = [box for box in boxes if math.prod(box.sizes) > 0]
     return sum(math.prod(box.sizes) for box in boxes) == math.prod(size) and not _any_overlap(boxes)
+
+
+def _lies_within(size: tuple[int, ...], box: Box) -> bool:
+    return len(box.offsets) == len(size) and all(
+        first + length <= whole for first, length, whole in zip(box.offsets, box.sizes, size, strict=True)
+    )
 
 
 def _any_overlap(boxes: list[Box]) -> bool:
@@ -149,10 +154,12 @@ def decode_rows(coded: CodedRows, num_rows: int, where: str) -> Rows:
     else:
         width = _gap_width(coded.span)
         planes = np.frombuffer(_decompress(coded.data, width * (num_rows - 1), where), dtype=np.uint8)
-        gaps = np.zeros((num_rows - 1, 8), dtype=np.uint8)
-        gaps[:, :width] = planes.reshape(width, num_rows - 1).T
-        steps = gaps.view("<u8").reshape(-1).astype(np.int64) + 1
-        rows = np.concatenate((np.zeros(1, np.int64), np.cumsum(steps)))
+        wide = np.zeros((num_rows - 1, 8), dtype=np.uint8)
+        wide[:, :width] = planes.reshape(width, num_rows - 1).T
+        gaps = wide.view("<u8").reshape(-1)
+        if gaps.sum(dtype=np.float64) > 2 * coded.span:  # so far off that the exact sum might overflow
+            gaps = gaps[:0]
+        rows = np.concatenate((np.zeros(1, np.int64), np.cumsum(gaps.astype(np.int64) + 1)))
     if len(rows) != num_rows or rows[0] != 0 or rows[-1] != coded.span - 1 or (np.diff(rows) <= 0).any():
         raise DamagedError(
             f"{where}: its row numbers are not {num_rows} strictly increasing rows over a span of {coded.span}; "
@@ -172,6 +179,10 @@ def _decompress(data: bytes, num_bytes: int, where: str) -> bytes:
         declared = zstandard.frame_content_size(data)
         if declared != num_bytes:
             raise DamagedError(f"{where}: row numbers unpack to {declared} bytes, expected {num_bytes}")
-        return zstandard.ZstdDecompressor().decompress(data)
+        frame = zstandard.ZstdDecompressor().decompressobj()
+        content = frame.decompress(data)
     except zstandard.ZstdError as error:
         raise DamagedError(f"{where}: row numbers do not decompress ({error}); use another checkpoint") from error
+    if not frame.eof or frame.unused_data or len(content) != num_bytes:
+        raise DamagedError(f"{where}: row numbers are not one zstd frame of {num_bytes} bytes; use another checkpoint")
+    return content

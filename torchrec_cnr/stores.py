@@ -7,6 +7,7 @@ does not exist, and of several writers one wins. Every failure becomes a ``Store
 import errno
 import os
 import posixpath
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from torchrec_cnr.errors import CheckpointExistsError, ConfigurationError, Store
 Bytes = npt.NDArray[np.uint8]
 Buffer = bytes | memoryview
 
+_one_at_a_time = threading.Lock()
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)  # from file systems without hard links
 _ERRNO: dict[type[Exception], int] = {FileNotFoundError: errno.ENOENT, FileExistsError: errno.EEXIST}
 
@@ -145,7 +147,8 @@ class Store:
             raise
 
     def _create_new(self, name: str, data: bytes) -> None:
-        with self.fs.open(self.child(name), "xb") as file:
+        # memory:// looks first and creates then; it is one process's own, so that a lock makes it atomic.
+        with _one_at_a_time, self.fs.open(self.child(name), "xb") as file:
             file.write(data)
 
     def _link_new(self, name: str, data: bytes, save_id: str) -> None:
