@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from torchrec_cnr.errors import LoadError
 from torchrec_cnr.lineage import Checkpoint, read_checkpoint, relative_path
-from torchrec_cnr.manifest import FILE_NAME, CheckpointRef, Head, History, Manifest
+from torchrec_cnr.manifest import CheckpointRef, Head, History, Manifest
 from torchrec_cnr.modified import Since
 from torchrec_cnr.policies import Policy
 from torchrec_cnr.stores import Store
@@ -99,10 +99,11 @@ def choose_base(
         return None
     lineage = head.lineage[:1] if since is Since.BASELINE else head.lineage
     ref = lineage[-1]
-    parent = _intact(ref)
-    gone = [link.path for link in lineage if not Store.open(link.path).exists(FILE_NAME)]
-    if parent is None or gone:
-        logger.warning("%s is no longer what was saved there: this save is a baseline", (*gone, ref.path)[0])
+    links = [_intact(link) for link in lineage]
+    parent = links[-1]
+    if parent is None or None in links:
+        changed = lineage[links.index(None)].path
+        logger.warning("%s is no longer what was saved there: this save is a baseline", changed)
         return None
     if relative_path(store, ref.path) is None:
         logger.info("%s cannot be named by a relative path from %s: this save is a baseline", ref.path, store.url)

@@ -62,7 +62,7 @@ MemoryKey = tuple[int, torch.device, tuple[int, ...], tuple[int, ...]]
 
 def memory_key(tensor: Tensor) -> MemoryKey | None:
     """Identifies the memory that a tensor's values lie in, whichever object wraps it; None where there is none."""
-    if tensor.numel() == 0:
+    if tensor.layout is not torch.strided or tensor.numel() == 0:
         return None
     return tensor.data_ptr(), tensor.device, tuple(tensor.shape), tensor.stride()
 

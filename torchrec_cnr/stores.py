@@ -7,6 +7,7 @@ does not exist, and of several writers one wins. Every failure becomes a ``Store
 import errno
 import os
 import posixpath
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from torchrec_cnr.errors import CheckpointExistsError, ConfigurationError, Store
 Bytes = npt.NDArray[np.uint8]
 Buffer = bytes | memoryview
 
+_NO_PATH = re.compile(r"[\\\x00-\x1f]")
 _one_at_a_time = threading.Lock()
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)  # from file systems without hard links
 _ERRNO: dict[type[Exception], int] = {FileNotFoundError: errno.ENOENT, FileExistsError: errno.EEXIST}
@@ -47,12 +49,16 @@ class Store:
         """The directory at a local path or fsspec URL; nothing is created.
 
         Raises:
-            ConfigurationError: The URL's protocol is unknown, or its package is not installed.
+            ConfigurationError: The URL's protocol is unknown, its package is not installed, or it has a backslash, a
+                control character, or, without a protocol, ``::``, which a delta or fsspec could not follow.
         """
+        name = os.fspath(url)
+        if _NO_PATH.search(name) or ("::" in name and "://" not in name):
+            raise ConfigurationError(f"{name!r}: not a path or URL that checkpoints can refer to; choose plainer names")
         try:
-            fs, path = fsspec.core.url_to_fs(os.fspath(url))
+            fs, path = fsspec.core.url_to_fs(name)
         except (ValueError, ImportError) as error:
-            raise ConfigurationError(f"{os.fspath(url)!r}: not a path or URL that fsspec can open ({error})") from error
+            raise ConfigurationError(f"{name!r}: not a path or URL that fsspec can open ({error})") from error
         return cls(fs, str(path).rstrip("/") or "/", sync_files)
 
     @property
