@@ -89,6 +89,7 @@ def write_rows(
     block_rows = _block_rows(sources)
     coded_blocks: list[tuple[CodedRows, int]] = []
     written: list[list[tuple[int, int]]] = [[] for _ in sources]
+    buffers = [_gather_buffer(source, block_rows) for source in sources]
     num_rows = 0
     for number, block in enumerate(rows.blocks(block_rows)):
         num_rows += len(block)
@@ -96,11 +97,22 @@ def write_rows(
         data = np.frombuffer(coded.data, dtype=np.uint8)
         name = f"{sources[0].name}/rows/{number}"
         coded_blocks.append((coded, packs.add(name, "uint8", data.shape, data)))
-        for source, source_blocks in zip(sources, written, strict=True):
-            values = source.rows.index_select(0, block.to(source.values.device))
+        for source, buffer, source_blocks in zip(sources, buffers, written, strict=True):
+            out = None if buffer is None else buffer[: len(block)]
+            values = torch.index_select(source.rows, 0, block.to(source.values.device), out=out)
             source_blocks.append(_write_block(packs, source, number, values))
     shards = [_encoded(block_rows, source_blocks) for source_blocks in written]
     return EncodedRowSet(num_rows, block_rows, tuple(coded_blocks)), shards
+
+
+def _gather_buffer(source: Source, block_rows: int) -> Tensor | None:
+    """One buffer for all blocks where they are encoded at once: gathering each into its own fragments the heap.
+
+    Blocks that are stored as they are need their own, because they wait in a pack.
+    """
+    if isinstance(source.scheme, NoQuantization):
+        return None
+    return source.values.new_empty((min(block_rows, len(source.rows)), *source.rows.shape[1:]))
 
 
 def _encoded(block_rows: int, written: Sequence[tuple[int, int]]) -> EncodedShard:

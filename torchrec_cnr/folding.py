@@ -92,6 +92,8 @@ def _logical_size(checkpoint: Checkpoint, entry: TensorEntry) -> tuple[int, ...]
 def _add_reads(
     reads: dict[str, _BlobRead], region: Region, entry: TensorEntry, shard: Shard, row_sets: Sequence[RowSet]
 ) -> None:
+    if not shard.blobs:
+        return
     place = shard.table_box or shard.box
     common = place.intersect(region.box)
     if common is None:

@@ -1,0 +1,107 @@
+"""The command line: ``python -m benchmarks``."""
+
+import argparse
+import json
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from benchmarks import delta_cost, disk_bytes, peak_memory, save_and_load, tracking
+from benchmarks.process import BenchmarkError, Progress, run_alone
+from benchmarks.report import Report, machine, text_of
+from benchmarks.rounds import Setup
+
+BENCHMARKS: Mapping[str, Callable[[Setup], Report]] = {
+    "bytes": disk_bytes.run,
+    "time": save_and_load.run,
+    "cost": delta_cost.run,
+    "memory": peak_memory.run,
+    "tracker": tracking.run,
+}
+EPILOG = """\
+benchmarks:
+  bytes    what a delta takes on disk at 2, 4 and 8 bits, against DCP's own writer
+  time     to save a delta and to load a lineage, against DCP's own writer and reader
+  cost     time and bytes of a delta by the share of rows modified
+  memory   what a save takes beyond the state that it saves
+  tracker  what tracking adds to a training step, and what TorchRec's own tracker does
+
+examples:
+  python -m benchmarks                       all of them; takes some minutes, 8 GB of disk and 6 GB of memory
+  python -m benchmarks time memory           two of them
+  python -m benchmarks --quick               small sizes, to see whether it works; the figures mean nothing
+  python -m benchmarks bytes --json out.json the figures as JSON too
+  python -m benchmarks time --dir /mnt/nvme  on another disk
+
+Figures are ratios of what was measured in this run, in turns. Times differ from machine to machine and from run to run.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run benchmarks, print their figures, and give the exit status: 0 unless one could not be run."""
+    args = _parse(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that files are removed
+    found = machine(args.dir.resolve()) | {"threads": f"{args.threads} of torch"}
+    print("\n".join(f"{key + ':':10} {value}" for key, value in found.items()))
+    if args.quick:
+        print("\nSmall sizes, to see whether it works: the figures mean nothing.")
+    print(flush=True)
+    started = time.monotonic()
+    reports: dict[str, Report] = {}
+    failed = []
+    for name in args.names or BENCHMARKS:
+        with tempfile.TemporaryDirectory(prefix="benchmark-", dir=args.dir) as folder:
+            setup = Setup(Path(folder).resolve(), args.quick, args.threads, Progress(name, started))
+            try:
+                reports[name] = run_alone(BENCHMARKS[name], setup)
+            except BenchmarkError as error:
+                failed.append(name)
+                print(f"{name}: {error}", file=sys.stderr)
+                continue
+        print(text_of(name, reports[name], is_judged=not args.quick), flush=True)
+    if not args.quick:
+        _print_summary(reports)
+    if args.json:
+        content = {"machine": found, "quick": args.quick} | {name: report.to_json() for name, report in reports.items()}
+        args.json.write_text(json.dumps(content, indent=1) + "\n")
+    return 1 if failed else 0
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Measure what the project promises.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("names", nargs="*", metavar="name", help="benchmarks to run (default: all, see below)")
+    parser.add_argument("--quick", action="store_true", help="small sizes, to try it out")
+    parser.add_argument("--dir", type=Path, default=Path(), help="where temporary files go (default: this folder)")
+    parser.add_argument("--threads", type=int, default=1, help="of torch (default: 1, as torchrun gives each rank)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file too")
+    args = parser.parse_args(arguments)
+    unknown = [name for name in args.names if name not in BENCHMARKS]
+    if unknown:
+        parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
+    if args.threads < 1:
+        parser.error(f"--threads must be at least 1 (got {args.threads})")
+    if not args.dir.is_dir():
+        parser.error(f"--dir {args.dir}: no such folder")
+    return args
+
+
+def _print_summary(reports: Mapping[str, Report]) -> None:
+    judged = [
+        (name, figure) for name, report in reports.items() for figure in report.figures if figure.is_met is not None
+    ]
+    missed = [f"{name}: {figure.what}" for name, figure in judged if not figure.is_met]
+    print(f"{len(judged) - len(missed)} of {len(judged)} targets met" + (", missed:" if missed else "."))
+    for line in missed:
+        print(f"  {line}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

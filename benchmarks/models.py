@@ -1,0 +1,140 @@
+"""TorchRec tables as a job has them: sharded, with row-wise Adagrad fused into their backward, on one gloo rank."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+SAMPLED_EVERY = 97
+CHUNK_ROWS = 1 << 16  # looked up at once where many rows are to be modified
+
+
+@contextmanager
+def one_rank(folder: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class TableSizes:
+    """How many tables, and how large.
+
+    Attributes:
+        num_tables: Tables in one EmbeddingBagCollection.
+        num_rows: Of each.
+        dim: Values in a row.
+    """
+
+    num_tables: int
+    num_rows: int
+    dim: int
+
+    def __str__(self) -> str:
+        tables = "a table" if self.num_tables == 1 else f"{self.num_tables} tables"
+        return f"{tables} of {self.num_rows:,} × {self.dim} fp32 with row-wise Adagrad"
+
+
+class TableModel:
+    """A model that is nothing but tables. The process group must be there.
+
+    Attributes:
+        sizes: Of its tables.
+        sharded: The model under DistributedModelParallel.
+    """
+
+    def __init__(self, sizes: TableSizes, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.sizes = sizes
+        self._names = [f"t{index}" for index in range(sizes.num_tables)]
+        tables = EmbeddingBagCollection(
+            device=torch.device("meta"),
+            tables=[
+                EmbeddingBagConfig(
+                    name=name, embedding_dim=sizes.dim, num_embeddings=sizes.num_rows, feature_names=[f"f_{name}"]
+                )
+                for name in self._names
+            ],
+        )
+        apply_optimizer_in_backward(RowWiseAdagrad, tables.parameters(), {"lr": 0.05})
+        plan = construct_module_sharding_plan(
+            tables, dict.fromkeys(self._names, table_wise(rank=0)), local_size=1, world_size=1, device_type="cpu"
+        )
+        self.sharded = DistributedModelParallel(
+            nn.Sequential(tables),
+            env=ShardingEnv.from_process_group(dist.group.WORLD),
+            device=torch.device("cpu"),
+            plan=ShardingPlan({"0": plan}),
+        )
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds; its tensors are the live ones."""
+        return {"model": self.sharded.state_dict(), "optim": self.sharded.fused_optimizer.state_dict()}
+
+    def tables(self) -> list[Tensor]:
+        """The live values of each table."""
+        return [table.local_shards()[0].tensor for table in self.sharded.state_dict().values()]
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        for table in self.tables():
+            table.zero_()
+
+    def sampled_rows(self) -> Tensor:
+        """Some rows of every table, copied."""
+        return torch.cat([table[::SAMPLED_EVERY] for table in self.tables()])
+
+    def save(self, writer: StorageWriter, planner: SavePlanner | None = None) -> None:
+        """``dcp.save``, as a job calls it; torch does not mark it as exported."""
+        dcp.save(self.state(), storage_writer=writer, planner=planner)  # type: ignore[attr-defined]
+
+    def load(self, reader: StorageReader, planner: LoadPlanner | None = None) -> None:
+        """``dcp.load`` into the live tables; not marked either."""
+        dcp.load(self.state(), storage_reader=reader, planner=planner)  # type: ignore[attr-defined]
+
+    def batch(self, ids: Sequence[Tensor], ids_per_sample: int = 1) -> KeyedJaggedTensor:
+        """A batch that looks up ids of each table.
+
+        Args:
+            ids: int64 [N] a table, N the same for all.
+            ids_per_sample: How many consecutive ids are pooled.
+        """
+        values = torch.cat(list(ids))
+        lengths = torch.full((len(values) // ids_per_sample,), ids_per_sample, dtype=torch.int64)
+        return KeyedJaggedTensor([f"f_{name}" for name in self._names], values, lengths=lengths)
+
+    def step(self, batch: KeyedJaggedTensor) -> None:
+        """Forward and backward, the optimizer within."""
+        self.sharded(batch).wait().values().sum().backward()
+
+    def modify(self, share: float) -> None:
+        """Train on this share of every table's rows, drawn at random without repeats, each row once."""
+        num_rows = round(share * self.sizes.num_rows)
+        rows = [torch.randperm(self.sizes.num_rows)[:num_rows] for _ in self._names]
+        for chunks in zip(*(table_rows.split(CHUNK_ROWS) for table_rows in rows), strict=True):
+            if len(chunks[0]):
+                self.step(self.batch(chunks))
+
+
+def num_bytes(folder: Path) -> int:
+    """Of all files in a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

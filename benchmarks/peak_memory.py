@@ -1,0 +1,97 @@
+"""Memory: how much a save takes beyond the state that it saves, at its peak, and whether that grows with the tables."""
+
+import ctypes
+import gc
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+
+import torchrec_cnr as cnr
+from benchmarks.models import TableModel, TableSizes, one_rank
+from benchmarks.report import Figure, Report
+from benchmarks.rounds import Setup
+
+SHARE = 0.26  # of the rows is modified between two checkpoints
+MAX_MIB = 256
+SCHEMES: Mapping[str, cnr.Scheme] = {"4 bits": cnr.Asymmetric(4), "exact": cnr.NoQuantization()}
+FULL, QUICK = TableSizes(2, 2_000_000, 64), TableSizes(2, 2_000, 64)
+TIMES_LARGER = 3
+NUM_DELTAS = 3
+
+
+def run(setup: Setup) -> Report:
+    """Measure the peak of each kind of save and load, one after another."""
+    sizes = QUICK if setup.quick else FULL
+    larger = TableSizes(sizes.num_tables, TIMES_LARGER * sizes.num_rows, sizes.dim)
+    figures: list[Figure] = []
+    with one_rank(setup.folder):
+        setup.say(f"making {sizes}")
+        model = TableModel(sizes)
+        for name in SCHEMES:
+            figures += _our_figures(model, setup, name, "")
+        figures += _stock_figures(model, setup)
+        del model
+        setup.say(f"making {larger}")
+        figures += _our_figures(TableModel(larger), setup, "4 bits", f", {TIMES_LARGER} × the rows")
+    return Report(
+        title=f"peak memory of saves and loads of {sizes}, {100 * SHARE:g} % of the rows modified",
+        notes=(
+            "The highest resident size during a synchronous save or load, less that before it. The process has done",
+            "other saves before; what they freed was given back to the system first. Of deltas, it is the highest of "
+            f"{NUM_DELTAS}.",
+        ),
+        figures=tuple(figures),
+    )
+
+
+def _our_figures(model: TableModel, setup: Setup, name: str, condition: str) -> Iterator[Figure]:
+    setup.say(f"saving a baseline and deltas, and loading them, {name}")
+    folder = setup.folder / name
+    tracker = cnr.RowTracker(model.sharded)
+    planner = cnr.CNRSavePlanner(tracker, policy=cnr.Consecutive())
+
+    def save(path: Path) -> None:
+        model.save(cnr.CNRStorageWriter(path, quantization=SCHEMES[name]), planner)
+
+    def delta_mib(path: Path) -> float:
+        model.modify(SHARE)
+        return peak_mib(lambda: save(path))
+
+    baseline_mib = peak_mib(lambda: save(folder / "baseline"))
+    yield Figure(f"save of a baseline, {name}{condition}", baseline_mib, "MiB", at_most=MAX_MIB)
+    deltas = [folder / f"delta-{number}" for number in range(NUM_DELTAS)]
+    deltas_mib = [delta_mib(path) for path in deltas]
+    yield Figure(f"save of a delta, {name}{condition}", max(deltas_mib), "MiB", at_most=MAX_MIB)
+    reader = cnr.CNRStorageReader(deltas[-1])
+    load_mib = peak_mib(lambda: model.load(reader, cnr.CNRLoadPlanner(tracker)))
+    yield Figure(f"load of baseline and {NUM_DELTAS} deltas, {name}{condition}", load_mib, "MiB")
+    tracker.close()
+    shutil.rmtree(folder)
+
+
+def _stock_figures(model: TableModel, setup: Setup) -> Iterator[Figure]:
+    setup.say("saving and loading the whole state with the stock writer and reader")
+    folder = setup.folder / "stock"
+    yield Figure("stock save of the whole state", peak_mib(lambda: model.save(FileSystemWriter(folder))), "MiB")
+    yield Figure("stock load of it", peak_mib(lambda: model.load(FileSystemReader(folder))), "MiB")
+    shutil.rmtree(folder)
+
+
+def peak_mib(act: Callable[[], object]) -> float:
+    """How far this process's resident memory rises while something is done; Linux counts it."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts anew, from now
+    before_kib = _status_kib("VmRSS")
+    act()
+    return max(0, _status_kib("VmHWM") - before_kib) / 1024
+
+
+def _status_kib(field: str) -> int:
+    found = re.search(rf"^{field}:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    if found is None:
+        raise OSError(f"/proc/self/status has no {field}; this benchmark needs Linux")
+    return int(found[1])

@@ -1,0 +1,161 @@
+"""What a benchmark gives: figures, each beside its target if it has one, and tables of what they come from."""
+
+import platform
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured number.
+
+    Attributes:
+        what: What was measured.
+        value: The number; the median where there were several rounds.
+        unit: Such as ``×``.
+        low: First quartile of the rounds, None where there was only one.
+        high: Third quartile.
+        at_least: Target, if there is one from below.
+        at_most: Target, if there is one from above.
+    """
+
+    what: str
+    value: float
+    unit: str
+    low: float | None = None
+    high: float | None = None
+    at_least: float | None = None
+    at_most: float | None = None
+
+    @classmethod
+    def over_rounds(
+        cls,
+        what: str,
+        values: Sequence[float],
+        unit: str,
+        *,
+        at_least: float | None = None,
+        at_most: float | None = None,
+    ) -> "Figure":
+        """From the number that each round gave."""
+        low, median, high = quartiles(values)
+        return cls(what, median, unit, low, high, at_least, at_most)
+
+    @property
+    def is_met(self) -> bool | None:
+        """Whether the target is met; None where there is none."""
+        if self.at_least is not None:
+            return self.value >= self.at_least
+        return None if self.at_most is None else self.value <= self.at_most
+
+    def cells(self, is_judged: bool) -> tuple[str, str, str, str]:
+        """What, measured, target, and whether it is met, unless it is not to be judged."""
+        spread = "" if self.low is None or self.high is None else f" ({number(self.low)} to {number(self.high)})"
+        target = ""
+        if self.at_least is not None:
+            target = f"at least {number(self.at_least)} {self.unit}"
+        if self.at_most is not None:
+            target = f"at most {number(self.at_most)} {self.unit}"
+        verdict = {True: "met", False: "NOT MET", None: ""}[self.is_met if is_judged else None]
+        return self.what, f"{number(self.value)} {self.unit}{spread}", target, verdict
+
+
+@dataclass(frozen=True)
+class Table:
+    """What figures come from.
+
+    Attributes:
+        columns: Headings.
+        rows: As many cells each.
+    """
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a benchmark found.
+
+    Attributes:
+        title: What was measured, in one line.
+        notes: How, and what to keep in mind.
+        figures: The results.
+        tables: What they come from.
+    """
+
+    title: str
+    notes: tuple[str, ...]
+    figures: tuple[Figure, ...]
+    tables: tuple[Table, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON has it."""
+        figures = [asdict(figure) | {"is_met": figure.is_met} for figure in self.figures]
+        return asdict(self) | {"figures": figures}
+
+
+def text_of(name: str, report: Report, is_judged: bool) -> str:
+    """A report as it is printed, with or without a word on whether targets are met."""
+    lines = [f"== {name}: {report.title}", *(f"   {note}" for note in report.notes)]
+    for table in report.tables:
+        lines += ["", *_aligned([table.columns, *table.rows])]
+    heading = ("what", "measured", "target", "")
+    return "\n".join([*lines, "", *_aligned([heading, *(figure.cells(is_judged) for figure in report.figures)]), ""])
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """First quartile, median, third quartile."""
+    low, median, high = statistics.quantiles([*values, *values] if len(values) == 1 else values, method="inclusive")
+    return low, median, high
+
+
+def number(value: float) -> str:
+    """Three digits, or all of a whole number before the point."""
+    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
+
+
+def machine(folder: Path) -> dict[str, str]:
+    """Where figures were measured, and by which versions."""
+    memory_gib = psutil.virtual_memory().total / 2**30
+    disks = [disk for disk in psutil.disk_partitions(all=True) if folder.is_relative_to(disk.mountpoint)]
+    disk = max(disks, key=lambda disk: len(disk.mountpoint), default=None)
+    return {
+        "machine": f"{psutil.cpu_count()} cores, {_processor()}, {memory_gib:.0f} GiB of memory",
+        "files": f"{disk.fstype} on {disk.device}" if disk else "unknown",
+        "versions": ", ".join([f"Python {platform.python_version()}", *_versions(PACKAGES)]),
+        "load": f"{psutil.getloadavg()[0]:.1f} processes wanted a core before the start",
+    }
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else ():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _versions(packages: Iterable[str]) -> list[str]:
+    found = []
+    for package in packages:
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:  # of the two fbgemm packages only one is there
+            continue
+    return found
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Columns side by side; the first is text, the others are aligned right where they are numbers."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]

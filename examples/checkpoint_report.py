@@ -1,0 +1,164 @@
+"""What a run's checkpoints cost, read from their manifests on disk: the lines of a table, and a picture.
+
+Because the manifests are the only source, a resumed run reports the checkpoints of the runs before it as well.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpoint_places import is_committed, step_path, steps_on_disk
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+import torchrec_cnr as cnr
+from torchrec_cnr.manifest import DTYPES
+
+UNITS = ("B", "KB", "MB", "GB", "TB")
+TABLE_HEAD = "   step  kind           rows stored       bytes  vs full fp32"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One committed checkpoint.
+
+    Attributes:
+        step: The training step after which it was taken.
+        kind: ``baseline`` or ``delta``.
+        num_rows: Rows of tables that it stores.
+        all_rows: Rows that the tables have.
+        num_bytes: Of all its files.
+        full_bytes: What the same state takes without deltas and quantization.
+    """
+
+    step: int
+    kind: str
+    num_rows: int
+    all_rows: int
+    num_bytes: int
+    full_bytes: int
+
+    @property
+    def ratio(self) -> float:
+        """How many times smaller than a full checkpoint it is."""
+        return self.full_bytes / self.num_bytes
+
+    def line(self) -> str:
+        """The record under ``TABLE_HEAD``."""
+        share = self.num_rows / self.all_rows
+        return (
+            f"{self.step:>7}  {self.kind:<8}  {self.num_rows:>9,} {share:>7.1%}  {human_bytes(self.num_bytes):>10}"
+            f"  {self.ratio:>11.1f}x"
+        )
+
+
+@dataclass(frozen=True)
+class Resume:
+    """A place where one run ended and another continued.
+
+    Attributes:
+        step: Step of the checkpoint that was loaded.
+        world_size: Ranks from there on.
+        killed_save: Step of the save that the earlier run died in, or None if it did not die in one.
+    """
+
+    step: int
+    world_size: int
+    killed_save: int | None
+
+
+def read_records(root: Path) -> list[Record]:
+    """The committed checkpoints under ``root``, by step."""
+    steps = [step for step in steps_on_disk(root) if is_committed(step_path(root, step))]
+    return [read_record(root, step) for step in steps]
+
+
+def read_record(root: Path, step: int) -> Record:
+    """The record of a committed checkpoint."""
+    checkpoint = cnr.read_checkpoint(step_path(root, step))
+    tensors = checkpoint.manifest.tensors.values()
+    return Record(
+        step=step,
+        kind=checkpoint.kind,
+        num_rows=checkpoint.num_rows,
+        all_rows=sum(entry.size[0] for entry in tensors if entry.is_table),
+        num_bytes=checkpoint.num_bytes,
+        full_bytes=sum(math.prod(entry.size) * DTYPES[entry.dtype].itemsize for entry in tensors),
+    )
+
+
+def summary(records: Sequence[Record]) -> str:
+    """One line about all checkpoints together."""
+    stored = sum(record.num_bytes for record in records)
+    full = sum(record.full_bytes for record in records)
+    return (
+        f"{len(records)} checkpoints take {human_bytes(stored)}; as full fp32 checkpoints they would take"
+        f" {human_bytes(full)}, {full / stored:.1f} times as much"
+    )
+
+
+def human_bytes(num_bytes: float) -> str:
+    """Bytes in the unit that needs few digits."""
+    power = min(int(math.log10(max(num_bytes, 1)) // 3), len(UNITS) - 1)
+    return f"{num_bytes / 1000**power:.{2 if power else 0}f} {UNITS[power]}"
+
+
+def draw_report(png: Path, records: Sequence[Record], resumes: Sequence[Resume], title: str) -> None:
+    """Bytes of each checkpoint, on a log scale, against a full one; places where a run died and went on are marked."""
+    figure = Figure(figsize=(max(8.0, 0.55 * len(records) + 2), 5.2), layout="constrained")
+    axes = figure.subplots()
+    _draw_bars(axes, records)
+    for resume in resumes:
+        _draw_resume(axes, records, resume)
+    axes.margins(x=0.02)
+    axes.set_yscale("log")
+    axes.set_ylim(min(r.num_bytes for r in records) / 2.5, max(r.full_bytes for r in records) * 6)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: human_bytes(value).replace(".00", "")))
+    axes.set_xticks(range(len(records)), [str(record.step) for record in records])
+    axes.set_xlabel("checkpoint after step")
+    axes.set_ylabel("bytes written (log scale)")
+    axes.set_title(f"{title}\n{summary(records)}", fontsize=9)
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.legend(loc="upper left", ncols=4, fontsize=8, frameon=False)
+    png.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(png, dpi=130)
+
+
+def _draw_bars(axes: Axes, records: Sequence[Record]) -> None:
+    looks = {"baseline": ("#1f4e79", "///", "baseline"), "delta": ("#e0a030", "", "delta")}
+    for kind, (color, hatch, label) in looks.items():
+        at = [place for place, record in enumerate(records) if record.kind == kind]
+        heights = [records[place].num_bytes for place in at]
+        axes.bar(at, heights, 0.7, color=color, hatch=hatch, edgecolor="white", label=label)
+    axes.plot(range(len(records)), [r.full_bytes for r in records], "k--", label="a full fp32 checkpoint")
+    for place, record in enumerate(records):
+        axes.annotate(
+            f"{record.ratio:.0f}×",
+            (place, record.num_bytes),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
+        )
+
+
+def _draw_resume(axes: Axes, records: Sequence[Record], resume: Resume) -> None:
+    place = sum(record.step <= resume.step for record in records) - 0.5
+    axes.axvline(place, color="#b01020", linestyle=":", linewidth=1.8)
+    ranks = "1 rank" if resume.world_size == 1 else f"{resume.world_size} ranks"
+    killed = "" if resume.killed_save is None else f"killed in the save of step {resume.killed_save},\n"
+    axes.annotate(
+        f"✖ {killed}resumed from step {resume.step} on {ranks}",
+        (place, 0.86),
+        xycoords=("data", "axes fraction"),
+        xytext=(6, 0),
+        textcoords="offset points",
+        va="center",
+        color="#b01020",
+        fontsize=8,
+    )

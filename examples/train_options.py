@@ -1,0 +1,141 @@
+"""The options of train_dlrm.py: one frozen value, checked before anything slow begins."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from click_data import FORMATS
+from delimited import DataError
+
+EXAMPLES = """\
+examples:
+  # made-up clicks, 2 ranks, 4-bit deltas, killed in the save of step 60, resumed on 1 rank:
+  python examples/train_dlrm.py --root runs/a --world-size 2 --crash-at 60
+  python examples/train_dlrm.py --root runs/a --world-size 1 --resume --report runs/a.png
+
+  # real clicks, and the same under torchrun:
+  python examples/train_dlrm.py --root runs/b --data clicks.csv.gz --format clicks --num-rows 400000
+  torchrun --nproc-per-node 2 examples/train_dlrm.py --root runs/c --data ratings.csv --format movielens
+"""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to train on, how, and when to save it where; see ``parse_options`` for each."""
+
+    root: Path
+    data: Path | None
+    format: str
+    policy: str
+    bits: int
+    every: int
+    steps: int
+    batch_size: int
+    num_rows: int
+    dim: int
+    sharding: str
+    seed: int
+    crash_at: int | None
+    resume: bool
+    world_size: int
+    report: Path | None
+    losses: Path | None
+
+    def check_world_size(self, world_size: int) -> None:
+        """Refuse a number of ranks that cannot share a batch evenly."""
+        if self.batch_size % world_size:
+            raise DataError(f"--batch-size {self.batch_size} does not divide over {world_size} ranks")
+
+    def saves_at(self, step: int) -> bool:
+        """Whether a checkpoint is taken after ``step``."""
+        return step % self.every == 0 or step == self.steps
+
+
+class _OneLineParser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without repeating the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        fail(f"{message} (see --help)")
+
+
+def fail(message: str) -> NoReturn:
+    """End with the exit status of a wrong call, and one line that says why."""
+    print(f"train_dlrm.py: error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def parse_options(arguments: Sequence[str]) -> Options:
+    """The command line as a value; a wrong one ends the program with one line."""
+    parser = _make_parser()
+    options = Options(**vars(parser.parse_args(arguments)))
+    if options.dim % 8:
+        parser.error(f"--dim must be a multiple of 8, so that its halves suit the kernels, got {options.dim}")
+    if options.crash_at is not None and not (options.crash_at <= options.steps and options.saves_at(options.crash_at)):
+        parser.error(
+            f"--crash-at must be a step with a checkpoint (every {options.every}, or the last, {options.steps}),"
+            f" got {options.crash_at}"
+        )
+    return options
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = _OneLineParser(
+        prog="train_dlrm.py",
+        description="Train TorchRec's DLRM on clicks, and save small quantized deltas through the stock dcp.save.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument_group("data").add_argument
+    add("--data", type=Path, metavar="FILE", help="interactions to train on; without it, made-up clicks")
+    add("--format", choices=FORMATS, default="synthetic", help="what the file holds")
+    add("--seed", type=_CountFrom(0), default=0, metavar="N", help="of made-up clicks and of the model's first weights")
+
+    add = parser.add_argument_group("model and training").add_argument
+    add(
+        "--num-rows", type=_CountFrom(1), default=100_000, metavar="N", help="rows of each large table (default 100000)"
+    )
+    add("--dim", type=_CountFrom(8), default=32, metavar="N", help="columns of each table (default 32)")
+    add("--sharding", choices=("row", "table", "column", "mixed"), default="mixed", help="of the tables over ranks")
+    add("--steps", type=_CountFrom(1), default=100, metavar="N", help="the last step (default 100)")
+    add(
+        "--batch-size",
+        type=_CountFrom(1),
+        default=4096,
+        metavar="N",
+        help="samples a step, over all ranks (default 4096)",
+    )
+    add(
+        "--world-size",
+        type=_CountFrom(1),
+        default=2,
+        metavar="N",
+        help="ranks to start, when not under torchrun (default 2)",
+    )
+    add("--losses", type=Path, metavar="FILE", help="write each step's global loss, exactly")
+
+    add = parser.add_argument_group("checkpoints").add_argument
+    add("--root", type=Path, required=True, metavar="DIR", help="folder of the run's checkpoints")
+    add("--policy", choices=("full", "oneshot", "consecutive", "intermittent"), default="intermittent")
+    add("--bits", type=int, choices=(2, 4, 8, 32), default=4, help="of a table's element; 32 is exact (default 4)")
+    add("--every", type=_CountFrom(1), default=10, metavar="N", help="steps between checkpoints (default 10)")
+    add("--resume", action="store_true", help="continue from the newest checkpoint under --root")
+    add("--crash-at", type=_CountFrom(1), metavar="STEP", help="kill the last rank in the middle of that step's save")
+    add("--report", type=Path, metavar="PNG", help="draw the bytes of every checkpoint under --root")
+    return parser
+
+
+class _CountFrom:
+    """Converts a whole number that is at least ``least``."""
+
+    def __init__(self, least: int) -> None:
+        self._least = least
+        self.__name__ = f"whole number from {least} up"  # argparse shows it when int() fails
+
+    def __call__(self, text: str) -> int:
+        number = int(text)
+        if number < self._least:
+            raise argparse.ArgumentTypeError(f"must be at least {self._least}, got {number}")
+        return number

@@ -1,0 +1,98 @@
+"""Every benchmark runs at a small size and prints its figures; what they are is nobody's promise here."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.__main__ import BENCHMARKS
+from benchmarks.report import Figure, Report, Table, text_of
+from benchmarks.rounds import Candidate, Setup, Taken, interleave, ratios
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMIT_SECS = 240
+
+
+def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    """The command line."""
+    command = [sys.executable, "-m", "benchmarks", *arguments]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECS,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_benchmark_gives_its_figures(name: str, tmp_path: Path) -> None:
+    """Each benchmark says what it does, and gives positive figures that print as a table."""
+    said: list[str] = []
+    report = BENCHMARKS[name](Setup(tmp_path, quick=True, num_threads=1, say=said.append))
+    assert said
+    assert report.figures
+    assert all(figure.value >= 0 for figure in report.figures)
+    text = text_of(name, report, is_judged=True)
+    assert text.startswith(f"== {name}: {report.title}\n")
+    assert all(figure.what in text for figure in report.figures)
+    json.dumps(report.to_json())
+
+
+def test_command_line_prints_and_removes_its_files(tmp_path: Path) -> None:
+    """The figures are printed and written as JSON, progress goes to stderr, and no file is left."""
+    folder, figures = tmp_path / "disk", tmp_path / "figures.json"
+    folder.mkdir()
+    done = run("bytes", "--quick", "--dir", str(folder), "--json", str(figures))
+    assert done.returncode == 0, done.stderr
+    assert "== bytes: " in done.stdout
+    assert "4 bits" in done.stdout
+    assert "bytes: saving" in done.stderr
+    assert list(folder.iterdir()) == []
+    content = json.loads(figures.read_text())
+    assert content["quick"] is True
+    assert content["bytes"]["figures"][0]["value"] > 1
+    assert "torch" in content["machine"]["versions"]
+
+
+def test_unknown_name_is_refused() -> None:
+    """A name that is none is answered with those that are."""
+    done = run("speed")
+    assert done.returncode == 2
+    assert "no benchmark speed; there are bytes, time" in done.stderr
+
+
+def test_rounds_are_interleaved_and_the_first_is_a_warm_up() -> None:
+    """Every candidate runs once a round, in an order that changes, and the warm-up is not counted."""
+    order: list[str] = []
+
+    def candidate(name: str) -> Candidate:
+        return Candidate(run=lambda number: order.append(f"{name}{number}"))
+
+    timings = interleave({"a": candidate("a"), "b": candidate("b")}, 2)
+    assert order == ["a0", "b0", "b1", "a1", "a2", "b2"]
+    assert {name: len(taken) for name, taken in timings.items()} == {"a": 2, "b": 2}
+
+
+def test_ratio_is_that_within_a_round() -> None:
+    """A machine that is slow for one round does not change the ratio."""
+    timings = {"a": [Taken(2.0, 2.0), Taken(20.0, 2.0)], "b": [Taken(1.0, 1.0), Taken(10.0, 1.0)]}
+    assert ratios(timings, "a", "b") == [2.0, 2.0]
+
+
+def test_figures_are_judged_by_their_targets() -> None:
+    """A target from below, one from above, and none; the median counts."""
+    low = Figure.over_rounds("low", [1.0, 2.0, 9.0], "×", at_least=3)
+    high = Figure.over_rounds("high", [1.0, 2.0, 9.0], "×", at_most=3)
+    assert (low.value, low.is_met, high.is_met, Figure("none", 1, "s").is_met) == (2.0, False, True, None)
+    text = text_of("x", Report("a title", ("a note",), (low, high), (Table(("head",), (("cell",),)),)), is_judged=True)
+    assert "at least 3 ×  NOT MET" in text
+    assert "at most 3 ×   met" in text
+    assert "met" not in text_of("x", Report("a title", (), (low, high)), is_judged=False).lower()

@@ -1,0 +1,557 @@
+"""The manifest: what is written is read back, and whatever else is read is refused with a typed error."""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from tests.golden import reader, write_v1
+from torchrec_cnr import manifest_json
+from torchrec_cnr.errors import DamagedError, VersionError
+from torchrec_cnr.manifest import (
+    DTYPES,
+    Blob,
+    CheckpointRef,
+    History,
+    Manifest,
+    Pack,
+    RowBlock,
+    RowSet,
+    Shard,
+    TensorEntry,
+)
+from torchrec_cnr.rows import Box
+from torchrec_cnr.schemes import Asymmetric, NoQuantization, Scheme, exact_row_bytes
+
+Json = Any
+SCHEMES: list[Scheme] = [NoQuantization(), Asymmetric(2), Asymmetric(4), Asymmetric(8)]
+GOLDEN = Path(__file__).parent / "golden" / "v1"
+START_BYTES = 512  # of a manifest file, in which its time of commit lies
+
+
+class Filler:
+    """Lays blobs out in packs, one behind the other."""
+
+    def __init__(self, save_id: str, pack_bytes: int) -> None:
+        self.save_id = save_id
+        self.pack_bytes = pack_bytes
+        self.ends: list[int] = []
+
+    def blob(self, num_bytes: int) -> Blob:
+        if not self.ends or self.ends[-1] > self.pack_bytes:
+            self.ends.append(64)
+        self.ends[-1] += num_bytes
+        return Blob(len(self.ends) - 1, self.ends[-1] - num_bytes, num_bytes, 0xC0FFEE)
+
+    def packs(self) -> tuple[Pack, ...]:
+        names = (f"{self.save_id}-0-{number}.safetensors" for number in range(len(self.ends)))
+        return tuple(Pack(name, end, 64, 7) for name, end in zip(names, self.ends, strict=True))
+
+
+def delta() -> Manifest:
+    """A small delta with something of everything."""
+    filler = Filler("5a7e", 10_000)
+    quantized, place = Asymmetric(4), Box((0, 0), (8, 2))
+    coded = (RowBlock("bitmap", 1, 4, filler.blob(11)), RowBlock("gaps", 7, 1, filler.blob(9)))
+    table = (
+        Shard(place, 0, 2, (filler.blob(2 * 6), filler.blob(6 + 12))),
+        Shard(Box((0, 2), (8, 1)), None, 5, (filler.blob(5 * 6), filler.blob(3 * 6))),
+    )
+    state = (
+        Shard(Box((0,), (8,)), 0, 2, (filler.blob(8), filler.blob(4)), place),
+        Shard(Box((8,), (8,)), None, 8, (filler.blob(32),), Box((0, 2), (8, 1))),
+    )
+    step = (Shard(Box((), ()), None, 1, (filler.blob(8),)),)
+    return Manifest(
+        created_ns=2,
+        checkpoint_id="step-2",
+        save_id="5a7e",
+        parent=CheckpointRef("../step-1", "ab" * 32),
+        policy="Consecutive",
+        history=History(1000, (500, 300)),
+        world_size=2,
+        writer="tests",
+        row_sets=(RowSet(3, 2, coded),),
+        tensors={
+            "step": TensorEntry("int64", (), NoQuantization(), step),
+            "table": TensorEntry("float32", (8, 3), quantized, table, is_table=True),
+            "table.state": TensorEntry("float32", (16,), NoQuantization(), state, table="table"),
+        },
+        objects={"reader": filler.blob(77)},
+        paths={"step": ("step",), "reader": ("list", 3)},
+        packs=filler.packs(),
+    )
+
+
+def body_of(manifest: Manifest) -> Json:
+    """A manifest as parsed JSON."""
+    return json.loads(manifest_json.dumps(manifest)[0])["manifest"]
+
+
+def file_of(body: Json) -> bytes:
+    """The file with this body, given as a value or as bytes, and its right digest."""
+    data = body if isinstance(body, bytes) else json.dumps(body, separators=(",", ":")).encode()
+    return b'{"sha256":"%s","manifest":%s}\n' % (hashlib.sha256(data).hexdigest().encode(), data)
+
+
+def loads(body: Json) -> Manifest:
+    """Load the file with this body."""
+    return manifest_json.loads(file_of(body), "here")[0]
+
+
+# What is written is read back
+
+
+@st.composite
+def _manifests(draw: st.DrawFn) -> Manifest:
+    """Valid manifests of any shape."""
+    filler = Filler("save", draw(st.sampled_from([100, 10_000])))
+    row_sets: list[RowSet] = []
+    tensors = {
+        fqn: draw(_entries(filler, row_sets)) for fqn in draw(st.lists(st.text(max_size=5), max_size=3, unique=True))
+    }
+    names = st.text(max_size=5).filter(lambda name: name not in tensors)
+    objects = {fqn: filler.blob(draw(st.integers(1, 50))) for fqn in draw(st.lists(names, max_size=2, unique=True))}
+    is_baseline = all(entry.is_whole for entry in tensors.values()) and draw(st.booleans())
+    digest = draw(st.text("0123456789abcdef", min_size=64, max_size=64))
+    keys = st.one_of(st.text(max_size=5), st.integers(0, 2**20))
+    paths = st.tuples(st.text(max_size=5), st.lists(keys, max_size=2)).map(lambda path: (path[0], *path[1]))
+    integers = st.integers(0, 2**62)
+    return Manifest(
+        created_ns=draw(integers),
+        checkpoint_id=draw(st.text()),
+        save_id=draw(st.from_regex(r"[A-Za-z0-9._-]{1,200}", fullmatch=True)),
+        parent=None if is_baseline else CheckpointRef(draw(_parent_paths), digest),
+        policy=draw(st.text()),
+        history=History(draw(integers), tuple(draw(st.lists(integers, max_size=3)))),
+        world_size=draw(st.integers(1, 2**62)),
+        writer=draw(st.text()),
+        packs=filler.packs(),
+        row_sets=tuple(row_sets),
+        tensors=tensors,
+        objects=objects,
+        paths=draw(st.dictionaries(st.text(max_size=5), paths, max_size=3)),
+    )
+
+
+_names = st.text(max_size=6).filter(lambda name: name not in ("", ".", "..") and not re.search(r"[/\\\x00-\x1f]", name))
+_parent_paths = st.tuples(st.integers(1, 3), st.lists(_names, min_size=1, max_size=3)).map(
+    lambda parts: "../" * parts[0] + "/".join(parts[1])
+)
+
+
+@st.composite
+def _entries(draw: st.DrawFn, filler: Filler, row_sets: list[RowSet]) -> TensorEntry:
+    size: tuple[int, ...] = tuple(draw(st.lists(st.integers(0, 12), max_size=3)))
+    scheme: Scheme = draw(st.sampled_from(SCHEMES))
+    dtype = draw(st.sampled_from([name for name in DTYPES if scheme.supports(DTYPES[name])]))
+    cut = draw(st.integers(0, size[0])) if size else 0
+    boxes = [Box.whole(size)]
+    if size:
+        rest = (size[0] - cut, *size[1:])
+        boxes = [Box((0,) * len(size), (cut, *size[1:])), Box((cut, *(0,) * (len(size) - 1)), rest)]
+    shards = []
+    for box in boxes:
+        num_rows, row_set, block_rows = box.num_rows, None, draw(st.integers(1, 5))
+        if draw(st.booleans()) and size:
+            members = sorted(draw(st.sets(st.integers(0, num_rows - 1)))) if num_rows else []
+            blocks = [members[start : start + block_rows] for start in range(0, len(members), block_rows)]
+            coded = (RowBlock("gaps", rows[0], rows[-1] - rows[0] + 1, filler.blob(9)) for rows in blocks)
+            row_set, num_rows = len(row_sets), len(members)
+            row_sets.append(RowSet(len(members), block_rows, tuple(coded)))
+        blobs = []
+        for start in range(0, num_rows if box.num_cols else 0, block_rows):
+            rows = min(block_rows, num_rows - start)
+            exact = draw(st.integers(0, rows)) if scheme != NoQuantization() else 0
+            num_bytes = rows * scheme.row_bytes(box.num_cols, DTYPES[dtype])
+            blobs.append(filler.blob(num_bytes + exact * exact_row_bytes(box.num_cols, DTYPES[dtype].itemsize)))
+        shards.append(Shard(box, row_set, block_rows, tuple(blobs)))
+    return TensorEntry(dtype, size, scheme, tuple(shards), is_table=draw(st.booleans()) and len(size) == 2)
+
+
+@hypothesis.given(_manifests())
+def test_any_manifest_comes_back(manifest: Manifest) -> None:
+    """A manifest that was written is read as the same value, and the reader of the page accepts it."""
+    data, digest = manifest_json.dumps(manifest)
+    assert manifest_json.loads(data, "here") == (manifest, digest)
+    assert reader.Manifest(data).digest == digest
+
+
+def test_small_delta_comes_back() -> None:
+    """The delta that the tests below damage is a good one."""
+    data, digest = manifest_json.dumps(delta())
+    assert manifest_json.loads(data, "here") == (delta(), digest)
+    assert reader.Manifest(data).digest == digest
+    assert delta().kind == "delta"
+    assert delta().num_rows == round(3 * 2 / 3 + 8 * 1 / 3)
+
+
+@pytest.mark.parametrize("step", write_v1.STEPS)
+def test_golden_manifests_are_written_as_they_were_read(step: str) -> None:
+    """Reading and writing a golden manifest gives the same bytes."""
+    data = (GOLDEN / step / "manifest.json").read_bytes()
+    manifest, digest = manifest_json.loads(data, step)
+    assert manifest_json.dumps(manifest) == (data, digest)
+
+
+def test_digest_is_that_of_the_body() -> None:
+    """The digest by which a child names its parent is the SHA-256 of the bytes between frame and frame."""
+    data, digest = manifest_json.dumps(delta())
+    body = data.removeprefix(b'{"sha256":"' + digest.encode() + b'","manifest":').removesuffix(b"}\n")
+    assert len(body) == len(data) - 11 - 64 - 13 - 2
+    assert hashlib.sha256(body).hexdigest() == digest
+
+
+@hypothesis.given(_manifests())
+def test_time_of_commit_stands_at_the_start(manifest: Manifest) -> None:
+    """The first 512 bytes tell a manifest's time of commit, whatever follows."""
+    assert manifest_json.created_ns(manifest_json.dumps(manifest)[0][:START_BYTES]) == manifest.created_ns
+
+
+@pytest.mark.parametrize("start", [b"", b"{}", b'{"sha256":"', b"\0" * 512, b'"created_ns":x'])
+def test_other_files_have_no_time_of_commit(start: bytes) -> None:
+    """What is no manifest has no time of commit."""
+    assert manifest_json.created_ns(start) is None
+
+
+# Single fields
+
+VALUES: list[Json] = [None, True, False, 0, 1, 2, -1, 1.0, 4.0, 2.5, 2**62, 2**62 + 1, 2**64, 10**30, "", "x", ".."]
+VALUES += ["../x", "none", "float32", "\ud800", "\0", [], {}, [0], [[]], [[], []], [[0], [0]], [[0], [1]], {"a": 1}]
+VALUES += [[[0, 0], [0, 0]], [[9], [0]]]
+DELETE, REPEAT = object(), object()
+
+
+def nodes(value: Json, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """The path to each value within a value."""
+    if path:
+        yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from nodes(inner, (*path, key))
+
+
+def changed(body: Json, path: tuple[Any, ...], to: Json) -> Json:
+    """A body with one value changed, left out, or, in a list, repeated."""
+    copied = json.loads(json.dumps(body))
+    inner = copied
+    *way, last = path
+    for key in way:
+        inner = inner[key]
+    if to is DELETE:
+        del inner[last]
+    elif to is not REPEAT:
+        inner[last] = to
+    elif isinstance(inner, list):
+        inner.insert(last, inner[last])
+    return copied
+
+
+def _outcome(load: Callable[[bytes], object], data: bytes) -> str:
+    """How loading ends; anything but a good manifest or the refusal of one is raised."""
+    try:
+        load(data)
+    except (VersionError, reader.NewerVersion):
+        return "newer"
+    except (DamagedError, reader.Refused):
+        return "damaged"
+    return "good"
+
+
+def _of_reader(data: bytes) -> str:
+    return _outcome(reader.Manifest, data)
+
+
+def _of_library(data: bytes) -> str:
+    return _outcome(lambda data: manifest_json.loads(data, "here"), data)
+
+
+@pytest.mark.parametrize("key", list(body_of(delta())))
+def test_any_single_change_is_refused_where_the_page_refuses_it(key: str) -> None:
+    """Each value is replaced, left out and repeated; the library refuses just what the page tells it to."""
+    body = body_of(delta())
+    num_damaged, different = 0, []
+    for path in nodes(body[key], (key,)):
+        for to in [*VALUES, DELETE, REPEAT]:
+            data = file_of(changed(body, path, to))
+            expected, actual = _of_reader(data), _of_library(data)
+            num_damaged += expected == "damaged"
+            if expected != actual:
+                different.append((path, to, expected, actual))
+    assert different == []
+    assert num_damaged > 10
+
+
+@pytest.mark.parametrize("key", list(body_of(delta())))
+def test_missing_and_unknown_keys_are_refused(key: str) -> None:
+    """A manifest has exactly the keys of its version."""
+    body = body_of(delta())
+    with pytest.raises((DamagedError, VersionError)):
+        loads({name: value for name, value in body.items() if name != key})
+    with pytest.raises(DamagedError):
+        loads({**body, f"{key}_": body[key]})
+    if key not in ("format", "version"):
+        with pytest.raises(DamagedError):
+            loads({**{name: value for name, value in body.items() if name != key}, key: body[key]} | {"x": 0})
+
+
+def _set(*path_and_value: Json) -> Callable[[Json], Json]:
+    *path, value = path_and_value
+    return lambda body: changed(body, tuple(path), value)
+
+
+TABLE, STATE = ("tensors", "table"), ("tensors", "table.state")
+SHARD = (*TABLE, "shards", 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param(_set("format", "other"), "not a manifest of torchrec_cnr", id="another format"),
+        pytest.param(_set("version", True), "version", id="version is a boolean"),
+        pytest.param(_set("version", 1.0), "version", id="version is a float"),
+        pytest.param(_set("version", "1"), "version", id="version is a string"),
+        pytest.param(_set("version", 0), "version", id="version 0"),
+        pytest.param(_set("save_id", "a/b"), "save_id", id="save id with a slash"),
+        pytest.param(_set("save_id", "x" * 201), "save_id", id="save id too long"),
+        pytest.param(_set("world_size", 0), "world_size", id="no rank"),
+        pytest.param(_set("packs", 0, 0, "../x.safetensors"), "packs", id="pack elsewhere"),
+        pytest.param(_set("packs", 0, 0, "manifest.json"), "packs", id="pack that is the manifest"),
+        pytest.param(_set("packs", 0, 0, ".."), "packs", id="pack that is a directory"),
+        pytest.param(_set("packs", 0, REPEAT), "pack", id="pack twice"),
+        pytest.param(_set("packs", 0, 1, 400), "integer|end|hole", id="longer pack"),
+        pytest.param(_set("packs", 0, 2, 7), "packs", id="header too short"),
+        pytest.param(_set("packs", 0, 2, 63), "hole", id="hole behind the header"),
+        pytest.param(_set("packs", 0, 2, 65), "integer", id="blob in the header"),
+        pytest.param(_set("packs", 0, 3, 2**32), "packs", id="crc of 33 bits"),
+        pytest.param(_set("objects", "reader", 0, 1), "reader", id="pack that is not there"),
+        pytest.param(_set("objects", "reader", 2, 78), "reader", id="blob beyond the pack"),
+        pytest.param(_set("objects", "reader", 2, 76), "end at byte", id="hole at the end"),
+        pytest.param(_set("objects", {}), "end at byte", id="blob that nobody has"),
+        pytest.param(_set(*STATE, "shards", 0, 3, 0, 1, 75), "hole or an overlap", id="overlap"),
+        pytest.param(_set("row_sets", 0, 0, 4), "2 rows in a span of 1", id="more members than a span holds"),
+        pytest.param(_set("row_sets", 0, 0, 5), "blocks of 2", id="more members than blocks"),
+        pytest.param(_set("row_sets", 0, 2, 0, 0, "runs"), "coding", id="unknown coding"),
+        pytest.param(_set("row_sets", 0, 2, 0, 2, 1), "2 rows in a span of 1", id="span too short"),
+        pytest.param(_set("row_sets", 0, 2, 0, 2, 7), "out of order", id="blocks that overlap"),
+        pytest.param(_set("row_sets", 0, 2, 1, 2, 2), "beyond the 8 rows", id="rows beyond the box"),
+        pytest.param(_set(*SHARD, 1, 1), "table", id="row set that is not there"),
+        pytest.param(_set(*SHARD, 2, 3), "its row set's have 2", id="blocks unlike the row set's"),
+        pytest.param(_set(*SHARD, 1, None), "blobs of 2 rows for 8", id="too few blobs"),
+        pytest.param(_set(*SHARD, 3, 0, 2, 13), "hole|bytes", id="blob of another size"),
+        pytest.param(_set(*SHARD, 0, 1, 0, 7), "do not fill", id="box with a hole"),
+        pytest.param(_set(*SHARD, 0, 1, 1, 3), "do not fill|bytes", id="boxes that overlap"),
+        pytest.param(_set(*SHARD, 0, 0, [0]), "offsets", id="box of two dimensions"),
+        pytest.param(_set(*TABLE, "size", [8, 4]), "do not fill", id="larger tensor"),
+        pytest.param(_set(*TABLE, "dtype", "float8"), "dtype", id="unknown dtype"),
+        pytest.param(_set(*TABLE, "dtype", "float64"), "cannot be quantized", id="dtype that is not quantized"),
+        pytest.param(_set(*TABLE, "dtype", "float16"), "bytes", id="narrower dtype"),
+        pytest.param(_set(*TABLE, "scheme", {"name": "none"}), "bytes", id="not quantized"),
+        pytest.param(_set(*TABLE, "scheme", "bits", 3), "scheme", id="3 bits"),
+        pytest.param(_set(*TABLE, "scheme", "bits", 4.0), "scheme", id="bits as a float"),
+        pytest.param(_set(*TABLE, "scheme", "zero", 1), "scheme", id="unknown parameter"),
+        pytest.param(
+            _set(*TABLE, "scheme", {"bits": 4, "name": "asymmetric"}), "scheme", id="parameter before the name"
+        ),
+        pytest.param(_set("parent", {"sha256": "ab" * 32, "path": "../a"}), "parent", id="digest before the path"),
+        pytest.param(_set("parent", "more", 1), "parent", id="a parent's key more"),
+        pytest.param(_set(*TABLE, "is_table", False), "table", id="state of no table"),
+        pytest.param(_set(*TABLE, "table", "table"), "table", id="table of a table"),
+        pytest.param(_set(*TABLE, "shards", 1, 4, [[0, 0], [8, 1]]), "table", id="table box without a table"),
+        pytest.param(_set(*STATE, "table", "missing"), "missing", id="missing table"),
+        pytest.param(_set(*STATE, "table", "table.state"), "table", id="table that is a vector"),
+        pytest.param(_set(*STATE, "table", None), "table", id="table boxes of nothing"),
+        pytest.param(_set(*STATE, "shards", 0, 4, None), "table", id="no table box"),
+        pytest.param(_set(*STATE, "shards", 0, 4, [[0, 1], [8, 2]]), "table", id="table boxes that overlap"),
+        pytest.param(_set(*STATE, "shards", 0, 4, [[0, 0], [7, 2]]), "table", id="table box of other rows"),
+        pytest.param(
+            lambda body: {**body, "objects": {"table": body["objects"]["reader"]}},
+            "name",
+            id="object named as a tensor",
+        ),
+        pytest.param(_set("parent", None), "baseline", id="baseline without all rows"),
+        pytest.param(_set("parent", "sha256", "AB" * 32), "sha256", id="digest in capitals"),
+        pytest.param(_set("paths", "step", []), "path", id="empty path"),
+        pytest.param(_set("paths", "step", [0]), "path", id="path that begins with an index"),
+        pytest.param(_set("paths", "step", ["a", 2**20 + 1]), "path", id="index of a list beyond memory"),
+    ],
+)
+def test_each_contradiction_is_refused(change: Callable[[Json], Json], message: str) -> None:
+    """A manifest that contradicts itself is refused, and the error says where."""
+    with pytest.raises(DamagedError, match=f"here: .*({message})"):
+        loads(change(body_of(delta())))
+
+
+@pytest.mark.parametrize("version", [2, 3, 2**62])
+def test_newer_versions_are_named(version: int) -> None:
+    """A newer version is no damage, whatever else is in it: the way out is an upgrade."""
+    body = body_of(delta())
+    for newer in ({**body, "version": version}, {**body, "version": version, "packs": "elsewhere", "new": {}}):
+        with pytest.raises(VersionError, match=f"version {version}.*upgrade"):
+            loads(newer)
+
+
+def test_shards_without_rows_must_lie_in_the_tensor() -> None:
+    """An empty box of other dimensions or outside of its tensor is refused; one within is as good as none."""
+    shards = body_of(delta())["tensors"]["table"]["shards"]
+    for box, is_good in [([[8, 0], [0, 3]], True), ([[8], [0]], False), ([[9, 0], [0, 3]], False)]:
+        body = changed(body_of(delta()), (*TABLE, "shards"), [*shards, [box, None, 1, [], None]])
+        assert (_of_library(file_of(body)), _of_reader(file_of(body))) == ("good" if is_good else "damaged",) * 2
+
+
+def test_rows_of_a_table_box_need_a_shard_with_as_many() -> None:
+    """State without rows of its own cannot stand for rows of the table: they would stay as they were, unnoticed."""
+    filler = Filler("a", 1000)
+    table = TensorEntry("int8", (4, 2), NoQuantization(), (Shard(Box.whole((4, 2)), None, 4, (filler.blob(8),)),), True)
+    state = TensorEntry(
+        "int8", (0,), NoQuantization(), (Shard(Box.whole((0,)), None, 4, (), Box.whole((4, 2))),), table="t"
+    )
+    manifest = Manifest(1, "a", "a", None, "Full", History(0), 1, "", filler.packs(), (), {"s": state, "t": table})
+    with pytest.raises(DamagedError, match="'s'"):
+        manifest_json.loads(manifest_json.dumps(manifest)[0], "here")
+
+
+# The parent's path
+
+
+HOSTILE_PARENTS = ["", ".", "..", "../", "../..", "x", "./x", "x/../y", "/", "/x", "//x", "../x/", "..//x", "../x//y"]
+HOSTILE_PARENTS += ["../x/../y", "../x/..", "../x/.", "../x/./y", ".././x", "../.", "../../", "file:///x", "s3://b/x"]
+HOSTILE_PARENTS += ["..\\x", "../x\\..\\y", "../x\0", "../x\n", "../\x1f", "../x/\r/y", "\n../x", " ../x", "../x\ud800"]
+
+PLAIN_PARENTS = ["../x", "../../a/b", "../.hidden", "../...", "../a b", "../s3:", "../é", "../x..", "../~", "../%2e%2e"]
+
+
+@pytest.mark.parametrize("path", HOSTILE_PARENTS)
+def test_hostile_parents_are_refused(path: str) -> None:
+    """A parent's path is relative, goes up first and then down by names: nothing else is followed."""
+    with pytest.raises(DamagedError, match="parent"):
+        loads(_set("parent", "path", path)(body_of(delta())))
+    assert _of_reader(file_of(_set("parent", "path", path)(body_of(delta())))) == "damaged"
+
+
+@pytest.mark.parametrize("path", PLAIN_PARENTS)
+def test_plain_parents_are_accepted(path: str) -> None:
+    """Names of any other kind are followed as they stand."""
+    parent = loads(_set("parent", "path", path)(body_of(delta()))).parent
+    assert parent is not None
+    assert parent.path == path
+
+
+# The frame, and JSON itself
+
+BODY = json.dumps(body_of(delta()), separators=(",", ":")).encode()
+FILE = file_of(BODY)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(b"", id="nothing"),
+        pytest.param(FILE[:-1], id="no line feed"),
+        pytest.param(FILE[: len(FILE) // 2], id="half"),
+        pytest.param(FILE + b"\n", id="a line more"),
+        pytest.param(b" " + FILE, id="a blank before"),
+        pytest.param(FILE + FILE, id="twice"),
+        pytest.param(BODY, id="no frame"),
+        pytest.param(FILE.replace(b'"sha256":"', b'"sha256": "'), id="a blank within"),
+        pytest.param(FILE[:11] + FILE[11:75].upper() + FILE[75:], id="digest in capitals"),
+        pytest.param(FILE[:11] + b"0" * 64 + FILE[75:], id="another digest"),
+        pytest.param(FILE.replace(b'"writer":"tests"', b'"writer":"Tests"'), id="another body"),
+    ],
+)
+def test_other_frames_are_refused(data: bytes) -> None:
+    """The file is one frame around one body with its digest, and nothing else."""
+    assert (_of_library(data), _of_reader(data)) == ("damaged", "damaged")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(b"", id="nothing"),
+        pytest.param(b"[]", id="a list"),
+        pytest.param(b"null", id="null"),
+        pytest.param(b"{}", id="empty"),
+        pytest.param(BODY[:-1], id="truncated"),
+        pytest.param(BODY + b"}", id="a brace more"),
+        pytest.param(BODY.replace(b'"created_ns":2', b'"created_ns":NaN'), id="NaN"),
+        pytest.param(BODY.replace(b'"created_ns":2', b'"created_ns":-Infinity'), id="infinity"),
+        pytest.param(BODY.replace(b'"created_ns":2', b'"created_ns":2e0'), id="an exponent"),
+        pytest.param(BODY.replace(b'"created_ns":2', b'"created_ns":' + b"9" * 5000), id="5000 digits"),
+        pytest.param(BODY.replace(b'"created_ns":2', b'"created_ns": 2'), id="white space"),
+        pytest.param(BODY + b" ", id="white space behind"),
+        pytest.param(BODY.replace(b'"tests"', b'"\\u0074ests"'), id="an escape that is not needed"),
+        pytest.param(BODY.replace(b'"tests"', b'"\\/"'), id="an escaped slash"),
+        pytest.param(BODY.replace(b'"tests"', b'"\\u00E9"'), id="an escape in capitals"),
+        pytest.param(BODY.replace(b'"tests"', b'"\x7f"'), id="a control character"),
+        pytest.param(BODY.replace(b'"created_ns":2', b'"created_ns":-0'), id="minus zero"),
+        pytest.param(BODY.replace(b'"world_size":2', b'"world_size":2,"world_size":2'), id="a key twice"),
+        pytest.param(BODY.replace(b'"version":1', b'"version":9,"version":1'), id="two versions"),
+        pytest.param(BODY.replace(b'"step":{', b'"step":{"dtype":"bool",'), id="a key of a tensor twice"),
+        pytest.param(BODY.replace(b'"tests"', '"tésts"'.encode()), id="not ASCII"),
+        pytest.param(BODY.replace(b'"tests"', b'"\xff"'), id="not UTF-8"),
+        pytest.param(b"\xef\xbb\xbf" + BODY, id="a byte order mark"),
+        pytest.param(BODY.decode().encode("utf-16"), id="UTF-16"),
+        pytest.param(json.dumps(body_of(delta()), indent=1).encode(), id="indented"),
+        pytest.param(json.dumps(dict(reversed(body_of(delta()).items()))).encode(), id="keys in another order"),
+    ],
+)
+def test_other_json_is_refused(body: bytes) -> None:
+    """A body is written in one way only, so that all readers agree on what it says."""
+    assert (_of_library(file_of(body)), _of_reader(file_of(body))) == ("damaged", "damaged")
+
+
+@pytest.mark.parametrize("where", ["packs", "tensors", "paths"])
+def test_deep_nesting_is_refused(where: str) -> None:
+    """However deep the JSON, it is refused with a typed error, not with one about recursion."""
+    body = json.dumps({**body_of(delta()), where: "@"}, separators=(",", ":"))
+    for depth in [10, 500, *range(800, 1001), 2000, 100_000]:
+        for nested in ("[" * depth + "]" * depth, '{"a":' * depth + "1" + "}" * depth):
+            file = file_of(body.replace('"@"', nested).encode())
+            assert (_of_library(file), _of_reader(file)) == ("damaged", "damaged"), depth
+
+
+# Anything at all
+
+_json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.sampled_from(VALUES),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@hypothesis.settings(max_examples=400)
+@hypothesis.given(st.data())
+def test_mutated_manifests_are_good_or_refused(data: st.DataObject) -> None:
+    """Several random changes at once give a good manifest, which is written as it was read, or a typed error."""
+    body = body_of(delta())
+    paths = list(nodes(body))
+    for _ in range(data.draw(st.integers(1, 3))):
+        path = data.draw(st.sampled_from(paths))
+        to = data.draw(st.one_of(_json_values, st.sampled_from([DELETE, REPEAT])))
+        try:
+            body = changed(body, path, to)
+        except (KeyError, IndexError, TypeError, AttributeError):  # an earlier change removed it
+            continue
+    file = file_of(body)
+    expected, actual = _of_reader(file), _of_library(file)
+    assert actual == expected
+    if actual == "good":
+        assert manifest_json.dumps(loads(body))[0] == file
+
+
+@hypothesis.given(st.binary(max_size=600))
+def test_foreign_files_are_refused(data: bytes) -> None:
+    """Bytes that are no manifest are refused, alone and in a frame with their digest."""
+    for file in (data, file_of(data)):
+        assert _of_library(file) == "damaged"

@@ -1,0 +1,313 @@
+"""Packs: what is written into them is found again, by any reader of safetensors too, and damage is noticed."""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count, pairwise
+from pathlib import Path
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from torchrec_cnr import packs
+from torchrec_cnr.errors import DamagedError, StoreError
+from torchrec_cnr.manifest import DTYPES, Blob, Pack
+from torchrec_cnr.packs import PackWriter, check_headers, plan_spans, read_spans
+from torchrec_cnr.stores import Bytes, Store
+
+places = st.floats(0, 1, exclude_max=True)
+numbers = count()
+
+
+@dataclass(frozen=True)
+class Written:
+    """Packs that were written, and what is in them."""
+
+    store: Store
+    contents: list[bytes]
+    packs: tuple[Pack, ...]
+    blobs: tuple[Blob, ...]
+
+    def read(self, wanted: Sequence[int] | None = None, thread_count: int = 2) -> dict[str, bytes]:
+        """Blobs by number."""
+        spans = plan_spans([(str(n), self.blobs[n]) for n in (range(len(self.blobs)) if wanted is None else wanted)])
+        return {key: data.tobytes() for key, data in read_spans(self.store, self.packs, spans, thread_count)}
+
+    def path(self, pack: int) -> Path:
+        """A pack's file."""
+        return Path(self.store.child(self.packs[pack].name))
+
+
+def _array(data: bytes) -> Bytes:
+    return np.frombuffer(data, dtype=np.uint8)
+
+
+def _write(store: Store, sizes: Sequence[int], pack_bytes: int = 1000, thread_count: int = 2) -> Written:
+    contents = [np.random.default_rng(index).bytes(size) for index, size in enumerate(sizes)]
+    writer = PackWriter(store, "save-0", thread_count, pack_bytes)
+    for index, content in enumerate(contents):
+        assert writer.add(f"blob {index}", "uint8", (len(content),), _array(content)) == index
+    written = Written(store, contents, *writer.finish())
+    writer.close()
+    return written
+
+
+def _new_store(factory: pytest.TempPathFactory, protocol: str) -> Store:
+    name = f"packs-{next(numbers)}"
+    store = Store.open(f"memory://{name}" if protocol == "memory" else factory.getbasetemp() / name, sync_files=False)
+    store.make()
+    return store
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Written:
+    """Three packs: of four blobs, of one that is larger than a pack should be, and of two."""
+    return _write(Store.open(tmp_path, sync_files=False), [300, 100, 300, 300, 2000, 500, 7])
+
+
+# Writing and reading
+
+
+@pytest.mark.parametrize("protocol", ["local", "memory"])
+@hypothesis.given(
+    st.lists(st.integers(1, 700), max_size=30), st.integers(1, 1500), st.integers(1, 3), st.integers(1, 3)
+)
+def test_blobs_come_back(
+    protocol: str,
+    tmp_path_factory: pytest.TempPathFactory,
+    sizes: list[int],
+    pack_bytes: int,
+    num_writers: int,
+    num_readers: int,
+) -> None:
+    """Whatever the sizes, blobs are read as they were written, and packs are filled up to their limit without holes."""
+    written = _write(_new_store(tmp_path_factory, protocol), sizes, pack_bytes, num_writers)
+    assert written.read(thread_count=num_readers) == {str(n): data for n, data in enumerate(written.contents)}
+    check_headers(written.store, written.packs)
+    assert written.store.names() == sorted(f"save-0-{number}.safetensors" for number in range(len(written.packs)))
+    for index, pack in enumerate(written.packs):
+        inside = sorted((b.offset, b.num_bytes) for b in written.blobs if b.pack == index)
+        assert [pack.header_bytes, *(offset + size for offset, size in inside)] == [
+            *(o for o, _ in inside),
+            pack.num_bytes,
+        ]
+        assert len(inside) == 1 or pack.num_bytes - pack.header_bytes <= pack_bytes
+        assert pack.name == f"save-0-{index}.safetensors"
+
+
+def test_packs_are_full_before_the_next_begins(written: Written) -> None:
+    """Blobs go into a pack until the next would not fit; one that never fits gets a pack of its own."""
+    assert [blob.pack for blob in written.blobs] == [0, 0, 0, 0, 1, 2, 2]
+
+
+def test_only_wanted_blobs_are_read(written: Written) -> None:
+    """Blobs that nobody asked for may be damaged without harm."""
+    written.path(1).unlink()
+    data = bytearray(written.path(0).read_bytes())
+    data[written.blobs[1].offset] ^= 1
+    written.path(0).write_bytes(data)
+    assert written.read([0, 2, 6]) == {str(n): written.contents[n] for n in (0, 2, 6)}
+    with pytest.raises(DamagedError):
+        written.read([0, 1, 2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_safetensors_opens_packs(tmp_path: Path, dtype: str) -> None:
+    """The safetensors library reads each dtype, with the shape and the values that were stored."""
+    writer = PackWriter(Store.open(tmp_path, sync_files=False), "s", 1)
+    tensors = {
+        f"{dtype}{list(size)}": torch.arange(24).reshape(-1)[: int(np.prod(size))] for size in [(2, 3), (24,), ()]
+    }
+    for name, tensor in tensors.items():
+        size = tuple(int(n) for n in name.removeprefix(dtype)[1:-1].split(",") if n)
+        tensors[name] = (tensor % 2 if dtype == "bool" else tensor).to(DTYPES[dtype]).reshape(size)
+        data = tensors[name].reshape(-1).view(torch.uint8).numpy()
+        writer.add(name, dtype, size, data)
+    writer.add("codes", "uint8", (5,), _array(b"\1\2\3\4\5"))
+    (pack,), _ = writer.finish()
+    writer.close()
+    with safe_open(tmp_path / pack.name, framework="pt") as file:
+        assert sorted(file.keys()) == sorted([*tensors, "codes"])
+        assert file.get_tensor("codes").tolist() == [1, 2, 3, 4, 5]
+        for name, tensor in tensors.items():
+            found = file.get_tensor(name)
+            assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+            assert found.equal(tensor)
+
+
+@pytest.mark.parametrize("names", [["a", "a"], ["__metadata__", "b"], ['"\\\n', "\0é\U0001f600"], ["", " "]])
+def test_safetensors_opens_packs_whatever_the_names(tmp_path: Path, names: list[str]) -> None:
+    """Names are for people: odd, reserved or equal ones make no file that other readers refuse."""
+    writer = PackWriter(Store.open(tmp_path, sync_files=False), "s", 1)
+    for number, name in enumerate(names):
+        writer.add(name, "uint8", (3,), _array(bytes([number] * 3)))
+    (pack,), _ = writer.finish()
+    writer.close()
+    with safe_open(tmp_path / pack.name, framework="np") as file:
+        assert sorted(file.get_tensor(name).tolist() for name in file.keys()) == [[0] * 3, [1] * 3]  # noqa: SIM118
+
+
+def test_blobs_are_aligned_to_their_elements(tmp_path: Path) -> None:
+    """Wider elements come first, so that each blob can be mapped as an array of its dtype."""
+    writer = PackWriter(Store.open(tmp_path, sync_files=False), "s", 1)
+    dtypes = ["uint8", "float64", "bool", "bfloat16", "int64", "float32", "int16", "uint8", "float16"]
+    for number, dtype in enumerate(dtypes):
+        writer.add(str(number), dtype, (3,), torch.zeros(3, dtype=DTYPES[dtype]).view(torch.uint8).numpy())
+    (pack,), blobs = writer.finish()
+    writer.close()
+    assert pack.header_bytes % 8 == 0
+    assert [blob.offset % DTYPES[dtype].itemsize for blob, dtype in zip(blobs, dtypes, strict=True)] == [0] * len(
+        dtypes
+    )
+
+
+@pytest.mark.parametrize("thread_count", [1, 3])
+def test_failed_writes_are_reported(tmp_path: Path, thread_count: int) -> None:
+    """A pack that cannot be written fails the save with a typed error, and no thread is left."""
+    writer = PackWriter(Store.open(tmp_path / "not made", sync_files=False), "s", thread_count, 100)
+
+    def write() -> None:
+        for number in range(10):
+            writer.add(str(number), "uint8", (60,), _array(bytes(60)))
+        writer.finish()
+
+    with pytest.raises(StoreError, match=r"cannot write .*s-0\.safetensors"):
+        write()
+    writer.close()
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("cnr-write")] == []
+
+
+def test_no_more_packs_are_held_than_are_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is bounded: adding waits while ``thread_count`` packs are on their way."""
+    waiting, most, gate = set(), [0], threading.Semaphore(0)
+
+    def put(_: Store, name: str, parts: object) -> None:
+        waiting.add(name)
+        most[0] = max(most[0], len(waiting))
+        gate.acquire(timeout=10)
+        waiting.remove(name)
+
+    monkeypatch.setattr(Store, "put", put)
+    writer = PackWriter(Store.open(tmp_path, sync_files=False), "s", 2, 100)
+    added: list[int] = []
+
+    def add_all() -> None:
+        added.extend(writer.add(str(number), "uint8", (100,), _array(bytes(100))) for number in range(8))
+        writer.finish()
+
+    thread = threading.Thread(target=add_all)
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive()  # two are being written, a third waits
+    for _ in range(8):
+        gate.release()
+    thread.join(10)
+    writer.close()
+    assert (len(added), most[0]) == (8, 2)
+
+
+# Spans
+
+
+@st.composite
+def _wanted(draw: st.DrawFn) -> list[tuple[str, Blob]]:
+    """Blobs of several packs, some far apart, in any order."""
+    steps = st.sampled_from([0, 1, 1000, packs._SPAN_GAP_BYTES, packs._SPAN_GAP_BYTES + 1, 10**9])
+    sizes = st.sampled_from([1, 50, 10**6, packs._SPAN_BYTES - 1, packs._SPAN_BYTES, packs._SPAN_BYTES + 1])
+    blobs = []
+    for pack in range(draw(st.integers(0, 3))):
+        end = 100
+        for step, size in draw(st.lists(st.tuples(steps, sizes), max_size=12)):
+            blobs.append(Blob(pack, end + step, size, 0))
+            end += step + size
+    return [(str(number), blob) for number, blob in enumerate(draw(st.permutations(blobs)))]
+
+
+@hypothesis.given(_wanted())
+def test_spans_hold_every_blob_once(wanted: list[tuple[str, Blob]]) -> None:
+    """Each blob wanted lies in exactly one span of its pack, whole."""
+    spans = plan_spans(wanted)
+    assert sorted(item[0] for span in spans for item in span.blobs) == sorted(key for key, _ in wanted)
+    for span in spans:
+        assert {blob.pack for _, blob in span.blobs} == {span.pack}
+        assert span.start == min(blob.offset for _, blob in span.blobs)
+        assert span.stop == max(blob.offset + blob.num_bytes for _, blob in span.blobs)
+
+
+@hypothesis.given(_wanted())
+def test_spans_are_few_and_bounded(wanted: list[tuple[str, Blob]]) -> None:
+    """A span is no longer than its limit unless one blob is, spans no gap that is too wide, and no two could be one."""
+    spans = plan_spans(wanted)
+    for span in spans:
+        assert len(span.blobs) == 1 or span.stop - span.start <= packs._SPAN_BYTES
+        gaps = [b.offset - a.offset - a.num_bytes for (_, a), (_, b) in pairwise(span.blobs)]
+        assert all(0 <= gap <= packs._SPAN_GAP_BYTES for gap in gaps)
+    for span, following in pairwise(spans):
+        assert (span.pack, span.start) < (following.pack, following.start)
+        if span.pack == following.pack:
+            next_stop = following.blobs[0][1].offset + following.blobs[0][1].num_bytes
+            is_far = following.start - span.stop > packs._SPAN_GAP_BYTES
+            assert is_far or next_stop - span.start > packs._SPAN_BYTES
+
+
+# Damage
+
+
+@hypothesis.given(place=places, bit=st.integers(0, 7), pack=st.integers(0, 2))
+def test_any_flipped_bit_is_noticed(
+    tmp_path_factory: pytest.TempPathFactory, place: float, bit: int, pack: int
+) -> None:
+    """A bit flipped in a header or a blob is noticed, and the error names the pack."""
+    written = _write(_new_store(tmp_path_factory, "local"), [300, 100, 300, 300, 2000, 500, 7])
+    data = bytearray(written.path(pack).read_bytes())
+    data[int(place * len(data))] ^= 1 << bit
+    written.path(pack).write_bytes(data)
+    with pytest.raises(DamagedError, match=rf"save-0-{pack}\.safetensors.*crc32c is 0x\w+, the manifest says"):
+        _check_all(written)
+
+
+@hypothesis.given(place=places, pack=st.integers(0, 2))
+def test_any_truncation_is_noticed(tmp_path_factory: pytest.TempPathFactory, place: float, pack: int) -> None:
+    """A pack cut short anywhere is noticed."""
+    written = _write(_new_store(tmp_path_factory, "local"), [300, 100, 300, 300, 2000, 500, 7])
+    data = written.path(pack).read_bytes()
+    written.path(pack).write_bytes(data[: int(place * len(data))])
+    with pytest.raises(DamagedError, match=rf"save-0-{pack}\.safetensors.*truncated"):
+        _check_all(written)
+
+
+def _check_all(written: Written) -> None:
+    check_headers(written.store, written.packs)
+    written.read()
+
+
+@pytest.mark.parametrize("protocol", ["local", "memory"])
+def test_missing_pack_is_damage(protocol: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A pack that is gone makes the checkpoint a damaged one, in any file system."""
+    written = _write(_new_store(tmp_path_factory, protocol), [300, 2000])
+    written.store.fs.rm(written.store.child(written.packs[1].name))
+    assert written.read([0]) == {"0": written.contents[0]}
+    with pytest.raises(DamagedError, match=r"save-0-1\.safetensors: the pack is missing"):
+        written.read([0, 1])
+
+
+def test_unreadable_pack_is_no_damage(written: Written) -> None:
+    """Where the store fails, the error says so, and blames no checkpoint."""
+    written.path(1).unlink()
+    written.path(1).mkdir()
+    with pytest.raises(StoreError, match=r"cannot read .*save-0-1\.safetensors"):
+        written.read()
+
+
+def test_abandoned_reads_end(written: Written) -> None:
+    """A caller that stops in the middle leaves no thread behind."""
+    spans = [span for blob in written.blobs for span in plan_spans([("key", blob)])]
+    reads = read_spans(written.store, written.packs, spans, thread_count=2)
+    next(reads)
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("cnr-read")] != []
+    del reads
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("cnr-read")] == []
