@@ -165,11 +165,7 @@ class CNRStorageReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this reader could load from there."""
-        try:
-            Store.open(checkpoint_id)
-        except (ConfigurationError, TypeError):
-            return False
-        return True
+        return Store.can_open(checkpoint_id)
 
 
 def _tensor_metadata(entry: TensorEntry) -> TensorStorageMetadata:

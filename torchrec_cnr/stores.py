@@ -61,6 +61,15 @@ class Store:
             raise ConfigurationError(f"{name!r}: not a path or URL that fsspec can open ({error})") from error
         return cls(fs, str(path).rstrip("/") or "/", sync_files)
 
+    @classmethod
+    def can_open(cls, url: str | os.PathLike[str]) -> bool:
+        """Whether :meth:`open` would succeed."""
+        try:
+            cls.open(url)
+        except (ConfigurationError, TypeError):
+            return False
+        return True
+
     @property
     def url(self) -> str:
         """The full name, protocol included where it is not the local file system."""

@@ -164,11 +164,7 @@ class CNRStorageWriter(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this writer could save there."""
-        try:
-            Store.open(checkpoint_id)
-        except (ConfigurationError, TypeError):
-            return False
-        return True
+        return Store.can_open(checkpoint_id)
 
 
 def _extended(history: History | None, num_bytes: int) -> History:
