@@ -83,7 +83,7 @@ class ManifestParser:
     def parent(self, value: Any) -> CheckpointRef | None:
         if value is None:
             return None
-        if set(self.mapping(value, "parent")) != {"path", "sha256"}:
+        if list(self.mapping(value, "parent")) != ["path", "sha256"]:
             self.fail(f"its parent is {value!r}")
         path = self.string(value["path"], "parent path", PARENT_PATH)
         return CheckpointRef(path, self.string(value["sha256"], "parent sha256", _HEX))

@@ -162,10 +162,10 @@ def scheme_from_json(value: Mapping[str, Any], where: str) -> Scheme:
     Raises:
         DamagedError: Not a scheme of this version of the format.
     """
-    match value:
-        case {"name": "none", **rest} if not rest:
+    match list(value.items()):
+        case [("name", "none")]:
             return NoQuantization()
-        case {"name": "asymmetric", "bits": int(bits), **rest} if not rest and bits in (2, 4, 8):
+        case [("name", "asymmetric"), ("bits", int(bits))] if bits in (2, 4, 8):
             return Asymmetric(bits)
     raise DamagedError(f"{where}: {value!r} is not a quantization scheme of this format version")
 
