@@ -139,7 +139,8 @@ def plain_job(
     """
     torch.manual_seed(seed)
     model = PlainModel(rows, dims, sparse or optimizer == "sparse_adam")
-    tables, dense = [model.bag.weight, model.item.weight], list(model.over.parameters())
+    tables = [*model.bag.parameters(), *model.item.parameters()]
+    dense = list(model.over.parameters())
     if optimizer in _TABLES_ONLY:
         optimizers = {"tables": OPTIMIZERS[optimizer](tables), "dense": OPTIMIZERS["adagrad"](dense)}
     else:
@@ -177,8 +178,8 @@ def torchrec_job(
     apply_optimizer_in_backward(fused, [*model.ebc.parameters(), *model.ec.parameters()], {"lr": 0.5})
     dense = list(model.over.parameters())
     plan = {
-        "ebc": _module_plan(model.ebc, EmbeddingBagCollectionSharder(), sharding),
-        "ec": _module_plan(model.ec, EmbeddingCollectionSharder(), sharding),
+        "ebc": _module_plan(model.ebc, model.ebc.embedding_bags, EmbeddingBagCollectionSharder(), sharding),
+        "ec": _module_plan(model.ec, model.ec.embeddings, EmbeddingCollectionSharder(), sharding),
     }
     sharded = DistributedModelParallel(
         model,
@@ -195,18 +196,13 @@ def torchrec_job(
     return Job(sharded, {"dense": Adagrad(dense, lr=0.5)}, batch)
 
 
-def _module_plan(module: nn.Module, sharder: Any, sharding: str) -> Any:
+def _module_plan(module: nn.Module, names: Iterable[str], sharder: Any, sharding: str) -> Any:
     world_size = dist.get_world_size()
     kinds: Mapping[str, Callable[[int], ParameterShardingGenerator]] = {
         "row": lambda _: row_wise(),
         "table": lambda i: table_wise(rank=i % world_size),
         "column": lambda _: column_wise(ranks=[0, world_size - 1]),
     }
-    names = (
-        list(dict.fromkeys(config.name for config in module.embedding_bag_configs()))
-        if isinstance(module, EmbeddingBagCollection)
-        else [config.name for config in module.embedding_configs()]
-    )
     order = ["row", "column", "table"] if sharding == "mixed" else [sharding]
     return construct_module_sharding_plan(
         module,

@@ -24,6 +24,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.staging import AsyncStager, BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
@@ -104,7 +105,7 @@ def failure_of(act: Callable[[], object]) -> BaseException:
     return cause
 
 
-def load_failure(path: str, planner: dcp.LoadPlanner | None = None, target: dict[str, Any] | None = None) -> str:
+def load_failure(path: str, planner: LoadPlanner | None = None, target: dict[str, Any] | None = None) -> str:
     """Load a checkpoint that must be refused; the error's type and message."""
     target = target if target is not None else state(plain_job(99, "adagrad"))
     reader = cnr.CNRStorageReader(path)
@@ -149,14 +150,12 @@ def test_an_id_that_exists_is_refused(run: Run) -> None:
 
 def test_arguments_that_cannot_work_are_refused(run: Run) -> None:
     """The error names the argument."""
-    for name, arguments in {
-        "overwrite": {"overwrite": True},
-        "thread_count": {"thread_count": 0},
-        "quantization": {"quantization": "4 bits"},
-        "bits": None,
-    }.items():
+    arguments: dict[str, Any] = {"overwrite": True, "thread_count": 0, "quantization": "4 bits"}
+    for name, value in arguments.items():
         with pytest.raises(cnr.ConfigurationError, match=name):
-            models.writer(run.root, **(arguments if arguments is not None else {"quantization": cnr.Asymmetric(3)}))
+            models.writer(run.root, **{name: value})
+    with pytest.raises(cnr.ConfigurationError, match="bits"):
+        cnr.Asymmetric(3)
     with pytest.raises(cnr.ConfigurationError, match="thread_count"):
         cnr.CNRStorageReader(run.path(0), thread_count=0)
     with pytest.raises(cnr.ConfigurationError, match="nosuchprotocol"):
@@ -420,13 +419,19 @@ def test_a_table_that_a_partial_load_left_out_is_in_the_next_save(run: Run) -> N
     run.goes_on()
 
 
+class _OneTable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(20, 4)
+
+
 class _TwoOfOneName(nn.Module):
     """Two modules, each with a table called ``table``."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.users = nn.ModuleDict({"table": nn.EmbeddingBag(20, 4)})
-        self.items = nn.ModuleDict({"table": nn.EmbeddingBag(20, 4)})
+        self.users = _OneTable()
+        self.items = _OneTable()
 
 
 def test_two_tables_of_one_name_are_kept_apart(tmp_path: Path) -> None:
@@ -436,19 +441,19 @@ def test_two_tables_of_one_name_are_kept_apart(tmp_path: Path) -> None:
     tracker = cnr.RowTracker(model)
     planner = cnr.CNRSavePlanner(tracker, policy=cnr.Consecutive())
     dcp.save(model.state_dict(), storage_writer=models.writer(tmp_path / "0"), planner=planner)
-    model.users["table"](torch.tensor([[1, 2], [2, 3]])).sum().backward()
+    model.users.table(torch.tensor([[1, 2], [2, 3]])).sum().backward()
     optimizer.step()
     assert tracker.num_modified == 3
     tracker.mark("items.table", torch.tensor([5]))
     with torch.no_grad():
-        model.items["table"].weight[5] = 9.0
+        model.items.table.weight[5] = 9.0
     assert tracker.num_modified == 4
     with pytest.raises(cnr.ConfigurationError, match="users"):
         tracker.mark("sellers.table", torch.tensor([5]))
     dcp.save(model.state_dict(), storage_writer=models.writer(tmp_path / "1"), planner=planner)
     assert cnr.read_checkpoint(tmp_path / "1").num_rows == 4
     other = _TwoOfOneName()
-    assert not torch.equal(other.users["table"].weight, model.users["table"].weight)
+    assert not torch.equal(other.users.table.weight, model.users.table.weight)
     dcp.load(other.state_dict(), storage_reader=cnr.CNRStorageReader(tmp_path / "1"), planner=cnr.CNRLoadPlanner())
     assert differing(whole(other.state_dict()), whole(model.state_dict())) == []
     tracker.close()
@@ -552,6 +557,7 @@ def _replace_by_foreign(run: Run, number: int) -> None:
     tracker = cnr.RowTracker(job.model)
     Run(run.root, job, tracker, []).save(run.path(number))
     tracker.close()
+    forge(run.path(number), lambda body: body.update(created_ns=1 + number))  # older than its child
 
 
 def _replace_by_sibling(run: Run, number: int) -> None:
@@ -764,14 +770,12 @@ def test_a_pickle_that_would_run_code_runs_none(run: Run, tmp_path: Path) -> Non
     run.goes_on()
 
 
-def _replace_blob(path: str, place: list[Any], content: bytes) -> None:
-    """Put other bytes of the same length in a blob's place, and make the digests right."""
-    pack, offset, num_bytes, _ = place
-    assert len(content) == num_bytes
-    place[3] = google_crc32c.value(content)
-    with open(Path(path, pack), "r+b") as file:
+def _replace_bytes(pack: Path, offset: int, content: bytes) -> int:
+    """Put other bytes in a blob's place; their digest."""
+    with pack.open("r+b") as file:
         file.seek(offset)
         file.write(content)
+    return int(google_crc32c.value(content))
 
 
 def _fuzz_object(path: str, seed: int, num_changes: int) -> None:
@@ -789,9 +793,7 @@ def _fuzz_object(path: str, seed: int, num_changes: int) -> None:
             # Most of the file is the frame of a zip archive; the pickle lies behind the first name.
             place = rng.randrange(start, start + 120) if number % 2 else rng.randrange(len(content))
             content[place] = rng.randrange(256)
-        place = [name, blob[1], blob[2], 0]
-        _replace_blob(path, place, bytes(content))
-        blob[3] = place[3]
+        blob[3] = _replace_bytes(Path(path, name), blob[1], bytes(content))
         write_manifest(file, body)
         _loads_or_is_refused(path, {"reader": {"seen": None}}, f"change {number} of seed {seed}")
 

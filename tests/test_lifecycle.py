@@ -19,14 +19,15 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.optim import SGD, Adagrad
+from torch.optim import SGD, Adagrad, Optimizer
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.model_tracker.model_delta_tracker import ModelDeltaTrackerTrec
-from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, data_parallel, row_wise
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.optim import RowWiseAdagrad
 
 import torchrec_cnr as cnr
 from tests import models
@@ -262,22 +263,31 @@ def assert_same(got: Whole, expected: Whole) -> None:
 
 
 def operations(num_ranks: int, *, has_steps: bool) -> st.SearchStrategy[list[Operation]]:
-    """Programs for one group of ranks."""
+    """Programs for one group of ranks: training, something else, more training, and so on."""
     seeds = st.integers(1, 10**6)
     policies, ranks, back = st.sampled_from(sorted(POLICIES)), st.integers(0, num_ranks - 1), st.integers(0, 4)
+    deltas = st.sampled_from(["Consecutive", "Consecutive", "OneShot", "Intermittent"])
     trains = st.builds(Train, seeds)
-    saves = st.builds(Save, policies, st.booleans())
     failed_saves = st.builds(
-        FailedSave, policies, st.sampled_from(models.PHASES), st.sampled_from(["before", "after"]), ranks
+        FailedSave, deltas | policies, st.sampled_from(models.PHASES), st.sampled_from(["before", "after"]), ranks
     )
-    restarts = st.builds(Restart, st.just(0) | back)
-    rewinds = st.builds(Rewind, back)
     failed_loads = st.builds(FailedLoad, back, st.sampled_from(LOAD_PHASES), ranks)
-    kinds: list[st.SearchStrategy[Operation]] = [trains, trains, saves, saves, failed_saves, restarts, rewinds]
-    kinds += [failed_loads, st.builds(Evaluate, seeds)]
-    if has_steps:
-        kinds += [st.builds(Backward, seeds), st.just(Step())]
-    return st.lists(st.one_of(kinds), min_size=3, max_size=14)
+    saves = st.builds(Save, deltas, st.booleans())
+    rare = [
+        st.builds(Save, policies, st.booleans()),
+        st.builds(Restart, st.just(0) | back),
+        st.builds(Rewind, back),
+        failed_loads,
+        st.builds(Evaluate, seeds),
+        *([st.builds(Backward, seeds), st.just(Step())] if has_steps else []),
+    ]
+    # Each kind is as likely as its share of this list.
+    actions: st.SearchStrategy[Operation] = st.sampled_from(
+        [saves] * len(rare) + [failed_saves] * (len(rare) // 2) + rare
+    ).flatmap(lambda kind: kind)
+    rounds = st.tuples(trains, actions) | st.tuples(actions)
+    programs = st.lists(rounds, min_size=4, max_size=10)
+    return programs.map(lambda parts: [operation for part in parts for operation in part])
 
 
 def _live_plain(root: Path, optimizer: str, program: list[Operation]) -> None:
@@ -285,7 +295,7 @@ def _live_plain(root: Path, optimizer: str, program: list[Operation]) -> None:
     life.start()
     with ExitStack() as stack:
         stack.callback(lambda: life.tracker.close())
-        for operation in [*program, Save("Intermittent")]:
+        for operation in [Save("Full"), *program, Save("Consecutive")]:
             life.run(operation)
         for num_back in range(len(life.committed)):
             life.run(Restart(num_back))
@@ -320,11 +330,13 @@ class Segment:
 
     Attributes:
         sharding: One of `models.SHARDINGS`.
+        fused: The tables' optimizer, the same in all segments.
         num_back: Which checkpoint it starts from.
         operations: What it does then.
     """
 
     sharding: str
+    fused: type[Optimizer]
     num_back: int
     operations: list[Operation]
 
@@ -332,7 +344,7 @@ class Segment:
 def _live_segment(
     rank: int, root: str, segment: Segment, committed: dict[str, Whole], num_saves: int
 ) -> tuple[dict[str, Whole], int]:
-    life = Life(root, lambda seed: torchrec_job(seed, segment.sharding), committed, num_saves)
+    life = Life(root, lambda seed: torchrec_job(seed, segment.sharding, fused=segment.fused), committed, num_saves)
     life.start(segment.num_back)
     for operation in segment.operations:
         life.run(operation)
@@ -348,21 +360,21 @@ def _live_torchrec(rank_pool: RankPools, root: Path, program: list[tuple[int, Se
         results = pool.run(_live_segment, str(root), segment, committed, num_saves, timeout_secs=SEGMENT_SECS)
         committed, num_saves = results[0]
     for sharding, num_back in (("row", 0), ("column", 1), ("mixed", 2)):
-        rank_pool(2).run(
-            _live_segment, str(root), Segment(sharding, num_back, []), committed, num_saves, timeout_secs=SEGMENT_SECS
-        )
+        last = Segment(sharding, program[0][1].fused, num_back, [])
+        rank_pool(2).run(_live_segment, str(root), last, committed, num_saves, timeout_secs=SEGMENT_SECS)
 
 
 @st.composite
 def segments(draw: st.DrawFn, world_sizes: list[int]) -> list[tuple[int, Segment]]:
     """Lives on changing groups of ranks, the first of which saves at least once."""
     found = []
+    fused = draw(st.sampled_from([RowWiseAdagrad, RowWiseAdagrad, Adagrad, SGD]))
     for number in range(draw(st.integers(2, 4))):
         world_size = draw(st.sampled_from(world_sizes))
         program = draw(operations(world_size, has_steps=False))
         first: list[Operation] = [Train(1), Save("Consecutive")] if number == 0 else []
-        segment = Segment(draw(st.sampled_from(models.SHARDINGS)), draw(st.integers(0, 3)), first + program)
-        found.append((world_size, segment))
+        sharding, num_back = draw(st.sampled_from(models.SHARDINGS)), draw(st.integers(0, 3))
+        found.append((world_size, Segment(sharding, fused, num_back, first + program)))
     return found
 
 
@@ -517,9 +529,10 @@ def _track_beside_others(rank: int, root: str) -> None:
         return count
 
     job = torchrec_job(1, "row", item_table="sequences")  # theirs takes equal names of tables for one
-    job.model.module.ebc.register_post_lookup_tracker_fn(counter("before"))
+    model: Any = job.model
+    model.module.ebc.register_post_lookup_tracker_fn(counter("before"))
     tracker = cnr.RowTracker(job.model)
-    job.model.module.ec.register_post_lookup_tracker_fn(counter("after"))
+    model.module.ec.register_post_lookup_tracker_fn(counter("after"))
     train(job, 1)
     assert calls == {"before": 1, "after": 1}
     _save(job, tracker, f"{root}/0", cnr.Consecutive())
@@ -646,7 +659,7 @@ def test_a_table_with_fewer_rows_than_ranks_is_saved(tmp_path: Path, rank_pool: 
     rank_pool(2).run(_more_ranks_than_rows, str(tmp_path))
 
 
-def _dense_kernel_model(seed: int) -> DistributedModelParallel:
+def _dense_kernel_model(seed: int, sharding: str) -> DistributedModelParallel:
     torch.manual_seed(seed)
     model = nn.Module()
     model.ebc = EmbeddingBagCollection(
@@ -657,7 +670,7 @@ def _dense_kernel_model(seed: int) -> DistributedModelParallel:
     world_size = torch.distributed.get_world_size()
     plan = construct_module_sharding_plan(
         model.ebc,
-        {"t0": row_wise(compute_kernel=EmbeddingComputeKernel.DENSE.value)},
+        {"t0": data_parallel() if sharding == "data" else row_wise(compute_kernel=EmbeddingComputeKernel.DENSE.value)},
         sharder=sharder,
         local_size=world_size,
         world_size=world_size,
@@ -672,8 +685,8 @@ def _dense_kernel_model(seed: int) -> DistributedModelParallel:
     )
 
 
-def _cut_between_backward_and_step(rank: int, root: str, optimizer: type[SGD | Adagrad]) -> None:
-    model = _dense_kernel_model(1)
+def _cut_between_backward_and_step(rank: int, root: str, optimizer: type[SGD | Adagrad], sharding: str) -> None:
+    model = _dense_kernel_model(1, sharding)
     optim = optimizer(model.parameters(), lr=0.5)
     tracker = cnr.RowTracker(model)
     planner = cnr.CNRSavePlanner(tracker, policy=cnr.Consecutive())
@@ -693,15 +706,60 @@ def _cut_between_backward_and_step(rank: int, root: str, optimizer: type[SGD | A
     save("2")
     assert cnr.read_checkpoint(f"{root}/2").kind == "delta"
     tracker.close()
-    target = _dense_kernel_model(2)
+    target = _dense_kernel_model(2, sharding)
     loaded = {"model": target.state_dict()}
     dcp.load(loaded, storage_reader=cnr.CNRStorageReader(f"{root}/2"), planner=cnr.CNRLoadPlanner())
     assert_same(whole({"model": target.state_dict()}), end)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("sharding", ["row", "data"])
 @pytest.mark.parametrize("optimizer", [SGD, Adagrad])
 def test_a_cut_between_backward_and_step_of_a_dense_kernel(
-    tmp_path: Path, rank_pool: RankPools, optimizer: type[SGD | Adagrad]
+    tmp_path: Path, rank_pool: RankPools, optimizer: type[SGD | Adagrad], sharding: str, world_size: int
 ) -> None:
-    """Tables of a dense kernel are modified by the optimizer's step: rows whose step follows a cut are in the next."""
-    rank_pool(2).run(_cut_between_backward_and_step, str(tmp_path), optimizer)
+    """Tables of a dense kernel are modified by the optimizer's step: rows whose step follows a cut are in the next.
+
+    Replicated ones too, whose gradients come from the lookups of all ranks.
+    """
+    rank_pool(world_size).run(_cut_between_backward_and_step, str(tmp_path), optimizer, sharding)
+
+
+def _rows(table: torch.Tensor, first: int, step: int) -> torch.Tensor:
+    return torch.arange(first, len(table), step)
+
+
+@pytest.mark.parametrize("quantization", [cnr.NoQuantization(), cnr.Asymmetric(8)], ids=["exact", "quantized"])
+def test_tables_larger_than_a_pack(tmp_path: Path, quantization: cnr.Scheme) -> None:
+    """Tables of many blocks and packs, with more rows than are looked at once, written and read by several threads."""
+    torch.manual_seed(1)
+    model = nn.ModuleDict({"long": nn.EmbeddingBag(5_000_000, 1), "wide": nn.EmbeddingBag(150_000, 100)})
+    tracker = cnr.RowTracker(model)
+    planner = cnr.CNRSavePlanner(tracker, policy=cnr.Consecutive())
+    tables = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    baseline = {}
+    for number, step in enumerate((None, 3)):
+        for name, table in tables.items():
+            if step is not None:
+                rows = _rows(table, number, step)
+                table[rows] += 1.0
+                tracker.mark(name, rows)
+        writer = models.writer(tmp_path / str(number), quantization=quantization, thread_count=3)
+        dcp.save(model.state_dict(), storage_writer=writer, planner=planner)
+        loaded = {name: torch.zeros_like(table) for name, table in tables.items()}
+        reader = cnr.CNRStorageReader(tmp_path / str(number), thread_count=3)
+        dcp.load(loaded, storage_reader=reader, planner=cnr.CNRLoadPlanner())
+        for name, table in tables.items():
+            got = loaded[name]
+            if isinstance(quantization, cnr.NoQuantization):
+                assert torch.equal(got, table)
+            elif step is None:
+                baseline[name] = got
+                assert float((got - table).abs().max()) < 0.05
+            else:
+                is_modified = torch.zeros(len(table), dtype=torch.bool).index_fill(0, _rows(table, number, step), True)
+                assert torch.equal(got[~is_modified], baseline[name][~is_modified])
+                assert float((got - table).abs().max()) < 0.05
+    tracker.close()
+    assert cnr.read_checkpoint(tmp_path / "1").kind == "delta"
+    assert len(cnr.read_checkpoint(tmp_path / "0").manifest.packs) > 1

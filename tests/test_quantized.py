@@ -69,7 +69,7 @@ class _Table(nn.Module):
 
     def __init__(self, values: Tensor) -> None:
         super().__init__()
-        self.table = nn.EmbeddingBag(*values.shape, mode="sum", dtype=values.dtype, _weight=values.clone())
+        self.table = nn.EmbeddingBag.from_pretrained(values.clone(), freeze=False, mode="sum")
 
 
 def _through(path: Path, values: Tensor, bits: int) -> Tensor:
