@@ -275,7 +275,8 @@ def operations(num_ranks: int, *, has_steps: bool) -> st.SearchStrategy[list[Ope
     saves = st.builds(Save, deltas, st.booleans())
     rare = [
         st.builds(Save, policies, st.booleans()),
-        st.builds(Restart, st.just(0) | back),
+        st.builds(Restart, st.just(0)),
+        st.builds(Restart, back),
         st.builds(Rewind, back),
         failed_loads,
         st.builds(Evaluate, seeds),
@@ -304,7 +305,7 @@ def _live_plain(root: Path, optimizer: str, program: list[Operation]) -> None:
 optimizers = st.sampled_from(sorted(models.OPTIMIZERS))
 
 
-@settings(max_examples=80, derandomize=True)
+@settings(max_examples=100, derandomize=True, phases=[Phase.generate])  # the slow test below shrinks what fails
 @given(optimizer=optimizers, program=operations(1, has_steps=True))
 def test_every_checkpoint_of_a_plain_model_loads_as_its_cut(
     tmp_path_factory: pytest.TempPathFactory, optimizer: str, program: list[Operation]

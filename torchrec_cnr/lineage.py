@@ -166,7 +166,7 @@ def latest(root: str | os.PathLike[str]) -> str | None:
         except StoreError as error:
             if error.errno in (errno.EACCES, errno.EPERM):
                 logger.warning("passed over while looking for the latest checkpoint: %s", error)
-            elif error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            elif error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
                 raise
             continue
         candidates.append((manifest_json.created_ns(start) or 0, name))

@@ -7,7 +7,8 @@ members; each block is coded by itself, relative to its first row, in whichever 
     gaps     the distance of each member to the one before, minus one, as byte planes (all lowest bytes, then all
              second bytes, ...)
 
-Both are compressed with zstd. At random rows of density p this stays within 3 to 9 % of the entropy H(p)/p bits a row.
+Both are compressed with zstd. At random rows of density .001 to .9 this stays within a quarter of the entropy H(p)/p
+bits a row, and within a few per cent where deltas usually are, around p = .26.
 """
 
 import math

@@ -95,8 +95,8 @@ class Asymmetric:
     width is filled up with the row's last value, which changes neither minimum nor maximum.
 
     An element's error is at most half a step, and what rounding to fp16 adds: half a unit in the last place of the
-    bias, and of the scale times the code. Rows whose values lie closer together than fp16 resolves (a range below
-    1e-5, or far from zero) therefore come back coarser than their bits promise.
+    bias, and of the scale times the code. Rows whose values lie closer together than fp16 resolves (at 8 bits a range
+    below some 4e-3, or values far from zero) therefore come back coarser than their bits promise.
 
     Attributes:
         bits: 8, 4 or 2 bits an element.
