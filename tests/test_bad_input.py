@@ -907,7 +907,7 @@ def test_many_forged_manifests_are_refused_or_load(run: Run, number: int) -> Non
         (None, "not JSON"),
         (b"null", "not a manifest"),
         (b'{"format":"another"}', "not a manifest"),
-        (b'{"format":"torchrec_cnr","version":1}', "keys"),
+        (b'{"format":"torchrec_cnr","version":2}', "keys"),
         (b"[" * 100_000 + b"]" * 100_000, "not JSON"),
         (b'{"format":"torchrec_cnr","version":' + b"9" * 10_000 + b"}", ""),
     ],

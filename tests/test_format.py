@@ -26,18 +26,18 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import torchrec_cnr as cnr
-from tests.golden import reader, write_v1
+from tests.golden import reader, write_v2
 from tests.test_manifest import VALUES, changed, file_of, nodes
 
 ROOT = Path(__file__).parents[1]
-GOLDEN = ROOT / "tests" / "golden" / "v1"
+GOLDEN = ROOT / "tests" / "golden" / "v2"
 PAGE = (ROOT / "docs" / "format.md").read_text()
 EXPECTED = json.loads((GOLDEN / "expected.json").read_text())
 LoadPlanner = Callable[[], Any]
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 
-every_step = pytest.mark.parametrize("step", write_v1.STEPS)
+every_step = pytest.mark.parametrize("step", write_v2.STEPS)
 every_planner = pytest.mark.parametrize("planner", [cnr.CNRLoadPlanner, DefaultLoadPlanner])
 
 
@@ -45,9 +45,9 @@ def _expected(step: str, planner: LoadPlanner = cnr.CNRLoadPlanner) -> dict[str,
     """What a step loads as in one process, whose table is not sharded: ``CNRLoadPlanner`` fits row-wise state to it."""
     expected: dict[str, Any] = copy.deepcopy(EXPECTED[step])
     if step == "step-1" and planner is cnr.CNRLoadPlanner:
-        stored = np.frombuffer(bytes.fromhex(expected["tensors"][write_v1.MOMENTUM]["hex"]), np.float32)
+        stored = np.frombuffer(bytes.fromhex(expected["tensors"][write_v2.MOMENTUM]["hex"]), np.float32)
         mean = ((4 * stored[:10].astype(np.float64) + 2 * stored[10:].astype(np.float64)) / 6).astype(np.float32)
-        expected["tensors"][write_v1.MOMENTUM] = {"dtype": "float32", "size": [10], "hex": mean.tobytes().hex()}
+        expected["tensors"][write_v2.MOMENTUM] = {"dtype": "float32", "size": [10], "hex": mean.tobytes().hex()}
     return expected
 
 
@@ -71,7 +71,7 @@ def _load(folder: Path, state: dict[str, Any], planner: LoadPlanner = cnr.CNRLoa
 
 def _as_json(tensor: Tensor) -> dict[str, Any]:
     name = str(tensor.dtype).removeprefix("torch.")
-    return {"dtype": name, "size": list(tensor.shape), "hex": write_v1.as_bytes(tensor).hex()}
+    return {"dtype": name, "size": list(tensor.shape), "hex": write_v2.as_bytes(tensor).hex()}
 
 
 def _loaded(state: dict[str, Any]) -> dict[str, Any]:
@@ -116,8 +116,8 @@ def test_golden_checkpoints_load_bit_equal(step: str, planner: LoadPlanner) -> N
 
 def test_golden_checkpoints_differ() -> None:
     """Each golden delta changes rows of every table and leaves others: a fold is needed to read it."""
-    for fqn in (write_v1.T0, write_v1.T2, write_v1.T4, write_v1.T8, write_v1.EXP_AVG):
-        for before, after in pairwise(EXPECTED[step]["tensors"][fqn] for step in write_v1.STEPS):
+    for fqn in (write_v2.T0, write_v2.T2, write_v2.T4, write_v2.T8, write_v2.EXP_AVG):
+        for before, after in pairwise(EXPECTED[step]["tensors"][fqn] for step in write_v2.STEPS):
             num_rows, num_bytes = before["size"][0], len(before["hex"])
             rows = range(0, num_bytes, num_bytes // num_rows)
             same = {before["hex"][a : a + rows.step] == after["hex"][a : a + rows.step] for a in rows}
@@ -126,11 +126,11 @@ def test_golden_checkpoints_differ() -> None:
 
 def test_golden_checkpoints_hold_every_kind() -> None:
     """Between them they have each scheme, coding, dtype and way of storing a shard, so that each is held."""
-    manifests = [cnr.read_checkpoint(GOLDEN / step).manifest for step in write_v1.STEPS]
+    manifests = [cnr.read_checkpoint(GOLDEN / step).manifest for step in write_v2.STEPS]
     entries = [entry for manifest in manifests for entry in manifest.tensors.values()]
     shards = [shard for entry in entries for shard in entry.shards]
     sets = [row_set for manifest in manifests for row_set in manifest.row_sets]
-    assert {str(entry.scheme.to_json().get("bits")) for entry in entries} == {"None", "2", "4", "8"}
+    assert {str(shard.scheme.to_json().get("bits")) for shard in shards} == {"None", "2", "4", "8"}
     assert {block.coding for row_set in sets for block in row_set.blocks} == {"bitmap", "gaps"}
     assert {entry.dtype for entry in entries} == set(reader.DTYPES)
     assert {len(row_set.blocks) for row_set in sets} == {0, 1, 2}
@@ -142,7 +142,7 @@ def test_golden_checkpoints_hold_every_kind() -> None:
 
 def test_script_writes_the_same_bytes_again(tmp_path: Path) -> None:
     """Row codes, quantized rows, safetensors headers and manifests are byte for byte what version 1 wrote."""
-    write_v1.write(tmp_path)
+    write_v2.write(tmp_path)
     written = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     golden = {path.relative_to(GOLDEN): path.read_bytes() for path in GOLDEN.rglob("*") if path.is_file()}
     assert sorted(written) == sorted(golden)
@@ -153,7 +153,7 @@ def test_paths_rebuild_the_nested_state() -> None:
     """Loaded without a state dict, items stand where their paths say."""
     state = _load_state_dict_from_keys(storage_reader=cnr.CNRStorageReader(GOLDEN / "step-3"))
     assert _as_json(state["dense"]["layers"][0]) == EXPECTED["step-3"]["tensors"]["dense.layers.0"]
-    assert _as_json(state["model"][write_v1.T4.removeprefix("model.")]) == EXPECTED["step-3"]["tensors"][write_v1.T4]
+    assert _as_json(state["model"][write_v2.T4.removeprefix("model.")]) == EXPECTED["step-3"]["tensors"][write_v2.T4]
     assert state["epoch"] == 3
 
 
@@ -194,8 +194,7 @@ def test_row_of_the_page_is_right() -> None:
     """The quantized row given as an example decodes to the values that the page says."""
     values, code = re.findall(r"^Five values ([0-9, ]+) with 4 bits .*: `([0-9a-f ]+)`\.$", PAGE, re.MULTILINE)[0]
     expected = [float(value) for value in values.split(",")]
-    tensor = reader.Tensor("float32", (1, 5), 4, True, None, [])
-    assert reader.decode_values(tensor, 5, 1, _hex(code)).tolist() == [expected]
+    assert reader.decode_values(reader.Scheme("float32", 4), 5, 1, _hex(code)).tolist() == [expected]
     assert bytes(cnr.Asymmetric(4).encode(torch.tensor([expected])).codes[0].tolist()) == _hex(code)
 
 
@@ -360,9 +359,9 @@ def test_bytes_that_are_no_bools_are_refused(copied: Path) -> None:
 @pytest.mark.parametrize(
     ("fqn", "change"),
     [
-        pytest.param(write_v1.T0, {"dtype": "int32"}, id="another dtype"),
-        pytest.param(write_v1.T2, {"is_table": False}, id="no table any more"),
-        pytest.param(write_v1.EXP_AVG, {"is_table": True}, id="a table suddenly"),
+        pytest.param(write_v2.T0, {"dtype": "int32"}, id="another dtype"),
+        pytest.param(write_v2.T2, {"is_table": False}, id="no table any more"),
+        pytest.param(write_v2.EXP_AVG, {"is_table": True}, id="a table suddenly"),
     ],
 )
 def test_tensor_that_changes_along_a_lineage_is_refused(copied: Path, fqn: str, change: dict[str, Any]) -> None:
@@ -378,10 +377,10 @@ def test_tensor_that_changes_along_a_lineage_is_refused(copied: Path, fqn: str, 
 
 def test_tensor_that_the_parent_lacks_is_refused(copied: Path) -> None:
     """A delta of a tensor that its parent does not have cannot be laid over anything."""
-    _edit(copied, "step-2", lambda body: body["tensors"].update(new=body["tensors"].pop(write_v1.T2)))
+    _edit(copied, "step-2", lambda body: body["tensors"].update(new=body["tensors"].pop(write_v2.T2)))
     _edit(copied, "step-2", lambda body: body.update(tensors=dict(sorted(body["tensors"].items()))))
     target = _target("step-2")
-    target["new"] = target.pop(write_v1.T2)
+    target["new"] = target.pop(write_v2.T2)
     with pytest.raises(reader.Refused, match="no new in a parent"):
         reader.read(copied / "step-2")
     with pytest.raises(cnr.DamagedError, match="'new'"):

@@ -22,7 +22,7 @@ from torchrec_cnr.errors import (
     VersionError,
 )
 from torchrec_cnr.lineage import committed, latest, read_checkpoint, read_lineage, relative_path
-from torchrec_cnr.manifest import FILE_NAME, CheckpointRef, History, Manifest
+from torchrec_cnr.manifest import FILE_NAME, VERSION, CheckpointRef, History, Manifest
 from torchrec_cnr.stores import Store
 
 numbers = count()
@@ -42,7 +42,7 @@ class Run:
         """Commit a checkpoint; returns how a child in the same directory refers to it."""
         history = History(0, () if parent is None else (0,))
         id_ = name.rpartition("/")[2]
-        manifest = Manifest(created_ns, id_, save_id, parent, "Consecutive", history, 1, "tests", (), (), {})
+        manifest = Manifest(created_ns, id_, save_id, parent, "Consecutive", history, 0, 1, "tests", (), (), {})
         data, sha256 = manifest_json.dumps(manifest)
         self.put(name, data)
         return CheckpointRef(f"../{name}", sha256)
@@ -251,7 +251,7 @@ def test_errors_survive_pickling(run: Run) -> None:
 
 def _newer(data: bytes) -> bytes:
     """The same manifest, of the next version of the format."""
-    body = {**json.loads(data)["manifest"], "version": 2, "something": "new"}
+    body = {**json.loads(data)["manifest"], "version": VERSION + 1, "something": "new"}
     return _framed(json.dumps(body, separators=(",", ":")).encode())
 
 
@@ -317,7 +317,7 @@ def test_latest_refuses_to_go_behind_a_newer_version(run: Run) -> None:
     run.commit("old", 1)
     run.commit("new", 2)
     run.put("new", _newer(run.read("new")))
-    with pytest.raises(VersionError, match=r"new/manifest\.json: written in format version 2.*upgrade"):
+    with pytest.raises(VersionError, match=rf"new/manifest\.json: written in format version {VERSION + 1}.*upgrade"):
         latest(run.url)
     run.commit("newest", 3)
     assert latest(run.url) == run.at("newest")
@@ -416,7 +416,7 @@ def test_whatever_path_is_written_is_read(other: str) -> None:
         return
     if path is None:
         return
-    manifest = Manifest(1, "", "save", CheckpointRef(path, "0" * 64), "", History(0), 1, "", (), (), {})
+    manifest = Manifest(1, "", "save", CheckpointRef(path, "0" * 64), "", History(0), 0, 1, "", (), (), {})
     assert manifest_json.loads(manifest_json.dumps(manifest)[0], "here")[0] == manifest
 
 

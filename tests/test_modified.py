@@ -200,7 +200,7 @@ def _stand(tracked: TrackedRows) -> tuple[Head | None, Pending | None]:
 
 
 REFS = [CheckpointRef(f"/job/step-{number}", "0" * 64) for number in range(2)]
-BASELINE, DELTA = Head((REFS[0],), 1, History(100)), Head((REFS[0], REFS[1]), 2, History(100, (10,)))
+BASELINE, DELTA = Head((REFS[0],), 1, History(100), 0), Head((REFS[0], REFS[1]), 2, History(100, (10,)), 0)
 
 
 def test_shards_are_cut_and_committed_together() -> None:

@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torchrec_cnr.errors import SaveError
 from torchrec_cnr.manifest import Blob, Pack, RowBlock, RowSet, Shard, TensorEntry
 from torchrec_cnr.rows import Box
-from torchrec_cnr.schemes import Scheme
 
 RANK_RECORD = ""  # the fqn under which each rank reports its packs; DCP has no other way to pass them
 
@@ -32,7 +31,6 @@ class ShardRecord:
 
     size: tuple[int, ...]
     dtype: str
-    scheme: Scheme
     is_table: bool
     table: str | None
     shard: Shard
@@ -110,11 +108,11 @@ def _tensor_entry(fqn: str, records: Sequence[ShardRecord]) -> TensorEntry:
     # What an empty shard belongs to, its rank cannot tell.
     filled = [record for record in records if 0 not in record.shard.box.sizes] or records
     first = filled[0]
-    shared = {(r.size, r.dtype, r.scheme, r.is_table, r.table) for r in filled}
+    shared = {(r.size, r.dtype, r.is_table, r.table) for r in filled}
     if len(shared) != 1:
-        raise SaveError(f"tensor {fqn!r}: its shards do not agree in size, dtype or scheme: {shared}")
+        raise SaveError(f"tensor {fqn!r}: its shards do not agree in size, dtype or table: {shared}")
     shards = sorted((record.shard for record in records), key=lambda shard: shard.box.offsets)
-    return TensorEntry(first.dtype, first.size, first.scheme, tuple(shards), first.is_table, first.table)
+    return TensorEntry(first.dtype, first.size, tuple(shards), first.is_table, first.table)
 
 
 def _check_against_plan(metadata: Metadata, tensors: Mapping[str, TensorEntry], objects: Mapping[str, Blob]) -> None:

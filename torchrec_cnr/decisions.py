@@ -34,6 +34,7 @@ class Decision:
         history: Of the lineage up to the head, or None for a baseline.
         after_ns: Commit time of the head; this save's must be later.
         whole: Shards that are stored with all their rows all the same.
+        num_restores: Restores from a checkpoint that the state has been through.
     """
 
     save_id: str
@@ -43,6 +44,7 @@ class Decision:
     history: History | None = None
     after_ns: int = 0
     whole: frozenset[ShardKey] = frozenset()
+    num_restores: int = 0
 
 
 @dataclass(frozen=True)

@@ -166,11 +166,11 @@ def _decode(read: _BlobRead, data: Bytes, rows: _RowNumbers, is_delta: bool, whe
         numbers = rows.of(shard.row_set, read.number)
         num_rows = len(numbers)
     num_cols = shard.box.num_cols
-    num_code_bytes = num_rows * read.entry.scheme.row_bytes(num_cols, dtype)
+    num_code_bytes = num_rows * shard.scheme.row_bytes(num_cols, dtype)
     codes = torch.from_numpy(data[:num_code_bytes]).view(num_rows, -1)
     if dtype is torch.bool and bool((codes > 1).any()):
         raise DamagedError(f"{where}: bytes that are no bools; use another checkpoint")
-    values = read.entry.scheme.decode(codes, num_cols, dtype)
+    values = shard.scheme.decode(codes, num_cols, dtype)
     if len(data) > num_code_bytes:
         _restore_exact(values, torch.from_numpy(data[num_code_bytes:]), where)
     values = values.view(num_rows, *shard.box.sizes[1:])

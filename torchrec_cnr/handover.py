@@ -42,6 +42,7 @@ class ShardData:
         is_table: Whether it is a table, rather than its optimizer state.
         table: For row-wise optimizer state, the FQN of its table.
         table_box: And the box of the table's shard.
+        num_restores: Restores from a checkpoint that the state has been through.
     """
 
     values: Tensor
@@ -49,6 +50,7 @@ class ShardData:
     is_table: bool
     table: str | None = None
     table_box: Box | None = None
+    num_restores: int = 0
 
 
 @dataclass

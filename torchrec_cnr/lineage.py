@@ -44,6 +44,11 @@ class Checkpoint:
         return self.manifest.num_rows
 
     @property
+    def num_restores(self) -> int:
+        """Restores from a checkpoint that its state has been through."""
+        return self.manifest.num_restores
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all its files."""
         return self.manifest.pack_bytes + self.manifest_bytes

@@ -121,11 +121,13 @@ class CNRLoadPlanner(DefaultLoadPlanner):
 
     def finish_restore(self) -> None:
         """Everything was read: the tracker stands on the loaded checkpoint, if nothing was left out."""
-        if self._tracker is None or self._lineage is None or not self._is_complete:
+        if self._tracker is None or self._lineage is None:
             return
         loaded = {id(shard) for key, shard in self._tracked.items() if key in self._restored}
-        if loaded == {id(shard) for shard in self._tracker.shards if shard.rows.box.num_rows}:
+        if self._is_complete and loaded == {id(shard) for shard in self._tracker.shards if shard.rows.box.num_rows}:
             self._tracker.restore(self._lineage.head)
+        else:
+            self._tracker.restore_partly(self._lineage.head)
 
     def _start_tracking(self, tracker: TrackedRows) -> None:
         self._restored = set()

@@ -15,7 +15,7 @@ from torchrec_cnr.rows import Box, Coding
 from torchrec_cnr.schemes import Scheme
 
 FORMAT = "torchrec_cnr"
-VERSION = 1
+VERSION = 2
 FILE_NAME = "manifest.json"
 
 # How a checkpoint names another: '../' first, then plain names.
@@ -108,6 +108,7 @@ class Shard:
         row_set: Index into the manifest's row sets, or None where every row of the box is stored.
         block_rows: Rows in a blob; the last blob may have fewer.
         blobs: The rows' codes, in order.
+        scheme: How its rows are quantized; each rank decides for its own shards.
         table_box: For row-wise optimizer state, the box of the table shard that it belongs to.
     """
 
@@ -115,6 +116,7 @@ class Shard:
     row_set: int | None
     block_rows: int
     blobs: tuple[Blob, ...]
+    scheme: Scheme
     table_box: Box | None = None
 
 
@@ -125,7 +127,6 @@ class TensorEntry:
     Attributes:
         dtype: Name of its torch dtype, such as ``float32``.
         size: Its global size.
-        scheme: How its rows are quantized.
         shards: Boxes that fill it exactly, each with the rows stored of it.
         is_table: Whether it is an embedding table.
         table: For row-wise optimizer state (one value a row), the FQN of its table.
@@ -133,7 +134,6 @@ class TensorEntry:
 
     dtype: str
     size: tuple[int, ...]
-    scheme: Scheme
     shards: tuple[Shard, ...]
     is_table: bool = False
     table: str | None = None
@@ -181,6 +181,7 @@ class Manifest:
         parent: What must be loaded first, or None for a baseline.
         policy: Name of the policy that decided.
         history: Of the lineage, up to and with this checkpoint.
+        num_restores: Restores from a checkpoint that the saved state has been through.
         world_size: Number of ranks that saved.
         writer: Name and version of the software that wrote it.
         packs: The data files.
@@ -196,6 +197,7 @@ class Manifest:
     parent: CheckpointRef | None
     policy: str
     history: History
+    num_restores: int
     world_size: int
     writer: str
     packs: tuple[Pack, ...]
@@ -248,11 +250,13 @@ class Head:
         lineage: From the baseline to the newest checkpoint, by full path.
         created_ns: Time of the newest one's commit.
         history: Of the lineage.
+        num_restores: Restores that the newest one's state has been through.
     """
 
     lineage: tuple[CheckpointRef, ...]
     created_ns: int
     history: History
+    num_restores: int
 
     @property
     def ref(self) -> CheckpointRef:
@@ -267,4 +271,4 @@ class Head:
     @classmethod
     def of(cls, manifest: Manifest, lineage: tuple[CheckpointRef, ...]) -> "Head":
         """The head that ``manifest``, at the end of ``lineage``, is."""
-        return cls(lineage, manifest.created_ns, manifest.history)
+        return cls(lineage, manifest.created_ns, manifest.history, manifest.num_restores)

@@ -35,7 +35,7 @@ def loads(data: bytes, where: str) -> tuple[Manifest, str]:
 
     Raises:
         DamagedError: It is not what was committed, or contradicts itself.
-        VersionError: It was written by a newer version of the format.
+        VersionError: It was written in a newer version of the format.
     """
     frame = _FRAME.fullmatch(data)
     if frame is None:
@@ -54,14 +54,14 @@ def loads(data: bytes, where: str) -> tuple[Manifest, str]:
     version = value.get("version")
     if type(version) is int and version > VERSION:
         raise VersionError(
-            f"{where}: written in format version {version}, this torchrec_cnr reads version {VERSION}; "
+            f"{where}: written in format version {version}, this torchrec_cnr reads versions up to {VERSION}; "
             "upgrade torchrec_cnr to load it"
         )
-    if type(version) is not int or version != VERSION:
+    if type(version) is not int or version < 1:
         raise DamagedError(f"{where}: there is no format version {version!r}")
     if not is_plain:  # white space, floating-point numbers, a key that occurs twice, other escapes
         raise DamagedError(f"{where}: not written as manifests are")
-    return ManifestParser(where).manifest(value), digest
+    return ManifestParser(where, version).manifest(value), digest
 
 
 def _body(value: Any) -> bytes:
@@ -85,6 +85,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
         "parent": manifest.parent and {"path": manifest.parent.path, "sha256": manifest.parent.sha256},
         "policy": manifest.policy,
         "history": [manifest.history.baseline_bytes, list(manifest.history.delta_bytes)],
+        "restores": manifest.num_restores,
         "world_size": manifest.world_size,
         "writer": manifest.writer,
         "packs": [[p.name, p.num_bytes, p.header_bytes, p.header_crc32c] for p in manifest.packs],
@@ -102,7 +103,6 @@ def _tensor_json(entry: TensorEntry) -> dict[str, Any]:
     return {
         "dtype": entry.dtype,
         "size": list(entry.size),
-        "scheme": entry.scheme.to_json(),
         "is_table": entry.is_table,
         "table": entry.table,
         "shards": [
@@ -112,6 +112,7 @@ def _tensor_json(entry: TensorEntry) -> dict[str, Any]:
                 shard.block_rows,
                 [_blob_json(blob) for blob in shard.blobs],
                 shard.table_box and _box_json(shard.table_box),
+                shard.scheme.to_json(),
             ]
             for shard in entry.shards
         ],

@@ -2,6 +2,7 @@
 
 Checked are types and bounds, that blobs fill their packs without holes or overlaps, that boxes fill their tensors, that
 every blob has the size its rows need, and that whatever refers to something else refers to something of the right kind.
+Every version of the format gives the same values; in what little they differ, ``version`` is asked.
 """
 
 import re
@@ -24,7 +25,7 @@ from torchrec_cnr.manifest import (
     TensorEntry,
 )
 from torchrec_cnr.rows import Box, fills
-from torchrec_cnr.schemes import exact_row_bytes, scheme_from_json
+from torchrec_cnr.schemes import Scheme, exact_row_bytes, scheme_from_json
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
 _SURROGATE = re.compile("[\ud800-\udfff]")  # alone: a pair is one character by now
@@ -35,9 +36,13 @@ _MAX_LIST_INDEX = 2**20  # a longer list of tensors in a state dict is not belie
 
 T = TypeVar("T")
 _KEYS = (
-    "format", "version", "created_ns", "id", "save_id", "parent", "policy", "history", "world_size", "writer",
-    "packs", "row_sets", "tensors", "objects", "paths",
+    "format", "version", "created_ns", "id", "save_id", "parent", "policy", "history", "restores", "world_size",
+    "writer", "packs", "row_sets", "tensors", "objects", "paths",
 )  # fmt: skip
+_KEYS_1 = tuple(key for key in _KEYS if key != "restores")
+_TENSOR_KEYS = ("dtype", "size", "is_table", "table", "shards")
+_TENSOR_KEYS_1 = ("dtype", "size", "scheme", "is_table", "table", "shards")
+_SCHEMES_1 = ({"name": "none"}, *({"name": "asymmetric", "bits": bits} for bits in (2, 4, 8)))
 
 
 class ManifestParser:
@@ -45,10 +50,12 @@ class ManifestParser:
 
     Args:
         where: Names the file in errors.
+        version: Version of the format that it is written in; this one reads it.
     """
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where: str, version: int) -> None:
         self.where = where
+        self.version = version
         self.packs: tuple[Pack, ...] = ()
         self.row_sets: tuple[RowSet, ...] = ()
 
@@ -56,8 +63,9 @@ class ManifestParser:
         raise DamagedError(f"{self.where}: {message}; use another checkpoint")
 
     def manifest(self, value: dict[str, Any]) -> Manifest:
-        if tuple(value) != _KEYS:
-            self.fail(f"its keys are {list(value)}, expected {list(_KEYS)}")
+        keys = _KEYS_1 if self.version == 1 else _KEYS
+        if tuple(value) != keys:
+            self.fail(f"its keys are {list(value)}, expected {list(keys)}")
         baseline_bytes, delta_bytes = self.tuple_of(value["history"], 2, "history")
         self.packs = self.items(self.pack, value["packs"], "packs")
         self.row_sets = self.items(self.row_set, value["row_sets"], "row_sets")
@@ -68,6 +76,7 @@ class ManifestParser:
             parent=self.parent(value["parent"]),
             policy=self.string(value["policy"], "policy"),
             history=History(self.integer(baseline_bytes, "history"), self.items(self.integer, delta_bytes, "history")),
+            num_restores=self.integer(value.get("restores", 0), "restores"),  # version 1 did not count them
             world_size=self.integer(value["world_size"], "world_size", low=1),
             writer=self.string(value["writer"], "writer"),
             packs=self.packs,
@@ -130,39 +139,52 @@ class ManifestParser:
 
     def tensor(self, value: Any, fqn: str) -> TensorEntry:
         what = f"tensor {fqn!r}"
-        if list(self.mapping(value, what)) != ["dtype", "size", "scheme", "is_table", "table", "shards"]:
+        if tuple(self.mapping(value, what)) != (_TENSOR_KEYS_1 if self.version == 1 else _TENSOR_KEYS):
             self.fail(f"{what}: its keys are {list(value)}")
         if self.string(value["dtype"], what) not in DTYPES:
             self.fail(f"{what}: unknown dtype {value['dtype']!r}")
         if not isinstance(value["is_table"], bool):
             self.fail(f"{what}: is_table is {value['is_table']!r}")
+        shards = self.shards_1(value, what) if self.version == 1 else value["shards"]
         entry = TensorEntry(
             dtype=value["dtype"],
             size=self.items(self.integer, value["size"], what),
-            scheme=scheme_from_json(self.mapping(value["scheme"], what), f"{self.where}: {what}"),
-            shards=self.items(self.shard, value["shards"], what),
+            shards=self.items(lambda shard, what: self.shard(shard, value["dtype"], what), shards, what),
             is_table=value["is_table"],
             table=None if value["table"] is None else self.string(value["table"], what),
         )
         if entry.is_table and len(entry.size) != 2:
             self.fail(f"{what}: a table of {len(entry.size)} dimensions")
-        if not entry.scheme.supports(DTYPES[entry.dtype]):
-            self.fail(f"{what}: {entry.dtype} cannot be quantized as {value['scheme']}")
         if not fills(entry.size, [shard.box for shard in entry.shards]):
             self.fail(f"{what}: its boxes do not fill its size {list(entry.size)} exactly")
         for shard in entry.shards:
             self.check_blobs(shard, entry, what)
         return entry
 
-    def shard(self, value: Any, what: str) -> Shard:
-        box, row_set, block_rows, blobs, table_box = self.tuple_of(value, 5, what)
+    def shards_1(self, tensor: Mapping[str, Any], what: str) -> list[Any]:
+        """A tensor's shards in version 1, where it had one scheme for all of them, as shards with a scheme each."""
+        if tensor["scheme"] not in _SCHEMES_1:
+            self.fail(f"{what}: {tensor['scheme']!r} is not a quantization scheme of format version 1")
+        self.scheme(tensor["scheme"], tensor["dtype"], what)  # there need not be a shard
+        shards = self.items(lambda shard, _: self.tuple_of(shard, 5, what), tensor["shards"], what)
+        return [[*shard, tensor["scheme"]] for shard in shards]
+
+    def shard(self, value: Any, dtype: str, what: str) -> Shard:
+        box, row_set, block_rows, blobs, table_box, scheme = self.tuple_of(value, 6, what)
         return Shard(
             box=self.box(box, what),
             row_set=None if row_set is None else self.integer(row_set, what, high=len(self.row_sets) - 1),
             block_rows=self.integer(block_rows, what, low=1),
             blobs=self.items(self.blob, blobs, what),
+            scheme=self.scheme(scheme, dtype, what),
             table_box=None if table_box is None else self.box(table_box, what),
         )
+
+    def scheme(self, value: Any, dtype: str, what: str) -> Scheme:
+        scheme = scheme_from_json(self.mapping(value, what), f"{self.where}: {what}")
+        if not scheme.supports(DTYPES[dtype]):
+            self.fail(f"{what}: {dtype} cannot be quantized as {value}")
+        return scheme
 
     def check_blobs(self, shard: Shard, entry: TensorEntry, what: str) -> None:
         num_rows = shard.box.num_rows
@@ -178,11 +200,11 @@ class ManifestParser:
         if len(shard.blobs) != -(-num_rows // shard.block_rows):
             self.fail(f"{what}: {len(shard.blobs)} blobs of {shard.block_rows} rows for {num_rows} rows")
         dtype, num_cols = DTYPES[entry.dtype], shard.box.num_cols
-        row_bytes = entry.scheme.row_bytes(num_cols, dtype)
+        row_bytes = shard.scheme.row_bytes(num_cols, dtype)
         for number, blob in enumerate(shard.blobs):
             rows = min(shard.block_rows, num_rows - number * shard.block_rows)
             exact, rest = divmod(blob.num_bytes - rows * row_bytes, exact_row_bytes(num_cols, dtype.itemsize))
-            if not 0 <= exact <= (rows if entry.scheme.name != "none" else 0) or rest:
+            if not 0 <= exact <= (rows if shard.scheme.name != "none" else 0) or rest:
                 self.fail(f"{what}: block {number} has {blob.num_bytes} bytes, its {rows} rows need {rows * row_bytes}")
 
     def check_packs_filled(self, manifest: Manifest) -> None:

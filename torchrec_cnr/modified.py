@@ -170,12 +170,14 @@ class TrackedRows:
         shards: The shards.
         head: The checkpoint that ``marked`` rows were modified since, or None: then only a baseline is right.
         pending: The save in flight, once its rows were handed out.
+        num_restores: Restores from a checkpoint that the tables have been through.
     """
 
     def __init__(self, shards: Sequence[TrackedShard]) -> None:
         self.shards = tuple(shards)
         self.head: Head | None = None
         self.pending: Pending | None = None
+        self.num_restores = 0
         _all_tracked.add(self)
 
     @property
@@ -207,6 +209,11 @@ class TrackedRows:
     def restore(self, head: Head) -> None:
         """The tables hold what ``head`` holds; ``since_baseline`` was set by whoever loaded it."""
         self.head, self.pending = head, None
+        self.num_restores = head.num_restores + 1
+
+    def restore_partly(self, head: Head) -> None:
+        """The tables hold some of what ``head`` holds: they have been through its restores, and this one."""
+        self.num_restores = max(self.num_restores, head.num_restores + 1)
 
 
 def forget_overwritten(targets: Iterable[Tensor]) -> None:

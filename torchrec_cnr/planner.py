@@ -161,6 +161,7 @@ class CNRSavePlanner(DefaultSavePlanner):
             since=Since.EVER,
             policy=type(self._policy).__name__,
             after_ns=head.created_ns if head else 0,
+            num_restores=self._tracker.num_restores,
         )
         base = choose_base(self._policy, head, [rank.head for rank in data], meta.store if meta else None)
         if base is not None:
@@ -187,21 +188,22 @@ class CNRSavePlanner(DefaultSavePlanner):
         if item is None:
             data: Tensor | io.BytesIO = super().resolve_data(write_item)
             return data
+        if self._decision is None:
+            raise SaveError("data was asked for before the plan was finished")
         return ShardData(
             values=item.values,
-            rows=self._rows_of(item.shard, _key(write_item)),
+            rows=self._rows_of(item.shard, _key(write_item), self._decision),
             is_table=item.is_table,
             table=item.table if item.is_row_wise else None,
             table_box=item.shard.rows.box if item.is_row_wise else None,
+            num_restores=self._decision.num_restores,
         )
 
-    def _rows_of(self, shard: TrackedShard, key: ShardKey) -> RowMask | None:
-        if self._decision is None:
-            raise SaveError("data was asked for before the plan was finished")
-        if self._decision.since is Since.EVER or key in self._decision.whole:
+    def _rows_of(self, shard: TrackedShard, key: ShardKey, decision: Decision) -> RowMask | None:
+        if decision.since is Since.EVER or key in decision.whole:
             return None
         if id(shard) not in self._masks:
-            self._masks[id(shard)] = shard.rows.select(self._decision.since)
+            self._masks[id(shard)] = shard.rows.select(decision.since)
         return self._masks[id(shard)]
 
     def _find_tracked(self, state_dict: dict[str, Any]) -> dict[ShardKey, _TrackedItem]:

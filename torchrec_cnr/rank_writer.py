@@ -103,8 +103,8 @@ class RankWriter:
                 )
             located = tuple(blobs[number] for number in encoded.blobs)
             size, box = _place(item, data.values)
-            shard = Shard(box, row_set, encoded.block_rows, located, data.table_box)
-            record = ShardRecord(size, source.dtype, source.scheme, data.is_table, data.table, shard)
+            shard = Shard(box, row_set, encoded.block_rows, located, source.scheme, data.table_box)
+            record = ShardRecord(size, source.dtype, data.is_table, data.table, shard)
             results.append(WriteResult(item.index, sum(blob.num_bytes for blob in located), record))
         return results
 

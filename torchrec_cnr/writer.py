@@ -128,6 +128,7 @@ class CNRStorageWriter(StorageWriter):
             parent=self._parent(decision),
             policy=decision.policy,
             history=_extended(decision.history, sum(pack.num_bytes for pack in parts.packs)),
+            num_restores=decision.num_restores,
             world_size=len(results),
             writer=f"torchrec_cnr {__version__}",
             packs=parts.packs,

@@ -24,9 +24,12 @@ Array = npt.NDArray[Any]
 FRAME = re.compile(rb'\{"sha256":"([0-9a-f]{64})","manifest":(\{.*\})\}\n', re.DOTALL)
 NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
 PARENT = re.compile(r"(\.\./)+(?!\.{1,2}(/|$))[^/\\\x00-\x1f]+(/(?!\.{1,2}(/|$))[^/\\\x00-\x1f]+)*")
-KEYS = ["format", "version", "created_ns", "id", "save_id", "parent", "policy", "history", "world_size", "writer"]
-KEYS += ["packs", "row_sets", "tensors", "objects", "paths"]
-TENSOR_KEYS = ["dtype", "size", "scheme", "is_table", "table", "shards"]
+KEYS = ["format", "version", "created_ns", "id", "save_id", "parent", "policy", "history", "restores", "world_size"]
+KEYS += ["writer", "packs", "row_sets", "tensors", "objects", "paths"]
+TENSOR_KEYS = ["dtype", "size", "is_table", "table", "shards"]
+# 13. Versions
+KEYS_1 = [key for key in KEYS if key != "restores"]
+TENSOR_KEYS_1 = ["dtype", "size", "scheme", "is_table", "table", "shards"]
 # A bfloat16 is kept as its 16 bits.
 DTYPES = {
     "float64": "<f8",
@@ -176,22 +179,15 @@ class Shard:
     block_rows: int
     blobs: list[Blob]
     table_box: Box | None
+    scheme: "Scheme"
 
 
 @dataclass(frozen=True)
-class Tensor:
-    """A tensor's entry."""
+class Scheme:
+    """How rows of a dtype lie in a blob (6)."""
 
     dtype: str
-    size: tuple[int, ...]
     bits: int | None
-    is_table: bool
-    table: str | None
-    shards: list[Shard]
-
-    @property
-    def is_whole(self) -> bool:
-        return all(shard.row_set is None for shard in self.shards)
 
     @property
     def item_bytes(self) -> int:
@@ -202,6 +198,21 @@ class Tensor:
             return cols * self.item_bytes
         per = 16 // self.bits
         return -(-cols // per) * per * self.bits // 8 + 4
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor's entry."""
+
+    dtype: str
+    size: tuple[int, ...]
+    is_table: bool
+    table: str | None
+    shards: list[Shard]
+
+    @property
+    def is_whole(self) -> bool:
+        return all(shard.row_set is None for shard in self.shards)
 
 
 class Manifest:
@@ -221,10 +232,11 @@ class Manifest:
         check(value.get("format") == "torchrec_cnr", "another format")
         version = value.get("version")
         check(type(version) is int and version >= 1, "no version")
-        if version > 1:
+        if version > 2:
             raise NewerVersion(str(version))
+        self.version = version
         check(written == frame[2], "written in another way")
-        value = mapping(value, KEYS)
+        value = mapping(value, KEYS_1 if version == 1 else KEYS)
         self.created_ns = integer(value["created_ns"])
         string(value["id"]), name(value["save_id"]), string(value["policy"]), string(value["writer"])
         self.parent = None if value["parent"] is None else mapping(value["parent"], ["path", "sha256"])
@@ -234,6 +246,7 @@ class Manifest:
         baseline_bytes, delta_bytes = array(value["history"], 2)
         for num_bytes in [baseline_bytes, *array(delta_bytes)]:
             integer(num_bytes)
+        self.num_restores = 0 if version == 1 else integer(value["restores"])
         integer(value["world_size"], low=1)
         self.blobs: list[Blob] = []
         self.packs = [self._pack(pack) for pack in array(value["packs"])]
@@ -272,33 +285,32 @@ class Manifest:
         return num_rows, block_rows, found
 
     def _tensor(self, value: Any) -> Tensor:
-        entry = mapping(value, TENSOR_KEYS)
+        entry = mapping(value, TENSOR_KEYS_1 if self.version == 1 else TENSOR_KEYS)
         check(string(entry["dtype"]) in DTYPES, "unknown dtype")
         size = tuple(integer(extent) for extent in array(entry["size"]))
         check(type(entry["is_table"]) is bool, "is_table is no boolean")
         check(not entry["is_table"] or len(size) == 2, "a table that is no matrix")
-        bits = None
-        if entry["scheme"] != {"name": "none"}:
-            scheme = mapping(entry["scheme"], ["name", "bits"])
-            bits = integer(scheme["bits"])
-            check(scheme["name"] == "asymmetric" and bits in (2, 4, 8), "unknown scheme")
-            check(entry["dtype"] in ("float32", "float16", "bfloat16"), "dtype that is not quantized")
         table = None if entry["table"] is None else string(entry["table"])
-        shards = [self._shard(shard) for shard in array(entry["shards"])]
+        found = array(entry["shards"])
+        if self.version == 1:
+            scheme_1(entry["scheme"], entry["dtype"])
+            found = [[*array(shard, 5), entry["scheme"]] for shard in found]
+        shards = [self._shard(shard, entry["dtype"]) for shard in found]
         check_filled(size, [shard.box for shard in shards])
-        tensor = Tensor(entry["dtype"], size, bits, entry["is_table"], table, shards)
+        tensor = Tensor(entry["dtype"], size, entry["is_table"], table, shards)
         for shard in shards:
             self._check_blobs(tensor, shard)
         return tensor
 
-    def _shard(self, value: Any) -> Shard:
-        box, row_set, block_rows, blobs, table_box = array(value, 5)
+    def _shard(self, value: Any, dtype: str) -> Shard:
+        box, row_set, block_rows, blobs, table_box, scheme = array(value, 6)
         return Shard(
             self._box(box),
             None if row_set is None else integer(row_set, high=len(self.row_sets) - 1),
             integer(block_rows, 1),
             [self._blob(blob) for blob in array(blobs)],
             None if table_box is None else self._box(table_box),
+            scheme_of(scheme, dtype),
         )
 
     def _box(self, value: Any) -> Box:
@@ -316,7 +328,7 @@ class Manifest:
         if shard.box.cols == 0:
             num_rows = 0
         for blob, rows in zip(shard.blobs, _cut(num_rows, shard.block_rows, len(shard.blobs)), strict=True):
-            num_exact(tensor, shard.box.cols, rows, blob.num_bytes)
+            num_exact(shard.scheme, shard.box.cols, rows, blob.num_bytes)
         check(tensor.table is not None or shard.table_box is None, "a table_box without a table")
 
     def _check_packs_filled(self) -> None:
@@ -354,10 +366,27 @@ def _cut(num_rows: int, block_rows: int, num_blocks: int) -> list[int]:
     return [min(block_rows, num_rows - index * block_rows) for index in range(num_blocks)]
 
 
-def num_exact(tensor: Tensor, cols: int, rows: int, num_bytes: int) -> int:
+def scheme_of(value: Any, dtype: str) -> Scheme:
+    """A shard's scheme (6)."""
+    if value == {"name": "none"}:
+        return Scheme(dtype, None)
+    found = mapping(value, ["name", "bits"])
+    bits = integer(found["bits"])
+    check(found["name"] == "asymmetric" and bits in (2, 4, 8), "unknown scheme")
+    check(dtype in ("float32", "float16", "bfloat16"), "dtype that is not quantized")
+    return Scheme(dtype, bits)
+
+
+def scheme_1(value: Any, dtype: str) -> None:
+    """The scheme of a tensor of version 1 (13), which need not have shards."""
+    scheme_of(value, dtype)
+    check(value["name"] in ("none", "asymmetric"), "a scheme of a later version")
+
+
+def num_exact(scheme: Scheme, cols: int, rows: int, num_bytes: int) -> int:
     """Rows stored exactly behind the codes of a blob (6)."""
-    exact, rest = divmod(num_bytes - rows * tensor.row_bytes(cols), 4 + cols * tensor.item_bytes)
-    check(rest == 0 and 0 <= exact <= (0 if tensor.bits is None else rows), "a blob of another size")
+    exact, rest = divmod(num_bytes - rows * scheme.row_bytes(cols), 4 + cols * scheme.item_bytes)
+    check(rest == 0 and 0 <= exact <= (0 if scheme.bits is None else rows), "a blob of another size")
     return exact
 
 
@@ -390,21 +419,21 @@ def decode_rows(block: RowBlock, data: bytes) -> Array:
 # 6. Rows in a blob
 
 
-def decode_values(tensor: Tensor, cols: int, rows: int, data: bytes) -> Array:
+def decode_values(scheme: Scheme, cols: int, rows: int, data: bytes) -> Array:
     """The rows of a blob, [rows, cols]."""
-    dtype, row_bytes = np.dtype(DTYPES[tensor.dtype]), tensor.row_bytes(cols)
+    dtype, row_bytes = np.dtype(DTYPES[scheme.dtype]), scheme.row_bytes(cols)
     codes = np.frombuffer(data[: rows * row_bytes], np.uint8).reshape(rows, row_bytes)
-    if tensor.bits is None:
-        check(tensor.dtype != "bool" or bool((codes <= 1).all()), "a bool that is neither 0 nor 1")
+    if scheme.bits is None:
+        check(scheme.dtype != "bool" or bool((codes <= 1).all()), "a bool that is neither 0 nor 1")
         return codes.reshape(-1).view(dtype).reshape(rows, cols)
-    per_byte = 8 // tensor.bits
-    shifts = np.arange(per_byte, dtype=np.uint8) * tensor.bits
-    numbers = (codes[:, :-4, None] >> shifts) & (2**tensor.bits - 1)
+    per_byte = 8 // scheme.bits
+    shifts = np.arange(per_byte, dtype=np.uint8) * scheme.bits
+    numbers = (codes[:, :-4, None] >> shifts) & (2**scheme.bits - 1)
     scale, bias = codes[:, -4:].copy().view("<f2").astype("<f4").T
     with np.errstate(all="ignore"):
         floats = numbers.reshape(rows, -1)[:, :cols].astype("<f4") * scale[:, None] + bias[:, None]
-        values = from_float(floats, tensor.dtype)
-    exact = num_exact(tensor, cols, rows, len(data))
+        values = from_float(floats, scheme.dtype)
+    exact = num_exact(scheme, cols, rows, len(data))
     positions = np.frombuffer(data, "<u4", exact, rows * row_bytes)
     check(all(a < b for a, b in pairwise(positions)) and bool((positions < rows).all()), "positions of exact rows")
     values[positions] = np.frombuffer(data, np.uint8, offset=rows * row_bytes + 4 * exact).view(dtype).reshape(-1, cols)
@@ -456,7 +485,7 @@ class Checkpoint:
         cols = shard.box.cols
         counts = _cut(num_rows if cols else 0, shard.block_rows, len(shard.blobs))
         parts = [
-            decode_values(tensor, cols, count, self.bytes_of(blob))
+            decode_values(shard.scheme, cols, count, self.bytes_of(blob))
             for blob, count in zip(shard.blobs, counts, strict=True)
         ]
         none = np.zeros((num_rows if cols == 0 else 0, cols), DTYPES[tensor.dtype])

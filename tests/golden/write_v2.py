@@ -1,4 +1,4 @@
-"""Writes the checkpoints in ``v1``: ``python -m tests.golden.write_v1 FOLDER``.
+"""Writes the checkpoints in ``v2``: ``python -m tests.golden.write_v2 FOLDER``.
 
 A lineage of a baseline and two deltas of a small state, each sharded in its own way, goes through the library's own
 encoding, packs and manifest. Ranks, ids and times are made up, so that every run writes the same bytes, and values come
@@ -6,9 +6,10 @@ from arithmetic on integers rather than from a random generator, whose numbers m
 
     step-1    baseline, two ranks, tables sharded by columns
     step-2    delta of step-1, two ranks, tables sharded by rows
-    step-3    delta of step-2, one rank
+    step-3    delta of step-2, one rank, saved after a restore
 
-Beside them lies ``expected.json``: what each of the three loads as, elements as little-endian bytes in hex.
+Beside them lies ``expected.json``: what each of the three loads as, elements as little-endian bytes in hex. The
+checkpoints in ``v1`` are much the same, written by the library when it wrote version 1; nothing writes that any more.
 """
 
 import io
@@ -40,6 +41,14 @@ T0, T2, T4, T8 = (f"model.ebc.embedding_bags.t{bits}.weight" for bits in (0, 2, 
 EXP_AVG, MOMENTUM = "optimizer.t0.exp_avg", "optimizer.t8.momentum1"
 SCHEMES: Mapping[str, Scheme] = {T2: Asymmetric(2), T4: Asymmetric(4), T8: Asymmetric(8), "dense.kernel": Asymmetric(8)}
 EXACT = NoQuantization()
+# Shards whose ranks decided otherwise, by step, FQN and offsets.
+OTHER_SCHEMES: Mapping[tuple[int, str, tuple[int, ...]], Scheme] = {
+    (1, T8, (0, 4)): Asymmetric(2),
+    (2, T2, (4, 0)): EXACT,
+    (2, T8, (5, 0)): Asymmetric(4),
+    (3, T2, (0, 0)): Asymmetric(4),
+}
+NUM_RESTORES = {1: 0, 2: 0, 3: 1}  # by step
 
 Rows = list[int] | None  # of a box, to be stored; None for all
 
@@ -48,6 +57,11 @@ def values_of(size: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float
     """Values between -2 and 2 that every floating dtype holds exactly."""
     numbers = (torch.arange(int(np.prod(size)), dtype=torch.int64) * 73 + seed * 29) % 127 - 63
     return (numbers.double() / 32).to(dtype).reshape(size)
+
+
+def scheme_of(step: int, fqn: str, box: Box) -> Scheme:
+    """The scheme of one shard."""
+    return OTHER_SCHEMES.get((step, fqn, box.offsets), SCHEMES.get(fqn, EXACT))
 
 
 @dataclass
@@ -112,7 +126,7 @@ class Save:
         values = self.state[fqn]
         values = values[box.slices(Box.whole(tuple(values.shape)))]
         name = f"{fqn}{list(box.offsets)}"
-        return Source(name, values, dtype_name(values), SCHEMES.get(fqn, EXACT))
+        return Source(name, values, dtype_name(values), scheme_of(self.number, fqn, box))
 
     def commit(self, history: History | None, paths: Mapping[str, tuple[str | int, ...]]) -> History:
         """Write the manifest."""
@@ -127,7 +141,8 @@ class Save:
             for fqn, box, table_box, row_set, encoded in rank.shards:
                 index = None if row_set is None else row_set + len(row_sets)
                 located = tuple(blobs[number] for number in encoded.blobs)
-                shards.setdefault(fqn, []).append(Shard(box, index, encoded.block_rows, located, table_box))
+                scheme = scheme_of(self.number, fqn, box)
+                shards.setdefault(fqn, []).append(Shard(box, index, encoded.block_rows, located, scheme, table_box))
             objects |= {fqn: blobs[number] for fqn, number in rank.objects.items()}
             row_sets += (coded.located(blobs) for coded in rank.row_sets)
             packs += own_packs
@@ -142,6 +157,7 @@ class Save:
             parent=self._parent(),
             policy="Consecutive",
             history=total,
+            num_restores=NUM_RESTORES[self.number],
             world_size=self.num_ranks,
             writer="torchrec_cnr 0.1.0",
             packs=tuple(packs),
@@ -162,8 +178,7 @@ class Save:
     def _entry(self, fqn: str, shards: list[Shard]) -> TensorEntry:
         values, is_table = self.state[fqn], fqn in (T0, T2, T4, T8)
         table = T8 if fqn == MOMENTUM else None
-        size, scheme = tuple(values.shape), SCHEMES.get(fqn, EXACT)
-        return TensorEntry(dtype_name(values), size, scheme, tuple(shards), is_table, table)
+        return TensorEntry(dtype_name(values), tuple(values.shape), tuple(shards), is_table, table)
 
 
 def dense_of(step: int) -> dict[str, Tensor]:
@@ -277,7 +292,8 @@ class Folded:
                 cells[into] = values[into].double()[:, None].expand(-1, cells.shape[1])
                 continue
             target = self.state.setdefault(fqn, torch.zeros_like(save.state[fqn]))
-            target[place.slices(Box.whole(tuple(target.shape)))][into] = through(SCHEMES.get(fqn, EXACT), values)[into]
+            decoded = through(scheme_of(save.number, fqn, place), values)
+            target[place.slices(Box.whole(tuple(target.shape)))][into] = decoded[into]
         columns = [slice(0, 4), slice(4, 6)] if save.number == 1 else [slice(0, 6)]
         means = [(self.momentum[:, column].sum(1) / (column.stop - column.start)).float() for column in columns]
         self.state[MOMENTUM] = torch.cat(means)
