@@ -9,10 +9,11 @@ from typing import Any
 
 import hypothesis
 import pytest
+import torch
 from hypothesis import strategies as st
 
 from tests.golden import reader, write_v2
-from torchrec_cnr import manifest_json
+from torchrec_cnr import manifest_json, manifest_parser
 from torchrec_cnr.errors import DamagedError, VersionError
 from torchrec_cnr.manifest import (
     DTYPES,
@@ -27,10 +28,11 @@ from torchrec_cnr.manifest import (
     TensorEntry,
 )
 from torchrec_cnr.rows import Box
-from torchrec_cnr.schemes import Asymmetric, NoQuantization, Scheme, exact_row_bytes
+from torchrec_cnr.schemes import Asymmetric, NoQuantization, Scheme, exact_row_bytes, scheme_from_json
 
 Json = Any
-SCHEMES: list[Scheme] = [NoQuantization(), Asymmetric(2), Asymmetric(4), Asymmetric(8)]
+EXACT = NoQuantization()
+SCHEMES: list[Scheme] = [EXACT, Asymmetric(2), Asymmetric(4), Asymmetric(8)]
 GOLDEN = Path(__file__).parent / "golden" / "v2"
 START_BYTES = 512  # of a manifest file, in which its time of commit lies
 
@@ -54,14 +56,14 @@ class Filler:
         return tuple(Pack(name, end, 64, 7) for name, end in zip(names, self.ends, strict=True))
 
 
-def delta() -> Manifest:
-    """A small delta with something of everything."""
+def delta(scheme: Scheme = EXACT) -> Manifest:
+    """A small delta with something of everything, and a table of two shards, the second under this scheme."""
     filler = Filler("5a7e", 10_000)
-    exact, place = NoQuantization(), Box((0, 0), (8, 2))
+    exact, place, width = EXACT, Box((0, 0), (8, 2)), scheme.row_bytes(1, torch.float32)
     coded = (RowBlock("bitmap", 1, 4, filler.blob(11)), RowBlock("gaps", 7, 1, filler.blob(9)))
     table = (
         Shard(place, 0, 2, (filler.blob(2 * 6), filler.blob(6 + 12)), Asymmetric(4)),
-        Shard(Box((0, 2), (8, 1)), None, 5, (filler.blob(5 * 4), filler.blob(3 * 4)), exact),
+        Shard(Box((0, 2), (8, 1)), None, 5, (filler.blob(5 * width), filler.blob(3 * width)), scheme),
     )
     state = (
         Shard(Box((0,), (8,)), 0, 2, (filler.blob(8), filler.blob(4)), exact, place),
@@ -95,6 +97,23 @@ def body_of(manifest: Manifest) -> Json:
     return json.loads(manifest_json.dumps(manifest)[0])["manifest"]
 
 
+def in_version_1(body: Json) -> Json:
+    """A body of version 2 in which the shards of a tensor agree in scheme, as version 1 has it."""
+    tensors = {}
+    for fqn, entry in body["tensors"].items():
+        schemes = [shard[5] for shard in entry["shards"]] or [{"name": "none"}]
+        assert all(scheme == schemes[0] for scheme in schemes)
+        first = {"dtype": entry["dtype"], "size": entry["size"], "scheme": schemes[0]}
+        tensors[fqn] = first | entry | {"shards": [shard[:5] for shard in entry["shards"]]}
+    return {key: value for key, value in body.items() if key != "restores"} | {"version": 1, "tensors": tensors}
+
+
+BODIES: dict[int, Callable[[], Json]] = {
+    1: lambda: in_version_1(body_of(delta(Asymmetric(4)))),
+    2: lambda: body_of(delta()),
+}
+
+
 def file_of(body: Json) -> bytes:
     """The file with this body, given as a value or as bytes, and its right digest."""
     data = body if isinstance(body, bytes) else json.dumps(body, separators=(",", ":")).encode()
@@ -110,13 +129,12 @@ def loads(body: Json) -> Manifest:
 
 
 @st.composite
-def _manifests(draw: st.DrawFn) -> Manifest:
-    """Valid manifests of any shape."""
+def _manifests(draw: st.DrawFn, version: int = 2) -> Manifest:
+    """Valid manifests of any shape, that can be written in a version."""
     filler = Filler("save", draw(st.sampled_from([100, 10_000])))
     row_sets: list[RowSet] = []
-    tensors = {
-        fqn: draw(_entries(filler, row_sets)) for fqn in draw(st.lists(st.text(max_size=5), max_size=3, unique=True))
-    }
+    fqns = draw(st.lists(st.text(max_size=5), max_size=3, unique=True))
+    tensors = {fqn: draw(_entries(filler, row_sets, version)) for fqn in fqns}
     names = st.text(max_size=5).filter(lambda name: name not in tensors)
     objects = {fqn: filler.blob(draw(st.integers(1, 50))) for fqn in draw(st.lists(names, max_size=2, unique=True))}
     is_baseline = all(entry.is_whole for entry in tensors.values()) and draw(st.booleans())
@@ -131,7 +149,7 @@ def _manifests(draw: st.DrawFn) -> Manifest:
         parent=None if is_baseline else CheckpointRef(draw(_parent_paths), digest),
         policy=draw(st.text()),
         history=History(draw(integers), tuple(draw(st.lists(integers, max_size=3)))),
-        num_restores=draw(integers),
+        num_restores=0 if version == 1 else draw(integers),
         world_size=draw(st.integers(1, 2**62)),
         writer=draw(st.text()),
         packs=filler.packs(),
@@ -149,10 +167,12 @@ _parent_paths = st.tuples(st.integers(1, 3), st.lists(_names, min_size=1, max_si
 
 
 @st.composite
-def _entries(draw: st.DrawFn, filler: Filler, row_sets: list[RowSet]) -> TensorEntry:
+def _entries(draw: st.DrawFn, filler: Filler, row_sets: list[RowSet], version: int) -> TensorEntry:
     size: tuple[int, ...] = tuple(draw(st.lists(st.integers(0, 12), max_size=3)))
     dtype = draw(st.sampled_from(list(DTYPES)))
     schemes = [scheme for scheme in SCHEMES if scheme.supports(DTYPES[dtype])]
+    if version == 1:
+        schemes = [draw(st.sampled_from(schemes))]
     cut = draw(st.integers(0, size[0])) if size else 0
     boxes = [Box.whole(size)]
     if size:
@@ -193,6 +213,16 @@ def test_small_delta_comes_back() -> None:
     assert reader.Manifest(data).digest == digest
     assert delta().kind == "delta"
     assert delta().num_rows == round(3 * 2 / 3 + 8 * 1 / 3)
+
+
+@hypothesis.given(_manifests(version=1))
+def test_version_1_gives_the_same_values(manifest: Manifest) -> None:
+    """A manifest in version 1 is read as if version 2 had written it, and so it is when that writes it again."""
+    body = in_version_1(body_of(manifest))
+    data = file_of(body)
+    assert loads(body) == manifest
+    assert reader.Manifest(data).version == 1
+    assert reader.Manifest(file_of(body_of(loads(body)))).version == 2
 
 
 @pytest.mark.parametrize("step", write_v2.STEPS)
@@ -275,10 +305,15 @@ def _of_library(data: bytes) -> str:
     return _outcome(lambda data: manifest_json.loads(data, "here"), data)
 
 
-@pytest.mark.parametrize("key", list(body_of(delta())))
-def test_any_single_change_is_refused_where_the_page_refuses_it(key: str) -> None:
+every_key = pytest.mark.parametrize(
+    ("version", "key"), [(version, key) for version, body in BODIES.items() for key in body()]
+)
+
+
+@every_key
+def test_any_single_change_is_refused_where_the_page_refuses_it(version: int, key: str) -> None:
     """Each value is replaced, left out and repeated; the library refuses just what the page tells it to."""
-    body = body_of(delta())
+    body = BODIES[version]()
     num_damaged, different = 0, []
     for path in nodes(body[key], (key,)):
         for to in [*VALUES, DELETE, REPEAT]:
@@ -291,10 +326,10 @@ def test_any_single_change_is_refused_where_the_page_refuses_it(key: str) -> Non
     assert num_damaged > 10
 
 
-@pytest.mark.parametrize("key", list(body_of(delta())))
-def test_missing_and_unknown_keys_are_refused(key: str) -> None:
+@every_key
+def test_missing_and_unknown_keys_are_refused(version: int, key: str) -> None:
     """A manifest has exactly the keys of its version."""
-    body = body_of(delta())
+    body = BODIES[version]()
     with pytest.raises((DamagedError, VersionError)):
         loads({name: value for name, value in body.items() if name != key})
     with pytest.raises(DamagedError):
@@ -323,6 +358,11 @@ SHARD = (*TABLE, "shards", 0)
         pytest.param(_set("version", 0), "version", id="version 0"),
         pytest.param(_set("save_id", "a/b"), "save_id", id="save id with a slash"),
         pytest.param(_set("save_id", "x" * 201), "save_id", id="save id too long"),
+        pytest.param(_set("restores", -1), "restores", id="fewer than no restores"),
+        pytest.param(_set("restores", True), "restores", id="restores are a boolean"),
+        pytest.param(_set("restores", 1.0), "restores", id="restores are a float"),
+        pytest.param(_set("restores", None), "restores", id="restores are unknown"),
+        pytest.param(_set("restores", 2**62 + 1), "restores", id="restores beyond bounds"),
         pytest.param(_set("world_size", 0), "world_size", id="no rank"),
         pytest.param(_set("packs", 0, 0, "../x.safetensors"), "packs", id="pack elsewhere"),
         pytest.param(_set("packs", 0, 0, "manifest.json"), "packs", id="pack that is the manifest"),
@@ -359,6 +399,12 @@ SHARD = (*TABLE, "shards", 0)
         pytest.param(_set(*SHARD, 5, "bits", 3), "scheme", id="3 bits"),
         pytest.param(_set(*SHARD, 5, "bits", 4.0), "scheme", id="bits as a float"),
         pytest.param(_set(*SHARD, 5, "zero", 1), "scheme", id="unknown parameter"),
+        pytest.param(_set(*SHARD, 5, "name", "later"), "scheme", id="unknown scheme"),
+        pytest.param(_set(*SHARD, 5, "asymmetric"), "object", id="scheme that is a string"),
+        pytest.param(_set(*SHARD, 5, None), "object", id="scheme that is null"),
+        pytest.param(_set(*SHARD, 5, DELETE), "list of 6", id="shard without a scheme"),
+        pytest.param(_set(*SHARD, 5, REPEAT), "list of 6", id="shard with two schemes"),
+        pytest.param(_set(*STATE, "shards", 1, 5, {"name": "asymmetric", "bits": 8}), "bytes", id="another scheme"),
         pytest.param(_set(*SHARD, 5, {"bits": 4, "name": "asymmetric"}), "scheme", id="parameter before the name"),
         pytest.param(_set("parent", {"sha256": "ab" * 32, "path": "../a"}), "parent", id="digest before the path"),
         pytest.param(_set("parent", "more", 1), "parent", id="a parent's key more"),
@@ -396,6 +442,69 @@ def test_newer_versions_are_named(version: int) -> None:
     for newer in ({**body, "version": version}, {**body, "version": version, "packs": "elsewhere", "new": {}}):
         with pytest.raises(VersionError, match=f"version {version}.*upgrade"):
             loads(newer)
+
+
+TABLE_OF_1 = BODIES[1]()["tensors"]["table"]
+SHARD_OF_1 = TABLE_OF_1["shards"][0]
+
+
+@pytest.mark.parametrize(
+    ("version", "change", "message"),
+    [
+        pytest.param(1, _set("restores", 0), "keys", id="1: restores"),
+        pytest.param(1, _set(*TABLE, BODIES[2]()["tensors"]["table"]), "keys", id="1: tensor of version 2"),
+        pytest.param(1, _set(*TABLE, "scheme", DELETE), "keys", id="1: tensor without a scheme"),
+        pytest.param(1, _set(*TABLE, "scheme", None), "scheme", id="1: scheme that is null"),
+        pytest.param(1, _set(*TABLE, "scheme", []), "scheme", id="1: scheme that is a list"),
+        pytest.param(1, _set(*TABLE, "scheme", "bits", 3), "scheme", id="1: 3 bits"),
+        pytest.param(1, _set(*TABLE, "scheme", "bits", 4.0), "scheme", id="1: bits as a float"),
+        pytest.param(1, _set(*TABLE, "scheme", {"bits": 4, "name": "asymmetric"}), "scheme", id="1: parameter first"),
+        pytest.param(1, _set(*TABLE, "scheme", {"name": "none"}), "bytes", id="1: not quantized"),
+        pytest.param(1, _set(*TABLE, "dtype", "float64"), "cannot be quantized", id="1: dtype that is not quantized"),
+        pytest.param(1, _set(*SHARD, [*SHARD_OF_1, {"name": "none"}]), "list of 5", id="1: a shard's scheme"),
+        pytest.param(1, _set(*SHARD, "a shard"), "list of 5", id="1: shard that is a string"),
+        pytest.param(1, _set(*SHARD, None), "list of 5", id="1: shard that is null"),
+        pytest.param(2, _set("restores", DELETE), "keys", id="2: no restores"),
+        pytest.param(2, _set(*TABLE, TABLE_OF_1), "keys", id="2: tensor of version 1"),
+        pytest.param(2, _set(*TABLE, "scheme", {"name": "none"}), "keys", id="2: tensor's scheme"),
+        pytest.param(2, _set(*SHARD, SHARD_OF_1), "list of 6", id="2: shard of version 1"),
+    ],
+)
+def test_what_belongs_to_another_version_is_refused(version: int, change: Callable[[Json], Json], message: str) -> None:
+    """The version says what there is: nothing of another one slips in."""
+    body = change(BODIES[version]())
+    assert file_of(body) != file_of(BODIES[version]())
+    with pytest.raises(DamagedError, match=f"here: .*({message})"):
+        loads(body)
+    assert _of_reader(file_of(body)) == "damaged"
+
+
+@pytest.mark.parametrize("version", BODIES)
+def test_body_under_the_number_of_another_version_is_refused(version: int) -> None:
+    """A version is not a label: a manifest of one is none of the other."""
+    body = {**BODIES[version](), "version": 3 - version}
+    assert (_of_library(file_of(body)), _of_reader(file_of(body))) == ("damaged", "damaged")
+
+
+def test_schemes_of_later_versions_are_unknown_to_version_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version keeps the schemes that it had, whatever schemes the library has learnt since."""
+    later = {"name": "later"}
+
+    def parse(value: Json, where: str) -> Scheme:
+        return Asymmetric(4) if value == later else scheme_from_json(value, where)
+
+    monkeypatch.setattr(manifest_parser, "scheme_from_json", parse)
+    loads(_set(*SHARD, 5, later)(BODIES[2]()))
+    with pytest.raises(DamagedError, match=r"table.*not a quantization scheme of format version 1"):
+        loads(_set(*TABLE, "scheme", later)(BODIES[1]()))
+
+
+@pytest.mark.parametrize(("scheme", "is_good"), [({"name": "asymmetric", "bits": 8}, False), ({"name": "none"}, True)])
+def test_tensor_of_version_1_without_shards_needs_a_scheme_that_fits(scheme: Json, is_good: bool) -> None:
+    """The scheme of a tensor was checked whether or not anything was stored under it."""
+    entry = {"dtype": "int64", "size": [0], "scheme": scheme, "is_table": False, "table": None, "shards": []}
+    body = changed(BODIES[1](), ("tensors", "empty"), entry)
+    assert (_of_library(file_of(body)), _of_reader(file_of(body))) == ("good" if is_good else "damaged",) * 2
 
 
 def test_shards_without_rows_must_lie_in_the_tensor() -> None:
@@ -531,10 +640,11 @@ _json_values = st.recursive(
 
 
 @hypothesis.settings(max_examples=400)
-@hypothesis.given(st.data())
-def test_mutated_manifests_are_good_or_refused(data: st.DataObject) -> None:
+@pytest.mark.parametrize("version", BODIES)
+@hypothesis.given(data=st.data())
+def test_mutated_manifests_are_good_or_refused(version: int, data: st.DataObject) -> None:
     """Several random changes at once give a good manifest, which is written as it was read, or a typed error."""
-    body = body_of(delta())
+    body = BODIES[version]()
     paths = list(nodes(body))
     for _ in range(data.draw(st.integers(1, 3))):
         path = data.draw(st.sampled_from(paths))
@@ -547,7 +657,8 @@ def test_mutated_manifests_are_good_or_refused(data: st.DataObject) -> None:
     expected, actual = _of_reader(file), _of_library(file)
     assert actual == expected
     if actual == "good":
-        assert manifest_json.dumps(loads(body))[0] == file
+        written = body_of(loads(body))
+        assert file_of(written if version == 2 else in_version_1(written)) == file
 
 
 @hypothesis.given(st.binary(max_size=600))

@@ -1,6 +1,7 @@
 """Sets of modified rows: no mark is ever lost, whatever happens to the save that took it."""
 
 import itertools
+from dataclasses import replace
 
 import hypothesis
 import pytest
@@ -240,6 +241,22 @@ def test_overwritten_tables_have_no_head() -> None:
     assert tracked.head is None
     tracked.restore(DELTA)
     assert tracked.head == DELTA
+
+
+def test_restores_are_counted_from_the_checkpoint_restored() -> None:
+    """What a save, its failure or a load that begins cannot change is how many restores the tables went through."""
+    tracked = _tracked()
+    assert tracked.num_restores == 0
+    tracked.restore(replace(DELTA, num_restores=4))
+    for settle in (tracked.rollback, lambda: tracked.commit(BASELINE), tracked.freeze, tracked.forget):
+        settle()
+        assert tracked.num_restores == 5
+    tracked.restore_partly(replace(DELTA, num_restores=2))
+    assert (tracked.num_restores, tracked.head) == (5, None)
+    tracked.restore_partly(replace(DELTA, num_restores=5))
+    assert (tracked.num_restores, tracked.head) == (6, None)
+    tracked.restore(BASELINE)
+    assert tracked.num_restores == 1
 
 
 def test_loads_that_bypass_the_tracker_are_noticed() -> None:
