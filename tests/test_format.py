@@ -1,14 +1,16 @@
-"""The format: docs/format.md is enough to read a checkpoint, and what version 1 wrote is read and written for ever."""
+"""The format: docs/format.md is enough to read a checkpoint, and what any version wrote is read for ever."""
 
 import ast
 import contextlib
 import copy
+import functools
 import itertools
 import json
 import re
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,22 +30,30 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import torchrec_cnr as cnr
 from tests.golden import reader, write_v2
 from tests.test_manifest import VALUES, changed, file_of, nodes
+from torchrec_cnr.modified import ModifiedRows, TrackedRows, TrackedShard
+from torchrec_cnr.rows import Box
 
 ROOT = Path(__file__).parents[1]
-GOLDEN = ROOT / "tests" / "golden" / "v2"
+GOLDENS = {f"v{version}": ROOT / "tests" / "golden" / f"v{version}" for version in (1, 2)}
+GOLDEN = GOLDENS["v2"]  # of the version that is written
 PAGE = (ROOT / "docs" / "format.md").read_text()
-EXPECTED = json.loads((GOLDEN / "expected.json").read_text())
+EXPECTED_OF = {version: json.loads((folder / "expected.json").read_text()) for version, folder in GOLDENS.items()}
+EXPECTED = EXPECTED_OF["v2"]
 LoadPlanner = Callable[[], Any]
+SCHEMES_1 = [cnr.NoQuantization(), cnr.Asymmetric(8), cnr.Asymmetric(4), cnr.Asymmetric(2)]
+SCHEMES = SCHEMES_1  # of the version that is written
+SCHEMES_OF = {"v1": SCHEMES_1, "v2": SCHEMES}
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 
+every_version = pytest.mark.parametrize("version", GOLDENS)
 every_step = pytest.mark.parametrize("step", write_v2.STEPS)
 every_planner = pytest.mark.parametrize("planner", [cnr.CNRLoadPlanner, DefaultLoadPlanner])
 
 
-def _expected(step: str, planner: LoadPlanner = cnr.CNRLoadPlanner) -> dict[str, Any]:
+def _expected(step: str, planner: LoadPlanner = cnr.CNRLoadPlanner, version: str = "v2") -> dict[str, Any]:
     """What a step loads as in one process, whose table is not sharded: ``CNRLoadPlanner`` fits row-wise state to it."""
-    expected: dict[str, Any] = copy.deepcopy(EXPECTED[step])
+    expected: dict[str, Any] = copy.deepcopy(EXPECTED_OF[version][step])
     if step == "step-1" and planner is cnr.CNRLoadPlanner:
         stored = np.frombuffer(bytes.fromhex(expected["tensors"][write_v2.MOMENTUM]["hex"]), np.float32)
         mean = ((4 * stored[:10].astype(np.float64) + 2 * stored[10:].astype(np.float64)) / 6).astype(np.float32)
@@ -94,43 +104,48 @@ def test_reader_knows_nothing_of_the_library() -> None:
     assert {name.split(".")[0] for name in names} - set(sys.stdlib_module_names) == {"numpy", "zstandard"}
 
 
+@every_version
 @every_step
-def test_page_is_enough_to_read_a_checkpoint(step: str) -> None:
+def test_page_is_enough_to_read_a_checkpoint(version: str, step: str) -> None:
     """A reader written from the page alone finds every tensor of the golden checkpoints, bit for bit."""
-    assert _by_reader(GOLDEN / step) == EXPECTED[step]["tensors"]
-    state = reader.read(GOLDEN / step)
-    assert set(state.objects) == set(EXPECTED[step]["objects"])
+    golden, expected = GOLDENS[version] / step, EXPECTED_OF[version][step]
+    assert _by_reader(golden) == expected["tensors"]
+    state = reader.read(golden)
+    assert set(state.objects) == set(expected["objects"])
     assert state.paths["dense.layers.0"] == ["dense", "layers", 0]
 
 
+@every_version
 @every_step
 @every_planner
-def test_golden_checkpoints_load_bit_equal(step: str, planner: LoadPlanner) -> None:
-    """What version 1 wrote loads as it always did."""
+def test_golden_checkpoints_load_bit_equal(version: str, step: str, planner: LoadPlanner) -> None:
+    """What each version wrote loads as it always did."""
     before = _loaded(_target(step, planner))
-    after = _loaded(_load(GOLDEN / step, _target(step, planner), planner))
-    assert after == _expected(step, planner)
+    after = _loaded(_load(GOLDENS[version] / step, _target(step, planner), planner))
+    assert after == _expected(step, planner, version)
     untouched = {fqn for fqn, entry in before["tensors"].items() if entry == after["tensors"][fqn]}
     assert untouched == {"dense.none"}  # it has no elements
 
 
-def test_golden_checkpoints_differ() -> None:
+@every_version
+def test_golden_checkpoints_differ(version: str) -> None:
     """Each golden delta changes rows of every table and leaves others: a fold is needed to read it."""
     for fqn in (write_v2.T0, write_v2.T2, write_v2.T4, write_v2.T8, write_v2.EXP_AVG):
-        for before, after in pairwise(EXPECTED[step]["tensors"][fqn] for step in write_v2.STEPS):
+        for before, after in pairwise(EXPECTED_OF[version][step]["tensors"][fqn] for step in write_v2.STEPS):
             num_rows, num_bytes = before["size"][0], len(before["hex"])
             rows = range(0, num_bytes, num_bytes // num_rows)
             same = {before["hex"][a : a + rows.step] == after["hex"][a : a + rows.step] for a in rows}
             assert same == {True, False}, fqn
 
 
-def test_golden_checkpoints_hold_every_kind() -> None:
+@every_version
+def test_golden_checkpoints_hold_every_kind(version: str) -> None:
     """Between them they have each scheme, coding, dtype and way of storing a shard, so that each is held."""
-    manifests = [cnr.read_checkpoint(GOLDEN / step).manifest for step in write_v2.STEPS]
+    manifests = [cnr.read_checkpoint(GOLDENS[version] / step).manifest for step in write_v2.STEPS]
     entries = [entry for manifest in manifests for entry in manifest.tensors.values()]
     shards = [shard for entry in entries for shard in entry.shards]
     sets = [row_set for manifest in manifests for row_set in manifest.row_sets]
-    assert {str(shard.scheme.to_json().get("bits")) for shard in shards} == {"None", "2", "4", "8"}
+    assert {shard.scheme for shard in shards} == set(SCHEMES_OF[version])
     assert {block.coding for row_set in sets for block in row_set.blocks} == {"bitmap", "gaps"}
     assert {entry.dtype for entry in entries} == set(reader.DTYPES)
     assert {len(row_set.blocks) for row_set in sets} == {0, 1, 2}
@@ -138,10 +153,25 @@ def test_golden_checkpoints_hold_every_kind() -> None:
     assert {shard.row_set is None for shard in shards if shard.table_box} == {True, False}
     assert any(len(shard.blobs) > 1 for shard in shards)
     assert any(len(manifest.packs) > manifest.world_size for manifest in manifests)
+    restores = [0, 0, 0] if version == "v1" else [0, 0, 1]
+    assert [manifest.num_restores for manifest in manifests] == restores
+    assert [
+        reader.read_lineage(GOLDENS[version] / step)[0].manifest.num_restores for step in write_v2.STEPS
+    ] == restores
+    num_schemes = {len({shard.scheme for shard in entry.shards}) for entry in entries if entry.is_table}
+    assert num_schemes == ({1} if version == "v1" else {1, 2})
+
+
+@every_version
+@every_step
+def test_golden_checkpoints_say_their_version(version: str, step: str) -> None:
+    """The files of a version are what it wrote: nobody has written them anew with another."""
+    start = (GOLDENS[version] / step / "manifest.json").read_bytes()[:200]
+    assert b'"manifest":{"format":"torchrec_cnr","version":%s,' % version[1:].encode() in start
 
 
 def test_script_writes_the_same_bytes_again(tmp_path: Path) -> None:
-    """Row codes, quantized rows, safetensors headers and manifests are byte for byte what version 1 wrote."""
+    """Row codes, quantized rows, safetensors headers and manifests are byte for byte what version 2 wrote."""
     write_v2.write(tmp_path)
     written = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     golden = {path.relative_to(GOLDEN): path.read_bytes() for path in GOLDEN.rglob("*") if path.is_file()}
@@ -165,6 +195,89 @@ def test_moved_run_loads(tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / "step-3", tmp_path / "alone" / "step-3")
     with pytest.raises(cnr.DamagedError, match=r"its parent .*step-2 is missing"):
         _load(tmp_path / "alone" / "step-3", _target("step-3"))
+
+
+# Lineages of several versions
+
+
+@dataclass(eq=False)
+class _Resumed:
+    """A job that stands on a copy of the golden checkpoints of version 1."""
+
+    folder: Path
+    state: dict[str, Any]
+    tracker: TrackedRows
+
+    def train(self, seed: int) -> None:
+        """Modify some rows of every table and its optimizer state, and what is no table."""
+        for shard in self.tracker.shards:
+            rows = torch.tensor([1, seed % 3 + 3])
+            shard.rows.mark(rows)
+            for tensor in (shard.weight, *shard.state()):
+                tensor[rows] = write_v2.values_of(tuple(tensor[rows].shape), seed, tensor.dtype)
+        self.state["step"] += 1
+
+    def save(self, step: str) -> dict[str, Any]:
+        """Save, and return what it must load as."""
+        writer = cnr.CNRStorageWriter(self.folder / step, sync_files=False)
+        planner = cnr.CNRSavePlanner(self.tracker, policy=cnr.Consecutive())
+        save(self.state, storage_writer=writer, planner=planner, no_dist=True)
+        return copy.deepcopy(_loaded(self.state))
+
+    def target(self) -> dict[str, Any]:
+        """A state like the job's to load into, full of what it does not hold."""
+        return _target("step-3") | {"reader.state": dict.fromkeys(self.state["reader.state"], "not loaded")}
+
+
+@pytest.fixture
+def resumed(tmp_path: Path) -> _Resumed:
+    """Loads the newest checkpoint of version 1, and tracks it."""
+    folder, state = shutil.copytree(GOLDENS["v1"], tmp_path / "run"), _target("step-3")
+    states = {write_v2.T0: (state[write_v2.EXP_AVG],), write_v2.T8: (state[write_v2.MOMENTUM],)}
+    shards = []
+    for fqn in (write_v2.T0, write_v2.T2, write_v2.T4, write_v2.T8):
+        rows = ModifiedRows(fqn, Box.whole(tuple(state[fqn].shape)), torch.device("cpu"))
+        shards.append(TrackedShard(rows, state[fqn], functools.partial(states.get, fqn, ())))
+    tracker = TrackedRows(shards)
+    _load(folder / "step-3", state, lambda: cnr.CNRLoadPlanner(tracker))
+    return _Resumed(folder, state, tracker)
+
+
+def test_deltas_stand_on_a_lineage_of_version_1(resumed: _Resumed) -> None:
+    """A job that resumes from version 1 goes on with deltas in version 2, which load over it; the restore counts."""
+    assert _loaded(resumed.state) == _expected("step-3", version="v1")
+    cuts = {}
+    for number in (4, 5):
+        resumed.train(number)
+        cuts[f"step-{number}"] = resumed.save(f"step-{number}")
+    assert cuts["step-4"] != cuts["step-5"]
+    links = reader.read_lineage(resumed.folder / "step-5")
+    assert [link.manifest.version for link in links] == [2, 2, 1, 1, 1]
+    for step, cut in cuts.items():
+        checkpoint = cnr.read_checkpoint(resumed.folder / step)
+        assert (checkpoint.kind, checkpoint.num_restores) == ("delta", 1)
+        assert checkpoint.num_rows == 4 * 2
+        assert _loaded(_load(resumed.folder / step, resumed.target())) == cut
+        assert _by_reader(resumed.folder / step) == cut["tensors"]
+    before = _expected("step-3", version="v1")["tensors"][write_v2.T2]["hex"]
+    after = cuts["step-5"]["tensors"][write_v2.T2]["hex"]
+    assert [before[a : a + 12] == after[a : a + 12] for a in range(0, len(before), 12)].count(False) == 3
+
+
+def test_replaced_parent_of_version_1_is_refused(resumed: _Resumed) -> None:
+    """A parent is known by the bytes that it was committed as: rewritten in version 2, it is another one."""
+    resumed.train(4)
+    cut = resumed.save("step-4")
+    path = resumed.folder / "step-1" / "manifest.json"
+    manifest, digest = cnr.manifest_json.loads(path.read_bytes(), "step-1")
+    data, other = cnr.manifest_json.dumps(manifest)
+    assert digest != other
+    assert _loaded(_load(resumed.folder / "step-4", resumed.target())) == cut
+    path.write_bytes(data)
+    with pytest.raises(cnr.DamagedError, match=r"its parent .*step-1 was replaced"):
+        _load(resumed.folder / "step-4", resumed.target())
+    with pytest.raises(reader.Refused, match="another parent"):
+        reader.read(resumed.folder / "step-4")
 
 
 # The examples of the page
@@ -206,7 +319,6 @@ def test_check_value_of_the_page_is_right() -> None:
 
 # Other checkpoints than the golden ones
 
-SCHEMES = [cnr.NoQuantization(), cnr.Asymmetric(8), cnr.Asymmetric(4), cnr.Asymmetric(2)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64]
 numbers = itertools.count()
 
@@ -311,7 +423,7 @@ def _patch(folder: Path, step: str, blob: list[int], at: int, new: bytes) -> Non
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
     """A copy of the golden checkpoints."""
-    return shutil.copytree(GOLDEN, tmp_path / "v1")
+    return shutil.copytree(GOLDEN, tmp_path / "v2")
 
 
 def _blob(step: str, fqn: str, shard: int, number: int) -> list[int]:
@@ -387,16 +499,17 @@ def test_tensor_that_the_parent_lacks_is_refused(copied: Path) -> None:
         _load(copied / "step-2", target)
 
 
+@every_version
 @hypothesis.settings(max_examples=150)
-@hypothesis.given(st.data())
+@hypothesis.given(data=st.data())
 def test_reader_and_library_agree_on_any_manifest(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory, version: str, data: st.DataObject
 ) -> None:
     """A delta whose manifest was changed at random, digest included, loads the same in both, or is refused by both."""
     folder = tmp_path_factory.getbasetemp() / f"mutated-{next(numbers)}"
-    shutil.copytree(GOLDEN, folder)
-    body = json.loads((GOLDEN / "step-2" / "manifest.json").read_text())["manifest"]
-    paths = [path for path in nodes(body) if path[0] in ("packs", "row_sets", "tensors")]
+    shutil.copytree(GOLDENS[version], folder)
+    body = json.loads((folder / "step-2" / "manifest.json").read_text())["manifest"]
+    paths = [path for path in nodes(body) if path[0] in ("packs", "row_sets", "tensors", "version")]
     for _ in range(data.draw(st.integers(1, 2))):
         path = data.draw(st.sampled_from(paths))
         with contextlib.suppress(KeyError, IndexError, TypeError, AttributeError):  # an earlier change removed it
