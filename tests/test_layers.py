@@ -17,7 +17,7 @@ MAX_FUNCTION_LINES = 60
 # A unit is a module of the package, or a folder of modules.
 LAYERS = (
     {"errors", "version"},
-    {"rows", "schemes", "manifest", "manifest_json", "manifest_parser", "regions"},
+    {"kernels", "rows", "schemes", "manifest", "manifest_json", "manifest_parser", "regions"},
     {"shards", "modified", "policies"},
     {"packs", "stores", "lineage", "decisions", "handover", "encoding", "folding"},
     {"planner", "load_planner", "writer", "reader", "assembly", "rank_writer"},
@@ -27,10 +27,10 @@ LAYERS = (
 LAYER_OF = {unit: number for number, units in enumerate(LAYERS) for unit in units}
 ALOOF = {"planner", "load_planner", "writer", "reader"}  # DCP's plug-ins do not import one another
 
-# The units that may import these packages; schemes need fbgemm_gpu to register its operators.
+# The units that may import these packages.
 FOREIGN = {
     "torchrec": {"tracker"},
-    "fbgemm_gpu": {"tracker", "schemes"},
+    "fbgemm_gpu": {"tracker"},
     "torch.distributed._shard": {"shards"},
     "torch.distributed.tensor": {"shards"},
     "torch.distributed": set(LAYER_OF) - LAYERS[0] - LAYERS[1],

@@ -17,13 +17,30 @@ from torchrec_cnr.load_planner import CNRLoadPlanner
 from torchrec_cnr.planner import CNRSavePlanner
 from torchrec_cnr.policies import Consecutive, Full, Intermittent, OneShot, Policy
 from torchrec_cnr.reader import CNRStorageReader
-from torchrec_cnr.schemes import Asymmetric, NoQuantization, Scheme
+from torchrec_cnr.schemes import (
+    AdaptiveAsymmetric,
+    Asymmetric,
+    ByErrorBudget,
+    ByExpectedRestores,
+    GreedySearch,
+    HalfPrecision,
+    KMeans,
+    LeastSquares,
+    NoQuantization,
+    Quantization,
+    Scheme,
+    Symmetric,
+    expected_restores,
+)
 from torchrec_cnr.tracker import RowTracker
 from torchrec_cnr.version import __version__
 from torchrec_cnr.writer import CNRStorageWriter
 
 __all__ = [
+    "AdaptiveAsymmetric",
     "Asymmetric",
+    "ByErrorBudget",
+    "ByExpectedRestores",
     "CNRError",
     "CNRLoadPlanner",
     "CNRSavePlanner",
@@ -36,18 +53,25 @@ __all__ = [
     "Consecutive",
     "DamagedError",
     "Full",
+    "GreedySearch",
+    "HalfPrecision",
     "Intermittent",
+    "KMeans",
+    "LeastSquares",
     "LoadError",
     "NoQuantization",
     "OneShot",
     "Policy",
+    "Quantization",
     "RowTracker",
     "SaveError",
     "Scheme",
     "StateMismatchError",
     "StoreError",
+    "Symmetric",
     "VersionError",
     "__version__",
+    "expected_restores",
     "latest",
     "read_checkpoint",
 ]

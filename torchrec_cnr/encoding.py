@@ -1,8 +1,8 @@
 """Encoding: the rows of a shard become blobs in packs, block by block.
 
 Items that share a row mask (a table and the optimizer state of its rows) are written together: each block of row
-numbers is worked out and coded once, then every item's rows of that block are gathered and encoded. Memory is that of
-one block and of the packs in flight, whatever the size of the shard.
+numbers is worked out and coded once, then every item's rows of that block are encoded, straight from the shard. Memory
+is that of one block and of the packs in flight, whatever the size of the shard.
 """
 
 import math
@@ -20,7 +20,10 @@ from torchrec_cnr.rows import CodedRows, encode_rows
 from torchrec_cnr.schemes import NoQuantization, Scheme
 from torchrec_cnr.stores import Bytes
 
-BLOCK_BYTES = 8 << 20  # of values; small enough to stay in cache between gather and encode
+BLOCK_BYTES = 8 << 20  # of values
+SAMPLE_ROWS = 512  # of a shard; the errors of different schemes on them differ by more than chance
+
+_GOLDEN_RATIO = (5**0.5 - 1) / 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +46,18 @@ class Source:
     def rows(self) -> Tensor:
         """The values, with a first dimension."""
         return self.values if self.values.dim() else self.values[None]
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether its scheme makes codes."""
+        return not isinstance(self.scheme, NoQuantization)
+
+    def table(self) -> Tensor | None:
+        """The values as [num_rows, num_cols], shared with them, where the elements of a row lie side by side."""
+        rows = self.rows
+        if rows.is_contiguous():
+            return rows.view(len(rows), math.prod(rows.shape[1:]))
+        return rows if rows.dim() == 2 and rows.stride(1) == 1 else None
 
 
 @dataclass(frozen=True)
@@ -74,11 +89,44 @@ class EncodedRowSet:
         return RowSet(self.num_rows, self.block_rows, blocks)
 
 
+def sampled_rows(values: Tensor, rows: RowMask | None) -> Tensor:
+    """Some of the rows that are to be stored, always the same ones.
+
+    Args:
+        values: [num_rows, ...], the shard.
+        rows: Those to be stored, or None for all.
+
+    Returns:
+        [n, num_cols], n being ``SAMPLE_ROWS`` or less.
+    """
+    num_rows = len(values)
+    if num_rows <= SAMPLE_ROWS:
+        numbers = torch.arange(num_rows)
+    else:
+        # Multiples of the golden ratio spread evenly and have no period that rows could share.
+        numbers = ((torch.arange(64 * SAMPLE_ROWS, dtype=torch.float64) * _GOLDEN_RATIO).frac() * num_rows).long()
+    numbers = numbers.to(values.device)
+    if rows is not None:
+        numbers = numbers[rows.mask[numbers]]
+        if len(numbers) < SAMPLE_ROWS // 8:  # a hundredth of a percent is stored, or less
+            numbers = next(rows.blocks(SAMPLE_ROWS), numbers)
+    found = values.index_select(0, numbers[:SAMPLE_ROWS])
+    return found.reshape(len(found), math.prod(values.shape[1:]))
+
+
 def write_all_rows(packs: PackWriter, source: Source) -> EncodedShard:
     """Encode every row of a shard."""
     block_rows = _block_rows([source])
-    blocks = source.rows.split(block_rows) if source.values.numel() else ()
-    written = [_write_block(packs, source, number, block) for number, block in enumerate(blocks)]
+    num_rows = len(source.rows) if source.values.numel() else 0
+    written = []
+    for number, first in enumerate(range(0, num_rows, block_rows)):
+        stop = min(first + block_rows, num_rows)
+        if source.is_quantized:
+            rows = torch.arange(first, stop, device=source.values.device)
+            written.append(_write_codes(packs, source, number, rows))
+        else:
+            # Whole blocks on the host stay views of the live tensor: nothing trains before the save returns.
+            written.append(_write_values(packs, source, number, source.rows[first:stop]))
     return _encoded(block_rows, written)
 
 
@@ -89,7 +137,6 @@ def write_rows(
     block_rows = _block_rows(sources)
     coded_blocks: list[tuple[CodedRows, int]] = []
     written: list[list[tuple[int, int]]] = [[] for _ in sources]
-    buffers = [_gather_buffer(source, block_rows) for source in sources]
     num_rows = 0
     for number, block in enumerate(rows.blocks(block_rows)):
         num_rows += len(block)
@@ -97,22 +144,14 @@ def write_rows(
         data = np.frombuffer(coded.data, dtype=np.uint8)
         name = f"{sources[0].name}/rows/{number}"
         coded_blocks.append((coded, packs.add(name, "uint8", data.shape, data)))
-        for source, buffer, source_blocks in zip(sources, buffers, written, strict=True):
-            out = None if buffer is None else buffer[: len(block)]
-            values = torch.index_select(source.rows, 0, block.to(source.values.device), out=out)
-            source_blocks.append(_write_block(packs, source, number, values))
+        for source, source_blocks in zip(sources, written, strict=True):
+            own = block.to(source.values.device)
+            if source.is_quantized:
+                source_blocks.append(_write_codes(packs, source, number, own))
+            else:
+                source_blocks.append(_write_values(packs, source, number, source.rows.index_select(0, own)))
     shards = [_encoded(block_rows, source_blocks) for source_blocks in written]
     return EncodedRowSet(num_rows, block_rows, tuple(coded_blocks)), shards
-
-
-def _gather_buffer(source: Source, block_rows: int) -> Tensor | None:
-    """One buffer for all blocks where they are encoded at once: gathering each into its own fragments the heap.
-
-    Blocks that are stored as they are need their own, because they wait in a pack.
-    """
-    if isinstance(source.scheme, NoQuantization):
-        return None
-    return source.values.new_empty((min(block_rows, len(source.rows)), *source.rows.shape[1:]))
 
 
 def _encoded(block_rows: int, written: Sequence[tuple[int, int]]) -> EncodedShard:
@@ -124,19 +163,24 @@ def _block_rows(sources: Sequence[Source]) -> int:
     return max(1, BLOCK_BYTES // max(1, widest))
 
 
-def _write_block(packs: PackWriter, source: Source, number: int, values: Tensor) -> tuple[int, int]:
-    """One blob: the codes of a block, then the rows that they cannot represent, and how many these are."""
-    name = f"{source.name}/{number}"
-    if isinstance(source.scheme, NoQuantization):
-        # Whole blocks on the host stay views of the live tensor: nothing trains before the save returns.
-        return packs.add(name, source.dtype, tuple(values.shape), _bytes(values)), 0
-    values = values.reshape(len(values), -1)
-    encoded = source.scheme.encode(values)
-    codes = _bytes(encoded.codes)
+def _write_values(packs: PackWriter, source: Source, number: int, values: Tensor) -> tuple[int, int]:
+    """One blob: rows as they are."""
+    return packs.add(f"{source.name}/{number}", source.dtype, tuple(values.shape), _bytes(values)), 0
+
+
+def _write_codes(packs: PackWriter, source: Source, number: int, rows: Tensor) -> tuple[int, int]:
+    """One blob: the codes of rows, then the rows that they cannot represent, and how many these are."""
+    table = source.table()
+    if table is None:
+        table = source.rows.index_select(0, rows).reshape(len(rows), -1)
+        rows = torch.arange(len(rows), device=rows.device)
+    encoded = source.scheme.encode(table, rows)
+    name, data = f"{source.name}/{number}", _bytes(encoded.codes)
     if len(encoded.exact) == 0:
-        return packs.add(name, "uint8", tuple(encoded.codes.shape), codes), 0
+        return packs.add(name, "uint8", tuple(encoded.codes.shape), data), 0
     positions = encoded.exact.to(torch.int32).cpu().numpy().astype("<u4").view(np.uint8)
-    data = np.concatenate((codes, positions, _bytes(values[encoded.exact])))
+    exact_values = table.index_select(0, rows[encoded.exact.to(rows.device)])
+    data = np.concatenate((data, positions, _bytes(exact_values)))
     return packs.add(name, "uint8", data.shape, data), len(encoded.exact)
 
 

@@ -170,17 +170,17 @@ def _decode(read: _BlobRead, data: Bytes, rows: _RowNumbers, is_delta: bool, whe
     codes = torch.from_numpy(data[:num_code_bytes]).view(num_rows, -1)
     if dtype is torch.bool and bool((codes > 1).any()):
         raise DamagedError(f"{where}: bytes that are no bools; use another checkpoint")
-    values = shard.scheme.decode(codes, num_cols, dtype)
-    if len(data) > num_code_bytes:
-        _restore_exact(values, torch.from_numpy(data[num_code_bytes:]), where)
-    values = values.view(num_rows, *shard.box.sizes[1:])
-    return Block(shard.table_box or shard.box, first, numbers, values, is_delta)
-
-
-def _restore_exact(values: Tensor, data: Tensor, where: str) -> None:
-    """Put the rows that a scheme could not represent over what it made of them."""
-    num_exact = len(data) // exact_row_bytes(values.shape[1], values.element_size())
-    positions = data[: 4 * num_exact].clone().view(torch.int32).long()
-    if int(positions[0]) < 0 or int(positions[-1]) >= len(values) or bool((positions.diff() <= 0).any()):
+    positions, exact_values = _exact_rows(torch.from_numpy(data[num_code_bytes:]), num_cols, dtype)
+    if len(positions) and (
+        int(positions[0]) < 0 or int(positions[-1]) >= num_rows or bool((positions.diff() <= 0).any())
+    ):
         raise DamagedError(f"{where}: positions of exactly stored rows are out of order; use another checkpoint")
-    values[positions] = data[4 * num_exact :].clone().view(values.dtype).view(num_exact, -1)
+    place, row_shape = shard.table_box or shard.box, shard.box.sizes[1:]
+    return Block(place, first, numbers, codes, shard.scheme, dtype, positions, exact_values, row_shape, is_delta)
+
+
+def _exact_rows(data: Tensor, num_cols: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Positions, int64 [k], and values, [k, num_cols], of the rows that a scheme could not represent."""
+    num_exact = len(data) // exact_row_bytes(num_cols, dtype.itemsize)
+    positions = data[: 4 * num_exact].clone().view(torch.int32).long()
+    return positions, data[4 * num_exact :].clone().view(dtype).view(num_exact, num_cols)

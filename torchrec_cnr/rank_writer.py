@@ -2,6 +2,7 @@
 
 import io
 import logging
+import math
 import pickle
 from fnmatch import fnmatchcase
 from typing import Any
@@ -14,14 +15,14 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torchrec_cnr.assembly import RANK_RECORD, ObjectRecord, RankRecord, ShardRecord
-from torchrec_cnr.encoding import EncodedRowSet, EncodedShard, Source, write_all_rows, write_rows
+from torchrec_cnr.encoding import EncodedRowSet, EncodedShard, Source, sampled_rows, write_all_rows, write_rows
 from torchrec_cnr.errors import ConfigurationError, SaveError
 from torchrec_cnr.handover import ShardData
 from torchrec_cnr.manifest import DTYPES, Shard
 from torchrec_cnr.modified import RowMask
 from torchrec_cnr.packs import PackWriter
 from torchrec_cnr.rows import Box
-from torchrec_cnr.schemes import SchemeRules
+from torchrec_cnr.schemes import NoQuantization, Scheme, SchemeRules
 from torchrec_cnr.shards import dtype_name
 
 logger = logging.getLogger(__name__)
@@ -30,9 +31,17 @@ TABLE_PATTERNS = ("*embedding_bags.*.weight", "*embeddings.*.weight")  # TorchRe
 
 
 class RankWriter:
-    """Writes the items of one rank's plan and keeps the records for the coordinator."""
+    """Writes the items of one rank's plan and keeps the records for the coordinator.
 
-    def __init__(self, packs: PackWriter, planner: SavePlanner, rules: SchemeRules) -> None:
+    Args:
+        packs: Where to.
+        planner: Has the data.
+        rules: How to quantize.
+        warned: FQNs that were warned of before, added to.
+    """
+
+    def __init__(self, packs: PackWriter, planner: SavePlanner, rules: SchemeRules, warned: set[str]) -> None:
+        self._warned = warned
         self._packs = packs
         self._planner = planner
         self._rules = rules
@@ -71,9 +80,17 @@ class RankWriter:
         fqn, dtype = item.index.fqn, dtype_name(data.values)
         if dtype not in DTYPES or data.values.layout is not torch.strided:
             raise ConfigurationError(f"tensor {fqn!r}: {data.values.layout} of {dtype} cannot be stored")
-        scheme = self._rules.scheme_for(fqn, data.values.dtype, data.is_table)
         name = f"{fqn}{list(item.index.offset or ())}"
-        return Source(name, data.values, dtype, scheme)
+        return Source(name, data.values, dtype, self._scheme(fqn, data))
+
+    def _scheme(self, fqn: str, data: ShardData) -> Scheme:
+        """The scheme of a shard: what was chosen for it, unless its codes would take more room than its values."""
+        values = data.values if data.values.dim() else data.values[None]
+        rule = self._rules.rule_for(fqn, values.dtype, data.is_table)
+        scheme = rule.choose(lambda: sampled_rows(values, data.rows), data.num_restores)
+        num_cols = math.prod(values.shape[1:])
+        is_smaller = scheme.row_bytes(num_cols, values.dtype) < num_cols * values.dtype.itemsize
+        return scheme if is_smaller else NoQuantization()
 
     def _write_object(self, item: WriteItem) -> int:
         stream: Any = self._planner.resolve_data(item)
@@ -96,17 +113,24 @@ class RankWriter:
             results.append(WriteResult(item.index, blobs[number].num_bytes, ObjectRecord(blobs[number])))
         for item, data, source, encoded, row_set in self._shards:
             if encoded.num_exact:
-                logger.warning(
-                    "tensor %r: %d rows hold NaN, infinity or values beyond fp16; they are stored exactly",
-                    item.index.fqn,
-                    encoded.num_exact,
-                )
+                self._tell_of_exact_rows(item.index.fqn, encoded.num_exact)
             located = tuple(blobs[number] for number in encoded.blobs)
             size, box = _place(item, data.values)
             shard = Shard(box, row_set, encoded.block_rows, located, source.scheme, data.table_box)
             record = ShardRecord(size, source.dtype, data.is_table, data.table, shard)
             results.append(WriteResult(item.index, sum(blob.num_bytes for blob in located), record))
         return results
+
+    def _tell_of_exact_rows(self, fqn: str, num_exact: int) -> None:
+        """Warn at the first save in which a tensor has them."""
+        logger.log(
+            logging.INFO if fqn in self._warned else logging.WARNING,
+            "tensor %r: %d rows are stored exactly, because codes cannot hold them (NaN, infinity, values beyond fp16 "
+            "or too close together for it); the manifest counts them, and later saves tell only at level INFO",
+            fqn,
+            num_exact,
+        )
+        self._warned.add(fqn)
 
 
 def _place(item: WriteItem, values: Tensor) -> tuple[tuple[int, ...], Box]:

@@ -1,4 +1,7 @@
-"""Regions: the parts of tensors that a load wants, and how the rows of a block get into them."""
+"""Regions: the parts of tensors that a load wants, and how the rows of a block get into them.
+
+Quantized rows are decoded where they belong: no block of decoded rows lies in between.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -9,37 +12,74 @@ from torch import Tensor
 
 from torchrec_cnr.manifest import Shard
 from torchrec_cnr.rows import Box
+from torchrec_cnr.schemes import NoQuantization, Scheme
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """The decoded rows of one blob.
+    """The rows of one blob, still encoded.
 
     Attributes:
         box: Of its shard; for row-wise optimizer state, of the table's shard.
         first: First row within the box, where the rows are consecutive.
         rows: int64 [n], row numbers within the box, where they are not.
-        values: [n, ...].
+        codes: uint8 [n, row_bytes].
+        scheme: What decodes them.
+        dtype: What they are decoded to.
+        exact_positions: int64 [k], strictly increasing: rows among the n that codes do not represent.
+        exact_values: [k, num_cols], their values.
+        row_shape: Sizes of the shard's dimensions but the first.
         is_delta: Whether it comes from a delta.
     """
 
     box: Box
     first: int
     rows: Tensor | None
-    values: Tensor
+    codes: Tensor
+    scheme: Scheme
+    dtype: torch.dtype
+    exact_positions: Tensor
+    exact_values: Tensor
+    row_shape: tuple[int, ...]
     is_delta: bool
+
+    @property
+    def values(self) -> Tensor:
+        """All rows decoded, [n, *row_shape]; without quantization a view of the codes."""
+        values = self.scheme.decode(self.codes, self.exact_values.shape[1], self.dtype)
+        if len(self.exact_positions):
+            values[self.exact_positions] = self.exact_values
+        return values.view(len(self.codes), *self.row_shape)
+
+    def decode_into(self, positions: Tensor, first_col: int, target: Tensor, rows: Tensor) -> None:
+        """Decode rows straight into rows of a target.
+
+        Args:
+            positions: int64 [k], increasing, which rows of the block.
+            first_col: The block's column that is the target's first.
+            target: [num_rows, num_cols], the elements of a row side by side. Written.
+            rows: int64 [k], the rows of the target that they go to.
+        """
+        device = target.device
+        places = rows.to(device)
+        self.scheme.decode_into(self.codes.to(device), positions.to(device), first_col, target, places)
+        if len(self.exact_positions):
+            found = torch.searchsorted(positions, self.exact_positions).clamp_(max=len(positions) - 1)
+            wanted = positions[found] == self.exact_positions
+            values = self.exact_values[wanted, first_col : first_col + target.shape[1]]
+            target.index_copy_(0, places[found[wanted].to(device)], values.to(device))
 
     def rows_within(self, wanted: Box) -> tuple[Tensor | slice, Tensor | slice] | None:
         """Positions in the block, and rows of ``wanted``, of the rows that both have; None if there are none."""
         shift = self.box.offsets[0] - wanted.offsets[0] if self.box.offsets else 0
         if self.rows is None:
             start = max(0, -self.first - shift)
-            stop = min(len(self.values), wanted.num_rows - self.first - shift)
+            stop = min(len(self.codes), wanted.num_rows - self.first - shift)
             into = slice(start + self.first + shift, stop + self.first + shift)
             return (slice(start, stop), into) if start < stop else None
         rows = self.rows + shift
         if int(rows[0]) >= 0 and int(rows[-1]) < wanted.num_rows:
-            return slice(None), rows
+            return slice(0, len(rows)), rows
         keep = ((rows >= 0) & (rows < wanted.num_rows)).nonzero().squeeze(1)
         return (keep, rows[keep]) if len(keep) else None
 
@@ -82,15 +122,21 @@ class TensorRegion:
         if common is None or found is None:
             return
         positions, rows = found
-        values = block.values[(slice(None), *common.slices(block.box)[1:])][positions]
         target = self.target[(slice(None), *common.slices(self.box)[1:])] if self.target.dim() else self.target[None]
+        if isinstance(block.scheme, NoQuantization) or target.dim() != 2 or target.stride(1) != 1:
+            self._copy(block.values[(slice(None), *common.slices(block.box)[1:])][positions], target, rows)
+        else:
+            first_col = common.offsets[1] - block.box.offsets[1]
+            block.decode_into(_numbers(positions), first_col, target, _numbers(rows))
+        if block.is_delta and self.on_delta_rows is not None:
+            self.on_delta_rows(_numbers(rows))
+
+    def _copy(self, values: Tensor, target: Tensor, rows: Tensor | slice) -> None:
         values = values.to(target.device)
         if isinstance(rows, slice):
             target[rows].copy_(values.reshape(target[rows].shape))
         else:
             target.index_copy_(0, rows.to(target.device), values)
-        if block.is_delta and self.on_delta_rows is not None:
-            self.on_delta_rows(torch.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows)
 
     def finish(self) -> None:
         """Nothing is left to do."""
@@ -141,6 +187,10 @@ class RowStateRegion:
         if len(self.bounds) > 2:
             widths = torch.tensor(self.bounds, dtype=torch.float64, device=self.ranges.device).diff()
             self.target.copy_((self.ranges * widths).sum(1) / widths.sum())
+
+
+def _numbers(rows: Tensor | slice) -> Tensor:
+    return torch.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
 
 
 def column_bounds(shards: Iterable[Shard], box: Box) -> list[int]:

@@ -35,7 +35,7 @@ from torchrec_cnr.manifest import FILE_NAME, CheckpointRef, History, Manifest
 from torchrec_cnr.modified import Since
 from torchrec_cnr.packs import PackWriter
 from torchrec_cnr.rank_writer import RankWriter
-from torchrec_cnr.schemes import NoQuantization, Scheme, SchemeRules
+from torchrec_cnr.schemes import NoQuantization, Quantization, SchemeRules
 from torchrec_cnr.stores import Store
 from torchrec_cnr.version import __version__
 
@@ -61,7 +61,7 @@ class CNRStorageWriter(StorageWriter):
         self,
         path: str | os.PathLike[str],
         *,
-        quantization: Scheme | Mapping[str, Scheme] | None = None,
+        quantization: Quantization | Mapping[str, Quantization] | None = None,
         thread_count: int = 1,
         sync_files: bool = True,
         overwrite: bool = False,
@@ -79,6 +79,7 @@ class CNRStorageWriter(StorageWriter):
         self._store = Store.open(path, sync_files)
         self._save_id = ""
         self._rank = 0
+        self._warned: set[str] = set()  # FQNs of which it was said that rows are stored exactly
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Another checkpoint id; DCP calls this only if it was given one."""
@@ -108,7 +109,7 @@ class CNRStorageWriter(StorageWriter):
         """Encode and write this rank's items."""
         packs = PackWriter(self._store, f"{plan.storage_data}-{self._rank}", self._thread_count)
         try:
-            results = RankWriter(packs, planner, self._rules).write(plan.items)
+            results = RankWriter(packs, planner, self._rules, self._warned).write(plan.items)
         finally:
             packs.close()
         future: Future[list[WriteResult]] = Future()

@@ -1,0 +1,90 @@
+"""Kernels: from rows of a table to codes and back, in one pass, on the device where the table lies.
+
+``reference`` says in plain torch what is computed; ``fused`` and ``search`` compute it on CPUs (numba), ``gpu`` on GPUs
+(Triton), both with the same bytes. Schemes choose what to compute, and know nothing of devices.
+"""
+
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from torchrec_cnr.kernels import cpu
+from torchrec_cnr.kernels.plans import SearchPlan
+
+# Triton comes with torch for CUDA, and is not needed elsewhere.
+_gpu: ModuleType | None = (
+    import_module("torchrec_cnr.kernels.gpu") if find_spec("triton") and find_spec("torchrec_cnr.kernels.gpu") else None
+)
+
+_Decoder = Callable[[Tensor, Tensor, int, int, Tensor, Tensor], None]
+
+
+def encode_rows(table: Tensor, rows: Tensor, bits: int, plan: SearchPlan, row_bytes: int) -> tuple[Tensor, Tensor]:
+    """Encode rows of a table as fused rows: codes, lowest bits first, then scale and bias in fp16.
+
+    Args:
+        table: [num_rows, num_cols] of fp32, fp16 or bf16, the elements of a row side by side.
+        rows: int64 [n], numbers of the rows, on the table's device.
+        bits: 2, 3, 4 or 8.
+        plan: How scale and bias are searched.
+        row_bytes: Of an encoded row.
+
+    Returns:
+        uint8 [n, row_bytes], and bool [n]: rows that codes cannot represent, whose bytes are zeros.
+    """
+    if table.is_cuda and _gpu is not None:
+        codes, is_exact = _gpu.encode_rows(table, rows, bits, plan, row_bytes)
+        return codes, is_exact
+    return cpu.encode_rows(*_on_host(table, rows), bits, plan, row_bytes)
+
+
+def decode_rows(codes: Tensor, positions: Tensor, bits: int, first_col: int, target: Tensor, rows: Tensor) -> None:
+    """Decode fused rows into rows of a target.
+
+    Args:
+        codes: uint8 [n, row_bytes], on the target's device.
+        positions: int64 [k], which of them.
+        bits: 2, 3, 4 or 8.
+        first_col: The encoded column that is the target's first.
+        target: [num_rows, num_cols] of fp32, fp16 or bf16, the elements of a row side by side. Written.
+        rows: int64 [k], the rows of the target that they go to.
+    """
+    if target.is_cuda and _gpu is not None:
+        _gpu.decode_rows(codes, positions, bits, first_col, target, rows)
+    else:
+        _decode_on_host(cpu.decode_rows, codes, positions, bits, first_col, target, rows)
+
+
+def encode_clusters(table: Tensor, rows: Tensor, bits: int, row_bytes: int) -> tuple[Tensor, Tensor]:
+    """Encode rows of a table by k-means: codes, lowest bits first, then the codebook in fp16, in increasing order.
+
+    Arguments and results are those of ``encode_rows``. There is no kernel for GPUs: their rows are clustered on the
+    host.
+    """
+    return cpu.encode_clusters(*_on_host(table, rows), bits, row_bytes)
+
+
+def decode_clusters(codes: Tensor, positions: Tensor, bits: int, first_col: int, target: Tensor, rows: Tensor) -> None:
+    """Decode rows of k-means into rows of a target; the arguments are those of ``decode_rows``."""
+    _decode_on_host(cpu.decode_clusters, codes, positions, bits, first_col, target, rows)
+
+
+def _on_host(table: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    if table.device.type == "cpu":
+        return table, rows
+    return table.index_select(0, rows).cpu(), torch.arange(len(rows))
+
+
+def _decode_on_host(
+    decode: _Decoder, codes: Tensor, positions: Tensor, bits: int, first_col: int, target: Tensor, rows: Tensor
+) -> None:
+    if target.device.type == "cpu":
+        decode(codes, positions, bits, first_col, target, rows)
+        return
+    values = torch.empty(len(rows), target.shape[1], dtype=target.dtype)
+    decode(codes.cpu(), positions.cpu(), bits, first_col, values, torch.arange(len(rows)))
+    target.index_copy_(0, rows, values.to(target.device))

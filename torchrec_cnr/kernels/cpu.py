@@ -1,0 +1,73 @@
+"""Fused rows on CPUs: tensors handed to the compiled kernels, on as many threads as torch uses."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrec_cnr.kernels import fused, kmeans
+from torchrec_cnr.kernels.plans import SearchPlan
+from torchrec_cnr.kernels.threads import in_parallel
+
+
+def encode_rows(table: Tensor, rows: Tensor, bits: int, plan: SearchPlan, row_bytes: int) -> tuple[Tensor, Tensor]:
+    """Encode rows of a table; see ``kernels.encode_rows``."""
+    num_rows, num_cols = len(rows), table.shape[1]
+    codes, is_exact = np.empty(num_rows * row_bytes, np.uint8), np.empty(num_rows, np.bool_)
+    flat, stride, numbers = _flat(table), table.stride(0), rows.numpy()
+
+    def encode(start: int, stop: int) -> None:
+        part = codes[start * row_bytes : stop * row_bytes]
+        fused.encode(flat, stride, numbers[start:stop], num_cols, bits, plan, row_bytes, part, is_exact[start:stop])
+
+    in_parallel(encode, num_rows)
+    return torch.from_numpy(codes).view(num_rows, row_bytes), torch.from_numpy(is_exact)
+
+
+def decode_rows(codes: Tensor, positions: Tensor, bits: int, first_col: int, target: Tensor, rows: Tensor) -> None:
+    """Decode rows into a target; see ``kernels.decode_rows``."""
+    _decode(fused.decode, codes, positions, bits, first_col, target, rows)
+
+
+def encode_clusters(table: Tensor, rows: Tensor, bits: int, row_bytes: int) -> tuple[Tensor, Tensor]:
+    """Encode rows of a table by k-means; see ``kernels.encode_clusters``."""
+    num_rows, num_cols = len(rows), table.shape[1]
+    codes, is_exact = np.empty(num_rows * row_bytes, np.uint8), np.empty(num_rows, np.bool_)
+    flat, stride, numbers = _flat(table), table.stride(0), rows.numpy()
+
+    def encode(start: int, stop: int) -> None:
+        part = codes[start * row_bytes : stop * row_bytes]
+        kmeans.encode(flat, stride, numbers[start:stop], num_cols, bits, row_bytes, part, is_exact[start:stop])
+
+    in_parallel(encode, num_rows, chunk_rows=64)
+    return torch.from_numpy(codes).view(num_rows, row_bytes), torch.from_numpy(is_exact)
+
+
+def decode_clusters(codes: Tensor, positions: Tensor, bits: int, first_col: int, target: Tensor, rows: Tensor) -> None:
+    """Decode rows of k-means into a target; see ``kernels.decode_clusters``."""
+    _decode(kmeans.decode, codes, positions, bits, first_col, target, rows)
+
+
+def _decode(
+    kernel: Any, codes: Tensor, positions: Tensor, bits: int, first_col: int, target: Tensor, rows: Tensor
+) -> None:
+    flat, stride, num_cols = _flat(target), target.stride(0), target.shape[1]
+    source, row_bytes = codes.reshape(-1).numpy(), codes.shape[1]
+    numbers, places = positions.numpy(), rows.numpy()
+
+    def decode(start: int, stop: int) -> None:
+        part = numbers[start:stop]
+        kernel(source, row_bytes, part, bits, first_col, flat, stride, places[start:stop], num_cols)
+
+    in_parallel(decode, len(numbers))
+
+
+def _flat(table: Tensor) -> Any:
+    """The memory from a table's first element to its last, as kernels take it; see ``lanes``. Shared, not copied."""
+    span = (table.shape[0] - 1) * table.stride(0) + table.shape[1] if table.numel() else 0
+    flat = torch.as_strided(table.detach(), (span,), (1,))
+    if table.dtype is torch.float32:
+        return flat.numpy()
+    bits = flat.view(torch.int16).numpy()
+    return bits if table.dtype is torch.float16 else bits.view(np.uint16)

@@ -1,0 +1,114 @@
+"""Fused rows, compiled for CPUs: the codes of a row, lowest bits first, then its scale and bias in fp16.
+
+With 2, 4 and 8 bits these are FBGEMM's fused row-wise layout (``FloatToFusedNBitRowwiseQuantizedSBHalf``), whose codes
+fill pairs of bytes; with 3 bits, which FBGEMM does not have, eight codes take three bytes. Encoding reads rows by their
+numbers straight from the table; decoding writes them straight into the target's rows. Nothing else is allocated but a
+few rows for each thread.
+"""
+
+import numpy as np
+from numba import njit
+
+from torchrec_cnr.kernels.lanes import shifted, spread, where, whole
+from torchrec_cnr.kernels.llvm import LANES
+from torchrec_cnr.kernels.memory import (
+    aligned,
+    code_at,
+    half_at,
+    load,
+    load_tile,
+    put_element,
+    put_halves,
+    put_words,
+    store,
+    unpacked,
+    widened_bytes,
+)
+from torchrec_cnr.kernels.search import code_of, find_range, inverse_of, scratch_for
+
+_SCALE_AND_BIAS_BYTES = 4
+
+
+@njit
+def _codes_per_word(bits):
+    """Codes that are put at once, and the bytes they take: a word of four, or three of 3 bits."""
+    return (8, 3) if bits == 3 else (32 // bits, 4)
+
+
+@njit
+def _put_codes(tile, num_cols, bits, codes, offsets, scale, bias, is_right):
+    """The codes of 16 rows. The last word of a row may reach into its scale and bias, which come later."""
+    top, zero = spread((1 << bits) - 1), spread(0.0)
+    inverse = inverse_of(scale)
+    per_word, word_bytes = _codes_per_word(bits)
+    for start in range(0, num_cols, per_word):
+        word = whole(zero)
+        for column in range(start, min(start + per_word, num_cols)):
+            code = code_of(load(tile, column * LANES), inverse, bias, top)
+            word = word | shifted(whole(where(is_right, code, zero)), (column - start) * bits)
+        put_words(codes, offsets, start // per_word * word_bytes, word)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def encode(table, row_stride, rows, num_cols, bits, plan, row_bytes, codes, is_exact):
+    """Encode rows of a table.
+
+    Args:
+        table: The flat table; see ``lanes``.
+        row_stride: Elements between the beginnings of two rows.
+        rows: int64 [n], the rows' numbers.
+        num_cols: Elements of a row.
+        bits: 2, 3, 4 or 8.
+        plan: A ``SearchPlan``.
+        row_bytes: Bytes of a row's codes, scale and bias.
+        codes: uint8 [n * row_bytes], written.
+        is_exact: bool [n], written: rows that are to be stored exactly. Their codes are zeros.
+    """
+    scratch = scratch_for(num_cols, plan)
+    to = np.empty(LANES, np.int64)
+    exact = aligned(LANES)
+    zero, one, top = spread(0.0), spread(1.0), spread((1 << bits) - 1)
+    for first in range(0, len(rows), LANES):
+        for lane in range(LANES):
+            row = min(first + lane, len(rows) - 1)  # lanes without a row do the last one over again
+            scratch.offsets[lane] = rows[row] * row_stride
+            to[lane] = row * row_bytes
+        load_tile(table, scratch.offsets, num_cols, scratch.tile)
+        scale, bias, is_right = find_range(table, num_cols, top, plan, scratch)
+        _put_codes(scratch.tile, num_cols, bits, codes, to, scale, bias, is_right)
+        put_halves(codes, to, row_bytes - 4, where(is_right, scale, zero))
+        put_halves(codes, to, row_bytes - 2, where(is_right, bias, zero))
+        store(exact, 0, where(is_right, zero, one))
+        for row in range(first, min(first + LANES, len(rows))):
+            is_exact[row] = exact[row - first] != np.float32(0.0)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def decode(codes, row_bytes, positions, bits, first_col, target, row_stride, rows, num_cols):
+    """Decode rows into a target.
+
+    Args:
+        codes: uint8 [n * row_bytes].
+        row_bytes: Bytes of a row's codes, scale and bias.
+        positions: int64 [k], the rows to decode.
+        bits: 2, 3, 4 or 8.
+        first_col: The first column to decode.
+        target: The flat target; see ``lanes``.
+        row_stride: Elements between the beginnings of two of its rows.
+        rows: int64 [k], where they go.
+        num_cols: Columns to decode.
+    """
+    whole_cols = num_cols // LANES * LANES if first_col % 8 == 0 else 0
+    for number in range(len(positions)):
+        start = positions[number] * row_bytes
+        end = start + row_bytes - _SCALE_AND_BIAS_BYTES
+        scale, bias = half_at(codes, end), half_at(codes, end + 2)
+        scales, biases = spread(scale), spread(bias)
+        to = rows[number] * row_stride
+        for column in range(0, whole_cols, LANES):
+            at = start + (first_col + column) * bits // 8
+            code = widened_bytes(codes, at) if bits == 8 else unpacked(codes, at, bits)
+            store(target, to + column, scales * code + biases)
+        for column in range(whole_cols, num_cols):
+            code_bits = code_at(codes, start, first_col + column, bits)
+            put_element(target, to + column, scale * np.float32(code_bits) + bias)

@@ -1,0 +1,157 @@
+"""K-means of a row, compiled for CPUs: codes, lowest bits first, then a codebook of fp16 values in increasing order.
+
+Values on a line have one best clustering, and dynamic programming finds it: the best k clusters of the first i values
+end with a cluster that begins no earlier than it does for the first i - 1 (Wang and Song, "Ckmeans.1d.dp", The R
+Journal 3(2), 2011; halving the range of candidates at each value as in its later versions). So there are no starts to
+choose, nothing is random, and no other clustering has a smaller error, before the codebook is rounded to fp16.
+"""
+
+import numpy as np
+from numba import njit
+
+from torchrec_cnr.kernels.lanes import to_half
+from torchrec_cnr.kernels.llvm import LANES
+from torchrec_cnr.kernels.memory import code_at, element, half_at, load, put_element, put_halves, store
+
+
+@njit
+def _cost(sums, squares, shares, first, last):
+    """Squared error of the values from ``first`` to ``last``, as one cluster; ``shares[n]`` is 1 / n."""
+    total = sums[last + 1] - sums[first]
+    return max(0.0, squares[last + 1] - squares[first] - total * total * shares[last - first + 1])
+
+
+@njit
+def _fill_layer(previous, current, begins, layer, bounds, sums, squares, shares, stack):
+    """One cluster more: ``current[i]`` is the least cost of values 0 to i, ``begins[i]`` where their last one begins.
+
+    For every i between the bounds. The value in the middle is done first, and bounds where those on both sides of it
+    have to look.
+    """
+    stack[0] = bounds[0], bounds[1], layer, bounds[1]
+    depth = 1
+    while depth:
+        depth -= 1
+        low, high, earliest, latest = stack[depth]
+        middle = (low + high) // 2
+        best, best_begin = np.inf, earliest
+        for begin in range(earliest, min(latest, middle) + 1):
+            cost = previous[begin - 1] + _cost(sums, squares, shares, begin, middle)
+            if cost < best:
+                best, best_begin = cost, begin
+        current[middle], begins[middle] = best, best_begin
+        if low < middle:
+            stack[depth] = low, middle - 1, earliest, best_begin
+            depth += 1
+        if middle < high:
+            stack[depth] = middle + 1, high, best_begin, latest
+            depth += 1
+
+
+@njit
+def _different(ordered, codebook):
+    """Write the different ones of sorted values, the last one into what is left over; whether there is room for all."""
+    at = 0
+    codebook[0] = ordered[0]
+    for index in range(1, len(ordered)):
+        if ordered[index] != ordered[index - 1]:
+            at += 1
+            if at == len(codebook):
+                return False
+            codebook[at] = ordered[index]
+    codebook[at + 1 :] = codebook[at]
+    return True
+
+
+@njit
+def _best_means(ordered, codebook, shares, costs, begins, stack):
+    """Write the means of the best clusters of sorted values, in increasing order."""
+    num_values, num_clusters = len(ordered), len(codebook)
+    middle = np.float64(ordered[num_values // 2])  # sums about it lose less
+    sums, squares = np.zeros(num_values + 1), np.zeros(num_values + 1)
+    for index in range(num_values):
+        value = np.float64(ordered[index]) - middle
+        sums[index + 1], squares[index + 1] = sums[index] + value, squares[index] + value * value
+    for index in range(num_values):
+        costs[0, index] = _cost(sums, squares, shares, 0, index)
+    last = num_values - 1
+    for layer in range(1, num_clusters):
+        # Each cluster still to come needs a value, and of the last layer only the last value counts.
+        bounds = layer if layer < num_clusters - 1 else last, last - (num_clusters - 1 - layer)
+        _fill_layer(costs[layer - 1], costs[layer], begins[layer], layer, bounds, sums, squares, shares, stack)
+    for layer in range(num_clusters - 1, -1, -1):
+        first = begins[layer, last] if layer else 0
+        codebook[layer] = middle + (sums[last + 1] - sums[first]) * shares[last - first + 1]
+        last = first - 1
+
+
+@njit
+def _rounded_is_right(codebook, low, high):
+    """Round a codebook to fp16; whether that moved no value by more than half a step of evenly spaced codes."""
+    limit = (high - low) / (2 * (len(codebook) - 1))
+    lanes = np.empty(LANES, np.float32)
+    is_right = True
+    for start in range(0, len(codebook), LANES):
+        for lane in range(LANES):
+            lanes[lane] = codebook[min(start + lane, len(codebook) - 1)]
+        store(lanes, 0, to_half(load(lanes, 0)))
+        for index in range(start, min(start + LANES, len(codebook))):
+            is_right &= abs(lanes[index - start] - codebook[index]) <= limit
+            codebook[index] = lanes[index - start]
+    return is_right
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def encode(table, row_stride, rows, num_cols, bits, row_bytes, codes, is_exact):
+    """Encode rows of a table; the arguments are those of ``fused.encode``."""
+    num_clusters = 1 << bits
+    values, codebook = np.empty(num_cols, np.float32), np.empty(num_clusters, np.float32)
+    costs, begins = np.empty((num_clusters, num_cols)), np.empty((num_clusters, num_cols), np.int64)
+    shares, stack = 1.0 / np.arange(num_cols + 1), np.empty((64, 4), np.int64)
+    middles = np.empty(num_clusters - 1, np.float32)
+    lanes, offsets = np.empty(LANES, np.float32), np.empty(LANES, np.int64)
+    for number in range(len(rows)):
+        start, end = number * row_bytes, (number + 1) * row_bytes
+        codes[start:end] = 0
+        is_finite = True
+        for column in range(num_cols):
+            values[column] = element(table, rows[number] * row_stride + column)
+            is_finite &= np.isfinite(values[column])
+        is_exact[number] = not is_finite
+        if not is_finite:
+            continue
+        ordered = np.sort(values)
+        if not _different(ordered, codebook):
+            _best_means(ordered, codebook, shares, costs, begins, stack)
+        is_exact[number] = not _rounded_is_right(codebook, np.float64(ordered[0]), np.float64(ordered[-1]))
+        if is_exact[number]:
+            continue
+        for index in range(num_clusters - 1):
+            middles[index] = (codebook[index] + codebook[index + 1]) / np.float32(2.0)
+        for column in range(num_cols):
+            code = 0
+            for index in range(num_clusters - 1):
+                code += values[column] > middles[index]
+            word = code << (column * bits % 8)
+            codes[start + column * bits // 8] |= word & 255
+            codes[start + column * bits // 8 + 1] |= word >> 8
+        for first in range(0, num_clusters, LANES):
+            for lane in range(LANES):
+                index = min(first + lane, num_clusters - 1)
+                lanes[lane] = codebook[index]
+                offsets[lane] = end - 2 * (num_clusters - index)
+            put_halves(codes, offsets, 0, load(lanes, 0))
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def decode(codes, row_bytes, positions, bits, first_col, target, row_stride, rows, num_cols):
+    """Decode rows into a target; the arguments are those of ``fused.decode``."""
+    num_clusters = 1 << bits
+    codebook = np.empty(num_clusters, np.float32)
+    for number in range(len(positions)):
+        start = positions[number] * row_bytes
+        for index in range(num_clusters):
+            codebook[index] = half_at(codes, start + row_bytes - 2 * (num_clusters - index))
+        to = rows[number] * row_stride
+        for column in range(num_cols):
+            put_element(target, to + column, codebook[code_at(codes, start, first_col + column, bits)])

@@ -1,0 +1,207 @@
+"""How lanes and single values get out of tables and codes, and into them.
+
+Tables come as flat arrays whose dtype tells theirs: ``float32``, or the bits of fp16 as ``int16`` and those of bf16 as
+``uint16``, because numba knows neither on CPUs. Codes are flat arrays of bytes; numbers in them are not aligned.
+"""
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from torchrec_cnr.kernels.lanes import FLOATS, INTS
+from torchrec_cnr.kernels.llvm import (
+    BYTE,
+    FLOAT,
+    HALF,
+    INT,
+    LANES,
+    LONG,
+    element_of,
+    narrowed,
+    pointer_to,
+    spread_scalar,
+    transposed,
+    vector,
+    widened,
+)
+
+
+@intrinsic
+def load(typing: Any, array: Any, index: Any) -> Any:
+    """``array[index : index + 16]`` of float32."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.load(pointer_to(context, builder, vector(FLOAT), sig.args[0], *args), align=4)
+
+    return FLOATS(array, index), emit
+
+
+@intrinsic
+def store(typing: Any, array: Any, index: Any, lanes: Any) -> Any:
+    """``array[index : index + 16] = lanes``, of the array's dtype: float32 or int32, or a table's."""
+    dtype = array.dtype
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        values = narrowed(builder, dtype, args[2])
+        pointer = pointer_to(context, builder, values.type, sig.args[0], *args[:2])
+        builder.store(values, pointer, align=dtype.bitwidth // 8)
+        return context.get_dummy_value()
+
+    return types.void(array, index, lanes), emit
+
+
+@intrinsic
+def element(typing: Any, table: Any, index: Any) -> Any:
+    """``table[index]`` as float32."""
+    dtype = table.dtype
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return widened(
+            builder, dtype, builder.load(pointer_to(context, builder, element_of(dtype), sig.args[0], *args))
+        )
+
+    return types.float32(table, index), emit
+
+
+@intrinsic
+def put_element(typing: Any, table: Any, index: Any, value: Any) -> Any:
+    """``table[index] = value``, rounded to the table's dtype."""
+    dtype = table.dtype
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        scalar = context.cast(builder, args[2], sig.args[2], types.float32)
+        bits = builder.extract_element(narrowed(builder, dtype, spread_scalar(builder, scalar)), ir.Constant(INT, 0))
+        builder.store(bits, pointer_to(context, builder, bits.type, sig.args[0], *args[:2]))
+        return context.get_dummy_value()
+
+    return types.void(table, index, value), emit
+
+
+@intrinsic
+def put_words(typing: Any, codes: Any, offsets: Any, at: Any, words: Any) -> Any:
+    """``codes[offsets[r] + at : offsets[r] + at + 4] = words[r]`` for every lane r, an int32 into bytes."""
+    return types.void(codes, offsets, types.int64, INTS), _put_lanes
+
+
+@intrinsic
+def put_halves(typing: Any, codes: Any, offsets: Any, at: Any, values: Any) -> Any:
+    """``codes[offsets[r] + at : offsets[r] + at + 2] = values[r]`` for every lane r, as fp16."""
+    return types.void(codes, offsets, types.int64, FLOATS), _put_lanes
+
+
+def _put_lanes(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+    codes, offsets, at, lanes = args
+    if sig.args[3] is FLOATS:
+        lanes = builder.fptrunc(lanes, vector(HALF))
+    for lane in range(LANES):
+        offset = pointer_to(context, builder, LONG, sig.args[1], offsets, ir.Constant(LONG, lane))
+        value = builder.extract_element(lanes, ir.Constant(INT, lane))
+        index = builder.add(builder.load(offset), at)
+        builder.store(value, pointer_to(context, builder, value.type, sig.args[0], codes, index), align=1)
+    return context.get_dummy_value()
+
+
+@intrinsic
+def half_at(typing: Any, codes: Any, index: Any) -> Any:
+    """``codes[index : index + 2]``, an fp16 value, as float32."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.fpext(builder.load(pointer_to(context, builder, HALF, sig.args[0], *args), align=1), FLOAT)
+
+    return types.float32(codes, index), emit
+
+
+@intrinsic
+def unpacked(typing: Any, codes: Any, index: Any, num_bits: Any) -> Any:
+    """The 16 codes that begin at ``codes[index]``, of 2, 3 or 4 bits: each half of them lies in ``num_bits`` bytes.
+
+    Reads up to two bytes behind them, where a row has its scale and bias.
+    """
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        codes, index, num_bits = args
+        half = LANES // 2
+        words = [
+            builder.load(pointer_to(context, builder, INT, sig.args[0], codes, at), align=1)
+            for at in (index, builder.add(index, num_bits))
+        ]
+        halves = ir.Constant(vector(INT), [lane // half * LANES for lane in range(LANES)])
+        lanes = builder.shuffle_vector(*(spread_scalar(builder, word) for word in words), halves)
+        width = builder.trunc(num_bits, INT)
+        numbers = ir.Constant(vector(INT), [lane % half for lane in range(LANES)])
+        lanes = builder.lshr(lanes, builder.mul(numbers, spread_scalar(builder, width)))
+        mask = builder.sub(builder.shl(ir.Constant(INT, 1), width), ir.Constant(INT, 1))
+        return builder.uitofp(builder.and_(lanes, spread_scalar(builder, mask)), vector(FLOAT))
+
+    return FLOATS(codes, types.int64, types.int64), emit
+
+
+@intrinsic
+def widened_bytes(typing: Any, codes: Any, index: Any) -> Any:
+    """``codes[index : index + 16]``, codes of 8 bits."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        lanes = builder.load(pointer_to(context, builder, vector(BYTE), sig.args[0], *args), align=1)
+        return builder.uitofp(lanes, vector(FLOAT))
+
+    return FLOATS(codes, index), emit
+
+
+@intrinsic
+def _load_square(typing: Any, table: Any, offsets: Any, column: Any, tile: Any) -> Any:
+    """16 columns of 16 rows, transposed: ``tile[16 * (column + c) + r] = table[offsets[r] + column + c]``."""
+    dtype = table.dtype
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        table, offsets, column, tile = args
+        rows = []
+        for lane in range(LANES):
+            at = pointer_to(context, builder, LONG, sig.args[1], offsets, ir.Constant(LONG, lane))
+            start = builder.add(builder.load(at), column)
+            row = pointer_to(context, builder, vector(element_of(dtype)), sig.args[0], table, start)
+            rows.append(widened(builder, dtype, builder.load(row, align=dtype.bitwidth // 8)))
+        first = builder.mul(column, ir.Constant(LONG, LANES))
+        for number, lanes in enumerate(transposed(builder, rows)):
+            index = builder.add(first, ir.Constant(LONG, number * LANES))
+            builder.store(lanes, pointer_to(context, builder, vector(FLOAT), sig.args[3], tile, index), align=4)
+        return context.get_dummy_value()
+
+    return types.void(table, offsets, types.int64, tile), emit
+
+
+@njit
+def aligned(size):
+    """float32 [size], on a boundary of lanes: loads that cross cache lines take twice as long."""
+    memory = np.empty(size + LANES, np.float32)
+    skip = -(memory.ctypes.data // 4) % LANES
+    return memory[skip : skip + size]
+
+
+@njit(inline="always")
+def load_tile(table, offsets, num_cols, tile):
+    """Load 16 rows of a table, one a lane: column c lies in ``tile[16 * c : 16 * c + 16]``, as float32.
+
+    Args:
+        table: The flat table.
+        offsets: int64 [16], where the rows begin in it.
+        num_cols: Columns.
+        tile: float32 [16 * num_cols], written.
+    """
+    whole_cols = num_cols // LANES * LANES
+    for column in range(0, whole_cols, LANES):
+        _load_square(table, offsets, column, tile)
+    for column in range(whole_cols, num_cols):
+        for lane in range(LANES):
+            tile[column * LANES + lane] = element(table, offsets[lane] + column)
+
+
+@njit
+def code_at(codes, start, column, num_bits):
+    """One code of a row that begins at ``codes[start]``. Reads the byte behind it, too: a code may lie across two."""
+    bit = column * num_bits
+    at = start + bit // 8
+    pair = np.int64(codes[at]) | np.int64(codes[at + 1]) << 8
+    return (pair >> (bit % 8)) & ((1 << num_bits) - 1)

@@ -1,0 +1,118 @@
+"""What every quantization scheme is: a frozen value that turns rows into codes, and codes into rows.
+
+A scheme knows nothing of tables' names, files or deltas. What it cannot represent (NaN, infinity, values that fp16
+cannot tell apart) it names in ``Encoded.exact``, and such rows are stored in full beside the codes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+Sample = Callable[[], Tensor]  # gathers some rows of a table, [n, num_cols]; called only where a choice needs them
+
+_QUANTIZABLE = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """A block of rows as it is stored.
+
+    Attributes:
+        codes: uint8 [n, row_bytes].
+        exact: int64 [k], the positions in the block of rows that ``codes`` cannot represent.
+    """
+
+    codes: Tensor
+    exact: Tensor
+
+
+class Quantization(Protocol):
+    """What the writer takes for a tensor: a scheme, or a rule that chooses one for every shard."""
+
+    def choose(self, sample: Sample, num_restores: int) -> "Scheme":
+        """The scheme of one shard, ready to encode.
+
+        Args:
+            sample: Gathers some of the rows that are to be stored.
+            num_restores: Restores that the state has been through.
+        """
+        ...
+
+    def supports(self, dtype: torch.dtype) -> bool:
+        """Whether tensors of this dtype can be encoded."""
+        ...
+
+
+class Scheme(Quantization, Protocol):
+    """What every quantization scheme has."""
+
+    name: ClassVar[str]
+
+    def row_bytes(self, num_cols: int, dtype: torch.dtype) -> int:
+        """Bytes that a row of ``num_cols`` elements takes."""
+        ...
+
+    def encode(self, table: Tensor, rows: Tensor | None = None) -> Encoded:
+        """Encode rows of a table.
+
+        Args:
+            table: [num_rows, num_cols] of a supported dtype, the elements of a row side by side.
+            rows: int64 [n], numbers of the rows, on the table's device; None for all of them.
+        """
+        ...
+
+    def decode(self, codes: Tensor, num_cols: int, dtype: torch.dtype) -> Tensor:
+        """[n, num_cols] of ``dtype``, from uint8 [n, row_bytes]."""
+        ...
+
+    def decode_into(self, codes: Tensor, positions: Tensor, first_col: int, target: Tensor, rows: Tensor) -> None:
+        """Decode some rows and columns straight into a target.
+
+        Args:
+            codes: uint8 [n, row_bytes], on the target's device.
+            positions: int64 [k], which rows.
+            first_col: The encoded column that is the target's first.
+            target: [num_rows, num_cols] of the table's dtype, the elements of a row side by side. Written.
+            rows: int64 [k], the rows of the target that they go to.
+        """
+        ...
+
+    def to_json(self) -> dict[str, Any]:
+        """The scheme as the manifest records it."""
+        ...
+
+
+class RowCodes:
+    """What the schemes share that turn each row into codes of its own."""
+
+    def choose(self, sample: Sample, num_restores: int) -> Any:
+        """Itself: nothing is left open."""
+        return self
+
+    def supports(self, dtype: torch.dtype) -> bool:
+        """fp32, fp16 and bf16."""
+        return dtype in _QUANTIZABLE
+
+    def decode(self, codes: Tensor, num_cols: int, dtype: torch.dtype) -> Tensor:
+        """[n, num_cols] of ``dtype``, from uint8 [n, row_bytes]."""
+        values = torch.empty(len(codes), num_cols, dtype=dtype, device=codes.device)
+        numbers = torch.arange(len(codes), device=codes.device)
+        self.decode_into(codes, numbers, 0, values, numbers)
+        return values
+
+    def decode_into(self, codes: Tensor, positions: Tensor, first_col: int, target: Tensor, rows: Tensor) -> None:
+        """Decode some rows and columns straight into a target; see ``Scheme.decode_into``."""
+        raise NotImplementedError
+
+
+def all_rows(table: Tensor) -> Tensor:
+    """The numbers of a table's rows, on its device."""
+    return torch.arange(len(table), device=table.device)
+
+
+def exact_row_bytes(num_cols: int, itemsize: int) -> int:
+    """Bytes of one row stored exactly behind a block's codes: its position in the block and its values."""
+    return 4 + num_cols * itemsize
