@@ -30,6 +30,7 @@ TENSOR_KEYS = ["dtype", "size", "is_table", "table", "shards"]
 # 13. Versions
 KEYS_1 = [key for key in KEYS if key != "restores"]
 TENSOR_KEYS_1 = ["dtype", "size", "scheme", "is_table", "table", "shards"]
+SCHEMES_1 = [{"name": "none"}, *({"name": "asymmetric", "bits": bits} for bits in (2, 4, 8))]
 # A bfloat16 is kept as its 16 bits.
 DTYPES = {
     "float64": "<f8",
@@ -379,8 +380,8 @@ def scheme_of(value: Any, dtype: str) -> Scheme:
 
 def scheme_1(value: Any, dtype: str) -> None:
     """The scheme of a tensor of version 1 (13), which need not have shards."""
+    check(value in SCHEMES_1, "no scheme of version 1")
     scheme_of(value, dtype)
-    check(value["name"] in ("none", "asymmetric"), "a scheme of a later version")
 
 
 def num_exact(scheme: Scheme, cols: int, rows: int, num_bytes: int) -> int:
