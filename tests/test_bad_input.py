@@ -32,6 +32,7 @@ import torchrec_cnr as cnr
 from tests import models
 from tests.models import Job, Whole, differing, plain_job, state, torchrec_job, train, whole
 from tests.ranks import RankPools
+from torchrec_cnr.manifest import VERSION
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -285,7 +286,7 @@ def test_latest_passes_over_damaged_manifests_but_not_over_newer_versions(run: R
     run.manifest(2).write_bytes(body[:-20])
     assert cnr.latest(run.root) == run.path(1)
     run.manifest(2).write_bytes(body)
-    forge(run.path(2), lambda manifest: manifest.update(version=2))
+    forge(run.path(2), lambda manifest: manifest.update(version=VERSION + 1))
     with pytest.raises(cnr.VersionError, match="upgrade"):
         cnr.latest(run.root)
 
@@ -712,7 +713,7 @@ def test_many_flipped_bits_are_noticed(run: Run) -> None:
 # Hostile checkpoints: every digest is right.
 
 
-@pytest.mark.parametrize("version", [2, 999])
+@pytest.mark.parametrize("version", [VERSION + 1, 999])
 @pytest.mark.parametrize("number", [2, 0], ids=["head", "parent"])
 def test_another_format_version_is_a_version_error(run: Run, version: Any, number: int) -> None:
     """A manifest of another version, with whatever a later version may have in it, is named as such."""
