@@ -9,7 +9,7 @@ few rows for each thread.
 import numpy as np
 from numba import njit
 
-from torchrec_cnr.kernels.lanes import shifted, spread, where, whole
+from torchrec_cnr.kernels.lanes import halves, shifted, spread, where, whole
 from torchrec_cnr.kernels.llvm import LANES
 from torchrec_cnr.kernels.memory import (
     aligned,
@@ -17,36 +17,63 @@ from torchrec_cnr.kernels.memory import (
     half_at,
     load,
     load_tile,
+    load_words,
+    put_4_words,
+    put_8_words,
+    put_16_words,
     put_element,
-    put_halves,
     put_words,
     store,
     unpacked,
     widened_bytes,
 )
-from torchrec_cnr.kernels.search import code_of, find_range, inverse_of, scratch_for
+from torchrec_cnr.kernels.search import find_range, inverse_of, position_of, scratch_for
 
 _SCALE_AND_BIAS_BYTES = 4
 
 
 @njit
-def _codes_per_word(bits):
-    """Codes that are put at once, and the bytes they take: a word of four, or three of 3 bits."""
-    return (8, 3) if bits == 3 else (32 // bits, 4)
+def _word_of(tile, start, stop, bits, inverse, bias, top):
+    """The codes of some columns in one word, the first in its lowest bits."""
+    word = whole(spread(0.0))
+    for column in range(stop - 1, start - 1, -1):
+        word = shifted(word, bits) | whole(position_of(load(tile, column * LANES), inverse, bias, top))
+    return word
 
 
 @njit
-def _put_codes(tile, num_cols, bits, codes, offsets, scale, bias, is_right):
+def _put_codes(tile, words, num_cols, bits, codes, offsets, scale, bias, is_right):
     """The codes of 16 rows. The last word of a row may reach into its scale and bias, which come later."""
-    top, zero = spread((1 << bits) - 1), spread(0.0)
+    top, nothing = spread((1 << bits) - 1), whole(spread(0.0))
     inverse = inverse_of(scale)
-    per_word, word_bytes = _codes_per_word(bits)
+    if bits == 3:  # eight codes take three bytes
+        for start in range(0, num_cols, 8):
+            word = _word_of(tile, start, min(start + 8, num_cols), bits, inverse, bias, top)
+            put_words(codes, offsets, start // 8 * 3, where(is_right, word, nothing))
+        return
+    per_word = 32 // bits
+    num_words = 0
     for start in range(0, num_cols, per_word):
-        word = whole(zero)
-        for column in range(start, min(start + per_word, num_cols)):
-            code = code_of(load(tile, column * LANES), inverse, bias, top)
-            word = word | shifted(whole(where(is_right, code, zero)), (column - start) * bits)
-        put_words(codes, offsets, start // per_word * word_bytes, word)
+        word = _word_of(tile, start, min(start + per_word, num_cols), bits, inverse, bias, top)
+        store(words, num_words * LANES, where(is_right, word, nothing))
+        num_words += 1
+        if num_words == LANES or start + per_word >= num_cols:
+            _put_rows(codes, offsets, (start // per_word + 1 - num_words) * 4, words, num_words)
+            num_words = 0
+
+
+@njit
+def _put_rows(codes, offsets, at, words, num_words):
+    """Up to 16 words of each of 16 rows, side by side."""
+    if num_words == 16:
+        put_16_words(codes, offsets, at, words)
+    elif num_words == 8:
+        put_8_words(codes, offsets, at, words)
+    elif num_words == 4:
+        put_4_words(codes, offsets, at, words)
+    else:
+        for number in range(num_words):
+            put_words(codes, offsets, at + 4 * number, load_words(words, number * LANES))
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -67,6 +94,7 @@ def encode(table, row_stride, rows, num_cols, bits, plan, row_bytes, codes, is_e
     scratch = scratch_for(num_cols, plan)
     to = np.empty(LANES, np.int64)
     exact = aligned(LANES)
+    words = np.zeros(LANES * LANES, np.int32)
     zero, one, top = spread(0.0), spread(1.0), spread((1 << bits) - 1)
     for first in range(0, len(rows), LANES):
         for lane in range(LANES):
@@ -75,9 +103,9 @@ def encode(table, row_stride, rows, num_cols, bits, plan, row_bytes, codes, is_e
             to[lane] = row * row_bytes
         load_tile(table, scratch.offsets, num_cols, scratch.tile)
         scale, bias, is_right = find_range(table, num_cols, top, plan, scratch)
-        _put_codes(scratch.tile, num_cols, bits, codes, to, scale, bias, is_right)
-        put_halves(codes, to, row_bytes - 4, where(is_right, scale, zero))
-        put_halves(codes, to, row_bytes - 2, where(is_right, bias, zero))
+        _put_codes(scratch.tile, words, num_cols, bits, codes, to, scale, bias, is_right)
+        ends = halves(where(is_right, scale, zero), where(is_right, bias, zero))
+        put_words(codes, to, row_bytes - 4, ends)
         store(exact, 0, where(is_right, zero, one))
         for row in range(first, min(first + LANES, len(rows))):
             is_exact[row] = exact[row - first] != np.float32(0.0)

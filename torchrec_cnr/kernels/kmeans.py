@@ -9,9 +9,9 @@ choose, nothing is random, and no other clustering has a smaller error, before t
 import numpy as np
 from numba import njit
 
-from torchrec_cnr.kernels.lanes import to_half
+from torchrec_cnr.kernels.lanes import halves, to_half
 from torchrec_cnr.kernels.llvm import LANES
-from torchrec_cnr.kernels.memory import code_at, element, half_at, load, put_element, put_halves, store
+from torchrec_cnr.kernels.memory import aligned, code_at, element, half_at, load, put_element, put_words, store
 
 
 @njit
@@ -109,7 +109,7 @@ def encode(table, row_stride, rows, num_cols, bits, row_bytes, codes, is_exact):
     costs, begins = np.empty((num_clusters, num_cols)), np.empty((num_clusters, num_cols), np.int64)
     shares, stack = 1.0 / np.arange(num_cols + 1), np.empty((64, 4), np.int64)
     middles = np.empty(num_clusters - 1, np.float32)
-    lanes, offsets = np.empty(LANES, np.float32), np.empty(LANES, np.int64)
+    evens, odds, offsets = aligned(LANES), aligned(LANES), np.empty(LANES, np.int64)
     for number in range(len(rows)):
         start, end = number * row_bytes, (number + 1) * row_bytes
         codes[start:end] = 0
@@ -135,12 +135,12 @@ def encode(table, row_stride, rows, num_cols, bits, row_bytes, codes, is_exact):
             word = code << (column * bits % 8)
             codes[start + column * bits // 8] |= word & 255
             codes[start + column * bits // 8 + 1] |= word >> 8
-        for first in range(0, num_clusters, LANES):
+        for first in range(0, num_clusters, 2 * LANES):
             for lane in range(LANES):
-                index = min(first + lane, num_clusters - 1)
-                lanes[lane] = codebook[index]
+                index = 2 * min(first // 2 + lane, num_clusters // 2 - 1)
+                evens[lane], odds[lane] = codebook[index], codebook[index + 1]
                 offsets[lane] = end - 2 * (num_clusters - index)
-            put_halves(codes, offsets, 0, load(lanes, 0))
+            put_words(codes, offsets, 0, halves(load(evens, 0), load(odds, 0)))
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

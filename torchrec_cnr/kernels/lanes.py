@@ -86,8 +86,15 @@ def spread(typing: Any, value: Any) -> Any:
 
 @intrinsic
 def whole(typing: Any, values: Any) -> Any:
-    """Lanes of whole numbers as int32."""
-    return INTS(FLOATS), lambda context, builder, sig, args: builder.fptosi(args[0], vector(INT))
+    """To the nearest whole number, halves to even, as int32."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        function = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(vector(INT), (vector(FLOAT),)), f"llvm.lrint.v{LANES}i32.v{LANES}f32"
+        )
+        return builder.call(function, args)
+
+    return INTS(FLOATS), emit
 
 
 @intrinsic
@@ -179,3 +186,34 @@ def any_lane(typing: Any, mask: Any) -> Any:
         return builder.icmp_unsigned("!=", bits, ir.Constant(ir.IntType(LANES), 0))
 
     return types.boolean(MASK), emit
+
+
+@intrinsic
+def every_lane(typing: Any, mask: Any) -> Any:
+    """Whether the mask has every lane."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        bits = builder.bitcast(args[0], ir.IntType(LANES))
+        return builder.icmp_unsigned("==", bits, ir.Constant(ir.IntType(LANES), (1 << LANES) - 1))
+
+    return types.boolean(MASK), emit
+
+
+@intrinsic
+def ordered(typing: Any, x: Any, y: Any) -> Any:
+    """The lanes in which neither of two is NaN."""
+    return MASK(FLOATS, FLOATS), lambda context, builder, sig, args: builder.fcmp_ordered("ord", *args)
+
+
+@intrinsic
+def halves(typing: Any, low: Any, high: Any) -> Any:
+    """Two fp16 values in one int32, the first in its lower half."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        low, high = (
+            builder.zext(builder.bitcast(builder.fptrunc(value, vector(HALF)), vector(SHORT)), vector(INT))
+            for value in args
+        )
+        return builder.or_(low, builder.shl(high, ir.Constant(vector(INT), [16] * LANES)))
+
+    return INTS(FLOATS, FLOATS), emit

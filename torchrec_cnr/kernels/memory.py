@@ -40,6 +40,16 @@ def load(typing: Any, array: Any, index: Any) -> Any:
 
 
 @intrinsic
+def load_words(typing: Any, array: Any, index: Any) -> Any:
+    """``array[index : index + 16]`` of int32."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.load(pointer_to(context, builder, vector(INT), sig.args[0], *args), align=4)
+
+    return INTS(array, index), emit
+
+
+@intrinsic
 def store(typing: Any, array: Any, index: Any, lanes: Any) -> Any:
     """``array[index : index + 16] = lanes``, of the array's dtype: float32 or int32, or a table's."""
     dtype = array.dtype
@@ -83,25 +93,49 @@ def put_element(typing: Any, table: Any, index: Any, value: Any) -> Any:
 @intrinsic
 def put_words(typing: Any, codes: Any, offsets: Any, at: Any, words: Any) -> Any:
     """``codes[offsets[r] + at : offsets[r] + at + 4] = words[r]`` for every lane r, an int32 into bytes."""
-    return types.void(codes, offsets, types.int64, INTS), _put_lanes
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        codes, offsets, at, words = args
+        for lane in range(LANES):
+            pointer = _place(context, builder, sig, codes, offsets, at, lane, INT)
+            builder.store(builder.extract_element(words, ir.Constant(INT, lane)), pointer, align=1)
+        return context.get_dummy_value()
+
+    return types.void(codes, offsets, types.int64, INTS), emit
 
 
-@intrinsic
-def put_halves(typing: Any, codes: Any, offsets: Any, at: Any, values: Any) -> Any:
-    """``codes[offsets[r] + at : offsets[r] + at + 2] = values[r]`` for every lane r, as fp16."""
-    return types.void(codes, offsets, types.int64, FLOATS), _put_lanes
+def _place(context: Any, builder: Any, sig: Any, codes: Any, offsets: Any, at: Any, lane: int, element: Any) -> Any:
+    """The address of ``codes[offsets[lane] + at]``, as a pointer to ``element``."""
+    offset = pointer_to(context, builder, LONG, sig.args[1], offsets, ir.Constant(LONG, lane))
+    return pointer_to(context, builder, element, sig.args[0], codes, builder.add(builder.load(offset), at))
 
 
-def _put_lanes(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-    codes, offsets, at, lanes = args
-    if sig.args[3] is FLOATS:
-        lanes = builder.fptrunc(lanes, vector(HALF))
-    for lane in range(LANES):
-        offset = pointer_to(context, builder, LONG, sig.args[1], offsets, ir.Constant(LONG, lane))
-        value = builder.extract_element(lanes, ir.Constant(INT, lane))
-        index = builder.add(builder.load(offset), at)
-        builder.store(value, pointer_to(context, builder, value.type, sig.args[0], codes, index), align=1)
-    return context.get_dummy_value()
+def _putting_rows(num_words: int) -> Any:
+    """A function like ``put_words`` for so many words side by side, which are transposed first."""
+
+    @intrinsic
+    def put_rows(typing: Any, codes: Any, offsets: Any, at: Any, words: Any) -> Any:
+        def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            codes, offsets, at, words = args
+            undefined = ir.Constant(vector(INT), ir.Undefined)
+            loaded = [undefined] * LANES
+            for number in range(num_words):
+                index = ir.Constant(LONG, number * LANES)
+                word = pointer_to(context, builder, vector(INT), sig.args[3], words, index)
+                loaded[number] = builder.load(word, align=4)
+            first = ir.Constant(ir.VectorType(INT, num_words), list(range(num_words)))
+            for lane, row in enumerate(transposed(builder, loaded)):
+                part = builder.shuffle_vector(row, undefined, first)
+                pointer = _place(context, builder, sig, codes, offsets, at, lane, part.type)
+                builder.store(part, pointer, align=1)
+            return context.get_dummy_value()
+
+        return types.void(codes, offsets, types.int64, words), emit
+
+    return put_rows
+
+
+put_4_words, put_8_words, put_16_words = _putting_rows(4), _putting_rows(8), _putting_rows(16)
 
 
 @intrinsic

@@ -15,7 +15,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
-from torchrec_cnr.kernels.lanes import any_lane, as_in, greater, half_below, lesser, rounded, spread, to_half, where
+from torchrec_cnr.kernels.lanes import (
+    any_lane,
+    as_in,
+    every_lane,
+    greater,
+    half_below,
+    lesser,
+    ordered,
+    rounded,
+    spread,
+    to_half,
+    where,
+)
 from torchrec_cnr.kernels.llvm import LANES
 from torchrec_cnr.kernels.memory import aligned, load, store
 from torchrec_cnr.kernels.plans import CLOSING_ROUNDS, GREEDY, LEAST_SQUARES, MIRRORED
@@ -73,9 +85,15 @@ def inverse_of(scale):
 
 
 @njit(inline="always")
-def code_of(x, scale_inverse, bias, top):
+def position_of(x, inverse, bias, top):
+    """Where a value lies on the scale of codes, from 0 to the greatest one."""
+    return greater(lesser((x - bias) * inverse, top), spread(0.0))
+
+
+@njit(inline="always")
+def code_of(x, inverse, bias, top):
     """The nearest code."""
-    return rounded(greater(lesser((x - bias) * scale_inverse, top), spread(0.0)))
+    return rounded(position_of(x, inverse, bias, top))
 
 
 @njit(inline="always")
@@ -104,6 +122,8 @@ def _closed(table, scale, bias, low, high, top):
         next_scale, next_bias = _covering(table, decoded_low, decoded_high, top)
         same = (next_scale == scale) & (next_bias == bias)
         scale, bias = next_scale, next_bias
+        if every_lane(same):
+            break
     return scale, bias, same
 
 
@@ -257,8 +277,12 @@ def find_range(table, num_cols, top, plan, scratch):
     low = load(tile, 0)
     high = low
     is_number = low == low
-    for column in range(1, num_cols):
-        x = load(tile, column * LANES)
+    for column in range(1, num_cols - 1, 2):  # two at once: each waits for the two before
+        x, y = load(tile, column * LANES), load(tile, (column + 1) * LANES)
+        low, high = lesser(lesser(x, y), low), greater(greater(x, y), high)
+        is_number = is_number & ordered(x, y)
+    if num_cols % 2 == 0:
+        x = load(tile, (num_cols - 1) * LANES)
         low, high = lesser(x, low), greater(x, high)
         is_number = is_number & (x == x)
     if plan.method == MIRRORED:
