@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import delta_cost, disk_bytes, peak_memory, save_and_load, tracking
+from benchmarks import coding, delta_cost, disk_bytes, peak_memory, save_and_load, searching, tracking
 from benchmarks.process import BenchmarkError, Progress, run_alone
 from benchmarks.report import Report, machine, text_of
 from benchmarks.rounds import Setup
@@ -20,6 +20,8 @@ BENCHMARKS: Mapping[str, Callable[[Setup], Report]] = {
     "cost": delta_cost.run,
     "memory": peak_memory.run,
     "tracker": tracking.run,
+    "search": searching.run,
+    "coding": coding.run,
 }
 EPILOG = """\
 benchmarks:
@@ -28,6 +30,8 @@ benchmarks:
   cost     time and bytes of a delta by the share of rows modified
   memory   what a save takes beyond the state that it saves
   tracker  what tracking adds to a training step, and what TorchRec's own tracker does
+  search   error and speed of adaptive quantization, against the greedy search of the paper and of PyTorch
+  coding   speed of plain quantization and of k-means, against FBGEMM and scikit-learn
 
 examples:
   python -m benchmarks                       all of them; takes some minutes, 8 GB of disk and 6 GB of memory
