@@ -7,15 +7,22 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 import torchrec_cnr as cnr
 from benchmarks.models import TableModel, TableSizes, one_rank
 from benchmarks.report import Figure, Report
 from benchmarks.rounds import Setup
+from torchrec_cnr.encoding import Source, sampled_rows, write_all_rows
+from torchrec_cnr.packs import PackWriter
+from torchrec_cnr.schemes import Scheme
+from torchrec_cnr.stores import Store
 
 SHARE = 0.26  # of the rows is modified between two checkpoints
 MAX_MIB = 256
+LARGE_TABLE_BYTES, LARGE_TABLE_COLS = 4 << 30, 64
+MAX_ENCODING_MIB = 64
 SCHEMES: Mapping[str, cnr.Scheme] = {"4 bits": cnr.Asymmetric(4), "exact": cnr.NoQuantization()}
 FULL, QUICK = TableSizes(2, 2_000_000, 64), TableSizes(2, 2_000, 64)
 TIMES_LARGER = 3
@@ -36,6 +43,7 @@ def run(setup: Setup) -> Report:
         del model
         setup.say(f"making {larger}")
         figures += _our_figures(TableModel(larger), setup, "4 bits", f", {TIMES_LARGER} × the rows")
+    figures += _encoding_figures(setup)
     return Report(
         title=f"peak memory of saves and loads of {sizes}, {100 * SHARE:g} % of the rows modified",
         notes=(
@@ -70,6 +78,28 @@ def _our_figures(model: TableModel, setup: Setup, name: str, condition: str) -> 
     yield Figure(f"load of baseline and {NUM_DELTAS} deltas, {name}{condition}", load_mib, "MiB")
     tracker.close()
     shutil.rmtree(folder)
+
+
+def _encoding_figures(setup: Setup) -> Iterator[Figure]:
+    """One large table by itself: what is encoded goes into packs, which are written as they fill."""
+    num_rows = QUICK.num_rows if setup.quick else LARGE_TABLE_BYTES // (4 * LARGE_TABLE_COLS)
+    table = torch.empty(num_rows, LARGE_TABLE_COLS).normal_(0, 0.05)
+    for scheme in (cnr.AdaptiveAsymmetric(4), cnr.Asymmetric(8)):
+        setup.say(f"encoding {table.nbytes / 1e9:.1f} GB with {scheme}")
+        settled = scheme.choose(lambda: sampled_rows(table, None), 0)
+
+        def encode(settled: Scheme = settled) -> None:
+            store = Store.open(setup.folder / "encoded")
+            store.make()
+            packs = PackWriter(store, "large", 1)
+            write_all_rows(packs, Source("table", table, "float32", settled))
+            packs.finish()
+            packs.close()
+
+        encoding_mib = peak_mib(encode)
+        what = f"encoding a table of {table.nbytes / 1e9:.1f} GB, {scheme.name} with {scheme.bits} bits"
+        yield Figure(what, encoding_mib, "MiB", at_most=MAX_ENCODING_MIB)
+        shutil.rmtree(setup.folder / "encoded")
 
 
 def _stock_figures(model: TableModel, setup: Setup) -> Iterator[Figure]:

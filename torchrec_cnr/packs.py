@@ -17,7 +17,7 @@ from torchrec_cnr.errors import DamagedError, StoreError
 from torchrec_cnr.manifest import Blob, Pack
 from torchrec_cnr.stores import Bytes, Store
 
-PACK_BYTES = 32 << 20
+PACK_BYTES = 16 << 20
 _SPAN_BYTES = 16 << 20
 _SPAN_GAP_BYTES = 256 << 10
 

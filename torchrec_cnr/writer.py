@@ -49,7 +49,7 @@ class CNRStorageWriter(StorageWriter):
         path: Directory of the checkpoint, a path or fsspec URL; ``checkpoint_id`` of ``dcp.save`` replaces it.
         quantization: One scheme for all tables, or a mapping from FQN patterns (``fnmatch``, first match wins) to
             schemes, for tables and all other tensors. Whatever gets no scheme is stored exactly.
-        thread_count: Packs written at once. Each takes up to 40 MiB of memory.
+        thread_count: Packs written at once. Each takes up to 24 MiB of memory.
         sync_files: Force local files to disk before the checkpoint counts as committed.
         overwrite: Only False: a checkpoint that is there is never overwritten.
 

@@ -17,7 +17,7 @@ from torchrec_cnr.kernels.plans import SearchPlan
 
 # Triton comes with torch for CUDA, and is not needed elsewhere.
 _gpu: ModuleType | None = (
-    import_module("torchrec_cnr.kernels.gpu") if find_spec("triton") and find_spec("torchrec_cnr.kernels.gpu") else None
+    import_module("torchrec_cnr.kernels.gpu") if find_spec("triton") else None
 )
 
 _Decoder = Callable[[Tensor, Tensor, int, int, Tensor, Tensor], None]

@@ -9,6 +9,7 @@ few rows for each thread.
 import numpy as np
 from numba import njit
 
+from torchrec_cnr.kernels.compiling import Kernel
 from torchrec_cnr.kernels.lanes import halves, shifted, spread, where, whole
 from torchrec_cnr.kernels.llvm import LANES
 from torchrec_cnr.kernels.memory import (
@@ -76,7 +77,7 @@ def _put_rows(codes, offsets, at, words, num_words):
             put_words(codes, offsets, at + 4 * number, load_words(words, number * LANES))
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@Kernel
 def encode(table, row_stride, rows, num_cols, bits, plan, row_bytes, codes, is_exact):
     """Encode rows of a table.
 
@@ -111,7 +112,7 @@ def encode(table, row_stride, rows, num_cols, bits, plan, row_bytes, codes, is_e
             is_exact[row] = exact[row - first] != np.float32(0.0)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@Kernel
 def decode(codes, row_bytes, positions, bits, first_col, target, row_stride, rows, num_cols):
     """Decode rows into a target.
 

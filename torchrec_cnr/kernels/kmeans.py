@@ -9,6 +9,7 @@ choose, nothing is random, and no other clustering has a smaller error, before t
 import numpy as np
 from numba import njit
 
+from torchrec_cnr.kernels.compiling import Kernel
 from torchrec_cnr.kernels.lanes import halves, to_half
 from torchrec_cnr.kernels.llvm import LANES
 from torchrec_cnr.kernels.memory import aligned, code_at, element, half_at, load, put_element, put_words, store
@@ -101,7 +102,7 @@ def _rounded_is_right(codebook, low, high):
     return is_right
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@Kernel
 def encode(table, row_stride, rows, num_cols, bits, row_bytes, codes, is_exact):
     """Encode rows of a table; the arguments are those of ``fused.encode``."""
     num_clusters = 1 << bits
@@ -143,7 +144,7 @@ def encode(table, row_stride, rows, num_cols, bits, row_bytes, codes, is_exact):
             put_words(codes, offsets, 0, halves(load(evens, 0), load(odds, 0)))
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@Kernel
 def decode(codes, row_bytes, positions, bits, first_col, target, row_stride, rows, num_cols):
     """Decode rows into a target; the arguments are those of ``fused.decode``."""
     num_clusters = 1 << bits

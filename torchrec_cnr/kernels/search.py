@@ -32,6 +32,9 @@ from torchrec_cnr.kernels.llvm import LANES
 from torchrec_cnr.kernels.memory import aligned, load, store
 from torchrec_cnr.kernels.plans import CLOSING_ROUNDS, GREEDY, LEAST_SQUARES, MIRRORED
 
+_NOWHERE = np.float32(np.inf)
+_MAX_HALF = np.float32(65504.0)
+
 
 class Scratch(NamedTuple):
     """Memory that a thread works in.
@@ -57,11 +60,6 @@ def scratch_for(num_cols, plan):
     offsets = np.empty(LANES, np.int64)
     tile, shifted = aligned(LANES * num_cols), aligned(LANES * num_cols)
     return Scratch(offsets, tile, shifted, aligned(2 * LANES), aligned(3 * LANES * plan.kept))
-
-
-_NOWHERE = np.float32(np.inf)
-_TINIEST = np.float32(1e-45)
-_MAX_HALF = np.float32(65504.0)
 
 
 @njit(inline="always")
@@ -162,8 +160,8 @@ def _mirrored(table, tile, num_cols, low, high, top):
     for number in range(7):
         bias = zero - to_half(scale * top * spread(0.5))
         error = _error(table, tile, num_cols, scale, bias, top)
-        limit = spread(_NOWHERE) if 2 <= number <= 4 else spread(_TINIEST)
-        better = (scale >= zero) & (error < lesser(best, limit))
+        is_near = spread(1.0 if 2 <= number <= 4 else 0.0) > zero
+        better = (scale >= zero) & (error < best) & ((error == zero) | is_near)
         best = where(better, error, best)
         best_scale, best_bias = where(better, scale, best_scale), where(better, bias, best_bias)
         scale = _half_above(scale)

@@ -1,0 +1,91 @@
+"""Kernels: compiled once and kept, and what happens where nothing can be kept."""
+
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from torchrec_cnr.kernels import compiling
+from torchrec_cnr.kernels.compiling import Kernel
+
+TIMES_TWO = """
+import sys
+from torchrec_cnr.kernels.compiling import Kernel
+
+def times_two(values):
+    for index in range(len(values)):
+        values[index] *= 2
+"""
+PROGRAM = """
+import numpy as np
+import times_two
+kernel = times_two.Kernel(times_two.times_two)
+values = np.arange(3.0)
+kernel(values)
+assert values.tolist() == [0.0, 2.0, 4.0]
+print(sum(kernel._compiled.stats.cache_hits.values()))
+"""
+
+
+def _add_one(values: Any) -> None:
+    """Add one."""
+    for index in range(len(values)):
+        values[index] += 1
+
+
+def test_code_is_kept_for_the_next_process(tmp_path: Path) -> None:
+    """The first process compiles, the second one loads what the first has kept."""
+    (tmp_path / "times_two.py").write_text(TIMES_TWO)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, "program.py"]
+    hits = [
+        subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120).stdout.strip()
+        for _ in range(2)
+    ]
+    assert hits == ["0", "1"]
+
+
+def test_nothing_writable_is_no_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Where numba finds no folder for what it compiles, the kernel is compiled all the same, and a warning says so."""
+    njit = compiling.njit
+
+    def without_cache(cache: bool = False, **options: Any) -> Callable[..., Any]:
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        decorator: Callable[..., Any] = njit(**options)
+        return decorator
+
+    monkeypatch.setattr(compiling, "njit", without_cache)
+    with caplog.at_level(logging.WARNING):
+        kernel = Kernel(_add_one)
+    values = np.zeros(2)
+    kernel(values)
+    assert values.tolist() == [1.0, 1.0]
+    assert "cannot be kept" in caplog.text
+
+
+def test_a_full_disk_is_no_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Where what was compiled cannot be written, the call goes through once, and a warning says why."""
+    kernel = Kernel(_add_one)
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(kernel._compiled._cache, "save_overload", fail)
+    monkeypatch.setattr(kernel._compiled._cache, "load_overload", lambda *_: None)
+    values = np.zeros(2)
+    with caplog.at_level(logging.WARNING):
+        kernel(values)
+        kernel(values)
+    assert values.tolist() == [2.0, 2.0]
+    assert caplog.text.count("No space left") == 1
+
+
+def test_docstrings_stay() -> None:
+    """A kernel is documented as its function is."""
+    assert Kernel(_add_one).__doc__ == "Add one."
