@@ -38,6 +38,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WIDTHS = (1, 2, 5, 16, 33, 64)
 WIDE = 16  # from here on, only as many rows as are searched at a time: the interpreter takes long
 NUM_ROWS, NUM_WIDE_ROWS = 50, 31
+NUM_KINDS = 30  # rows of special kinds, which are always among them
 
 
 def table_of(num_cols: int, dtype: torch.dtype) -> Tensor:
@@ -58,6 +59,7 @@ def table_of(num_cols: int, dtype: torch.dtype) -> Tensor:
     for number, value in enumerate((torch.nan, torch.inf, -torch.inf, 90.0, -1e-30)):
         rows[15 + number, number % num_cols] = value
     rows[20] = torch.inf
+    rows[21:30, 1::2] = -rows[21:30, : num_cols - 1 : 2]  # symmetric: both sides cost the same
     table = torch.full((100, num_cols + 3), torch.nan)
     table[:, :num_cols] = rows
     return table.to(dtype)[:, :num_cols]
@@ -103,8 +105,8 @@ def mismatches(method: str, bits: int, dtype: torch.dtype, num_cols: int, device
     table = table_of(num_cols, dtype)
     generator = torch.Generator().manual_seed(bits)
     shuffled = torch.randperm(len(table), generator=generator)
-    # The first 21 rows, those of all kinds, are always among them.
-    rows = shuffled[(shuffled < 21) | (shuffled >= 121 - (NUM_WIDE_ROWS if num_cols >= WIDE else NUM_ROWS))]
+    first_of_few = 100 - (NUM_WIDE_ROWS if num_cols >= WIDE else NUM_ROWS) + NUM_KINDS
+    rows = shuffled[(shuffled < NUM_KINDS) | (shuffled >= first_of_few)]
     base = torch.as_strided(table, (100, num_cols + 3), (num_cols + 3, 1)).to(device)
     codes, is_exact = gpu.encode_rows(base[:, :num_cols], rows.to(device), bits, plan, row_bytes)
     expected, expected_exact = expected_rows(table[rows], bits, plan)
