@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import coding, delta_cost, disk_bytes, peak_memory, save_and_load, searching, tracking
+from benchmarks import coding, delta_cost, disk_bytes, gpu_kernels, peak_memory, save_and_load, searching, tracking
 from benchmarks.process import BenchmarkError, Progress, run_alone
 from benchmarks.report import Report, machine, text_of
 from benchmarks.rounds import Setup
@@ -22,6 +22,7 @@ BENCHMARKS: Mapping[str, Callable[[Setup], Report]] = {
     "tracker": tracking.run,
     "search": searching.run,
     "coding": coding.run,
+    "gpu": gpu_kernels.run,
 }
 EPILOG = """\
 benchmarks:
@@ -32,6 +33,7 @@ benchmarks:
   tracker  what tracking adds to a training step, and what TorchRec's own tracker does
   search   error and speed of adaptive quantization, against the greedy search of the paper and of PyTorch
   coding   speed of plain quantization and of k-means, against FBGEMM and scikit-learn
+  gpu      speed of the kernels on a CUDA device, against FBGEMM and a copy
 
 examples:
   python -m benchmarks                       all of them; takes some minutes, 8 GB of disk and 6 GB of memory

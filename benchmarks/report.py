@@ -108,8 +108,10 @@ def text_of(name: str, report: Report, is_judged: bool) -> str:
     lines = [f"== {name}: {report.title}", *(f"   {note}" for note in report.notes)]
     for table in report.tables:
         lines += ["", *_aligned([table.columns, *table.rows])]
-    heading = ("what", "measured", "target", "")
-    return "\n".join([*lines, "", *_aligned([heading, *(figure.cells(is_judged) for figure in report.figures)]), ""])
+    if report.figures:
+        heading = ("what", "measured", "target", "")
+        lines += ["", *_aligned([heading, *(figure.cells(is_judged) for figure in report.figures)])]
+    return "\n".join([*lines, ""])
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:

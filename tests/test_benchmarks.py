@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.report import Figure, Report, Table, text_of
@@ -38,7 +39,7 @@ def test_benchmark_gives_its_figures(name: str, tmp_path: Path) -> None:
     said: list[str] = []
     report = BENCHMARKS[name](Setup(tmp_path, quick=True, num_threads=1, say=said.append))
     assert said
-    assert report.figures
+    assert report.figures or (name == "gpu" and not torch.cuda.is_available())
     assert all(figure.value >= 0 for figure in report.figures)
     text = text_of(name, report, is_judged=True)
     assert text.startswith(f"== {name}: {report.title}\n")

@@ -53,7 +53,9 @@ def narrowed(builder: Any, dtype: Any, values: Any) -> Any:
         bits = builder.bitcast(values, vector(INT))
         odd = builder.and_(builder.lshr(bits, every(16)), every(1))
         rounded = builder.add(bits, builder.add(odd, every(0x7FFF)))
-        return builder.trunc(builder.lshr(rounded, every(16)), vector(SHORT))
+        is_nan = builder.fcmp_unordered("uno", values, values)  # which rounding could carry into a zero
+        kept = builder.select(is_nan, builder.or_(bits, every(0x400000)), rounded)
+        return builder.trunc(builder.lshr(kept, every(16)), vector(SHORT))
     return values
 
 
