@@ -11,7 +11,7 @@ from benchmarks.rounds import Candidate, Setup, Timings, interleave, ratios, rou
 
 SHARES = {"0 %": 0.0, "0.1 %": 0.001, "1 %": 0.01, "10 %": 0.1, "26 %": 0.26, "100 %": 1.0}
 BASELINE = "baseline"
-SCHEME = cnr.Asymmetric(4)
+SCHEME = cnr.AdaptiveAsymmetric(4)
 FULL, QUICK = TableSizes(2, 2_000_000, 64), TableSizes(2, 2_000, 64)
 NUM_ROUNDS, NUM_QUICK_ROUNDS = 5, 1
 

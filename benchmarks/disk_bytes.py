@@ -14,8 +14,8 @@ from benchmarks.rounds import Setup
 
 SHARE = 0.26  # of the rows is modified between two checkpoints
 SCHEMES: Mapping[str, cnr.Scheme] = {
-    "2 bits": cnr.Asymmetric(2),
-    "4 bits": cnr.Asymmetric(4),
+    "2 bits": cnr.AdaptiveAsymmetric(2),
+    "4 bits": cnr.AdaptiveAsymmetric(4),
     "8 bits": cnr.Asymmetric(8),
     "exact": cnr.NoQuantization(),
 }

@@ -15,7 +15,7 @@ from benchmarks.rounds import Candidate, Setup, Timings, interleave, ratios, rou
 
 SHARE = 0.26  # of the rows is modified between two checkpoints
 STOCK = "stock, whole state"
-SCHEMES: Mapping[str, cnr.Scheme] = {"4 bits": cnr.Asymmetric(4), "exact": cnr.NoQuantization()}
+SCHEMES: Mapping[str, cnr.Scheme] = {"4 bits": cnr.AdaptiveAsymmetric(4), "exact": cnr.NoQuantization()}
 SAVE_TARGETS = {"4 bits": 3.0}  # times faster than the stock save
 MAX_LOAD_ERROR = 0.1
 MAX_LOAD_TIMES = 1.3  # as long as the stock load

@@ -155,7 +155,9 @@ class Run:
 
     def _writer(self, step: int) -> cnr.CNRStorageWriter:
         options = self._options
-        quantization = cnr.NoQuantization() if options.bits == 32 else cnr.Asymmetric(bits=options.bits)
+        quantization: cnr.Scheme = cnr.AdaptiveAsymmetric(min(options.bits, 8))
+        if options.bits >= 8:
+            quantization = cnr.Asymmetric(8) if options.bits == 8 else cnr.NoQuantization()
         is_last_rank = self._rank == self._world_size - 1
         kind = WriterKilledInSave if is_last_rank and step == options.crash_at else cnr.CNRStorageWriter
         return kind(str(step_path(options.root, step)), quantization=quantization)

@@ -119,7 +119,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("checkpoints").add_argument
     add("--root", type=Path, required=True, metavar="DIR", help="folder of the run's checkpoints")
     add("--policy", choices=("full", "oneshot", "consecutive", "intermittent"), default="intermittent")
-    add("--bits", type=int, choices=(2, 4, 8, 32), default=4, help="of a table's element; 32 is exact (default 4)")
+    add("--bits", type=int, choices=(2, 3, 4, 8, 32), default=4, help="of a table's element; 32 is exact (default 4)")
     add("--every", type=_CountFrom(1), default=10, metavar="N", help="steps between checkpoints (default 10)")
     add("--resume", action="store_true", help="continue from the newest checkpoint under --root")
     add("--crash-at", type=_CountFrom(1), metavar="STEP", help="kill the last rank in the middle of that step's save")

@@ -207,7 +207,7 @@ def test_a_missing_file_is_one_line_and_status_2(tmp_path: Path) -> None:
         ([], "required: --root"),
         (["--root", "r", "--steps", "0"], "--steps: must be at least 1, got 0"),
         (["--root", "r", "--steps", "many"], "--steps: invalid whole number from 1 up value: 'many'"),
-        (["--root", "r", "--bits", "3"], "--bits: invalid choice: 3"),
+        (["--root", "r", "--bits", "5"], "--bits: invalid choice: 5"),
         (["--root", "r", "--policy", "daily"], "--policy: invalid choice: 'daily'"),
         (["--root", "r", "--dim", "12"], "--dim must be a multiple of 8"),
         (
