@@ -156,7 +156,7 @@ def test_arguments_that_cannot_work_are_refused(run: Run) -> None:
         with pytest.raises(cnr.ConfigurationError, match=name):
             models.writer(run.root, **{name: value})
     with pytest.raises(cnr.ConfigurationError, match="bits"):
-        cnr.Asymmetric(3)
+        cnr.Asymmetric(5)
     with pytest.raises(cnr.ConfigurationError, match="thread_count"):
         cnr.CNRStorageReader(run.path(0), thread_count=0)
     with pytest.raises(cnr.ConfigurationError, match="nosuchprotocol"):

@@ -28,10 +28,11 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import torchrec_cnr as cnr
-from tests.golden import reader, write_v2
+from tests.golden import mixed, reader, write_v2
 from tests.test_manifest import VALUES, changed, file_of, nodes
 from torchrec_cnr.modified import ModifiedRows, TrackedRows, TrackedShard
 from torchrec_cnr.rows import Box
+from torchrec_cnr.schemes import scheme_from_json
 
 ROOT = Path(__file__).parents[1]
 GOLDENS = {f"v{version}": ROOT / "tests" / "golden" / f"v{version}" for version in (1, 2)}
@@ -40,8 +41,8 @@ PAGE = (ROOT / "docs" / "format.md").read_text()
 EXPECTED_OF = {version: json.loads((folder / "expected.json").read_text()) for version, folder in GOLDENS.items()}
 EXPECTED = EXPECTED_OF["v2"]
 LoadPlanner = Callable[[], Any]
-SCHEMES_1 = [cnr.NoQuantization(), cnr.Asymmetric(8), cnr.Asymmetric(4), cnr.Asymmetric(2)]
-SCHEMES = SCHEMES_1  # of the version that is written
+SCHEMES_1: list[cnr.Scheme] = [cnr.NoQuantization(), cnr.Asymmetric(8), cnr.Asymmetric(4), cnr.Asymmetric(2)]
+SCHEMES = [*SCHEMES_1, *mixed.SCHEMES]  # of the version that is written
 SCHEMES_OF = {"v1": SCHEMES_1, "v2": SCHEMES}
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
@@ -61,9 +62,9 @@ def _expected(step: str, planner: LoadPlanner = cnr.CNRLoadPlanner, version: str
     return expected
 
 
-def _target(step: str, planner: LoadPlanner = cnr.CNRLoadPlanner) -> dict[str, Any]:
+def _target(step: str, planner: LoadPlanner = cnr.CNRLoadPlanner, version: str = "v2") -> dict[str, Any]:
     """A state to load into, full of what is in no checkpoint."""
-    expected = _expected(step, planner)
+    expected = _expected(step, planner, version)
     state: dict[str, Any] = dict.fromkeys(expected["objects"], "not loaded")
     for fqn, entry in expected["tensors"].items():
         state[fqn] = torch.full(entry["size"], 77, dtype=getattr(torch, entry["dtype"]))
@@ -120,8 +121,8 @@ def test_page_is_enough_to_read_a_checkpoint(version: str, step: str) -> None:
 @every_planner
 def test_golden_checkpoints_load_bit_equal(version: str, step: str, planner: LoadPlanner) -> None:
     """What each version wrote loads as it always did."""
-    before = _loaded(_target(step, planner))
-    after = _loaded(_load(GOLDENS[version] / step, _target(step, planner), planner))
+    before = _loaded(_target(step, planner, version))
+    after = _loaded(_load(GOLDENS[version] / step, _target(step, planner, version), planner))
     assert after == _expected(step, planner, version)
     untouched = {fqn for fqn, entry in before["tensors"].items() if entry == after["tensors"][fqn]}
     assert untouched == {"dense.none"}  # it has no elements
@@ -130,7 +131,8 @@ def test_golden_checkpoints_load_bit_equal(version: str, step: str, planner: Loa
 @every_version
 def test_golden_checkpoints_differ(version: str) -> None:
     """Each golden delta changes rows of every table and leaves others: a fold is needed to read it."""
-    for fqn in (write_v2.T0, write_v2.T2, write_v2.T4, write_v2.T8, write_v2.EXP_AVG):
+    tables = write_v2.TABLES if version == "v2" else set(write_v2.TABLES) - set(mixed.TABLES)
+    for fqn in (*tables, write_v2.EXP_AVG):
         for before, after in pairwise(EXPECTED_OF[version][step]["tensors"][fqn] for step in write_v2.STEPS):
             num_rows, num_bytes = before["size"][0], len(before["hex"])
             rows = range(0, num_bytes, num_bytes // num_rows)
@@ -159,7 +161,23 @@ def test_golden_checkpoints_hold_every_kind(version: str) -> None:
         reader.read_lineage(GOLDENS[version] / step)[0].manifest.num_restores for step in write_v2.STEPS
     ] == restores
     num_schemes = {len({shard.scheme for shard in entry.shards}) for entry in entries if entry.is_table}
-    assert num_schemes == ({1} if version == "v1" else {1, 2})
+    assert num_schemes == ({1} if version == "v1" else {1, 2, len(mixed.SCHEMES)})
+
+
+@every_version
+@every_step
+def test_exact_rows_are_counted(version: str, step: str) -> None:
+    """A checkpoint says how many rows codes could not represent, worked out from the sizes of blobs."""
+    manifest = reader.read_lineage(GOLDENS[version] / step)[0].manifest
+    num_exact = 0
+    for entry in manifest.tensors.values():
+        for shard in entry.shards:
+            num_rows = shard.box.rows if shard.row_set is None else manifest.row_sets[shard.row_set][0]
+            for number, blob in enumerate(shard.blobs):
+                rows = min(shard.block_rows, num_rows - number * shard.block_rows)
+                num_exact += reader.num_exact(shard.scheme, shard.box.cols, rows, blob.num_bytes)
+    assert (num_exact > 0) == (step != "step-3")
+    assert cnr.read_checkpoint(GOLDENS[version] / step).num_exact_rows == num_exact
 
 
 @every_version
@@ -226,13 +244,15 @@ class _Resumed:
 
     def target(self) -> dict[str, Any]:
         """A state like the job's to load into, full of what it does not hold."""
-        return _target("step-3") | {"reader.state": dict.fromkeys(self.state["reader.state"], "not loaded")}
+        return _target("step-3", version="v1") | {
+            "reader.state": dict.fromkeys(self.state["reader.state"], "not loaded")
+        }
 
 
 @pytest.fixture
 def resumed(tmp_path: Path) -> _Resumed:
     """Loads the newest checkpoint of version 1, and tracks it."""
-    folder, state = shutil.copytree(GOLDENS["v1"], tmp_path / "run"), _target("step-3")
+    folder, state = shutil.copytree(GOLDENS["v1"], tmp_path / "run"), _target("step-3", version="v1")
     states = {write_v2.T0: (state[write_v2.EXP_AVG],), write_v2.T8: (state[write_v2.MOMENTUM],)}
     shards = []
     for fqn in (write_v2.T0, write_v2.T2, write_v2.T4, write_v2.T8):
@@ -303,12 +323,26 @@ def test_row_codes_of_the_page_are_right() -> None:
         assert cnr.rows.encode_rows(np.array(rows)).data == _hex(frame)
 
 
-def test_row_of_the_page_is_right() -> None:
-    """The quantized row given as an example decodes to the values that the page says."""
-    values, code = re.findall(r"^Five values ([0-9, ]+) with 4 bits .*: `([0-9a-f ]+)`\.$", PAGE, re.MULTILINE)[0]
-    expected = [float(value) for value in values.split(",")]
-    assert reader.decode_values(reader.Scheme("float32", 4), 5, 1, _hex(code)).tolist() == [expected]
-    assert bytes(cnr.Asymmetric(4).encode(torch.tensor([expected])).codes[0].tolist()) == _hex(code)
+def test_rows_of_the_page_are_right() -> None:
+    """The rows given as examples decode to the values that the page says, and are what the library writes."""
+    found = re.findall(r"^\| `(\{.*\})` \| ([0-9−., ]+) \| `([0-9a-f ]+)` \|$", PAGE, re.MULTILINE)
+    assert [json.loads(scheme)["name"] for scheme, _, _ in found] == ["half"] * 2 + ["asymmetric"] * 2 + ["kmeans"]
+    for text, values, row in found:
+        expected = [float(value.replace("−", "-")) for value in values.split(",")]
+        known = reader.scheme_of(json.loads(text), "float32")
+        assert reader.decode_values(known, 5, 1, _hex(row)).tolist() == [expected]
+        scheme = scheme_from_json(json.loads(text), "page")
+        assert bytes(scheme.encode(torch.tensor([expected])).codes[0].tolist()) == _hex(row)
+
+
+def test_schemes_and_decimals_of_the_page_are_right() -> None:
+    """The page lists the schemes and searches that reader and library know, and its decimals are written so."""
+    names = re.findall(r'^\| `\{"name":"([a-z_]+)"', PAGE, re.MULTILINE)
+    assert set(names) == set(reader.SCHEME_KEYS) | {"greedy", "least_squares"}
+    assert {scheme.name for scheme in SCHEMES} == set(reader.SCHEME_KEYS)
+    decimals = re.findall(r"`(-?[0-9]\.[0-9]+|[0-9.]+e-[0-9]+)`", PAGE)
+    assert decimals == ["1.0", "0.05", "1e-05", "2.5e-07", "0.0", "-0.0"]
+    assert [reader.decimal(decimal) for decimal in decimals] == [1, 0.05, 0.00001, 0.00000025, 0, 0]
 
 
 def test_check_value_of_the_page_is_right() -> None:
@@ -462,6 +496,30 @@ def test_exact_rows_out_of_place_are_refused(tmp_path: Path, positions: list[int
         _load(tmp_path / "step-1", target)
 
 
+@pytest.mark.parametrize("scheme", mixed.SCHEMES, ids=str)
+@pytest.mark.parametrize("num_more", [-1, 1])
+def test_blobs_that_are_longer_or_shorter_are_refused(tmp_path: Path, scheme: cnr.Scheme, num_more: int) -> None:
+    """A blob has the bytes that its rows need: one more or less, in the pack too, is refused before it is read."""
+    table = torch.arange(33.0).reshape(3, 11)
+    writer = cnr.CNRStorageWriter(tmp_path / "step-1", quantization={"*": scheme}, sync_files=False)
+    save({"t": table}, storage_writer=writer, no_dist=True)
+    assert reader.read(tmp_path / "step-1").tensors["t"][:2] == ("float32", [3, 11])
+
+    def resize(body: dict[str, Any]) -> None:
+        (pack,), (shard,) = body["packs"], body["tensors"]["t"]["shards"]
+        file = tmp_path / "step-1" / pack[0]
+        file.write_bytes((file.read_bytes() + b"\0")[: pack[1] + num_more])
+        data = file.read_bytes()[pack[2] :]
+        pack[1] += num_more
+        shard[3][0][2:] = [len(data), reader.crc32c(data)]
+
+    _edit(tmp_path, "step-1", resize)
+    with pytest.raises(reader.Refused, match="another size"):
+        reader.read(tmp_path / "step-1")
+    with pytest.raises(cnr.DamagedError, match=r"'t'.*bytes, its 3 rows need"):
+        _load(tmp_path / "step-1", {"t": torch.zeros(3, 11)})
+
+
 def test_bytes_that_are_no_bools_are_refused(copied: Path) -> None:
     """A bool is 0 or 1: any other byte would be a third truth value in memory."""
     _patch(copied, "step-1", _blob("step-1", "dense.mask", 0, 0), 1, b"\2")
@@ -519,7 +577,7 @@ def test_reader_and_library_agree_on_any_manifest(
         expected = _by_reader(folder / "step-2")
     except reader.Refused:
         with pytest.raises(cnr.LoadError):
-            _load(folder / "step-2", _target("step-2", DefaultLoadPlanner), DefaultLoadPlanner)
+            _load(folder / "step-2", _target("step-2", DefaultLoadPlanner, version), DefaultLoadPlanner)
     else:
         target = {fqn: torch.zeros(e["size"], dtype=getattr(torch, e["dtype"])) for fqn, e in expected.items()}
         assert _loaded(_load(folder / "step-2", target, DefaultLoadPlanner))["tensors"] == expected

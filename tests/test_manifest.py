@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from tests.golden import reader, write_v2
+from tests.golden import mixed, reader, write_v2
 from torchrec_cnr import manifest_json, manifest_parser
 from torchrec_cnr.errors import DamagedError, VersionError
 from torchrec_cnr.manifest import (
@@ -28,11 +28,12 @@ from torchrec_cnr.manifest import (
     TensorEntry,
 )
 from torchrec_cnr.rows import Box
-from torchrec_cnr.schemes import Asymmetric, NoQuantization, Scheme, exact_row_bytes, scheme_from_json
+from torchrec_cnr.schemes import Asymmetric, KMeans, NoQuantization, Scheme, exact_row_bytes, scheme_from_json
 
 Json = Any
 EXACT = NoQuantization()
-SCHEMES: list[Scheme] = [EXACT, Asymmetric(2), Asymmetric(4), Asymmetric(8)]
+SCHEMES_1: list[Scheme] = [EXACT, Asymmetric(2), Asymmetric(4), Asymmetric(8)]
+SCHEMES = [*SCHEMES_1, *mixed.SCHEMES]
 GOLDEN = Path(__file__).parent / "golden" / "v2"
 START_BYTES = 512  # of a manifest file, in which its time of commit lies
 
@@ -170,7 +171,8 @@ _parent_paths = st.tuples(st.integers(1, 3), st.lists(_names, min_size=1, max_si
 def _entries(draw: st.DrawFn, filler: Filler, row_sets: list[RowSet], version: int) -> TensorEntry:
     size: tuple[int, ...] = tuple(draw(st.lists(st.integers(0, 12), max_size=3)))
     dtype = draw(st.sampled_from(list(DTYPES)))
-    schemes = [scheme for scheme in SCHEMES if scheme.supports(DTYPES[dtype])]
+    known = SCHEMES_1 if version == 1 else SCHEMES
+    schemes = [scheme for scheme in known if scheme.supports(DTYPES[dtype])]
     if version == 1:
         schemes = [draw(st.sampled_from(schemes))]
     cut = draw(st.integers(0, size[0])) if size else 0
@@ -213,6 +215,7 @@ def test_small_delta_comes_back() -> None:
     assert reader.Manifest(data).digest == digest
     assert delta().kind == "delta"
     assert delta().num_rows == round(3 * 2 / 3 + 8 * 1 / 3)
+    assert delta().num_exact_rows == delta(KMeans(4)).num_exact_rows == 1
 
 
 @hypothesis.given(_manifests(version=1))
@@ -396,7 +399,7 @@ SHARD = (*TABLE, "shards", 0)
         pytest.param(_set(*TABLE, "dtype", "float64"), "cannot be quantized", id="dtype that is not quantized"),
         pytest.param(_set(*TABLE, "dtype", "float16"), "bytes", id="narrower dtype"),
         pytest.param(_set(*SHARD, 5, {"name": "none"}), "bytes", id="not quantized"),
-        pytest.param(_set(*SHARD, 5, "bits", 3), "scheme", id="3 bits"),
+        pytest.param(_set(*SHARD, 5, "bits", 5), "scheme", id="5 bits"),
         pytest.param(_set(*SHARD, 5, "bits", 4.0), "scheme", id="bits as a float"),
         pytest.param(_set(*SHARD, 5, "zero", 1), "scheme", id="unknown parameter"),
         pytest.param(_set(*SHARD, 5, "name", "later"), "scheme", id="unknown scheme"),
@@ -433,6 +436,95 @@ def test_each_contradiction_is_refused(change: Callable[[Json], Json], message: 
     """A manifest that contradicts itself is refused, and the error says where."""
     with pytest.raises(DamagedError, match=f"here: .*({message})"):
         loads(change(body_of(delta())))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_any_single_change_of_a_scheme_is_refused_where_the_page_refuses_it(scheme: Scheme) -> None:
+    """Library and page agree on the parameters of each scheme and search, on their types and bounds."""
+    body, at = body_of(delta(scheme)), (*TABLE, "shards", 1, 5)
+    assert (_of_library(file_of(body)), _of_reader(file_of(body))) == ("good", "good")
+    bounds = [3, 63, 64, 65, 1000, 1001, 10_000, 10_001, "float16", "0.5", "0.49999", "1e-05", "0.00001", "1.0", "1"]
+    others: list[Json] = [value for to in SCHEMES for value in (to.to_json(), to.to_json().get("search"))]
+    different = []
+    for path in [at, *((*at, *way) for way in nodes(scheme.to_json()))]:
+        for to in [
+            *VALUES,
+            *bounds,
+            *others,
+            "-0.0",
+            "nan",
+            "inf",
+            "0.5e0",
+            "1_0.0",
+            " 0.1",
+            "\u0660.0",
+            DELETE,
+            REPEAT,
+        ]:
+            data = file_of(changed(body, path, to))
+            if _of_library(data) != _of_reader(data):
+                different.append((path, to, _of_library(data)))
+    assert different == []
+
+
+GREEDY = {"name": "greedy", "num_bins": 25, "ratio": "1.0"}
+LEAST = {"name": "least_squares", "cuts": ["0.0"], "rounds": 1, "kept": 1, "polish": 0}
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        pytest.param({"name": "symmetric", "bits": 5}, id="5 bits"),
+        pytest.param({"name": "kmeans", "bits": True}, id="bits are a boolean"),
+        pytest.param({"name": "kmeans", "bits": 2.0}, id="bits are a float"),
+        pytest.param({"name": "kmeans", "bits": 10**4000}, id="very many bits"),
+        pytest.param({"name": "kmeans"}, id="no bits"),
+        pytest.param({"bits": 2, "name": "kmeans"}, id="parameter before the name"),
+        pytest.param({"name": "half", "dtype": "float32"}, id="half that is whole"),
+        pytest.param({"name": "half", "dtype": ""}, id="half without a dtype"),
+        pytest.param({"name": "half", "dtype": ["float16"]}, id="list of dtypes"),
+        pytest.param({"name": "asymmetric", "bits": 2, "search": GREEDY}, id="search that nobody does"),
+        *(
+            pytest.param({"name": "adaptive_asymmetric", "bits": 2, "search": search}, id=name)
+            for name, search in {
+                "no search": None,
+                "search without a name": {},
+                "search that is a list": [GREEDY],
+                "unknown search": {**GREEDY, "name": "random"},
+                "parameter more": {**GREEDY, "seed": 1},
+                "bins are a boolean": {**GREEDY, "num_bins": True},
+                "no bin": {**GREEDY, "num_bins": 0},
+                "too many bins": {**GREEDY, "num_bins": 10_001},
+                "ratio is a float": {**GREEDY, "ratio": 1.0},
+                "ratio is an integer": {**GREEDY, "ratio": 1},
+                "ratio is none": {**GREEDY, "ratio": "0.0"},
+                "ratio is too large": {**GREEDY, "ratio": "1.0000000000000002"},
+                "ratio is no number": {**GREEDY, "ratio": "nan"},
+                "ratio of too many digits": {**GREEDY, "ratio": "0.10000000000000001"},
+                "a million cuts": {**LEAST, "cuts": ["0.0"] * 10**6},
+                "65 cuts": {**LEAST, "cuts": ["0.0"] * 65},
+                "no cut": {**LEAST, "cuts": []},
+                "cuts are a string": {**LEAST, "cuts": "0.0"},
+                "half is cut": {**LEAST, "cuts": ["0.5"]},
+                "cut below": {**LEAST, "cuts": ["-0.1"]},
+                "cut is a float": {**LEAST, "cuts": [0.0]},
+                "cut in another way": {**LEAST, "cuts": ["0.00001"]},
+                "no round": {**LEAST, "rounds": 0},
+                "too many rounds": {**LEAST, "rounds": 1001},
+                "65 kept": {**LEAST, "kept": 65},
+                "rounds are a boolean": {**LEAST, "rounds": True},
+                "polish is a float": {**LEAST, "polish": 0.0},
+                "polish below": {**LEAST, "polish": -1},
+            }.items()
+        ),
+    ],
+)
+def test_other_schemes_are_refused(scheme: Json) -> None:
+    """A scheme, and the search in it, is one that the page lists, written in its one way."""
+    body = _set(*TABLE, "shards", 1, 5, scheme)(body_of(delta()))
+    assert _of_reader(file_of(body)) == "damaged"
+    with pytest.raises(DamagedError, match="here: "):
+        loads(body)
 
 
 @pytest.mark.parametrize("version", [3, 4, 2**62])

@@ -44,6 +44,11 @@ class Checkpoint:
         return self.manifest.num_rows
 
     @property
+    def num_exact_rows(self) -> int:
+        """Rows stored exactly because codes cannot represent them; one in several shards counts in each."""
+        return self.manifest.num_exact_rows
+
+    @property
     def num_restores(self) -> int:
         """Restores from a checkpoint that its state has been through."""
         return self.manifest.num_restores

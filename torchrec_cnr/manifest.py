@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from torchrec_cnr.rows import Box, Coding
-from torchrec_cnr.schemes import Scheme
+from torchrec_cnr.schemes import Scheme, exact_row_bytes
 
 FORMAT = "torchrec_cnr"
 VERSION = 2
@@ -223,11 +223,26 @@ class Manifest:
 
     def _stored_rows(self, entry: TensorEntry) -> float:
         width = Box.whole(entry.size).num_cols or 1
+        return sum(self._num_rows(shard) * (shard.box.num_cols / width) for shard in entry.shards)
+
+    def _num_rows(self, shard: Shard) -> int:
+        return shard.box.num_rows if shard.row_set is None else self.row_sets[shard.row_set].num_rows
+
+    @property
+    def num_exact_rows(self) -> int:
+        """Rows stored exactly because codes cannot represent them; one in several shards counts in each."""
         return sum(
-            (shard.box.num_rows if shard.row_set is None else self.row_sets[shard.row_set].num_rows)
-            * (shard.box.num_cols / width)
+            self._exact_rows(shard, DTYPES[entry.dtype])
+            for entry in self.tensors.values()
             for shard in entry.shards
+            if shard.blobs
         )
+
+    def _exact_rows(self, shard: Shard, dtype: torch.dtype) -> int:
+        num_cols = shard.box.num_cols
+        num_bytes = sum(blob.num_bytes for blob in shard.blobs)
+        num_bytes -= self._num_rows(shard) * shard.scheme.row_bytes(num_cols, dtype)
+        return num_bytes // exact_row_bytes(num_cols, dtype.itemsize)
 
     def blobs(self) -> Iterator[tuple[str, Blob]]:
         """Every blob with a name for messages."""

@@ -27,6 +27,15 @@ PARENT = re.compile(r"(\.\./)+(?!\.{1,2}(/|$))[^/\\\x00-\x1f]+(/(?!\.{1,2}(/|$))
 KEYS = ["format", "version", "created_ns", "id", "save_id", "parent", "policy", "history", "restores", "world_size"]
 KEYS += ["writer", "packs", "row_sets", "tensors", "objects", "paths"]
 TENSOR_KEYS = ["dtype", "size", "is_table", "table", "shards"]
+SCHEME_KEYS = {
+    "none": ["name"],
+    "half": ["name", "dtype"],
+    "symmetric": ["name", "bits"],
+    "asymmetric": ["name", "bits"],
+    "adaptive_asymmetric": ["name", "bits", "search"],
+    "kmeans": ["name", "bits"],
+}
+DECIMAL = re.compile(r"-?[0-9]+\.[0-9]+|[1-9](\.[0-9]+)?e-[0-9]{2,}")
 # 13. Versions
 KEYS_1 = [key for key in KEYS if key != "restores"]
 TENSOR_KEYS_1 = ["dtype", "size", "scheme", "is_table", "table", "shards"]
@@ -185,20 +194,27 @@ class Shard:
 
 @dataclass(frozen=True)
 class Scheme:
-    """How rows of a dtype lie in a blob (6)."""
+    """How rows of a dtype lie in a blob (6): ``bits`` of a code, or ``half``, the dtype of values in 16 bits."""
 
     dtype: str
-    bits: int | None
+    name: str
+    bits: int = 0
+    half: str = ""
 
     @property
     def item_bytes(self) -> int:
         return np.dtype(DTYPES[self.dtype]).itemsize
 
     def row_bytes(self, cols: int) -> int:
-        if self.bits is None:
+        if self.name == "none":
             return cols * self.item_bytes
-        per = 16 // self.bits
-        return -(-cols // per) * per * self.bits // 8 + 4
+        if self.name == "half":
+            return 2 * cols
+        if self.name == "kmeans":
+            return (cols * self.bits + 7) // 8 + 2 * (1 << self.bits)
+        if self.bits == 3:
+            return (cols * 3 + 7) // 8 + 4
+        return (cols * self.bits + 15) // 16 * 2 + 4
 
 
 @dataclass(frozen=True)
@@ -368,14 +384,40 @@ def _cut(num_rows: int, block_rows: int, num_blocks: int) -> list[int]:
 
 
 def scheme_of(value: Any, dtype: str) -> Scheme:
-    """A shard's scheme (6)."""
-    if value == {"name": "none"}:
-        return Scheme(dtype, None)
-    found = mapping(value, ["name", "bits"])
-    bits = integer(found["bits"])
-    check(found["name"] == "asymmetric" and bits in (2, 4, 8), "unknown scheme")
-    check(dtype in ("float32", "float16", "bfloat16"), "dtype that is not quantized")
-    return Scheme(dtype, bits)
+    """A shard's scheme (4)."""
+    found = mapping(value)
+    kind = string(found.get("name"))
+    if kind not in SCHEME_KEYS:
+        refuse("unknown scheme")
+    mapping(value, SCHEME_KEYS[kind])
+    check(kind == "none" or dtype in ("float32", "float16", "bfloat16"), "dtype that is not quantized")
+    half = string(found.get("dtype", ""))
+    check("dtype" not in found or half in ("float16", "bfloat16"), "no dtype of 16 bits")
+    bits = integer(found.get("bits", 0))
+    check("bits" not in found or bits in (2, 3, 4, 8), "no number of bits")
+    if "search" in found:
+        check_search(found["search"])
+    return Scheme(dtype, kind, bits, half)
+
+
+def check_search(value: Any) -> None:
+    """A search (4)."""
+    if mapping(value).get("name") == "greedy":
+        found = mapping(value, ["name", "num_bins", "ratio"])
+        integer(found["num_bins"], 1, 10_000)
+        check(0 < decimal(found["ratio"]) <= 1, "ratio out of bounds")
+        return
+    found = mapping(value, ["name", "cuts", "rounds", "kept", "polish"])
+    check(found["name"] == "least_squares", "unknown search")
+    check(1 <= len(array(found["cuts"])) <= 64, "number of cuts")
+    check(all(0 <= decimal(cut) < 0.5 for cut in found["cuts"]), "a cut out of bounds")
+    integer(found["rounds"], 1, 1000), integer(found["kept"], 1, 64), integer(found["polish"], 0, 1000)
+
+
+def decimal(value: Any) -> float:
+    check(DECIMAL.fullmatch(string(value)) is not None, f"{value!r} is no decimal")
+    check(repr(float(value)) == value, f"{value!r} has other digits than it needs")
+    return float(value)
 
 
 def scheme_1(value: Any, dtype: str) -> None:
@@ -387,7 +429,7 @@ def scheme_1(value: Any, dtype: str) -> None:
 def num_exact(scheme: Scheme, cols: int, rows: int, num_bytes: int) -> int:
     """Rows stored exactly behind the codes of a blob (6)."""
     exact, rest = divmod(num_bytes - rows * scheme.row_bytes(cols), 4 + cols * scheme.item_bytes)
-    check(rest == 0 and 0 <= exact <= (0 if scheme.bits is None else rows), "a blob of another size")
+    check(rest == 0 and 0 <= exact <= (0 if scheme.name == "none" else rows), "a blob of another size")
     return exact
 
 
@@ -424,21 +466,29 @@ def decode_values(scheme: Scheme, cols: int, rows: int, data: bytes) -> Array:
     """The rows of a blob, [rows, cols]."""
     dtype, row_bytes = np.dtype(DTYPES[scheme.dtype]), scheme.row_bytes(cols)
     codes = np.frombuffer(data[: rows * row_bytes], np.uint8).reshape(rows, row_bytes)
-    if scheme.bits is None:
+    if scheme.name == "none":
         check(scheme.dtype != "bool" or bool((codes <= 1).all()), "a bool that is neither 0 nor 1")
         return codes.reshape(-1).view(dtype).reshape(rows, cols)
-    per_byte = 8 // scheme.bits
-    shifts = np.arange(per_byte, dtype=np.uint8) * scheme.bits
-    numbers = (codes[:, :-4, None] >> shifts) & (2**scheme.bits - 1)
-    scale, bias = codes[:, -4:].copy().view("<f2").astype("<f4").T
     with np.errstate(all="ignore"):
-        floats = numbers.reshape(rows, -1)[:, :cols].astype("<f4") * scale[:, None] + bias[:, None]
-        values = from_float(floats, scheme.dtype)
+        values = from_float(decode_codes(scheme, cols, codes), scheme.dtype)
     exact = num_exact(scheme, cols, rows, len(data))
     positions = np.frombuffer(data, "<u4", exact, rows * row_bytes)
     check(all(a < b for a, b in pairwise(positions)) and bool((positions < rows).all()), "positions of exact rows")
     values[positions] = np.frombuffer(data, np.uint8, offset=rows * row_bytes + 4 * exact).view(dtype).reshape(-1, cols)
     return values
+
+
+def decode_codes(scheme: Scheme, cols: int, codes: Array) -> Array:
+    """What the codes say, as binary32; from bytes [rows, row_bytes]."""
+    if scheme.name == "half":
+        return to_float(codes.reshape(-1).view(DTYPES[scheme.half]).reshape(-1, cols), scheme.half)
+    bits = np.unpackbits(codes, axis=1, bitorder="little")[:, : cols * scheme.bits]
+    numbers = bits.reshape(-1, cols, scheme.bits) @ 2 ** np.arange(scheme.bits)
+    if scheme.name == "kmeans":
+        codebooks = codes[:, -2 * 2**scheme.bits :].copy().view("<f2")
+        return np.take_along_axis(codebooks, numbers, axis=1).astype("<f4")
+    scale, bias = codes[:, -4:].copy().view("<f2").astype("<f4").T
+    return np.asarray(numbers.astype("<f4") * scale[:, None] + bias[:, None])
 
 
 def from_float(values: Array, dtype: str) -> Array:
@@ -450,11 +500,14 @@ def from_float(values: Array, dtype: str) -> Array:
     return np.where(np.isnan(values), 0x7FC0, rounded).astype("<u2")
 
 
+def to_float(values: Array, dtype: str) -> Array:
+    """A dtype of 16 bits as binary32."""
+    return (values.astype("<u4") << 16).view("<f4") if dtype == "bfloat16" else values.astype("<f4")
+
+
 def to_double(values: Array, dtype: str) -> Array:
     """As binary64."""
-    if dtype == "bfloat16":
-        values = (values.astype("<u4") << 16).view("<f4")
-    return values.astype("<f8")
+    return (to_float(values, dtype) if dtype == "bfloat16" else values).astype("<f8")
 
 
 # 10. Reading

@@ -9,7 +9,8 @@ from arithmetic on integers rather than from a random generator, whose numbers m
     step-3    delta of step-2, one rank, saved after a restore
 
 Beside them lies ``expected.json``: what each of the three loads as, elements as little-endian bytes in hex. The
-checkpoints in ``v1`` are much the same, written by the library when it wrote version 1; nothing writes that any more.
+checkpoints in ``v1`` are much the same without the tables of ``mixed``, written by the library when it wrote version 1;
+nothing writes that any more.
 """
 
 import io
@@ -25,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tests.golden import mixed
 from torchrec_cnr import encoding, manifest_json
 from torchrec_cnr.encoding import EncodedShard, Source, write_all_rows, write_rows
 from torchrec_cnr.manifest import FILE_NAME, Blob, CheckpointRef, History, Manifest, Pack, RowSet, Shard, TensorEntry
@@ -38,6 +40,7 @@ from torchrec_cnr.stores import Store
 STEPS = ("step-1", "step-2", "step-3")
 PACK_BYTES = 4096  # small, so that a rank writes several packs
 T0, T2, T4, T8 = (f"model.ebc.embedding_bags.t{bits}.weight" for bits in (0, 2, 4, 8))
+TABLES = (T0, T2, T4, T8, *mixed.TABLES)
 EXP_AVG, MOMENTUM = "optimizer.t0.exp_avg", "optimizer.t8.momentum1"
 SCHEMES: Mapping[str, Scheme] = {T2: Asymmetric(2), T4: Asymmetric(4), T8: Asymmetric(8), "dense.kernel": Asymmetric(8)}
 EXACT = NoQuantization()
@@ -47,6 +50,7 @@ OTHER_SCHEMES: Mapping[tuple[int, str, tuple[int, ...]], Scheme] = {
     (2, T2, (4, 0)): EXACT,
     (2, T8, (5, 0)): Asymmetric(4),
     (3, T2, (0, 0)): Asymmetric(4),
+    **mixed.SCHEME_OF,
 }
 NUM_RESTORES = {1: 0, 2: 0, 3: 1}  # by step
 
@@ -102,7 +106,7 @@ class Save:
         """Store shards that share their row numbers."""
         to = self.ranks[rank]
         sources = [self._source(fqn, box) for fqn, box, _ in members]
-        with mock.patch.object(encoding, "BLOCK_BYTES", 1024 if members[0][0] == T0 else 64):
+        with mock.patch.object(encoding, "BLOCK_BYTES", 1024 if members[0][0] in (T0, *mixed.TABLES) else 64):
             if rows is None:
                 row_set, encoded = None, [write_all_rows(to.packs, source) for source in sources]
             else:
@@ -176,7 +180,7 @@ class Save:
         return CheckpointRef(f"../{self.parent}", manifest_json.loads(data, self.parent)[1])
 
     def _entry(self, fqn: str, shards: list[Shard]) -> TensorEntry:
-        values, is_table = self.state[fqn], fqn in (T0, T2, T4, T8)
+        values, is_table = self.state[fqn], fqn in TABLES
         table = T8 if fqn == MOMENTUM else None
         return TensorEntry(dtype_name(values), tuple(values.shape), tuple(shards), is_table, table)
 
@@ -198,8 +202,11 @@ def dense_of(step: int) -> dict[str, Tensor]:
     }
 
 
-def save_dense(save: Save, step: int) -> None:
-    """Dense tensors and objects, dealt out to the ranks in turn."""
+def save_rest(save: Save, step: int) -> None:
+    """The tables of every scheme; dense tensors and objects, dealt out to the ranks in turn."""
+    save.state |= mixed.tables_of(step)
+    for rank, fqn, box, rows in mixed.shards_of(step):
+        save.add(rank, fqn, box, rows)
     for number, (fqn, tensor) in enumerate(dense_of(step).items()):
         save.state[fqn] = tensor
         save.add(number % save.num_ranks, fqn, Box.whole(tuple(tensor.shape)))
@@ -234,7 +241,7 @@ def write_step_1(folder: Path) -> tuple[Save, History]:
     for rank, (column, width) in enumerate([(0, 4), (4, 2)]):
         save.add(rank, T8, Box((0, column), (10, width)))
         save.add(rank, MOMENTUM, Box((10 * rank,), (10,)), None, Box((0, column), (10, width)))
-    save_dense(save, 1)
+    save_rest(save, 1)
     return save, save.commit(None, paths_of([*state, *objects_of(1)]))
 
 
@@ -255,7 +262,7 @@ def write_step_2(folder: Path, history: History) -> tuple[Save, History]:
         save.add_sharing(rank, [(T8, place, None), (MOMENTUM, Box((5 * rank,), (5,)), place)], rows)
     save.add(1, T8, Box((10, 0), (0, 6)))  # a rank without rows may not know to what its state belongs
     save.add(1, MOMENTUM, Box((10,), (0,)))
-    save_dense(save, 2)
+    save_rest(save, 2)
     return save, save.commit(history, paths_of([*state, *objects_of(2)]))
 
 
@@ -270,7 +277,7 @@ def write_step_3(folder: Path, history: History) -> Save:
     save.add(0, T4, Box((0, 0), (9, 5)), [3])
     place = Box((0, 0), (10, 6))
     save.add_sharing(0, [(T8, place, None), (MOMENTUM, Box((0,), (10,)), place)], [1, 2, 9])
-    save_dense(save, 3)
+    save_rest(save, 3)
     save.commit(history, paths_of([*state, *objects_of(3)]))
     return save
 
