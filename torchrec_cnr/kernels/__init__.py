@@ -16,9 +16,7 @@ from torchrec_cnr.kernels import cpu
 from torchrec_cnr.kernels.plans import SearchPlan
 
 # Triton comes with torch for CUDA, and is not needed elsewhere.
-_gpu: ModuleType | None = (
-    import_module("torchrec_cnr.kernels.gpu") if find_spec("triton") else None
-)
+_gpu: ModuleType | None = import_module("torchrec_cnr.kernels.gpu") if find_spec("triton") else None
 
 _Decoder = Callable[[Tensor, Tensor, int, int, Tensor, Tensor], None]
 

@@ -19,6 +19,7 @@ from torchrec_cnr.kernels.memory import (
     load,
     load_tile,
     load_words,
+    prefetch_row,
     put_4_words,
     put_8_words,
     put_16_words,
@@ -102,6 +103,8 @@ def encode(table, row_stride, rows, num_cols, bits, plan, row_bytes, codes, is_e
             row = min(first + lane, len(rows) - 1)  # lanes without a row do the last one over again
             scratch.offsets[lane] = rows[row] * row_stride
             to[lane] = row * row_bytes
+            next_row = min(first + LANES + lane, len(rows) - 1)
+            prefetch_row(table, rows[next_row] * row_stride, num_cols)
         load_tile(table, scratch.offsets, num_cols, scratch.tile)
         scale, bias, is_right = find_range(table, num_cols, top, plan, scratch)
         _put_codes(scratch.tile, words, num_cols, bits, codes, to, scale, bias, is_right)

@@ -108,6 +108,16 @@ def _closed(tile, scale, bias, low, high, top):
 
 
 @triton.jit
+def _holds(tile, scale, bias, low, high, top):
+    """Whether the least and the greatest value come back within half a step."""
+    inverse = inverse_of(scale)
+    low_error = tl.abs(low - _value_of(tile, code_of(low, inverse, bias, top), scale, bias))
+    high_error = tl.abs(high - _value_of(tile, code_of(high, inverse, bias, top), scale, bias))
+    error = tl.where(low_error > high_error, low_error, high_error)
+    return error + error <= scale
+
+
+@triton.jit
 def _error(tile, num_cols, scale, bias, top):
     """The sum of squared errors of what a reader will decode."""
     inverse = inverse_of(scale)
@@ -262,11 +272,13 @@ def find_range(tile, num_cols, low, high, is_number, top, plan, method: tl.const
     """
     if method == _MIRRORED:
         scale, bias, is_right = _mirrored(tile, num_cols, low, high, top)
+        is_right = is_right & _holds(tile, scale, bias, low, high, top)
     else:
         scale, bias = _covering(tile, low, high, top)
         scale, bias, same = _closed(tile, scale, bias, low, high, top)
         width = high - low
         is_right = same & (scale * top <= width + width) & (scale <= _MAX_HALF)
+        is_right = is_right & _holds(tile, scale, bias, low, high, top)
     if method == _GREEDY:
         best = _error(tile, num_cols, scale, bias, top)
         scale, bias = _greedy(tile, num_cols, low, high, top, plan.num_bins, plan.num_steps, best, scale, bias)

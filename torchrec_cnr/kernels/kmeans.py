@@ -19,7 +19,7 @@ from torchrec_cnr.kernels.memory import aligned, code_at, element, half_at, load
 def _cost(sums, squares, shares, first, last):
     """Squared error of the values from ``first`` to ``last``, as one cluster; ``shares[n]`` is 1 / n."""
     total = sums[last + 1] - sums[first]
-    return max(0.0, squares[last + 1] - squares[first] - total * total * shares[last - first + 1])
+    return squares[last + 1] - squares[first] - total * total * shares[last - first + 1]
 
 
 @njit

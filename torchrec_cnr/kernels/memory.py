@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from torchrec_cnr.kernels.lanes import FLOATS, INTS
@@ -27,6 +28,8 @@ from torchrec_cnr.kernels.llvm import (
     vector,
     widened,
 )
+
+CACHE_LINE_BYTES = 64
 
 
 @intrinsic
@@ -74,6 +77,22 @@ def element(typing: Any, table: Any, index: Any) -> Any:
         )
 
     return types.float32(table, index), emit
+
+
+@intrinsic
+def prefetch(typing: Any, table: Any, index: Any) -> Any:
+    """Have ``table[index]`` brought into the cache: it will be read soon."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        byte_pointer = BYTE.as_pointer()
+        function = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(ir.VoidType(), (byte_pointer, INT, INT, INT)), "llvm.prefetch.p0"
+        )
+        for_reading, keep, data = (ir.Constant(INT, number) for number in (0, 3, 1))
+        builder.call(function, (pointer_to(context, builder, BYTE, sig.args[0], *args), for_reading, keep, data))
+        return context.get_dummy_value()
+
+    return types.void(table, index), emit
 
 
 @intrinsic
@@ -212,6 +231,13 @@ def aligned(size):
     memory = np.empty(size + LANES, np.float32)
     skip = -(memory.ctypes.data // 4) % LANES
     return memory[skip : skip + size]
+
+
+@njit
+def prefetch_row(table, offset, num_cols):
+    """Have a row brought into the cache."""
+    for column in range(0, num_cols, CACHE_LINE_BYTES // table.itemsize):
+        prefetch(table, offset + column)
 
 
 @njit(inline="always")

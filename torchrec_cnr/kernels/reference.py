@@ -72,6 +72,14 @@ class Rows:
         )
         return in_order(difference * difference)
 
+    def holds(self, scale: Tensor, bias: Tensor, low: Tensor, high: Tensor) -> Tensor:
+        """Whether the least and the greatest value come back within half a step."""
+        low_error, high_error = (
+            (end - self.value(self.code(end, scale, bias), scale, bias)).abs() for end in (low, high)
+        )
+        error = torch.where(low_error > high_error, low_error, high_error)
+        return error + error <= scale
+
     def covering(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         """The smallest stored range that reaches from ``low`` to ``high``."""
         bias = half_floor(low)
@@ -211,10 +219,11 @@ def find_range(x: Tensor, bits: int, plan: SearchPlan) -> tuple[Tensor, Tensor, 
     is_number = ~rows.x.isnan().any(1)
     if plan.method == MIRRORED:
         scale, bias, is_right = _mirrored(rows, low, high)
-        return scale, bias, is_right & is_number
+        return scale, bias, is_right & is_number & rows.holds(scale, bias, low, high)
     scale, bias, same = rows.closed(*rows.covering(low, high), low, high)
     width = high - low
     is_right = is_number & same & (scale * rows.top <= width + width) & (scale <= 65504.0)
+    is_right = is_right & rows.holds(scale, bias, low, high)
     best = _Best(rows.error(scale, bias), scale, bias)
     if plan.method == GREEDY:
         _greedy(rows, low, high, plan, best)

@@ -138,6 +138,16 @@ def _error(table, tile, num_cols, scale, bias, top):
 
 
 @njit
+def _holds(table, scale, bias, low, high, top):
+    """Whether the least and the greatest value come back within half a step."""
+    inverse, zero = inverse_of(scale), spread(0.0)
+    low_error = low - value_of(table, code_of(low, inverse, bias, top), scale, bias)
+    high_error = high - value_of(table, code_of(high, inverse, bias, top), scale, bias)
+    error = greater(greater(low_error, zero - low_error), greater(high_error, zero - high_error))
+    return error + error <= scale
+
+
+@njit
 def _better(table, tile, num_cols, scale, bias, low, high, top, best, best_scale, best_bias):
     """The better of the best range so far and another, which is rounded and closed first."""
     scale, bias, same = _closed(table, to_half(scale), to_half(bias), low, high, top)
@@ -268,8 +278,8 @@ def find_range(table, num_cols, top, plan, scratch):
         scratch: Its ``tile`` holds the rows; see ``load_tile``.
 
     Returns:
-        Scale, bias, and a mask of the rows that they can represent: fp16 holds them without widening the range by more
-        than twice, and a row of one value exactly.
+        Scale, bias, and a mask of the rows that they can represent: fp16 holds their range without widening it by more
+        than twice, least and greatest value come back within half a step, and a row of one value comes back exactly.
     """
     tile = scratch.tile
     low = load(tile, 0)
@@ -285,11 +295,12 @@ def find_range(table, num_cols, top, plan, scratch):
         is_number = is_number & (x == x)
     if plan.method == MIRRORED:
         scale, bias, is_right = _mirrored(table, tile, num_cols, low, high, top)
-        return scale, bias, is_right & is_number
+        return scale, bias, is_right & is_number & _holds(table, scale, bias, low, high, top)
     scale, bias = _covering(table, low, high, top)
     scale, bias, same = _closed(table, scale, bias, low, high, top)
     width = high - low
     is_right = is_number & same & (scale * top <= width + width) & (scale <= spread(_MAX_HALF))
+    is_right = is_right & _holds(table, scale, bias, low, high, top)
     if plan.method == GREEDY:
         best = _error(table, tile, num_cols, scale, bias, top)
         scale, bias = _greedy(table, tile, num_cols, low, high, top, plan.num_bins, plan.num_steps, best, scale, bias)

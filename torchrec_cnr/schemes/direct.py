@@ -83,7 +83,7 @@ class HalfPrecision(RowCodes):
         """Round to nearest, ties to even."""
         values = table if rows is None else table.index_select(0, rows)
         codes = values.to(self.dtype)
-        is_held = codes.isfinite().all(1)
+        is_held = codes.to(values.dtype).isfinite().all(1)
         is_constant = (values == values[:, :1]).all(1)
         is_exact = ~is_held | (is_constant & (codes.to(values.dtype) != values).any(1))
         return Encoded(codes.contiguous().view(torch.uint8).view(len(codes), -1), is_exact.nonzero().squeeze(1))

@@ -1,5 +1,6 @@
 """Which scheme each tensor gets, and schemes as manifests record them."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -12,7 +13,7 @@ from torchrec_cnr.schemes.base import Quantization, Scheme
 from torchrec_cnr.schemes.choices import ByErrorBudget, ByExpectedRestores
 from torchrec_cnr.schemes.clusters import KMeans
 from torchrec_cnr.schemes.direct import HalfPrecision, NoQuantization
-from torchrec_cnr.schemes.searches import GreedySearch, LeastSquares, Search
+from torchrec_cnr.schemes.searches import MOST_CUTS, GreedySearch, LeastSquares, Search
 from torchrec_cnr.schemes.uniform import AdaptiveAsymmetric, Asymmetric, Symmetric
 
 _ALL = (
@@ -66,9 +67,9 @@ def scheme_from_json(value: Mapping[str, Any], where: str) -> Scheme:
     try:
         scheme = _parsed(value)
     except ConfigurationError as error:
-        raise DamagedError(f"{where}: {value!r} is not a quantization scheme: {error}") from error
-    if scheme is None or scheme.to_json() != value or list(scheme.to_json()) != list(value):
-        raise DamagedError(f"{where}: {value!r} is not a quantization scheme of this format version")
+        raise DamagedError(f"{where}: {str(value)[:80]} is not a quantization scheme: {error}") from error
+    if scheme is None or json.dumps(scheme.to_json()) != json.dumps(value):  # which tells 1 from True, and orders
+        raise DamagedError(f"{where}: {str(value)[:80]} is not a quantization scheme of this format version")
     return scheme
 
 
@@ -94,7 +95,7 @@ def _parsed_search(value: Mapping[str, Any]) -> Search | None:
         case {"name": "greedy", "num_bins": num_bins, "ratio": str(ratio)}:
             return GreedySearch(num_bins, _decimal(ratio))
         case {"name": "least_squares", "cuts": [*cuts], "rounds": rounds, "kept": kept, "polish": polish}:
-            return LeastSquares(tuple(_decimal(cut) for cut in cuts), rounds, kept, polish)
+            return LeastSquares(tuple(_decimal(cut) for cut in cuts[: MOST_CUTS + 1]), rounds, kept, polish)
     return None
 
 

@@ -10,7 +10,7 @@ from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.kernels.plans import GREEDY, LEAST_SQUARES, SearchPlan, search_plan
 
 _MOST_BINS = 10_000
-_MOST_CUTS = 64
+MOST_CUTS = 64
 _MOST_ROUNDS = 1_000
 
 
@@ -80,10 +80,12 @@ class LeastSquares:
     name: ClassVar[str] = "least_squares"
 
     def __post_init__(self) -> None:
-        if not 1 <= len(self.cuts) <= _MOST_CUTS or not all(0.0 <= cut < 0.5 for cut in self.cuts):
-            raise ConfigurationError(f"'cuts' must be 1 to {_MOST_CUTS} parts from 0 to below .5 (got {self.cuts!r})")
+        if not 1 <= len(self.cuts) <= MOST_CUTS or not all(0.0 <= cut < 0.5 for cut in self.cuts):
+            raise ConfigurationError(
+                f"'cuts' must be 1 to {MOST_CUTS} parts from 0 to below .5 (got {str(self.cuts)[:80]})"
+            )
         _check_whole("rounds", self.rounds, 1, _MOST_ROUNDS)
-        _check_whole("kept", self.kept, 1, _MOST_CUTS)
+        _check_whole("kept", self.kept, 1, MOST_CUTS)
         _check_whole("polish", self.polish, 0, _MOST_ROUNDS)
 
     @property
