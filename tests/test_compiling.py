@@ -1,6 +1,8 @@
 """Kernels: compiled once and kept, and what happens where nothing can be kept."""
 
 import logging
+import os
+import platform
 import subprocess
 import sys
 from collections.abc import Callable
@@ -89,3 +91,21 @@ def test_a_full_disk_is_no_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest
 def test_docstrings_stay() -> None:
     """A kernel is documented as its function is."""
     assert Kernel(_add_one).__doc__ == "Add one."
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other CPUs convert fp16 always")
+def test_a_cpu_without_fp16_is_refused() -> None:
+    """Where numba is told to compile for any x86, there is an error instead of the end of the process."""
+    program = """
+import torch
+import torchrec_cnr as cnr
+
+try:
+    cnr.Asymmetric(4).encode(torch.ones(2, 8))
+except cnr.ConfigurationError as error:
+    print(error)
+"""
+    variables = {**os.environ, "NUMBA_CPU_NAME": "generic"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True, timeout=120)
+    assert "without F16C" in done.stdout

@@ -1,10 +1,16 @@
 """Compiled once: numba keeps the machine code of a kernel beside its source, or in the user's cache directory."""
 
 import logging
+import platform
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
+from llvmlite.binding import get_host_cpu_features
 from numba import njit
+from numba.core import config
+
+from torchrec_cnr.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
@@ -17,6 +23,9 @@ class Kernel:
 
     Args:
         function: What to compile.
+
+    Raises:
+        ConfigurationError: When called, if numba compiles for a CPU that cannot convert fp16: LLVM would end the process.
     """
 
     def __init__(self, function: Callable[..., None]) -> None:
@@ -30,6 +39,7 @@ class Kernel:
 
     def __call__(self, *args: Any) -> None:
         """Run it; the arguments are the function's."""
+        _check_cpu()
         try:
             self._compiled(*args)
         except OSError as error:
@@ -38,3 +48,13 @@ class Kernel:
 
     def _tell(self, error: Exception) -> None:
         logger.warning("%s is compiled anew by every process, because its code cannot be kept: %s", self._name, error)
+
+
+@cache
+def _check_cpu() -> None:
+    features = get_host_cpu_features().flatten() if config.CPU_FEATURES is None else config.CPU_FEATURES
+    if platform.machine() in ("x86_64", "AMD64") and "+f16c" not in features:
+        raise ConfigurationError(
+            f"numba compiles for a CPU without F16C (name {config.CPU_NAME!r}, features {features[:80]!r}); if there is "
+            "one, name it with NUMBA_CPU_NAME and NUMBA_CPU_FEATURES=+f16c,+avx2, or store with NoQuantization"
+        )

@@ -31,7 +31,8 @@ class NoQuantization(RowCodes):
     def encode(self, table: Tensor, rows: Tensor | None = None) -> Encoded:
         """The bytes of the values."""
         values = table if rows is None else table.index_select(0, rows)
-        codes = values.contiguous().reshape(-1).view(torch.uint8).view(len(values), -1)
+        row_bytes = self.row_bytes(values.shape[1], values.dtype)
+        codes = values.contiguous().reshape(-1).view(torch.uint8).view(len(values), row_bytes)
         return Encoded(codes, torch.empty(0, dtype=torch.int64))
 
     def decode(self, codes: Tensor, num_cols: int, dtype: torch.dtype) -> Tensor:
@@ -86,7 +87,9 @@ class HalfPrecision(RowCodes):
         is_held = codes.to(values.dtype).isfinite().all(1)
         is_constant = (values == values[:, :1]).all(1)
         is_exact = ~is_held | (is_constant & (codes.to(values.dtype) != values).any(1))
-        return Encoded(codes.contiguous().view(torch.uint8).view(len(codes), -1), is_exact.nonzero().squeeze(1))
+        row_bytes = self.row_bytes(values.shape[1], values.dtype)
+        codes = codes.contiguous().reshape(-1).view(torch.uint8).view(len(values), row_bytes)
+        return Encoded(codes, is_exact.nonzero().squeeze(1))
 
     def decode_into(self, codes: Tensor, positions: Tensor, first_col: int, target: Tensor, rows: Tensor) -> None:
         """Widen."""
