@@ -25,7 +25,7 @@ class Kernel:
         function: What to compile.
 
     Raises:
-        ConfigurationError: When called, if numba compiles for a CPU that cannot convert fp16: LLVM would end the process.
+        ConfigurationError: When called, if numba compiles for a CPU that cannot convert fp16: LLVM would end it all.
     """
 
     def __init__(self, function: Callable[..., None]) -> None:
@@ -55,6 +55,6 @@ def _check_cpu() -> None:
     features = get_host_cpu_features().flatten() if config.CPU_FEATURES is None else config.CPU_FEATURES
     if platform.machine() in ("x86_64", "AMD64") and "+f16c" not in features:
         raise ConfigurationError(
-            f"numba compiles for a CPU without F16C (name {config.CPU_NAME!r}, features {features[:80]!r}); if there is "
-            "one, name it with NUMBA_CPU_NAME and NUMBA_CPU_FEATURES=+f16c,+avx2, or store with NoQuantization"
+            f"numba compiles for a CPU without F16C (name {config.CPU_NAME!r}, features {features[:80]!r}); if it has "
+            "that, say so by NUMBA_CPU_NAME and NUMBA_CPU_FEATURES=+f16c,+avx2, or store with NoQuantization"
         )
