@@ -27,12 +27,13 @@ class _Training:
         self.tracker = cnr.RowTracker(self.job.model)
         self.num_saves = 0
 
-    def save(self, path: Path) -> cnr.lineage.Checkpoint:
+    def save(self, path: Path, quantization: cnr.Quantization | None = None) -> cnr.lineage.Checkpoint:
         """Train, and save."""
         self.num_saves += 1
         train(self.job, self.num_saves)
         planner = cnr.CNRSavePlanner(self.tracker, policy=cnr.Consecutive())
-        dcp.save(state(self.job), storage_writer=models.writer(path), planner=planner)
+        writer = models.writer(path, quantization=quantization)
+        dcp.save(state(self.job), storage_writer=writer, planner=planner)
         return cnr.read_checkpoint(path)
 
     def load(self, path: Path, leave_out: str | None = None) -> None:
@@ -71,6 +72,20 @@ def test_each_restore_is_counted_once(tmp_path: Path, start: Callable[[], _Train
             counts.append(checkpoint.num_restores)
             before = tmp_path / f"{resumption}-{number}"
     assert counts == [0, 0, 1, 1, 2, 2]
+
+
+def test_more_restores_than_expected_take_8_bits(tmp_path: Path, start: Callable[[], _Training]) -> None:
+    """Where one restore is expected, tables take 2 bits until there was a second one, and 8 bits from then on."""
+    quantization = cnr.ByExpectedRestores(1)
+    bits = []
+    for number in range(5):
+        training = start()
+        if number:
+            training.load(tmp_path / f"step-{number - 1}")
+        manifest = training.save(tmp_path / f"step-{number}", quantization).manifest
+        tables = [entry for entry in manifest.tensors.values() if entry.is_table]
+        bits.append({shard.scheme.to_json()["bits"] for table in tables for shard in table.shards})
+    assert bits == [{2}, {2}, {8}, {8}, {8}]
 
 
 def test_a_fork_counts_from_the_checkpoint_that_was_loaded(tmp_path: Path, start: Callable[[], _Training]) -> None:
