@@ -26,6 +26,7 @@ import torchrec_cnr as cnr
 from tests import models
 from tests.models import Job, Whole, differing, plain_job, state, torchrec_job, train, whole
 from tests.ranks import RankPools
+from torchrec_cnr.manifest import Shard
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -169,6 +170,104 @@ def test_what_a_scheme_cannot_represent_comes_back_exactly(
         assert torch.equal(got[odd_rows].view(torch.int32), values[odd_rows].view(torch.int32))
         rest = torch.ones(40, dtype=torch.bool).index_fill(0, torch.tensor(odd_rows), False)
         assert_close(got[rest], values[rest], bits)
+
+
+# Schemes of all kinds.
+
+SCHEMES: list[cnr.Scheme] = [
+    *(cnr.Symmetric(bits) for bits in (2, 3, 8)),
+    *(cnr.Asymmetric(bits) for bits in (3, 4)),
+    *(cnr.AdaptiveAsymmetric(bits, cnr.GreedySearch(10)) for bits in (2, 3)),
+    cnr.AdaptiveAsymmetric.best(3),
+    *(cnr.KMeans(bits) for bits in (2, 3)),
+    cnr.HalfPrecision(),
+    cnr.HalfPrecision(torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_a_load_gives_what_the_scheme_decodes(tmp_path: Path, scheme: cnr.Scheme) -> None:
+    """Of a baseline and a delta, bit for bit, but for rows that codes cannot hold: they are as they were saved."""
+    torch.manual_seed(1)
+    model, wanted = _Table(torch.randn(41, 27)), torch.empty(0)
+    tracker = cnr.RowTracker(model)
+    planner = cnr.CNRSavePlanner(tracker, policy=cnr.Consecutive())
+    modified = torch.tensor([0, 5, 7, 40])
+    for number, rows in enumerate((torch.arange(41), modified)):
+        values = model.table.weight.detach()
+        values[rows] = torch.randn(len(rows), 27)
+        values[7, 3] = torch.nan
+        writer = models.writer(tmp_path / str(number), quantization=scheme)
+        dcp.save(model.state_dict(), storage_writer=writer, planner=planner)
+        tracker.mark("table", modified)
+        encoded = scheme.encode(values, rows)
+        assert encoded.exact.tolist() == [int((rows == 7).nonzero())]
+        decoded = scheme.decode(encoded.codes, 27, torch.float32)
+        decoded[encoded.exact] = values[rows][encoded.exact]
+        wanted = decoded if number == 0 else wanted.index_copy(0, rows, decoded)
+        other = _Table(torch.zeros(41, 27))
+        reader = cnr.CNRStorageReader(tmp_path / str(number))
+        dcp.load(other.state_dict(), storage_reader=reader, planner=cnr.CNRLoadPlanner())
+        got = other.table.weight.detach()
+        assert torch.equal(got.view(torch.int32), wanted.view(torch.int32))
+        assert not torch.equal(got[:7], values[:7])
+        assert [shard.scheme for shard in _shards(tmp_path / str(number), "table.weight")] == [scheme]
+    tracker.close()
+
+
+def _shards(path: Path, fqn: str) -> tuple[Shard, ...]:
+    return cnr.read_checkpoint(path).manifest.tensors[fqn].shards
+
+
+def test_the_search_that_was_chosen_is_in_the_manifest(tmp_path: Path) -> None:
+    """A save without a search chooses one by the rows that it stores, the same one each time, and says which."""
+    torch.manual_seed(1)
+    values, found = torch.randn(300, 64), []
+    model = _Table(values)
+    for number in range(3):
+        writer = models.writer(tmp_path / str(number), quantization={"*": cnr.AdaptiveAsymmetric(4)})
+        dcp.save(model.state_dict(), storage_writer=writer)
+        found += [shard.scheme for shard in _shards(tmp_path / str(number), "table.weight")]
+        if number == 1:
+            model = _Table(torch.zeros(300, 64))
+    assert found[0] == found[1] == cnr.AdaptiveAsymmetric(4).choose(lambda: values, 0)
+    assert isinstance(found[0], cnr.AdaptiveAsymmetric)
+    assert isinstance(found[0].search, cnr.LeastSquares)
+    assert found[2] != found[0]
+
+
+@pytest.mark.parametrize("scheme", [cnr.Asymmetric(8), cnr.AdaptiveAsymmetric(2), cnr.KMeans(4), cnr.ByErrorBudget(1)])
+def test_codes_that_would_be_larger_are_not_used(tmp_path: Path, scheme: cnr.Quantization) -> None:
+    """A table of one column is stored exactly, since a row's codes would take more room than its value."""
+    torch.manual_seed(1)
+    saved = {"narrow": torch.randn(20, 1), "wide": torch.randn(20, 64)}
+    dcp.save(saved, storage_writer=models.writer(tmp_path / "0", quantization={"*": scheme}))
+    target = {fqn: torch.zeros_like(value) for fqn, value in saved.items()}
+    dcp.load(target, storage_reader=cnr.CNRStorageReader(tmp_path / "0"), planner=cnr.CNRLoadPlanner())
+    assert torch.equal(target["narrow"], saved["narrow"])
+    assert not torch.equal(target["wide"], saved["wide"])
+    assert [shard.scheme for shard in _shards(tmp_path / "0", "narrow")] == [cnr.NoQuantization()]
+    assert [shard.scheme for shard in _shards(tmp_path / "0", "wide")] != [cnr.NoQuantization()]
+
+
+def test_rows_stored_exactly_are_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A writer warns of them once for each table, later saves tell at INFO, and another writer warns again."""
+    saved = {fqn: torch.randn(20, 8) for fqn in ("a", "b", "c")}
+    for fqn in ("a", "b"):
+        saved[fqn][3, 3] = torch.nan
+    levels = []
+    with caplog.at_level(logging.INFO, "torchrec_cnr"):
+        for _ in range(2):
+            writer = models.writer(tmp_path / str(len(levels)), quantization={"*": cnr.Asymmetric(4)})
+            for _ in range(3):
+                caplog.clear()
+                path = tmp_path / str(len(levels))
+                dcp.save(saved, checkpoint_id=path, storage_writer=writer)
+                told = [record for record in caplog.records if "stored exactly" in record.message]
+                levels.append([(record.levelno, record.args[0]) for record in told if isinstance(record.args, tuple)])
+    warned, told_of = ([(level, fqn) for fqn in ("a", "b")] for level in (logging.WARNING, logging.INFO))
+    assert levels == [warned, told_of, told_of] * 2
+    assert cnr.read_checkpoint(tmp_path / "0").manifest.num_exact_rows == 2
 
 
 # Lineages.
