@@ -26,7 +26,7 @@ from benchmarks.report import number
 from benchmarks.rows import trained_on, trained_rows
 from torchrec_cnr.encoding import sampled_rows
 from torchrec_cnr.schemes import Scheme, exact_row_bytes
-from torchrec_cnr.schemes.uniform import BITS, errors
+from torchrec_cnr.schemes.uniform import BITS, mean_error, relative_error
 
 WIDTHS = (64, 16)
 NUM_ROWS = 50_000
@@ -152,7 +152,6 @@ def measure(widths: Iterable[int], num_rows: int, say: Callable[[str], None]) ->
 
 def _point(rows: Tensor, series: str, bits: str, scheme: Scheme) -> Point:
     num_rows, num_cols = rows.shape
-    difference, values = errors(scheme, rows), rows.double()
     num_exact = len(scheme.encode(rows).exact)
     exact_bytes = num_exact * exact_row_bytes(num_cols, rows.itemsize)
     return Point(
@@ -160,8 +159,8 @@ def _point(rows: Tensor, series: str, bits: str, scheme: Scheme) -> Point:
         series=series,
         bits=bits,
         row_bytes=scheme.row_bytes(num_cols, rows.dtype) + exact_bytes / num_rows,
-        error=float(difference.norm(dim=1).mean() / values.norm(dim=1).mean()),
-        relative_square=float(difference.square().sum() / values.square().sum()),
+        error=mean_error(scheme, rows) / float(rows.double().norm(dim=1).mean()),
+        relative_square=relative_error(scheme, rows),
         num_exact=num_exact,
         scheme=scheme.to_json(),
     )

@@ -89,8 +89,8 @@ REFUSED = {
     (AdaptiveAsymmetric, "search"): ("greedy", 25, GreedySearch),
     (HalfPrecision, "dtype"): (torch.float32, "float16", None, 16),
     (GreedySearch, "num_bins"): (0, -1, 10_001, 25.0, True, None, "25"),
-    (GreedySearch, "ratio"): (0.0, -0.5, 1.01, torch.nan),
-    (LeastSquares, "cuts"): ((), (0.5,), (-0.1,), (0.0, torch.nan), (0.1,) * 65),
+    (GreedySearch, "ratio"): (0.0, -0.5, 1.01, torch.nan, "1", None, True),
+    (LeastSquares, "cuts"): ((), (0.5,), (-0.1,), (0.0, torch.nan), (0.1,) * 65, [0.0], 0.1, None, ("a",), (False,)),
     (LeastSquares, "rounds"): (0, 1001, 1.0, True),
     (LeastSquares, "kept"): (0, 65, 2.0, None),
     (LeastSquares, "polish"): (-1, 1001, False),
@@ -324,7 +324,7 @@ def test_bits_by_error_budget(kind: str) -> None:
     assert met == {2, 3, 4, 8, 32}
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 1e30, 3e7], ids=str)
 def test_rows_stored_exactly_do_not_sway_the_choice(value: float) -> None:
     """Rows of a sample that codes cannot hold have no error, and leave the others' bits as they were."""
     values = sample_of("gaussian")

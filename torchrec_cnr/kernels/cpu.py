@@ -15,7 +15,7 @@ def encode_rows(table: Tensor, rows: Tensor, bits: int, plan: SearchPlan, row_by
     """Encode rows of a table; see ``kernels.encode_rows``."""
     num_rows, num_cols = len(rows), table.shape[1]
     codes, is_exact = np.empty(num_rows * row_bytes, np.uint8), np.empty(num_rows, np.bool_)
-    flat, stride, numbers = _flat(table), table.stride(0), rows.numpy()
+    flat, stride, numbers = _flat(table), table.stride(0), rows.contiguous().numpy()
 
     def encode(start: int, stop: int) -> None:
         part = codes[start * row_bytes : stop * row_bytes]
@@ -34,7 +34,7 @@ def encode_clusters(table: Tensor, rows: Tensor, bits: int, row_bytes: int) -> t
     """Encode rows of a table by k-means; see ``kernels.encode_clusters``."""
     num_rows, num_cols = len(rows), table.shape[1]
     codes, is_exact = np.empty(num_rows * row_bytes, np.uint8), np.empty(num_rows, np.bool_)
-    flat, stride, numbers = _flat(table), table.stride(0), rows.numpy()
+    flat, stride, numbers = _flat(table), table.stride(0), rows.contiguous().numpy()
 
     def encode(start: int, stop: int) -> None:
         part = codes[start * row_bytes : stop * row_bytes]
@@ -54,7 +54,7 @@ def _decode(
 ) -> None:
     flat, stride, num_cols = _flat(target), target.stride(0), target.shape[1]
     source, row_bytes = codes.reshape(-1).numpy(), codes.shape[1]
-    numbers, places = positions.numpy(), rows.numpy()
+    numbers, places = positions.contiguous().numpy(), rows.contiguous().numpy()
 
     def decode(start: int, stop: int) -> None:
         part = numbers[start:stop]

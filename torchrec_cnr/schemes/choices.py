@@ -13,7 +13,7 @@ import torch
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.schemes.base import RowCodes, Sample, Scheme
 from torchrec_cnr.schemes.direct import NoQuantization
-from torchrec_cnr.schemes.uniform import BITS, AdaptiveAsymmetric, Asymmetric, errors
+from torchrec_cnr.schemes.uniform import BITS, AdaptiveAsymmetric, Asymmetric, relative_error
 
 _MOST_RESTORES = ((1, 2), (3, 3), (20, 4))  # up to so many restores, so many bits; 8 bits beyond
 
@@ -98,12 +98,10 @@ class ByErrorBudget:
     def choose(self, sample: Sample, num_restores: int) -> Scheme:
         """The scheme with the fewest bits that stays within the budget."""
         rows = sample()
-        rows = rows[rows.isfinite().all(1)]  # the others are stored exactly
-        most = self.budget * float(rows.double().square().sum())
         restores = max(self.num_restores, num_restores + 1)
         for bits in BITS:
             scheme = _with(bits).choose(lambda: rows, num_restores)
-            if restores * float(errors(scheme, rows).square().sum()) <= most:
+            if restores * relative_error(scheme, rows) <= self.budget:
                 return scheme
         return NoQuantization()
 

@@ -54,8 +54,8 @@ class NoQuantization(RowCodes):
 class HalfPrecision(RowCodes):
     """Every value of an fp32 table rounded to 16 bits.
 
-    fp16 keeps 11 significant bits of values up to 65504, and bf16 8 bits of any value: an error is at most 2^-12 or
-    2^-9 of the value (below 6.1e-5, fp16 is off by at most 3e-8). Rows in which a value becomes infinite, or is NaN,
+    fp16 keeps 11 significant bits of values up to 65504, and bf16 8 bits of any value: an error is at most 2^-11 or
+    2^-8 of the value (below 6.1e-5, fp16 is off by at most 3e-8). Rows in which a value becomes infinite, or is NaN,
     and rows of one value that is rounded, are stored exactly.
 
     Attributes:

@@ -40,7 +40,7 @@ class GreedySearch:
 
     def __post_init__(self) -> None:
         _check_whole("num_bins", self.num_bins, 1, _MOST_BINS)
-        if not 0.0 < self.ratio <= 1.0:
+        if type(self.ratio) not in (int, float) or not 0.0 < self.ratio <= 1.0:
             raise ConfigurationError(f"'ratio' must be above 0 and at most 1 (got {self.ratio!r})")
 
     @property
@@ -80,10 +80,11 @@ class LeastSquares:
     name: ClassVar[str] = "least_squares"
 
     def __post_init__(self) -> None:
-        if not 1 <= len(self.cuts) <= MOST_CUTS or not all(0.0 <= cut < 0.5 for cut in self.cuts):
-            raise ConfigurationError(
-                f"'cuts' must be 1 to {MOST_CUTS} parts from 0 to below .5 (got {str(self.cuts)[:80]})"
-            )
+        cuts: Any = self.cuts  # whatever was given
+        is_tuple = isinstance(cuts, tuple) and 1 <= len(cuts) <= MOST_CUTS
+        if not is_tuple or not all(type(cut) in (int, float) and 0.0 <= cut < 0.5 for cut in cuts):
+            got = str(cuts)[:80]
+            raise ConfigurationError(f"'cuts' must be a tuple of 1 to {MOST_CUTS} parts from 0 to below .5 (got {got})")
         _check_whole("rounds", self.rounds, 1, _MOST_ROUNDS)
         _check_whole("kept", self.kept, 1, MOST_CUTS)
         _check_whole("polish", self.polish, 0, _MOST_ROUNDS)

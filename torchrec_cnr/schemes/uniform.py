@@ -164,13 +164,21 @@ def _cheapest(bits: int, rows: Tensor) -> LeastSquares:
 
 
 def mean_error(scheme: Scheme, rows: Tensor) -> float:
-    """The mean l2 norm of the rows' errors (Check-N-Run's measure); rows that would be stored exactly have none."""
-    return float(errors(scheme, rows).norm(dim=1).mean()) if len(rows) else 0.0
+    """The mean l2 norm of the rows' errors (Check-N-Run's measure), without rows that would be stored exactly."""
+    errors, _ = _errors_and_rows(scheme, rows)
+    return float(errors.norm(dim=1).mean()) if len(errors) else 0.0
 
 
-def errors(scheme: Scheme, rows: Tensor) -> Tensor:
-    """float64 [n, num_cols]: what encoding and decoding adds to rows; zeros for those that are stored exactly."""
+def relative_error(scheme: Scheme, rows: Tensor) -> float:
+    """The squared errors of rows, as a part of their squared values, without rows that would be stored exactly."""
+    errors, values = _errors_and_rows(scheme, rows)
+    return float(errors.square().sum() / values.square().sum().clamp(min=torch.finfo(torch.float64).tiny))
+
+
+def _errors_and_rows(scheme: Scheme, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """float64 [k, num_cols]: what encoding and decoding adds to rows, and the rows, but those stored exactly."""
     encoded = scheme.encode(rows)
-    difference = scheme.decode(encoded.codes, rows.shape[1], rows.dtype).double() - rows.double()
-    difference[encoded.exact] = 0.0
-    return difference
+    is_coded = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
+    is_coded[encoded.exact] = False
+    values = rows[is_coded].double()
+    return scheme.decode(encoded.codes, rows.shape[1], rows.dtype)[is_coded].double() - values, values
