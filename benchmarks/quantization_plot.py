@@ -160,7 +160,7 @@ def _point(rows: Tensor, series: str, bits: str, scheme: Scheme) -> Point:
         bits=bits,
         row_bytes=scheme.row_bytes(num_cols, rows.dtype) + exact_bytes / num_rows,
         error=mean_error(scheme, rows) / float(rows.double().norm(dim=1).mean()),
-        relative_square=relative_error(scheme, rows),
+        relative_square=relative_error(scheme, rows) or 0.0,
         num_exact=num_exact,
         scheme=scheme.to_json(),
     )

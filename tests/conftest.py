@@ -1,27 +1,16 @@
 """What all tests share: markers, Hypothesis' profile, and pools of ranks."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
 
-import torchrec_cnr.kernels
 from tests.ranks import RankPools
 
 # No deadline: the first example pays for imports and for caches that are cold.
 hypothesis.settings.register_profile("project", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("project")
-
-
-def pytest_configure() -> None:
-    """Drop compiled kernels that are older than any of their sources: numba looks at one source file only."""
-    folder = Path(torchrec_cnr.kernels.__file__).parent
-    newest = max(source.stat().st_mtime for source in folder.glob("*.py"))
-    for kept in folder.glob("__pycache__/*.nb[ic]"):
-        if kept.stat().st_mtime < newest:
-            kept.unlink(missing_ok=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

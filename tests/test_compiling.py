@@ -3,6 +3,7 @@
 import logging
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import torchrec_cnr
 from torchrec_cnr.kernels import compiling
 from torchrec_cnr.kernels.compiling import Kernel
 
@@ -50,6 +52,35 @@ def test_code_is_kept_for_the_next_process(tmp_path: Path) -> None:
         for _ in range(2)
     ]
     assert hits == ["0", "1"]
+
+
+DECODING = """
+import torch
+import torchrec_cnr as cnr
+from torchrec_cnr.kernels import fused
+
+cnr.Asymmetric(4).decode(torch.zeros(2, 12, dtype=torch.uint8), 16, torch.float32)
+print(cnr.__file__)
+print(sum(fused.decode._compiled.stats.cache_hits.values()))
+"""
+
+
+def test_a_change_of_any_file_makes_kernels_anew(tmp_path: Path) -> None:
+    """Kernels take functions from other files: what was kept is not used once one of these has changed."""
+    shutil.copytree(Path(torchrec_cnr.__file__).parent, tmp_path / "torchrec_cnr", ignore=lambda *_: ["__pycache__"])
+    variables = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    hits = []
+    for _ in range(3):
+        command = [sys.executable, "-c", DECODING]
+        done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr
+        origin, num_hits = done.stdout.split()
+        assert Path(origin).is_relative_to(tmp_path)
+        hits.append(num_hits)
+        if len(hits) == 2:
+            with (tmp_path / "torchrec_cnr" / "kernels" / "memory.py").open("a") as file:
+                file.write("# changed\n")
+    assert hits == ["0", "1", "0"]
 
 
 def test_nothing_writable_is_no_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

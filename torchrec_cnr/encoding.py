@@ -99,19 +99,19 @@ def sampled_rows(values: Tensor, rows: RowMask | None) -> Tensor:
     Returns:
         [n, num_cols], n being ``SAMPLE_ROWS`` or less.
     """
-    num_rows = len(values)
+    num_rows, num_cols = len(values), math.prod(values.shape[1:])
+    most = min(SAMPLE_ROWS, max(1, BLOCK_BYTES // max(1, num_cols * values.element_size())))
     if num_rows <= SAMPLE_ROWS:
         numbers = torch.arange(num_rows)
     else:
         # Multiples of the golden ratio spread evenly and have no period that rows could share.
         numbers = ((torch.arange(64 * SAMPLE_ROWS, dtype=torch.float64) * _GOLDEN_RATIO).frac() * num_rows).long()
-    numbers = numbers.to(values.device)
     if rows is not None:
-        numbers = numbers[rows.mask[numbers]]
+        numbers = numbers[rows.mask[numbers.to(rows.mask.device)].cpu()]
         if len(numbers) < SAMPLE_ROWS // 8:  # a hundredth of a percent is stored, or less
             numbers = next(rows.blocks(SAMPLE_ROWS), numbers)
-    found = values.index_select(0, numbers[:SAMPLE_ROWS])
-    return found.reshape(len(found), math.prod(values.shape[1:]))
+    found = values.index_select(0, numbers[:most].to(values.device))
+    return found.reshape(len(found), num_cols)
 
 
 def write_all_rows(packs: PackWriter, source: Source) -> EncodedShard:

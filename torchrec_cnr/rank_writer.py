@@ -2,7 +2,6 @@
 
 import io
 import logging
-import math
 import pickle
 from fnmatch import fnmatchcase
 from typing import Any
@@ -22,7 +21,7 @@ from torchrec_cnr.manifest import DTYPES, Shard
 from torchrec_cnr.modified import RowMask
 from torchrec_cnr.packs import PackWriter
 from torchrec_cnr.rows import Box
-from torchrec_cnr.schemes import NoQuantization, Scheme, SchemeRules
+from torchrec_cnr.schemes import NoQuantization, Scheme, SchemeRules, exact_row_bytes
 from torchrec_cnr.shards import dtype_name
 
 logger = logging.getLogger(__name__)
@@ -84,13 +83,17 @@ class RankWriter:
         return Source(name, data.values, dtype, self._scheme(fqn, data))
 
     def _scheme(self, fqn: str, data: ShardData) -> Scheme:
-        """The scheme of a shard: what was chosen for it, unless its codes would take more room than its values."""
+        """What was chosen for a shard, unless codes and exact rows take more room than values, by those of a sample."""
         values = data.values if data.values.dim() else data.values[None]
         rule = self._rules.rule_for(fqn, values.dtype, data.is_table)
-        scheme = rule.choose(lambda: sampled_rows(values, data.rows), data.num_restores)
-        num_cols = math.prod(values.shape[1:])
-        is_smaller = scheme.row_bytes(num_cols, values.dtype) < num_cols * values.dtype.itemsize
-        return scheme if is_smaller else NoQuantization()
+        if isinstance(rule, NoQuantization) or values.numel() == 0:
+            return NoQuantization()
+        rows = sampled_rows(values, data.rows)
+        scheme = rule.choose(lambda: rows, data.num_restores)
+        num_cols, itemsize = rows.shape[1], values.dtype.itemsize
+        exact_share = len(scheme.encode(rows).exact) / max(1, len(rows))
+        row_bytes = scheme.row_bytes(num_cols, values.dtype) + exact_share * exact_row_bytes(num_cols, itemsize)
+        return scheme if row_bytes < num_cols * itemsize else NoQuantization()
 
     def _write_object(self, item: WriteItem) -> int:
         stream: Any = self._planner.resolve_data(item)
@@ -125,8 +128,8 @@ class RankWriter:
         """Warn at the first save in which a tensor has them."""
         logger.log(
             logging.INFO if fqn in self._warned else logging.WARNING,
-            "tensor %r: %d rows are stored exactly, because codes cannot hold them (NaN, infinity, values beyond fp16 "
-            "or too close together for it); the manifest counts them, and later saves tell only at level INFO",
+            "tensor %r: %d rows are stored exactly, because codes cannot hold them (NaN, infinity, values that fp16 "
+            "does not hold or tell apart); the manifest counts them, and later saves tell only at level INFO",
             fqn,
             num_exact,
         )

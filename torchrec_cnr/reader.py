@@ -138,6 +138,10 @@ class CNRStorageReader(StorageReader):
                 f"tensor {fqn!r}: the checkpoint {self._url} has {entry.dtype}, the state dict has {target.dtype}; "
                 "load into a tensor of the saved dtype and convert it afterwards"
             )
+        if tuple(target.shape) != tuple(item.lengths):
+            raise StateMismatchError(
+                f"tensor {fqn!r}: {list(item.lengths)} of {self._url} are to be loaded into {list(target.shape)}"
+            )
         if entry.table is not None:
             box = item.table_box if isinstance(item, RowStateReadItem) else _table_box(entry, item)
             return RowStateRegion(fqn, box, target, column_bounds(lineage.shards(fqn), box))

@@ -123,7 +123,7 @@ class TensorRegion:
             return
         positions, rows = found
         target = self.target[(slice(None), *common.slices(self.box)[1:])] if self.target.dim() else self.target[None]
-        if isinstance(block.scheme, NoQuantization) or target.dim() != 2 or target.stride(1) != 1:
+        if isinstance(block.scheme, NoQuantization) or not _has_rows_apart(target):
             self._copy(block.values[(slice(None), *common.slices(block.box)[1:])][positions], target, rows)
         else:
             first_col = common.offsets[1] - block.box.offsets[1]
@@ -187,6 +187,11 @@ class RowStateRegion:
         if len(self.bounds) > 2:
             widths = torch.tensor(self.bounds, dtype=torch.float64, device=self.ranges.device).diff()
             self.target.copy_((self.ranges * widths).sum(1) / widths.sum())
+
+
+def _has_rows_apart(target: Tensor) -> bool:
+    """Whether the elements of each row lie side by side, and no two rows share any."""
+    return target.dim() == 2 and target.stride(1) == 1 and (len(target) < 2 or target.stride(0) >= target.shape[1])
 
 
 def _numbers(rows: Tensor | slice) -> Tensor:

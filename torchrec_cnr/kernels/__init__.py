@@ -12,11 +12,15 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.kernels import cpu
 from torchrec_cnr.kernels.plans import SearchPlan
 
 # Triton comes with torch for CUDA, and is not needed elsewhere.
 _gpu: ModuleType | None = import_module("torchrec_cnr.kernels.gpu") if find_spec("triton") else None
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_SCALE_AND_BIAS_BYTES = 4
 
 _Decoder = Callable[[Tensor, Tensor, int, int, Tensor, Tensor], None]
 
@@ -33,7 +37,11 @@ def encode_rows(table: Tensor, rows: Tensor, bits: int, plan: SearchPlan, row_by
 
     Returns:
         uint8 [n, row_bytes], and bool [n]: rows that codes cannot represent, whose bytes are zeros.
+
+    Raises:
+        ConfigurationError: The table is of another dtype or layout, or has no such rows.
     """
+    _check(table, rows)
     if table.is_cuda and _gpu is not None:
         codes, is_exact = _gpu.encode_rows(table, rows, bits, plan, row_bytes)
         return codes, is_exact
@@ -50,7 +58,13 @@ def decode_rows(codes: Tensor, positions: Tensor, bits: int, first_col: int, tar
         first_col: The encoded column that is the target's first.
         target: [num_rows, num_cols] of fp32, fp16 or bf16, the elements of a row side by side. Written.
         rows: int64 [k], the rows of the target that they go to.
+
+    Raises:
+        ConfigurationError: The target is of another dtype or layout, or there are no such rows or columns.
     """
+    _check(target, rows)
+    code_bytes = codes.shape[1] - _SCALE_AND_BIAS_BYTES
+    _check_codes(codes, positions, (first_col + target.shape[1]) * bits <= 8 * code_bytes)
     if target.is_cuda and _gpu is not None:
         _gpu.decode_rows(codes, positions, bits, first_col, target, rows)
     else:
@@ -63,12 +77,45 @@ def encode_clusters(table: Tensor, rows: Tensor, bits: int, row_bytes: int) -> t
     Arguments and results are those of ``encode_rows``. There is no kernel for GPUs: their rows are clustered on the
     host.
     """
+    _check(table, rows)
     return cpu.encode_clusters(*_on_host(table, rows), bits, row_bytes)
 
 
 def decode_clusters(codes: Tensor, positions: Tensor, bits: int, first_col: int, target: Tensor, rows: Tensor) -> None:
     """Decode rows of k-means into rows of a target; the arguments are those of ``decode_rows``."""
+    _check(target, rows)
+    code_bytes = codes.shape[1] - 2 * (1 << bits)
+    _check_codes(codes, positions, (first_col + target.shape[1]) * bits <= 8 * code_bytes)
     _decode_on_host(cpu.decode_clusters, codes, positions, bits, first_col, target, rows)
+
+
+def _check(table: Tensor, rows: Tensor) -> None:
+    """Compiled code checks nothing: whatever it is told to read and write must be there."""
+    if table.dim() != 2 or table.dtype not in _DTYPES:
+        raise ConfigurationError(f"a table must be two-dimensional fp32, fp16 or bf16 (got {_described(table)})")
+    num_rows, num_cols = table.shape
+    if (num_cols > 1 and table.stride(1) != 1) or (num_rows > 1 and table.stride(0) < num_cols):
+        raise ConfigurationError(
+            f"the elements of a row must lie side by side, and rows apart (got {_described(table)})"
+        )
+    _check_numbers(rows, num_rows)
+
+
+def _check_codes(codes: Tensor, positions: Tensor, has_columns: bool) -> None:
+    if codes.dtype is not torch.uint8 or not has_columns:
+        raise ConfigurationError(f"codes are not of rows with so many columns (got {_described(codes)})")
+    _check_numbers(positions, len(codes))
+
+
+def _check_numbers(rows: Tensor, num_rows: int) -> None:
+    if rows.dtype is not torch.int64 or rows.dim() != 1:
+        raise ConfigurationError(f"numbers of rows must be one-dimensional int64 (got {_described(rows)})")
+    if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < num_rows:
+        raise ConfigurationError(f"rows {int(rows.min())} to {int(rows.max())} are asked for, of {num_rows}")
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())}"
 
 
 def _on_host(table: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

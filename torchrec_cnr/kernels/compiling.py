@@ -1,9 +1,15 @@
-"""Compiled once: numba keeps the machine code of a kernel beside its source, or in the user's cache directory."""
+"""Compiled once: numba keeps the machine code of a kernel beside its source, or in the user's cache directory.
 
+numba tells from the one file that a kernel stands in whether what it kept is still right, but kernels are made of
+functions from all files of this folder. What is kept therefore bears the digest of them all: no upgrade runs old code.
+"""
+
+import hashlib
 import logging
 import platform
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from llvmlite.binding import get_host_cpu_features
@@ -33,6 +39,7 @@ class Kernel:
         self._name = f"{function.__module__}.{function.__name__}"
         try:
             self._compiled = njit(nogil=True, error_model="numpy", cache=True)(function)
+            self._compiled._cache._cache_file._source_stamp = _sources_digest()  # not public in numba: tested
         except RuntimeError as error:
             self._tell(error)
             self._compiled = njit(nogil=True, error_model="numpy")(function)
@@ -48,6 +55,12 @@ class Kernel:
 
     def _tell(self, error: Exception) -> None:
         logger.warning("%s is compiled anew by every process, because its code cannot be kept: %s", self._name, error)
+
+
+@cache
+def _sources_digest() -> str:
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
 
 @cache

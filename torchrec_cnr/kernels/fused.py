@@ -13,6 +13,7 @@ from torchrec_cnr.kernels.compiling import Kernel
 from torchrec_cnr.kernels.lanes import halves, shifted, spread, where, whole
 from torchrec_cnr.kernels.llvm import LANES
 from torchrec_cnr.kernels.memory import (
+    CACHE_LINE_BYTES,
     aligned,
     code_at,
     half_at,
@@ -98,13 +99,14 @@ def encode(table, row_stride, rows, num_cols, bits, plan, row_bytes, codes, is_e
     exact = aligned(LANES)
     words = np.zeros(LANES * LANES, np.int32)
     zero, one, top = spread(0.0), spread(1.0), spread((1 << bits) - 1)
+    num_lines = -(-num_cols * table.itemsize // CACHE_LINE_BYTES)
     for first in range(0, len(rows), LANES):
         for lane in range(LANES):
             row = min(first + lane, len(rows) - 1)  # lanes without a row do the last one over again
             scratch.offsets[lane] = rows[row] * row_stride
             to[lane] = row * row_bytes
             next_row = min(first + LANES + lane, len(rows) - 1)
-            prefetch_row(table, rows[next_row] * row_stride, num_cols)
+            prefetch_row(table, rows[next_row] * row_stride, num_lines)
         load_tile(table, scratch.offsets, num_cols, scratch.tile)
         scale, bias, is_right = find_range(table, num_cols, top, plan, scratch)
         _put_codes(scratch.tile, words, num_cols, bits, codes, to, scale, bias, is_right)

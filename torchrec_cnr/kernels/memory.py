@@ -233,11 +233,11 @@ def aligned(size):
     return memory[skip : skip + size]
 
 
-@njit
-def prefetch_row(table, offset, num_cols):
-    """Have a row brought into the cache."""
-    for column in range(0, num_cols, CACHE_LINE_BYTES // table.itemsize):
-        prefetch(table, offset + column)
+@njit(inline="always")
+def prefetch_row(table, offset, num_lines):
+    """Have a row brought into the cache, of so many cache lines."""
+    for line in range(num_lines):
+        prefetch(table, offset + line * (CACHE_LINE_BYTES // table.itemsize))
 
 
 @njit(inline="always")

@@ -33,7 +33,7 @@ from torchrec_cnr.kernels.memory import aligned, load, store
 from torchrec_cnr.kernels.plans import CLOSING_ROUNDS, GREEDY, LEAST_SQUARES, MIRRORED
 
 _NOWHERE = np.float32(np.inf)
-_MAX_HALF = np.float32(65504.0)
+_MAX_HALF, _LEAST_NORMAL_HALF = np.float32(65504.0), np.float32(2.0**-14)
 
 
 class Scratch(NamedTuple):
@@ -145,6 +145,20 @@ def _holds(table, scale, bias, low, high, top):
     high_error = high - value_of(table, code_of(high, inverse, bias, top), scale, bias)
     error = greater(greater(low_error, zero - low_error), greater(high_error, zero - high_error))
     return error + error <= scale
+
+
+@njit
+def _is_plain(scale, bias, low, high, top):
+    """Whether it is known without trying that the covering range is closed, and holds both ends within half a step.
+
+    The least value gets the first code, being within half a step of the bias. The greatest gets the last, because fp16
+    rounds a scale that is not subnormal by less than 2**-10, and so all steps together by less than half a step. And
+    the sums are not rounded so much, for a bias of this size, that dividing them would not give the same scale.
+    """
+    zero = spread(0.0)
+    distance, size = low - bias, greater(bias, zero - bias)
+    is_near = (distance + distance < scale) & (size <= scale * top * spread(256.0))
+    return is_near & (scale >= spread(_LEAST_NORMAL_HALF)) & (scale * top <= (high - low) + (high - low))
 
 
 @njit
@@ -297,10 +311,12 @@ def find_range(table, num_cols, top, plan, scratch):
         scale, bias, is_right = _mirrored(table, tile, num_cols, low, high, top)
         return scale, bias, is_right & is_number & _holds(table, scale, bias, low, high, top)
     scale, bias = _covering(table, low, high, top)
-    scale, bias, same = _closed(table, scale, bias, low, high, top)
-    width = high - low
-    is_right = is_number & same & (scale * top <= width + width) & (scale <= spread(_MAX_HALF))
-    is_right = is_right & _holds(table, scale, bias, low, high, top)
+    is_right = is_number & (scale <= spread(_MAX_HALF))
+    if table.itemsize != 4 or not every_lane(_is_plain(scale, bias, low, high, top)):
+        scale, bias, same = _closed(table, scale, bias, low, high, top)
+        width = high - low
+        is_right = is_right & same & (scale * top <= width + width) & (scale <= spread(_MAX_HALF))
+        is_right = is_right & _holds(table, scale, bias, low, high, top)
     if plan.method == GREEDY:
         best = _error(table, tile, num_cols, scale, bias, top)
         scale, bias = _greedy(table, tile, num_cols, low, high, top, plan.num_bins, plan.num_steps, best, scale, bias)

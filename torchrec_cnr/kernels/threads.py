@@ -6,7 +6,7 @@ at once, as a save in the background and a load may, and none of its layers surv
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import pairwise
 
 import torch
@@ -16,15 +16,14 @@ class _Pool:
     """The pool of this process: threads do not survive a fork, and a child makes its own."""
 
     def __init__(self) -> None:
-        self.process_id = 0
-        self.num_threads = 0
-        self.executor: ThreadPoolExecutor | None = None
+        self._made: tuple[int, int, ThreadPoolExecutor] | None = None  # by which process, for how many threads
 
     def of(self, num_threads: int) -> ThreadPoolExecutor:
-        if self.executor is None or self.process_id != os.getpid() or self.num_threads < num_threads:
-            self.process_id, self.num_threads = os.getpid(), num_threads
-            self.executor = ThreadPoolExecutor(num_threads, thread_name_prefix="torchrec_cnr-kernel")
-        return self.executor
+        made = self._made
+        if made is None or made[0] != os.getpid() or made[1] < num_threads:
+            executor = ThreadPoolExecutor(num_threads, thread_name_prefix="torchrec_cnr-kernel")
+            self._made = made = (os.getpid(), num_threads, executor)
+        return made[2]
 
 
 _pool = _Pool()
@@ -48,5 +47,6 @@ def in_parallel(work: Callable[[int, int], None], num_rows: int, chunk_rows: int
     try:
         work(bounds[0], bounds[1])
     finally:
-        for other in others:
-            other.result()
+        wait(others)  # nothing is written any more when this returns or raises
+    for other in others:
+        other.result()

@@ -7,6 +7,8 @@ quantization therefore grows with the number of its restores, and a job that har
 
 import math
 from dataclasses import dataclass
+from numbers import Real
+from typing import Any
 
 import torch
 
@@ -77,7 +79,7 @@ class ByErrorBudget:
     choice of bits by restores come out (an observation, not a theorem).
 
     Attributes:
-        num_restores: How many are expected; once there were more, those there were and the next one.
+        num_restores: How many are expected; once there were as many, those there were and the next one count.
         budget: What the relative squared errors of all restores together may reach.
 
     Raises:
@@ -101,7 +103,10 @@ class ByErrorBudget:
         restores = max(self.num_restores, num_restores + 1)
         for bits in BITS:
             scheme = _with(bits).choose(lambda: rows, num_restores)
-            if restores * relative_error(scheme, rows) <= self.budget:
+            error = relative_error(scheme, rows)
+            if error is None:  # no row of the sample tells anything, and others may be there
+                return _with(BITS[-1])
+            if restores * error <= self.budget:
                 return scheme
         return NoQuantization()
 
@@ -110,6 +115,6 @@ def _with(bits: int) -> Scheme:
     return Asymmetric(bits) if bits == 8 else AdaptiveAsymmetric(bits)
 
 
-def _check_count(name: str, value: float) -> None:
-    if type(value) not in (int, float) or not 0 <= value < math.inf:
+def _check_count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < math.inf:
         raise ConfigurationError(f"{name!r} must be a number, 0 or more (got {value!r})")

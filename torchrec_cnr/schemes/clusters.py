@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchrec_cnr import kernels
-from torchrec_cnr.schemes.base import Encoded, RowCodes, Sample, all_rows
+from torchrec_cnr.schemes.base import Encoded, RowCodes, all_rows
 from torchrec_cnr.schemes.uniform import check_bits
 
 
@@ -21,6 +21,7 @@ class KMeans(RowCodes):
 
     Each value is stored as the nearest one of the codebook. Rows with NaN or infinity are stored exactly, and rows
     whose means fp16 moves by more than half a step of a uniform code; with one value, if fp16 does not hold it.
+    Clustering takes ``16 * 2**bits`` bytes of memory for each column of a row, in every thread.
 
     Attributes:
         bits: 2, 3, 4 or 8 bits an element.
@@ -35,16 +36,12 @@ class KMeans(RowCodes):
     def __post_init__(self) -> None:
         check_bits(self.bits)
 
-    def choose(self, sample: Sample, num_restores: int) -> "KMeans":
-        """Itself."""
-        return self
-
     def row_bytes(self, num_cols: int, dtype: torch.dtype) -> int:
         """Whole bytes of codes, and two bytes for each value of the codebook."""
         return -(-num_cols * self.bits // 8) + 2 * (1 << self.bits)
 
     def encode(self, table: Tensor, rows: Tensor | None = None) -> Encoded:
-        """Cluster each row; tables on other devices are read block by block, and clustered on the host."""
+        """Cluster each row; the rows of tables on other devices are copied to the host first."""
         numbers = all_rows(table) if rows is None else rows
         codes, is_exact = kernels.encode_clusters(
             table, numbers, self.bits, self.row_bytes(table.shape[1], table.dtype)

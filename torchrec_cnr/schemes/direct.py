@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchrec_cnr.errors import ConfigurationError
-from torchrec_cnr.schemes.base import Encoded, RowCodes, Sample
+from torchrec_cnr.schemes.base import Encoded, RowCodes
 
 
 @dataclass(frozen=True)
@@ -15,10 +15,6 @@ class NoQuantization(RowCodes):
     """Rows as they are, bit for bit, in the table's own dtype, whatever it is."""
 
     name: ClassVar[str] = "none"
-
-    def choose(self, sample: Sample, num_restores: int) -> "NoQuantization":
-        """Itself."""
-        return self
 
     def supports(self, dtype: torch.dtype) -> bool:
         """Every dtype."""
@@ -55,8 +51,8 @@ class HalfPrecision(RowCodes):
     """Every value of an fp32 table rounded to 16 bits.
 
     fp16 keeps 11 significant bits of values up to 65504, and bf16 8 bits of any value: an error is at most 2^-11 or
-    2^-8 of the value (below 6.1e-5, fp16 is off by at most 3e-8). Rows in which a value becomes infinite, or is NaN,
-    and rows of one value that is rounded, are stored exactly.
+    2^-8 of the value (below 6.1e-5, fp16 is off by at most 3e-8). Rows in which a value becomes infinite or zero, or
+    is NaN, are stored exactly, and rows of several columns with one value that is rounded.
 
     Attributes:
         dtype: ``torch.float16`` or ``torch.bfloat16``.
@@ -72,10 +68,6 @@ class HalfPrecision(RowCodes):
         if self.dtype not in (torch.float16, torch.bfloat16):
             raise ConfigurationError(f"'dtype' must be torch.float16 or torch.bfloat16 (got {self.dtype!r})")
 
-    def choose(self, sample: Sample, num_restores: int) -> "HalfPrecision":
-        """Itself."""
-        return self
-
     def row_bytes(self, num_cols: int, dtype: torch.dtype) -> int:
         """Two bytes an element."""
         return 2 * num_cols
@@ -84,12 +76,14 @@ class HalfPrecision(RowCodes):
         """Round to nearest, ties to even."""
         values = table if rows is None else table.index_select(0, rows)
         codes = values.to(self.dtype)
-        is_held = codes.to(values.dtype).isfinite().all(1)
-        is_constant = (values == values[:, :1]).all(1)
-        is_exact = ~is_held | (is_constant & (codes.to(values.dtype) != values).any(1))
+        decoded = codes.to(values.dtype)
+        is_held = decoded.isfinite().all(1) & ((decoded != 0) | (values == 0)).all(1)
+        if values.shape[1] > 1:
+            is_constant = (values == values[:, :1]).all(1)
+            is_held &= ~is_constant | (decoded == values).all(1)
         row_bytes = self.row_bytes(values.shape[1], values.dtype)
         codes = codes.contiguous().reshape(-1).view(torch.uint8).view(len(values), row_bytes)
-        return Encoded(codes, is_exact.nonzero().squeeze(1))
+        return Encoded(codes, (~is_held).nonzero().squeeze(1))
 
     def decode_into(self, codes: Tensor, positions: Tensor, first_col: int, target: Tensor, rows: Tensor) -> None:
         """Widen."""

@@ -160,7 +160,8 @@ class AdaptiveAsymmetric(_Uniform):
 def _cheapest(bits: int, rows: Tensor) -> LeastSquares:
     ladder: Sequence[LeastSquares] = LADDERS[bits]
     plateau = mean_error(AdaptiveAsymmetric(bits, ladder[-1]), rows) * _PLATEAU
-    return next(search for search in ladder if mean_error(AdaptiveAsymmetric(bits, search), rows) <= plateau)
+    cheaper = (search for search in ladder[:-1] if mean_error(AdaptiveAsymmetric(bits, search), rows) <= plateau)
+    return next(cheaper, ladder[-1])
 
 
 def mean_error(scheme: Scheme, rows: Tensor) -> float:
@@ -169,10 +170,14 @@ def mean_error(scheme: Scheme, rows: Tensor) -> float:
     return float(errors.norm(dim=1).mean()) if len(errors) else 0.0
 
 
-def relative_error(scheme: Scheme, rows: Tensor) -> float:
-    """The squared errors of rows, as a part of their squared values, without rows that would be stored exactly."""
+def relative_error(scheme: Scheme, rows: Tensor) -> float | None:
+    """The squared errors of rows, as a part of their squared values, without rows that would be stored exactly.
+
+    None where there is nothing but zeros.
+    """
     errors, values = _errors_and_rows(scheme, rows)
-    return float(errors.square().sum() / values.square().sum().clamp(min=torch.finfo(torch.float64).tiny))
+    total = float(values.square().sum())
+    return float(errors.square().sum()) / total if total > 0 else None
 
 
 def _errors_and_rows(scheme: Scheme, rows: Tensor) -> tuple[Tensor, Tensor]:
