@@ -63,9 +63,10 @@ def run(setup: Setup) -> Report:
     return Report(
         title=f"Asymmetric and FBGEMM's operators, {len(rows):,} rows of {DIM} fp32; KMeans and scikit-learn",
         notes=(
-            f"Throughput in turns, with {torch.get_num_threads()} threads, in blocks of {BLOCK_ROWS:,} rows. For 8",
-            "bits FBGEMM has two operators, with scale and bias in fp16 or fp32: the faster one counts. Gathered: a",
-            "quarter of the rows, by their numbers, where FBGEMM encodes what index_select has copied.",
+            f"Throughput in turns, with {torch.get_num_threads()} threads, in blocks of {BLOCK_ROWS:,} rows. FBGEMM's",
+            "operators are those that make and read the same bytes; for 8 bits it has a faster one too, with a scale and",
+            "bias in fp32. We decode into a target, as a load does; FBGEMM into memory that serves again for each block.",
+            "Gathered: a quarter of the rows, by their numbers, where FBGEMM encodes what index_select has copied.",
         ),
         figures=tuple(figures),
         tables=tuple(tables),
@@ -79,8 +80,13 @@ def _encoding(setup: Setup, rows: Tensor, bits: int) -> tuple[list[Figure], Tabl
 
 
 def _decoding(setup: Setup, rows: Tensor, bits: int) -> tuple[list[Figure], Table]:
-    scheme = cnr.Asymmetric(bits)
-    candidates = {"ours": _candidate(lambda codes: scheme.decode(codes, DIM, torch.float32), scheme.encode(rows).codes)}
+    scheme, target = cnr.Asymmetric(bits), torch.empty(BLOCK_ROWS, DIM)
+    numbers = torch.arange(BLOCK_ROWS)
+
+    def decode(codes: Tensor) -> None:
+        scheme.decode_into(codes, numbers[: len(codes)], 0, target, numbers[: len(codes)])
+
+    candidates = {"ours": _candidate(decode, scheme.encode(rows).codes)}
     encoders = _encoders(bits)
     candidates |= {name: _candidate(decode, encoders[name](rows)) for name, decode in _decoders(bits).items()}
     return _compared(setup, f"Asymmetric({bits}) decodes", candidates, at_least=0.9)
@@ -105,10 +111,15 @@ def _compared(
 ) -> tuple[list[Figure], Table]:
     setup.say(f"timing how {what}")
     timings = interleave(candidates, NUM_QUICK_ROUNDS if setup.quick else NUM_ROUNDS)
-    others = [ratios(timings, name, "ours") for name in candidates if name != "ours"]
-    slowest = [min(round_ratios) for round_ratios in zip(*others, strict=True)]
-    figure = Figure.over_rounds(f"{what}, throughput of FBGEMM's", slowest, "×", at_least=at_least)
-    return [figure], times_table(what, timings)
+    figures = [
+        Figure.over_rounds(
+            f"{what}, throughput of {name}'s", ratios(timings, name, "ours"), "×",
+            at_least=at_least if name == FP16_SCALE else None,
+        )
+        for name in candidates
+        if name != "ours"
+    ]  # fmt: skip
+    return figures, times_table(what, timings)
 
 
 def _clusters(setup: Setup) -> Iterator[Figure]:

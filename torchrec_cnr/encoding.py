@@ -122,7 +122,7 @@ def write_all_rows(packs: PackWriter, source: Source) -> EncodedShard:
     for number, first in enumerate(range(0, num_rows, block_rows)):
         stop = min(first + block_rows, num_rows)
         if source.is_quantized:
-            rows = torch.arange(first, stop, device=source.values.device)
+            rows = torch.from_numpy(np.arange(first, stop)).to(source.values.device)
             written.append(_write_codes(packs, source, number, rows))
         else:
             # Whole blocks on the host stay views of the live tensor: nothing trains before the save returns.

@@ -9,6 +9,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -110,7 +111,11 @@ def _check_codes(codes: Tensor, positions: Tensor, has_columns: bool) -> None:
 def _check_numbers(rows: Tensor, num_rows: int) -> None:
     if rows.dtype is not torch.int64 or rows.dim() != 1:
         raise ConfigurationError(f"numbers of rows must be one-dimensional int64 (got {_described(rows)})")
-    if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < num_rows:
+    if rows.device.type == "cpu":
+        is_there = len(rows) == 0 or rows.numpy().view(np.uint64).max() < num_rows  # without a sign none is negative
+    else:
+        is_there = bool(((rows >= 0) & (rows < num_rows)).all())
+    if not is_there:
         raise ConfigurationError(f"rows {int(rows.min())} to {int(rows.max())} are asked for, of {num_rows}")
 
 

@@ -60,7 +60,7 @@ def _decode(
         part = numbers[start:stop]
         kernel(source, row_bytes, part, bits, first_col, flat, stride, places[start:stop], num_cols)
 
-    in_parallel(decode, len(numbers))
+    in_parallel(decode, len(numbers), chunk_rows=1 << 14)  # a row takes nanoseconds
 
 
 def _flat(table: Tensor) -> Any:

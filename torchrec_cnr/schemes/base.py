@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -99,7 +100,7 @@ class RowCodes:
     def decode(self, codes: Tensor, num_cols: int, dtype: torch.dtype) -> Tensor:
         """[n, num_cols] of ``dtype``, from uint8 [n, row_bytes]."""
         values = torch.empty(len(codes), num_cols, dtype=dtype, device=codes.device)
-        numbers = torch.arange(len(codes), device=codes.device)
+        numbers = all_rows(codes)
         self.decode_into(codes, numbers, 0, values, numbers)
         return values
 
@@ -109,8 +110,21 @@ class RowCodes:
 
 
 def all_rows(table: Tensor) -> Tensor:
-    """The numbers of a table's rows, on its device."""
+    """The numbers of a table's rows, on its device.
+
+    On CPUs this and ``positions`` leave torch's threads alone: after an operation they wait for the next one at full
+    speed, and would take cores from the kernels' threads.
+    """
+    if table.device.type == "cpu":
+        return torch.from_numpy(np.arange(len(table)))
     return torch.arange(len(table), device=table.device)
+
+
+def positions(mask: Tensor) -> Tensor:
+    """int64 [k]: where a bool mask [n] is true."""
+    if mask.device.type == "cpu":
+        return torch.from_numpy(np.flatnonzero(mask.numpy()))
+    return mask.nonzero().squeeze(1)
 
 
 def exact_row_bytes(num_cols: int, itemsize: int) -> int:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchrec_cnr import kernels
-from torchrec_cnr.schemes.base import Encoded, RowCodes, all_rows
+from torchrec_cnr.schemes.base import Encoded, RowCodes, all_rows, positions
 from torchrec_cnr.schemes.uniform import check_bits
 
 
@@ -46,7 +46,7 @@ class KMeans(RowCodes):
         codes, is_exact = kernels.encode_clusters(
             table, numbers, self.bits, self.row_bytes(table.shape[1], table.dtype)
         )
-        return Encoded(codes, is_exact.nonzero().squeeze(1))
+        return Encoded(codes, positions(is_exact))
 
     def decode_into(self, codes: Tensor, positions: Tensor, first_col: int, target: Tensor, rows: Tensor) -> None:
         """Look the codes up."""

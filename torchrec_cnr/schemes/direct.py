@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchrec_cnr.errors import ConfigurationError
-from torchrec_cnr.schemes.base import Encoded, RowCodes
+from torchrec_cnr.schemes.base import Encoded, RowCodes, positions
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class HalfPrecision(RowCodes):
             is_held &= ~is_constant | (decoded == values).all(1)
         row_bytes = self.row_bytes(values.shape[1], values.dtype)
         codes = codes.contiguous().reshape(-1).view(torch.uint8).view(len(values), row_bytes)
-        return Encoded(codes, (~is_held).nonzero().squeeze(1))
+        return Encoded(codes, positions(~is_held))
 
     def decode_into(self, codes: Tensor, positions: Tensor, first_col: int, target: Tensor, rows: Tensor) -> None:
         """Widen."""

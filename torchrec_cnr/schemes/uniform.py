@@ -20,7 +20,7 @@ from torch import Tensor
 from torchrec_cnr import kernels
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.kernels.plans import COVERING, MIRRORED, SearchPlan, search_plan
-from torchrec_cnr.schemes.base import Encoded, RowCodes, Sample, Scheme, all_rows
+from torchrec_cnr.schemes.base import Encoded, RowCodes, Sample, Scheme, all_rows, positions
 from torchrec_cnr.schemes.searches import LADDERS, LeastSquares, Search
 
 BITS = (2, 3, 4, 8)
@@ -63,7 +63,7 @@ class _Uniform(RowCodes):
         row_bytes = self.row_bytes(table.shape[1], table.dtype)
         numbers = all_rows(table) if rows is None else rows
         codes, is_exact = kernels.encode_rows(table, numbers, self.bits, self._plan(table, numbers), row_bytes)
-        return Encoded(codes, is_exact.nonzero().squeeze(1))
+        return Encoded(codes, positions(is_exact))
 
     def decode_into(self, codes: Tensor, positions: Tensor, first_col: int, target: Tensor, rows: Tensor) -> None:
         """``bias + scale * code``, rounded once to fp32 and then to the target's dtype."""
