@@ -64,8 +64,8 @@ def run(setup: Setup) -> Report:
         title=f"Asymmetric and FBGEMM's operators, {len(rows):,} rows of {DIM} fp32; KMeans and scikit-learn",
         notes=(
             f"Throughput in turns, with {torch.get_num_threads()} threads, in blocks of {BLOCK_ROWS:,} rows. FBGEMM's",
-            "operators are those that make and read the same bytes; for 8 bits it has a faster one too, with a scale and",
-            "bias in fp32. We decode into a target, as a load does; FBGEMM into memory that serves again for each block.",
+            "operators are those that make and read the same bytes; for 8 bits it has a faster one, with scale and",
+            "bias in fp32. We decode into a target, as a load does; FBGEMM into memory that is used again.",
             "Gathered: a quarter of the rows, by their numbers, where FBGEMM encodes what index_select has copied.",
         ),
         figures=tuple(figures),
