@@ -87,7 +87,7 @@ def _value_of(tile, code, scale, bias):
 @triton.jit
 def _covering(tile, low, high, top):
     """The smallest stored range that reaches from ``low`` to ``high``."""
-    bias = _half_floor(low)
+    bias = _half_floor(low) + 0.0  # no negative zero
     scale = to_half(tl.div_rn(high - bias, top))
     reaches = _value_of(tile, top, scale, bias) >= high
     return tl.where(reaches, scale, _half_above(scale)), bias

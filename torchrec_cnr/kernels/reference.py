@@ -82,7 +82,7 @@ class Rows:
 
     def covering(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         """The smallest stored range that reaches from ``low`` to ``high``."""
-        bias = half_floor(low)
+        bias = half_floor(low) + 0.0  # no negative zero
         scale = half((high - bias) / self.top)
         reaches = self.value(self.top, scale, bias) >= high
         return torch.where(reaches, scale, half_above(scale)), bias

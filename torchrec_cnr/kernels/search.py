@@ -103,7 +103,7 @@ def value_of(table, code, scale, bias):
 @njit(inline="always")
 def _covering(table, low, high, top):
     """The smallest stored range that reaches from ``low`` to ``high``."""
-    bias = _half_floor(low)
+    bias = _half_floor(low) + spread(0.0)  # no negative zero
     scale = to_half((high - bias) / top)
     reaches = value_of(table, top, scale, bias) >= high
     return where(reaches, scale, _half_above(scale)), bias
