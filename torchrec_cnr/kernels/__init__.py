@@ -15,13 +15,12 @@ from torch import Tensor
 
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.kernels import cpu
-from torchrec_cnr.kernels.plans import SearchPlan
+from torchrec_cnr.kernels.plans import SCALE_AND_BIAS_BYTES, SearchPlan
 
 # Triton comes with torch for CUDA, and is not needed elsewhere.
 _gpu: ModuleType | None = import_module("torchrec_cnr.kernels.gpu") if find_spec("triton") else None
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_SCALE_AND_BIAS_BYTES = 4
 
 _Decoder = Callable[[Tensor, Tensor, int, int, Tensor, Tensor], None]
 
@@ -64,7 +63,7 @@ def decode_rows(codes: Tensor, positions: Tensor, bits: int, first_col: int, tar
         ConfigurationError: The target is of another dtype or layout, or there are no such rows or columns.
     """
     _check(target, rows)
-    code_bytes = codes.shape[1] - _SCALE_AND_BIAS_BYTES
+    code_bytes = codes.shape[1] - SCALE_AND_BIAS_BYTES
     _check_codes(codes, positions, (first_col + target.shape[1]) * bits <= 8 * code_bytes)
     if target.is_cuda and _gpu is not None:
         _gpu.decode_rows(codes, positions, bits, first_col, target, rows)

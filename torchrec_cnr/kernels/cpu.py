@@ -13,16 +13,7 @@ from torchrec_cnr.kernels.threads import in_parallel
 
 def encode_rows(table: Tensor, rows: Tensor, bits: int, plan: SearchPlan, row_bytes: int) -> tuple[Tensor, Tensor]:
     """Encode rows of a table; see ``kernels.encode_rows``."""
-    num_rows, num_cols = len(rows), table.shape[1]
-    codes, is_exact = np.empty(num_rows * row_bytes, np.uint8), np.empty(num_rows, np.bool_)
-    flat, stride, numbers = _flat(table), table.stride(0), rows.contiguous().numpy()
-
-    def encode(start: int, stop: int) -> None:
-        part = codes[start * row_bytes : stop * row_bytes]
-        fused.encode(flat, stride, numbers[start:stop], num_cols, bits, plan, row_bytes, part, is_exact[start:stop])
-
-    in_parallel(encode, num_rows)
-    return torch.from_numpy(codes).view(num_rows, row_bytes), torch.from_numpy(is_exact)
+    return _encode(fused.encode, table, rows, (bits, plan, row_bytes), row_bytes, chunk_rows=1024)
 
 
 def decode_rows(codes: Tensor, positions: Tensor, bits: int, first_col: int, target: Tensor, rows: Tensor) -> None:
@@ -32,21 +23,27 @@ def decode_rows(codes: Tensor, positions: Tensor, bits: int, first_col: int, tar
 
 def encode_clusters(table: Tensor, rows: Tensor, bits: int, row_bytes: int) -> tuple[Tensor, Tensor]:
     """Encode rows of a table by k-means; see ``kernels.encode_clusters``."""
+    return _encode(kmeans.encode, table, rows, (bits, row_bytes), row_bytes, chunk_rows=64)
+
+
+def decode_clusters(codes: Tensor, positions: Tensor, bits: int, first_col: int, target: Tensor, rows: Tensor) -> None:
+    """Decode rows of k-means into a target; see ``kernels.decode_clusters``."""
+    _decode(kmeans.decode, codes, positions, bits, first_col, target, rows)
+
+
+def _encode(
+    kernel: Any, table: Tensor, rows: Tensor, settings: tuple[Any, ...], row_bytes: int, chunk_rows: int
+) -> tuple[Tensor, Tensor]:
     num_rows, num_cols = len(rows), table.shape[1]
     codes, is_exact = np.empty(num_rows * row_bytes, np.uint8), np.empty(num_rows, np.bool_)
     flat, stride, numbers = _flat(table), table.stride(0), rows.contiguous().numpy()
 
     def encode(start: int, stop: int) -> None:
         part = codes[start * row_bytes : stop * row_bytes]
-        kmeans.encode(flat, stride, numbers[start:stop], num_cols, bits, row_bytes, part, is_exact[start:stop])
+        kernel(flat, stride, numbers[start:stop], num_cols, *settings, part, is_exact[start:stop])
 
-    in_parallel(encode, num_rows, chunk_rows=64)
+    in_parallel(encode, num_rows, chunk_rows)
     return torch.from_numpy(codes).view(num_rows, row_bytes), torch.from_numpy(is_exact)
-
-
-def decode_clusters(codes: Tensor, positions: Tensor, bits: int, first_col: int, target: Tensor, rows: Tensor) -> None:
-    """Decode rows of k-means into a target; see ``kernels.decode_clusters``."""
-    _decode(kmeans.decode, codes, positions, bits, first_col, target, rows)
 
 
 def _decode(

@@ -30,9 +30,8 @@ from torchrec_cnr.kernels.memory import (
     unpacked,
     widened_bytes,
 )
+from torchrec_cnr.kernels.plans import SCALE_AND_BIAS_BYTES
 from torchrec_cnr.kernels.search import find_range, inverse_of, position_of, scratch_for
-
-_SCALE_AND_BIAS_BYTES = 4
 
 
 @njit
@@ -111,7 +110,7 @@ def encode(table, row_stride, rows, num_cols, bits, plan, row_bytes, codes, is_e
         scale, bias, is_right = find_range(table, num_cols, top, plan, scratch)
         _put_codes(scratch.tile, words, num_cols, bits, codes, to, scale, bias, is_right)
         ends = halves(where(is_right, scale, zero), where(is_right, bias, zero))
-        put_words(codes, to, row_bytes - 4, ends)
+        put_words(codes, to, row_bytes - SCALE_AND_BIAS_BYTES, ends)
         store(exact, 0, where(is_right, zero, one))
         for row in range(first, min(first + LANES, len(rows))):
             is_exact[row] = exact[row - first] != np.float32(0.0)
@@ -135,7 +134,7 @@ def decode(codes, row_bytes, positions, bits, first_col, target, row_stride, row
     whole_cols = num_cols // LANES * LANES if first_col % 8 == 0 else 0
     for number in range(len(positions)):
         start = positions[number] * row_bytes
-        end = start + row_bytes - _SCALE_AND_BIAS_BYTES
+        end = start + row_bytes - SCALE_AND_BIAS_BYTES
         scale, bias = half_at(codes, end), half_at(codes, end + 2)
         scales, biases = spread(scale), spread(bias)
         to = rows[number] * row_stride

@@ -15,7 +15,7 @@ from torchrec_cnr.kernels.gpu_lanes import LANES, narrowed, widened
 from torchrec_cnr.kernels.gpu_search import DevicePlan, code_of, find_range, inverse_of
 from torchrec_cnr.kernels.plans import SearchPlan
 
-_SCALE_AND_BIAS_BYTES = tl.constexpr(4)
+_SCALE_AND_BIAS_BYTES = tl.constexpr(plans.SCALE_AND_BIAS_BYTES)
 _READ_COLS = tl.constexpr(8)  # of a warp's rows at a time
 _PUT_BYTES = tl.constexpr(8)  # of a warp's encoded rows at a time
 _DECODED_COLS = tl.constexpr(64)  # of a program's rows at a time

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 COVERING, MIRRORED, GREEDY, LEAST_SQUARES = range(4)
+SCALE_AND_BIAS_BYTES = 4  # of a row: two fp16 values behind its codes
 CLOSING_ROUNDS = 3  # almost every range is closed after one; the third tells whether the second was
 
 

@@ -19,12 +19,11 @@ from torch import Tensor
 
 from torchrec_cnr import kernels
 from torchrec_cnr.errors import ConfigurationError
-from torchrec_cnr.kernels.plans import COVERING, MIRRORED, SearchPlan, search_plan
+from torchrec_cnr.kernels.plans import COVERING, MIRRORED, SCALE_AND_BIAS_BYTES, SearchPlan, search_plan
 from torchrec_cnr.schemes.base import Encoded, RowCodes, Sample, Scheme, all_rows, positions
 from torchrec_cnr.schemes.searches import LADDERS, LeastSquares, Search
 
 BITS = (2, 3, 4, 8)
-_SCALE_AND_BIAS_BYTES = 4
 _PLATEAU = 1.005  # a search this close to the best one of its ladder has reached the plateau of the error
 
 
@@ -55,8 +54,8 @@ class _Uniform(RowCodes):
     def row_bytes(self, num_cols: int, dtype: torch.dtype) -> int:
         """Whole pairs of bytes of codes (3 bits: whole bytes), and four bytes of scale and bias."""
         if self.bits == 3:
-            return -(-num_cols * 3 // 8) + _SCALE_AND_BIAS_BYTES
-        return -(-num_cols * self.bits // 16) * 2 + _SCALE_AND_BIAS_BYTES
+            return -(-num_cols * 3 // 8) + SCALE_AND_BIAS_BYTES
+        return -(-num_cols * self.bits // 16) * 2 + SCALE_AND_BIAS_BYTES
 
     def encode(self, table: Tensor, rows: Tensor | None = None) -> Encoded:
         """Search each row's range and quantize it, in one pass over the table's rows."""
