@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 
@@ -26,6 +27,7 @@ def times_two(values):
         values[index] *= 2
 """
 PROGRAM = """
+import numba
 import numpy as np
 import times_two
 kernel = times_two.Kernel(times_two.times_two)
@@ -140,3 +142,21 @@ except cnr.ConfigurationError as error:
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True, timeout=120)
     assert "without F16C" in done.stdout
+
+
+def _turn(values: Any) -> None:
+    """Turn the order of values around."""
+    turned = np.empty(len(values))
+    for index in range(len(values)):
+        turned[-1 - index] = values[index]
+    for index in range(len(values)):
+        values[index] = turned[index]
+
+
+def test_kernels_count_no_references() -> None:
+    """That takes locked instructions, and a third of the time: without it, nothing can be allocated either."""
+    values = np.array([2.0, 1.0])
+    with pytest.raises(numba.core.errors.NumbaError, match="Only accept returning of array passed into"):
+        Kernel(_turn)(values)
+    numba.njit(_turn)(values)
+    assert values.tolist() == [1.0, 2.0]

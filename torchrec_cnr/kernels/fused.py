@@ -10,11 +10,10 @@ import numpy as np
 from numba import njit
 
 from torchrec_cnr.kernels.compiling import Kernel
-from torchrec_cnr.kernels.lanes import halves, shifted, spread, where, whole
+from torchrec_cnr.kernels.lanes import exact_times_plus, halves, shifted, spread, where, whole
 from torchrec_cnr.kernels.llvm import LANES
 from torchrec_cnr.kernels.memory import (
     CACHE_LINE_BYTES,
-    aligned,
     code_at,
     half_at,
     load,
@@ -27,14 +26,16 @@ from torchrec_cnr.kernels.memory import (
     put_element,
     put_words,
     store,
-    unpacked,
+    unpacked_2,
+    unpacked_3,
+    unpacked_4,
     widened_bytes,
 )
 from torchrec_cnr.kernels.plans import SCALE_AND_BIAS_BYTES
-from torchrec_cnr.kernels.search import find_range, inverse_of, position_of, scratch_for
+from torchrec_cnr.kernels.search import find_range, inverse_of, position_of
 
 
-@njit
+@njit(inline="always")
 def _word_of(tile, start, stop, bits, inverse, bias, top):
     """The codes of some columns in one word, the first in its lowest bits."""
     word = whole(spread(0.0))
@@ -43,25 +44,48 @@ def _word_of(tile, start, stop, bits, inverse, bias, top):
     return word
 
 
+def _putting_words(bits):
+    """A function that puts words of codes of so many bits: a constant, so that a word is made without a loop."""
+    per_word = 32 // bits
+
+    @njit
+    def put_words_of_codes(tile, words, num_cols, codes, offsets, scale, bias, is_right):
+        top, nothing, inverse = spread((1 << bits) - 1), whole(spread(0.0)), inverse_of(scale)
+        num_words = 0
+        for start in range(0, num_cols, per_word):
+            if start + per_word <= num_cols:
+                word = nothing
+                for number in range(per_word):
+                    code = whole(position_of(load(tile, (start + number) * LANES), inverse, bias, top))
+                    word = word | shifted(code, number * bits)
+            else:
+                word = _word_of(tile, start, num_cols, bits, inverse, bias, top)
+            store(words, num_words * LANES, where(is_right, word, nothing))
+            num_words += 1
+            if num_words == LANES or start + per_word >= num_cols:
+                _put_rows(codes, offsets, (start // per_word + 1 - num_words) * 4, words, num_words)
+                num_words = 0
+
+    return put_words_of_codes
+
+
+_put_words_2, _put_words_4, _put_words_8 = _putting_words(2), _putting_words(4), _putting_words(8)
+
+
 @njit
 def _put_codes(tile, words, num_cols, bits, codes, offsets, scale, bias, is_right):
     """The codes of 16 rows. The last word of a row may reach into its scale and bias, which come later."""
-    top, nothing = spread((1 << bits) - 1), whole(spread(0.0))
-    inverse = inverse_of(scale)
-    if bits == 3:  # eight codes take three bytes
+    if bits == 2:
+        _put_words_2(tile, words, num_cols, codes, offsets, scale, bias, is_right)
+    elif bits == 4:
+        _put_words_4(tile, words, num_cols, codes, offsets, scale, bias, is_right)
+    elif bits == 8:
+        _put_words_8(tile, words, num_cols, codes, offsets, scale, bias, is_right)
+    else:  # eight codes take three bytes
+        top, nothing, inverse = spread(7.0), whole(spread(0.0)), inverse_of(scale)
         for start in range(0, num_cols, 8):
             word = _word_of(tile, start, min(start + 8, num_cols), bits, inverse, bias, top)
             put_words(codes, offsets, start // 8 * 3, where(is_right, word, nothing))
-        return
-    per_word = 32 // bits
-    num_words = 0
-    for start in range(0, num_cols, per_word):
-        word = _word_of(tile, start, min(start + per_word, num_cols), bits, inverse, bias, top)
-        store(words, num_words * LANES, where(is_right, word, nothing))
-        num_words += 1
-        if num_words == LANES or start + per_word >= num_cols:
-            _put_rows(codes, offsets, (start // per_word + 1 - num_words) * 4, words, num_words)
-            num_words = 0
 
 
 @njit
@@ -79,7 +103,7 @@ def _put_rows(codes, offsets, at, words, num_words):
 
 
 @Kernel
-def encode(table, row_stride, rows, num_cols, bits, plan, row_bytes, codes, is_exact):
+def encode(table, row_stride, rows, num_cols, bits, plan, row_bytes, codes, is_exact, scratch):
     """Encode rows of a table.
 
     Args:
@@ -92,28 +116,51 @@ def encode(table, row_stride, rows, num_cols, bits, plan, row_bytes, codes, is_e
         row_bytes: Bytes of a row's codes, scale and bias.
         codes: uint8 [n * row_bytes], written.
         is_exact: bool [n], written: rows that are to be stored exactly. Their codes are zeros.
+        scratch: A ``Scratch`` for such rows and such a plan.
     """
-    scratch = scratch_for(num_cols, plan)
-    to = np.empty(LANES, np.int64)
-    exact = aligned(LANES)
-    words = np.zeros(LANES * LANES, np.int32)
+    offsets, places, exact = scratch.offsets, scratch.places, scratch.exact
     zero, one, top = spread(0.0), spread(1.0), spread((1 << bits) - 1)
-    num_lines = -(-num_cols * table.itemsize // CACHE_LINE_BYTES)
+    line_cols = CACHE_LINE_BYTES // table.itemsize
+    num_lines = -(-num_cols // line_cols)
     for first in range(0, len(rows), LANES):
         for lane in range(LANES):
             row = min(first + lane, len(rows) - 1)  # lanes without a row do the last one over again
-            scratch.offsets[lane] = rows[row] * row_stride
-            to[lane] = row * row_bytes
+            offsets[lane] = rows[row] * row_stride
+            places[lane] = row * row_bytes
             next_row = min(first + LANES + lane, len(rows) - 1)
-            prefetch_row(table, rows[next_row] * row_stride, num_lines)
-        load_tile(table, scratch.offsets, num_cols, scratch.tile)
+            prefetch_row(table, rows[next_row] * row_stride, num_lines, line_cols)
+        load_tile(table, offsets, num_cols, scratch.tile)
         scale, bias, is_right = find_range(table, num_cols, top, plan, scratch)
-        _put_codes(scratch.tile, words, num_cols, bits, codes, to, scale, bias, is_right)
+        _put_codes(scratch.tile, scratch.words, num_cols, bits, codes, places, scale, bias, is_right)
         ends = halves(where(is_right, scale, zero), where(is_right, bias, zero))
-        put_words(codes, to, row_bytes - SCALE_AND_BIAS_BYTES, ends)
+        put_words(codes, places, row_bytes - SCALE_AND_BIAS_BYTES, ends)
         store(exact, 0, where(is_right, zero, one))
         for row in range(first, min(first + LANES, len(rows))):
             is_exact[row] = exact[row - first] != np.float32(0.0)
+
+
+def _decoding_lanes(lanes_at, lane_bytes):
+    """A function that decodes whole lanes of rows; apart from the columns left over, it keeps all in registers."""
+
+    @njit
+    def decode_lanes(codes, row_bytes, positions, first_byte, target, row_stride, rows, num_cols):
+        for number in range(len(positions)):
+            at = positions[number] * row_bytes
+            end = at + row_bytes - SCALE_AND_BIAS_BYTES
+            scale, bias = spread(half_at(codes, end)), spread(half_at(codes, end + 2))
+            to = rows[number] * row_stride
+            at += first_byte
+            for column in range(0, num_cols, LANES):
+                store(target, to + column, exact_times_plus(scale, lanes_at(codes, at), bias))
+                at += lane_bytes
+
+    return decode_lanes
+
+
+_decode_lanes_2 = _decoding_lanes(unpacked_2, 4)
+_decode_lanes_3 = _decoding_lanes(unpacked_3, 6)
+_decode_lanes_4 = _decoding_lanes(unpacked_4, 8)
+_decode_lanes_8 = _decoding_lanes(widened_bytes, 16)
 
 
 @Kernel
@@ -132,16 +179,22 @@ def decode(codes, row_bytes, positions, bits, first_col, target, row_stride, row
         num_cols: Columns to decode.
     """
     whole_cols = num_cols // LANES * LANES if first_col % 8 == 0 else 0
+    first_byte = first_col * bits // 8
+    if bits == 2:
+        _decode_lanes_2(codes, row_bytes, positions, first_byte, target, row_stride, rows, whole_cols)
+    elif bits == 3:
+        _decode_lanes_3(codes, row_bytes, positions, first_byte, target, row_stride, rows, whole_cols)
+    elif bits == 4:
+        _decode_lanes_4(codes, row_bytes, positions, first_byte, target, row_stride, rows, whole_cols)
+    else:
+        _decode_lanes_8(codes, row_bytes, positions, first_byte, target, row_stride, rows, whole_cols)
+    if whole_cols == num_cols:
+        return
     for number in range(len(positions)):
         start = positions[number] * row_bytes
         end = start + row_bytes - SCALE_AND_BIAS_BYTES
         scale, bias = half_at(codes, end), half_at(codes, end + 2)
-        scales, biases = spread(scale), spread(bias)
         to = rows[number] * row_stride
-        for column in range(0, whole_cols, LANES):
-            at = start + (first_col + column) * bits // 8
-            code = widened_bytes(codes, at) if bits == 8 else unpacked(codes, at, bits)
-            store(target, to + column, scales * code + biases)
         for column in range(whole_cols, num_cols):
             code_bits = code_at(codes, start, first_col + column, bits)
             put_element(target, to + column, scale * np.float32(code_bits) + bias)

@@ -6,13 +6,86 @@ Journal 3(2), 2011; halving the range of candidates at each value as in its late
 choose, nothing is random, and no other clustering has a smaller error, before the codebook is rounded to fp16.
 """
 
+from typing import NamedTuple
+
 import numpy as np
+import numpy.typing as npt
 from numba import njit
 
 from torchrec_cnr.kernels.compiling import Kernel
 from torchrec_cnr.kernels.lanes import halves, to_half
 from torchrec_cnr.kernels.llvm import LANES
-from torchrec_cnr.kernels.memory import aligned, code_at, element, half_at, load, put_element, put_words, store
+from torchrec_cnr.kernels.memory import code_at, element, half_at, load, put_element, put_words, store
+from torchrec_cnr.kernels.scratch import aligned
+
+_GAPS = (701, 301, 132, 57, 23, 10, 4, 1)  # of a shell sort: M. Ciura, FCT 2001
+
+
+class Scratch(NamedTuple):
+    """What clustering a row needs.
+
+    Attributes:
+        values: float32 [num_cols], the row.
+        ordered: float32 [num_cols], the row, sorted.
+        sums: float64 [num_cols + 1], of the sorted values before each one.
+        squares: float64 [num_cols + 1], of their squares.
+        shares: float64 [num_cols + 1], 1 / n for each n.
+        costs: float64 [num_clusters, num_cols], see ``_fill_layer``.
+        begins: int64 [num_clusters, num_cols], likewise.
+        stack: int64 [64, 4], ranges that are still to be filled.
+        codebook: float32 [num_clusters].
+        middles: float32 [num_clusters - 1], between the values of the codebook.
+        evens: float32 [16], every other value of a part of the codebook.
+        odds: float32 [16], the others.
+        offsets: int64 [16], where they go.
+    """
+
+    values: npt.NDArray[np.float32]
+    ordered: npt.NDArray[np.float32]
+    sums: npt.NDArray[np.float64]
+    squares: npt.NDArray[np.float64]
+    shares: npt.NDArray[np.float64]
+    costs: npt.NDArray[np.float64]
+    begins: npt.NDArray[np.int64]
+    stack: npt.NDArray[np.int64]
+    codebook: npt.NDArray[np.float32]
+    middles: npt.NDArray[np.float32]
+    evens: npt.NDArray[np.float32]
+    odds: npt.NDArray[np.float32]
+    offsets: npt.NDArray[np.int64]
+
+
+def scratch_for(num_cols: int, num_clusters: int) -> Scratch:
+    """Memory to cluster rows of ``num_cols`` values in."""
+    with np.errstate(divide="ignore"):
+        shares = 1.0 / np.arange(num_cols + 1)
+    return Scratch(
+        values=np.empty(num_cols, np.float32),
+        ordered=np.empty(num_cols, np.float32),
+        sums=np.zeros(num_cols + 1),
+        squares=np.zeros(num_cols + 1),
+        shares=shares,
+        costs=np.empty((num_clusters, num_cols)),
+        begins=np.empty((num_clusters, num_cols), np.int64),
+        stack=np.empty((64, 4), np.int64),
+        codebook=np.empty(num_clusters, np.float32),
+        middles=np.empty(num_clusters - 1, np.float32),
+        evens=aligned(LANES),
+        odds=aligned(LANES),
+        offsets=np.empty(LANES, np.int64),
+    )
+
+
+@njit
+def _sort(values):
+    """Sort values in place, in increasing order."""
+    for gap in _GAPS:
+        for index in range(gap, len(values)):
+            value, at = values[index], index
+            while at >= gap and values[at - gap] > value:
+                values[at] = values[at - gap]
+                at -= gap
+            values[at] = value
 
 
 @njit
@@ -65,11 +138,13 @@ def _different(ordered, codebook):
 
 
 @njit
-def _best_means(ordered, codebook, shares, costs, begins, stack):
-    """Write the means of the best clusters of sorted values, in increasing order."""
+def _best_means(scratch):
+    """Write the means of the best clusters of the sorted values into the codebook, in increasing order."""
+    ordered, codebook, stack = scratch.ordered, scratch.codebook, scratch.stack
+    sums, squares, shares = scratch.sums, scratch.squares, scratch.shares
+    costs, begins = scratch.costs, scratch.begins
     num_values, num_clusters = len(ordered), len(codebook)
     middle = np.float64(ordered[num_values // 2])  # sums about it lose less
-    sums, squares = np.zeros(num_values + 1), np.zeros(num_values + 1)
     for index in range(num_values):
         value = np.float64(ordered[index]) - middle
         sums[index + 1], squares[index + 1] = sums[index] + value, squares[index] + value * value
@@ -87,10 +162,9 @@ def _best_means(ordered, codebook, shares, costs, begins, stack):
 
 
 @njit
-def _rounded_is_right(codebook, low, high):
+def _rounded_is_right(codebook, low, high, lanes):
     """Round a codebook to fp16; whether that moved no value by more than half a step of evenly spaced codes."""
     limit = (high - low) / (2 * (len(codebook) - 1))
-    lanes = np.empty(LANES, np.float32)
     is_right = True
     for start in range(0, len(codebook), LANES):
         for lane in range(LANES):
@@ -103,28 +177,25 @@ def _rounded_is_right(codebook, low, high):
 
 
 @Kernel
-def encode(table, row_stride, rows, num_cols, bits, row_bytes, codes, is_exact):
+def encode(table, row_stride, rows, num_cols, bits, row_bytes, codes, is_exact, scratch):
     """Encode rows of a table; the arguments are those of ``fused.encode``."""
     num_clusters = 1 << bits
-    values, codebook = np.empty(num_cols, np.float32), np.empty(num_clusters, np.float32)
-    costs, begins = np.empty((num_clusters, num_cols)), np.empty((num_clusters, num_cols), np.int64)
-    shares, stack = 1.0 / np.arange(num_cols + 1), np.empty((64, 4), np.int64)
-    middles = np.empty(num_clusters - 1, np.float32)
-    evens, odds, offsets = aligned(LANES), aligned(LANES), np.empty(LANES, np.int64)
+    values, ordered, codebook, middles = scratch.values, scratch.ordered, scratch.codebook, scratch.middles
+    evens, odds, offsets = scratch.evens, scratch.odds, scratch.offsets
     for number in range(len(rows)):
         start, end = number * row_bytes, (number + 1) * row_bytes
         codes[start:end] = 0
         is_finite = True
         for column in range(num_cols):
-            values[column] = element(table, rows[number] * row_stride + column)
+            values[column] = ordered[column] = element(table, rows[number] * row_stride + column)
             is_finite &= np.isfinite(values[column])
         is_exact[number] = not is_finite
         if not is_finite:
             continue
-        ordered = np.sort(values)
+        _sort(ordered)
         if not _different(ordered, codebook):
-            _best_means(ordered, codebook, shares, costs, begins, stack)
-        is_exact[number] = not _rounded_is_right(codebook, np.float64(ordered[0]), np.float64(ordered[-1]))
+            _best_means(scratch)
+        is_exact[number] = not _rounded_is_right(codebook, np.float64(ordered[0]), np.float64(ordered[-1]), evens)
         if is_exact[number]:
             continue
         for index in range(num_clusters - 1):
@@ -147,12 +218,10 @@ def encode(table, row_stride, rows, num_cols, bits, row_bytes, codes, is_exact):
 @Kernel
 def decode(codes, row_bytes, positions, bits, first_col, target, row_stride, rows, num_cols):
     """Decode rows into a target; the arguments are those of ``fused.decode``."""
-    num_clusters = 1 << bits
-    codebook = np.empty(num_clusters, np.float32)
     for number in range(len(positions)):
         start = positions[number] * row_bytes
-        for index in range(num_clusters):
-            codebook[index] = half_at(codes, start + row_bytes - 2 * (num_clusters - index))
+        codebook = start + row_bytes - 2 * (1 << bits)
         to = rows[number] * row_stride
         for column in range(num_cols):
-            put_element(target, to + column, codebook[code_at(codes, start, first_col + column, bits)])
+            code = code_at(codes, start, first_col + column, bits)
+            put_element(target, to + column, half_at(codes, codebook + 2 * code))

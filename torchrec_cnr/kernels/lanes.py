@@ -6,7 +6,7 @@ registers, and every row is summed from its first column to its last, on any mac
 row became seven times faster that way.
 
 The functions here emit one or two LLVM instructions each; LLVM splits them where a machine's vectors are narrower.
-There is no fused multiply-add among them, so that results are the same bits on every machine.
+None of them leaves it to the machine whether a product is rounded, so that results are the same bits everywhere.
 """
 
 import operator
@@ -111,6 +111,20 @@ def shifted(typing: Any, codes: Any, num_bits: Any) -> Any:
 def where(typing: Any, mask: Any, x: Any, y: Any) -> Any:
     """``x`` in the lanes of the mask, ``y`` in the others."""
     return x(MASK, x, x), lambda context, builder, sig, args: builder.select(*args)
+
+
+@intrinsic
+def exact_times_plus(typing: Any, x: Any, y: Any, z: Any) -> Any:
+    """``x * y + z``, where float32 holds the product: in one instruction or two, the result is the same."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        lanes = vector(FLOAT)
+        function = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(lanes, (lanes, lanes, lanes)), f"llvm.fmuladd.v{LANES}f32"
+        )
+        return builder.call(function, args)
+
+    return FLOATS(FLOATS, FLOATS, FLOATS), emit
 
 
 @intrinsic

@@ -14,6 +14,7 @@ from numba.extending import intrinsic
 
 from torchrec_cnr.kernels.lanes import FLOATS, INTS
 from torchrec_cnr.kernels.llvm import (
+    BIT,
     BYTE,
     FLOAT,
     HALF,
@@ -167,29 +168,37 @@ def half_at(typing: Any, codes: Any, index: Any) -> Any:
     return types.float32(codes, index), emit
 
 
-@intrinsic
-def unpacked(typing: Any, codes: Any, index: Any, num_bits: Any) -> Any:
-    """The 16 codes that begin at ``codes[index]``, of 2, 3 or 4 bits: each half of them lies in ``num_bits`` bytes.
+def _unpacking(num_bits: int) -> Any:
+    """A function for the 16 codes of so many bits that begin at ``codes[index]``, fewer than 8.
 
-    Reads up to two bytes behind them, where a row has its scale and bias.
+    With 3 bits it reads a byte behind them, too, where a row has its scale.
     """
+    per_word = LANES if num_bits == 2 else LANES // 2
+    shifts = ir.Constant(vector(INT), [lane % per_word * num_bits for lane in range(LANES)])
+    mask = ir.Constant(vector(INT), [(1 << num_bits) - 1] * LANES)
+    is_first_half = ir.Constant(vector(BIT), [lane < LANES // 2 for lane in range(LANES)])
 
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        codes, index, num_bits = args
-        half = LANES // 2
-        words = [
-            builder.load(pointer_to(context, builder, INT, sig.args[0], codes, at), align=1)
-            for at in (index, builder.add(index, num_bits))
-        ]
-        halves = ir.Constant(vector(INT), [lane // half * LANES for lane in range(LANES)])
-        lanes = builder.shuffle_vector(*(spread_scalar(builder, word) for word in words), halves)
-        width = builder.trunc(num_bits, INT)
-        numbers = ir.Constant(vector(INT), [lane % half for lane in range(LANES)])
-        lanes = builder.lshr(lanes, builder.mul(numbers, spread_scalar(builder, width)))
-        mask = builder.sub(builder.shl(ir.Constant(INT, 1), width), ir.Constant(INT, 1))
-        return builder.uitofp(builder.and_(lanes, spread_scalar(builder, mask)), vector(FLOAT))
+    @intrinsic
+    def unpacked(typing: Any, codes: Any, index: Any) -> Any:
+        def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            codes, index = args
 
-    return FLOATS(codes, types.int64, types.int64), emit
+            def word(at: Any) -> Any:
+                pointer = pointer_to(context, builder, INT, sig.args[0], codes, at)
+                return spread_scalar(builder, builder.load(pointer, align=1))
+
+            words = word(index)
+            if per_word < LANES:
+                words = builder.select(is_first_half, words, word(builder.add(index, ir.Constant(LONG, num_bits))))
+            lanes = builder.and_(builder.lshr(words, shifts), mask)
+            return builder.sitofp(lanes, vector(FLOAT))
+
+        return FLOATS(codes, types.int64), emit
+
+    return unpacked
+
+
+unpacked_2, unpacked_3, unpacked_4 = _unpacking(2), _unpacking(3), _unpacking(4)
 
 
 @intrinsic
@@ -225,19 +234,11 @@ def _load_square(typing: Any, table: Any, offsets: Any, column: Any, tile: Any) 
     return types.void(table, offsets, types.int64, tile), emit
 
 
-@njit
-def aligned(size):
-    """float32 [size], on a boundary of lanes: loads that cross cache lines take twice as long."""
-    memory = np.empty(size + LANES, np.float32)
-    skip = -(memory.ctypes.data // 4) % LANES
-    return memory[skip : skip + size]
-
-
 @njit(inline="always")
-def prefetch_row(table, offset, num_lines):
-    """Have a row brought into the cache, of so many cache lines."""
+def prefetch_row(table, offset, num_lines, line_cols):
+    """Have a row brought into the cache: so many lines, of ``line_cols`` elements."""
     for line in range(num_lines):
-        prefetch(table, offset + line * (CACHE_LINE_BYTES // table.itemsize))
+        prefetch(table, offset + line * line_cols)
 
 
 @njit(inline="always")

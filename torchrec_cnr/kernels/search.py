@@ -10,8 +10,6 @@ error, keeps it, and saving and restoring again and again changes nothing. See d
 These functions are compiled by numba and are bit for bit those of ``reference``.
 """
 
-from typing import Any, NamedTuple
-
 import numpy as np
 from numba import njit
 
@@ -22,44 +20,17 @@ from torchrec_cnr.kernels.lanes import (
     greater,
     half_below,
     lesser,
-    ordered,
     rounded,
     spread,
     to_half,
     where,
 )
 from torchrec_cnr.kernels.llvm import LANES
-from torchrec_cnr.kernels.memory import aligned, load, store
+from torchrec_cnr.kernels.memory import load, store
 from torchrec_cnr.kernels.plans import CLOSING_ROUNDS, GREEDY, LEAST_SQUARES, MIRRORED
 
 _NOWHERE = np.float32(np.inf)
 _MAX_HALF, _LEAST_NORMAL_HALF = np.float32(65504.0), np.float32(2.0**-14)
-
-
-class Scratch(NamedTuple):
-    """Memory that a thread works in.
-
-    Attributes:
-        offsets: int64 [16], where the rows begin in the table.
-        tile: float32 [16 * num_cols], the rows.
-        shifted: float32 [16 * num_cols], the rows less their least values.
-        sums: float32 [32], of these and of their squares.
-        kept: float32 [48 * plan.kept], three times 16 for each range that goes on: error, scale and bias.
-    """
-
-    offsets: Any
-    tile: Any
-    shifted: Any
-    sums: Any
-    kept: Any
-
-
-@njit
-def scratch_for(num_cols, plan):
-    """Memory to search rows of ``num_cols`` values in."""
-    offsets = np.empty(LANES, np.int64)
-    tile, shifted = aligned(LANES * num_cols), aligned(LANES * num_cols)
-    return Scratch(offsets, tile, shifted, aligned(2 * LANES), aligned(3 * LANES * plan.kept))
 
 
 @njit(inline="always")
@@ -280,6 +251,26 @@ def _least_squares(tile, num_cols, low, high, top, plan, scratch):
         store(kept, at + 2 * LANES, offset + low)
 
 
+@njit(inline="always")
+def _ends(tile, num_cols):
+    """The least and the greatest value of each row, and a mask of the rows in which all are numbers.
+
+    A sum is NaN if a value is. (Or if values overflow to both sides, which are too great for any range.)
+    """
+    low = high = total = load(tile, 0)
+    whole_cols = 1 + (num_cols - 1) // 4 * 4
+    for column in range(1, whole_cols, 4):  # four at once, for each waits for those before
+        a, b = load(tile, column * LANES), load(tile, (column + 1) * LANES)
+        c, d = load(tile, (column + 2) * LANES), load(tile, (column + 3) * LANES)
+        low = lesser(lesser(lesser(a, b), lesser(c, d)), low)
+        high = greater(greater(greater(a, b), greater(c, d)), high)
+        total = total + ((a + b) + (c + d))
+    for column in range(whole_cols, num_cols):
+        x = load(tile, column * LANES)
+        low, high, total = lesser(x, low), greater(x, high), total + x
+    return low, high, total == total
+
+
 @njit
 def find_range(table, num_cols, top, plan, scratch):
     """The range of each of 16 rows.
@@ -296,17 +287,7 @@ def find_range(table, num_cols, top, plan, scratch):
         than twice, least and greatest value come back within half a step, and a row of one value comes back exactly.
     """
     tile = scratch.tile
-    low = load(tile, 0)
-    high = low
-    is_number = low == low
-    for column in range(1, num_cols - 1, 2):  # two at once: each waits for the two before
-        x, y = load(tile, column * LANES), load(tile, (column + 1) * LANES)
-        low, high = lesser(lesser(x, y), low), greater(greater(x, y), high)
-        is_number = is_number & ordered(x, y)
-    if num_cols % 2 == 0:
-        x = load(tile, (num_cols - 1) * LANES)
-        low, high = lesser(x, low), greater(x, high)
-        is_number = is_number & (x == x)
+    low, high, is_number = _ends(tile, num_cols)
     if plan.method == MIRRORED:
         scale, bias, is_right = _mirrored(table, tile, num_cols, low, high, top)
         return scale, bias, is_right & is_number & _holds(table, scale, bias, low, high, top)
