@@ -305,11 +305,25 @@ def test_clusters_are_the_best_there_are(bits: int, num_cols: int, seed: int) ->
     assert (got >= least * (1 - 1e-9) - 1e-12).all()
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4])
-def test_clusters_are_no_worse_than_those_of_many_starts(bits: int) -> None:
+@pytest.mark.parametrize(("bits", "num_cols"), [(2, 64), (3, 64), (4, 64), (4, 150)])
+def test_clusters_are_no_worse_than_those_of_many_starts(bits: int, num_cols: int) -> None:
     """scikit-learn's k-means, from twenty starts, finds none that are better by a ten-thousandth."""
-    values = torch.randn(6, 64, generator=torch.Generator().manual_seed(bits))
+    values = torch.randn(6, num_cols, generator=torch.Generator().manual_seed(bits))
+    values[4:] **= 3
     got = _squared_error(values, bits)
     for row, mine in zip(values.double().numpy(), got, strict=True):
         theirs = SklearnKMeans(2**bits, n_init=20, random_state=0).fit(row[:, None]).inertia_
         assert 0 < mine <= theirs * 1.0001
+
+
+@every_width
+def test_clusters_of_a_row_do_not_depend_on_the_rows_beside_it(bits: int) -> None:
+    """Sixteen rows are clustered at once, each as if it were alone."""
+    for num_cols in (1, 7, 64, 300):
+        values = odd_rows(num_cols, torch.float32)
+        row_bytes = KMeans(bits).row_bytes(num_cols, torch.float32)
+        codes, is_exact = kernels.encode_clusters(values, torch.arange(len(values)), bits, row_bytes)
+        for row in range(len(values)):
+            alone = kernels.encode_clusters(values, torch.tensor([row]), bits, row_bytes)
+            assert torch.equal(alone[0][0], codes[row])
+            assert alone[1][0] == is_exact[row]

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrec_cnr.kernels import fused, kmeans
+from torchrec_cnr.kernels import clustering, fused, kmeans
 from torchrec_cnr.kernels.compiling import Kernel
 from torchrec_cnr.kernels.plans import SearchPlan
 from torchrec_cnr.kernels.scratch import scratch_for
@@ -29,7 +29,7 @@ def decode_rows(codes: Tensor, positions: Tensor, bits: int, first_col: int, tar
 
 def encode_clusters(table: Tensor, rows: Tensor, bits: int, row_bytes: int) -> tuple[Tensor, Tensor]:
     """Encode rows of a table by k-means; see ``kernels.encode_clusters``."""
-    make_scratch = partial(kmeans.scratch_for, table.shape[1], 1 << bits)
+    make_scratch = partial(clustering.scratch_for, table.shape[1], 1 << bits)
     return _encode(kmeans.encode, table, rows, (bits, row_bytes), row_bytes, make_scratch, chunk_rows=64)
 
 

@@ -19,19 +19,32 @@ from numba.core import cgutils
 from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
-from torchrec_cnr.kernels.llvm import BIT, FLOAT, HALF, INT, LANES, SHORT, narrowed, spread_scalar, vector, widened
+from torchrec_cnr.kernels.llvm import (
+    BIT,
+    DOUBLE,
+    FLOAT,
+    HALF,
+    INT,
+    LANES,
+    SHORT,
+    narrowed,
+    spread_scalar,
+    vector,
+    widened,
+)
 
 
 class LanesType(types.Type):
-    """numba's type of 16 lanes of one kind: float32, int32 or bool."""
+    """numba's type of 16 lanes of one kind: float32, float64, int32 or bool."""
 
     def __init__(self, kind: Any) -> None:
         self.kind = kind
         super().__init__(f"Lanes({kind})")
 
 
-FLOATS, INTS, MASK = LanesType(types.float32), LanesType(types.int32), LanesType(types.boolean)
-_ELEMENTS = {FLOATS: FLOAT, INTS: INT, MASK: BIT}
+FLOATS, DOUBLES = LanesType(types.float32), LanesType(types.float64)
+INTS, MASK = LanesType(types.int32), LanesType(types.boolean)
+_ELEMENTS = {FLOATS: FLOAT, DOUBLES: DOUBLE, INTS: INT, MASK: BIT}
 
 
 @register_model(LanesType)
@@ -58,8 +71,10 @@ def _operators() -> None:
         operator.or_: lambda builder, x, y: builder.or_(x, y),
     }
     cases: list[tuple[Any, LanesType, LanesType, Callable[..., Any]]] = []
-    cases += [(function, FLOATS, FLOATS, emit) for function, emit in floats.items()]
-    cases += [(function, FLOATS, MASK, comparison(sign)) for function, sign in signs.items()]
+    cases += [(function, kind, kind, emit) for function, emit in floats.items() for kind in (FLOATS, DOUBLES)]
+    cases += [
+        (function, kind, MASK, comparison(sign)) for function, sign in signs.items() for kind in (FLOATS, DOUBLES)
+    ]
     cases += [(function, kind, kind, emit) for function, emit in bits.items() for kind in (INTS, MASK)]
     signatures: dict[Any, list[Any]] = {}
     for function, operand, result, emit in cases:
@@ -82,6 +97,22 @@ def spread(typing: Any, value: Any) -> Any:
         return spread_scalar(builder, context.cast(builder, args[0], sig.args[0], types.float32))
 
     return FLOATS(value), emit
+
+
+@intrinsic
+def spread_double(typing: Any, value: Any) -> Any:
+    """A number in every lane, as float64."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return spread_scalar(builder, context.cast(builder, args[0], sig.args[0], types.float64))
+
+    return DOUBLES(value), emit
+
+
+@intrinsic
+def doubles(typing: Any, values: Any) -> Any:
+    """float32 lanes as float64."""
+    return DOUBLES(FLOATS), lambda context, builder, sig, args: builder.fpext(args[0], vector(DOUBLE))
 
 
 @intrinsic
@@ -155,6 +186,27 @@ def rounded(typing: Any, x: Any) -> Any:
         return builder.call(function, args)
 
     return FLOATS(FLOATS), emit
+
+
+def _of_all_lanes(name: str, meaning: str) -> Any:
+    """A function that makes one number of lanes in which there is no NaN."""
+
+    @intrinsic
+    def reduced(typing: Any, x: Any) -> Any:
+        def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            function = cgutils.get_or_insert_function(
+                builder.module, ir.FunctionType(FLOAT, (vector(FLOAT),)), f"llvm.vector.reduce.{name}.v{LANES}f32"
+            )
+            return builder.call(function, args)
+
+        return types.float32(FLOATS), emit
+
+    reduced.__doc__ = meaning
+    return reduced
+
+
+least_lane = _of_all_lanes("fmin", "The least of all lanes.")
+greatest_lane = _of_all_lanes("fmax", "The greatest of all lanes.")
 
 
 @intrinsic

@@ -8,7 +8,7 @@ from numba import types
 LANES = 16
 
 BIT, BYTE, SHORT, INT, LONG = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
-FLOAT, HALF = ir.FloatType(), ir.HalfType()
+FLOAT, HALF, DOUBLE = ir.FloatType(), ir.HalfType(), ir.DoubleType()
 
 
 def vector(element: Any) -> Any:

@@ -12,10 +12,11 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from torchrec_cnr.kernels.lanes import FLOATS, INTS
+from torchrec_cnr.kernels.lanes import DOUBLES, FLOATS, INTS
 from torchrec_cnr.kernels.llvm import (
     BIT,
     BYTE,
+    DOUBLE,
     FLOAT,
     HALF,
     INT,
@@ -35,12 +36,14 @@ CACHE_LINE_BYTES = 64
 
 @intrinsic
 def load(typing: Any, array: Any, index: Any) -> Any:
-    """``array[index : index + 16]`` of float32."""
+    """``array[index : index + 16]`` of float32 or float64."""
+    kind, element = (DOUBLES, DOUBLE) if array.dtype is types.float64 else (FLOATS, FLOAT)
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.load(pointer_to(context, builder, vector(FLOAT), sig.args[0], *args), align=4)
+        pointer = pointer_to(context, builder, vector(element), sig.args[0], *args)
+        return builder.load(pointer, align=array.dtype.bitwidth // 8)
 
-    return FLOATS(array, index), emit
+    return kind(array, index), emit
 
 
 @intrinsic
@@ -55,7 +58,7 @@ def load_words(typing: Any, array: Any, index: Any) -> Any:
 
 @intrinsic
 def store(typing: Any, array: Any, index: Any, lanes: Any) -> Any:
-    """``array[index : index + 16] = lanes``, of the array's dtype: float32 or int32, or a table's."""
+    """``array[index : index + 16] = lanes``, of the array's dtype: float32, float64 or int32, or a table's."""
     dtype = array.dtype
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:

@@ -1,0 +1,157 @@
+"""Clustering rows: the best clusters of 16 rows at once, one in each lane.
+
+Values on a line have one best clustering, and dynamic programming finds it: the best k clusters of the first i values
+end with a cluster that begins no earlier than it does for the first i - 1, nor than for k - 1 clusters (Wang and Song,
+"Ckmeans.1d.dp", The R Journal 3(2), 2011). So there are no starts to choose, nothing is random, and no other clustering
+has a smaller error. Sums are float64: what lies close together must stay apart beside one value that lies far away.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from torchrec_cnr.kernels.lanes import doubles, greater, greatest_lane, least_lane, lesser, spread, spread_double, where
+from torchrec_cnr.kernels.llvm import LANES
+from torchrec_cnr.kernels.memory import load, store
+from torchrec_cnr.kernels.scratch import aligned
+
+
+class Scratch(NamedTuple):
+    """What clustering 16 rows needs: 16 lanes for each of the numbers below, where nothing else is said.
+
+    Attributes:
+        offsets: int64 [16], where the rows begin in the table.
+        places: int64 [16], where they begin in the codes.
+        tile: float32, num_cols values of a row, and later their codes.
+        ordered: float32, num_cols values, sorted.
+        sums: float64, num_cols + 1, of the sorted values before each one, less the one in the middle.
+        squares: float64, num_cols + 1, of their squares.
+        shares: float64 [num_cols + 1], 1 / (n + 1) for each n.
+        costs: float64, num_cols least squared errors of the values up to each one.
+        heads: float64, num_cols, ``costs`` before each value, less ``squares``.
+        begins: float32, num_clusters * num_cols: for so many clusters, where the last one of the values up to each
+            one begins.
+        codebook: float32, num_clusters means.
+        middles: float32, num_clusters - 1, between these.
+        flags: float32, one.
+        words: int32 [256], up to 16 words of codes of each row.
+    """
+
+    offsets: npt.NDArray[np.int64]
+    places: npt.NDArray[np.int64]
+    tile: npt.NDArray[np.float32]
+    ordered: npt.NDArray[np.float32]
+    sums: npt.NDArray[np.float64]
+    squares: npt.NDArray[np.float64]
+    shares: npt.NDArray[np.float64]
+    costs: npt.NDArray[np.float64]
+    heads: npt.NDArray[np.float64]
+    begins: npt.NDArray[np.float32]
+    codebook: npt.NDArray[np.float32]
+    middles: npt.NDArray[np.float32]
+    flags: npt.NDArray[np.float32]
+    words: npt.NDArray[np.int32]
+
+
+def scratch_for(num_cols: int, num_clusters: int) -> Scratch:
+    """Memory to cluster rows of ``num_cols`` values in."""
+    row, row_of_doubles = LANES * num_cols, 2 * LANES * (num_cols + 1)
+    return Scratch(
+        offsets=np.empty(LANES, np.int64),
+        places=np.empty(LANES, np.int64),
+        tile=aligned(row),
+        ordered=aligned(row),
+        sums=aligned(row_of_doubles).view(np.float64),
+        squares=aligned(row_of_doubles).view(np.float64),
+        shares=1.0 / np.arange(1, num_cols + 2),
+        costs=aligned(row_of_doubles).view(np.float64),
+        heads=aligned(row_of_doubles).view(np.float64),
+        begins=aligned(num_clusters * row),
+        codebook=aligned(LANES * num_clusters),
+        middles=aligned(LANES * (num_clusters - 1)),
+        flags=aligned(LANES),
+        words=aligned(LANES * LANES).view(np.int32),
+    )
+
+
+@njit
+def sort(ordered, num_values):
+    """Sort each row, by the same comparisons for all (Knuth, The Art of Computer Programming 3, 5.2.2, algorithm M)."""
+    top = 1
+    while 2 * top < num_values:
+        top *= 2
+    least = top
+    while least > 0:
+        step, wanted, distance = top, 0, least
+        while distance > 0:
+            for index in range(num_values - distance):
+                if index & least == wanted:
+                    at, other_at = index * LANES, (index + distance) * LANES
+                    x, y = load(ordered, at), load(ordered, other_at)
+                    store(ordered, at, lesser(x, y))
+                    store(ordered, other_at, greater(x, y))
+            distance, step, wanted = step - least if step != least else 0, step // 2, least
+        least //= 2
+
+
+@njit
+def _add_up(ordered, num_values, sums, squares):
+    """Sums of the values before each one, and of their squares; less the value in the middle, they lose less."""
+    middle = doubles(load(ordered, num_values // 2 * LANES))
+    total, total_squares = spread_double(0.0), spread_double(0.0)
+    for index in range(num_values):
+        store(sums, index * LANES, total)
+        store(squares, index * LANES, total_squares)
+        value = doubles(load(ordered, index * LANES)) - middle
+        total, total_squares = total + value, total_squares + value * value
+    store(sums, num_values * LANES, total)
+    store(squares, num_values * LANES, total_squares)
+
+
+@njit
+def _add_cluster(layer, first, last, num_values, scratch):
+    """One cluster more: ``costs`` and ``begins`` for the values up to each one between two, from those of the layer."""
+    sums, squares, shares, costs = scratch.sums, scratch.squares, scratch.shares, scratch.costs
+    heads, begins = scratch.heads, scratch.begins
+    for begin in range(layer, last + 1):
+        store(heads, begin * LANES, load(costs, (begin - 1) * LANES) - load(squares, begin * LANES))
+    latest = last
+    for index in range(last, first - 1, -1):
+        before = load(begins, ((layer - 1) * num_values + index - 1) * LANES)
+        earliest = max(layer, int(least_lane(before)))
+        total = load(sums, (index + 1) * LANES)
+        best, best_begin = spread_double(np.inf), spread(earliest)
+        for begin in range(earliest, min(latest, index) + 1):
+            part = total - load(sums, begin * LANES)
+            cost = load(heads, begin * LANES) - part * part * spread_double(shares[index - begin])
+            better = cost < best
+            best, best_begin = where(better, cost, best), where(better, spread(begin), best_begin)
+        store(costs, index * LANES, best + load(squares, (index + 1) * LANES))
+        store(begins, (layer * num_values + index) * LANES, best_begin)
+        latest = max(earliest, int(greatest_lane(best_begin)))
+
+
+@njit
+def best_means(num_values, num_clusters, scratch):
+    """Write the means of the best clusters of the sorted values into the codebook, in increasing order."""
+    ordered, codebook, begins = scratch.ordered, scratch.codebook, scratch.begins
+    sums, squares, shares, costs = scratch.sums, scratch.squares, scratch.shares, scratch.costs
+    _add_up(ordered, num_values, sums, squares)
+    for index in range(num_values):
+        total = load(sums, (index + 1) * LANES)
+        cost = load(squares, (index + 1) * LANES) - total * total * spread_double(shares[index])
+        store(costs, index * LANES, cost)
+        store(begins, index * LANES, spread(0.0))
+    for layer in range(1, num_clusters):
+        # Each cluster still to come needs a value, and of the last layer only the last value counts.
+        last = num_values - num_clusters + layer
+        _add_cluster(layer, layer if layer < num_clusters - 1 else last, last, num_values, scratch)
+    for lane in range(LANES):
+        middle, last = np.float64(ordered[num_values // 2 * LANES + lane]), num_values - 1
+        for layer in range(num_clusters - 1, -1, -1):
+            first = int(begins[(layer * num_values + last) * LANES + lane])
+            part = sums[(last + 1) * LANES + lane] - sums[first * LANES + lane]
+            codebook[layer * LANES + lane] = middle + part * shares[last - first]
+            last = first - 1
