@@ -16,8 +16,8 @@ class KMeans(RowCodes):
     """The best clusters of each row's values, found exactly, and a codebook of their means in fp16 (section 5.2).
 
     Check-N-Run has the smallest error for it and rejects it, because it took days. Here a row of 64 columns takes some
-    microseconds, and one twice as wide about three times as long; but a codebook takes ``2 * 2**bits`` bytes a row, so that it
-    pays for wide rows only: at 64 columns, 4 bits take as many bytes as 7.
+    microseconds, and one twice as wide about three times as long; but a codebook takes ``2 * 2**bits`` bytes a row, so
+    that it pays for wide rows only: at 64 columns, 4 bits take as many bytes as 7.
 
     Each value is stored as the nearest one of the codebook. Rows with NaN or infinity are stored exactly, and rows
     whose means fp16 moves by more than half a step of a uniform code; with one value, if fp16 does not hold it.
