@@ -75,8 +75,8 @@ class RowStateReadItem(ReadItem):
 class RestoredRows(Protocol):
     """A load planner that wants to know which rows the deltas of a lineage held."""
 
-    def restore_rows(self, item: ReadItem, rows: Tensor | None) -> None:
-        """Rows of a table read from a delta, numbered within the item's target; None for all of them."""
+    def restore_rows(self, item: ReadItem, rows: Tensor) -> None:
+        """Rows of a table were read from a delta: int64 [k], numbered within the item's target."""
         ...
 
     def finish_restore(self) -> None:

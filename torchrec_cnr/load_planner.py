@@ -108,16 +108,12 @@ class CNRLoadPlanner(DefaultLoadPlanner):
         """A region was loaded."""
         self._restored.add(_key(read_item))
 
-    def restore_rows(self, item: ReadItem, rows: Tensor | None) -> None:
+    def restore_rows(self, item: ReadItem, rows: Tensor) -> None:
         """Rows of a table came from a delta: they were modified since the baseline."""
         shard = self._tracked.get(_key(item))
         if shard is not None:
             since = shard.rows.since_baseline
-            first = int(item.dest_offsets[0])
-            if rows is None:
-                since[first : first + item.lengths[0]] = True
-            else:
-                since.index_fill_(0, rows.to(since.device) + first, True)
+            since.index_fill_(0, rows.to(since.device) + int(item.dest_offsets[0]), True)
 
     def finish_restore(self) -> None:
         """Everything was read: the tracker stands on the loaded checkpoint, if nothing was left out."""

@@ -14,8 +14,6 @@ from torch import Tensor
 
 Sample = Callable[[], Tensor]  # gathers some rows of a table, [n, num_cols]; called only where a choice needs them
 
-_QUANTIZABLE = (torch.float32, torch.float16, torch.bfloat16)
-
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
@@ -95,7 +93,7 @@ class RowCodes:
 
     def supports(self, dtype: torch.dtype) -> bool:
         """fp32, fp16 and bf16."""
-        return dtype in _QUANTIZABLE
+        return is_quantizable(dtype)
 
     def decode(self, codes: Tensor, num_cols: int, dtype: torch.dtype) -> Tensor:
         """[n, num_cols] of ``dtype``, from uint8 [n, row_bytes]."""
@@ -107,6 +105,11 @@ class RowCodes:
     def decode_into(self, codes: Tensor, positions: Tensor, first_col: int, target: Tensor, rows: Tensor) -> None:
         """Decode some rows and columns straight into a target; see ``Scheme.decode_into``."""
         raise NotImplementedError
+
+
+def is_quantizable(dtype: torch.dtype) -> bool:
+    """Whether rows of this dtype can be turned into codes: fp32, fp16 and bf16."""
+    return dtype in (torch.float32, torch.float16, torch.bfloat16)
 
 
 def all_rows(table: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from torchrec_cnr.errors import ConfigurationError
-from torchrec_cnr.schemes.base import RowCodes, Sample, Scheme
+from torchrec_cnr.schemes.base import Sample, Scheme, is_quantizable
 from torchrec_cnr.schemes.direct import NoQuantization
 from torchrec_cnr.schemes.uniform import BITS, AdaptiveAsymmetric, Asymmetric, relative_error
 
@@ -61,7 +61,7 @@ class ByExpectedRestores:
 
     def supports(self, dtype: torch.dtype) -> bool:
         """What uniform schemes support."""
-        return RowCodes().supports(dtype)
+        return is_quantizable(dtype)
 
     def choose(self, sample: Sample, num_restores: int) -> Scheme:
         """Adaptive with 2 to 4 bits, from least to greatest value with 8."""
@@ -95,7 +95,7 @@ class ByErrorBudget:
 
     def supports(self, dtype: torch.dtype) -> bool:
         """What uniform schemes support."""
-        return RowCodes().supports(dtype)
+        return is_quantizable(dtype)
 
     def choose(self, sample: Sample, num_restores: int) -> Scheme:
         """The scheme with the fewest bits that stays within the budget."""
