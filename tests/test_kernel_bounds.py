@@ -26,6 +26,7 @@ every_scheme = pytest.mark.parametrize("scheme", [cnr.Asymmetric(4), cnr.KMeans(
         (TABLE.double(), [0], "fp32, fp16 or bf16"),
         (TABLE.t(), [0], "side by side"),
         (TABLE[:1].expand(8, 16), [0], "side by side"),
+        (TABLE[:, :0], [0], "without columns"),
     ],
 )
 def test_encoding_refuses_what_is_not_there(scheme: cnr.Scheme, table: Tensor, rows: list[int], message: str) -> None:

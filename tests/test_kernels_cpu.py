@@ -53,7 +53,10 @@ def odd_rows(num_cols: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
     broken = noise[:9].clone()
     for row, value in enumerate((torch.nan, torch.inf, -torch.inf, 3e38, -3e38, 65_504.0, 65_520.0, 1e5, -7e4)):
         broken[row, (7 * row) % num_cols] = value
-    parts = (scaled, offset, subnormal, constant.expand(-1, num_cols), grid, broken, noise[:4] ** 5)
+    far = noise[:3] * 1e-3  # all but some, which are as far away as fp16 reaches
+    far[0, num_cols // 2], far[1, num_cols // 3] = -60_000.0, 60_000.0
+    far[2, 0], far[2, -1] = -60_000.0, 60_000.0
+    parts = (scaled, offset, subnormal, constant.expand(-1, num_cols), grid, broken, noise[:4] ** 5, far)
     return torch.cat(parts).to(dtype)
 
 
@@ -314,6 +317,33 @@ def test_clusters_are_no_worse_than_those_of_many_starts(bits: int, num_cols: in
     for row, mine in zip(values.double().numpy(), got, strict=True):
         theirs = SklearnKMeans(2**bits, n_init=20, random_state=0).fit(row[:, None]).inertia_
         assert 0 < mine <= theirs * 1.0001
+
+
+@every_width
+def test_clusters_beside_a_value_far_away_are_as_good_on_either_side(bits: int) -> None:
+    """What lies close together is told apart however far another value lies, to the left as to the right."""
+    values = torch.randn(32, 64, generator=torch.Generator().manual_seed(bits)) * 1e-3
+    values[:, 0] = -60_000.0
+    if bits == 8:  # fewer values than clusters would be exact
+        values = torch.cat(
+            [values, values[:, 1:] * 0.7, values[:, 1:] * 0.3, values[:, 1:] * 1.7, values[:, 1:] * 0.1], 1
+        )
+    errors = _squared_error(values, bits)
+    assert (errors > 0).all()
+    np.testing.assert_allclose(errors, _squared_error(-values, bits), rtol=1e-3)
+
+
+@every_width
+@every_dtype
+def test_clustered_rows_are_read_wherever_they_lie(bits: int, dtype: torch.dtype) -> None:
+    """Rows by their numbers, in any order and repeated, from a slice of columns, give the bytes of their copies."""
+    whole = torch.cat([odd_rows(40, dtype, seed) for seed in (1, 2)], 1)[:, 5:42]
+    rows = torch.randint(0, len(whole), (150,), generator=torch.Generator().manual_seed(bits))
+    row_bytes = KMeans(bits).row_bytes(37, dtype)
+    copies = whole[rows].contiguous()
+    got = kernels.encode_clusters(whole, rows, bits, row_bytes)
+    assert_same(got, kernels.encode_clusters(copies, torch.arange(150), bits, row_bytes))
+    assert not torch.equal(got[0], kernels.encode_clusters(whole, rows.flip(0), bits, row_bytes)[0])
 
 
 @every_width

@@ -39,9 +39,9 @@ def encode_rows(table: Tensor, rows: Tensor, bits: int, plan: SearchPlan, row_by
         uint8 [n, row_bytes], and bool [n]: rows that codes cannot represent, whose bytes are zeros.
 
     Raises:
-        ConfigurationError: The table is of another dtype or layout, or has no such rows.
+        ConfigurationError: The table is of another dtype or layout, or has no such rows, or no columns.
     """
-    _check(table, rows)
+    _check_encodable(table, rows)
     if table.is_cuda and _gpu is not None:
         codes, is_exact = _gpu.encode_rows(table, rows, bits, plan, row_bytes)
         return codes, is_exact
@@ -77,7 +77,7 @@ def encode_clusters(table: Tensor, rows: Tensor, bits: int, row_bytes: int) -> t
     Arguments and results are those of ``encode_rows``. There is no kernel for GPUs: their rows are clustered on the
     host.
     """
-    _check(table, rows)
+    _check_encodable(table, rows)
     return cpu.encode_clusters(*_on_host(table, rows), bits, row_bytes)
 
 
@@ -99,6 +99,12 @@ def _check(table: Tensor, rows: Tensor) -> None:
             f"the elements of a row must lie side by side, and rows apart (got {_described(table)})"
         )
     _check_numbers(rows, num_rows)
+
+
+def _check_encodable(table: Tensor, rows: Tensor) -> None:
+    _check(table, rows)
+    if table.shape[1] == 0:
+        raise ConfigurationError(f"a table without columns has nothing to encode (got {_described(table)})")
 
 
 def _check_codes(codes: Tensor, positions: Tensor, has_columns: bool) -> None:

@@ -18,7 +18,7 @@ from torchrec_cnr.kernels.memory import load, store
 from torchrec_cnr.kernels.scratch import aligned
 
 
-class Scratch(NamedTuple):
+class ClusterScratch(NamedTuple):
     """What clustering 16 rows needs: 16 lanes for each of the numbers below, where nothing else is said.
 
     Attributes:
@@ -30,12 +30,11 @@ class Scratch(NamedTuple):
         squares: float64, num_cols + 1, of their squares.
         shares: float64 [num_cols + 1], 1 / (n + 1) for each n.
         costs: float64, num_cols least squared errors of the values up to each one.
-        heads: float64, num_cols, ``costs`` before each value, less ``squares``.
-        begins: float32, num_clusters * num_cols: for so many clusters, where the last one of the values up to each
-            one begins.
+        begins: float32, num_clusters * num_cols: where the last of so many clusters of the values up to each one
+            begins. Exact below 2**24 columns.
         codebook: float32, num_clusters means.
         middles: float32, num_clusters - 1, between these.
-        flags: float32, one.
+        flags: float32, one: not 0 for rows that need no clustering, and later for rows to be stored exactly.
         words: int32 [256], up to 16 words of codes of each row.
     """
 
@@ -47,7 +46,6 @@ class Scratch(NamedTuple):
     squares: npt.NDArray[np.float64]
     shares: npt.NDArray[np.float64]
     costs: npt.NDArray[np.float64]
-    heads: npt.NDArray[np.float64]
     begins: npt.NDArray[np.float32]
     codebook: npt.NDArray[np.float32]
     middles: npt.NDArray[np.float32]
@@ -55,10 +53,10 @@ class Scratch(NamedTuple):
     words: npt.NDArray[np.int32]
 
 
-def scratch_for(num_cols: int, num_clusters: int) -> Scratch:
+def cluster_scratch_for(num_cols: int, num_clusters: int) -> ClusterScratch:
     """Memory to cluster rows of ``num_cols`` values in."""
     row, row_of_doubles = LANES * num_cols, 2 * LANES * (num_cols + 1)
-    return Scratch(
+    return ClusterScratch(
         offsets=np.empty(LANES, np.int64),
         places=np.empty(LANES, np.int64),
         tile=aligned(row),
@@ -67,7 +65,6 @@ def scratch_for(num_cols: int, num_clusters: int) -> Scratch:
         squares=aligned(row_of_doubles).view(np.float64),
         shares=1.0 / np.arange(1, num_cols + 2),
         costs=aligned(row_of_doubles).view(np.float64),
-        heads=aligned(row_of_doubles).view(np.float64),
         begins=aligned(num_clusters * row),
         codebook=aligned(LANES * num_clusters),
         middles=aligned(LANES * (num_clusters - 1)),
@@ -112,25 +109,32 @@ def _add_up(ordered, num_values, sums, squares):
 
 @njit
 def _add_cluster(layer, first, last, num_values, scratch):
-    """One cluster more: ``costs`` and ``begins`` for the values up to each one between two, from those of the layer."""
-    sums, squares, shares, costs = scratch.sums, scratch.squares, scratch.shares, scratch.costs
-    heads, begins = scratch.heads, scratch.begins
-    for begin in range(layer, last + 1):
-        store(heads, begin * LANES, load(costs, (begin - 1) * LANES) - load(squares, begin * LANES))
-    latest = last
+    """One cluster more than the layer before: ``costs`` and ``begins`` for the values up to each one between two.
+
+    The last value is done first, whose cluster bounds where those of the others begin, and the layer before bounds it
+    from the other side. (It does not reach as far, so that it is asked for one value less.) Each row keeps to its own
+    bounds: what it gets does not depend on the rows beside it.
+    """
+    sums, squares, shares, costs, begins = scratch.sums, scratch.squares, scratch.shares, scratch.costs, scratch.begins
+    skipped = load(scratch.flags, 0) > spread(0.0)
+    latest = spread(last)
     for index in range(last, first - 1, -1):
-        before = load(begins, ((layer - 1) * num_values + index - 1) * LANES)
-        earliest = max(layer, int(least_lane(before)))
-        total = load(sums, (index + 1) * LANES)
-        best, best_begin = spread_double(np.inf), spread(earliest)
-        for begin in range(earliest, min(latest, index) + 1):
-            part = total - load(sums, begin * LANES)
-            cost = load(heads, begin * LANES) - part * part * spread_double(shares[index - begin])
-            better = cost < best
-            best, best_begin = where(better, cost, best), where(better, spread(begin), best_begin)
-        store(costs, index * LANES, best + load(squares, (index + 1) * LANES))
+        earliest = greater(load(begins, ((layer - 1) * num_values + index - 1) * LANES), spread(layer))
+        total, total_squares = load(sums, (index + 1) * LANES), load(squares, (index + 1) * LANES)
+        latest = greater(lesser(latest, spread(index)), earliest)
+        best, best_begin = spread_double(np.inf), earliest
+        start = int(least_lane(where(skipped, spread(last), earliest)))
+        stop = int(greatest_lane(where(skipped, spread(0.0), latest)))
+        for begin in range(start, stop + 1):
+            number, at = spread(begin), begin * LANES
+            part = total - load(sums, at)
+            error = (total_squares - load(squares, at)) - part * part * spread_double(shares[index - begin])
+            cost = load(costs, at - LANES) + error
+            better = (cost < best) & (number >= earliest) & (number <= latest)
+            best, best_begin = where(better, cost, best), where(better, number, best_begin)
+        store(costs, index * LANES, best)
         store(begins, (layer * num_values + index) * LANES, best_begin)
-        latest = max(earliest, int(greatest_lane(best_begin)))
+        latest = best_begin
 
 
 @njit

@@ -15,14 +15,17 @@ from typing import Any
 from llvmlite.binding import get_host_cpu_features
 from numba import njit
 from numba.core import config
+from numba.core.cpu import CPUTargetOptions
 
 from torchrec_cnr.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
 # Kernels allocate nothing, so that no references need to be counted: numba does that by locked instructions, for each
-# array at each call of a function, and they took a third of the time. The option is not public in numba: tested.
-_OPTIONS = {"nogil": True, "error_model": "numpy", "_nrt": False}
+# array at each call of a function, and they took a third of the time. The option is not public, and may be missing.
+_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+if hasattr(CPUTargetOptions, "_nrt"):
+    _OPTIONS["_nrt"] = False
 
 
 class Kernel:

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrec_cnr.kernels import clustering, fused, kmeans
+from torchrec_cnr.kernels import fused, kmeans
+from torchrec_cnr.kernels.clustering import cluster_scratch_for
 from torchrec_cnr.kernels.compiling import Kernel
 from torchrec_cnr.kernels.plans import SearchPlan
 from torchrec_cnr.kernels.scratch import scratch_for
@@ -29,12 +30,13 @@ def decode_rows(codes: Tensor, positions: Tensor, bits: int, first_col: int, tar
 
 def encode_clusters(table: Tensor, rows: Tensor, bits: int, row_bytes: int) -> tuple[Tensor, Tensor]:
     """Encode rows of a table by k-means; see ``kernels.encode_clusters``."""
-    make_scratch = partial(clustering.scratch_for, table.shape[1], 1 << bits)
+    make_scratch = partial(cluster_scratch_for, table.shape[1], 1 << bits)
     return _encode(kmeans.encode, table, rows, (bits, row_bytes), row_bytes, make_scratch, chunk_rows=64)
 
 
 def decode_clusters(codes: Tensor, positions: Tensor, bits: int, first_col: int, target: Tensor, rows: Tensor) -> None:
     """Decode rows of k-means into a target; see ``kernels.decode_clusters``."""
+    # Looking a code up takes about as long as decoding sixteen.
     _decode(kmeans.decode, codes, positions, bits, first_col, target, rows, chunk_elements=1 << 17)
 
 
@@ -81,7 +83,7 @@ def _decode(
 
 
 def _flat(table: Tensor) -> Any:
-    """The memory from a table's first element to its last, as kernels take it; see ``lanes``. Shared, not copied."""
+    """The memory from a table's first element to its last, as kernels take it; see ``memory``. Shared, not copied."""
     span = (table.shape[0] - 1) * table.stride(0) + table.shape[1] if table.numel() else 0
     flat = torch.as_strided(table.detach(), (span,), (1,))
     if table.dtype is torch.float32:

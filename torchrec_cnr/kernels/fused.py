@@ -2,8 +2,7 @@
 
 With 2, 4 and 8 bits these are FBGEMM's fused row-wise layout (``FloatToFusedNBitRowwiseQuantizedSBHalf``), whose codes
 fill pairs of bytes; with 3 bits, which FBGEMM does not have, eight codes take three bytes. Encoding reads rows by their
-numbers straight from the table; decoding writes them straight into the target's rows. Nothing else is allocated but a
-few rows for each thread.
+numbers straight from the table; decoding writes them straight into the target's rows. Nothing is allocated here.
 """
 
 import numpy as np
@@ -36,7 +35,7 @@ def encode(table, row_stride, rows, num_cols, bits, plan, row_bytes, codes, is_e
     """Encode rows of a table.
 
     Args:
-        table: The flat table; see ``lanes``.
+        table: The flat table; see ``memory``.
         row_stride: Elements between the beginnings of two rows.
         rows: int64 [n], the rows' numbers.
         num_cols: Elements of a row.
@@ -80,6 +79,7 @@ def _decoding_lanes(lanes_at, lane_bytes):
             to = rows[number] * row_stride
             at += first_byte
             for column in range(0, num_cols, LANES):
+                # 11 bits of scale times 8 of a code: float32 holds the product.
                 store(target, to + column, exact_times_plus(scale, lanes_at(codes, at), bias))
                 at += lane_bytes
 
@@ -92,21 +92,12 @@ _decode_lanes_4 = _decoding_lanes(unpacked_4, 8)
 _decode_lanes_8 = _decoding_lanes(widened_bytes, 16)
 
 
-@Kernel
-def decode(codes, row_bytes, positions, bits, first_col, target, row_stride, rows, num_cols):
-    """Decode rows into a target.
+_BLOCK_ROWS = 64  # are decoded in two passes, and stay in the cache between them
 
-    Args:
-        codes: uint8 [n * row_bytes].
-        row_bytes: Bytes of a row's codes, scale and bias.
-        positions: int64 [k], the rows to decode.
-        bits: 2, 3, 4 or 8.
-        first_col: The first column to decode.
-        target: The flat target; see ``lanes``.
-        row_stride: Elements between the beginnings of two of its rows.
-        rows: int64 [k], where they go.
-        num_cols: Columns to decode.
-    """
+
+@njit
+def _decode_rows(codes, row_bytes, positions, bits, first_col, target, row_stride, rows, num_cols):
+    """Decode rows: first all whole lanes, then the columns that are left over."""
     whole_cols = num_cols // LANES * LANES if first_col % 8 == 0 else 0
     first_byte = first_col * bits // 8
     if bits == 2:
@@ -117,13 +108,38 @@ def decode(codes, row_bytes, positions, bits, first_col, target, row_stride, row
         _decode_lanes_4(codes, row_bytes, positions, first_byte, target, row_stride, rows, whole_cols)
     else:
         _decode_lanes_8(codes, row_bytes, positions, first_byte, target, row_stride, rows, whole_cols)
-    if whole_cols == num_cols:
-        return
+    if whole_cols < num_cols:
+        _decode_columns(codes, row_bytes, positions, bits, first_col, target, row_stride, rows, whole_cols, num_cols)
+
+
+@njit
+def _decode_columns(codes, row_bytes, positions, bits, first_col, target, row_stride, rows, start_col, stop_col):
+    """Decode columns of rows one by one."""
     for number in range(len(positions)):
         start = positions[number] * row_bytes
         end = start + row_bytes - SCALE_AND_BIAS_BYTES
         scale, bias = half_at(codes, end), half_at(codes, end + 2)
         to = rows[number] * row_stride
-        for column in range(whole_cols, num_cols):
-            code_bits = code_at(codes, start, first_col + column, bits)
-            put_element(target, to + column, scale * np.float32(code_bits) + bias)
+        for column in range(start_col, stop_col):
+            code = code_at(codes, start, first_col + column, bits)
+            put_element(target, to + column, scale * np.float32(code) + bias)
+
+
+@Kernel
+def decode(codes, row_bytes, positions, bits, first_col, target, row_stride, rows, num_cols):
+    """Decode rows into a target.
+
+    Args:
+        codes: uint8 [n * row_bytes].
+        row_bytes: Bytes of a row's codes, scale and bias.
+        positions: int64 [k], the rows to decode.
+        bits: 2, 3, 4 or 8.
+        first_col: The first column to decode.
+        target: The flat target; see ``memory``.
+        row_stride: Elements between the beginnings of two of its rows.
+        rows: int64 [k], where they go.
+        num_cols: Columns to decode.
+    """
+    for first in range(0, len(positions), _BLOCK_ROWS):
+        some, places = positions[first : first + _BLOCK_ROWS], rows[first : first + _BLOCK_ROWS]
+        _decode_rows(codes, row_bytes, some, bits, first_col, target, row_stride, places, num_cols)

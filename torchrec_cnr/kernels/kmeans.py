@@ -75,7 +75,8 @@ def _cluster(num_cols, num_clusters, scratch):
     is_finite = nothing == zero
     sort(ordered, num_cols)
     are_few = _are_few(ordered, num_cols, num_clusters)
-    if not every_lane(are_few):
+    store(flags, 0, where(is_finite, where(are_few, one, zero), one))
+    if not every_lane(load(flags, 0) > zero):
         best_means(num_cols, num_clusters, scratch)
     store(flags, 0, where(are_few, one, zero))
     for lane in range(LANES):
@@ -89,7 +90,7 @@ def _cluster(num_cols, num_clusters, scratch):
 
 @Kernel
 def encode(table, row_stride, rows, num_cols, bits, row_bytes, codes, is_exact, scratch):
-    """Encode rows of a table; the arguments are those of ``fused.encode``."""
+    """Encode rows of a table; see ``fused.encode``, but there is no plan, and ``scratch`` is a ``ClusterScratch``."""
     num_clusters = 1 << bits
     offsets, places, codebook, flags = scratch.offsets, scratch.places, scratch.codebook, scratch.flags
     zero, one = spread(0.0), spread(1.0)

@@ -6,7 +6,8 @@ registers, and every row is summed from its first column to its last, on any mac
 row became seven times faster that way.
 
 The functions here emit one or two LLVM instructions each; LLVM splits them where a machine's vectors are narrower.
-None of them leaves it to the machine whether a product is rounded, so that results are the same bits everywhere.
+None of them leaves it to the machine whether a product is rounded, but where it has no need to be: results are the same
+bits everywhere.
 """
 
 import operator
@@ -263,12 +264,6 @@ def every_lane(typing: Any, mask: Any) -> Any:
         return builder.icmp_unsigned("==", bits, ir.Constant(ir.IntType(LANES), (1 << LANES) - 1))
 
     return types.boolean(MASK), emit
-
-
-@intrinsic
-def ordered(typing: Any, x: Any, y: Any) -> Any:
-    """The lanes in which neither of two is NaN."""
-    return MASK(FLOATS, FLOATS), lambda context, builder, sig, args: builder.fcmp_ordered("ord", *args)
 
 
 @intrinsic
