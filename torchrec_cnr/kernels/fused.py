@@ -68,7 +68,7 @@ def encode(table, row_stride, rows, num_cols, bits, plan, row_bytes, codes, is_e
 
 
 def _decoding_lanes(lanes_at, lane_bytes):
-    """A function that decodes whole lanes of rows; apart from the columns left over, it keeps all in registers."""
+    """A function that decodes whole lanes of rows; without the columns left over, it keeps everything in registers."""
 
     @njit
     def decode_lanes(codes, row_bytes, positions, first_byte, target, row_stride, rows, num_cols):
