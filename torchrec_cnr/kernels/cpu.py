@@ -24,7 +24,7 @@ def encode_rows(table: Tensor, rows: Tensor, bits: int, plan: SearchPlan, row_by
 
 def decode_rows(codes: Tensor, positions: Tensor, bits: int, first_col: int, target: Tensor, rows: Tensor) -> None:
     """Decode rows into a target; see ``kernels.decode_rows``."""
-    # 8 MiB of fp32 take a thread about as long as waking another one does.
+    # Half of 8 MiB of fp32 take a thread about as long as waking another one does.
     _decode(fused.decode, codes, positions, bits, first_col, target, rows, chunk_elements=1 << 21)
 
 
@@ -36,7 +36,7 @@ def encode_clusters(table: Tensor, rows: Tensor, bits: int, row_bytes: int) -> t
 
 def decode_clusters(codes: Tensor, positions: Tensor, bits: int, first_col: int, target: Tensor, rows: Tensor) -> None:
     """Decode rows of k-means into a target; see ``kernels.decode_clusters``."""
-    # Looking a code up takes about as long as decoding sixteen.
+    # Looking codes up takes about fourteen times as long.
     _decode(kmeans.decode, codes, positions, bits, first_col, target, rows, chunk_elements=1 << 17)
 
 
