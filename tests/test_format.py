@@ -30,9 +30,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import torchrec_cnr as cnr
 from tests.golden import mixed, reader, write_v2
 from tests.test_manifest import VALUES, changed, file_of, nodes
-from torchrec_cnr.modified import ModifiedRows, TrackedRows, TrackedShard
+from torchrec_cnr.modified import ModifiedRows
 from torchrec_cnr.rows import Box
 from torchrec_cnr.schemes import scheme_from_json
+from torchrec_cnr.tracked import TrackedRows, TrackedShard
 
 ROOT = Path(__file__).parents[1]
 GOLDENS = {f"v{version}": ROOT / "tests" / "golden" / f"v{version}" for version in (1, 2)}

@@ -18,7 +18,7 @@ MAX_FUNCTION_LINES = 60
 LAYERS = (
     {"errors", "version"},
     {"kernels", "rows", "schemes", "manifest", "manifest_json", "manifest_parser", "regions"},
-    {"shards", "modified", "policies"},
+    {"shards", "modified", "tracked", "digests", "policies"},
     {"packs", "stores", "lineage", "decisions", "handover", "encoding", "folding"},
     {"planner", "load_planner", "writer", "reader", "assembly", "rank_writer"},
     {"stepped", "tracker", "maintenance", "manager"},

@@ -23,8 +23,8 @@ from torchrec_cnr.decisions import ShardKey
 from torchrec_cnr.errors import ConfigurationError, StateMismatchError
 from torchrec_cnr.handover import LoadMetadata, RowStateReadItem
 from torchrec_cnr.lineage import Lineage
-from torchrec_cnr.modified import TrackedRows, TrackedShard
 from torchrec_cnr.shards import local_shards, memory_key
+from torchrec_cnr.tracked import TrackedRows, TrackedShard
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,12 @@ the manifest of its pending save is in the store. A save that failed before step
 """
 
 import io
-from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import ReferenceType, ref
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -28,9 +29,10 @@ from torchrec_cnr.errors import ConfigurationError, SaveError
 from torchrec_cnr.handover import CNRStorageMeta, SaveMetadata, ShardData
 from torchrec_cnr.lineage import Checkpoint, committed
 from torchrec_cnr.manifest import CheckpointRef, Head
-from torchrec_cnr.modified import Pending, RowMask, Since, TrackedRows, TrackedShard
+from torchrec_cnr.modified import RowMask, Since
 from torchrec_cnr.policies import Full, Intermittent, Policy
-from torchrec_cnr.shards import dtype_name, local_shards, memory_key
+from torchrec_cnr.shards import dtype_name, is_replicated, local_shards, memory_key
+from torchrec_cnr.tracked import Pending, TrackedRows, TrackedShard
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,14 @@ class _LocalPlanData:
         head: The checkpoint that this rank's marks relate to.
         tensors: Those that this rank can store by rows, by FQN.
         replaced: Optimizer state that was put in the place of the one that the head holds.
+        marks: Digests of the modified rows of shards that other ranks may have, too.
     """
 
     paths: dict[str, tuple[Any, ...]]
     head: CheckpointRef | None
     tensors: dict[str, RowTensor]
     replaced: frozenset[ShardKey]
+    marks: Mapping[ShardKey, bytes]
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,12 +151,16 @@ class CNRSavePlanner(DefaultSavePlanner):
             for item in self._items.values()
         }
         replaced = frozenset(key for key, item in self._items.items() if item.is_replaced)
-        return replace(plan, planner_data=_LocalPlanData(self.mappings, head, tensors, replaced))
+        marks = {key: item.shard.rows.digest() for key, item in self._items.items() if self._is_replicated(key[0])}
+        return replace(plan, planner_data=_LocalPlanData(self.mappings, head, tensors, replaced, marks))
+
+    def _is_replicated(self, fqn: str) -> bool:
+        return dist.is_initialized() and dist.get_world_size() > 1 and is_replicated(self.state_dict[fqn])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Decide for all ranks."""
         data: list[_LocalPlanData] = [plan.planner_data for plan in all_plans]
-        keys = Counter(_key(item) for plan in all_plans for item in plan.items)
+        ranks_of = _ranks_of_shards(all_plans)
         plans = [replace(plan, planner_data=rank.paths) for plan, rank in zip(all_plans, data, strict=True)]
         plans, metadata = super().create_global_plan(plans)
         head, meta = self._tracker.head, self._meta
@@ -167,9 +175,9 @@ class CNRSavePlanner(DefaultSavePlanner):
         if base is not None:
             tensors = {fqn: tensor for rank in data for fqn, tensor in rank.tensors.items()}
             new = stored_whole(tensors, metadata, base.parent)
-            # Ranks that hold one and the same shard saw different rows, and only one of them stores it.
-            whole = frozenset(key for key, count in keys.items() if count > 1 or key[0] in new)
-            whole = whole.union(*(rank.replaced for rank in data))
+            whole = frozenset(key for key in ranks_of if key[0] in new).union(*(rank.replaced for rank in data))
+            # Only one of the ranks that hold one and the same shard stores it: the modified rows must be the same.
+            whole |= {key for key, ranks in ranks_of.items() if len({data[rank].marks.get(key) for rank in ranks}) > 1}
             decision = replace(decision, since=base.since, parent=base.ref, history=base.head.history, whole=whole)
         metadata = SaveMetadata(metadata.state_dict_metadata, planner_data=metadata.planner_data, decision=decision)
         return [replace(plan, planner_data=decision) for plan in plans], metadata
@@ -235,6 +243,28 @@ class CNRSavePlanner(DefaultSavePlanner):
                     self._frozen_states[key] = ref(state)
                     found[key] = _TrackedItem(shard, shards[key].detach(), key[0], aliases[0][0], is_replaced)
         return found
+
+
+def _ranks_of_shards(plans: Sequence[SavePlan]) -> dict[ShardKey, list[int]]:
+    """Which ranks hold each shard.
+
+    Raises:
+        ConfigurationError: Ranks hold different tensors under one FQN, of which DCP would save only one.
+    """
+    ranks_of: dict[ShardKey, list[int]] = {}
+    sizes: dict[ShardKey, Any] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            ranks_of.setdefault(_key(item), []).append(rank)
+            data = item.tensor_data
+            size = (data.size, data.chunk.sizes) if data is not None else None
+            if sizes.setdefault(_key(item), size) != size:
+                raise ConfigurationError(
+                    f"item {item.index.fqn!r} is not sharded, but has one size on rank {ranks_of[_key(item)][0]} and "
+                    f"another on rank {rank}, so that DCP would save only one of them; optimizer state of tables with "
+                    "dense kernels is such: give them fused kernels, or make them data-parallel"
+                )
+    return ranks_of
 
 
 def _key(item: WriteItem) -> ShardKey:

@@ -41,11 +41,11 @@ from torchrec_cnr.folding import fold, plan_fold
 from torchrec_cnr.handover import LoadMetadata, RestoredRows, RowStateReadItem
 from torchrec_cnr.lineage import Lineage, read_lineage
 from torchrec_cnr.manifest import DTYPES, TensorEntry
-from torchrec_cnr.modified import forget_overwritten
 from torchrec_cnr.packs import check_headers, plan_spans, read_spans
 from torchrec_cnr.regions import Region, RowStateRegion, TensorRegion, column_bounds
 from torchrec_cnr.rows import Box
 from torchrec_cnr.stores import Store
+from torchrec_cnr.tracked import forget_overwritten
 
 
 class CNRStorageReader(StorageReader):

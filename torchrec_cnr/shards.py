@@ -57,6 +57,13 @@ def _box(offsets: Sequence[int], sizes: Sequence[int]) -> Box:
     return Box(tuple(map(int, offsets)), tuple(map(int, sizes)))
 
 
+def is_replicated(value: Any) -> bool:
+    """Whether several ranks may hold one and the same shard of a state dict's item."""
+    if isinstance(value, DTensor):
+        return any(placement.is_replicate() for placement in value.placements)
+    return isinstance(value, Tensor) and not isinstance(value, ShardedTensor)
+
+
 MemoryKey = tuple[int, torch.device, tuple[int, ...], tuple[int, ...]]
 
 

@@ -5,26 +5,27 @@ just made (another rank, a regularizer, an earlier batch). An optimizer that als
 momentum or weight decay) marks all rows. Which optimizer it is, and so where its state lies, shows at the first step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import ReferenceType, WeakMethod, finalize, ref
 
+import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from torchrec_cnr.modified import ModifiedRows, TrackedShard
+from torchrec_cnr.modified import ModifiedRows
 from torchrec_cnr.shards import memory_key
+from torchrec_cnr.tracked import TrackedShard
 
 
 @dataclass(eq=False)
-class SteppedTable:
-    """One table, and the optimizer that was last seen to step it. Called, it gives the state of its rows."""
+class SteppedState:
+    """The state of a table's rows, in the optimizer that was last seen to step it."""
 
-    rows: ModifiedRows
-    weight: Tensor
+    num_rows: int
     optimizer: ReferenceType[Optimizer] | None = None
     parameter: Tensor | None = None
 
@@ -33,14 +34,22 @@ class SteppedTable:
         if optimizer is None or self.parameter is None:
             return ()
         states = optimizer.state.get(self.parameter, {}).values()
-        return [state for state in states if has_rows(state, self.rows.box.num_rows)]
+        return [state for state in states if has_rows(state, self.num_rows)]
+
+
+@dataclass(frozen=True, eq=False)
+class SteppedTable:
+    """One table, and the state of its rows."""
+
+    shard: TrackedShard
+    state: SteppedState
 
     def mark_gradient(self, gradient: Tensor) -> None:
         """Mark the rows in which a gradient is not zero."""
         if gradient.is_sparse:
-            self.rows.mark(gradient._indices()[0])
+            self.shard.rows.mark(gradient._indices()[0])
         else:
-            self.rows.mark((gradient != 0).any(dim=1).nonzero().squeeze(1))
+            self.shard.rows.mark_where((gradient != 0).any(dim=1))
 
 
 class SteppedTables:
@@ -49,10 +58,16 @@ class SteppedTables:
     Args:
         rows_with_gradient_only: Optimizers, besides PyTorch's, that leave rows without a gradient alone as long as they
             have neither momentum nor weight decay. Subclasses are not trusted to.
+        passing_on: Optimizers, and their subclasses, that have others make their steps.
     """
 
-    def __init__(self, rows_with_gradient_only: tuple[type[Optimizer], ...] = ()) -> None:
+    def __init__(
+        self,
+        rows_with_gradient_only: tuple[type[Optimizer], ...] = (),
+        passing_on: tuple[type[Optimizer], ...] = (),
+    ) -> None:
         self._tables: list[SteppedTable] = []
+        self._passing_on = passing_on
         self._rows_with_gradient_only = (SGD, Adagrad, *rows_with_gradient_only)
 
     def __len__(self) -> int:
@@ -60,52 +75,79 @@ class SteppedTables:
 
     def add(self, rows: ModifiedRows, weight: Tensor) -> TrackedShard:
         """Track a table."""
-        table = SteppedTable(rows, weight)
-        self._tables.append(table)
-        return TrackedShard(rows, weight, table, is_state_replaceable=True)
+        state = SteppedState(rows.box.num_rows)
+        shard = TrackedShard(rows, weight, state, is_state_replaceable=True)
+        self._tables.append(SteppedTable(shard, state))
+        return shard
 
-    def watch(self) -> RemovableHandle:
+    def watch(self) -> tuple[RemovableHandle, RemovableHandle]:
         """Be told of every optimizer's steps, without this being what keeps the tables alive."""
-        method = WeakMethod(self.stepped)
+        handles: tuple[RemovableHandle, RemovableHandle] = (
+            register_optimizer_step_pre_hook(_weakly(self.stepping)),
+            register_optimizer_step_post_hook(_weakly(self.stepped)),
+        )
+        for handle in handles:
+            finalize(self, handle.remove)
+        return handles
 
-        def hook(optimizer: Optimizer, *_: Any) -> None:
-            stepped = method()
-            if stepped is not None:
-                stepped(optimizer)
-
-        handle: RemovableHandle = register_optimizer_step_post_hook(hook)
-        finalize(self, handle.remove)
-        return handle
+    def stepping(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to make a step: writes up to now are not its own."""
+        for _, _, table in self._tables_of(optimizer):
+            table.shard.check_writes()
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """An optimizer has made a step. Parameters are known by their memory: modules replace their tensors."""
-        by_memory = {memory_key(table.weight): table for table in self._tables}
-        storages = {table.weight.untyped_storage().data_ptr() for table in self._tables}
+        """An optimizer has made a step."""
+        if isinstance(optimizer, self._passing_on):
+            return
+        for group, parameter, table in self._tables_of(optimizer):
+            is_whole = memory_key(table.shard.weight) == memory_key(parameter)
+            if is_whole:
+                table.state.optimizer, table.state.parameter = ref(optimizer), parameter
+            if not is_whole or not self._moves_rows_with_gradient_only(optimizer, group):
+                table.shard.rows.mark_all()
+            elif parameter.grad is not None:
+                table.mark_gradient(parameter.grad)
+            table.shard.accept_writes()
+
+    def _tables_of(self, optimizer: Optimizer) -> list[tuple[Mapping[str, Any], Tensor, SteppedTable]]:
+        """The tables of an optimizer, with group and parameter, which may be a storage of several tables.
+
+        Parameters are known by their memory: modules replace their tensors.
+        """
+        by_memory = {memory_key(table.shard.weight): table for table in self._tables}
+        by_storage: dict[int, list[SteppedTable]] = {}
+        for table in self._tables:
+            by_storage.setdefault(table.shard.weight.untyped_storage().data_ptr(), []).append(table)
+        found: list[tuple[Mapping[str, Any], Tensor, SteppedTable]] = []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if not isinstance(parameter, Tensor) or parameter.untyped_storage().data_ptr() not in storages:
-                    continue
-                table = by_memory.get(memory_key(parameter))
-                if table is None:
-                    self._mark_all_in(parameter.untyped_storage().data_ptr())
-                    continue
-                table.optimizer, table.parameter = ref(optimizer), parameter
-                if not self._moves_rows_with_gradient_only(optimizer, group):
-                    table.rows.mark_all()
-                elif parameter.grad is not None:
-                    table.mark_gradient(parameter.grad)
-
-    def _mark_all_in(self, storage: int) -> None:
-        """Mark every row of all tables in one storage, because the optimizer has it as a single parameter."""
-        for table in self._tables:
-            if table.weight.untyped_storage().data_ptr() == storage:
-                table.rows.mark_all()
+                in_storage = by_storage.get(parameter.untyped_storage().data_ptr()) if _is_dense(parameter) else None
+                if in_storage:
+                    own = by_memory.get(memory_key(parameter))
+                    found += ((group, parameter, table) for table in (in_storage if own is None else [own]))
+        return found
 
     def _moves_rows_with_gradient_only(self, optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
         if type(optimizer) is SparseAdam:
             return True
         is_plain = not group.get("weight_decay") and not group.get("momentum")
         return is_plain and type(optimizer) in self._rows_with_gradient_only
+
+
+def _is_dense(parameter: Any) -> bool:
+    return isinstance(parameter, Tensor) and parameter.layout is torch.strided
+
+
+def _weakly(method: Callable[[Optimizer], None]) -> Callable[..., None]:
+    """A hook that does not keep the method's object alive."""
+    weak = WeakMethod(method)
+
+    def hook(optimizer: Optimizer, *_: Any) -> None:
+        alive = weak()
+        if alive is not None:
+            alive(optimizer)
+
+    return hook
 
 
 def has_rows(state: Any, num_rows: int) -> bool:

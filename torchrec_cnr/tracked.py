@@ -1,0 +1,195 @@
+"""Tracked tables: the shards on this rank, the checkpoint their marks relate to, and writes that nobody marked.
+
+Training marks the rows it modifies. Whatever else writes to a table in place, such as ``load_state_dict``,
+``reset_parameters`` or an assignment to some rows, moves the version counter by which autograd notices such writes;
+fused kernels write beneath it. So a counter that moved between two points that account for every write of training
+tells that there was another one. It does not tell which rows, so all of them count as modified.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from torchrec_cnr.digests import digest_rows
+from torchrec_cnr.manifest import Head
+from torchrec_cnr.modified import ModifiedRows
+from torchrec_cnr.shards import MemoryKey, memory_key
+
+logger = logging.getLogger(__name__)
+
+
+class TrackedShard:
+    """A shard of a table whose modified rows are known.
+
+    Attributes:
+        rows: Its modified rows.
+        weight: Its values [num_rows, num_cols], shared with the model.
+        state: The optimizer state of its rows, each [num_rows, ...], shared with the optimizer.
+        is_state_replaceable: Whether the optimizer may put other tensors in its place, all of whose rows are then new.
+        is_told: Whether its writes until the next cut are marked by whoever makes them.
+        was_written: Whether something unknown has written to it since the last cut.
+    """
+
+    def __init__(
+        self,
+        rows: ModifiedRows,
+        weight: Tensor,
+        state: Callable[[], Sequence[Tensor]],
+        is_state_replaceable: bool = False,
+    ) -> None:
+        self.rows = rows
+        self.weight = weight
+        self.state = state
+        self.is_state_replaceable = is_state_replaceable
+        self.is_told = False
+        self.was_written = False
+        self._restored: int | None = None
+        self.accept_writes()
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Weights and optimizer state."""
+        return (self.weight, *self.state())
+
+    def shares_storage(self, other: "TrackedShard") -> bool:
+        """Whether both lie in one storage, and so have one version counter."""
+        return self.weight.untyped_storage().data_ptr() == other.weight.untyped_storage().data_ptr()
+
+    def accept_writes(self) -> None:
+        """All writes up to now are accounted for by marks."""
+        self._versions = self._now()
+        self._restored = None
+
+    def check_writes(self) -> None:
+        """Mark all rows if something has written to them that accounted for nothing."""
+        now = self._now()
+        has_moved = any(now.get(key, version) != version for key, version in self._versions.items())
+        if has_moved and not self.is_told and (self._restored is None or self._restored != self._digest()):
+            self.rows.mark_all()
+            self.was_written = True
+        self._versions = now
+        self._restored = None
+
+    def restored(self) -> None:
+        """The shard was loaded. What then copies it onto itself, as loading ``Stateful`` objects does, is no write."""
+        self.accept_writes()
+        self._restored = self._digest()
+
+    def check_restored(self) -> None:
+        """Training is about to modify the shard: see what was written since it was loaded, while that can be told."""
+        if self._restored is not None:
+            self.check_writes()
+
+    def _now(self) -> dict[MemoryKey, int]:
+        keys = ((memory_key(tensor), tensor._version) for tensor in self.tensors())
+        return {key: version for key, version in keys if key is not None}
+
+    def _digest(self) -> int:
+        total = 0
+        for tensor in self.tensors():
+            for rows, digests in digest_rows(tensor):
+                places = torch.arange(rows.start, rows.stop, device=digests.device)
+                total = hash((total, int((digests * (2 * places + 1)).sum())))
+        return total
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A save whose fate is not known yet.
+
+    Attributes:
+        path: Full path of its checkpoint.
+        save_id: The save.
+    """
+
+    path: str
+    save_id: str
+
+
+_all_tracked: "WeakSet[TrackedRows]" = WeakSet()
+
+
+class TrackedRows:
+    """All shards of tables on this rank, and the checkpoint that their marks relate to.
+
+    Attributes:
+        shards: The shards.
+        head: The checkpoint that ``marked`` rows were modified since, or None: then only a baseline is right.
+        pending: The save in flight, once its rows were handed out.
+        num_restores: Restores from a checkpoint that the tables have been through.
+    """
+
+    def __init__(self, shards: Sequence[TrackedShard]) -> None:
+        self.shards = tuple(shards)
+        self.head: Head | None = None
+        self.pending: Pending | None = None
+        self.num_restores = 0
+        _all_tracked.add(self)
+
+    @property
+    def num_modified(self) -> int:
+        """Rows marked on this rank since the last cut."""
+        return sum(int(shard.rows.marked.count_nonzero()) for shard in self.shards)
+
+    def freeze(self) -> None:
+        """Cut every shard at once."""
+        for shard in self.shards:
+            shard.rows.freeze()
+
+    def check_writes(self) -> None:
+        """Mark tables that something unknown has written to, all their rows, and say so."""
+        for shard in self.shards:
+            shard.check_writes()
+        written = sorted({shard.rows.name for shard in self.shards if shard.was_written})
+        if written and self.head is not None:
+            logger.warning(
+                "%s: written to in place by something else than training (load_state_dict, reset_parameters, an "
+                "assignment), or shares a kernel with a table that was: all rows count as modified; to have only some, "
+                "call tracker.mark(table, rows) right after such a write",
+                ", ".join(written),
+            )
+        for shard in self.shards:
+            shard.is_told = shard.was_written = False
+
+    def commit(self, head: Head) -> None:
+        """The save in flight became ``head``."""
+        for shard in self.shards:
+            shard.rows.commit(is_baseline=len(head.lineage) == 1)
+        self.head, self.pending = head, None
+
+    def rollback(self) -> None:
+        """The save in flight failed."""
+        for shard in self.shards:
+            shard.rows.rollback()
+        self.pending = None
+
+    def forget(self) -> None:
+        """The tables are about to be overwritten: until :meth:`restore`, only a baseline is right."""
+        self.head = self.pending = None
+
+    def restore(self, head: Head) -> None:
+        """The tables hold what ``head`` holds; ``since_baseline`` was set by whoever loaded it."""
+        self.head, self.pending = head, None
+        self.num_restores = head.num_restores + 1
+        for shard in self.shards:
+            shard.restored()
+
+    def restore_partly(self, head: Head) -> None:
+        """The tables hold some of what ``head`` holds: they have been through its restores, and this one."""
+        self.num_restores = max(self.num_restores, head.num_restores + 1)
+
+
+def forget_overwritten(targets: Iterable[Tensor]) -> None:
+    """Tensors are about to be loaded: whoever tracks one of them knows its rows no longer.
+
+    A load planner that has the tracker restores it afterwards. Any other load, with DCP's own planner say, would
+    otherwise leave rows that are modified and not marked, and the next delta would lack them.
+    """
+    storages = {target.untyped_storage().data_ptr() for target in targets if target.numel()}
+    for tracked in _all_tracked:
+        tensors = (tensor for shard in tracked.shards for tensor in shard.tensors())
+        if any(tensor.untyped_storage().data_ptr() in storages for tensor in tensors):
+            tracked.forget()

@@ -1,0 +1,66 @@
+"""Managed collisions (zero-collision hashing): rows whose ids are evicted are reset, and so modified.
+
+The id maps themselves are buffers of the model, saved whole with every checkpoint, and so from the same cut.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor, nn
+from torchrec.distributed.mc_embedding_modules import BaseShardedManagedCollisionEmbeddingCollection
+from torchrec.distributed.mc_modules import ShardedManagedCollisionCollection
+
+from torchrec_cnr.errors import StateMismatchError
+from torchrec_cnr.tracked import TrackedShard
+from torchrec_cnr.tracker.hooks import Hooks, modules_below
+
+
+def track_evictions(model: nn.Module, hooks: Hooks, shards: Sequence[TrackedShard]) -> None:
+    """Mark the rows of evicted ids. What resets them, TorchRec offers no hook for."""
+    for path, module in modules_below(model):
+        if not isinstance(module, BaseShardedManagedCollisionEmbeddingCollection):
+            continue
+        below = f"{path}._embedding_module.".removeprefix(".")
+        of_table = {shard.rows.name.split(".")[-1]: shard for shard in shards if shard.rows.name.startswith(below)}
+        hooks.around(module, "_evict", _Evictions(of_table))
+
+
+class _Evictions:
+    """Called in the place of a method that resets the rows of evicted ids.
+
+    Args:
+        of_table: The shards by the names of their tables.
+    """
+
+    def __init__(self, of_table: Mapping[str, TrackedShard]) -> None:
+        self._of_table = of_table
+
+    def __call__(self, evict: Callable[[object], None], evicted: Mapping[str, Tensor | None]) -> None:
+        rows = {self._of_table[table]: rows for table, rows in evicted.items() if rows is not None}
+        for shard in self._of_table.values():
+            shard.check_writes()
+        evict(evicted)
+        for shard, local in rows.items():
+            shard.rows.mark(local)
+        for shard in self._of_table.values():
+            shard.accept_writes()
+
+
+def sort_id_maps(model: nn.Module) -> None:
+    """Sort id maps again after a load, which put together those of other ranks.
+
+    TorchRec does this in ``load_state_dict`` only, and finds no id in a map that is out of order.
+
+    Raises:
+        StateMismatchError: Ranks have parts of a map that was not divided there when it was saved.
+    """
+    for path, module in modules_below(model):
+        if not isinstance(module, ShardedManagedCollisionCollection):
+            continue
+        for table, collisions in module._managed_collision_modules.items():
+            try:
+                collisions.validate_state()
+            except AssertionError as error:
+                raise StateMismatchError(
+                    f"id map of table {table!r} in {path or 'the model'}: {error}; load under the number of ranks that "
+                    "it was saved with, or one that divides it"
+                ) from error

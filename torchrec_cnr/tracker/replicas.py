@@ -1,0 +1,69 @@
+"""2-D parallel models (``DMPCollection``): replicas of each shard, whose values are averaged now and then.
+
+Each replica marks what it trains. A synchronisation modifies, on every replica, the rows that any of them trained since
+the one before, so these are exchanged at that moment, and all replicas mark the union. Between two synchronisations
+replicas differ, in values and in marks: a save there stores their shards whole, because only one of them is stored.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.distributed.model_parallel import DMPCollection
+from torchrec.distributed.types import ShardingStrategy
+
+from torchrec_cnr.errors import ConfigurationError
+from torchrec_cnr.tracked import TrackedShard
+from torchrec_cnr.tracker.hooks import Hooks
+
+
+class Replicas:
+    """What this rank's replicas have trained since they were last synchronised.
+
+    Args:
+        model: The model.
+        hooks: Where to hang in.
+        shards: Its sharded tables' shards.
+
+    Raises:
+        ConfigurationError: Parameters are sharded further between replicas (``FULLY_SHARDED``).
+    """
+
+    def __init__(self, model: DMPCollection, hooks: Hooks, shards: Sequence[TrackedShard]) -> None:
+        if any(context.sharding_strategy is ShardingStrategy.FULLY_SHARDED for context in model._ctxs):
+            raise ConfigurationError(
+                "DMPCollection with ShardingStrategy.FULLY_SHARDED cannot be tracked: its tables are not in memory "
+                "between steps; use ShardingStrategy.DEFAULT, or save it without a tracker"
+            )
+        self._group = model._default_ctx.replica_pg
+        if any(context.replica_pg is not self._group for context in model._submodule_ctxs):
+            raise ConfigurationError(
+                "DMPCollection with submodule_configs cannot be tracked: its modules have replicas of their own; save "
+                "it without a tracker"
+            )
+        self._shards = shards
+        self._has_maps = any(context.hash_zch_modules for context in model._ctxs)
+        self._cut_since_sync = [torch.zeros_like(shard.rows.marked) for shard in shards]
+        hooks.around(model, "sync", self._synchronise)
+
+    def before_cut(self) -> None:
+        """Remember the rows that a cut takes out of the marks; the next synchronisation modifies them again."""
+        for shard, cut in zip(self._shards, self._cut_since_sync, strict=True):
+            cut |= shard.rows.marked
+
+    def _synchronise(self, sync: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        for shard in self._shards:
+            shard.check_writes()
+        sync(*args, **kwargs)
+        for shard, cut in zip(self._shards, self._cut_since_sync, strict=True):
+            if self._has_maps:  # ids may have moved to other rows
+                shard.rows.mark_all()
+            self._unite(cut.logical_or_(shard.rows.marked))
+            shard.rows.mark_where(cut)
+            cut.zero_()
+            shard.accept_writes()
+
+    def _unite(self, mask: Tensor) -> None:
+        dist.all_reduce(mask.view(torch.uint8), dist.ReduceOp.MAX, group=self._group)

@@ -1,0 +1,143 @@
+"""Tables that TorchRec shards: the kernels that look them up, several tables at once, and mark their rows."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbedding, BatchedDenseEmbeddingBag
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_cnr.errors import ConfigurationError
+from torchrec_cnr.modified import ModifiedRows
+from torchrec_cnr.rows import Box
+from torchrec_cnr.stepped import SteppedTables, has_rows
+from torchrec_cnr.tracked import TrackedShard
+from torchrec_cnr.tracker.hooks import Hooks, modules_below, on_gradient
+
+logger = logging.getLogger(__name__)
+
+ShardedCollection: TypeAlias = ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
+
+
+def sharded_collections(model: nn.Module) -> Iterator[tuple[str, ShardedCollection]]:
+    """All sharded collections of tables; the path is that of their tables, as in FQNs."""
+    for path, module in modules_below(model):
+        if isinstance(module, ShardedCollection):
+            tables = "embedding_bags" if isinstance(module, ShardedEmbeddingBagCollection) else "embeddings"
+            yield f"{path}.{tables}".removeprefix("."), module
+
+
+def track_collection(
+    path: str, module: ShardedCollection, hooks: Hooks, stepped: SteppedTables
+) -> Iterator[TrackedShard]:
+    """Track the shards that this rank has of a collection's tables.
+
+    Raises:
+        ConfigurationError: Rows of a table do not lie in memory.
+    """
+    if module.post_lookup_tracker_fn is not None:
+        logger.info("%s has a lookup tracker already; it keeps running, beside the row tracker", path)
+    for lookup in module._lookups:
+        kernels = lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
+        for kernel in kernels._emb_modules:
+            yield from _track_kernel(path, kernel, hooks, stepped)
+
+
+def _track_kernel(path: str, kernel: Any, hooks: Hooks, stepped: SteppedTables) -> list[TrackedShard]:
+    tables, weights = kernel._config.embedding_tables, kernel.split_embedding_weights()
+    for table, weight in zip(tables, weights, strict=True):
+        if type(weight) not in (Tensor, nn.Parameter):
+            raise ConfigurationError(
+                f"{path}.{table.name}: {type(kernel).__name__} keeps rows outside of memory; leave its module out of "
+                "the tracked model"
+            )
+    marks = _KernelMarks.of([len(weight) for weight in weights], [len(t.feature_names) for t in tables], weights)
+    shards: list[TrackedShard] = []
+    for index, (table, weight) in enumerate(zip(tables, weights, strict=True)):
+        rows = ModifiedRows(f"{path}.{table.name}", _box(table, weight), weight.device, marks.of_table(index))
+        if isinstance(kernel, BatchedDenseEmbedding | BatchedDenseEmbeddingBag):
+            shards.append(stepped.add(rows, weight))
+        else:
+            shards.append(TrackedShard(rows, weight, _FusedState(kernel.emb_module, index)))
+
+    def on_backward(features: KeyedJaggedTensor) -> None:
+        for shard in shards:
+            shard.check_restored()
+        marks.mark(features)
+
+    hooks.add(kernel.register_forward_hook(lambda _, args, output: on_gradient(output, lambda: on_backward(args[0]))))
+    return shards
+
+
+@dataclass(frozen=True, eq=False)
+class _KernelMarks:
+    """The marks of all tables of a kernel, one after another, so that a lookup is marked at once.
+
+    On a GPU, cutting a lookup's ids into those of each feature takes lengths that are known to the device alone, and
+    so would wait for it. Here ids are moved to their table's place on the device itself, as FBGEMM's
+    ``linearize_cache_indices`` does.
+
+    Attributes:
+        marked: bool [rows of all tables].
+        first_rows: First row of each table, and the end of the last.
+        feature_rows: int64 [num_features], on the device: first row of each feature's table.
+    """
+
+    marked: Tensor
+    first_rows: tuple[int, ...]
+    feature_rows: Tensor
+
+    @classmethod
+    def of(cls, num_rows: Sequence[int], num_features: Sequence[int], weights: Sequence[Tensor]) -> "_KernelMarks":
+        """Marks of tables of so many rows, looked up by so many features each."""
+        device = weights[0].device
+        ends = torch.tensor([0, *num_rows]).cumsum(0)
+        features = ends[:-1].repeat_interleave(torch.tensor(num_features))
+        marked = torch.zeros(int(ends[-1]), dtype=torch.bool, device=device)
+        return cls(marked, tuple(ends.tolist()), features.to(device))
+
+    def of_table(self, index: int) -> Tensor:
+        """The marks of one table, a view."""
+        return self.marked[self.first_rows[index] : self.first_rows[index + 1]]
+
+    def mark(self, features: KeyedJaggedTensor) -> None:
+        """Mark the rows of a lookup."""
+        ids = features.values()
+        if not len(ids):
+            return
+        if features.variable_stride_per_key():
+            for first, (start, stop) in zip(
+                self.feature_rows.tolist(), pairwise(features.offset_per_key()), strict=True
+            ):
+                self.marked.index_fill_(0, ids[start:stop].long() + first, True)
+            return
+        num_ids = features.offsets()[:: features.stride()].diff()
+        places = self.feature_rows.repeat_interleave(num_ids, output_size=len(ids))
+        self.marked.index_fill_(0, places.add_(ids), True)
+
+
+@dataclass(frozen=True, eq=False)
+class _FusedState:
+    """The row-shaped optimizer state of one table of a fused kernel."""
+
+    kernel: Any
+    index: int
+
+    def __call__(self) -> Sequence[Tensor]:
+        num_rows = len(self.kernel.split_embedding_weights()[self.index])
+        states = self.kernel.get_optimizer_state()
+        return [state for state in states[self.index].values() if has_rows(state, num_rows)] if states else ()
+
+
+def _box(table: Any, weight: Tensor) -> Box:
+    """Where a shard lies in its table; replicated tables have no metadata."""
+    if table.local_metadata is None:
+        return Box.whole(tuple(weight.shape))
+    return Box(tuple(table.local_metadata.shard_offsets), tuple(table.local_metadata.shard_sizes))
