@@ -25,10 +25,12 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_cnr.errors import ConfigurationError
+from torchrec_cnr.manifest import Head
 from torchrec_cnr.modified import ModifiedRows, TrackedRows, TrackedShard
 from torchrec_cnr.rows import Box
 from torchrec_cnr.shards import local_shards, memory_key
 from torchrec_cnr.stepped import SteppedTables, has_rows
+from torchrec_cnr.untracked import ReferenceDigests
 
 logger = logging.getLogger(__name__)
 
@@ -43,13 +45,17 @@ class RowTracker(TrackedRows):
 
     Args:
         model: The model, sharded already.
+        verify_untracked: At every save, check that the rows that are not marked are, bit for bit, what they were at
+            the save before or the load in between; their row-shaped optimizer state too. A save that finds others
+            fails. For this a digest is kept of each row, and another of each of its optimizer states: 8 bytes each, on
+            the table's device. Every save then reads the tables whole, and so does the end of every load.
 
     Raises:
         ConfigurationError: The model has no table, or one that cannot be tracked: its rows do not lie in memory (SSD
             and key-value kernels), or replicas of it are synchronised behind the optimizer (``DMPCollection``).
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, verify_untracked: bool = False) -> None:
         if isinstance(model, DMPCollection):
             raise ConfigurationError("DMPCollection (2-D parallel) cannot be tracked yet; save it without a tracker")
         self._handles: list[RemovableHandle] = []
@@ -60,6 +66,7 @@ class RowTracker(TrackedRows):
         if not found and not self._sharded_tables:
             raise ConfigurationError(f"{type(model).__name__} has no embedding table; track the sharded model")
         super().__init__(found)
+        self._references = ReferenceDigests(self.shards if verify_untracked else ())
         if self._stepped:
             self._handles.append(self._stepped.watch())
 
@@ -92,14 +99,27 @@ class RowTracker(TrackedRows):
 
         Raises:
             ConfigurationError: The tracker was closed.
+            UntrackedRowsError: Rows that are not marked have changed since the last cut; nothing was cut.
         """
         if self._is_closed:
             raise ConfigurationError("the tracker was closed and has not seen what was modified since; make a new one")
+        self._references.check()
         super().freeze()
+
+    def forget(self) -> None:
+        """The tables are about to be overwritten."""
+        super().forget()
+        self._references.drop()
+
+    def restore(self, head: Head) -> None:
+        """The tables hold what ``head`` holds."""
+        super().restore(head)
+        self._references.take()
 
     def close(self) -> None:
         """Remove all hooks; nothing is marked from here on, and nothing can be saved with this tracker."""
         self._is_closed = True
+        self._references = ReferenceDigests(())
         while self._handles:
             self._handles.pop().remove()
 
