@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torchrec_cnr as cnr
@@ -492,6 +492,19 @@ def test_state_of_fused_kernels_is_known_by_its_place() -> None:
     references.take()
     values[1, 3] = 1.0
     assert _found(references) == [Complaint.of("t", "optimizer state (2 of 2)", [103], 4)]
+
+
+def test_tensors_that_were_converted_are_compared_with_nothing() -> None:
+    """``model.half()`` gives parameters another dtype in their place; a save stores such tensors whole."""
+    weight, state = nn.Parameter(torch.randn(4, 2)), torch.zeros(4, 2)
+    references = ReferenceDigests([_shard(weight, [state])])
+    references.take()
+    weight.data, state.data = weight.data.half(), torch.ones(4, 3)
+    assert _found(references) == []
+    weight.data[1] += 1.0
+    state[2] += 1.0
+    complaints = [Complaint.of("t", "weights", [101], 4), Complaint.of("t", "optimizer state", [102], 4)]
+    assert _found(references) == complaints
 
 
 def test_shards_without_rows_pass() -> None:

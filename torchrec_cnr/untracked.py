@@ -74,11 +74,11 @@ class ReferenceDigests:
 
     def __init__(self, shards: Sequence[TrackedShard]) -> None:
         self._shards = tuple(shards)
-        self.drop()
+        self._references: list[list[_Reference]] = [[] for _ in self._shards]
 
     def drop(self) -> None:
         """The tables are overwritten: whatever comes next is right."""
-        self._references: list[list[_Reference]] = [[] for _ in self._shards]
+        self._references = [[] for _ in self._shards]
 
     def take(self) -> None:
         """Refer to what the tables are now."""
@@ -100,7 +100,7 @@ class ReferenceDigests:
             tensors = (shard.weight, *shard.state())
             references.append([])
             for number, tensor in enumerate(tensors):
-                reference = _find(last if shard.is_state_replaceable else last[number : number + 1], shard, tensor)
+                reference = _find(last, shard, number, tensor)
                 if reference is None:
                     reference = _Reference.of(tensor, shard.rows.marked.device)
                 else:
@@ -117,13 +117,13 @@ class ReferenceDigests:
         self._references = references
 
 
-def _find(candidates: Sequence[_Reference], shard: TrackedShard, tensor: Tensor) -> _Reference | None:
-    """The reference to a tensor. A fused kernel's state stays where it is, but is another object at every look."""
-    for reference in candidates:
-        is_same = not shard.is_state_replaceable or reference.tensor() is tensor
-        if is_same and reference.kind == _kind(tensor):
-            return reference
-    return None
+def _find(last: Sequence[_Reference], shard: TrackedShard, number: int, tensor: Tensor) -> _Reference | None:
+    """The reference to a tensor, by place where it cannot be replaced, as fused kernels always give new views."""
+    if shard.is_state_replaceable:
+        found = [reference for reference in last if reference.tensor() is tensor]
+    else:
+        found = list(last[number : number + 1])
+    return found[0] if found and found[0].kind == _kind(tensor) else None
 
 
 def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
