@@ -17,8 +17,8 @@ MAX_FUNCTION_LINES = 60
 # A unit is a module of the package, or a folder of modules.
 LAYERS = (
     {"errors", "version"},
-    {"kernels", "rows", "schemes", "manifest", "manifest_json", "manifest_parser", "regions"},
-    {"shards", "modified", "tracked", "digests", "policies"},
+    {"kernels", "rows", "schemes", "manifest", "manifest_json", "manifest_parser", "regions", "digests"},
+    {"shards", "modified", "tracked", "untracked", "policies"},
     {"packs", "stores", "lineage", "decisions", "handover", "encoding", "folding"},
     {"planner", "load_planner", "writer", "reader", "assembly", "rank_writer"},
     {"stepped", "tracker", "maintenance", "manager"},

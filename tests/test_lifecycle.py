@@ -125,6 +125,7 @@ class Life:
         build: Makes a job from a seed.
         committed: By checkpoint id, in the order of commits: all that the job held at the cut.
         num_saves: Saves tried, which names them.
+        verify_untracked: Whether the tracker checks that it has missed nothing.
         is_on_head: Whether the job stands on a checkpoint for sure, so that a delta is due where a policy wants one.
     """
 
@@ -132,6 +133,7 @@ class Life:
     build: Callable[[int], Job]
     committed: dict[str, Whole] = field(default_factory=dict)
     num_saves: int = 0
+    verify_untracked: bool = False
     job: Job = field(init=False)
     tracker: cnr.RowTracker = field(init=False)
     num_steps: int = field(init=False, default=0)
@@ -141,7 +143,7 @@ class Life:
     def start(self, num_back: int = 0) -> None:
         """Build a new job, and load a checkpoint if there is one."""
         self.job = self.build(len(self.committed) + 10 * self.num_saves)
-        self.tracker = cnr.RowTracker(self.job.model)
+        self.tracker = cnr.RowTracker(self.job.model, verify_untracked=self.verify_untracked)
         self.num_steps = -1
         self.is_on_head = False
         latest = cnr.latest(self.root)
@@ -294,8 +296,8 @@ def operations(num_ranks: int, *, has_steps: bool) -> st.SearchStrategy[list[Ope
     return programs.map(lambda parts: [operation for part in parts for operation in part])
 
 
-def _live_plain(root: Path, optimizer: str, program: list[Operation]) -> None:
-    life = Life(str(root), lambda seed: plain_job(seed, optimizer))
+def _live_plain(root: Path, optimizer: str, program: list[Operation], verify_untracked: bool) -> None:
+    life = Life(str(root), lambda seed: plain_job(seed, optimizer), verify_untracked=verify_untracked)
     life.start()
     with ExitStack() as stack:
         stack.callback(lambda: life.tracker.close())
@@ -307,23 +309,23 @@ def _live_plain(root: Path, optimizer: str, program: list[Operation]) -> None:
 
 @pytest.mark.parametrize("optimizer", sorted(models.OPTIMIZERS))
 @settings(max_examples=15, derandomize=True, phases=[Phase.generate])  # the slow test below shrinks what fails
-@given(program=operations(1, has_steps=True))
+@given(program=operations(1, has_steps=True), verify_untracked=st.booleans())
 def test_every_checkpoint_of_a_plain_model_loads_as_its_cut(
-    tmp_path_factory: pytest.TempPathFactory, optimizer: str, program: list[Operation]
+    tmp_path_factory: pytest.TempPathFactory, optimizer: str, program: list[Operation], verify_untracked: bool
 ) -> None:
     """Whatever the order of training, saves, failures and loads, each checkpoint is the state at its cut."""
-    _live_plain(tmp_path_factory.mktemp("life"), optimizer, program)
+    _live_plain(tmp_path_factory.mktemp("life"), optimizer, program, verify_untracked)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", sorted(models.OPTIMIZERS))
 @settings(max_examples=200)
-@given(program=operations(1, has_steps=True))
+@given(program=operations(1, has_steps=True), verify_untracked=st.booleans())
 def test_many_lives_of_a_plain_model(
-    tmp_path_factory: pytest.TempPathFactory, optimizer: str, program: list[Operation]
+    tmp_path_factory: pytest.TempPathFactory, optimizer: str, program: list[Operation], verify_untracked: bool
 ) -> None:
     """As above, with many programs that change from run to run."""
-    _live_plain(tmp_path_factory.mktemp("life"), optimizer, program)
+    _live_plain(tmp_path_factory.mktemp("life"), optimizer, program, verify_untracked)
 
 
 @dataclass(frozen=True)
@@ -335,18 +337,26 @@ class Segment:
         fused: The tables' optimizer, the same in all segments.
         num_back: Which checkpoint it starts from.
         operations: What it does then.
+        verify_untracked: Whether its tracker checks that it has missed nothing.
     """
 
     sharding: str
     fused: type[Optimizer]
     num_back: int
     operations: list[Operation]
+    verify_untracked: bool = False
 
 
 def _live_segment(
     rank: int, root: str, segment: Segment, committed: dict[str, Whole], num_saves: int
 ) -> tuple[dict[str, Whole], int]:
-    life = Life(root, lambda seed: torchrec_job(seed, segment.sharding, fused=segment.fused), committed, num_saves)
+    life = Life(
+        root,
+        lambda seed: torchrec_job(seed, segment.sharding, fused=segment.fused),
+        committed,
+        num_saves,
+        segment.verify_untracked,
+    )
     life.start(segment.num_back)
     for operation in segment.operations:
         life.run(operation)
@@ -376,7 +386,8 @@ def segments(draw: st.DrawFn, world_sizes: list[int]) -> list[tuple[int, Segment
         program = draw(operations(world_size, has_steps=False))
         first: list[Operation] = [Train(1), Save("Consecutive")] if number == 0 else []
         sharding, num_back = draw(st.sampled_from(models.SHARDINGS)), draw(st.integers(0, 3))
-        found.append((world_size, Segment(sharding, fused, num_back, first + program)))
+        verify_untracked = draw(st.booleans())
+        found.append((world_size, Segment(sharding, fused, num_back, first + program, verify_untracked)))
     return found
 
 

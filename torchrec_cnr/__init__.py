@@ -10,6 +10,7 @@ from torchrec_cnr.errors import (
     SaveError,
     StateMismatchError,
     StoreError,
+    UntrackedRowsError,
     VersionError,
 )
 from torchrec_cnr.lineage import Checkpoint, latest, read_checkpoint
@@ -69,6 +70,7 @@ __all__ = [
     "StateMismatchError",
     "StoreError",
     "Symmetric",
+    "UntrackedRowsError",
     "VersionError",
     "__version__",
     "expected_restores",

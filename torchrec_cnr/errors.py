@@ -3,7 +3,8 @@
     CNRError
     ├── ConfigurationError       the call is wrong: change the arguments
     ├── SaveError                this save did not happen: the last checkpoint stands, save again
-    │   └── CheckpointExistsError    the id is taken: save under another one
+    │   ├── CheckpointExistsError    the id is taken: save under another one
+    │   └── UntrackedRowsError       rows were modified but not marked: mark them, save again
     ├── LoadError                nothing was loaded completely: do not train on
     │   ├── CheckpointNotFoundError  there is no committed checkpoint here
     │   ├── StateMismatchError       the checkpoint and the state dict do not fit each other
@@ -30,6 +31,10 @@ class SaveError(CNRError):
 
 class CheckpointExistsError(SaveError):
     """The checkpoint id holds a committed checkpoint already."""
+
+
+class UntrackedRowsError(SaveError):
+    """Rows were modified since the last save, but not marked: a delta would lack them."""
 
 
 class LoadError(CNRError):

@@ -84,6 +84,7 @@ class CNRSavePlanner(DefaultSavePlanner):
     Raises:
         ConfigurationError: While saving, if the writer is not a ``CNRStorageWriter``, or a tracked table is not in the
             state dict with its own memory (it is missing, or was copied by a foreign stager).
+        UntrackedRowsError: While saving, if the tracker verifies that all modified rows are marked, and some are not.
     """
 
     def __init__(self, tracker: TrackedRows | None = None, *, policy: Policy | None = None) -> None:

@@ -130,7 +130,8 @@ class SteppedTables:
     def _moves_rows_with_gradient_only(self, optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
         if type(optimizer) is SparseAdam:
             return True
-        is_plain = not group.get("weight_decay") and not group.get("momentum")
+        # Adagrad without eps makes NaN of rows without a gradient, and maximize turns -0.0 of theirs into 0.0.
+        is_plain = not any(group.get(name) for name in ("weight_decay", "momentum", "maximize")) and group.get("eps", 1)
         return is_plain and type(optimizer) in self._rows_with_gradient_only
 
 

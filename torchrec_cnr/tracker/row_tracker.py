@@ -17,6 +17,7 @@ from torchrec_cnr.tracker.hooks import Hooks, modules_below
 from torchrec_cnr.tracker.plain import track_plain
 from torchrec_cnr.tracker.replicas import Replicas
 from torchrec_cnr.tracker.sharded import sharded_collections, track_collection
+from torchrec_cnr.untracked import ReferenceDigests
 
 _TOWERS = (ShardedEmbeddingTower, ShardedEmbeddingTowerCollection)  # some ranks know nothing of their tables
 
@@ -34,13 +35,17 @@ class RowTracker(TrackedRows):
 
     Args:
         model: The model, sharded already.
+        verify_untracked: At every save, check that the rows that are not marked are, bit for bit, what they were at
+            the save before or the load in between; their row-shaped optimizer state too. A save that finds others
+            fails. For this a digest is kept of each row, and another of each of its optimizer states: 8 bytes each, on
+            the table's device. Every save then reads the tables whole, and so does the end of every load.
 
     Raises:
         ConfigurationError: The model has no table, or one that cannot be tracked: its rows do not lie in memory (SSD
             and key-value kernels, ``DMPCollection`` with ``FULLY_SHARDED``).
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, verify_untracked: bool = False) -> None:
         self._model = model
         self._hooks = Hooks()
         self._is_closed = False
@@ -57,6 +62,7 @@ class RowTracker(TrackedRows):
         if not found and not self._sharded_tables and not self._has_tables_elsewhere:
             raise ConfigurationError(f"{type(model).__name__} has no embedding table; track the sharded model")
         super().__init__(found)
+        self._references = ReferenceDigests(self.shards if verify_untracked else ())
         self._stepped = stepped
         if stepped:
             for handle in stepped.watch():
@@ -96,13 +102,20 @@ class RowTracker(TrackedRows):
 
         Raises:
             ConfigurationError: The tracker was closed.
+            UntrackedRowsError: Rows that are not marked have changed since the last cut; nothing was cut.
         """
         if self._is_closed:
             raise ConfigurationError("the tracker was closed and has not seen what was modified since; make a new one")
         self.check_writes()
+        self._references.check()
         if self._replicas is not None:
             self._replicas.before_cut()
         super().freeze()
+
+    def forget(self) -> None:
+        """The tables are about to be overwritten."""
+        super().forget()
+        self._references.drop()
 
     def restore(self, head: Head) -> None:
         """The tables hold what ``head`` holds.
@@ -112,10 +125,12 @@ class RowTracker(TrackedRows):
         """
         sort_id_maps(self._model)
         super().restore(head)
+        self._references.take()
 
     def close(self) -> None:
         """Remove all hooks; nothing is marked from here on, and nothing can be saved with this tracker."""
         self._is_closed = True
+        self._references = ReferenceDigests(())
         self._hooks.remove()
 
     def _named(self, table: str) -> Sequence[TrackedShard]:
