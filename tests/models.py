@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Adam, Optimizer, SparseAdam
 from torchrec import (
     EmbeddingBagCollection,
@@ -304,6 +305,10 @@ def _pieces(value: Any) -> Any:
     if isinstance(value, ShardedTensor):
         shards = [(list(shard.metadata.shard_offsets), shard.tensor.clone()) for shard in value.local_shards()]
         return _Pieces(value.size(), value.dtype, shards)
+    if isinstance(value, DTensor):
+        local: Any = value.to_local()
+        held = zip(local.local_offsets(), local.local_shards(), strict=False) if local.numel() else ()
+        return _Pieces(value.size(), value.dtype, [(list(offsets), shard.clone()) for offsets, shard in held])
     if isinstance(value, Tensor):
         return _Pieces(value.shape, value.dtype, [([0] * value.dim(), value.detach().clone())])
     return value

@@ -96,14 +96,6 @@ class ModifiedRows:
         self.marked.zero_()
         self.since_baseline.zero_()
 
-    def digest(self) -> bytes:
-        """Tells whether another rank, which has the same shard, has the same rows frozen and since the baseline."""
-        found = hashlib.blake2b(digest_size=16)
-        for mask in (self.frozen, self.since_baseline):
-            if mask is not None:
-                found.update(mask.cpu().numpy().tobytes())
-        return found.digest()
-
     def select(self, since: Since) -> "RowMask":
         """The frozen rows modified since then.
 
@@ -127,6 +119,10 @@ class RowMask:
 
     def __len__(self) -> int:
         return int(self.mask.count_nonzero())
+
+    def digest(self) -> bytes:
+        """Tells whether another rank, which has the same shard, has the same rows."""
+        return hashlib.blake2b(self.mask.cpu().numpy().tobytes(), digest_size=16).digest()
 
     def blocks(self, block_rows: int) -> Iterator[Tensor]:
         """The members in increasing order, as int64 [block_rows] on the mask's device; the last may be shorter.

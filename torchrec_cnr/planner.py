@@ -44,14 +44,14 @@ class _LocalPlanData:
         head: The checkpoint that this rank's marks relate to.
         tensors: Those that this rank can store by rows, by FQN.
         replaced: Optimizer state that was put in the place of the one that the head holds.
-        marks: Digests of the modified rows of shards that other ranks may have, too.
+        marks: Digests of the modified rows of shards that other ranks may have, too, by what they are a delta of.
     """
 
     paths: dict[str, tuple[Any, ...]]
     head: CheckpointRef | None
     tensors: dict[str, RowTensor]
     replaced: frozenset[ShardKey]
-    marks: Mapping[ShardKey, bytes]
+    marks: Mapping[tuple[ShardKey, Since], bytes]
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +152,12 @@ class CNRSavePlanner(DefaultSavePlanner):
             for item in self._items.values()
         }
         replaced = frozenset(key for key, item in self._items.items() if item.is_replaced)
-        marks = {key: item.shard.rows.digest() for key, item in self._items.items() if self._is_replicated(key[0])}
+        marks = {
+            (key, since): item.shard.rows.select(since).digest()
+            for key, item in self._items.items()
+            for since in (Since.HEAD, Since.BASELINE)
+            if self._is_replicated(key[0])
+        }
         return replace(plan, planner_data=_LocalPlanData(self.mappings, head, tensors, replaced, marks))
 
     def _is_replicated(self, fqn: str) -> bool:
@@ -178,7 +183,7 @@ class CNRSavePlanner(DefaultSavePlanner):
             new = stored_whole(tensors, metadata, base.parent)
             whole = frozenset(key for key in ranks_of if key[0] in new).union(*(rank.replaced for rank in data))
             # Only one of the ranks that hold one and the same shard stores it: the modified rows must be the same.
-            whole |= {key for key, ranks in ranks_of.items() if len({data[rank].marks.get(key) for rank in ranks}) > 1}
+            whole |= {key for key, ranks in ranks_of.items() if not _agree(key, base.since, [data[r] for r in ranks])}
             decision = replace(decision, since=base.since, parent=base.ref, history=base.head.history, whole=whole)
         metadata = SaveMetadata(metadata.state_dict_metadata, planner_data=metadata.planner_data, decision=decision)
         return [replace(plan, planner_data=decision) for plan in plans], metadata
@@ -266,6 +271,11 @@ def _ranks_of_shards(plans: Sequence[SavePlan]) -> dict[ShardKey, list[int]]:
                     "dense kernels is such: give them fused kernels, or make them data-parallel"
                 )
     return ranks_of
+
+
+def _agree(key: ShardKey, since: Since, ranks: Sequence[_LocalPlanData]) -> bool:
+    """Whether all ranks that have a shard modified the same rows of it."""
+    return len({rank.marks.get((key, since)) for rank in ranks}) == 1
 
 
 def _key(item: WriteItem) -> ShardKey:

@@ -45,25 +45,46 @@ class Replicas:
             )
         self._shards = shards
         self._has_maps = any(context.hash_zch_modules for context in model._ctxs)
-        self._cut_since_sync = [torch.zeros_like(shard.rows.marked) for shard in shards]
+        # Rows that were cut since the last synchronisation, and those marked before it and not cut yet.
+        self._cut = [torch.zeros_like(shard.rows.marked) for shard in shards]
+        self._synchronised = [torch.zeros_like(shard.rows.marked) for shard in shards]
         hooks.around(model, "sync", self._synchronise)
 
+    @property
+    def num_modified(self) -> int:
+        """Rows that are marked here, and not by their shards."""
+        held = (~shard.rows.marked & rows for shard, rows in zip(self._shards, self._synchronised, strict=True))
+        return sum(int(rows.count_nonzero()) for rows in held)
+
     def before_cut(self) -> None:
-        """Remember the rows that a cut takes out of the marks; the next synchronisation modifies them again."""
-        for shard, cut in zip(self._shards, self._cut_since_sync, strict=True):
+        """Have all marks with the shards; those since the last synchronisation, the next one modifies again."""
+        for shard, cut, synchronised in zip(self._shards, self._cut, self._synchronised, strict=True):
             cut |= shard.rows.marked
+            shard.rows.mark_where(synchronised)
+            synchronised.zero_()
+
+    def restored(self) -> None:
+        """All replicas hold what was loaded."""
+        for mask in (*self._cut, *self._synchronised):
+            mask.zero_()
 
     def _synchronise(self, sync: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         for shard in self._shards:
             shard.check_writes()
         sync(*args, **kwargs)
-        for shard, cut in zip(self._shards, self._cut_since_sync, strict=True):
+        for shard, cut, synchronised in zip(self._shards, self._cut, self._synchronised, strict=True):
+            rows = shard.rows
             if self._has_maps:  # ids may have moved to other rows
-                shard.rows.mark_all()
-            self._unite(cut.logical_or_(shard.rows.marked))
-            shard.rows.mark_where(cut)
+                rows.mark_all()
+            synchronised |= self._united(cut | rows.marked)
             cut.zero_()
+            rows.marked.zero_()
+            rows.since_baseline = self._united(rows.since_baseline)
+            rows.frozen = None if rows.frozen is None else self._united(rows.frozen)
             shard.accept_writes()
 
-    def _unite(self, mask: Tensor) -> None:
-        dist.all_reduce(mask.view(torch.uint8), dist.ReduceOp.MAX, group=self._group)
+    def _united(self, mask: Tensor) -> Tensor:
+        """The rows that any replica has in a mask."""
+        united = mask.to(torch.uint8)
+        dist.all_reduce(united, dist.ReduceOp.MAX, group=self._group)
+        return united.bool()

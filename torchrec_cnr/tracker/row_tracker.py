@@ -68,6 +68,11 @@ class RowTracker(TrackedRows):
             for handle in stepped.watch():
                 self._hooks.add(handle)
 
+    @property
+    def num_modified(self) -> int:
+        """Rows marked on this rank since the last cut."""
+        return super().num_modified + (self._replicas.num_modified if self._replicas is not None else 0)
+
     def mark(self, table: str, rows: Tensor) -> None:
         """Mark rows that something else than training modifies.
 
@@ -107,9 +112,9 @@ class RowTracker(TrackedRows):
         if self._is_closed:
             raise ConfigurationError("the tracker was closed and has not seen what was modified since; make a new one")
         self.check_writes()
-        self._references.check()
         if self._replicas is not None:
             self._replicas.before_cut()
+        self._references.check()
         super().freeze()
 
     def forget(self) -> None:
@@ -125,6 +130,8 @@ class RowTracker(TrackedRows):
         """
         sort_id_maps(self._model)
         super().restore(head)
+        if self._replicas is not None:
+            self._replicas.restored()
         self._references.take()
 
     def close(self) -> None:

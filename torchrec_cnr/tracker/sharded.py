@@ -58,7 +58,7 @@ def _track_kernel(path: str, kernel: Any, hooks: Hooks, stepped: SteppedTables) 
                 f"{path}.{table.name}: {type(kernel).__name__} keeps rows outside of memory; leave its module out of "
                 "the tracked model"
             )
-    marks = _KernelMarks.of([len(weight) for weight in weights], [len(t.feature_names) for t in tables], weights)
+    marks = KernelMarks.of([len(weight) for weight in weights], [len(t.feature_names) for t in tables], weights)
     shards: list[TrackedShard] = []
     for index, (table, weight) in enumerate(zip(tables, weights, strict=True)):
         rows = ModifiedRows(f"{path}.{table.name}", _box(table, weight), weight.device, marks.of_table(index))
@@ -77,7 +77,7 @@ def _track_kernel(path: str, kernel: Any, hooks: Hooks, stepped: SteppedTables) 
 
 
 @dataclass(frozen=True, eq=False)
-class _KernelMarks:
+class KernelMarks:
     """The marks of all tables of a kernel, one after another, so that a lookup is marked at once.
 
     On a GPU, cutting a lookup's ids into those of each feature takes lengths that are known to the device alone, and
@@ -95,7 +95,7 @@ class _KernelMarks:
     feature_rows: Tensor
 
     @classmethod
-    def of(cls, num_rows: Sequence[int], num_features: Sequence[int], weights: Sequence[Tensor]) -> "_KernelMarks":
+    def of(cls, num_rows: Sequence[int], num_features: Sequence[int], weights: Sequence[Tensor]) -> "KernelMarks":
         """Marks of tables of so many rows, looked up by so many features each."""
         device = weights[0].device
         ends = torch.tensor([0, *num_rows]).cumsum(0)
@@ -133,7 +133,8 @@ class _FusedState:
     def __call__(self) -> Sequence[Tensor]:
         num_rows = len(self.kernel.split_embedding_weights()[self.index])
         states = self.kernel.get_optimizer_state()
-        return [state for state in states[self.index].values() if has_rows(state, num_rows)] if states else ()
+        named = states[self.index].items() if states else ()
+        return [state for name, state in named if name != "iter" and has_rows(state, num_rows)]  # one for all tables
 
 
 def _box(table: Any, weight: Tensor) -> Box:

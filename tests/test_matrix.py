@@ -1,0 +1,137 @@
+"""Every kind of model, saved and loaded under every other: see ``tests.matrix`` for the cells."""
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import torchrec_cnr as cnr
+from tests import zoo
+from tests.matrix import REFUSALS, Cell, Refusal, all_cells, is_meant, pairwise_cells, refusal
+from tests.models import Whole, differing, writer
+from tests.ranks import RankPools
+from tests.zoo import MODULES, OPTIMIZERS, SHARDINGS, Job, Kind
+
+
+def _train_and_save(rank: int, root: str, kind: Kind) -> None:
+    job = zoo.build(kind, seed=1)
+    tracker = cnr.RowTracker(job.model)
+    for number in range(2):
+        zoo.train(job, seed=number)
+        saved = _save(job, tracker, f"{root}/{number}")
+    assert saved.kind == "delta"
+    if not kind.optimizer.endswith("Adam"):  # which moves rows without a gradient, too
+        assert 0 < saved.num_rows < cnr.read_checkpoint(f"{root}/0").num_rows
+    _write_contents(job, f"{root}/1.pt")
+    tracker.close()
+
+
+def _go_on(rank: int, root: str, kind: Kind) -> None:
+    job = zoo.build(kind, seed=2)
+    tracker = cnr.RowTracker(job.model)
+    _load(job, f"{root}/1", tracker)
+    zoo.train(job, seed=2)
+    saved = _save(job, tracker, f"{root}/2")
+    assert saved.kind == "delta"
+    _write_contents(job, f"{root}/2.pt")
+    tracker.close()
+
+
+def _come_back(rank: int, root: str, kind: Kind) -> None:
+    job = zoo.build(kind, seed=3)
+    tracker = cnr.RowTracker(job.model)
+    _load(job, f"{root}/2", tracker)
+    tracker.close()
+
+
+def _save(job: Job, tracker: cnr.RowTracker, path: str) -> cnr.Checkpoint:
+    planner = cnr.CNRSavePlanner(tracker, policy=cnr.Consecutive())
+    dcp.save(zoo.state(job), storage_writer=writer(path), planner=planner)
+    return cnr.read_checkpoint(path)
+
+
+def _write_contents(job: Job, path: str) -> None:
+    found = zoo.contents(job)
+    if dist.get_rank() == 0:
+        torch.save(found, path)
+
+
+def _load(job: Job, path: str, tracker: cnr.RowTracker) -> None:
+    """Load a checkpoint: before, nothing is what was saved, and afterwards everything is."""
+    wanted: Whole = torch.load(f"{path}.pt")
+    before = zoo.contents(job)
+    tables = [name for name in wanted if name.startswith("model.") and name.endswith(".weight")]
+    assert tables
+    assert {*tables, "progress.step"} <= set(differing(before, wanted))
+    state = zoo.state(job)
+    dcp.load(state, storage_reader=cnr.CNRStorageReader(path), planner=cnr.CNRLoadPlanner(tracker))
+    zoo.take(job, state)
+    _assert_same(zoo.contents(job), wanted)
+
+
+def _assert_same(got: Whole, wanted: Whole) -> None:
+    missing = set(got) ^ set(wanted)
+    assert all(name.endswith(".step") for name in missing), missing  # fused kernels count none
+    for name in set(got) & set(wanted):
+        if isinstance(wanted[name], torch.Tensor):  # the mean over column shards is rounded
+            assert torch.allclose(got[name], wanted[name], rtol=1e-6, atol=0), name
+        else:
+            assert got[name] == wanted[name], name
+
+
+def _run(rank_pool: RankPools, root: Path, cell: Cell) -> None:
+    num_source, num_target = cell.num_ranks
+    rank_pool(num_source).run(_train_and_save, str(root), cell.source)
+    rank_pool(num_target).run(_go_on, str(root), cell.target)
+    rank_pool(num_source).run(_come_back, str(root), cell.source)
+
+
+@pytest.mark.parametrize("cell", pairwise_cells(), ids=str)
+def test_a_lineage_goes_from_one_kind_to_another_and_back(tmp_path: Path, rank_pool: RankPools, cell: Cell) -> None:
+    """Baseline and delta load into another sharding on other ranks, which goes on with a delta, and back."""
+    _run(rank_pool, tmp_path, cell)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", all_cells(), ids=str)
+def test_every_sharding_loads_into_every_other(tmp_path: Path, rank_pool: RankPools, cell: Cell) -> None:
+    """The whole product of modules, shardings and optimizers."""
+    _run(rank_pool, tmp_path, cell)
+
+
+def _outcomes(rank: int, kinds: list[Kind]) -> list[str]:
+    """What building and training each kind ends with."""
+    return [_outcome(kind) for kind in kinds]
+
+
+def _outcome(kind: Kind) -> str:
+    try:
+        job = zoo.build(kind, seed=1)
+        for seed in range(4):
+            zoo.train(job, seed)
+    except Exception as error:  # noqa: BLE001 - whatever TorchRec, FBGEMM and PyTorch refuse with
+        return f"{type(error).__name__}: {error}"
+    return "works"
+
+
+def _is_as_said(outcome: str, expected: Refusal | None) -> bool:
+    if expected is None:
+        return outcome == "works"
+    return outcome.startswith(f"{expected.error}: ") and expected.match in outcome
+
+
+def test_what_cannot_be_built_is_refused_as_said(rank_pool: RankPools) -> None:
+    """Every module, sharding and optimizer works here, or is refused with the error that the matrix tells."""
+    kinds = [kind for kind in (Kind(*factors) for factors in product(MODULES, SHARDINGS, OPTIMIZERS)) if is_meant(kind)]
+    outcomes = rank_pool(2).run(_outcomes, kinds, timeout_secs=240.0)
+    wrong = [
+        f"{kind}: {outcome[:100]!r}, expected {expected}"
+        for of_rank in outcomes
+        for kind, outcome in zip(kinds, of_rank, strict=True)
+        if not _is_as_said(outcome, expected := refusal(kind))
+    ]
+    assert wrong == []
+    assert {refusal(kind) for kind in kinds} >= {one for one in REFUSALS if one.num_ranks == 1}

@@ -1,0 +1,131 @@
+"""2-D parallel models: one of the replicas saves what any of them modified."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+import torchrec_cnr as cnr
+from tests import zoo
+from tests.models import Whole, differing, writer
+from tests.ranks import RankPools
+from tests.zoo import Job, Kind
+
+SHARDINGS = ("table_wise", "row_wise", "column_wise")
+
+
+def _kind(sharding: str) -> Kind:
+    return Kind("EmbeddingBagCollection", sharding, "RowWiseAdagrad", num_replicas=2)
+
+
+def _train(job: Job, seed: int) -> None:
+    zoo.train(job, seed)
+    job.model.sync()
+
+
+def _save(job: Job, tracker: cnr.RowTracker, path: str) -> cnr.Checkpoint:
+    planner = cnr.CNRSavePlanner(tracker, policy=cnr.Consecutive())
+    dcp.save(zoo.state(job), storage_writer=writer(path), planner=planner)
+    return cnr.read_checkpoint(path)
+
+
+def _load(job: Job, path: str, tracker: cnr.RowTracker | None = None) -> Whole:
+    dcp.load(zoo.state(job), storage_reader=cnr.CNRStorageReader(path), planner=cnr.CNRLoadPlanner(tracker))
+    return {name: value for name, value in zoo.contents(job).items() if isinstance(value, Tensor)}
+
+
+def _tensors(job: Job) -> Whole:
+    return {name: value for name, value in zoo.contents(job).items() if isinstance(value, Tensor)}
+
+
+def _num_rows_changed(before: Whole, after: Whole) -> int:
+    tables = [name for name in after if name.startswith("model.sparse")]
+    return sum(int((before[name] != after[name]).any(dim=1).sum()) for name in tables)
+
+
+def _save_what_any_replica_modified(rank: int, root: str, sharding: str) -> None:
+    job = zoo.build(_kind(sharding), seed=1)
+    tracker = cnr.RowTracker(job.model)
+    _train(job, 1)
+    _save(job, tracker, f"{root}/0")
+    before = _tensors(job)
+    zoo.train(job, 2)
+    own = tracker.num_modified
+    job.model.sync()
+    assert tracker.num_modified > own  # those of the other replica
+    after = _tensors(job)
+    saved = _save(job, tracker, f"{root}/1")
+    assert saved.kind == "delta"
+    assert saved.num_rows == _num_rows_changed(before, after)
+    other = zoo.build(_kind("row_wise"), seed=2)
+    of_other = cnr.RowTracker(other.model)
+    assert differing(_tensors(other), after)
+    assert differing(_load(other, f"{root}/1", of_other), after) == []
+    _train(other, 3)
+    assert _save(other, of_other, f"{root}/2").kind == "delta"
+    end = _tensors(other)
+    assert differing(_load(job, f"{root}/2", tracker), end) == []
+    tracker.close()
+    of_other.close()
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_a_delta_holds_what_any_replica_modified(tmp_path: Path, rank_pool: RankPools, sharding: str) -> None:
+    """After a synchronisation, whichever replica is saved."""
+    rank_pool(4).run(_save_what_any_replica_modified, str(tmp_path), sharding)
+
+
+def _save_before_synchronising(rank: int, root: str, sharding: str) -> None:
+    job = zoo.build(_kind(sharding), seed=1)
+    tracker = cnr.RowTracker(job.model)
+    _train(job, 1)
+    first = _save(job, tracker, f"{root}/0")
+    zoo.train(job, 2)
+    saved = _save(job, tracker, f"{root}/1")
+    assert saved.kind == "delta"
+    assert saved.num_rows == first.num_rows  # only one replica is saved, and each has marks of its own
+    before = _tensors(job)
+    job.model.sync()  # modifies rows again that were in the last save
+    end = _tensors(job)
+    assert _num_rows_changed(before, end)
+    saved = _save(job, tracker, f"{root}/2")
+    assert saved.kind == "delta"
+    assert saved.num_rows < first.num_rows
+    tracker.close()
+    other = zoo.build(_kind("row_wise"), seed=2)
+    assert differing(_load(other, f"{root}/2"), end) == []
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_rows_that_a_later_synchronisation_modifies_are_saved(
+    tmp_path: Path, rank_pool: RankPools, sharding: str
+) -> None:
+    """A save between two synchronisations stores shards whole; the next one holds what the synchronisation changed."""
+    rank_pool(4).run(_save_before_synchronising, str(tmp_path), sharding)
+
+
+def _save_in_one_dimension(rank: int, root: str) -> None:
+    job = zoo.build(Kind("EmbeddingBagCollection", "column_wise", "RowWiseAdagrad"), seed=1)
+    tracker = cnr.RowTracker(job.model)
+    for number in range(2):
+        zoo.train(job, number)
+        _save(job, tracker, f"{root}/{number}")
+    tracker.close()
+    end = _tensors(job)
+    if rank == 0:
+        torch.save(end, f"{root}/end.pt")
+
+
+def _load_in_two_dimensions(rank: int, root: str) -> None:
+    job = zoo.build(_kind("table_wise"), seed=2)
+    wanted = torch.load(f"{root}/end.pt")
+    assert differing(_tensors(job), wanted)
+    assert differing(_load(job, f"{root}/1"), wanted) == []
+
+
+def test_a_model_of_one_dimension_loads_into_one_of_two(tmp_path: Path, rank_pool: RankPools) -> None:
+    """Each replica gets all rows."""
+    rank_pool(2).run(_save_in_one_dimension, str(tmp_path))
+    rank_pool(4).run(_load_in_two_dimensions, str(tmp_path))
