@@ -17,7 +17,7 @@ MAX_FUNCTION_LINES = 60
 # A unit is a module of the package, or a folder of modules.
 LAYERS = (
     {"errors", "version"},
-    {"kernels", "rows", "schemes", "manifest", "manifest_json", "manifest_parser", "regions"},
+    {"kernels", "rows", "schemes", "manifest", "manifest_json", "manifest_parser", "regions", "load_report", "fitting"},
     {"shards", "modified", "policies"},
     {"packs", "stores", "lineage", "decisions", "handover", "encoding", "folding"},
     {"planner", "load_planner", "writer", "reader", "assembly", "rank_writer"},

@@ -14,6 +14,7 @@ from torchrec_cnr.errors import (
 )
 from torchrec_cnr.lineage import Checkpoint, latest, read_checkpoint
 from torchrec_cnr.load_planner import CNRLoadPlanner
+from torchrec_cnr.load_report import LoadReport
 from torchrec_cnr.planner import CNRSavePlanner
 from torchrec_cnr.policies import Consecutive, Full, Intermittent, OneShot, Policy
 from torchrec_cnr.reader import CNRStorageReader
@@ -59,6 +60,7 @@ __all__ = [
     "KMeans",
     "LeastSquares",
     "LoadError",
+    "LoadReport",
     "NoQuantization",
     "OneShot",
     "Policy",
