@@ -269,12 +269,14 @@ def test_fitting_is_set_arithmetic(
     manifest = _manifest(
         {fqn: size for fqn, size in saved.items() if size is not None}, [fqn for fqn in saved if saved[fqn] is None]
     )
-    wanted = {Wanted(fqn, size, None if size is None else "float32") for rank in ranks for fqn, size in rank.items()}
+    wanted = {
+        Wanted(fqn, fqn, size, None if size is None else "float32") for rank in ranks for fqn, size in rank.items()
+    }
     union = set[str]().union(*ranks)
     differs = any(fqn in saved and saved[fqn] != size for rank in ranks for fqn, size in rank.items())
 
     def act() -> cnr.LoadReport:
-        return fit(wanted, manifest, "run/0", allow_partial=allow_partial)
+        return fit(wanted, manifest, "run/0", allow_partial=allow_partial).report
 
     if differs or (set(saved) != union and not allow_partial):
         with pytest.raises(cnr.StateMismatchError) as raised:

@@ -4,7 +4,7 @@ It does what DCP's planner does, and three things more:
 
 - a tensor or object that is missing on either side is an error, unless a partial load was asked for, and a report
   says what was done with every name;
-- row-wise optimizer state loads under another column sharding, although its size changes with the sharding;
+- optimizer state of tables loads under another sharding, although its names and sizes change with it;
 - the tracker learns which rows the lineage's deltas held, so that the next save continues the lineage.
 
 Who calls what, on which rank, in one ``dcp.load``:
@@ -18,6 +18,7 @@ Who calls what, on which rank, in one ``dcp.load``:
 
 import io
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,18 +26,18 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
-from torch.distributed.checkpoint.planner_helpers import _create_read_items
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from torchrec_cnr.decisions import ShardKey
-from torchrec_cnr.errors import ConfigurationError, LoadError, StateMismatchError
-from torchrec_cnr.fitting import Wanted, fit
-from torchrec_cnr.handover import LoadMetadata, RowStateReadItem
+from torchrec_cnr.errors import ConfigurationError, LoadError
+from torchrec_cnr.fitting import Fit, Source, Wanted, fit
+from torchrec_cnr.handover import LoadMetadata
 from torchrec_cnr.lineage import Lineage
 from torchrec_cnr.load_report import LoadReport
 from torchrec_cnr.modified import TrackedRows, TrackedShard
-from torchrec_cnr.shards import dtype_name, local_shards, memory_key
+from torchrec_cnr.read_items import read_items, wanted_item
+from torchrec_cnr.shards import local_shards, memory_key
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +48,12 @@ class _Decision:
 
     Attributes:
         report: What is loaded.
+        sources: By FQN, from where.
         is_complete: Whether a job that loaded it stands on the checkpoint, so that its next save may be a delta.
     """
 
     report: LoadReport
+    sources: Mapping[str, Source]
     is_complete: bool
 
 
@@ -70,7 +73,7 @@ class CNRLoadPlanner(DefaultLoadPlanner):
     def __init__(self, tracker: TrackedRows | None = None, *, allow_partial_load: bool = False) -> None:
         super().__init__(allow_partial_load=allow_partial_load)
         self._tracker = tracker
-        self._lineage: Lineage | None = None
+        self._loading: LoadMetadata | None = None
         self._decision: _Decision | None = None
         self._tracked: dict[ShardKey, TrackedShard] = {}
         self._restored: set[ShardKey] = set()
@@ -95,20 +98,23 @@ class CNRLoadPlanner(DefaultLoadPlanner):
         self._decision = self._report = None
         if not isinstance(metadata, LoadMetadata):
             raise ConfigurationError("CNRLoadPlanner needs a CNRStorageReader; pass one as storage_reader")
-        self._lineage = metadata.lineage
+        self._loading = metadata
 
     def create_local_plan(self) -> LoadPlan:
         """What this rank wants."""
-        return LoadPlan([], planner_data=frozenset(_wanted(fqn, value) for fqn, value in self.state_dict.items()))
+        items = self.state_dict.items()
+        return LoadPlan([], planner_data=frozenset(wanted_item(fqn, item, self.mappings[fqn]) for fqn, item in items))
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Decide for all ranks: a rank need not hold every tensor."""
-        newest = self._opened.newest
         wanted = frozenset[Wanted]().union(*(plan.planner_data for plan in global_plan))
-        report = fit(wanted, newest.manifest, newest.store.url, allow_partial=self.allow_partial_load)
-        if report.missing or report.unexpected:
-            logger.warning("not everything is loaded (the planner's report names all of it): %s", report)
-        decision = _Decision(report, is_complete=not report.missing and not report.unexpected)
+        newest = self._lineage.newest
+        found = fit(wanted, newest.manifest, newest.store.url, allow_partial=self.allow_partial_load)
+        if found.report.missing or found.report.unexpected:
+            logger.warning("not everything is loaded (the planner's report names all of it): %s", found.report)
+        else:
+            logger.info("%s", found.report)
+        decision = _Decision(found.report, found.sources, _is_complete(found, self._lineage))
         return [replace(plan, planner_data=decision) for plan in global_plan]
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
@@ -119,9 +125,9 @@ class CNRLoadPlanner(DefaultLoadPlanner):
             self._tracker.forget()
             self._start_tracking(self._tracker)
         items: list[ReadItem] = []
-        for fqn in decision.report.loaded:
+        for fqn, source in decision.sources.items():
             if fqn in self.state_dict:
-                items += self._read_items(self._opened, fqn, self.state_dict[fqn])
+                items += read_items(fqn, source, self.state_dict, self._opened, self._lineage.newest.manifest)
         return replace(new_plan, items=items)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -150,9 +156,9 @@ class CNRLoadPlanner(DefaultLoadPlanner):
         loaded = {id(shard) for key, shard in self._tracked.items() if key in self._restored}
         tracked = {id(shard) for shard in self._tracker.shards if shard.rows.box.num_rows}
         if self._decision.is_complete and loaded == tracked:
-            self._tracker.restore(self._opened.head)
+            self._tracker.restore(self._lineage.head)
         else:
-            self._tracker.restore_partly(self._opened.head)
+            self._tracker.restore_partly(self._lineage.head)
 
     def _start_tracking(self, tracker: TrackedRows) -> None:
         self._restored = set()
@@ -167,41 +173,28 @@ class CNRLoadPlanner(DefaultLoadPlanner):
             shard.rows.restore()
 
     @property
-    def _opened(self) -> Lineage:
-        if self._lineage is None:
+    def _opened(self) -> LoadMetadata:
+        if self._loading is None:
             raise LoadError("a load was planned before its checkpoint was read; call dcp.load")
-        return self._lineage
+        return self._loading
 
-    def _read_items(self, lineage: Lineage, fqn: str, value: Any) -> list[ReadItem]:
-        entry = lineage.newest.manifest.tensors.get(fqn)
-        if entry is not None and entry.table is not None and entry.table in self.state_dict:
-            return self._row_state_items(fqn, value, entry.table)
-        known = self.metadata.state_dict_metadata if self.metadata else {}
-        return _create_read_items(fqn, known[fqn], value)
-
-    def _row_state_items(self, fqn: str, value: Any, table: str) -> list[ReadItem]:
-        """Reads of row-wise state: the i-th local shard belongs to the i-th local shard of its table."""
-        own, tables = local_shards(value), local_shards(self.state_dict[table])
-        if [shard.box.num_rows for shard in own] != [shard.box.num_rows for shard in tables]:
-            raise StateMismatchError(f"{fqn!r} is not sharded as its table {table!r} is in the state dict")
-        return [
-            RowStateReadItem(
-                type=LoadItemType.TENSOR,
-                dest_index=MetadataIndex(fqn, shard.box.offsets, index),
-                dest_offsets=torch.Size((0,)),
-                storage_index=MetadataIndex(fqn),
-                storage_offsets=torch.Size((0,)),
-                lengths=torch.Size(shard.box.sizes),
-                table_box=table_shard.box,
-            )
-            for index, (shard, table_shard) in enumerate(zip(own, tables, strict=True))
-            if shard.box.num_rows
-        ]
+    @property
+    def _lineage(self) -> Lineage:
+        lineage = self._opened.lineage
+        if lineage is None:
+            raise LoadError("a load was planned although its checkpoint could not be read; call dcp.load")
+        return lineage
 
 
 def _key(item: ReadItem) -> ShardKey:
     return item.dest_index.fqn, tuple(item.dest_index.offset or ())
 
 
-def _wanted(fqn: str, value: Any) -> Wanted:
-    return Wanted(fqn, tuple(value.size()), dtype_name(value)) if isinstance(value, Tensor) else Wanted(fqn)
+def _is_complete(found: Fit, lineage: Lineage) -> bool:
+    """Whether deltas may follow: nothing was left out, and what was renamed or is new is stored whole in the next one.
+
+    It is where no checkpoint of the lineage has the name, since a delta may be one of any of them.
+    """
+    new = {*found.report.renamed, *found.report.missing}
+    known = (fqn for checkpoint in lineage.checkpoints for fqn in checkpoint.manifest.tensors)
+    return not found.left_out and new.isdisjoint(known)

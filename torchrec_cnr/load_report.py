@@ -1,10 +1,9 @@
 """Load reports: what a load did with every name of the checkpoint and of the state dicts."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
-Size = tuple[int, ...]
+from torchrec_cnr.optimizer_state import Size
 
 _NUM_LISTED = 5
 
@@ -31,24 +30,17 @@ class LoadReport:
 
     def __str__(self) -> str:
         lines = [f"{len(self.loaded)} loaded from {self.url}"]
-        if self.missing:
-            lines.append(f"{len(self.missing)} missing, left as they were: {some(self.missing)}")
-        if self.unexpected:
-            lines.append(f"{len(self.unexpected)} unexpected, left out: {some(self.unexpected)}")
-        if self.reshaped:
-            sizes = (f"{fqn!r} from {list(old)} to {list(new)}" for fqn, (old, new) in self.reshaped.items())
-            lines.append(f"{len(self.reshaped)} reshaped: {listed(sizes, len(self.reshaped))}")
-        if self.renamed:
-            names = (f"{fqn!r} was {saved!r}" for fqn, saved in self.renamed.items())
-            lines.append(f"{len(self.renamed)} renamed: {listed(names, len(self.renamed))}")
+        sizes = [f"{fqn!r} from {list(old)} to {list(new)}" for fqn, (old, new) in self.reshaped.items()]
+        parts = {
+            "missing, left as they were": [repr(fqn) for fqn in self.missing],
+            "unexpected, left out": [repr(fqn) for fqn in self.unexpected],
+            "reshaped": sizes,
+            "renamed": [f"{fqn!r} was {saved!r}" for fqn, saved in self.renamed.items()],
+        }
+        lines += [f"{len(found)} {what}: {listed(found)}" for what, found in parts.items() if found]
         return "\n".join(lines)
 
 
-def some(names: Collection[str]) -> str:
-    """The first names of many, quoted."""
-    return listed(map(repr, names), len(names))
-
-
-def listed(parts: Iterable[str], count: int) -> str:
-    """The first parts of ``count``."""
-    return ", ".join(islice(parts, _NUM_LISTED)) + (", ..." if count > _NUM_LISTED else "")
+def listed(parts: Sequence[str]) -> str:
+    """The first few of many."""
+    return ", ".join(parts[:_NUM_LISTED]) + (", ..." if len(parts) > _NUM_LISTED else "")

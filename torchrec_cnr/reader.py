@@ -38,12 +38,12 @@ from torchrec_cnr.errors import (
     StateMismatchError,
 )
 from torchrec_cnr.folding import fold, plan_fold
-from torchrec_cnr.handover import LoadMetadata, RestoredRows, RowStateReadItem
+from torchrec_cnr.handover import LoadMetadata, RestoredRows, RowStateReadItem, ValueReadItem
 from torchrec_cnr.lineage import Lineage, read_lineage
 from torchrec_cnr.manifest import DTYPES, TensorEntry
 from torchrec_cnr.modified import forget_overwritten
 from torchrec_cnr.packs import check_headers, plan_spans, read_spans
-from torchrec_cnr.regions import Region, RowStateRegion, TensorRegion, column_bounds
+from torchrec_cnr.regions import LargestValueRegion, Region, RowStateRegion, TensorRegion, column_bounds
 from torchrec_cnr.rows import Box
 from torchrec_cnr.stores import Store
 
@@ -133,6 +133,8 @@ class CNRStorageReader(StorageReader):
     def _region(self, lineage: Lineage, item: ReadItem, target: Tensor, planner: LoadPlanner) -> Region:
         fqn = item.storage_index.fqn
         entry = lineage.newest.manifest.tensors[fqn]
+        if isinstance(item, ValueReadItem):
+            return LargestValueRegion(fqn, Box.whole(entry.size), DTYPES[entry.dtype], target)
         if target.dtype is not DTYPES[entry.dtype]:
             raise StateMismatchError(
                 f"tensor {fqn!r}: the checkpoint {self._url} has {entry.dtype}, the state dict has {target.dtype}; "
@@ -142,9 +144,10 @@ class CNRStorageReader(StorageReader):
             raise StateMismatchError(
                 f"tensor {fqn!r}: {list(item.lengths)} of {self._url} are to be loaded into {list(target.shape)}"
             )
+        if isinstance(item, RowStateReadItem):
+            return _row_state_region(lineage, fqn, item.table_box, target)
         if entry.table is not None:
-            box = item.table_box if isinstance(item, RowStateReadItem) else _table_box(entry, item)
-            return RowStateRegion(fqn, box, target, column_bounds(lineage.shards(fqn), box))
+            return _row_state_region(lineage, fqn, _table_box(entry, item), target)
         origin = item.storage_index.offset or ()
         offsets = tuple(base + offset for base, offset in zip(origin, item.storage_offsets, strict=True))
         region = TensorRegion(fqn, Box(offsets, tuple(item.lengths)), target)
@@ -177,6 +180,18 @@ def _tensor_metadata(entry: TensorEntry) -> TensorStorageMetadata:
         ChunkStorageMetadata(torch.Size(shard.box.offsets), torch.Size(shard.box.sizes)) for shard in entry.shards
     ]
     return TensorStorageMetadata(TensorProperties(dtype=DTYPES[entry.dtype]), torch.Size(entry.size), chunks)
+
+
+def _row_state_region(lineage: Lineage, fqn: str, table_box: Box, target: Tensor) -> Region:
+    """The state of the rows of a table's box, whether it was saved as row-wise, as [rows] or as [rows, 1]."""
+    entry = lineage.newest.manifest.tensors[fqn]
+    values = target if target.dim() == 1 else target[:, 0]
+    if entry.table is not None:
+        return RowStateRegion(fqn, table_box, values, column_bounds(lineage.shards(fqn), table_box))
+    (first, _), (num_rows, _) = table_box.offsets, table_box.sizes
+    if len(entry.size) == 1:
+        return TensorRegion(fqn, Box((first,), (num_rows,)), values)
+    return TensorRegion(fqn, Box((first, 0), (num_rows, 1)), values[:, None])
 
 
 def _table_box(entry: TensorEntry, item: ReadItem) -> Box:
