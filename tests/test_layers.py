@@ -30,7 +30,7 @@ LAYERS = (
         "optimizer_state",
     },
     {"shards", "modified", "policies"},
-    {"packs", "stores", "lineage", "decisions", "handover", "encoding", "folding"},
+    {"packs", "stores", "lineage", "decisions", "handover", "encoding", "folding", "table_reader"},
     {"planner", "load_planner", "writer", "reader", "assembly", "rank_writer", "read_items"},
     {"stepped", "tracker", "maintenance", "manager"},
     {"__init__", "cli"},

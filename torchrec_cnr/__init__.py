@@ -33,6 +33,7 @@ from torchrec_cnr.schemes import (
     Symmetric,
     expected_restores,
 )
+from torchrec_cnr.table_reader import load_table
 from torchrec_cnr.tracker import RowTracker
 from torchrec_cnr.version import __version__
 from torchrec_cnr.writer import CNRStorageWriter
@@ -75,5 +76,6 @@ __all__ = [
     "__version__",
     "expected_restores",
     "latest",
+    "load_table",
     "read_checkpoint",
 ]
