@@ -17,10 +17,22 @@ MAX_FUNCTION_LINES = 60
 # A unit is a module of the package, or a folder of modules.
 LAYERS = (
     {"errors", "version"},
-    {"kernels", "rows", "schemes", "manifest", "manifest_json", "manifest_parser", "regions", "digests"},
+    {
+        "kernels",
+        "rows",
+        "schemes",
+        "manifest",
+        "manifest_json",
+        "manifest_parser",
+        "regions",
+        "digests",
+        "load_report",
+        "fitting",
+        "optimizer_state",
+    },
     {"shards", "modified", "tracked", "untracked", "policies"},
-    {"packs", "stores", "lineage", "decisions", "handover", "encoding", "folding"},
-    {"planner", "load_planner", "writer", "reader", "assembly", "rank_writer"},
+    {"packs", "stores", "lineage", "decisions", "handover", "encoding", "folding", "table_reader"},
+    {"planner", "load_planner", "writer", "reader", "assembly", "rank_writer", "read_items"},
     {"stepped", "tracker", "maintenance", "manager"},
     {"__init__", "cli"},
 )

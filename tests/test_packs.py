@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torchrec_cnr import packs
 from torchrec_cnr.errors import DamagedError, StoreError
 from torchrec_cnr.manifest import DTYPES, Blob, Pack
-from torchrec_cnr.packs import PackWriter, check_headers, plan_spans, read_spans
+from torchrec_cnr.packs import PackReader, PackWriter, plan_spans, read_spans
 from torchrec_cnr.stores import Bytes, Store
 
 places = st.floats(0, 1, exclude_max=True)
@@ -34,8 +34,8 @@ class Written:
 
     def read(self, wanted: Sequence[int] | None = None, thread_count: int = 2) -> dict[str, bytes]:
         """Blobs by number."""
-        spans = plan_spans([(str(n), self.blobs[n]) for n in (range(len(self.blobs)) if wanted is None else wanted)])
-        return {key: data.tobytes() for key, data in read_spans(self.store, self.packs, spans, thread_count)}
+        blobs = [(str(n), self.blobs[n]) for n in (range(len(self.blobs)) if wanted is None else wanted)]
+        return {key: data.tobytes() for key, data in PackReader(self.store, self.packs, thread_count).read(blobs)}
 
     def path(self, pack: int) -> Path:
         """A pack's file."""
@@ -87,7 +87,6 @@ def test_blobs_come_back(
     """Whatever the sizes, blobs are read as they were written, and packs are filled up to their limit without holes."""
     written = _write(_new_store(tmp_path_factory, protocol), sizes, pack_bytes, num_writers)
     assert written.read(thread_count=num_readers) == {str(n): data for n, data in enumerate(written.contents)}
-    check_headers(written.store, written.packs)
     assert written.store.names() == sorted(f"save-0-{number}.safetensors" for number in range(len(written.packs)))
     for index, pack in enumerate(written.packs):
         inside = sorted((b.offset, b.num_bytes) for b in written.blobs if b.pack == index)
@@ -104,8 +103,8 @@ def test_packs_are_full_before_the_next_begins(written: Written) -> None:
     assert [blob.pack for blob in written.blobs] == [0, 0, 0, 0, 1, 2, 2]
 
 
-def test_only_wanted_blobs_are_read(written: Written) -> None:
-    """Blobs that nobody asked for may be damaged without harm."""
+def test_only_wanted_blobs_and_their_packs_headers_are_read(written: Written) -> None:
+    """Blobs that nobody asked for may be damaged without harm, and so may packs that have nothing else."""
     written.path(1).unlink()
     data = bytearray(written.path(0).read_bytes())
     data[written.blobs[1].offset] ^= 1
@@ -113,6 +112,30 @@ def test_only_wanted_blobs_are_read(written: Written) -> None:
     assert written.read([0, 2, 6]) == {str(n): written.contents[n] for n in (0, 2, 6)}
     with pytest.raises(DamagedError):
         written.read([0, 1, 2])
+
+
+def test_headers_are_checked_once_of_packs_that_are_read_from(
+    written: Written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Damage to a header is noticed with the first blob wanted of its pack, and a header is not read again."""
+    reads: list[tuple[str, int]] = []
+    read_array = Store.read_array
+
+    def note(store: Store, name: str, start: int, stop: int) -> Bytes:
+        reads.append((name, start))
+        return read_array(store, name, start, stop)
+
+    monkeypatch.setattr(Store, "read_array", note)
+    reader = PackReader(written.store, written.packs, 1)
+    for number in (3, 2, 6):
+        assert [key for key, _ in reader.read([("it", written.blobs[number])])] == ["it"]
+    assert [name for name, start in reads if start == 0] == [written.packs[0].name, written.packs[2].name]
+    data = bytearray(written.path(1).read_bytes())
+    data[9] ^= 1
+    written.path(1).write_bytes(data)
+    assert [key for key, _ in reader.read([("it", written.blobs[0])])] == ["it"]
+    with pytest.raises(DamagedError, match=r"header of save-0-1\.safetensors: crc32c"):
+        list(reader.read([("it", written.blobs[4])]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -269,7 +292,7 @@ def test_any_flipped_bit_is_noticed(
     data[int(place * len(data))] ^= 1 << bit
     written.path(pack).write_bytes(data)
     with pytest.raises(DamagedError, match=rf"save-0-{pack}\.safetensors.*crc32c is 0x\w+, the manifest says"):
-        _check_all(written)
+        written.read()
 
 
 @hypothesis.given(place=places, pack=st.integers(0, 2))
@@ -279,12 +302,7 @@ def test_any_truncation_is_noticed(tmp_path_factory: pytest.TempPathFactory, pla
     data = written.path(pack).read_bytes()
     written.path(pack).write_bytes(data[: int(place * len(data))])
     with pytest.raises(DamagedError, match=rf"save-0-{pack}\.safetensors.*truncated"):
-        _check_all(written)
-
-
-def _check_all(written: Written) -> None:
-    check_headers(written.store, written.packs)
-    written.read()
+        written.read()
 
 
 @pytest.mark.parametrize("protocol", ["local", "memory"])

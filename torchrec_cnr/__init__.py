@@ -15,6 +15,7 @@ from torchrec_cnr.errors import (
 )
 from torchrec_cnr.lineage import Checkpoint, latest, read_checkpoint
 from torchrec_cnr.load_planner import CNRLoadPlanner
+from torchrec_cnr.load_report import LoadReport
 from torchrec_cnr.planner import CNRSavePlanner
 from torchrec_cnr.policies import Consecutive, Full, Intermittent, OneShot, Policy
 from torchrec_cnr.reader import CNRStorageReader
@@ -33,6 +34,7 @@ from torchrec_cnr.schemes import (
     Symmetric,
     expected_restores,
 )
+from torchrec_cnr.table_reader import load_table
 from torchrec_cnr.tracker import RowTracker
 from torchrec_cnr.version import __version__
 from torchrec_cnr.writer import CNRStorageWriter
@@ -60,6 +62,7 @@ __all__ = [
     "KMeans",
     "LeastSquares",
     "LoadError",
+    "LoadReport",
     "NoQuantization",
     "OneShot",
     "Policy",
@@ -75,5 +78,6 @@ __all__ = [
     "__version__",
     "expected_restores",
     "latest",
+    "load_table",
     "read_checkpoint",
 ]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchrec_cnr.errors import DamagedError
 from torchrec_cnr.lineage import Checkpoint, Lineage
 from torchrec_cnr.manifest import DTYPES, Blob, RowSet, Shard, TensorEntry
-from torchrec_cnr.packs import plan_spans, read_spans
+from torchrec_cnr.packs import PackReader
 from torchrec_cnr.regions import Block, Region
 from torchrec_cnr.rows import CodedRows, decode_rows
 from torchrec_cnr.schemes import exact_row_bytes
@@ -39,12 +39,12 @@ class CheckpointReads:
 
     Attributes:
         checkpoint: The checkpoint.
-        row_sets: Indices of the row sets needed.
+        row_blocks: Blocks of row numbers needed: index of the row set, and number of the block.
         reads: By a key that names the blob in errors.
     """
 
     checkpoint: Checkpoint
-    row_sets: frozenset[int]
+    row_blocks: frozenset[tuple[int, int]]
     reads: dict[str, _BlobRead]
 
 
@@ -62,8 +62,10 @@ def plan_fold(lineage: Lineage, regions: Sequence[Region]) -> list[CheckpointRea
             entry = _continued(checkpoint, lineage.newest, region.fqn)
             for shard in entry.shards:
                 _add_reads(reads, region, entry, shard, checkpoint.manifest.row_sets)
-        row_sets = frozenset(read.shard.row_set for read in reads.values() if read.shard.row_set is not None)
-        plans.append(CheckpointReads(checkpoint, row_sets, reads))
+        row_blocks = frozenset(
+            (read.shard.row_set, read.number) for read in reads.values() if read.shard.row_set is not None
+        )
+        plans.append(CheckpointReads(checkpoint, row_blocks, reads))
         wanted = [region for region in wanted if not checkpoint.manifest.tensors[region.fqn].is_whole]
         if not wanted:
             break
@@ -120,15 +122,13 @@ def fold(plans: Sequence[CheckpointReads], regions: Sequence[Region], thread_cou
     """
     for plan in plans:
         store, manifest = plan.checkpoint.store, plan.checkpoint.manifest
-        codes = {
-            f"row set {index} block {number}": block.blob
-            for index in sorted(plan.row_sets)
-            for number, block in enumerate(manifest.row_sets[index].blocks)
-        }
-        coded = dict(read_spans(store, manifest.packs, plan_spans(list(codes.items())), thread_count))
-        rows = _RowNumbers(manifest.row_sets, coded, store.url)
-        spans = plan_spans([(key, read.blob) for key, read in plan.reads.items()])
-        for key, data in read_spans(store, manifest.packs, spans, thread_count):
+        packs = PackReader(store, manifest.packs, thread_count)
+        codes = [
+            (f"row set {index} block {number}", manifest.row_sets[index].blocks[number].blob)
+            for index, number in plan.row_blocks
+        ]
+        rows = _RowNumbers(manifest.row_sets, dict(packs.read(codes)), store.url)
+        for key, data in packs.read((key, read.blob) for key, read in plan.reads.items()):
             read = plan.reads[key]
             block = _decode(read, data, rows, is_delta=manifest.parent is not None, where=f"{store.url}: {key}")
             for region in read.regions:

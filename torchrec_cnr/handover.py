@@ -64,11 +64,18 @@ class LoadMetadata(Metadata):
 class RowStateReadItem(ReadItem):
     """A read of row-wise optimizer state, which the table's boxes place rather than its own.
 
+    The target is [rows] or [rows, 1], and so may be what was saved.
+
     Attributes:
         table_box: The box of the target's table shard.
     """
 
     table_box: Box = field(default=Box((), ()))
+
+
+@dataclass(frozen=True)
+class ValueReadItem(ReadItem):
+    """A read of the largest value of a tensor, which goes into every element of the target and takes its dtype."""
 
 
 @runtime_checkable

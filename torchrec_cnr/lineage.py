@@ -189,6 +189,17 @@ def latest(root: str | os.PathLike[str]) -> str | None:
     return None
 
 
+def existing(path: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
+    """What :func:`latest` returned, if it found a checkpoint.
+
+    Raises:
+        CheckpointNotFoundError: It is None.
+    """
+    if path is None:
+        raise CheckpointNotFoundError("no path: there is no committed checkpoint to load (latest() returned None)")
+    return path
+
+
 def committed(path: str, save_id: str) -> Checkpoint | None:
     """The checkpoint that a save committed, or None if it committed nothing: the fate of a save, read from the store.
 

@@ -2,12 +2,23 @@
 
 It does what DCP's planner does, and three things more:
 
-- a tensor or object that is missing on either side is an error, unless a partial load was asked for;
-- row-wise optimizer state loads under another column sharding, although its size changes with the sharding;
+- a tensor or object that is missing on either side is an error, unless a partial load was asked for, and a report
+  says what was done with every name;
+- optimizer state of tables loads under another sharding, although its names and sizes change with it;
 - the tracker learns which rows the lineage's deltas held, so that the next save continues the lineage.
+
+Who calls what, on which rank, in one ``dcp.load``:
+
+    1. set_up_planner      all ranks    learn the target
+    2. create_local_plan   all ranks    tell the coordinator what this rank wants; nothing is read yet
+    3. create_global_plan  coordinator  fit it all to the checkpoint: one report for all ranks, or an error
+    4. finish_plan         all ranks    a read for every shard of what the report says is loaded
+    5. resolve_tensor, commit_tensor, load_bytes, restore_rows, finish_restore  all ranks  from the reader
 """
 
 import io
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,23 +26,34 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
-from torch.distributed.checkpoint.planner_helpers import _create_read_items
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from torchrec_cnr.decisions import ShardKey
-from torchrec_cnr.errors import ConfigurationError, StateMismatchError
-from torchrec_cnr.handover import LoadMetadata, RowStateReadItem
+from torchrec_cnr.errors import ConfigurationError, LoadError
+from torchrec_cnr.fitting import Fit, Source, Wanted, fit
+from torchrec_cnr.handover import LoadMetadata
 from torchrec_cnr.lineage import Lineage
+from torchrec_cnr.load_report import LoadReport
+from torchrec_cnr.read_items import read_items, wanted_item
 from torchrec_cnr.shards import local_shards, memory_key
 from torchrec_cnr.tracked import TrackedRows, TrackedShard
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
-class _LocalKeys:
-    """The FQNs that one rank's state dict has, and whether the checkpoint has them all."""
+class _Decision:
+    """What the coordinator tells all ranks.
 
-    fqns: frozenset[str]
+    Attributes:
+        report: What is loaded.
+        sources: By FQN, from where.
+        is_complete: Whether a job that loaded it stands on the checkpoint, so that its next save may be a delta.
+    """
+
+    report: LoadReport
+    sources: Mapping[str, Source]
     is_complete: bool
 
 
@@ -40,64 +62,73 @@ class CNRLoadPlanner(DefaultLoadPlanner):
 
     Args:
         tracker: Starts anew on the loaded checkpoint: the next save may be a delta of it.
-        allow_partial_load: Accept FQNs that only the checkpoint or only the state dict has. After a load that left
-            anything out, the next save is a baseline.
+        allow_partial_load: Accept FQNs that only the checkpoint or only the state dict has; what was left out is in
+            the report, and logged as a warning. After such a load, the next save is a baseline.
 
     Raises:
-        StateMismatchError: While loading, if an FQN, shape or dtype does not fit.
+        StateMismatchError: While loading, if FQNs, sizes or dtypes do not fit; the message names all that do not.
         ConfigurationError: While loading, if the reader is not a ``CNRStorageReader``.
     """
 
     def __init__(self, tracker: TrackedRows | None = None, *, allow_partial_load: bool = False) -> None:
         super().__init__(allow_partial_load=allow_partial_load)
         self._tracker = tracker
-        self._lineage: Lineage | None = None
+        self._loading: LoadMetadata | None = None
+        self._decision: _Decision | None = None
         self._tracked: dict[ShardKey, TrackedShard] = {}
         self._restored: set[ShardKey] = set()
-        self._is_complete = False
+        self._report: LoadReport | None = None
+
+    @property
+    def report(self) -> LoadReport:
+        """What the last load did, the same on all ranks.
+
+        Raises:
+            LoadError: There was none, or it did not come to its end.
+        """
+        if self._report is None:
+            raise LoadError("nothing was loaded completely with this planner, so there is no report")
+        return self._report
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         """Learn the target."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
+        self._decision = self._report = None
         if not isinstance(metadata, LoadMetadata):
             raise ConfigurationError("CNRLoadPlanner needs a CNRStorageReader; pass one as storage_reader")
-        self._lineage = metadata.lineage
+        self._loading = metadata
 
     def create_local_plan(self) -> LoadPlan:
-        """A read for every shard of every tensor that both sides have."""
-        if self._lineage is None:
-            return LoadPlan([], planner_data=_LocalKeys(frozenset(), is_complete=False))
+        """What this rank wants."""
+        items = self.state_dict.items()
+        return LoadPlan([], planner_data=frozenset(wanted_item(fqn, item, self.mappings[fqn]) for fqn, item in items))
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Decide for all ranks: a rank need not hold every tensor."""
+        wanted = frozenset[Wanted]().union(*(plan.planner_data for plan in global_plan))
+        newest = self._lineage.newest
+        found = fit(wanted, newest.manifest, newest.store.url, allow_partial=self.allow_partial_load)
+        if found.report.missing or found.report.unexpected:
+            logger.warning("not everything is loaded (the planner's report names all of it): %s", found.report)
+        else:
+            logger.info("%s", found.report)
+        decision = _Decision(found.report, found.sources, _is_complete(found, self._lineage))
+        return [replace(plan, planner_data=decision) for plan in global_plan]
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        """A read for every shard of what is loaded."""
+        decision: _Decision = new_plan.planner_data
+        self._decision = decision
         if self._tracker is not None:
             self._tracker.forget()
             self._start_tracking(self._tracker)
         items: list[ReadItem] = []
-        for fqn, value in self.state_dict.items():
-            items += self._read_items(self._lineage, fqn, value)
-        fqns = frozenset(self.state_dict)
-        known = self.metadata.state_dict_metadata if self.metadata else {}
-        return LoadPlan(items, planner_data=_LocalKeys(fqns, is_complete=fqns <= set(known)))
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Check that all ranks together want what the checkpoint has: a rank need not hold every tensor."""
-        wanted = frozenset[str]().union(*(plan.planner_data.fqns for plan in global_plan))
-        is_complete = all(plan.planner_data.is_complete for plan in global_plan)
-        if self._lineage is not None:
-            manifest = self._lineage.newest.manifest
-            unexpected = sorted((set(manifest.tensors) | set(manifest.objects)) - wanted)
-            is_complete = is_complete and not unexpected
-            if unexpected and not self.allow_partial_load:
-                raise StateMismatchError(
-                    f"{len(unexpected)} items of the checkpoint are not in the state dict: {_some(unexpected)}; "
-                    "add them, or pass CNRLoadPlanner(allow_partial_load=True)"
-                )
-        return super().create_global_plan([replace(plan, planner_data=is_complete) for plan in global_plan])
-
-    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """Learn whether everything is loaded, on all ranks."""
-        self._is_complete = bool(new_plan.planner_data)
-        return super().finish_plan(new_plan)
+        for fqn, source in decision.sources.items():
+            if fqn in self.state_dict:
+                items += read_items(fqn, source, self.state_dict, self._opened, self._lineage.newest.manifest)
+        return replace(new_plan, items=items)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put an object in its place, unpickled without running code."""
@@ -117,10 +148,14 @@ class CNRLoadPlanner(DefaultLoadPlanner):
 
     def finish_restore(self) -> None:
         """Everything was read: the tracker stands on the loaded checkpoint, if nothing was left out."""
-        if self._tracker is None or self._lineage is None:
+        if self._decision is None:
+            return
+        self._report = self._decision.report
+        if self._tracker is None:
             return
         loaded = {id(shard) for key, shard in self._tracked.items() if key in self._restored}
-        if self._is_complete and loaded == {id(shard) for shard in self._tracker.shards if shard.rows.box.num_rows}:
+        tracked = {id(shard) for shard in self._tracker.shards if shard.rows.box.num_rows}
+        if self._decision.is_complete and loaded == tracked:
             self._tracker.restore(self._lineage.head)
         else:
             self._tracker.restore_partly(self._lineage.head)
@@ -137,57 +172,29 @@ class CNRLoadPlanner(DefaultLoadPlanner):
         for shard in tracker.shards:
             shard.rows.restore()
 
-    def _read_items(self, lineage: Lineage, fqn: str, value: Any) -> list[ReadItem]:
-        metadata = self.metadata.state_dict_metadata.get(fqn) if self.metadata else None
-        url = lineage.newest.store.url
-        if metadata is None:
-            if self.allow_partial_load:
-                return []
-            raise StateMismatchError(
-                f"{fqn!r} is in the state dict but not in {url}; remove it, or pass "
-                "CNRLoadPlanner(allow_partial_load=True)"
-            )
-        if isinstance(metadata, TensorStorageMetadata) != isinstance(value, Tensor):
-            raise StateMismatchError(f"{fqn!r} is a tensor on one side only, in {url} or in the state dict")
-        if isinstance(metadata, TensorStorageMetadata):
-            table = lineage.newest.manifest.tensors[fqn].table
-            if table is not None and table in self.state_dict:
-                return self._row_state_items(lineage, fqn, value, table)
-            if metadata.size != value.size():
-                raise StateMismatchError(
-                    f"{fqn!r} has size {list(metadata.size)} in {url} and {list(value.size())} in the state dict"
-                )
-        return _create_read_items(fqn, metadata, value)
+    @property
+    def _opened(self) -> LoadMetadata:
+        if self._loading is None:
+            raise LoadError("a load was planned before its checkpoint was read; call dcp.load")
+        return self._loading
 
-    def _row_state_items(self, lineage: Lineage, fqn: str, value: Any, table: str) -> list[ReadItem]:
-        """Reads of row-wise state: the i-th local shard belongs to the i-th local shard of its table."""
-        own, tables = local_shards(value), local_shards(self.state_dict[table])
-        saved = lineage.newest.manifest.tensors[table].size
-        if [shard.box.num_rows for shard in own] != [shard.box.num_rows for shard in tables]:
-            raise StateMismatchError(f"{fqn!r} is not sharded as its table {table!r} is in the state dict")
-        if tuple(self.state_dict[table].size()) != saved:
-            raise StateMismatchError(
-                f"{table!r} has size {list(saved)} in the checkpoint and {list(self.state_dict[table].size())} in the "
-                "state dict"
-            )
-        return [
-            RowStateReadItem(
-                type=LoadItemType.TENSOR,
-                dest_index=MetadataIndex(fqn, shard.box.offsets, index),
-                dest_offsets=torch.Size((0,)),
-                storage_index=MetadataIndex(fqn),
-                storage_offsets=torch.Size((0,)),
-                lengths=torch.Size(shard.box.sizes),
-                table_box=table_shard.box,
-            )
-            for index, (shard, table_shard) in enumerate(zip(own, tables, strict=True))
-            if shard.box.num_rows
-        ]
+    @property
+    def _lineage(self) -> Lineage:
+        lineage = self._opened.lineage
+        if lineage is None:
+            raise LoadError("a load was planned although its checkpoint could not be read; call dcp.load")
+        return lineage
 
 
 def _key(item: ReadItem) -> ShardKey:
     return item.dest_index.fqn, tuple(item.dest_index.offset or ())
 
 
-def _some(names: list[str]) -> str:
-    return ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
+def _is_complete(found: Fit, lineage: Lineage) -> bool:
+    """Whether deltas may follow: nothing was left out, and what was renamed or is new is stored whole in the next one.
+
+    It is where no checkpoint of the lineage has the name, since a delta may be one of any of them.
+    """
+    new = {*found.report.renamed, *found.report.missing}
+    known = (fqn for checkpoint in lineage.checkpoints for fqn in checkpoint.manifest.tensors)
+    return not found.left_out and new.isdisjoint(known)

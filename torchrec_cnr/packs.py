@@ -7,13 +7,13 @@ of a pack are joined into spans, a span is one request, and no byte is handed on
 
 import json
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import google_crc32c
 
-from torchrec_cnr.errors import DamagedError, StoreError
+from torchrec_cnr.errors import ConfigurationError, DamagedError, StoreError
 from torchrec_cnr.manifest import Blob, Pack
 from torchrec_cnr.stores import Bytes, Store
 
@@ -219,15 +219,44 @@ def _read_span(store: Store, pack: Pack, span: Span) -> list[tuple[str, Bytes]]:
     return found
 
 
-def check_headers(store: Store, packs: Sequence[Pack]) -> None:
-    """Check the safetensors headers, which a load does not need but other readers of the pack do.
+class PackReader:
+    """Reads blobs of one checkpoint. Of every pack that it reads from, it checks the header too, once.
+
+    A load does not need the safetensors headers, but other readers of packs do.
+    """
+
+    def __init__(self, store: Store, packs: Sequence[Pack], thread_count: int) -> None:
+        self._store = store
+        self._packs = packs
+        self._thread_count = thread_count
+        self._checked: set[int] = set()
+
+    def read(self, wanted: Iterable[tuple[str, Blob]]) -> Iterator[tuple[str, Bytes]]:
+        """Yield each blob's key and verified bytes, in their order in the packs.
+
+        Raises:
+            DamagedError: A pack is missing, truncated or altered.
+            StoreError: A pack cannot be read for another reason.
+        """
+        blobs = list(wanted)
+        touched = {blob.pack for _, blob in blobs} - self._checked
+        headers = {f"header of {self._packs[index].name}": self._header(index) for index in touched}
+        spans = plan_spans([*headers.items(), *blobs])
+        for key, data in read_spans(self._store, self._packs, spans, self._thread_count):
+            if key not in headers:
+                yield key, data
+        self._checked |= touched
+
+    def _header(self, index: int) -> Blob:
+        pack = self._packs[index]
+        return Blob(index, 0, pack.header_bytes, pack.header_crc32c)
+
+
+def check_thread_count(thread_count: int) -> None:
+    """Refuse what is no number of threads.
 
     Raises:
-        DamagedError: A header is not what was written.
+        ConfigurationError: It is less than 1.
     """
-    wanted = [
-        (f"header of {pack.name}", Blob(index, 0, pack.header_bytes, pack.header_crc32c))
-        for index, pack in enumerate(packs)
-    ]
-    for _ in read_spans(store, packs, plan_spans(wanted), thread_count=1):
-        pass
+    if thread_count < 1:
+        raise ConfigurationError(f"'thread_count' must be at least 1 (got {thread_count})")

@@ -29,20 +29,13 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from torchrec_cnr.errors import (
-    CheckpointNotFoundError,
-    CNRError,
-    ConfigurationError,
-    DamagedError,
-    LoadError,
-    StateMismatchError,
-)
+from torchrec_cnr.errors import CNRError, DamagedError, LoadError, StateMismatchError
 from torchrec_cnr.folding import fold, plan_fold
-from torchrec_cnr.handover import LoadMetadata, RestoredRows, RowStateReadItem
-from torchrec_cnr.lineage import Lineage, read_lineage
+from torchrec_cnr.handover import LoadMetadata, RestoredRows, RowStateReadItem, ValueReadItem
+from torchrec_cnr.lineage import Lineage, existing, read_lineage
 from torchrec_cnr.manifest import DTYPES, TensorEntry
-from torchrec_cnr.packs import check_headers, plan_spans, read_spans
-from torchrec_cnr.regions import Region, RowStateRegion, TensorRegion, column_bounds
+from torchrec_cnr.packs import PackReader, check_thread_count
+from torchrec_cnr.regions import LargestValueRegion, Region, RowStateRegion, TensorRegion, column_bounds
 from torchrec_cnr.rows import Box
 from torchrec_cnr.stores import Store
 from torchrec_cnr.tracked import forget_overwritten
@@ -62,12 +55,9 @@ class CNRStorageReader(StorageReader):
 
     def __init__(self, path: str | os.PathLike[str] | None, *, thread_count: int = 2) -> None:
         super().__init__()
-        if path is None:
-            raise CheckpointNotFoundError("no path: there is no committed checkpoint to load (latest() returned None)")
-        if thread_count < 1:
-            raise ConfigurationError(f"'thread_count' must be at least 1 (got {thread_count})")
+        check_thread_count(thread_count)
         self._thread_count = thread_count
-        self._url = Store.open(path).url
+        self._url = Store.open(existing(path)).url
         self._lineage: Lineage | None = None
         self._failure: CNRError | None = None
         self._load_id = ""
@@ -112,8 +102,6 @@ class CNRStorageReader(StorageReader):
         """Fold the lineage into the planner's tensors, and give it the objects."""
         if self._lineage is None:
             raise LoadError(f"{self._url}: data was asked for before the metadata was read")
-        for checkpoint in self._lineage.checkpoints:
-            check_headers(checkpoint.store, checkpoint.manifest.packs)
         tensors = [item for item in plan.items if item.type is LoadItemType.TENSOR]
         targets = [planner.resolve_tensor(item).detach() for item in tensors]
         forget_overwritten(targets)
@@ -133,6 +121,8 @@ class CNRStorageReader(StorageReader):
     def _region(self, lineage: Lineage, item: ReadItem, target: Tensor, planner: LoadPlanner) -> Region:
         fqn = item.storage_index.fqn
         entry = lineage.newest.manifest.tensors[fqn]
+        if isinstance(item, ValueReadItem):
+            return LargestValueRegion(fqn, Box.whole(entry.size), DTYPES[entry.dtype], target)
         if target.dtype is not DTYPES[entry.dtype]:
             raise StateMismatchError(
                 f"tensor {fqn!r}: the checkpoint {self._url} has {entry.dtype}, the state dict has {target.dtype}; "
@@ -142,9 +132,10 @@ class CNRStorageReader(StorageReader):
             raise StateMismatchError(
                 f"tensor {fqn!r}: {list(item.lengths)} of {self._url} are to be loaded into {list(target.shape)}"
             )
+        if isinstance(item, RowStateReadItem):
+            return _row_state_region(lineage, fqn, item.table_box, target)
         if entry.table is not None:
-            box = item.table_box if isinstance(item, RowStateReadItem) else _table_box(entry, item)
-            return RowStateRegion(fqn, box, target, column_bounds(lineage.shards(fqn), box))
+            return _row_state_region(lineage, fqn, _table_box(entry, item), target)
         origin = item.storage_index.offset or ()
         offsets = tuple(base + offset for base, offset in zip(origin, item.storage_offsets, strict=True))
         region = TensorRegion(fqn, Box(offsets, tuple(item.lengths)), target)
@@ -156,10 +147,10 @@ class CNRStorageReader(StorageReader):
         if self._lineage is None or not items:
             return
         newest = self._lineage.newest
-        by_fqn = {item.storage_index.fqn: item for item in items}
-        spans = plan_spans([(fqn, newest.manifest.objects[fqn]) for fqn in by_fqn])
-        for fqn, data in read_spans(newest.store, newest.manifest.packs, spans, self._thread_count):
-            planner.load_bytes(by_fqn[fqn], _proved_harmless(data.tobytes(), f"{newest.store.url}: object {fqn!r}"))
+        by_key = {f"object {item.storage_index.fqn!r}": item for item in items}
+        wanted = [(key, newest.manifest.objects[item.storage_index.fqn]) for key, item in by_key.items()]
+        for key, data in PackReader(newest.store, newest.manifest.packs, self._thread_count).read(wanted):
+            planner.load_bytes(by_key[key], _proved_harmless(data.tobytes(), f"{newest.store.url}: {key}"))
 
     @property
     def checkpoint_id(self) -> str:
@@ -177,6 +168,18 @@ def _tensor_metadata(entry: TensorEntry) -> TensorStorageMetadata:
         ChunkStorageMetadata(torch.Size(shard.box.offsets), torch.Size(shard.box.sizes)) for shard in entry.shards
     ]
     return TensorStorageMetadata(TensorProperties(dtype=DTYPES[entry.dtype]), torch.Size(entry.size), chunks)
+
+
+def _row_state_region(lineage: Lineage, fqn: str, table_box: Box, target: Tensor) -> Region:
+    """The state of the rows of a table's box, whether it was saved as row-wise, as [rows] or as [rows, 1]."""
+    entry = lineage.newest.manifest.tensors[fqn]
+    values = target if target.dim() == 1 else target[:, 0]
+    if entry.table is not None:
+        return RowStateRegion(fqn, table_box, values, column_bounds(lineage.shards(fqn), table_box))
+    (first, _), (num_rows, _) = table_box.offsets, table_box.sizes
+    if len(entry.size) == 1:
+        return TensorRegion(fqn, Box((first,), (num_rows,)), values)
+    return TensorRegion(fqn, Box((first, 0), (num_rows, 1)), values[:, None])
 
 
 def _table_box(entry: TensorEntry, item: ReadItem) -> Box:

@@ -153,7 +153,7 @@ class RowStateRegion:
     Attributes:
         fqn: The state.
         box: The table shard's box, in the table's indices.
-        target: [num_rows].
+        target: [num_rows], perhaps a column of a larger tensor.
         bounds: Columns at which the ranges begin, and the end of the last: [num_ranges + 1].
     """
 
@@ -187,6 +187,35 @@ class RowStateRegion:
         if len(self.bounds) > 2:
             widths = torch.tensor(self.bounds, dtype=torch.float64, device=self.ranges.device).diff()
             self.target.copy_((self.ranges * widths).sum(1) / widths.sum())
+
+
+@dataclass(eq=False)
+class LargestValueRegion:
+    """A tensor of which only the largest value is wanted.
+
+    Attributes:
+        fqn: The tensor.
+        box: All of it.
+        dtype: Its own.
+        target: Tensor of any shape, dtype and device: filled with the value.
+    """
+
+    fqn: str
+    box: Box
+    dtype: torch.dtype
+    target: Tensor
+    values: TensorRegion = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.values = TensorRegion(self.fqn, self.box, torch.zeros(self.box.sizes, dtype=self.dtype))
+
+    def write(self, block: Block) -> None:
+        """Keep all values."""
+        self.values.write(block)
+
+    def finish(self) -> None:
+        """Take the largest."""
+        self.target.fill_(self.values.target.max().item())
 
 
 def _has_rows_apart(target: Tensor) -> bool:

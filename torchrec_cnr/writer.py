@@ -33,7 +33,7 @@ from torchrec_cnr.handover import CNRStorageMeta, SaveMetadata
 from torchrec_cnr.lineage import relative_path
 from torchrec_cnr.manifest import FILE_NAME, CheckpointRef, History, Manifest
 from torchrec_cnr.modified import Since
-from torchrec_cnr.packs import PackWriter
+from torchrec_cnr.packs import PackWriter, check_thread_count
 from torchrec_cnr.rank_writer import RankWriter
 from torchrec_cnr.schemes import NoQuantization, Quantization, SchemeRules
 from torchrec_cnr.stores import Store
@@ -71,8 +71,7 @@ class CNRStorageWriter(StorageWriter):
             raise ConfigurationError(
                 "'overwrite' must be False: a checkpoint is written once; save under another checkpoint_id"
             )
-        if thread_count < 1:
-            raise ConfigurationError(f"'thread_count' must be at least 1 (got {thread_count})")
+        check_thread_count(thread_count)
         self._sync_files = sync_files
         self._thread_count = thread_count
         self._rules = SchemeRules.of(quantization if quantization is not None else NoQuantization())

@@ -1,0 +1,156 @@
+"""Optimizer state of tables under other names: which state of a checkpoint is which of a state dict.
+
+The sharding plan decides who steps a table, and that decides what its optimizer state is called::
+
+    fused optimizer    fused.state.ebc.embedding_bags.t0.weight.t0.momentum1      [rows] or [rows, cols]
+    torch.optim        dense.state.ebc.embedding_bags.t0.weight.sum               [rows, 1] or [rows, cols]
+                       └ group, with the parameter's key in it ┘ └ name
+
+TorchRec steps data-parallel tables with a ``torch.optim`` optimizer, all others with a fused one, which calls its first
+state ``momentum1`` whatever it is, and the others as FBGEMM does. So a table that changes between the two has state
+under names that only the other side knows. Here they are paired, by names alone: the same table, the same role, one
+side fused and the other not. Nothing else is ever paired.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+Size = tuple[int, ...]
+
+_FIRST = "momentum1"  # what fused optimizers call their first state
+# What torch.optim calls state that fused optimizers have too, but for the first, which is below.
+_ROLES: Mapping[str, str] = {"exp_avg_sq": "exp_avg_sq", "iter": "step"}
+_OF_ADAM = "exp_avg_sq"
+_OF_ADAGRAD = frozenset({"prev_iter", "row_counter", "iter", "sparse_ema"})
+_COUNTS = frozenset({"iter", "step"})
+# Without these an optimizer would go on from another state than the saved one.
+_NEEDED = frozenset({_FIRST, "sum", "exp_avg", "exp_avg_sq", "momentum_buffer"})
+
+
+@dataclass(frozen=True)
+class StateName:
+    """The FQN of a table's optimizer state, taken apart.
+
+    Attributes:
+        fqn: All of it.
+        group: What comes before the name: common to all state of one table in one optimizer.
+        key: The parameter's key in the optimizer: an optimizer's own prefix, if it has one, and the table's FQN.
+        name: Such as ``momentum1`` or ``sum``.
+        is_fused: Whether a fused optimizer named it.
+    """
+
+    fqn: str
+    group: str
+    key: str
+    name: str
+    is_fused: bool
+
+    @classmethod
+    def parse(cls, fqn: str) -> "StateName | None":
+        """Take an FQN apart; None if it is not that of optimizer state of a parameter called ``weight``."""
+        parts = f".{fqn}".partition(".state.")[2].split(".")
+        *key, name = parts
+        # Behind the weight, a fused optimizer names the table once more.
+        is_fused = len(key) > 2 and key[-2] == "weight" and key[-1] == key[-3]
+        key = key[:-1] if is_fused else key
+        if len(key) < 2 or key[-1] != "weight" or not all(parts):
+            return None
+        return cls(fqn, fqn[: -len(name)], ".".join(key), name, is_fused)
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """Which saved state is loaded under another name.
+
+    Attributes:
+        renamed: By wanted FQN, the saved one.
+        tolerated: FQNs on either side that have no counterpart on the other, of tables whose state was renamed.
+        ambiguous: By wanted FQN, the saved ones that it might be; and by saved FQN, the wanted ones.
+    """
+
+    renamed: Mapping[str, str]
+    tolerated: frozenset[str]
+    ambiguous: Mapping[str, tuple[str, ...]]
+
+
+def pair(wanted: Mapping[str, Size | None], saved: Mapping[str, Size | None], weights: Collection[str]) -> Pairing:
+    """Pair optimizer state that only one side has under its name.
+
+    Args:
+        wanted: Sizes of what the state dicts of all ranks hold, by FQN; None for what is no tensor.
+        saved: The same of the checkpoint.
+        weights: Names that models have for their parameters, without what a state dict puts before. They tell where an
+            optimizer's own prefix ends; without them, keys must be the same on both sides.
+    """
+    missing, unexpected = _parse(set(wanted) - set(saved)), _parse(set(saved) - set(wanted))
+    siblings = _names_by_group(_parse({*wanted, *saved}))
+    by_weight: dict[str, list[StateName]] = defaultdict(list)
+    for state in unexpected:
+        if saved[state.fqn] is not None:
+            by_weight[weight_of(state.key, weights)].append(state)
+    candidates = {
+        state.fqn: tuple(
+            other.fqn
+            for other in by_weight.get(weight_of(state.key, weights), ())
+            if other.is_fused != state.is_fused and _is_same(state, other, siblings)
+        )
+        for state in missing
+        if wanted[state.fqn] is not None
+    }
+    claims: dict[str, list[str]] = defaultdict(list)
+    for fqn, found in candidates.items():
+        for other_fqn in found:
+            claims[other_fqn].append(fqn)
+    ambiguous = {fqn: names for fqn, names in candidates.items() if len(names) > 1}
+    ambiguous |= {fqn: tuple(names) for fqn, names in claims.items() if len(names) > 1}
+    renamed = {fqn: names[0] for fqn, names in candidates.items() if names and not {fqn, *names} & set(ambiguous)}
+    paired = {*renamed, *renamed.values()}
+    groups = {state.group for state in (*missing, *unexpected) if state.fqn in paired}
+    tolerated = frozenset(
+        state.fqn
+        for state in (*missing, *unexpected)
+        if state.group in groups and state.fqn not in paired and state.name not in _NEEDED
+    )
+    return Pairing(renamed, tolerated, ambiguous)
+
+
+def is_count(fqn: str, saved: str) -> bool:
+    """Whether state is a count of steps, on one side at least a fused optimizer's: one value a shard of the table."""
+    states = [StateName.parse(fqn), StateName.parse(saved)]
+    return all(state is not None and state.name in _COUNTS for state in states) and any(
+        state is not None and state.is_fused for state in states
+    )
+
+
+def weight_of(key: str, weights: Collection[str]) -> str:
+    """The longest end of a parameter's key that is a parameter's name, or all of the key where none is.
+
+    A name without a dot, as of a state dict that holds one module alone, would be the end of too many.
+    """
+    rest = key
+    while "." in rest and rest not in weights:
+        rest = rest.partition(".")[2]
+    return rest if "." in rest else key
+
+
+def _parse(fqns: Iterable[str]) -> list[StateName]:
+    return [state for state in map(StateName.parse, sorted(fqns)) if state is not None]
+
+
+def _names_by_group(states: Iterable[StateName]) -> Mapping[str, set[str]]:
+    names: dict[str, set[str]] = defaultdict(set)
+    for state in states:
+        names[state.group].add(state.name)
+    return names
+
+
+def _is_same(state: StateName, other: StateName, siblings: Mapping[str, set[str]]) -> bool:
+    """Whether the fused one of the two and the other play one role in their optimizers."""
+    fused, plain = (state, other) if state.is_fused else (other, state)
+    if fused.name != _FIRST:
+        return _ROLES.get(fused.name) == plain.name
+    names = siblings[fused.group]
+    if _OF_ADAM in names:
+        return plain.name == "exp_avg"
+    return plain.name == "sum" or (plain.name == "momentum_buffer" and not names & _OF_ADAGRAD)
