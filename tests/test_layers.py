@@ -17,11 +17,12 @@ MAX_FUNCTION_LINES = 60
 # A unit is a module of the package, or a folder of modules.
 LAYERS = (
     {"errors", "version"},
-    {"kernels", "rows", "schemes", "manifest", "manifest_json", "manifest_parser", "regions"},
+    {"kernels", "rows", "schemes", "manifest", "manifest_json", "manifest_parser"}
+    | {"regions", "inference_rows", "inference_regions"},
     {"shards", "modified", "policies"},
-    {"packs", "stores", "lineage", "decisions", "handover", "encoding", "folding"},
+    {"packs", "stores", "lineage", "decisions", "handover", "encoding", "folding", "inference_tables"},
     {"planner", "load_planner", "writer", "reader", "assembly", "rank_writer"},
-    {"stepped", "tracker", "maintenance", "manager"},
+    {"stepped", "tracker", "inference", "maintenance", "manager"},
     {"__init__", "cli"},
 )
 LAYER_OF = {unit: number for number, units in enumerate(LAYERS) for unit in units}
@@ -29,8 +30,8 @@ ALOOF = {"planner", "load_planner", "writer", "reader"}  # DCP's plug-ins do not
 
 # The units that may import these packages.
 FOREIGN = {
-    "torchrec": {"tracker"},
-    "fbgemm_gpu": {"tracker"},
+    "torchrec": {"tracker", "inference"},
+    "fbgemm_gpu": {"tracker", "inference"},
     "torch.distributed._shard": {"shards"},
     "torch.distributed.tensor": {"shards"},
     "torch.distributed": set(LAYER_OF) - LAYERS[0] - LAYERS[1],

@@ -12,6 +12,7 @@ from torchrec_cnr.errors import (
     StoreError,
     VersionError,
 )
+from torchrec_cnr.inference import InferenceTables
 from torchrec_cnr.lineage import Checkpoint, latest, read_checkpoint
 from torchrec_cnr.load_planner import CNRLoadPlanner
 from torchrec_cnr.planner import CNRSavePlanner
@@ -55,6 +56,7 @@ __all__ = [
     "Full",
     "GreedySearch",
     "HalfPrecision",
+    "InferenceTables",
     "Intermittent",
     "KMeans",
     "LeastSquares",

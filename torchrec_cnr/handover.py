@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
 from torchrec_cnr.decisions import Decision
+from torchrec_cnr.inference_rows import InferenceRow
 from torchrec_cnr.lineage import Lineage
 from torchrec_cnr.modified import RowMask
 from torchrec_cnr.rows import Box
@@ -69,6 +70,17 @@ class RowStateReadItem(ReadItem):
     """
 
     table_box: Box = field(default=Box((), ()))
+
+
+@dataclass(frozen=True)
+class InferenceReadItem(ReadItem):
+    """A read of a whole float table into the rows of an inference kernel; lengths are the table's.
+
+    Attributes:
+        row: How the kernel keeps a row.
+    """
+
+    row: InferenceRow
 
 
 @runtime_checkable

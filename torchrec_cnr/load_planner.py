@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.planner_helpers import _create_read_items
 
 from torchrec_cnr.decisions import ShardKey
 from torchrec_cnr.errors import ConfigurationError, StateMismatchError
-from torchrec_cnr.handover import LoadMetadata, RowStateReadItem
+from torchrec_cnr.handover import InferenceReadItem, LoadMetadata, RowStateReadItem
+from torchrec_cnr.inference_tables import TargetTables
 from torchrec_cnr.lineage import Lineage
 from torchrec_cnr.modified import TrackedRows, TrackedShard
 from torchrec_cnr.shards import local_shards, memory_key
@@ -40,17 +41,31 @@ class CNRLoadPlanner(DefaultLoadPlanner):
 
     Args:
         tracker: Starts anew on the loaded checkpoint: the next save may be a delta of it.
-        allow_partial_load: Accept FQNs that only the checkpoint or only the state dict has. After a load that left
-            anything out, the next save is a baseline.
+        inference: The tables of a quantized model (``InferenceTables``), which take rows of the checkpoint's float
+            tables of the same FQNs. No tracker takes part in such a load.
+        allow_partial_load: Accept FQNs that only the checkpoint or only the state dict has, but for tables of
+            ``inference``, which must all be loaded. After a load that left anything out, the next save is a baseline.
 
     Raises:
         StateMismatchError: While loading, if an FQN, shape or dtype does not fit.
-        ConfigurationError: While loading, if the reader is not a ``CNRStorageReader``.
+        ConfigurationError: Both ``tracker`` and ``inference`` are given; or, while loading, the reader is not a
+            ``CNRStorageReader``.
     """
 
-    def __init__(self, tracker: TrackedRows | None = None, *, allow_partial_load: bool = False) -> None:
+    def __init__(
+        self,
+        tracker: TrackedRows | None = None,
+        *,
+        inference: TargetTables | None = None,
+        allow_partial_load: bool = False,
+    ) -> None:
         super().__init__(allow_partial_load=allow_partial_load)
+        if tracker is not None and inference is not None:
+            raise ConfigurationError(
+                "a quantized model is not trained: load it without the tracker, in a load of its own"
+            )
         self._tracker = tracker
+        self._inference = TargetTables(()) if inference is None else inference
         self._lineage: Lineage | None = None
         self._tracked: dict[ShardKey, TrackedShard] = {}
         self._restored: set[ShardKey] = set()
@@ -104,6 +119,15 @@ class CNRLoadPlanner(DefaultLoadPlanner):
         fqn = read_item.dest_index.fqn
         set_element(self.original_state_dict, self.mappings[fqn], torch.load(value, weights_only=True))
 
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """Where a read goes: for a quantized table its whole rows, of which the state dict may have a part."""
+        if isinstance(read_item, InferenceReadItem):
+            table = self._inference.find(self.state_dict[read_item.dest_index.fqn])
+            if table is not None:
+                return table.rows
+        found: Tensor = super().resolve_tensor(read_item)
+        return found
+
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """A region was loaded."""
         self._restored.add(_key(read_item))
@@ -141,6 +165,11 @@ class CNRLoadPlanner(DefaultLoadPlanner):
         metadata = self.metadata.state_dict_metadata.get(fqn) if self.metadata else None
         url = lineage.newest.store.url
         if metadata is None:
+            if self._inference.find(value) is not None:
+                raise StateMismatchError(
+                    f"quantized table {fqn!r} is in the state dict but not in {url}; put it under the key that it was "
+                    "trained under, or leave it out"
+                )
             if self.allow_partial_load:
                 return []
             raise StateMismatchError(
@@ -153,6 +182,8 @@ class CNRLoadPlanner(DefaultLoadPlanner):
             table = lineage.newest.manifest.tensors[fqn].table
             if table is not None and table in self.state_dict:
                 return self._row_state_items(lineage, fqn, value, table)
+            if value.dtype is torch.uint8 and metadata.properties.dtype.is_floating_point:
+                return [self._inference.read_item(fqn, value, metadata, url)]
             if metadata.size != value.size():
                 raise StateMismatchError(
                     f"{fqn!r} has size {list(metadata.size)} in {url} and {list(value.size())} in the state dict"
