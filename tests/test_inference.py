@@ -34,9 +34,12 @@ import torchrec_cnr as cnr
 from tests import models
 from tests.models import TorchRecModel, causes, state, torchrec_job, train, whole
 from tests.ranks import RankPools
-from torchrec_cnr import inference, inference_regions
+from torchrec_cnr import encoding, inference, inference_regions
+from torchrec_cnr.folding import plan_fold
 from torchrec_cnr.inference_rows import InferenceRow
+from torchrec_cnr.lineage import read_lineage
 from torchrec_cnr.manifest import Shard
+from torchrec_cnr.regions import TensorRegion
 from torchrec_cnr.rows import Box
 from torchrec_cnr.schemes import fused_bits
 
@@ -225,6 +228,18 @@ def _checkpoint(path: Path, model: nn.Module, scheme: cnr.Quantization) -> Path:
     return path
 
 
+def _serve(rank: int, path: str) -> Rows:
+    return load_quantized(quantized(float_model(2 + rank), torch.quint4x2), path)
+
+
+def test_every_rank_of_a_group_gets_all_rows(rank_pool: RankPools, tmp_path: Path) -> None:
+    """Ranks that load together, each into a model of its own, get the same."""
+    path = _checkpoint(tmp_path / "0", float_model(1), cnr.Asymmetric(8))
+    wanted = load_quantized(quantized(float_model(2), torch.quint4x2), path)
+    for got in rank_pool(2).run(_serve, str(path)):
+        assert all(torch.equal(got[table], rows) for table, rows in wanted.items())
+
+
 def test_predictions_are_those_of_the_trained_model(tmp_path: Path) -> None:
     """Pools of several rows and the dense layer on top: a model with the checkpoint's codes predicts what was saved."""
     trained, model = float_model(1), quantized(float_model(2), torch.qint8)
@@ -323,7 +338,13 @@ def test_tables_may_be_of_half_precision(tmp_path: Path, scheme: str, dtype: tor
 
 
 def _save_lineage(rank: int, root: str, shardings: list[str], scheme: cnr.Scheme) -> models.Whole:
-    """A baseline, and a delta under each further sharding; returns the model that was saved last."""
+    """A baseline, and a delta under each further sharding, of a few rows a block; returns the model saved last."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encoding, "BLOCK_BYTES", 6 * 4 * DIM)
+        return _save_checkpoints(root, shardings, scheme)
+
+
+def _save_checkpoints(root: str, shardings: list[str], scheme: cnr.Scheme) -> models.Whole:
     for number, sharding in enumerate(shardings):
         job = torchrec_job(number, sharding)
         tracker = cnr.RowTracker(job.model)
@@ -382,6 +403,18 @@ def test_rows_in_pieces_are_read_in_windows(
     got = load_quantized(quantized(float_model(3), torch.qint8), root / "1")
     assert all(torch.equal(got[table], rows) for table, rows in wanted.items())
     assert len(folds) > 9
+
+
+def test_row_numbers_of_other_rows_are_not_read(rank_pool: RankPools, tmp_path: Path) -> None:
+    """A region of few rows of a delta needs the blocks of row numbers that may have some of them, and no others."""
+    rank_pool(2).run(_save_lineage, str(tmp_path), ["column", "column"], cnr.NoQuantization())
+    lineage = read_lineage(tmp_path / "1")
+    fqn = "model.ebc.embedding_bags.t0.weight"
+    blocks = []
+    for box in (Box((0, 0), (BAG_ROWS[0], DIM)), Box((0, 0), (3, DIM)), Box((0, 0), (3, DIM // 2))):
+        plan = plan_fold(lineage, [TensorRegion(fqn, box, torch.empty(box.sizes))])[-1]
+        blocks.append(plan.row_blocks)
+    assert blocks[0] > blocks[1] > blocks[2] > frozenset()
 
 
 @given(
@@ -470,7 +503,8 @@ def test_rows_of_values_are_within_half_a_step(values: npt.NDArray[np.float32], 
     values = np.tile(values, (1, 8 // bits))
     row = InferenceRow(values.shape[1], bits, values.shape[1] * bits // 8 + 7)
     rows = row.of_values(torch.from_numpy(values))
-    scale, _, got = _plain_model(rows, row)
+    scale, bias = np.hsplit(_ends(rows), 2)
+    got = bias + scale * _codes(rows, row)
     is_finite = np.isfinite(values).all(axis=1)
     assert np.isnan(got[~is_finite]).all()
     reached = values[is_finite].astype(np.float64).clip(-65504.0)
@@ -484,18 +518,17 @@ def test_rows_of_values_are_within_half_a_step(values: npt.NDArray[np.float32], 
 @settings(deadline=None)
 def test_codes_taken_over_stand_for_the_same_values(data: st.DataObject, bits: int, to_bits: int) -> None:
     """Fused rows of any bytes, in as many bits or more, have the scale, bias and codes that they had."""
-    row = InferenceRow(num_cols := 8 * data.draw(st.integers(1, 5)), to_bits, num_cols * to_bits // 8 + 9)
+    row = InferenceRow(num_cols := 8 // to_bits * data.draw(st.integers(1, 40)), to_bits, num_cols * to_bits // 8 + 9)
     assert row.takes_over(bits) == (bits <= to_bits)
     if not row.takes_over(bits):
         return
     codes = torch.from_numpy(
         data.draw(hnp.arrays(np.uint8, (3, cnr.Asymmetric(bits).row_bytes(num_cols, torch.float32))))
     )
-    scale, bias, _ = _plain_model(rows := row.of_codes(codes, bits), row)
-    wanted = np.unpackbits(codes.numpy()[:, : num_cols * bits // 8], axis=1, bitorder="little")
+    rows = row.of_codes(codes, bits)
+    wanted = np.unpackbits(codes.numpy(), axis=1, bitorder="little")[:, : num_cols * bits]
     np.testing.assert_array_equal(_codes(rows, row), wanted.reshape(3, num_cols, bits) @ (1 << np.arange(bits)))
-    ends = codes.numpy()[:, -4:].copy().view(np.float16)
-    np.testing.assert_array_equal(np.hstack((scale, bias)), ends.astype(np.float64))
+    assert torch.equal(rows[:, :4], codes[:, -4:])
 
 
 def _codes(rows: Tensor, row: InferenceRow) -> npt.NDArray[np.int64]:
@@ -504,10 +537,9 @@ def _codes(rows: Tensor, row: InferenceRow) -> npt.NDArray[np.int64]:
     return np.asarray(split @ (1 << np.arange(row.bits)))
 
 
-def _plain_model(rows: Tensor, row: InferenceRow) -> tuple[npt.NDArray[np.float64], ...]:
-    """Scale, bias and values of rows, by the layout's definition."""
-    ends = rows.numpy()[:, :4].copy().view(np.float16).astype(np.float64)
-    return ends[:, :1], ends[:, 1:], ends[:, 1:] + ends[:, :1] * _codes(rows, row)
+def _ends(rows: Tensor) -> npt.NDArray[np.float64]:
+    """[n, 2]: scale and bias."""
+    return rows.numpy()[:, :4].copy().view(np.float16).astype(np.float64)
 
 
 @pytest.mark.parametrize("dtype", [torch.qint8, torch.quint4x2, torch.quint2x4])

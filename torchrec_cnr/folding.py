@@ -39,12 +39,12 @@ class CheckpointReads:
 
     Attributes:
         checkpoint: The checkpoint.
-        row_sets: Indices of the row sets needed.
+        row_blocks: Blocks of row numbers needed: index of a row set, number of the block.
         reads: By a key that names the blob in errors.
     """
 
     checkpoint: Checkpoint
-    row_sets: frozenset[int]
+    row_blocks: frozenset[tuple[int, int]]
     reads: dict[str, _BlobRead]
 
 
@@ -62,8 +62,10 @@ def plan_fold(lineage: Lineage, regions: Sequence[Region]) -> list[CheckpointRea
             entry = _continued(checkpoint, lineage.newest, region.fqn)
             for shard in entry.shards:
                 _add_reads(reads, region, entry, shard, checkpoint.manifest.row_sets)
-        row_sets = frozenset(read.shard.row_set for read in reads.values() if read.shard.row_set is not None)
-        plans.append(CheckpointReads(checkpoint, row_sets, reads))
+        row_blocks = frozenset(
+            (read.shard.row_set, read.number) for read in reads.values() if read.shard.row_set is not None
+        )
+        plans.append(CheckpointReads(checkpoint, row_blocks, reads))
         wanted = [region for region in wanted if not checkpoint.manifest.tensors[region.fqn].is_whole]
         if not wanted:
             break
@@ -121,9 +123,8 @@ def fold(plans: Sequence[CheckpointReads], regions: Sequence[Region], thread_cou
     for plan in plans:
         store, manifest = plan.checkpoint.store, plan.checkpoint.manifest
         codes = {
-            f"row set {index} block {number}": block.blob
-            for index in sorted(plan.row_sets)
-            for number, block in enumerate(manifest.row_sets[index].blocks)
+            f"row set {index} block {number}": manifest.row_sets[index].blocks[number].blob
+            for index, number in sorted(plan.row_blocks)
         }
         coded = dict(read_spans(store, manifest.packs, plan_spans(list(codes.items())), thread_count))
         rows = _RowNumbers(manifest.row_sets, coded, store.url)

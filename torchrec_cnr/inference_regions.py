@@ -17,7 +17,7 @@ from torchrec_cnr.regions import Block, Region, TensorRegion, put_rows, row_numb
 from torchrec_cnr.rows import Box
 from torchrec_cnr.schemes import fused_bits
 
-FLOAT_BYTES = 256 << 20  # of rows that are put together at a time
+FLOAT_BYTES = 64 << 20  # of rows that are put together at a time
 _CHUNK_BYTES = 8 << 20  # of them that are quantized at a time
 
 
