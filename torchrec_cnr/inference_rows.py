@@ -59,8 +59,8 @@ class InferenceRow:
         """Rows of values, quantized by ``Asymmetric``, or rounded to fp16 or fp32.
 
         Rows that ``Asymmetric`` leaves to be stored exactly get codes here, too. Where fp16 cannot hold the range of a
-        row closely, a wider one is taken, so that values are off by half a step at most. What is out of the reach of
-        scale and bias, which fp16 ends at 65504 both, is clipped. Rows with NaN or infinity are NaN throughout.
+        row closely, a wider one is taken, so that values are off by half a step at most. What a scale and
+        a bias of at most 65504 do not reach is clipped. Rows with NaN or infinity are NaN throughout.
 
         Args:
             values: [n, num_cols] of a floating dtype, in host memory.
