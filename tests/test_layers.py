@@ -29,11 +29,13 @@ LAYERS = (
         "load_report",
         "fitting",
         "optimizer_state",
+        "inference_rows",
+        "inference_regions",
     },
     {"shards", "modified", "tracked", "untracked", "policies"},
-    {"packs", "stores", "lineage", "decisions", "handover", "encoding", "folding", "table_reader"},
+    {"packs", "stores", "lineage", "decisions", "handover", "encoding", "folding", "table_reader", "inference_tables"},
     {"planner", "load_planner", "writer", "reader", "assembly", "rank_writer", "read_items"},
-    {"stepped", "tracker", "maintenance", "manager"},
+    {"stepped", "tracker", "inference", "maintenance", "manager"},
     {"__init__", "cli"},
 )
 LAYER_OF = {unit: number for number, units in enumerate(LAYERS) for unit in units}
@@ -41,8 +43,8 @@ ALOOF = {"planner", "load_planner", "writer", "reader"}  # DCP's plug-ins do not
 
 # The units that may import these packages.
 FOREIGN = {
-    "torchrec": {"tracker"},
-    "fbgemm_gpu": {"tracker"},
+    "torchrec": {"tracker", "inference"},
+    "fbgemm_gpu": {"tracker", "inference"},
     "torch.distributed._shard": {"shards"},
     "torch.distributed.tensor": {"shards"},
     "torch.distributed": set(LAYER_OF) - LAYERS[0] - LAYERS[1],

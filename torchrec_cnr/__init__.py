@@ -13,6 +13,7 @@ from torchrec_cnr.errors import (
     UntrackedRowsError,
     VersionError,
 )
+from torchrec_cnr.inference import InferenceTables
 from torchrec_cnr.lineage import Checkpoint, latest, read_checkpoint
 from torchrec_cnr.load_planner import CNRLoadPlanner
 from torchrec_cnr.load_report import LoadReport
@@ -58,6 +59,7 @@ __all__ = [
     "Full",
     "GreedySearch",
     "HalfPrecision",
+    "InferenceTables",
     "Intermittent",
     "KMeans",
     "LeastSquares",

@@ -10,8 +10,10 @@ from enum import Enum
 
 from torchrec_cnr.errors import StateMismatchError
 from torchrec_cnr.load_report import LoadReport, listed
-from torchrec_cnr.manifest import Manifest, TensorEntry
+from torchrec_cnr.manifest import DTYPES, Manifest, TensorEntry
 from torchrec_cnr.optimizer_state import Size, StateName, is_count, pair, weight_of
+
+QUANTIZED = "quantized"  # a table of a quantized model, which takes any kind of float, and must be loaded
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Wanted:
         fqn: Its FQN.
         name: The last key on the way to it, which for a parameter is the name that its model has for it.
         size: Its global size, or None for what is no tensor.
-        dtype: Name of its dtype, such as ``float32``, or None.
+        dtype: Name of its dtype, such as ``float32``, `QUANTIZED`, or None.
     """
 
     fqn: str
@@ -78,11 +80,13 @@ class _Mismatches:
     """Why something cannot be loaded, as parts of a message."""
 
     ambiguous: list[str]
+    quantized: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     sizes: list[str] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
+    has_codes: bool = False
 
 
 def fit(wanted: Collection[Wanted], manifest: Manifest, url: str, *, allow_partial: bool) -> Fit:
@@ -105,8 +109,10 @@ def fit(wanted: Collection[Wanted], manifest: Manifest, url: str, *, allow_parti
     unexpected = set(saved) - set(sizes) - set(pairing.renamed.values())
     left_out = frozenset((missing | unexpected) - pairing.tolerated)
     mismatches = _Mismatches([_candidates(*found) for found in pairing.ambiguous.items()])
+    quantized = {item.fqn for item in wanted if item.dtype == QUANTIZED}
+    mismatches.quantized += map(repr, sorted(missing & quantized))
     if not allow_partial:
-        mismatches.missing += map(repr, sorted(missing & left_out))
+        mismatches.missing += map(repr, sorted((missing & left_out) - quantized))
         mismatches.unexpected += map(repr, sorted(unexpected & left_out))
     sources: dict[str, Source] = {}
     reshaped = {}
@@ -190,8 +196,14 @@ def _compare(item: Wanted, entry: TensorEntry | None, source: Source | None, mis
     elif entry is not None and item.size is not None:
         if source is None:
             mismatches.sizes.append(f"{item.fqn!r} (saved {list(entry.size)}, wanted {list(item.size)})")
-        if item.dtype != entry.dtype and (source is None or source.layout is not Layout.VALUE):
+        if not _is_taken(item, entry) and (source is None or source.layout is not Layout.VALUE):
             mismatches.dtypes.append(f"{item.fqn!r} (saved {entry.dtype}, wanted {item.dtype})")
+            mismatches.has_codes |= item.dtype == "uint8"
+
+
+def _is_taken(item: Wanted, entry: TensorEntry) -> bool:
+    """Whether values of the saved dtype can go there."""
+    return item.dtype == entry.dtype or (item.dtype == QUANTIZED and DTYPES[entry.dtype].is_floating_point)
 
 
 def _candidates(fqn: str, others: Sequence[str]) -> str:
@@ -201,6 +213,7 @@ def _candidates(fqn: str, others: Sequence[str]) -> str:
 def _lines(mismatches: _Mismatches) -> Iterator[str]:
     """What to tell of a load that cannot be, and what to do about it."""
     parts = {
+        "quantized, and not in the checkpoint": mismatches.quantized,
         "not in the checkpoint": mismatches.missing,
         "not in the state dict": mismatches.unexpected,
         "optimizer state whose counterpart is not clear": mismatches.ambiguous,
@@ -211,6 +224,8 @@ def _lines(mismatches: _Mismatches) -> Iterator[str]:
     for what, found in parts.items():
         if found:
             yield f"  {len(found)} {what}: {listed(found)}"
+    if mismatches.quantized:
+        yield "a quantized table is always loaded: put it under the key that it was trained under, or leave it out"
     if mismatches.missing or mismatches.unexpected:
         yield (
             "make both sides the same, or pass CNRLoadPlanner(allow_partial_load=True), which loads what both have and "
@@ -228,3 +243,8 @@ def _lines(mismatches: _Mismatches) -> Iterator[str]:
         )
     if mismatches.dtypes:
         yield "a dtype is not converted: load into a tensor of the saved dtype, and convert it afterwards"
+    if mismatches.has_codes:
+        yield (
+            "for a quantized TorchRec model pass CNRLoadPlanner(inference=InferenceTables(model)), and load into "
+            "model.state_dict() itself, not a copy"
+        )

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
 from torchrec_cnr.decisions import Decision
+from torchrec_cnr.inference_rows import InferenceRow
 from torchrec_cnr.lineage import Lineage
 from torchrec_cnr.modified import RowMask
 from torchrec_cnr.rows import Box
@@ -76,6 +77,17 @@ class RowStateReadItem(ReadItem):
 @dataclass(frozen=True)
 class ValueReadItem(ReadItem):
     """A read of the largest value of a tensor, which goes into every element of the target and takes its dtype."""
+
+
+@dataclass(frozen=True)
+class InferenceReadItem(ReadItem):
+    """A read of a whole float table into the rows of an inference kernel; lengths are the table's.
+
+    Attributes:
+        row: How the kernel keeps a row.
+    """
+
+    row: InferenceRow
 
 
 @runtime_checkable

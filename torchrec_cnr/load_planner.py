@@ -31,8 +31,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from torchrec_cnr.decisions import ShardKey
 from torchrec_cnr.errors import ConfigurationError, LoadError
-from torchrec_cnr.fitting import Fit, Source, Wanted, fit
-from torchrec_cnr.handover import LoadMetadata
+from torchrec_cnr.fitting import QUANTIZED, Fit, Source, Wanted, fit
+from torchrec_cnr.handover import InferenceReadItem, LoadMetadata
+from torchrec_cnr.inference_tables import TargetTables
 from torchrec_cnr.lineage import Lineage
 from torchrec_cnr.load_report import LoadReport
 from torchrec_cnr.read_items import read_items, wanted_item
@@ -62,19 +63,34 @@ class CNRLoadPlanner(DefaultLoadPlanner):
 
     Args:
         tracker: Starts anew on the loaded checkpoint: the next save may be a delta of it.
-        allow_partial_load: Accept FQNs that only the checkpoint or only the state dict has; what was left out is in
-            the report, and logged as a warning. After such a load, the next save is a baseline.
+        inference: The tables of a quantized model (``InferenceTables``), which take rows of the checkpoint's float
+            tables of the same FQNs. No tracker takes part in such a load.
+        allow_partial_load: Accept FQNs that only the checkpoint or only the state dict has, but for tables of
+            ``inference``, which must all be loaded. What was left out is in the report, and logged as a warning. After
+            such a load, the next save is a baseline.
 
     Raises:
         StateMismatchError: While loading, if FQNs, sizes or dtypes do not fit; the message names all that do not.
-        ConfigurationError: While loading, if the reader is not a ``CNRStorageReader``.
+        ConfigurationError: Both ``tracker`` and ``inference`` are given; or, while loading, the reader is not a
+            ``CNRStorageReader``.
     """
 
-    def __init__(self, tracker: TrackedRows | None = None, *, allow_partial_load: bool = False) -> None:
+    def __init__(
+        self,
+        tracker: TrackedRows | None = None,
+        *,
+        inference: TargetTables | None = None,
+        allow_partial_load: bool = False,
+    ) -> None:
         super().__init__(allow_partial_load=allow_partial_load)
+        if tracker is not None and inference is not None:
+            raise ConfigurationError(
+                "a quantized model is not trained: load it without the tracker, in a load of its own"
+            )
         self._tracker = tracker
         self._loading: LoadMetadata | None = None
         self._decision: _Decision | None = None
+        self._inference = TargetTables(()) if inference is None else inference
         self._tracked: dict[ShardKey, TrackedShard] = {}
         self._restored: set[ShardKey] = set()
         self._report: LoadReport | None = None
@@ -102,8 +118,13 @@ class CNRLoadPlanner(DefaultLoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         """What this rank wants."""
-        items = self.state_dict.items()
-        return LoadPlan([], planner_data=frozenset(wanted_item(fqn, item, self.mappings[fqn]) for fqn, item in items))
+        wanted = frozenset(self._wanted(fqn, value) for fqn, value in self.state_dict.items())
+        return LoadPlan([], planner_data=wanted)
+
+    def _wanted(self, fqn: str, value: Any) -> Wanted:
+        table = self._inference.find(value)
+        item = wanted_item(fqn, value, self.mappings[fqn])
+        return item if table is None else replace(item, size=table.size, dtype=QUANTIZED)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Decide for all ranks: a rank need not hold every tensor."""
@@ -126,7 +147,10 @@ class CNRLoadPlanner(DefaultLoadPlanner):
             self._start_tracking(self._tracker)
         items: list[ReadItem] = []
         for fqn, source in decision.sources.items():
-            if fqn in self.state_dict:
+            table = self._inference.find(self.state_dict.get(fqn))
+            if table is not None:
+                items.append(table.read_item(fqn, source.fqn))
+            elif fqn in self.state_dict:
                 items += read_items(fqn, source, self.state_dict, self._opened, self._lineage.newest.manifest)
         return replace(new_plan, items=items)
 
@@ -134,6 +158,15 @@ class CNRLoadPlanner(DefaultLoadPlanner):
         """Put an object in its place, unpickled without running code."""
         fqn = read_item.dest_index.fqn
         set_element(self.original_state_dict, self.mappings[fqn], torch.load(value, weights_only=True))
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """Where a read goes: for a quantized table its whole rows, of which the state dict may have a part."""
+        if isinstance(read_item, InferenceReadItem):
+            table = self._inference.find(self.state_dict[read_item.dest_index.fqn])
+            if table is not None:
+                return table.rows
+        found: Tensor = super().resolve_tensor(read_item)
+        return found
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """A region was loaded."""

@@ -31,7 +31,8 @@ from torch.futures import Future
 
 from torchrec_cnr.errors import CNRError, DamagedError, LoadError, StateMismatchError
 from torchrec_cnr.folding import fold, plan_fold
-from torchrec_cnr.handover import LoadMetadata, RestoredRows, RowStateReadItem, ValueReadItem
+from torchrec_cnr.handover import InferenceReadItem, LoadMetadata, RestoredRows, RowStateReadItem, ValueReadItem
+from torchrec_cnr.inference_regions import inference_regions, turns
 from torchrec_cnr.lineage import Lineage, existing, read_lineage
 from torchrec_cnr.manifest import DTYPES, TensorEntry
 from torchrec_cnr.packs import PackReader, check_thread_count
@@ -105,10 +106,14 @@ class CNRStorageReader(StorageReader):
         tensors = [item for item in plan.items if item.type is LoadItemType.TENSOR]
         targets = [planner.resolve_tensor(item).detach() for item in tensors]
         forget_overwritten(targets)
-        regions = [
-            self._region(self._lineage, item, target, planner) for item, target in zip(tensors, targets, strict=True)
-        ]
-        fold(plan_fold(self._lineage, regions), regions, self._thread_count)
+        regions: list[Region] = []
+        for item, target in zip(tensors, targets, strict=True):
+            if isinstance(item, InferenceReadItem):
+                regions += _inference_regions(self._lineage, item, target)
+            else:
+                regions.append(self._region(self._lineage, item, target, planner))
+        for turn in turns(regions):
+            fold(plan_fold(self._lineage, turn), turn, self._thread_count)
         for item, target in zip(tensors, targets, strict=True):
             planner.commit_tensor(item, target)
         self._load_objects([item for item in plan.items if item.type is LoadItemType.BYTE_IO], planner)
@@ -180,6 +185,12 @@ def _row_state_region(lineage: Lineage, fqn: str, table_box: Box, target: Tensor
     if len(entry.size) == 1:
         return TensorRegion(fqn, Box((first,), (num_rows,)), values)
     return TensorRegion(fqn, Box((first, 0), (num_rows, 1)), values[:, None])
+
+
+def _inference_regions(lineage: Lineage, item: InferenceReadItem, target: Tensor) -> list[Region]:
+    fqn = item.storage_index.fqn
+    dtype = DTYPES[lineage.newest.manifest.tensors[fqn].dtype]
+    return inference_regions(fqn, target, item.row, dtype, lineage.shards(fqn))
 
 
 def _table_box(entry: TensorEntry, item: ReadItem) -> Box:

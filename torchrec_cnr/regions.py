@@ -64,10 +64,22 @@ class Block:
         places = rows.to(device)
         self.scheme.decode_into(self.codes.to(device), positions.to(device), first_col, target, places)
         if len(self.exact_positions):
-            found = torch.searchsorted(positions, self.exact_positions).clamp_(max=len(positions) - 1)
-            wanted = positions[found] == self.exact_positions
-            values = self.exact_values[wanted, first_col : first_col + target.shape[1]]
-            target.index_copy_(0, places[found[wanted].to(device)], values.to(device))
+            found, exact = self.exact_rows(positions)
+            values = exact[:, first_col : first_col + target.shape[1]]
+            target.index_copy_(0, places[found.to(device)], values.to(device))
+
+    def exact_rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Which of some rows codes do not represent, and their values.
+
+        Args:
+            positions: int64 [k], k >= 1, increasing, which rows of the block.
+
+        Returns:
+            int64 [m], numbers among the k, and [m, num_cols].
+        """
+        found = torch.searchsorted(positions, self.exact_positions).clamp_(max=len(positions) - 1)
+        wanted = positions[found] == self.exact_positions
+        return found[wanted], self.exact_values[wanted]
 
     def rows_within(self, wanted: Box) -> tuple[Tensor | slice, Tensor | slice] | None:
         """Positions in the block, and rows of ``wanted``, of the rows that both have; None if there are none."""
@@ -124,19 +136,12 @@ class TensorRegion:
         positions, rows = found
         target = self.target[(slice(None), *common.slices(self.box)[1:])] if self.target.dim() else self.target[None]
         if isinstance(block.scheme, NoQuantization) or not _has_rows_apart(target):
-            self._copy(block.values[(slice(None), *common.slices(block.box)[1:])][positions], target, rows)
+            put_rows(target, rows, block.values[(slice(None), *common.slices(block.box)[1:])][positions])
         else:
             first_col = common.offsets[1] - block.box.offsets[1]
-            block.decode_into(_numbers(positions), first_col, target, _numbers(rows))
+            block.decode_into(row_numbers(positions), first_col, target, row_numbers(rows))
         if block.is_delta and self.on_delta_rows is not None:
-            self.on_delta_rows(_numbers(rows))
-
-    def _copy(self, values: Tensor, target: Tensor, rows: Tensor | slice) -> None:
-        values = values.to(target.device)
-        if isinstance(rows, slice):
-            target[rows].copy_(values.reshape(target[rows].shape))
-        else:
-            target.index_copy_(0, rows.to(target.device), values)
+            self.on_delta_rows(row_numbers(rows))
 
     def finish(self) -> None:
         """Nothing is left to do."""
@@ -223,7 +228,17 @@ def _has_rows_apart(target: Tensor) -> bool:
     return target.dim() == 2 and target.stride(1) == 1 and (len(target) < 2 or target.stride(0) >= target.shape[1])
 
 
-def _numbers(rows: Tensor | slice) -> Tensor:
+def put_rows(target: Tensor, rows: Tensor | slice, values: Tensor) -> None:
+    """Copy values to rows of a target, on any device."""
+    values = values.to(target.device)
+    if isinstance(rows, slice):
+        target[rows].copy_(values.reshape(target[rows].shape))
+    else:
+        target.index_copy_(0, rows.to(target.device), values)
+
+
+def row_numbers(rows: Tensor | slice) -> Tensor:
+    """int64 [n]: rows one by one."""
     return torch.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
 
 

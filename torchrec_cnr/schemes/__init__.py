@@ -6,7 +6,7 @@ from torchrec_cnr.schemes.clusters import KMeans
 from torchrec_cnr.schemes.direct import HalfPrecision, NoQuantization
 from torchrec_cnr.schemes.rules import SchemeRules, scheme_from_json
 from torchrec_cnr.schemes.searches import GreedySearch, LeastSquares
-from torchrec_cnr.schemes.uniform import AdaptiveAsymmetric, Asymmetric, Symmetric
+from torchrec_cnr.schemes.uniform import AdaptiveAsymmetric, Asymmetric, Symmetric, fused_bits
 
 __all__ = [
     "AdaptiveAsymmetric",
@@ -26,5 +26,6 @@ __all__ = [
     "Symmetric",
     "exact_row_bytes",
     "expected_restores",
+    "fused_bits",
     "scheme_from_json",
 ]

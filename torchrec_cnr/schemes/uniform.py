@@ -156,6 +156,11 @@ class AdaptiveAsymmetric(_Uniform):
         return search.plan
 
 
+def fused_bits(scheme: Scheme) -> int | None:
+    """Bits of a code, if the rows that a scheme makes are fused rows of uniform codes; None if they are others."""
+    return scheme.bits if isinstance(scheme, _Uniform) else None
+
+
 def _cheapest(bits: int, rows: Tensor) -> LeastSquares:
     ladder: Sequence[LeastSquares] = LADDERS[bits]
     plateau = mean_error(AdaptiveAsymmetric(bits, ladder[-1]), rows) * _PLATEAU
