@@ -9,7 +9,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import coding, delta_cost, disk_bytes, gpu_kernels, peak_memory, save_and_load, searching, tracking
+from benchmarks import (
+    coding,
+    delta_cost,
+    disk_bytes,
+    gpu_kernels,
+    peak_memory,
+    reading,
+    save_and_load,
+    searching,
+    tracking,
+)
 from benchmarks.process import BenchmarkError, Progress, run_alone
 from benchmarks.report import Report, machine, text_of
 from benchmarks.rounds import Setup
@@ -18,6 +28,7 @@ BENCHMARKS: Mapping[str, Callable[[Setup], Report]] = {
     "bytes": disk_bytes.run,
     "time": save_and_load.run,
     "cost": delta_cost.run,
+    "reading": reading.run,
     "memory": peak_memory.run,
     "tracker": tracking.run,
     "search": searching.run,
@@ -29,6 +40,7 @@ benchmarks:
   bytes    what a delta takes on disk at 2, 4 and 8 bits, against DCP's own writer
   time     to save a delta and to load a lineage, against DCP's own writer and reader
   cost     time and bytes of a delta by the share of rows modified
+  reading  bytes read for one table of many, or a range of its rows, of the bytes that hold it
   memory   what a save takes beyond the state that it saves
   tracker  what tracking adds to a training step, and what TorchRec's own tracker does
   search   error and speed of adaptive quantization, against the greedy search of the paper and of PyTorch

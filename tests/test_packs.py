@@ -241,8 +241,9 @@ def test_no_more_packs_are_held_than_are_written_at_once(tmp_path: Path, monkeyp
 @st.composite
 def _wanted(draw: st.DrawFn) -> list[tuple[str, Blob]]:
     """Blobs of several packs, some far apart, in any order."""
-    steps = st.sampled_from([0, 1, 1000, packs._SPAN_GAP_BYTES, packs._SPAN_GAP_BYTES + 1, 10**9])
-    sizes = st.sampled_from([1, 50, 10**6, packs._SPAN_BYTES - 1, packs._SPAN_BYTES, packs._SPAN_BYTES + 1])
+    limits = [packs._FREE_GAP_BYTES, packs._SPAN_GAP_BYTES]
+    steps = st.sampled_from([0, 1, 1000, *limits, *(limit + 1 for limit in limits), 10**5, 10**9])
+    sizes = st.sampled_from([1, 50, 10**5, 10**6, packs._SPAN_BYTES - 1, packs._SPAN_BYTES, packs._SPAN_BYTES + 1])
     blobs = []
     for pack in range(draw(st.integers(0, 3))):
         end = 100
@@ -265,18 +266,34 @@ def test_spans_hold_every_blob_once(wanted: list[tuple[str, Blob]]) -> None:
 
 @hypothesis.given(_wanted())
 def test_spans_are_few_and_bounded(wanted: list[tuple[str, Blob]]) -> None:
-    """A span is no longer than its limit unless one blob is, spans no gap that is too wide, and no two could be one."""
+    """A span is no longer than its limit unless one blob is, and no blob could be in the span before."""
     spans = plan_spans(wanted)
     for span in spans:
         assert len(span.blobs) == 1 or span.stop - span.start <= packs._SPAN_BYTES
-        gaps = [b.offset - a.offset - a.num_bytes for (_, a), (_, b) in pairwise(span.blobs)]
-        assert all(0 <= gap <= packs._SPAN_GAP_BYTES for gap in gaps)
+        assert all(0 <= gap <= packs._SPAN_GAP_BYTES for gap in _gaps(span))
     for span, following in pairwise(spans):
         assert (span.pack, span.start) < (following.pack, following.start)
         if span.pack == following.pack:
-            next_stop = following.blobs[0][1].offset + following.blobs[0][1].num_bytes
-            is_far = following.start - span.stop > packs._SPAN_GAP_BYTES
-            assert is_far or next_stop - span.start > packs._SPAN_BYTES
+            blob = following.blobs[0][1]
+            gap = following.start - span.stop
+            num_wanted = blob.num_bytes + sum(blob.num_bytes for _, blob in span.blobs)
+            is_far = gap > packs._SPAN_GAP_BYTES or (
+                gap > packs._FREE_GAP_BYTES and gap + sum(_gaps(span)) > num_wanted // packs._GAP_DIVISOR
+            )
+            assert is_far or blob.offset + blob.num_bytes - span.start > packs._SPAN_BYTES
+
+
+@hypothesis.given(_wanted())
+def test_what_is_read_in_vain_is_bounded(wanted: list[tuple[str, Blob]]) -> None:
+    """Gaps add an eighth of the bytes wanted at most, but for those that are next to nothing."""
+    for span in plan_spans(wanted):
+        num_wanted = sum(blob.num_bytes for _, blob in span.blobs)
+        num_free = sum(gap for gap in _gaps(span) if gap <= packs._FREE_GAP_BYTES)
+        assert span.stop - span.start <= num_wanted + num_wanted // 8 + num_free
+
+
+def _gaps(span: packs.Span) -> list[int]:
+    return [b.offset - a.offset - a.num_bytes for (_, a), (_, b) in pairwise(span.blobs)]
 
 
 # Damage

@@ -15,6 +15,11 @@ import torchrec_cnr as cnr
 from tests import models
 from tests.models import Whole, state, torchrec_job, train, whole
 from tests.ranks import RankPools
+from torchrec_cnr import encoding
+from torchrec_cnr.folding import plan_fold
+from torchrec_cnr.lineage import read_lineage
+from torchrec_cnr.regions import TensorRegion
+from torchrec_cnr.rows import Box
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -56,9 +61,11 @@ def _save_lineage(root: Path, seed: int, num_deltas: int, quantization: cnr.Quan
 
 @pytest.fixture(scope="module")
 def lineage(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Tensor]]]:
-    """Three checkpoints at 8 bits, and what each loads as."""
+    """Three checkpoints at 8 bits in blocks of three rows, and what each loads as."""
     root = tmp_path_factory.mktemp("lineage")
-    return root, _save_lineage(root, 1, 2, cnr.Asymmetric(8))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(encoding, "BLOCK_BYTES", 3 * 8 * 4)
+        return root, _save_lineage(root, 1, 2, cnr.Asymmetric(8))
 
 
 @pytest.mark.parametrize("quantization", [cnr.NoQuantization(), cnr.Asymmetric(4), cnr.KMeans(2)], ids=["0", "4", "k2"])
@@ -80,6 +87,26 @@ def test_every_range_of_rows_is_read(lineage: tuple[Path, list[dict[str, Tensor]
         for stop in range(start, NUM_ROWS + 1, 4):
             got = cnr.load_table(root / "2", "a.weight", rows=range(start, stop), thread_count=1 + 2 * (stop % 2))
             assert _same(got, table[start:stop])
+
+
+def test_only_blocks_with_wanted_rows_are_read(lineage: tuple[Path, list[dict[str, Tensor]]]) -> None:
+    """Of each checkpoint: the blobs that may hold a wanted row, and the row numbers of those."""
+    checkpoints = read_lineage(lineage[0] / "2")
+    for start in range(0, NUM_ROWS, 5):
+        wanted = range(start, start + 4)
+        region = TensorRegion("a.weight", Box((start, 0), (4, 8)), torch.zeros(4, 8))
+        for plan in plan_fold(checkpoints, [region]):
+            manifest = plan.checkpoint.manifest
+            (shard,) = manifest.tensors["a.weight"].shards
+            assert len(shard.blobs) > 1
+            if shard.row_set is None:
+                spans = [range(3 * number, 3 * number + 3) for number in range(len(shard.blobs))]
+            else:
+                blocks = manifest.row_sets[shard.row_set].blocks
+                spans = [range(block.first, block.first + block.span) for block in blocks]
+            needed = {number for number, span in enumerate(spans) if span.start < wanted.stop and span.stop > start}
+            assert {read.number for read in plan.reads.values()} == needed
+            assert plan.row_blocks == (set() if shard.row_set is None else {(shard.row_set, n) for n in needed})
 
 
 slices = st.builds(slice, *[st.none() | st.integers(-50, 50)] * 2, st.none() | st.just(1))

@@ -132,9 +132,8 @@ class CNRLoadPlanner(DefaultLoadPlanner):
         newest = self._lineage.newest
         found = fit(wanted, newest.manifest, newest.store.url, allow_partial=self.allow_partial_load)
         if found.report.missing or found.report.unexpected:
-            logger.warning("not everything is loaded (the planner's report names all of it): %s", found.report)
-        else:
-            logger.info("%s", found.report)
+            text = str(found.report).replace("\n", "; ")
+            logger.warning("not everything is loaded, and the planner's report names all of it: %s", text)
         decision = _Decision(found.report, found.sources, _is_complete(found, self._lineage))
         return [replace(plan, planner_data=decision) for plan in global_plan]
 

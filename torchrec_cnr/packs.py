@@ -20,6 +20,8 @@ from torchrec_cnr.stores import Bytes, Store
 PACK_BYTES = 16 << 20
 _SPAN_BYTES = 16 << 20
 _SPAN_GAP_BYTES = 256 << 10
+_GAP_DIVISOR = 8  # of the bytes wanted in a span, its gaps may add this part
+_FREE_GAP_BYTES = 4 << 10
 
 _SAFETENSORS = {
     "float64": "F64",
@@ -153,20 +155,25 @@ class Span:
 
 
 def plan_spans(wanted: Sequence[tuple[str, Blob]]) -> list[Span]:
-    """Join blobs that lie close together; every blob is in exactly one span. Keys name the blobs in errors."""
+    """Join blobs that lie close together; every blob is in exactly one span. Keys name the blobs in errors.
+
+    A gap between two blobs is read too, to save a request: if it is a small part of what is wanted around it, so that
+    gaps never make a load much longer, or if it is so short that it costs nothing.
+    """
     spans: list[Span] = []
+    wanted_bytes = gap_bytes = 0  # of the last span
     for key, blob in sorted(wanted, key=lambda item: (item[1].pack, item[1].offset, item[1].num_bytes)):
         stop = blob.offset + blob.num_bytes
         last = spans[-1] if spans else None
-        if (
-            last is not None
-            and last.pack == blob.pack
-            and blob.offset - last.stop <= _SPAN_GAP_BYTES
-            and stop - last.start <= _SPAN_BYTES
-        ):
-            spans[-1] = Span(last.pack, last.start, max(stop, last.stop), (*last.blobs, (key, blob)))
-        else:
-            spans.append(Span(blob.pack, blob.offset, stop, ((key, blob),)))
+        if last is not None and last.pack == blob.pack and stop - last.start <= _SPAN_BYTES:
+            gap = max(0, blob.offset - last.stop)
+            allowed = min(_SPAN_GAP_BYTES, (wanted_bytes + blob.num_bytes) // _GAP_DIVISOR - gap_bytes)
+            if gap <= max(allowed, _FREE_GAP_BYTES):
+                spans[-1] = Span(last.pack, last.start, max(stop, last.stop), (*last.blobs, (key, blob)))
+                wanted_bytes, gap_bytes = wanted_bytes + blob.num_bytes, gap_bytes + gap
+                continue
+        spans.append(Span(blob.pack, blob.offset, stop, ((key, blob),)))
+        wanted_bytes, gap_bytes = blob.num_bytes, 0
     return spans
 
 
