@@ -152,7 +152,15 @@ def measure(head: str, num_rows: Sequence[int], tables: Sequence[int]) -> list[R
     count = max(1, round(RANGE_SHARE * num_rows[index]))
     rows = range(num_rows[index] // 2, num_rows[index] // 2 + count)
     fqn = f"model.t{index}.weight"
-    found.append(_read(f"{len(rows):,} of these {num_rows[index]:,} rows", head, fqn, rows, partial(cnr.load_table, head, fqn, rows=rows)))
+    found.append(
+        _read(
+            f"{len(rows):,} of these {num_rows[index]:,} rows",
+            head,
+            fqn,
+            rows,
+            partial(cnr.load_table, head, fqn, rows=rows),
+        )
+    )
     return found
 
 

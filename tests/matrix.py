@@ -2,20 +2,17 @@
 
 A cell trains a model for real, saves a baseline and a delta, loads them into another model on another number of ranks
 that is sharded otherwise, trains that, saves a delta on top, and loads that into a model sharded as the first. All
-modules, shardings, optimizers, forms of state dicts and numbers of ranks meet in pairs; ``python -m tests.matrix``
-writes what came of it as a page of the documentation, whose every entry a test has shown.
+modules, shardings, optimizers, forms of state dicts and numbers of ranks meet in pairs. ``tests.support_page`` makes a
+page of the documentation of it, whose every entry a test has shown.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations, product
-from pathlib import Path
 from typing import Any
 
 from tests.zoo import MODULES, OPTIMIZERS, REPLICATED, SHARDINGS, Kind
-
-PAGE = Path(__file__).parents[1] / "docs" / "support.md"
 
 FORMS = (  # of what is saved and of what is loaded into; their FQNs must agree
     ("sharded tensors", "sharded tensors"),
@@ -70,11 +67,27 @@ REFUSALS = (
     Refusal(
         "TorchRec",
         "ValueError",
+        "Sharding type not supported",
+        "a tower lies on one host",
+        modules=("EmbeddingTower",),
+        shardings=("table_wise", "row_wise", "column_wise", "grid_shard", "data_parallel"),
+    ),
+    Refusal(
+        "TorchRec",
+        "ValueError",
         "Cannot cast",
         "no fused kernel",
         modules=SHARDED,
         shardings=SPLIT,
         optimizers=("SparseAdam",),
+    ),
+    Refusal(
+        "TorchRec",
+        "ValueError",
+        "Sharding not supported",
+        "sequences have no such sharding",
+        modules=("EmbeddingCollection", "ManagedCollisionEmbeddingCollection"),
+        shardings=("table_row_wise", "table_column_wise", "grid_shard"),
     ),
     Refusal(
         "FBGEMM, on CPUs",
@@ -84,6 +97,14 @@ REFUSALS = (
         modules=SHARDED,
         shardings=SPLIT,
         optimizers=("Adam", *FUSED_ONLY),
+    ),
+    Refusal(
+        "TorchRec",
+        "AssertionError",
+        "Only ROW_WISE sharding is supported",
+        "id maps are divided by rows",
+        modules=COLLISIONS,
+        shardings=tuple(sharding for sharding in SHARDINGS if sharding != "row_wise"),
     ),
     Refusal(
         "TorchRec",
@@ -107,30 +128,6 @@ REFUSALS = (
         "is for dense gradients",
         modules=("nn.EmbeddingBag, nn.Embedding, sparse",),
         optimizers=("Adam", "RowWiseAdagrad"),
-    ),
-    Refusal(
-        "TorchRec",
-        "ValueError",
-        "Sharding not supported",
-        "sequences have no such sharding",
-        modules=("EmbeddingCollection", "ManagedCollisionEmbeddingCollection"),
-        shardings=("table_row_wise", "table_column_wise", "grid_shard"),
-    ),
-    Refusal(
-        "TorchRec",
-        "AssertionError",
-        "Only ROW_WISE sharding is supported",
-        "id maps are divided by rows",
-        modules=COLLISIONS,
-        shardings=tuple(sharding for sharding in SHARDINGS if sharding != "row_wise"),
-    ),
-    Refusal(
-        "TorchRec",
-        "ValueError",
-        "Sharding type not supported",
-        "a tower lies on one host",
-        modules=("EmbeddingTower",),
-        shardings=("table_wise", "row_wise", "column_wise", "grid_shard", "data_parallel"),
     ),
     Refusal(
         "FBGEMM, on CPUs",

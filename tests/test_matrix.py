@@ -13,6 +13,7 @@ from tests import zoo
 from tests.matrix import REFUSALS, Cell, Refusal, all_cells, is_meant, pairwise_cells, refusal
 from tests.models import Whole, differing, writer
 from tests.ranks import RankPools
+from tests.support_page import PAGE, page
 from tests.zoo import MODULES, OPTIMIZERS, SHARDINGS, Job, Kind
 
 
@@ -133,5 +134,36 @@ def test_what_cannot_be_built_is_refused_as_said(rank_pool: RankPools) -> None:
         for kind, outcome in zip(kinds, of_rank, strict=True)
         if not _is_as_said(outcome, expected := refusal(kind))
     ]
-    assert wrong == []
-    assert {refusal(kind) for kind in kinds} >= {one for one in REFUSALS if one.num_ranks == 1}
+    assert not wrong, "\n".join(wrong)
+    assert {refusal(kind) for kind in kinds} >= {one for one in REFUSALS if not one.forms}
+
+
+def _outcome_of_a_load(rank: int, root: str, kind: Kind) -> str:
+    """What a load of a kind into itself ends with."""
+    try:
+        job = zoo.build(kind, seed=1)
+        tracker = cnr.RowTracker(job.model)
+        _save(job, tracker, f"{root}/0")
+        dcp.load(zoo.state(job), storage_reader=cnr.CNRStorageReader(f"{root}/0"), planner=cnr.CNRLoadPlanner(tracker))
+    except Exception as error:  # noqa: BLE001 - whatever TorchRec refuses with
+        return f"{type(error).__name__}: {error}"
+    return "works"
+
+
+def test_forms_of_state_dicts_are_refused_as_said(tmp_path: Path, rank_pool: RankPools) -> None:
+    """What TorchRec cannot do with some forms fails with its errors, not later."""
+    num_shown = 0
+    for one in (one for one in REFUSALS if one.forms):
+        kind = Kind((one.modules or tuple(MODULES))[0], "table_column_wise", "Adagrad", one.forms[0])
+        assert refusal(kind, 4) is one
+        for outcome in rank_pool(4 if one.num_ranks > 1 else 2).run(
+            _outcome_of_a_load, str(tmp_path / str(num_shown)), kind
+        ):
+            assert _is_as_said(outcome, one)
+        num_shown += 1
+    assert num_shown == 2
+
+
+def test_the_page_is_up_to_date() -> None:
+    """docs/support.md tells what these tests show; ``python -m tests.support_page`` writes it."""
+    assert PAGE.read_text() == page()
