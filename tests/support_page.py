@@ -50,7 +50,9 @@ or a value for each row of its table; they were not run.
 
 `ShardedTensor`, `DTensor` (`output_dtensor=True`), plain tensors, `Stateful` objects (`{{"model": dmp, "optim":
 optimizer}}`), nested dictionaries and lists, with values of any kind that loads without running code. Each loads into
-each other that has the same names.
+each other that has the same names. `get_state_dict(dmp.module, optimizers)` of
+`torch.distributed.checkpoint.state_dict` works for the model and its `torch.optim` optimizers; it knows nothing of
+fused ones, whose state is `dmp.fused_optimizer.state_dict()`.
 
 ## Notes
 
@@ -100,12 +102,11 @@ def _entry(notes: Sequence[Refusal], module: str, sharding: str, optimizer: str 
 
 
 def _applies_partly(one: Refusal, kind: Kind) -> bool:
-    """Whether a kind that works otherwise is refused in some form, or with some optimizer that other modules may have."""
+    """Whether a kind that works otherwise is refused in some form, or with an optimizer that other modules may have."""
     if one.forms:
         return one.applies(replace(kind, form=one.forms[0]))
-    return (
-        one.modules == COLLISIONS and bool(one.optimizers) and one.applies(replace(kind, optimizer=one.optimizers[0]))
-    )
+    optimizers = one.optimizers if one.modules == COLLISIONS else ()
+    return any(one.applies(replace(kind, optimizer=optimizer)) for optimizer in optimizers)
 
 
 def _note(one: Refusal) -> str:

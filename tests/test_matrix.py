@@ -2,11 +2,14 @@
 
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 import torchrec_cnr as cnr
 from tests import zoo
@@ -101,6 +104,38 @@ def test_a_lineage_goes_from_one_kind_to_another_and_back(tmp_path: Path, rank_p
 def test_every_sharding_loads_into_every_other(tmp_path: Path, rank_pool: RankPools, cell: Cell) -> None:
     """The whole product of modules, shardings and optimizers."""
     _run(rank_pool, tmp_path, cell)
+
+
+def _gotten_state(job: Job) -> dict[str, Any]:
+    optimizers = [one._optimizer for _, one in job.optimizer.optimizers if isinstance(one, KeyedOptimizerWrapper)]
+    model, stepped = get_state_dict(job.model.module, optimizers)
+    return {"model": model, "stepped": stepped, "fused": job.model.fused_optimizer.state_dict()}
+
+
+def _get_state_dict(rank: int, root: str, kind: Kind) -> None:
+    job = zoo.build(kind, seed=1)
+    tracker = cnr.RowTracker(job.model)
+    planner = cnr.CNRSavePlanner(tracker, policy=cnr.Consecutive())
+    for number in range(2):
+        zoo.train(job, seed=number)
+        dcp.save(_gotten_state(job), storage_writer=writer(f"{root}/{number}"), planner=planner)
+    saved = cnr.read_checkpoint(f"{root}/1")
+    assert (saved.kind, saved.num_rows < cnr.read_checkpoint(f"{root}/0").num_rows) == ("delta", True)
+    tracker.close()
+    other = zoo.build(kind, seed=2)
+    other.progress = job.progress
+    end = zoo.contents(job)
+    assert differing(zoo.contents(other), end)
+    dcp.load(_gotten_state(other), storage_reader=cnr.CNRStorageReader(f"{root}/1"), planner=cnr.CNRLoadPlanner())
+    assert differing(zoo.contents(other), end) == []
+
+
+@pytest.mark.parametrize("form", ["sharded tensors", "DTensors"])
+@pytest.mark.parametrize("sharding", ["row_wise", "data_parallel"])
+def test_state_that_get_state_dict_returns(tmp_path: Path, rank_pool: RankPools, sharding: str, form: str) -> None:
+    """PyTorch's own functions name the state of ``torch.optim`` optimizers by FQNs."""
+    kind = Kind("EmbeddingBagCollection", sharding, "Adagrad", form)
+    rank_pool(2).run(_get_state_dict, str(tmp_path), kind)
 
 
 def _outcomes(rank: int, kinds: list[Kind]) -> list[str]:
