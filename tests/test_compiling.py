@@ -7,12 +7,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numba
 import numpy as np
 import pytest
+from numba.core.dispatcher import Dispatcher
 
 import torchrec_cnr
 from torchrec_cnr.kernels import compiling, fused
@@ -53,6 +55,48 @@ def test_code_is_kept_for_the_next_process(tmp_path: Path) -> None:
         for _ in range(2)
     ]
     assert hits == ["0", "1"]
+
+
+ENCODING = """
+import sys
+import numba
+import torch
+import torchrec_cnr as cnr
+
+for _ in range(int(sys.argv[1])):
+    numba.njit(lambda x: x)(1)
+for dtype in sys.argv[2:]:
+    values = torch.linspace(-3, 3, 44).view(4, 11).to(getattr(torch, dtype))
+    codes = cnr.KMeans(8).encode(values).codes
+    codebook = codes[:, 11:].contiguous().view(torch.float16)
+    decoded = codebook.gather(1, codes[:, :11].long())
+    assert torch.allclose(decoded.float(), values.float(), atol=0.01), (dtype, codes[0, :11])
+"""
+
+
+def test_compiled_functions_have_names_of_their_own() -> None:
+    """No two functions of one module share a name, by which numba links what different processes have kept."""
+    modules = [import_module(f"torchrec_cnr.kernels.{name}") for name in ("fused", "kmeans", "packing", "search")]
+    functions = {
+        id(value): value.py_func
+        for module in modules
+        for value in vars(module).values()
+        if isinstance(value, Dispatcher)
+    }
+    names = [(function.__module__, function.__qualname__) for function in functions.values()]
+    assert len(names) > 20
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.slow
+def test_kernels_of_different_processes_do_not_mix(tmp_path: Path) -> None:
+    """What processes with other compiled functions have kept is right together: functions have names of their own."""
+    shutil.copytree(Path(torchrec_cnr.__file__).parent, tmp_path / "torchrec_cnr", ignore=lambda *_: ["__pycache__"])
+    variables = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    for arguments in (["5", "float32"], ["0", "float16"], ["0", "float32", "float16"]):
+        command = [sys.executable, "-c", ENCODING, *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr
 
 
 DECODING = """

@@ -28,6 +28,16 @@ if hasattr(CPUTargetOptions, "_nrt"):
     _OPTIONS["_nrt"] = False
 
 
+def named(function: Callable[..., None], suffix: int) -> Callable[..., None]:
+    """Give one of several functions that a factory makes a name of its own, before it is compiled.
+
+    numba tells functions of one name and signature apart by a number that each process counts for itself. Kernels that
+    different processes compiled would therefore take one another's.
+    """
+    function.__qualname__ += f"_{suffix}"
+    return function
+
+
 class Kernel:
     """A compiled function; it runs with the interpreter's lock released.
 

@@ -8,7 +8,7 @@ numbers straight from the table; decoding writes them straight into the target's
 import numpy as np
 from numba import njit
 
-from torchrec_cnr.kernels.compiling import Kernel
+from torchrec_cnr.kernels.compiling import Kernel, named
 from torchrec_cnr.kernels.lanes import exact_times_plus, halves, spread, where
 from torchrec_cnr.kernels.llvm import LANES
 from torchrec_cnr.kernels.memory import (
@@ -70,7 +70,6 @@ def encode(table, row_stride, rows, num_cols, bits, plan, row_bytes, codes, is_e
 def _decoding_lanes(lanes_at, lane_bytes):
     """A function that decodes whole lanes of rows; without the columns left over, it keeps everything in registers."""
 
-    @njit
     def decode_lanes(codes, row_bytes, positions, first_byte, target, row_stride, rows, num_cols):
         for number in range(len(positions)):
             at = positions[number] * row_bytes
@@ -83,7 +82,7 @@ def _decoding_lanes(lanes_at, lane_bytes):
                 store(target, to + column, exact_times_plus(scale, lanes_at(codes, at), bias))
                 at += lane_bytes
 
-    return decode_lanes
+    return njit(named(decode_lanes, lane_bytes))
 
 
 _decode_lanes_2 = _decoding_lanes(unpacked_2, 4)

@@ -2,6 +2,7 @@
 
 from numba import njit
 
+from torchrec_cnr.kernels.compiling import named
 from torchrec_cnr.kernels.lanes import shifted, spread, where, whole
 from torchrec_cnr.kernels.llvm import LANES
 from torchrec_cnr.kernels.memory import (
@@ -29,7 +30,6 @@ def _putting_words(bits):
     """A function that puts words of codes of so many bits: a constant, so that a word is made without a loop."""
     per_word = 32 // bits
 
-    @njit
     def put_words_of_codes(tile, words, num_cols, codes, offsets, scale, bias, is_right):
         top, nothing, inverse = spread((1 << bits) - 1), whole(spread(0.0)), inverse_of(scale)
         num_words = 0
@@ -47,7 +47,7 @@ def _putting_words(bits):
                 _put_rows(codes, offsets, (start // per_word + 1 - num_words) * 4, words, num_words)
                 num_words = 0
 
-    return put_words_of_codes
+    return njit(named(put_words_of_codes, bits))
 
 
 _put_words_2, _put_words_4, _put_words_8 = _putting_words(2), _putting_words(4), _putting_words(8)
