@@ -19,6 +19,8 @@ from tests.ranks import RankPools
 from tests.support_page import PAGE, page
 from tests.zoo import MODULES, OPTIMIZERS, SHARDINGS, Job, Kind
 
+SHARDED = Kind("EmbeddingBagCollection", "row_wise", "RowWiseAdagrad")
+
 
 def _train_and_save(rank: int, root: str, kind: Kind) -> None:
     job = zoo.build(kind, seed=1)
@@ -136,6 +138,27 @@ def test_state_that_get_state_dict_returns(tmp_path: Path, rank_pool: RankPools,
     """PyTorch's own functions name the state of ``torch.optim`` optimizers by FQNs."""
     kind = Kind("EmbeddingBagCollection", sharding, "Adagrad", form)
     rank_pool(2).run(_get_state_dict, str(tmp_path), kind)
+
+
+def _change_learning_rate(rank: int, root: str) -> None:
+    job = zoo.build(SHARDED, seed=1)
+    job.optimizer.save_param_groups(True)
+    for group in job.optimizer.param_groups:
+        group["lr"] = 0.125
+    zoo.train(job, 1)
+    dcp.save(zoo.state(job), storage_writer=writer(f"{root}/0"), planner=cnr.CNRSavePlanner())
+    other = zoo.build(SHARDED, seed=2)
+    other.optimizer.save_param_groups(True)
+    assert 0.125 not in [group["lr"] for group in other.optimizer.param_groups]
+    loaded = zoo.state(other)
+    dcp.load(loaded, storage_reader=cnr.CNRStorageReader(f"{root}/0"), planner=cnr.CNRLoadPlanner())
+    zoo.take(other, loaded)
+    assert [group["lr"] for group in other.optimizer.param_groups] == [0.125] * len(other.optimizer.param_groups)
+
+
+def test_param_groups_travel_whole(tmp_path: Path, rank_pool: RankPools) -> None:
+    """Those of fused and of other optimizers, where TorchRec is told to have them in its state dicts."""
+    rank_pool(2).run(_change_learning_rate, str(tmp_path))
 
 
 def _outcomes(rank: int, kinds: list[Kind]) -> list[str]:

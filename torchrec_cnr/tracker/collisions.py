@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor, nn
 from torchrec.distributed.mc_embedding_modules import BaseShardedManagedCollisionEmbeddingCollection
 from torchrec.distributed.mc_modules import ShardedManagedCollisionCollection
+from torchrec.modules.mc_modules import MCHManagedCollisionModule
 
 from torchrec_cnr.errors import StateMismatchError
 from torchrec_cnr.tracked import TrackedShard
@@ -45,18 +46,29 @@ class _Evictions:
             shard.accept_writes()
 
 
-def sort_id_maps(model: nn.Module) -> None:
-    """Sort id maps again after a load, which put together those of other ranks.
+class IdMaps:
+    """The id maps of a model, which a load puts together from those of other ranks.
 
-    TorchRec does this in ``load_state_dict`` only, and finds no id in a map that is out of order.
-
-    Raises:
-        StateMismatchError: Ranks have parts of a map that was not divided there when it was saved.
+    TorchRec sorts them again in ``load_state_dict`` only, and finds no id in a map that is out of order. It also takes
+    over how the map was divided, where this is loaded in place: then the next checkpoint would tell of the old ranks.
     """
-    for path, module in modules_below(model):
-        if not isinstance(module, ShardedManagedCollisionCollection):
-            continue
-        for table, collisions in module._managed_collision_modules.items():
+
+    def __init__(self, model: nn.Module) -> None:
+        self._maps = [
+            (path, table, collisions, collisions._output_segments_tensor.clone())
+            for path, module in modules_below(model)
+            if isinstance(module, ShardedManagedCollisionCollection)
+            for table, collisions in module._managed_collision_modules.items()
+            if isinstance(collisions, MCHManagedCollisionModule)
+        ]
+
+    def restored(self) -> None:
+        """The maps were loaded: sort them.
+
+        Raises:
+            StateMismatchError: Ranks have parts of a map that was not divided there when it was saved.
+        """
+        for path, table, collisions, segments in self._maps:
             try:
                 collisions.validate_state()
             except AssertionError as error:
@@ -64,3 +76,4 @@ def sort_id_maps(model: nn.Module) -> None:
                     f"id map of table {table!r} in {path or 'the model'}: {error}; load under the number of ranks that "
                     "it was saved with, or one that divides it"
                 ) from error
+            collisions._output_segments_tensor.copy_(segments)

@@ -12,7 +12,7 @@ from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.manifest import Head
 from torchrec_cnr.stepped import SteppedTables
 from torchrec_cnr.tracked import TrackedRows, TrackedShard
-from torchrec_cnr.tracker.collisions import sort_id_maps, track_evictions
+from torchrec_cnr.tracker.collisions import IdMaps, track_evictions
 from torchrec_cnr.tracker.hooks import Hooks, modules_below
 from torchrec_cnr.tracker.plain import track_plain
 from torchrec_cnr.tracker.replicas import Replicas
@@ -46,7 +46,7 @@ class RowTracker(TrackedRows):
     """
 
     def __init__(self, model: nn.Module, *, verify_untracked: bool = False) -> None:
-        self._model = model
+        self._id_maps = IdMaps(model)
         self._hooks = Hooks()
         self._is_closed = False
         self._sharded_tables: set[str] = set()
@@ -128,7 +128,7 @@ class RowTracker(TrackedRows):
         Raises:
             StateMismatchError: An id map cannot be divided as the ranks divide its table.
         """
-        sort_id_maps(self._model)
+        self._id_maps.restored()
         super().restore(head)
         if self._replicas is not None:
             self._replicas.restored()

@@ -58,10 +58,11 @@ def _track_kernel(path: str, kernel: Any, hooks: Hooks, stepped: SteppedTables) 
                 f"{path}.{table.name}: {type(kernel).__name__} keeps rows outside of memory; leave its module out of "
                 "the tracked model"
             )
-    marks = KernelMarks.of([len(weight) for weight in weights], [len(t.feature_names) for t in tables], weights)
+    num_features = [len(table.feature_names) for table in tables]
+    marks = KernelMarks.of([len(weight) for weight in weights], num_features, weights[0].device)
     shards: list[TrackedShard] = []
     for index, (table, weight) in enumerate(zip(tables, weights, strict=True)):
-        rows = ModifiedRows(f"{path}.{table.name}", _box(table, weight), weight.device, marks.of_table(index))
+        rows = ModifiedRows(f"{path}.{table.name}", _box(table, weight), weight.device, marks.tables[index])
         if isinstance(kernel, BatchedDenseEmbedding | BatchedDenseEmbeddingBag):
             shards.append(stepped.add(rows, weight))
         else:
@@ -78,49 +79,52 @@ def _track_kernel(path: str, kernel: Any, hooks: Hooks, stepped: SteppedTables) 
 
 @dataclass(frozen=True, eq=False)
 class KernelMarks:
-    """The marks of all tables of a kernel, one after another, so that a lookup is marked at once.
-
-    On a GPU, cutting a lookup's ids into those of each feature takes lengths that are known to the device alone, and
-    so would wait for it. Here ids are moved to their table's place on the device itself, as FBGEMM's
-    ``linearize_cache_indices`` does.
+    """The marks of all tables of a kernel, one after another, so that a device can mark a lookup at once.
 
     Attributes:
         marked: bool [rows of all tables].
-        first_rows: First row of each table, and the end of the last.
-        feature_rows: int64 [num_features], on the device: first row of each feature's table.
+        tables: The marks of each table, views.
+        of_feature: The table of each feature.
+        first_rows: int64 [num_features], on the device: where the marks of each feature's table begin.
     """
 
     marked: Tensor
-    first_rows: tuple[int, ...]
-    feature_rows: Tensor
+    tables: tuple[Tensor, ...]
+    of_feature: tuple[int, ...]
+    first_rows: Tensor
 
     @classmethod
-    def of(cls, num_rows: Sequence[int], num_features: Sequence[int], weights: Sequence[Tensor]) -> "KernelMarks":
+    def of(cls, num_rows: Sequence[int], num_features: Sequence[int], device: torch.device) -> "KernelMarks":
         """Marks of tables of so many rows, looked up by so many features each."""
-        device = weights[0].device
-        ends = torch.tensor([0, *num_rows]).cumsum(0)
-        features = ends[:-1].repeat_interleave(torch.tensor(num_features))
-        marked = torch.zeros(int(ends[-1]), dtype=torch.bool, device=device)
-        return cls(marked, tuple(ends.tolist()), features.to(device))
-
-    def of_table(self, index: int) -> Tensor:
-        """The marks of one table, a view."""
-        return self.marked[self.first_rows[index] : self.first_rows[index + 1]]
+        marked = torch.zeros(sum(num_rows), dtype=torch.bool, device=device)
+        of_feature = [table for table, num in enumerate(num_features) for _ in range(num)]
+        first_rows = torch.tensor([sum(num_rows[:table]) for table in of_feature], device=device)
+        return cls(marked, marked.split(list(num_rows)), tuple(of_feature), first_rows)
 
     def mark(self, features: KeyedJaggedTensor) -> None:
         """Mark the rows of a lookup."""
+        if features.values().device.type == "cpu" or features.variable_stride_per_key():
+            self.mark_by_feature(features)
+        else:
+            self.mark_at_once(features)
+
+    def mark_by_feature(self, features: KeyedJaggedTensor) -> None:
+        """Mark the rows of one feature after another, which on CPUs is faster."""
+        ids, offsets = features.values(), features.offset_per_key()
+        for table, (start, stop) in zip(self.of_feature, pairwise(offsets), strict=True):
+            if start < stop:
+                self.tables[table].index_fill_(0, ids[start:stop].long(), True)
+
+    def mark_at_once(self, features: KeyedJaggedTensor) -> None:
+        """Mark all rows without asking a device how many ids each feature has, which would wait for it.
+
+        Ids are moved to the marks of their tables on the device, as FBGEMM's ``linearize_cache_indices`` does.
+        """
         ids = features.values()
-        if not len(ids):
-            return
-        if features.variable_stride_per_key():
-            for first, (start, stop) in zip(
-                self.feature_rows.tolist(), pairwise(features.offset_per_key()), strict=True
-            ):
-                self.marked.index_fill_(0, ids[start:stop].long() + first, True)
-            return
-        num_ids = features.offsets()[:: features.stride()].diff()
-        places = self.feature_rows.repeat_interleave(num_ids, output_size=len(ids))
-        self.marked.index_fill_(0, places.add_(ids), True)
+        if len(ids):
+            num_ids = features.offsets()[:: features.stride()].diff()
+            places = self.first_rows.repeat_interleave(num_ids, output_size=len(ids))
+            self.marked.index_fill_(0, places.add_(ids), True)
 
 
 @dataclass(frozen=True, eq=False)
