@@ -34,7 +34,7 @@ LAYERS = (
     },
     {"shards", "modified", "tracked", "untracked", "policies"},
     {"packs", "stores", "lineage", "decisions", "handover", "encoding", "folding", "table_reader", "inference_tables"},
-    {"planner", "load_planner", "writer", "reader", "assembly", "rank_writer", "read_items"},
+    {"planner", "load_planner", "writer", "reader", "assembly", "rank_writer", "read_items", "agreement"},
     {"stepped", "tracker", "inference", "maintenance", "manager"},
     {"__init__", "cli"},
 )

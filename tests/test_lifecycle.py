@@ -28,6 +28,7 @@ from torchrec.distributed.model_tracker.model_delta_tracker import ModelDeltaTra
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, data_parallel, row_wise
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.optim import RowWiseAdagrad
+from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 import torchrec_cnr as cnr
 from tests import models
@@ -736,6 +737,42 @@ def test_a_cut_between_backward_and_step_of_a_dense_kernel(
     Replicated ones too, whose gradients come from the lookups of all ranks.
     """
     rank_pool(world_size).run(_cut_between_backward_and_step, str(tmp_path), optimizer, sharding)
+
+
+def _save_state_of_a_dense_kernel(rank: int, root: str) -> None:
+    model = _dense_kernel_model(1, "row")
+    named = dict(model.named_parameters())
+    optimizer = KeyedOptimizerWrapper(named, lambda parameters: Adagrad(parameters, lr=0.5))
+    tracker = cnr.RowTracker(model)
+    planner = cnr.CNRSavePlanner(tracker)
+    ids = KeyedJaggedTensor.from_lengths_sync(["f0"], torch.arange(8) + 5 * rank, torch.full((4,), 2))
+    model.module.ebc(ids).values().sum().backward()
+    optimizer.step()
+    state_dict = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save(state_dict, storage_writer=models.writer(f"{root}/0"), planner=planner)
+    assert "sum' is optimizer state of each rank's own rows, but is not sharded" in str(caught.value)
+    apart = {"model": model.state_dict(), f"optim{rank}": optimizer.state_dict()}
+    dcp.save(apart, storage_writer=models.writer(f"{root}/1"), planner=planner)
+    tracker.close()
+
+
+def test_state_that_ranks_have_under_one_name_is_refused(tmp_path: Path, rank_pool: RankPools) -> None:
+    """A sharded table with a dense kernel has optimizer state that is not sharded: DCP would save that of one rank."""
+    rank_pool(2).run(_save_state_of_a_dense_kernel, str(tmp_path))
+
+
+def _save_other_sizes(rank: int, root: str) -> None:
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save(
+            {"mine": torch.zeros(3 + rank)}, storage_writer=models.writer(f"{root}/0"), planner=cnr.CNRSavePlanner()
+        )
+    assert "has one size on rank 0 and another on rank 1" in str(caught.value)
+
+
+def test_tensors_of_other_sizes_under_one_name_are_refused(tmp_path: Path, rank_pool: RankPools) -> None:
+    """DCP itself would save the first."""
+    rank_pool(2).run(_save_other_sizes, str(tmp_path))
 
 
 def _rows(table: torch.Tensor, first: int, step: int) -> torch.Tensor:

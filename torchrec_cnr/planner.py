@@ -13,7 +13,6 @@ the manifest of its pending save is in the store. A save that failed before step
 """
 
 import io
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import ReferenceType, ref
@@ -24,34 +23,16 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
+from torchrec_cnr.agreement import RankData, agree, ranks_of_shards, refuse_unsharded_state, shard_key
 from torchrec_cnr.decisions import Decision, RowTensor, ShardKey, choose_base, stored_whole
 from torchrec_cnr.errors import ConfigurationError, SaveError
 from torchrec_cnr.handover import CNRStorageMeta, SaveMetadata, ShardData
 from torchrec_cnr.lineage import Checkpoint, committed
-from torchrec_cnr.manifest import CheckpointRef, Head
+from torchrec_cnr.manifest import Head
 from torchrec_cnr.modified import RowMask, Since
 from torchrec_cnr.policies import Full, Intermittent, Policy
 from torchrec_cnr.shards import dtype_name, is_replicated, local_shards, memory_key
 from torchrec_cnr.tracked import Pending, TrackedRows, TrackedShard
-
-
-@dataclass(frozen=True)
-class _LocalPlanData:
-    """What a rank's plan carries to the coordinator.
-
-    Attributes:
-        paths: DCP's flatten mapping.
-        head: The checkpoint that this rank's marks relate to.
-        tensors: Those that this rank can store by rows, by FQN.
-        replaced: Optimizer state that was put in the place of the one that the head holds.
-        marks: Digests of the modified rows of shards that other ranks may have, too, by what they are a delta of.
-    """
-
-    paths: dict[str, tuple[Any, ...]]
-    head: CheckpointRef | None
-    tensors: dict[str, RowTensor]
-    replaced: frozenset[ShardKey]
-    marks: Mapping[tuple[ShardKey, Since], bytes]
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,15 +139,22 @@ class CNRSavePlanner(DefaultSavePlanner):
             for since in (Since.HEAD, Since.BASELINE)
             if self._is_replicated(key[0])
         }
-        return replace(plan, planner_data=_LocalPlanData(self.mappings, head, tensors, replaced, marks))
+        of_own_rows = frozenset(
+            key
+            for key, item in self._items.items()
+            if self._is_replicated(item.fqn) and not self._is_replicated(item.table)
+        )
+        data = RankData(self.mappings, head, tensors, replaced, marks, of_own_rows)
+        return replace(plan, planner_data=data)
 
     def _is_replicated(self, fqn: str) -> bool:
         return dist.is_initialized() and dist.get_world_size() > 1 and is_replicated(self.state_dict[fqn])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Decide for all ranks."""
-        data: list[_LocalPlanData] = [plan.planner_data for plan in all_plans]
-        ranks_of = _ranks_of_shards(all_plans)
+        data: list[RankData] = [plan.planner_data for plan in all_plans]
+        ranks_of = ranks_of_shards(all_plans)
+        refuse_unsharded_state(ranks_of, data)
         plans = [replace(plan, planner_data=rank.paths) for plan, rank in zip(all_plans, data, strict=True)]
         plans, metadata = super().create_global_plan(plans)
         head, meta = self._tracker.head, self._meta
@@ -183,7 +171,7 @@ class CNRSavePlanner(DefaultSavePlanner):
             new = stored_whole(tensors, metadata, base.parent)
             whole = frozenset(key for key in ranks_of if key[0] in new).union(*(rank.replaced for rank in data))
             # Only one of the ranks that hold one and the same shard stores it: the modified rows must be the same.
-            whole |= {key for key, ranks in ranks_of.items() if not _agree(key, base.since, [data[r] for r in ranks])}
+            whole |= {key for key, ranks in ranks_of.items() if not agree(key, base.since, [data[r] for r in ranks])}
             decision = replace(decision, since=base.since, parent=base.ref, history=base.head.history, whole=whole)
         metadata = SaveMetadata(metadata.state_dict_metadata, planner_data=metadata.planner_data, decision=decision)
         return [replace(plan, planner_data=decision) for plan in plans], metadata
@@ -198,7 +186,7 @@ class CNRSavePlanner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO | ShardData:  # type: ignore[override]
         """The data of one item; tracked shards come with the rows to store of them."""
-        item = self._items.get(_key(write_item))
+        item = self._items.get(shard_key(write_item))
         if item is None:
             data: Tensor | io.BytesIO = super().resolve_data(write_item)
             return data
@@ -206,7 +194,7 @@ class CNRSavePlanner(DefaultSavePlanner):
             raise SaveError("data was asked for before the plan was finished")
         return ShardData(
             values=item.values,
-            rows=self._rows_of(item.shard, _key(write_item), self._decision),
+            rows=self._rows_of(item.shard, shard_key(write_item), self._decision),
             is_table=item.is_table,
             table=item.table if item.is_row_wise else None,
             table_box=item.shard.rows.box if item.is_row_wise else None,
@@ -249,34 +237,3 @@ class CNRSavePlanner(DefaultSavePlanner):
                     self._frozen_states[key] = ref(state)
                     found[key] = _TrackedItem(shard, shards[key].detach(), key[0], aliases[0][0], is_replaced)
         return found
-
-
-def _ranks_of_shards(plans: Sequence[SavePlan]) -> dict[ShardKey, list[int]]:
-    """Which ranks hold each shard.
-
-    Raises:
-        ConfigurationError: Ranks hold different tensors under one FQN, of which DCP would save only one.
-    """
-    ranks_of: dict[ShardKey, list[int]] = {}
-    sizes: dict[ShardKey, Any] = {}
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            ranks_of.setdefault(_key(item), []).append(rank)
-            data = item.tensor_data
-            size = (data.size, data.chunk.sizes) if data is not None else None
-            if sizes.setdefault(_key(item), size) != size:
-                raise ConfigurationError(
-                    f"item {item.index.fqn!r} is not sharded, but has one size on rank {ranks_of[_key(item)][0]} and "
-                    f"another on rank {rank}, so that DCP would save only one of them; optimizer state of tables with "
-                    "dense kernels is such: give them fused kernels, or make them data-parallel"
-                )
-    return ranks_of
-
-
-def _agree(key: ShardKey, since: Since, ranks: Sequence[_LocalPlanData]) -> bool:
-    """Whether all ranks that have a shard modified the same rows of it."""
-    return len({rank.marks.get((key, since)) for rank in ranks}) == 1
-
-
-def _key(item: WriteItem) -> ShardKey:
-    return item.index.fqn, tuple(item.index.offset or ())
