@@ -20,6 +20,7 @@ from tests.ranks import RankPools
 from tests.zoo import Job, Kind
 from torchrec_cnr.modified import ModifiedRows
 from torchrec_cnr.rows import Box
+from torchrec_cnr.tracker.hooks import Hooks
 from torchrec_cnr.tracker.sharded import KernelMarks
 
 CPU = torch.device("cpu")
@@ -264,6 +265,32 @@ def test_marks_of_tables_lie_side_by_side() -> None:
     assert [len(table) for table in marks.tables] == [3, 2]
     marks.tables[1].fill_(True)
     assert marks.marked.tolist() == [False, False, False, True, True]
+
+
+class _Counter(nn.Module):
+    def count(self, by: int) -> int:
+        return by
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_replaced_methods_come_back(order: tuple[int, int]) -> None:
+    """Two trackers of one model may be closed in any order; each is called until then, and nothing stays behind."""
+    module, calls = _Counter(), list[str]()
+    hooks = [Hooks(), Hooks()]
+    for name, one in zip("ab", hooks, strict=True):
+
+        def around(original: Callable[[int], int], by: int, name: str = name) -> int:
+            calls.append(name)
+            return 2 * original(by)
+
+        one.around(module, "count", around)
+    assert (module.count(1), calls) == (4, ["b", "a"])
+    hooks[order[0]].remove()
+    calls.clear()
+    assert (module.count(1), calls) == (2, ["ab"[order[1]]])
+    hooks[order[1]].remove()
+    calls.clear()
+    assert (module.count(1), calls) == (1, [])
 
 
 @pytest.mark.gpu

@@ -23,15 +23,26 @@ class Hooks:
         self._removals.append(handle.remove)
 
     def around(self, owner: nn.Module, method: str, around: Callable[..., Any]) -> None:
-        """Have ``around(original, *args, **kwargs)`` called instead of a module's method, which offers no hook."""
-        original = getattr(owner, method)
+        """Have ``around(original, *args, **kwargs)`` called instead of a module's method, which offers no hook.
+
+        Several may do so, and stop in any order: one that is not the last stays in the chain, and passes calls on.
+        """
+        original, own = getattr(owner, method), owner.__dict__.get(method)
+        is_active = True
 
         @wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
-            return around(original, *args, **kwargs)
+            return around(original, *args, **kwargs) if is_active else original(*args, **kwargs)
+
+        def remove() -> None:
+            nonlocal is_active
+            is_active = False
+            if owner.__dict__.get(method) is replacement:
+                owner.__dict__.pop(method)
+                owner.__dict__.update({} if own is None else {method: own})
 
         owner.__dict__[method] = replacement
-        self._removals.append(lambda: owner.__dict__.pop(method, None))
+        self._removals.append(remove)
 
     def remove(self) -> None:
         """Take everything out, the last thing first."""
