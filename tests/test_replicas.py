@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 
 import torchrec_cnr as cnr
 from tests import zoo
@@ -129,3 +129,20 @@ def test_a_model_of_one_dimension_loads_into_one_of_two(tmp_path: Path, rank_poo
     """Each replica gets all rows."""
     rank_pool(2).run(_save_in_one_dimension, str(tmp_path))
     rank_pool(4).run(_load_in_two_dimensions, str(tmp_path))
+
+
+def _track_wrapped(rank: int) -> None:
+    job = zoo.build(_kind("row_wise"), seed=1)
+    with pytest.raises(cnr.ConfigurationError, match="pass the DMPCollection itself"):
+        cnr.RowTracker(job.model.module)
+    tracker = cnr.RowTracker(nn.ModuleDict({"model": job.model}))
+    zoo.train(job, 1)
+    own = tracker.num_modified
+    job.model.sync()
+    assert tracker.num_modified > own
+    tracker.close()
+
+
+def test_replicas_are_found_inside_another_module(rank_pool: RankPools) -> None:
+    """A model without its synchronisation is refused: rows of other replicas would be lost."""
+    rank_pool(4).run(_track_wrapped)

@@ -10,13 +10,27 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DMPCollection
-from torchrec.distributed.types import ShardingStrategy
+from torchrec.distributed.types import ShardingEnv2D, ShardingStrategy
 
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.tracked import TrackedShard
-from torchrec_cnr.tracker.hooks import Hooks
+from torchrec_cnr.tracker.hooks import Hooks, modules_below
+
+
+def track_replicas(model: nn.Module, hooks: Hooks, shards: Sequence[TrackedShard]) -> "Replicas | None":
+    """What has to be known of a model's replicas, if it has any that are synchronised behind the optimizer.
+
+    Raises:
+        ConfigurationError: It has, but cannot be tracked.
+    """
+    for _, module in modules_below(model):
+        if isinstance(module, DMPCollection):
+            return Replicas(module, hooks, shards)
+    if any(isinstance(getattr(module, "_env", None), ShardingEnv2D) for _, module in modules_below(model)):
+        raise ConfigurationError("tables of a 2-D parallel model are tracked with it: pass the DMPCollection itself")
+    return None
 
 
 class Replicas:

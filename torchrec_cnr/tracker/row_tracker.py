@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 from torchrec.distributed.embedding_tower_sharding import ShardedEmbeddingTower, ShardedEmbeddingTowerCollection
-from torchrec.distributed.model_parallel import DMPCollection
 from torchrec.optim.keyed import KeyedOptimizer
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
@@ -15,7 +14,7 @@ from torchrec_cnr.tracked import TrackedRows, TrackedShard
 from torchrec_cnr.tracker.collisions import IdMaps, track_evictions
 from torchrec_cnr.tracker.hooks import Hooks, modules_below
 from torchrec_cnr.tracker.plain import track_plain
-from torchrec_cnr.tracker.replicas import Replicas
+from torchrec_cnr.tracker.replicas import track_replicas
 from torchrec_cnr.tracker.sharded import sharded_collections, track_collection
 from torchrec_cnr.untracked import ReferenceDigests
 
@@ -56,7 +55,7 @@ class RowTracker(TrackedRows):
             self._sharded_tables.update(f"{path}.{table}" for table in module.module_sharding_plan)
             sharded += track_collection(path, module, self._hooks, stepped)
         track_evictions(model, self._hooks, sharded)
-        self._replicas = Replicas(model, self._hooks, sharded) if isinstance(model, DMPCollection) else None
+        self._replicas = track_replicas(model, self._hooks, sharded)
         found = [*sharded, *track_plain(model, self._hooks, stepped)]
         self._has_tables_elsewhere = any(isinstance(module, _TOWERS) for _, module in modules_below(model))
         if not found and not self._sharded_tables and not self._has_tables_elsewhere:
