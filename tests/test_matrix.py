@@ -27,7 +27,7 @@ def _train_and_save(rank: int, root: str, kind: Kind) -> None:
     tracker = cnr.RowTracker(job.model)
     for number in range(2):
         zoo.train(job, seed=number)
-        saved = _save(job, tracker, f"{root}/{number}")
+        saved = zoo.save(job, tracker, f"{root}/{number}")
     assert saved.kind == "delta"
     if not kind.optimizer.endswith("Adam"):  # which moves rows without a gradient, too
         assert 0 < saved.num_rows < cnr.read_checkpoint(f"{root}/0").num_rows
@@ -40,7 +40,7 @@ def _go_on(rank: int, root: str, kind: Kind) -> None:
     tracker = cnr.RowTracker(job.model)
     _load(job, f"{root}/1", tracker)
     zoo.train(job, seed=2)
-    saved = _save(job, tracker, f"{root}/2")
+    saved = zoo.save(job, tracker, f"{root}/2")
     assert saved.kind == "delta"
     _write_contents(job, f"{root}/2.pt")
     tracker.close()
@@ -51,12 +51,6 @@ def _come_back(rank: int, root: str, kind: Kind) -> None:
     tracker = cnr.RowTracker(job.model)
     _load(job, f"{root}/2", tracker)
     tracker.close()
-
-
-def _save(job: Job, tracker: cnr.RowTracker, path: str) -> cnr.Checkpoint:
-    planner = cnr.CNRSavePlanner(tracker, policy=cnr.Consecutive())
-    dcp.save(zoo.state(job), storage_writer=writer(path), planner=planner)
-    return cnr.read_checkpoint(path)
 
 
 def _write_contents(job: Job, path: str) -> None:
@@ -72,9 +66,7 @@ def _load(job: Job, path: str, tracker: cnr.RowTracker) -> None:
     tables = [name for name in wanted if name.startswith("model.") and name.endswith(".weight")]
     assert tables
     assert {*tables, "progress.step"} <= set(differing(before, wanted))
-    state = zoo.state(job)
-    dcp.load(state, storage_reader=cnr.CNRStorageReader(path), planner=cnr.CNRLoadPlanner(tracker))
-    zoo.take(job, state)
+    zoo.take(job, zoo.load(job, path, tracker))
     _assert_same(zoo.contents(job), wanted)
 
 
@@ -150,9 +142,7 @@ def _change_learning_rate(rank: int, root: str) -> None:
     other = zoo.build(SHARDED, seed=2)
     other.optimizer.save_param_groups(True)
     assert 0.125 not in [group["lr"] for group in other.optimizer.param_groups]
-    loaded = zoo.state(other)
-    dcp.load(loaded, storage_reader=cnr.CNRStorageReader(f"{root}/0"), planner=cnr.CNRLoadPlanner())
-    zoo.take(other, loaded)
+    zoo.take(other, zoo.load(other, f"{root}/0"))
     assert [group["lr"] for group in other.optimizer.param_groups] == [0.125] * len(other.optimizer.param_groups)
 
 
@@ -201,8 +191,8 @@ def _outcome_of_a_load(rank: int, root: str, kind: Kind) -> str:
     try:
         job = zoo.build(kind, seed=1)
         tracker = cnr.RowTracker(job.model)
-        _save(job, tracker, f"{root}/0")
-        dcp.load(zoo.state(job), storage_reader=cnr.CNRStorageReader(f"{root}/0"), planner=cnr.CNRLoadPlanner(tracker))
+        zoo.save(job, tracker, f"{root}/0")
+        zoo.load(job, f"{root}/0", tracker)
     except Exception as error:  # noqa: BLE001 - whatever TorchRec refuses with
         return f"{type(error).__name__}: {error}"
     return "works"

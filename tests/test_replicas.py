@@ -4,12 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 
 import torchrec_cnr as cnr
 from tests import zoo
-from tests.models import Whole, differing, writer
+from tests.models import Whole, differing
 from tests.ranks import RankPools
 from tests.zoo import Job, Kind
 
@@ -25,21 +24,6 @@ def _train(job: Job, seed: int) -> None:
     job.model.sync()
 
 
-def _save(job: Job, tracker: cnr.RowTracker, path: str) -> cnr.Checkpoint:
-    planner = cnr.CNRSavePlanner(tracker, policy=cnr.Consecutive())
-    dcp.save(zoo.state(job), storage_writer=writer(path), planner=planner)
-    return cnr.read_checkpoint(path)
-
-
-def _load(job: Job, path: str, tracker: cnr.RowTracker | None = None) -> Whole:
-    dcp.load(zoo.state(job), storage_reader=cnr.CNRStorageReader(path), planner=cnr.CNRLoadPlanner(tracker))
-    return {name: value for name, value in zoo.contents(job).items() if isinstance(value, Tensor)}
-
-
-def _tensors(job: Job) -> Whole:
-    return {name: value for name, value in zoo.contents(job).items() if isinstance(value, Tensor)}
-
-
 def _num_rows_changed(before: Whole, after: Whole) -> int:
     tables = [name for name in after if name.startswith("model.sparse")]
     return sum(int((before[name] != after[name]).any(dim=1).sum()) for name in tables)
@@ -49,24 +33,26 @@ def _save_what_any_replica_modified(rank: int, root: str, sharding: str) -> None
     job = zoo.build(_kind(sharding), seed=1)
     tracker = cnr.RowTracker(job.model)
     _train(job, 1)
-    _save(job, tracker, f"{root}/0")
-    before = _tensors(job)
+    zoo.save(job, tracker, f"{root}/0")
+    before = zoo.tensors(job)
     zoo.train(job, 2)
     own = tracker.num_modified
     job.model.sync()
     assert tracker.num_modified > own  # those of the other replica
-    after = _tensors(job)
-    saved = _save(job, tracker, f"{root}/1")
+    after = zoo.tensors(job)
+    saved = zoo.save(job, tracker, f"{root}/1")
     assert saved.kind == "delta"
     assert saved.num_rows == _num_rows_changed(before, after)
     other = zoo.build(_kind("row_wise"), seed=2)
     of_other = cnr.RowTracker(other.model)
-    assert differing(_tensors(other), after)
-    assert differing(_load(other, f"{root}/1", of_other), after) == []
+    assert differing(zoo.tensors(other), after)
+    zoo.load(other, f"{root}/1", of_other)
+    assert differing(zoo.tensors(other), after) == []
     _train(other, 3)
-    assert _save(other, of_other, f"{root}/2").kind == "delta"
-    end = _tensors(other)
-    assert differing(_load(job, f"{root}/2", tracker), end) == []
+    assert zoo.save(other, of_other, f"{root}/2").kind == "delta"
+    end = zoo.tensors(other)
+    zoo.load(job, f"{root}/2", tracker)
+    assert differing(zoo.tensors(job), end) == []
     tracker.close()
     of_other.close()
 
@@ -81,21 +67,22 @@ def _save_before_synchronising(rank: int, root: str, sharding: str) -> None:
     job = zoo.build(_kind(sharding), seed=1)
     tracker = cnr.RowTracker(job.model)
     _train(job, 1)
-    first = _save(job, tracker, f"{root}/0")
+    first = zoo.save(job, tracker, f"{root}/0")
     zoo.train(job, 2)
-    saved = _save(job, tracker, f"{root}/1")
+    saved = zoo.save(job, tracker, f"{root}/1")
     assert saved.kind == "delta"
     assert saved.num_rows == first.num_rows  # only one replica is saved, and each has marks of its own
-    before = _tensors(job)
+    before = zoo.tensors(job)
     job.model.sync()  # modifies rows again that were in the last save
-    end = _tensors(job)
+    end = zoo.tensors(job)
     assert _num_rows_changed(before, end)
-    saved = _save(job, tracker, f"{root}/2")
+    saved = zoo.save(job, tracker, f"{root}/2")
     assert saved.kind == "delta"
     assert saved.num_rows < first.num_rows
     tracker.close()
     other = zoo.build(_kind("row_wise"), seed=2)
-    assert differing(_load(other, f"{root}/2"), end) == []
+    zoo.load(other, f"{root}/2")
+    assert differing(zoo.tensors(other), end) == []
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
@@ -111,9 +98,9 @@ def _save_in_one_dimension(rank: int, root: str) -> None:
     tracker = cnr.RowTracker(job.model)
     for number in range(2):
         zoo.train(job, number)
-        _save(job, tracker, f"{root}/{number}")
+        zoo.save(job, tracker, f"{root}/{number}")
     tracker.close()
-    end = _tensors(job)
+    end = zoo.tensors(job)
     if rank == 0:
         torch.save(end, f"{root}/end.pt")
 
@@ -121,8 +108,9 @@ def _save_in_one_dimension(rank: int, root: str) -> None:
 def _load_in_two_dimensions(rank: int, root: str) -> None:
     job = zoo.build(_kind("table_wise"), seed=2)
     wanted = torch.load(f"{root}/end.pt")
-    assert differing(_tensors(job), wanted)
-    assert differing(_load(job, f"{root}/1"), wanted) == []
+    assert differing(zoo.tensors(job), wanted)
+    zoo.load(job, f"{root}/1")
+    assert differing(zoo.tensors(job), wanted) == []
 
 
 def test_a_model_of_one_dimension_loads_into_one_of_two(tmp_path: Path, rank_pool: RankPools) -> None:

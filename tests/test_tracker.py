@@ -15,7 +15,7 @@ from torchrec import KeyedJaggedTensor
 
 import torchrec_cnr as cnr
 from tests import zoo
-from tests.models import Whole, differing, writer
+from tests.models import Whole, differing
 from tests.ranks import RankPools
 from tests.zoo import Job, Kind
 from torchrec_cnr.modified import ModifiedRows
@@ -32,20 +32,6 @@ KINDS = {
     "data-parallel": Kind("EmbeddingBagCollection", "data_parallel", "Adagrad"),
     "plain": Kind("nn.EmbeddingBag, nn.Embedding", "data_parallel", "SGD"),
 }
-
-
-def _save(job: Job, tracker: cnr.RowTracker, path: str) -> cnr.Checkpoint:
-    planner = cnr.CNRSavePlanner(tracker, policy=cnr.Consecutive())
-    dcp.save(zoo.state(job), storage_writer=writer(path), planner=planner)
-    return cnr.read_checkpoint(path)
-
-
-def _load(job: Job, path: str, tracker: cnr.RowTracker | None = None) -> None:
-    dcp.load(zoo.state(job), storage_reader=cnr.CNRStorageReader(path), planner=cnr.CNRLoadPlanner(tracker))
-
-
-def _tensors(job: Job) -> Whole:
-    return {name: value for name, value in zoo.contents(job).items() if isinstance(value, Tensor)}
 
 
 def _tables(job: Job) -> list[Tensor]:
@@ -90,21 +76,21 @@ def _write_between_saves(rank: int, root: str, kind: Kind, write: Callable[[Job]
     job = zoo.build(kind, seed=1)
     tracker = cnr.RowTracker(job.model)
     zoo.train(job, 1)
-    _save(job, tracker, f"{root}/0")
+    zoo.save(job, tracker, f"{root}/0")
     if after_restore:
-        _load(job, f"{root}/0", tracker)
-    before = _tensors(job)
+        zoo.load(job, f"{root}/0", tracker)
+    before = zoo.tensors(job)
     write(job)
-    assert differing(before, _tensors(job))
+    assert differing(before, zoo.tensors(job))
     zoo.train(job, 2)
-    end = _tensors(job)
-    assert _save(job, tracker, f"{root}/1").kind == "delta"
+    end = zoo.tensors(job)
+    assert zoo.save(job, tracker, f"{root}/1").kind == "delta"
     zoo.train(job, 3)
-    assert _save(job, tracker, f"{root}/2").num_rows < cnr.read_checkpoint(f"{root}/0").num_rows
+    assert zoo.save(job, tracker, f"{root}/2").num_rows < cnr.read_checkpoint(f"{root}/0").num_rows
     tracker.close()
     other = zoo.build(kind, seed=2)
-    _load(other, f"{root}/1")
-    assert differing(_tensors(other), end) == []
+    zoo.load(other, f"{root}/1")
+    assert differing(zoo.tensors(other), end) == []
 
 
 @pytest.mark.parametrize("after_restore", [False, True], ids=["running", "restored"])
@@ -123,16 +109,16 @@ def _load_onto_itself(rank: int, root: str, kind: Kind, trains: bool) -> None:
     job = zoo.build(kind, seed=1)
     tracker = cnr.RowTracker(job.model)
     zoo.train(job, 1)
-    _save(job, tracker, f"{root}/0")
-    _load(job, f"{root}/0", tracker)
+    zoo.save(job, tracker, f"{root}/0")
+    zoo.load(job, f"{root}/0", tracker)
     job.model.load_state_dict(job.model.state_dict())
     job.optimizer.load_state_dict(job.optimizer.state_dict())
-    before = _tensors(job)
+    before = zoo.tensors(job)
     if trains:
         zoo.train(job, 2)
-    num_changed = len(_changed_rows(before, _tensors(job)))
+    num_changed = len(_changed_rows(before, zoo.tensors(job)))
     assert bool(num_changed) == trains
-    assert _save(job, tracker, f"{root}/1").num_rows == num_changed
+    assert zoo.save(job, tracker, f"{root}/1").num_rows == num_changed
     tracker.close()
 
 
@@ -154,19 +140,19 @@ def test_a_load_that_copies_onto_itself_modifies_nothing(
 def _write_and_mark(rank: int, root: str, kind: Kind) -> None:
     job = zoo.build(kind, seed=1)
     tracker = cnr.RowTracker(job.model)
-    _save(job, tracker, f"{root}/0")
+    zoo.save(job, tracker, f"{root}/0")
     tracker.mark("t0", torch.tensor([0]))
     tracker.mark("t1", torch.tensor([0]))
     with torch.no_grad():
         for shard in tracker.shards:
             if shard.rows.box.offsets[0] == 0:
                 shard.weight[0] = 9.0
-    end = _tensors(job)
-    assert _save(job, tracker, f"{root}/1").num_rows == 2
+    end = zoo.tensors(job)
+    assert zoo.save(job, tracker, f"{root}/1").num_rows == 2
     tracker.close()
     other = zoo.build(kind, seed=2)
-    _load(other, f"{root}/1")
-    assert differing(_tensors(other), end) == []
+    zoo.load(other, f"{root}/1")
+    assert differing(zoo.tensors(other), end) == []
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
@@ -180,7 +166,7 @@ def _evict(rank: int, root: str, module: str) -> None:
     tracker = cnr.RowTracker(job.model)
     for seed in range(4):
         zoo.train(job, seed)
-    _save(job, tracker, f"{root}/0")
+    zoo.save(job, tracker, f"{root}/0")
     marks = [shard.rows.marked.clone() for shard in tracker.shards]
     weights = [shard.weight.clone() for shard in tracker.shards]
     assert not any(bool(mark.any()) for mark in marks)
@@ -195,13 +181,13 @@ def _evict(rank: int, root: str, module: str) -> None:
         num_evicted += int(is_changed.sum())
         assert bool((shard.rows.marked | ~is_changed).all())
     assert num_evicted
-    end = _tensors(job)
-    assert _save(job, tracker, f"{root}/1").kind == "delta"
+    end = zoo.tensors(job)
+    assert zoo.save(job, tracker, f"{root}/1").kind == "delta"
     tracker.close()
     other = zoo.build(Kind(module, "row_wise", "Adagrad"), seed=2)
     of_other = cnr.RowTracker(other.model)
-    _load(other, f"{root}/1", of_other)
-    assert differing(_tensors(other), end) == []
+    zoo.load(other, f"{root}/1", of_other)
+    assert differing(zoo.tensors(other), end) == []
     of_other.close()
 
 
@@ -217,9 +203,9 @@ def _load_id_maps(rank: int, root: str, number: int) -> str:
     tracker = cnr.RowTracker(job.model)
     try:
         if number:
-            _load(job, f"{root}/{number - 1}", tracker)
+            zoo.load(job, f"{root}/{number - 1}", tracker)
         zoo.train(job, number)
-        _save(job, tracker, f"{root}/{number}")
+        zoo.save(job, tracker, f"{root}/{number}")
     except dcp.api.CheckpointException as error:
         return str(error)
     finally:

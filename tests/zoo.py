@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
 from torch.optim import SGD, Adagrad, Adam, Optimizer, SparseAdam
@@ -57,7 +58,8 @@ from torchrec.optim import LAMB, LarsSGD, PartialRowWiseAdam, PartialRowWiseLAMB
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
-from tests.models import Whole, whole
+import torchrec_cnr as cnr
+from tests.models import Whole, whole, writer
 from tests.two_dimensions import shard_in_two_dimensions
 
 DIM, COLUMNS = 8, 4  # of a row, and of a shard of columns
@@ -421,6 +423,20 @@ def state(job: Job) -> dict[str, Any]:
     return {**found, "progress": job.progress}
 
 
+def save(job: Job, tracker: cnr.RowTracker, path: str) -> cnr.Checkpoint:
+    """Save a job: the modified rows since the checkpoint before."""
+    planner = cnr.CNRSavePlanner(tracker, policy=cnr.Consecutive())
+    dcp.save(state(job), storage_writer=writer(path), planner=planner)
+    return cnr.read_checkpoint(path)
+
+
+def load(job: Job, path: str, tracker: cnr.RowTracker | None = None) -> dict[str, Any]:
+    """Load a checkpoint, and return what was passed to DCP."""
+    loaded = state(job)
+    dcp.load(loaded, storage_reader=cnr.CNRStorageReader(path), planner=cnr.CNRLoadPlanner(tracker))
+    return loaded
+
+
 def take(job: Job, loaded: Mapping[str, Any]) -> None:
     """Do what a user does after a load, for whatever does not share its memory with what was loaded."""
     if job.kind.form == "nested":
@@ -441,6 +457,11 @@ def contents(job: Job) -> Whole:
     found = whole({"model": job.model.state_dict(), "optim": job.optimizer.state_dict(), "progress": job.progress})
     named = dict(_canonical(name, value, found) for name, value in found.items() if not name.endswith(_SEGMENTS))
     return {**named, **{name: _in_order(name, named) for name in named if "._mch_" in name}}
+
+
+def tensors(job: Job) -> Whole:
+    """The tensors among a job's contents."""
+    return {name: value for name, value in contents(job).items() if isinstance(value, Tensor)}
 
 
 _STATE = re.compile(r"optim\.state\.(?P<table>.+\.weight)\.(?P<name>[^.]+|[^.]+\.[^.]+)$")
