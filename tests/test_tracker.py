@@ -204,7 +204,11 @@ def _load_id_maps(rank: int, root: str, number: int) -> str:
     try:
         if number:
             zoo.load(job, f"{root}/{number - 1}", tracker)
+            ids = [buffer for name, buffer in job.model.named_buffers() if name.endswith("._mch_sorted_raw_ids")]
+            assert len(ids) == 2
+            assert all(bool((one.diff() >= 0).all()) and len(one.unique()) > 2 for one in ids)
         zoo.train(job, number)
+        zoo.train(job, number + 10)
         zoo.save(job, tracker, f"{root}/{number}")
     except dcp.api.CheckpointException as error:
         return str(error)

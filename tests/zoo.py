@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
 from torch.optim import SGD, Adagrad, Adam, Optimizer, SparseAdam
 from torchrec import (
@@ -274,6 +275,7 @@ class Job:
 
 def build(kind: Kind, seed: int) -> Job:
     """Build a job on the ranks of the present group."""
+    _align_group_names()
     torch.manual_seed(1000 * seed + dist.get_rank())
     with _hosts():
         num_cols = DIM * len(_features(kind.module)) * (2 if kind.module in _TWINS else 1)
@@ -312,6 +314,13 @@ def _features(module: str) -> dict[str, int]:
 def is_table(name: str) -> bool:
     """Whether a parameter is a table."""
     return re.search(r"(embedding_bags|embeddings)\.\w+\.weight$|sparse\.t\d\.weight$", name) is not None
+
+
+def _align_group_names() -> None:
+    """Process groups are named by a count that each rank keeps, and towers make groups on some ranks only."""
+    count = torch.tensor(distributed_c10d._world.group_count)
+    dist.all_reduce(count, dist.ReduceOp.MAX)
+    distributed_c10d._world.group_count = int(count)
 
 
 def _shard(model: nn.Module, plan: ShardingPlan, kind: Kind) -> DistributedModelParallel:
