@@ -13,7 +13,7 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 import torchrec_cnr as cnr
 from tests import zoo
-from tests.matrix import REFUSALS, Cell, Refusal, all_cells, is_meant, pairwise_cells, refusal
+from tests.matrix import COLLISIONS, REFUSALS, Cell, Refusal, all_cells, is_meant, pairwise_cells, refusal
 from tests.models import Whole, differing, writer
 from tests.ranks import RankPools
 from tests.support_page import PAGE, page
@@ -42,6 +42,8 @@ def _go_on(rank: int, root: str, kind: Kind) -> None:
     zoo.train(job, seed=2)
     saved = zoo.save(job, tracker, f"{root}/2")
     assert saved.kind == "delta"
+    if not kind.optimizer.endswith("Adam"):  # loading has modified nothing
+        assert 0 < saved.num_rows < cnr.read_checkpoint(f"{root}/0").num_rows
     _write_contents(job, f"{root}/2.pt")
     tracker.close()
 
@@ -84,7 +86,9 @@ def _run(rank_pool: RankPools, root: Path, cell: Cell) -> None:
     num_source, num_target = cell.num_ranks
     rank_pool(num_source).run(_train_and_save, str(root), cell.source)
     rank_pool(num_target).run(_go_on, str(root), cell.target)
-    rank_pool(num_source).run(_come_back, str(root), cell.source)
+    # An id map that fewer ranks have trained is not divided among more.
+    num_back = num_target if cell.source.module in COLLISIONS else num_source
+    rank_pool(num_back).run(_come_back, str(root), cell.source)
 
 
 @pytest.mark.parametrize("cell", pairwise_cells(), ids=str)

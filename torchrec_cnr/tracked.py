@@ -47,7 +47,7 @@ class TrackedShard:
         self.is_state_replaceable = is_state_replaceable
         self.is_told = False
         self.was_written = False
-        self._restored: int | None = None
+        self._restored_state: int | None = None
         self.accept_writes()
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -60,36 +60,52 @@ class TrackedShard:
 
     def accept_writes(self) -> None:
         """All writes up to now are accounted for by marks."""
-        self._versions = self._now()
-        self._restored = None
+        self.accept_weight()
+        self._state_versions = self._versions_of_state()
+        self._restored_state = None
+
+    def accept_weight(self) -> None:
+        """Writes to the weights up to now are accounted for."""
+        self._weight_version = self.weight._version
+
+    def expect_copy(self) -> None:
+        """The weights, or others in their storage, are about to be copied onto themselves."""
+        self._weight_version += 1
 
     def check_writes(self) -> None:
         """Mark all rows if something has written to them that accounted for nothing."""
-        now = self._now()
-        has_moved = any(now.get(key, version) != version for key, version in self._versions.items())
-        if has_moved and not self.is_told and (self._restored is None or self._restored != self._digest()):
+        versions = self._versions_of_state()
+        has_moved = any(versions.get(key, version) != version for key, version in self._state_versions.items())
+        if has_moved and self._restored_state is not None and self._restored_state == self._digest_of_state():
+            has_moved = False
+        if (has_moved or self.weight._version != self._weight_version) and not self.is_told:
             self.rows.mark_all()
             self.was_written = True
-        self._versions = now
-        self._restored = None
+        self._state_versions = versions
+        self.accept_weight()
 
     def restored(self) -> None:
-        """The shard was loaded. What then copies it onto itself, as loading ``Stateful`` objects does, is no write."""
+        """The shard was loaded.
+
+        Optimizer state may be copied onto itself afterwards, as loading ``Stateful`` objects does, which is no write:
+        so it is remembered what it was. Modules have hooks that tell of theirs.
+        """
         self.accept_writes()
-        self._restored = self._digest()
+        self._restored_state = self._digest_of_state()
 
     def check_restored(self) -> None:
         """Training is about to modify the shard: see what was written since it was loaded, while that can be told."""
-        if self._restored is not None:
+        if self._restored_state is not None:
             self.check_writes()
+            self._restored_state = None
 
-    def _now(self) -> dict[MemoryKey, int]:
-        keys = ((memory_key(tensor), tensor._version) for tensor in self.tensors())
+    def _versions_of_state(self) -> dict[MemoryKey, int]:
+        keys = ((memory_key(tensor), tensor._version) for tensor in self.state())
         return {key: version for key, version in keys if key is not None}
 
-    def _digest(self) -> int:
+    def _digest_of_state(self) -> int:
         total = 0
-        for tensor in self.tensors():
+        for tensor in self.state():
             for rows, digests in digest_rows(tensor):
                 places = torch.arange(rows.start, rows.stop, device=digests.device)
                 total = hash((total, int((digests * (2 * places + 1)).sum())))

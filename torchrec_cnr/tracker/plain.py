@@ -11,6 +11,7 @@ from torchrec_cnr.rows import Box
 from torchrec_cnr.stepped import SteppedTables
 from torchrec_cnr.tracked import TrackedShard
 from torchrec_cnr.tracker.hooks import Hooks, modules_below, on_gradient
+from torchrec_cnr.tracker.loads import watch_loads
 
 
 def track_plain(model: nn.Module, hooks: Hooks, stepped: SteppedTables) -> Iterator[TrackedShard]:
@@ -25,6 +26,7 @@ def track_plain(model: nn.Module, hooks: Hooks, stepped: SteppedTables) -> Itera
             found[id(weight)] = stepped.add(rows, weight)
             yield found[id(weight)]
         shard = found[id(weight)]
+        watch_loads(module, [("weight", shard)], hooks)
         if module.max_norm is None:
             hooks.add(module.register_forward_hook(_Lookup(shard), with_kwargs=True))
         else:

@@ -20,6 +20,7 @@ from torchrec_cnr.rows import Box
 from torchrec_cnr.stepped import SteppedTables, has_rows
 from torchrec_cnr.tracked import TrackedShard
 from torchrec_cnr.tracker.hooks import Hooks, modules_below, on_gradient
+from torchrec_cnr.tracker.loads import watch_loads
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +35,7 @@ def sharded_collections(model: nn.Module) -> Iterator[tuple[str, ShardedCollecti
             yield f"{path}.{tables}".removeprefix("."), module
 
 
-def track_collection(
-    path: str, module: ShardedCollection, hooks: Hooks, stepped: SteppedTables
-) -> Iterator[TrackedShard]:
+def track_collection(path: str, module: ShardedCollection, hooks: Hooks, stepped: SteppedTables) -> list[TrackedShard]:
     """Track the shards that this rank has of a collection's tables.
 
     Raises:
@@ -44,10 +43,14 @@ def track_collection(
     """
     if module.post_lookup_tracker_fn is not None:
         logger.info("%s has a lookup tracker already; it keeps running, beside the row tracker", path)
+    shards: list[TrackedShard] = []
     for lookup in module._lookups:
         kernels = lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
         for kernel in kernels._emb_modules:
-            yield from _track_kernel(path, kernel, hooks, stepped)
+            shards += _track_kernel(path, kernel, hooks, stepped)
+    tables = path.rpartition(".")[2]
+    watch_loads(module, [(f"{tables}{shard.rows.name.removeprefix(path)}.weight", shard) for shard in shards], hooks)
+    return shards
 
 
 def _track_kernel(path: str, kernel: Any, hooks: Hooks, stepped: SteppedTables) -> list[TrackedShard]:
