@@ -86,8 +86,8 @@ def _save(model: TableModel, setup: Setup, name: str) -> _Sizes:
 
 
 def _row_set_bytes(path: Path) -> int:
-    row_sets = cnr.read_checkpoint(path).manifest.row_sets
-    return sum(block.blob.num_bytes for row_set in row_sets for block in row_set.blocks)
+    row_sets = cnr.read_checkpoint(path).manifest.row_sets.values()
+    return sum(block.blob.num_bytes for rows in row_sets for block in rows.blocks if block.blob is not None)
 
 
 def _entropy(share: float) -> float:

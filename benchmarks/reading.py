@@ -126,15 +126,10 @@ def wanted_bytes(head: str, fqn: str, rows: range) -> int:
     total, path = 0, head
     while path:
         checkpoint = cnr.read_checkpoint(path)
-        manifest = checkpoint.manifest
-        for shard in manifest.tensors[fqn].shards:
-            for number, blob in enumerate(shard.blobs):
-                first, last, row_bytes = number * shard.block_rows, (number + 1) * shard.block_rows - 1, 0
-                if shard.row_set is not None:
-                    block = manifest.row_sets[shard.row_set].blocks[number]
-                    first, last, row_bytes = block.first, block.first + block.span - 1, block.blob.num_bytes
-                if first < rows.stop and last >= rows.start:
-                    total += blob.num_bytes + row_bytes
+        for shard in checkpoint.manifest.tensors[fqn].shards:
+            for blob, block in zip(shard.blobs, shard.rows.blocks, strict=True):
+                if block.first < rows.stop and block.first + block.span > rows.start:
+                    total += blob.num_bytes + (block.blob.num_bytes if block.blob else 0)
         path = checkpoint.parent or ""
     return total
 

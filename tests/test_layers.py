@@ -22,6 +22,8 @@ LAYERS = (
         "rows",
         "schemes",
         "manifest",
+        "head",
+        "coverage",
         "manifest_json",
         "manifest_parser",
         "regions",

@@ -42,7 +42,7 @@ class Run:
         """Commit a checkpoint; returns how a child in the same directory refers to it."""
         history = History(0, () if parent is None else (0,))
         id_ = name.rpartition("/")[2]
-        manifest = Manifest(created_ns, id_, save_id, parent, "Consecutive", history, 0, 1, "tests", (), (), {})
+        manifest = Manifest(created_ns, id_, save_id, parent, "Consecutive", history, 0, 1, "tests", (), {})
         data, sha256 = manifest_json.dumps(manifest)
         self.put(name, data)
         return CheckpointRef(f"../{name}", sha256)
@@ -416,7 +416,7 @@ def test_whatever_path_is_written_is_read(other: str) -> None:
         return
     if path is None:
         return
-    manifest = Manifest(1, "", "save", CheckpointRef(path, "0" * 64), "", History(0), 0, 1, "", (), (), {})
+    manifest = Manifest(1, "", "save", CheckpointRef(path, "0" * 64), "", History(0), 0, 1, "", (), {})
     assert manifest_json.loads(manifest_json.dumps(manifest)[0], "here")[0] == manifest
 
 

@@ -253,7 +253,7 @@ def _manifest(tensors: dict[str, tuple[int, ...]], objects: list[str]) -> Manife
         for fqn, size in tensors.items()
     }
     blobs = {fqn: Blob(0, 8, 1, 0) for fqn in objects}
-    return Manifest(1, "0", "s", None, "Full", History(0), 0, 1, "test", (), (), entries, blobs)
+    return Manifest(1, "0", "s", None, "Full", History(0), 0, 1, "test", (), entries, blobs)
 
 
 names = st.sampled_from("abcdefgh")

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from torchrec_cnr import modified
 from torchrec_cnr.errors import ConfigurationError
-from torchrec_cnr.manifest import CheckpointRef, Head, History
+from torchrec_cnr.head import Head
+from torchrec_cnr.manifest import CheckpointRef, History
 from torchrec_cnr.modified import ModifiedRows, RowMask, Since
 from torchrec_cnr.rows import Box
 from torchrec_cnr.tracked import Pending, TrackedRows, TrackedShard, forget_overwritten

@@ -50,7 +50,7 @@ def test_every_range_of_blobs_costs_its_own_bytes(head: str) -> None:
     index, num_rows = NUM_TABLES - 1, NUM_ROWS[-1]
     fqn = f"model.t{index}.weight"
     manifest = cnr.read_checkpoint(head).manifest
-    block_rows = manifest.tensors[fqn].shards[0].block_rows
+    block_rows = manifest.tensors[fqn].shards[0].rows.blocks[0].num_rows
     assert num_rows > 2 * block_rows
     table = cnr.load_table(head, fqn)
     for rows in (range(1), range(block_rows - 1, block_rows + 1), range(num_rows - 1, num_rows), range(5, 5)):

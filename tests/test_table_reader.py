@@ -99,14 +99,11 @@ def test_only_blocks_with_wanted_rows_are_read(lineage: tuple[Path, list[dict[st
             manifest = plan.checkpoint.manifest
             (shard,) = manifest.tensors["a.weight"].shards
             assert len(shard.blobs) > 1
-            if shard.row_set is None:
-                spans = [range(3 * number, 3 * number + 3) for number in range(len(shard.blobs))]
-            else:
-                blocks = manifest.row_sets[shard.row_set].blocks
-                spans = [range(block.first, block.first + block.span) for block in blocks]
-            needed = {number for number, span in enumerate(spans) if span.start < wanted.stop and span.stop > start}
-            assert {read.number for read in plan.reads.values()} == needed
-            assert plan.row_blocks == (set() if shard.row_set is None else {(shard.row_set, n) for n in needed})
+            needed = [b for b in shard.rows.blocks if b.first < wanted.stop and b.first + b.span > start]
+            assert [read.rows for read in plan.reads.values()] == needed
+            assert list(plan.row_blocks.values()) == [block for block in needed if block.coding != "all"]
+            if manifest.parent is None:
+                assert [block.first for block in shard.rows.blocks] == list(range(0, NUM_ROWS, 3))
 
 
 slices = st.builds(slice, *[st.none() | st.integers(-50, 50)] * 2, st.none() | st.just(1))

@@ -1,17 +1,17 @@
 """Assembly: from what every rank reports having written to the manifest of the whole checkpoint.
 
-Ranks number packs and row sets by themselves; here they are numbered through. DCP's own writer reports success for
+Ranks number packs by themselves; here they are numbered through. DCP's own writer reports success for
 tensors that were never written, so every chunk of the plan must be matched by exactly one record, and nothing else.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torchrec_cnr.errors import SaveError
-from torchrec_cnr.manifest import Blob, Pack, RowBlock, RowSet, Shard, TensorEntry
+from torchrec_cnr.manifest import Blob, Pack, RowSet, Shard, TensorEntry
 from torchrec_cnr.rows import Box
 
 RANK_RECORD = ""  # the fqn under which each rank reports its packs; DCP has no other way to pass them
@@ -22,12 +22,11 @@ class RankRecord:
     """The files of one rank."""
 
     packs: tuple[Pack, ...]
-    row_sets: tuple[RowSet, ...]
 
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """A shard that was written: what a rank knows of a ``TensorEntry``, with its own numbers of packs and row sets."""
+    """A shard that was written: what a rank knows of a ``TensorEntry``, with its own numbers of packs."""
 
     size: tuple[int, ...]
     dtype: str
@@ -48,7 +47,6 @@ class Assembled:
     """The parts of a manifest that the ranks' records give."""
 
     packs: tuple[Pack, ...]
-    row_sets: tuple[RowSet, ...]
     tensors: Mapping[str, TensorEntry]
     objects: Mapping[str, Blob]
 
@@ -64,7 +62,6 @@ def assemble(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> As
         SaveError: Something planned was not written, something else was, or ranks disagree about a tensor.
     """
     packs: list[Pack] = []
-    row_sets: list[RowSet] = []
     shards: dict[str, list[ShardRecord]] = {}
     objects: dict[str, Blob] = {}
     for rank, rank_results in enumerate(results):
@@ -72,9 +69,8 @@ def assemble(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> As
         files = [record for _, record in records if isinstance(record, RankRecord)]
         if len(files) != 1:
             raise SaveError(f"rank {rank} reported its packs {len(files)} times, expected once; save again")
-        numbering = _Numbering(len(packs), len(row_sets))
+        numbering = _Numbering(len(packs))
         packs += files[0].packs
-        row_sets += (numbering.row_set(row_set) for row_set in files[0].row_sets)
         for fqn, record in records:
             if isinstance(record, ShardRecord):
                 shards.setdefault(fqn, []).append(replace(record, shard=numbering.shard(record.shard)))
@@ -82,26 +78,28 @@ def assemble(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> As
                 objects[fqn] = numbering.blob(record.blob)
     tensors = {fqn: _tensor_entry(fqn, records) for fqn, records in shards.items()}
     _check_against_plan(metadata, tensors, objects)
-    return Assembled(tuple(packs), tuple(row_sets), dict(sorted(tensors.items())), dict(sorted(objects.items())))
+    return Assembled(tuple(packs), dict(sorted(tensors.items())), dict(sorted(objects.items())))
 
 
 @dataclass(frozen=True)
 class _Numbering:
-    """Where a rank's packs and row sets begin among all ranks'."""
+    """Where a rank's packs begin among all ranks'."""
 
     first_pack: int
-    first_row_set: int
+    row_sets: dict[int, RowSet] = field(default_factory=dict)
 
     def blob(self, blob: Blob) -> Blob:
         return replace(blob, pack=blob.pack + self.first_pack)
 
-    def row_set(self, row_set: RowSet) -> RowSet:
-        blocks = (RowBlock(b.coding, b.first, b.span, self.blob(b.blob)) for b in row_set.blocks)
-        return replace(row_set, blocks=tuple(blocks))
+    def row_set(self, rows: RowSet) -> RowSet:
+        """One object for shards that share one."""
+        if id(rows) not in self.row_sets:
+            blocks = (replace(b, blob=None if b.blob is None else self.blob(b.blob)) for b in rows.blocks)
+            self.row_sets[id(rows)] = RowSet(tuple(blocks))
+        return self.row_sets[id(rows)]
 
     def shard(self, shard: Shard) -> Shard:
-        row_set = None if shard.row_set is None else shard.row_set + self.first_row_set
-        return replace(shard, row_set=row_set, blobs=tuple(self.blob(blob) for blob in shard.blobs))
+        return replace(shard, rows=self.row_set(shard.rows), blobs=tuple(self.blob(blob) for blob in shard.blobs))
 
 
 def _tensor_entry(fqn: str, records: Sequence[ShardRecord]) -> TensorEntry:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from torchrec_cnr.errors import LoadError
+from torchrec_cnr.head import Head
 from torchrec_cnr.lineage import Checkpoint, read_checkpoint, relative_path
-from torchrec_cnr.manifest import CheckpointRef, Head, History, Manifest
+from torchrec_cnr.manifest import CheckpointRef, History, Manifest
 from torchrec_cnr.modified import Since
 from torchrec_cnr.policies import Policy
 from torchrec_cnr.stores import Store

@@ -65,28 +65,28 @@ class EncodedShard:
     """An encoded source.
 
     Attributes:
-        block_rows: Rows in a block.
         blobs: Number of each block's blob; see ``PackWriter.add``.
         num_exact: Rows that the scheme cannot represent, stored exactly.
     """
 
-    block_rows: int
     blobs: tuple[int, ...]
     num_exact: int
 
 
 @dataclass(frozen=True)
 class EncodedRowSet:
-    """Coded blocks of row numbers, each with the number of its blob."""
+    """Coded blocks of row numbers, each with how many they are, and the number of its blob."""
 
-    num_rows: int
-    block_rows: int
-    blocks: tuple[tuple[CodedRows, int], ...]
+    blocks: tuple[tuple[CodedRows, int, int], ...]
 
     def located(self, blobs: Sequence[Blob]) -> RowSet:
         """The row set as a manifest holds it."""
-        blocks = tuple(RowBlock(coded.coding, coded.first, coded.span, blobs[number]) for coded, number in self.blocks)
-        return RowSet(self.num_rows, self.block_rows, blocks)
+        return RowSet(
+            tuple(
+                RowBlock(coded.coding, coded.first, coded.span, num_rows, blobs[number])
+                for coded, num_rows, number in self.blocks
+            )
+        )
 
 
 def sampled_rows(values: Tensor, rows: RowMask | None) -> Tensor:
@@ -114,7 +114,7 @@ def sampled_rows(values: Tensor, rows: RowMask | None) -> Tensor:
     return found.reshape(len(found), num_cols)
 
 
-def write_all_rows(packs: PackWriter, source: Source) -> EncodedShard:
+def write_all_rows(packs: PackWriter, source: Source) -> tuple[RowSet, EncodedShard]:
     """Encode every row of a shard."""
     block_rows = _block_rows([source])
     num_rows = len(source.rows) if source.values.numel() else 0
@@ -127,7 +127,7 @@ def write_all_rows(packs: PackWriter, source: Source) -> EncodedShard:
         else:
             # Whole blocks on the host stay views of the live tensor: nothing trains before the save returns.
             written.append(_write_values(packs, source, number, source.rows[first:stop]))
-    return _encoded(block_rows, written)
+    return RowSet.all(num_rows, block_rows), _encoded(written)
 
 
 def write_rows(
@@ -135,27 +135,24 @@ def write_rows(
 ) -> tuple[EncodedRowSet, Sequence[EncodedShard]]:
     """Encode the rows of a mask, for every source at once."""
     block_rows = _block_rows(sources)
-    coded_blocks: list[tuple[CodedRows, int]] = []
+    coded_blocks: list[tuple[CodedRows, int, int]] = []
     written: list[list[tuple[int, int]]] = [[] for _ in sources]
-    num_rows = 0
     for number, block in enumerate(rows.blocks(block_rows)):
-        num_rows += len(block)
         coded = encode_rows(block.cpu().numpy())
         data = np.frombuffer(coded.data, dtype=np.uint8)
         name = f"{sources[0].name}/rows/{number}"
-        coded_blocks.append((coded, packs.add(name, "uint8", data.shape, data)))
+        coded_blocks.append((coded, len(block), packs.add(name, "uint8", data.shape, data)))
         for source, source_blocks in zip(sources, written, strict=True):
             own = block.to(source.values.device)
             if source.is_quantized:
                 source_blocks.append(_write_codes(packs, source, number, own))
             else:
                 source_blocks.append(_write_values(packs, source, number, source.rows.index_select(0, own)))
-    shards = [_encoded(block_rows, source_blocks) for source_blocks in written]
-    return EncodedRowSet(num_rows, block_rows, tuple(coded_blocks)), shards
+    return EncodedRowSet(tuple(coded_blocks)), [_encoded(source_blocks) for source_blocks in written]
 
 
-def _encoded(block_rows: int, written: Sequence[tuple[int, int]]) -> EncodedShard:
-    return EncodedShard(block_rows, tuple(blob for blob, _ in written), sum(num_exact for _, num_exact in written))
+def _encoded(written: Sequence[tuple[int, int]]) -> EncodedShard:
+    return EncodedShard(tuple(blob for blob, _ in written), sum(num_exact for _, num_exact in written))
 
 
 def _block_rows(sources: Sequence[Source]) -> int:

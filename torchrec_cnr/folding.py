@@ -3,34 +3,38 @@
 What is wanted is a list of regions of tensors. ``plan_fold`` works out, without I/O, which blobs of which checkpoints
 touch them; ``fold`` reads these, verifies them and writes their rows into the targets. Boxes are compared in the
 tensor's own indices, so each link may be sharded differently from the others and from the target. A tensor that some
-checkpoint holds whole is not read from older ones.
+checkpoint holds whole is not read from older ones. One that was folded out of several checkpoints may be stored in
+shards that overlap; a manifest cannot show that these hold every row, so it is seen to while they are read.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from torchrec_cnr.coverage import Coverage
 from torchrec_cnr.errors import DamagedError
 from torchrec_cnr.lineage import Checkpoint, Lineage
-from torchrec_cnr.manifest import DTYPES, Blob, RowSet, Shard, TensorEntry
+from torchrec_cnr.manifest import DTYPES, Blob, Manifest, RowBlock, Shard, TensorEntry, name_of
 from torchrec_cnr.packs import PackReader
 from torchrec_cnr.regions import Block, Region
-from torchrec_cnr.rows import CodedRows, decode_rows
+from torchrec_cnr.rows import CodedRows, Rows, decode_rows
 from torchrec_cnr.schemes import exact_row_bytes
 from torchrec_cnr.stores import Bytes
 
 
 @dataclass(frozen=True, eq=False)
 class _BlobRead:
-    """A blob to read from a checkpoint, and the regions that want rows of it."""
+    """A blob to read from a checkpoint, and the regions that want rows of it; later turns overwrite earlier ones."""
 
     blob: Blob
     entry: TensorEntry
     shard: Shard
-    number: int
+    rows: RowBlock
     regions: tuple[Region, ...]
+    turn: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,12 +43,12 @@ class CheckpointReads:
 
     Attributes:
         checkpoint: The checkpoint.
-        row_blocks: Blocks of row numbers needed: index of the row set, and number of the block.
+        row_blocks: Coded blocks of row numbers needed, by a key that names them in errors.
         reads: By a key that names the blob in errors.
     """
 
     checkpoint: Checkpoint
-    row_blocks: frozenset[tuple[int, int]]
+    row_blocks: dict[str, RowBlock]
     reads: dict[str, _BlobRead]
 
 
@@ -59,17 +63,22 @@ def plan_fold(lineage: Lineage, regions: Sequence[Region]) -> list[CheckpointRea
     for checkpoint in reversed(lineage.checkpoints):
         reads: dict[str, _BlobRead] = {}
         for region in wanted:
-            entry = _continued(checkpoint, lineage.newest, region.fqn)
-            for shard in entry.shards:
-                _add_reads(reads, region, entry, shard, checkpoint.manifest.row_sets)
-        row_blocks = frozenset(
-            (read.shard.row_set, read.number) for read in reads.values() if read.shard.row_set is not None
-        )
-        plans.append(CheckpointReads(checkpoint, row_blocks, reads))
+            _add_reads(reads, region, _continued(checkpoint, lineage.newest, region.fqn))
+        plans.append(CheckpointReads(checkpoint, _row_blocks(checkpoint.manifest, reads.values()), reads))
         wanted = [region for region in wanted if not checkpoint.manifest.tensors[region.fqn].is_whole]
         if not wanted:
             break
     return plans[::-1]
+
+
+def _row_blocks(manifest: Manifest, reads: Iterable[_BlobRead]) -> dict[str, RowBlock]:
+    needed = {id(read.rows) for read in reads if read.rows.blob is not None}
+    return {
+        f"row set {index} block {number}": block
+        for index, rows in enumerate(manifest.row_sets.values())
+        for number, block in enumerate(rows.blocks)
+        if id(block) in needed
+    }
 
 
 def _continued(checkpoint: Checkpoint, newest: Checkpoint, fqn: str) -> TensorEntry:
@@ -91,26 +100,18 @@ def _logical_size(checkpoint: Checkpoint, entry: TensorEntry) -> tuple[int, ...]
     return entry.size if entry.table is None else checkpoint.manifest.tensors[entry.table].size
 
 
-def _add_reads(
-    reads: dict[str, _BlobRead], region: Region, entry: TensorEntry, shard: Shard, row_sets: Sequence[RowSet]
-) -> None:
-    if not shard.blobs:
-        return
-    place = shard.table_box or shard.box
-    common = place.intersect(region.box)
-    if common is None:
-        return
-    first = common.offsets[0] - place.offsets[0] if common.offsets else 0
-    for number, blob in enumerate(shard.blobs):
-        if shard.row_set is None:
-            start, stop = number * shard.block_rows, (number + 1) * shard.block_rows
-        else:
-            coded = row_sets[shard.row_set].blocks[number]
-            start, stop = coded.first, coded.first + coded.span
-        if start < first + common.num_rows and stop > first:
-            key = f"blob '{region.fqn}' box {list(shard.box.offsets)} block {number}"
-            regions = reads[key].regions if key in reads else ()
-            reads[key] = _BlobRead(blob, entry, shard, number, (*regions, region))
+def _add_reads(reads: dict[str, _BlobRead], region: Region, entry: TensorEntry) -> None:
+    for index, shard in enumerate(entry.shards):
+        place = shard.table_box or shard.box
+        common = place.intersect(region.box) if shard.blobs else None
+        if common is None:
+            continue
+        first = common.offsets[0] - place.offsets[0] if common.offsets else 0
+        for number, (blob, rows) in enumerate(zip(shard.blobs, shard.rows.blocks, strict=True)):
+            if rows.first < first + common.num_rows and rows.first + rows.span > first:
+                key = f"{name_of(region.fqn, entry, index)} block {number}"
+                regions = reads[key].regions if key in reads else ()
+                reads[key] = _BlobRead(blob, entry, shard, rows, (*regions, region), index if entry.folded else 0)
 
 
 def fold(plans: Sequence[CheckpointReads], regions: Sequence[Region], thread_count: int) -> None:
@@ -120,52 +121,79 @@ def fold(plans: Sequence[CheckpointReads], regions: Sequence[Region], thread_cou
         DamagedError: Bytes are not what was committed; the targets hold a mixture of old and new values.
         StoreError: A pack cannot be read.
     """
+    coverages = _coverages(plans, regions)
     for plan in plans:
         store, manifest = plan.checkpoint.store, plan.checkpoint.manifest
         packs = PackReader(store, manifest.packs, thread_count)
-        codes = [
-            (f"row set {index} block {number}", manifest.row_sets[index].blocks[number].blob)
-            for index, number in plan.row_blocks
-        ]
-        rows = _RowNumbers(manifest.row_sets, dict(packs.read(codes)), store.url)
-        for key, data in packs.read((key, read.blob) for key, read in plan.reads.items()):
+        coded = ((key, block.blob) for key, block in plan.row_blocks.items() if block.blob is not None)
+        rows = RowNumbers(plan.row_blocks, dict(packs.read(coded)), store.url)
+        for key, data in packs.read(*_turns(plan.reads)):
             read = plan.reads[key]
             block = _decode(read, data, rows, is_delta=manifest.parent is not None, where=f"{store.url}: {key}")
             for region in read.regions:
                 region.write(block)
+                if id(region) in coverages:
+                    coverages[id(region)].add(block.box, block.numbers)
     for region in regions:
+        hole = coverages[id(region)].first_hole() if id(region) in coverages else None
+        if hole is not None:
+            url = plans[0].checkpoint.store.url
+            raise DamagedError(f"{url}: tensor '{region.fqn}': row {hole} is nowhere stored; use another checkpoint")
         region.finish()
 
 
-class _RowNumbers:
-    """Row numbers of blocks, decoded when they are needed; the last one is kept for the table's optimizer state."""
+def _turns(reads: Mapping[str, _BlobRead]) -> list[list[tuple[str, Blob]]]:
+    """What may be read in any order, before what overwrites it."""
+    turns: list[list[tuple[str, Blob]]] = []
+    for key, read in reads.items():
+        turns += ([] for _ in range(len(turns), read.turn + 1))
+        turns[read.turn].append((key, read.blob))
+    return turns
 
-    def __init__(self, row_sets: Sequence[RowSet], coded: dict[str, Bytes], where: str) -> None:
-        self._row_sets = row_sets
-        self._coded = coded
+
+def _coverages(plans: Sequence[CheckpointReads], regions: Sequence[Region]) -> dict[int, Coverage]:
+    """For regions whose oldest checkpoint was folded and is a baseline, what of them is stored."""
+    found: dict[int, Coverage] = {}
+    for region in regions:
+        entries = [plan.checkpoint.manifest.tensors.get(region.fqn) for plan in plans]
+        held = [entry for entry in entries if entry is not None]
+        if plans and plans[0].checkpoint.manifest.parent is None and any(entry.folded is not None for entry in held):
+            boxes = (shard.table_box or shard.box for entry in held for shard in entry.shards)
+            found[id(region)] = Coverage(region.box, boxes)
+    return found
+
+
+class RowNumbers:
+    """Row numbers of blocks, decoded when they are needed; the last one is kept for the table's optimizer state.
+
+    Args:
+        blocks: Coded blocks, by a key that names them in errors.
+        codes: Their codes, by the same keys.
+        where: The checkpoint, for errors.
+    """
+
+    def __init__(self, blocks: Mapping[str, RowBlock], codes: Mapping[str, Bytes], where: str) -> None:
+        self._keys = {id(block): key for key, block in blocks.items()}
+        self._codes = codes
         self._where = where
-        self._last: tuple[str, Tensor] | None = None
+        self._last: tuple[RowBlock | None, Rows] = (None, np.empty(0, dtype=np.int64))
 
-    def of(self, index: int, number: int) -> Tensor:
-        key = f"row set {index} block {number}"
-        if self._last is None or self._last[0] != key:
-            row_set = self._row_sets[index]
-            block = row_set.blocks[number]
-            num_rows = min(row_set.block_rows, row_set.num_rows - number * row_set.block_rows)
-            coded = CodedRows(block.coding, block.first, block.span, self._coded[key].tobytes())
-            self._last = (key, torch.from_numpy(decode_rows(coded, num_rows, f"{self._where}: {key}")))
+    def of(self, block: RowBlock) -> Rows | None:
+        """int64 [num_rows], or None for consecutive rows."""
+        if block.coding == "all":
+            return None
+        if self._last[0] is not block:
+            key = self._keys[id(block)]
+            coded = CodedRows(block.coding, block.first, block.span, self._codes[key].tobytes())
+            self._last = (block, decode_rows(coded, block.num_rows, f"{self._where}: {key}"))
         return self._last[1]
 
 
-def _decode(read: _BlobRead, data: Bytes, rows: _RowNumbers, is_delta: bool, where: str) -> Block:
+def _decode(read: _BlobRead, data: Bytes, rows: RowNumbers, is_delta: bool, where: str) -> Block:
     shard, dtype = read.shard, DTYPES[read.entry.dtype]
-    first = read.number * shard.block_rows
-    if shard.row_set is None:
-        numbers, num_rows = None, min(shard.block_rows, shard.box.num_rows - first)
-    else:
-        numbers = rows.of(shard.row_set, read.number)
-        num_rows = len(numbers)
-    num_cols = shard.box.num_cols
+    num_rows, num_cols = read.rows.num_rows, shard.box.num_cols
+    found = rows.of(read.rows)
+    numbers = None if found is None else torch.from_numpy(found)
     num_code_bytes = num_rows * shard.scheme.row_bytes(num_cols, dtype)
     codes = torch.from_numpy(data[:num_code_bytes]).view(num_rows, -1)
     if dtype is torch.bool and bool((codes > 1).any()):
@@ -176,6 +204,7 @@ def _decode(read: _BlobRead, data: Bytes, rows: _RowNumbers, is_delta: bool, whe
     ):
         raise DamagedError(f"{where}: positions of exactly stored rows are out of order; use another checkpoint")
     place, row_shape = shard.table_box or shard.box, shard.box.sizes[1:]
+    first = read.rows.first
     return Block(place, first, numbers, codes, shard.scheme, dtype, positions, exact_values, row_shape, is_delta)
 
 

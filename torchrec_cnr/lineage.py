@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from torchrec_cnr import manifest_json
 from torchrec_cnr.errors import CheckpointNotFoundError, DamagedError, LoadError, StoreError
-from torchrec_cnr.manifest import FILE_NAME, PARENT_PATH, CheckpointRef, Head, Kind, Manifest, Shard
+from torchrec_cnr.head import Head
+from torchrec_cnr.manifest import FILE_NAME, PARENT_PATH, CheckpointRef, Kind, Manifest, Shard, replacement_name
 from torchrec_cnr.stores import Store
 
 logger = logging.getLogger(__name__)
@@ -23,20 +24,34 @@ class Checkpoint:
 
     Attributes:
         store: Its directory.
-        manifest: What it holds.
-        sha256: Digest of the manifest.
-        manifest_bytes: Size of the manifest file.
+        committed: The manifest that committed it.
+        sha256: Digest of that manifest, by which other checkpoints refer to this one.
+        manifest: What it holds now: ``committed``, or the manifest that replaced it when the lineage was compacted.
+        manifest_bytes: Size of its manifest files.
+        manifest_sha256: Digest of ``manifest``.
     """
 
     store: Store
-    manifest: Manifest
+    committed: Manifest
     sha256: str
+    manifest: Manifest
     manifest_bytes: int
+    manifest_sha256: str
 
     @property
     def kind(self) -> Kind:
         """``baseline`` or ``delta``."""
         return self.manifest.kind
+
+    @property
+    def created_ns(self) -> int:
+        """Unix time of its commit, in nanoseconds."""
+        return self.committed.created_ns
+
+    @property
+    def is_compacted(self) -> bool:
+        """Whether another manifest has replaced the one that committed it."""
+        return self.manifest is not self.committed
 
     @property
     def num_rows(self) -> int:
@@ -55,7 +70,7 @@ class Checkpoint:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all its files."""
+        """Bytes of all its own files."""
         return self.manifest.pack_bytes + self.manifest_bytes
 
     @property
@@ -68,6 +83,10 @@ class Checkpoint:
     def ref(self) -> CheckpointRef:
         """This checkpoint by its full path."""
         return CheckpointRef(self.store.url, self.sha256)
+
+    def head(self, below: tuple[CheckpointRef, ...]) -> Head:
+        """What a job stands on that stands on this checkpoint, with those below it from the baseline on."""
+        return Head((*below, self.ref), self.created_ns, self.manifest.history, self.num_restores)
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -86,17 +105,35 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _read(store: Store) -> Checkpoint:
+    found = _read_manifest(store, FILE_NAME)
+    if found is None:
+        raise CheckpointNotFoundError(
+            f"{store.url}: no {FILE_NAME}: nothing was committed here (a save that died leaves packs without one); "
+            "torchrec_cnr.latest(root) names the newest checkpoint"
+        )
+    committed, sha256, num_bytes = found
+    manifest, last = committed, sha256
+    while (found := _read_manifest(store, replacement_name(last))) is not None:
+        replacement, digest, size = found
+        if replacement.replaces != last:
+            raise DamagedError(
+                f"{store.url}/{replacement_name(last)}: it replaces manifest {replacement.replaces}, not the one that "
+                "its name says; use another checkpoint"
+            )
+        manifest, last, num_bytes = replacement, digest, num_bytes + size
+    return Checkpoint(store, committed, sha256, manifest, num_bytes, last)
+
+
+def _read_manifest(store: Store, name: str) -> tuple[Manifest, str, int] | None:
+    """A manifest, its digest and its size; None if it is not there."""
     try:
-        data = store.read(FILE_NAME)
+        data = store.read(name)
     except StoreError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
-            raise CheckpointNotFoundError(
-                f"{store.url}: no {FILE_NAME}: nothing was committed here (a save that died leaves packs without one); "
-                "torchrec_cnr.latest(root) names the newest checkpoint"
-            ) from error
+            return None
         raise
-    manifest, sha256 = manifest_json.loads(data, f"{store.url}/{FILE_NAME}")
-    return Checkpoint(store, manifest, sha256, len(data))
+    manifest, sha256 = manifest_json.loads(data, f"{store.url}/{name}")
+    return manifest, sha256, len(data)
 
 
 @dataclass(frozen=True)
@@ -117,7 +154,7 @@ class Lineage:
     @property
     def head(self) -> Head:
         """What a job that loaded this lineage stands on."""
-        return Head.of(self.newest.manifest, tuple(checkpoint.ref for checkpoint in self.checkpoints))
+        return self.newest.head(tuple(checkpoint.ref for checkpoint in self.checkpoints[:-1]))
 
     def shards(self, fqn: str) -> Iterator[Shard]:
         """The shards of a tensor in every checkpoint."""
@@ -150,7 +187,7 @@ def read_lineage(path: str | os.PathLike[str]) -> Lineage:
                 f"{child}: its parent {store.url} was replaced: the manifest's sha256 is {found[-1].sha256}, "
                 f"the child expects {parent.sha256}; use another checkpoint"
             )
-        if found[-1].manifest.created_ns >= found[-2].manifest.created_ns:
+        if found[-1].created_ns >= found[-2].created_ns:
             raise DamagedError(f"{child}: it is not newer than its parent {store.url}; use another checkpoint")
     return Lineage(tuple(reversed(found)))
 
@@ -216,7 +253,7 @@ def committed(path: str, save_id: str) -> Checkpoint | None:
     except LoadError as error:
         logger.warning("a save of this job left no usable checkpoint, its rows will be saved again: %s", error)
         return None
-    return checkpoint if checkpoint.manifest.save_id == save_id else None
+    return checkpoint if checkpoint.committed.save_id == save_id else None
 
 
 def relative_path(store: Store, path: str) -> str | None:

@@ -7,6 +7,7 @@ words are those of docs/glossary.md, the meaning of each field is specified in d
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -15,7 +16,7 @@ from torchrec_cnr.rows import Box, Coding
 from torchrec_cnr.schemes import Scheme, exact_row_bytes
 
 FORMAT = "torchrec_cnr"
-VERSION = 2
+VERSION = 3
 FILE_NAME = "manifest.json"
 
 # How a checkpoint names another: '../' first, then plain names.
@@ -45,16 +46,18 @@ class Pack:
     """A data file: a safetensors header, then blobs without holes.
 
     Attributes:
-        name: File name within the checkpoint's directory.
+        name: File name within its directory.
         num_bytes: Size of the file.
         header_bytes: Size of the safetensors header, its length field included.
         header_crc32c: Its digest.
+        directory: Of another checkpoint, relative to this one's; None for this one's own.
     """
 
     name: str
     num_bytes: int
     header_bytes: int
     header_crc32c: int
+    directory: str | None = None
 
 
 @dataclass(frozen=True)
@@ -76,47 +79,92 @@ class Blob:
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Consecutive members of a row set, coded; see ``rows.CodedRows``."""
+    """The numbers of the rows in a blob.
 
-    coding: Coding
+    Attributes:
+        coding: ``all`` for consecutive rows, else how ``blob`` is to be read; see ``rows.CodedRows``.
+        first: The smallest.
+        span: Largest - smallest + 1.
+        num_rows: How many.
+        blob: Their code; None for consecutive rows.
+    """
+
+    coding: Coding | Literal["all"]
     first: int
     span: int
-    blob: Blob
+    num_rows: int
+    blob: Blob | None
 
 
 @dataclass(frozen=True)
 class RowSet:
-    """The modified rows of one shard, shared by a table and the optimizer state of its rows.
+    """The stored rows of one shard, shared by a table and the optimizer state of its rows.
 
     Attributes:
-        num_rows: Number of members.
-        block_rows: Members in a block; the last block may have fewer.
-        blocks: The members in increasing order, numbered within the shard's box.
+        blocks: The rows in increasing order, numbered within the shard's box.
     """
 
-    num_rows: int
-    block_rows: int
     blocks: tuple[RowBlock, ...]
+
+    @classmethod
+    def all(cls, num_rows: int, block_rows: int) -> "RowSet":
+        """Rows from the first on, in blocks of one size but the last."""
+        starts = range(0, num_rows, block_rows)
+        sizes = (min(block_rows, num_rows - start) for start in starts)
+        return cls(tuple(RowBlock("all", start, size, size, None) for start, size in zip(starts, sizes, strict=True)))
+
+    @property
+    def key(self) -> "RowSet | int":
+        """Tells it from others: equal ones are the same where they hold no blobs."""
+        return id(self) if any(block.blob is not None for block in self.blocks) else self
+
+    @property
+    def num_rows(self) -> int:
+        """Number of members."""
+        return sum(block.num_rows for block in self.blocks)
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The stored rows of one box of a tensor.
+    """Stored rows of one box of a tensor.
 
     Attributes:
         box: Where the shard lies in its tensor.
-        row_set: Index into the manifest's row sets, or None where every row of the box is stored.
-        block_rows: Rows in a blob; the last blob may have fewer.
-        blobs: The rows' codes, in order.
+        rows: Which rows of the box are stored; one and the same object for shards that share it.
+        blobs: The codes of each block of rows.
         scheme: How its rows are quantized; each rank decides for its own shards.
         table_box: For row-wise optimizer state, the box of the table shard that it belongs to.
     """
 
     box: Box
-    row_set: int | None
-    block_rows: int
+    rows: RowSet
     blobs: tuple[Blob, ...]
     scheme: Scheme
+    table_box: Box | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every row of the box is stored."""
+        return self.box.num_cols == 0 or (
+            all(block.coding == "all" for block in self.rows.blocks) and self.rows.num_rows == self.box.num_rows
+        )
+
+    @property
+    def place(self) -> "Place":
+        """Where it lies."""
+        return Place(self.box, self.table_box)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a shard lies.
+
+    Attributes:
+        box: In its tensor.
+        table_box: For row-wise optimizer state, in its table.
+    """
+
+    box: Box
     table_box: Box | None = None
 
 
@@ -127,9 +175,11 @@ class TensorEntry:
     Attributes:
         dtype: Name of its torch dtype, such as ``float32``.
         size: Its global size.
-        shards: Boxes that fill it exactly, each with the rows stored of it.
+        shards: The stored rows. Where boxes overlap, what comes later overwrites what came before.
         is_table: Whether it is an embedding table.
         table: For row-wise optimizer state (one value a row), the FQN of its table.
+        folded: Of a tensor folded out of several checkpoints, how it is sharded: boxes that fill it exactly. None where
+            the boxes of ``shards`` do that.
     """
 
     dtype: str
@@ -137,11 +187,17 @@ class TensorEntry:
     shards: tuple[Shard, ...]
     is_table: bool = False
     table: str | None = None
+    folded: tuple[Place, ...] | None = None
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """How it is sharded: boxes that fill it exactly."""
+        return tuple(shard.place for shard in self.shards) if self.folded is None else self.folded
 
     @property
     def is_whole(self) -> bool:
-        """Whether every row is stored, so that no older checkpoint is needed."""
-        return all(shard.row_set is None for shard in self.shards)
+        """Whether every row is stored, as the manifest alone tells, so that no older checkpoint is needed."""
+        return self.folded is None and all(shard.is_whole for shard in self.shards)
 
 
 @dataclass(frozen=True)
@@ -179,13 +235,13 @@ class Manifest:
         checkpoint_id: Last part of the checkpoint's path when it was saved.
         save_id: Unique to the save that wrote it; begins the name of each of its packs.
         parent: What must be loaded first, or None for a baseline.
+        replaces: Digest of another manifest in its directory, of the same state, that it replaces; or None.
         policy: Name of the policy that decided.
         history: Of the lineage, up to and with this checkpoint.
         num_restores: Restores from a checkpoint that the saved state has been through.
         world_size: Number of ranks that saved.
         writer: Name and version of the software that wrote it.
         packs: The data files.
-        row_sets: Sets of modified rows.
         tensors: By FQN.
         objects: Non-tensor items by FQN, each one blob as written by ``torch.save``.
         paths: The keys and indices that lead to each FQN in the nested state dict.
@@ -201,20 +257,30 @@ class Manifest:
     world_size: int
     writer: str
     packs: tuple[Pack, ...]
-    row_sets: tuple[RowSet, ...]
     tensors: Mapping[str, TensorEntry]
     objects: Mapping[str, Blob] = field(default_factory=dict)
     paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
+    replaces: str | None = None
 
     @property
     def kind(self) -> Kind:
         """``baseline`` or ``delta``."""
         return "delta" if self.parent else "baseline"
 
+    @cached_property
+    def row_sets(self) -> Mapping[RowSet | int, RowSet]:
+        """The row sets of all shards, each once, by their ``key``."""
+        return {shard.rows.key: shard.rows for entry in self.tensors.values() for shard in entry.shards}
+
     @property
     def pack_bytes(self) -> int:
-        """Bytes in packs."""
-        return sum(pack.num_bytes for pack in self.packs)
+        """Bytes in packs of its own directory."""
+        return sum(pack.num_bytes for pack in self.packs if pack.directory is None)
+
+    @property
+    def blob_bytes(self) -> int:
+        """Bytes of its blobs, wherever they lie: what a load reads of it."""
+        return sum(blob.num_bytes for _, blob in self.blobs())
 
     @property
     def num_rows(self) -> int:
@@ -223,10 +289,7 @@ class Manifest:
 
     def _stored_rows(self, entry: TensorEntry) -> float:
         width = Box.whole(entry.size).num_cols or 1
-        return sum(self._num_rows(shard) * (shard.box.num_cols / width) for shard in entry.shards)
-
-    def _num_rows(self, shard: Shard) -> int:
-        return shard.box.num_rows if shard.row_set is None else self.row_sets[shard.row_set].num_rows
+        return sum(shard.rows.num_rows * (shard.box.num_cols / width) for shard in entry.shards)
 
     @property
     def num_exact_rows(self) -> int:
@@ -241,49 +304,29 @@ class Manifest:
     def _exact_rows(self, shard: Shard, dtype: torch.dtype) -> int:
         num_cols = shard.box.num_cols
         num_bytes = sum(blob.num_bytes for blob in shard.blobs)
-        num_bytes -= self._num_rows(shard) * shard.scheme.row_bytes(num_cols, dtype)
+        num_bytes -= shard.rows.num_rows * shard.scheme.row_bytes(num_cols, dtype)
         return num_bytes // exact_row_bytes(num_cols, dtype.itemsize)
 
     def blobs(self) -> Iterator[tuple[str, Blob]]:
         """Every blob with a name for messages."""
         for fqn, entry in self.tensors.items():
-            for shard in entry.shards:
+            for index, shard in enumerate(entry.shards):
                 for number, blob in enumerate(shard.blobs):
-                    yield f"blob '{fqn}' box {list(shard.box.offsets)} block {number}", blob
-        for index, row_set in enumerate(self.row_sets):
-            for number, block in enumerate(row_set.blocks):
-                yield f"row set {index} block {number}", block.blob
+                    yield f"{name_of(fqn, entry, index)} block {number}", blob
+        for index, rows in enumerate(self.row_sets.values()):
+            for number, block in enumerate(rows.blocks):
+                if block.blob is not None:
+                    yield f"row set {index} block {number}", block.blob
         for fqn, blob in self.objects.items():
             yield f"object '{fqn}'", blob
 
 
-@dataclass(frozen=True)
-class Head:
-    """The checkpoint that a running job stands on: what its next save may be a delta of.
+def name_of(fqn: str, entry: TensorEntry, index: int) -> str:
+    """What messages call a shard: by its box, and by its number where boxes may be there more than once."""
+    which = "" if entry.folded is None else f" shard {index}"
+    return f"blob '{fqn}' box {list(entry.shards[index].box.offsets)}{which}"
 
-    Attributes:
-        lineage: From the baseline to the newest checkpoint, by full path.
-        created_ns: Time of the newest one's commit.
-        history: Of the lineage.
-        num_restores: Restores that the newest one's state has been through.
-    """
 
-    lineage: tuple[CheckpointRef, ...]
-    created_ns: int
-    history: History
-    num_restores: int
-
-    @property
-    def ref(self) -> CheckpointRef:
-        """The newest checkpoint."""
-        return self.lineage[-1]
-
-    @property
-    def baseline(self) -> CheckpointRef:
-        """The one that all deltas stand on."""
-        return self.lineage[0]
-
-    @classmethod
-    def of(cls, manifest: Manifest, lineage: tuple[CheckpointRef, ...]) -> "Head":
-        """The head that ``manifest``, at the end of ``lineage``, is."""
-        return cls(lineage, manifest.created_ns, manifest.history, manifest.num_restores)
+def replacement_name(sha256: str) -> str:
+    """The file, beside ``manifest.json``, of the manifest that replaces the one with this digest."""
+    return f"manifest-{sha256}.json"

@@ -8,10 +8,11 @@ be used without further checks but those of the blobs' own bytes.
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from torchrec_cnr.errors import DamagedError, VersionError
-from torchrec_cnr.manifest import FORMAT, VERSION, Blob, Manifest, TensorEntry
+from torchrec_cnr.manifest import FORMAT, VERSION, Blob, Manifest, Place, RowSet, TensorEntry
 from torchrec_cnr.manifest_parser import ManifestParser
 from torchrec_cnr.rows import Box
 
@@ -76,6 +77,7 @@ def created_ns(start: bytes) -> int | None:
 
 
 def _to_json(manifest: Manifest) -> dict[str, Any]:
+    numbers = {key: number for number, key in enumerate(manifest.row_sets)}
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -83,40 +85,45 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
         "id": manifest.checkpoint_id,
         "save_id": manifest.save_id,
         "parent": manifest.parent and {"path": manifest.parent.path, "sha256": manifest.parent.sha256},
+        "replaces": manifest.replaces,
         "policy": manifest.policy,
         "history": [manifest.history.baseline_bytes, list(manifest.history.delta_bytes)],
         "restores": manifest.num_restores,
         "world_size": manifest.world_size,
         "writer": manifest.writer,
-        "packs": [[p.name, p.num_bytes, p.header_bytes, p.header_crc32c] for p in manifest.packs],
-        "row_sets": [
-            [s.num_rows, s.block_rows, [[b.coding, b.first, b.span, _blob_json(b.blob)] for b in s.blocks]]
-            for s in manifest.row_sets
-        ],
-        "tensors": {fqn: _tensor_json(entry) for fqn, entry in manifest.tensors.items()},
+        "packs": [[p.directory, p.name, p.num_bytes, p.header_bytes, p.header_crc32c] for p in manifest.packs],
+        "row_sets": [_row_set_json(rows) for rows in manifest.row_sets.values()],
+        "tensors": {fqn: _tensor_json(entry, numbers) for fqn, entry in manifest.tensors.items()},
         "objects": {fqn: _blob_json(blob) for fqn, blob in manifest.objects.items()},
         "paths": {fqn: list(path) for fqn, path in manifest.paths.items()},
     }
 
 
-def _tensor_json(entry: TensorEntry) -> dict[str, Any]:
+def _row_set_json(rows: RowSet) -> list[Any]:
+    return [[b.coding, b.first, b.span, b.num_rows, b.blob and _blob_json(b.blob)] for b in rows.blocks]
+
+
+def _tensor_json(entry: TensorEntry, row_sets: Mapping[RowSet | int, int]) -> dict[str, Any]:
     return {
         "dtype": entry.dtype,
         "size": list(entry.size),
         "is_table": entry.is_table,
         "table": entry.table,
+        "folded": entry.folded and [_place_json(place) for place in entry.folded],
         "shards": [
             [
-                _box_json(shard.box),
-                shard.row_set,
-                shard.block_rows,
+                *_place_json(shard.place),
+                row_sets[shard.rows.key],
                 [_blob_json(blob) for blob in shard.blobs],
-                shard.table_box and _box_json(shard.table_box),
                 shard.scheme.to_json(),
             ]
             for shard in entry.shards
         ],
     }
+
+
+def _place_json(place: Place) -> list[Any]:
+    return [_box_json(place.box), place.table_box and _box_json(place.table_box)]
 
 
 def _box_json(box: Box) -> list[list[int]]:

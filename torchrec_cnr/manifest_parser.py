@@ -7,6 +7,7 @@ Every version of the format gives the same values; in what little they differ, `
 
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import pairwise
 from typing import Any, NoReturn, TypeVar
 
@@ -19,12 +20,13 @@ from torchrec_cnr.manifest import (
     History,
     Manifest,
     Pack,
+    Place,
     RowBlock,
     RowSet,
     Shard,
     TensorEntry,
 )
-from torchrec_cnr.rows import Box, fills
+from torchrec_cnr.rows import Box, fills, lies_within
 from torchrec_cnr.schemes import Scheme, exact_row_bytes, scheme_from_json
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
@@ -36,12 +38,17 @@ _MAX_LIST_INDEX = 2**20  # a longer list of tensors in a state dict is not belie
 
 T = TypeVar("T")
 _KEYS = (
-    "format", "version", "created_ns", "id", "save_id", "parent", "policy", "history", "restores", "world_size",
-    "writer", "packs", "row_sets", "tensors", "objects", "paths",
+    "format", "version", "created_ns", "id", "save_id", "parent", "replaces", "policy", "history", "restores",
+    "world_size", "writer", "packs", "row_sets", "tensors", "objects", "paths",
 )  # fmt: skip
-_KEYS_1 = tuple(key for key in _KEYS if key != "restores")
-_TENSOR_KEYS = ("dtype", "size", "is_table", "table", "shards")
-_TENSOR_KEYS_1 = ("dtype", "size", "scheme", "is_table", "table", "shards")
+_KEYS_2 = tuple(key for key in _KEYS if key != "replaces")
+_KEYS_1 = tuple(key for key in _KEYS_2 if key != "restores")
+_KEYS_OF = {1: _KEYS_1, 2: _KEYS_2, 3: _KEYS}
+_TENSOR_KEYS_OF = {
+    1: ("dtype", "size", "scheme", "is_table", "table", "shards"),
+    2: ("dtype", "size", "is_table", "table", "shards"),
+    3: ("dtype", "size", "is_table", "table", "folded", "shards"),
+}
 _SCHEMES_1 = ({"name": "none"}, *({"name": "asymmetric", "bits": bits} for bits in (2, 4, 8)))
 
 
@@ -63,7 +70,7 @@ class ManifestParser:
         raise DamagedError(f"{self.where}: {message}; use another checkpoint")
 
     def manifest(self, value: dict[str, Any]) -> Manifest:
-        keys = _KEYS_1 if self.version == 1 else _KEYS
+        keys = _KEYS_OF[self.version]
         if tuple(value) != keys:
             self.fail(f"its keys are {list(value)}, expected {list(keys)}")
         baseline_bytes, delta_bytes = self.tuple_of(value["history"], 2, "history")
@@ -80,12 +87,12 @@ class ManifestParser:
             world_size=self.integer(value["world_size"], "world_size", low=1),
             writer=self.string(value["writer"], "writer"),
             packs=self.packs,
-            row_sets=self.row_sets,
             tensors={fqn: self.tensor(entry, fqn) for fqn, entry in self.mapping(value["tensors"], "tensors").items()},
             objects={fqn: self.blob(blob, fqn) for fqn, blob in self.mapping(value["objects"], "objects").items()},
             paths={fqn: self.path(path, fqn) for fqn, path in self.mapping(value["paths"], "paths").items()},
+            replaces=self.optional(partial(self.string, pattern=_HEX), value.get("replaces"), "replaces"),
         )
-        self.check_packs_filled(manifest)
+        self.check_packs(manifest)
         self.check_references(manifest)
         return manifest
 
@@ -98,13 +105,15 @@ class ManifestParser:
         return CheckpointRef(path, self.string(value["sha256"], "parent sha256", _HEX))
 
     def pack(self, value: Any, what: str) -> Pack:
-        name, num_bytes, header_bytes, crc32c = self.tuple_of(value, 4, what)
+        fields = self.tuple_of(value, 4 if self.version < 3 else 5, what)
+        directory, name, num_bytes, header_bytes, crc32c = [None, *fields] if self.version < 3 else fields
         size = self.integer(num_bytes, what)
         return Pack(
             self.string(name, what, _PACK_NAME),
             size,
             self.integer(header_bytes, what, low=8, high=size),
             self.integer(crc32c, what, high=2**32 - 1),
+            self.optional(partial(self.string, pattern=PARENT_PATH), directory, what),
         )
 
     def blob(self, value: Any, what: str) -> Blob:
@@ -115,31 +124,38 @@ class ManifestParser:
         return Blob(index, start, size, self.integer(crc32c, what, high=2**32 - 1))
 
     def row_set(self, value: Any, what: str) -> RowSet:
-        num_rows, block_rows, blocks = self.tuple_of(value, 3, what)
-        row_set = RowSet(
-            self.integer(num_rows, what),
-            self.integer(block_rows, what, low=1),
-            self.items(self.row_block, blocks, what),
-        )
-        if len(row_set.blocks) != -(-row_set.num_rows // row_set.block_rows):
-            self.fail(f"{what}: {len(row_set.blocks)} blocks of {row_set.block_rows} for {row_set.num_rows} rows")
-        if any(a.first + a.span > b.first for a, b in pairwise(row_set.blocks)):
+        rows = RowSet(self.items(self.row_block, value if self.version > 2 else self.row_blocks_2(value, what), what))
+        if any(a.first + a.span > b.first for a, b in pairwise(rows.blocks)):
             self.fail(f"{what}: its blocks are out of order")
-        for number, block in enumerate(row_set.blocks):
-            members = min(row_set.block_rows, row_set.num_rows - number * row_set.block_rows)
-            if block.span < members:
-                self.fail(f"{what}: block {number} has {members} rows in a span of {block.span}")
-        return row_set
+        return rows
+
+    def row_blocks_2(self, value: Any, what: str) -> list[Any]:
+        """The blocks of a row set before version 3, where all had as many rows but the last, with their numbers."""
+        members, block_rows, blocks = self.tuple_of(value, 3, what)
+        num_rows, most = self.integer(members, what), self.integer(block_rows, what, low=1)
+        fields = self.items(lambda block, _: self.tuple_of(block, 4, what), blocks, what)
+        if len(fields) != -(-num_rows // most):
+            self.fail(f"{what}: {len(fields)} blocks of {most} for {num_rows} rows")
+        return [[*block[:3], min(most, num_rows - number * most), block[3]] for number, block in enumerate(fields)]
 
     def row_block(self, value: Any, what: str) -> RowBlock:
-        coding, first, span, blob = self.tuple_of(value, 4, what)
-        if coding not in ("bitmap", "gaps"):
+        coding, first, span, num_rows, blob = self.tuple_of(value, 5, what)
+        if coding not in ("all", "bitmap", "gaps"):
             self.fail(f"{what}: unknown coding {coding!r}")
-        return RowBlock(coding, self.integer(first, what), self.integer(span, what, low=1), self.blob(blob, what))
+        block = RowBlock(
+            coding,
+            self.integer(first, what),
+            self.integer(span, what, low=1),
+            self.integer(num_rows, what, low=1),
+            self.optional(self.blob, blob, what),
+        )
+        if block.num_rows > block.span or (coding == "all") != (blob is None and block.num_rows == block.span):
+            self.fail(f"{what}: {block.num_rows} rows in a span of {block.span}, coded as {coding!r}")
+        return block
 
     def tensor(self, value: Any, fqn: str) -> TensorEntry:
         what = f"tensor {fqn!r}"
-        if tuple(self.mapping(value, what)) != (_TENSOR_KEYS_1 if self.version == 1 else _TENSOR_KEYS):
+        if tuple(self.mapping(value, what)) != _TENSOR_KEYS_OF[self.version]:
             self.fail(f"{what}: its keys are {list(value)}")
         if self.string(value["dtype"], what) not in DTYPES:
             self.fail(f"{what}: unknown dtype {value['dtype']!r}")
@@ -151,13 +167,16 @@ class ManifestParser:
             size=self.items(self.integer, value["size"], what),
             shards=self.items(lambda shard, what: self.shard(shard, value["dtype"], what), shards, what),
             is_table=value["is_table"],
-            table=None if value["table"] is None else self.string(value["table"], what),
+            table=self.optional(self.string, value["table"], what),
+            folded=self.optional(partial(self.items, self.place), value.get("folded"), what),
         )
         if entry.is_table and len(entry.size) != 2:
             self.fail(f"{what}: a table of {len(entry.size)} dimensions")
-        if not fills(entry.size, [shard.box for shard in entry.shards]):
+        if not fills(entry.size, [place.box for place in entry.places]):
             self.fail(f"{what}: its boxes do not fill its size {list(entry.size)} exactly")
         for shard in entry.shards:
+            if not lies_within(entry.size, shard.box) and entry.table is None:
+                self.fail(f"{what}: a box outside of its size {list(entry.size)}")
             self.check_blobs(shard, entry, what)
         return entry
 
@@ -170,15 +189,36 @@ class ManifestParser:
         return [[*shard, tensor["scheme"]] for shard in shards]
 
     def shard(self, value: Any, dtype: str, what: str) -> Shard:
-        box, row_set, block_rows, blobs, table_box, scheme = self.tuple_of(value, 6, what)
+        if self.version < 3:
+            return self.shard_2(value, dtype, what)
+        box, table_box, row_set, blobs, scheme = self.tuple_of(value, 5, what)
+        place = self.place([box, table_box], what)
+        rows = self.row_sets[self.integer(row_set, what, high=len(self.row_sets) - 1)]
         return Shard(
-            box=self.box(box, what),
-            row_set=None if row_set is None else self.integer(row_set, what, high=len(self.row_sets) - 1),
-            block_rows=self.integer(block_rows, what, low=1),
-            blobs=self.items(self.blob, blobs, what),
-            scheme=self.scheme(scheme, dtype, what),
-            table_box=None if table_box is None else self.box(table_box, what),
+            place.box, rows, self.items(self.blob, blobs, what), self.scheme(scheme, dtype, what), place.table_box
         )
+
+    def shard_2(self, value: Any, dtype: str, what: str) -> Shard:
+        """A shard before version 3, where all rows of a box had no row set."""
+        box, row_set, block_rows, blobs, table_box, scheme = self.tuple_of(value, 6, what)
+        place = self.place([box, table_box], what)
+        codes = self.items(self.blob, blobs, what)
+        num_rows, most = place.box.num_rows, self.integer(block_rows, what, low=1)
+        if row_set is not None:
+            rows = self.row_sets[self.integer(row_set, what, high=len(self.row_sets) - 1)]
+            if any(block.num_rows != most for block in rows.blocks[:-1]) or rows.num_rows > most * len(rows.blocks):
+                self.fail(f"{what}: blocks of {most} rows, its row set has others")
+        elif place.box.num_cols == 0:
+            rows = RowSet(())
+        elif len(codes) != -(-num_rows // most):  # before as many blocks are made, which the box alone says
+            self.fail(f"{what}: {len(codes)} blobs of {most} rows for {num_rows} rows")
+        else:
+            rows = RowSet.all(num_rows, most)
+        return Shard(place.box, rows, codes, self.scheme(scheme, dtype, what), place.table_box)
+
+    def place(self, value: Any, what: str) -> Place:
+        box, table_box = self.tuple_of(value, 2, what)
+        return Place(self.box(box, what), self.optional(self.box, table_box, what))
 
     def scheme(self, value: Any, dtype: str, what: str) -> Scheme:
         scheme = scheme_from_json(self.mapping(value, what), f"{self.where}: {what}")
@@ -187,57 +227,59 @@ class ManifestParser:
         return scheme
 
     def check_blobs(self, shard: Shard, entry: TensorEntry, what: str) -> None:
-        num_rows = shard.box.num_rows
-        if shard.row_set is not None:
-            row_set = self.row_sets[shard.row_set]
-            if row_set.block_rows != shard.block_rows:
-                self.fail(f"{what}: blocks of {shard.block_rows} rows, its row set's have {row_set.block_rows}")
-            if any(block.first + block.span > num_rows for block in row_set.blocks):
-                self.fail(f"{what}: row numbers beyond the {num_rows} rows of its box")
-            num_rows = row_set.num_rows
-        if shard.box.num_cols == 0:
-            num_rows = 0
-        if len(shard.blobs) != -(-num_rows // shard.block_rows):
-            self.fail(f"{what}: {len(shard.blobs)} blobs of {shard.block_rows} rows for {num_rows} rows")
+        blocks = shard.rows.blocks if shard.box.num_cols else ()
+        if blocks and blocks[-1].first + blocks[-1].span > shard.box.num_rows:
+            self.fail(f"{what}: row numbers beyond the {shard.box.num_rows} rows of its box")
+        if len(shard.blobs) != len(blocks):
+            self.fail(f"{what}: {len(shard.blobs)} blobs for {len(blocks)} blocks of rows")
         dtype, num_cols = DTYPES[entry.dtype], shard.box.num_cols
         row_bytes = shard.scheme.row_bytes(num_cols, dtype)
-        for number, blob in enumerate(shard.blobs):
-            rows = min(shard.block_rows, num_rows - number * shard.block_rows)
-            exact, rest = divmod(blob.num_bytes - rows * row_bytes, exact_row_bytes(num_cols, dtype.itemsize))
-            if not 0 <= exact <= (rows if shard.scheme.name != "none" else 0) or rest:
-                self.fail(f"{what}: block {number} has {blob.num_bytes} bytes, its {rows} rows need {rows * row_bytes}")
+        for number, (block, blob) in enumerate(zip(blocks, shard.blobs, strict=True)):
+            num_bytes = block.num_rows * row_bytes
+            exact, rest = divmod(blob.num_bytes - num_bytes, exact_row_bytes(num_cols, dtype.itemsize))
+            if not 0 <= exact <= (block.num_rows if shard.scheme.name != "none" else 0) or rest:
+                self.fail(
+                    f"{what}: block {number} has {blob.num_bytes} bytes, its {block.num_rows} rows need {num_bytes}"
+                )
 
-    def check_packs_filled(self, manifest: Manifest) -> None:
-        ranges = sorted((blob.pack, blob.offset, blob.num_bytes) for _, blob in manifest.blobs() if blob.num_bytes)
+    def check_packs(self, manifest: Manifest) -> None:
+        """Blobs do not overlap; and they fill their packs, but for what a manifest that replaces another leaves out."""
+        ranges = sorted((blob.pack, blob.offset, blob.num_bytes) for _, blob in manifest.blobs())
         ends = [pack.header_bytes for pack in self.packs]
         for pack, offset, num_bytes in ranges:
-            if offset != ends[pack]:
+            if offset < ends[pack] or (offset > ends[pack] and manifest.replaces is None):
                 self.fail(f"pack {self.packs[pack].name}: a hole or an overlap at byte {min(offset, ends[pack])}")
-            ends[pack] += num_bytes
+            ends[pack] = offset + num_bytes
         for pack_, end in zip(self.packs, ends, strict=True):
-            if end != pack_.num_bytes:
+            if end != pack_.num_bytes and manifest.replaces is None:
                 self.fail(f"pack {pack_.name}: its blobs end at byte {end} of {pack_.num_bytes}")
-        if len({pack.name for pack in self.packs}) != len(self.packs):
+        if len({(pack.directory, pack.name) for pack in self.packs}) != len(self.packs):
             self.fail("two packs have one name")
+        is_folded = any(entry.folded is not None for entry in manifest.tensors.values())
+        if manifest.replaces is None and (is_folded or any(pack.directory is not None for pack in self.packs)):
+            self.fail("it uses other checkpoints' packs, or folds them, and replaces none")
 
     def check_references(self, manifest: Manifest) -> None:
-        if manifest.parent is None and not all(entry.is_whole for entry in manifest.tensors.values()):
+        is_whole = all(entry.is_whole or entry.folded is not None for entry in manifest.tensors.values())
+        if manifest.parent is None and not is_whole:
             self.fail("a baseline that does not hold every row")
         if set(manifest.tensors) & set(manifest.objects):
             self.fail("a tensor and an object have one name")
         for fqn, entry in manifest.tensors.items():
+            places = [*entry.places, *(shard.place for shard in entry.shards)]
             if entry.table is None:
-                if any(shard.table_box is not None for shard in entry.shards):
+                if any(place.table_box is not None for place in places):
                     self.fail(f"tensor {fqn!r}: boxes of a table that it does not name")
                 continue
             table = manifest.tensors.get(entry.table)
             if table is None or not table.is_table or len(entry.size) != 1:
                 self.fail(f"tensor {fqn!r}: its table {entry.table!r} is no table of this checkpoint")
-            boxes = [shard.table_box for shard in entry.shards if shard.table_box is not None]
+            boxes = [place.table_box for place in entry.places if place.table_box is not None]
             rows_agree = all(
-                shard.box.num_rows == (shard.table_box.num_rows if shard.table_box else 0) for shard in entry.shards
+                place.box.num_rows == (place.table_box.num_rows if place.table_box else 0) for place in places
             )
-            if not rows_agree or not fills(table.size, boxes):
+            within = all(lies_within(table.size, place.table_box) for place in places if place.table_box is not None)
+            if not rows_agree or not within or not fills(table.size, boxes):
                 self.fail(f"tensor {fqn!r}: its shards are not those of its table {entry.table!r}")
 
     def box(self, value: Any, what: str) -> Box:
@@ -257,6 +299,9 @@ class ManifestParser:
             else:
                 self.integer(key, f"path of {what!r}", high=_MAX_LIST_INDEX)
         return keys
+
+    def optional(self, parse: Callable[[Any, str], T], value: Any, what: str) -> T | None:
+        return None if value is None else parse(value, what)
 
     def items(self, parse: Callable[[Any, str], T], value: Any, what: str) -> tuple[T, ...]:
         if not isinstance(value, list):

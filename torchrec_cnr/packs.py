@@ -201,6 +201,7 @@ def read_spans(
 
 
 def _read_span(store: Store, pack: Pack, span: Span) -> list[tuple[str, Bytes]]:
+    store = store if pack.directory is None else store.at(pack.directory)
     where = f"{store.url}/{pack.name}"
     try:
         buffer = store.read_array(pack.name, span.start, span.stop)
@@ -238,17 +239,18 @@ class PackReader:
         self._thread_count = thread_count
         self._checked: set[int] = set()
 
-    def read(self, wanted: Iterable[tuple[str, Blob]]) -> Iterator[tuple[str, Bytes]]:
-        """Yield each blob's key and verified bytes, in their order in the packs.
+    def read(self, *turns: Iterable[tuple[str, Blob]]) -> Iterator[tuple[str, Bytes]]:
+        """Yield each blob's key and verified bytes: turn by turn, those of one in their order in the packs.
 
         Raises:
             DamagedError: A pack is missing, truncated or altered.
             StoreError: A pack cannot be read for another reason.
         """
-        blobs = list(wanted)
-        touched = {blob.pack for _, blob in blobs} - self._checked
+        wanted = [list(turn) for turn in turns]
+        touched = {blob.pack for turn in wanted for _, blob in turn} - self._checked
         headers = {f"header of {self._packs[index].name}": self._header(index) for index in touched}
-        spans = plan_spans([*headers.items(), *blobs])
+        wanted[:1] = [[*headers.items(), *wanted[0]]] if wanted else []
+        spans = [span for turn in wanted for span in plan_spans(turn)]
         for key, data in read_spans(self._store, self._packs, spans, self._thread_count):
             if key not in headers:
                 yield key, data

@@ -27,8 +27,8 @@ from torchrec_cnr.agreement import RankData, agree, ranks_of_shards, refuse_unsh
 from torchrec_cnr.decisions import Decision, RowTensor, ShardKey, choose_base, stored_whole
 from torchrec_cnr.errors import ConfigurationError, SaveError
 from torchrec_cnr.handover import CNRStorageMeta, SaveMetadata, ShardData
+from torchrec_cnr.head import Head
 from torchrec_cnr.lineage import Checkpoint, committed
-from torchrec_cnr.manifest import Head
 from torchrec_cnr.modified import RowMask, Since
 from torchrec_cnr.policies import Full, Intermittent, Policy
 from torchrec_cnr.shards import dtype_name, is_replicated, local_shards, memory_key
@@ -122,7 +122,7 @@ class CNRSavePlanner(DefaultSavePlanner):
         below = () if head is None or parent is None else head.lineage
         sha256s = [ref.sha256 for ref in below]
         length = sha256s.index(parent.sha256) + 1 if parent is not None and parent.sha256 in sha256s else 0
-        return Head.of(checkpoint.manifest, (*below[:length], checkpoint.ref))
+        return checkpoint.head(below[:length])
 
     def create_local_plan(self) -> SavePlan:
         """DCP's own plan of full boxes, and this rank's head."""

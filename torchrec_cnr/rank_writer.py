@@ -17,7 +17,7 @@ from torchrec_cnr.assembly import RANK_RECORD, ObjectRecord, RankRecord, ShardRe
 from torchrec_cnr.encoding import EncodedRowSet, EncodedShard, Source, sampled_rows, write_all_rows, write_rows
 from torchrec_cnr.errors import ConfigurationError, SaveError
 from torchrec_cnr.handover import ShardData
-from torchrec_cnr.manifest import DTYPES, Shard
+from torchrec_cnr.manifest import DTYPES, RowSet, Shard
 from torchrec_cnr.modified import RowMask
 from torchrec_cnr.packs import PackWriter
 from torchrec_cnr.rows import Box
@@ -45,8 +45,7 @@ class RankWriter:
         self._planner = planner
         self._rules = rules
         self._objects: list[tuple[WriteItem, int]] = []
-        self._shards: list[tuple[WriteItem, ShardData, Source, EncodedShard, int | None]] = []
-        self._row_sets: list[EncodedRowSet] = []
+        self._shards: list[tuple[WriteItem, ShardData, Source, EncodedShard, RowSet | EncodedRowSet]] = []
 
     def write(self, items: list[WriteItem]) -> list[WriteResult]:
         """Write everything; returns once it is in the store."""
@@ -58,14 +57,14 @@ class RankWriter:
             data = self._resolve(item)
             source = self._source(item, data)
             if data.rows is None:
-                self._shards.append((item, data, source, write_all_rows(self._packs, source), None))
+                row_set, shard = write_all_rows(self._packs, source)
+                self._shards.append((item, data, source, shard, row_set))
             else:
                 by_mask.setdefault(id(data.rows), (data.rows, []))[1].append((item, data, source))
         for mask, members in by_mask.values():
-            row_set, encoded = write_rows(self._packs, [source for _, _, source in members], mask)
-            self._row_sets.append(row_set)
+            coded, encoded = write_rows(self._packs, [source for _, _, source in members], mask)
             for (item, data, source), shard in zip(members, encoded, strict=True):
-                self._shards.append((item, data, source, shard, len(self._row_sets) - 1))
+                self._shards.append((item, data, source, shard, coded))
         return self._results()
 
     def _resolve(self, item: WriteItem) -> ShardData:
@@ -110,18 +109,20 @@ class RankWriter:
 
     def _results(self) -> list[WriteResult]:
         packs, blobs = self._packs.finish()
-        row_sets = tuple(row_set.located(blobs) for row_set in self._row_sets)
-        results = [WriteResult(MetadataIndex(RANK_RECORD), 0, RankRecord(packs, row_sets))]
+        located: dict[int, RowSet] = {}
+        results = [WriteResult(MetadataIndex(RANK_RECORD), 0, RankRecord(packs))]
         for item, number in self._objects:
             results.append(WriteResult(item.index, blobs[number].num_bytes, ObjectRecord(blobs[number])))
         for item, data, source, encoded, row_set in self._shards:
             if encoded.num_exact:
                 self._tell_of_exact_rows(item.index.fqn, encoded.num_exact)
-            located = tuple(blobs[number] for number in encoded.blobs)
+            if id(row_set) not in located:
+                located[id(row_set)] = row_set.located(blobs) if isinstance(row_set, EncodedRowSet) else row_set
+            codes = tuple(blobs[number] for number in encoded.blobs)
             size, box = _place(item, data.values)
-            shard = Shard(box, row_set, encoded.block_rows, located, source.scheme, data.table_box)
+            shard = Shard(box, located[id(row_set)], codes, source.scheme, data.table_box)
             record = ShardRecord(size, source.dtype, data.is_table, data.table, shard)
-            results.append(WriteResult(item.index, sum(blob.num_bytes for blob in located), record))
+            results.append(WriteResult(item.index, sum(blob.num_bytes for blob in codes), record))
         return results
 
     def _tell_of_exact_rows(self, fqn: str, num_exact: int) -> None:

@@ -170,7 +170,7 @@ class CNRStorageReader(StorageReader):
 
 def _tensor_metadata(entry: TensorEntry) -> TensorStorageMetadata:
     chunks = [
-        ChunkStorageMetadata(torch.Size(shard.box.offsets), torch.Size(shard.box.sizes)) for shard in entry.shards
+        ChunkStorageMetadata(torch.Size(place.box.offsets), torch.Size(place.box.sizes)) for place in entry.places
     ]
     return TensorStorageMetadata(TensorProperties(dtype=DTYPES[entry.dtype]), torch.Size(entry.size), chunks)
 
@@ -195,9 +195,9 @@ def _inference_regions(lineage: Lineage, item: InferenceReadItem, target: Tensor
 
 def _table_box(entry: TensorEntry, item: ReadItem) -> Box:
     """The table's box for a read of row-wise state by a planner that knows of no tables: as in the checkpoint."""
-    for shard in entry.shards:
-        if shard.table_box is not None and shard.box.offsets == tuple(item.storage_index.offset or ()):
-            (first, column), (_, width) = shard.table_box.offsets, shard.table_box.sizes
+    for place in entry.places:
+        if place.table_box is not None and place.box.offsets == tuple(item.storage_index.offset or ()):
+            (first, column), (_, width) = place.table_box.offsets, place.table_box.sizes
             return Box((first + item.storage_offsets[0], column), (item.lengths[0], width))
     raise DamagedError(f"tensor {item.storage_index.fqn!r}: no shard at {item.storage_index.offset}")
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchrec_cnr.manifest import Shard
-from torchrec_cnr.rows import Box
+from torchrec_cnr.rows import Box, Rows
 from torchrec_cnr.schemes import NoQuantization, Scheme
 
 
@@ -50,6 +50,11 @@ class Block:
         if len(self.exact_positions):
             values[self.exact_positions] = self.exact_values
         return values.view(len(self.codes), *self.row_shape)
+
+    @property
+    def numbers(self) -> Rows | slice:
+        """int64 [n], row numbers within the box, or the slice that they are."""
+        return slice(self.first, self.first + len(self.codes)) if self.rows is None else self.rows.numpy()
 
     def decode_into(self, positions: Tensor, first_col: int, target: Tensor, rows: Tensor) -> None:
         """Decode rows straight into rows of a target.

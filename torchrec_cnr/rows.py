@@ -73,13 +73,14 @@ class Box:
 
 def fills(size: tuple[int, ...], boxes: list[Box]) -> bool:
     """Whether ``boxes`` cover a tensor of ``size`` exactly: inside it, without a hole or an overlap."""
-    if not all(_lies_within(size, box) for box in boxes):
+    if not all(lies_within(size, box) for box in boxes):
         return False
     boxes = [box for box in boxes if math.prod(box.sizes) > 0]
     return sum(math.prod(box.sizes) for box in boxes) == math.prod(size) and not _any_overlap(boxes)
 
 
-def _lies_within(size: tuple[int, ...], box: Box) -> bool:
+def lies_within(size: tuple[int, ...], box: Box) -> bool:
+    """Whether a box has the dimensions of a tensor of ``size``, and does not reach out of it."""
     return len(box.offsets) == len(size) and all(
         first + length <= whole for first, length, whole in zip(box.offsets, box.sizes, size, strict=True)
     )

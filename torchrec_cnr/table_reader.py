@@ -106,9 +106,9 @@ def _regions(lineage: Lineage, fqn: str, entry: TensorEntry, wanted: Box, target
     if entry.table is None:
         yield TensorRegion(fqn, wanted, target)
         return
-    for shard in entry.shards:
-        common = shard.box.intersect(wanted)
-        if common is not None and shard.table_box is not None:
-            (first, column), (_, width) = shard.table_box.offsets, shard.table_box.sizes
-            box = Box((first + common.offsets[0] - shard.box.offsets[0], column), (common.num_rows, width))
+    for place in entry.places:
+        common = place.box.intersect(wanted)
+        if common is not None and place.table_box is not None:
+            (first, column), (_, width) = place.table_box.offsets, place.table_box.sizes
+            box = Box((first + common.offsets[0] - place.box.offsets[0], column), (common.num_rows, width))
             yield RowStateRegion(fqn, box, target[common.slices(wanted)], column_bounds(lineage.shards(fqn), box))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchrec_cnr.digests import digest_rows
-from torchrec_cnr.manifest import Head
+from torchrec_cnr.head import Head
 from torchrec_cnr.modified import ModifiedRows
 from torchrec_cnr.shards import MemoryKey, memory_key
 

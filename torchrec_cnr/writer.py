@@ -132,7 +132,6 @@ class CNRStorageWriter(StorageWriter):
             world_size=len(results),
             writer=f"torchrec_cnr {__version__}",
             packs=parts.packs,
-            row_sets=parts.row_sets,
             tensors=parts.tensors,
             objects=parts.objects,
             paths=dict(sorted((metadata.planner_data or {}).items())),

@@ -1,0 +1,70 @@
+"""Coverage: which elements of a box are stored, row by row and range of columns by range of columns.
+
+Going from the newest checkpoint to the oldest, a row whose columns are all covered is dead: a load overwrites what it
+holds. Going through all of them, a row that is not covered in the end is a hole. Columns are divided where any shard's
+box divides them; only the first two dimensions are, which is how tables and the state of their rows are sharded.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrec_cnr.rows import Box, Rows
+
+Mask = npt.NDArray[np.bool_]
+
+
+class Coverage:
+    """What of a box is covered; one byte for each row and range of columns.
+
+    Args:
+        box: The box, in its tensor's indices.
+        boxes: Of all shards that will be asked for or added, where they divide the columns.
+    """
+
+    def __init__(self, box: Box, boxes: Iterable[Box]) -> None:
+        self._box = box
+        start, stop = _columns(box)
+        edges = {edge for other in boxes for edge in _columns(other) if start < edge < stop}
+        self._edges = np.array(sorted({start, stop} | edges), dtype=np.int64)
+        self._covered: Mask = np.zeros((max(0, len(self._edges) - 1), box.num_rows), dtype=np.bool_)
+
+    def add(self, box: Box, rows: Rows | slice) -> None:
+        """Rows of a shard's box, numbered within it, are stored."""
+        ranges, own = self._ranges(box), self._own(box, rows)
+        if isinstance(own, slice):
+            self._covered[ranges, own] = True
+        else:
+            for number in range(ranges.start, ranges.stop):
+                self._covered[number, own[(own >= 0) & (own < self._box.num_rows)]] = True
+
+    def has(self, box: Box, rows: Rows | slice) -> Mask:
+        """bool [n]: which rows of a shard's box, all of them within this one, are covered in all their columns."""
+        own = self._own(box, rows)
+        covered: Mask = np.logical_and.reduce(self._covered[self._ranges(box)][:, own], axis=0)
+        return covered
+
+    def first_hole(self) -> int | None:
+        """The first row of the tensor that is not covered in all columns, or None."""
+        whole = self._covered.all(axis=0)
+        return None if whole.all() else self._first_row + int(np.argmin(whole))
+
+    @property
+    def _first_row(self) -> int:
+        return self._box.offsets[0] if self._box.offsets else 0
+
+    def _ranges(self, box: Box) -> slice:
+        start, stop = _columns(box)
+        first, last = np.searchsorted(self._edges, (max(start, self._edges[0]), min(stop, self._edges[-1])))
+        return slice(int(first), int(last))
+
+    def _own(self, box: Box, rows: Rows | slice) -> Rows | slice:
+        shift = (box.offsets[0] if box.offsets else 0) - self._first_row
+        if not isinstance(rows, slice):
+            return rows + shift
+        return slice(max(0, rows.start + shift), max(0, min(rows.stop + shift, self._box.num_rows)))
+
+
+def _columns(box: Box) -> tuple[int, int]:
+    return (box.offsets[1], box.offsets[1] + box.sizes[1]) if len(box.sizes) > 1 else (0, 1)
