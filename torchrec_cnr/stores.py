@@ -110,6 +110,32 @@ class Store:
                 return []
         return sorted(posixpath.basename(str(name).rstrip("/")) for name in found)
 
+    def listing(self) -> dict[str, int]:
+        """Files in the directory and, as ``directory/file``, in its directories, with their sizes in bytes, by name."""
+        with self._errors("list", ""):
+            self.fs.invalidate_cache(self.path)
+            found = self.fs.find(self.path, maxdepth=2, detail=True)
+        return {posixpath.relpath(path, self.path): int(entry["size"] or 0) for path, entry in sorted(found.items())}
+
+    def remove(self, name: str) -> None:
+        """Remove a file; that it is gone already is no error."""
+        with self._errors("remove", name):
+            try:
+                self.fs.rm_file(self.child(name))
+            except FileNotFoundError:
+                return
+
+    def remove_directory(self) -> None:
+        """Remove the directory if it is empty, where the file system has directories."""
+        if not isinstance(self.fs, LocalFileSystem):
+            return
+        try:
+            with self._errors("remove", ""):
+                os.rmdir(self.path)
+        except StoreError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+                raise
+
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> bytes:
         """A file's bytes, or those from ``start`` to ``stop``; fewer where it is shorter.
 
@@ -132,12 +158,13 @@ class Store:
                 filled += count
             return array[:filled]
 
-    def put(self, name: str, parts: Sequence[Buffer]) -> None:
+    def put(self, name: str, parts: Sequence[Buffer], is_durable: bool = True) -> None:
         """Write a file whose name nobody else uses."""
         with self._errors("write", name), self.fs.open(self.child(name), "wb") as file:
             for part in parts:
                 file.write(part)
-            self._sync(file)
+            if is_durable:
+                self._sync(file)
 
     def put_new(self, name: str, data: bytes, save_id: str) -> None:
         """Write a file atomically, unless the name exists.

@@ -1,0 +1,1 @@
+"""What keeps a run of months in order: compaction, retention, verification, and ways in and out."""
