@@ -24,6 +24,7 @@ LAYERS = (
         "manifest",
         "head",
         "coverage",
+        "renumbering",
         "manifest_json",
         "manifest_parser",
         "regions",

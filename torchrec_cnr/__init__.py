@@ -18,7 +18,7 @@ from torchrec_cnr.lineage import Checkpoint, latest, read_checkpoint
 from torchrec_cnr.load_planner import CNRLoadPlanner
 from torchrec_cnr.load_report import LoadReport
 from torchrec_cnr.planner import CNRSavePlanner
-from torchrec_cnr.policies import Consecutive, Full, Intermittent, OneShot, Policy
+from torchrec_cnr.policies import Compacted, Consecutive, Full, Intermittent, OneShot, Policy
 from torchrec_cnr.reader import CNRStorageReader
 from torchrec_cnr.schemes import (
     AdaptiveAsymmetric,
@@ -53,6 +53,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointExistsError",
     "CheckpointNotFoundError",
+    "Compacted",
     "ConfigurationError",
     "Consecutive",
     "DamagedError",

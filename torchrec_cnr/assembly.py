@@ -5,13 +5,15 @@ tensors that were never written, so every chunk of the plan must be matched by e
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torchrec_cnr.errors import SaveError
-from torchrec_cnr.manifest import Blob, Pack, RowSet, Shard, TensorEntry
+from torchrec_cnr.manifest import Blob, Pack, Place, Shard, TensorEntry
+from torchrec_cnr.renumbering import Renumbering
 from torchrec_cnr.rows import Box
 
 RANK_RECORD = ""  # the fqn under which each rank reports its packs; DCP has no other way to pass them
@@ -26,13 +28,21 @@ class RankRecord:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """A shard that was written: what a rank knows of a ``TensorEntry``, with its own numbers of packs."""
+    """A shard that was written: what a rank knows of a ``TensorEntry``, with its own numbers of packs.
+
+    Its rows may be stored in parts, as shards of one place that have no row in common.
+    """
 
     size: tuple[int, ...]
     dtype: str
     is_table: bool
     table: str | None
-    shard: Shard
+    parts: tuple[Shard, ...]
+
+    @property
+    def place(self) -> Place:
+        """Where it lies."""
+        return self.parts[0].place
 
 
 @dataclass(frozen=True)
@@ -69,55 +79,43 @@ def assemble(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> As
         files = [record for _, record in records if isinstance(record, RankRecord)]
         if len(files) != 1:
             raise SaveError(f"rank {rank} reported its packs {len(files)} times, expected once; save again")
-        numbering = _Numbering(len(packs))
+        renumbered = Renumbering(partial(_behind, len(packs)))
         packs += files[0].packs
         for fqn, record in records:
             if isinstance(record, ShardRecord):
-                shards.setdefault(fqn, []).append(replace(record, shard=numbering.shard(record.shard)))
+                shards.setdefault(fqn, []).append(replace(record, parts=tuple(map(renumbered.shard, record.parts))))
             elif isinstance(record, ObjectRecord):
-                objects[fqn] = numbering.blob(record.blob)
+                objects[fqn] = renumbered.blob(record.blob)
     tensors = {fqn: _tensor_entry(fqn, records) for fqn, records in shards.items()}
     _check_against_plan(metadata, tensors, objects)
     return Assembled(tuple(packs), dict(sorted(tensors.items())), dict(sorted(objects.items())))
 
 
-@dataclass(frozen=True)
-class _Numbering:
-    """Where a rank's packs begin among all ranks'."""
-
-    first_pack: int
-    row_sets: dict[int, RowSet] = field(default_factory=dict)
-
-    def blob(self, blob: Blob) -> Blob:
-        return replace(blob, pack=blob.pack + self.first_pack)
-
-    def row_set(self, rows: RowSet) -> RowSet:
-        """One object for shards that share one."""
-        if id(rows) not in self.row_sets:
-            blocks = (replace(b, blob=None if b.blob is None else self.blob(b.blob)) for b in rows.blocks)
-            self.row_sets[id(rows)] = RowSet(tuple(blocks))
-        return self.row_sets[id(rows)]
-
-    def shard(self, shard: Shard) -> Shard:
-        return replace(shard, rows=self.row_set(shard.rows), blobs=tuple(self.blob(blob) for blob in shard.blobs))
+def _behind(num_packs: int, blob: Blob) -> Blob:
+    return replace(blob, pack=blob.pack + num_packs)
 
 
 def _tensor_entry(fqn: str, records: Sequence[ShardRecord]) -> TensorEntry:
     # What an empty shard belongs to, its rank cannot tell.
-    filled = [record for record in records if 0 not in record.shard.box.sizes] or records
+    filled = [record for record in records if 0 not in record.place.box.sizes] or records
     first = filled[0]
     shared = {(r.size, r.dtype, r.is_table, r.table) for r in filled}
     if len(shared) != 1:
         raise SaveError(f"tensor {fqn!r}: its shards do not agree in size, dtype or table: {shared}")
-    shards = sorted((record.shard for record in records), key=lambda shard: shard.box.offsets)
-    return TensorEntry(first.dtype, first.size, tuple(shards), first.is_table, first.table)
+    ordered = sorted(records, key=lambda record: record.place.box.offsets)
+    shards = tuple(shard for record in ordered for shard in record.parts)
+    places = tuple(record.place for record in ordered)
+    is_folded = len(shards) > len(places)
+    return TensorEntry(
+        first.dtype, first.size, shards, first.is_table, first.table, folded=places if is_folded else None
+    )
 
 
 def _check_against_plan(metadata: Metadata, tensors: Mapping[str, TensorEntry], objects: Mapping[str, Blob]) -> None:
     written: set[tuple[str, Box | None]]
-    written = {(fqn, shard.box) for fqn, entry in tensors.items() for shard in entry.shards}
+    written = {(fqn, place.box) for fqn, entry in tensors.items() for place in entry.places}
     written |= {(fqn, None) for fqn in objects}
-    if len(written) != sum(len(entry.shards) for entry in tensors.values()) + len(objects):
+    if len(written) != sum(len(entry.places) for entry in tensors.values()) + len(objects):
         raise SaveError("a shard was written twice; save again")
     planned: set[tuple[str, Box | None]] = set()
     for fqn, entry in metadata.state_dict_metadata.items():

@@ -39,10 +39,9 @@ class Coverage:
             for number in range(ranges.start, ranges.stop):
                 self._covered[number, own[(own >= 0) & (own < self._box.num_rows)]] = True
 
-    def has(self, box: Box, rows: Rows | slice) -> Mask:
-        """bool [n]: which rows of a shard's box, all of them within this one, are covered in all their columns."""
-        own = self._own(box, rows)
-        covered: Mask = np.logical_and.reduce(self._covered[self._ranges(box)][:, own], axis=0)
+    def parts(self, box: Box, rows: Rows) -> Mask:
+        """bool [k, n]: for each range of a shard's columns, which rows of its box are covered; all must lie in this."""
+        covered: Mask = self._covered[self._ranges(box)][:, self._own(box, rows)]
         return covered
 
     def first_hole(self) -> int | None:

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from torchrec_cnr.errors import LoadError
 from torchrec_cnr.head import Head
-from torchrec_cnr.lineage import Checkpoint, read_checkpoint, relative_path
+from torchrec_cnr.lineage import Lineage, read_lineage, relative_path
 from torchrec_cnr.manifest import CheckpointRef, History, Manifest
 from torchrec_cnr.modified import Since
 from torchrec_cnr.policies import Policy
@@ -70,12 +70,14 @@ class Base:
         head: The checkpoint that the ranks stand on.
         parent: The parent's manifest.
         ref: The parent, by full path.
+        history: Of the lineage, which the save will extend.
     """
 
     since: Since
     head: Head
     parent: Manifest
     ref: CheckpointRef
+    history: History
 
 
 def choose_base(
@@ -97,21 +99,23 @@ def choose_base(
     if set(heads) != {head.ref}:
         logger.warning("ranks stand on different checkpoints (%s): this save is a baseline", _paths(heads))
         return None
-    since = policy.decide(head.history)
+    lineage = _intact(head.ref)
+    if lineage is None:
+        logger.warning("%s is no longer what was saved there: this save is a baseline", head.ref.path)
+        return None
+    history = _history(head, lineage)
+    since = policy.decide(history)
     if since is Since.EVER:
         return None
-    lineage = head.lineage[:1] if since is Since.BASELINE else head.lineage
-    ref = lineage[-1]
-    links = [_intact(link) for link in lineage]
-    parent = links[-1]
-    if parent is None or None in links:
-        changed = lineage[links.index(None)].path
-        logger.warning("%s is no longer what was saved there: this save is a baseline", changed)
+    below = lineage if since is Since.HEAD else _intact(head.baseline)
+    if below is None:
+        logger.warning("%s is no longer what was saved there: this save is a baseline", head.baseline.path)
         return None
-    if relative_path(store, ref.path) is None:
-        logger.info("%s cannot be named by a relative path from %s: this save is a baseline", ref.path, store.url)
+    parent = below.newest
+    if relative_path(store, parent.store.url) is None:
+        logger.info("%s cannot be named by a relative path from %s: it is a baseline", parent.store.url, store.url)
         return None
-    return Base(since, head, parent.manifest, ref)
+    return Base(since, head, parent.manifest, parent.ref, history)
 
 
 def stored_whole(tensors: Mapping[str, RowTensor], metadata: Metadata, parent: Manifest) -> set[str]:
@@ -128,13 +132,23 @@ def _continues(fqn: str, tensor: RowTensor, metadata: Metadata, parent: Manifest
     return isinstance(entry, TensorStorageMetadata) and old_entry is not None and tuple(entry.size) == old_entry.size
 
 
-def _intact(ref: CheckpointRef) -> Checkpoint | None:
-    """The checkpoint referred to, if it is still there and still the same."""
+def _history(head: Head, lineage: Lineage) -> History:
+    """Of the head; where its lineage was compacted, that begins anew with what was folded."""
+    links = lineage.checkpoints
+    folded = max((number for number, link in enumerate(links) if link.is_compacted), default=None)
+    if folded is None:
+        return head.history
+    history = links[folded].manifest.history
+    return History(history.baseline_bytes, (*history.delta_bytes, *(link.num_bytes for link in links[folded + 1 :])))
+
+
+def _intact(ref: CheckpointRef) -> Lineage | None:
+    """The lineage of the checkpoint referred to, if it is still there and still the same."""
     try:
-        checkpoint = read_checkpoint(ref.path)
+        lineage = read_lineage(ref.path)
     except LoadError:
         return None
-    return checkpoint if checkpoint.sha256 == ref.sha256 else None
+    return lineage if lineage.newest.sha256 == ref.sha256 else None
 
 
 def _paths(refs: Collection[CheckpointRef | None]) -> str:

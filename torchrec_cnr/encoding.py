@@ -15,12 +15,11 @@ from torch import Tensor
 
 from torchrec_cnr.manifest import Blob, RowBlock, RowSet
 from torchrec_cnr.modified import RowMask
-from torchrec_cnr.packs import PackWriter
+from torchrec_cnr.packs import BLOCK_BYTES, PackWriter
 from torchrec_cnr.rows import CodedRows, encode_rows
 from torchrec_cnr.schemes import NoQuantization, Scheme
 from torchrec_cnr.stores import Bytes
 
-BLOCK_BYTES = 8 << 20  # of values
 SAMPLE_ROWS = 512  # of a shard; the errors of different schemes on them differ by more than chance
 
 _GOLDEN_RATIO = (5**0.5 - 1) / 2
@@ -116,7 +115,7 @@ def sampled_rows(values: Tensor, rows: RowMask | None) -> Tensor:
 
 def write_all_rows(packs: PackWriter, source: Source) -> tuple[RowSet, EncodedShard]:
     """Encode every row of a shard."""
-    block_rows = _block_rows([source])
+    block_rows = _block_rows([source], packs.block_bytes)
     num_rows = len(source.rows) if source.values.numel() else 0
     written = []
     for number, first in enumerate(range(0, num_rows, block_rows)):
@@ -131,23 +130,23 @@ def write_all_rows(packs: PackWriter, source: Source) -> tuple[RowSet, EncodedSh
 
 
 def write_rows(
-    packs: PackWriter, sources: Sequence[Source], rows: RowMask
+    packs: PackWriter, sources: Sequence[Source], rows: RowMask, age: int = 0
 ) -> tuple[EncodedRowSet, Sequence[EncodedShard]]:
-    """Encode the rows of a mask, for every source at once."""
-    block_rows = _block_rows(sources)
+    """Encode the rows of a mask, for every source at once, into packs of this age."""
+    block_rows = _block_rows(sources, packs.block_bytes)
     coded_blocks: list[tuple[CodedRows, int, int]] = []
     written: list[list[tuple[int, int]]] = [[] for _ in sources]
     for number, block in enumerate(rows.blocks(block_rows)):
         coded = encode_rows(block.cpu().numpy())
         data = np.frombuffer(coded.data, dtype=np.uint8)
         name = f"{sources[0].name}/rows/{number}"
-        coded_blocks.append((coded, len(block), packs.add(name, "uint8", data.shape, data)))
+        coded_blocks.append((coded, len(block), packs.add(name, "uint8", data.shape, data, age)))
         for source, source_blocks in zip(sources, written, strict=True):
             own = block.to(source.values.device)
             if source.is_quantized:
-                source_blocks.append(_write_codes(packs, source, number, own))
+                source_blocks.append(_write_codes(packs, source, number, own, age))
             else:
-                source_blocks.append(_write_values(packs, source, number, source.rows.index_select(0, own)))
+                source_blocks.append(_write_values(packs, source, number, source.rows.index_select(0, own), age))
     return EncodedRowSet(tuple(coded_blocks)), [_encoded(source_blocks) for source_blocks in written]
 
 
@@ -155,17 +154,17 @@ def _encoded(written: Sequence[tuple[int, int]]) -> EncodedShard:
     return EncodedShard(tuple(blob for blob, _ in written), sum(num_exact for _, num_exact in written))
 
 
-def _block_rows(sources: Sequence[Source]) -> int:
+def _block_rows(sources: Sequence[Source], block_bytes: int) -> int:
     widest = max(math.prod(source.rows.shape[1:]) * source.values.element_size() for source in sources)
-    return max(1, BLOCK_BYTES // max(1, widest))
+    return max(1, block_bytes // max(1, widest))
 
 
-def _write_values(packs: PackWriter, source: Source, number: int, values: Tensor) -> tuple[int, int]:
+def _write_values(packs: PackWriter, source: Source, number: int, values: Tensor, age: int = 0) -> tuple[int, int]:
     """One blob: rows as they are."""
-    return packs.add(f"{source.name}/{number}", source.dtype, tuple(values.shape), _bytes(values)), 0
+    return packs.add(f"{source.name}/{number}", source.dtype, tuple(values.shape), _bytes(values), age), 0
 
 
-def _write_codes(packs: PackWriter, source: Source, number: int, rows: Tensor) -> tuple[int, int]:
+def _write_codes(packs: PackWriter, source: Source, number: int, rows: Tensor, age: int = 0) -> tuple[int, int]:
     """One blob: the codes of rows, then the rows that they cannot represent, and how many these are."""
     table = source.table()
     if table is None:
@@ -174,11 +173,11 @@ def _write_codes(packs: PackWriter, source: Source, number: int, rows: Tensor) -
     encoded = source.scheme.encode(table, rows)
     name, data = f"{source.name}/{number}", _bytes(encoded.codes)
     if len(encoded.exact) == 0:
-        return packs.add(name, "uint8", tuple(encoded.codes.shape), data), 0
+        return packs.add(name, "uint8", tuple(encoded.codes.shape), data, age), 0
     positions = encoded.exact.to(torch.int32).cpu().numpy().astype("<u4").view(np.uint8)
     exact_values = table.index_select(0, rows[encoded.exact.to(rows.device)])
     data = np.concatenate((data, positions, _bytes(exact_values)))
-    return packs.add(name, "uint8", data.shape, data), len(encoded.exact)
+    return packs.add(name, "uint8", data.shape, data, age), len(encoded.exact)
 
 
 def _bytes(tensor: Tensor) -> Bytes:

@@ -63,7 +63,7 @@ def plan_fold(lineage: Lineage, regions: Sequence[Region]) -> list[CheckpointRea
     for checkpoint in reversed(lineage.checkpoints):
         reads: dict[str, _BlobRead] = {}
         for region in wanted:
-            _add_reads(reads, region, _continued(checkpoint, lineage.newest, region.fqn))
+            _add_reads(reads, region, continued(checkpoint, lineage.newest, region.fqn))
         plans.append(CheckpointReads(checkpoint, _row_blocks(checkpoint.manifest, reads.values()), reads))
         wanted = [region for region in wanted if not checkpoint.manifest.tensors[region.fqn].is_whole]
         if not wanted:
@@ -81,7 +81,7 @@ def _row_blocks(manifest: Manifest, reads: Iterable[_BlobRead]) -> dict[str, Row
     }
 
 
-def _continued(checkpoint: Checkpoint, newest: Checkpoint, fqn: str) -> TensorEntry:
+def continued(checkpoint: Checkpoint, newest: Checkpoint, fqn: str) -> TensorEntry:
     """A checkpoint's entry of a tensor, which must be the one that the newest checkpoint has, but for its shards."""
     entry, head = checkpoint.manifest.tensors.get(fqn), newest.manifest.tensors[fqn]
     if entry is None:

@@ -51,6 +51,7 @@ class Pack:
         header_bytes: Size of the safetensors header, its length field included.
         header_crc32c: Its digest.
         directory: Of another checkpoint, relative to this one's; None for this one's own.
+        written_ns: When the newest of its rows was stored first, Unix time in nanoseconds; None for the commit's.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Pack:
     header_bytes: int
     header_crc32c: int
     directory: str | None = None
+    written_ns: int | None = None
 
 
 @dataclass(frozen=True)
@@ -178,8 +180,8 @@ class TensorEntry:
         shards: The stored rows. Where boxes overlap, what comes later overwrites what came before.
         is_table: Whether it is an embedding table.
         table: For row-wise optimizer state (one value a row), the FQN of its table.
-        folded: Of a tensor folded out of several checkpoints, how it is sharded: boxes that fill it exactly. None where
-            the boxes of ``shards`` do that.
+        folded: Where boxes of ``shards`` overlap, because they come from several checkpoints or are parts of a delta's
+            rows, how the tensor is sharded: boxes that fill it exactly. None where those of ``shards`` do that.
     """
 
     dtype: str

@@ -91,7 +91,9 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
         "restores": manifest.num_restores,
         "world_size": manifest.world_size,
         "writer": manifest.writer,
-        "packs": [[p.directory, p.name, p.num_bytes, p.header_bytes, p.header_crc32c] for p in manifest.packs],
+        "packs": [
+            [p.directory, p.name, p.num_bytes, p.header_bytes, p.header_crc32c, p.written_ns] for p in manifest.packs
+        ],
         "row_sets": [_row_set_json(rows) for rows in manifest.row_sets.values()],
         "tensors": {fqn: _tensor_json(entry, numbers) for fqn, entry in manifest.tensors.items()},
         "objects": {fqn: _blob_json(blob) for fqn, blob in manifest.objects.items()},

@@ -105,8 +105,10 @@ class ManifestParser:
         return CheckpointRef(path, self.string(value["sha256"], "parent sha256", _HEX))
 
     def pack(self, value: Any, what: str) -> Pack:
-        fields = self.tuple_of(value, 4 if self.version < 3 else 5, what)
-        directory, name, num_bytes, header_bytes, crc32c = [None, *fields] if self.version < 3 else fields
+        fields = self.tuple_of(value, 4 if self.version < 3 else 6, what)
+        directory, name, num_bytes, header_bytes, crc32c, written = (
+            fields if self.version > 2 else [None, *fields, None]
+        )
         size = self.integer(num_bytes, what)
         return Pack(
             self.string(name, what, _PACK_NAME),
@@ -114,6 +116,7 @@ class ManifestParser:
             self.integer(header_bytes, what, low=8, high=size),
             self.integer(crc32c, what, high=2**32 - 1),
             self.optional(partial(self.string, pattern=PARENT_PATH), directory, what),
+            self.optional(self.integer, written, what),
         )
 
     def blob(self, value: Any, what: str) -> Blob:
@@ -255,9 +258,8 @@ class ManifestParser:
                 self.fail(f"pack {pack_.name}: its blobs end at byte {end} of {pack_.num_bytes}")
         if len({(pack.directory, pack.name) for pack in self.packs}) != len(self.packs):
             self.fail("two packs have one name")
-        is_folded = any(entry.folded is not None for entry in manifest.tensors.values())
-        if manifest.replaces is None and (is_folded or any(pack.directory is not None for pack in self.packs)):
-            self.fail("it uses other checkpoints' packs, or folds them, and replaces none")
+        if manifest.replaces is None and any(pack.directory is not None for pack in self.packs):
+            self.fail("it uses other checkpoints' packs, but replaces no manifest")
 
     def check_references(self, manifest: Manifest) -> None:
         is_whole = all(entry.is_whole or entry.folded is not None for entry in manifest.tensors.values())

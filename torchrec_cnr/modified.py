@@ -42,6 +42,7 @@ class ModifiedRows:
         marked: bool [num_rows]. Modified since the last cut.
         frozen: bool [num_rows], or None. Cut off for the save in flight.
         since_baseline: bool [num_rows]. In committed deltas since the baseline.
+        last: bool [num_rows], or None. What the last commit was of.
 
     Args:
         marked: Lies in the marks of several tables, if given; nothing is marked yet.
@@ -53,6 +54,7 @@ class ModifiedRows:
         self.marked = marked if marked is not None else self._empty(device)
         self.frozen: Tensor | None = None
         self.since_baseline = self._empty(device)
+        self.last: Tensor | None = None
 
     def _empty(self, device: torch.device) -> Tensor:
         return torch.zeros(self.box.num_rows, dtype=torch.bool, device=device)
@@ -82,7 +84,7 @@ class ModifiedRows:
             self.since_baseline.zero_()
         else:
             self.since_baseline |= self.frozen
-        self.frozen = None
+        self.last, self.frozen = self.frozen, None
 
     def rollback(self) -> None:
         """The frozen rows are in no checkpoint: they are marked again, beside those marked meanwhile."""
@@ -92,7 +94,7 @@ class ModifiedRows:
 
     def restore(self) -> None:
         """The table was overwritten from a checkpoint: nothing is modified."""
-        self.frozen = None
+        self.frozen = self.last = None
         self.marked.zero_()
         self.since_baseline.zero_()
 
@@ -106,6 +108,17 @@ class ModifiedRows:
             raise ConfigurationError(f"table {self.name!r}: no save is in flight")
         return RowMask(self.frozen if since is Since.HEAD else self.frozen | self.since_baseline)
 
+    def select_by_age(self) -> "tuple[RowMask, ...]":
+        """The frozen rows since the head, those apart that the commit before was of: they are often modified.
+
+        Raises:
+            ConfigurationError: Nothing is frozen.
+        """
+        rows = self.select(Since.HEAD)
+        if self.last is None:
+            return (rows,)
+        return RowMask(rows.mask & ~self.last), RowMask(rows.mask & self.last)
+
 
 @dataclass(frozen=True, eq=False)
 class RowMask:
@@ -116,6 +129,11 @@ class RowMask:
     """
 
     mask: Tensor
+
+    @classmethod
+    def union(cls, masks: "tuple[RowMask, ...]") -> "RowMask":
+        """The rows of all masks of one shard."""
+        return masks[0] if len(masks) == 1 else cls(torch.stack([rows.mask for rows in masks]).any(dim=0))
 
     def __len__(self) -> int:
         return int(self.mask.count_nonzero())

@@ -18,6 +18,8 @@ from torchrec_cnr.manifest import Blob, Pack
 from torchrec_cnr.stores import Bytes, Store
 
 PACK_BYTES = 16 << 20
+BLOCK_BYTES = 8 << 20
+BUFFER_BYTES = 64 << 20
 _SPAN_BYTES = 16 << 20
 _SPAN_GAP_BYTES = 256 << 10
 _GAP_DIVISOR = 8  # of the bytes wanted in a span, its gaps may add this part
@@ -55,52 +57,81 @@ class _Part:
 
 
 class PackWriter:
-    """Fills packs with blobs and writes each when it is full, up to ``thread_count`` at once."""
+    """Fills packs with blobs and writes each when it is full, up to ``thread_count`` at once.
 
-    def __init__(self, store: Store, prefix: str, thread_count: int, pack_bytes: int = PACK_BYTES) -> None:
+    Args:
+        store: Where to.
+        prefix: Begins their names.
+        thread_count: Packs written at once.
+        pack_bytes: When one is full.
+        buffer_bytes: Of all packs being filled. If that is exceeded, the fullest is written as it is.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        prefix: str,
+        thread_count: int,
+        pack_bytes: int = PACK_BYTES,
+        buffer_bytes: int = BUFFER_BYTES,
+    ) -> None:
         self._store = store
         self._prefix = prefix
         self._pack_bytes = pack_bytes
+        self._buffer_bytes = buffer_bytes
         self._thread_count = thread_count
         self._threads = ThreadPoolExecutor(thread_count, thread_name_prefix="cnr-write")
         self._writes: deque[Future[tuple[Pack, list[tuple[int, Blob]]]]] = deque()
-        self._parts: list[_Part] = []
-        self._filled_bytes = 0
+        self._parts: dict[int, list[_Part]] = {}
+        self._filled_bytes: dict[int, int] = {}
         self._num_blobs = 0
         self._packs: list[Pack] = []
         self._blobs: dict[int, Blob] = {}
 
-    def add(self, name: str, dtype: str, shape: tuple[int, ...], data: Bytes) -> int:
+    def add(self, name: str, dtype: str, shape: tuple[int, ...], data: Bytes, age: int = 0) -> int:
         """Take a blob; its bytes must not change afterwards.
+
+        Args:
+            age: Blobs of one age only share a pack.
 
         Returns:
             Its number among the blobs that :meth:`finish` returns.
         """
-        if self._parts and self._filled_bytes + data.nbytes > self._pack_bytes:
-            self._write_pack()
+        if self._filled_bytes.get(age, 0) + data.nbytes > self._pack_bytes:
+            self._write_pack(age)
+        if sum(self._filled_bytes.values()) + data.nbytes > self._buffer_bytes and self._filled_bytes:
+            self._write_pack(max(self._filled_bytes, key=lambda age: self._filled_bytes[age]))
         number = self._num_blobs
         self._num_blobs += 1
-        self._parts.append(_Part(number, name, _SAFETENSORS[dtype], shape, data))
-        self._filled_bytes += data.nbytes
+        self._parts.setdefault(age, []).append(_Part(number, name, _SAFETENSORS[dtype], shape, data))
+        self._filled_bytes[age] = self._filled_bytes.get(age, 0) + data.nbytes
         return number
 
     def finish(self) -> tuple[tuple[Pack, ...], tuple[Blob, ...]]:
         """Write what is left and wait: all packs of this rank, and all blobs by number."""
-        if self._parts:
-            self._write_pack()
+        for age in list(self._parts):
+            self._write_pack(age)
         while self._writes:
             self._take_written()
         return tuple(self._packs), tuple(self._blobs[number] for number in range(self._num_blobs))
+
+    @property
+    def block_bytes(self) -> int:
+        """How many bytes of values a blob should hold: packs are made of several."""
+        return min(BLOCK_BYTES, max(1, self._pack_bytes // 2))
 
     def close(self) -> None:
         """Stop the threads; packs that are not being written yet are dropped."""
         self._threads.shutdown(cancel_futures=True)
 
-    def _write_pack(self) -> None:
+    def _write_pack(self, age: int) -> None:
+        parts = self._parts.pop(age, [])
+        if not parts:
+            return
+        del self._filled_bytes[age]
         while len(self._writes) >= self._thread_count:
             self._take_written()
         index = len(self._packs) + len(self._writes)
-        parts, self._parts, self._filled_bytes = self._parts, [], 0
         self._writes.append(self._threads.submit(_write_pack, self._store, f"{self._prefix}-{index}", index, parts))
 
     def _take_written(self) -> None:
@@ -269,3 +300,13 @@ def check_thread_count(thread_count: int) -> None:
     """
     if thread_count < 1:
         raise ConfigurationError(f"'thread_count' must be at least 1 (got {thread_count})")
+
+
+def check_pack_bytes(pack_bytes: int) -> None:
+    """Refuse packs that are no files, or that would not fit in memory.
+
+    Raises:
+        ConfigurationError: It is less than 1 KiB or more than 1 GiB.
+    """
+    if not 1 << 10 <= pack_bytes <= 1 << 30:
+        raise ConfigurationError(f"'pack_bytes' must be from 1024 to 1073741824 (got {pack_bytes})")

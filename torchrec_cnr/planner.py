@@ -30,7 +30,7 @@ from torchrec_cnr.handover import CNRStorageMeta, SaveMetadata, ShardData
 from torchrec_cnr.head import Head
 from torchrec_cnr.lineage import Checkpoint, committed
 from torchrec_cnr.modified import RowMask, Since
-from torchrec_cnr.policies import Full, Intermittent, Policy
+from torchrec_cnr.policies import Compacted, Full, Intermittent, Policy
 from torchrec_cnr.shards import dtype_name, is_replicated, local_shards, memory_key
 from torchrec_cnr.tracked import Pending, TrackedRows, TrackedShard
 
@@ -75,7 +75,7 @@ class CNRSavePlanner(DefaultSavePlanner):
         self._policy: Policy = policy if policy is not None else Intermittent() if tracker is not None else Full()
         self._meta: CNRStorageMeta | None = None
         self._items: dict[ShardKey, _TrackedItem] = {}
-        self._masks: dict[int, RowMask] = {}
+        self._masks: dict[int, tuple[RowMask, ...]] = {}
         self._decision: Decision | None = None
         self._frozen_states: dict[ShardKey, ReferenceType[Tensor]] = {}
         self._committed_states: dict[ShardKey, ReferenceType[Tensor]] = {}
@@ -172,7 +172,7 @@ class CNRSavePlanner(DefaultSavePlanner):
             whole = frozenset(key for key in ranks_of if key[0] in new).union(*(rank.replaced for rank in data))
             # Only one of the ranks that hold one and the same shard stores it: the modified rows must be the same.
             whole |= {key for key, ranks in ranks_of.items() if not agree(key, base.since, [data[r] for r in ranks])}
-            decision = replace(decision, since=base.since, parent=base.ref, history=base.head.history, whole=whole)
+            decision = replace(decision, since=base.since, parent=base.ref, history=base.history, whole=whole)
         metadata = SaveMetadata(metadata.state_dict_metadata, planner_data=metadata.planner_data, decision=decision)
         return [replace(plan, planner_data=decision) for plan in plans], metadata
 
@@ -201,11 +201,13 @@ class CNRSavePlanner(DefaultSavePlanner):
             num_restores=self._decision.num_restores,
         )
 
-    def _rows_of(self, shard: TrackedShard, key: ShardKey, decision: Decision) -> RowMask | None:
+    def _rows_of(self, shard: TrackedShard, key: ShardKey, decision: Decision) -> tuple[RowMask, ...] | None:
         if decision.since is Since.EVER or key in decision.whole:
             return None
         if id(shard) not in self._masks:
-            self._masks[id(shard)] = shard.rows.select(decision.since)
+            is_by_age = decision.since is Since.HEAD and isinstance(self._policy, Compacted)
+            rows = shard.rows
+            self._masks[id(shard)] = rows.select_by_age() if is_by_age else (rows.select(decision.since),)
         return self._masks[id(shard)]
 
     def _find_tracked(self, state_dict: dict[str, Any]) -> dict[ShardKey, _TrackedItem]:

@@ -7,6 +7,7 @@ else, so every run with the same history decides alike.
 from dataclasses import dataclass
 from typing import Protocol
 
+from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.manifest import History
 from torchrec_cnr.modified import Since
 
@@ -44,6 +45,28 @@ class Consecutive:
     def decide(self, history: History) -> Since:
         """Rows modified since the last checkpoint."""
         return Since.HEAD
+
+
+@dataclass(frozen=True)
+class Compacted:
+    """Consecutive deltas on a lineage that is compacted meanwhile, by a manager or by ``cnr compact``.
+
+    A delta keeps apart the rows that the delta before it held, too: those are likely to be in the next one.
+
+    Attributes:
+        max_deltas: A baseline is taken when that many deltas were not compacted yet, so that restores stay bounded if
+            nobody compacts.
+    """
+
+    max_deltas: int = 64
+
+    def __post_init__(self) -> None:
+        if self.max_deltas < 1:
+            raise ConfigurationError(f"'max_deltas' must be at least 1 (got {self.max_deltas})")
+
+    def decide(self, history: History) -> Since:
+        """Rows modified since the last checkpoint."""
+        return Since.HEAD if len(history.delta_bytes) < self.max_deltas else Since.EVER
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import io
 import logging
 import pickle
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -29,6 +30,16 @@ logger = logging.getLogger(__name__)
 TABLE_PATTERNS = ("*embedding_bags.*.weight", "*embeddings.*.weight")  # TorchRec's names, where no tracker tells
 
 
+@dataclass(frozen=True, eq=False)
+class _Written:
+    """An item, and the parts of its rows that were encoded."""
+
+    item: WriteItem
+    data: ShardData
+    source: Source
+    parts: list[tuple[RowSet | EncodedRowSet, EncodedShard]] = field(default_factory=list)
+
+
 class RankWriter:
     """Writes the items of one rank's plan and keeps the records for the coordinator.
 
@@ -45,26 +56,27 @@ class RankWriter:
         self._planner = planner
         self._rules = rules
         self._objects: list[tuple[WriteItem, int]] = []
-        self._shards: list[tuple[WriteItem, ShardData, Source, EncodedShard, RowSet | EncodedRowSet]] = []
+        self._shards: list[_Written] = []
 
     def write(self, items: list[WriteItem]) -> list[WriteResult]:
         """Write everything; returns once it is in the store."""
-        by_mask: dict[int, tuple[RowMask, list[tuple[WriteItem, ShardData, Source]]]] = {}
+        by_rows: dict[int, tuple[tuple[RowMask, ...], list[_Written]]] = {}
         for item in items:
             if item.type is WriteItemType.BYTE_IO:
                 self._objects.append((item, self._write_object(item)))
                 continue
             data = self._resolve(item)
-            source = self._source(item, data)
+            written = _Written(item, data, self._source(item, data))
+            self._shards.append(written)
             if data.rows is None:
-                row_set, shard = write_all_rows(self._packs, source)
-                self._shards.append((item, data, source, shard, row_set))
+                written.parts.append(write_all_rows(self._packs, written.source))
             else:
-                by_mask.setdefault(id(data.rows), (data.rows, []))[1].append((item, data, source))
-        for mask, members in by_mask.values():
-            coded, encoded = write_rows(self._packs, [source for _, _, source in members], mask)
-            for (item, data, source), shard in zip(members, encoded, strict=True):
-                self._shards.append((item, data, source, shard, coded))
+                by_rows.setdefault(id(data.rows), (data.rows, []))[1].append(written)
+        for masks, members in by_rows.values():
+            for age, mask in enumerate(reversed(masks)):
+                coded, encoded = write_rows(self._packs, [member.source for member in members], mask, age)
+                for member, shard in zip(members, encoded, strict=True):
+                    member.parts.append((coded, shard))
         return self._results()
 
     def _resolve(self, item: WriteItem) -> ShardData:
@@ -87,7 +99,7 @@ class RankWriter:
         rule = self._rules.rule_for(fqn, values.dtype, data.is_table)
         if isinstance(rule, NoQuantization) or values.numel() == 0:
             return NoQuantization()
-        rows = sampled_rows(values, data.rows)
+        rows = sampled_rows(values, None if data.rows is None else RowMask.union(data.rows))
         scheme = rule.choose(lambda: rows, data.num_restores)
         num_cols, itemsize = rows.shape[1], values.dtype.itemsize
         exact_share = len(scheme.encode(rows).exact) / max(1, len(rows))
@@ -113,16 +125,21 @@ class RankWriter:
         results = [WriteResult(MetadataIndex(RANK_RECORD), 0, RankRecord(packs))]
         for item, number in self._objects:
             results.append(WriteResult(item.index, blobs[number].num_bytes, ObjectRecord(blobs[number])))
-        for item, data, source, encoded, row_set in self._shards:
-            if encoded.num_exact:
-                self._tell_of_exact_rows(item.index.fqn, encoded.num_exact)
-            if id(row_set) not in located:
-                located[id(row_set)] = row_set.located(blobs) if isinstance(row_set, EncodedRowSet) else row_set
-            codes = tuple(blobs[number] for number in encoded.blobs)
+        for written in self._shards:
+            item, data, source = written.item, written.data, written.source
+            num_exact = sum(encoded.num_exact for _, encoded in written.parts)
+            if num_exact:
+                self._tell_of_exact_rows(item.index.fqn, num_exact)
             size, box = _place(item, data.values)
-            shard = Shard(box, located[id(row_set)], codes, source.scheme, data.table_box)
-            record = ShardRecord(size, source.dtype, data.is_table, data.table, shard)
-            results.append(WriteResult(item.index, sum(blob.num_bytes for blob in codes), record))
+            parts = []
+            for row_set, encoded in written.parts:
+                if id(row_set) not in located:
+                    located[id(row_set)] = row_set.located(blobs) if isinstance(row_set, EncodedRowSet) else row_set
+                codes = tuple(blobs[number] for number in encoded.blobs)
+                parts.append(Shard(box, located[id(row_set)], codes, source.scheme, data.table_box))
+            record = ShardRecord(size, source.dtype, data.is_table, data.table, tuple(parts))
+            num_bytes = sum(blob.num_bytes for shard in parts for blob in shard.blobs)
+            results.append(WriteResult(item.index, num_bytes, record))
         return results
 
     def _tell_of_exact_rows(self, fqn: str, num_exact: int) -> None:

@@ -33,7 +33,7 @@ from torchrec_cnr.handover import CNRStorageMeta, SaveMetadata
 from torchrec_cnr.lineage import relative_path
 from torchrec_cnr.manifest import FILE_NAME, CheckpointRef, History, Manifest
 from torchrec_cnr.modified import Since
-from torchrec_cnr.packs import PackWriter, check_thread_count
+from torchrec_cnr.packs import PACK_BYTES, PackWriter, check_pack_bytes, check_thread_count
 from torchrec_cnr.rank_writer import RankWriter
 from torchrec_cnr.schemes import NoQuantization, Quantization, SchemeRules
 from torchrec_cnr.stores import Store
@@ -51,6 +51,7 @@ class CNRStorageWriter(StorageWriter):
             schemes, for tables and all other tensors. Whatever gets no scheme is stored exactly.
         thread_count: Packs written at once. Each takes up to 24 MiB of memory.
         sync_files: Force local files to disk before the checkpoint counts as committed.
+        pack_bytes: Size of the files that rows are written to, roughly. Small ones suit models of a few megabytes.
         overwrite: Only False: a checkpoint that is there is never overwritten.
 
     Raises:
@@ -64,6 +65,7 @@ class CNRStorageWriter(StorageWriter):
         quantization: Quantization | Mapping[str, Quantization] | None = None,
         thread_count: int = 1,
         sync_files: bool = True,
+        pack_bytes: int = PACK_BYTES,
         overwrite: bool = False,
     ) -> None:
         super().__init__()
@@ -72,6 +74,8 @@ class CNRStorageWriter(StorageWriter):
                 "'overwrite' must be False: a checkpoint is written once; save under another checkpoint_id"
             )
         check_thread_count(thread_count)
+        check_pack_bytes(pack_bytes)
+        self._pack_bytes = pack_bytes
         self._sync_files = sync_files
         self._thread_count = thread_count
         self._rules = SchemeRules.of(quantization if quantization is not None else NoQuantization())
@@ -106,7 +110,7 @@ class CNRStorageWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Encode and write this rank's items."""
-        packs = PackWriter(self._store, f"{plan.storage_data}-{self._rank}", self._thread_count)
+        packs = PackWriter(self._store, f"{plan.storage_data}-{self._rank}", self._thread_count, self._pack_bytes)
         try:
             results = RankWriter(packs, planner, self._rules, self._warned).write(plan.items)
         finally:

@@ -1,0 +1,228 @@
+"""Compaction: a lineage is given a new manifest, which folds its checkpoints into one.
+
+Most files are taken over as they are. Those that hold many dead rows are victims: their live rows are copied into new
+files, codes as they are, and the victims are no longer used. Nothing is removed; pruning does that, once no checkpoint
+that is kept uses a file. The trainer takes no part: its next delta names its parent as before, and finds the new
+manifest in the parent's directory. A compaction that dies leaves files that nobody uses.
+
+Which files to choose is what log-structured stores have long known (Rosenblum and Ousterhout, SOSP '91): by benefit and
+cost. Benefit is the room that is freed, and how long it is likely to stay free: old rows are seldom overwritten soon.
+Its cost is what must be copied. The root of the age was the best of those tried on the curve of Check-N-Run.
+"""
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torchrec_cnr.errors import CheckpointNotFoundError, ConfigurationError
+from torchrec_cnr.lineage import Checkpoint, read_lineage
+from torchrec_cnr.maintenance.flattening import Flat, flatten
+from torchrec_cnr.maintenance.liveness import live_rows, pieces_of, windows
+from torchrec_cnr.manifest import Pack
+from torchrec_cnr.packs import PackReader
+from torchrec_cnr.stores import Store
+
+MAX_RATIO = 1.2
+
+PieceKey = tuple[str, int, int]
+
+
+@dataclass(frozen=True)
+class PackUse:
+    """What a pack of a lineage is worth.
+
+    Attributes:
+        pack: The pack.
+        live_bytes: What of it a load still sees.
+        written_ns: When the newest of its rows was stored first, Unix time in nanoseconds.
+    """
+
+    pack: Pack
+    live_bytes: int
+    written_ns: int
+
+    @property
+    def dead_bytes(self) -> int:
+        """What of it a load reads in vain, or never."""
+        return self.pack.num_bytes - self.live_bytes
+
+
+@dataclass(frozen=True)
+class CompactionPlan:
+    """What a compaction would do.
+
+    Attributes:
+        run: The checkpoints that become one, oldest first.
+        parent: The one they stand on, or None where their oldest is the lineage's baseline.
+        flat: All that they hold.
+        uses: Of each of their packs.
+        num_live: Live rows of each blob of rows, by FQN, index of the shard and number of the blob.
+        partial: Shards, by FQN and index, some of whose rows were overwritten in some columns only.
+        victims: Which packs' live rows are copied, by index.
+        interval_ns: Time between the last two checkpoints, in which ages are counted.
+        now_ns: Time of the newest.
+    """
+
+    run: tuple[Checkpoint, ...]
+    parent: Checkpoint | None
+    flat: Flat
+    uses: tuple[PackUse, ...]
+    num_live: Mapping[PieceKey, int]
+    partial: frozenset[tuple[str, int]]
+    victims: frozenset[int]
+    interval_ns: int
+    now_ns: int
+
+    @property
+    def newest(self) -> Checkpoint:
+        """The checkpoint that gets a new manifest."""
+        return self.run[-1]
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether it would change anything."""
+        return bool(self.victims) or len(self.run) > 1
+
+    @property
+    def live_bytes(self) -> int:
+        """What a load sees: about as much as all of it takes that was ever stored, stored once."""
+        return sum(use.live_bytes for use in self.uses)
+
+    @property
+    def bytes_before(self) -> int:
+        """Of all files that a restore needs now."""
+        return sum(use.pack.num_bytes for use in self.uses)
+
+    @property
+    def moved_bytes(self) -> int:
+        """What is copied."""
+        return sum(self.uses[number].live_bytes for number in self.victims)
+
+    @property
+    def bytes_after(self) -> int:
+        """Of all files that a restore needs afterwards."""
+        return self.bytes_before - sum(self.uses[number].dead_bytes for number in self.victims)
+
+    def age(self, use: PackUse) -> float:
+        """Of a pack's rows, in intervals between checkpoints."""
+        return max(0, self.now_ns - use.written_ns) / self.interval_ns
+
+    def __str__(self) -> str:
+        if not self.is_needed:
+            return f"{self.newest.store.url}: nothing to compact"
+        models = (
+            f"{self.bytes_before / max(1, self.live_bytes):.2f} to {self.bytes_after / max(1, self.live_bytes):.2f}"
+        )
+        return (
+            f"{self.newest.store.url}: {len(self.run)} checkpoints become one; {len(self.victims)} of {len(self.uses)} "
+            f"files are rewritten, {self.moved_bytes:,} bytes of them copied; what a restore reads goes from {models} "
+            "times what it needs"
+        )
+
+
+def plan_compaction(
+    path: str | os.PathLike[str],
+    *,
+    since: str | os.PathLike[str] | None = None,
+    max_ratio: float = MAX_RATIO,
+    self_contained: bool = False,
+    thread_count: int = 2,
+) -> CompactionPlan:
+    """Work out how to fold a lineage, or the newest deltas of it, into one checkpoint. Reads row numbers only.
+
+    Args:
+        path: The newest checkpoint of those that become one.
+        since: One of its ancestors, which becomes its parent; None folds the lineage down to its baseline.
+        max_ratio: How much a restore may read in the end, of what it needs, at least 1. The less, the more is copied.
+        self_contained: Copy all that lies in other checkpoints' directories, too, so that these are needed no more.
+        thread_count: Requests in flight at once. Each takes up to 16 MiB of memory.
+
+    Raises:
+        ConfigurationError: An argument cannot work.
+        CheckpointNotFoundError: ``since`` is no ancestor of ``path``.
+        DamagedError, VersionError, StoreError: The lineage cannot be read.
+    """
+    if not max_ratio >= 1:
+        raise ConfigurationError(f"'max_ratio' must be at least 1 (got {max_ratio})")
+    lineage = read_lineage(path).checkpoints
+    parent, run = _split(lineage, since)
+    flat = flatten(run)
+    reader = PackReader(run[-1].store, flat.packs, thread_count)
+    num_live, partial = _survey(run[-1], flat, reader, is_filled=parent is None)
+    now_ns = run[-1].created_ns
+    before = lineage[-2].created_ns if len(lineage) > 1 else min(flat.written_ns, default=now_ns)
+    uses = _uses(flat, num_live)
+    plan = CompactionPlan(run, parent, flat, uses, num_live, partial, frozenset(), max(1, now_ns - before), now_ns)
+    return replace(plan, victims=_victims(plan, max_ratio, self_contained))
+
+
+def _split(
+    lineage: Sequence[Checkpoint], since: str | os.PathLike[str] | None
+) -> tuple[Checkpoint | None, tuple[Checkpoint, ...]]:
+    if since is None:
+        return None, tuple(lineage)
+    wanted = Store.open(since)
+    for number, checkpoint in enumerate(lineage[:-1]):
+        if checkpoint.store.path == wanted.path:
+            return checkpoint, tuple(lineage[number + 1 :])
+    raise CheckpointNotFoundError(
+        f"{wanted.url} is not below {lineage[-1].store.url}; its lineage is "
+        + ", ".join(checkpoint.store.url for checkpoint in lineage)
+    )
+
+
+def _survey(
+    newest: Checkpoint, flat: Flat, reader: PackReader, is_filled: bool
+) -> tuple[dict[PieceKey, int], frozenset[tuple[str, int]]]:
+    """Live rows of each piece of the folded tensors, and which shards have rows that are so in part."""
+    num_live: dict[PieceKey, int] = {}
+    partial: set[tuple[str, int]] = set()
+    for fqn, entry in flat.tensors.items():
+        if entry.folded is None:
+            continue
+        pieces = pieces_of(fqn, entry)
+        num_live |= {(fqn, piece.shard, piece.number): 0 for piece in pieces}
+        for window in windows(flat.row_space(entry)):
+            for found in live_rows(pieces, window, reader, f"{newest.store.url}: tensor {fqn!r}", is_filled):
+                num_live[fqn, found.piece.shard, found.piece.number] += len(found.rows)
+                if found.is_partial:
+                    partial.add((fqn, found.piece.shard))
+    return num_live, frozenset(partial)
+
+
+def _uses(flat: Flat, num_live: Mapping[PieceKey, int]) -> tuple[PackUse, ...]:
+    live = [float(pack.header_bytes) for pack in flat.packs]
+    for blob in flat.objects.values():
+        live[blob.pack] += blob.num_bytes
+    row_shares: dict[int, float] = {}  # row numbers are shared by a table and its state: they live while any does
+    for fqn, entry in flat.tensors.items():
+        for piece in pieces_of(fqn, entry):
+            share = num_live.get((fqn, piece.shard, piece.number), piece.rows.num_rows) / piece.rows.num_rows
+            live[piece.blob.pack] += share * piece.blob.num_bytes
+            if piece.rows.blob is not None:
+                more = max(0.0, share - row_shares.get(id(piece.rows), 0.0))
+                row_shares[id(piece.rows)] = share + more
+                live[piece.rows.blob.pack] += more * piece.rows.blob.num_bytes
+    uses = zip(flat.packs, live, flat.written_ns, strict=True)
+    return tuple(PackUse(pack, round(num_bytes), written_ns) for pack, num_bytes, written_ns in uses)
+
+
+def _victims(plan: CompactionPlan, max_ratio: float, self_contained: bool) -> frozenset[int]:
+    """The best packs to rewrite, until what is left is small enough."""
+    uses = plan.uses
+    victims = {number for number, use in enumerate(uses) if self_contained and use.pack.directory is not None}
+    excess = plan.bytes_before - max_ratio * plan.live_bytes - sum(uses[number].dead_bytes for number in victims)
+    ranked = sorted((n for n in range(len(uses)) if n not in victims), key=lambda n: -_merit(plan, uses[n]))
+    for number in ranked:
+        if excess <= 0:
+            break
+        if uses[number].dead_bytes > 0:
+            victims.add(number)
+            excess -= uses[number].dead_bytes
+    return frozenset(victims)
+
+
+def _merit(plan: CompactionPlan, use: PackUse) -> float:
+    share = use.live_bytes / use.pack.num_bytes
+    return (1 - share) * math.sqrt(plan.age(use) + 0.5) / max(share, 1e-9)

@@ -1,0 +1,103 @@
+"""Replacing: a checkpoint's new manifest is put together, checked as a reader would, and committed."""
+
+import posixpath
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torchrec_cnr import manifest_json
+from torchrec_cnr.errors import CheckpointExistsError, LoadError, SaveError
+from torchrec_cnr.lineage import Checkpoint
+from torchrec_cnr.maintenance.compaction import CompactionPlan
+from torchrec_cnr.manifest import Blob, CheckpointRef, History, Manifest, Pack, TensorEntry, replacement_name
+from torchrec_cnr.renumbering import Renumbering
+from torchrec_cnr.version import __version__
+
+
+def replace_manifest(
+    plan: CompactionPlan,
+    save_id: str,
+    tensors: Mapping[str, TensorEntry],
+    objects: Mapping[str, Blob],
+    packs: Sequence[Pack],
+    blobs: Sequence[Blob],
+) -> None:
+    """Commit.
+
+    Args:
+        plan: The compaction.
+        save_id: Its own, which new packs' names begin with.
+        tensors: What the new manifest holds. New blobs have a pack behind all old ones, and their number as offset.
+        objects: The same.
+        packs: New packs.
+        blobs: New blobs, by number.
+
+    Raises:
+        CheckpointExistsError: Another compaction was faster.
+        SaveError: The new manifest could not be read.
+        StoreError: It cannot be written.
+    """
+    newest = plan.newest
+    places = _Places(plan.flat.packs, packs, blobs)
+    renumbered = Renumbering(places.of)
+    new_tensors = {fqn: renumbered.tensor(entry) for fqn, entry in tensors.items()}
+    new_objects = {fqn: renumbered.blob(blob) for fqn, blob in objects.items()}
+    manifest = replace(
+        newest.manifest,
+        created_ns=time.time_ns(),
+        save_id=save_id,
+        parent=None if plan.parent is None else _ref(newest, plan.parent),
+        replaces=newest.manifest_sha256,
+        history=History(0),
+        writer=f"torchrec_cnr {__version__}",
+        packs=tuple(places.packs),
+        tensors=new_tensors,
+        objects=new_objects,
+    )
+    manifest = replace(manifest, history=_history(plan, manifest))
+    name = replacement_name(newest.manifest_sha256)
+    data, _ = manifest_json.dumps(manifest)
+    try:
+        manifest_json.loads(data, f"{newest.store.url}/{name}")
+    except LoadError as error:
+        raise SaveError(f"nothing was compacted, because it could not be loaded again: {error}") from error
+    try:
+        newest.store.put_new(name, data, save_id)
+    except CheckpointExistsError as error:
+        raise CheckpointExistsError(
+            f"{newest.store.url}: another compaction of it was faster; nothing was changed, and nothing is lost"
+        ) from error
+
+
+def _ref(newest: Checkpoint, parent: Checkpoint) -> CheckpointRef:
+    return CheckpointRef(posixpath.relpath(parent.store.path, newest.store.path), parent.sha256)
+
+
+def _history(plan: CompactionPlan, manifest: Manifest) -> History:
+    if plan.parent is None:
+        return History(manifest.blob_bytes)
+    below = plan.parent.manifest.history
+    return History(below.baseline_bytes, (*below.delta_bytes, manifest.blob_bytes))
+
+
+class _Places:
+    """Where each blob lies in the end; packs are numbered in the order in which they are asked for."""
+
+    def __init__(self, old: Sequence[Pack], new: Sequence[Pack], blobs: Sequence[Blob]) -> None:
+        self._old = old
+        self._new = new
+        self._blobs = blobs
+        self._numbers: dict[Pack, int] = {}
+
+    @property
+    def packs(self) -> list[Pack]:
+        return list(self._numbers)
+
+    def of(self, blob: Blob) -> Blob:
+        if blob.pack < len(self._old):
+            return replace(blob, pack=self._number(self._old[blob.pack]))
+        place = self._blobs[blob.offset]
+        return replace(place, pack=self._number(self._new[place.pack]))
+
+    def _number(self, pack: Pack) -> int:
+        return self._numbers.setdefault(pack, len(self._numbers))

@@ -1,0 +1,268 @@
+"""Rewriting: the second half of a compaction. Copies what is live in victims, then commits the new manifest.
+
+Rows of different ages go into different files, so that those of young rows, which soon hold dead ones, can be rewritten
+alone.
+"""
+
+import hashlib
+import logging
+import math
+import os
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from torchrec_cnr.errors import StoreError
+from torchrec_cnr.leases import leased
+from torchrec_cnr.lineage import Checkpoint, read_checkpoint
+from torchrec_cnr.maintenance.compaction import MAX_RATIO, CompactionPlan, plan_compaction
+from torchrec_cnr.maintenance.liveness import LiveRows, Piece, live_rows, pieces_of, windows
+from torchrec_cnr.maintenance.moving import BlobCache, CodedBlock, Group
+from torchrec_cnr.maintenance.replacing import replace_manifest
+from torchrec_cnr.manifest import DTYPES, Blob, Pack, RowBlock, RowSet, Shard, TensorEntry
+from torchrec_cnr.packs import PACK_BYTES, PackReader, PackWriter, check_pack_bytes
+from torchrec_cnr.rows import Box, encode_rows
+from torchrec_cnr.stores import Bytes
+
+logger = logging.getLogger(__name__)
+
+_MAX_SOURCES = 16  # shards whose rows go into one: each may need a blob in memory
+
+Progress = Callable[[int, int], None]
+
+
+def compact(
+    path: str | os.PathLike[str],
+    *,
+    since: str | os.PathLike[str] | None = None,
+    max_ratio: float = MAX_RATIO,
+    self_contained: bool = False,
+    thread_count: int = 2,
+    pack_bytes: int = PACK_BYTES,
+    progress: Progress | None = None,
+) -> Checkpoint:
+    """Fold a lineage, or the newest deltas of it, into one checkpoint; see :func:`plan_compaction`.
+
+    Needs less than 512 MiB of memory. May run anywhere, also while training goes on saving.
+
+    Args:
+        pack_bytes: Size of new files, roughly.
+        progress: Told how many of how many bytes were copied.
+
+    Returns:
+        The checkpoint, with its new manifest.
+
+    Raises:
+        CheckpointExistsError: Another compaction of the same checkpoint was faster; nothing was changed.
+        ConfigurationError, LoadError, StoreError: As :func:`plan_compaction`.
+    """
+    newest = read_checkpoint(path)
+    with leased(newest.store, "compact"):
+        plan = plan_compaction(
+            path, since=since, max_ratio=max_ratio, self_contained=self_contained, thread_count=thread_count
+        )
+        return execute(plan, thread_count=thread_count, pack_bytes=pack_bytes, progress=progress)
+
+
+def execute(
+    plan: CompactionPlan,
+    *,
+    thread_count: int = 2,
+    pack_bytes: int = PACK_BYTES,
+    progress: Progress | None = None,
+) -> Checkpoint:
+    """Do what a plan says, if it is of any use; see :func:`compact`."""
+    check_pack_bytes(pack_bytes)
+    if not plan.is_needed:
+        return plan.newest
+    save_id = uuid.uuid4().hex[:16]
+    rewriter = _Rewriter(plan, save_id, thread_count, pack_bytes, progress)
+    try:
+        tensors = {fqn: rewriter.tensor(fqn, entry) for fqn, entry in plan.flat.tensors.items()}
+        objects = {fqn: rewriter.blob(f"object '{fqn}'", blob) for fqn, blob in plan.flat.objects.items()}
+        replace_manifest(plan, save_id, tensors, objects, *rewriter.finish())
+    except BaseException:
+        rewriter.discard()
+        raise
+    finally:
+        rewriter.close()
+    return read_checkpoint(plan.newest.store.url)
+
+
+@dataclass(eq=False)
+class _Moved:
+    """A new shard: what it is like, what was written of it, and the last shard that it takes rows from."""
+
+    group: Group
+    age: int
+    behind: int
+    blocks: list[tuple[RowBlock, Blob]] = field(default_factory=list)
+
+
+class _Rewriter:
+    """Copies what is live in victims.
+
+    Until its pack is written, a new blob has a pack number behind those of all old packs, and in place of an offset the
+    number that the pack writer gave it.
+    """
+
+    def __init__(
+        self, plan: CompactionPlan, save_id: str, thread_count: int, pack_bytes: int, progress: Progress | None
+    ) -> None:
+        self._plan = plan
+        self._save_id = save_id
+        self._progress = progress
+        self._moved_bytes = 0
+        self._store = plan.newest.store
+        self._where = plan.newest.store.url
+        self._reader = PackReader(self._store, plan.flat.packs, thread_count)
+        self._ages = [math.floor(math.log2(plan.age(use) + 1)) for use in plan.uses]
+        self._packs = PackWriter(self._store, f"{save_id}-0", thread_count, pack_bytes)
+        self._blob_ages: list[int] = []
+        self._row_blocks: dict[tuple[int, bytes], RowBlock] = {}
+        self._row_sets: dict[tuple[int, ...], RowSet] = {}
+        self._moving = self._blocks_to_move()
+
+    def _blocks_to_move(self) -> set[int]:
+        """Coded blocks of row numbers, by id, of which any part is in a victim: all that share one are moved."""
+        victims = self._plan.victims
+        return {
+            id(rows)
+            for entry in self._plan.flat.tensors.values()
+            if entry.folded is not None
+            for shard in entry.shards
+            for rows, blob in zip(shard.rows.blocks, shard.blobs, strict=True)
+            if rows.blob is not None and (rows.blob.pack in victims or blob.pack in victims)
+        }
+
+    def _moves(self, piece: Piece) -> bool:
+        return piece.blob.pack in self._plan.victims or id(piece.rows) in self._moving
+
+    def tensor(self, fqn: str, entry: TensorEntry) -> TensorEntry:
+        """A tensor, with new shards for what is moved."""
+        if entry.folded is None:
+            blobs = {id(piece.blob): self.blob(piece.key, piece.blob) for piece in pieces_of(fqn, entry)}
+            shards = (replace(shard, blobs=tuple(blobs[id(blob)] for blob in shard.blobs)) for shard in entry.shards)
+            return replace(entry, shards=tuple(shards))
+        pieces = pieces_of(fqn, entry)
+        taken = self._taken(fqn, entry, [piece for piece in pieces if self._moves(piece)])
+        new = list({id(shard): shard for shard in taken.values()}.values())
+        for window in windows(self._plan.flat.row_space(entry)) if new else ():
+            self._move_window(fqn, pieces, window, taken)
+        for shard in new:
+            self._write(fqn, shard, shard.group.flush())
+        return replace(entry, shards=tuple(self._shards(fqn, entry, pieces, new)))
+
+    def _move_window(self, fqn: str, pieces: Sequence[Piece], window: Box, taken: Mapping[int, _Moved]) -> None:
+        found: dict[int, tuple[_Moved, list[LiveRows]]] = {}
+        for live in live_rows(pieces, window, self._reader, f"{self._where}: tensor {fqn!r}", is_filled=False):
+            if len(live.rows) and self._moves(live.piece):
+                shard = taken[live.piece.shard]
+                found.setdefault(id(shard), (shard, []))[1].append(live)
+        for shard, rows in found.values():
+            self._write(fqn, shard, shard.group.add(rows))
+
+    def _taken(self, fqn: str, entry: TensorEntry, pieces: Sequence[Piece]) -> dict[int, _Moved]:
+        """Which new shard takes the rows of each old one, by the old one's index."""
+        cache = BlobCache(self._reader)
+        by_kind: dict[object, list[_Moved]] = {}
+        moved: dict[int, _Moved] = {}
+        num_sources: dict[int, int] = {}
+        for piece in pieces:
+            if piece.shard in moved:
+                continue
+            shard, age = entry.shards[piece.shard], self._ages[piece.blob.pack]
+            is_partial = (fqn, piece.shard) in self._plan.partial
+            kind = piece.shard if is_partial else (shard.place, shard.scheme, age)
+            found = by_kind.setdefault(kind, [])
+            if not found or num_sources[id(found[-1])] == _MAX_SOURCES:
+                found.append(_Moved(Group(shard, entry.dtype, self._block_rows(entry, piece), cache), age, 0))
+                num_sources[id(found[-1])] = 0
+            num_sources[id(found[-1])] += 1
+            found[-1].behind = max(found[-1].behind, piece.shard)
+            moved[piece.shard] = found[-1]
+        return moved
+
+    def _block_rows(self, entry: TensorEntry, piece: Piece) -> int:
+        """As many rows as a table's blocks have, so that its state has them too, and row numbers are shared."""
+        dtype = entry.dtype if entry.table is None else self._plan.flat.tensors[entry.table].dtype
+        return max(1, self._packs.block_bytes // max(1, piece.place.num_cols * DTYPES[dtype].itemsize))
+
+    def _write(self, fqn: str, shard: _Moved, blocks: Iterator[CodedBlock]) -> None:
+        for block in blocks:
+            name = f"{fqn}{list(shard.group.shard.box.offsets)}/{len(shard.blocks)}"
+            rows = self._coded_rows(name, shard.age, block)
+            shard.blocks.append((rows, self._add(shard.age, name, block.data)))
+
+    def _coded_rows(self, name: str, age: int, block: CodedBlock) -> RowBlock:
+        first, span, num_rows = int(block.rows[0]), int(block.rows[-1] - block.rows[0]) + 1, len(block)
+        if span == num_rows:
+            return RowBlock("all", first, span, num_rows, None)
+        key = (age, hashlib.sha256(block.rows.tobytes()).digest())
+        if key not in self._row_blocks:
+            coded = encode_rows(block.rows)
+            blob = self._add(age, f"{name}/rows", np.frombuffer(coded.data, dtype=np.uint8))
+            self._row_blocks[key] = RowBlock(coded.coding, first, span, num_rows, blob)
+        return self._row_blocks[key]
+
+    def _add(self, age: int, name: str, data: Bytes) -> Blob:
+        self._moved_bytes += data.nbytes
+        if self._progress is not None:
+            self._progress(self._moved_bytes, max(self._moved_bytes, self._plan.moved_bytes))
+        self._blob_ages.append(age)
+        return Blob(len(self._plan.flat.packs), self._packs.add(name, "uint8", data.shape, data, age), data.nbytes, 0)
+
+    def blob(self, key: str, blob: Blob) -> Blob:
+        """A blob as it is, elsewhere if its pack is a victim."""
+        if blob.pack not in self._plan.victims:
+            return blob
+        ((_, data),) = self._reader.read([(key, blob)])
+        return self._add(self._ages[blob.pack], key, data.copy())
+
+    def _shards(
+        self, fqn: str, entry: TensorEntry, pieces: Sequence[Piece], moved: Sequence[_Moved]
+    ) -> Iterator[Shard]:
+        """Old shards without what is dead or was moved, and each new one behind the last that it took rows from."""
+        by_shard: dict[int, list[Piece]] = {}
+        for piece in pieces:
+            is_live = self._plan.num_live[fqn, piece.shard, piece.number] > 0
+            if is_live and not self._moves(piece):
+                by_shard.setdefault(piece.shard, []).append(piece)
+        for index, shard in enumerate(entry.shards):
+            kept = by_shard.get(index, [])
+            if len(kept) == len(shard.blobs):
+                yield shard
+            elif kept:
+                rows = self._row_set([piece.rows for piece in kept])
+                yield replace(shard, rows=rows, blobs=tuple(piece.blob for piece in kept))
+            for new in moved:
+                if new.behind == index and new.blocks:
+                    rows = self._row_set([rows for rows, _ in new.blocks])
+                    yield replace(new.group.shard, rows=rows, blobs=tuple(blob for _, blob in new.blocks))
+
+    def _row_set(self, blocks: Sequence[RowBlock]) -> RowSet:
+        """One object for shards that share all blocks."""
+        return self._row_sets.setdefault(tuple(map(id, blocks)), RowSet(tuple(blocks)))
+
+    def finish(self) -> tuple[tuple[Pack, ...], tuple[Blob, ...]]:
+        """Write what is left: all new packs and blobs."""
+        packs, blobs = self._packs.finish()
+        age_of = {blob.pack: age for blob, age in zip(blobs, self._blob_ages, strict=True)}
+        newest_ns = dict(sorted(zip(self._ages, (use.written_ns for use in self._plan.uses), strict=True)))
+        return tuple(replace(pack, written_ns=newest_ns[age_of[n]]) for n, pack in enumerate(packs)), blobs
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self._packs.close()
+
+    def discard(self) -> None:
+        """Remove what was written. What cannot be removed now, pruning removes."""
+        self.close()
+        try:
+            for name in self._store.names():
+                if name.startswith(f"{self._save_id}-"):
+                    self._store.remove(name)
+        except StoreError as error:
+            logger.info("files of a compaction that failed stay until the next prune: %s", error)

@@ -1,0 +1,35 @@
+"""Renumbering: the parts of a manifest with their blobs put elsewhere, and what was shared still shared."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from torchrec_cnr.manifest import Blob, RowBlock, RowSet, Shard, TensorEntry
+
+
+@dataclass
+class Renumbering:
+    """Gives every blob another place.
+
+    Attributes:
+        blob: The place of a blob.
+    """
+
+    blob: Callable[[Blob], Blob]
+    _row_sets: dict[int, tuple[RowSet, RowSet]] = field(default_factory=dict)
+
+    def rows(self, rows: RowSet) -> RowSet:
+        """One object for what was one object."""
+        if id(rows) not in self._row_sets:  # kept with what it came from, whose id would be another's otherwise
+            self._row_sets[id(rows)] = (rows, RowSet(tuple(map(self._block, rows.blocks))))
+        return self._row_sets[id(rows)][1]
+
+    def _block(self, block: RowBlock) -> RowBlock:
+        return block if block.blob is None else replace(block, blob=self.blob(block.blob))
+
+    def shard(self, shard: Shard) -> Shard:
+        """A shard, its row set included."""
+        return replace(shard, rows=self.rows(shard.rows), blobs=tuple(map(self.blob, shard.blobs)))
+
+    def tensor(self, entry: TensorEntry) -> TensorEntry:
+        """A tensor's shards."""
+        return replace(entry, shards=tuple(map(self.shard, entry.shards)))
