@@ -130,9 +130,9 @@ def write_all_rows(packs: PackWriter, source: Source) -> tuple[RowSet, EncodedSh
 
 
 def write_rows(
-    packs: PackWriter, sources: Sequence[Source], rows: RowMask, age: int = 0
+    packs: PackWriter, sources: Sequence[Source], rows: RowMask, heat: int = 0
 ) -> tuple[EncodedRowSet, Sequence[EncodedShard]]:
-    """Encode the rows of a mask, for every source at once, into packs of this age."""
+    """Encode the rows of a mask, for every source at once, into packs of this heat."""
     block_rows = _block_rows(sources, packs.block_bytes)
     coded_blocks: list[tuple[CodedRows, int, int]] = []
     written: list[list[tuple[int, int]]] = [[] for _ in sources]
@@ -140,13 +140,13 @@ def write_rows(
         coded = encode_rows(block.cpu().numpy())
         data = np.frombuffer(coded.data, dtype=np.uint8)
         name = f"{sources[0].name}/rows/{number}"
-        coded_blocks.append((coded, len(block), packs.add(name, "uint8", data.shape, data, age)))
+        coded_blocks.append((coded, len(block), packs.add(name, "uint8", data.shape, data, heat)))
         for source, source_blocks in zip(sources, written, strict=True):
             own = block.to(source.values.device)
             if source.is_quantized:
-                source_blocks.append(_write_codes(packs, source, number, own, age))
+                source_blocks.append(_write_codes(packs, source, number, own, heat))
             else:
-                source_blocks.append(_write_values(packs, source, number, source.rows.index_select(0, own), age))
+                source_blocks.append(_write_values(packs, source, number, source.rows.index_select(0, own), heat))
     return EncodedRowSet(tuple(coded_blocks)), [_encoded(source_blocks) for source_blocks in written]
 
 
@@ -159,12 +159,12 @@ def _block_rows(sources: Sequence[Source], block_bytes: int) -> int:
     return max(1, block_bytes // max(1, widest))
 
 
-def _write_values(packs: PackWriter, source: Source, number: int, values: Tensor, age: int = 0) -> tuple[int, int]:
+def _write_values(packs: PackWriter, source: Source, number: int, values: Tensor, heat: int = 0) -> tuple[int, int]:
     """One blob: rows as they are."""
-    return packs.add(f"{source.name}/{number}", source.dtype, tuple(values.shape), _bytes(values), age), 0
+    return packs.add(f"{source.name}/{number}", source.dtype, tuple(values.shape), _bytes(values), heat), 0
 
 
-def _write_codes(packs: PackWriter, source: Source, number: int, rows: Tensor, age: int = 0) -> tuple[int, int]:
+def _write_codes(packs: PackWriter, source: Source, number: int, rows: Tensor, heat: int = 0) -> tuple[int, int]:
     """One blob: the codes of rows, then the rows that they cannot represent, and how many these are."""
     table = source.table()
     if table is None:
@@ -173,11 +173,11 @@ def _write_codes(packs: PackWriter, source: Source, number: int, rows: Tensor, a
     encoded = source.scheme.encode(table, rows)
     name, data = f"{source.name}/{number}", _bytes(encoded.codes)
     if len(encoded.exact) == 0:
-        return packs.add(name, "uint8", tuple(encoded.codes.shape), data, age), 0
+        return packs.add(name, "uint8", tuple(encoded.codes.shape), data, heat), 0
     positions = encoded.exact.to(torch.int32).cpu().numpy().astype("<u4").view(np.uint8)
     exact_values = table.index_select(0, rows[encoded.exact.to(rows.device)])
     data = np.concatenate((data, positions, _bytes(exact_values)))
-    return packs.add(name, "uint8", data.shape, data, age), len(encoded.exact)
+    return packs.add(name, "uint8", data.shape, data, heat), len(encoded.exact)
 
 
 def _bytes(tensor: Tensor) -> Bytes:

@@ -39,8 +39,8 @@ class ShardData:
 
     Attributes:
         values: [num_rows, ...], the whole shard, shared with the model.
-        rows: The rows to store, or None for all, in parts that are kept in different packs: those likely to be stored
-            again soon last. Items with one and the same object share their row numbers.
+        rows: The rows to store, by their heat, or None for all. Items with one and the same object share their row
+            numbers.
         is_table: Whether it is a table, rather than its optimizer state.
         table: For row-wise optimizer state, the FQN of its table.
         table_box: And the box of the table's shard.

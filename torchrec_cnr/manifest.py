@@ -52,6 +52,7 @@ class Pack:
         header_crc32c: Its digest.
         directory: Of another checkpoint, relative to this one's; None for this one's own.
         written_ns: When the newest of its rows was stored first, Unix time in nanoseconds; None for the commit's.
+        heat: How many of the checkpoints right before held its rows as well, when they were stored first; at most 2.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Pack:
     header_crc32c: int
     directory: str | None = None
     written_ns: int | None = None
+    heat: int = 0
 
 
 @dataclass(frozen=True)

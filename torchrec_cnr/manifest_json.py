@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchrec_cnr.errors import DamagedError, VersionError
-from torchrec_cnr.manifest import FORMAT, VERSION, Blob, Manifest, Place, RowSet, TensorEntry
+from torchrec_cnr.manifest import FORMAT, VERSION, Blob, Manifest, Pack, Place, RowSet, TensorEntry
 from torchrec_cnr.manifest_parser import ManifestParser
 from torchrec_cnr.rows import Box
 
@@ -91,14 +91,17 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
         "restores": manifest.num_restores,
         "world_size": manifest.world_size,
         "writer": manifest.writer,
-        "packs": [
-            [p.directory, p.name, p.num_bytes, p.header_bytes, p.header_crc32c, p.written_ns] for p in manifest.packs
-        ],
+        "packs": [_pack_json(pack) for pack in manifest.packs],
         "row_sets": [_row_set_json(rows) for rows in manifest.row_sets.values()],
         "tensors": {fqn: _tensor_json(entry, numbers) for fqn, entry in manifest.tensors.items()},
         "objects": {fqn: _blob_json(blob) for fqn, blob in manifest.objects.items()},
         "paths": {fqn: list(path) for fqn, path in manifest.paths.items()},
     }
+
+
+def _pack_json(pack: Pack) -> list[Any]:
+    place = [pack.directory, pack.name, pack.num_bytes, pack.header_bytes, pack.header_crc32c]
+    return [*place, pack.written_ns, pack.heat]
 
 
 def _row_set_json(rows: RowSet) -> list[Any]:

@@ -105,10 +105,10 @@ class ManifestParser:
         return CheckpointRef(path, self.string(value["sha256"], "parent sha256", _HEX))
 
     def pack(self, value: Any, what: str) -> Pack:
-        fields = self.tuple_of(value, 4 if self.version < 3 else 6, what)
-        directory, name, num_bytes, header_bytes, crc32c, written = (
-            fields if self.version > 2 else [None, *fields, None]
-        )
+        fields = self.tuple_of(value, 4 if self.version < 3 else 7, what)
+        if self.version < 3:
+            fields = [None, *fields, None, 0]
+        directory, name, num_bytes, header_bytes, crc32c, written_ns, heat = fields
         size = self.integer(num_bytes, what)
         return Pack(
             self.string(name, what, _PACK_NAME),
@@ -116,7 +116,8 @@ class ManifestParser:
             self.integer(header_bytes, what, low=8, high=size),
             self.integer(crc32c, what, high=2**32 - 1),
             self.optional(partial(self.string, pattern=PARENT_PATH), directory, what),
-            self.optional(self.integer, written, what),
+            self.optional(self.integer, written_ns, what),
+            self.integer(heat, what, high=2),
         )
 
     def blob(self, value: Any, what: str) -> Blob:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.rows import Box
 
+MAX_HEAT = 2
 _WINDOW_ROWS = 1 << 22  # rows whose numbers are worked out at once: 32 MiB as int64
 
 
@@ -42,7 +43,7 @@ class ModifiedRows:
         marked: bool [num_rows]. Modified since the last cut.
         frozen: bool [num_rows], or None. Cut off for the save in flight.
         since_baseline: bool [num_rows]. In committed deltas since the baseline.
-        last: bool [num_rows], or None. What the last commit was of.
+        heat: uint8 [num_rows], or None. How many commits in a row, at most ``MAX_HEAT``, each row was part of.
 
     Args:
         marked: Lies in the marks of several tables, if given; nothing is marked yet.
@@ -54,7 +55,7 @@ class ModifiedRows:
         self.marked = marked if marked is not None else self._empty(device)
         self.frozen: Tensor | None = None
         self.since_baseline = self._empty(device)
-        self.last: Tensor | None = None
+        self.heat: Tensor | None = None
 
     def _empty(self, device: torch.device) -> Tensor:
         return torch.zeros(self.box.num_rows, dtype=torch.bool, device=device)
@@ -84,7 +85,9 @@ class ModifiedRows:
             self.since_baseline.zero_()
         else:
             self.since_baseline |= self.frozen
-        self.last, self.frozen = self.frozen, None
+        heat = torch.zeros_like(self.frozen, dtype=torch.uint8) if self.heat is None else self.heat
+        self.heat = torch.where(self.frozen, (heat + 1).clamp_(max=MAX_HEAT), 0)
+        self.frozen = None
 
     def rollback(self) -> None:
         """The frozen rows are in no checkpoint: they are marked again, beside those marked meanwhile."""
@@ -94,7 +97,7 @@ class ModifiedRows:
 
     def restore(self) -> None:
         """The table was overwritten from a checkpoint: nothing is modified."""
-        self.frozen = self.last = None
+        self.frozen = self.heat = None
         self.marked.zero_()
         self.since_baseline.zero_()
 
@@ -108,16 +111,16 @@ class ModifiedRows:
             raise ConfigurationError(f"table {self.name!r}: no save is in flight")
         return RowMask(self.frozen if since is Since.HEAD else self.frozen | self.since_baseline)
 
-    def select_by_age(self) -> "tuple[RowMask, ...]":
-        """The frozen rows since the head, those apart that the commit before was of: they are often modified.
+    def select_by_heat(self) -> "tuple[RowMask, ...]":
+        """The frozen rows since the head, those of each heat apart.
 
         Raises:
             ConfigurationError: Nothing is frozen.
         """
-        rows = self.select(Since.HEAD)
-        if self.last is None:
+        rows, heat = self.select(Since.HEAD), self.heat
+        if heat is None:
             return (rows,)
-        return RowMask(rows.mask & ~self.last), RowMask(rows.mask & self.last)
+        return tuple(RowMask(rows.mask & (heat == value)) for value in range(MAX_HEAT + 1))
 
 
 @dataclass(frozen=True, eq=False)

@@ -82,35 +82,37 @@ class PackWriter:
         self._thread_count = thread_count
         self._threads = ThreadPoolExecutor(thread_count, thread_name_prefix="cnr-write")
         self._writes: deque[Future[tuple[Pack, list[tuple[int, Blob]]]]] = deque()
-        self._parts: dict[int, list[_Part]] = {}
-        self._filled_bytes: dict[int, int] = {}
+        self._parts: dict[tuple[int, int], list[_Part]] = {}
+        self._filled_bytes: dict[tuple[int, int], int] = {}
         self._num_blobs = 0
         self._packs: list[Pack] = []
         self._blobs: dict[int, Blob] = {}
 
-    def add(self, name: str, dtype: str, shape: tuple[int, ...], data: Bytes, age: int = 0) -> int:
+    def add(self, name: str, dtype: str, shape: tuple[int, ...], data: Bytes, heat: int = 0, age: int = 0) -> int:
         """Take a blob; its bytes must not change afterwards.
 
         Args:
-            age: Blobs of one age only share a pack.
+            heat: Of its rows. Only blobs of one heat and age share a pack.
+            age: Of its rows.
 
         Returns:
             Its number among the blobs that :meth:`finish` returns.
         """
-        if self._filled_bytes.get(age, 0) + data.nbytes > self._pack_bytes:
-            self._write_pack(age)
+        kind = (heat, age)
+        if self._filled_bytes.get(kind, 0) + data.nbytes > self._pack_bytes:
+            self._write_pack(kind)
         if sum(self._filled_bytes.values()) + data.nbytes > self._buffer_bytes and self._filled_bytes:
-            self._write_pack(max(self._filled_bytes, key=lambda age: self._filled_bytes[age]))
+            self._write_pack(max(self._filled_bytes, key=lambda kind: self._filled_bytes[kind]))
         number = self._num_blobs
         self._num_blobs += 1
-        self._parts.setdefault(age, []).append(_Part(number, name, _SAFETENSORS[dtype], shape, data))
-        self._filled_bytes[age] = self._filled_bytes.get(age, 0) + data.nbytes
+        self._parts.setdefault(kind, []).append(_Part(number, name, _SAFETENSORS[dtype], shape, data))
+        self._filled_bytes[kind] = self._filled_bytes.get(kind, 0) + data.nbytes
         return number
 
     def finish(self) -> tuple[tuple[Pack, ...], tuple[Blob, ...]]:
         """Write what is left and wait: all packs of this rank, and all blobs by number."""
-        for age in list(self._parts):
-            self._write_pack(age)
+        for kind in list(self._parts):
+            self._write_pack(kind)
         while self._writes:
             self._take_written()
         return tuple(self._packs), tuple(self._blobs[number] for number in range(self._num_blobs))
@@ -124,15 +126,17 @@ class PackWriter:
         """Stop the threads; packs that are not being written yet are dropped."""
         self._threads.shutdown(cancel_futures=True)
 
-    def _write_pack(self, age: int) -> None:
-        parts = self._parts.pop(age, [])
+    def _write_pack(self, kind: tuple[int, int]) -> None:
+        parts = self._parts.pop(kind, [])
         if not parts:
             return
-        del self._filled_bytes[age]
+        del self._filled_bytes[kind]
         while len(self._writes) >= self._thread_count:
             self._take_written()
         index = len(self._packs) + len(self._writes)
-        self._writes.append(self._threads.submit(_write_pack, self._store, f"{self._prefix}-{index}", index, parts))
+        self._writes.append(
+            self._threads.submit(_write_pack, self._store, f"{self._prefix}-{index}", index, parts, kind[0])
+        )
 
     def _take_written(self) -> None:
         pack, blobs = self._writes.popleft().result()
@@ -140,7 +144,9 @@ class PackWriter:
         self._blobs.update(blobs)
 
 
-def _write_pack(store: Store, stem: str, index: int, parts: list[_Part]) -> tuple[Pack, list[tuple[int, Blob]]]:
+def _write_pack(
+    store: Store, stem: str, index: int, parts: list[_Part], heat: int
+) -> tuple[Pack, list[tuple[int, Blob]]]:
     parts = sorted(parts, key=lambda part: -_ITEM_BYTES[part.dtype])
     header = _header(parts)
     blobs = []
@@ -150,7 +156,7 @@ def _write_pack(store: Store, stem: str, index: int, parts: list[_Part]) -> tupl
         end += part.data.nbytes
     name = f"{stem}.safetensors"
     store.put(name, [header, *(part.data.data for part in parts)])
-    return Pack(name, end, len(header), crc32c(header)), blobs
+    return Pack(name, end, len(header), crc32c(header), heat=heat), blobs
 
 
 def _header(parts: Sequence[_Part]) -> bytes:

@@ -205,9 +205,8 @@ class CNRSavePlanner(DefaultSavePlanner):
         if decision.since is Since.EVER or key in decision.whole:
             return None
         if id(shard) not in self._masks:
-            is_by_age = decision.since is Since.HEAD and isinstance(self._policy, Compacted)
-            rows = shard.rows
-            self._masks[id(shard)] = rows.select_by_age() if is_by_age else (rows.select(decision.since),)
+            rows, is_by_heat = shard.rows, isinstance(self._policy, Compacted) and decision.since is Since.HEAD
+            self._masks[id(shard)] = rows.select_by_heat() if is_by_heat else (rows.select(decision.since),)
         return self._masks[id(shard)]
 
     def _find_tracked(self, state_dict: dict[str, Any]) -> dict[ShardKey, _TrackedItem]:

@@ -73,8 +73,8 @@ class RankWriter:
             else:
                 by_rows.setdefault(id(data.rows), (data.rows, []))[1].append(written)
         for masks, members in by_rows.values():
-            for age, mask in enumerate(reversed(masks)):
-                coded, encoded = write_rows(self._packs, [member.source for member in members], mask, age)
+            for heat, mask in enumerate(masks):
+                coded, encoded = write_rows(self._packs, [member.source for member in members], mask, heat)
                 for member, shard in zip(members, encoded, strict=True):
                     member.parts.append((coded, shard))
         return self._results()

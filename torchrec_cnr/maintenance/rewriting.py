@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 _MAX_SOURCES = 16  # shards whose rows go into one: each may need a blob in memory
 
 Progress = Callable[[int, int], None]
+_Kind = tuple[int, int]  # of rows: their heat, and the logarithm of their age
 
 
 def compact(
@@ -96,7 +97,7 @@ class _Moved:
     """A new shard: what it is like, what was written of it, and the last shard that it takes rows from."""
 
     group: Group
-    age: int
+    kind: _Kind
     behind: int
     blocks: list[tuple[RowBlock, Blob]] = field(default_factory=list)
 
@@ -118,10 +119,10 @@ class _Rewriter:
         self._store = plan.newest.store
         self._where = plan.newest.store.url
         self._reader = PackReader(self._store, plan.flat.packs, thread_count)
-        self._ages = [math.floor(math.log2(plan.age(use) + 1)) for use in plan.uses]
+        self._kind_of = [(use.pack.heat, math.floor(math.log2(plan.age(use) + 1))) for use in plan.uses]
         self._packs = PackWriter(self._store, f"{save_id}-0", thread_count, pack_bytes)
-        self._blob_ages: list[int] = []
-        self._row_blocks: dict[tuple[int, bytes], RowBlock] = {}
+        self._kinds: list[_Kind] = []
+        self._row_blocks: dict[tuple[_Kind, bytes], RowBlock] = {}
         self._row_sets: dict[tuple[int, ...], RowSet] = {}
         self._moving = self._blocks_to_move()
 
@@ -173,12 +174,11 @@ class _Rewriter:
         for piece in pieces:
             if piece.shard in moved:
                 continue
-            shard, age = entry.shards[piece.shard], self._ages[piece.blob.pack]
+            shard, kind = entry.shards[piece.shard], self._kind_of[piece.blob.pack]
             is_partial = (fqn, piece.shard) in self._plan.partial
-            kind = piece.shard if is_partial else (shard.place, shard.scheme, age)
-            found = by_kind.setdefault(kind, [])
+            found = by_kind.setdefault(piece.shard if is_partial else (shard.place, shard.scheme, kind), [])
             if not found or num_sources[id(found[-1])] == _MAX_SOURCES:
-                found.append(_Moved(Group(shard, entry.dtype, self._block_rows(entry, piece), cache), age, 0))
+                found.append(_Moved(Group(shard, entry.dtype, self._block_rows(entry, piece), cache), kind, 0))
                 num_sources[id(found[-1])] = 0
             num_sources[id(found[-1])] += 1
             found[-1].behind = max(found[-1].behind, piece.shard)
@@ -193,33 +193,33 @@ class _Rewriter:
     def _write(self, fqn: str, shard: _Moved, blocks: Iterator[CodedBlock]) -> None:
         for block in blocks:
             name = f"{fqn}{list(shard.group.shard.box.offsets)}/{len(shard.blocks)}"
-            rows = self._coded_rows(name, shard.age, block)
-            shard.blocks.append((rows, self._add(shard.age, name, block.data)))
+            rows = self._coded_rows(name, shard.kind, block)
+            shard.blocks.append((rows, self._add(shard.kind, name, block.data)))
 
-    def _coded_rows(self, name: str, age: int, block: CodedBlock) -> RowBlock:
+    def _coded_rows(self, name: str, kind: _Kind, block: CodedBlock) -> RowBlock:
         first, span, num_rows = int(block.rows[0]), int(block.rows[-1] - block.rows[0]) + 1, len(block)
         if span == num_rows:
             return RowBlock("all", first, span, num_rows, None)
-        key = (age, hashlib.sha256(block.rows.tobytes()).digest())
+        key = (kind, hashlib.sha256(block.rows.tobytes()).digest())
         if key not in self._row_blocks:
             coded = encode_rows(block.rows)
-            blob = self._add(age, f"{name}/rows", np.frombuffer(coded.data, dtype=np.uint8))
+            blob = self._add(kind, f"{name}/rows", np.frombuffer(coded.data, dtype=np.uint8))
             self._row_blocks[key] = RowBlock(coded.coding, first, span, num_rows, blob)
         return self._row_blocks[key]
 
-    def _add(self, age: int, name: str, data: Bytes) -> Blob:
+    def _add(self, kind: _Kind, name: str, data: Bytes) -> Blob:
         self._moved_bytes += data.nbytes
         if self._progress is not None:
             self._progress(self._moved_bytes, max(self._moved_bytes, self._plan.moved_bytes))
-        self._blob_ages.append(age)
-        return Blob(len(self._plan.flat.packs), self._packs.add(name, "uint8", data.shape, data, age), data.nbytes, 0)
+        self._kinds.append(kind)
+        return Blob(len(self._plan.flat.packs), self._packs.add(name, "uint8", data.shape, data, *kind), data.nbytes, 0)
 
     def blob(self, key: str, blob: Blob) -> Blob:
         """A blob as it is, elsewhere if its pack is a victim."""
         if blob.pack not in self._plan.victims:
             return blob
         ((_, data),) = self._reader.read([(key, blob)])
-        return self._add(self._ages[blob.pack], key, data.copy())
+        return self._add(self._kind_of[blob.pack], key, data.copy())
 
     def _shards(
         self, fqn: str, entry: TensorEntry, pieces: Sequence[Piece], moved: Sequence[_Moved]
@@ -249,9 +249,9 @@ class _Rewriter:
     def finish(self) -> tuple[tuple[Pack, ...], tuple[Blob, ...]]:
         """Write what is left: all new packs and blobs."""
         packs, blobs = self._packs.finish()
-        age_of = {blob.pack: age for blob, age in zip(blobs, self._blob_ages, strict=True)}
-        newest_ns = dict(sorted(zip(self._ages, (use.written_ns for use in self._plan.uses), strict=True)))
-        return tuple(replace(pack, written_ns=newest_ns[age_of[n]]) for n, pack in enumerate(packs)), blobs
+        kinds = {blob.pack: kind for blob, kind in zip(blobs, self._kinds, strict=True)}
+        newest_ns = dict(sorted(zip(self._kind_of, (use.written_ns for use in self._plan.uses), strict=True)))
+        return tuple(replace(pack, written_ns=newest_ns[kinds[n]]) for n, pack in enumerate(packs)), blobs
 
     def close(self) -> None:
         """Stop the threads."""
