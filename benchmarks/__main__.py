@@ -11,6 +11,7 @@ from pathlib import Path
 
 from benchmarks import (
     coding,
+    compacting,
     delta_cost,
     disk_bytes,
     gpu_kernels,
@@ -30,6 +31,7 @@ BENCHMARKS: Mapping[str, Callable[[Setup], Report]] = {
     "cost": delta_cost.run,
     "reading": reading.run,
     "memory": peak_memory.run,
+    "compaction": compacting.run,
     "tracker": tracking.run,
     "search": searching.run,
     "coding": coding.run,
@@ -42,6 +44,8 @@ benchmarks:
   cost     time and bytes of a delta by the share of rows modified
   reading  bytes read for one table of many, or a range of its rows, of the bytes that hold it
   memory   what a save takes beyond the state that it saves
+  compaction
+           speed of folding gigabytes of deltas, against a copy of the files, and its memory
   tracker  what tracking adds to a training step, and what TorchRec's own tracker does
   search   error and speed of adaptive quantization, against the greedy search of the paper and of PyTorch
   coding   speed of plain quantization and of k-means, against FBGEMM and scikit-learn

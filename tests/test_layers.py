@@ -48,8 +48,8 @@ LAYERS = (
         "table_reader",
         "inference_tables",
     },
-    {"planner", "load_planner", "writer", "reader", "assembly", "rank_writer", "read_items", "agreement"},
-    {"stepped", "tracker", "inference", "maintenance", "manager"},
+    {"planner", "load_planner", "writer", "reader", "assembly", "rank_writer", "read_items", "agreement", "staging"},
+    {"stepped", "tracker", "inference", "maintenance", "manager", "due"},
     {"__init__", "cli"},
 )
 LAYER_OF = {unit: number for number, units in enumerate(LAYERS) for unit in units}

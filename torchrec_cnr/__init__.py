@@ -17,6 +17,8 @@ from torchrec_cnr.inference import InferenceTables
 from torchrec_cnr.lineage import Checkpoint, latest, read_checkpoint
 from torchrec_cnr.load_planner import CNRLoadPlanner
 from torchrec_cnr.load_report import LoadReport
+from torchrec_cnr.maintenance.compaction import CompactionPlan, plan_compaction
+from torchrec_cnr.maintenance.rewriting import compact
 from torchrec_cnr.planner import CNRSavePlanner
 from torchrec_cnr.policies import Compacted, Consecutive, Full, Intermittent, OneShot, Policy
 from torchrec_cnr.reader import CNRStorageReader
@@ -54,6 +56,7 @@ __all__ = [
     "CheckpointExistsError",
     "CheckpointNotFoundError",
     "Compacted",
+    "CompactionPlan",
     "ConfigurationError",
     "Consecutive",
     "DamagedError",
@@ -79,8 +82,10 @@ __all__ = [
     "UntrackedRowsError",
     "VersionError",
     "__version__",
+    "compact",
     "expected_restores",
     "latest",
     "load_table",
+    "plan_compaction",
     "read_checkpoint",
 ]

@@ -205,6 +205,16 @@ def latest(root: str | os.PathLike[str]) -> str | None:
         VersionError: The newest was written by a newer version: resuming from an older one would lose work silently.
         StoreError: ``root`` cannot be listed.
     """
+    return next((checkpoint.store.url for checkpoint in newest_first(root)), None)
+
+
+def newest_first(root: str | os.PathLike[str]) -> Iterator[Checkpoint]:
+    """The committed checkpoints directly under ``root``, the newest first; see :func:`latest` for what is passed over.
+
+    Raises:
+        VersionError: One was written by a newer version.
+        StoreError: ``root`` cannot be listed.
+    """
     directory = Store.open(root)
     candidates = []
     for name in directory.names():
@@ -218,12 +228,10 @@ def latest(root: str | os.PathLike[str]) -> str | None:
             continue
         candidates.append((manifest_json.created_ns(start) or 0, name))
     for _, name in sorted(candidates, reverse=True):
-        store = directory.at(name)
         try:
-            return _read(store).store.url
+            yield _read(directory.at(name))
         except DamagedError as error:
             logger.warning("passed over while looking for the latest checkpoint: %s", error)
-    return None
 
 
 def existing(path: str | os.PathLike[str] | None) -> str | os.PathLike[str]:

@@ -2,7 +2,8 @@
 
 Who calls what, on which rank, in one ``dcp.save``:
 
-    1. set_up_planner      all ranks    settle the fate of the save before, then cut: freeze all marks
+    1. set_up_planner      all ranks    settle the fate of the save before, then cut: freeze all marks (a stager has
+                                        done both already, if there is one)
     2. create_local_plan   all ranks    DCP's plan, plus the checkpoint that this rank's marks relate to
     3. create_global_plan  coordinator  decide: baseline or delta, of which parent; tell every rank
     4. finish_plan         all ranks    take the decision; from here on the save is pending
@@ -13,6 +14,7 @@ the manifest of its pending save is in the store. A save that failed before step
 """
 
 import io
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import ReferenceType, ref
@@ -31,7 +33,7 @@ from torchrec_cnr.head import Head
 from torchrec_cnr.lineage import Checkpoint, committed
 from torchrec_cnr.modified import RowMask, Since
 from torchrec_cnr.policies import Compacted, Full, Intermittent, Policy
-from torchrec_cnr.shards import dtype_name, is_replicated, local_shards, memory_key
+from torchrec_cnr.shards import MemoryKey, dtype_name, is_replicated, local_shards, memory_key
 from torchrec_cnr.tracked import Pending, TrackedRows, TrackedShard
 
 
@@ -62,6 +64,9 @@ class CNRSavePlanner(DefaultSavePlanner):
         tracker: Knows the modified rows. Without one, each save is a baseline.
         policy: Decides what each delta holds.
 
+    Attributes:
+        staged: Of a state dict that was copied when it was cut: where each copy lies, and where what it is a copy of.
+
     Raises:
         ConfigurationError: While saving, if the writer is not a ``CNRStorageWriter``, or a tracked table is not in the
             state dict with its own memory (it is missing, or was copied by a foreign stager).
@@ -77,6 +82,7 @@ class CNRSavePlanner(DefaultSavePlanner):
         self._items: dict[ShardKey, _TrackedItem] = {}
         self._masks: dict[int, tuple[RowMask, ...]] = {}
         self._decision: Decision | None = None
+        self.staged: Mapping[MemoryKey, MemoryKey] = {}
         self._frozen_states: dict[ShardKey, ReferenceType[Tensor]] = {}
         self._committed_states: dict[ShardKey, ReferenceType[Tensor]] = {}
 
@@ -96,8 +102,20 @@ class CNRSavePlanner(DefaultSavePlanner):
             raise ConfigurationError(
                 "CNRSavePlanner(tracker) saves only some rows: pass a CNRStorageWriter as storage_writer"
             )
+        staged, self.staged = self.staged, {}
+        tensors = (shard.tensor for value in self.state_dict.values() for shard in local_shards(value))
+        if not any(memory_key(tensor) in staged for tensor in tensors):
+            self.cut(self.state_dict)
+        self._items = self._find_tracked(self.state_dict, staged)
+
+    def cut(self, state_dict: Mapping[str, Any]) -> None:
+        """Settle the save before, and freeze all marks.
+
+        Args:
+            state_dict: What will be saved, flattened. Tables that it lacks are refused before anything is frozen.
+        """
         self.settle()
-        self._items = self._find_tracked(self.state_dict)
+        self._find_tracked(state_dict, {})
         self._tracker.freeze()
 
     def settle(self) -> None:
@@ -209,14 +227,22 @@ class CNRSavePlanner(DefaultSavePlanner):
             self._masks[id(shard)] = rows.select_by_heat() if is_by_heat else (rows.select(decision.since),)
         return self._masks[id(shard)]
 
-    def _find_tracked(self, state_dict: dict[str, Any]) -> dict[ShardKey, _TrackedItem]:
-        """Recognise tracked tables, and the optimizer state of their rows, by the memory they lie in."""
+    def _find_tracked(
+        self, state_dict: Mapping[str, Any], staged: Mapping[MemoryKey, MemoryKey]
+    ) -> dict[ShardKey, _TrackedItem]:
+        """Recognise tracked tables, and the optimizer state of their rows, by the memory they lie in.
+
+        Args:
+            state_dict: Flattened.
+            staged: Where tensors lie that the state dict has copies of, by where these lie.
+        """
         shards = {
             (fqn, shard.box.offsets): shard.tensor for fqn, value in state_dict.items() for shard in local_shards(value)
         }
         by_memory: dict[Any, list[ShardKey]] = {}
         for key, tensor in shards.items():
-            by_memory.setdefault(memory_key(tensor), []).append(key)
+            place = memory_key(tensor)
+            by_memory.setdefault(place if place is None else staged.get(place, place), []).append(key)
         found: dict[ShardKey, _TrackedItem] = {}
         self._frozen_states = {}
         for shard in self._tracker.shards:
@@ -226,10 +252,10 @@ class CNRSavePlanner(DefaultSavePlanner):
             if not aliases:
                 raise ConfigurationError(
                     f"table {shard.rows.name!r} is tracked, but the state dict does not hold its memory: it is "
-                    "missing, or was copied (dcp.async_save and cpu_offload copy first); pass the live state dict to "
-                    "dcp.save, or a tracker of a smaller model"
+                    "missing, or was copied (as cpu_offload does, and dcp.async_save without async_stager="
+                    "CNRStager(planner)); pass the live state dict, or a tracker of a smaller model"
                 )
-            found |= {key: _TrackedItem(shard, shard.weight.detach(), key[0], key[0]) for key in aliases}
+            found |= {key: _TrackedItem(shard, shards[key].detach(), key[0], key[0]) for key in aliases}
             for state in shard.state():
                 for key in by_memory.get(memory_key(state), []):
                     committed_state = self._committed_states.get(key)

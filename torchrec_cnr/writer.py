@@ -17,7 +17,7 @@ import posixpath
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -40,6 +40,21 @@ from torchrec_cnr.stores import Store
 from torchrec_cnr.version import __version__
 
 
+@dataclass(frozen=True)
+class SavePhases:
+    """What a save took on this rank.
+
+    Attributes:
+        plan_secs: From its beginning until rows were read: planning, with all ranks.
+        write_secs: To encode and write.
+        commit_secs: To check all results and write the manifest; 0 but on the coordinator.
+    """
+
+    plan_secs: float = 0.0
+    write_secs: float = 0.0
+    commit_secs: float = 0.0
+
+
 class CNRStorageWriter(StorageWriter):
     """Writes checkpoints of quantized rows to any fsspec file system.
 
@@ -53,6 +68,9 @@ class CNRStorageWriter(StorageWriter):
         sync_files: Force local files to disk before the checkpoint counts as committed.
         pack_bytes: Size of the files that rows are written to, roughly. Small ones suit models of a few megabytes.
         overwrite: Only False: a checkpoint that is there is never overwritten.
+
+    Attributes:
+        phases: What the last save took.
 
     Raises:
         ConfigurationError: An argument cannot work.
@@ -82,6 +100,8 @@ class CNRStorageWriter(StorageWriter):
         self._store = Store.open(path, sync_files)
         self._save_id = ""
         self._rank = 0
+        self._started = time.monotonic()
+        self.phases = SavePhases()
         self._warned: set[str] = set()  # FQNs of which it was said that rows are stored exactly
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -110,17 +130,20 @@ class CNRStorageWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Encode and write this rank's items."""
+        began = time.monotonic()
         packs = PackWriter(self._store, f"{plan.storage_data}-{self._rank}", self._thread_count, self._pack_bytes)
         try:
             results = RankWriter(packs, planner, self._rules, self._warned).write(plan.items)
         finally:
             packs.close()
+        self.phases = SavePhases(began - self._started, time.monotonic() - began)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit."""
+        began = time.monotonic()
         decision = metadata.decision if isinstance(metadata, SaveMetadata) else None
         if decision is None:
             decision = Decision(self._save_id, Since.EVER, policy="Full")
@@ -146,6 +169,7 @@ class CNRStorageWriter(StorageWriter):
         except LoadError as error:
             raise SaveError(f"nothing was committed, because it could not be loaded again: {error}") from error
         self._store.put_new(FILE_NAME, data, self._save_id)
+        self.phases = replace(self.phases, commit_secs=time.monotonic() - began)
 
     def _parent(self, decision: Decision) -> CheckpointRef | None:
         if decision.parent is None:
@@ -158,6 +182,7 @@ class CNRStorageWriter(StorageWriter):
     def storage_meta(self) -> StorageMeta:
         """Where this save goes, for the planner; the first call of every save, and the only one that draws its id."""
         self._save_id = uuid.uuid4().hex[:16]
+        self._started = time.monotonic()
         return CNRStorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id, store=self._store)
 
     @property

@@ -1,0 +1,85 @@
+"""Upkeep: compaction and retention of a run in a thread of its own, so that training never waits for either.
+
+One checkpoint is worked on at a time. Commits that come meanwhile are not queued: the newest is all that counts, and
+what was not done for one checkpoint is done for the next, also if it failed.
+"""
+
+import logging
+import threading
+
+from torchrec_cnr.errors import CheckpointExistsError, CNRError
+from torchrec_cnr.lineage import Checkpoint
+from torchrec_cnr.maintenance.compaction import MAX_RATIO
+from torchrec_cnr.maintenance.pruning import execute, plan_prune
+from torchrec_cnr.maintenance.retention import Keep
+from torchrec_cnr.maintenance.rewriting import compact
+
+logger = logging.getLogger(__name__)
+
+
+class Upkeep:
+    """Keeps a root in order.
+
+    Args:
+        root: The root.
+        keep: What is kept; None keeps everything.
+        compacts: Whether the newest lineage is compacted.
+        max_ratio: How much a restore may read, of what it needs.
+    """
+
+    def __init__(self, root: str, keep: Keep | None, compacts: bool, max_ratio: float = MAX_RATIO) -> None:
+        self._root = root
+        self._keep = keep
+        self._compacts = compacts
+        self._max_ratio = max_ratio
+        self._changed = threading.Condition()
+        self._waiting: Checkpoint | None = None
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+
+    def after(self, checkpoint: Checkpoint) -> None:
+        """A checkpoint was committed."""
+        if self._keep is None and not self._compacts:
+            return
+        with self._changed:
+            self._waiting = checkpoint
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="cnr-upkeep")
+                self._thread.start()
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Do what is left to do, and end."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (checkpoint := self._next()) is not None:
+            try:
+                self.run_for(checkpoint)
+            except CNRError as error:
+                logger.warning("upkeep failed, and is done after the next checkpoint: %s", error)
+
+    def _next(self) -> Checkpoint | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting is not None or self._is_closed)
+            checkpoint, self._waiting = self._waiting, None
+            return checkpoint
+
+    def run_for(self, checkpoint: Checkpoint) -> None:
+        """Compact a checkpoint's lineage, then prune.
+
+        Raises:
+            CNRError: Something of it failed; nothing is lost.
+        """
+        if self._compacts:
+            try:
+                compact(checkpoint.store.url, max_ratio=self._max_ratio)
+            except CheckpointExistsError as error:
+                logger.info("%s", error)
+        if self._keep is not None:
+            for failure in execute(plan_prune(self._root, self._keep)).failed:
+                logger.warning("could not be removed yet: %s", failure)

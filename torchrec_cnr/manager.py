@@ -1,0 +1,273 @@
+"""The manager: one object for the checkpoints of a run. It knows nothing that a function does not.
+
+``save`` and ``async_save`` hand the state to DCP when a checkpoint is due, ``restore`` loads the newest that can be
+read. On the coordinator, a thread of its own compacts and prunes after each commit. All ranks call everything alike.
+"""
+
+import logging
+import os
+import posixpath
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+
+from torchrec_cnr.due import Due
+from torchrec_cnr.errors import CheckpointNotFoundError, ConfigurationError, DamagedError, SaveError, StoreError
+from torchrec_cnr.lineage import newest_first, read_checkpoint
+from torchrec_cnr.load_planner import CNRLoadPlanner
+from torchrec_cnr.load_report import LoadReport
+from torchrec_cnr.maintenance.retention import Keep
+from torchrec_cnr.maintenance.upkeep import Upkeep
+from torchrec_cnr.planner import CNRSavePlanner
+from torchrec_cnr.policies import Compacted, Policy
+from torchrec_cnr.reader import CNRStorageReader
+from torchrec_cnr.schemes import Quantization
+from torchrec_cnr.staging import CNRStager
+from torchrec_cnr.stores import Store
+from torchrec_cnr.tracked import TrackedRows
+from torchrec_cnr.writer import CNRStorageWriter, SavePhases
+
+logger = logging.getLogger(__name__)
+
+State = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
+T = TypeVar("T")
+_NAME = re.compile(r"step-(\d{1,18})")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that was taken.
+
+    Attributes:
+        step: After which step.
+        path: Where.
+        kind: ``baseline`` or ``delta``.
+        num_bytes: Of all its files.
+        num_rows: Rows of tables stored.
+        stall_secs: How long training stood still for it, on this rank.
+        secs: Until it was committed, from the start.
+        phases: What took how long, on this rank.
+        num_retries: How often it had failed before.
+    """
+
+    step: int
+    path: str
+    kind: str
+    num_bytes: int
+    num_rows: int
+    stall_secs: float
+    secs: float
+    phases: SavePhases
+    num_retries: int
+
+
+class CheckpointManager:
+    """Saves, restores, compacts and prunes the checkpoints of one run, ``step-<n>`` under one root.
+
+    Args:
+        root: Where the checkpoints lie, a path or fsspec URL.
+        tracker: Knows the modified rows of the model.
+        policy: What each checkpoint is a delta of.
+        quantization: How rows are stored; see ``CNRStorageWriter``.
+        every_steps: ``save`` saves at every multiple of this number.
+        every_secs: ``save`` saves when so much time went by since the last checkpoint. With neither, it always saves.
+        keep: What is kept; None keeps everything.
+        compacts: Whether lineages are compacted, in a thread on the coordinator. By default they are if the policy
+            expects it; pass False where ``cnr compact`` does it elsewhere.
+        num_retries: How often a save that the file system refused is tried again.
+        thread_count: Packs read and written at once.
+        on_saved: Called on every rank with each checkpoint that was committed.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        tracker: TrackedRows,
+        *,
+        policy: Policy | None = None,
+        quantization: Quantization | Mapping[str, Quantization] | None = None,
+        every_steps: int | None = None,
+        every_secs: float | None = None,
+        keep: Keep | None = None,
+        compacts: bool | None = None,
+        num_retries: int = 2,
+        thread_count: int = 2,
+        on_saved: Callable[[Saved], None] | None = None,
+    ) -> None:
+        policy = Compacted() if policy is None else policy
+        self._root = Store.open(root).url
+        # A group of its own: a save in the background must not meet collectives of training.
+        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._tracker = tracker
+        self._planner = CNRSavePlanner(tracker, policy=policy)
+        self._stager = CNRStager(self._planner)
+        self._writer = CNRStorageWriter(self._root, quantization=quantization, thread_count=thread_count)
+        self._thread_count = thread_count
+        self._due = Due(every_steps, every_secs, self._shared)
+        self._num_retries = num_retries
+        self._on_saved = on_saved
+        self._in_flight: tuple[int, float, float, Future[Any]] | None = None
+        does_compact = isinstance(policy, Compacted) if compacts is None else compacts
+        is_coordinator = self._group is None or dist.get_rank(self._group) == 0
+        self._upkeep = Upkeep(self._root, keep, does_compact) if is_coordinator else None
+        self.report: LoadReport | None = None
+
+    def _shared(self, value: T) -> T:
+        """What the coordinator has."""
+        values = [value]
+        if self._group is not None:
+            dist.broadcast_object_list(values, src=dist.get_global_rank(self._group, 0), group=self._group)
+        return values[0]
+
+    def save(self, step: int, state: State, *, force: bool = False) -> Saved | None:
+        """Save if a checkpoint is due; returns once it is committed.
+
+        Args:
+            step: The step that training has just made.
+            state: As for ``dcp.save``: live state dicts or ``Stateful`` objects; or what returns it, called if it is due.
+            force: Save whether it is due or not.
+
+        Raises:
+            CheckpointException, SaveError: It failed, as often as it was tried. The rows are in the next one.
+        """
+        if not (force or self._due(step)):
+            return None
+        self.wait()
+        for attempt in range(self._num_retries + 1):
+            started = time.monotonic()
+            try:
+                self._save(save, step, state)
+            except CheckpointException as error:
+                if attempt == self._num_retries or not _may_be_tried_again(error):
+                    raise
+                logger.warning("step %d: the save failed and is tried again: %s", step, _first(error))
+            else:
+                secs = time.monotonic() - started
+                return self._finish(step, secs, secs, attempt)
+        raise SaveError("unreachable: the last attempt returns or raises")
+
+    def async_save(self, step: int, state: State, *, force: bool = False) -> Future[Any] | None:
+        """Copy the state if a checkpoint is due, and save the copy in the background; the save before is waited for.
+
+        How it ended shows at the next call of anything here, :meth:`wait` at the latest.
+        """
+        if not (force or self._due(step)):
+            return None
+        self.wait()
+        started = time.monotonic()
+        future: Future[Any] = self._save(async_save, step, state, async_stager=self._stager)
+        self._in_flight = (step, started, time.monotonic() - started, future)
+        self._due.saved(step)
+        return future
+
+    def _save(self, how: Callable[..., Any], step: int, state: State, **more: Any) -> Any:
+        return how(
+            dict(state() if callable(state) else state),
+            checkpoint_id=posixpath.join(self._root, f"step-{step}"),
+            storage_writer=self._writer,
+            planner=self._planner,
+            process_group=self._group,
+            **more,
+        )
+
+    def wait(self) -> Saved | None:
+        """Wait for a save in the background; raises what it failed with."""
+        if self._in_flight is None:
+            return None
+        step, started, stall_secs, future = self._in_flight
+        self._in_flight = None
+        future.result()
+        return self._finish(step, stall_secs, time.monotonic() - started, 0)
+
+    def _finish(self, step: int, stall_secs: float, secs: float, num_retries: int) -> Saved:
+        self._due.saved(step)
+        self._planner.settle()
+        checkpoint = read_checkpoint(self._writer.checkpoint_id)
+        saved = Saved(
+            step=step,
+            path=checkpoint.store.url,
+            kind=checkpoint.committed.kind,
+            num_bytes=checkpoint.num_bytes,
+            num_rows=checkpoint.num_rows,
+            stall_secs=stall_secs,
+            secs=secs,
+            phases=self._writer.phases,
+            num_retries=num_retries,
+        )
+        if self._upkeep is not None:
+            self._upkeep.after(checkpoint)
+        if self._on_saved is not None:
+            self._on_saved(saved)
+        return saved
+
+    def restore(self, state: State) -> int | None:
+        """Load the newest checkpoint whose bytes are what was committed; older ones take the place of damaged ones.
+
+        Args:
+            state: As for ``dcp.load``. Entries that are no tensors are replaced in it, so it must be the very mapping
+                that training goes on with, or hold ``Stateful`` objects.
+
+        Returns:
+            The step after which it was taken, or None where there is no checkpoint.
+
+        Raises:
+            DamagedError: There are checkpoints, but none can be read.
+            CheckpointException: A load failed for another reason, such as a state that does not fit.
+        """
+        self.wait()
+        target = state() if callable(state) else state
+        if not isinstance(target, dict):
+            raise ConfigurationError(f"'state' must be a dict to load into (got {type(target).__name__})")
+        failures = []
+        for path in self._candidates():
+            planner = CNRLoadPlanner(self._tracker)
+            reader = CNRStorageReader(path, thread_count=self._thread_count)
+            try:
+                load(target, storage_reader=reader, planner=planner, process_group=self._group)
+            except CheckpointException as error:
+                if not all(isinstance(failure, DamagedError | CheckpointNotFoundError) for failure in _all(error)):
+                    raise
+                failures.append(f"{path}: {_first(error)}")
+                logger.warning("cannot restore from %s, the one before is tried: %s", path, _first(error))
+                continue
+            self.report = planner.report
+            name = _NAME.fullmatch(posixpath.basename(path))
+            return int(name[1]) if name else 0
+        if failures:
+            raise DamagedError(f"{self._root}: no checkpoint can be restored: " + "; ".join(failures))
+        return None
+
+    def _candidates(self) -> Iterator[str]:
+        """Paths of checkpoints, newest first; the coordinator's view of them, on all ranks."""
+        found = newest_first(self._root) if self._upkeep is not None else iter(())
+        while (path := self._shared(next((c.store.url for c in found), None))) is not None:
+            yield path
+
+    def close(self) -> None:
+        """Wait for everything that is under way."""
+        try:
+            self.wait()
+        finally:
+            self._stager.close()
+            if self._upkeep is not None:
+                self._upkeep.close()
+
+
+def _all(error: CheckpointException) -> list[BaseException]:
+    return [failure for failure, _ in error.failures.values()]
+
+
+def _first(error: CheckpointException) -> BaseException:
+    return _all(error)[0]
+
+
+def _may_be_tried_again(error: CheckpointException) -> bool:
+    return all(isinstance(failure, StoreError) for failure in _all(error))

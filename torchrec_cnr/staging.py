@@ -1,0 +1,54 @@
+"""Staging: the cut of an asynchronous save, and the copy of the state that goes with it, in one moment.
+
+``dcp.async_save`` copies the state and saves the copy in a thread of its own. Were the marks taken there, a row that is
+trained in between would count as saved, with the value it had before. So whoever copies cuts: this stager freezes the
+marks, has DCP's own stager copy everything, and tells the planner which copy stands for which tensor.
+"""
+
+from typing import Any
+
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
+
+from torchrec_cnr.errors import ConfigurationError
+from torchrec_cnr.planner import CNRSavePlanner
+from torchrec_cnr.shards import MemoryKey, local_shards, memory_key
+
+
+class CNRStager(AsyncStager):
+    """Stages saves of one planner; to be passed to ``dcp.async_save`` together with it.
+
+    The save before must have ended: wait for its future first.
+
+    Args:
+        planner: The planner of these saves.
+    """
+
+    def __init__(self, planner: CNRSavePlanner) -> None:
+        self._planner = planner
+        self._stager = DefaultStager(StagingOptions(False, False, False, False))
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Cut, and copy the state to the host."""
+        live, _ = flatten_state_dict(state_dict)
+        self._planner.cut(live)
+        staged = self._stager.stage(state_dict)
+        if not isinstance(staged, dict):
+            raise ConfigurationError("the state was not copied before training went on")
+        copies, _ = flatten_state_dict(staged)
+        self._planner.staged = {copy: key for fqn in live for copy, key in _pairs(live[fqn], copies[fqn])}
+        return staged
+
+    def synchronize_staging(self) -> None:
+        """Nothing to wait for: :meth:`stage` returns when all is copied."""
+
+    def close(self) -> None:
+        """Free what copies lie in."""
+        self._stager.close()
+
+
+def _pairs(live: Any, copied: Any) -> list[tuple[MemoryKey, MemoryKey]]:
+    """Of each shard, where its copy lies and where itself."""
+    shards = zip(local_shards(live), local_shards(copied), strict=True)
+    keys = [(memory_key(copy.tensor), memory_key(shard.tensor)) for shard, copy in shards]
+    return [(copy, key) for copy, key in keys if copy is not None and key is not None]
