@@ -48,7 +48,7 @@ test-full: .venv ## all tests, the slow ones too
 	$(BIN)/python -m pytest
 
 bench: .venv ## run the benchmarks
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks --plots build/plots
 
 clean: ## remove all that was made here, .venv too
 	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

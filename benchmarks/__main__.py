@@ -15,6 +15,7 @@ from benchmarks import (
     delta_cost,
     disk_bytes,
     gpu_kernels,
+    long_run,
     peak_memory,
     reading,
     save_and_load,
@@ -32,6 +33,7 @@ BENCHMARKS: Mapping[str, Callable[[Setup], Report]] = {
     "reading": reading.run,
     "memory": peak_memory.run,
     "compaction": compacting.run,
+    "policies": long_run.run,
     "tracker": tracking.run,
     "search": searching.run,
     "coding": coding.run,
@@ -46,6 +48,7 @@ benchmarks:
   memory   what a save takes beyond the state that it saves
   compaction
            speed of folding gigabytes of deltas, against a copy of the files, and its memory
+  policies bytes written, kept and restored over 2,000 checkpoints, by policy (the longest: a quarter of an hour)
   tracker  what tracking adds to a training step, and what TorchRec's own tracker does
   search   error and speed of adaptive quantization, against the greedy search of the paper and of PyTorch
   coding   speed of plain quantization and of k-means, against FBGEMM and scikit-learn
@@ -76,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = []
     for name in args.names or BENCHMARKS:
         with tempfile.TemporaryDirectory(prefix="benchmark-", dir=args.dir) as folder:
-            setup = Setup(Path(folder).resolve(), args.quick, args.threads, Progress(name, started))
+            setup = Setup(Path(folder).resolve(), args.quick, args.threads, Progress(name, started), args.plots)
             try:
                 reports[name] = run_alone(BENCHMARKS[name], setup)
             except BenchmarkError as error:
@@ -104,6 +107,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dir", type=Path, default=Path(), help="where temporary files go (default: this folder)")
     parser.add_argument("--threads", type=int, default=1, help="of torch (default: 1, as torchrun gives each rank)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file too")
+    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw plots into this folder")
     args = parser.parse_args(arguments)
     unknown = [name for name in args.names if name not in BENCHMARKS]
     if unknown:

@@ -50,8 +50,8 @@ def run(setup: Setup) -> Report:
     return Report(
         title=f"compaction of {delta_bytes / 1e9:.2f} GB of exact deltas of {sizes}",
         notes=(
-            f"{num_deltas} deltas of {100 * SHARE:g} % of the rows and their baseline, folded into a checkpoint that uses",
-            "none of their files. The copy is of the same files, by one thread, forced to disk as compaction's files are.",
+            f"{num_deltas} deltas of {100 * SHARE:g} % of the rows and their baseline, folded into a checkpoint that",
+            "uses none of their files. The copy is of the same files, by one thread, and forced to disk as well.",
         ),
         figures=(
             Figure("peak memory of the compaction", compaction_mib, "MiB", at_most=MAX_MIB),

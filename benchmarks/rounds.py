@@ -19,12 +19,14 @@ class Setup:
         quick: Sizes to try a benchmark out, whose figures mean nothing.
         num_threads: Of torch.
         say: Takes a line on what goes on.
+        plots: Where plots go, if they are wanted.
     """
 
     folder: Path
     quick: bool
     num_threads: int
     say: Callable[[str], None]
+    plots: Path | None = None
 
 
 def _nothing(number: int) -> None:

@@ -49,7 +49,7 @@ LAYERS = (
         "inference_tables",
     },
     {"planner", "load_planner", "writer", "reader", "assembly", "rank_writer", "read_items", "agreement", "staging"},
-    {"stepped", "tracker", "inference", "maintenance", "manager", "due"},
+    {"stepped", "tracker", "inference", "maintenance", "manager", "due", "restoring"},
     {"__init__", "cli"},
 )
 LAYER_OF = {unit: number for number, units in enumerate(LAYERS) for unit in units}

@@ -9,26 +9,25 @@ import os
 import posixpath
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from torchrec_cnr.due import Due
-from torchrec_cnr.errors import CheckpointNotFoundError, ConfigurationError, DamagedError, SaveError, StoreError
-from torchrec_cnr.lineage import newest_first, read_checkpoint
-from torchrec_cnr.load_planner import CNRLoadPlanner
+from torchrec_cnr.errors import ConfigurationError, SaveError, StoreError
+from torchrec_cnr.lineage import read_checkpoint
 from torchrec_cnr.load_report import LoadReport
 from torchrec_cnr.maintenance.retention import Keep
 from torchrec_cnr.maintenance.upkeep import Upkeep
 from torchrec_cnr.planner import CNRSavePlanner
 from torchrec_cnr.policies import Compacted, Policy
-from torchrec_cnr.reader import CNRStorageReader
+from torchrec_cnr.restoring import restore_newest, shared
 from torchrec_cnr.schemes import Quantization
 from torchrec_cnr.staging import CNRStager
 from torchrec_cnr.stores import Store
@@ -38,7 +37,6 @@ from torchrec_cnr.writer import CNRStorageWriter, SavePhases
 logger = logging.getLogger(__name__)
 
 State = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
-T = TypeVar("T")
 _NAME = re.compile(r"step-(\d{1,18})")
 
 
@@ -111,7 +109,7 @@ class CheckpointManager:
         self._stager = CNRStager(self._planner)
         self._writer = CNRStorageWriter(self._root, quantization=quantization, thread_count=thread_count)
         self._thread_count = thread_count
-        self._due = Due(every_steps, every_secs, self._shared)
+        self._due = Due(every_steps, every_secs, partial(shared, group=self._group))
         self._num_retries = num_retries
         self._on_saved = on_saved
         self._in_flight: tuple[int, float, float, Future[Any]] | None = None
@@ -120,19 +118,12 @@ class CheckpointManager:
         self._upkeep = Upkeep(self._root, keep, does_compact) if is_coordinator else None
         self.report: LoadReport | None = None
 
-    def _shared(self, value: T) -> T:
-        """What the coordinator has."""
-        values = [value]
-        if self._group is not None:
-            dist.broadcast_object_list(values, src=dist.get_global_rank(self._group, 0), group=self._group)
-        return values[0]
-
     def save(self, step: int, state: State, *, force: bool = False) -> Saved | None:
         """Save if a checkpoint is due; returns once it is committed.
 
         Args:
             step: The step that training has just made.
-            state: As for ``dcp.save``: live state dicts or ``Stateful`` objects; or what returns it, called if it is due.
+            state: As for ``dcp.save``: live state dicts or ``Stateful`` objects; or what returns it, called when due.
             force: Save whether it is due or not.
 
         Raises:
@@ -148,7 +139,7 @@ class CheckpointManager:
             except CheckpointException as error:
                 if attempt == self._num_retries or not _may_be_tried_again(error):
                     raise
-                logger.warning("step %d: the save failed and is tried again: %s", step, _first(error))
+                logger.warning("step %d: the save failed and is tried again: %s", step, error)
             else:
                 secs = time.monotonic() - started
                 return self._finish(step, secs, secs, attempt)
@@ -209,7 +200,7 @@ class CheckpointManager:
         return saved
 
     def restore(self, state: State) -> int | None:
-        """Load the newest checkpoint whose bytes are what was committed; older ones take the place of damaged ones.
+        """Load the newest checkpoint that can be read; see :func:`restore_newest`.
 
         Args:
             state: As for ``dcp.load``. Entries that are no tensors are replaced in it, so it must be the very mapping
@@ -217,39 +208,19 @@ class CheckpointManager:
 
         Returns:
             The step after which it was taken, or None where there is no checkpoint.
-
-        Raises:
-            DamagedError: There are checkpoints, but none can be read.
-            CheckpointException: A load failed for another reason, such as a state that does not fit.
         """
         self.wait()
         target = state() if callable(state) else state
         if not isinstance(target, dict):
             raise ConfigurationError(f"'state' must be a dict to load into (got {type(target).__name__})")
-        failures = []
-        for path in self._candidates():
-            planner = CNRLoadPlanner(self._tracker)
-            reader = CNRStorageReader(path, thread_count=self._thread_count)
-            try:
-                load(target, storage_reader=reader, planner=planner, process_group=self._group)
-            except CheckpointException as error:
-                if not all(isinstance(failure, DamagedError | CheckpointNotFoundError) for failure in _all(error)):
-                    raise
-                failures.append(f"{path}: {_first(error)}")
-                logger.warning("cannot restore from %s, the one before is tried: %s", path, _first(error))
-                continue
-            self.report = planner.report
-            name = _NAME.fullmatch(posixpath.basename(path))
-            return int(name[1]) if name else 0
-        if failures:
-            raise DamagedError(f"{self._root}: no checkpoint can be restored: " + "; ".join(failures))
-        return None
-
-    def _candidates(self) -> Iterator[str]:
-        """Paths of checkpoints, newest first; the coordinator's view of them, on all ranks."""
-        found = newest_first(self._root) if self._upkeep is not None else iter(())
-        while (path := self._shared(next((c.store.url for c in found), None))) is not None:
-            yield path
+        found = restore_newest(self._root, target, self._tracker, group=self._group, thread_count=self._thread_count)
+        if found is None:
+            return None
+        path, self.report = found
+        name = _NAME.fullmatch(posixpath.basename(path))
+        if name is None:
+            raise ConfigurationError(f"{path} is the newest checkpoint, but none of a manager's, whose are 'step-<n>'")
+        return int(name[1])
 
     def close(self) -> None:
         """Wait for everything that is under way."""
@@ -261,13 +232,5 @@ class CheckpointManager:
                 self._upkeep.close()
 
 
-def _all(error: CheckpointException) -> list[BaseException]:
-    return [failure for failure, _ in error.failures.values()]
-
-
-def _first(error: CheckpointException) -> BaseException:
-    return _all(error)[0]
-
-
 def _may_be_tried_again(error: CheckpointException) -> bool:
-    return all(isinstance(failure, StoreError) for failure in _all(error))
+    return all(isinstance(failure, StoreError) for failure, _ in error.failures.values())

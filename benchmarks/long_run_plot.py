@@ -1,0 +1,51 @@
+"""The plot of a long run: what each policy writes, keeps and reads, over the checkpoints of the run."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.figure import Figure
+
+COLORS = {
+    "Compacted": "#0072b2",
+    "Full": "#555555",
+    "OneShot": "#e69f00",
+    "Intermittent": "#009e73",
+    "Consecutive": "#cc79a7",
+}
+
+
+class Course(Protocol):
+    """What is drawn of a policy, each a number a checkpoint, in full checkpoints."""
+
+    written: list[float]
+    capacity: list[float]
+    restore: list[float]
+
+
+def draw(courses: Mapping[str, Course], path: Path) -> None:
+    """Write an SVG of three plots."""
+    with mpl.rc_context(
+        {"svg.fonttype": "none", "font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
+    ):
+        figure = Figure(figsize=(11, 3.8), layout="constrained")
+        written, capacity, restore = figure.subplots(1, 3)
+        for name, course in courses.items():
+            steps = np.arange(1, len(course.written) + 1)
+            style = {"color": COLORS[name], "label": name, "linewidth": 2.4 if name == "Compacted" else 1.4}
+            written.plot(steps, np.cumsum(course.written) / steps, **style)
+            capacity.plot(steps, course.capacity, **style)
+            restore.plot(steps, course.restore, **style)
+        written.set(title="Written a checkpoint, mean so far", ylim=(0, 1.05))
+        for axes, limit, title in ((capacity, 1.6, "Kept, at its most"), (restore, 1.2, "Read by a restore")):
+            axes.axhline(limit, color="#888888", linestyle=":", linewidth=1)
+            axes.set(title=title, ylim=(0, 5))
+        for axes in (written, capacity, restore):
+            axes.set(xscale="log", xlabel="checkpoint", ylabel="full checkpoints")
+        figure.legend(
+            *written.get_legend_handles_labels(), loc="outside lower center", ncols=len(courses), frameon=False
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
