@@ -13,14 +13,15 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save
-from torchrec_cnr.maintenance.pruning import execute, plan_prune
-from torchrec_cnr.maintenance.retention import Keep
 
 import torchrec_cnr as cnr
 from benchmarks.long_run_plot import draw
 from benchmarks.report import Figure, Report, Table
 from benchmarks.rounds import Setup
 from torchrec_cnr.coverage import Mask
+from torchrec_cnr.maintenance.prune_execution import execute
+from torchrec_cnr.maintenance.pruning import plan_prune
+from torchrec_cnr.maintenance.retention import Keep
 from torchrec_cnr.manifest import History
 from torchrec_cnr.modified import ModifiedRows, Since
 from torchrec_cnr.rows import Box, encode_rows
@@ -83,7 +84,10 @@ def run(setup: Setup) -> Report:
         ),
         figures=(
             Figure(
-                "written by Compacted, less than full by", 1 / np.mean(compacted.written), "×", at_least=MIN_REDUCTION
+                "written by Compacted, less than full by",
+                1 / float(np.mean(compacted.written)),
+                "×",
+                at_least=MIN_REDUCTION,
             ),
             Figure("capacity, at its most", max(compacted.capacity), "models", at_most=MAX_CAPACITY),
             Figure("restore of a kept head, at its most", max(compacted.restore), "models", at_most=MAX_RESTORE),
@@ -130,7 +134,7 @@ def _compacted(setup: Setup, num_rows: int, num_checkpoints: int) -> tuple[Cours
 
 
 def _stored_bytes() -> int:
-    return sum(Store.open(ROOT).listing().values())
+    return sum(Store.open(ROOT).listing().files.values())
 
 
 def _simulated(policy: cnr.Policy, num_rows: int, num_checkpoints: int, full_bytes: int) -> Course:

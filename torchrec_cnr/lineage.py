@@ -29,6 +29,7 @@ class Checkpoint:
         manifest: What it holds now: ``committed``, or the manifest that replaced it when the lineage was compacted.
         manifest_bytes: Size of its manifest files.
         manifest_sha256: Digest of ``manifest``.
+        between: Manifests that replaced ``committed`` and were replaced themselves, oldest first.
     """
 
     store: Store
@@ -37,6 +38,7 @@ class Checkpoint:
     manifest: Manifest
     manifest_bytes: int
     manifest_sha256: str
+    between: tuple[Manifest, ...] = ()
 
     @property
     def kind(self) -> Kind:
@@ -52,6 +54,11 @@ class Checkpoint:
     def is_compacted(self) -> bool:
         """Whether another manifest has replaced the one that committed it."""
         return self.manifest is not self.committed
+
+    @property
+    def manifests(self) -> tuple[Manifest, ...]:
+        """All that were ever in force, oldest first: a load that began before a compaction reads by an earlier one."""
+        return (self.committed, *self.between, self.manifest) if self.is_compacted else (self.manifest,)
 
     @property
     def num_rows(self) -> int:
@@ -113,6 +120,7 @@ def _read(store: Store) -> Checkpoint:
         )
     committed, sha256, num_bytes = found
     manifest, last = committed, sha256
+    chain: list[Manifest] = []
     while (found := _read_manifest(store, replacement_name(last))) is not None:
         replacement, digest, size = found
         if replacement.replaces != last:
@@ -121,7 +129,8 @@ def _read(store: Store) -> Checkpoint:
                 "its name says; use another checkpoint"
             )
         manifest, last, num_bytes = replacement, digest, num_bytes + size
-    return Checkpoint(store, committed, sha256, manifest, num_bytes, last)
+        chain.append(manifest)
+    return Checkpoint(store, committed, sha256, manifest, num_bytes, last, tuple(chain[:-1]))
 
 
 def _read_manifest(store: Store, name: str) -> tuple[Manifest, str, int] | None:

@@ -4,10 +4,10 @@ Who calls what, on which rank, in one ``dcp.load``:
 
     1. reset                  all ranks  another checkpoint id may come with it
     2. read_metadata          all ranks  read and validate the manifests from the head to its baseline
-    3. set_up_storage_reader  all ranks  raise what went wrong in 2: DCP would lose the error's type there
+    3. set_up_storage_reader  all ranks  raise what went wrong in 2: DCP would lose the error's type there; take a lease
     4. prepare_local_plan     all ranks  nothing
     5. prepare_global_plan    coordinator  nothing
-    6. read_data              all ranks  fold the lineage into the planner's tensors
+    6. read_data              all ranks  fold the lineage into the planner's tensors; release the lease
 """
 
 import io
@@ -33,6 +33,7 @@ from torchrec_cnr.errors import CNRError, DamagedError, LoadError, StateMismatch
 from torchrec_cnr.folding import fold, plan_fold
 from torchrec_cnr.handover import InferenceReadItem, LoadMetadata, RestoredRows, RowStateReadItem, ValueReadItem
 from torchrec_cnr.inference_regions import inference_regions, turns
+from torchrec_cnr.leases import Lease
 from torchrec_cnr.lineage import Lineage, existing, read_lineage
 from torchrec_cnr.manifest import DTYPES, TensorEntry
 from torchrec_cnr.packs import PackReader, check_thread_count
@@ -62,10 +63,12 @@ class CNRStorageReader(StorageReader):
         self._lineage: Lineage | None = None
         self._failure: CNRError | None = None
         self._load_id = ""
+        self._lease: Lease | None = None
         self.reset()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new load."""
+        self._end_lease()
         if checkpoint_id is not None:
             self._url = Store.open(checkpoint_id).url
         self._lineage = None
@@ -87,9 +90,11 @@ class CNRStorageReader(StorageReader):
         return LoadMetadata(entries, planner_data=dict(manifest.paths), storage_meta=meta, lineage=self._lineage)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raise what went wrong while the manifests were read."""
+        """Raise what went wrong while the manifests were read; let nobody prune what they name."""
         if self._failure is not None:
             raise self._failure
+        self._end_lease()
+        self._lease = Lease.take(Store.open(self._url), "load")
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Nothing to add."""
@@ -101,6 +106,15 @@ class CNRStorageReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fold the lineage into the planner's tensors, and give it the objects."""
+        try:
+            self._read_data(plan, planner)
+        finally:
+            self._end_lease()
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read_data(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         if self._lineage is None:
             raise LoadError(f"{self._url}: data was asked for before the metadata was read")
         tensors = [item for item in plan.items if item.type is LoadItemType.TENSOR]
@@ -119,9 +133,6 @@ class CNRStorageReader(StorageReader):
         self._load_objects([item for item in plan.items if item.type is LoadItemType.BYTE_IO], planner)
         if isinstance(planner, RestoredRows):
             planner.finish_restore()
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
 
     def _region(self, lineage: Lineage, item: ReadItem, target: Tensor, planner: LoadPlanner) -> Region:
         fqn = item.storage_index.fqn
@@ -156,6 +167,11 @@ class CNRStorageReader(StorageReader):
         wanted = [(key, newest.manifest.objects[item.storage_index.fqn]) for key, item in by_key.items()]
         for key, data in PackReader(newest.store, newest.manifest.packs, self._thread_count).read(wanted):
             planner.load_bytes(by_key[key], _proved_harmless(data.tobytes(), f"{newest.store.url}: {key}"))
+
+    def _end_lease(self) -> None:
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
 
     @property
     def checkpoint_id(self) -> str:

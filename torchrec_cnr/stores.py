@@ -9,7 +9,7 @@ import os
 import posixpath
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +28,21 @@ _NO_PATH = re.compile(r"[\\\x00-\x1f]")
 _one_at_a_time = threading.Lock()
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)  # from file systems without hard links
 _ERRNO: dict[type[Exception], int] = {FileNotFoundError: errno.ENOENT, FileExistsError: errno.EEXIST}
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What is in a directory.
+
+    Attributes:
+        files: Sizes in bytes, by name.
+        directories: Names.
+        links: Names of symbolic links to directories.
+    """
+
+    files: Mapping[str, int]
+    directories: tuple[str, ...] = ()
+    links: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -110,24 +125,57 @@ class Store:
                 return []
         return sorted(posixpath.basename(str(name).rstrip("/")) for name in found)
 
-    def listing(self) -> dict[str, int]:
-        """Files in the directory and, as ``directory/file``, in its directories, with their sizes in bytes, by name."""
+    def listing(self) -> "Listing":
+        """What is in the directory; nothing where there is no directory."""
         with self._errors("list", ""):
-            self.fs.invalidate_cache(self.path)
-            found = self.fs.find(self.path, maxdepth=2, detail=True)
-        return {posixpath.relpath(path, self.path): int(entry["size"] or 0) for path, entry in sorted(found.items())}
+            try:
+                self.fs.invalidate_cache(self.path)
+                found = self.fs.ls(self.path, detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                found = []
+        files: dict[str, int] = {}
+        directories, links = [], []
+        for entry in sorted(found, key=lambda entry: str(entry["name"])):
+            path = str(entry["name"]).rstrip("/")
+            name = posixpath.basename(path)
+            if path == self.path:  # a file of this name, or what stands for a directory in an object store
+                continue
+            if entry["type"] == "directory":
+                directories.append(name)
+            elif entry.get("islink") and os.path.isdir(path):
+                links.append(name)
+            else:
+                files[name] = int(entry["size"] or 0)
+        return Listing(files, tuple(directories), tuple(links))
 
-    def remove(self, name: str) -> None:
-        """Remove a file; that it is gone already is no error."""
+    def modified_ns(self, name: str = "") -> int:
+        """Unix time in nanoseconds when a file, or the directory itself, was written last, by the store's clock."""
+        with self._errors("look up", name):
+            return int(self.fs.modified(self.child(name).rstrip("/")).timestamp() * 1e9)
+
+    def remove(self, name: str, is_durable: bool = False) -> None:
+        """Remove a file; that it is gone already is no error.
+
+        Args:
+            name: The file.
+            is_durable: Whether it must not be there again after a power failure.
+        """
         with self._errors("remove", name):
             try:
                 self.fs.rm_file(self.child(name))
             except FileNotFoundError:
                 return
+            if is_durable and self.sync_files and isinstance(self.fs, LocalFileSystem):
+                _sync_directory(self.path)
+
+    @property
+    def has_directories(self) -> bool:
+        """Whether a directory is there although nothing is in it."""
+        return isinstance(self.fs, LocalFileSystem)
 
     def remove_directory(self) -> None:
         """Remove the directory if it is empty, where the file system has directories."""
-        if not isinstance(self.fs, LocalFileSystem):
+        if not self.has_directories:
             return
         try:
             with self._errors("remove", ""):

@@ -9,11 +9,13 @@ from torch import Tensor
 
 from torchrec_cnr.errors import ConfigurationError, StateMismatchError
 from torchrec_cnr.folding import fold, plan_fold
+from torchrec_cnr.leases import leased
 from torchrec_cnr.lineage import Lineage, existing, read_lineage
 from torchrec_cnr.manifest import DTYPES, Manifest, TensorEntry
 from torchrec_cnr.packs import check_thread_count
 from torchrec_cnr.regions import Region, RowStateRegion, TensorRegion, column_bounds
 from torchrec_cnr.rows import Box
+from torchrec_cnr.stores import Store
 from torchrec_cnr.tracked import forget_overwritten
 
 _NUM_SIMILAR = 5
@@ -48,13 +50,15 @@ def load_table(
         CheckpointNotFoundError, DamagedError, VersionError, StoreError: The checkpoint cannot be read.
     """
     check_thread_count(thread_count)
-    lineage = read_lineage(existing(path))
-    entry = _entry(lineage, fqn)
-    box = _wanted_box(fqn, entry, rows)
-    target = _target(out, fqn, box, DTYPES[entry.dtype])
-    forget_overwritten([target])
-    regions = list(_regions(lineage, fqn, entry, box, target))
-    fold(plan_fold(lineage, regions), regions, thread_count)
+    place = existing(path)
+    with leased(Store.open(place), "load"):
+        lineage = read_lineage(place)
+        entry = _entry(lineage, fqn)
+        box = _wanted_box(fqn, entry, rows)
+        target = _target(out, fqn, box, DTYPES[entry.dtype])
+        forget_overwritten([target])
+        regions = list(_regions(lineage, fqn, entry, box, target))
+        fold(plan_fold(lineage, regions), regions, thread_count)
     return target if out is None else out
 
 

@@ -4,10 +4,11 @@ Who calls what, on which rank, in one ``dcp.save``:
 
     1. storage_meta           all ranks    a new save begins: a new save id
     2. set_up_storage_writer  all ranks    learn the rank
-    3. prepare_local_plan     all ranks    refuse an id that is taken, make the directory
+    3. prepare_local_plan     all ranks    refuse an id that is taken, make the directory; the coordinator takes a lease
     4. prepare_global_plan    coordinator  give its save id to all ranks
     5. write_data             all ranks    encode every item of the plan into packs
-    6. finish                 coordinator  check all results against the plan, then commit: write the manifest
+    6. finish                 coordinator  check all results against the plan, then commit: write the manifest, and
+                                           release the lease
 
 Nothing is ever overwritten: packs bear the save id in their names, and the manifest is put only where none is.
 """
@@ -30,6 +31,7 @@ from torchrec_cnr.assembly import assemble
 from torchrec_cnr.decisions import Decision
 from torchrec_cnr.errors import CheckpointExistsError, ConfigurationError, LoadError, SaveError
 from torchrec_cnr.handover import CNRStorageMeta, SaveMetadata
+from torchrec_cnr.leases import LEASE_SECS, Lease
 from torchrec_cnr.lineage import relative_path
 from torchrec_cnr.manifest import FILE_NAME, CheckpointRef, History, Manifest
 from torchrec_cnr.modified import Since
@@ -102,6 +104,8 @@ class CNRStorageWriter(StorageWriter):
         self._rank = 0
         self._started = time.monotonic()
         self.phases = SavePhases()
+        self._is_coordinator = False
+        self._lease: Lease | None = None
         self._warned: set[str] = set()  # FQNs of which it was said that rows are stored exactly
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -111,17 +115,20 @@ class CNRStorageWriter(StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Learn the rank; DCP passes it only to a parameter that is called ``kwargs``."""
+        self._is_coordinator = is_coordinator
         self._rank = kwargs.get("rank") or 0
         if not kwargs.get("use_collectives", True):
             raise ConfigurationError("use_collectives=False is not supported: one commit holds all ranks' data")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Refuse an id that is taken; make the directory."""
+        """Refuse an id that is taken; make the directory, and let nobody prune it."""
         if self._store.exists(FILE_NAME):
             raise CheckpointExistsError(
                 f"{self._store.url} holds a committed checkpoint already; save under another checkpoint_id"
             )
         self._store.make()
+        if self._is_coordinator:
+            self._lease = Lease.take(self._store, "save")
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -168,8 +175,27 @@ class CNRStorageWriter(StorageWriter):
             manifest_json.loads(data, f"{self._store.url}/{FILE_NAME}")
         except LoadError as error:
             raise SaveError(f"nothing was committed, because it could not be loaded again: {error}") from error
+        self._check_still_there(manifest)
         self._store.put_new(FILE_NAME, data, self._save_id)
         self.phases = replace(self.phases, commit_secs=time.monotonic() - began)
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
+
+    def _check_still_there(self, manifest: Manifest) -> None:
+        """Nothing may have been pruned that the checkpoint needs: its parent, or its own packs."""
+        if manifest.parent is not None:
+            parent = self._store.at(manifest.parent.path)
+            if not parent.exists(FILE_NAME):
+                raise SaveError(
+                    f"{self._store.url}: nothing was committed, because its parent {parent.url} was pruned meanwhile; "
+                    "save again: the next save will be a baseline"
+                )
+        if self._lease is not None and self._lease.has_run_out:
+            raise SaveError(
+                f"{self._store.url}: nothing was committed, because the save took longer than {LEASE_SECS} s, and its "
+                "packs may have been pruned; save again"
+            )
 
     def _parent(self, decision: Decision) -> CheckpointRef | None:
         if decision.parent is None:
@@ -181,6 +207,9 @@ class CNRStorageWriter(StorageWriter):
 
     def storage_meta(self) -> StorageMeta:
         """Where this save goes, for the planner; the first call of every save, and the only one that draws its id."""
+        if self._lease is not None:  # the save before committed nothing
+            self._lease.lapse()
+            self._lease = None
         self._save_id = uuid.uuid4().hex[:16]
         self._started = time.monotonic()
         return CNRStorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id, store=self._store)

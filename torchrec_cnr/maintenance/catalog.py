@@ -5,13 +5,17 @@ whatever else is there. Upkeep plans from a catalog alone, without I/O, so that 
 """
 
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from torchrec_cnr.errors import CheckpointNotFoundError, CNRError
+from torchrec_cnr.errors import CheckpointNotFoundError, CNRError, StoreError
+from torchrec_cnr.leases import Lease, in_force
 from torchrec_cnr.lineage import Checkpoint, Lineage, read_checkpoint
+from torchrec_cnr.maintenance import annotations, journal
+from torchrec_cnr.maintenance.journal import Journal, PrunedCheckpoint
 from torchrec_cnr.manifest import FILE_NAME
 from torchrec_cnr.stores import Store
 
@@ -28,7 +32,12 @@ class Entry:
         name: Its name.
         files: Sizes in bytes of the files in it, by name.
         checkpoint: What was committed there, or None.
-        problem: Why a manifest that is there cannot be read, or None.
+        problem: Why a manifest that is there, or the directory itself, cannot be read, or None.
+        directories: Names of directories in it.
+        metrics: Of the checkpoint; finite ones.
+        modified_ns: Where there is a problem, when its manifest or else the directory was written last, if that is
+            known.
+        is_link: Whether it is a symbolic link to a directory; of that, no files are listed.
     """
 
     store: Store
@@ -36,11 +45,24 @@ class Entry:
     files: Mapping[str, int]
     checkpoint: Checkpoint | None = None
     problem: CNRError | None = None
+    directories: tuple[str, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    modified_ns: int | None = None
+    is_link: bool = False
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all files in it."""
         return sum(self.files.values())
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """Tags of the checkpoint, sorted."""
+        return annotations.tags(self.files)
+
+    def leases(self, now_ns: int) -> list[Lease]:
+        """Leases that hold, the one that holds longest first."""
+        return in_force(self.store, self.files, now_ns)
 
 
 @dataclass(frozen=True)
@@ -49,13 +71,15 @@ class Catalog:
 
     Attributes:
         root: The root.
-        entries: Its directories, by name.
+        entries: Its directories, by name; the journal's files are not among what is in them.
         files: Sizes in bytes of the files in the root itself, by name.
+        journal: What is known of checkpoints that were pruned.
     """
 
     root: Store
     entries: Mapping[str, Entry]
     files: Mapping[str, int]
+    journal: Journal = field(default_factory=Journal)
 
     @cached_property
     def checkpoints(self) -> Mapping[str, Checkpoint]:
@@ -63,10 +87,16 @@ class Catalog:
         found = [(name, entry.checkpoint) for name, entry in self.entries.items() if entry.checkpoint is not None]
         return dict(sorted(found, key=lambda item: item[1].created_ns))
 
+    @cached_property
+    def pruned(self) -> tuple[PrunedCheckpoint, ...]:
+        """Checkpoints that are gone, oldest first."""
+        there = {(name, checkpoint.created_ns) for name, checkpoint in self.checkpoints.items()}
+        return tuple(found for found in self.journal.pruned if (found.name, found.created_ns) not in there)
+
     def parent(self, checkpoint: Checkpoint) -> str | None:
         """The name of a checkpoint's parent, if that is here and is the one that was meant."""
         ref = checkpoint.manifest.parent
-        name = None if ref is None else self._name_of(checkpoint.store.at(ref.path))
+        name = None if ref is None else self.name_of(checkpoint.store.at(ref.path))
         found = self.checkpoints.get(name) if name is not None else None
         return name if found is not None and ref is not None and found.sha256 == ref.sha256 else None
 
@@ -83,7 +113,7 @@ class Catalog:
         """The packs of a checkpoint: name of the directory under the root, and file name."""
         for pack in checkpoint.manifest.packs:
             store = checkpoint.store if pack.directory is None else checkpoint.store.at(pack.directory)
-            name = self._name_of(store)
+            name = self.name_of(store)
             if name is not None:
                 yield name, pack.name
 
@@ -92,7 +122,8 @@ class Catalog:
         parents = {self.parent(checkpoint) for checkpoint in self.checkpoints.values()}
         return [name for name in self.checkpoints if name not in parents]
 
-    def _name_of(self, store: Store) -> str | None:
+    def name_of(self, store: Store) -> str | None:
+        """The name of a directory of the root, be it there or not; None for one elsewhere."""
         above, _, name = store.path.rpartition("/")
         return name if above == self.root.path.rstrip("/") else None
 
@@ -100,40 +131,76 @@ class Catalog:
 def read_catalog(root: str | os.PathLike[str], progress: Progress | None = None) -> Catalog:
     """List a root and read all manifests.
 
+    What cannot be listed or read is in the catalog with the reason; so a catalog never lacks a directory.
+
     Args:
         root: A directory of checkpoints, path or fsspec URL.
         progress: Told how many of how many directories were read.
 
     Raises:
-        StoreError: It cannot be listed, or a manifest cannot be read for another reason than its content.
+        StoreError: The root cannot be listed, or its journal cannot be read.
     """
     store = Store.open(root)
-    listed: dict[str, dict[str, int]] = {}
-    own: dict[str, int] = {}
-    for path, num_bytes in store.listing().items():
-        directory, _, name = path.rpartition("/")
-        if directory:
-            listed.setdefault(directory, {})[name] = num_bytes
-        else:
-            own[name] = num_bytes
+    listed = store.listing()
+    names = sorted({*listed.directories, *listed.links})
     entries: dict[str, Entry] = {}
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="cnr-catalog") as threads:
-        for entry in threads.map(lambda item: _read_entry(store.at(item[0]), *item), listed.items()):
+        for entry in threads.map(lambda name: _read_entry(store.at(name), name, name in listed.links), names):
             entries[entry.name] = entry
             if progress is not None:
-                progress(len(entries), len(listed))
-    return Catalog(store, entries, own)
+                progress(len(entries), len(names))
+    found = Journal()
+    if journal.DIRECTORY in entries:
+        found = journal.read_files(store.at(journal.DIRECTORY), entries[journal.DIRECTORY].files, time.time_ns())
+        entries = _without_journal(entries)
+    return Catalog(store, entries, listed.files, found)
 
 
-def _read_entry(store: Store, name: str, files: Mapping[str, int]) -> Entry:
-    if FILE_NAME not in files:
-        return Entry(store, name, files)
+def read_journal(root: str | os.PathLike[str] | Catalog) -> list[PrunedCheckpoint]:
+    """The checkpoints that were pruned from a root, or from the root that a catalog was read of, oldest first.
+
+    Raises:
+        StoreError: As :func:`read_catalog`.
+    """
+    return list((root if isinstance(root, Catalog) else read_catalog(root)).pruned)
+
+
+def _read_entry(store: Store, name: str, is_link: bool) -> Entry:
     try:
-        return Entry(store, name, files, read_checkpoint(store.url))
+        listed = store.listing()
+    except StoreError as error:
+        return Entry(store, name, {}, problem=error, modified_ns=_modified_ns(store, ""), is_link=is_link)
+    files = {} if is_link else listed.files
+    there = Entry(store, name, files, directories=(*listed.directories, *listed.links), is_link=is_link)
+    if FILE_NAME not in listed.files:
+        return there
+    try:
+        found = read_checkpoint(store.url)
+        metrics = annotations.read_metrics(store, files)
     except CheckpointNotFoundError:  # removed since it was listed
-        return Entry(store, name, {})
+        return Entry(store, name, {}, is_link=is_link)
     except CNRError as error:
-        return Entry(store, name, files, problem=error)
+        return Entry(
+            store, name, files, None, error, there.directories, {}, _modified_ns(store, FILE_NAME), is_link=is_link
+        )
+    return Entry(store, name, files, found, None, there.directories, metrics, is_link=is_link)
+
+
+def _modified_ns(store: Store, name: str) -> int | None:
+    try:
+        return store.modified_ns(name)
+    except StoreError:
+        return None
+
+
+def _without_journal(entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    """The directories without the journal's files; a directory that has nothing else is left out."""
+    own = entries[journal.DIRECTORY]
+    files = {name: num_bytes for name, num_bytes in own.files.items() if not journal.is_journal_file(name)}
+    others = {name: entry for name, entry in entries.items() if entry is not own}
+    if not (files or own.directories or own.problem or own.is_link):
+        return others
+    return {**others, own.name: replace(own, files=files)}
 
 
 def total_bytes(entries: Iterable[Entry]) -> int:

@@ -10,7 +10,8 @@ import threading
 from torchrec_cnr.errors import CheckpointExistsError, CNRError
 from torchrec_cnr.lineage import Checkpoint
 from torchrec_cnr.maintenance.compaction import MAX_RATIO
-from torchrec_cnr.maintenance.pruning import execute, plan_prune
+from torchrec_cnr.maintenance.prune_execution import execute
+from torchrec_cnr.maintenance.pruning import plan_prune
 from torchrec_cnr.maintenance.retention import Keep
 from torchrec_cnr.maintenance.rewriting import compact
 

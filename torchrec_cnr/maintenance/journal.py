@@ -1,0 +1,173 @@
+"""The journal: what was pruned, told by files under the root that outlive it.
+
+A prune writes what it is about to remove into one new file before it removes anything; many files are folded into one.
+So a report over months can still tell of checkpoints that are gone, and what a prune that died has left behind is
+recognised by the next one. That a checkpoint is in the journal twice, or is still there, does no harm.
+"""
+
+import json
+import logging
+import re
+import uuid
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, get_args
+
+from torchrec_cnr.errors import StoreError
+from torchrec_cnr.leases import LEASE_SECS
+from torchrec_cnr.manifest import Kind
+from torchrec_cnr.stores import Store
+
+logger = logging.getLogger(__name__)
+
+DIRECTORY = "journal"
+NUM_FOLDED = 16  # as many files become one
+_NAME = re.compile(r"\d{20}-[0-9a-f]{16}\.json")
+_TEMPORARY = re.compile(r"[0-9a-f]{16}\.(?P<at_ns>\d{20})-[0-9a-f]{16}\.json")
+_FORMAT, _VERSION = "torchrec_cnr journal", 1
+_MAX_INT = 1 << 62
+
+
+@dataclass(frozen=True)
+class PrunedCheckpoint:
+    """A checkpoint that was pruned.
+
+    Attributes:
+        name: Its directory under the root.
+        created_ns: Unix time of its commit, in nanoseconds.
+        kind: ``baseline`` or ``delta``, as it was saved.
+        num_bytes: Bytes in the packs that its save wrote.
+        num_rows: Rows of tables that its save stored.
+        num_table_rows: Rows of all tables.
+        parent: Directory of the parent that it was saved on; a relative path where that is not under the root, None for
+            a baseline.
+        restore_bytes: What a load of it read, with all that it stood on.
+        removed_ns: When it was removed.
+        save_ids: What the names of packs in its directory began with.
+    """
+
+    name: str
+    created_ns: int
+    kind: Kind
+    num_bytes: int
+    num_rows: int
+    num_table_rows: int
+    parent: str | None
+    restore_bytes: int
+    removed_ns: int
+    save_ids: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Journal:
+    """All that the journal's files tell.
+
+    Attributes:
+        pruned: Checkpoints that were, or were to be, removed, in order of time of commit, each once.
+        died: Directories of saves that died, of which the files were removed.
+        files: The files that were read, by name.
+        abandoned: Files that a prune which died has left half-way.
+    """
+
+    pruned: tuple[PrunedCheckpoint, ...] = ()
+    died: frozenset[str] = frozenset()
+    files: tuple[str, ...] = ()
+    abandoned: tuple[str, ...] = ()
+
+
+def is_journal_file(name: str) -> bool:
+    """Whether a file in the journal's directory is the journal's."""
+    return any(pattern.fullmatch(name) for pattern in (_NAME, _TEMPORARY))
+
+
+def read_files(directory: Store, names: Iterable[str], now_ns: int) -> Journal:
+    """Read the journal's files; those that cannot be made sense of are passed over with a warning.
+
+    Args:
+        directory: Where they lie.
+        names: The files there.
+        now_ns: A file that was begun long before is not going to be finished.
+
+    Raises:
+        StoreError: A file that is there cannot be read.
+    """
+    read, entries = [], []
+    for name in sorted(name for name in names if _NAME.fullmatch(name)):
+        try:
+            entries.append(_parsed(directory.read(name)))
+            read.append(name)
+        except (ValueError, RecursionError) as error:
+            logger.warning("%s/%s: passed over, it is no file of a journal: %s", directory.url, name, error)
+        except StoreError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
+            logger.info("%s: another prune has folded it meanwhile", error)
+    pruned = _each_once(checkpoint for checkpoints, _ in entries for checkpoint in checkpoints)
+    died = frozenset(name for _, names in entries for name in names)
+    begun = {name: int(found["at_ns"]) for name in names if (found := _TEMPORARY.fullmatch(name))}
+    abandoned = tuple(name for name, at_ns in begun.items() if at_ns + LEASE_SECS * 10**9 < now_ns)
+    return Journal(pruned, died, tuple(read), abandoned)
+
+
+def write_file(directory: Store, pruned: Collection[PrunedCheckpoint], died: Collection[str], now_ns: int) -> str:
+    """Write one file; returns its name.
+
+    Raises:
+        StoreError: It cannot be written. It is not there then.
+    """
+    data = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "pruned": [asdict(checkpoint) for checkpoint in pruned],
+        "died": sorted(died),
+    }
+    id_ = uuid.uuid4().hex[:16]
+    name = f"{now_ns:020d}-{id_}.json"
+    directory.make()
+    directory.put_new(name, json.dumps(data, separators=(",", ":")).encode(), id_)
+    return name
+
+
+def fold_files(directory: Store, journal: Journal, now_ns: int) -> None:
+    """Write what a journal tells into one file, and remove the files that it was read from.
+
+    Raises:
+        StoreError: That cannot be done; nothing is lost.
+    """
+    write_file(directory, journal.pruned, journal.died, now_ns)
+    for name in journal.files:
+        directory.remove(name)
+
+
+def _each_once(checkpoints: Iterable[PrunedCheckpoint]) -> tuple[PrunedCheckpoint, ...]:
+    found: dict[tuple[str, int], PrunedCheckpoint] = {}
+    for checkpoint in sorted(checkpoints, key=lambda checkpoint: checkpoint.removed_ns):
+        found.setdefault((checkpoint.name, checkpoint.created_ns), checkpoint)
+    return tuple(sorted(found.values(), key=lambda checkpoint: (checkpoint.created_ns, checkpoint.name)))
+
+
+def _parsed(data: bytes) -> tuple[list[PrunedCheckpoint], list[str]]:
+    value = json.loads(data)
+    if not isinstance(value, dict) or (value.get("format"), value.get("version")) != (_FORMAT, _VERSION):
+        raise ValueError("not a journal of this version")
+    pruned, died = value.get("pruned"), value.get("died")
+    if not isinstance(pruned, list) or not isinstance(died, list) or not all(isinstance(name, str) for name in died):
+        raise ValueError("it lacks what was pruned")
+    return [_checkpoint(item) for item in pruned], died
+
+
+def _checkpoint(value: Any) -> PrunedCheckpoint:
+    if not isinstance(value, Mapping) or set(value) != {field.name for field in fields(PrunedCheckpoint)}:
+        raise ValueError(f"no pruned checkpoint: {str(value)[:80]!r}")
+    counts = ("created_ns", "num_bytes", "num_rows", "num_table_rows", "restore_bytes", "removed_ns")
+    good = (
+        all(type(value[name]) is int and 0 <= value[name] <= _MAX_INT for name in counts)
+        and isinstance(value["name"], str)
+        and isinstance(value["parent"], str | None)
+        and value["kind"] in get_args(Kind)
+        and isinstance(value["save_ids"], list)
+        and all(isinstance(save_id, str) for save_id in value["save_ids"])
+    )
+    if not good:
+        raise ValueError(f"no pruned checkpoint: {str(value)[:80]!r}")
+    return PrunedCheckpoint(**{**value, "save_ids": tuple(value["save_ids"])})

@@ -1,0 +1,217 @@
+"""Pruning: what of a root is not needed any more, worked out from a catalog without I/O.
+
+What goes is
+
+- each checkpoint that does not stay, see ``staying``: its manifests, and its packs, but for those that others use;
+- packs that nobody uses any more, in directories of checkpoints that stay, and of those that were pruned before;
+- what saves and compactions that died have left: in a directory with a manifest, or with a lease that has run out.
+
+Whatever else is there stays: files of other names, and directories that are not recognised as ours. A directory in
+which somebody has a lease, since he works there, is left alone entirely.
+"""
+
+import math
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from torchrec_cnr.leases import is_lease
+from torchrec_cnr.lineage import Checkpoint
+from torchrec_cnr.maintenance import journal
+from torchrec_cnr.maintenance.catalog import Catalog, Entry, read_catalog
+from torchrec_cnr.maintenance.dependencies import Needs, needed_by
+from torchrec_cnr.maintenance.journal import PrunedCheckpoint
+from torchrec_cnr.maintenance.own_files import (
+    PACK_SUFFIX,
+    in_order,
+    is_beside_packs,
+    is_pack,
+    is_temporary,
+    packs_of,
+    save_id,
+)
+from torchrec_cnr.maintenance.prune_plan import PrunePlan, Removal
+from torchrec_cnr.maintenance.quantities import name_text
+from torchrec_cnr.maintenance.retention import Keep
+from torchrec_cnr.maintenance.staying import Staying, lease_text, what_stays
+
+_NUM_NAMED = 3  # files in a reason
+
+
+def plan_prune(
+    root: str | os.PathLike[str] | Catalog, keep: Keep | None = None, *, now_ns: int | None = None
+) -> PrunePlan:
+    """Work out what to remove.
+
+    Checkpoints under other roots that stand on ones here are not seen: give those that they stand on a tag.
+
+    Args:
+        root: A directory of checkpoints, path or fsspec URL; or its catalog, from which everything is worked out.
+        keep: Which checkpoints are wanted; by default the last three, and those that are tagged.
+        now_ns: Unix time in nanoseconds by which leases have run out or not; by default the present.
+
+    Raises:
+        ConfigurationError: There are checkpoints, and none of them would be kept.
+        StoreError: The root cannot be listed.
+    """
+    catalog = root if isinstance(root, Catalog) else read_catalog(root)
+    keep = Keep() if keep is None else keep
+    now_ns = time.time_ns() if now_ns is None else now_ns
+    return _Planner(catalog, what_stays(catalog, keep, now_ns), now_ns).plan(keep)
+
+
+@dataclass(frozen=True)
+class _Planner:
+    """What a plan is worked out from."""
+
+    catalog: Catalog
+    staying: Staying
+    now_ns: int
+
+    def plan(self, keep: Keep) -> PrunePlan:
+        going = [name for name in reversed(list(self.catalog.checkpoints)) if name not in self.staying.reasons]
+        others = [name for name in self.catalog.entries if name not in set(going)]
+        found = {name: self.removal(self.catalog.entries[name]) for name in (*going, *others)}
+        removals = tuple(removal for removal in found.values() if removal is not None)
+        reasons = {name: tuple(self.reasons(entry, found[name])) for name, entry in self.catalog.entries.items()}
+        stays = {name: texts for name, texts in reasons.items() if texts}
+        num_new = any(removal.pruned is not None or removal.is_dead_save for removal in removals)
+        folds = len(self.catalog.journal.files) + num_new >= journal.NUM_FOLDED
+        return PrunePlan(self.catalog, keep, self.now_ns, removals, stays, folds)
+
+    # What goes from one directory.
+
+    def removal(self, entry: Entry) -> Removal | None:
+        """What goes from a directory; None if nothing does."""
+        if entry.name in self.staying.untouched:
+            return None
+        files = in_order(name for name in self.own_files(entry) if (entry.name, name) not in self.staying.needs.packs)
+        is_kept = entry.name in self.staying.reasons
+        is_emptied = len(files) == len(entry.files) and not entry.directories and not is_kept
+        takes_directory = is_emptied and (bool(files) or (self.was_ours(entry) and entry.store.has_directories))
+        if not files and not takes_directory:
+            return None
+        pruned = None if is_kept or entry.checkpoint is None else self.record(entry, entry.checkpoint)
+        return Removal(entry, files, pruned, takes_directory, self.loading(entry, files))
+
+    def own_files(self, entry: Entry) -> Iterator[str]:
+        """The files that a directory has on account of us, but for those that its checkpoint has if it stays."""
+        if entry.checkpoint is None:
+            yield from self.leftovers(entry)
+            return
+        packs, is_kept = packs_of(entry.checkpoint), entry.name in self.staying.reasons
+        for name in entry.files:
+            is_dead = is_pack(name) or name in packs or is_temporary(name) or is_lease(name)
+            if is_dead or (not is_kept and is_beside_packs(name)):
+                yield name
+
+    def leftovers(self, entry: Entry) -> Iterator[str]:
+        """What is left of a checkpoint that was pruned, or of a save that died."""
+        has_died = any(is_lease(name) for name in entry.files)
+        if not has_died and not self.was_ours(entry):
+            return
+        known = self.known_packs(entry)
+        for name in entry.files:
+            is_dead = is_beside_packs(name) or (has_died and is_pack(name))
+            if known.get(name, math.inf if is_dead else -math.inf) > self.staying.horizon_ns:
+                yield name
+
+    def was_ours(self, entry: Entry) -> bool:
+        """Whether the journal tells of a directory."""
+        return entry.name in self.catalog.journal.died or entry.name in self.pruned_before
+
+    def known_packs(self, entry: Entry) -> dict[str, int]:
+        """The packs that are left of checkpoints that were pruned from a directory, with the time of their commit."""
+        before = self.pruned_before.get(entry.name, ())
+        created_ns = {save_id: checkpoint.created_ns for checkpoint in before for save_id in checkpoint.save_ids}
+        packs = (name for name in entry.files if name.endswith(PACK_SUFFIX))
+        return {name: created_ns[save_id(name)] for name in packs if save_id(name) in created_ns}
+
+    @cached_property
+    def pruned_before(self) -> dict[str, list[PrunedCheckpoint]]:
+        """What the journal tells, by directory."""
+        found: dict[str, list[PrunedCheckpoint]] = {}
+        for checkpoint in self.catalog.journal.pruned:
+            found.setdefault(checkpoint.name, []).append(checkpoint)
+        return found
+
+    def loading(self, entry: Entry, files: tuple[str, ...]) -> tuple[str, ...]:
+        """Who may load something of what goes by a manifest that was replaced."""
+        packs = {(entry.name, name) for name in files}
+        return tuple(
+            name
+            for name, needs in self.needs_before.items()
+            if entry.name in needs.checkpoints or not packs.isdisjoint(needs.packs)
+        )
+
+    @cached_property
+    def needs_before(self) -> dict[str, Needs]:
+        """What checkpoints that stay have needed so far, of those that were compacted, or stand on one that was."""
+        compacted: set[str] = set()
+        for name, checkpoint in self.catalog.checkpoints.items():
+            if checkpoint.is_compacted or self.catalog.parent(checkpoint) in compacted:
+                compacted.add(name)
+        return {name: needed_by(self.catalog, [name], [name]) for name in self.staying.reasons if name in compacted}
+
+    # What the journal tells.
+
+    def record(self, entry: Entry, checkpoint: Checkpoint) -> PrunedCheckpoint:
+        saved = checkpoint.committed
+        parent = None if saved.parent is None else self.catalog.name_of(checkpoint.store.at(saved.parent.path))
+        packs = packs_of(checkpoint) | {name for name in entry.files if is_pack(name)}
+        return PrunedCheckpoint(
+            name=entry.name,
+            created_ns=checkpoint.created_ns,
+            kind=saved.kind,
+            num_bytes=saved.pack_bytes,
+            num_rows=saved.num_rows,
+            num_table_rows=sum(tensor.size[0] for tensor in saved.tensors.values() if tensor.is_table),
+            parent=parent if saved.parent is None or parent is not None else saved.parent.path,
+            restore_bytes=self.restore_bytes[entry.name],
+            removed_ns=self.now_ns,
+            save_ids=tuple(sorted({save_id(name) for name in packs})),
+        )
+
+    @cached_property
+    def restore_bytes(self) -> dict[str, int]:
+        """What a load of each checkpoint reads, as far as its lineage is here."""
+        found: dict[str, int] = {}
+        for name, checkpoint in self.catalog.checkpoints.items():
+            parent = self.catalog.parent(checkpoint)
+            found[name] = checkpoint.manifest.blob_bytes + found.get(parent or "", 0)
+        return found
+
+    # Why what is left stays.
+
+    def reasons(self, entry: Entry, removal: Removal | None) -> Iterator[str]:
+        """Why a directory stays, or some of its files do."""
+        if entry.name in self.staying.reasons:
+            yield from self.staying.reasons[entry.name]
+        elif entry.problem is not None:
+            yield f"cannot be read: {name_text(str(entry.problem))}"
+        elif entry.is_link:
+            yield "a link"
+        elif leases := entry.leases(self.now_ns):
+            yield lease_text(leases[0], self.now_ns)
+        else:
+            yield from self.reasons_of_files(entry, set(removal.files if removal else ()))
+
+    def reasons_of_files(self, entry: Entry, going: set[str]) -> Iterator[str]:
+        left = [name for name in entry.files if name not in going]
+        users = {self.staying.needs.packs.get((entry.name, name)): name for name in left}
+        for user in (user for user in users if user is not None):
+            yield f"its packs are used by {name_text(user)}"
+        known = self.known_packs(entry) if entry.checkpoint is None else {}
+        unused = [name for name in left if (entry.name, name) not in self.staying.needs.packs]
+        if not known.keys().isdisjoint(unused):
+            yield "a checkpoint that cannot be read may need its packs"
+        others = [*(name for name in unused if name not in known), *(f"{name}/" for name in entry.directories)]
+        if others and len(others) == len(entry.files) + len(entry.directories):
+            yield "not recognised"
+        elif others:
+            more = "" if len(others) <= _NUM_NAMED else f" and {len(others) - _NUM_NAMED} more"
+            yield f"not recognised: {', '.join(map(name_text, others[:_NUM_NAMED]))}{more}"
+        elif not (entry.files or entry.directories) and not going:
+            yield "empty"

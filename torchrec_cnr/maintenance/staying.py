@@ -1,0 +1,120 @@
+"""Which checkpoints stay when a root is pruned, and why.
+
+Beside those that retention wants, these stay, with all that they need:
+
+- those with a lease in their directory, which somebody is saving, loading or compacting;
+- while a save is in progress, which may stand on any of them, the newest of each lineage;
+- those that cannot be loaded, since somebody may mend them: a parent or a pack is missing;
+- symbolic links, and what they lead to.
+
+A checkpoint that cannot be read (damaged, of a newer version, forbidden, or the store did not answer) stays. Its parent
+is unknown; so all stays that was committed before its manifest was written, by the store's clock and a day more, since
+clocks differ. Who can read it, now or once it is mended, then finds all that it stands on. What came later cannot be
+among that, and goes as retention says: so pruning is not blocked for ever, since what such a checkpoint holds back does
+not grow. The plan says what is held back by which, until somebody mends or removes it.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torchrec_cnr.leases import Lease
+from torchrec_cnr.lineage import Checkpoint
+from torchrec_cnr.maintenance.catalog import Catalog, Entry
+from torchrec_cnr.maintenance.dependencies import Needs, needed_by, newest_of_lineages, why_broken
+from torchrec_cnr.maintenance.quantities import instant, name_text
+from torchrec_cnr.maintenance.retention import Keep
+
+_CLOCKS_NS = 24 * 3600 * 10**9  # by as much, clocks of jobs and of the store may differ
+_PURPOSES = {"save": "a save", "load": "a load", "compact": "a compaction"}
+
+
+@dataclass(frozen=True)
+class Staying:
+    """What stays.
+
+    Attributes:
+        reasons: Why each checkpoint stays, by name.
+        needs: What these need.
+        untouched: Directories in which nothing may be removed.
+        horizon_ns: What was committed until then may be needed by a checkpoint that cannot be read.
+    """
+
+    reasons: Mapping[str, tuple[str, ...]]
+    needs: Needs
+    untouched: frozenset[str]
+    horizon_ns: float
+
+
+def what_stays(catalog: Catalog, keep: Keep, now_ns: int) -> Staying:
+    """Work out what stays of a catalog.
+
+    Raises:
+        ConfigurationError: There are checkpoints, and retention wants none.
+    """
+    broken = why_broken(catalog)
+    leases = {name: entry.leases(now_ns) for name, entry in catalog.entries.items()}
+    leased = [name for name in catalog.checkpoints if leases[name]]
+    horizon_ns, unreadable = _horizon(catalog.entries.values())
+    reasons: dict[str, list[str]] = {}
+    for name, found in keep.choose(_candidates(catalog, broken)).items():
+        reasons[name] = list(found)
+    for name in leased:
+        reasons.setdefault(name, []).append(lease_text(leases[name][0], now_ns))
+    for name, reason in _linked(catalog).items():
+        reasons.setdefault(name, []).append(reason)
+    for name, reason in broken.items():
+        reasons.setdefault(name, []).append(f"cannot be loaded: {name_text(reason)}")
+    saving = [name for name, found in leases.items() if found and name not in catalog.checkpoints]
+    for name in newest_of_lineages(catalog) if saving else ():
+        reasons.setdefault(name, []).append(f"newest of its lineage, which {name_text(saving[0])} may stand on")
+    older = [name for name, checkpoint in catalog.checkpoints.items() if checkpoint.created_ns <= horizon_ns]
+    for name in older:
+        if unreadable is not None:
+            reasons.setdefault(name, []).append(f"{name_text(unreadable.name)}, which cannot be read, may need it")
+    needs = needed_by(catalog, _newest_first(catalog, reasons), leased)
+    for name, by in needs.checkpoints.items():
+        if name not in reasons:
+            reasons[name] = [f"needed by {name_text(by)}"]
+    links = {name for name, entry in catalog.entries.items() if entry.is_link}
+    unreadables = {name for name, entry in catalog.entries.items() if entry.problem is not None}
+    untouched = frozenset({*broken, *older, *links, *unreadables, *(name for name in leases if leases[name])})
+    return Staying({name: tuple(found) for name, found in reasons.items()}, needs, untouched, horizon_ns)
+
+
+def lease_text(lease: Lease, now_ns: int) -> str:
+    """Why what has a lease stays: ``leased (a load, until 14:03 UTC)``."""
+    until = instant(lease.until_ns)
+    day = "" if until.date() == instant(now_ns).date() else f"{until:%Y-%m-%d} "
+    return f"leased ({_PURPOSES.get(lease.purpose, lease.purpose)}, until {day}{until:%H:%M} UTC)"
+
+
+def _candidates(catalog: Catalog, broken: Mapping[str, str]) -> list[tuple[Entry, Checkpoint]]:
+    entries = ((catalog.entries[name], checkpoint) for name, checkpoint in catalog.checkpoints.items())
+    return [(entry, checkpoint) for entry, checkpoint in entries if entry.name not in broken and not entry.is_link]
+
+
+def _horizon(entries: Iterable[Entry]) -> tuple[float, Entry | None]:
+    """Until when what cannot be read may have its ancestors, and which that is."""
+    horizon_ns, latest = -math.inf, None
+    for entry in entries:
+        until_ns = math.inf if entry.modified_ns is None else entry.modified_ns + _CLOCKS_NS
+        if entry.problem is not None and until_ns > horizon_ns:
+            horizon_ns, latest = until_ns, entry
+    return horizon_ns, latest
+
+
+def _linked(catalog: Catalog) -> dict[str, str]:
+    """Links to checkpoints, and the checkpoints that they lead to."""
+    links = {name: checkpoint for name, checkpoint in catalog.checkpoints.items() if catalog.entries[name].is_link}
+    targets = {checkpoint.sha256: name for name, checkpoint in links.items()}
+    found = {
+        name: f"linked as {name_text(targets[checkpoint.sha256])}"
+        for name, checkpoint in catalog.checkpoints.items()
+        if checkpoint.sha256 in targets
+    }
+    return {**found, **dict.fromkeys(links, "a link")}
+
+
+def _newest_first(catalog: Catalog, names: Iterable[str]) -> list[str]:
+    return sorted(names, key=lambda name: (catalog.checkpoints[name].created_ns, name), reverse=True)
