@@ -92,7 +92,7 @@ def _encoding_figures(setup: Setup) -> Iterator[Figure]:
             store = Store.open(setup.folder / "encoded")
             store.make()
             packs = PackWriter(store, "large", 1)
-            write_all_rows(packs, Source("table", table, "float32", settled))
+            write_all_rows(packs, [Source("table", table, "float32", settled)])
             packs.finish()
             packs.close()
 

@@ -17,11 +17,17 @@ from torchrec_cnr.inference import InferenceTables
 from torchrec_cnr.lineage import Checkpoint, latest, read_checkpoint
 from torchrec_cnr.load_planner import CNRLoadPlanner
 from torchrec_cnr.load_report import LoadReport
+from torchrec_cnr.maintenance.annotations import tag, untag, write_metrics
 from torchrec_cnr.maintenance.compaction import CompactionPlan, plan_compaction
+from torchrec_cnr.maintenance.prune_plan import PrunePlan
+from torchrec_cnr.maintenance.pruning import plan_prune
+from torchrec_cnr.maintenance.retention import Best, Keep
 from torchrec_cnr.maintenance.rewriting import compact
+from torchrec_cnr.manager import CheckpointManager, Saved
 from torchrec_cnr.planner import CNRSavePlanner
 from torchrec_cnr.policies import Compacted, Consecutive, Full, Intermittent, OneShot, Policy
 from torchrec_cnr.reader import CNRStorageReader
+from torchrec_cnr.restoring import restore_newest
 from torchrec_cnr.schemes import (
     AdaptiveAsymmetric,
     Asymmetric,
@@ -45,6 +51,7 @@ from torchrec_cnr.writer import CNRStorageWriter
 __all__ = [
     "AdaptiveAsymmetric",
     "Asymmetric",
+    "Best",
     "ByErrorBudget",
     "ByExpectedRestores",
     "CNRError",
@@ -54,6 +61,7 @@ __all__ = [
     "CNRStorageWriter",
     "Checkpoint",
     "CheckpointExistsError",
+    "CheckpointManager",
     "CheckpointNotFoundError",
     "Compacted",
     "CompactionPlan",
@@ -66,15 +74,18 @@ __all__ = [
     "InferenceTables",
     "Intermittent",
     "KMeans",
+    "Keep",
     "LeastSquares",
     "LoadError",
     "LoadReport",
     "NoQuantization",
     "OneShot",
     "Policy",
+    "PrunePlan",
     "Quantization",
     "RowTracker",
     "SaveError",
+    "Saved",
     "Scheme",
     "StateMismatchError",
     "StoreError",
@@ -87,5 +98,10 @@ __all__ = [
     "latest",
     "load_table",
     "plan_compaction",
+    "plan_prune",
     "read_checkpoint",
+    "restore_newest",
+    "tag",
+    "untag",
+    "write_metrics",
 ]

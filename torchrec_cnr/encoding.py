@@ -113,20 +113,21 @@ def sampled_rows(values: Tensor, rows: RowMask | None) -> Tensor:
     return found.reshape(len(found), num_cols)
 
 
-def write_all_rows(packs: PackWriter, source: Source) -> tuple[RowSet, EncodedShard]:
-    """Encode every row of a shard."""
-    block_rows = _block_rows([source], packs.block_bytes)
-    num_rows = len(source.rows) if source.values.numel() else 0
-    written = []
+def write_all_rows(packs: PackWriter, sources: Sequence[Source]) -> tuple[RowSet, Sequence[EncodedShard]]:
+    """Encode every row of a shard, for every source at once: all have as many rows."""
+    block_rows = _block_rows(sources, packs.block_bytes)
+    num_rows = len(sources[0].rows) if sources[0].values.numel() else 0
+    written: list[list[tuple[int, int]]] = [[] for _ in sources]
     for number, first in enumerate(range(0, num_rows, block_rows)):
         stop = min(first + block_rows, num_rows)
-        if source.is_quantized:
-            rows = torch.from_numpy(np.arange(first, stop)).to(source.values.device)
-            written.append(_write_codes(packs, source, number, rows))
-        else:
-            # Whole blocks on the host stay views of the live tensor: nothing trains before the save returns.
-            written.append(_write_values(packs, source, number, source.rows[first:stop]))
-    return RowSet.all(num_rows, block_rows), _encoded(written)
+        for source, source_blocks in zip(sources, written, strict=True):
+            if source.is_quantized:
+                rows = torch.from_numpy(np.arange(first, stop)).to(source.values.device)
+                source_blocks.append(_write_codes(packs, source, number, rows))
+            else:
+                # Whole blocks on the host stay views of the live tensor: nothing trains before the save returns.
+                source_blocks.append(_write_values(packs, source, number, source.rows[first:stop]))
+    return RowSet.all(num_rows, block_rows), [_encoded(source_blocks) for source_blocks in written]
 
 
 def write_rows(

@@ -41,6 +41,7 @@ class ShardData:
         values: [num_rows, ...], the whole shard, shared with the model.
         rows: The rows to store, by their heat, or None for all. Items with one and the same object share their row
             numbers.
+        group: A number that a table's shard and the optimizer state of its rows have in common, if it is tracked.
         is_table: Whether it is a table, rather than its optimizer state.
         table: For row-wise optimizer state, the FQN of its table.
         table_box: And the box of the table's shard.
@@ -53,6 +54,7 @@ class ShardData:
     table: str | None = None
     table_box: Box | None = None
     num_restores: int = 0
+    group: int | None = None
 
 
 @dataclass

@@ -119,8 +119,8 @@ class PackWriter:
 
     @property
     def block_bytes(self) -> int:
-        """How many bytes of values a blob should hold: packs are made of several."""
-        return min(BLOCK_BYTES, max(1, self._pack_bytes // 2))
+        """How many bytes of values a blob should hold; quantized, they take a quarter of that or less."""
+        return min(BLOCK_BYTES, 2 * self._pack_bytes)
 
     def close(self) -> None:
         """Stop the threads; packs that are not being written yet are dropped."""

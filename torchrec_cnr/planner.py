@@ -217,6 +217,7 @@ class CNRSavePlanner(DefaultSavePlanner):
             table=item.table if item.is_row_wise else None,
             table_box=item.shard.rows.box if item.is_row_wise else None,
             num_restores=self._decision.num_restores,
+            group=id(item.shard),
         )
 
     def _rows_of(self, shard: TrackedShard, key: ShardKey, decision: Decision) -> tuple[RowMask, ...] | None:

@@ -60,7 +60,7 @@ class RankWriter:
 
     def write(self, items: list[WriteItem]) -> list[WriteResult]:
         """Write everything; returns once it is in the store."""
-        by_rows: dict[int, tuple[tuple[RowMask, ...], list[_Written]]] = {}
+        together: dict[object, list[_Written]] = {}
         for item in items:
             if item.type is WriteItemType.BYTE_IO:
                 self._objects.append((item, self._write_object(item)))
@@ -68,15 +68,19 @@ class RankWriter:
             data = self._resolve(item)
             written = _Written(item, data, self._source(item, data))
             self._shards.append(written)
-            if data.rows is None:
-                written.parts.append(write_all_rows(self._packs, written.source))
-            else:
-                by_rows.setdefault(id(data.rows), (data.rows, []))[1].append(written)
-        for masks, members in by_rows.values():
-            for heat, mask in enumerate(masks):
-                coded, encoded = write_rows(self._packs, [member.source for member in members], mask, heat)
+            is_alone = data.group is None or written.source.values.numel() == 0
+            key = (id(data.rows), id(written) if is_alone else data.group)
+            together.setdefault(key, []).append(written)
+        for members in together.values():
+            sources = [member.source for member in members]
+            for heat, mask in enumerate(members[0].data.rows or (None,)):
+                rows: RowSet | EncodedRowSet
+                if mask is None:
+                    rows, encoded = write_all_rows(self._packs, sources)
+                else:
+                    rows, encoded = write_rows(self._packs, sources, mask, heat)
                 for member, shard in zip(members, encoded, strict=True):
-                    member.parts.append((coded, shard))
+                    member.parts.append((rows, shard))
         return self._results()
 
     def _resolve(self, item: WriteItem) -> ShardData:

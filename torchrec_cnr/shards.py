@@ -1,5 +1,6 @@
 """What a rank holds of a tensor: the only module that knows ShardedTensor and DTensor."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -38,6 +40,21 @@ def local_shards(value: Any) -> Sequence[LocalShard]:
     if isinstance(value, Tensor):
         return [LocalShard(Box.whole(tuple(value.shape)), value)]
     return []
+
+
+def copied(value: Any) -> Any:
+    """A copy of a state dict's item that shares no memory with it; tensors are copied to the host."""
+    if isinstance(value, ShardedTensor):
+        shards = [Shard(_on_host(shard.tensor), shard.metadata) for shard in value.local_shards()]
+        group = value._process_group
+        return ShardedTensor._init_from_local_shards_and_global_metadata(shards, value.metadata(), process_group=group)
+    if isinstance(value, DTensor):
+        return value.detach().clone()
+    return _on_host(value) if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _dtensor_shards(value: DTensor) -> Sequence[LocalShard]:

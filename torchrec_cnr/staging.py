@@ -2,17 +2,17 @@
 
 ``dcp.async_save`` copies the state and saves the copy in a thread of its own. Were the marks taken there, a row that is
 trained in between would count as saved, with the value it had before. So whoever copies cuts: this stager freezes the
-marks, has DCP's own stager copy everything, and tells the planner which copy stands for which tensor.
+marks, copies everything, and tells the planner which copy stands for which tensor. (DCP's own stagers do not copy the
+ShardedTensors of TorchRec.)
 """
 
 from typing import Any
 
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
+from torch.distributed.checkpoint.staging import AsyncStager
 
-from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.planner import CNRSavePlanner
-from torchrec_cnr.shards import MemoryKey, local_shards, memory_key
+from torchrec_cnr.shards import MemoryKey, copied, local_shards, memory_key
 
 
 class CNRStager(AsyncStager):
@@ -26,25 +26,20 @@ class CNRStager(AsyncStager):
 
     def __init__(self, planner: CNRSavePlanner) -> None:
         self._planner = planner
-        self._stager = DefaultStager(StagingOptions(False, False, False, False))
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Cut, and copy the state to the host."""
-        live, _ = flatten_state_dict(state_dict)
+        live, paths = flatten_state_dict(state_dict)
         self._planner.cut(live)
-        staged = self._stager.stage(state_dict)
-        if not isinstance(staged, dict):
-            raise ConfigurationError("the state was not copied before training went on")
-        copies, _ = flatten_state_dict(staged)
+        copies = {fqn: copied(value) for fqn, value in live.items()}
         self._planner.staged = {copy: key for fqn in live for copy, key in _pairs(live[fqn], copies[fqn])}
-        return staged
+        return dict(unflatten_state_dict(copies, paths))
 
     def synchronize_staging(self) -> None:
         """Nothing to wait for: :meth:`stage` returns when all is copied."""
 
     def close(self) -> None:
-        """Free what copies lie in."""
-        self._stager.close()
+        """Nothing to free: copies go with the save that they were made for."""
 
 
 def _pairs(live: Any, copied: Any) -> list[tuple[MemoryKey, MemoryKey]]:

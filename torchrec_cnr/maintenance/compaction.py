@@ -60,8 +60,9 @@ class CompactionPlan:
         num_live: Live rows of each blob of rows, by FQN, index of the shard and number of the blob.
         partial: Shards, by FQN and index, some of whose rows were overwritten in some columns only.
         victims: Which packs' live rows are copied, by index.
-        interval_ns: Time between the last two checkpoints, in which ages are counted.
+        interval_ns: Time between the newest rows and those before, in which ages are counted.
         now_ns: Time of the newest.
+        max_ratio: How much a restore may read in the end, of what it needs.
     """
 
     run: tuple[Checkpoint, ...]
@@ -73,6 +74,7 @@ class CompactionPlan:
     victims: frozenset[int]
     interval_ns: int
     now_ns: int
+    max_ratio: float
 
     @property
     def newest(self) -> Checkpoint:
@@ -83,6 +85,11 @@ class CompactionPlan:
     def is_needed(self) -> bool:
         """Whether it would change anything."""
         return bool(self.victims) or len(self.run) > 1
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether nothing is left to do afterwards."""
+        return self.bytes_after <= self.max_ratio * self.live_bytes
 
     @property
     def live_bytes(self) -> int:
@@ -103,6 +110,10 @@ class CompactionPlan:
     def bytes_after(self) -> int:
         """Of all files that a restore needs afterwards."""
         return self.bytes_before - sum(self.uses[number].dead_bytes for number in self.victims)
+
+    def restricted(self, max_moved_bytes: int) -> "CompactionPlan":
+        """A part of the plan that copies no more than that, or one file."""
+        return replace(self, victims=_victims(self, max_moved_bytes, self_contained=False))
 
     def age(self, use: PackUse) -> float:
         """Of a pack's rows, in intervals between checkpoints."""
@@ -126,6 +137,7 @@ def plan_compaction(
     *,
     since: str | os.PathLike[str] | None = None,
     max_ratio: float = MAX_RATIO,
+    max_moved_bytes: int | None = None,
     self_contained: bool = False,
     thread_count: int = 2,
 ) -> CompactionPlan:
@@ -135,6 +147,8 @@ def plan_compaction(
         path: The newest checkpoint of those that become one.
         since: One of its ancestors, which becomes its parent; None folds the lineage down to its baseline.
         max_ratio: How much a restore may read in the end, of what it needs, at least 1. The less, the more is copied.
+        max_moved_bytes: Copy no more than that, or one file: what is left to do, the next compaction does. Meanwhile
+            files that are no longer needed can be pruned, so that less room is taken at a time.
         self_contained: Copy all that lies in other checkpoints' directories, too, so that these are needed no more.
         thread_count: Requests in flight at once. Each takes up to 16 MiB of memory.
 
@@ -151,10 +165,21 @@ def plan_compaction(
     reader = PackReader(run[-1].store, flat.packs, thread_count)
     num_live, partial = _survey(run[-1], flat, reader, is_filled=parent is None)
     now_ns = run[-1].created_ns
-    before = lineage[-2].created_ns if len(lineage) > 1 else min(flat.written_ns, default=now_ns)
-    uses = _uses(flat, num_live)
-    plan = CompactionPlan(run, parent, flat, uses, num_live, partial, frozenset(), max(1, now_ns - before), now_ns)
-    return replace(plan, victims=_victims(plan, max_ratio, self_contained))
+    before_ns = max((written_ns for written_ns in flat.written_ns if written_ns < now_ns), default=now_ns - 1)
+    plan = CompactionPlan(
+        run=run,
+        parent=parent,
+        flat=flat,
+        uses=_uses(flat, num_live),
+        num_live=num_live,
+        partial=partial,
+        victims=frozenset(),
+        interval_ns=now_ns - before_ns,
+        now_ns=now_ns,
+        max_ratio=max_ratio,
+    )
+    most = math.inf if max_moved_bytes is None else max_moved_bytes
+    return replace(plan, victims=_victims(plan, most, self_contained))
 
 
 def _split(
@@ -208,16 +233,17 @@ def _uses(flat: Flat, num_live: Mapping[PieceKey, int]) -> tuple[PackUse, ...]:
     return tuple(PackUse(pack, round(num_bytes), written_ns) for pack, num_bytes, written_ns in uses)
 
 
-def _victims(plan: CompactionPlan, max_ratio: float, self_contained: bool) -> frozenset[int]:
-    """The best packs to rewrite, until what is left is small enough."""
+def _victims(plan: CompactionPlan, max_moved_bytes: float, self_contained: bool) -> frozenset[int]:
+    """The best packs to rewrite, until what is left is small enough, or enough is copied."""
     uses = plan.uses
     victims = {number for number, use in enumerate(uses) if self_contained and use.pack.directory is not None}
-    excess = plan.bytes_before - max_ratio * plan.live_bytes - sum(uses[number].dead_bytes for number in victims)
-    ranked = sorted((n for n in range(len(uses)) if n not in victims), key=lambda n: -_merit(plan, uses[n]))
-    for number in ranked:
-        if excess <= 0:
+    excess = plan.bytes_before - plan.max_ratio * plan.live_bytes - sum(uses[number].dead_bytes for number in victims)
+    moved_bytes = sum(uses[number].live_bytes for number in victims)
+    for number in sorted(range(len(uses)), key=lambda number: -_merit(plan, uses[number])):
+        moved_bytes += uses[number].live_bytes
+        if excess <= 0 or (victims and moved_bytes > max_moved_bytes):
             break
-        if uses[number].dead_bytes > 0:
+        if number not in victims and uses[number].dead_bytes > 0:
             victims.add(number)
             excess -= uses[number].dead_bytes
     return frozenset(victims)

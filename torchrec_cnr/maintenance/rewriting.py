@@ -39,6 +39,7 @@ def compact(
     *,
     since: str | os.PathLike[str] | None = None,
     max_ratio: float = MAX_RATIO,
+    max_moved_bytes: int | None = None,
     self_contained: bool = False,
     thread_count: int = 2,
     pack_bytes: int = PACK_BYTES,
@@ -62,7 +63,12 @@ def compact(
     newest = read_checkpoint(path)
     with leased(newest.store, "compact"):
         plan = plan_compaction(
-            path, since=since, max_ratio=max_ratio, self_contained=self_contained, thread_count=thread_count
+            path,
+            since=since,
+            max_ratio=max_ratio,
+            max_moved_bytes=max_moved_bytes,
+            self_contained=self_contained,
+            thread_count=thread_count,
         )
         return execute(plan, thread_count=thread_count, pack_bytes=pack_bytes, progress=progress)
 

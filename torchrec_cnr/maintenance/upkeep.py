@@ -8,12 +8,15 @@ import logging
 import threading
 
 from torchrec_cnr.errors import CheckpointExistsError, CNRError
+from torchrec_cnr.leases import leased
 from torchrec_cnr.lineage import Checkpoint
-from torchrec_cnr.maintenance.compaction import MAX_RATIO
-from torchrec_cnr.maintenance.prune_execution import execute
+from torchrec_cnr.maintenance import prune_execution, rewriting
+from torchrec_cnr.maintenance.compaction import MAX_RATIO, plan_compaction
 from torchrec_cnr.maintenance.pruning import plan_prune
 from torchrec_cnr.maintenance.retention import Keep
-from torchrec_cnr.maintenance.rewriting import compact
+from torchrec_cnr.packs import PACK_BYTES
+
+MOVED_SHARE = 0.1  # of a model, copied at a time
 
 logger = logging.getLogger(__name__)
 
@@ -26,13 +29,22 @@ class Upkeep:
         keep: What is kept; None keeps everything.
         compacts: Whether the newest lineage is compacted.
         max_ratio: How much a restore may read, of what it needs.
+        pack_bytes: Size of new files, roughly.
     """
 
-    def __init__(self, root: str, keep: Keep | None, compacts: bool, max_ratio: float = MAX_RATIO) -> None:
+    def __init__(
+        self,
+        root: str,
+        keep: Keep | None,
+        compacts: bool,
+        max_ratio: float = MAX_RATIO,
+        pack_bytes: int = PACK_BYTES,
+    ) -> None:
         self._root = root
         self._keep = keep
         self._compacts = compacts
         self._max_ratio = max_ratio
+        self._pack_bytes = pack_bytes
         self._changed = threading.Condition()
         self._waiting: Checkpoint | None = None
         self._is_closed = False
@@ -76,11 +88,25 @@ class Upkeep:
         Raises:
             CNRError: Something of it failed; nothing is lost.
         """
-        if self._compacts:
-            try:
-                compact(checkpoint.store.url, max_ratio=self._max_ratio)
-            except CheckpointExistsError as error:
-                logger.info("%s", error)
+        try:
+            while self._compacts and not self.compact_some(checkpoint):
+                self.prune()
+        except CheckpointExistsError as error:
+            logger.info("%s", error)
+        self.prune()
+
+    def compact_some(self, checkpoint: Checkpoint) -> bool:
+        """Copy a part of what is to be copied, so that little room is taken at a time; whether that was all."""
+        with leased(checkpoint.store, "compact"):
+            plan = plan_compaction(checkpoint.store.url, max_ratio=self._max_ratio)
+            max_moved_bytes = round(MOVED_SHARE * plan.live_bytes)
+            if plan.moved_bytes > max_moved_bytes:
+                plan = plan.restricted(max_moved_bytes)
+            rewriting.execute(plan, pack_bytes=self._pack_bytes)
+        return plan.is_enough or not plan.victims
+
+    def prune(self) -> None:
+        """Remove what need not stay."""
         if self._keep is not None:
-            for failure in execute(plan_prune(self._root, self._keep)).failed:
+            for failure in prune_execution.execute(plan_prune(self._root, self._keep)).failed:
                 logger.warning("could not be removed yet: %s", failure)
