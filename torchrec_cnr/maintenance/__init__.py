@@ -1,0 +1,1 @@
+"""What is done to the checkpoints of a run after they are saved."""
