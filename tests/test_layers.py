@@ -58,6 +58,8 @@ ALOOF = {"planner", "load_planner", "writer", "reader"}  # DCP's plug-ins do not
 # The units that may import these packages.
 FOREIGN = {
     "torchrec": {"tracker", "inference"},
+    "jinja2": {"cli"},
+    "matplotlib": {"cli"},
     "fbgemm_gpu": {"tracker", "inference"},
     "torch.distributed._shard": {"shards"},
     "torch.distributed.tensor": {"shards"},
