@@ -52,7 +52,7 @@ class Pack:
         header_crc32c: Its digest.
         directory: Of another checkpoint, relative to this one's; None for this one's own.
         written_ns: When the newest of its rows was stored first, Unix time in nanoseconds; None for the commit's.
-        heat: How many of the checkpoints right before held its rows as well, when they were stored first; at most 2.
+        heat: How often its rows were stored lately, when they were stored first, from 0 to 3.
     """
 
     name: str

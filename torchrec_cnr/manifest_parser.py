@@ -117,7 +117,7 @@ class ManifestParser:
             self.integer(crc32c, what, high=2**32 - 1),
             self.optional(partial(self.string, pattern=PARENT_PATH), directory, what),
             self.optional(self.integer, written_ns, what),
-            self.integer(heat, what, high=2),
+            self.integer(heat, what, high=3),
         )
 
     def blob(self, value: Any, what: str) -> Blob:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.rows import Box
 
-MAX_HEAT = 2
+MAX_HEAT = 3
 _WINDOW_ROWS = 1 << 22  # rows whose numbers are worked out at once: 32 MiB as int64
 
 
@@ -43,7 +43,8 @@ class ModifiedRows:
         marked: bool [num_rows]. Modified since the last cut.
         frozen: bool [num_rows], or None. Cut off for the save in flight.
         since_baseline: bool [num_rows]. In committed deltas since the baseline.
-        heat: uint8 [num_rows], or None. How many commits in a row, at most ``MAX_HEAT``, each row was part of.
+        heat: int8 [num_rows], or None. How often each row was in commits lately: one more for each that it was part of,
+            one less for each other, from 0 to ``MAX_HEAT``.
 
     Args:
         marked: Lies in the marks of several tables, if given; nothing is marked yet.
@@ -85,8 +86,8 @@ class ModifiedRows:
             self.since_baseline.zero_()
         else:
             self.since_baseline |= self.frozen
-        heat = torch.zeros_like(self.frozen, dtype=torch.uint8) if self.heat is None else self.heat
-        self.heat = torch.where(self.frozen, (heat + 1).clamp_(max=MAX_HEAT), 0)
+        heat = torch.zeros_like(self.frozen, dtype=torch.int8) if self.heat is None else self.heat
+        self.heat = torch.where(self.frozen, heat + 1, heat - 1).clamp_(0, MAX_HEAT)
         self.frozen = None
 
     def rollback(self) -> None:

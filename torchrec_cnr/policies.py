@@ -51,7 +51,7 @@ class Consecutive:
 class Compacted:
     """Consecutive deltas on a lineage that is compacted meanwhile, by a manager or by ``cnr compact``.
 
-    A delta keeps rows apart by their heat: those that the deltas before it held, too, are likely to be in the next one.
+    A delta keeps rows apart by their heat: those that most deltas before it held, too, are likely to be in the next.
 
     Attributes:
         max_deltas: A baseline is taken when that many deltas were not compacted yet, so that restores stay bounded if
