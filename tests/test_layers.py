@@ -26,6 +26,7 @@ LAYERS = (
         "coverage",
         "manifest_json",
         "manifest_parser",
+        "earlier_versions",
         "regions",
         "digests",
         "load_report",
