@@ -65,6 +65,8 @@ class ManifestParser:
             self.fail(f"its keys are {list(value)}, expected {list(self.keys)}")
         baseline_bytes, delta_bytes = self.tuple_of(value["history"], 2, "history")
         self.packs = self.items(self.pack, value["packs"], "packs")
+        if len({(pack.directory, pack.name) for pack in self.packs}) != len(self.packs):
+            self.fail("two packs have one name")
         self.row_sets = self.items(self.row_set, value["row_sets"], "row_sets")
         manifest = Manifest(
             created_ns=self.integer(value["created_ns"], "created_ns"),
@@ -225,8 +227,6 @@ class ManifestParser:
         for pack_, end in zip(self.packs, ends, strict=True):
             if end != pack_.num_bytes and manifest.replaces is None:
                 self.fail(f"pack {pack_.name}: its blobs end at byte {end} of {pack_.num_bytes}")
-        if len({(pack.directory, pack.name) for pack in self.packs}) != len(self.packs):
-            self.fail("two packs have one name")
         is_folded = any(entry.folded is not None for entry in manifest.tensors.values())
         if manifest.replaces is None and (is_folded or any(pack.directory is not None for pack in self.packs)):
             self.fail("it uses other checkpoints' packs, or folds them, and replaces none")
