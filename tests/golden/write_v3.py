@@ -7,7 +7,7 @@ bytes.
     step-2    delta of step-1, two ranks, tables sharded by rows
     step-3    delta of step-2, one rank, saved after a restore
     step-4    delta of step-3, two ranks, tables sharded by other columns. Its manifest was replaced twice: the lineage
-              was folded into it, then some rows of step-1 and step-2 were moved into a pack of its own
+              was folded into it, then the rows of step-2 and some of step-1 were moved into a pack of its own
     step-5    delta of step-4, two ranks. It was removed, but for the pack that step-6 uses
     step-6    delta of step-5, one rank. Its manifest was replaced: step-5 was folded into it, and step-4 is its parent
     step-7    delta of step-6, one rank
@@ -52,7 +52,7 @@ REMOVED = "step-5"
 WHOLE_T0 = {T0: Place(Box((0, 0), (320, 2))), EXP_AVG: Place(Box((0, 0), (320, 2)))}
 # By step, the widths of the column shards that T8 was saved in.
 COLUMNS = {1: (4, 2), 4: (2, 4)}
-MOVED = {f"5a7e{step:012d}-1-0.safetensors" for step in (1, 2)}  # the packs of their second ranks
+MOVED = {f"5a7e{step:012d}-{rank}-0.safetensors" for step, rank in [(1, 1), (2, 0), (2, 1)]}
 
 
 def state_of(step: int) -> dict[str, Tensor]:
