@@ -86,7 +86,7 @@ def _save(model: TableModel, setup: Setup, name: str) -> _Sizes:
 
 
 def _row_set_bytes(path: Path) -> int:
-    row_sets = cnr.read_checkpoint(path).manifest.row_sets.values()
+    row_sets = cnr.read_checkpoint(path).manifest.row_sets
     return sum(block.blob.num_bytes for rows in row_sets for block in rows.blocks if block.blob is not None)
 
 

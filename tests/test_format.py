@@ -1,6 +1,7 @@
 """The format: docs/format.md is enough to read a checkpoint, and what any version wrote is read for ever."""
 
 import ast
+import collections
 import contextlib
 import copy
 import functools
@@ -10,7 +11,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,42 +29,48 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import torchrec_cnr as cnr
-from tests.golden import mixed, reader, write_v2
-from tests.test_manifest import VALUES, changed, file_of, nodes
+from tests.golden import mixed, reader, write_v3
+from tests.golden.replacement import replace_manifest, used_packs
+from tests.golden.state import EXP_AVG, MOMENTUM, T0, T2, T4, T8, TABLES, values_of
+from tests.test_manifest import DELETE, REPEAT, VALUES, changed, file_of, nodes
+from torchrec_cnr.manifest import TensorEntry
 from torchrec_cnr.modified import ModifiedRows
 from torchrec_cnr.rows import Box
 from torchrec_cnr.schemes import scheme_from_json
 from torchrec_cnr.tracked import TrackedRows, TrackedShard
 
 ROOT = Path(__file__).parents[1]
-GOLDENS = {f"v{version}": ROOT / "tests" / "golden" / f"v{version}" for version in (1, 2)}
-GOLDEN = GOLDENS["v2"]  # of the version that is written
+GOLDENS = {f"v{version}": ROOT / "tests" / "golden" / f"v{version}" for version in (1, 2, 3)}
+GOLDEN = GOLDENS["v3"]  # of the version that is written
 PAGE = (ROOT / "docs" / "format.md").read_text()
 EXPECTED_OF = {version: json.loads((folder / "expected.json").read_text()) for version, folder in GOLDENS.items()}
-EXPECTED = EXPECTED_OF["v2"]
+EXPECTED = EXPECTED_OF["v3"]
 LoadPlanner = Callable[[], Any]
 SCHEMES_1: list[cnr.Scheme] = [cnr.NoQuantization(), cnr.Asymmetric(8), cnr.Asymmetric(4), cnr.Asymmetric(2)]
 SCHEMES = [*SCHEMES_1, *mixed.SCHEMES]  # of the version that is written
-SCHEMES_OF = {"v1": SCHEMES_1, "v2": SCHEMES}
+SCHEMES_OF = {"v1": SCHEMES_1, "v2": SCHEMES, "v3": SCHEMES}
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 
 every_version = pytest.mark.parametrize("version", GOLDENS)
-every_step = pytest.mark.parametrize("step", write_v2.STEPS)
+every_step = pytest.mark.parametrize(
+    ("version", "step"), [(version, step) for version in GOLDENS for step in EXPECTED_OF[version]]
+)
 every_planner = pytest.mark.parametrize("planner", [cnr.CNRLoadPlanner, DefaultLoadPlanner])
 
 
-def _expected(step: str, planner: LoadPlanner = cnr.CNRLoadPlanner, version: str = "v2") -> dict[str, Any]:
+def _expected(step: str, planner: LoadPlanner = cnr.CNRLoadPlanner, version: str = "v3") -> dict[str, Any]:
     """What a step loads as in one process, whose table is not sharded: ``CNRLoadPlanner`` fits row-wise state to it."""
     expected: dict[str, Any] = copy.deepcopy(EXPECTED_OF[version][step])
-    if step == "step-1" and planner is cnr.CNRLoadPlanner:
-        stored = np.frombuffer(bytes.fromhex(expected["tensors"][write_v2.MOMENTUM]["hex"]), np.float32)
-        mean = ((4 * stored[:10].astype(np.float64) + 2 * stored[10:].astype(np.float64)) / 6).astype(np.float32)
-        expected["tensors"][write_v2.MOMENTUM] = {"dtype": "float32", "size": [10], "hex": mean.tobytes().hex()}
+    widths = write_v3.COLUMNS.get(int(step.removeprefix("step-")))
+    if widths is not None and planner is cnr.CNRLoadPlanner:
+        stored = np.frombuffer(bytes.fromhex(expected["tensors"][MOMENTUM]["hex"]), np.float32)
+        mean = (stored.reshape(2, 10).astype(np.float64).T @ widths / 6).astype(np.float32)
+        expected["tensors"][MOMENTUM] = {"dtype": "float32", "size": [10], "hex": mean.tobytes().hex()}
     return expected
 
 
-def _target(step: str, planner: LoadPlanner = cnr.CNRLoadPlanner, version: str = "v2") -> dict[str, Any]:
+def _target(step: str, planner: LoadPlanner = cnr.CNRLoadPlanner, version: str = "v3") -> dict[str, Any]:
     """A state to load into, full of what is in no checkpoint."""
     expected = _expected(step, planner, version)
     state: dict[str, Any] = dict.fromkeys(expected["objects"], "not loaded")
@@ -83,7 +90,7 @@ def _load(folder: Path, state: dict[str, Any], planner: LoadPlanner = cnr.CNRLoa
 
 def _as_json(tensor: Tensor) -> dict[str, Any]:
     name = str(tensor.dtype).removeprefix("torch.")
-    return {"dtype": name, "size": list(tensor.shape), "hex": write_v2.as_bytes(tensor).hex()}
+    return {"dtype": name, "size": list(tensor.shape), "hex": write_v3.as_bytes(tensor).hex()}
 
 
 def _loaded(state: dict[str, Any]) -> dict[str, Any]:
@@ -106,7 +113,6 @@ def test_reader_knows_nothing_of_the_library() -> None:
     assert {name.split(".")[0] for name in names} - set(sys.stdlib_module_names) == {"numpy", "zstandard"}
 
 
-@every_version
 @every_step
 def test_page_is_enough_to_read_a_checkpoint(version: str, step: str) -> None:
     """A reader written from the page alone finds every tensor of the golden checkpoints, bit for bit."""
@@ -117,7 +123,6 @@ def test_page_is_enough_to_read_a_checkpoint(version: str, step: str) -> None:
     assert state.paths["dense.layers.0"] == ["dense", "layers", 0]
 
 
-@every_version
 @every_step
 @every_planner
 def test_golden_checkpoints_load_bit_equal(version: str, step: str, planner: LoadPlanner) -> None:
@@ -132,9 +137,9 @@ def test_golden_checkpoints_load_bit_equal(version: str, step: str, planner: Loa
 @every_version
 def test_golden_checkpoints_differ(version: str) -> None:
     """Each golden delta changes rows of every table and leaves others: a fold is needed to read it."""
-    tables = write_v2.TABLES if version == "v2" else set(write_v2.TABLES) - set(mixed.TABLES)
-    for fqn in (*tables, write_v2.EXP_AVG):
-        for before, after in pairwise(EXPECTED_OF[version][step]["tensors"][fqn] for step in write_v2.STEPS):
+    tables = set(TABLES) - set(mixed.TABLES) if version == "v1" else TABLES
+    for fqn in (*tables, EXP_AVG):
+        for before, after in pairwise(expected["tensors"][fqn] for expected in EXPECTED_OF[version].values()):
             num_rows, num_bytes = before["size"][0], len(before["hex"])
             rows = range(0, num_bytes, num_bytes // num_rows)
             same = {before["hex"][a : a + rows.step] == after["hex"][a : a + rows.step] for a in rows}
@@ -144,44 +149,75 @@ def test_golden_checkpoints_differ(version: str) -> None:
 @every_version
 def test_golden_checkpoints_hold_every_kind(version: str) -> None:
     """Between them they have each scheme, coding, dtype and way of storing a shard, so that each is held."""
-    manifests = [cnr.read_checkpoint(GOLDENS[version] / step).manifest for step in write_v2.STEPS]
+    manifests = [cnr.read_checkpoint(GOLDENS[version] / step).committed for step in write_v3.STEPS[:3]]
     entries = [entry for manifest in manifests for entry in manifest.tensors.values()]
     shards = [shard for entry in entries for shard in entry.shards]
-    sets = [row_set for manifest in manifests for row_set in manifest.row_sets]
+    sets = [rows for manifest in manifests for rows in manifest.row_sets]
+    coded = [rows for rows in sets if any(block.blob is not None for block in rows.blocks)]
     assert {shard.scheme for shard in shards} == set(SCHEMES_OF[version])
-    assert {block.coding for row_set in sets for block in row_set.blocks} == {"bitmap", "gaps"}
+    assert {block.coding for rows in sets for block in rows.blocks} == {"all", "bitmap", "gaps"}
     assert {entry.dtype for entry in entries} == set(reader.DTYPES)
-    assert {len(row_set.blocks) for row_set in sets} == {0, 1, 2}
+    assert {len(rows.blocks) for rows in coded} == {1, 2}
+    assert any(not shard.rows.blocks and shard.box.num_rows for shard in shards)
     assert {len(shard.box.offsets) for shard in shards} == {0, 1, 2, 3}
-    assert {shard.row_set is None for shard in shards if shard.table_box} == {True, False}
+    assert {shard.is_whole for shard in shards if shard.table_box} == {True, False}
     assert any(len(shard.blobs) > 1 for shard in shards)
     assert any(len(manifest.packs) > manifest.world_size for manifest in manifests)
     restores = [0, 0, 0] if version == "v1" else [0, 0, 1]
     assert [manifest.num_restores for manifest in manifests] == restores
     assert [
-        reader.read_lineage(GOLDENS[version] / step)[0].manifest.num_restores for step in write_v2.STEPS
+        reader.read_lineage(GOLDENS[version] / step)[0].manifest.num_restores for step in write_v3.STEPS[:3]
     ] == restores
     num_schemes = {len({shard.scheme for shard in entry.shards}) for entry in entries if entry.is_table}
     assert num_schemes == ({1} if version == "v1" else {1, 2, len(mixed.SCHEMES)})
 
 
-@every_version
+def test_golden_replacements_hold_every_kind() -> None:
+    """Between them they have all that only replacements may have."""
+    first, second = (cnr.read_checkpoint(GOLDEN / step) for step in write_v3.REPLACED)
+    assert (first.kind, second.kind, second.parent) == ("baseline", "delta", str(GOLDEN / "step-4"))
+    assert first.committed.kind == "delta"
+    assert second.committed.parent is not None
+    assert second.committed.parent.path == f"../{write_v3.REMOVED}"
+    assert first.created_ns < second.created_ns < first.manifest.created_ns  # which nobody compares
+    assert len(list((GOLDEN / "step-4").glob("manifest-*"))) == 2
+    directories = {pack.directory for pack in first.manifest.packs}
+    assert directories == {None, "../step-1", "../step-3"}  # all that step-2 had was moved
+    assert {pack.name.partition("-")[0] for pack in first.manifest.packs if pack.directory is None} == {
+        first.manifest.save_id,
+        first.committed.save_id,
+    }
+    folded = {fqn: entry for fqn, entry in first.manifest.tensors.items() if entry.folded is not None}
+    assert set(folded) == {*TABLES, EXP_AVG, MOMENTUM}
+    assert {shard.table_box.sizes[1] for shard in folded[MOMENTUM].shards if shard.table_box} == {2, 4, 6}  # columns
+    assert {shard.is_whole for shard in folded[T0].shards} == {False}
+    codings = [{block.coding for block in shard.rows.blocks} for shard in folded[T0].shards]
+    assert codings[0] == {"all"} != codings[-1]
+    by_code = collections.Counter(
+        block.blob for rows in first.manifest.row_sets for block in rows.blocks if block.blob is not None
+    )
+    assert set(by_code.values()) == {1, 2}
+    used = first.manifest.blob_bytes + sum(pack.header_bytes for pack in first.manifest.packs)
+    assert used < sum(pack.num_bytes for pack in first.manifest.packs)
+    assert not (GOLDEN / write_v3.REMOVED / "manifest.json").exists()
+    assert {pack.directory for pack in second.manifest.packs} == {None, f"../{write_v3.REMOVED}"}
+    assert not cnr.read_checkpoint(GOLDEN / "step-7").is_compacted
+
+
 @every_step
 def test_exact_rows_are_counted(version: str, step: str) -> None:
     """A checkpoint says how many rows codes could not represent, worked out from the sizes of blobs."""
     manifest = reader.read_lineage(GOLDENS[version] / step)[0].manifest
-    num_exact = 0
-    for entry in manifest.tensors.values():
-        for shard in entry.shards:
-            num_rows = shard.box.rows if shard.row_set is None else manifest.row_sets[shard.row_set][0]
-            for number, blob in enumerate(shard.blobs):
-                rows = min(shard.block_rows, num_rows - number * shard.block_rows)
-                num_exact += reader.num_exact(shard.scheme, shard.box.cols, rows, blob.num_bytes)
-    assert (num_exact > 0) == (step != "step-3")
+    num_exact = sum(
+        reader.num_exact(shard.scheme, shard.box.cols, block.members, blob.num_bytes)
+        for entry in manifest.tensors.values()
+        for shard in entry.shards
+        for block, blob in zip(shard.row_set, shard.blobs, strict=False)
+    )
+    assert (num_exact > 0) == (step in ("step-1", "step-2", "step-4"))
     assert cnr.read_checkpoint(GOLDENS[version] / step).num_exact_rows == num_exact
 
 
-@every_version
 @every_step
 def test_golden_checkpoints_say_their_version(version: str, step: str) -> None:
     """The files of a version are what it wrote: nobody has written them anew with another."""
@@ -190,27 +226,38 @@ def test_golden_checkpoints_say_their_version(version: str, step: str) -> None:
 
 
 def test_script_writes_the_same_bytes_again(tmp_path: Path) -> None:
-    """Row codes, quantized rows, safetensors headers and manifests are byte for byte what version 2 wrote."""
-    write_v2.write(tmp_path)
+    """Row codes, quantized rows, safetensors headers and manifests are byte for byte what version 3 wrote."""
+    write_v3.write(tmp_path)
     written = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     golden = {path.relative_to(GOLDEN): path.read_bytes() for path in GOLDEN.rglob("*") if path.is_file()}
     assert sorted(written) == sorted(golden)
     assert [str(path) for path in sorted(golden) if written[path] != golden[path]] == []
 
 
+@pytest.mark.parametrize("step", write_v3.STEPS[:3])
+def test_packs_are_those_of_version_2(step: str) -> None:
+    """Version 3 changed manifests; what lies in packs is byte for byte what it was."""
+    packs = {path.name: path.read_bytes() for path in (GOLDEN / step).glob("*.safetensors")}
+    assert packs == {path.name: path.read_bytes() for path in (GOLDENS["v2"] / step).glob("*.safetensors")}
+
+
 def test_paths_rebuild_the_nested_state() -> None:
     """Loaded without a state dict, items stand where their paths say."""
     state = _load_state_dict_from_keys(storage_reader=cnr.CNRStorageReader(GOLDEN / "step-3"))
     assert _as_json(state["dense"]["layers"][0]) == EXPECTED["step-3"]["tensors"]["dense.layers.0"]
-    assert _as_json(state["model"][write_v2.T4.removeprefix("model.")]) == EXPECTED["step-3"]["tensors"][write_v2.T4]
+    assert _as_json(state["model"][T4.removeprefix("model.")]) == EXPECTED["step-3"]["tensors"][T4]
     assert state["epoch"] == 3
 
 
 def test_moved_run_loads(tmp_path: Path) -> None:
     """A run copied elsewhere as a whole loads there; a delta copied without its parents does not."""
     shutil.copytree(GOLDEN, tmp_path / "elsewhere" / "run")
-    assert _loaded(_load(tmp_path / "elsewhere" / "run" / "step-3", _target("step-3"))) == EXPECTED["step-3"]
-    assert cnr.latest(tmp_path / "elsewhere" / "run") == str(tmp_path / "elsewhere" / "run" / "step-3")
+    for step in ("step-3", "step-7"):
+        assert _loaded(_load(tmp_path / "elsewhere" / "run" / step, _target(step))) == EXPECTED[step]
+    assert cnr.latest(tmp_path / "elsewhere" / "run") == str(tmp_path / "elsewhere" / "run" / "step-7")
+    shutil.copytree(GOLDEN / "step-4", tmp_path / "alone" / "step-4")
+    with pytest.raises(cnr.DamagedError, match=r"alone/step-\d/.*the pack is missing"):
+        _load(tmp_path / "alone" / "step-4", _target("step-4"))
     shutil.copytree(GOLDEN / "step-3", tmp_path / "alone" / "step-3")
     with pytest.raises(cnr.DamagedError, match=r"its parent .*step-2 is missing"):
         _load(tmp_path / "alone" / "step-3", _target("step-3"))
@@ -221,8 +268,9 @@ def test_moved_run_loads(tmp_path: Path) -> None:
 
 @dataclass(eq=False)
 class _Resumed:
-    """A job that stands on a copy of the golden checkpoints of version 1."""
+    """A job that stands on a copy of the golden checkpoints of an earlier version."""
 
+    version: str
     folder: Path
     state: dict[str, Any]
     tracker: TrackedRows
@@ -233,7 +281,7 @@ class _Resumed:
             rows = torch.tensor([1, seed % 3 + 3])
             shard.rows.mark(rows)
             for tensor in (shard.weight, *shard.state()):
-                tensor[rows] = write_v2.values_of(tuple(tensor[rows].shape), seed, tensor.dtype)
+                tensor[rows] = values_of(tuple(tensor[rows].shape), seed, tensor.dtype)
         self.state["step"] += 1
 
     def save(self, step: str) -> dict[str, Any]:
@@ -245,48 +293,72 @@ class _Resumed:
 
     def target(self) -> dict[str, Any]:
         """A state like the job's to load into, full of what it does not hold."""
-        return _target("step-3", version="v1") | {
+        return _target("step-3", version=self.version) | {
             "reader.state": dict.fromkeys(self.state["reader.state"], "not loaded")
         }
 
 
-@pytest.fixture
-def resumed(tmp_path: Path) -> _Resumed:
-    """Loads the newest checkpoint of version 1, and tracks it."""
-    folder, state = shutil.copytree(GOLDENS["v1"], tmp_path / "run"), _target("step-3", version="v1")
-    states = {write_v2.T0: (state[write_v2.EXP_AVG],), write_v2.T8: (state[write_v2.MOMENTUM],)}
+@pytest.fixture(params=["v1", "v2"])
+def resumed(request: pytest.FixtureRequest, tmp_path: Path) -> _Resumed:
+    """Loads the newest checkpoint of an earlier version, and tracks it."""
+    version = request.param
+    folder, state = shutil.copytree(GOLDENS[version], tmp_path / "run"), _target("step-3", version=version)
+    states = {T0: (state[EXP_AVG],), T8: (state[MOMENTUM],)}
     shards = []
-    for fqn in (write_v2.T0, write_v2.T2, write_v2.T4, write_v2.T8):
+    for fqn in (T0, T2, T4, T8):
         rows = ModifiedRows(fqn, Box.whole(tuple(state[fqn].shape)), torch.device("cpu"))
         shards.append(TrackedShard(rows, state[fqn], functools.partial(states.get, fqn, ())))
     tracker = TrackedRows(shards)
     _load(folder / "step-3", state, lambda: cnr.CNRLoadPlanner(tracker))
-    return _Resumed(folder, state, tracker)
+    return _Resumed(version, folder, state, tracker)
 
 
-def test_deltas_stand_on_a_lineage_of_version_1(resumed: _Resumed) -> None:
-    """A job that resumes from version 1 goes on with deltas in version 2, which load over it; the restore counts."""
-    assert _loaded(resumed.state) == _expected("step-3", version="v1")
+def test_deltas_stand_on_a_lineage_of_an_earlier_version(resumed: _Resumed) -> None:
+    """A job that resumes from an earlier version goes on with deltas in version 3, which load over it."""
+    version = int(resumed.version[1:])
+    num_restores = {1: 0, 2: 1}[version]
+    assert _loaded(resumed.state) == _expected("step-3", version=resumed.version)
     cuts = {}
     for number in (4, 5):
         resumed.train(number)
         cuts[f"step-{number}"] = resumed.save(f"step-{number}")
     assert cuts["step-4"] != cuts["step-5"]
     links = reader.read_lineage(resumed.folder / "step-5")
-    assert [link.manifest.version for link in links] == [2, 2, 1, 1, 1]
+    assert [link.manifest.version for link in links] == [3, 3, version, version, version]
     for step, cut in cuts.items():
         checkpoint = cnr.read_checkpoint(resumed.folder / step)
-        assert (checkpoint.kind, checkpoint.num_restores) == ("delta", 1)
-        assert checkpoint.num_rows == 4 * 2
+        assert (checkpoint.kind, checkpoint.num_restores) == ("delta", num_restores + 1)
+        assert _stored_rows(checkpoint) == 4 * 2
         assert _loaded(_load(resumed.folder / step, resumed.target())) == cut
         assert _by_reader(resumed.folder / step) == cut["tensors"]
-    before = _expected("step-3", version="v1")["tensors"][write_v2.T2]["hex"]
-    after = cuts["step-5"]["tensors"][write_v2.T2]["hex"]
+    before = _expected("step-3", version=resumed.version)["tensors"][T2]["hex"]
+    after = cuts["step-5"]["tensors"][T2]["hex"]
     assert [before[a : a + 12] == after[a : a + 12] for a in range(0, len(before), 12)].count(False) == 3
 
 
-def test_replaced_parent_of_version_1_is_refused(resumed: _Resumed) -> None:
-    """A parent is known by the bytes that it was committed as: rewritten in version 2, it is another one."""
+def _stored_rows(checkpoint: cnr.Checkpoint) -> int:
+    """Of tables that are tracked."""
+    tensors = {fqn: entry for fqn, entry in checkpoint.manifest.tensors.items() if fqn not in mixed.TABLES}
+    return replace(checkpoint.manifest, tensors=tensors).num_rows
+
+
+def test_lineage_of_several_versions_is_folded(resumed: _Resumed) -> None:
+    """A replacement takes over packs and codes of earlier versions as they are, and deltas go on standing on it."""
+    resumed.train(4)
+    resumed.save("step-4")
+    resumed.train(5)
+    cut = resumed.save("step-5")
+    replace_manifest(resumed.folder / "step-4")
+    for step in ("step-1", "step-2", "step-3"):
+        (resumed.folder / step / "manifest.json").unlink()
+    links = reader.read_lineage(resumed.folder / "step-5")
+    assert [len(links), links[-1].committed.version, links[-1].manifest.version] == [2, 3, 3]
+    assert _loaded(_load(resumed.folder / "step-5", resumed.target())) == cut
+    assert _by_reader(resumed.folder / "step-5") == cut["tensors"]
+
+
+def test_rewritten_parent_of_an_earlier_version_is_refused(resumed: _Resumed) -> None:
+    """A parent is known by the bytes that it was committed as: rewritten in version 3, it is another one."""
     resumed.train(4)
     cut = resumed.save("step-4")
     path = resumed.folder / "step-1" / "manifest.json"
@@ -299,6 +371,118 @@ def test_replaced_parent_of_version_1_is_refused(resumed: _Resumed) -> None:
         _load(resumed.folder / "step-4", resumed.target())
     with pytest.raises(reader.Refused, match="another parent"):
         reader.read(resumed.folder / "step-4")
+
+
+# Replacements
+
+
+@every_version
+@pytest.mark.parametrize("base", [None, "step-1"])
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_folded_lineage_loads_as_before(tmp_path: Path, version: str, base: str | None, is_moved: bool) -> None:
+    """Whatever version wrote it, a lineage folded into its head, or into a delta of its baseline, loads bit for bit."""
+    folder = shutil.copytree(GOLDENS[version], tmp_path / "run")
+    moved = {path.name for path in folder.glob("*/*.safetensors")} if is_moved else set()
+    manifest = replace_manifest(folder / "step-3", base, moved)
+    assert {pack.directory for pack in manifest.packs} == (
+        {None} if is_moved else {None, "../step-2"} if base else {None, "../step-1", "../step-2"}
+    )
+    for step in ["step-2"] if base else ["step-1", "step-2"]:
+        write_v3.remove(folder / step, used_packs(manifest).get(f"../{step}", ()))
+    assert len(reader.read_lineage(folder / "step-3")) == (2 if base else 1)
+    for planner in (cnr.CNRLoadPlanner, DefaultLoadPlanner):
+        loaded = _loaded(_load(folder / "step-3", _target("step-3", planner, version), planner))
+        assert loaded == _expected("step-3", planner, version)
+    assert _by_reader(folder / "step-3") == EXPECTED_OF[version]["step-3"]["tensors"]
+
+
+@pytest.mark.parametrize("fqn", [T0, T8, MOMENTUM, EXP_AVG])
+@pytest.mark.parametrize("step", ["step-4", "step-7"])
+def test_ranges_of_rows_of_a_replaced_lineage_load(step: str, fqn: str) -> None:
+    """A range of rows is that part of the whole, though only some shards of those that overlap have any of it."""
+    whole = cnr.load_table(GOLDEN / step, fqn)
+    assert _as_json(whole) == EXPECTED[step]["tensors"][fqn]
+    for start in range(0, len(whole), 1 + len(whole) // 9):
+        for stop in range(start, len(whole) + 1, 1 + len(whole) // 7):
+            assert cnr.load_table(GOLDEN / step, fqn, rows=range(start, stop)).equal(whole[start:stop])
+
+
+@pytest.fixture
+def replaced(tmp_path: Path) -> Path:
+    """A copy of the golden checkpoints, replacements and all."""
+    return shutil.copytree(GOLDEN, tmp_path / "v3")
+
+
+def _rewrite(folder: Path, step: str, change: Callable[[TensorEntry], TensorEntry], fqn: str) -> None:
+    """Change a tensor in the last replacement of a checkpoint."""
+    checkpoint = cnr.read_checkpoint(folder / step)
+    manifest = checkpoint.manifest
+    entry = change(manifest.tensors[fqn])
+    assert entry != manifest.tensors[fqn]
+    data, _ = cnr.manifest_json.dumps(replace(manifest, tensors={**manifest.tensors, fqn: entry}))
+    (folder / step / f"manifest-{manifest.replaces}.json").write_bytes(data)
+
+
+def _without(*numbers: int) -> Callable[[TensorEntry], TensorEntry]:
+    return lambda entry: replace(
+        entry, shards=tuple(shard for number, shard in enumerate(entry.shards) if number not in numbers)
+    )
+
+
+@pytest.mark.parametrize(
+    ("fqn", "number"),
+    [
+        pytest.param(T0, 0, id="rows of a table"),
+        pytest.param(T8, 1, id="columns of a table"),
+        pytest.param(MOMENTUM, 0, id="row-wise state of some columns"),
+        pytest.param(EXP_AVG, 0, id="state"),
+    ],
+)
+@pytest.mark.parametrize("step", ["step-4", "step-7"])
+def test_rows_that_are_stored_nowhere_are_refused(replaced: Path, step: str, fqn: str, number: int) -> None:
+    """No manifest shows that shards which overlap hold every row; a load that would make one up is refused."""
+    _rewrite(replaced, "step-4", _without(number), fqn)
+    with pytest.raises(reader.Refused, match="stored nowhere"):
+        reader.read(replaced / step)
+    with pytest.raises(cnr.DamagedError, match=rf"step-4: tensor '{fqn}': row \d+ is nowhere stored"):
+        _load(replaced / step, _target(step))
+
+
+def test_rows_that_are_stored_load_beside_those_that_are_not(replaced: Path) -> None:
+    """What is stored nowhere is the loss of who wants it, also of one column; all else loads."""
+    whole = cnr.load_table(replaced / "step-4", T8)
+    _rewrite(replaced, "step-4", _without(0), T8)
+    with pytest.raises(cnr.DamagedError, match="row 5 is nowhere stored"):
+        cnr.load_table(replaced / "step-4", T8)
+    for row in range(10):
+        if row not in (5, 6, 8):  # the others were modified later, row 3 in two column shards
+            assert cnr.load_table(replaced / "step-4", T8, rows=range(row, row + 1)).equal(whole[row : row + 1])
+        else:
+            with pytest.raises(cnr.DamagedError, match=f"row {row} is nowhere stored"):
+                cnr.load_table(replaced / "step-4", T8, rows=range(row, row + 1))
+
+
+def test_rows_that_a_delta_stores_need_not_be_in_the_baseline(replaced: Path) -> None:
+    """A hole in a folded baseline is none where the deltas on it have the row."""
+    _rewrite(replaced, "step-4", lambda entry: replace(entry, shards=entry.shards[-1:]), EXP_AVG)
+    for step, rows in [("step-4", [0, 5]), ("step-7", [0, 1, 2, 3, 5, 7, 310])]:
+        whole = torch.frombuffer(bytearray.fromhex(EXPECTED[step]["tensors"][EXP_AVG]["hex"]), dtype=torch.float32)
+        for row in range(12):
+            if row in rows:
+                found = cnr.load_table(replaced / step, EXP_AVG, rows=range(row, row + 1))
+                assert found.equal(whole.view(320, 2)[row : row + 1])
+            else:
+                with pytest.raises(cnr.DamagedError, match=f"row {row} is nowhere stored"):
+                    cnr.load_table(replaced / step, EXP_AVG, rows=range(row, row + 1))
+
+
+@pytest.mark.parametrize("fqn", [T0, T8, MOMENTUM])
+def test_order_of_overlapping_shards_matters(replaced: Path, fqn: str) -> None:
+    """The last shard that has a row wins: in another order the same shards are another state, in both readers."""
+    _rewrite(replaced, "step-4", lambda entry: replace(entry, shards=entry.shards[::-1]), fqn)
+    loaded = cnr.load_table(replaced / "step-4", fqn)
+    assert _as_json(loaded) != EXPECTED["step-4"]["tensors"][fqn]
+    assert _as_json(loaded) == _by_reader(replaced / "step-4")[fqn]
 
 
 # The examples of the page
@@ -427,6 +611,37 @@ def test_any_truncated_file_is_noticed(tmp_path: Path, file: Path, num_left: int
     _refuses(tmp_path, "step-1")
 
 
+REPLACED_FILES = sorted(path.relative_to(GOLDEN) for path in GOLDEN.glob("step-*/*"))
+
+
+@hypothesis.settings(max_examples=100)
+@hypothesis.given(file=st.sampled_from(REPLACED_FILES), place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+def test_any_flipped_bit_below_a_replacement_is_noticed_or_not_needed(
+    tmp_path_factory: pytest.TempPathFactory, file: Path, place: float, bit: int
+) -> None:
+    """A bit flipped anywhere in a run with replacements is refused, or the load does not depend on it."""
+    folder = tmp_path_factory.getbasetemp() / f"flipped-{next(numbers)}"
+    shutil.copytree(GOLDEN, folder)
+    data = bytearray((folder / file).read_bytes())
+    data[int(place * len(data))] ^= 1 << bit
+    (folder / file).write_bytes(data)
+    if file.suffix == ".json" and file.parent.name in ("step-4", "step-6", "step-7"):
+        _refuses(folder, "step-7")
+    else:
+        with contextlib.suppress(reader.Refused):
+            assert _by_reader(folder / "step-7") == EXPECTED["step-7"]["tensors"]
+        with contextlib.suppress(cnr.LoadError):
+            assert _loaded(_load(folder / "step-7", _target("step-7"))) == EXPECTED["step-7"]
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("file", [file for file in REPLACED_FILES if file.parent.name in ("step-4", "step-6")], ids=str)
+def test_replacements_are_not_passed_over(replaced: Path, file: Path) -> None:
+    """A replacement that is cut short is refused: what it replaced is no way out, since its packs may be gone."""
+    (replaced / file).write_bytes((GOLDEN / file).read_bytes()[:-1])
+    _refuses(replaced, file.parent.name)
+
+
 # Contradictions behind right digests
 
 
@@ -445,7 +660,7 @@ def _edit(folder: Path, step: str, change: Callable[[dict[str, Any]], None]) -> 
 def _patch(folder: Path, step: str, blob: list[int], at: int, new: bytes) -> None:
     """Overwrite bytes of a blob, and renew its digest."""
     _, body = json.loads((folder / step / "manifest.json").read_text()).values()
-    file = folder / step / body["packs"][blob[0]][0]
+    file = folder / step / body["packs"][blob[0]][1]
     data = bytearray(file.read_bytes())
     assert data[blob[1] + at : blob[1] + at + len(new)] != new
     data[blob[1] + at : blob[1] + at + len(new)] = new
@@ -457,8 +672,10 @@ def _patch(folder: Path, step: str, blob: list[int], at: int, new: bytes) -> Non
 
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
-    """A copy of the golden checkpoints."""
-    return shutil.copytree(GOLDEN, tmp_path / "v2")
+    """A copy of the golden checkpoints before the first that was replaced."""
+    for step in write_v3.STEPS[:3]:
+        shutil.copytree(GOLDEN / step, tmp_path / "v3" / step)
+    return tmp_path / "v3"
 
 
 def _blob(step: str, fqn: str, shard: int, number: int) -> list[int]:
@@ -508,10 +725,10 @@ def test_blobs_that_are_longer_or_shorter_are_refused(tmp_path: Path, scheme: cn
 
     def resize(body: dict[str, Any]) -> None:
         (pack,), (shard,) = body["packs"], body["tensors"]["t"]["shards"]
-        file = tmp_path / "step-1" / pack[0]
-        file.write_bytes((file.read_bytes() + b"\0")[: pack[1] + num_more])
-        data = file.read_bytes()[pack[2] :]
-        pack[1] += num_more
+        file = tmp_path / "step-1" / pack[1]
+        file.write_bytes((file.read_bytes() + b"\0")[: pack[2] + num_more])
+        data = file.read_bytes()[pack[3] :]
+        pack[2] += num_more
         shard[3][0][2:] = [len(data), reader.crc32c(data)]
 
     _edit(tmp_path, "step-1", resize)
@@ -530,9 +747,9 @@ def test_bytes_that_are_no_bools_are_refused(copied: Path) -> None:
 @pytest.mark.parametrize(
     ("fqn", "change"),
     [
-        pytest.param(write_v2.T0, {"dtype": "int32"}, id="another dtype"),
-        pytest.param(write_v2.T2, {"is_table": False}, id="no table any more"),
-        pytest.param(write_v2.EXP_AVG, {"is_table": True}, id="a table suddenly"),
+        pytest.param(T0, {"dtype": "int32"}, id="another dtype"),
+        pytest.param(T2, {"is_table": False}, id="no table any more"),
+        pytest.param(EXP_AVG, {"is_table": True}, id="a table suddenly"),
     ],
 )
 def test_tensor_that_changes_along_a_lineage_is_refused(copied: Path, fqn: str, change: dict[str, Any]) -> None:
@@ -548,38 +765,54 @@ def test_tensor_that_changes_along_a_lineage_is_refused(copied: Path, fqn: str, 
 
 def test_tensor_that_the_parent_lacks_is_refused(copied: Path) -> None:
     """A delta of a tensor that its parent does not have cannot be laid over anything."""
-    _edit(copied, "step-2", lambda body: body["tensors"].update(new=body["tensors"].pop(write_v2.T2)))
-    _edit(copied, "step-2", lambda body: body.update(tensors=dict(sorted(body["tensors"].items()))))
+    names = {T2: "new"}
+    _edit(
+        copied,
+        "step-2",
+        lambda body: body.update(tensors={names.get(fqn, fqn): entry for fqn, entry in body["tensors"].items()}),
+    )
     target = _target("step-2")
-    target["new"] = target.pop(write_v2.T2)
+    target["new"] = target.pop(T2)
     with pytest.raises(reader.Refused, match="no new in a parent"):
         reader.read(copied / "step-2")
     with pytest.raises(cnr.DamagedError, match="'new'"):
         _load(copied / "step-2", target)
 
 
-@every_version
+LAST_REPLACEMENT = {
+    step: f"{step}/manifest-{cnr.read_checkpoint(GOLDEN / step).manifest.replaces}.json" for step in write_v3.REPLACED
+}
+
+
+@pytest.mark.parametrize(
+    ("version", "file"),
+    [
+        *((version, "step-2/manifest.json") for version in GOLDENS),
+        *(("v3", file) for file in LAST_REPLACEMENT.values()),
+    ],
+    ids=[*GOLDENS, *(f"replacement of {step}" for step in LAST_REPLACEMENT)],
+)
 @hypothesis.settings(max_examples=150)
 @hypothesis.given(data=st.data())
 def test_reader_and_library_agree_on_any_manifest(
-    tmp_path_factory: pytest.TempPathFactory, version: str, data: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory, version: str, file: str, data: st.DataObject
 ) -> None:
-    """A delta whose manifest was changed at random, digest included, loads the same in both, or is refused by both."""
-    folder = tmp_path_factory.getbasetemp() / f"mutated-{next(numbers)}"
+    """A manifest that was changed at random, digest included, loads the same in both, or is refused by both."""
+    folder, step = tmp_path_factory.getbasetemp() / f"mutated-{next(numbers)}", file.partition("/")[0]
     shutil.copytree(GOLDENS[version], folder)
-    body = json.loads((folder / "step-2" / "manifest.json").read_text())["manifest"]
+    body = json.loads((folder / file).read_text())["manifest"]
     paths = [path for path in nodes(body) if path[0] in ("packs", "row_sets", "tensors", "version")]
     for _ in range(data.draw(st.integers(1, 2))):
         path = data.draw(st.sampled_from(paths))
         with contextlib.suppress(KeyError, IndexError, TypeError, AttributeError):  # an earlier change removed it
-            body = changed(body, path, data.draw(st.sampled_from(VALUES)))
-    (folder / "step-2" / "manifest.json").write_bytes(file_of(body))
+            body = changed(body, path, data.draw(st.sampled_from([*VALUES, DELETE, REPEAT])))
+    (folder / file).write_bytes(file_of(body))
     try:
-        expected = _by_reader(folder / "step-2")
+        expected = _by_reader(folder / step)
     except reader.Refused:
         with pytest.raises(cnr.LoadError):
-            _load(folder / "step-2", _target("step-2", DefaultLoadPlanner, version), DefaultLoadPlanner)
+            _load(folder / step, _target(step, DefaultLoadPlanner, version), DefaultLoadPlanner)
     else:
         target = {fqn: torch.zeros(e["size"], dtype=getattr(torch, e["dtype"])) for fqn, e in expected.items()}
-        assert _loaded(_load(folder / "step-2", target, DefaultLoadPlanner))["tensors"] == expected
+        assert _loaded(_load(folder / step, target, DefaultLoadPlanner))["tensors"] == expected
     shutil.rmtree(folder)

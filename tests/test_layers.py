@@ -27,6 +27,7 @@ LAYERS = (
         "renumbering",
         "manifest_json",
         "manifest_parser",
+        "earlier_versions",
         "regions",
         "digests",
         "load_report",

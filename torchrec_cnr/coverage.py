@@ -33,11 +33,10 @@ class Coverage:
     def add(self, box: Box, rows: Rows | slice) -> None:
         """Rows of a shard's box, numbered within it, are stored."""
         ranges, own = self._ranges(box), self._own(box, rows)
-        if isinstance(own, slice):
-            self._covered[ranges, own] = True
-        else:
-            for number in range(ranges.start, ranges.stop):
-                self._covered[number, own[(own >= 0) & (own < self._box.num_rows)]] = True
+        if not isinstance(own, slice):
+            own = own[(own >= 0) & (own < self._box.num_rows)]
+        for number in range(ranges.start, ranges.stop):
+            self._covered[number, own] = True
 
     def parts(self, box: Box, rows: Rows) -> Mask:
         """bool [k, n]: for each range of a shard's columns, which rows of its box are covered; all must lie in this."""

@@ -72,13 +72,13 @@ def plan_fold(lineage: Lineage, regions: Sequence[Region]) -> list[CheckpointRea
 
 
 def _row_blocks(manifest: Manifest, reads: Iterable[_BlobRead]) -> dict[str, RowBlock]:
-    needed = {id(read.rows) for read in reads if read.rows.blob is not None}
-    return {
-        f"row set {index} block {number}": block
-        for index, rows in enumerate(manifest.row_sets.values())
-        for number, block in enumerate(rows.blocks)
-        if id(block) in needed
-    }
+    needed = {read.rows for read in reads if read.rows.blob is not None}
+    keys: dict[RowBlock, str] = {}  # row sets may share blocks
+    for index, rows in enumerate(manifest.row_sets):
+        for number, block in enumerate(rows.blocks):
+            if block in needed:
+                keys.setdefault(block, f"row set {index} block {number}")
+    return {key: block for block, key in keys.items()}
 
 
 def continued(checkpoint: Checkpoint, newest: Checkpoint, fqn: str) -> TensorEntry:
@@ -152,14 +152,13 @@ def _turns(reads: Mapping[str, _BlobRead]) -> list[list[tuple[str, Blob]]]:
 
 
 def _coverages(plans: Sequence[CheckpointReads], regions: Sequence[Region]) -> dict[int, Coverage]:
-    """For regions whose oldest checkpoint was folded and is a baseline, what of them is stored."""
+    """For regions of tensors that the baseline was folded for, what of them is stored; any other holds every row."""
     found: dict[int, Coverage] = {}
     for region in regions:
         entries = [plan.checkpoint.manifest.tensors.get(region.fqn) for plan in plans]
-        held = [entry for entry in entries if entry is not None]
-        if plans and plans[0].checkpoint.manifest.parent is None and any(entry.folded is not None for entry in held):
-            boxes = (shard.table_box or shard.box for entry in held for shard in entry.shards)
-            found[id(region)] = Coverage(region.box, boxes)
+        if plans and plans[0].checkpoint.manifest.parent is None and entries[0] and entries[0].folded is not None:
+            shards = (shard for entry in entries if entry for shard in entry.shards if shard.blobs)
+            found[id(region)] = Coverage(region.box, (shard.table_box or shard.box for shard in shards))
     return found
 
 
@@ -173,7 +172,7 @@ class RowNumbers:
     """
 
     def __init__(self, blocks: Mapping[str, RowBlock], codes: Mapping[str, Bytes], where: str) -> None:
-        self._keys = {id(block): key for key, block in blocks.items()}
+        self._keys = {block: key for key, block in blocks.items()}
         self._codes = codes
         self._where = where
         self._last: tuple[RowBlock | None, Rows] = (None, np.empty(0, dtype=np.int64))
@@ -182,8 +181,8 @@ class RowNumbers:
         """int64 [num_rows], or None for consecutive rows."""
         if block.coding == "all":
             return None
-        if self._last[0] is not block:
-            key = self._keys[id(block)]
+        if self._last[0] != block:
+            key = self._keys[block]
             coded = CodedRows(block.coding, block.first, block.span, self._codes[key].tobytes())
             self._last = (block, decode_rows(coded, block.num_rows, f"{self._where}: {key}"))
         return self._last[1]

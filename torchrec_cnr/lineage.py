@@ -16,6 +16,7 @@ from torchrec_cnr.stores import Store
 logger = logging.getLogger(__name__)
 
 _START_BYTES = 512  # enough of a manifest file to hold its time of commit
+_NUM_NAMED = 5  # items in a message
 
 
 @dataclass(frozen=True)
@@ -119,18 +120,45 @@ def _read(store: Store) -> Checkpoint:
             "torchrec_cnr.latest(root) names the newest checkpoint"
         )
     committed, sha256, num_bytes = found
+    if committed.replaces is not None:
+        raise DamagedError(
+            f"{store.url}/{FILE_NAME}: it replaces manifest {committed.replaces}, expected one that replaces none; "
+            "use another checkpoint"
+        )
     manifest, last = committed, sha256
     chain: list[Manifest] = []
     while (found := _read_manifest(store, replacement_name(last))) is not None:
         replacement, digest, size = found
-        if replacement.replaces != last:
-            raise DamagedError(
-                f"{store.url}/{replacement_name(last)}: it replaces manifest {replacement.replaces}, not the one that "
-                "its name says; use another checkpoint"
-            )
+        _check_replacement(replacement, manifest, last, store)
         manifest, last, num_bytes = replacement, digest, num_bytes + size
         chain.append(manifest)
     return Checkpoint(store, committed, sha256, manifest, num_bytes, last, tuple(chain[:-1]))
+
+
+def _check_replacement(replacement: Manifest, replaced: Manifest, sha256: str, store: Store) -> None:
+    """What takes a manifest's place must be of the same state, as far as manifests tell."""
+    different = []
+    if replacement.replaces != sha256:
+        different.append(f"it replaces manifest {replacement.replaces}, not the one that its name says")
+    if replacement.parent is not None and replaced.parent is None:
+        different.append("it has a parent, what it replaces has none")
+    new, old = _items(replacement), _items(replaced)
+    items = sorted(name for name in new.keys() | old.keys() if new.get(name) != old.get(name))
+    if items:
+        different.append(f"it has otherwise than what it replaces: {', '.join(items[:_NUM_NAMED])}")
+    if different:
+        where = f"{store.url}/{replacement_name(sha256)}"
+        raise DamagedError(f"{where}: {'; '.join(different)}; use another checkpoint")
+
+
+def _items(manifest: Manifest) -> dict[str, object]:
+    """What of a manifest stays the same for ever, by names for messages."""
+    tensors = {
+        f"tensor {fqn!r}": (entry.dtype, entry.size, entry.is_table, entry.table, frozenset(entry.places))
+        for fqn, entry in manifest.tensors.items()
+    }
+    paths = {f"path of {fqn!r}": path for fqn, path in manifest.paths.items()}
+    return {**tensors, **{f"object {fqn!r}": True for fqn in manifest.objects}, **paths}
 
 
 def _read_manifest(store: Store, name: str) -> tuple[Manifest, str, int] | None:

@@ -118,11 +118,6 @@ class RowSet:
         return cls(tuple(RowBlock("all", start, size, size, None) for start, size in zip(starts, sizes, strict=True)))
 
     @property
-    def key(self) -> "RowSet | int":
-        """Tells it from others: equal ones are the same where they hold no blobs."""
-        return id(self) if any(block.blob is not None for block in self.blocks) else self
-
-    @property
     def num_rows(self) -> int:
         """Number of members."""
         return sum(block.num_rows for block in self.blocks)
@@ -134,7 +129,7 @@ class Shard:
 
     Attributes:
         box: Where the shard lies in its tensor.
-        rows: Which rows of the box are stored; one and the same object for shards that share it.
+        rows: Which rows of the box are stored; shards that share it have equal ones.
         blobs: The codes of each block of rows.
         scheme: How its rows are quantized; each rank decides for its own shards.
         table_box: For row-wise optimizer state, the box of the table shard that it belongs to.
@@ -272,9 +267,9 @@ class Manifest:
         return "delta" if self.parent else "baseline"
 
     @cached_property
-    def row_sets(self) -> Mapping[RowSet | int, RowSet]:
-        """The row sets of all shards, each once, by their ``key``."""
-        return {shard.rows.key: shard.rows for entry in self.tensors.values() for shard in entry.shards}
+    def row_sets(self) -> tuple[RowSet, ...]:
+        """The row sets of all shards, each once, in the order of the shards."""
+        return tuple(dict.fromkeys(shard.rows for entry in self.tensors.values() for shard in entry.shards))
 
     @property
     def pack_bytes(self) -> int:
@@ -317,11 +312,11 @@ class Manifest:
             for index, shard in enumerate(entry.shards):
                 for number, blob in enumerate(shard.blobs):
                     yield f"{name_of(fqn, entry, index)} block {number}", blob
-        seen: set[Blob] = set()
-        for index, rows in enumerate(self.row_sets.values()):
+        known: set[Blob] = set()  # row sets may share blobs
+        for index, rows in enumerate(self.row_sets):
             for number, block in enumerate(rows.blocks):
-                if block.blob is not None and block.blob not in seen:  # row sets may have blocks in common
-                    seen.add(block.blob)
+                if block.blob is not None and block.blob not in known:
+                    known.add(block.blob)
                     yield f"row set {index} block {number}", block.blob
         for fqn, blob in self.objects.items():
             yield f"object '{fqn}'", blob

@@ -11,12 +11,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from torchrec_cnr.earlier_versions import Version1, Version2
 from torchrec_cnr.errors import DamagedError, VersionError
 from torchrec_cnr.manifest import FORMAT, VERSION, Blob, Manifest, Pack, Place, RowSet, TensorEntry
 from torchrec_cnr.manifest_parser import ManifestParser
 from torchrec_cnr.rows import Box
 
 _FRAME = re.compile(rb'\{"sha256":"([0-9a-f]{64})","manifest":(.*)\}\n', re.DOTALL)
+_PARSERS = {1: Version1, 2: Version2, VERSION: ManifestParser}
 _CREATED = re.compile(rb'"created_ns":(\d{1,20})\b')
 
 
@@ -62,7 +64,7 @@ def loads(data: bytes, where: str) -> tuple[Manifest, str]:
         raise DamagedError(f"{where}: there is no format version {version!r}")
     if not is_plain:  # white space, floating-point numbers, a key that occurs twice, other escapes
         raise DamagedError(f"{where}: not written as manifests are")
-    return ManifestParser(where, version).manifest(value), digest
+    return _PARSERS[version](where).manifest(value), digest
 
 
 def _body(value: Any) -> bytes:
@@ -77,7 +79,7 @@ def created_ns(start: bytes) -> int | None:
 
 
 def _to_json(manifest: Manifest) -> dict[str, Any]:
-    numbers = {key: number for number, key in enumerate(manifest.row_sets)}
+    numbers = {rows: number for number, rows in enumerate(manifest.row_sets)}
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -92,7 +94,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
         "world_size": manifest.world_size,
         "writer": manifest.writer,
         "packs": [_pack_json(pack) for pack in manifest.packs],
-        "row_sets": [_row_set_json(rows) for rows in manifest.row_sets.values()],
+        "row_sets": [_row_set_json(rows) for rows in manifest.row_sets],
         "tensors": {fqn: _tensor_json(entry, numbers) for fqn, entry in manifest.tensors.items()},
         "objects": {fqn: _blob_json(blob) for fqn, blob in manifest.objects.items()},
         "paths": {fqn: list(path) for fqn, path in manifest.paths.items()},
@@ -108,7 +110,7 @@ def _row_set_json(rows: RowSet) -> list[Any]:
     return [[b.coding, b.first, b.span, b.num_rows, b.blob and _blob_json(b.blob)] for b in rows.blocks]
 
 
-def _tensor_json(entry: TensorEntry, row_sets: Mapping[RowSet | int, int]) -> dict[str, Any]:
+def _tensor_json(entry: TensorEntry, row_sets: Mapping[RowSet, int]) -> dict[str, Any]:
     return {
         "dtype": entry.dtype,
         "size": list(entry.size),
@@ -118,7 +120,7 @@ def _tensor_json(entry: TensorEntry, row_sets: Mapping[RowSet | int, int]) -> di
         "shards": [
             [
                 *_place_json(shard.place),
-                row_sets[shard.rows.key],
+                row_sets[shard.rows],
                 [_blob_json(blob) for blob in shard.blobs],
                 shard.scheme.to_json(),
             ]

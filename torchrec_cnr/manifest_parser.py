@@ -2,11 +2,11 @@
 
 Checked are types and bounds, that blobs fill their packs without holes or overlaps, that boxes fill their tensors, that
 every blob has the size its rows need, and that whatever refers to something else refers to something of the right kind.
-Every version of the format gives the same values; in what little they differ, ``version`` is asked.
+This is the format's newest version; ``earlier_versions`` says in what the others differ. All give the same values.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import pairwise
 from typing import Any, NoReturn, TypeVar
@@ -37,19 +37,6 @@ _MAX_INT = 2**62
 _MAX_LIST_INDEX = 2**20  # a longer list of tensors in a state dict is not believable, and would be allocated
 
 T = TypeVar("T")
-_KEYS = (
-    "format", "version", "created_ns", "id", "save_id", "parent", "replaces", "policy", "history", "restores",
-    "world_size", "writer", "packs", "row_sets", "tensors", "objects", "paths",
-)  # fmt: skip
-_KEYS_2 = tuple(key for key in _KEYS if key != "replaces")
-_KEYS_1 = tuple(key for key in _KEYS_2 if key != "restores")
-_KEYS_OF = {1: _KEYS_1, 2: _KEYS_2, 3: _KEYS}
-_TENSOR_KEYS_OF = {
-    1: ("dtype", "size", "scheme", "is_table", "table", "shards"),
-    2: ("dtype", "size", "is_table", "table", "shards"),
-    3: ("dtype", "size", "is_table", "table", "folded", "shards"),
-}
-_SCHEMES_1 = ({"name": "none"}, *({"name": "asymmetric", "bits": bits} for bits in (2, 4, 8)))
 
 
 class ManifestParser:
@@ -57,12 +44,16 @@ class ManifestParser:
 
     Args:
         where: Names the file in errors.
-        version: Version of the format that it is written in; this one reads it.
     """
 
-    def __init__(self, where: str, version: int) -> None:
+    keys: tuple[str, ...] = (
+        "format", "version", "created_ns", "id", "save_id", "parent", "replaces", "policy", "history", "restores",
+        "world_size", "writer", "packs", "row_sets", "tensors", "objects", "paths",
+    )  # fmt: skip
+    tensor_keys: tuple[str, ...] = ("dtype", "size", "is_table", "table", "folded", "shards")
+
+    def __init__(self, where: str) -> None:
         self.where = where
-        self.version = version
         self.packs: tuple[Pack, ...] = ()
         self.row_sets: tuple[RowSet, ...] = ()
 
@@ -70,11 +61,12 @@ class ManifestParser:
         raise DamagedError(f"{self.where}: {message}; use another checkpoint")
 
     def manifest(self, value: dict[str, Any]) -> Manifest:
-        keys = _KEYS_OF[self.version]
-        if tuple(value) != keys:
-            self.fail(f"its keys are {list(value)}, expected {list(keys)}")
+        if tuple(value) != self.keys:
+            self.fail(f"its keys are {list(value)}, expected {list(self.keys)}")
         baseline_bytes, delta_bytes = self.tuple_of(value["history"], 2, "history")
         self.packs = self.items(self.pack, value["packs"], "packs")
+        if len({(pack.directory, pack.name) for pack in self.packs}) != len(self.packs):
+            self.fail("two packs have one name")
         self.row_sets = self.items(self.row_set, value["row_sets"], "row_sets")
         manifest = Manifest(
             created_ns=self.integer(value["created_ns"], "created_ns"),
@@ -92,7 +84,7 @@ class ManifestParser:
             paths={fqn: self.path(path, fqn) for fqn, path in self.mapping(value["paths"], "paths").items()},
             replaces=self.optional(partial(self.string, pattern=_HEX), value.get("replaces"), "replaces"),
         )
-        self.check_packs(manifest)
+        self.check_packs(manifest, self.stored(manifest))
         self.check_references(manifest)
         return manifest
 
@@ -105,10 +97,7 @@ class ManifestParser:
         return CheckpointRef(path, self.string(value["sha256"], "parent sha256", _HEX))
 
     def pack(self, value: Any, what: str) -> Pack:
-        fields = self.tuple_of(value, 4 if self.version < 3 else 7, what)
-        if self.version < 3:
-            fields = [None, *fields, None, 0]
-        directory, name, num_bytes, header_bytes, crc32c, written_ns, heat = fields
+        directory, name, num_bytes, header_bytes, crc32c, written_ns, heat = self.tuple_of(value, 7, what)
         size = self.integer(num_bytes, what)
         return Pack(
             self.string(name, what, _PACK_NAME),
@@ -128,19 +117,10 @@ class ManifestParser:
         return Blob(index, start, size, self.integer(crc32c, what, high=2**32 - 1))
 
     def row_set(self, value: Any, what: str) -> RowSet:
-        rows = RowSet(self.items(self.row_block, value if self.version > 2 else self.row_blocks_2(value, what), what))
+        rows = RowSet(self.items(self.row_block, value, what))
         if any(a.first + a.span > b.first for a, b in pairwise(rows.blocks)):
             self.fail(f"{what}: its blocks are out of order")
         return rows
-
-    def row_blocks_2(self, value: Any, what: str) -> list[Any]:
-        """The blocks of a row set before version 3, where all had as many rows but the last, with their numbers."""
-        members, block_rows, blocks = self.tuple_of(value, 3, what)
-        num_rows, most = self.integer(members, what), self.integer(block_rows, what, low=1)
-        fields = self.items(lambda block, _: self.tuple_of(block, 4, what), blocks, what)
-        if len(fields) != -(-num_rows // most):
-            self.fail(f"{what}: {len(fields)} blocks of {most} for {num_rows} rows")
-        return [[*block[:3], min(most, num_rows - number * most), block[3]] for number, block in enumerate(fields)]
 
     def row_block(self, value: Any, what: str) -> RowBlock:
         coding, first, span, num_rows, blob = self.tuple_of(value, 5, what)
@@ -153,23 +133,24 @@ class ManifestParser:
             self.integer(num_rows, what, low=1),
             self.optional(self.blob, blob, what),
         )
-        if block.num_rows > block.span or (coding == "all") != (blob is None and block.num_rows == block.span):
+        if (coding == "all") != (blob is None):
+            self.fail(f"{what}: coding {coding!r} {'without' if blob is None else 'with'} a blob")
+        if block.num_rows > block.span or (blob is None and block.num_rows < block.span):
             self.fail(f"{what}: {block.num_rows} rows in a span of {block.span}, coded as {coding!r}")
         return block
 
     def tensor(self, value: Any, fqn: str) -> TensorEntry:
         what = f"tensor {fqn!r}"
-        if tuple(self.mapping(value, what)) != _TENSOR_KEYS_OF[self.version]:
+        if tuple(self.mapping(value, what)) != self.tensor_keys:
             self.fail(f"{what}: its keys are {list(value)}")
         if self.string(value["dtype"], what) not in DTYPES:
             self.fail(f"{what}: unknown dtype {value['dtype']!r}")
         if not isinstance(value["is_table"], bool):
             self.fail(f"{what}: is_table is {value['is_table']!r}")
-        shards = self.shards_1(value, what) if self.version == 1 else value["shards"]
         entry = TensorEntry(
             dtype=value["dtype"],
             size=self.items(self.integer, value["size"], what),
-            shards=self.items(lambda shard, what: self.shard(shard, value["dtype"], what), shards, what),
+            shards=self.items(partial(self.shard, tensor=value), value["shards"], what),
             is_table=value["is_table"],
             table=self.optional(self.string, value["table"], what),
             folded=self.optional(partial(self.items, self.place), value.get("folded"), what),
@@ -179,46 +160,16 @@ class ManifestParser:
         if not fills(entry.size, [place.box for place in entry.places]):
             self.fail(f"{what}: its boxes do not fill its size {list(entry.size)} exactly")
         for shard in entry.shards:
-            if not lies_within(entry.size, shard.box) and entry.table is None:
-                self.fail(f"{what}: a box outside of its size {list(entry.size)}")
+            self.check_box(shard.box, entry, what)
             self.check_blobs(shard, entry, what)
         return entry
 
-    def shards_1(self, tensor: Mapping[str, Any], what: str) -> list[Any]:
-        """A tensor's shards in version 1, where it had one scheme for all of them, as shards with a scheme each."""
-        if tensor["scheme"] not in _SCHEMES_1:
-            self.fail(f"{what}: {tensor['scheme']!r} is not a quantization scheme of format version 1")
-        self.scheme(tensor["scheme"], tensor["dtype"], what)  # there need not be a shard
-        shards = self.items(lambda shard, _: self.tuple_of(shard, 5, what), tensor["shards"], what)
-        return [[*shard, tensor["scheme"]] for shard in shards]
-
-    def shard(self, value: Any, dtype: str, what: str) -> Shard:
-        if self.version < 3:
-            return self.shard_2(value, dtype, what)
+    def shard(self, value: Any, what: str, tensor: Mapping[str, Any]) -> Shard:
         box, table_box, row_set, blobs, scheme = self.tuple_of(value, 5, what)
         place = self.place([box, table_box], what)
         rows = self.row_sets[self.integer(row_set, what, high=len(self.row_sets) - 1)]
-        return Shard(
-            place.box, rows, self.items(self.blob, blobs, what), self.scheme(scheme, dtype, what), place.table_box
-        )
-
-    def shard_2(self, value: Any, dtype: str, what: str) -> Shard:
-        """A shard before version 3, where all rows of a box had no row set."""
-        box, row_set, block_rows, blobs, table_box, scheme = self.tuple_of(value, 6, what)
-        place = self.place([box, table_box], what)
         codes = self.items(self.blob, blobs, what)
-        num_rows, most = place.box.num_rows, self.integer(block_rows, what, low=1)
-        if row_set is not None:
-            rows = self.row_sets[self.integer(row_set, what, high=len(self.row_sets) - 1)]
-            if any(block.num_rows != most for block in rows.blocks[:-1]) or rows.num_rows > most * len(rows.blocks):
-                self.fail(f"{what}: blocks of {most} rows, its row set has others")
-        elif place.box.num_cols == 0:
-            rows = RowSet(())
-        elif len(codes) != -(-num_rows // most):  # before as many blocks are made, which the box alone says
-            self.fail(f"{what}: {len(codes)} blobs of {most} rows for {num_rows} rows")
-        else:
-            rows = RowSet.all(num_rows, most)
-        return Shard(place.box, rows, codes, self.scheme(scheme, dtype, what), place.table_box)
+        return Shard(place.box, rows, codes, self.scheme(scheme, tensor["dtype"], what), place.table_box)
 
     def place(self, value: Any, what: str) -> Place:
         box, table_box = self.tuple_of(value, 2, what)
@@ -230,10 +181,21 @@ class ManifestParser:
             self.fail(f"{what}: {dtype} cannot be quantized as {value}")
         return scheme
 
+    def check_box(self, box: Box, entry: TensorEntry, what: str) -> None:
+        """Where a tensor is not folded this follows from its boxes filling it."""
+        if len(box.sizes) != len(entry.size):
+            self.fail(f"{what}: a box of {len(box.sizes)} dimensions")
+        if entry.table is None and not lies_within(entry.size, box):
+            self.fail(f"{what}: a box outside of its size {list(entry.size)}")
+        if entry.folded is not None and box.sizes[2:] != entry.size[2:]:  # Coverage divides two dimensions
+            self.fail(f"{what}: it is folded, and a box does not have all of its dimensions from the third on")
+
     def check_blobs(self, shard: Shard, entry: TensorEntry, what: str) -> None:
-        blocks = shard.rows.blocks if shard.box.num_cols else ()
+        blocks = shard.rows.blocks
         if blocks and blocks[-1].first + blocks[-1].span > shard.box.num_rows:
             self.fail(f"{what}: row numbers beyond the {shard.box.num_rows} rows of its box")
+        if shard.box.num_cols == 0:
+            blocks = ()
         if len(shard.blobs) != len(blocks):
             self.fail(f"{what}: {len(shard.blobs)} blobs for {len(blocks)} blocks of rows")
         dtype, num_cols = DTYPES[entry.dtype], shard.box.num_cols
@@ -246,9 +208,19 @@ class ManifestParser:
                     f"{what}: block {number} has {blob.num_bytes} bytes, its {block.num_rows} rows need {num_bytes}"
                 )
 
-    def check_packs(self, manifest: Manifest) -> None:
+    def stored(self, manifest: Manifest) -> list[Blob]:
+        """All blobs. Nothing is listed that is not used: it would be kept for nobody, and nobody would check it."""
+        if manifest.row_sets != self.row_sets:
+            self.fail("its row sets are not those of its shards, each once, in the order of the shards")
+        blobs = [blob for _, blob in manifest.blobs()]
+        unused = set(range(len(self.packs))).difference(blob.pack for blob in blobs)
+        if unused:
+            self.fail(f"pack {self.packs[min(unused)].name}: it holds nothing")
+        return blobs
+
+    def check_packs(self, manifest: Manifest, blobs: Iterable[Blob]) -> None:
         """Blobs do not overlap; and they fill their packs, but for what a manifest that replaces another leaves out."""
-        ranges = sorted((blob.pack, blob.offset, blob.num_bytes) for _, blob in manifest.blobs())
+        ranges = sorted((blob.pack, blob.offset, blob.num_bytes) for blob in blobs)
         ends = [pack.header_bytes for pack in self.packs]
         for pack, offset, num_bytes in ranges:
             if offset < ends[pack] or (offset > ends[pack] and manifest.replaces is None):
@@ -257,13 +229,12 @@ class ManifestParser:
         for pack_, end in zip(self.packs, ends, strict=True):
             if end != pack_.num_bytes and manifest.replaces is None:
                 self.fail(f"pack {pack_.name}: its blobs end at byte {end} of {pack_.num_bytes}")
-        if len({(pack.directory, pack.name) for pack in self.packs}) != len(self.packs):
-            self.fail("two packs have one name")
         if manifest.replaces is None and any(pack.directory is not None for pack in self.packs):
             self.fail("it uses other checkpoints' packs, but replaces no manifest")
 
     def check_references(self, manifest: Manifest) -> None:
-        is_whole = all(entry.is_whole or entry.folded is not None for entry in manifest.tensors.values())
+        is_replacement = manifest.replaces is not None  # of which a load sees whether it holds every row
+        is_whole = all(entry.is_whole or (is_replacement and entry.folded) for entry in manifest.tensors.values())
         if manifest.parent is None and not is_whole:
             self.fail("a baseline that does not hold every row")
         if set(manifest.tensors) & set(manifest.objects):

@@ -285,7 +285,7 @@ class PackReader:
         """
         wanted = [list(turn) for turn in turns]
         touched = {blob.pack for turn in wanted for _, blob in turn} - self._checked
-        headers = {f"header of {self._packs[index].name}": self._header(index) for index in touched}
+        headers = {f"header of {_path(self._packs[index])}": self._header(index) for index in touched}
         wanted[:1] = [[*headers.items(), *wanted[0]]] if wanted else []
         spans = [span for turn in wanted for span in plan_spans(turn)]
         for key, data in read_spans(self._store, self._packs, spans, self._thread_count):
@@ -296,6 +296,11 @@ class PackReader:
     def _header(self, index: int) -> Blob:
         pack = self._packs[index]
         return Blob(index, 0, pack.header_bytes, pack.header_crc32c)
+
+
+def _path(pack: Pack) -> str:
+    """Packs of several directories may have one name."""
+    return pack.name if pack.directory is None else f"{pack.directory}/{pack.name}"
 
 
 def check_thread_count(thread_count: int) -> None:

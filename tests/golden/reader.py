@@ -23,10 +23,11 @@ Array = npt.NDArray[Any]
 
 FRAME = re.compile(rb'\{"sha256":"([0-9a-f]{64})","manifest":(\{.*\})\}\n', re.DOTALL)
 NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
-PARENT = re.compile(r"(\.\./)+(?!\.{1,2}(/|$))[^/\\\x00-\x1f]+(/(?!\.{1,2}(/|$))[^/\\\x00-\x1f]+)*")
-KEYS = ["format", "version", "created_ns", "id", "save_id", "parent", "policy", "history", "restores", "world_size"]
-KEYS += ["writer", "packs", "row_sets", "tensors", "objects", "paths"]
-TENSOR_KEYS = ["dtype", "size", "is_table", "table", "shards"]
+PATH = re.compile(r"(\.\./)+(?!\.{1,2}(/|$))[^/\\\x00-\x1f]+(/(?!\.{1,2}(/|$))[^/\\\x00-\x1f]+)*")
+DIGEST = re.compile("[0-9a-f]{64}")
+KEYS = ["format", "version", "created_ns", "id", "save_id", "parent", "replaces", "policy", "history", "restores"]
+KEYS += ["world_size", "writer", "packs", "row_sets", "tensors", "objects", "paths"]
+TENSOR_KEYS = ["dtype", "size", "is_table", "table", "folded", "shards"]
 SCHEME_KEYS = {
     "none": ["name"],
     "half": ["name", "dtype"],
@@ -37,8 +38,10 @@ SCHEME_KEYS = {
 }
 DECIMAL = re.compile(r"-?[0-9]+\.[0-9]+|[1-9](\.[0-9]+)?e-[0-9]{2,}")
 # 13. Versions
-KEYS_1 = [key for key in KEYS if key != "restores"]
-TENSOR_KEYS_1 = ["dtype", "size", "scheme", "is_table", "table", "shards"]
+KEYS_2 = [key for key in KEYS if key != "replaces"]
+KEYS_OF = {1: [key for key in KEYS_2 if key != "restores"], 2: KEYS_2, 3: KEYS}
+TENSOR_KEYS_2 = [key for key in TENSOR_KEYS if key != "folded"]
+TENSOR_KEYS_OF = {1: ["dtype", "size", "scheme", "is_table", "table", "shards"], 2: TENSOR_KEYS_2, 3: TENSOR_KEYS}
 SCHEMES_1 = [{"name": "none"}, *({"name": "asymmetric", "bits": bits} for bits in (2, 4, 8))]
 # A bfloat16 is kept as its 16 bits.
 DTYPES = {
@@ -120,11 +123,16 @@ class Box:
         )
 
 
+def check_within(size: Sequence[int], box: Box) -> None:
+    """A box lies within a tensor."""
+    check(len(box.sizes) == len(size), "a box of other dimensions")
+    check(all(o + n <= whole for o, n, whole in zip(box.offsets, box.sizes, size, strict=True)), "a box outside")
+
+
 def check_filled(size: Sequence[int], boxes: Sequence[Box]) -> None:
     """Boxes fill a tensor exactly."""
     for box in boxes:
-        check(len(box.sizes) == len(size), "a box of other dimensions")
-        check(all(o + n <= whole for o, n, whole in zip(box.offsets, box.sizes, size, strict=True)), "a box outside")
+        check_within(size, box)
     boxes = [box for box in boxes if math.prod(box.sizes)]
     check(sum(math.prod(box.sizes) for box in boxes) == math.prod(size), "boxes with a hole or overlap")
     for index, box in enumerate(boxes):
@@ -171,25 +179,40 @@ class Blob:
 
 @dataclass(frozen=True)
 class RowBlock:
-    """One coded block of a row set."""
+    """The rows in a blob."""
 
     coding: str
     first: int
     span: int
     members: int
-    blob: Blob
+    blob: Blob | None
+
+
+@dataclass(frozen=True)
+class Place:
+    """How a shard lies."""
+
+    box: Box
+    table_box: Box | None
 
 
 @dataclass(frozen=True)
 class Shard:
     """What is stored of one box."""
 
-    box: Box
-    row_set: int | None
-    block_rows: int
+    place: Place
+    row_set: list[RowBlock]
     blobs: list[Blob]
-    table_box: Box | None
     scheme: "Scheme"
+
+    @property
+    def box(self) -> Box:
+        return self.place.box
+
+    @property
+    def is_whole(self) -> bool:
+        is_all = all(block.coding == "all" for block in self.row_set)
+        return self.box.cols == 0 or (is_all and sum(block.members for block in self.row_set) == self.box.rows)
 
 
 @dataclass(frozen=True)
@@ -225,11 +248,16 @@ class Tensor:
     size: tuple[int, ...]
     is_table: bool
     table: str | None
+    folded: list[Place] | None
     shards: list[Shard]
 
     @property
     def is_whole(self) -> bool:
-        return all(shard.row_set is None for shard in self.shards)
+        return self.folded is None and all(shard.is_whole for shard in self.shards)
+
+    @property
+    def places(self) -> list[Place]:
+        return [shard.place for shard in self.shards] if self.folded is None else self.folded
 
 
 class Manifest:
@@ -249,17 +277,19 @@ class Manifest:
         check(value.get("format") == "torchrec_cnr", "another format")
         version = value.get("version")
         check(type(version) is int and version >= 1, "no version")
-        if version > 2:
+        if version > 3:
             raise NewerVersion(str(version))
         self.version = version
         check(written == frame[2], "written in another way")
-        value = mapping(value, KEYS_1 if version == 1 else KEYS)
+        value = mapping(value, KEYS_OF[version])
         self.created_ns = integer(value["created_ns"])
         string(value["id"]), name(value["save_id"]), string(value["policy"]), string(value["writer"])
         self.parent = None if value["parent"] is None else mapping(value["parent"], ["path", "sha256"])
         if self.parent is not None:
-            check(PARENT.fullmatch(string(self.parent["path"])) is not None, "no path of a parent")
-            check(re.fullmatch("[0-9a-f]{64}", string(self.parent["sha256"])) is not None, "no digest of a parent")
+            check(PATH.fullmatch(string(self.parent["path"])) is not None, "no path of a parent")
+            check(DIGEST.fullmatch(string(self.parent["sha256"])) is not None, "no digest of a parent")
+        self.replaces = None if value.get("replaces") is None else string(value["replaces"])
+        check(self.replaces is None or DIGEST.fullmatch(self.replaces) is not None, "no digest of what it replaces")
         baseline_bytes, delta_bytes = array(value["history"], 2)
         for num_bytes in [baseline_bytes, *array(delta_bytes)]:
             integer(num_bytes)
@@ -267,68 +297,111 @@ class Manifest:
         integer(value["world_size"], low=1)
         self.blobs: list[Blob] = []
         self.packs = [self._pack(pack) for pack in array(value["packs"])]
-        check(len({pack[0] for pack in self.packs}) == len(self.packs), "two packs of one name")
+        check(len({pack[:2] for pack in self.packs}) == len(self.packs), "two packs of one name")
+        self.used: dict[int, None] = {}  # row sets, in the order of the shards
+        self.block_rows: list[int] = []  # of each row set before version 3
         self.row_sets = [self._row_set(row_set) for row_set in array(value["row_sets"])]
         self.tensors = {string(fqn): self._tensor(entry) for fqn, entry in mapping(value["tensors"]).items()}
         self.objects = {string(fqn): self._blob(blob) for fqn, blob in mapping(value["objects"]).items()}
         self.paths = {string(fqn): self._path(path) for fqn, path in mapping(value["paths"]).items()}
         check(not set(self.tensors) & set(self.objects), "one FQN twice")
-        check(self.parent is not None or all(t.is_whole for t in self.tensors.values()), "an incomplete baseline")
-        self._check_packs_filled()
         for tensor in self.tensors.values():
+            check(self.parent is not None or tensor.is_whole or tensor.folded is not None, "an incomplete baseline")
+            check(self.replaces is not None or tensor.folded is None, "a tensor folded by a commit")
             self._check_table(tensor)
+        check(self.replaces is not None or all(pack[0] is None for pack in self.packs), "packs of another directory")
+        self._check_packs()
+        if version > 2:
+            check(list(self.used) == list(range(len(self.row_sets))), "row sets unlike the shards'")
+            check(len({tuple(row_set) for row_set in self.row_sets}) == len(self.row_sets), "a row set twice")
+            check({blob.pack for blob in self.blobs} == set(range(len(self.packs))), "a pack of nothing")
 
-    def _pack(self, value: Any) -> tuple[str, int, int, int]:
-        file, num_bytes, header_bytes, crc = array(value, 4)
+    def _pack(self, value: Any) -> tuple[str | None, str, int, int, int]:
+        directory, file, num_bytes, header_bytes, crc = (
+            array(value, 5) if self.version > 2 else [None, *array(value, 4)]
+        )
+        check(directory is None or PATH.fullmatch(string(directory)) is not None, "no path of a directory")
         check(name(file).endswith(".safetensors"), "no name of a pack")
-        return file, integer(num_bytes), integer(header_bytes, 8, num_bytes), integer(crc, high=2**32 - 1)
+        return directory, file, integer(num_bytes), integer(header_bytes, 8, num_bytes), integer(crc, high=2**32 - 1)
 
-    def _blob(self, value: Any) -> Blob:
+    def _blob(self, value: Any, is_of_rows: bool = False) -> Blob:
         pack, offset, num_bytes, crc = array(value, 4)
-        _, size, header_bytes, _ = self.packs[integer(pack, high=len(self.packs) - 1)]
+        _, _, size, header_bytes, _ = self.packs[integer(pack, high=len(self.packs) - 1)]
         integer(num_bytes, 1, size - integer(offset, header_bytes))
-        self.blobs.append(Blob(pack, offset, num_bytes, integer(crc, high=2**32 - 1)))
-        return self.blobs[-1]
+        blob = Blob(pack, offset, num_bytes, integer(crc, high=2**32 - 1))
+        if not is_of_rows or self.version < 3 or blob not in self.blobs:  # row blocks have been read before all else
+            self.blobs.append(blob)
+        return blob
 
-    def _row_set(self, value: Any) -> tuple[int, int, list[RowBlock]]:
-        num_rows, block_rows, blocks = array(value, 3)
-        members = _cut(integer(num_rows), integer(block_rows, 1), len(array(blocks)))
-        found = []
-        for block, count in zip(blocks, members, strict=True):
-            coding, first, span, blob = array(block, 4)
-            check(coding in ("bitmap", "gaps"), "unknown coding")
-            found.append(RowBlock(coding, integer(first), integer(span, count), count, self._blob(blob)))
+    def _row_set(self, value: Any) -> list[RowBlock]:
+        blocks = array(value) if self.version > 2 else self._row_blocks_2(value)
+        found = [self._row_block(block) for block in blocks]
         check(all(a.first + a.span <= b.first for a, b in pairwise(found)), "blocks out of order")
-        return num_rows, block_rows, found
+        return found
+
+    def _row_blocks_2(self, value: Any) -> list[list[Any]]:
+        """A row set before version 3 as one of version 3."""
+        num_rows, block_rows, blocks = array(value, 3)
+        self.block_rows.append(integer(block_rows, 1))
+        members = _cut(integer(num_rows), block_rows, len(array(blocks)))
+        fields = [array(block, 4) for block in blocks]
+        check(all(coding != "all" for coding, _, _, _ in fields), "a coding of version 3")
+        return [[coding, first, span, n, blob] for (coding, first, span, blob), n in zip(fields, members, strict=True)]
+
+    def _row_block(self, value: Any) -> RowBlock:
+        coding, first, span, members, blob = array(value, 5)
+        check(coding in ("all", "bitmap", "gaps"), "unknown coding")
+        integer(span, integer(members, 1))
+        check((coding == "all") == (blob is None), "coding and blob do not fit")
+        check(coding != "all" or span == members, "consecutive rows with gaps")
+        code = None if blob is None else self._blob(blob, is_of_rows=True)
+        return RowBlock(coding, integer(first), span, members, code)
 
     def _tensor(self, value: Any) -> Tensor:
-        entry = mapping(value, TENSOR_KEYS_1 if self.version == 1 else TENSOR_KEYS)
+        entry = mapping(value, TENSOR_KEYS_OF[self.version])
         check(string(entry["dtype"]) in DTYPES, "unknown dtype")
         size = tuple(integer(extent) for extent in array(entry["size"]))
         check(type(entry["is_table"]) is bool, "is_table is no boolean")
         check(not entry["is_table"] or len(size) == 2, "a table that is no matrix")
         table = None if entry["table"] is None else string(entry["table"])
+        folded = entry.get("folded")
+        places = None if folded is None else [self._place(*array(place, 2)) for place in array(folded)]
         found = array(entry["shards"])
         if self.version == 1:
             scheme_1(entry["scheme"], entry["dtype"])
             found = [[*array(shard, 5), entry["scheme"]] for shard in found]
         shards = [self._shard(shard, entry["dtype"]) for shard in found]
-        check_filled(size, [shard.box for shard in shards])
-        tensor = Tensor(entry["dtype"], size, entry["is_table"], table, shards)
+        tensor = Tensor(entry["dtype"], size, entry["is_table"], table, places, shards)
+        check_filled(size, [place.box for place in tensor.places])
+        for place in [*tensor.places, *(shard.place for shard in shards)]:
+            check(table is not None or place.table_box is None, "a table_box without a table")
         for shard in shards:
-            self._check_blobs(tensor, shard)
+            self._check_shard(tensor, shard)
         return tensor
 
     def _shard(self, value: Any, dtype: str) -> Shard:
+        if self.version < 3:
+            return self._shard_2(value, dtype)
+        box, table_box, row_set, blobs, scheme = array(value, 5)
+        self.used.setdefault(integer(row_set, high=len(self.row_sets) - 1))
+        codes = [self._blob(blob) for blob in array(blobs)]
+        return Shard(self._place(box, table_box), self.row_sets[row_set], codes, scheme_of(scheme, dtype))
+
+    def _shard_2(self, value: Any, dtype: str) -> Shard:
+        """A shard before version 3."""
         box, row_set, block_rows, blobs, table_box, scheme = array(value, 6)
-        return Shard(
-            self._box(box),
-            None if row_set is None else integer(row_set, high=len(self.row_sets) - 1),
-            integer(block_rows, 1),
-            [self._blob(blob) for blob in array(blobs)],
-            None if table_box is None else self._box(table_box),
-            scheme_of(scheme, dtype),
-        )
+        place, codes = self._place(box, table_box), [self._blob(blob) for blob in array(blobs)]
+        integer(block_rows, 1)
+        if row_set is not None:
+            rows = self.row_sets[integer(row_set, high=len(self.row_sets) - 1)]
+            check(self.block_rows[row_set] == block_rows, "blocks of another size")
+        else:
+            sizes = _cut(place.box.rows if place.box.cols else 0, block_rows, len(codes))
+            rows = [RowBlock("all", n * block_rows, size, size, None) for n, size in enumerate(sizes)]
+        return Shard(place, rows, codes, scheme_of(scheme, dtype))
+
+    def _place(self, box: Any, table_box: Any) -> Place:
+        return Place(self._box(box), None if table_box is None else self._box(table_box))
 
     def _box(self, value: Any) -> Box:
         offsets, sizes = array(value, 2)
@@ -336,24 +409,27 @@ class Manifest:
         check(len(box.offsets) == len(box.sizes), "a box of two dimensions")
         return box
 
-    def _check_blobs(self, tensor: Tensor, shard: Shard) -> None:
-        num_rows = shard.box.rows
-        if shard.row_set is not None:
-            num_rows, block_rows, blocks = self.row_sets[shard.row_set]
-            check(block_rows == shard.block_rows, "blocks of another size")
-            check(all(block.first + block.span <= shard.box.rows for block in blocks), "rows outside of the box")
-        if shard.box.cols == 0:
-            num_rows = 0
-        for blob, rows in zip(shard.blobs, _cut(num_rows, shard.block_rows, len(shard.blobs)), strict=True):
-            num_exact(shard.scheme, shard.box.cols, rows, blob.num_bytes)
-        check(tensor.table is not None or shard.table_box is None, "a table_box without a table")
+    def _check_shard(self, tensor: Tensor, shard: Shard) -> None:
+        box = shard.box
+        check(len(box.sizes) == len(tensor.size), "a box of other dimensions")
+        if tensor.table is None:
+            check_within(tensor.size, box)
+            check(
+                tensor.folded is None or box.sizes[2:] == tensor.size[2:], "a folded tensor, cut in a third dimension"
+            )
+        check(all(block.first + block.span <= box.rows for block in shard.row_set), "rows outside of the box")
+        blocks = shard.row_set if box.cols else []
+        check(len(shard.blobs) == len(blocks), "blobs without rows")
+        for blob, block in zip(shard.blobs, blocks, strict=True):
+            num_exact(shard.scheme, box.cols, block.members, blob.num_bytes)
 
-    def _check_packs_filled(self) -> None:
-        ends = [header_bytes for _, _, header_bytes, _ in self.packs]
+    def _check_packs(self) -> None:
+        ends = [pack[3] for pack in self.packs]
         for blob in sorted(self.blobs, key=lambda blob: (blob.pack, blob.offset)):
-            check(blob.offset == ends[blob.pack], "a hole or an overlap in a pack")
-            ends[blob.pack] += blob.num_bytes
-        check(ends == [num_bytes for _, num_bytes, _, _ in self.packs], "a hole at the end of a pack")
+            check(blob.offset >= ends[blob.pack], "an overlap in a pack")
+            check(self.replaces is not None or blob.offset == ends[blob.pack], "a hole in a pack")
+            ends[blob.pack] = blob.offset + blob.num_bytes
+        check(self.replaces is not None or ends == [pack[2] for pack in self.packs], "a hole at the end of a pack")
 
     def _check_table(self, tensor: Tensor) -> None:
         if tensor.table is None:
@@ -361,10 +437,11 @@ class Manifest:
         table = self.tensors.get(tensor.table)
         if table is None or not table.is_table or len(tensor.size) != 1:
             refuse("state of no table")
-        for shard in tensor.shards:
-            rows = 0 if shard.table_box is None else shard.table_box.rows
-            check(rows == shard.box.rows, "a table_box of other rows")
-        check_filled(table.size, [shard.table_box for shard in tensor.shards if shard.table_box is not None])
+        for place in [*tensor.places, *(shard.place for shard in tensor.shards)]:
+            rows = 0 if place.table_box is None else place.table_box.rows
+            check(rows == place.box.rows, "a table_box of other rows")
+            check_within(table.size, place.table_box or Box((0, 0), (0, 0)))
+        check_filled(table.size, [place.table_box for place in tensor.places if place.table_box is not None])
 
     def _path(self, value: Any) -> list[str | int]:
         path = array(value)
@@ -519,9 +596,14 @@ class Checkpoint:
 
     folder: Path
     manifest: Manifest
+    committed: Manifest
+
+    def path_of(self, pack: int) -> Path:
+        directory, file = self.manifest.packs[pack][:2]
+        return Path(posixpath.normpath(posixpath.join(str(self.folder), directory or ".")), file)
 
     def bytes_of(self, blob: Blob) -> bytes:
-        path = self.folder / self.manifest.packs[blob.pack][0]
+        path = self.path_of(blob.pack)
         check(path.is_file() and path.stat().st_size >= blob.offset + blob.num_bytes, "a pack is missing or short")
         with path.open("rb") as stream:
             stream.seek(blob.offset)
@@ -529,21 +611,34 @@ class Checkpoint:
         check(crc32c(data) == blob.crc, "another crc32c")
         return data
 
-    def rows_of(self, shard: Shard) -> Array:
-        if shard.row_set is None:
-            return np.arange(shard.box.rows)
-        blocks = self.manifest.row_sets[shard.row_set][2]
-        return np.concatenate([np.arange(0), *(decode_rows(block, self.bytes_of(block.blob)) for block in blocks)])
+    def rows_of(self, block: RowBlock) -> Array:
+        if block.blob is None:
+            return np.arange(block.first, block.first + block.span)
+        return decode_rows(block, self.bytes_of(block.blob))
 
-    def values_of(self, tensor: Tensor, shard: Shard, num_rows: int) -> Array:
-        cols = shard.box.cols
-        counts = _cut(num_rows if cols else 0, shard.block_rows, len(shard.blobs))
-        parts = [
-            decode_values(shard.scheme, cols, count, self.bytes_of(blob))
-            for blob, count in zip(shard.blobs, counts, strict=True)
-        ]
-        none = np.zeros((num_rows if cols == 0 else 0, cols), DTYPES[tensor.dtype])
-        return np.concatenate([none, *parts]).reshape(num_rows, *shard.box.sizes[1:])
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """The manifest that committed a checkpoint, and the last one that took its place."""
+    path = folder / "manifest.json"
+    check(path.is_file(), f"no checkpoint at {folder}")
+    committed = last = Manifest(path.read_bytes())
+    check(committed.replaces is None, "a commit that replaces something")
+    while (path := folder / f"manifest-{last.digest}.json").is_file():
+        replacement = Manifest(path.read_bytes())
+        check(replacement.replaces == last.digest, "it replaces another manifest")
+        check(replacement.parent is None or last.parent is not None, "a baseline is given a parent")
+        check(items_of(replacement) == items_of(last), "it is of another state")
+        last = replacement
+    return Checkpoint(folder, last, committed)
+
+
+def items_of(manifest: Manifest) -> Any:
+    """What every replacement has in common with what it replaces (9)."""
+    tensors = {
+        fqn: (tensor.dtype, tensor.size, tensor.is_table, tensor.table, set(tensor.places))
+        for fqn, tensor in manifest.tensors.items()
+    }
+    return tensors, set(manifest.objects), manifest.paths
 
 
 def read_lineage(folder: Path) -> list[Checkpoint]:
@@ -552,15 +647,15 @@ def read_lineage(folder: Path) -> list[Checkpoint]:
     place, expected = posixpath.abspath(str(folder)), ""
     while True:
         check(place not in [str(checkpoint.folder) for checkpoint in found], "its own ancestor")
-        path = Path(place, "manifest.json")
-        check(path.is_file(), f"no checkpoint at {place}")
-        manifest = Manifest(path.read_bytes())
-        check(expected in ("", manifest.digest), "another parent")
-        check(not found or manifest.created_ns < found[-1].manifest.created_ns, "a parent that is younger")
-        found.append(Checkpoint(Path(place), manifest))
-        if manifest.parent is None:
+        checkpoint = read_checkpoint(Path(place))
+        check(expected in ("", checkpoint.committed.digest), "another parent")
+        is_older = not found or checkpoint.committed.created_ns < found[-1].committed.created_ns
+        check(is_older, "a parent that is younger")
+        found.append(checkpoint)
+        parent = checkpoint.manifest.parent
+        if parent is None:
             return found
-        place, expected = posixpath.normpath(posixpath.join(place, manifest.parent["path"])), manifest.parent["sha256"]
+        place, expected = posixpath.normpath(posixpath.join(place, parent["path"])), parent["sha256"]
 
 
 @dataclass(frozen=True)
@@ -577,8 +672,8 @@ def read(folder: Path) -> State:
     lineage = read_lineage(folder)
     head = lineage[0]
     for checkpoint in lineage:
-        for file, _, header_bytes, crc in checkpoint.manifest.packs:
-            path = checkpoint.folder / file
+        for number, (_, _, _, header_bytes, crc) in enumerate(checkpoint.manifest.packs):
+            path = checkpoint.path_of(number)
             check(path.is_file() and crc32c(path.read_bytes()[:header_bytes]) == crc, "header of a pack")
     return State(
         {fqn: (t.dtype, list(t.size), _fold(lineage, fqn).tobytes()) for fqn, t in head.manifest.tensors.items()},
@@ -602,17 +697,22 @@ def _fold(lineage: Sequence[Checkpoint], fqn: str) -> Array:
         if tensor.is_whole:
             break
     folded = np.zeros(_folded_size(lineage[0], head), DTYPES[head.dtype])
+    stored = np.zeros(folded.shape, bool)
     for checkpoint, tensor in links:
         for shard in tensor.shards:
-            rows = checkpoint.rows_of(shard)
-            values = checkpoint.values_of(tensor, shard, len(rows))
-            place = shard.table_box or shard.box
-            if tensor.table is not None:
-                values = np.repeat(values.reshape(-1, 1), place.sizes[1] if shard.table_box else 1, axis=1)
-            if folded.ndim == 0:
-                folded[...] = values[0]
-            elif len(rows):
-                folded[place.slices][rows] = values
+            for block, blob in zip(shard.row_set, shard.blobs, strict=False):  # no blobs without columns
+                rows = checkpoint.rows_of(block)
+                data = checkpoint.bytes_of(blob)
+                values = decode_values(shard.scheme, shard.box.cols, len(rows), data)
+                box = shard.place.table_box or shard.box
+                if folded.ndim == 0:
+                    folded[...], stored[...] = values[0, 0], True
+                    continue
+                if shard.place.table_box is None:
+                    values = values.reshape(len(rows), *box.sizes[1:])
+                folded[box.slices][rows] = values
+                stored[box.slices][rows] = True
+    check(bool(stored.all()), "a row that is stored nowhere")
     return folded if head.table is None else _row_state(head, folded)
 
 
@@ -623,9 +723,9 @@ def _folded_size(checkpoint: Checkpoint, tensor: Tensor) -> tuple[int, ...]:
 def _row_state(head: Tensor, folded: Array) -> Array:
     """Row-wise state (8), sharded as the head is."""
     state = np.zeros(head.size, folded.dtype)
-    for shard in head.shards:
-        if shard.table_box is not None and shard.table_box.sizes[1]:
-            columns = folded[shard.table_box.slices]
+    for place in head.places:
+        if place.table_box is not None and place.table_box.sizes[1]:
+            columns = folded[place.table_box.slices]
             means = from_float(to_double(columns, head.dtype).mean(axis=1), head.dtype)
-            state[shard.box.slices] = np.where((columns == columns[:, :1]).all(axis=1), columns[:, 0], means)
+            state[place.box.slices] = np.where((columns == columns[:, :1]).all(axis=1), columns[:, 0], means)
     return state
