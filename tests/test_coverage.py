@@ -51,7 +51,7 @@ def test_coverage_is_that_of_an_array(data: st.DataObject) -> None:
         stored |= _elements(added, rows)
         numbers = data.draw(_rows(asked))
         wanted = stored[asked.slices(Box.whole(TABLE))][numbers]
-        assert coverage.has(asked, numbers).tolist() == wanted.all(axis=1).tolist()
+        assert coverage.parts(asked, numbers).tolist() == wanted.all(axis=1).all(axis=0).tolist()
         holes = np.flatnonzero(~stored[box.slices(Box.whole(TABLE))].all(axis=1))
         assert coverage.first_hole() == (box.offsets[0] + holes[0] if len(holes) else None)
 
@@ -66,7 +66,7 @@ def test_what_lies_outside_covers_nothing(data: st.DataObject) -> None:
         coverage.add(other, slice(0, other.num_rows))
         coverage.add(other, np.arange(other.num_rows))
     assert coverage.first_hole() == 4
-    assert coverage.has(box, slice(0, 4)).tolist() == [False] * 4
+    assert coverage.parts(box, slice(0, 4)).all(axis=0).tolist() == [False] * 4
 
 
 def test_all_columns_of_a_row_are_needed() -> None:
@@ -75,7 +75,7 @@ def test_all_columns_of_a_row_are_needed() -> None:
     coverage = Coverage(Box((0, 0), (3, 7)), [left, right])
     coverage.add(left, slice(0, 3))
     coverage.add(right, np.array([0, 2]))
-    assert coverage.has(Box((0, 0), (3, 7)), slice(0, 3)).tolist() == [True, False, True]
+    assert coverage.parts(Box((0, 0), (3, 7)), slice(0, 3)).all(axis=0).tolist() == [True, False, True]
     assert coverage.first_hole() == 1
     coverage.add(right, np.array([1]))
     assert coverage.first_hole() is None
@@ -85,7 +85,7 @@ def test_vectors_and_scalars_have_one_column() -> None:
     """State of a row, and what has no dimensions at all, is covered as a table of one column is."""
     vector = Coverage(Box((2,), (3,)), [Box((0,), (4,))])
     vector.add(Box((0,), (4,)), slice(0, 4))
-    assert vector.has(Box((2,), (3,)), slice(0, 3)).tolist() == [True, True, False]
+    assert vector.parts(Box((2,), (3,)), slice(0, 3)).all(axis=0).tolist() == [True, True, False]
     assert vector.first_hole() == 4
     scalar = Coverage(Box((), ()), [])
     assert scalar.first_hole() == 0
@@ -97,5 +97,5 @@ def test_dimensions_from_the_third_on_are_not_divided() -> None:
     """Of a cube, rows and columns are counted: a shard has all of what lies behind them."""
     cube = Coverage(Box((0, 0, 0), (2, 4, 5)), [Box((0, 2, 0), (2, 2, 5))])
     cube.add(Box((0, 2, 0), (2, 2, 5)), slice(0, 2))
-    assert cube.has(Box((0, 2, 0), (2, 2, 5)), slice(0, 2)).tolist() == [True, True]
+    assert cube.parts(Box((0, 2, 0), (2, 2, 5)), slice(0, 2)).all(axis=0).tolist() == [True, True]
     assert cube.first_hole() == 0

@@ -34,7 +34,7 @@ import torchrec_cnr as cnr
 from tests import models
 from tests.models import TorchRecModel, causes, state, torchrec_job, train, whole
 from tests.ranks import RankPools
-from torchrec_cnr import encoding, inference, inference_regions
+from torchrec_cnr import inference, inference_regions, packs
 from torchrec_cnr.folding import plan_fold
 from torchrec_cnr.inference_rows import InferenceRow
 from torchrec_cnr.lineage import read_lineage
@@ -340,7 +340,7 @@ def test_tables_may_be_of_half_precision(tmp_path: Path, scheme: str, dtype: tor
 def _save_lineage(rank: int, root: str, shardings: list[str], scheme: cnr.Scheme) -> models.Whole:
     """A baseline, and a delta under each further sharding, of a few rows a block; returns the model saved last."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(encoding, "BLOCK_BYTES", 6 * 4 * DIM)
+        patch.setattr(packs, "BLOCK_BYTES", 6 * 4 * DIM)
         return _save_checkpoints(root, shardings, scheme)
 
 

@@ -15,7 +15,7 @@ import torchrec_cnr as cnr
 from tests import models
 from tests.models import Whole, state, torchrec_job, train, whole
 from tests.ranks import RankPools
-from torchrec_cnr import encoding
+from torchrec_cnr import packs
 from torchrec_cnr.folding import plan_fold
 from torchrec_cnr.lineage import read_lineage
 from torchrec_cnr.regions import TensorRegion
@@ -64,7 +64,7 @@ def lineage(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[s
     """Three checkpoints at 8 bits in blocks of three rows, and what each loads as."""
     root = tmp_path_factory.mktemp("lineage")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(encoding, "BLOCK_BYTES", 3 * 8 * 4)
+        patched.setattr(packs, "BLOCK_BYTES", 3 * 8 * 4)
         return root, _save_lineage(root, 1, 2, cnr.Asymmetric(8))
 
 

@@ -38,7 +38,7 @@ class Coverage:
         for number in range(ranges.start, ranges.stop):
             self._covered[number, own] = True
 
-    def parts(self, box: Box, rows: Rows) -> Mask:
+    def parts(self, box: Box, rows: Rows | slice) -> Mask:
         """bool [k, n]: for each range of a shard's columns, which rows of its box are covered; all must lie in this."""
         covered: Mask = self._covered[self._ranges(box)][:, self._own(box, rows)]
         return covered

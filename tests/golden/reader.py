@@ -306,8 +306,8 @@ class Manifest:
         self.paths = {string(fqn): self._path(path) for fqn, path in mapping(value["paths"]).items()}
         check(not set(self.tensors) & set(self.objects), "one FQN twice")
         for tensor in self.tensors.values():
-            check(self.parent is not None or tensor.is_whole or tensor.folded is not None, "an incomplete baseline")
-            check(self.replaces is not None or tensor.folded is None, "a tensor folded by a commit")
+            is_folded = self.replaces is not None and tensor.folded is not None
+            check(self.parent is not None or tensor.is_whole or is_folded, "an incomplete baseline")
             self._check_table(tensor)
         check(self.replaces is not None or all(pack[0] is None for pack in self.packs), "packs of another directory")
         self._check_packs()
@@ -317,9 +317,11 @@ class Manifest:
             check({blob.pack for blob in self.blobs} == set(range(len(self.packs))), "a pack of nothing")
 
     def _pack(self, value: Any) -> tuple[str | None, str, int, int, int]:
-        directory, file, num_bytes, header_bytes, crc = (
-            array(value, 5) if self.version > 2 else [None, *array(value, 4)]
+        directory, file, num_bytes, header_bytes, crc, written_ns, heat = (
+            array(value, 7) if self.version > 2 else [None, *array(value, 4), None, 0]
         )
+        check(written_ns is None or integer(written_ns) is not None, "no time")
+        integer(heat, high=3)
         check(directory is None or PATH.fullmatch(string(directory)) is not None, "no path of a directory")
         check(name(file).endswith(".safetensors"), "no name of a pack")
         return directory, file, integer(num_bytes), integer(header_bytes, 8, num_bytes), integer(crc, high=2**32 - 1)

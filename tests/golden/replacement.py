@@ -94,7 +94,7 @@ def _kept(links: Iterable[Checkpoint], fqn: str) -> Iterable[_Kept]:
     found = []
     for link, shard in shards:
         place = shard.table_box or shard.box
-        alive = [pair for pair in _blocks(shard) if not coverage.has(place, _numbers(link, pair[0])).all()]
+        alive = [pair for pair in _blocks(shard) if not coverage.parts(place, _numbers(link, pair[0])).all()]
         for rows, _ in _blocks(shard):
             coverage.add(place, _numbers(link, rows))
         if alive:

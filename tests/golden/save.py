@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.golden import mixed
 from tests.golden.state import EXP_AVG, MOMENTUM, T0, T8, TABLES, paths_of, scheme_of
-from torchrec_cnr import encoding, manifest_json
+from torchrec_cnr import manifest_json, packs
 from torchrec_cnr.encoding import EncodedRowSet, EncodedShard, Source, write_all_rows, write_rows
 from torchrec_cnr.manifest import (
     FILE_NAME,
@@ -77,10 +77,12 @@ class Save:
         to = self.ranks[rank]
         sources = [self._source(fqn, place.box) for fqn, place in members.items()]
         block_bytes = 1024 if sources[0].name.startswith((T0, EXP_AVG, *mixed.TABLES)) else 64
-        with mock.patch.object(encoding, "BLOCK_BYTES", block_bytes):
+        with mock.patch.object(packs, "BLOCK_BYTES", block_bytes):
             found: list[tuple[RowSet | EncodedRowSet, EncodedShard]]
             if rows is None:
-                found = [write_all_rows(to.packs, source) for source in sources]
+                found = [
+                    (rows_, shard) for source in sources for rows_, (shard,) in [write_all_rows(to.packs, [source])]
+                ]
             else:
                 mask = torch.zeros(len(sources[0].rows), dtype=torch.bool)
                 mask[rows] = True
