@@ -152,7 +152,7 @@ def in_version_2(body: Json) -> Json:
             shards.append([box, None if is_whole else numbers[number], block_rows, blobs, table_box, scheme])
         assert entry["folded"] is None
         tensors[fqn] = {key: value for key, value in entry.items() if key != "folded"} | {"shards": shards}
-    packs = [pack[1:] for pack in body["packs"]]
+    packs = [pack[1:5] for pack in body["packs"]]
     changes = {"version": 2, "packs": packs, "row_sets": row_sets, "tensors": tensors}
     assert body["replaces"] is None
     return {key: changes.get(key, value) for key, value in body.items() if key != "replaces"}
@@ -493,13 +493,15 @@ WHOLE = [[[[0, 0], [8, 3]], None]]  # the place of the whole table
         pytest.param(_set("packs", 0, 1, "../x.safetensors"), "packs", id="pack elsewhere"),
         pytest.param(_set("packs", 0, 1, "manifest.json"), "packs", id="pack that is the manifest"),
         pytest.param(_set("packs", 0, 1, ".."), "packs", id="pack that is a directory"),
-        pytest.param(_set("packs", 0, 0, "../step-1"), "replaces none", id="pack of another directory"),
+        pytest.param(_set("packs", 0, 0, "../step-1"), "replaces no manifest", id="pack of another directory"),
         pytest.param(_set("packs", 0, REPEAT), "two packs", id="pack twice"),
         pytest.param(_set("packs", 0, 2, 400), "integer|end|hole", id="longer pack"),
         pytest.param(_set("packs", 0, 3, 7), "packs", id="header too short"),
         pytest.param(_set("packs", 0, 3, 63), "hole", id="hole behind the header"),
         pytest.param(_set("packs", 0, 3, 65), "integer", id="blob in the header"),
         pytest.param(_set("packs", 0, 4, 2**32), "packs", id="crc of 33 bits"),
+        pytest.param(_set("packs", 0, 5, -1), "packs", id="time before all time"),
+        pytest.param(_set("packs", 0, 6, 4), "packs", id="heat beyond the hottest"),
         pytest.param(_set("replaces", "AB" * 32), "replaces", id="replaces a digest in capitals"),
         pytest.param(_set("replaces", "../step-1"), "replaces", id="replaces a path"),
         pytest.param(_set("objects", "reader", 0, 1), "reader", id="pack that is not there"),
@@ -535,7 +537,6 @@ WHOLE = [[[[0, 0], [8, 3]], None]]  # the place of the whole table
         pytest.param(_set(*SHARD, 0, 1, 1, 3), "do not fill|bytes", id="boxes that overlap"),
         pytest.param(_set(*SHARD, 0, 0, [0]), "offsets", id="box of two dimensions"),
         pytest.param(_set(*TABLE, "size", [8, 4]), "do not fill", id="larger tensor"),
-        pytest.param(_set(*TABLE, "folded", WHOLE), "replaces none", id="folded by a commit"),
         pytest.param(_set(*TABLE, "dtype", "float8"), "dtype", id="unknown dtype"),
         pytest.param(_set(*TABLE, "dtype", "float64"), "cannot be quantized", id="dtype that is not quantized"),
         pytest.param(_set(*TABLE, "dtype", "float16"), "bytes", id="narrower dtype"),
@@ -594,7 +595,7 @@ CUBE = TensorEntry("int8", (0, 2, 3), (), folded=(Place(Box.whole((0, 2, 3))),))
         pytest.param(_set("packs", 1, 0, "s3://bucket/x"), "packs", id="directory elsewhere"),
         pytest.param(_set("packs", 1, 0, 7), "packs", id="directory that is a number"),
         pytest.param(
-            lambda body: {**body, "packs": [*body["packs"], ["../x", "y.safetensors", 99, 64, 7]]},
+            lambda body: {**body, "packs": [*body["packs"], ["../x", "y.safetensors", 99, 64, 7, None, 0]]},
             "it holds nothing",
             id="pack that nobody needs",
         ),
@@ -803,7 +804,7 @@ SHARD_OF_1, SHARD_OF_2, SHARD_OF_3 = (table["shards"][0] for table in (TABLE_OF_
         pytest.param("3", _set(*TABLE, TABLE_OF_2), "keys", id="3: tensor of version 2"),
         pytest.param("3", _set(*TABLE, "folded", DELETE), "keys", id="3: without a word on folding"),
         pytest.param("3", _set(*SHARD, SHARD_OF_2), "list of 5", id="3: shard of version 2"),
-        pytest.param("3", _set("packs", 0, 0, DELETE), "list of 5", id="3: pack of version 2"),
+        pytest.param("3", _set("packs", 0, 0, DELETE), "list of 7", id="3: pack of version 2"),
         pytest.param("3", _set("row_sets", 0, [1, 1, []]), "list", id="3: row set of version 2"),
     ],
 )
@@ -832,7 +833,7 @@ def test_unused_row_sets_and_packs_are_those_of_version_2(version: str, is_good:
     pack = ["x.safetensors", 67, 64, 7]
     unused: dict[str, Json] = {
         "2": {"row_sets": [[1, 1, [["gaps", 0, 1, blob]]], [0, 7, []]], "packs": [pack, ["y.safetensors", 8, 8, 0]]},
-        "3": {"row_sets": [[["gaps", 0, 1, 1, blob]], []], "packs": [[None, *pack], [None, "y.safetensors", 8, 8, 0]]},
+        "3": {"row_sets": [[["gaps", 0, 1, 1, blob]], []], "packs": [[None, *pack, None, 0], [None, "y.safetensors", 8, 8, 0, None, 0]]},
     }
     for keys in (["row_sets", "packs"], ["packs"]):
         more = {key: [*body[key], *unused[version][key]] for key in keys}
