@@ -3,6 +3,7 @@
 import io
 import logging
 import pickle
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -45,7 +46,7 @@ class RankWriter:
         self._planner = planner
         self._rules = rules
         self._objects: list[tuple[WriteItem, int]] = []
-        self._shards: list[tuple[WriteItem, ShardData, Source, EncodedShard, int | None]] = []
+        self._shards: list[tuple[WriteItem, ShardRecord, EncodedShard]] = []  # without values, which are let go
         self._row_sets: list[EncodedRowSet] = []
 
     def write(self, items: list[WriteItem]) -> list[WriteResult]:
@@ -58,14 +59,16 @@ class RankWriter:
             data = self._resolve(item)
             source = self._source(item, data)
             if data.rows is None:
-                self._shards.append((item, data, source, write_all_rows(self._packs, source), None))
+                encoded = write_all_rows(self._packs, source)
+                self._shards.append((item, _record(item, data, source, encoded, None), encoded))
             else:
                 by_mask.setdefault(id(data.rows), (data.rows, []))[1].append((item, data, source))
         for mask, members in by_mask.values():
-            row_set, encoded = write_rows(self._packs, [source for _, _, source in members], mask)
+            row_set, shards = write_rows(self._packs, [source for _, _, source in members], mask)
             self._row_sets.append(row_set)
-            for (item, data, source), shard in zip(members, encoded, strict=True):
-                self._shards.append((item, data, source, shard, len(self._row_sets) - 1))
+            for (item, data, source), encoded in zip(members, shards, strict=True):
+                record = _record(item, data, source, encoded, len(self._row_sets) - 1)
+                self._shards.append((item, record, encoded))
         return self._results()
 
     def _resolve(self, item: WriteItem) -> ShardData:
@@ -114,13 +117,11 @@ class RankWriter:
         results = [WriteResult(MetadataIndex(RANK_RECORD), 0, RankRecord(packs, row_sets))]
         for item, number in self._objects:
             results.append(WriteResult(item.index, blobs[number].num_bytes, ObjectRecord(blobs[number])))
-        for item, data, source, encoded, row_set in self._shards:
+        for item, record, encoded in self._shards:
             if encoded.num_exact:
                 self._tell_of_exact_rows(item.index.fqn, encoded.num_exact)
             located = tuple(blobs[number] for number in encoded.blobs)
-            size, box = _place(item, data.values)
-            shard = Shard(box, row_set, encoded.block_rows, located, source.scheme, data.table_box)
-            record = ShardRecord(size, source.dtype, data.is_table, data.table, shard)
+            record = replace(record, shard=replace(record.shard, blobs=located))
             results.append(WriteResult(item.index, sum(blob.num_bytes for blob in located), record))
         return results
 
@@ -134,6 +135,15 @@ class RankWriter:
             num_exact,
         )
         self._warned.add(fqn)
+
+
+def _record(
+    item: WriteItem, data: ShardData, source: Source, encoded: EncodedShard, row_set: int | None
+) -> ShardRecord:
+    """All of a shard's record but the places of its blobs, which are known once the packs are written."""
+    size, box = _place(item, data.values)
+    shard = Shard(box, row_set, encoded.block_rows, (), source.scheme, data.table_box)
+    return ShardRecord(size, source.dtype, data.is_table, data.table, shard)
 
 
 def _place(item: WriteItem, values: Tensor) -> tuple[tuple[int, ...], Box]:
