@@ -14,6 +14,8 @@ from torchrec_cnr.errors import DamagedError, StoreError
 from torchrec_cnr.maintenance.contents import Chunk
 from torchrec_cnr.stores import Bytes, Store
 
+_ARCHIVE = b"PK\x03\x04"  # what a file of torch.save begins with
+
 
 @dataclass(frozen=True)
 class Extent:
@@ -92,12 +94,15 @@ class StockCheckpoint:
         """
         extent = self.objects[fqn]
         data = self._bytes(extent).tobytes()
+        where = f"{self.store.url}/{extent.file}: object {fqn!r}"
+        if not data.startswith(_ARCHIVE):
+            raise DamagedError(f"{where}: not what torch.save wrote")
         try:
             torch.load(io.BytesIO(data), weights_only=True)
         except pickle.UnpicklingError:
             pass  # it may need types that are to be registered: whoever stores it says so
         except Exception as error:  # bytes that are no pickle may make the unpickler raise anything
-            raise DamagedError(f"{self.store.url}/{extent.file}: object {fqn!r} cannot be read ({error})") from error
+            raise DamagedError(f"{where} cannot be read ({error})") from error
         return io.BytesIO(data)
 
     def _bytes(self, extent: Extent) -> Bytes:
