@@ -31,15 +31,17 @@ from torchrec_cnr.lineage import read_lineage
 from torchrec_cnr.maintenance import contents, safetensors_export
 from torchrec_cnr.maintenance.contents import Contents
 from torchrec_cnr.maintenance.exporting import Format, export
+from torchrec_cnr.regions import RowStateRegion
 from torchrec_cnr.rows import fills
 from torchrec_cnr.stores import Store
+from torchrec_cnr.table_reader import regions_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 ROOT = Path(__file__).parents[1]
 FORMATS: list[Format] = ["dcp", "safetensors", "torch"]
 every_format = pytest.mark.parametrize("to", FORMATS)
-LIMIT_SECS = 120
+LIMIT_SECS = 240
 
 
 def _extra(number: int) -> dict[str, Any]:
@@ -241,6 +243,27 @@ def test_chunks_end_where_blocks_do(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [(box.offsets[0], box.num_rows) for box in boxes] == [(0, 90), (90, 90), (180, 70)]
 
 
+@pytest.mark.parametrize("lineage", ["column-row-mixed"], indirect=True)
+def test_row_wise_state_is_counted_with_all_that_it_is_put_together_from(
+    lineage: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the sharding changed, a value is the mean over ranges of columns, each of which is held too."""
+    monkeypatch.setattr(contents, "HELD_BYTES", 480)
+    opened = read_lineage(lineage[0])
+    found = Contents(opened, 1)
+    num_resharded = 0
+    for fqn, tensor in found.tensors.items():
+        if not fqn.endswith("momentum1"):
+            continue
+        (batches, nowhere) = found.plan_batches([fqn]), torch.empty(tensor.box.sizes, device="meta")
+        regions = list(regions_of(opened, fqn, tensor.box, nowhere))
+        num_ranges = max(region.ranges.shape[1] for region in regions if isinstance(region, RowStateRegion))
+        num_resharded += num_ranges > 1
+        most_rows = 120 if num_ranges == 1 else 480 // (4 + num_ranges * 12 + 16)
+        assert max(chunk.box.num_rows for batch in batches for chunk in batch) == min(most_rows, tensor.box.num_rows)
+    assert num_resharded > 0
+
+
 @every_format
 def test_progress_is_told(to: Format, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It grows to the number of bytes of all tensors."""
@@ -406,6 +429,8 @@ def test_what_a_killed_export_leaves_does_not_load(to: Format, file_bytes: int, 
     assert done.returncode == -signal.SIGKILL, done.stderr
     left = [file for file in tmp_path.rglob("*out*/*" if to != "torch" else "out*") if file.stat().st_size > 5_000]
     assert left
+    complete = [out / ".metadata", out / "model.safetensors", out / "model.safetensors.index.json"]
+    assert not any(file.exists() for file in (complete if to != "torch" else [out]))
     with pytest.raises((CheckpointException, FileNotFoundError, SafetensorError)):
         without_us.LOADERS[to](out, saved)
 

@@ -65,7 +65,7 @@ states = st.dictionaries(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(states, st.integers(1, 400))
 def test_any_state_comes_back_both_ways(
     tmp_path_factory: pytest.TempPathFactory, saved: dict[str, Any], held_bytes: int
