@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
@@ -72,7 +72,7 @@ def test_any_state_comes_back_both_ways(
 ) -> None:
     """Stock checkpoint, import, export, import: all load as the nested state that was saved, bit for bit."""
     folder = tmp_path_factory.mktemp("both-ways")
-    expected = flatten_state_dict(saved)[0]
+    expected, paths = flatten_state_dict(saved)
     _save(folder / "stock", saved)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(contents, "HELD_BYTES", held_bytes)
@@ -84,6 +84,8 @@ def test_any_state_comes_back_both_ways(
         assert without_us.differing(_loaded(path, saved), expected) == []
     assert without_us.differing(without_us.load_dcp(folder / "exported", saved), expected) == []
     assert without_us.differing(without_us.load_torch(folder / "exported.pt", saved), expected) == []
+    assert FileSystemReader(folder / "exported").read_metadata().planner_data == paths
+    assert flatten_state_dict(torch.load(folder / "exported.pt", weights_only=True))[1] == paths
 
 
 def _save_stock(rank: int, path: str, sharding: str) -> Whole:
@@ -163,6 +165,23 @@ def test_rows_that_lie_apart_are_imported(tmp_path: Path, monkeypatch: pytest.Mo
     num_shards = {fqn: len(entry.shards) for fqn, entry in found.manifest.tensors.items()}
     assert num_shards["transposed"] == num_shards["channels"] == num_shards["scalar"] == 1
     assert num_shards["rows"] == 5
+
+
+def test_views_of_larger_memory_are_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DCP saves no more memory than a tensor has; where another writer did, its rows are found all the same."""
+    base = torch.rand(40, 6)
+    saved = {"rows": base[10:30], "columns": base[:, 2:5], "row": base[7]}
+    _save(tmp_path / "stock", saved)
+    file = tmp_path / "stock" / "__0_0.distcp"
+    for fqn, value in saved.items():
+        start = file.stat().st_size
+        with file.open("ab") as stream:
+            torch.save(value, stream)
+        place = {"offset": start, "length": file.stat().st_size - start}
+        _change(tmp_path / "stock", lambda metadata, fqn=fqn, place=place: _info(metadata, fqn, **place))
+    monkeypatch.setattr(contents, "HELD_BYTES", 100)
+    import_checkpoint(tmp_path / "stock", tmp_path / "0")
+    assert without_us.differing(_loaded(tmp_path / "0", saved), saved) == []
 
 
 def test_other_file_systems_are_read(tmp_path: Path) -> None:

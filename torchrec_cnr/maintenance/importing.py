@@ -35,7 +35,7 @@ def import_checkpoint(
     Tables are recognised by TorchRec's names for them (``embedding_bags.*.weight``, ``embeddings.*.weight``), as in a
     save without a tracker. DCP does not say what row-wise optimizer state belongs to, so it loads into the column
     sharding that it was saved under. A table becomes shards of 64 MiB at most. As much is read at a time, so that some
-    400 MiB of memory are enough, but for chunks whose rows do not follow one another in memory, such as those of
+    300 MiB of memory are enough, but for chunks whose rows do not follow one another in memory, such as those of
     transposed tensors, which are read whole.
 
     The source's pickles are not trusted: its metadata may name DCP's classes only, and its objects must load without
