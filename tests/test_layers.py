@@ -46,6 +46,7 @@ LAYERS = (
         "handover",
         "encoding",
         "folding",
+        "objects",
         "table_reader",
         "inference_tables",
     },

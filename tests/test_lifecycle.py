@@ -651,6 +651,26 @@ def _adagrad_job(seed: int) -> Job:
     return plain_job(seed, "adagrad")
 
 
+def _go_on_from_an_untracked_save(rank: int, root: str, build: Callable[[int], Job]) -> None:
+    job = build(1)
+    dcp.save(state(job), storage_writer=models.writer(f"{root}/0"))  # which tables there are, only names tell
+    tracker = cnr.RowTracker(job.model)
+    models.load(job, f"{root}/0", tracker)
+    for number in (1, 2):
+        train(job, number)
+        _save(job, tracker, f"{root}/{number}", cnr.Consecutive())
+    tracker.close()
+    assert cnr.read_checkpoint(f"{root}/2").kind == "delta"
+    end = whole(state(job))
+    assert_same(models.load(build(3), f"{root}/2"), end)
+
+
+def test_a_run_goes_on_from_a_save_without_a_tracker(tmp_path: Path, rank_pool: RankPools) -> None:
+    """Its baseline knows less of tables and their state, so the first delta holds those whole, and loads."""
+    _go_on_from_an_untracked_save(0, str(tmp_path / "plain"), _adagrad_job)
+    rank_pool(2).run(_go_on_from_an_untracked_save, str(tmp_path / "torchrec"), torchrec_job)
+
+
 def _more_ranks_than_rows(rank: int, root: str) -> None:
     def build(seed: int) -> Job:
         return torchrec_job(seed, "row", bag_rows=(37, 24, 1))

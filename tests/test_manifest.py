@@ -830,10 +830,13 @@ def test_body_under_the_number_of_another_version_is_refused(version: str, numbe
 def test_unused_row_sets_and_packs_are_those_of_version_2(version: str, is_good: bool) -> None:
     """Before version 3, nobody had to use what a manifest lists, and who wrote it so can still read it."""
     body, blob = BODIES[version](), [1, 64, 3, 0]
-    pack = ["x.safetensors", 67, 64, 7]
+    pack, empty = ["x.safetensors", 67, 64, 7], ["y.safetensors", 8, 8, 0]
     unused: dict[str, Json] = {
-        "2": {"row_sets": [[1, 1, [["gaps", 0, 1, blob]]], [0, 7, []]], "packs": [pack, ["y.safetensors", 8, 8, 0]]},
-        "3": {"row_sets": [[["gaps", 0, 1, 1, blob]], []], "packs": [[None, *pack, None, 0], [None, "y.safetensors", 8, 8, 0, None, 0]]},
+        "2": {"row_sets": [[1, 1, [["gaps", 0, 1, blob]]], [0, 7, []]], "packs": [pack, empty]},
+        "3": {
+            "row_sets": [[["gaps", 0, 1, 1, blob]], []],
+            "packs": [[None, *pack, None, 0], [None, "y.safetensors", 8, 8, 0, None, 0]],
+        },
     }
     for keys in (["row_sets", "packs"], ["packs"]):
         more = {key: [*body[key], *unused[version][key]] for key in keys}

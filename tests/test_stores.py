@@ -133,6 +133,30 @@ def test_making_a_directory_twice_is_no_error(store: Store) -> None:
     assert store.at("x/y/z").read("file") == b"x"
 
 
+def test_streams_are_written_piece_by_piece(store: Store) -> None:
+    """A file has all that was written, in the place of what was there; a local one has its name once it is whole."""
+    store.put("file", [b"before"])
+    with store.create("file") as stream:
+        assert [stream.write(b"one "), stream.write(memoryview(b"two"))] == [4, 3]
+        assert (stream.store, stream.name, stream.num_bytes) == (store, "file", 7)
+        if not isinstance(store.fs, MemoryFileSystem):
+            assert store.read("file") == b"before"
+    assert store.names() == ["file"]
+    with store.open_file("file") as file:
+        file.seek(4)
+        assert file.read() == b"two"
+
+
+def test_streams_that_fail_leave_local_files_as_they_were(store: Store) -> None:
+    """The error is the caller's own, and nothing else is left."""
+    store.put("file", [b"before"])
+    with pytest.raises(ZeroDivisionError), store.create("file") as stream:
+        stream.write(b"x" * (1 // (stream.write(b"one ") - 4)))
+    assert store.names() == ["file"]
+    if not isinstance(store.fs, MemoryFileSystem):
+        assert store.read("file") == b"before"
+
+
 # The commit
 
 
@@ -287,6 +311,7 @@ FAILURES: dict[str, Callable[[Store], object]] = {
     "read": lambda store: store.read("missing"),
     "read a range": lambda store: store.read("missing", 3, 5),
     "read an array": lambda store: store.read_array("missing", 3, 5),
+    "open": lambda store: store.open_file("missing").__enter__(),
     "read below a file": lambda store: _file_in_the_way(store).read("below"),
 }
 
@@ -316,6 +341,8 @@ def test_failures_name_what_and_where(tmp_path: Path) -> None:
             call()
     with pytest.raises(StoreError, match="cannot write"):
         store.put_new("manifest.json", b"x", "save-1")
+    with pytest.raises(StoreError, match="cannot write"), store.create("pack"):
+        pass
 
 
 @pytest.mark.parametrize("kind", [StoreError, CheckpointExistsError, ConfigurationError])

@@ -54,10 +54,12 @@ class RowTensor:
 
     Attributes:
         dtype: Name of its dtype.
+        is_table: Whether it is a table.
         table: For row-wise optimizer state, the FQN of its table; its own size depends on the table's sharding.
     """
 
     dtype: str
+    is_table: bool
     table: str | None
 
 
@@ -125,7 +127,7 @@ def stored_whole(tensors: Mapping[str, RowTensor], metadata: Metadata, parent: M
 
 def _continues(fqn: str, tensor: RowTensor, metadata: Metadata, parent: Manifest) -> bool:
     old = parent.tensors.get(fqn)
-    if old is None or old.dtype != tensor.dtype or old.table != tensor.table:
+    if old is None or (old.dtype, old.is_table, old.table) != (tensor.dtype, tensor.is_table, tensor.table):
         return False
     sized = tensor.table or fqn  # row-wise state is as large as its table's sharding makes it
     entry, old_entry = metadata.state_dict_metadata.get(sized), parent.tensors.get(sized)

@@ -7,7 +7,7 @@ of a pack are joined into spans, a span is one request, and no byte is handed on
 
 import json
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ _SPAN_GAP_BYTES = 256 << 10
 _GAP_DIVISOR = 8  # of the bytes wanted in a span, its gaps may add this part
 _FREE_GAP_BYTES = 4 << 10
 
-_SAFETENSORS = {
+SAFETENSORS = {
     "float64": "F64",
     "float32": "F32",
     "float16": "F16",
@@ -105,7 +105,7 @@ class PackWriter:
             self._write_pack(max(self._filled_bytes, key=lambda kind: self._filled_bytes[kind]))
         number = self._num_blobs
         self._num_blobs += 1
-        self._parts.setdefault(kind, []).append(_Part(number, name, _SAFETENSORS[dtype], shape, data))
+        self._parts.setdefault(kind, []).append(_Part(number, name, SAFETENSORS[dtype], shape, data))
         self._filled_bytes[kind] = self._filled_bytes.get(kind, 0) + data.nbytes
         return number
 
@@ -148,7 +148,8 @@ def _write_pack(
     store: Store, stem: str, index: int, parts: list[_Part], heat: int
 ) -> tuple[Pack, list[tuple[int, Blob]]]:
     parts = sorted(parts, key=lambda part: -_ITEM_BYTES[part.dtype])
-    header = _header(parts)
+    tensors = ((part.name, part.dtype, part.shape, part.data.nbytes) for part in parts)
+    header = safetensors_header(tensors, {"format": "torchrec_cnr"})
     blobs = []
     end = len(header)
     for part in parts:
@@ -159,16 +160,21 @@ def _write_pack(
     return Pack(name, end, len(header), crc32c(header), heat=heat), blobs
 
 
-def _header(parts: Sequence[_Part]) -> bytes:
-    """A safetensors header: its length, then JSON, filled up with blanks to a multiple of eight bytes."""
-    entries: dict[str, object] = {"__metadata__": {"format": "torchrec_cnr"}}
+def safetensors_header(tensors: Iterable[tuple[str, str, Sequence[int], int]], metadata: Mapping[str, str]) -> bytes:
+    """A safetensors header: its length, then JSON, filled up with blanks to a multiple of eight bytes.
+
+    Args:
+        tensors: Name, dtype as safetensors calls it, shape, and size in bytes of each, in their order in the file. A
+            name that was there before gets a tilde.
+        metadata: What is said of the file.
+    """
+    entries: dict[str, object] = {"__metadata__": metadata}
     end = 0
-    for part in parts:
-        start, end = end, end + part.data.nbytes
-        name = part.name
+    for name, dtype, shape, num_bytes in tensors:
+        start, end = end, end + num_bytes
         while name in entries:
             name += "~"
-        entries[name] = {"dtype": part.dtype, "shape": list(part.shape), "data_offsets": [start, end]}
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

@@ -147,7 +147,7 @@ class CNRSavePlanner(DefaultSavePlanner):
         plan = super().create_local_plan()
         head = self._tracker.head.ref if self._tracker.head else None
         tensors = {
-            item.fqn: RowTensor(dtype_name(item.values), item.table if item.is_row_wise else None)
+            item.fqn: RowTensor(dtype_name(item.values), item.is_table, item.table if item.is_row_wise else None)
             for item in self._items.values()
         }
         replaced = frozenset(key for key, item in self._items.items() if item.is_replaced)

@@ -3,7 +3,8 @@
 import io
 import logging
 import pickle
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -18,7 +19,7 @@ from torchrec_cnr.assembly import RANK_RECORD, ObjectRecord, RankRecord, ShardRe
 from torchrec_cnr.encoding import EncodedRowSet, EncodedShard, Source, sampled_rows, write_all_rows, write_rows
 from torchrec_cnr.errors import ConfigurationError, SaveError
 from torchrec_cnr.handover import ShardData
-from torchrec_cnr.manifest import DTYPES, RowSet, Shard
+from torchrec_cnr.manifest import DTYPES, Place, RowSet, Shard
 from torchrec_cnr.modified import RowMask
 from torchrec_cnr.packs import PackWriter
 from torchrec_cnr.rows import Box
@@ -31,13 +32,23 @@ TABLE_PATTERNS = ("*embedding_bags.*.weight", "*embeddings.*.weight")  # TorchRe
 
 
 @dataclass(frozen=True, eq=False)
-class _Written:
-    """An item, and the parts of its rows that were encoded."""
+class _Item:
+    """An item to be written, with its values."""
 
     item: WriteItem
     data: ShardData
     source: Source
-    parts: list[tuple[RowSet | EncodedRowSet, EncodedShard]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
+class _Written:
+    """What is kept of an item that was written: all of its record but the places of its blobs; no values."""
+
+    item: WriteItem
+    place: Place
+    scheme: Scheme
+    record: ShardRecord
+    parts: tuple[tuple[RowSet | EncodedRowSet, EncodedShard], ...]
 
 
 class RankWriter:
@@ -60,28 +71,39 @@ class RankWriter:
 
     def write(self, items: list[WriteItem]) -> list[WriteResult]:
         """Write everything; returns once it is in the store."""
-        together: dict[object, list[_Written]] = {}
+        together: dict[object, list[_Item]] = {}
         for item in items:
             if item.type is WriteItemType.BYTE_IO:
                 self._objects.append((item, self._write_object(item)))
                 continue
             data = self._resolve(item)
-            written = _Written(item, data, self._source(item, data))
-            self._shards.append(written)
-            is_alone = data.group is None or written.source.values.numel() == 0
-            key = (id(data.rows), id(written) if is_alone else data.group)
-            together.setdefault(key, []).append(written)
+            source = self._source(item, data)
+            if data.group is None or source.values.numel() == 0:
+                self._write_together([_Item(item, data, source)])  # at once: its values may be needed by nobody else
+            else:
+                together.setdefault((data.group, id(data.rows)), []).append(_Item(item, data, source))
         for members in together.values():
-            sources = [member.source for member in members]
-            for heat, mask in enumerate(members[0].data.rows or (None,)):
-                rows: RowSet | EncodedRowSet
-                if mask is None:
-                    rows, encoded = write_all_rows(self._packs, sources)
-                else:
-                    rows, encoded = write_rows(self._packs, sources, mask, heat)
-                for member, shard in zip(members, encoded, strict=True):
-                    member.parts.append((rows, shard))
+            self._write_together(members)
         return self._results()
+
+    def _write_together(self, members: Sequence[_Item]) -> None:
+        """Items whose rows are stored together."""
+        sources = [member.source for member in members]
+        parts: list[list[tuple[RowSet | EncodedRowSet, EncodedShard]]] = [[] for _ in members]
+        for heat, mask in enumerate(members[0].data.rows or (None,)):
+            rows: RowSet | EncodedRowSet
+            if mask is None:
+                rows, encoded = write_all_rows(self._packs, sources)
+            else:
+                rows, encoded = write_rows(self._packs, sources, mask, heat)
+            for own, shard in zip(parts, encoded, strict=True):
+                own.append((rows, shard))
+        for member, own in zip(members, parts, strict=True):
+            data = member.data
+            size, box = _place(member.item, data.values)
+            record = ShardRecord(size, member.source.dtype, data.is_table, data.table, ())
+            place = Place(box, data.table_box)
+            self._shards.append(_Written(member.item, place, member.source.scheme, record, tuple(own)))
 
     def _resolve(self, item: WriteItem) -> ShardData:
         data: Any = self._planner.resolve_data(item)
@@ -130,20 +152,18 @@ class RankWriter:
         for item, number in self._objects:
             results.append(WriteResult(item.index, blobs[number].num_bytes, ObjectRecord(blobs[number])))
         for written in self._shards:
-            item, data, source = written.item, written.data, written.source
             num_exact = sum(encoded.num_exact for _, encoded in written.parts)
             if num_exact:
-                self._tell_of_exact_rows(item.index.fqn, num_exact)
-            size, box = _place(item, data.values)
+                self._tell_of_exact_rows(written.item.index.fqn, num_exact)
             parts = []
-            for row_set, encoded in written.parts:
-                if id(row_set) not in located:
-                    located[id(row_set)] = row_set.located(blobs) if isinstance(row_set, EncodedRowSet) else row_set
+            for rows, encoded in written.parts:
+                if id(rows) not in located:
+                    located[id(rows)] = rows.located(blobs) if isinstance(rows, EncodedRowSet) else rows
                 codes = tuple(blobs[number] for number in encoded.blobs)
-                parts.append(Shard(box, located[id(row_set)], codes, source.scheme, data.table_box))
-            record = ShardRecord(size, source.dtype, data.is_table, data.table, tuple(parts))
+                place = written.place
+                parts.append(Shard(place.box, located[id(rows)], codes, written.scheme, place.table_box))
             num_bytes = sum(blob.num_bytes for shard in parts for blob in shard.blobs)
-            results.append(WriteResult(item.index, num_bytes, record))
+            results.append(WriteResult(written.item.index, num_bytes, replace(written.record, parts=tuple(parts))))
         return results
 
     def _tell_of_exact_rows(self, fqn: str, num_exact: int) -> None:

@@ -10,7 +10,6 @@ Who calls what, on which rank, in one ``dcp.load``:
     6. read_data              all ranks  fold the lineage into the planner's tensors; release the lease
 """
 
-import io
 import os
 import uuid
 from typing import Any
@@ -36,7 +35,8 @@ from torchrec_cnr.inference_regions import inference_regions, turns
 from torchrec_cnr.leases import Lease
 from torchrec_cnr.lineage import Lineage, existing, read_lineage
 from torchrec_cnr.manifest import DTYPES, TensorEntry
-from torchrec_cnr.packs import PackReader, check_thread_count
+from torchrec_cnr.objects import read_objects, serialized
+from torchrec_cnr.packs import check_thread_count
 from torchrec_cnr.regions import LargestValueRegion, Region, RowStateRegion, TensorRegion, column_bounds
 from torchrec_cnr.rows import Box
 from torchrec_cnr.stores import Store
@@ -160,13 +160,11 @@ class CNRStorageReader(StorageReader):
         return region
 
     def _load_objects(self, items: list[ReadItem], planner: LoadPlanner) -> None:
-        if self._lineage is None or not items:
+        if self._lineage is None:
             return
-        newest = self._lineage.newest
-        by_key = {f"object {item.storage_index.fqn!r}": item for item in items}
-        wanted = [(key, newest.manifest.objects[item.storage_index.fqn]) for key, item in by_key.items()]
-        for key, data in PackReader(newest.store, newest.manifest.packs, self._thread_count).read(wanted):
-            planner.load_bytes(by_key[key], _proved_harmless(data.tobytes(), f"{newest.store.url}: {key}"))
+        by_fqn = {item.storage_index.fqn: item for item in items}
+        for fqn, value in read_objects(self._lineage.newest, by_fqn, self._thread_count):
+            planner.load_bytes(by_fqn[fqn], serialized(value))
 
     def _end_lease(self) -> None:
         if self._lease is not None:
@@ -216,18 +214,3 @@ def _table_box(entry: TensorEntry, item: ReadItem) -> Box:
             (first, column), (_, width) = place.table_box.offsets, place.table_box.sizes
             return Box((first + item.storage_offsets[0], column), (item.lengths[0], width))
     raise DamagedError(f"tensor {item.storage_index.fqn!r}: no shard at {item.storage_index.offset}")
-
-
-def _proved_harmless(data: bytes, where: str) -> io.BytesIO:
-    """Load an object without running code, and serialise it anew: planners unpickle what they get without any check."""
-    try:
-        value = torch.load(io.BytesIO(data), weights_only=True)
-    except Exception as error:  # bytes that are no pickle may make the unpickler raise anything
-        raise DamagedError(
-            f"{where}: refused by the weights-only unpickler, which runs no code; if its types are yours, register "
-            "them with torch.serialization.add_safe_globals"
-        ) from error
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    stream.seek(0)
-    return stream

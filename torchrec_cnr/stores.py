@@ -9,8 +9,9 @@ import os
 import posixpath
 import re
 import threading
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -206,6 +207,18 @@ class Store:
                 filled += count
             return array[:filled]
 
+    @contextmanager
+    def open_file(self, name: str) -> Iterator[Any]:
+        """A file to read from and to seek in.
+
+        Raises:
+            StoreError: It cannot be opened; its ``errno`` is ``ENOENT`` where it does not exist.
+        """
+        with self._errors("read", name):
+            file = self.fs.open(self.child(name), "rb")
+        with file:
+            yield file
+
     def put(self, name: str, parts: Sequence[Buffer], is_durable: bool = True) -> None:
         """Write a file whose name nobody else uses."""
         with self._errors("write", name), self.fs.open(self.child(name), "wb") as file:
@@ -213,6 +226,28 @@ class Store:
                 file.write(part)
             if is_durable:
                 self._sync(file)
+
+    @contextmanager
+    def create(self, name: str) -> Iterator["Stream"]:
+        """Write a file piece by piece, in the place of one of that name.
+
+        A local file has its name once it is whole; elsewhere, one that failed may be there in part.
+        """
+        is_local = isinstance(self.fs, LocalFileSystem)
+        path = self.child(name)
+        partial = f"{path}.{uuid.uuid4().hex[:16]}.partial" if is_local else path
+        with ExitStack() as stack:
+            with self._errors("write", name):
+                file = open(partial, "xb") if is_local else self.fs.open(partial, "wb")  # noqa: SIM115 - the stack does
+            stack.callback(_give_up, file, partial if is_local else None)
+            yield Stream(self, name, file)
+            with self._errors("write", name):
+                self._sync(file)
+                file.close()
+                if is_local:
+                    os.replace(partial, path)
+                    if self.sync_files:
+                        _sync_directory(self.path)
 
     def put_new(self, name: str, data: bytes, save_id: str) -> None:
         """Write a file atomically, unless the name exists.
@@ -284,6 +319,48 @@ class Store:
             failure = StoreError(f"cannot {action} {where}: {type(error).__name__}: {error}")
             failure.errno = getattr(error, "errno", None) or _ERRNO.get(type(error))
             raise failure from error
+
+
+class Stream:
+    """A file that is being written.
+
+    Attributes:
+        store: Its directory.
+        name: What it is called there.
+        num_bytes: How many were written.
+    """
+
+    def __init__(self, store: Store, name: str, file: Any) -> None:
+        self.store = store
+        self.name = name
+        self.num_bytes = 0
+        self._file = file
+
+    def write(self, data: Buffer) -> int:
+        """Append bytes; returns how many.
+
+        Raises:
+            StoreError: The file system refused.
+        """
+        with self.store._errors("write", self.name):
+            self._file.write(data)
+        num_bytes = memoryview(data).nbytes
+        self.num_bytes += num_bytes
+        return num_bytes
+
+    def flush(self) -> None:
+        """Nothing: what counts is a file that is whole."""
+
+    def close(self) -> None:
+        """Nothing: ``Store.create`` does."""
+
+
+def _give_up(file: Any, partial: str | None) -> None:
+    """Close a file, whatever it says, and remove it if it still has the name of one that is not whole."""
+    with suppress(Exception):
+        file.close()
+    if partial is not None and os.path.exists(partial):
+        os.unlink(partial)
 
 
 def _sync_directory(path: str) -> None:

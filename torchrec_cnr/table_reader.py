@@ -2,7 +2,7 @@
 
 import difflib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ def load_table(
         box = _wanted_box(fqn, entry, rows)
         target = _target(out, fqn, box, DTYPES[entry.dtype])
         forget_overwritten([target])
-        regions = list(_regions(lineage, fqn, entry, box, target))
+        regions = list(regions_of(lineage, fqn, box, target))
         fold(plan_fold(lineage, regions), regions, thread_count)
     return target if out is None else out
 
@@ -106,7 +106,16 @@ def _target(out: Tensor | None, fqn: str, box: Box, dtype: torch.dtype) -> Tenso
     return out.detach()
 
 
-def _regions(lineage: Lineage, fqn: str, entry: TensorEntry, wanted: Box, target: Tensor) -> Iterable[Region]:
+def regions_of(lineage: Lineage, fqn: str, wanted: Box, target: Tensor) -> Iterator[Region]:
+    """What is to be folded to read a part of a tensor.
+
+    Args:
+        lineage: Its newest checkpoint has the tensor.
+        fqn: The tensor.
+        wanted: Which part, in the tensor's own indices.
+        target: Of the part's size and the tensor's dtype; what the regions write to.
+    """
+    entry = lineage.newest.manifest.tensors[fqn]
     if entry.table is None:
         yield TensorRegion(fqn, wanted, target)
         return

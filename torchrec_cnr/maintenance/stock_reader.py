@@ -1,0 +1,151 @@
+"""How a checkpoint in DCP's own format is opened: metadata and files are compared, and no values are read.
+
+Each chunk of a tensor is what ``torch.save`` made of it, somewhere in a file. It is opened on the device ``meta``: that
+reads no values but tells where they begin, so that then rows are read by themselves, however large the chunk.
+"""
+
+import os
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.utils import _create_file_view
+
+from torchrec_cnr.errors import CNRError, ConfigurationError, DamagedError, StoreError
+from torchrec_cnr.maintenance.contents import Chunk, split_rows
+from torchrec_cnr.maintenance.stock_checkpoint import Extent, StockCheckpoint, StockChunk, missing_is_damage
+from torchrec_cnr.maintenance.stock_metadata import FILE_NAME, read_stock_metadata
+from torchrec_cnr.manifest import DTYPES
+from torchrec_cnr.rows import Box, fills
+from torchrec_cnr.stores import Store
+
+
+def read_stock_checkpoint(source: str | os.PathLike[str]) -> StockCheckpoint:
+    """Learn what a checkpoint in DCP's own format holds, and where. No values are read.
+
+    Raises:
+        CheckpointNotFoundError: There is none.
+        ConfigurationError: It has tensors that cannot be stored, or was written through extensions.
+        DamagedError: It contradicts itself, or its metadata needs more than DCP's classes.
+        StoreError: It cannot be read.
+    """
+    store = Store.open(source)
+    metadata = read_stock_metadata(store)
+    try:
+        return _opened(store, metadata)
+    except CNRError:
+        raise
+    except (TypeError, ValueError, AttributeError, LookupError) as error:  # what a pickle says may be of any type
+        raise DamagedError(f"{store.url}/{FILE_NAME}: no sound metadata ({type(error).__name__}: {error})") from error
+
+
+def _opened(store: Store, metadata: Metadata) -> StockCheckpoint:
+    known = set(metadata.state_dict_metadata)
+    if any(type(fqn) is not str for fqn in known):
+        raise DamagedError(f"{store.url}/{FILE_NAME}: names that are no strings")
+    wanted: list[tuple[Chunk, tuple[int, ...], _StorageInfo]] = []
+    chunks: list[StockChunk] = []
+    objects: dict[str, Extent] = {}
+    for fqn, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, BytesStorageMetadata):
+            info = _info(store, metadata, MetadataIndex(fqn))
+            objects[fqn] = Extent(info.relative_path, info.offset, info.length)
+            continue
+        if not isinstance(entry, TensorStorageMetadata):
+            raise DamagedError(f"{store.url}/{FILE_NAME}: {fqn!r} is neither tensor nor object")
+        size, boxes, dtype = _checked(store, fqn, entry)
+        if 0 in size:
+            chunks.append(StockChunk(Chunk(fqn, Box.whole(size), dtype), size, Extent("", 0, 0)))
+            continue
+        for box in boxes:
+            info = _info(store, metadata, MetadataIndex(fqn, box.offsets))
+            wanted.append((Chunk(fqn, box, dtype), size, info))
+    wanted.sort(key=lambda item: (item[2].relative_path, item[2].offset))
+    for name, of_file in groupby(wanted, key=lambda item: item[2].relative_path):
+        chunks += _open_chunks(store, name, list(of_file))
+    return StockCheckpoint(store, tuple(chunks), objects, _paths(store, metadata, known))
+
+
+def _checked(store: Store, fqn: str, entry: TensorStorageMetadata) -> tuple[tuple[int, ...], list[Box], torch.dtype]:
+    """Size, boxes with elements, and dtype of a tensor."""
+    size, dtype = tuple(map(int, entry.size)), entry.properties.dtype
+    if dtype not in DTYPES.values():
+        raise ConfigurationError(
+            f"{store.url}: tensor {fqn!r} of {dtype} cannot be stored; leave it out, or convert it"
+        )
+    boxes = [Box(tuple(map(int, chunk.offsets)), tuple(map(int, chunk.sizes))) for chunk in entry.chunks]
+    boxes = [box for box in boxes if 0 not in box.sizes]
+    negative = min((0, *size, *(number for box in boxes for number in (*box.offsets, *box.sizes)))) < 0
+    if negative or not (0 in size or fills(size, boxes)):
+        raise DamagedError(f"{store.url}/{FILE_NAME}: the chunks of {fqn!r} do not fill its size {list(size)} exactly")
+    return size, boxes, dtype
+
+
+def _info(store: Store, metadata: Metadata, index: MetadataIndex) -> _StorageInfo:
+    """Where an item lies: in a file of the checkpoint's own directory."""
+    info = metadata.storage_data[index]
+    if not isinstance(info, _StorageInfo) or min(info.offset, info.length) < 0:
+        raise DamagedError(f"{store.url}/{FILE_NAME}: it does not say where {index.fqn!r} lies")
+    if info.transform_descriptors:
+        raise ConfigurationError(
+            f"{store.url}: {index.fqn!r} was written through extensions ({', '.join(info.transform_descriptors)}): "
+            "dcp.load it, and save it without"
+        )
+    if not info.relative_path or "/" in info.relative_path or info.relative_path in (".", ".."):
+        raise DamagedError(f"{store.url}/{FILE_NAME}: {index.fqn!r} lies in {info.relative_path!r}, no file beside it")
+    return info
+
+
+def _paths(store: Store, metadata: Metadata, known: set[str]) -> dict[str, tuple[str | int, ...]]:
+    paths = {fqn: tuple(path) for fqn, path in (metadata.planner_data or {}).items() if fqn in known}
+    for fqn, path in paths.items():
+        if not path or type(path[0]) is not str or any(type(key) not in (str, int) for key in path):
+            raise DamagedError(f"{store.url}/{FILE_NAME}: {fqn!r} has no path of keys and indices, but {path!r}")
+    return paths
+
+
+def _open_chunks(
+    store: Store, name: str, wanted: Sequence[tuple[Chunk, tuple[int, ...], _StorageInfo]]
+) -> list[StockChunk]:
+    """Find the values of chunks that lie in one file."""
+    found: list[StockChunk] = []
+    with missing_is_damage(), store.open_file(name) as file:
+        for chunk, size, info in wanted:
+            where = f"{store.url}/{name}: {chunk.fqn!r} at byte {info.offset}"
+            try:
+                view: Any = _create_file_view(file, info.offset, info.length)
+                opened: Any = torch.load(view, map_location="meta", weights_only=True)
+            except OSError as error:
+                raise StoreError(f"cannot read {where}: {error}") from error
+            except Exception as error:  # bytes that are no pickle may make the unpickler raise anything
+                raise DamagedError(f"{where}: no tensor that torch.save wrote ({type(error).__name__})") from error
+            found += _located(where, chunk, size, info, opened)
+    return found
+
+
+def _located(where: str, chunk: Chunk, size: tuple[int, ...], info: _StorageInfo, opened: Any) -> list[StockChunk]:
+    """Rows of a chunk, divided so that each part can be held. Where rows do not follow one another, it stays whole."""
+    if not isinstance(opened, Tensor) or opened.layout is not torch.strided:
+        raise DamagedError(f"{where}: no dense tensor")
+    if opened.dtype is not chunk.dtype or tuple(opened.shape) != chunk.box.sizes:
+        raise DamagedError(
+            f"{where}: {list(opened.shape)} of {opened.dtype}, expected {list(chunk.box.sizes)} of {chunk.dtype}"
+        )
+    storage: Any = opened.untyped_storage()
+    itemsize, first, start = chunk.dtype.itemsize, int(opened.storage_offset()), int(storage._checkpoint_offset)
+    span = 1 + sum((length - 1) * step for length, step in zip(opened.shape, opened.stride(), strict=True))
+    if (first + span) * itemsize > storage.nbytes() or start + storage.nbytes() > info.length:
+        raise DamagedError(f"{where}: it ends before its values do")
+    if not opened.is_contiguous():
+        extent = Extent(info.relative_path, info.offset + start, storage.nbytes())
+        return [StockChunk(chunk, size, extent, opened.stride(), first)]
+    start += info.offset + first * itemsize
+    parts: list[StockChunk] = []
+    for part in split_rows(chunk, chunk.box.num_cols * itemsize):
+        parts.append(StockChunk(part, size, Extent(info.relative_path, start, part.num_bytes)))
+        start += part.num_bytes
+    return parts
