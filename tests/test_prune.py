@@ -1,31 +1,38 @@
 """Pruning: what is kept loads, bit for bit, whatever is removed, whoever works there, and whenever a prune dies."""
 
-import copy
+import dataclasses
+import errno
 import math
 import os
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import torchrec_cnr as cnr
 from tests.killing import every_kill, in_child
-from tests.roots import HOUR_NS, NUM_ROWS, File, Root, newest
-from torchrec_cnr.errors import ConfigurationError, StoreError
-from torchrec_cnr.leases import LEASE_SECS, Lease, holds
-from torchrec_cnr.maintenance import annotations, journal
+from tests.roots import HOUR_NS, NUM_COLS, NUM_ROWS, TABLE, File, Root, newest
+from tests.test_faults import small_disk
+from torchrec_cnr.errors import StoreError
+from torchrec_cnr.leases import is_lease
+from torchrec_cnr.maintenance import journal
 from torchrec_cnr.maintenance.annotations import tag, write_metrics
-from torchrec_cnr.maintenance.catalog import read_catalog, read_journal
+from torchrec_cnr.maintenance.catalog import Entry, read_catalog, read_journal
 from torchrec_cnr.maintenance.prune_execution import PruneResult, execute
-from torchrec_cnr.maintenance.prune_plan import PrunePlan
 from torchrec_cnr.maintenance.pruning import plan_prune
 from torchrec_cnr.maintenance.retention import Best, Keep
 from torchrec_cnr.manifest import FILE_NAME
+from torchrec_cnr.packs import PackReader
 from torchrec_cnr.stores import Store
 
 numbers = count()
@@ -76,7 +83,7 @@ class Model:
         if self.saving:
             of_lineage: dict[str, str] = {}
             for name in reversed(newest(self.root, self.there)):
-                links = [link for link in self.root.saved_on(name)]
+                links = list(self.root.saved_on(name))
                 first_gone = next((n for n, link in enumerate(links) if link not in self.there), len(links))
                 of_lineage[links[first_gone - 1]] = name
             roots |= set(of_lineage.values())
@@ -224,7 +231,7 @@ KEEP = Keep(last=2, best=Best("auc"))
 
 
 def _busy_root(url: str) -> Root:
-    """Something of all that a prune may find: lineages, compacted and not, packs of others, what was pruned and died."""
+    """Something of all that a prune may find: lineages, packs of others, what was pruned before, what died."""
     root, at_ns = Root(url), iter(range(time.time_ns() - 9 * DAY_NS, time.time_ns(), HOUR_NS))
     for name, parent in [("a-0", None), ("a-1", "a-0"), ("a-2", "a-1"), ("b-0", None), ("b-1", "b-0"), ("b-2", "b-1")]:
         root.save(name, next(at_ns), parent, range(4, 20) if name == "a-1" else range(3))
@@ -299,3 +306,258 @@ def test_a_prune_that_is_killed_before_any_operation(tmp_path: Path) -> None:
 def read_names(root: str) -> list[str]:
     """What a journal tells was pruned."""
     return [checkpoint.name for checkpoint in read_journal(root)]
+
+
+# Others at work.
+
+
+def _load_slowly(path: str, folder: str) -> bool:
+    """Load by DCP, and wait between the manifests and the packs until a file is there; whether it is what was saved."""
+    read = PackReader.read
+
+    def wait_and_read(self: PackReader, *turns: Any) -> Iterator[Any]:
+        Path(folder, "reading").touch()
+        wait_for(Path(folder, "go on"))
+        return read(self, *turns)
+
+    target = torch.zeros(NUM_ROWS, NUM_COLS)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(PackReader, "read", wait_and_read)
+        dcp.load({TABLE: target}, storage_reader=cnr.CNRStorageReader(path), no_dist=True)
+    return torch.equal(target, torch.load(f"{folder}/expected"))
+
+
+def wait_for(path: Path) -> None:
+    """Until a file is there."""
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} is not written"
+        time.sleep(0.01)
+
+
+@contextmanager
+def _loading(root: Root, name: str, folder: Path) -> Iterator["Future[bool | int]"]:
+    """Somebody else loads a checkpoint, has read its manifests, and goes on when this is left."""
+    folder.mkdir()
+    torch.save(root.checkpoints[name].values, folder / "expected")
+    with ThreadPoolExecutor(1) as threads:
+        try:
+            outcome = threads.submit(in_child, _load_slowly, root.at(name), str(folder))
+            wait_for(folder / "reading")
+            yield outcome
+        finally:
+            (folder / "go on").touch()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed")
+def test_a_checkpoint_that_is_being_loaded_stays(tmp_path: Path) -> None:
+    """With all that it needs, until the load has ended; then it goes."""
+    root, at_ns = Root(tmp_path / "job"), time.time_ns() - DAY_NS
+    for number, name in enumerate(["old-0", "old-1", "old-2", "new-0"]):
+        root.save(name, at_ns + number, f"old-{number - 1}" if name in ("old-1", "old-2") else None)
+    with _loading(root, "old-1", tmp_path / "signals") as outcome:
+        plan = plan_prune(root.url, Keep(last=1))
+        assert plan.stays["old-1"][0].startswith("leased (a load, until ")
+        assert plan.stays["old-0"] == ("needed by old-1",)
+        assert execute(plan).removed == ("old-2",)
+    assert outcome.result() is True
+    assert set(prune(root, Keep(last=1)).removed) == {"old-0", "old-1"}
+    assert root.directories() == {"new-0"}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed")
+@pytest.mark.parametrize("planned", ["before", "after"])
+def test_a_load_by_a_manifest_that_was_replaced_ends(tmp_path: Path, planned: str) -> None:
+    """Who began before a compaction finds the packs of that time, also if the prune was planned before he began."""
+    root, at_ns = Root(tmp_path / "job"), time.time_ns() - DAY_NS
+    root.save("step-0", at_ns)
+    root.save("step-1", at_ns + 1, "step-0", range(NUM_ROWS))
+    catalogs = []
+    with _loading(root, "step-1", tmp_path / "signals") as outcome:
+        root.compact("step-1", num_moved=2)
+        catalogs.append(read_catalog(root.url))
+        plan = plan_prune(catalogs[0], Keep(last=1))
+        assert plan.removals == ()
+        if planned == "before":  # as if the lease had been taken only now
+            entries = {name: _without_leases(entry) for name, entry in catalogs[0].entries.items()}
+            plan = plan_prune(dataclasses.replace(catalogs[0], entries=entries), Keep(last=1))
+            assert plan.removals != ()
+        result = execute(plan)
+        assert result.removed == ()
+        assert all("leased (a load" in reason for reasons in result.failed.values() for reason in reasons)
+    assert outcome.result() is True
+    assert prune(root, Keep(last=1)).removed == ("step-0",)
+    assert root.directories() == {"step-1"}
+    root.assert_loads(["step-1"])
+
+
+def _without_leases(entry: Entry) -> Entry:
+    return dataclasses.replace(entry, files={name: size for name, size in entry.files.items() if not is_lease(name)})
+
+
+def _three_with_a_branch(url: Path | str) -> Root:
+    root, at_ns = Root(url), time.time_ns() - DAY_NS
+    for number, (name, parent) in enumerate([("a-0", None), ("a-1", "a-0"), ("b-0", None)]):
+        root.save(name, at_ns + number, parent, range(5))
+    return root
+
+
+@pytest.mark.parametrize("what", ["lease on the head", "tag", "child", "child that is compacted", "save", "damage"])
+@pytest.mark.parametrize("where", ["local", "memory"])
+def test_what_is_wanted_since_the_plan_was_made_stays(tmp_path: Path, where: str, what: str) -> None:
+    """A lease, a tag, a new child or a save that begins: what they need stays although it was to go."""
+    url = str(tmp_path / "job") if where == "local" else f"memory://prune-{next(numbers)}"
+    root = _three_with_a_branch(url)
+    plan = plan_prune(root.url, Keep(last=1))
+    assert [checkpoint.name for checkpoint in plan.pruned] == ["a-1", "a-0"]
+    if what == "lease on the head":
+        root.lease("a-1", time.time_ns() + HOUR_NS, "load")
+    elif what == "tag":
+        tag(root.at("a-1"), "release")
+    elif what == "save":
+        root.put_pack("a-2")
+        root.lease("a-2", time.time_ns() + HOUR_NS, "save")
+    elif what == "damage":
+        root.put("a-2", FILE_NAME, b"no manifest")
+    else:
+        root.save("a-2", time.time_ns(), "a-1", range(2))
+        if what == "child that is compacted":
+            root.compact("a-2")
+    result = execute(plan)
+    assert result.removed == ()
+    assert set(result.failed) == {"a-0", "a-1"}
+    root.assert_loads(root.checkpoints)
+    assert read_names(root.url) == [], "what is still there was not pruned"
+    if where == "memory":
+        root.store.fs.rm(root.store.path, recursive=True)
+
+
+def _prune_in_turn(root: str, keep: Keep, folder: str) -> PruneResult:
+    plan = plan_prune(root, keep)
+    Path(folder, f"planned-{os.getpid()}").touch()
+    wait_for(Path(folder, "go on"))
+    return execute(plan)
+
+
+@pytest.mark.parametrize("other", [Keep(last=2), Keep(last=3, best=Best("auc"))], ids=["same", "other"])
+def test_two_prunes_at_once(tmp_path: Path, other: Keep) -> None:
+    """What both keep is there, and loads; what either removes is gone; no file is missed as a failure."""
+    root = _busy_root(str(tmp_path / "job"))
+    keeps = (Keep(last=2), other)
+    kept = set.intersection(*({*plan_prune(root.url, keep).stays} & set(root.checkpoints) for keep in keeps))
+    kept -= {name for keep in keeps for name in (pruned.name for pruned in plan_prune(root.url, keep).pruned)}
+    with ThreadPoolExecutor(2) as threads:
+        outcomes = [threads.submit(in_child, _prune_in_turn, root.url, keep, str(tmp_path)) for keep in keeps]
+        while len(list(tmp_path.glob("planned-*"))) < 2:
+            time.sleep(0.01)
+        (tmp_path / "go on").touch()
+        for outcome in outcomes:
+            result = outcome.result()
+            assert isinstance(result, PruneResult)
+            assert result.failed == {}
+    assert set(read_catalog(root.url).checkpoints) == kept
+    root.assert_loads(kept)
+    prune(root, keeps[0])
+    prune(root, keeps[1])
+    assert plan_prune(root.url, keeps[1]).is_empty
+
+
+# Stores that refuse.
+
+
+def _prune_as_nobody(root: str, keep: Keep) -> PruneResult:
+    """Without the privileges by which a test may write everywhere."""
+    if os.geteuid() == 0:
+        os.setegid(65534)
+        os.seteuid(65534)
+    return prune(root, keep)
+
+
+def give_to_nobody(root: Path) -> None:
+    """Make a directory that of a user without privileges."""
+    for path in (root, *root.rglob("*")):
+        if os.geteuid() == 0:
+            os.chown(path, 65534, 65534)
+
+
+def test_a_directory_that_cannot_be_written_is_pruned_later(open_folder: Path) -> None:
+    """What is in it stays with all that it needs, and is told; the rest goes. Once it can be written it goes, too."""
+    root, at_ns = Root(open_folder / "job"), time.time_ns() - DAY_NS
+    parents = {"a-0": None, "a-1": "a-0", "b-0": None, "b-1": "b-0", "c-0": None}
+    for number, (name, parent) in enumerate(parents.items()):
+        root.save(name, at_ns + number, parent, range(5))
+    give_to_nobody(open_folder / "job")
+    (open_folder / "job" / "a-1").chmod(0o555)
+    result = in_child(_prune_as_nobody, root.url, Keep(last=1))
+    assert isinstance(result, PruneResult)
+    assert set(result.removed) == {"b-0", "b-1"}
+    assert "cannot remove" in result.failed["a-1"][0]
+    assert result.failed["a-0"] == ("needed by a-1, which stays",)
+    root.assert_loads(["a-0", "a-1", "c-0"])
+    assert read_names(root.url) == ["b-0", "b-1"], "what is still there was not pruned"
+    (open_folder / "job" / "a-1").chmod(0o755)
+    assert set(prune(root, Keep(last=1)).removed) == {"a-0", "a-1"}
+    assert root.directories() == {"c-0"}
+
+
+def test_packs_that_cannot_be_removed_are_removed_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a checkpoint's packs nor those of a save that died are forgotten when their removal fails once."""
+    root = _three_with_a_branch(tmp_path / "job")
+    root.put_pack("died")
+    root.lease("died", time.time_ns() - 1, "save")
+    remove = Store.remove
+
+    def refuse_packs(self: Store, name: str, is_durable: bool = False) -> None:
+        if name.endswith(".safetensors"):
+            raise StoreError(f"cannot remove {name}: the store has a bad day")
+        remove(self, name, is_durable)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "remove", refuse_packs)
+        result = prune(root, Keep(last=1))
+    assert set(result.failed) == {"a-0", "a-1", "died"}
+    assert set(result.removed) == {"a-0", "a-1"}
+    assert root.directories() == {"a-0", "a-1", "b-0", "died"}
+    again = prune(root, Keep(last=1))
+    assert again.removed == ()
+    assert again.failed == {}
+    assert root.directories() == {"b-0"}
+
+
+def _prune_on_a_full_disk(folder: str) -> str:
+    try:
+        with small_disk(f"{folder}/disk", 256 << 10):
+            root = _three_with_a_branch(f"{folder}/disk/job")
+            with suppress(OSError), open(f"{folder}/disk/filler", "wb", buffering=0) as filler:
+                while True:
+                    filler.write(bytes(4096))
+            before = root.files()
+            with pytest.raises(StoreError) as raised:
+                prune(root, Keep(last=1))
+            assert raised.value.errno == errno.ENOSPC
+            assert root.files() == before
+            root.assert_loads(root.checkpoints)
+            os.unlink(f"{folder}/disk/filler")
+            assert set(prune(root, Keep(last=1)).removed) == {"a-0", "a-1"}
+            assert root.directories() == {"b-0"}
+    except PermissionError as error:
+        return f"no disk to fill here: {error}"
+    return "done"
+
+
+def test_nothing_is_removed_where_the_journal_cannot_be_written(tmp_path: Path) -> None:
+    """On a full disk a prune fails before it has removed anything; with room for the journal it works."""
+    outcome = in_child(_prune_on_a_full_disk, str(tmp_path))
+    if outcome != "done":
+        pytest.skip(str(outcome))
+
+
+def test_progress_is_told(tmp_path: Path) -> None:
+    """From the first directory to the last, in files."""
+    root = _busy_root(str(tmp_path))
+    told: list[tuple[int, int]] = []
+    plan = plan_prune(root.url, KEEP)
+    execute(plan, progress=lambda done, of: told.append((done, of)))
+    assert len(told) == len(plan.removals)
+    assert told == sorted(told)
+    assert told[-1] == (told[-1][1], sum(len(removal.files) for removal in plan.removals))
