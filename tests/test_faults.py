@@ -1,7 +1,7 @@
 """Processes die, phases raise, writers race and disks fill up: what was committed stays, and what comes next works.
 
-Tests on ranks kill real processes of a gloo group. Those in one process run in a child that is forked from a server
-which has imported everything already, so that a process may die at each of its file operations in turn.
+Tests on ranks kill real processes of a gloo group. Those in one process run in a child, see ``tests.killing``, so that
+a process may die at each of its file operations in turn.
 """
 
 import contextlib
@@ -15,11 +15,10 @@ import resource
 import shutil
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Collection, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TypeVar, TypeVarTuple
+from typing import Any
 
 import pytest
 import torch
@@ -29,13 +28,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import torchrec_cnr as cnr
 from tests import models
+from tests.killing import in_child
 from tests.models import InjectedError, Job, Whole, differing, plain_job, state, torchrec_job, train, whole
 from tests.ranks import RankPools, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-ArgsT = TypeVarTuple("ArgsT")
-ResultT = TypeVar("ResultT")
 
 CHILD_SECS = 60.0
 
@@ -152,40 +149,6 @@ def test_ranks_killed_in_mid_save_leave_the_last_committed_state(
 # One process that dies at any of its file operations.
 
 
-def _in_child(fn: Callable[[*ArgsT], ResultT], *args: *ArgsT) -> ResultT | int:
-    """Run a function of this module in a process of its own: its result, or the exit code where it died."""
-    receiver, sender = _FORKED.Pipe(duplex=False)
-    process = _FORKED.Process(target=_answer, args=(sender, fn, args), daemon=True)
-    process.start()
-    sender.close()
-    try:
-        if not receiver.poll(CHILD_SECS):
-            pytest.fail(f"{fn.__name__}{args} did not end within {CHILD_SECS} s")
-        try:
-            ok, payload = pickle.loads(receiver.recv_bytes())
-        except EOFError:
-            process.join(CHILD_SECS)
-            assert process.exitcode is not None
-            return process.exitcode
-        if not ok:
-            pytest.fail(f"in a child: {payload}")
-        result: ResultT = payload
-        return result
-    finally:
-        process.kill()
-        process.join()
-        receiver.close()
-
-
-def _answer(sender: Connection, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    try:
-        answer = (True, fn(*args))
-    except BaseException:  # noqa: BLE001 - the parent fails with it; some errors of DCP are no Exception
-        answer = (False, traceback.format_exc())
-    sender.send_bytes(pickle.dumps(answer))
-
-
 def _adagrad_job(seed: int) -> Job:
     return plain_job(seed, "adagrad")
 
@@ -263,7 +226,7 @@ def test_a_process_that_dies_at_any_file_operation_of_a_save(tmp_path: Path) -> 
     base = tmp_path / "base"
     before = _two_checkpoints(str(base))
     shutil.copytree(base, tmp_path / "counted")
-    num_writes = _in_child(_count_writes, str(tmp_path / "counted"))
+    num_writes = in_child(_count_writes, str(tmp_path / "counted"))
     assert 4 <= num_writes <= 40, "at least: a directory, a pack, and a manifest that is linked"
     shutil.copytree(base, tmp_path / "done")
     after = _resume_and_save(str(tmp_path / "done"))
@@ -272,7 +235,7 @@ def test_a_process_that_dies_at_any_file_operation_of_a_save(tmp_path: Path) -> 
     for number in range(num_writes):
         root = str(tmp_path / f"died-{number}")
         shutil.copytree(base, root)
-        assert _in_child(_die_at_write, root, number) == -signal.SIGKILL
+        assert in_child(_die_at_write, root, number) == -signal.SIGKILL
         found.append(cnr.latest(root) == f"{root}/2")
         _assert_goes_on(_adagrad_job, root, after if found[-1] else before)
     assert found == sorted(found), "committed once and for all"
@@ -284,7 +247,7 @@ def test_a_process_that_dies_while_it_writes_a_file(tmp_path: Path, num_bytes: i
     """A file that was written in part is no checkpoint, and is in nobody's way."""
     root = str(tmp_path / "job")
     before = _two_checkpoints(root)
-    assert _in_child(_die_at_size, root, num_bytes) == -signal.SIGXFSZ
+    assert in_child(_die_at_size, root, num_bytes) == -signal.SIGXFSZ
     assert cnr.latest(root) == f"{root}/1"
     partial = [path.stat().st_size for path in Path(root, "2").iterdir()]
     assert num_bytes in partial
@@ -511,7 +474,7 @@ def _exceed_file_size(root: str) -> None:
 
 
 @contextlib.contextmanager
-def _small_disk(path: str, num_bytes: int) -> Iterator[None]:
+def small_disk(path: str, num_bytes: int) -> Iterator[None]:
     """Mount a file system of this size, seen by this process only; raise OSError where that is not allowed."""
     libc = ctypes.CDLL(None, use_errno=True)
     os.makedirs(path)
@@ -531,7 +494,7 @@ def _small_disk(path: str, num_bytes: int) -> Iterator[None]:
 
 def _fill_disk(root: str, at: str) -> str:
     def fail(job: Job, planner: cnr.CNRSavePlanner) -> None:
-        with _small_disk(f"{root}/disk", 64 << 10):
+        with small_disk(f"{root}/disk", 64 << 10):
             writer = models.writer(f"{root}/disk/full")
             original = getattr(writer, at)
 
@@ -560,14 +523,14 @@ def _fill_disk(root: str, at: str) -> str:
 @pytest.mark.parametrize("at", ["write_data", "finish"], ids=["packs", "manifest"])
 def test_a_full_disk_is_a_store_error_and_a_save_elsewhere_works(tmp_path: Path, at: str) -> None:
     """No space for a pack, or for the manifest: nothing is committed, no row is lost, and another place will do."""
-    outcome = _in_child(_fill_disk, str(tmp_path), at)
+    outcome = in_child(_fill_disk, str(tmp_path), at)
     if outcome != "done":
         pytest.skip(str(outcome))
 
 
 def test_a_file_that_may_not_grow_is_a_store_error(tmp_path: Path) -> None:
     """A limit on the size of files, which stands for every write that fails half way."""
-    assert _in_child(_exceed_file_size, str(tmp_path)) is None
+    assert in_child(_exceed_file_size, str(tmp_path)) is None
 
 
 @pytest.mark.parametrize("place", ["below a file", "proc"])

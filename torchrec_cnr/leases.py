@@ -53,6 +53,7 @@ class Lease:
             store.put(lease.name, [content], is_durable=False)
         except StoreError as error:
             logger.info("no lease: pruning will not know of this %s: %s", purpose, error)
+            lease.release()  # on a full disk an empty file is there, which nobody would remove
             return None
         return lease
 

@@ -111,9 +111,9 @@ class Catalog:
 
     def uses(self, checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
         """The packs of a checkpoint: name of the directory under the root, and file name."""
+        own = self.name_of(checkpoint.store)
         for pack in checkpoint.manifest.packs:
-            store = checkpoint.store if pack.directory is None else checkpoint.store.at(pack.directory)
-            name = self.name_of(store)
+            name = own if pack.directory is None else self.name_of(checkpoint.store.at(pack.directory))
             if name is not None:
                 yield name, pack.name
 

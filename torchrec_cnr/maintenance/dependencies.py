@@ -83,7 +83,7 @@ def _parent_problem(catalog: Catalog, name: str, broken: Mapping[str, str]) -> s
 def _pack_problem(catalog: Catalog, name: str) -> str | None:
     store, manifest = catalog.checkpoints[name].store, catalog.checkpoints[name].manifest
     for pack in manifest.packs:
-        directory = catalog.name_of(store if pack.directory is None else store.at(pack.directory))
+        directory = name if pack.directory is None else catalog.name_of(store.at(pack.directory))
         entry = catalog.entries.get(directory or "")
         if directory is None or (entry is not None and (entry.is_link or entry.problem is not None)):
             continue  # what is in there is not known

@@ -123,7 +123,7 @@ class _Execution:
         if reason is not None:
             self.fail(name, reason)
             if removal.pruned is not None:
-                self._want([name], f"needed by {name_text(name)}, which stays")
+                self._want([name], f"needed by {name_text(name)}, which stays", loading=True)
             return
         if removal.pruned is not None:
             self.removed.append(name)
@@ -219,7 +219,7 @@ class _Execution:
             parent = catalog.parent(view)
             self._want([] if parent is None else [parent], reason)
 
-    def _want(self, names: list[str], reason: str) -> None:
-        needs = needed_by(self._plan.catalog, names, names)
+    def _want(self, names: list[str], reason: str, loading: bool = False) -> None:
+        needs = needed_by(self._plan.catalog, names, names if loading else ())
         self._wanted = {**dict.fromkeys(needs.checkpoints, reason), **self._wanted}
         self._wanted_packs.update(needs.packs)

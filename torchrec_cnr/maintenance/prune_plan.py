@@ -42,6 +42,8 @@ class Removal:
     def __str__(self) -> str:
         if self.pruned is not None:
             what = f"{self.pruned.kind} of {instant_text(self.pruned.created_ns)}"
+        elif self.is_dead_save:
+            what = f"{count_text(len(self.files), 'file')} of a save that died"
         elif self.files:
             what = f"{count_text(len(self.files), 'file')} that nothing uses"
         else:

@@ -36,6 +36,7 @@ from torchrec_cnr.maintenance.prune_plan import PrunePlan, Removal
 from torchrec_cnr.maintenance.quantities import name_text
 from torchrec_cnr.maintenance.retention import Keep
 from torchrec_cnr.maintenance.staying import Staying, lease_text, what_stays
+from torchrec_cnr.manifest import FILE_NAME
 
 _NUM_NAMED = 3  # files in a reason
 
@@ -143,7 +144,7 @@ class _Planner:
         return tuple(
             name
             for name, needs in self.needs_before.items()
-            if entry.name in needs.checkpoints or not packs.isdisjoint(needs.packs)
+            if (FILE_NAME in files and entry.name in needs.checkpoints) or not packs.isdisjoint(needs.packs)
         )
 
     @cached_property

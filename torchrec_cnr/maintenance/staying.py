@@ -9,9 +9,10 @@ Beside those that retention wants, these stay, with all that they need:
 
 A checkpoint that cannot be read (damaged, of a newer version, forbidden, or the store did not answer) stays. Its parent
 is unknown; so all stays that was committed before its manifest was written, by the store's clock and a day more, since
-clocks differ. Who can read it, now or once it is mended, then finds all that it stands on. What came later cannot be
-among that, and goes as retention says: so pruning is not blocked for ever, since what such a checkpoint holds back does
-not grow. The plan says what is held back by which, until somebody mends or removes it.
+clocks differ; or simply all, where the store does not tell when. Who can read it, now or once it is mended, then finds
+all that it stands on. What came later cannot be among that, and goes as retention says: so pruning is not blocked for
+ever, since what such a checkpoint holds back does not grow. The plan says what is held back by which, until somebody
+mends or removes it.
 """
 
 import math
