@@ -28,7 +28,7 @@ class Entry:
         name: Its name.
         files: Sizes in bytes of the files in it, by name.
         checkpoint: What was committed there, or None.
-        problem: Why a manifest that is there cannot be read, or None.
+        problem: Why the directory, or a manifest that is there, cannot be read; or None.
     """
 
     store: Store
@@ -105,7 +105,7 @@ def read_catalog(root: str | os.PathLike[str], progress: Progress | None = None)
         progress: Told how many of how many directories were read.
 
     Raises:
-        StoreError: It cannot be listed, or a manifest cannot be read for another reason than its content.
+        StoreError: It cannot be listed.
     """
     store = Store.open(root)
     listed: dict[str, dict[str, int]] = {}
@@ -116,6 +116,9 @@ def read_catalog(root: str | os.PathLike[str], progress: Progress | None = None)
             listed.setdefault(directory, {})[name] = num_bytes
         else:
             own[name] = num_bytes
+    for name in store.names():  # also those without files, and those that may not be listed
+        if name not in own:
+            listed.setdefault(name, {})
     entries: dict[str, Entry] = {}
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="cnr-catalog") as threads:
         for entry in threads.map(lambda item: _read_entry(store.at(item[0]), *item), listed.items()):
@@ -126,9 +129,11 @@ def read_catalog(root: str | os.PathLike[str], progress: Progress | None = None)
 
 
 def _read_entry(store: Store, name: str, files: Mapping[str, int]) -> Entry:
-    if FILE_NAME not in files:
-        return Entry(store, name, files)
     try:
+        if FILE_NAME not in files:
+            if not files:
+                store.names()  # says why there are none
+            return Entry(store, name, files)
         return Entry(store, name, files, read_checkpoint(store.url))
     except CheckpointNotFoundError:  # removed since it was listed
         return Entry(store, name, {})
