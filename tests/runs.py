@@ -4,6 +4,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch.distributed.checkpoint as dcp
 
@@ -94,3 +95,8 @@ def change_manifest(path: Path, pattern: bytes, replacement: bytes) -> None:
     assert changed != body
     digest = hashlib.sha256(changed).hexdigest().encode()
     file.write_bytes(b'{"sha256":"%s","manifest":%s}\n' % (digest, changed))
+
+
+def save_state(path: Path, saved: dict[str, Any]) -> None:
+    """Save a state dict as a baseline."""
+    dcp.save(saved, storage_writer=models.writer(path))

@@ -104,7 +104,7 @@ def test_a_checkpoint_is_the_same_as_itself(run: Path) -> None:
     """Nothing differs, and no row has moved."""
     found = compare(run / "step-3", run / "step-3")
     assert found.is_same
-    assert (found.common, found.num_deltas) == (str(run / "step-3"), 0)
+    assert (found.common, found.num_own_a, found.num_own_b) == (str(run / "step-3"), 0, 0)
     assert {tensor.num_differing for tensor in found.tensors} == {0}
     assert not compare(run / "step-1", run / "step-3").is_same
 
@@ -112,14 +112,14 @@ def test_a_checkpoint_is_the_same_as_itself(run: Path) -> None:
 def test_what_they_stand_on_is_told(run: Path) -> None:
     """Forward and back on a chain, across branches, and between runs that have nothing in common."""
 
-    def relation(a: str, b: str) -> tuple[str | None, int]:
+    def relation(a: str, b: str) -> tuple[str | None, int, int]:
         found = compare(run / a, run / b)
-        return found.common and Path(found.common).name, found.num_deltas
+        return found.common and Path(found.common).name, found.num_own_a, found.num_own_b
 
-    assert relation("step-1", "step-3") == ("step-1", 2)
-    assert relation("step-3", "step-1") == ("step-1", 0)
-    assert relation("step-3", "branch-4") == ("step-2", 2)
-    assert relation("step-3", "other") == (None, 1)
+    assert relation("step-1", "step-3") == ("step-1", 0, 2)
+    assert relation("step-3", "step-1") == ("step-1", 2, 0)
+    assert relation("step-3", "branch-4") == ("step-2", 1, 2)
+    assert relation("step-3", "other") == (None, 3, 1)
 
 
 def test_rows_stored_on_the_way_are_counted(run: Path) -> None:

@@ -72,7 +72,8 @@ class Comparison:
         a: Path or URL of the first.
         b: Of the second.
         common: Of the newest checkpoint that both stand on, or that one of them is; None if there is none.
-        num_deltas: Checkpoints in the second's lineage that are not in the first's.
+        num_own_a: Checkpoints in the first's lineage that are not in the second's.
+        num_own_b: Checkpoints in the second's lineage that are not in the first's.
         tensors: Those of one size and dtype in both.
         reshaped: Those of another size or dtype.
         only_in_a: Names of tensors and objects.
@@ -84,7 +85,8 @@ class Comparison:
     a: str
     b: str
     common: str | None
-    num_deltas: int
+    num_own_a: int
+    num_own_b: int
     tensors: tuple[TensorComparison, ...]
     reshaped: tuple[Reshaped, ...]
     only_in_a: tuple[str, ...]
@@ -128,7 +130,8 @@ def compare(
         a=lineages[0].newest.store.url,
         b=lineages[1].newest.store.url,
         common=lineages[1].checkpoints[shared - 1].store.url if shared else None,
-        num_deltas=len(lineages[1].checkpoints) - shared,
+        num_own_a=len(lineages[0].checkpoints) - shared,
+        num_own_b=len(lineages[1].checkpoints) - shared,
         tensors=tuple(_compare_tensors(lineages, both, shared, progress, thread_count)),
         reshaped=reshaped,
         only_in_a=tuple(fqn for fqn in (*tensors_a, *objects_a) if fqn not in tensors_b and fqn not in objects_b),
