@@ -66,6 +66,8 @@ FOREIGN = {
     "torch.distributed._shard": {"shards"},
     "torch.distributed.tensor": {"shards"},
     "torch.distributed": set(LAYER_OF) - LAYERS[0] - LAYERS[1],
+    "rich": {"cli"},
+    "typer": {"cli"},
     "fsspec": set(LAYER_OF) - LAYERS[0] - LAYERS[1] - LAYERS[2],
 }
 

@@ -27,7 +27,7 @@ class _Training:
         self.tracker = cnr.RowTracker(self.job.model)
         self.num_saves = 0
 
-    def save(self, path: Path, quantization: cnr.Quantization | None = None) -> cnr.lineage.Checkpoint:
+    def save(self, path: Path, quantization: cnr.Quantization | None = None) -> cnr.Checkpoint:
         """Train, and save."""
         self.num_saves += 1
         train(self.job, self.num_saves)

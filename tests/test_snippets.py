@@ -1,7 +1,8 @@
 """The README and the documentation do what they say: their Python runs, their commands exist.
 
-The Python blocks of a page are one program, run in order in a process of its own and in an empty folder. A block that
-is not meant to run is fenced as ``text``.
+The Python blocks of a page are one program, run in order in a process of its own and in an empty folder; then its bash
+blocks are run there, as one script that ends at the first failure. The README's bash is only looked at. A block that is
+not meant to run is fenced as ``text``.
 """
 
 import os
@@ -103,16 +104,52 @@ def test_blocks_are_seen(page: Path) -> None:
     assert [(line, info) for line, info in code if info not in ("python", "bash")] == []
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if _blocks(page, "python")], ids=_page_id)
-def test_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
-    """The Python blocks of a page run in order, as one program; line numbers of an error are those of the page."""
+def _program(page: Path) -> str:
+    blocks = _blocks(page, "python")
+    return python_program(blocks) if blocks else ""
+
+
+def _script(page: Path) -> str:
+    """All bash of a page but the README's."""
+    return "" if page == README else "\n".join(line for block in _blocks(page, "bash") for line in block.lines)
+
+
+def _run(command: list[str], page: Path, folder: Path, path: str) -> str:
+    """Run a part of a page, and return what it printed."""
+    environment = {**os.environ, "PATH": path}
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=LIMIT_SECS, check=False, env=environment
+    )
+    assert done.returncode == 0, f"{_page_id(page)}:\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if _blocks(page, "python") or (page != README and _blocks(page, "bash"))],
+    ids=_page_id,
+)
+def test_code_of_a_page_runs(page: Path, tmp_path: Path) -> None:
+    """The blocks of a page run in order, Python first; line numbers of an error are those of the page."""
     program = tmp_path / f"{page.stem}.py"
-    program.write_text(python_program(_blocks(page, "python")))
+    program.write_text(_program(page))
     folder = tmp_path / "cwd"
     folder.mkdir()
-    command = [sys.executable, str(program)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT_SECS, check=False)
-    assert done.returncode == 0, f"{_page_id(page)}:\n{done.stdout}{done.stderr}"
+    path = os.environ.get("PATH", os.defpath)
+    _run([sys.executable, str(program)], page, folder, path)
+    if _script(page):
+        commands = f"{_make_commands(tmp_path)}:{path}"
+        assert _run(["bash", "-euo", "pipefail", "-c", _script(page)], page, folder, commands)
+
+
+def _make_commands(tmp_path: Path) -> Path:
+    """A folder with the commands that pages use: this Python, and the package's scripts as pip would install them."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, args in {"python": "", "cnr": " -m torchrec_cnr.cli"}.items():
+        (folder / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)}{args} "$@"\n')
+        (folder / name).chmod(0o755)
+    return folder
 
 
 @pytest.mark.parametrize("command", _readme_commands(), ids=shlex.join)

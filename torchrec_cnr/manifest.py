@@ -198,6 +198,12 @@ class TensorEntry:
         """Whether every row is stored, as the manifest alone tells, so that no older checkpoint is needed."""
         return self.folded is None and all(shard.is_whole for shard in self.shards)
 
+    @property
+    def num_stored_rows(self) -> float:
+        """Rows that are stored; a row whose columns are in several shards counts as its share of them."""
+        width = Box.whole(self.size).num_cols or 1
+        return sum(shard.rows.num_rows * (shard.box.num_cols / width) for shard in self.shards)
+
 
 @dataclass(frozen=True)
 class CheckpointRef:
@@ -284,11 +290,7 @@ class Manifest:
     @property
     def num_rows(self) -> int:
         """Rows of tables that are stored; a row whose columns are in several shards counts as its share of them."""
-        return round(sum(self._stored_rows(entry) for entry in self.tensors.values() if entry.is_table))
-
-    def _stored_rows(self, entry: TensorEntry) -> float:
-        width = Box.whole(entry.size).num_cols or 1
-        return sum(shard.rows.num_rows * (shard.box.num_cols / width) for shard in entry.shards)
+        return round(sum(entry.num_stored_rows for entry in self.tensors.values() if entry.is_table))
 
     @property
     def num_exact_rows(self) -> int:

@@ -50,6 +50,16 @@ def share_text(share: float) -> str:
     return f"{number_text(100 * share)} %"
 
 
+def percent_text(share: float) -> str:
+    """A part of a whole in a column of such: ``4.0%``, with one digit behind each point."""
+    return f"{share:.1%}" if share == 0 or share >= 0.0005 else "<0.1%"
+
+
+def ratio_text(ratio: float) -> str:
+    """Three digits, however small it is: ``0.00312``, ``1.20``, ``1,234``."""
+    return f"{ratio:,.0f}" if ratio >= 999.5 else f"{ratio:#.3g}"
+
+
 def instant_text(at_ns: int) -> str:
     """A time, to the second, in UTC."""
     return f"{datetime.fromtimestamp(at_ns // 1_000_000_000, UTC):%Y-%m-%d %H:%M:%S} UTC"
@@ -64,6 +74,15 @@ def duration_text(num_ns: int) -> str:
         if num or words:
             words.append(count_text(num, noun) if num else "")
     return " ".join(filter(None, words[:2])) or "less than a second"
+
+
+def age_text(num_ns: int) -> str:
+    """How long ago, in one unit of a column: ``12 s``, ``3 min``, ``5 h``, ``10 d``."""
+    secs = max(0, num_ns) // 1_000_000_000
+    for unit, one, most in (("s", 1, 120), ("min", 60, 120 * 60), ("h", 3_600, 48 * 3_600)):
+        if secs < most:
+            return f"{secs // one} {unit}"
+    return f"{secs // 86_400:,} d"
 
 
 def name_text(name: str) -> str:

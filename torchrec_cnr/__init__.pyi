@@ -1,0 +1,105 @@
+from .errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CNRError,
+    ConfigurationError,
+    DamagedError,
+    LoadError,
+    SaveError,
+    StateMismatchError,
+    StoreError,
+    UntrackedRowsError,
+    VersionError,
+)
+from .inference import InferenceTables
+from .lineage import Checkpoint, latest, read_checkpoint
+from .load_planner import CNRLoadPlanner
+from .load_report import LoadReport
+from .maintenance.annotations import tag, untag, write_metrics
+from .maintenance.compaction import CompactionPlan, plan_compaction
+from .maintenance.prune_plan import PrunePlan
+from .maintenance.pruning import plan_prune
+from .maintenance.retention import Best, Keep
+from .maintenance.rewriting import compact
+from .manager import CheckpointManager, Saved
+from .planner import CNRSavePlanner
+from .policies import Compacted, Consecutive, Full, Intermittent, OneShot, Policy
+from .reader import CNRStorageReader
+from .restoring import restore_newest
+from .schemes import (
+    AdaptiveAsymmetric,
+    Asymmetric,
+    ByErrorBudget,
+    ByExpectedRestores,
+    GreedySearch,
+    HalfPrecision,
+    KMeans,
+    LeastSquares,
+    NoQuantization,
+    Quantization,
+    Scheme,
+    Symmetric,
+    expected_restores,
+)
+from .table_reader import load_table
+from .tracker import RowTracker
+from .version import __version__
+from .writer import CNRStorageWriter
+
+__all__ = [
+    "AdaptiveAsymmetric",
+    "Asymmetric",
+    "Best",
+    "ByErrorBudget",
+    "ByExpectedRestores",
+    "CNRError",
+    "CNRLoadPlanner",
+    "CNRSavePlanner",
+    "CNRStorageReader",
+    "CNRStorageWriter",
+    "Checkpoint",
+    "CheckpointExistsError",
+    "CheckpointManager",
+    "CheckpointNotFoundError",
+    "Compacted",
+    "CompactionPlan",
+    "ConfigurationError",
+    "Consecutive",
+    "DamagedError",
+    "Full",
+    "GreedySearch",
+    "HalfPrecision",
+    "InferenceTables",
+    "Intermittent",
+    "KMeans",
+    "Keep",
+    "LeastSquares",
+    "LoadError",
+    "LoadReport",
+    "NoQuantization",
+    "OneShot",
+    "Policy",
+    "PrunePlan",
+    "Quantization",
+    "RowTracker",
+    "SaveError",
+    "Saved",
+    "Scheme",
+    "StateMismatchError",
+    "StoreError",
+    "Symmetric",
+    "UntrackedRowsError",
+    "VersionError",
+    "__version__",
+    "compact",
+    "expected_restores",
+    "latest",
+    "load_table",
+    "plan_compaction",
+    "plan_prune",
+    "read_checkpoint",
+    "restore_newest",
+    "tag",
+    "untag",
+    "write_metrics",
+]

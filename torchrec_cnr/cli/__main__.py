@@ -1,0 +1,5 @@
+"""``python -m torchrec_cnr.cli`` is ``cnr``."""
+
+from torchrec_cnr.cli import main
+
+main()

@@ -1,0 +1,201 @@
+"""The contents of one checkpoint, as text."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from torchrec_cnr.cli.dotted import Dotted, common_prefix
+from torchrec_cnr.cli.output import bare_grid, grid, heading, left_out, name
+from torchrec_cnr.cli.quantities import age_text, bytes_text, count_text, instant_text, percent_text, share_text
+from torchrec_cnr.lineage import Checkpoint, Lineage
+from torchrec_cnr.maintenance.restore_bytes import restore_bytes, tensor_bytes
+from torchrec_cnr.manifest import Manifest, TensorEntry
+from torchrec_cnr.schemes import Scheme
+
+_LINES = 10  # of tensors and packs, unless all are wanted
+_MANY_LINKS = 3
+
+
+@dataclass(frozen=True)
+class PackUse:
+    """A pack, and what a checkpoint uses of it.
+
+    Attributes:
+        name: File name.
+        directory: Of another checkpoint, relative to this one's; None for this one's own.
+        num_bytes: Size of the file.
+        num_blobs: Blobs that are used.
+        blob_bytes: Bytes of these.
+    """
+
+    name: str
+    directory: str | None
+    num_bytes: int
+    num_blobs: int
+    blob_bytes: int
+
+
+def pack_uses(manifest: Manifest) -> list[PackUse]:
+    """All packs that a manifest names, in its order."""
+    blobs: list[list[int]] = [[] for _ in manifest.packs]
+    for _, blob in manifest.blobs():
+        blobs[blob.pack].append(blob.num_bytes)
+    return [
+        PackUse(pack.name, pack.directory, pack.num_bytes, len(own), sum(own))
+        for pack, own in zip(manifest.packs, blobs, strict=True)
+    ]
+
+
+def print_contents(
+    console: Console, checkpoint: Checkpoint, lineage: Lineage | None, problem: str | None, everything: bool
+) -> None:
+    """Print everything that a manifest tells, or, of many tensors and packs, the largest."""
+    manifest = checkpoint.manifest
+    kind = f"compacted {checkpoint.kind}" if checkpoint.is_compacted else checkpoint.kind
+    console.print(Text.assemble(name(checkpoint.store.url, "bold"), f"  {kind}", overflow="fold"))
+    console.print(_facts(checkpoint, lineage, problem))
+    tables = {fqn: entry for fqn, entry in manifest.tensors.items() if entry.is_table}
+    others = {fqn: entry for fqn, entry in manifest.tensors.items() if not entry.is_table}
+    _print_tables(console, manifest, tables)
+    _print_tensors(console, manifest, others, everything)
+    _print_objects(console, manifest, everything)
+    _print_packs(console, pack_uses(manifest), everything)
+
+
+def _facts(checkpoint: Checkpoint, lineage: Lineage | None, problem: str | None) -> Table:
+    manifest = checkpoint.manifest
+    all_rows = sum(entry.size[0] for entry in manifest.tensors.values() if entry.is_table)
+    share = f", {share_text(checkpoint.num_rows / all_rows)} of all" if all_rows else ""
+    exact = f"; {checkpoint.num_exact_rows:,} stored exactly, as codes cannot" if checkpoint.num_exact_rows else ""
+    table = bare_grid("what", "fact")
+    table.columns[0].style = "dim"
+    age = age_text(time.time_ns() - checkpoint.created_ns)
+    table.add_row("committed", f"{instant_text(checkpoint.created_ns)}, {age} ago")
+    table.add_row("stands on", Text(_stands_on(lineage)) if lineage is not None else name(problem or "", "red"))
+    if lineage is not None:
+        read_bytes = bytes_text(restore_bytes(lineage))
+        table.add_row("restore", f"reads {read_bytes} of {count_text(len(lineage.checkpoints), 'checkpoint')}")
+    table.add_row("rows", f"{checkpoint.num_rows:,} of tables{share}{exact}")
+    table.add_row(
+        "size", f"{bytes_text(checkpoint.num_bytes)}, with {bytes_text(checkpoint.manifest_bytes)} of manifest"
+    )
+    ranks, restores = count_text(manifest.world_size, "rank"), count_text(manifest.num_restores, "restore")
+    table.add_row("saved by", name(f"{manifest.writer} on {ranks}, policy {manifest.policy}, after {restores}"))
+    table.add_row("sha256", checkpoint.sha256)
+    return table
+
+
+def _stands_on(lineage: Lineage) -> str:
+    names = [name(link.store.path.rpartition("/")[2]).plain for link in lineage.checkpoints[:-1]]
+    if not names:
+        return "nothing: a baseline"
+    if len(names) > _MANY_LINKS:
+        names = [names[0], f"… {len(names) - 2:,} more …", names[-1]]
+    return " ← ".join(names)
+
+
+def _print_tables(console: Console, manifest: Manifest, tables: Mapping[str, TensorEntry]) -> None:
+    if not tables:
+        return
+    prefix, of_dtype, note = common_prefix(list(tables)), *_dtypes(list(tables.values()))
+    num_bytes = tensor_bytes(manifest)
+    grid_ = grid("table", ">size", *of_dtype, "scheme", ">rows", ">", ">bytes", ">share")
+    for fqn, entry in tables.items():
+        grid_.add_row(
+            Dotted(fqn.removeprefix(prefix)),
+            _size(entry),
+            *([entry.dtype] if of_dtype else []),
+            _schemes(entry),
+            f"{round(entry.num_stored_rows):,}",
+            percent_text(entry.num_stored_rows / entry.size[0]) if entry.size[0] else "",
+            bytes_text(num_bytes[fqn]),
+            percent_text(num_bytes[fqn] / manifest.blob_bytes) if manifest.blob_bytes else "",
+        )
+    print_under(console, "tables", note, prefix)
+    console.print(grid_)
+
+
+def print_under(console: Console, title: str, note: str, prefix: str) -> None:
+    """A heading, and what is left out of the names of the table below."""
+    console.print(heading(title, note))
+    if prefix:
+        console.print(Dotted(f"{prefix}*", "dim"))
+
+
+def _print_tensors(console: Console, manifest: Manifest, tensors: Mapping[str, TensorEntry], everything: bool) -> None:
+    if not tensors:
+        return
+    num_bytes = tensor_bytes(manifest)
+    fqns = sorted(tensors, key=lambda fqn: -num_bytes[fqn])
+    shown = fqns if everything else fqns[:_LINES]
+    prefix, of_dtype, note = common_prefix(shown), *_dtypes([tensors[fqn] for fqn in shown])
+    table = grid("tensor", ">size", *of_dtype, ">rows", ">bytes", ">share")
+    for fqn in shown:
+        entry = tensors[fqn]
+        table.add_row(
+            Dotted(fqn.removeprefix(prefix)),
+            _size(entry),
+            *([entry.dtype] if of_dtype else []),
+            f"{round(entry.num_stored_rows):,}",
+            bytes_text(num_bytes[fqn]),
+            percent_text(num_bytes[fqn] / manifest.blob_bytes) if manifest.blob_bytes else "",
+        )
+    print_under(console, "other tensors", note, prefix)
+    console.print(table)
+    for line in left_out(len(fqns) - len(shown), "tensors"):
+        console.print(line)
+
+
+def _print_objects(console: Console, manifest: Manifest, everything: bool) -> None:
+    if not manifest.objects:
+        return
+    num_bytes = sum(blob.num_bytes for blob in manifest.objects.values())
+    fqns = sorted(manifest.objects)
+    shown = fqns if everything else fqns[:_LINES]
+    prefix = common_prefix(shown)
+    print_under(console, "objects", f"{bytes_text(num_bytes)}, {percent_text(num_bytes / manifest.blob_bytes)}", prefix)
+    for fqn in shown:
+        console.print(Dotted(fqn.removeprefix(prefix)))
+    for line in left_out(len(fqns) - len(shown), "objects"):
+        console.print(line)
+
+
+def _print_packs(console: Console, uses: Sequence[PackUse], everything: bool) -> None:
+    if not uses:
+        return
+    shown = uses if everything else uses[:_LINES]
+    has_others = any(use.directory is not None for use in shown)
+    table = grid("pack", ">size", ">blobs", ">used")
+    for use in shown:
+        place = f"{use.directory}/" if use.directory is not None else ""
+        used = percent_text(use.blob_bytes / use.num_bytes)
+        table.add_row(name(place + use.name), bytes_text(use.num_bytes), f"{use.num_blobs:,}", used)
+    console.print(heading("packs", "those in other directories are used by this checkpoint, too" if has_others else ""))
+    console.print(table)
+    for line in left_out(len(uses) - len(shown), "packs"):
+        console.print(line)
+
+
+def _dtypes(entries: Sequence[TensorEntry]) -> tuple[list[str], str]:
+    """A column for dtypes, if there are several; else what the heading says of the one."""
+    dtypes = {entry.dtype for entry in entries}
+    return ([">dtype"], "") if len(dtypes) > 1 else ([], f"of {min(dtypes)}")
+
+
+def _size(entry: TensorEntry) -> str:
+    return " × ".join(f"{length:,}" for length in entry.size) or "scalar"
+
+
+def _schemes(entry: TensorEntry) -> str:
+    """How its shards are quantized, each way once."""
+    return " + ".join(dict.fromkeys(_scheme(shard.scheme) for shard in entry.shards)) or "none"
+
+
+def _scheme(scheme: Scheme) -> str:
+    value = scheme.to_json()
+    bits = f"{value['bits']}-bit " if "bits" in value else ""
+    return " ".join([bits + scheme.name.removesuffix("_asymmetric"), *filter(None, [value.get("dtype")])])

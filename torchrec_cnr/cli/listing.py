@@ -1,0 +1,197 @@
+"""``cnr ls``: the checkpoints under a root."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from torchrec_cnr.cli.options import AsJson, Everything
+from torchrec_cnr.cli.output import bare_grid, grid, name, print_json, progress_bar, stdout
+from torchrec_cnr.cli.quantities import age_text, bytes_text, count_text, name_text, percent_text
+from torchrec_cnr.cli.trees import Gap, Line, draw, visible
+from torchrec_cnr.errors import ConfigurationError, DamagedError, VersionError
+from torchrec_cnr.lineage import Checkpoint
+from torchrec_cnr.maintenance.catalog import Catalog, Entry, read_catalog, total_bytes
+from torchrec_cnr.maintenance.places import no_checkpoint
+from torchrec_cnr.maintenance.restore_bytes import all_restore_bytes
+from torchrec_cnr.manifest import FILE_NAME
+
+State = Literal["damaged", "newer", "unreadable", "unfinished", "empty", "foreign"]
+
+_LINES = 40  # what fits on a screen
+_MEANINGS: Mapping[State, str] = {
+    "damaged": "damaged",
+    "newer": "of a newer version",
+    "unreadable": "unreadable",
+    "unfinished": "unfinished",
+    "empty": "empty",
+    "foreign": "no checkpoint",
+}
+
+
+def ls(
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="A directory of checkpoints, path or URL.")],
+    last: Annotated[
+        int | None, typer.Option("--last", min=1, help="Only the newest N checkpoints.", metavar="N")
+    ] = None,
+    everything: Everything = False,
+    as_json: AsJson = False,
+) -> None:
+    """List the checkpoints under a root, and what stands on what.
+
+    A chain of deltas goes straight down; where two stand on one checkpoint, a branch begins. "restore" is what a load
+    of this checkpoint reads, with all that it stands on. Long lists show their newest part.
+
+    Examples:
+
+    - `cnr ls runs/a`
+    - `cnr ls s3://bucket/runs/a --last 10`
+    - `cnr ls runs/a --json | jq '.checkpoints[-1].name'`
+    """
+    with progress_bar("reading manifests", not as_json) as report:
+        catalog = read_catalog(root, report)
+    if FILE_NAME in catalog.files:
+        raise ConfigurationError(f"{catalog.root.url}: a checkpoint, no root; try cnr inspect, or the directory above")
+    if not catalog.entries and not catalog.root.exists(""):
+        raise no_checkpoint(catalog.root)
+    shown = set(list(catalog.checkpoints)[-last:] if last else catalog.checkpoints)
+    if as_json:
+        print_json(_document(catalog, shown))
+        return
+    if last is None and not everything and len(shown) > _LINES:
+        shown = set(list(catalog.checkpoints)[-_LINES:])
+    _print(stdout(), catalog, shown)
+
+
+def _document(catalog: Catalog, shown: set[str]) -> dict[str, Any]:
+    restores, heads = all_restore_bytes(catalog), set(catalog.heads())
+    return {
+        "root": catalog.root.url,
+        "checkpoints": [
+            {
+                "name": name,
+                "path": checkpoint.store.url,
+                "kind": checkpoint.kind,
+                "is_compacted": checkpoint.is_compacted,
+                "is_head": name in heads,
+                "parent": checkpoint.parent,
+                "is_parent_here": checkpoint.parent is None or catalog.parent(checkpoint) is not None,
+                "created_ns": checkpoint.created_ns,
+                "num_rows": checkpoint.num_rows,
+                "num_table_rows": _num_table_rows(checkpoint),
+                "num_bytes": catalog.entries[name].num_bytes,
+                "restore_bytes": restores[name],
+            }
+            for name, checkpoint in catalog.checkpoints.items()
+            if name in shown
+        ],
+        "others": [
+            {
+                "name": entry.name,
+                "path": entry.store.url,
+                "state": _state(entry),
+                "num_files": len(entry.files),
+                "num_bytes": entry.num_bytes,
+                "message": None if entry.problem is None else str(entry.problem),
+            }
+            for entry in _others(catalog)
+        ],
+    }
+
+
+def _others(catalog: Catalog) -> list[Entry]:
+    return [entry for _, entry in sorted(catalog.entries.items()) if entry.checkpoint is None]
+
+
+def _state(entry: Entry) -> State:
+    """Why a directory is no checkpoint."""
+    if isinstance(entry.problem, DamagedError):
+        return "damaged"
+    if isinstance(entry.problem, VersionError):
+        return "newer"
+    if entry.problem is not None:
+        return "unreadable"
+    if any(file.endswith(".safetensors") for file in entry.files):
+        return "unfinished"
+    return "foreign" if entry.files else "empty"
+
+
+def _num_table_rows(checkpoint: Checkpoint) -> int:
+    return sum(entry.size[0] for entry in checkpoint.manifest.tensors.values() if entry.is_table)
+
+
+def _print(console: Console, catalog: Catalog, shown: set[str]) -> None:
+    if catalog.checkpoints:
+        console.print(_table(catalog, list(visible(draw(catalog), shown))))
+        console.print()
+    console.print(_summary(catalog))
+    others = _others(catalog)
+    if others:
+        table = bare_grid("name", "state", "why")
+        for entry in others:
+            state = _state(entry)
+            is_bad = entry.problem is not None
+            table.add_row(name(entry.name), Text(_MEANINGS[state], "red" if is_bad else "yellow"), _why(entry))
+        console.print(Text("\nalso here", "bold"))
+        console.print(table)
+
+
+def _why(entry: Entry) -> Text:
+    if entry.problem is not None:
+        return name(str(entry.problem).removeprefix(f"{entry.store.url}/"))
+    size = f"{count_text(len(entry.files), 'file')}, {bytes_text(entry.num_bytes)}" if entry.files else ""
+    note = "; a save that died, or is not done yet" if _state(entry) == "unfinished" else ""
+    return Text(size + note, "dim")
+
+
+def _summary(catalog: Catalog) -> Text:
+    checkpoints = catalog.checkpoints
+    if not checkpoints:
+        return Text(f"no checkpoints under {name_text(catalog.root.url)}")
+    num_bytes = total_bytes(catalog.entries[name] for name in checkpoints)
+    num_lineages = sum(checkpoint.parent is None for checkpoint in checkpoints.values())
+    return Text(
+        f"{count_text(len(checkpoints), 'checkpoint')} on {count_text(num_lineages, 'baseline')}, "
+        f"{bytes_text(num_bytes)}; newest is {name_text(list(checkpoints)[-1])}",
+        overflow="fold",
+    )
+
+
+def _table(catalog: Catalog, lines: Sequence[Line | Gap | None]) -> Table:
+    restores, now_ns = all_restore_bytes(catalog), time.time_ns()
+    newest = list(catalog.checkpoints)[-1]
+    table = grid("checkpoint", "kind", ">rows", ">", ">size", ">restore", ">age")
+    for line in lines:
+        if line is None:
+            table.add_row()
+            continue
+        if isinstance(line, Gap):
+            entries = [catalog.entries[name] for name in line.names]
+            text = f"⋮  {count_text(len(entries), 'checkpoint')}"
+            table.add_row(Text(text, "dim"), "", "", "", Text(bytes_text(total_bytes(entries)), "dim"))
+            continue
+        checkpoint, read_bytes = catalog.checkpoints[line.name], restores[line.name]
+        num_rows, all_rows = checkpoint.num_rows, _num_table_rows(checkpoint)
+        table.add_row(
+            Text.assemble((line.guide, "dim"), name(line.name, "bold" if line.name == newest else ""), overflow="fold"),
+            _kind(catalog, checkpoint),
+            f"{num_rows:,}",
+            percent_text(num_rows / all_rows) if all_rows else "",
+            bytes_text(catalog.entries[line.name].num_bytes),
+            Text("?", "red") if read_bytes is None else bytes_text(read_bytes),
+            age_text(now_ns - checkpoint.created_ns),
+        )
+    return table
+
+
+def _kind(catalog: Catalog, checkpoint: Checkpoint) -> Text:
+    is_orphan = checkpoint.parent is not None and catalog.parent(checkpoint) is None
+    if is_orphan:
+        return Text("delta of none here", "red")
+    if checkpoint.is_compacted:
+        return Text(f"compacted {checkpoint.kind}", "cyan")
+    return Text(checkpoint.kind, "green" if checkpoint.kind == "baseline" else "")

@@ -1,0 +1,93 @@
+"""Output: text for people, JSON for programs, both on stdout; progress bars and errors on stderr.
+
+Text is laid out for the width of the terminal. Where stdout is no terminal, lines are as long as they need to be, so
+that what other programs get is never wrapped. Names come from stores and may hold anything: they are shown as ``Text``,
+never as markup, with escapes for what does not print.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Column, Table
+from rich.text import Text
+
+from torchrec_cnr.cli.quantities import name_text
+
+_ENDLESS = 100_000  # columns
+
+Report = Callable[[int, int], None]
+
+
+def stdout() -> Console:
+    """Where text for people goes."""
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = _ENDLESS
+    return console
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """One document. Integers are exact, and what is not ASCII is escaped."""
+    typer.echo(json.dumps(value, indent=2))
+
+
+def print_error(message: str) -> None:
+    """One line on stderr."""
+    line = Text.assemble(("cnr: error:", "bold red"), " ", name_text(" ".join(message.split())))
+    Console(stderr=True, highlight=False).print(line, soft_wrap=True)
+
+
+@contextmanager
+def progress_bar(what: str, is_wanted: bool = True) -> Iterator[Report]:
+    """A bar on stderr for as long as something takes, if that is a terminal; gone afterwards.
+
+    Yields:
+        What to tell how many of how many are done.
+    """
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(None), TaskProgressColumn(), TimeRemainingColumn())
+    is_shown = is_wanted and console.is_terminal
+    with Progress(*columns, console=console, transient=True, redirect_stdout=False, disable=not is_shown) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def grid(*columns: str | Column) -> Table:
+    """A table without lines. A heading that begins with ``>`` has numbers below it: they end at its end."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for column in columns:
+        if isinstance(column, Column):
+            table.columns.append(column)
+        else:
+            is_number = column.startswith(">")
+            table.add_column(column.lstrip(">"), justify="right" if is_number else "left", no_wrap=is_number)
+    return table
+
+
+def bare_grid(*columns: str) -> Table:
+    """A table without headings; its last column is wrapped where it has to be."""
+    table = grid()
+    table.show_header = False
+    for column in columns:
+        table.add_column(column, no_wrap=column != columns[-1], overflow="fold")
+    return table
+
+
+def name(value: str, style: str = "") -> Text:
+    """A name from a store; where it is too long for its column, it goes on in the next line."""
+    return Text(name_text(value), style, overflow="fold")
+
+
+def heading(text: str, note: str = "") -> Text:
+    """What stands above a table, with what holds for all of it."""
+    return Text.assemble(("\n" + text, "bold"), (f"  {note}" if note else "", "dim"))
+
+
+def left_out(num: int, noun: str) -> Sequence[str]:
+    """A line that says that there is more."""
+    return [f"… {num:,} more {noun}; --all shows them"] if num else []

@@ -1,0 +1,97 @@
+"""Movement: how far the rows of a tensor lie apart in two checkpoints, in bounded memory.
+
+Distances are relative: |b - a| / |a|, with Euclidean norms in fp64. For the median they are counted in bins, by the
+first 20 bits of each as fp32: bins are 1/2048 of their values wide, and 4 MiB of counters do for any number of rows.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_CUT_BITS = 12
+_NUM_BINS = 1 << (31 - _CUT_BITS)  # distances have no sign
+_FARTHEST = float(np.finfo(np.float32).max)  # what is farther is taken for this
+_BLOCK_ELEMENTS = 1 << 20  # of rows that are in memory as fp64 at once
+
+
+@dataclass(frozen=True)
+class Movement:
+    """How far rows moved that differ.
+
+    Attributes:
+        num_measured: Rows that have a distance.
+        mean: Of the distances; None where there are none.
+        median: Of the distances, to within 1/2048 of it.
+        max: Of the distances.
+        num_from_zero: Rows of norm 0 before, which have no relative distance.
+        num_not_finite: Rows with NaN or infinity in either checkpoint, which have none either.
+    """
+
+    num_measured: int
+    mean: float | None
+    median: float | None
+    max: float | None
+    num_from_zero: int
+    num_not_finite: int
+
+
+class MovementMeter:
+    """Takes rows block by block, and says in the end how far they moved."""
+
+    def __init__(self) -> None:
+        self.num_differing = 0
+        self._counts = np.zeros(_NUM_BINS, dtype=np.int64)
+        self._sum = 0.0
+        self._min, self._max = math.inf, 0.0
+        self._num_from_zero = self._num_not_finite = 0
+
+    def add(self, before: Tensor, after: Tensor) -> None:
+        """Rows of both checkpoints, [n, ...] of one dtype; those that are the same, bit for bit, are passed over."""
+        before, after = _as_rows(before), _as_rows(after)
+        block_rows = max(1, _BLOCK_ELEMENTS // max(1, before.shape[1]))
+        for first, second in zip(before.split(block_rows), after.split(block_rows), strict=True):
+            differs = (first.view(torch.uint8) != second.view(torch.uint8)).any(1)
+            if bool(differs.any()):
+                self.num_differing += int(differs.sum())
+                self._add_differing(first[differs].double(), second[differs].double())
+
+    def _add_differing(self, before: Tensor, after: Tensor) -> None:
+        norms, distances = before.norm(dim=1), (after - before).norm(dim=1)
+        is_finite = norms.isfinite() & distances.isfinite()
+        is_zero = is_finite & (norms == 0)
+        self._num_not_finite += int((~is_finite).sum())
+        self._num_from_zero += int(is_zero.sum())
+        relative = (distances / norms)[is_finite & ~is_zero].clamp(max=_FARTHEST).numpy()
+        if len(relative):
+            self._sum += float(relative.sum())
+            self._min, self._max = min(self._min, float(relative.min())), max(self._max, float(relative.max()))
+            bits = relative.astype(np.float32).view(np.uint32)
+            self._counts += np.bincount(bits >> _CUT_BITS, minlength=_NUM_BINS)
+
+    def movement(self) -> Movement:
+        """What the rows so far have in common."""
+        num_measured = int(self._counts.sum())
+        is_empty = num_measured == 0
+        return Movement(
+            num_measured,
+            None if is_empty else self._sum / num_measured,
+            None if is_empty else self._median(num_measured),
+            None if is_empty else self._max,
+            self._num_from_zero,
+            self._num_not_finite,
+        )
+
+    def _median(self, num_measured: int) -> float:
+        """The mean of the two in the middle, each in the middle of its bin."""
+        ends = np.cumsum(self._counts)
+        bins = np.searchsorted(ends, [(num_measured - 1) // 2, num_measured // 2], side="right")
+        middles = ((bins.astype(np.uint32) << _CUT_BITS) | (1 << (_CUT_BITS - 1))).view(np.float32)
+        return min(max(float(middles.mean(dtype=np.float64)), self._min), self._max)
+
+
+def _as_rows(values: Tensor) -> Tensor:
+    """[n, num_cols], the elements of a row side by side."""
+    return values.reshape(len(values) if values.dim() else 1, math.prod(values.shape[1:])).contiguous()
