@@ -40,6 +40,7 @@ LAYERS = (
     {
         "packs",
         "stores",
+        "streams",
         "leases",
         "lineage",
         "decisions",

@@ -11,7 +11,7 @@ import re
 import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,9 @@ import numpy.typing as npt
 from fsspec.implementations.local import LocalFileSystem
 
 from torchrec_cnr.errors import CheckpointExistsError, ConfigurationError, StoreError
+from torchrec_cnr.streams import Buffer, Stream, give_up, sync_directory
 
 Bytes = npt.NDArray[np.uint8]
-Buffer = bytes | memoryview
 
 _NO_PATH = re.compile(r"[\\\x00-\x1f]")
 _one_at_a_time = threading.Lock()
@@ -109,7 +109,7 @@ class Store:
             above = self._missing_above() if isinstance(self.fs, LocalFileSystem) and self.sync_files else []
             self.fs.makedirs(self.path, exist_ok=True)
             for path in above:
-                _sync_directory(path)
+                sync_directory(path)
 
     def exists(self, name: str) -> bool:
         """Whether a file is there."""
@@ -167,7 +167,7 @@ class Store:
             except FileNotFoundError:
                 return
             if is_durable and self.sync_files and isinstance(self.fs, LocalFileSystem):
-                _sync_directory(self.path)
+                sync_directory(self.path)
 
     @property
     def has_directories(self) -> bool:
@@ -228,7 +228,7 @@ class Store:
                 self._sync(file)
 
     @contextmanager
-    def create(self, name: str) -> Iterator["Stream"]:
+    def create(self, name: str) -> Iterator[Stream]:
         """Write a file piece by piece, in the place of one of that name.
 
         A local file has its name once it is whole; elsewhere, one that failed may be there in part.
@@ -239,15 +239,15 @@ class Store:
         with ExitStack() as stack:
             with self._errors("write", name):
                 file = open(partial, "xb") if is_local else self.fs.open(partial, "wb")  # noqa: SIM115 - the stack does
-            stack.callback(_give_up, file, partial if is_local else None)
-            yield Stream(self, name, file)
+            stack.callback(give_up, file, partial if is_local else None)
+            yield Stream(self, name, file, lambda: self._errors("write", name))
             with self._errors("write", name):
                 self._sync(file)
                 file.close()
                 if is_local:
                     os.replace(partial, path)
                     if self.sync_files:
-                        _sync_directory(self.path)
+                        sync_directory(self.path)
 
     def put_new(self, name: str, data: bytes, save_id: str) -> None:
         """Write a file atomically, unless the name exists.
@@ -283,7 +283,7 @@ class Store:
                 file.write(data)
                 self._sync(file)
             if self.sync_files:
-                _sync_directory(self.path)  # the packs' names, which must not come after the manifest's
+                sync_directory(self.path)  # the packs' names, which must not come after the manifest's
             try:
                 os.link(unlinked, self.child(name))
             except OSError as error:
@@ -294,7 +294,7 @@ class Store:
             if os.path.exists(unlinked):
                 os.unlink(unlinked)
         if self.sync_files:
-            _sync_directory(self.path)
+            sync_directory(self.path)
 
     def _missing_above(self) -> list[str]:
         """Directories that get a new entry when this one is made."""
@@ -319,54 +319,3 @@ class Store:
             failure = StoreError(f"cannot {action} {where}: {type(error).__name__}: {error}")
             failure.errno = getattr(error, "errno", None) or _ERRNO.get(type(error))
             raise failure from error
-
-
-class Stream:
-    """A file that is being written.
-
-    Attributes:
-        store: Its directory.
-        name: What it is called there.
-        num_bytes: How many were written.
-    """
-
-    def __init__(self, store: Store, name: str, file: Any) -> None:
-        self.store = store
-        self.name = name
-        self.num_bytes = 0
-        self._file = file
-
-    def write(self, data: Buffer) -> int:
-        """Append bytes; returns how many.
-
-        Raises:
-            StoreError: The file system refused.
-        """
-        with self.store._errors("write", self.name):
-            self._file.write(data)
-        num_bytes = memoryview(data).nbytes
-        self.num_bytes += num_bytes
-        return num_bytes
-
-    def flush(self) -> None:
-        """Nothing: what counts is a file that is whole."""
-
-    def close(self) -> None:
-        """Nothing: ``Store.create`` does."""
-
-
-def _give_up(file: Any, partial: str | None) -> None:
-    """Close a file, whatever it says, and remove it if it still has the name of one that is not whole."""
-    with suppress(Exception):
-        file.close()
-    if partial is not None and os.path.exists(partial):
-        os.unlink(partial)
-
-
-def _sync_directory(path: str) -> None:
-    """Make the names in a directory durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

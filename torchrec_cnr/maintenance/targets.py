@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from torchrec_cnr.errors import ConfigurationError
-from torchrec_cnr.stores import Store, Stream
+from torchrec_cnr.stores import Store
+from torchrec_cnr.streams import Stream
 
 
 @contextmanager

@@ -24,7 +24,8 @@ from torch.storage import TypedStorage
 
 from torchrec_cnr.maintenance.contents import Chunk, Contents, bytes_of
 from torchrec_cnr.maintenance.targets import new_file
-from torchrec_cnr.stores import Store, Stream
+from torchrec_cnr.stores import Store
+from torchrec_cnr.streams import Stream
 
 _ALIGNMENT = 64  # of records, as torch.save has it
 _HEADER_BYTES = 30 + 20 + 4  # of a record, before its name; then its size in 64 bits, and what begins the padding

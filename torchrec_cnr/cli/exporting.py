@@ -1,0 +1,74 @@
+"""``cnr export`` and ``cnr import``: ways out, and in."""
+
+from typing import Annotated, Literal
+
+import typer
+
+from torchrec_cnr.cli.options import AsJson, Threads
+from torchrec_cnr.cli.output import print_json, progress_bar, stdout
+from torchrec_cnr.cli.quantities import bytes_text, count_text
+from torchrec_cnr.lineage import read_checkpoint
+from torchrec_cnr.maintenance import exporting, importing
+from torchrec_cnr.maintenance.places import checkpoint_at
+from torchrec_cnr.schemes import AdaptiveAsymmetric, Asymmetric, NoQuantization, Quantization
+
+_SCHEMES: dict[int, Quantization] = {
+    **{bits: AdaptiveAsymmetric(bits) for bits in (2, 3, 4)},
+    8: Asymmetric(8),
+    32: NoQuantization(),
+}
+
+
+def export(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint; or a root, for its newest checkpoint.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="Where to: a directory that is not there, or a file.")],
+    to: Annotated[Literal["dcp", "safetensors", "torch"], typer.Option("--to", help="The format.")],
+    threads: Threads = 2,
+    as_json: AsJson = False,
+) -> None:
+    """Write a checkpoint as plain files of full precision.
+
+    They load without this package.
+
+    Examples:
+
+    - `cnr export runs/a/step-300 plain --to dcp`
+    - `cnr export runs/a model.pt --to torch`
+    """
+    checkpoint = read_checkpoint(checkpoint_at(path))
+    with progress_bar("exporting", not as_json) as report:
+        found = exporting.export(checkpoint.store.url, out, to=to, thread_count=threads, progress=report)
+    if as_json:
+        print_json({"files": list(found.files), "bytes": found.num_bytes, "left_out": list(found.left_out)})
+        return
+    console = stdout()
+    console.print(f"{bytes_text(found.num_bytes)} of values in {count_text(len(found.files), 'file')}")
+    if found.left_out:
+        console.print(f"left out, because {to} cannot hold them: {', '.join(found.left_out)}")
+
+
+def import_(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A checkpoint that dcp.save wrote by itself.")],
+    path: Annotated[str, typer.Argument(metavar="PATH", help="Where to: the new checkpoint's directory.")],
+    bits: Annotated[int, typer.Option("--bits", help="Of tables: 2, 3, 4, 8, or 32 for exact values.")] = 32,
+    threads: Threads = 2,
+    as_json: AsJson = False,
+) -> None:
+    """Make a baseline of a stock DCP checkpoint.
+
+    Examples:
+
+    - `cnr import plain runs/b/step-0`
+    - `cnr import plain runs/b/step-0 --bits 4`
+    """
+    if bits not in _SCHEMES:
+        raise typer.BadParameter(f"--bits must be one of {', '.join(map(str, _SCHEMES))} (got {bits})")
+    with progress_bar("importing", not as_json) as report:
+        checkpoint = importing.import_checkpoint(
+            source, path, quantization=_SCHEMES[bits], thread_count=threads, progress=report
+        )
+    if as_json:
+        print_json({"checkpoint": checkpoint.store.url, "bytes": checkpoint.num_bytes, "rows": checkpoint.num_rows})
+    else:
+        rows, size = f"{checkpoint.num_rows:,} rows of tables", bytes_text(checkpoint.num_bytes)
+        stdout().print(f"{checkpoint.store.url}: a baseline, {rows}, {size}")

@@ -1,0 +1,95 @@
+"""``cnr prune``: remove the checkpoints that are not to be kept."""
+
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from torchrec_cnr.cli.options import AsJson
+from torchrec_cnr.cli.output import bare_grid, name, print_json, progress_bar, stdout
+from torchrec_cnr.cli.quantities import bytes_text, count_text
+from torchrec_cnr.errors import ConfigurationError
+from torchrec_cnr.maintenance import prune_execution, pruning
+from torchrec_cnr.maintenance.catalog import read_catalog
+from torchrec_cnr.maintenance.prune_execution import PruneResult
+from torchrec_cnr.maintenance.prune_plan import PrunePlan
+from torchrec_cnr.maintenance.retention import Best, Keep
+
+
+def prune(
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="A directory of checkpoints, path or URL.")],
+    last: Annotated[int, typer.Option("--last", min=0, metavar="N", help="Keep the newest N checkpoints.")] = 3,
+    daily: Annotated[
+        int, typer.Option("--daily", min=0, metavar="N", help="Keep the newest of each of the last N days.")
+    ] = 0,
+    best: Annotated[
+        str | None, typer.Option("--best", metavar="METRIC", help="Keep the best by a metric; -METRIC: the smallest.")
+    ] = None,
+    tagged: Annotated[bool, typer.Option(help="Keep those that have a tag.")] = True,
+    execute: Annotated[bool, typer.Option("--execute", help="Do it. Without, only say what would be done.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove the checkpoints that are not to be kept.
+
+    What a kept checkpoint needs stays, and so does what is being saved, loaded or compacted, what cannot be read, and
+    what is not recognised. Without --execute nothing is removed.
+
+    Examples:
+
+    - `cnr prune runs/a --last 5 --daily 7`
+    - `cnr prune s3://bucket/runs/a --best auc --execute`
+    """
+    keep = Keep(last=last, daily=daily, best=_best(best), tagged=tagged)
+    with progress_bar("reading manifests", not as_json) as report:
+        plan = pruning.plan_prune(read_catalog(root, report), keep)
+    result = None
+    if execute:
+        with progress_bar("removing", not as_json) as report:
+            result = prune_execution.execute(plan, progress=report)
+    if as_json:
+        print_json(_json(plan, result))
+    else:
+        _print(plan, result)
+    if result is not None and result.failed:
+        raise typer.Exit(1)
+
+
+def _best(metric: str | None) -> Best | None:
+    if metric is None:
+        return None
+    if metric in ("", "-"):
+        raise ConfigurationError("--best needs the name of a metric")
+    return Best(metric.removeprefix("-"), largest=not metric.startswith("-"))
+
+
+def _json(plan: PrunePlan, result: PruneResult | None) -> dict[str, object]:
+    return {
+        "keep": str(plan.keep),
+        "goes": [{"name": removal.entry.name, "bytes": removal.num_bytes} for removal in plan.removals],
+        "stays": {name: list(reasons) for name, reasons in plan.stays.items()},
+        "freed_bytes": plan.freed_bytes if result is None else result.freed_bytes,
+        "left_bytes": plan.left_bytes,
+        "executed": result is not None,
+        "failed": {} if result is None else {name: list(reasons) for name, reasons in result.failed.items()},
+    }
+
+
+def _print(plan: PrunePlan, result: PruneResult | None) -> None:
+    console = stdout()
+    console.print(Text.assemble("keep ", (str(plan.keep), "bold")))
+    lines = bare_grid("what", "size", "name", "why")
+    for removal in plan.removals:
+        why = "" if removal.pruned is not None else "files that nothing needs"
+        lines.add_row(Text("goes", "red"), bytes_text(removal.num_bytes), name(removal.entry.name), why)
+    for directory, reasons in plan.stays.items():
+        size = bytes_text(plan.catalog.entries[directory].num_bytes) if directory in plan.catalog.entries else ""
+        lines.add_row(Text("stays", "green"), size, name(directory), name("; ".join(reasons)))
+    console.print(lines)
+    if result is None:
+        gone, freed = count_text(len(plan.pruned), "checkpoint"), bytes_text(plan.freed_bytes)
+        console.print(f"{gone} would go, {freed} be freed, {bytes_text(plan.left_bytes)} be left; --execute does it")
+        return
+    for directory, reasons in result.failed.items():
+        console.print(Text.assemble(("not removed: ", "bold red"), name(directory), "  ", "; ".join(reasons)))
+    gone, freed = count_text(len(result.removed), "checkpoint"), bytes_text(result.freed_bytes)
+    console.print(Text.assemble(("✓ ", "bold green"), f"{gone} removed, {freed} freed"))
