@@ -46,12 +46,12 @@ COMMANDS: Mapping[str, Command] = {
     "diff": Command("torchrec_cnr.cli.comparing:diff", "Show what differs between two checkpoints."),
     "prune": Command("torchrec_cnr.cli.pruning:prune", "Remove the checkpoints that are not to be kept."),
     "compact": Command(
-        "torchrec_cnr.cli.compacting:compact", "Fold a lineage into one checkpoint, while training may go on."
+        "torchrec_cnr.cli.compacting:compact", "Fold a lineage into one checkpoint."
     ),
     "export": Command("torchrec_cnr.cli.exporting:export", "Write a checkpoint as plain files of full precision."),
     "import": Command("torchrec_cnr.cli.exporting:import_", "Make a baseline of a stock DCP checkpoint."),
     "report": Command(
-        "torchrec_cnr.cli.reporting:report", "Draw what a run has written, kept and read, as one HTML page."
+        "torchrec_cnr.cli.reporting:report", "Draw what a run has written, kept and read."
     ),
 }
 

@@ -29,9 +29,9 @@ def compact(
     threads: Threads = 2,
     as_json: AsJson = False,
 ) -> None:
-    """Fold a lineage into one checkpoint, while training may go on.
+    """Fold a lineage into one checkpoint.
 
-    The checkpoint gets a new manifest that needs no parent; deltas on top of it find that. Files that are worth keeping
+    Training may go on meanwhile. The checkpoint gets a new manifest that needs no parent; deltas on top of it find that. Files that are worth keeping
     are kept, rows of others are copied without being decoded. Nothing is removed: cnr prune does that.
 
     Examples:

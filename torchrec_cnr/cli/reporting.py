@@ -23,9 +23,9 @@ def report(
     ),
     as_json: AsJson = False,
 ) -> None:
-    """Draw what a run has written, kept and read, as one HTML page.
+    """Draw what a run has written, kept and read.
 
-    Checkpoints that were pruned are in it as well.
+    One HTML page. Checkpoints that were pruned are in it as well.
 
     Examples:
 
