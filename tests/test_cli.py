@@ -31,6 +31,7 @@ from torchrec_cnr.cli import app as application
 from torchrec_cnr.cli import listing
 from torchrec_cnr.cli.app import COMMANDS, Command, app
 from torchrec_cnr.cli.dotted import Dotted, common_prefix
+from torchrec_cnr.cli.quantities import age_text, percent_text, ratio_text
 from torchrec_cnr.cli.trees import Gap, Line, draw, visible
 from torchrec_cnr.folding import plan_fold
 from torchrec_cnr.lineage import Checkpoint, read_lineage
@@ -637,17 +638,19 @@ def test_bugs_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(_cnr("ls", "x").exception, ZeroDivisionError)
 
 
-# As root everything may be read. Nobody may not even be able to import, so that a first run does it.
+# As root everything may be read. Nobody may not even be able to import, so that a first round, as root, does it.
 AS_NOBODY = """
-import os, sys
+import json, os, sys
 from torchrec_cnr.cli import app
 from typer.testing import CliRunner
-CliRunner().invoke(app.app, sys.argv[1:])
+commands = json.loads(sys.argv[1])
+results = [CliRunner().invoke(app.app, args) for args in commands]
 if os.geteuid() == 0:
     os.setgroups([])
     os.setgid(65534)
     os.setuid(65534)
-app.app(sys.argv[1:])
+    results = [CliRunner().invoke(app.app, args) for args in commands]
+print(json.dumps([(result.exit_code, result.stdout, result.stderr) for result in results]))
 """
 
 
@@ -669,20 +672,24 @@ def unreadable() -> Iterator[Path]:
 def test_what_may_not_be_read_is_told(unreadable: Path) -> None:
     """Directories and manifests without permission are listed as such; a root without is an error."""
 
-    def run(*args: str | Path) -> "subprocess.CompletedProcess[str]":
-        command = [sys.executable, "-c", AS_NOBODY, *map(str, args)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECS, check=False)
-
-    done = run("ls", unreadable, "--json")
-    assert (done.returncode, done.stderr) == (0, "")
-    document = json.loads(done.stdout)
+    commands = [
+        ["ls", "--json", ""],
+        *([name, "closed"] for name in ("ls", "inspect", "verify")),
+        ["inspect", "step-2"],
+    ]
+    args = [[*command, str(unreadable / place)] for *command, place in commands]
+    line = [sys.executable, "-c", AS_NOBODY, json.dumps(args)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT_SECS, check=True)
+    (status, out, err), *others = json.loads(done.stdout)
+    assert (status, err) == (0, "")
+    document = json.loads(out)
     assert [entry["name"] for entry in document["checkpoints"]] == ["step-1"]
     states = {entry["name"]: entry["state"] for entry in document["others"]}
     assert states == {"closed": "unreadable", "step-2": "unreadable"}
-    for command, name in (("ls", "closed"), ("inspect", "closed"), ("verify", "closed"), ("inspect", "step-2")):
-        done = run(command, unreadable / name)
-        assert (done.returncode, done.stdout) == (1, "")
-        assert re.fullmatch(r"cnr: error: cannot (list|read) .*PermissionError.*\n", done.stderr)
+    assert len(others) == 4
+    for status, out, err in others:
+        assert (status, out) == (1, "")
+        assert re.fullmatch(r"cnr: error: cannot (list|read) .*PermissionError.*\n", err)
 
 
 def test_an_interrupt_ends_it_quietly(tmp_path: Path) -> None:
@@ -705,7 +712,7 @@ def test_an_interrupt_ends_it_quietly(tmp_path: Path) -> None:
 def test_nobody_needs_to_read_everything(long_run: Path) -> None:
     """A pipe that is closed early ends the command, without a word."""
     command = f"{sys.executable} -m torchrec_cnr.cli ls {long_run} --all"
-    for pipe, expected in (("| head -c 10", "checkpoint"), ("--json | head -c 10", '{\n  "root"'), ("| true", "")):
+    for pipe, expected in (("| head -c 10", "checkpoint"), ("--json | head -c 10", '{\n  "root"')):
         line = ["bash", "-c", f"{command} {pipe}"]
         done = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT_SECS, check=False)
         assert (done.returncode, done.stdout, done.stderr) == (0, expected, "")
@@ -777,3 +784,14 @@ def test_a_terminal_gets_colours_and_a_bar(run: Path) -> None:
     assert "\x1b[2K" in text, "the bar's line is erased"
     assert "\x1b[1;32m✓ all right" in text
     assert "\x1b" not in _text("verify", run)
+
+
+def test_quantities_are_short() -> None:
+    """Ages in one unit, shares with one digit, ratios with three, however small."""
+    second = 10**9
+    ages = {0: "0 s", -5: "0 s", 119: "119 s", 120: "2 min", 7_199: "119 min", 7_200: "2 h", 172_800: "2 d"}
+    assert {age: age_text(age * second) for age in ages} == ages
+    shares = {0.0: "0.0%", 0.0004: "<0.1%", 0.0005: "0.1%", 0.123: "12.3%", 1.0: "100.0%"}
+    assert {share: percent_text(share) for share in shares} == shares
+    ratios = {0.0: "0.00", 0.00312: "0.00312", 1.2: "1.20", 999.4: "999", 1234.5: "1,234", 1.5e-7: "1.50e-07"}
+    assert {ratio: ratio_text(ratio) for ratio in ratios} == ratios

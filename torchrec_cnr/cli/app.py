@@ -126,9 +126,7 @@ def _warnings_as_lines() -> Iterator[None]:
         logger.removeHandler(handler)
 
 
-app = typer.Typer(
-    cls=Commands, rich_markup_mode="markdown", pretty_exceptions_enable=False, invoke_without_command=True
-)
+app = typer.Typer(cls=Commands, rich_markup_mode=_MARKUP, pretty_exceptions_enable=False, invoke_without_command=True)
 
 
 def _print_version(wanted: bool) -> None:

@@ -57,7 +57,7 @@ def percent_text(share: float) -> str:
 
 def ratio_text(ratio: float) -> str:
     """Three digits, however small it is: ``0.00312``, ``1.20``, ``1,234``."""
-    return f"{ratio:,.0f}" if ratio >= 999.5 else f"{ratio:#.3g}"
+    return f"{ratio:,.0f}" if ratio >= 99.5 else f"{ratio:#.3g}"
 
 
 def instant_text(at_ns: int) -> str:

@@ -1,8 +1,8 @@
 """Damage: what of one checkpoint is not as it was committed.
 
 Tensors are decoded as a load decodes them, though into nothing: whatever the size of a table, no more than a few blocks
-of it are in memory. That reads nearly all blobs. If some are damaged, all are read once more and looked at one by one,
-so that everything that is wrong is found, and named by file and blob.
+of it are in memory. That reads nearly all blobs. Those of tensors that could not be decoded, and what belongs to no
+tensor, are then looked at one by one, so that everything that is wrong is found, and named by file and blob.
 """
 
 from collections.abc import Callable, Iterator
@@ -48,9 +48,7 @@ def find_damage(checkpoint: Checkpoint, thread_count: int, advance: Advance) -> 
         advance: Told how many bytes of blobs were read since it was called last.
     """
     decoded, failures = _decode(checkpoint, thread_count, advance)
-    if not failures:
-        return _read_blobs(checkpoint, decoded, thread_count, advance)
-    found = _read_blobs(checkpoint, set(), thread_count, lambda _: None)
+    found = _read_blobs(checkpoint, decoded, thread_count, advance)
     files = {problem.file for problem in found if problem.file is not None}
     unexplained = [message for message in failures if not any(file in message for file in files)]
     return found + [Problem(checkpoint.store.url, None, None, message) for message in unexplained]
