@@ -45,14 +45,10 @@ COMMANDS: Mapping[str, Command] = {
     "verify": Command("torchrec_cnr.cli.verifying:verify", "Read a whole lineage, and check every byte of it."),
     "diff": Command("torchrec_cnr.cli.comparing:diff", "Show what differs between two checkpoints."),
     "prune": Command("torchrec_cnr.cli.pruning:prune", "Remove the checkpoints that are not to be kept."),
-    "compact": Command(
-        "torchrec_cnr.cli.compacting:compact", "Fold a lineage into one checkpoint."
-    ),
+    "compact": Command("torchrec_cnr.cli.compacting:compact", "Fold a lineage into one checkpoint."),
     "export": Command("torchrec_cnr.cli.exporting:export", "Write a checkpoint as plain files of full precision."),
     "import": Command("torchrec_cnr.cli.exporting:import_", "Make a baseline of a stock DCP checkpoint."),
-    "report": Command(
-        "torchrec_cnr.cli.reporting:report", "Draw what a run has written, kept and read."
-    ),
+    "report": Command("torchrec_cnr.cli.reporting:report", "Draw what a run has written, kept and read."),
 }
 
 

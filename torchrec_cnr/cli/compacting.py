@@ -31,8 +31,9 @@ def compact(
 ) -> None:
     """Fold a lineage into one checkpoint.
 
-    Training may go on meanwhile. The checkpoint gets a new manifest that needs no parent; deltas on top of it find that. Files that are worth keeping
-    are kept, rows of others are copied without being decoded. Nothing is removed: cnr prune does that.
+    Training may go on meanwhile. The checkpoint gets a new manifest that needs no parent; deltas on top of it find
+    that. Files that are worth keeping are kept, rows of others are copied without being decoded. Nothing is removed:
+    cnr prune does that.
 
     Examples:
 
