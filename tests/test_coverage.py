@@ -14,11 +14,11 @@ Elements = npt.NDArray[np.bool_]
 
 @st.composite
 def _boxes(draw: st.DrawFn, within: Box | None = None) -> Box:
-    """A box of the table, or of a box of it; often without rows or columns, or one of its columns."""
+    """A box of the table, or of a box of it; some have no rows or no columns."""
     within = Box.whole(TABLE) if within is None else within
-    starts = [draw(st.integers(0, size)) for size in within.sizes]
-    sizes = [draw(st.integers(0, size - start)) for start, size in zip(starts, within.sizes, strict=True)]
-    return Box(tuple(a + b for a, b in zip(within.offsets, starts, strict=True)), tuple(sizes))
+    edges = [sorted((draw(st.integers(0, size)), draw(st.integers(0, size)))) for size in within.sizes]
+    offsets = tuple(first + start for first, (start, _) in zip(within.offsets, edges, strict=True))
+    return Box(offsets, tuple(stop - start for start, stop in edges))
 
 
 @st.composite

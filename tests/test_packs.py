@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, pairwise
 from pathlib import Path
 
@@ -136,6 +136,38 @@ def test_headers_are_checked_once_of_packs_that_are_read_from(
     assert [key for key, _ in reader.read([("it", written.blobs[0])])] == ["it"]
     with pytest.raises(DamagedError, match=r"header of save-0-1\.safetensors: crc32c"):
         list(reader.read([("it", written.blobs[4])]))
+
+
+def test_headers_of_packs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    """Packs of several directories may have one name: the header of each is checked."""
+    stores = [Store.open(tmp_path / name, sync_files=False) for name in ("here", "there")]
+    for store in stores:
+        store.make()
+    here, there = (_write(store, [10 * number]) for number, store in enumerate(stores, 1))
+    packs = (here.packs[0], replace(there.packs[0], directory="../there"))
+    assert packs[0].name == packs[1].name
+    blobs = [("here", here.blobs[0]), ("there", replace(there.blobs[0], pack=1))]
+    assert {key: data.tobytes() for key, data in PackReader(here.store, packs, 2).read(blobs)} == {
+        "here": here.contents[0],
+        "there": there.contents[0],
+    }
+    for name, written in [("here", here), ("there", there)]:
+        good = written.path(0).read_bytes()
+        written.path(0).write_bytes(good[:9] + bytes([good[9] ^ 1]) + good[10:])
+        with pytest.raises(DamagedError, match=rf"{name}/save-0-0\.safetensors: header"):
+            list(PackReader(here.store, packs, 2).read(blobs))
+        written.path(0).write_bytes(good)
+
+
+@hypothesis.given(st.lists(st.lists(st.integers(0, 6), max_size=4), max_size=4), st.integers(1, 3))
+def test_turns_come_one_after_the_other(
+    tmp_path_factory: pytest.TempPathFactory, turns: list[list[int]], thread_count: int
+) -> None:
+    """What is read in a later turn comes after all of the turns before, whatever pack it is in."""
+    written = _write(_new_store(tmp_path_factory, "memory"), [300, 100, 300, 300, 2000, 500, 7])
+    wanted = [[(f"{turn}-{n}", written.blobs[n]) for n in set(numbers)] for turn, numbers in enumerate(turns)]
+    found = [key for key, _ in PackReader(written.store, written.packs, thread_count).read(*wanted)]
+    assert found == [f"{turn}-{n}" for turn, numbers in enumerate(turns) for n in sorted(set(numbers))]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

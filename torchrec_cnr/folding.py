@@ -152,11 +152,11 @@ def _turns(reads: Mapping[str, _BlobRead]) -> list[list[tuple[str, Blob]]]:
 
 
 def _coverages(plans: Sequence[CheckpointReads], regions: Sequence[Region]) -> dict[int, Coverage]:
-    """For regions of tensors that the baseline was folded for, what of them is stored; any other holds every row."""
+    """What is stored of each region whose tensor the oldest checkpoint has folded; if not, it is known to be whole."""
     found: dict[int, Coverage] = {}
     for region in regions:
         entries = [plan.checkpoint.manifest.tensors.get(region.fqn) for plan in plans]
-        if plans and plans[0].checkpoint.manifest.parent is None and entries[0] and entries[0].folded is not None:
+        if entries and entries[0] and entries[0].folded is not None:
             shards = (shard for entry in entries if entry for shard in entry.shards if shard.blobs)
             found[id(region)] = Coverage(region.box, (shard.table_box or shard.box for shard in shards))
     return found
