@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchrec_cnr.folding import fold, plan_fold
 from torchrec_cnr.lineage import Lineage
-from torchrec_cnr.manifest import DTYPES, TensorEntry
+from torchrec_cnr.manifest import DTYPES
 from torchrec_cnr.objects import read_objects
 from torchrec_cnr.packs import BLOCK_BYTES
 from torchrec_cnr.regions import Region, RowStateRegion
@@ -55,6 +55,11 @@ class Contents:
         lineage: The checkpoint, and what it stands on.
         thread_count: Requests in flight at once.
         progress: Told how many bytes of tensors have been handed out, and how many there are.
+
+    Attributes:
+        tensors: By FQN, each as one chunk.
+        paths: By FQN of a tensor or object, the keys and indices that lead to it in the nested state dict.
+        num_bytes: Of all tensors.
     """
 
     def __init__(self, lineage: Lineage, thread_count: int, progress: Progress | None = None) -> None:
@@ -65,11 +70,7 @@ class Contents:
         manifest = lineage.newest.manifest
         self.tensors = {fqn: Chunk(fqn, Box.whole(e.size), DTYPES[e.dtype]) for fqn, e in manifest.tensors.items()}
         self.paths = {fqn: manifest.paths.get(fqn, (fqn,)) for fqn in (*manifest.tensors, *manifest.objects)}
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.num_bytes for tensor in self.tensors.values())
+        self.num_bytes = sum(tensor.num_bytes for tensor in self.tensors.values())
 
     def objects(self) -> dict[str, Any]:
         """All objects by FQN.
@@ -130,7 +131,7 @@ class Contents:
         """What a row takes while it is read: for row-wise state under changing sharding, each range of columns too."""
         tensor = self.tensors[fqn]
         itemsize = tensor.dtype.itemsize
-        entry: TensorEntry = self._lineage.newest.manifest.tensors[fqn]
+        entry = self._lineage.newest.manifest.tensors[fqn]
         row_bytes = tensor.box.num_cols * itemsize
         if entry.table is None:
             return row_bytes

@@ -119,7 +119,7 @@ class _Pickler(pickle.Pickler):
             dtype = value.whole.dtype
             return "storage", _STORAGE_TYPES[dtype], str(number), "cpu", value.whole.num_bytes // dtype.itemsize
         if isinstance(value, TypedStorage):
-            self.storages[number] = value._untyped_storage
+            self.storages[number] = value._untyped_storage.cpu()
             return "storage", getattr(torch, value._pickle_storage_type()), str(number), "cpu", value._size()
         return None
 
