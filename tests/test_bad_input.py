@@ -784,7 +784,7 @@ def _fuzz_object(path: str, seed: int, num_changes: int) -> None:
     file = Path(path, "manifest.json")
     body = json.loads(file.read_bytes())["manifest"]
     blob = body["objects"]["reader.seen"]
-    name = body["packs"][blob[0]][0]
+    name = body["packs"][blob[0]][1]
     original = Path(path, name).read_bytes()[blob[1] : blob[1] + blob[2]]
     start = original.index(b"data.pkl") + 8
     rng = random.Random(seed)
