@@ -152,8 +152,10 @@ def _turns(reads: Mapping[str, _BlobRead]) -> list[list[tuple[str, Blob]]]:
 
 
 def _coverages(plans: Sequence[CheckpointReads], regions: Sequence[Region]) -> dict[int, Coverage]:
-    """What is stored of each region whose tensor the oldest checkpoint has folded; if not, it is known to be whole."""
+    """What is stored of each region whose tensor a baseline has folded; if it is not, it is known to be whole."""
     found: dict[int, Coverage] = {}
+    if not plans or plans[0].checkpoint.manifest.parent is not None:  # deltas looked at by themselves
+        return found
     for region in regions:
         entries = [plan.checkpoint.manifest.tensors.get(region.fqn) for plan in plans]
         if entries and entries[0] and entries[0].folded is not None:
