@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 import torchrec_cnr as cnr
 from tests import models
+from tests.golden.replacement import replace_manifest
 from tests.models import Job, Whole, differing, plain_job, state, torchrec_job, train, whole
 from tests.ranks import RankPools
 from torchrec_cnr.manifest import VERSION
@@ -862,6 +863,23 @@ def _fuzz_manifest(run: Run, number: int, seed: int, num_changes: int) -> None:
             run.manifest(child).write_bytes(content)
 
 
+def _fuzz_replacement(run: Run, number: int, base: str | None, seed: int, num_changes: int) -> None:
+    """As above, with the manifest that a checkpoint's lineage was folded into."""
+    replaces = replace_manifest(Path(run.path(number)), base).replaces
+    file = Path(run.path(number), f"manifest-{replaces}.json")
+    original = file.read_bytes()
+    places = list(_places(json.loads(original)["manifest"]))
+    rng = random.Random(seed)
+    target = plain_job(98, "adagrad")
+    for _ in range(num_changes):
+        body = json.loads(original)["manifest"]
+        for _ in range(rng.choice([1, 1, 2])):
+            _change_somewhere(body, places, rng)
+        write_manifest(file, body)
+        _loads_or_is_refused(run.path(2), state(target), file.read_text()[:3_000])
+    file.write_bytes(original)
+
+
 def _change_somewhere(body: Any, places: list[tuple[Any, ...]], rng: random.Random) -> None:
     *path, last = rng.choice(places)
     holder = body
@@ -891,6 +909,21 @@ def test_a_forged_manifest_is_refused_or_loads(run: Run, number: int) -> None:
     run.goes_on()
 
 
+@pytest.mark.parametrize(("number", "base"), [(1, None), (2, None), (2, "0")])
+def test_a_forged_replacement_is_refused_or_loads(run: Run, number: int, base: str | None) -> None:
+    """So too with a replacement, of the head or of its parent; and who stands on the head goes on."""
+    _fuzz_replacement(run, number, base, seed=number, num_changes=150)
+    run.goes_on()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "base"), [(1, None), (2, None), (2, "0")])
+def test_many_forged_replacements_are_refused_or_load(run: Run, number: int, base: str | None) -> None:
+    """As above, with changes that differ from run to run."""
+    _fuzz_replacement(run, number, base, seed=random.randrange(10**9), num_changes=2_000)
+    run.goes_on()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_many_forged_manifests_are_refused_or_load(run: Run, number: int) -> None:
@@ -909,6 +942,7 @@ def test_many_forged_manifests_are_refused_or_load(run: Run, number: int) -> Non
         (b"null", "not a manifest"),
         (b'{"format":"another"}', "not a manifest"),
         (b'{"format":"torchrec_cnr","version":2}', "keys"),
+        (b'{"format":"torchrec_cnr","version":3}', "keys"),
         (b"[" * 100_000 + b"]" * 100_000, "not JSON"),
         (b'{"format":"torchrec_cnr","version":' + b"9" * 10_000 + b"}", ""),
     ],
