@@ -181,6 +181,7 @@ def _prune_and_compare(model: Model, keep: Keep) -> None:
     assert str(plan).count("\n") >= len(plan.removals)
     assert {checkpoint.name for checkpoint in plan.pruned} == model.there - kept
     assert model.there.intersection(plan.stays) >= kept
+    assert {removal.files[0] for removal in plan.removals if removal.pruned} <= {FILE_NAME}
     assert root.files() == before, "a plan changes nothing"
     result = execute(plan)
     after = root.files()
@@ -452,6 +453,19 @@ def test_a_checkpoint_of_the_same_name_is_not_taken_for_the_one_that_was_to_go(t
     assert set(result.failed) == {"a-0", "a-1", "a-2"}
     assert root.files() == before
     root.assert_loads(root.checkpoints)
+
+
+def test_what_a_checkpoint_of_the_same_name_stands_on_stays(tmp_path: Path) -> None:
+    """Although the one that was there when the plan was made stood on another."""
+    root, at_ns = Root(tmp_path / "job"), time.time_ns() - DAY_NS
+    for number, (name, parent) in enumerate([("c-0", None), ("a-0", None), ("a-1", "a-0"), ("b-0", None)]):
+        root.save(name, at_ns + number, parent, range(5))
+    old = plan_prune(root.url, Keep(last=1))
+    assert [checkpoint.name for checkpoint in old.pruned] == ["a-1", "a-0", "c-0"]
+    shutil.rmtree(tmp_path / "job" / "a-1")
+    root.save("a-1", time.time_ns(), "c-0", range(2))
+    assert set(execute(old).failed) == {"a-1", "a-0", "c-0"}
+    root.assert_loads(["a-1"])
 
 
 def _prune_in_turn(root: str, keep: Keep, folder: str) -> PruneResult:
