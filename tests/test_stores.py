@@ -6,6 +6,7 @@ import os
 import pickle
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations_with_replacement, count
@@ -15,8 +16,9 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from tests.killing import in_child
 from torchrec_cnr.errors import CheckpointExistsError, CNRError, ConfigurationError, StoreError
-from torchrec_cnr.stores import Store
+from torchrec_cnr.stores import Listing, Store
 
 NUM_RACERS, NUM_RACES = 8, 30
 numbers = count()
@@ -105,6 +107,69 @@ def test_arrays_can_be_written_to(store: Store) -> None:
     array = store.read_array("file", 0, 5)
     array[:] = 0
     assert store.read_array("file", 0, 5).tobytes() == b"12345"
+
+
+def test_what_is_listed(store: Store) -> None:
+    """Files with their sizes, apart from directories; nothing where there is no directory, or a file."""
+    store.put("b", [b"12"])
+    store.put("a", [b""])
+    store.at("c").make()
+    store.at("c").put("d", [b"3"])
+    assert store.listing() == Listing({"a": 0, "b": 2}, ("c",))
+    assert store.at("c").listing() == Listing({"d": 1})
+    assert store.at("missing").listing() == store.at("b").listing() == Listing({})
+    assert store.at("b").names() == []
+
+
+def test_links_are_told_from_directories(tmp_path: Path) -> None:
+    """Those to directories are neither files nor directories; all others are files."""
+    for name, target in (("to directory", "directory"), ("to file", "file"), ("to nothing", "nothing")):
+        (tmp_path / name).symlink_to(target)
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "file").write_bytes(b"123")
+    listed = Store.open(tmp_path).listing()
+    assert dict(listed.files) == {"file": 3, "to file": 3, "to nothing": 0}
+    assert (listed.directories, listed.links) == (("directory",), ("to directory",))
+
+
+def test_directories_that_cannot_be_listed_are_no_empty_ones(open_folder: Path) -> None:
+    """What is in them is not known, which is another thing than nothing."""
+    (open_folder / "closed").mkdir(mode=0)
+    assert in_child(_list_as_nobody, str(open_folder / "closed")) == errno.EACCES
+
+
+def _list_as_nobody(path: str) -> int | None:
+    if os.geteuid() == 0:
+        os.seteuid(65534)
+    try:
+        Store.open(path).listing()
+    except StoreError as error:
+        return error.errno
+    return None
+
+
+def test_times_are_those_of_the_last_write(store: Store) -> None:
+    """In nanoseconds; of what is not there, an error."""
+    before_ns = time.time_ns()
+    store.put("file", [b"1"])
+    assert before_ns - 10**9 < store.modified_ns("file") < time.time_ns() + 10**9
+    if store.has_directories:
+        assert before_ns - 10**9 < store.modified_ns() < time.time_ns() + 10**9
+    with pytest.raises(StoreError):
+        store.modified_ns("missing")
+
+
+@pytest.mark.parametrize("is_durable", [False, True])
+def test_files_are_removed(store: Store, is_durable: bool) -> None:
+    """Also when they are gone already; a directory is removed if nothing is in it."""
+    store.put("file", [b"1"])
+    for _ in range(2):
+        store.remove_directory()
+        store.remove("file", is_durable)
+        assert store.names() == []
+    for _ in range(2):
+        store.remove_directory()
+    assert os.path.exists(store.path) is False
 
 
 def test_names_are_those_of_files_and_directories(store: Store) -> None:

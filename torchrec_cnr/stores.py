@@ -124,7 +124,8 @@ class Store:
                 found = self.fs.ls(self.path, detail=False)
             except (FileNotFoundError, NotADirectoryError):
                 return []
-        return sorted(posixpath.basename(str(name).rstrip("/")) for name in found)
+        paths = (str(name).rstrip("/") for name in found)
+        return sorted(posixpath.basename(path) for path in paths if path != self.path)
 
     def listing(self) -> "Listing":
         """What is in the directory; nothing where there is no directory."""
@@ -139,7 +140,7 @@ class Store:
         for entry in sorted(found, key=lambda entry: str(entry["name"])):
             path = str(entry["name"]).rstrip("/")
             name = posixpath.basename(path)
-            if path == self.path:  # a file of this name, or what stands for a directory in an object store
+            if path == self.path:  # a file of this name, or what stands for the directory in an object store
                 continue
             if entry["type"] == "directory":
                 directories.append(name)

@@ -2,7 +2,8 @@
 
     1. The journal gets a file that tells what will be removed. If that fails, nothing is removed.
     2. Checkpoints go one by one, each before its parent. Right before, it is looked whether somebody wants it after
-       all: a lease, a tag, or a checkpoint that was committed meanwhile. If so it stays, with all that it needs.
+       all: whether there is a lease, anything new in its directory, such as a tag, or a checkpoint that was committed
+       meanwhile. If so it stays, with all that it needs.
     3. Of a directory, ``manifest.json`` goes first, so that there is no checkpoint any more; then all others.
     4. What nobody uses in the other directories goes; then the journal's files become one, if there are many.
 
@@ -20,7 +21,7 @@ from threading import Lock
 from torchrec_cnr.errors import CheckpointNotFoundError, CNRError, StoreError
 from torchrec_cnr.leases import holds, in_force, is_lease
 from torchrec_cnr.lineage import Checkpoint, read_checkpoint
-from torchrec_cnr.maintenance import annotations, journal
+from torchrec_cnr.maintenance import journal
 from torchrec_cnr.maintenance.catalog import Progress
 from torchrec_cnr.maintenance.dependencies import Pack, needed_by, newest_of_lineages
 from torchrec_cnr.maintenance.own_files import PACK_SUFFIX
@@ -174,17 +175,24 @@ class _Execution:
                 if name in self._wanted:
                     return self._wanted[name]
             names = removal.entry.store.names()
-            if removal.entry.checkpoint is None and FILE_NAME in names:
-                return "a checkpoint was committed here meanwhile"
-            if removal.pruned is not None and self._plan.keep.tagged and annotations.tags(names):
-                return f"tagged {', '.join(map(repr, annotations.tags(names)))}"
-            return self._why_leased(name, names) or self._why_loading(removal.loading)
+            return (
+                self._why_leased(name, names) or self._why_changed(removal, names) or self._why_loading(removal.loading)
+            )
         except CNRError as error:
             return f"it is not known who needs it: {error}"
 
     def _why_leased(self, name: str, names: list[str]) -> str | None:
         leases = in_force(self._plan.catalog.root.at(name), names, self._now_ns)
         return lease_text(leases[0], self._now_ns) if leases else None
+
+    def _why_changed(self, removal: Removal, names: list[str]) -> str | None:
+        """What came into a directory of which no checkpoint was to be left: a tag, another save, a compaction."""
+        came = sorted({*names} - {*removal.entry.files, *removal.entry.directories})
+        if not came or (removal.pruned is None and removal.entry.checkpoint is not None):
+            return None
+        self._known.discard(removal.entry.name)  # there may be another checkpoint
+        more = "" if len(came) == 1 else f" and {len(came) - 1} more"
+        return f"{name_text(came[0])}{more} came meanwhile"
 
     def _why_loading(self, loading: tuple[str, ...]) -> str | None:
         for name in loading:

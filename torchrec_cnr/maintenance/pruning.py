@@ -73,8 +73,8 @@ class _Planner:
 
     def plan(self, keep: Keep) -> PrunePlan:
         going = [name for name in reversed(list(self.catalog.checkpoints)) if name not in self.staying.reasons]
-        others = [name for name in self.catalog.entries if name not in set(going)]
-        found = {name: self.removal(self.catalog.entries[name]) for name in (*going, *others)}
+        order = dict.fromkeys((*going, *self.catalog.entries))
+        found = {name: self.removal(self.catalog.entries[name]) for name in order}
         removals = tuple(removal for removal in found.values() if removal is not None)
         reasons = {name: tuple(self.reasons(entry, found[name])) for name, entry in self.catalog.entries.items()}
         stays = {name: texts for name, texts in reasons.items() if texts}
@@ -88,7 +88,7 @@ class _Planner:
         """What goes from a directory; None if nothing does."""
         if entry.name in self.staying.untouched:
             return None
-        files = in_order(name for name in self.own_files(entry) if (entry.name, name) not in self.staying.needs.packs)
+        files = in_order(name for name in self.own_files(entry) if not self.is_used(entry, name))
         is_kept = entry.name in self.staying.reasons
         is_emptied = len(files) == len(entry.files) and not entry.directories and not is_kept
         takes_directory = is_emptied and (bool(files) or (self.was_ours(entry) and entry.store.has_directories))
@@ -96,6 +96,10 @@ class _Planner:
             return None
         pruned = None if is_kept or entry.checkpoint is None else self.record(entry, entry.checkpoint)
         return Removal(entry, files, pruned, takes_directory, self.loading(entry, files))
+
+    def is_used(self, entry: Entry, name: str) -> bool:
+        """Whether a file is a pack that somebody needs."""
+        return (entry.name, name) in self.staying.needs.packs
 
     def own_files(self, entry: Entry) -> Iterator[str]:
         """The files that a directory has on account of us, but for those that its checkpoint has if it stays."""
@@ -201,11 +205,10 @@ class _Planner:
 
     def reasons_of_files(self, entry: Entry, going: set[str]) -> Iterator[str]:
         left = [name for name in entry.files if name not in going]
-        users = {self.staying.needs.packs.get((entry.name, name)): name for name in left}
-        for user in (user for user in users if user is not None):
-            yield f"its packs are used by {name_text(user)}"
+        users = [self.staying.needs.packs[entry.name, name] for name in left if self.is_used(entry, name)]
+        yield from dict.fromkeys(f"its packs are used by {name_text(user)}" for user in users)
         known = self.known_packs(entry) if entry.checkpoint is None else {}
-        unused = [name for name in left if (entry.name, name) not in self.staying.needs.packs]
+        unused = [name for name in left if not self.is_used(entry, name)]
         if not known.keys().isdisjoint(unused):
             yield "a checkpoint that cannot be read may need its packs"
         others = [*(name for name in unused if name not in known), *(f"{name}/" for name in entry.directories)]
