@@ -312,14 +312,16 @@ class Manifest:
         return num_bytes // exact_row_bytes(num_cols, dtype.itemsize)
 
     def blobs(self) -> Iterator[tuple[str, Blob]]:
-        """Every blob with a name for messages."""
+        """Every blob, once, with a name for messages."""
         for fqn, entry in self.tensors.items():
             for index, shard in enumerate(entry.shards):
                 for number, blob in enumerate(shard.blobs):
                     yield f"{name_of(fqn, entry, index)} block {number}", blob
+        known: set[Blob] = set()  # row sets may share blobs
         for index, rows in enumerate(self.row_sets.values()):
             for number, block in enumerate(rows.blocks):
-                if block.blob is not None:
+                if block.blob is not None and block.blob not in known:
+                    known.add(block.blob)
                     yield f"row set {index} block {number}", block.blob
         for fqn, blob in self.objects.items():
             yield f"object '{fqn}'", blob
