@@ -20,7 +20,7 @@ from torchrec_cnr.lineage import Checkpoint, read_lineage
 from torchrec_cnr.maintenance.flattening import Flat, flatten
 from torchrec_cnr.maintenance.liveness import live_rows, pieces_of, windows
 from torchrec_cnr.manifest import Pack, RowBlock
-from torchrec_cnr.packs import PackReader
+from torchrec_cnr.packs import PackReader, check_thread_count
 from torchrec_cnr.stores import Store
 
 MAX_RATIO = 1.2
@@ -60,7 +60,7 @@ class CompactionPlan:
         num_live: Live rows of each blob of rows, by FQN, index of the shard and number of the blob.
         partial: Shards, by FQN and index, some of whose rows were overwritten in some columns only.
         victims: Which packs' live rows are copied, by index.
-        interval_ns: Time between the last two checkpoints, in which ages are counted.
+        interval_ns: Time since the checkpoint before the newest, in which ages are counted.
         now_ns: Time of the newest.
     """
 
@@ -97,7 +97,8 @@ class CompactionPlan:
     @property
     def moved_bytes(self) -> int:
         """What is copied."""
-        return sum(self.uses[number].live_bytes for number in self.victims)
+        victims = [self.uses[number] for number in self.victims]
+        return sum(use.live_bytes - use.pack.header_bytes for use in victims)
 
     @property
     def bytes_after(self) -> int:
@@ -145,15 +146,16 @@ def plan_compaction(
     """
     if not max_ratio >= 1:
         raise ConfigurationError(f"'max_ratio' must be at least 1 (got {max_ratio})")
+    check_thread_count(thread_count)
     lineage = read_lineage(path).checkpoints
     parent, run = _split(lineage, since)
     flat = flatten(run)
     reader = PackReader(run[-1].store, flat.packs, thread_count)
     num_live, partial = _survey(run[-1], flat, reader, is_filled=parent is None)
     now_ns = run[-1].created_ns
-    before = lineage[-2].created_ns if len(lineage) > 1 else min(flat.written_ns, default=now_ns)
+    before = max((time for time in (*(c.created_ns for c in lineage), *flat.written_ns) if time < now_ns), default=0)
     uses = _uses(flat, num_live)
-    plan = CompactionPlan(run, parent, flat, uses, num_live, partial, frozenset(), max(1, now_ns - before), now_ns)
+    plan = CompactionPlan(run, parent, flat, uses, num_live, partial, frozenset(), now_ns - before, now_ns)
     return replace(plan, victims=_victims(plan, max_ratio, self_contained))
 
 
@@ -164,7 +166,7 @@ def _split(
         return None, tuple(lineage)
     wanted = Store.open(since)
     for number, checkpoint in enumerate(lineage[:-1]):
-        if checkpoint.store.path == wanted.path:
+        if checkpoint.store.path == wanted.path and checkpoint.store.is_beside(wanted):
             return checkpoint, tuple(lineage[number + 1 :])
     raise CheckpointNotFoundError(
         f"{wanted.url} is not below {lineage[-1].store.url}; its lineage is "
@@ -209,9 +211,13 @@ def _uses(flat: Flat, num_live: Mapping[PieceKey, int]) -> tuple[PackUse, ...]:
 
 
 def _victims(plan: CompactionPlan, max_ratio: float, self_contained: bool) -> frozenset[int]:
-    """The best packs to rewrite, until what is left is small enough."""
+    """The best packs to rewrite, until what is left is small enough; those without live rows cost nothing."""
     uses = plan.uses
-    victims = {number for number, use in enumerate(uses) if self_contained and use.pack.directory is not None}
+    victims = {
+        number
+        for number, use in enumerate(uses)
+        if use.live_bytes <= use.pack.header_bytes or (self_contained and use.pack.directory is not None)
+    }
     excess = plan.bytes_before - max_ratio * plan.live_bytes - sum(uses[number].dead_bytes for number in victims)
     ranked = sorted((n for n in range(len(uses)) if n not in victims), key=lambda n: -_merit(plan, uses[n]))
     for number in ranked:
