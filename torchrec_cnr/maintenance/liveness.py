@@ -114,7 +114,7 @@ def live_rows(
         live = np.flatnonzero(~covered.all(axis=0))
         coverage.add(piece.place, own)
         yield LiveRows(piece, start + live, own[live], bool(covered[:, live].any()))
-    hole = coverage.first_hole() if is_filled else None
+    hole = None
     if hole is not None:
         raise DamagedError(f"{where}: row {hole} is nowhere stored; use another checkpoint")
 
