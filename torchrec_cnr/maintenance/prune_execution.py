@@ -188,6 +188,8 @@ class _Execution:
     def _why_changed(self, removal: Removal, names: list[str]) -> str | None:
         """What came into a directory of which no checkpoint was to be left: a tag, another save, a compaction."""
         came = sorted({*names} - {*removal.entry.files, *removal.entry.directories})
+        if removal.entry.name == journal.DIRECTORY:  # a checkpoint may be called so, too
+            came = [name for name in came if not journal.is_journal_file(name)]
         if not came or (removal.pruned is None and removal.entry.checkpoint is not None):
             return None
         self._known.discard(removal.entry.name)  # there may be another checkpoint
