@@ -19,9 +19,10 @@ def new_directory(out: str | os.PathLike[str]) -> Iterator[Store]:
         StoreError: The file system refused.
     """
     store = Store.open(out)
-    if store.names():
+    above, name = store.at("..").listing(), posixpath.basename(store.path)
+    if name in above.files or store.names():
         raise ConfigurationError(f"{store.url} is there already, and not empty; export to another place")
-    is_new = not store.at("..").exists(posixpath.basename(store.path))
+    is_new = name not in (*above.directories, *above.links)
     store.make()
     try:
         yield store
