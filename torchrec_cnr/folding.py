@@ -7,8 +7,9 @@ checkpoint holds whole is not read from older ones. One that was folded out of s
 shards that overlap; a manifest cannot show that these hold every row, so it is seen to while they are read.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from torchrec_cnr.lineage import Checkpoint, Lineage
 from torchrec_cnr.manifest import DTYPES, Blob, Manifest, RowBlock, Shard, TensorEntry, name_of
 from torchrec_cnr.packs import PackReader
 from torchrec_cnr.regions import Block, Region
-from torchrec_cnr.rows import CodedRows, Rows, decode_rows
+from torchrec_cnr.rows import Box, CodedRows, Rows, decode_rows
 from torchrec_cnr.schemes import exact_row_bytes
 from torchrec_cnr.stores import Bytes
 
@@ -58,17 +59,44 @@ def plan_fold(lineage: Lineage, regions: Sequence[Region]) -> list[CheckpointRea
     Raises:
         DamagedError: A checkpoint lacks a tensor that its child has a delta of.
     """
-    plans: list[CheckpointReads] = []
-    wanted = list(regions)
-    for checkpoint in reversed(lineage.checkpoints):
-        reads: dict[str, _BlobRead] = {}
-        for region in wanted:
-            _add_reads(reads, region, continued(checkpoint, lineage.newest, region.fqn))
-        plans.append(CheckpointReads(checkpoint, _row_blocks(checkpoint.manifest, reads.values()), reads))
-        wanted = [region for region in wanted if not checkpoint.manifest.tensors[region.fqn].is_whole]
-        if not wanted:
-            break
-    return plans[::-1]
+    reads: dict[int, dict[str, _BlobRead]] = {len(lineage.checkpoints) - 1: {}}
+    for region in regions:
+        for number, entry in held(lineage.checkpoints, region.fqn):
+            _add_reads(reads.setdefault(number, {}), region, entry)
+    plans = []
+    for number, wanted in sorted(reads.items()):
+        checkpoint = lineage.checkpoints[number]
+        plans.append(CheckpointReads(checkpoint, _row_blocks(checkpoint.manifest, wanted.values()), wanted))
+    return plans
+
+
+def held(run: Sequence[Checkpoint], fqn: str) -> Iterator[tuple[int, TensorEntry]]:
+    """What a tensor of the newest checkpoint is folded out of, newest first.
+
+    That ends with the first checkpoint that holds it whole. A manifest cannot tell that of a tensor that several
+    checkpoints were folded into; but if the next older one does not have that tensor, it was new in one of those.
+
+    Args:
+        run: Checkpoints of one lineage, oldest first, each the parent of the next.
+        fqn: The tensor.
+
+    Yields:
+        The number of the checkpoint, and its entry.
+
+    Raises:
+        DamagedError: A checkpoint lacks the tensor, or has it otherwise, and its child has a delta of it.
+    """
+    above: Checkpoint | None = None
+    for number in reversed(range(len(run))):
+        entry = run[number].manifest.tensors.get(fqn)
+        if entry is None or not _is_same(run[number], entry, run[-1], fqn):
+            if above is not None and above.is_compacted:
+                return
+            _refuse(run[number], entry, run[-1], fqn)
+        yield number, entry
+        if entry.is_whole:
+            return
+        above = run[number]
 
 
 def _row_blocks(manifest: Manifest, reads: Iterable[_BlobRead]) -> dict[str, RowBlock]:
@@ -81,18 +109,21 @@ def _row_blocks(manifest: Manifest, reads: Iterable[_BlobRead]) -> dict[str, Row
     return {key: block for block, key in keys.items()}
 
 
-def continued(checkpoint: Checkpoint, newest: Checkpoint, fqn: str) -> TensorEntry:
-    """A checkpoint's entry of a tensor, which must be the one that the newest checkpoint has, but for its shards."""
-    entry, head = checkpoint.manifest.tensors.get(fqn), newest.manifest.tensors[fqn]
+def _refuse(checkpoint: Checkpoint, entry: TensorEntry | None, newest: Checkpoint, fqn: str) -> NoReturn:
+    url, head = checkpoint.store.url, newest.store.url
     if entry is None:
-        raise DamagedError(f"{checkpoint.store.url}: no tensor {fqn!r}, of which {newest.store.url} holds a delta")
-    old = (entry.dtype, entry.is_table, entry.table, _logical_size(checkpoint, entry))
-    new = (head.dtype, head.is_table, head.table, _logical_size(newest, head))
-    if old != new:
-        raise DamagedError(
-            f"{checkpoint.store.url}: tensor {fqn!r} is {old}, and {new} in {newest.store.url}, which is a delta of it"
-        )
-    return entry
+        raise DamagedError(f"{url}: no tensor {fqn!r}, of which {head} holds a delta")
+    old, new = _nature(checkpoint, entry), _nature(newest, newest.manifest.tensors[fqn])
+    raise DamagedError(f"{url}: tensor {fqn!r} is {old}, and {new} in {head}, which is a delta of it")
+
+
+def _is_same(checkpoint: Checkpoint, entry: TensorEntry, newest: Checkpoint, fqn: str) -> bool:
+    return _nature(checkpoint, entry) == _nature(newest, newest.manifest.tensors[fqn])
+
+
+def _nature(checkpoint: Checkpoint, entry: TensorEntry) -> tuple[object, ...]:
+    """What must not change from a checkpoint to a delta of it."""
+    return entry.dtype, entry.is_table, entry.table, _logical_size(checkpoint, entry)
 
 
 def _logical_size(checkpoint: Checkpoint, entry: TensorEntry) -> tuple[int, ...]:
@@ -114,14 +145,22 @@ def _add_reads(reads: dict[str, _BlobRead], region: Region, entry: TensorEntry) 
                 reads[key] = _BlobRead(blob, entry, shard, rows, (*regions, region), index if entry.folded else 0)
 
 
-def fold(plans: Sequence[CheckpointReads], regions: Sequence[Region], thread_count: int) -> None:
+def fold(
+    plans: Sequence[CheckpointReads], regions: Sequence[Region], thread_count: int, are_complete: bool = True
+) -> None:
     """Execute a plan.
+
+    Args:
+        plans: For each checkpoint, oldest first, what is read of it.
+        regions: What it was planned for.
+        thread_count: Threads that read.
+        are_complete: Whether all rows must be found; not where a delta is looked at by itself.
 
     Raises:
         DamagedError: Bytes are not what was committed; the targets hold a mixture of old and new values.
         StoreError: A pack cannot be read.
     """
-    coverages = _coverages(plans, regions)
+    coverages = _coverages(plans, regions) if are_complete else {}
     for plan in plans:
         store, manifest = plan.checkpoint.store, plan.checkpoint.manifest
         packs = PackReader(store, manifest.packs, thread_count)
@@ -137,7 +176,7 @@ def fold(plans: Sequence[CheckpointReads], regions: Sequence[Region], thread_cou
     for region in regions:
         hole = coverages[id(region)].first_hole() if id(region) in coverages else None
         if hole is not None:
-            url = plans[0].checkpoint.store.url
+            url = plans[-1].checkpoint.store.url
             raise DamagedError(f"{url}: tensor '{region.fqn}': row {hole} is nowhere stored; use another checkpoint")
         region.finish()
 
@@ -152,16 +191,19 @@ def _turns(reads: Mapping[str, _BlobRead]) -> list[list[tuple[str, Blob]]]:
 
 
 def _coverages(plans: Sequence[CheckpointReads], regions: Sequence[Region]) -> dict[int, Coverage]:
-    """What is stored of each region whose tensor a baseline has folded; if it is not, it is known to be whole."""
-    found: dict[int, Coverage] = {}
-    if not plans or plans[0].checkpoint.manifest.parent is not None:  # deltas looked at by themselves
-        return found
-    for region in regions:
-        entries = [plan.checkpoint.manifest.tensors.get(region.fqn) for plan in plans]
-        if entries and entries[0] and entries[0].folded is not None:
-            shards = (shard for entry in entries if entry for shard in entry.shards if shard.blobs)
-            found[id(region)] = Coverage(region.box, (shard.table_box or shard.box for shard in shards))
-    return found
+    """What is stored of the regions of tensors that no manifest shows to be whole."""
+    oldest: dict[int, TensorEntry] = {}
+    boxes: dict[int, list[Box]] = {}
+    for plan in plans:
+        for read in plan.reads.values():
+            for region in read.regions:
+                oldest.setdefault(id(region), read.entry)
+                boxes.setdefault(id(region), []).append(read.shard.table_box or read.shard.box)
+    return {
+        id(region): Coverage(region.box, boxes.get(id(region), ()))
+        for region in regions
+        if id(region) not in oldest or not oldest[id(region)].is_whole
+    }
 
 
 class RowNumbers:

@@ -97,7 +97,7 @@ def _decode(checkpoint: Checkpoint, thread_count: int, advance: Advance) -> tupl
         regions = [_Discarded(fqn, whole_box(checkpoint.manifest, fqn), advance) for fqn in fqns]
         try:
             plans = plan_fold(Lineage((checkpoint,)), regions)
-            fold(plans, regions, thread_count)
+            fold(plans, regions, thread_count, are_complete=checkpoint.manifest.parent is None)
             decoded.update(key for plan in plans for key in (*plan.reads, *plan.row_blocks))
             advance(sum(block.blob.num_bytes for plan in plans for block in plan.row_blocks.values() if block.blob))
         except (DamagedError, StoreError) as error:

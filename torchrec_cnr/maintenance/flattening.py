@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from torchrec_cnr.folding import continued
+from torchrec_cnr.folding import held
 from torchrec_cnr.lineage import Checkpoint
 from torchrec_cnr.manifest import Blob, Pack, Shard, TensorEntry
 from torchrec_cnr.renumbering import Renumbering
@@ -44,16 +44,13 @@ def flatten(run: Sequence[Checkpoint]) -> Flat:
     """
     newest = run[-1]
     numbering = _Numbering(newest)
-    renumbered = [(checkpoint, Renumbering(partial(numbering.blob, checkpoint))) for checkpoint in run]
-    in_newest = renumbered[-1][1]
+    renumbered = [Renumbering(partial(numbering.blob, checkpoint)) for checkpoint in run]
+    in_newest = renumbered[-1]
     tensors = {}
     for fqn, head in newest.manifest.tensors.items():
         shards: list[Shard] = []
-        for checkpoint, new in reversed(renumbered):
-            entry = continued(checkpoint, newest, fqn)
-            shards[:0] = [new.shard(shard) for shard in entry.shards if shard.blobs]
-            if entry.is_whole:
-                break
+        for number, entry in held(run, fqn):
+            shards[:0] = [renumbered[number].shard(shard) for shard in entry.shards if shard.blobs]
         is_folded = not head.is_whole
         tensors[fqn] = replace(head, shards=tuple(shards), folded=head.places) if is_folded else in_newest.tensor(head)
     objects = {fqn: in_newest.blob(blob) for fqn, blob in newest.manifest.objects.items()}
