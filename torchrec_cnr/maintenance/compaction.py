@@ -19,7 +19,7 @@ from torchrec_cnr.errors import CheckpointNotFoundError, ConfigurationError
 from torchrec_cnr.lineage import Checkpoint, read_lineage
 from torchrec_cnr.maintenance.flattening import Flat, flatten
 from torchrec_cnr.maintenance.liveness import live_rows, pieces_of, windows
-from torchrec_cnr.manifest import Pack
+from torchrec_cnr.manifest import Pack, RowBlock
 from torchrec_cnr.packs import PackReader
 from torchrec_cnr.stores import Store
 
@@ -220,15 +220,15 @@ def _uses(flat: Flat, num_live: Mapping[PieceKey, int]) -> tuple[PackUse, ...]:
     live = [float(pack.header_bytes) for pack in flat.packs]
     for blob in flat.objects.values():
         live[blob.pack] += blob.num_bytes
-    row_shares: dict[int, float] = {}  # row numbers are shared by a table and its state: they live while any does
+    row_shares: dict[RowBlock, float] = {}  # shared by a table and its state: they live while any does
     for fqn, entry in flat.tensors.items():
         for piece in pieces_of(fqn, entry):
             share = num_live.get((fqn, piece.shard, piece.number), piece.rows.num_rows) / piece.rows.num_rows
             live[piece.blob.pack] += share * piece.blob.num_bytes
             if piece.rows.blob is not None:
-                more = max(0.0, share - row_shares.get(id(piece.rows), 0.0))
-                row_shares[id(piece.rows)] = share + more
-                live[piece.rows.blob.pack] += more * piece.rows.blob.num_bytes
+                before = row_shares.get(piece.rows, 0.0)
+                row_shares[piece.rows] = max(before, share)
+                live[piece.rows.blob.pack] += (row_shares[piece.rows] - before) * piece.rows.blob.num_bytes
     uses = zip(flat.packs, live, flat.written_ns, strict=True)
     return tuple(PackUse(pack, round(num_bytes), written_ns) for pack, num_bytes, written_ns in uses)
 

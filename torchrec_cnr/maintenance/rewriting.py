@@ -23,6 +23,7 @@ from torchrec_cnr.maintenance.moving import BlobCache, CodedBlock, Group
 from torchrec_cnr.maintenance.replacing import replace_manifest
 from torchrec_cnr.manifest import DTYPES, Blob, Pack, RowBlock, RowSet, Shard, TensorEntry
 from torchrec_cnr.packs import PACK_BYTES, PackReader, PackWriter, check_pack_bytes
+from torchrec_cnr.renumbering import Renumbering
 from torchrec_cnr.rows import Box, encode_rows
 from torchrec_cnr.stores import Bytes
 
@@ -87,8 +88,9 @@ def execute(
     save_id = uuid.uuid4().hex[:16]
     rewriter = _Rewriter(plan, save_id, thread_count, pack_bytes, progress)
     try:
+        rewriter.copy_blobs()
         tensors = {fqn: rewriter.tensor(fqn, entry) for fqn, entry in plan.flat.tensors.items()}
-        objects = {fqn: rewriter.blob(f"object '{fqn}'", blob) for fqn, blob in plan.flat.objects.items()}
+        objects = {fqn: rewriter.blob(blob) for fqn, blob in plan.flat.objects.items()}
         replace_manifest(plan, save_id, tensors, objects, *rewriter.finish())
     except BaseException:
         rewriter.discard()
@@ -129,43 +131,51 @@ class _Rewriter:
         self._packs = PackWriter(self._store, f"{save_id}-0", thread_count, pack_bytes)
         self._kinds: list[_Kind] = []
         self._row_blocks: dict[tuple[_Kind, bytes], RowBlock] = {}
-        self._row_sets: dict[tuple[int, ...], RowSet] = {}
-        self._moving = self._blocks_to_move()
+        self._row_sets: dict[RowSet, RowSet] = {}
+        self._copied: dict[Blob, Blob] = {}
 
-    def _blocks_to_move(self) -> set[int]:
-        """Coded blocks of row numbers, by id, of which any part is in a victim: all that share one are moved."""
-        victims = self._plan.victims
-        return {
-            id(rows)
-            for entry in self._plan.flat.tensors.values()
-            if entry.folded is not None
-            for shard in entry.shards
-            for rows, blob in zip(shard.rows.blocks, shard.blobs, strict=True)
-            if rows.blob is not None and (rows.blob.pack in victims or blob.pack in victims)
-        }
+    def copy_blobs(self) -> None:
+        """Copy what victims hold that stays as it is: tensors that are not folded, objects, row numbers of others."""
+        flat, victims = self._plan.flat, self._plan.victims
+        wanted = {f"object '{fqn}'": blob for fqn, blob in flat.objects.items()}
+        for fqn, entry in flat.tensors.items():
+            for piece in pieces_of(fqn, entry):
+                if entry.folded is None:
+                    wanted[piece.key] = piece.blob
+                elif piece.rows.blob is not None and self._stays(piece):
+                    wanted[f"rows of {piece.key}"] = piece.rows.blob
+        names = {blob: key for key, blob in wanted.items() if blob.pack in victims}
+        for key, data in self._reader.read((key, blob) for blob, key in names.items()):
+            blob = wanted[key]
+            # A copy of its own: what was read is a view of all that was read with it.
+            self._copied[blob] = self._add(self._kind_of[blob.pack], key, data.copy())
 
-    def _moves(self, piece: Piece) -> bool:
-        return piece.blob.pack in self._plan.victims or id(piece.rows) in self._moving
+    def blob(self, blob: Blob) -> Blob:
+        """Where a blob that stays as it is will lie."""
+        return self._copied.get(blob, blob)
+
+    def _stays(self, piece: Piece) -> bool:
+        """Whether the rows of a folded tensor's piece stay where they are."""
+        is_live = self._plan.num_live[piece.fqn, piece.shard, piece.number] > 0
+        return is_live and piece.blob.pack not in self._plan.victims
 
     def tensor(self, fqn: str, entry: TensorEntry) -> TensorEntry:
         """A tensor, with new shards for what is moved."""
         if entry.folded is None:
-            blobs = {id(piece.blob): self.blob(piece.key, piece.blob) for piece in pieces_of(fqn, entry)}
-            shards = (replace(shard, blobs=tuple(blobs[id(blob)] for blob in shard.blobs)) for shard in entry.shards)
-            return replace(entry, shards=tuple(shards))
+            return Renumbering(self.blob).tensor(entry)
         pieces = pieces_of(fqn, entry)
-        taken = self._taken(fqn, entry, [piece for piece in pieces if self._moves(piece)])
+        taken = self._taken(fqn, entry, [piece for piece in pieces if piece.blob.pack in self._plan.victims])
         new = list({id(shard): shard for shard in taken.values()}.values())
         for window in windows(self._plan.flat.row_space(entry)) if new else ():
             self._move_window(fqn, pieces, window, taken)
         for shard in new:
             self._write(fqn, shard, shard.group.flush())
-        return replace(entry, shards=tuple(self._shards(fqn, entry, pieces, new)))
+        return replace(entry, shards=tuple(self._shards(entry, pieces, new)))
 
     def _move_window(self, fqn: str, pieces: Sequence[Piece], window: Box, taken: Mapping[int, _Moved]) -> None:
         found: dict[int, tuple[_Moved, list[LiveRows]]] = {}
         for live in live_rows(pieces, window, self._reader, f"{self._where}: tensor {fqn!r}", is_filled=False):
-            if len(live.rows) and self._moves(live.piece):
+            if len(live.rows) and live.piece.blob.pack in self._plan.victims:
                 shard = taken[live.piece.shard]
                 found.setdefault(id(shard), (shard, []))[1].append(live)
         for shard, rows in found.values():
@@ -220,37 +230,28 @@ class _Rewriter:
         self._kinds.append(kind)
         return Blob(len(self._plan.flat.packs), self._packs.add(name, "uint8", data.shape, data, *kind), data.nbytes, 0)
 
-    def blob(self, key: str, blob: Blob) -> Blob:
-        """A blob as it is, elsewhere if its pack is a victim."""
-        if blob.pack not in self._plan.victims:
-            return blob
-        ((_, data),) = self._reader.read([(key, blob)])
-        return self._add(self._kind_of[blob.pack], key, data.copy())
-
-    def _shards(
-        self, fqn: str, entry: TensorEntry, pieces: Sequence[Piece], moved: Sequence[_Moved]
-    ) -> Iterator[Shard]:
+    def _shards(self, entry: TensorEntry, pieces: Sequence[Piece], moved: Sequence[_Moved]) -> Iterator[Shard]:
         """Old shards without what is dead or was moved, and each new one behind the last that it took rows from."""
-        by_shard: dict[int, list[Piece]] = {}
+        stay: dict[int, list[Piece]] = {}
         for piece in pieces:
-            is_live = self._plan.num_live[fqn, piece.shard, piece.number] > 0
-            if is_live and not self._moves(piece):
-                by_shard.setdefault(piece.shard, []).append(piece)
+            if self._stays(piece):
+                stay.setdefault(piece.shard, []).append(piece)
         for index, shard in enumerate(entry.shards):
-            kept = by_shard.get(index, [])
-            if len(kept) == len(shard.blobs):
-                yield shard
-            elif kept:
-                rows = self._row_set([piece.rows for piece in kept])
-                yield replace(shard, rows=rows, blobs=tuple(piece.blob for piece in kept))
+            if index in stay:
+                rows = self._row_set([self._rows(piece.rows) for piece in stay[index]])
+                yield replace(shard, rows=rows, blobs=tuple(piece.blob for piece in stay[index]))
             for new in moved:
                 if new.behind == index and new.blocks:
                     rows = self._row_set([rows for rows, _ in new.blocks])
                     yield replace(new.group.shard, rows=rows, blobs=tuple(blob for _, blob in new.blocks))
 
+    def _rows(self, rows: RowBlock) -> RowBlock:
+        return rows if rows.blob is None else replace(rows, blob=self.blob(rows.blob))
+
     def _row_set(self, blocks: Sequence[RowBlock]) -> RowSet:
         """One object for shards that share all blocks."""
-        return self._row_sets.setdefault(tuple(map(id, blocks)), RowSet(tuple(blocks)))
+        rows = RowSet(tuple(blocks))
+        return self._row_sets.setdefault(rows, rows)
 
     def finish(self) -> tuple[tuple[Pack, ...], tuple[Blob, ...]]:
         """Write what is left: all new packs and blobs."""
