@@ -152,7 +152,8 @@ def decode_rows(coded: CodedRows, num_rows: int, where: str) -> Rows:
     """
     if coded.coding == "bitmap":
         bits = np.frombuffer(_decompress(coded.data, (coded.span + 7) // 8, where), dtype=np.uint8)
-        rows = np.flatnonzero(np.unpackbits(bits, bitorder="little")).astype(np.int64, copy=False)
+        mask = np.unpackbits(bits, bitorder="little").view(np.bool_)  # several times as fast as numbers
+        rows = np.flatnonzero(mask).astype(np.int64, copy=False)
     else:
         width = _gap_width(coded.span)
         planes = np.frombuffer(_decompress(coded.data, width * (num_rows - 1), where), dtype=np.uint8)
