@@ -46,11 +46,7 @@ class Coverage:
     def first_hole(self) -> int | None:
         """The first row of the tensor that is not covered in all columns, or None."""
         whole = self._covered.all(axis=0)
-        return None if whole.all() else self._first_row + int(np.argmin(whole))
-
-    @property
-    def _first_row(self) -> int:
-        return self._box.offsets[0] if self._box.offsets else 0
+        return None if whole.all() else self._box.first_row + int(np.argmin(whole))
 
     def _ranges(self, box: Box) -> slice:
         start, stop = _columns(box)
@@ -58,7 +54,7 @@ class Coverage:
         return slice(int(first), int(last))
 
     def _own(self, box: Box, rows: Rows | slice) -> Rows | slice:
-        shift = (box.offsets[0] if box.offsets else 0) - self._first_row
+        shift = box.first_row - self._box.first_row
         if not isinstance(rows, slice):
             return rows + shift
         return slice(max(0, rows.start + shift), max(0, min(rows.stop + shift, self._box.num_rows)))

@@ -45,6 +45,11 @@ class Box:
         return cls((0,) * len(size), tuple(size))
 
     @property
+    def first_row(self) -> int:
+        """First index of the first dimension; 0 for a scalar."""
+        return self.offsets[0] if self.offsets else 0
+
+    @property
     def num_rows(self) -> int:
         """Size of the first dimension; a scalar counts as one row."""
         return self.sizes[0] if self.sizes else 1

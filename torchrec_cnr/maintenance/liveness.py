@@ -17,7 +17,7 @@ from torchrec_cnr.manifest import Blob, RowBlock, TensorEntry, name_of
 from torchrec_cnr.packs import PackReader
 from torchrec_cnr.rows import Box, Rows
 
-WINDOW_ROWS = 1 << 22  # worked on at once: a byte each, and 8 for each stored row's number
+WINDOW_ROWS = 1 << 21  # looked at at once: a byte for each range of columns
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,14 +67,22 @@ def pieces_of(fqn: str, entry: TensorEntry) -> list[Piece]:
             fqn, index, number, shard.table_box or shard.box, rows, blob, f"{name_of(fqn, entry, index)} block {number}"
         )
         for index, shard in enumerate(entry.shards)
+        if shard.blobs  # there are none where there are no columns
         for number, (rows, blob) in enumerate(zip(shard.rows.blocks, shard.blobs, strict=True))
     ]
 
 
-def windows(size: Sequence[int]) -> Iterator[Box]:
-    """Boxes of rows that a tensor of this size is worked on in."""
-    for start in range(0, size[0], WINDOW_ROWS):
-        yield Box((start, *(0 for _ in size[1:])), (min(WINDOW_ROWS, size[0] - start), *size[1:]))
+def windows(size: tuple[int, ...], num_parts: int = 1) -> Iterator[Box]:
+    """Boxes of rows that a tensor of this size is worked on in.
+
+    Args:
+        size: Of the tensor.
+        num_parts: How many numbers are kept of a row: the more, the fewer rows are in a window.
+    """
+    whole = Box.whole(size)
+    num_rows = max(1, WINDOW_ROWS // num_parts)
+    for start in range(0, whole.num_rows, num_rows):
+        yield Box((start, *whole.offsets[1:]), (min(num_rows, whole.num_rows - start), *whole.sizes[1:]))
 
 
 def live_rows(
@@ -99,13 +107,13 @@ def live_rows(
         rows = numbers.of(piece.rows)
         if rows is None:
             rows = np.arange(piece.rows.first, piece.rows.first + piece.rows.span)
-        shift = piece.place.offsets[0] - window.offsets[0]
-        positions = np.flatnonzero((rows + shift >= 0) & (rows + shift < window.num_rows))
-        own = rows[positions]
+        first = window.first_row - piece.place.first_row
+        start, stop = np.searchsorted(rows, (first, first + window.num_rows))
+        own = rows[start:stop]
         covered = coverage.parts(piece.place, own)
         live = np.flatnonzero(~covered.all(axis=0))
         coverage.add(piece.place, own)
-        yield LiveRows(piece, positions[live], own[live], bool(covered[:, live].any()))
+        yield LiveRows(piece, start + live, own[live], bool(covered[:, live].any()))
     hole = coverage.first_hole() if is_filled else None
     if hole is not None:
         raise DamagedError(f"{where}: row {hole} is nowhere stored; use another checkpoint")
@@ -119,5 +127,5 @@ def _row_numbers(pieces: Sequence[Piece], reader: PackReader, where: str) -> Row
 
 
 def _overlaps(piece: Piece, window: Box) -> bool:
-    first = piece.place.offsets[0] + piece.rows.first
-    return first < window.offsets[0] + window.num_rows and first + piece.rows.span > window.offsets[0]
+    first = piece.place.first_row + piece.rows.first
+    return first < window.first_row + window.num_rows and first + piece.rows.span > window.first_row

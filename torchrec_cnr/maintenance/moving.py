@@ -5,7 +5,7 @@ memory at a time is bounded whatever the size of the tables: the row numbers of 
 for each such group, and the blobs that it is filled from, which are read again if too many of them are needed at once.
 """
 
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -63,7 +63,10 @@ def joined(blocks: Sequence[CodedBlock]) -> CodedBlock:
 
 
 class BlobCache:
-    """Verified blobs, kept from one use to the next; those used longest ago are dropped if they are too many.
+    """Verified blobs, kept from one use to the next as long as there is room.
+
+    A use goes through its blobs once, and the next one through most of them again. What is kept for other uses makes
+    room, therefore, oldest first, but nothing that this use has kept: the next one would miss all of it.
 
     Args:
         reader: Reads them.
@@ -73,20 +76,26 @@ class BlobCache:
     def __init__(self, reader: PackReader, max_bytes: int = CACHE_BYTES) -> None:
         self._reader = reader
         self._max_bytes = max_bytes
-        self._kept: OrderedDict[int, Bytes] = OrderedDict()
+        self._kept: dict[int, Bytes] = {}
 
     def blobs(self, pieces: Sequence[Piece], next_row: int) -> Iterator[tuple[Piece, Bytes]]:
         """Each piece and its bytes, in any order; kept are those that may have ``next_row`` or one behind it."""
         kept = [(piece, self._kept.pop(id(piece))) for piece in pieces if id(piece) in self._kept]
+        others = deque(self._kept)
         missing = {piece.key: piece for piece in pieces if all(piece is not other for other, _ in kept)}
         read = self._reader.read((key, piece.blob) for key, piece in missing.items())
         for piece, data in chain(kept, ((missing[key], data) for key, data in read)):
             yield piece, data
             if piece.rows.first + piece.rows.span > next_row:
-                # A copy of its own: what was read is a view of all that was read with it.
-                self._kept[id(piece)] = data if data.base is None else data.copy()
-        while sum(data.nbytes for data in self._kept.values()) > self._max_bytes:
-            self._kept.popitem(last=False)
+                self._keep(piece, data, others)
+
+    def _keep(self, piece: Piece, data: Bytes, others: deque[int]) -> None:
+        room = self._max_bytes - sum(blob.nbytes for blob in self._kept.values())
+        while others and room < data.nbytes:
+            room += self._kept.pop(others.popleft()).nbytes
+        if room >= data.nbytes:
+            # A copy of its own: what was read is a view of all that was read with it.
+            self._kept[id(piece)] = data if data.base is None else data.copy()
 
 
 @dataclass(eq=False)
@@ -107,16 +116,26 @@ class Group:
     cache: BlobCache
     waiting: list[CodedBlock] = field(default_factory=list)
 
+    @property
+    def num_waiting(self) -> int:
+        """Rows that wait."""
+        return sum(map(len, self.waiting))
+
+    @property
+    def fill(self) -> float:
+        """What part of a block they are."""
+        return self.num_waiting / self.block_rows
+
     def add(self, found: Sequence[LiveRows]) -> Iterator[CodedBlock]:
         """Take the rows of a window, all behind those of the window before; yields blocks that are full."""
         rows = np.concatenate([live.rows for live in found])
         order = np.argsort(rows, kind="stable")
         rows, start = rows[order], 0
         while start < len(rows):
-            stop = min(len(rows), start + self.block_rows - sum(map(len, self.waiting)))
+            stop = min(len(rows), start + self.block_rows - self.num_waiting)
             self.waiting.append(self._gathered(found, rows[start:stop]))
             start = stop
-            if sum(map(len, self.waiting)) == self.block_rows:
+            if self.num_waiting == self.block_rows:
                 yield from self.flush()
 
     def flush(self) -> Iterator[CodedBlock]:

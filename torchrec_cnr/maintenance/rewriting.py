@@ -19,7 +19,7 @@ from torchrec_cnr.leases import leased
 from torchrec_cnr.lineage import Checkpoint, read_checkpoint
 from torchrec_cnr.maintenance.compaction import MAX_RATIO, CompactionPlan, plan_compaction
 from torchrec_cnr.maintenance.liveness import LiveRows, Piece, live_rows, pieces_of, windows
-from torchrec_cnr.maintenance.moving import BlobCache, CodedBlock, Group
+from torchrec_cnr.maintenance.moving import CACHE_BYTES, BlobCache, CodedBlock, Group
 from torchrec_cnr.maintenance.replacing import replace_manifest
 from torchrec_cnr.manifest import DTYPES, Blob, Pack, RowBlock, RowSet, Shard, TensorEntry
 from torchrec_cnr.packs import PACK_BYTES, PackReader, PackWriter, check_pack_bytes
@@ -29,7 +29,7 @@ from torchrec_cnr.stores import Bytes
 
 logger = logging.getLogger(__name__)
 
-_MAX_SOURCES = 16  # shards whose rows go into one: each may need a blob in memory
+_MAX_WAITING = 6  # of a tensor's blocks that are being filled, counted in full ones
 
 Progress = Callable[[int, int], None]
 _Kind = tuple[int, int]  # of rows: their heat, and the logarithm of their age
@@ -102,12 +102,22 @@ def execute(
 
 @dataclass(eq=False)
 class _Moved:
-    """A new shard: what it is like, what was written of it, and the last shard that it takes rows from."""
+    """A new shard: what it is like, the last shard that it takes rows from, their blobs' sizes, what was written."""
 
     group: Group
     kind: _Kind
-    behind: int
+    behind: int = 0
+    source_bytes: int = 0
     blocks: list[tuple[RowBlock, Blob]] = field(default_factory=list)
+
+    @property
+    def box(self) -> Box:
+        """Where it lies; for row-wise optimizer state, in its table."""
+        return self.group.shard.table_box or self.group.shard.box
+
+    def ends_within(self, window: Box) -> bool:
+        """Whether windows behind this one have no rows of it."""
+        return self.box.first_row + self.box.num_rows <= window.first_row + window.num_rows
 
 
 class _Rewriter:
@@ -166,10 +176,12 @@ class _Rewriter:
         pieces = pieces_of(fqn, entry)
         taken = self._taken(fqn, entry, [piece for piece in pieces if piece.blob.pack in self._plan.victims])
         new = list({id(shard): shard for shard in taken.values()}.values())
-        for window in windows(self._plan.flat.row_space(entry)) if new else ():
+        num_parts = len({shard.box.offsets[1:] for shard in new})  # of a row, in shards of other columns
+        for window in windows(self._plan.flat.row_space(entry), num_parts) if new else ():
             self._move_window(fqn, pieces, window, taken)
-        for shard in new:
-            self._write(fqn, shard, shard.group.flush())
+            for shard in new:
+                if shard.ends_within(window):
+                    self._write(fqn, shard, shard.group.flush())
         return replace(entry, shards=tuple(self._shards(entry, pieces, new)))
 
     def _move_window(self, fqn: str, pieces: Sequence[Piece], window: Box, taken: Mapping[int, _Moved]) -> None:
@@ -180,25 +192,31 @@ class _Rewriter:
                 found.setdefault(id(shard), (shard, []))[1].append(live)
         for shard, rows in found.values():
             self._write(fqn, shard, shard.group.add(rows))
+            self._limit_waiting(fqn, taken)
+
+    def _limit_waiting(self, fqn: str, taken: Mapping[int, _Moved]) -> None:
+        """Write the fullest block before it is full where many are being filled."""
+        groups = {id(shard.group): shard for shard in taken.values()}
+        fullest = max(groups.values(), key=lambda shard: shard.group.fill)
+        if sum(shard.group.fill for shard in groups.values()) > _MAX_WAITING:
+            self._write(fqn, fullest, fullest.group.flush())
 
     def _taken(self, fqn: str, entry: TensorEntry, pieces: Sequence[Piece]) -> dict[int, _Moved]:
-        """Which new shard takes the rows of each old one, by the old one's index."""
+        """Which new shard takes the rows of each old one, by the old one's index: at any time, each needs a blob."""
         cache = BlobCache(self._reader)
-        by_kind: dict[object, list[_Moved]] = {}
+        by_kind: dict[object, _Moved] = {}
         moved: dict[int, _Moved] = {}
-        num_sources: dict[int, int] = {}
         for piece in pieces:
             if piece.shard in moved:
                 continue
             shard, kind = entry.shards[piece.shard], self._kind_of[piece.blob.pack]
             is_partial = (fqn, piece.shard) in self._plan.partial
-            found = by_kind.setdefault(piece.shard if is_partial else (shard.place, shard.scheme, kind), [])
-            if not found or num_sources[id(found[-1])] == _MAX_SOURCES:
-                found.append(_Moved(Group(shard, entry.dtype, self._block_rows(entry, piece), cache), kind, 0))
-                num_sources[id(found[-1])] = 0
-            num_sources[id(found[-1])] += 1
-            found[-1].behind = max(found[-1].behind, piece.shard)
-            moved[piece.shard] = found[-1]
+            key = piece.shard if is_partial else (shard.place, shard.scheme, kind)
+            if key not in by_kind or by_kind[key].source_bytes + piece.blob.num_bytes > CACHE_BYTES:
+                by_kind[key] = _Moved(Group(shard, entry.dtype, self._block_rows(entry, piece), cache), kind)
+            moved[piece.shard] = by_kind[key]
+            moved[piece.shard].source_bytes += piece.blob.num_bytes
+            moved[piece.shard].behind = piece.shard
         return moved
 
     def _block_rows(self, entry: TensorEntry, piece: Piece) -> int:
