@@ -91,6 +91,11 @@ class Store:
         """The full name, protocol included where it is not the local file system."""
         return self.path if isinstance(self.fs, LocalFileSystem) else str(self.fs.unstrip_protocol(self.path))
 
+    @property
+    def is_local(self) -> bool:
+        """Whether it is on this machine's file systems."""
+        return isinstance(self.fs, LocalFileSystem)
+
     def at(self, path: str) -> "Store":
         """Another directory of the same file system, by a path relative to this one."""
         return Store(self.fs, posixpath.normpath(posixpath.join(self.path, path)), self.sync_files)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torchrec_cnr import manifest_json
-from torchrec_cnr.errors import CheckpointExistsError, LoadError, SaveError
+from torchrec_cnr.errors import CheckpointExistsError, CNRError, LoadError, SaveError
 from torchrec_cnr.lineage import Checkpoint
 from torchrec_cnr.maintenance.compaction import CompactionPlan
 from torchrec_cnr.manifest import Blob, CheckpointRef, History, Manifest, Pack, TensorEntry, replacement_name
@@ -14,15 +14,15 @@ from torchrec_cnr.renumbering import Renumbering
 from torchrec_cnr.version import __version__
 
 
-def replace_manifest(
+def replacement_of(
     plan: CompactionPlan,
     save_id: str,
     tensors: Mapping[str, TensorEntry],
     objects: Mapping[str, Blob],
     packs: Sequence[Pack],
     blobs: Sequence[Blob],
-) -> None:
-    """Commit.
+) -> bytes:
+    """The new manifest's file.
 
     Args:
         plan: The compaction.
@@ -33,9 +33,7 @@ def replace_manifest(
         blobs: New blobs, by number.
 
     Raises:
-        CheckpointExistsError: Another compaction was faster.
-        SaveError: The new manifest could not be read.
-        StoreError: It cannot be written.
+        SaveError: It could not be read.
     """
     newest = plan.newest
     places = _Places(plan.flat.packs, packs, blobs)
@@ -55,18 +53,45 @@ def replace_manifest(
         objects=new_objects,
     )
     manifest = replace(manifest, history=_history(plan, manifest))
-    name = replacement_name(newest.manifest_sha256)
     data, _ = manifest_json.dumps(manifest)
     try:
-        manifest_json.loads(data, f"{newest.store.url}/{name}")
+        manifest_json.loads(data, f"{newest.store.url}/{_name(newest)}")
     except LoadError as error:
         raise SaveError(f"nothing was compacted, because it could not be loaded again: {error}") from error
+    return data
+
+
+def commit(newest: Checkpoint, data: bytes, save_id: str) -> None:
+    """Put the new manifest's file.
+
+    Raises:
+        CheckpointExistsError: Another compaction was faster.
+        StoreError: It cannot be written.
+    """
     try:
-        newest.store.put_new(name, data, save_id)
+        newest.store.put_new(_name(newest), data, save_id)
     except CheckpointExistsError as error:
         raise CheckpointExistsError(
             f"{newest.store.url}: another compaction of it was faster; nothing was changed, and nothing is lost"
         ) from error
+
+
+def may_have_committed(newest: Checkpoint, save_id: str) -> bool:
+    """Whether a commit that raised may have taken effect, or may yet: then all files that it names must stay.
+
+    A local file system has linked the file or has not. Elsewhere, a request that seems to have failed may still arrive.
+    """
+    try:
+        if not newest.store.exists(_name(newest)):
+            return not newest.store.is_local
+        found, _ = manifest_json.loads(newest.store.read(_name(newest)), newest.store.url)
+    except CNRError:
+        return True
+    return found.save_id == save_id
+
+
+def _name(newest: Checkpoint) -> str:
+    return replacement_name(newest.manifest_sha256)
 
 
 def _ref(newest: Checkpoint, parent: Checkpoint) -> CheckpointRef:
