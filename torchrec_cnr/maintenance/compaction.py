@@ -20,7 +20,7 @@ from torchrec_cnr.lineage import Checkpoint, read_lineage
 from torchrec_cnr.maintenance.flattening import Flat, flatten
 from torchrec_cnr.maintenance.liveness import live_rows, pieces_of, windows
 from torchrec_cnr.manifest import Pack, RowBlock
-from torchrec_cnr.packs import PackReader
+from torchrec_cnr.packs import PackReader, check_thread_count
 from torchrec_cnr.stores import Store
 
 MAX_RATIO = 1.2
@@ -46,6 +46,11 @@ class PackUse:
     def dead_bytes(self) -> int:
         """What of it a load reads in vain, or never."""
         return self.pack.num_bytes - self.live_bytes
+
+    @property
+    def moved_bytes(self) -> int:
+        """What is copied if the pack is rewritten; of one without live rows, nothing."""
+        return self.live_bytes - self.pack.header_bytes
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,7 @@ class CompactionPlan:
     @property
     def moved_bytes(self) -> int:
         """What is copied."""
-        return sum(self.uses[number].live_bytes for number in self.victims)
+        return sum(self.uses[number].moved_bytes for number in self.victims)
 
     @property
     def bytes_after(self) -> int:
@@ -159,6 +164,7 @@ def plan_compaction(
     """
     if not max_ratio >= 1:
         raise ConfigurationError(f"'max_ratio' must be at least 1 (got {max_ratio})")
+    check_thread_count(thread_count)
     lineage = read_lineage(path).checkpoints
     parent, run = _split(lineage, since)
     flat = flatten(run)
@@ -189,7 +195,7 @@ def _split(
         return None, tuple(lineage)
     wanted = Store.open(since)
     for number, checkpoint in enumerate(lineage[:-1]):
-        if checkpoint.store.path == wanted.path:
+        if checkpoint.store.path == wanted.path and checkpoint.store.is_beside(wanted):
             return checkpoint, tuple(lineage[number + 1 :])
     raise CheckpointNotFoundError(
         f"{wanted.url} is not below {lineage[-1].store.url}; its lineage is "
@@ -234,18 +240,23 @@ def _uses(flat: Flat, num_live: Mapping[PieceKey, int]) -> tuple[PackUse, ...]:
 
 
 def _victims(plan: CompactionPlan, max_moved_bytes: float, self_contained: bool) -> frozenset[int]:
-    """The best packs to rewrite, until what is left is small enough, or enough is copied."""
+    """Packs without live rows, and the best others, until what is left is small enough, or enough is copied."""
     uses = plan.uses
-    victims = {number for number, use in enumerate(uses) if self_contained and use.pack.directory is not None}
+    victims = {
+        number
+        for number, use in enumerate(uses)
+        if use.moved_bytes == 0 or (self_contained and use.pack.directory is not None)
+    }
     excess = plan.bytes_before - plan.max_ratio * plan.live_bytes - sum(uses[number].dead_bytes for number in victims)
-    moved_bytes = sum(uses[number].live_bytes for number in victims)
-    for number in sorted(range(len(uses)), key=lambda number: -_merit(plan, uses[number])):
-        moved_bytes += uses[number].live_bytes
-        if excess <= 0 or (victims and moved_bytes > max_moved_bytes):
+    moved_bytes = sum(uses[number].moved_bytes for number in victims)
+    ranked = sorted((n for n in range(len(uses)) if n not in victims), key=lambda n: -_merit(plan, uses[n]))
+    for number in ranked:
+        if excess <= 0 or (moved_bytes and moved_bytes + uses[number].moved_bytes > max_moved_bytes):
             break
-        if number not in victims and uses[number].dead_bytes > 0:
+        if uses[number].dead_bytes > 0:
             victims.add(number)
             excess -= uses[number].dead_bytes
+            moved_bytes += uses[number].moved_bytes
     return frozenset(victims)
 
 
