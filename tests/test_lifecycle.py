@@ -39,6 +39,7 @@ POLICIES: Mapping[str, cnr.Policy] = {
     "Full": cnr.Full(),
     "OneShot": cnr.OneShot(),
     "Consecutive": cnr.Consecutive(),
+    "Compacted": cnr.Compacted(),
     "Intermittent": cnr.Intermittent(),
 }
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
