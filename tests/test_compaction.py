@@ -6,7 +6,7 @@ can be had in milliseconds. What jobs do with compacted checkpoints is in ``test
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -41,11 +41,14 @@ from torchrec_cnr import latest, load_table, packs, read_checkpoint
 from torchrec_cnr.errors import (
     DamagedError,
 )
+from torchrec_cnr.leases import is_lease
 from torchrec_cnr.lineage import Checkpoint, read_lineage
 from torchrec_cnr.maintenance import copying, liveness, moving
 from torchrec_cnr.maintenance.compaction import CompactionPlan, plan_compaction
+from torchrec_cnr.maintenance.liveness import pieces_of
 from torchrec_cnr.maintenance.rewriting import compact, execute
-from torchrec_cnr.manifest import RowBlock, RowSet
+from torchrec_cnr.manifest import Blob, RowBlock, RowSet
+from torchrec_cnr.packs import PackReader
 from torchrec_cnr.rows import Box
 from torchrec_cnr.schemes import Asymmetric, NoQuantization, Scheme
 
@@ -296,16 +299,46 @@ def test_moved_rows_keep_their_heat_and_age(tmp_path: Path) -> None:
 
 
 def test_progress_is_told(tmp_path: Path) -> None:
-    """From some bytes to nearly all."""
+    """From some bytes to nearly all; meanwhile the checkpoint is leased, which tells pruning to leave it alone."""
     run = Run(tmp_path, NoQuantization())
     run.save(4)
     told: list[tuple[int, int]] = []
+    leases: set[str] = set()
+
+    def listen(done: int, total: int) -> None:
+        told.append((done, total))
+        leases.update(name for name in run.newest.store.names() if is_lease(name))
+
     plan = plan_compaction(run.path, max_ratio=1.0)
-    execute(plan, pack_bytes=PACK_BYTES, progress=lambda done, total: told.append((done, total)))
+    execute(plan, pack_bytes=PACK_BYTES, progress=listen)
     assert [done for done, _ in told] == sorted({done for done, _ in told})
     assert all(done <= total for done, total in told)
     assert told[-1][0] == pytest.approx(told[-1][1], rel=0.02)
     assert told[0][1] == plan.moved_bytes
+    assert len(leases) == 1
+    assert leases.isdisjoint(run.newest.store.names())
+
+
+def test_blobs_are_kept_for_the_next_block(tmp_path: Path) -> None:
+    """If there is no room for all, some stay: the next block, which wants the same ones, reads only the others."""
+    a = hand_made.write(tmp_path / "a", {"t": whole(_values((400, 4), 1), True)}, block_bytes=1600)
+    pieces = pieces_of("t", a.manifest.tensors["t"])
+    assert [piece.blob.num_bytes for piece in pieces] == [1600] * 4
+    wanted: list[str] = []
+    reader = PackReader(a.store, a.manifest.packs, 1)
+
+    def read(blobs: Iterable[tuple[str, Blob]]) -> Iterator[tuple[str, Any]]:
+        blobs = list(blobs)
+        wanted.extend(key for key, _ in blobs)
+        yield from PackReader.read(reader, blobs)
+
+    with mock.patch.object(reader, "read", read):
+        cache = moving.BlobCache(reader, max_bytes=3200)
+        uses = [(pieces[:3], 0, 3), (pieces[:3], 0, 1), (pieces[1:], 0, 2), (pieces[1:], 400, 1)]
+        for part, next_row, num_reads in uses:
+            wanted.clear()
+            assert {piece.key for piece, _ in cache.blobs(part, next_row)} == {piece.key for piece in part}
+            assert len(wanted) == num_reads
 
 
 # What a lineage may hold
