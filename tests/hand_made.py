@@ -152,7 +152,8 @@ def _encode(writer: PackWriter, tensors: Mapping[str, Content]) -> _Encoded:
     sharing: dict[tuple[int, int], list[tuple[str, Part]]] = {}
     for fqn, part in parts:
         if part.rows is None:
-            found[id(part)] = write_all_rows(writer, _source(fqn, part))
+            all_rows, (shard,) = write_all_rows(writer, [_source(fqn, part)])
+            found[id(part)] = all_rows, shard
         else:
             sharing.setdefault((id(part.rows), part.heat), []).append((fqn, part))
     for members in sharing.values():

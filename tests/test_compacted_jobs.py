@@ -238,7 +238,7 @@ def test_a_job_goes_on_on_top_of_what_was_compacted(tmp_path: Path) -> None:
         cut = _save(job, tmp_path / str(number), planner)
     assert cnr.read_checkpoint(tmp_path / "5").parent == str(tmp_path / "4")
     plan = plan_compaction(tmp_path / "5", max_ratio=1.0)
-    assert {use.pack.heat for use in plan.uses} == {0, 1, 2}
+    assert {use.pack.heat for use in plan.uses} == {0, 1, 2, 3}
     compact(tmp_path / "5", max_ratio=1.0, pack_bytes=PACK_BYTES)
     assert remove_all_but(str(tmp_path / "5")) == ["5"]
     _assert_loads(tmp_path / "5", cut)

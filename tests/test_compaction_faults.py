@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ import torch
 from torch import Tensor
 
 from tests import hand_made
-from tests.hand_made import Content, Part, mask_of, some_rows, whole
+from tests.hand_made import mask_of, some_rows, whole
 from tests.lineages import PACK_BYTES, ROWS, Run, family, is_same, own_packs
-from torchrec_cnr import load_table, read_checkpoint
+from torchrec_cnr import load_table, manifest_json, read_checkpoint
 from torchrec_cnr.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -34,7 +35,6 @@ from torchrec_cnr.lineage import Checkpoint, read_lineage
 from torchrec_cnr.maintenance.compaction import plan_compaction
 from torchrec_cnr.maintenance.rewriting import compact, execute
 from torchrec_cnr.manifest import FILE_NAME
-from torchrec_cnr.rows import Box
 from torchrec_cnr.schemes import Asymmetric, NoQuantization
 from torchrec_cnr.stores import Store
 
@@ -146,20 +146,31 @@ def test_damage_of_what_is_dead_is_no_harm(tmp_path: Path) -> None:
 
 
 def test_rows_that_are_stored_nowhere_are_refused(tmp_path: Path) -> None:
-    """A baseline in parts that lacks a row neither loads nor is folded."""
-    box, values = Box((0, 0), (40, 4)), _values((40, 4), 1)
-    masks = [mask_of(range(0, 40, 2), 40), mask_of([row for row in range(1, 40, 2) if row != 7], 40)]
-    parts = tuple(Part(box, values, rows, heat=heat) for heat, rows in enumerate(masks))
-    a = hand_made.write(tmp_path / "a", {"t": Content((40, 4), parts, is_table=True)})
-    hand_made.write(tmp_path / "b", {"t": some_rows(values, [1, 2])}, parent=a)
-    for name in "ab":
-        with pytest.raises(DamagedError, match="row 7 is nowhere stored"):
+    """A compacted baseline that lacks rows neither loads nor is folded, until a delta has them."""
+    values = _values((40, 4), 1)
+    a = hand_made.write(tmp_path / "a", {fqn: whole(values, True) for fqn in "tu"})
+    hand_made.write(tmp_path / "b", {fqn: some_rows(values, [1, 2]) for fqn in "tu"}, parent=a)
+    b = compact(tmp_path / "b", max_ratio=2.0)
+    entry = b.manifest.tensors["t"]
+    assert len(entry.shards) == 2
+    tensors = {**b.manifest.tensors, "t": replace(entry, shards=entry.shards[1:])}
+    data, _ = manifest_json.dumps(replace(b.manifest, tensors=tensors))
+    (tmp_path / "b" / f"manifest-{b.manifest.replaces}.json").write_bytes(data)
+    hand_made.write(
+        tmp_path / "c", {fqn: some_rows(values, [0, 2]) for fqn in "tu"}, parent=read_checkpoint(b.store.url)
+    )
+    for name, row in (("b", 0), ("c", 3)):
+        with pytest.raises(DamagedError, match=f"row {row} is nowhere stored"):
             load_table(tmp_path / name, "t")
-        with pytest.raises(DamagedError, match="row 7 is nowhere stored"):
+        with pytest.raises(DamagedError, match=f"row {row} is nowhere stored"):
             compact(tmp_path / name, max_ratio=1.0)
-    hand_made.write(tmp_path / "c", {"t": some_rows(values, [6, 7])}, parent=read_checkpoint(tmp_path / "b"))
-    assert compact(tmp_path / "c").kind == "baseline"
-    assert is_same(load_table(tmp_path / "c", "t"), values)
+        assert is_same(load_table(tmp_path / name, "u"), values)
+    rest = [0, *range(3, 40)]
+    hand_made.write(
+        tmp_path / "d", {fqn: some_rows(values, rest) for fqn in "tu"}, parent=read_checkpoint(tmp_path / "b")
+    )
+    assert compact(tmp_path / "d").kind == "baseline"
+    assert is_same(load_table(tmp_path / "d", "t"), values)
 
 
 # Two at once, full disks, and processes that die

@@ -176,7 +176,7 @@ def fold(
     for region in regions:
         hole = coverages[id(region)].first_hole() if id(region) in coverages else None
         if hole is not None:
-            url = plans[-1].checkpoint.store.url
+            url = plans[0].checkpoint.store.url
             raise DamagedError(f"{url}: tensor '{region.fqn}': row {hole} is nowhere stored; use another checkpoint")
         region.finish()
 

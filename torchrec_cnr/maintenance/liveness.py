@@ -120,7 +120,7 @@ def live_rows(
 
 
 def _row_numbers(pieces: Sequence[Piece], reader: PackReader, where: str) -> RowNumbers:
-    coded = {id(piece.rows): piece for piece in pieces if piece.rows.blob is not None}
+    coded = {piece.rows: piece for piece in pieces if piece.rows.blob is not None}
     blocks = {f"rows of {piece.key}": piece.rows for piece in coded.values()}
     blobs = [(key, block.blob) for key, block in blocks.items() if block.blob is not None]
     return RowNumbers(blocks, dict(reader.read(blobs)), where)
