@@ -31,7 +31,6 @@ from torchrec_cnr.cli import app as application
 from torchrec_cnr.cli import listing
 from torchrec_cnr.cli.app import COMMANDS, Command, app
 from torchrec_cnr.cli.dotted import Dotted, common_prefix
-from torchrec_cnr.cli.quantities import age_text, percent_text, ratio_text
 from torchrec_cnr.cli.trees import Gap, Line, draw, visible
 from torchrec_cnr.folding import plan_fold
 from torchrec_cnr.lineage import Checkpoint, read_lineage
@@ -39,6 +38,7 @@ from torchrec_cnr.maintenance.catalog import Catalog, Entry
 from torchrec_cnr.maintenance.comparing import compare
 from torchrec_cnr.maintenance.damage import whole_box
 from torchrec_cnr.manifest import CheckpointRef, History, Manifest, replacement_name
+from torchrec_cnr.quantities import age_text, percent_text, ratio_text
 from torchrec_cnr.stores import Store
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrec_cnr.cli.quantities import (
+from torchrec_cnr.cli.thinning import thin
+from torchrec_cnr.quantities import (
     UNITS,
     bytes_text,
     count_text,
@@ -17,7 +18,6 @@ from torchrec_cnr.cli.quantities import (
     name_text,
     share_text,
 )
-from torchrec_cnr.cli.thinning import thin
 
 SEC = 10**9
 

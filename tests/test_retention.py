@@ -30,9 +30,9 @@ from torchrec_cnr.maintenance.journal import PrunedCheckpoint
 from torchrec_cnr.maintenance.prune_execution import PruneResult, execute
 from torchrec_cnr.maintenance.prune_plan import PrunePlan
 from torchrec_cnr.maintenance.pruning import plan_prune
-from torchrec_cnr.maintenance.quantities import bytes_text, count_text, instant_text, name_text
 from torchrec_cnr.maintenance.retention import Best, Keep
 from torchrec_cnr.manifest import FILE_NAME, VERSION
+from torchrec_cnr.quantities import bytes_text, count_text, instant_text, name_text
 from torchrec_cnr.stores import Store
 
 numbers = count()
@@ -199,7 +199,7 @@ def test_reasons_are_told(root: Root) -> None:
     assert [checkpoint.name for checkpoint in plan.pruned] == ["3"]
     assert plan.freed_bytes == sum(plan.removals[0].entry.files[name] for name in plan.removals[0].files) > 0
     text = str(plan)
-    assert f"3: baseline of 2026-11-20 12:00, {bytes_text(plan.freed_bytes)}" in text
+    assert f"3: baseline of 2026-11-20 12:00:00 UTC, {bytes_text(plan.freed_bytes)}" in text
     assert "stays  5: leased (a load, until 14:00 UTC); newest of its lineage, which saving may stand on" in text
     assert text.endswith(
         f"1 checkpoint to remove, {bytes_text(plan.freed_bytes)} to free, {bytes_text(plan.left_bytes)} left"
@@ -607,5 +607,5 @@ def test_sizes_are_told_in_three_digits() -> None:
     assert {size: bytes_text(size) for size in sizes} == sizes
     assert bytes_text(123 * 10**18) == "123 EB"
     assert [count_text(num, "file") for num in (0, 1, 2000)] == ["0 files", "1 file", "2,000 files"]
-    assert instant_text(NOON_NS) == "2026-11-20 12:00"
+    assert instant_text(NOON_NS) == "2026-11-20 12:00:00 UTC"
     assert name_text("a\u202eb\udc80") == "a\\u202eb\\udc80"

@@ -6,12 +6,12 @@ import typer
 
 from torchrec_cnr.cli.options import AsJson, Threads
 from torchrec_cnr.cli.output import print_json, progress_bar, stdout
-from torchrec_cnr.cli.quantities import bytes_text, count_text, ratio_text
 from torchrec_cnr.leases import leased
 from torchrec_cnr.lineage import read_checkpoint
 from torchrec_cnr.maintenance import rewriting
 from torchrec_cnr.maintenance.compaction import MAX_RATIO, CompactionPlan, plan_compaction
 from torchrec_cnr.maintenance.places import checkpoint_at
+from torchrec_cnr.quantities import bytes_text, count_text, ratio_text
 
 
 def compact(

@@ -12,9 +12,9 @@ from torchrec_cnr.cli.contents import print_under
 from torchrec_cnr.cli.dotted import Dotted, common_prefix
 from torchrec_cnr.cli.options import AsJson, Everything, Threads
 from torchrec_cnr.cli.output import grid, heading, left_out, name, print_json, progress_bar, stdout
-from torchrec_cnr.cli.quantities import count_text, percent_text, ratio_text
 from torchrec_cnr.maintenance.comparing import Comparison, TensorComparison, compare
 from torchrec_cnr.maintenance.places import checkpoint_at
+from torchrec_cnr.quantities import count_text, percent_text, ratio_text
 
 _LINES = 10  # of other tensors
 _PLACE = "A checkpoint; or a root, for its newest checkpoint."

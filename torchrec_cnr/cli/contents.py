@@ -10,10 +10,10 @@ from rich.text import Text
 
 from torchrec_cnr.cli.dotted import Dotted, common_prefix
 from torchrec_cnr.cli.output import bare_grid, grid, heading, left_out, name
-from torchrec_cnr.cli.quantities import age_text, bytes_text, count_text, instant_text, percent_text, share_text
 from torchrec_cnr.lineage import Checkpoint, Lineage
 from torchrec_cnr.maintenance.restore_bytes import restore_bytes, tensor_bytes
 from torchrec_cnr.manifest import Manifest, TensorEntry
+from torchrec_cnr.quantities import age_text, bytes_text, count_text, instant_text, percent_text, share_text
 from torchrec_cnr.schemes import Scheme
 
 _LINES = 10  # of tensors and packs, unless all are wanted

@@ -8,7 +8,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
 from rich.text import Text
 
-from torchrec_cnr.cli.quantities import name_text
+from torchrec_cnr.quantities import name_text
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from statistics import median_low
 from typing import TypeVar
 
 from torchrec_cnr.cli.plots import GOAL_MODELS
-from torchrec_cnr.cli.quantities import (
+from torchrec_cnr.maintenance.history import EventKind, KeptCheckpoint, RunHistory
+from torchrec_cnr.quantities import (
     bytes_text,
     count_text,
     duration_text,
@@ -16,7 +17,6 @@ from torchrec_cnr.cli.quantities import (
     number_text,
     share_text,
 )
-from torchrec_cnr.maintenance.history import EventKind, KeptCheckpoint, RunHistory
 
 _Size = TypeVar("_Size", int, float)
 

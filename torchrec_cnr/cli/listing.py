@@ -11,7 +11,6 @@ from rich.text import Text
 
 from torchrec_cnr.cli.options import AsJson, Everything
 from torchrec_cnr.cli.output import bare_grid, grid, name, print_json, progress_bar, stdout
-from torchrec_cnr.cli.quantities import age_text, bytes_text, count_text, name_text, percent_text
 from torchrec_cnr.cli.trees import Gap, Line, draw, visible
 from torchrec_cnr.errors import ConfigurationError, DamagedError, VersionError
 from torchrec_cnr.lineage import Checkpoint
@@ -19,6 +18,7 @@ from torchrec_cnr.maintenance.catalog import Catalog, Entry, read_catalog, total
 from torchrec_cnr.maintenance.places import no_checkpoint
 from torchrec_cnr.maintenance.restore_bytes import all_restore_bytes
 from torchrec_cnr.manifest import FILE_NAME
+from torchrec_cnr.quantities import age_text, bytes_text, count_text, name_text, percent_text
 
 State = Literal["damaged", "newer", "unreadable", "unfinished", "empty", "foreign"]
 

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Column, Table
 from rich.text import Text
 
-from torchrec_cnr.cli.quantities import name_text
+from torchrec_cnr.quantities import name_text
 
 _ENDLESS = 100_000  # columns
 

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from torchrec_cnr.cli.axes import add_legend, date_axis, number_checkpoints, plot_axes
 from torchrec_cnr.cli.inline_svg import LIGHT
-from torchrec_cnr.cli.quantities import bytes_unit
 from torchrec_cnr.cli.thinning import thin
 from torchrec_cnr.maintenance.history import Event, EventKind, RunHistory
+from torchrec_cnr.quantities import bytes_unit
 
 Floats = NDArray[np.float64]
 

@@ -7,13 +7,13 @@ from rich.text import Text
 
 from torchrec_cnr.cli.options import AsJson
 from torchrec_cnr.cli.output import bare_grid, name, print_json, progress_bar, stdout
-from torchrec_cnr.cli.quantities import bytes_text, count_text
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.maintenance import prune_execution, pruning
 from torchrec_cnr.maintenance.catalog import read_catalog
 from torchrec_cnr.maintenance.prune_execution import PruneResult
 from torchrec_cnr.maintenance.prune_plan import PrunePlan
 from torchrec_cnr.maintenance.retention import Best, Keep
+from torchrec_cnr.quantities import bytes_text, count_text
 
 
 def prune(

@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 
 from torchrec_cnr.cli import findings, plots
 from torchrec_cnr.cli.inline_svg import PALETTE, inline_svg
-from torchrec_cnr.cli.quantities import bytes_text, instant_text, models_text, name_text
 from torchrec_cnr.maintenance.history import KeptCheckpoint, RunHistory
+from torchrec_cnr.quantities import bytes_text, instant_text, models_text, name_text
 
 MOST_LINES = 50  # of the table of kept checkpoints
 

@@ -8,12 +8,12 @@ import typer
 
 from torchrec_cnr.cli.options import AsJson
 from torchrec_cnr.cli.output import print_json, progress_bar, stdout
-from torchrec_cnr.cli.quantities import count_text
 from torchrec_cnr.cli.report_page import render
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.maintenance.catalog import read_catalog
 from torchrec_cnr.maintenance.histories import run_history
 from torchrec_cnr.maintenance.places import no_checkpoint
+from torchrec_cnr.quantities import count_text
 
 
 def report(

@@ -9,9 +9,9 @@ from rich.text import Text
 
 from torchrec_cnr.cli.options import AsJson, Threads
 from torchrec_cnr.cli.output import bare_grid, name, print_json, progress_bar, stdout
-from torchrec_cnr.cli.quantities import bytes_text, count_text
 from torchrec_cnr.maintenance import verifying
 from torchrec_cnr.maintenance.verifying import VerifyReport
+from torchrec_cnr.quantities import bytes_text, count_text
 
 
 def verify(

@@ -26,9 +26,9 @@ from torchrec_cnr.maintenance.catalog import Progress
 from torchrec_cnr.maintenance.dependencies import Pack, needed_by, newest_of_lineages
 from torchrec_cnr.maintenance.own_files import PACK_SUFFIX
 from torchrec_cnr.maintenance.prune_plan import PrunePlan, Removal
-from torchrec_cnr.maintenance.quantities import bytes_text, count_text, name_text
 from torchrec_cnr.maintenance.staying import lease_text
 from torchrec_cnr.manifest import FILE_NAME
+from torchrec_cnr.quantities import bytes_text, count_text, name_text
 from torchrec_cnr.stores import Store
 
 _NUM_THREADS = 8

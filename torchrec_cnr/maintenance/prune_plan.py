@@ -6,8 +6,8 @@ from functools import cached_property
 
 from torchrec_cnr.maintenance.catalog import Catalog, Entry, total_bytes
 from torchrec_cnr.maintenance.journal import PrunedCheckpoint
-from torchrec_cnr.maintenance.quantities import bytes_text, count_text, instant_text, name_text
 from torchrec_cnr.maintenance.retention import Keep
+from torchrec_cnr.quantities import bytes_text, count_text, instant_text, name_text
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,10 @@ from torchrec_cnr.maintenance.own_files import (
     save_id,
 )
 from torchrec_cnr.maintenance.prune_plan import PrunePlan, Removal
-from torchrec_cnr.maintenance.quantities import name_text
 from torchrec_cnr.maintenance.retention import Keep
 from torchrec_cnr.maintenance.staying import Staying, lease_text, what_stays
 from torchrec_cnr.manifest import FILE_NAME
+from torchrec_cnr.quantities import name_text
 
 _NUM_NAMED = 3  # files in a reason
 

@@ -10,7 +10,7 @@ from typing import Literal
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.lineage import Checkpoint
 from torchrec_cnr.maintenance.catalog import Entry
-from torchrec_cnr.maintenance.quantities import instant, name_text
+from torchrec_cnr.quantities import instant, name_text
 
 
 @dataclass(frozen=True)

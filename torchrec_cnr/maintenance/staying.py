@@ -23,8 +23,8 @@ from torchrec_cnr.leases import Lease
 from torchrec_cnr.lineage import Checkpoint
 from torchrec_cnr.maintenance.catalog import Catalog, Entry
 from torchrec_cnr.maintenance.dependencies import Needs, needed_by, newest_of_lineages, why_broken
-from torchrec_cnr.maintenance.quantities import instant, name_text
 from torchrec_cnr.maintenance.retention import Keep
+from torchrec_cnr.quantities import instant, name_text
 
 _CLOCKS_NS = 24 * 3600 * 10**9  # by as much, clocks of jobs and of the store may differ
 _PURPOSES = {"save": "a save", "load": "a load", "compact": "a compaction"}

@@ -60,9 +60,14 @@ def ratio_text(ratio: float) -> str:
     return f"{ratio:,.0f}" if ratio >= 99.5 else f"{ratio:#.3g}"
 
 
+def instant(at_ns: int) -> datetime:
+    """A Unix time in nanoseconds, to the second, in UTC."""
+    return datetime.fromtimestamp(at_ns // 1_000_000_000, UTC)
+
+
 def instant_text(at_ns: int) -> str:
-    """A time, to the second, in UTC."""
-    return f"{datetime.fromtimestamp(at_ns // 1_000_000_000, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    """A time, to the second, in UTC: ``2026-11-20 14:03:21 UTC``."""
+    return f"{instant(at_ns):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def duration_text(num_ns: int) -> str:
