@@ -1,6 +1,8 @@
 """The manager: saves when due, at the same steps on all ranks; restores what can be read; keeps its root in order."""
 
 import hashlib
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -232,6 +234,27 @@ def test_lineages_are_compacted_and_pruned_in_the_background(tmp_path: Path) -> 
     _, later = _run(tmp_path, 31, 33, keep=cnr.Keep(last=1))
     assert cnr.read_checkpoint(tmp_path / "step-33").kind == "baseline"  # compacted
     assert not differing(models.load(plain_job(9), str(tmp_path / "step-33")), later)
+
+
+_RAISES = """
+import sys
+from torchrec_cnr.maintenance import upkeep
+from tests.test_manager import _run
+upkeep.Upkeep.run_for = lambda self, checkpoint: sys.stderr.write("at work") and __import__("time").sleep(1000)
+try:
+    _run(sys.argv[1], 1, 2, on_saved=lambda saved: sys.exit("boom") if saved.step == 2 else None)
+finally:
+    assert any(thread.name == "cnr-upkeep" for thread in __import__("threading").enumerate())
+"""
+
+
+def test_a_process_that_raises_ends(tmp_path: Path) -> None:
+    """Whatever the thread of upkeep is doing: who restarts ranks that died must see that one did."""
+    ended = subprocess.run(
+        [sys.executable, "-c", _RAISES, str(tmp_path)], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert (ended.returncode, "boom" in ended.stderr) == (1, True), ended.stderr
+    assert cnr.latest(tmp_path) == str(tmp_path / "step-2")
 
 
 def test_ranks_save_at_the_same_steps_and_fail_together(tmp_path: Path, rank_pool: RankPools) -> None:

@@ -17,6 +17,8 @@ from .load_planner import CNRLoadPlanner
 from .load_report import LoadReport
 from .maintenance.annotations import tag, untag, write_metrics
 from .maintenance.compaction import CompactionPlan, plan_compaction
+from .maintenance.execution import execute
+from .maintenance.prune_execution import PruneResult
 from .maintenance.prune_plan import PrunePlan
 from .maintenance.pruning import plan_prune
 from .maintenance.retention import Best, Keep
@@ -80,6 +82,7 @@ __all__ = [
     "OneShot",
     "Policy",
     "PrunePlan",
+    "PruneResult",
     "Quantization",
     "RowTracker",
     "SaveError",
@@ -92,6 +95,7 @@ __all__ = [
     "VersionError",
     "__version__",
     "compact",
+    "execute",
     "expected_restores",
     "latest",
     "load_table",

@@ -45,7 +45,7 @@ def restore_newest(
         root: A directory of checkpoints, path or fsspec URL.
         state: As for ``dcp.load``.
         tracker: The next save continues the lineage.
-        group: Of all ranks, with a CPU backend; None for a single process.
+        group: The ranks that load together; by default all of the default group, if there is one.
         thread_count: Requests in flight at once.
 
     Returns:
@@ -57,6 +57,8 @@ def restore_newest(
         StoreError: The root cannot be listed.
         CheckpointException: A load failed for another reason, such as a state that does not fit.
     """
+    if group is None and dist.is_initialized():
+        group = dist.group.WORLD
     passed_over = []
     for path in _candidates(root, group):
         planner = CNRLoadPlanner(tracker)

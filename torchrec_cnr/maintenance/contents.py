@@ -6,7 +6,7 @@ where these do, so that only deltas and shards that begin elsewhere cost more by
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torchrec_cnr.folding import fold, plan_fold
 from torchrec_cnr.lineage import Lineage
+from torchrec_cnr.maintenance.catalog import Progress
 from torchrec_cnr.manifest import DTYPES
 from torchrec_cnr.objects import read_objects
 from torchrec_cnr.packs import BLOCK_BYTES
@@ -24,8 +25,6 @@ from torchrec_cnr.stores import Bytes
 from torchrec_cnr.table_reader import regions_of
 
 HELD_BYTES = 64 << 20  # of values in a batch
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from torchrec_cnr.lineage import Checkpoint, read_checkpoint
-from torchrec_cnr.maintenance.contents import Progress
+from torchrec_cnr.maintenance.catalog import Progress
 from torchrec_cnr.maintenance.one_process import save
 from torchrec_cnr.maintenance.stock_checkpoint import StockCheckpoint, StockChunk
 from torchrec_cnr.maintenance.stock_reader import read_stock_checkpoint

@@ -6,12 +6,12 @@ So the rows of young packs, which soon hold dead ones, can be rewritten alone.
 import hashlib
 import logging
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
 from torchrec_cnr.errors import StoreError
+from torchrec_cnr.maintenance.catalog import Progress
 from torchrec_cnr.maintenance.compaction import CompactionPlan
 from torchrec_cnr.manifest import Blob, Pack, RowBlock
 from torchrec_cnr.packs import PackWriter
@@ -20,7 +20,6 @@ from torchrec_cnr.stores import Bytes
 
 logger = logging.getLogger(__name__)
 
-Progress = Callable[[int, int], None]
 Kind = tuple[int, int]  # of rows: their heat, and the logarithm of their age
 Typed = tuple[str, tuple[int, ...]]  # dtype and shape
 

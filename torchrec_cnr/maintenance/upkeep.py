@@ -1,7 +1,8 @@
 """Upkeep: compaction and retention of a run in a thread of its own, so that training never waits for either.
 
 One checkpoint is worked on at a time. Commits that come meanwhile are not queued: the newest is all that counts, and
-what was not done for one checkpoint is done for the next, also if it failed.
+what was not done for one checkpoint is done for the next, also if it failed. A process that ends without ``close`` does
+not wait for it: compaction and retention may die at any moment.
 """
 
 import logging
@@ -57,7 +58,7 @@ class Upkeep:
         with self._changed:
             self._waiting = checkpoint
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="cnr-upkeep")
+                self._thread = threading.Thread(target=self._run, name="cnr-upkeep", daemon=True)
                 self._thread.start()
             self._changed.notify()
 

@@ -1,0 +1,38 @@
+"""Execution: what a plan says is done. Plans are values; until they come here, nothing was changed."""
+
+from typing import overload
+
+from torchrec_cnr.lineage import Checkpoint
+from torchrec_cnr.maintenance import prune_execution, rewriting
+from torchrec_cnr.maintenance.catalog import Progress
+from torchrec_cnr.maintenance.compaction import CompactionPlan
+from torchrec_cnr.maintenance.prune_execution import PruneResult
+from torchrec_cnr.maintenance.prune_plan import PrunePlan
+
+
+@overload
+def execute(plan: PrunePlan, *, progress: Progress | None = None) -> PruneResult: ...
+
+
+@overload
+def execute(plan: CompactionPlan, *, progress: Progress | None = None) -> Checkpoint: ...
+
+
+def execute(plan: PrunePlan | CompactionPlan, *, progress: Progress | None = None) -> PruneResult | Checkpoint:
+    """Do what a plan says, as far as it is still right.
+
+    Args:
+        plan: From :func:`plan_prune` or :func:`plan_compaction`.
+        progress: Told how much of how much is done: files that go, or bytes that are copied.
+
+    Returns:
+        What was removed and what could not be; or the checkpoint with its new manifest.
+
+    Raises:
+        CheckpointExistsError: Another compaction of the same checkpoint was faster; nothing was changed.
+        LoadError: What is to be copied is damaged, or somebody has removed it; nothing was changed.
+        StoreError: The store refused before anything was changed.
+    """
+    if isinstance(plan, PrunePlan):
+        return prune_execution.execute(plan, progress=progress)
+    return rewriting.execute(plan, progress=progress)
