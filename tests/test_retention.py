@@ -26,8 +26,9 @@ from torchrec_cnr.leases import LEASE_SECS
 from torchrec_cnr.maintenance import journal
 from torchrec_cnr.maintenance.annotations import read_metrics, tag, untag, write_metrics
 from torchrec_cnr.maintenance.catalog import read_catalog, read_journal
+from torchrec_cnr.maintenance.execution import execute
 from torchrec_cnr.maintenance.journal import PrunedCheckpoint
-from torchrec_cnr.maintenance.prune_execution import PruneResult, execute
+from torchrec_cnr.maintenance.prune_execution import PruneResult
 from torchrec_cnr.maintenance.prune_plan import PrunePlan
 from torchrec_cnr.maintenance.pruning import plan_prune
 from torchrec_cnr.maintenance.retention import Best, Keep

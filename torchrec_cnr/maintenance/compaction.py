@@ -18,39 +18,11 @@ from dataclasses import dataclass, replace
 from torchrec_cnr.errors import CheckpointNotFoundError, ConfigurationError
 from torchrec_cnr.lineage import Checkpoint, read_lineage
 from torchrec_cnr.maintenance.flattening import Flat, flatten
-from torchrec_cnr.maintenance.liveness import live_rows, pieces_of, windows
-from torchrec_cnr.manifest import Pack, RowBlock
+from torchrec_cnr.maintenance.survey import PackUse, PieceKey, survey, uses_of
 from torchrec_cnr.packs import PackReader, check_thread_count
 from torchrec_cnr.stores import Store
 
 MAX_RATIO = 1.2
-
-PieceKey = tuple[str, int, int]
-
-
-@dataclass(frozen=True)
-class PackUse:
-    """What a pack of a lineage is worth.
-
-    Attributes:
-        pack: The pack.
-        live_bytes: What of it a load still sees.
-        written_ns: When the newest of its rows was stored first, Unix time in nanoseconds.
-    """
-
-    pack: Pack
-    live_bytes: int
-    written_ns: int
-
-    @property
-    def dead_bytes(self) -> int:
-        """What of it a load reads in vain, or never."""
-        return self.pack.num_bytes - self.live_bytes
-
-    @property
-    def moved_bytes(self) -> int:
-        """What is copied if the pack is rewritten; of one without live rows, nothing."""
-        return self.live_bytes - self.pack.header_bytes
 
 
 @dataclass(frozen=True)
@@ -169,14 +141,14 @@ def plan_compaction(
     parent, run = _split(lineage, since)
     flat = flatten(run)
     reader = PackReader(run[-1].store, flat.packs, thread_count)
-    num_live, partial = _survey(run[-1], flat, reader, is_filled=parent is None)
+    num_live, partial = survey(run[-1], flat, reader, is_filled=parent is None)
     now_ns = run[-1].created_ns
     before_ns = max((written_ns for written_ns in flat.written_ns if written_ns < now_ns), default=now_ns - 1)
     plan = CompactionPlan(
         run=run,
         parent=parent,
         flat=flat,
-        uses=_uses(flat, num_live),
+        uses=uses_of(flat, num_live),
         num_live=num_live,
         partial=partial,
         victims=frozenset(),
@@ -201,42 +173,6 @@ def _split(
         f"{wanted.url} is not below {lineage[-1].store.url}; its lineage is "
         + ", ".join(checkpoint.store.url for checkpoint in lineage)
     )
-
-
-def _survey(
-    newest: Checkpoint, flat: Flat, reader: PackReader, is_filled: bool
-) -> tuple[dict[PieceKey, int], frozenset[tuple[str, int]]]:
-    """Live rows of each piece of the folded tensors, and which shards have rows that are so in part."""
-    num_live: dict[PieceKey, int] = {}
-    partial: set[tuple[str, int]] = set()
-    for fqn, entry in flat.tensors.items():
-        if entry.folded is None:
-            continue
-        pieces = pieces_of(fqn, entry)
-        num_live |= {(fqn, piece.shard, piece.number): 0 for piece in pieces}
-        for window in windows(flat.row_space(entry)):
-            for found in live_rows(pieces, window, reader, f"{newest.store.url}: tensor {fqn!r}", is_filled):
-                num_live[fqn, found.piece.shard, found.piece.number] += len(found.rows)
-                if found.is_partial:
-                    partial.add((fqn, found.piece.shard))
-    return num_live, frozenset(partial)
-
-
-def _uses(flat: Flat, num_live: Mapping[PieceKey, int]) -> tuple[PackUse, ...]:
-    live = [float(pack.header_bytes) for pack in flat.packs]
-    for blob in flat.objects.values():
-        live[blob.pack] += blob.num_bytes
-    row_shares: dict[RowBlock, float] = {}  # shared by a table and its state: they live while any does
-    for fqn, entry in flat.tensors.items():
-        for piece in pieces_of(fqn, entry):
-            share = num_live.get((fqn, piece.shard, piece.number), piece.rows.num_rows) / piece.rows.num_rows
-            live[piece.blob.pack] += share * piece.blob.num_bytes
-            if piece.rows.blob is not None:
-                before = row_shares.get(piece.rows, 0.0)
-                row_shares[piece.rows] = max(before, share)
-                live[piece.rows.blob.pack] += (row_shares[piece.rows] - before) * piece.rows.blob.num_bytes
-    uses = zip(flat.packs, live, flat.written_ns, strict=True)
-    return tuple(PackUse(pack, round(num_bytes), written_ns) for pack, num_bytes, written_ns in uses)
 
 
 def _victims(plan: CompactionPlan, max_moved_bytes: float, self_contained: bool) -> frozenset[int]:
