@@ -23,6 +23,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from tests import hand_made
+from tests.golden import reader
 from tests.hand_made import Content, Part, mask_of, some_rows, whole
 from tests.lineages import (
     PACK_BYTES,
@@ -373,6 +374,8 @@ def test_tensors_that_are_new_in_what_is_folded(tmp_path: Path, old: tuple[int, 
     assert {name: is_same(load_table(tmp_path / name, "new"), before[name]) for name in "bcd"} == dict.fromkeys(
         "bcd", True
     )
+    for name in "bcd":
+        assert reader.read(tmp_path / name).tensors["new"][2] == before[name].numpy().tobytes()
     after = compact(tmp_path / "d", max_ratio=1.0)
     assert after.kind == "baseline"
     assert is_same(load_table(tmp_path / "d", "new"), before["d"])

@@ -773,7 +773,7 @@ def test_tensor_that_the_parent_lacks_is_refused(copied: Path) -> None:
     )
     target = _target("step-2")
     target["new"] = target.pop(T2)
-    with pytest.raises(reader.Refused, match="no new in a parent"):
+    with pytest.raises(reader.Refused, match="no such new in a parent"):
         reader.read(copied / "step-2")
     with pytest.raises(cnr.DamagedError, match="'new'"):
         _load(copied / "step-2", target)

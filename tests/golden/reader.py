@@ -689,12 +689,9 @@ def _fold(lineage: Sequence[Checkpoint], fqn: str) -> Array:
     links: list[tuple[Checkpoint, Tensor]] = []
     for checkpoint in lineage:
         tensor = checkpoint.manifest.tensors.get(fqn)
-        if tensor is None:
-            refuse(f"no {fqn} in a parent")
-        alike = tensor.dtype == head.dtype and tensor.is_table == head.is_table and tensor.table == head.table
-        check(
-            alike and _folded_size(checkpoint, tensor) == _folded_size(lineage[0], head), f"another {fqn} in a parent"
-        )
+        if tensor is None or not _is_alike(checkpoint, tensor, lineage[0], head):
+            check(bool(links) and links[0][0].manifest.replaces is not None, f"no such {fqn} in a parent")
+            break
         links.insert(0, (checkpoint, tensor))
         if tensor.is_whole:
             break
@@ -716,6 +713,11 @@ def _fold(lineage: Sequence[Checkpoint], fqn: str) -> Array:
                 stored[box.slices][rows] = True
     check(bool(stored.all()), "a row that is stored nowhere")
     return folded if head.table is None else _row_state(head, folded)
+
+
+def _is_alike(checkpoint: Checkpoint, tensor: Tensor, newest: Checkpoint, head: Tensor) -> bool:
+    nature = (head.dtype, head.is_table, head.table, _folded_size(newest, head))
+    return (tensor.dtype, tensor.is_table, tensor.table, _folded_size(checkpoint, tensor)) == nature
 
 
 def _folded_size(checkpoint: Checkpoint, tensor: Tensor) -> tuple[int, ...]:
