@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -274,6 +275,21 @@ def test_ls_tells_of_compacted_checkpoints(run: Path, tmp_path: Path) -> None:
     assert "compacted baseline" in _text("ls", tmp_path)
     assert [entry["is_compacted"] for entry in _json("ls", tmp_path)["checkpoints"]] == [True]
     assert "compacted baseline" in _text("inspect", tmp_path / "step-1").splitlines()[0]
+
+
+def test_ls_tells_what_is_left_of_the_pruned(tmp_path: Path) -> None:
+    """Packs that a compacted checkpoint uses are no save that died."""
+    root = tmp_path / "run"
+    planner, state = cnr.CNRSavePlanner(policy=cnr.Full()), {"t": torch.rand(50, 4)}
+    for step in range(2):
+        writer = cnr.CNRStorageWriter(root / f"step-{step}")
+        dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
+    cnr.execute(cnr.plan_prune(root, cnr.Keep(last=1)))
+    (root / "step-0").mkdir()
+    (root / "step-0" / "5a7e-0-0.safetensors").write_bytes(b"12345")
+    (other,) = _json("ls", root)["others"]
+    assert (other["name"], other["state"]) == ("step-0", "pruned")
+    assert _text("ls", root).rstrip().endswith("compacted checkpoints use them, or the next prune removes them")
 
 
 def test_ls_of_nothing(tmp_path: Path) -> None:

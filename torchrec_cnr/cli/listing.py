@@ -20,16 +20,21 @@ from torchrec_cnr.maintenance.restore_bytes import all_restore_bytes
 from torchrec_cnr.manifest import FILE_NAME
 from torchrec_cnr.quantities import age_text, bytes_text, count_text, name_text, percent_text
 
-State = Literal["damaged", "newer", "unreadable", "unfinished", "empty", "foreign"]
+State = Literal["damaged", "newer", "unreadable", "pruned", "unfinished", "empty", "foreign"]
 
 _LINES = 40  # what fits on a screen
 _MEANINGS: Mapping[State, str] = {
     "damaged": "damaged",
     "newer": "of a newer version",
     "unreadable": "unreadable",
+    "pruned": "pruned",
     "unfinished": "unfinished",
     "empty": "empty",
     "foreign": "no checkpoint",
+}
+_NOTES: Mapping[State, str] = {
+    "pruned": "; compacted checkpoints use them, or the next prune removes them",
+    "unfinished": "; a save that died, or is not done yet",
 }
 
 
@@ -93,7 +98,7 @@ def _document(catalog: Catalog, shown: set[str]) -> dict[str, Any]:
             {
                 "name": entry.name,
                 "path": entry.store.url,
-                "state": _state(entry),
+                "state": _state(entry, catalog),
                 "num_files": len(entry.files),
                 "num_bytes": entry.num_bytes,
                 "message": None if entry.problem is None else str(entry.problem),
@@ -107,7 +112,7 @@ def _others(catalog: Catalog) -> list[Entry]:
     return [entry for _, entry in sorted(catalog.entries.items()) if entry.checkpoint is None]
 
 
-def _state(entry: Entry) -> State:
+def _state(entry: Entry, catalog: Catalog) -> State:
     """Why a directory is no checkpoint."""
     if isinstance(entry.problem, DamagedError):
         return "damaged"
@@ -116,7 +121,8 @@ def _state(entry: Entry) -> State:
     if entry.problem is not None:
         return "unreadable"
     if any(file.endswith(".safetensors") for file in entry.files):
-        return "unfinished"
+        was_pruned = any(pruned.name == entry.name for pruned in catalog.journal.pruned)
+        return "pruned" if was_pruned else "unfinished"
     return "foreign" if entry.files else "empty"
 
 
@@ -133,19 +139,18 @@ def _print(console: Console, catalog: Catalog, shown: set[str]) -> None:
     if others:
         table = bare_grid("name", "state", "why")
         for entry in others:
-            state = _state(entry)
+            state = _state(entry, catalog)
             is_bad = entry.problem is not None
-            table.add_row(name(entry.name), Text(_MEANINGS[state], "red" if is_bad else "yellow"), _why(entry))
+            table.add_row(name(entry.name), Text(_MEANINGS[state], "red" if is_bad else "yellow"), _why(entry, state))
         console.print(Text("\nalso here", "bold"))
         console.print(table)
 
 
-def _why(entry: Entry) -> Text:
+def _why(entry: Entry, state: State) -> Text:
     if entry.problem is not None:
         return name(str(entry.problem).removeprefix(f"{entry.store.url}/"))
     size = f"{count_text(len(entry.files), 'file')}, {bytes_text(entry.num_bytes)}" if entry.files else ""
-    note = "; a save that died, or is not done yet" if _state(entry) == "unfinished" else ""
-    return Text(size + note, "dim")
+    return Text(size + _NOTES.get(state, ""), "dim")
 
 
 def _summary(catalog: Catalog) -> Text:
