@@ -7,6 +7,7 @@ checkpoint holds whole is not read from older ones. One that was folded out of s
 shards that overlap; a manifest cannot show that these hold every row, so it is seen to while they are read.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -202,7 +203,7 @@ def _coverages(plans: Sequence[CheckpointReads], regions: Sequence[Region]) -> d
     return {
         id(region): Coverage(region.box, boxes.get(id(region), ()))
         for region in regions
-        if id(region) not in oldest or not oldest[id(region)].is_whole
+        if math.prod(region.box.sizes) and not (id(region) in oldest and oldest[id(region)].is_whole)
     }
 
 
