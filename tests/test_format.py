@@ -448,6 +448,18 @@ def test_rows_that_are_stored_nowhere_are_refused(replaced: Path, step: str, fqn
         _load(replaced / step, _target(step))
 
 
+def test_a_delta_may_keep_its_rows_apart_by_heat() -> None:
+    """Its shards have one box then, and are folded as those of a replacement."""
+    manifest = cnr.read_checkpoint(GOLDEN / "step-7").manifest
+    assert ({pack.heat for pack in manifest.packs}, manifest.replaces) == ({0, 2}, None)
+    hot = manifest.tensors[T0].shards[-1]
+    assert (manifest.tensors[T0].folded, [shard.box for shard in manifest.tensors[T0].shards]) == (
+        (hot.place,),
+        [hot.box, hot.box],
+    )
+    assert {manifest.packs[blob.pack].heat for blob in hot.blobs} == {2}
+
+
 def test_rows_that_are_stored_load_beside_those_that_are_not(replaced: Path) -> None:
     """What is stored nowhere is the loss of who wants it, also of one column; all else loads."""
     whole = cnr.load_table(replaced / "step-4", T8)

@@ -57,6 +57,7 @@ class Save:
     number: int
     num_ranks: int
     state: dict[str, Tensor]
+    policy: str = "Consecutive"
     ranks: list[Rank] = field(init=False)
     stored: list[tuple[str, Place, Rows]] = field(default_factory=list)
 
@@ -72,8 +73,8 @@ class Save:
         """Store one shard by itself."""
         self.add_sharing(rank, {fqn: Place(box, table_box)}, rows)
 
-    def add_sharing(self, rank: int, members: Mapping[str, Place], rows: Rows) -> None:
-        """Store shards that share their row numbers."""
+    def add_sharing(self, rank: int, members: Mapping[str, Place], rows: Rows, heat: int = 0) -> None:
+        """Store shards that share their row numbers, in packs of this heat."""
         to = self.ranks[rank]
         sources = [self._source(fqn, place.box) for fqn, place in members.items()]
         block_bytes = 1024 if sources[0].name.startswith((T0, EXP_AVG, *mixed.TABLES)) else 64
@@ -86,7 +87,7 @@ class Save:
             else:
                 mask = torch.zeros(len(sources[0].rows), dtype=torch.bool)
                 mask[rows] = True
-                coded, encoded = write_rows(to.packs, sources, RowMask(mask))
+                coded, encoded = write_rows(to.packs, sources, RowMask(mask), heat)
                 found = [(coded, shard) for shard in encoded]
         for (fqn, place), (row_set, shard) in zip(members.items(), found, strict=True):
             to.shards.append((fqn, place, row_set, shard))
@@ -130,7 +131,7 @@ class Save:
             checkpoint_id=f"step-{self.number}",
             save_id=self.save_id,
             parent=self._parent(),
-            policy="Consecutive",
+            policy=self.policy,
             history=total,
             num_restores=int(self.number > 2),
             world_size=self.num_ranks,
@@ -153,4 +154,6 @@ class Save:
     def _entry(self, fqn: str, shards: list[Shard]) -> TensorEntry:
         values, is_table = self.state[fqn], fqn in TABLES
         table = T8 if fqn == MOMENTUM else None
-        return TensorEntry(dtype_name(values), tuple(values.shape), tuple(shards), is_table, table)
+        places = tuple(dict.fromkeys(shard.place for shard in shards))
+        folded = places if len(places) < len(shards) else None  # a shard's rows are in parts, by heat
+        return TensorEntry(dtype_name(values), tuple(values.shape), tuple(shards), is_table, table, folded)

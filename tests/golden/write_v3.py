@@ -10,7 +10,7 @@ bytes.
               was folded into it, then the rows of step-2 and some of step-1 were moved into a pack of its own
     step-5    delta of step-4, two ranks. It was removed, but for the pack that step-6 uses
     step-6    delta of step-5, one rank. Its manifest was replaced: step-5 was folded into it, and step-4 is its parent
-    step-7    delta of step-6, one rank
+    step-7    delta of step-6, one rank, its rows kept apart by heat
 
 Beside them lies ``expected.json``: what each loads as, elements as little-endian bytes in hex. In ``v2`` are the first
 three as version 2 had them, in ``v1`` much the same without the tables of ``mixed``. The library wrote these when it
@@ -151,6 +151,14 @@ def save_step_4(folder: Path) -> Save:
     return save_rest(save)
 
 
+def save_step_7(folder: Path) -> Save:
+    """A delta as `Compacted` has them, with rows that were modified more often than others in packs of their own."""
+    save = save_rows(folder, 7, [7], [0], [1], [0])
+    save.policy = "Compacted"
+    save.add_sharing(0, WHOLE_T0, [310], heat=2)
+    return save
+
+
 class Folded:
     """What a lineage loads as, worked out from what was saved instead of from files."""
 
@@ -218,7 +226,7 @@ def write(folder: Path) -> None:
     history = manifest.history
     remove(folder / REMOVED, used_packs(manifest)[f"../{REMOVED}"])
     del expected[REMOVED]
-    commit(save_rows(folder, 7, [7], [0], [1], [0]))
+    commit(save_step_7(folder))
     Path(folder, "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
 
 
