@@ -262,7 +262,9 @@ def _busy_root(url: str) -> Root:
         root.put_pack(name)
         root.lease(name, time.time_ns() - 1, "save")
     for number in range(journal.NUM_FOLDED - 1):
-        journal.write_file(root.store.at("journal"), (), [f"died-before-{number}"], time.time_ns())
+        journal.write_file(
+            root.store.at("journal"), journal.Journal(died=frozenset({f"died-before-{number}"})), time.time_ns()
+        )
     return root
 
 

@@ -23,14 +23,16 @@ from tests.roots import HOUR_NS, NUM_COLS, NUM_ROWS, Root
 from tests.test_prune import DAY_NS, give_to_nobody, prune, read_names
 from torchrec_cnr.errors import CheckpointNotFoundError, ConfigurationError, StoreError
 from torchrec_cnr.leases import LEASE_SECS
+from torchrec_cnr.lineage import read_lineage
 from torchrec_cnr.maintenance import journal
 from torchrec_cnr.maintenance.annotations import read_metrics, tag, untag, write_metrics
 from torchrec_cnr.maintenance.catalog import read_catalog, read_journal
 from torchrec_cnr.maintenance.execution import execute
-from torchrec_cnr.maintenance.journal import PrunedCheckpoint
+from torchrec_cnr.maintenance.journal import Prune, PrunedCheckpoint
 from torchrec_cnr.maintenance.prune_execution import PruneResult
 from torchrec_cnr.maintenance.prune_plan import PrunePlan
 from torchrec_cnr.maintenance.pruning import plan_prune
+from torchrec_cnr.maintenance.restore_bytes import restore_bytes
 from torchrec_cnr.maintenance.retention import Best, Keep
 from torchrec_cnr.manifest import FILE_NAME, VERSION
 from torchrec_cnr.quantities import bytes_text, count_text, instant_text, name_text
@@ -486,25 +488,25 @@ def test_journal_tells_what_was_pruned(root: Root) -> None:
     root.save("0", NOON_NS)
     root.save("1", NOON_NS + 1, "0", range(5))
     root.save("2", NOON_NS + 2)
-    before = {name: cnr.read_checkpoint(root.at(name)) for name in root.checkpoints}
+    before = {name: read_lineage(root.at(name)) for name in root.checkpoints}
     result = execute(plan_prune(root.url, Keep(last=1), now_ns=NOON_NS + DAY_NS))
     assert result.removed == ("1", "0")
     first, second = read_journal(root.url)
-    row_bytes = 4 * NUM_COLS
     assert first == PrunedCheckpoint(
         name="0",
         created_ns=NOON_NS,
         kind="baseline",
-        num_bytes=before["0"].manifest.pack_bytes,
+        num_bytes=before["0"].newest.num_bytes,
         num_rows=NUM_ROWS,
         num_table_rows=NUM_ROWS,
         parent=None,
-        restore_bytes=NUM_ROWS * row_bytes,
+        restore_bytes=restore_bytes(before["0"]),
         removed_ns=NOON_NS + DAY_NS,
-        save_ids=(before["0"].manifest.save_id,),
+        save_ids=(before["0"].newest.manifest.save_id,),
     )
     assert (second.name, second.kind, second.parent, second.num_rows) == ("1", "delta", "0", 5)
-    assert second.restore_bytes == (NUM_ROWS + 5) * row_bytes
+    assert second.restore_bytes == restore_bytes(before["1"]) > NUM_ROWS * 4 * NUM_COLS
+    assert read_catalog(root.url).journal.prunes == (Prune(NOON_NS + DAY_NS, "1", result.freed_bytes),)
     assert cnr.latest(root.url) == root.at("2")
     assert list(read_catalog(root.url).entries) in (["2"], ["0", "1", "2"])  # memory:// keeps directories
     assert read_journal(read_catalog(root.url)) == [first, second]
@@ -530,9 +532,9 @@ def test_journal_is_folded(root: Root) -> None:
         b"[]",
         b"{}",
         b"[" * 100_000,
-        json.dumps({"format": "torchrec_cnr journal", "version": 2, "pruned": [], "died": []}).encode(),
-        json.dumps({"format": "torchrec_cnr journal", "version": 1, "pruned": [{}], "died": []}).encode(),
-        json.dumps({"format": "torchrec_cnr journal", "version": 1, "pruned": [], "died": [1]}).encode(),
+        json.dumps({"format": "torchrec_cnr journal", "version": 2, "pruned": [], "died": [], "prunes": []}).encode(),
+        json.dumps({"format": "torchrec_cnr journal", "version": 1, "pruned": [{}], "died": [], "prunes": []}).encode(),
+        json.dumps({"format": "torchrec_cnr journal", "version": 1, "pruned": [], "died": [1], "prunes": []}).encode(),
     ],
     ids=range(8),
 )
@@ -542,7 +544,7 @@ def test_hostile_journals_are_passed_over(root: Root, caplog: pytest.LogCaptureF
     prune(root, Keep(last=1))
     name = root.put("journal", f"{'0' * 20}-{'0' * 16}.json", content)
     for _ in range(journal.NUM_FOLDED):
-        journal.write_file(root.store.at("journal"), (), (), NOON_NS)
+        journal.write_file(root.store.at("journal"), journal.Journal(), NOON_NS)
     with caplog.at_level(logging.WARNING):
         assert read_names(root.url) == ["0"]
     assert name in caplog.text
@@ -564,13 +566,17 @@ def test_hostile_records_are_refused(root: Root) -> None:
         "kind": ["other", [], None],
         "parent": [1],
         "save_ids": ["x", [1], None],
-        "restore_bytes": [None],
+        "restore_bytes": [-1, 1.0],
+        "compactions": ["x", [[1]], [[1, -1]], [[1, 1, 1]], None],
     }
     for key, values in changes.items():
         for value in values:
             bad = {**good, "pruned": [{**good["pruned"][0], key: value}]}
             root.put("journal", name, json.dumps(bad).encode())
             assert read_names(root.url) == [], (key, value)
+    for prune_ in ({}, 1, {**good["prunes"][0], "freed_bytes": -1}, {**good["prunes"][0], "at_ns": None}):
+        root.put("journal", name, json.dumps({**good, "prunes": [prune_]}).encode())
+        assert read_names(root.url) == [], prune_
     root.put("journal", name, json.dumps(good).encode())
     assert read_names(root.url) == ["0"]
 

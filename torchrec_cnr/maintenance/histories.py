@@ -1,17 +1,18 @@
 """The run history of a root: put together from the manifests that are there, and the journal of what was pruned.
 
-What a compaction wrote is told by the packs of its checkpoint that the save did not write. Compactions of checkpoints
-that are gone are known no more, nor is what was removed of a checkpoint that stays.
+What a save or a compaction wrote is told by its manifest, or, once that was pruned, by the journal. What a prune could
+not remove is told anew by the next one, and counts twice.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torchrec_cnr.lineage import Checkpoint
 from torchrec_cnr.maintenance.catalog import Catalog, Entry
 from torchrec_cnr.maintenance.history import Event, KeptCheckpoint, RunHistory
 from torchrec_cnr.maintenance.journal import PrunedCheckpoint
+from torchrec_cnr.maintenance.own_files import written_bytes
 from torchrec_cnr.maintenance.restore_bytes import all_restore_bytes
-from torchrec_cnr.manifest import DTYPES, Manifest, TensorEntry
+from torchrec_cnr.manifest import DTYPES, Kind, Manifest, TensorEntry
 from torchrec_cnr.schemes import NoQuantization
 
 
@@ -28,8 +29,12 @@ def run_history(catalog: Catalog) -> RunHistory:
         kept.append(_kept(name, entry, checkpoint, catalog.parent(checkpoint), read))
     for pruned in catalog.pruned:
         events += _pruned_events(pruned, model)
+    for prune in catalog.journal.prunes:
+        events.append(Event(prune.at_ns, "prune", prune.name, 0, prune.freed_bytes, None, None, model))
     events.sort(key=lambda event: event.at_ns)
-    return RunHistory(catalog.root.url, tuple(events), tuple(kept))
+    before = {pruned.name for pruned in catalog.journal.pruned}
+    rest = (entry for name, entry in catalog.entries.items() if name in before and entry.checkpoint is None)
+    return RunHistory(catalog.root.url, tuple(events), tuple(kept), sum(entry.num_bytes for entry in rest))
 
 
 def model_bytes(manifest: Manifest) -> int:
@@ -49,55 +54,33 @@ def _whole_bytes(manifest: Manifest, entry: TensorEntry) -> float:
 
 
 def _events(name: str, entry: Entry, checkpoint: Checkpoint, restore_bytes: int | None, model: int) -> Iterator[Event]:
-    saved, now = checkpoint.committed, checkpoint.manifest
-    sizes = {file: num_bytes for file, num_bytes in entry.files.items() if file.endswith(".safetensors")}
-    by_save = sum(num_bytes for file, num_bytes in sizes.items() if file.startswith(saved.save_id))
-    written = max(saved.pack_bytes, by_save)
-    is_delta = saved.parent is not None
-    yield Event(
-        at_ns=saved.created_ns,
-        kind="delta" if is_delta else "baseline",
-        name=name,
-        written_bytes=written,
-        freed_bytes=0,
-        modified_share=_share(saved.num_rows, _table_rows(saved)) if is_delta else None,
-        restore_bytes=None if checkpoint.is_compacted else restore_bytes,
-        model_bytes=model,
-    )
-    if checkpoint.is_compacted:
-        yield Event(
-            at_ns=max(now.created_ns, saved.created_ns),
-            kind="compaction",
-            name=name,
-            written_bytes=sum(sizes.values()) - by_save,
-            freed_bytes=written - by_save,
-            modified_share=None,
-            restore_bytes=restore_bytes,
-            model_bytes=model,
-        )
+    saved = checkpoint.committed
+    written = [(manifest.created_ns, written_bytes(manifest, entry.files)) for manifest in checkpoint.manifests]
+    share = _share(saved.num_rows, _table_rows(saved))
+    yield from _written(name, saved.kind, written, share, restore_bytes, model)
 
 
 def _pruned_events(pruned: PrunedCheckpoint, model: int) -> Iterator[Event]:
-    yield Event(
-        at_ns=pruned.created_ns,
-        kind=pruned.kind,
-        name=pruned.name,
-        written_bytes=pruned.num_bytes,
-        freed_bytes=0,
-        modified_share=_share(pruned.num_rows, pruned.num_table_rows) if pruned.kind == "delta" else None,
-        restore_bytes=pruned.restore_bytes,
-        model_bytes=model,
-    )
-    yield Event(
-        at_ns=max(pruned.removed_ns, pruned.created_ns),
-        kind="prune",
-        name=pruned.name,
-        written_bytes=0,
-        freed_bytes=pruned.num_bytes,
-        modified_share=None,
-        restore_bytes=None,
-        model_bytes=model,
-    )
+    written = [(pruned.created_ns, pruned.num_bytes), *pruned.compactions]
+    share = _share(pruned.num_rows, pruned.num_table_rows)
+    yield from _written(pruned.name, pruned.kind, written, share, pruned.restore_bytes, model)
+
+
+def _written(
+    name: str, kind: Kind, written: Sequence[tuple[int, int]], share: float, restore_bytes: int | None, model: int
+) -> Iterator[Event]:
+    """A save and its compactions, by time and bytes; what a restore reads is known of the last of them."""
+    for number, (at_ns, num_bytes) in enumerate(written):
+        yield Event(
+            at_ns=max(at_ns, written[0][0]),
+            kind="compaction" if number else kind,
+            name=name,
+            written_bytes=num_bytes,
+            freed_bytes=0,
+            modified_share=share if kind == "delta" and not number else None,
+            restore_bytes=restore_bytes if number == len(written) - 1 else None,
+            model_bytes=model,
+        )
 
 
 def _kept(

@@ -25,7 +25,7 @@ class Event:
     Attributes:
         at_ns: When, in nanoseconds of Unix time.
         kind: ``baseline`` or ``delta``, a save; ``compaction``, a lineage was written as one baseline; or ``prune``.
-        name: Directory of the checkpoint that was written, or of the one, or the newest, that was removed.
+        name: Directory of the checkpoint that was written, or of the newest that something was removed from.
         written_bytes: Bytes of all files that were written; a prune writes none.
         freed_bytes: Bytes of all files that were removed, after the others had been written.
         modified_share: Rows stored in a delta as a part of all rows of the tables, 0 to 1; None for all other kinds.
@@ -136,6 +136,7 @@ class RunHistory:
         root: The root's path or URL.
         events: In order of time.
         kept: The checkpoints that lie there now, in any order.
+        rest_bytes: Bytes of files that lie there of checkpoints that were pruned: compacted ones may use them.
 
     Raises:
         ConfigurationError: Events are not in order of time.
@@ -144,8 +145,10 @@ class RunHistory:
     root: str
     events: tuple[Event, ...]
     kept: tuple[KeptCheckpoint, ...]
+    rest_bytes: int = 0
 
     def __post_init__(self) -> None:
+        _check_count(self.root, "rest_bytes", self.rest_bytes)
         for earlier, later in pairwise(self.events):
             if later.at_ns < earlier.at_ns:
                 raise ConfigurationError(
@@ -190,7 +193,7 @@ class RunHistory:
     @cached_property
     def kept_bytes(self) -> int:
         """Bytes that lie there now."""
-        return sum(checkpoint.num_bytes for checkpoint in self.kept)
+        return self.rest_bytes + sum(checkpoint.num_bytes for checkpoint in self.kept)
 
     @cached_property
     def newest_first(self) -> tuple[KeptCheckpoint, ...]:

@@ -9,7 +9,7 @@ import json
 import logging
 import re
 import uuid
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, get_args
 
@@ -36,14 +36,15 @@ class PrunedCheckpoint:
         name: Its directory under the root.
         created_ns: Unix time of its commit, in nanoseconds.
         kind: ``baseline`` or ``delta``, as it was saved.
-        num_bytes: Bytes in the packs that its save wrote.
+        num_bytes: Bytes of the files that its save wrote.
         num_rows: Rows of tables that its save stored.
         num_table_rows: Rows of all tables.
         parent: Directory of the parent that it was saved on; a relative path where that is not under the root, None for
             a baseline.
-        restore_bytes: What a load of it read, with all that it stood on.
+        restore_bytes: What a load of it read, with all that it stood on; None if that was not all there.
         removed_ns: When it was removed.
         save_ids: What the names of packs in its directory began with.
+        compactions: Time of each compaction of it, and bytes of the files that it wrote.
     """
 
     name: str
@@ -53,9 +54,25 @@ class PrunedCheckpoint:
     num_rows: int
     num_table_rows: int
     parent: str | None
-    restore_bytes: int
+    restore_bytes: int | None
     removed_ns: int
     save_ids: tuple[str, ...] = ()
+    compactions: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Prune:
+    """A prune that was begun.
+
+    Attributes:
+        at_ns: Unix time in nanoseconds.
+        name: The newest of the directories that it removes something from.
+        freed_bytes: Bytes of the files that it removes.
+    """
+
+    at_ns: int
+    name: str
+    freed_bytes: int
 
 
 @dataclass(frozen=True)
@@ -65,12 +82,14 @@ class Journal:
     Attributes:
         pruned: Checkpoints that were, or were to be, removed, in order of time of commit, each once.
         died: Directories of saves that died, of which the files were removed.
+        prunes: What removed them, in order of time.
         files: The files that were read, by name.
         abandoned: Files that a prune which died has left half-way.
     """
 
     pruned: tuple[PrunedCheckpoint, ...] = ()
     died: frozenset[str] = frozenset()
+    prunes: tuple[Prune, ...] = ()
     files: tuple[str, ...] = ()
     abandoned: tuple[str, ...] = ()
 
@@ -102,15 +121,17 @@ def read_files(directory: Store, names: Iterable[str], now_ns: int) -> Journal:
             if not isinstance(error.__cause__, FileNotFoundError):
                 raise
             logger.info("%s: another prune has folded it meanwhile", error)
-    pruned = _each_once(checkpoint for checkpoints, _ in entries for checkpoint in checkpoints)
-    died = frozenset(name for _, names in entries for name in names)
+    pruned = _each_once(checkpoint for entry in entries for checkpoint in entry.pruned)
+    died = frozenset(name for entry in entries for name in entry.died)
+    prunes = {prune for entry in entries for prune in entry.prunes}
     begun = {name: int(found["at_ns"]) for name in names if (found := _TEMPORARY.fullmatch(name))}
     abandoned = tuple(name for name, at_ns in begun.items() if at_ns + LEASE_SECS * 10**9 < now_ns)
-    return Journal(pruned, died, tuple(read), abandoned)
+    in_order = tuple(sorted(prunes, key=lambda prune: (prune.at_ns, prune.name)))
+    return Journal(pruned, died, in_order, tuple(read), abandoned)
 
 
-def write_file(directory: Store, pruned: Collection[PrunedCheckpoint], died: Collection[str], now_ns: int) -> str:
-    """Write one file; returns its name.
+def write_file(directory: Store, told: Journal, now_ns: int) -> str:
+    """Write one file that tells something; returns its name.
 
     Raises:
         StoreError: It cannot be written. It is not there then.
@@ -118,8 +139,9 @@ def write_file(directory: Store, pruned: Collection[PrunedCheckpoint], died: Col
     data = {
         "format": _FORMAT,
         "version": _VERSION,
-        "pruned": [asdict(checkpoint) for checkpoint in pruned],
-        "died": sorted(died),
+        "pruned": [asdict(checkpoint) for checkpoint in told.pruned],
+        "died": sorted(told.died),
+        "prunes": [asdict(prune) for prune in told.prunes],
     }
     id_ = uuid.uuid4().hex[:16]
     name = f"{now_ns:020d}-{id_}.json"
@@ -128,14 +150,14 @@ def write_file(directory: Store, pruned: Collection[PrunedCheckpoint], died: Col
     return name
 
 
-def fold_files(directory: Store, journal: Journal, now_ns: int) -> None:
+def fold_files(directory: Store, told: Journal, now_ns: int) -> None:
     """Write what a journal tells into one file, and remove the files that it was read from.
 
     Raises:
         StoreError: That cannot be done; nothing is lost.
     """
-    write_file(directory, journal.pruned, journal.died, now_ns)
-    for name in journal.files:
+    write_file(directory, told, now_ns)
+    for name in told.files:
         directory.remove(name)
 
 
@@ -146,28 +168,50 @@ def _each_once(checkpoints: Iterable[PrunedCheckpoint]) -> tuple[PrunedCheckpoin
     return tuple(sorted(found.values(), key=lambda checkpoint: (checkpoint.created_ns, checkpoint.name)))
 
 
-def _parsed(data: bytes) -> tuple[list[PrunedCheckpoint], list[str]]:
+def _parsed(data: bytes) -> Journal:
     value = json.loads(data)
     if not isinstance(value, dict) or (value.get("format"), value.get("version")) != (_FORMAT, _VERSION):
         raise ValueError("not a journal of this version")
-    pruned, died = value.get("pruned"), value.get("died")
-    if not isinstance(pruned, list) or not isinstance(died, list) or not all(isinstance(name, str) for name in died):
+    pruned, died, prunes = (value.get(key) for key in ("pruned", "died", "prunes"))
+    if not (isinstance(pruned, list) and isinstance(died, list) and isinstance(prunes, list)):
         raise ValueError("it lacks what was pruned")
-    return [_checkpoint(item) for item in pruned], died
+    if not _is_list_of(str, died):
+        raise ValueError("no directories of saves that died")
+    return Journal(tuple(map(_checkpoint, pruned)), frozenset(died), tuple(map(_prune, prunes)))
+
+
+def _prune(value: Any) -> Prune:
+    if not _has_fields(value, Prune) or not _are_counts(value["at_ns"], value["freed_bytes"]):
+        raise ValueError(f"no prune: {str(value)[:80]!r}")
+    return Prune(value["at_ns"], str(value["name"]), value["freed_bytes"])
 
 
 def _checkpoint(value: Any) -> PrunedCheckpoint:
-    if not isinstance(value, Mapping) or set(value) != {field.name for field in fields(PrunedCheckpoint)}:
-        raise ValueError(f"no pruned checkpoint: {str(value)[:80]!r}")
-    counts = ("created_ns", "num_bytes", "num_rows", "num_table_rows", "restore_bytes", "removed_ns")
+    counts = ("created_ns", "num_bytes", "num_rows", "num_table_rows", "removed_ns")
     good = (
-        all(type(value[name]) is int and 0 <= value[name] <= _MAX_INT for name in counts)
+        _has_fields(value, PrunedCheckpoint)
+        and _are_counts(*(value[name] for name in counts))
+        and (value["restore_bytes"] is None or _are_counts(value["restore_bytes"]))
         and isinstance(value["name"], str)
         and isinstance(value["parent"], str | None)
         and value["kind"] in get_args(Kind)
-        and isinstance(value["save_ids"], list)
-        and all(isinstance(save_id, str) for save_id in value["save_ids"])
+        and _is_list_of(str, value["save_ids"])
+        and _is_list_of(list, value["compactions"])
+        and all(len(pair) == 2 and _are_counts(*pair) for pair in value["compactions"])
     )
     if not good:
         raise ValueError(f"no pruned checkpoint: {str(value)[:80]!r}")
-    return PrunedCheckpoint(**{**value, "save_ids": tuple(value["save_ids"])})
+    lists = {"save_ids": tuple(value["save_ids"]), "compactions": tuple(map(tuple, value["compactions"]))}
+    return PrunedCheckpoint(**{**value, **lists})
+
+
+def _has_fields(value: Any, kind: type[Prune] | type[PrunedCheckpoint]) -> bool:
+    return isinstance(value, Mapping) and set(value) == {field.name for field in fields(kind)}
+
+
+def _is_list_of(kind: type, value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, kind) for item in value)
+
+
+def _are_counts(*values: Any) -> bool:
+    return all(type(value) is int and 0 <= value <= _MAX_INT for value in values)

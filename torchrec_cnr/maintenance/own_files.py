@@ -4,12 +4,12 @@ Whatever is not named like one of ours is somebody else's and stays.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torchrec_cnr.leases import is_lease
 from torchrec_cnr.lineage import Checkpoint
 from torchrec_cnr.maintenance.annotations import is_annotation
-from torchrec_cnr.manifest import FILE_NAME
+from torchrec_cnr.manifest import FILE_NAME, Manifest, replacement_name
 
 PACK_SUFFIX = ".safetensors"
 _PACK = re.compile(r"(?P<save_id>[0-9a-f]{16})-\d+-\d+\.safetensors")
@@ -48,6 +48,18 @@ def packs_of(checkpoint: Checkpoint) -> set[str]:
     """The packs in a checkpoint's own directory that any of its manifests names."""
     packs = (pack for manifest in checkpoint.manifests for pack in manifest.packs)
     return {pack.name for pack in packs if pack.directory is None}
+
+
+def written_bytes(manifest: Manifest, files: Mapping[str, int]) -> int:
+    """What the save or the compaction wrote that committed a manifest: packs, as the manifest has them, and itself.
+
+    Args:
+        manifest: One of a checkpoint's.
+        files: Sizes of the files in its directory, by name.
+    """
+    name = FILE_NAME if manifest.replaces is None else replacement_name(manifest.replaces)
+    own = (pack.num_bytes for pack in manifest.packs if save_id(pack.name) == manifest.save_id)
+    return sum(own) + files.get(name, 0)
 
 
 def in_order(names: Iterable[str]) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from torchrec_cnr.lineage import Checkpoint, read_checkpoint
 from torchrec_cnr.maintenance import journal
 from torchrec_cnr.maintenance.catalog import Progress
 from torchrec_cnr.maintenance.dependencies import Pack, needed_by, newest_of_lineages
+from torchrec_cnr.maintenance.journal import Journal
 from torchrec_cnr.maintenance.own_files import PACK_SUFFIX
 from torchrec_cnr.maintenance.prune_plan import PrunePlan, Removal
 from torchrec_cnr.maintenance.staying import lease_text
@@ -65,8 +66,7 @@ def execute(plan: PrunePlan, *, progress: Progress | None = None) -> PruneResult
         StoreError: The journal cannot be written: nothing was removed.
     """
     directory = plan.catalog.root.at(journal.DIRECTORY)
-    is_told = bool(plan.pruned or plan.died)
-    written = (journal.write_file(directory, plan.pruned, plan.died, plan.now_ns),) if is_told else ()
+    written = (journal.write_file(directory, plan.told, plan.now_ns),) if plan.told.prunes else ()
     num_files, num_done = sum(len(removal.files) for removal in plan.removals), 0
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="cnr-prune") as threads:
         execution = _Execution(plan, threads)
@@ -84,12 +84,13 @@ def execute(plan: PrunePlan, *, progress: Progress | None = None) -> PruneResult
 
 
 def _tidy_journal(directory: Store, plan: PrunePlan, written: tuple[str, ...]) -> None:
-    known = plan.catalog.journal
+    known, told = plan.catalog.journal, plan.told
     for name in known.abandoned:
         directory.remove(name)
     if plan.folds_journal:
-        now = replace(known, pruned=known.pruned + plan.pruned, died=known.died | {*plan.died})
-        journal.fold_files(directory, replace(now, files=known.files + written), plan.now_ns)
+        pruned, prunes = known.pruned + told.pruned, known.prunes + told.prunes
+        now = Journal(pruned, known.died | told.died, prunes, known.files + written)
+        journal.fold_files(directory, now, plan.now_ns)
 
 
 class _Execution:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from torchrec_cnr.maintenance.catalog import Catalog, Entry, total_bytes
-from torchrec_cnr.maintenance.journal import PrunedCheckpoint
+from torchrec_cnr.maintenance.journal import Journal, Prune, PrunedCheckpoint
 from torchrec_cnr.maintenance.retention import Keep
 from torchrec_cnr.quantities import bytes_text, count_text, instant_text, name_text
 
@@ -85,6 +85,15 @@ class PrunePlan:
     def died(self) -> tuple[str, ...]:
         """Directories of saves that died, that go."""
         return tuple(removal.entry.name for removal in self.removals if removal.is_dead_save)
+
+    @cached_property
+    def told(self) -> Journal:
+        """What the journal is told of it: nothing, if no file goes."""
+        names = [removal.entry.name for removal in self.removals if removal.files]
+        if not names:
+            return Journal()
+        prune = Prune(self.now_ns, names[0], self.freed_bytes)
+        return Journal(self.pruned, frozenset(self.died), (prune,))
 
     @cached_property
     def freed_bytes(self) -> int:

@@ -13,7 +13,7 @@ which somebody has a lease, since he works there, is left alone entirely.
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -31,8 +31,10 @@ from torchrec_cnr.maintenance.own_files import (
     is_temporary,
     packs_of,
     save_id,
+    written_bytes,
 )
 from torchrec_cnr.maintenance.prune_plan import PrunePlan, Removal
+from torchrec_cnr.maintenance.restore_bytes import all_restore_bytes
 from torchrec_cnr.maintenance.retention import Keep
 from torchrec_cnr.maintenance.staying import Staying, lease_text, what_stays
 from torchrec_cnr.manifest import FILE_NAME
@@ -78,8 +80,7 @@ class _Planner:
         removals = tuple(removal for removal in found.values() if removal is not None)
         reasons = {name: tuple(self.reasons(entry, found[name])) for name, entry in self.catalog.entries.items()}
         stays = {name: texts for name, texts in reasons.items() if texts}
-        num_new = any(removal.pruned is not None or removal.is_dead_save for removal in removals)
-        folds = len(self.catalog.journal.files) + num_new >= journal.NUM_FOLDED
+        folds = len(self.catalog.journal.files) + any(removal.files for removal in removals) >= journal.NUM_FOLDED
         return PrunePlan(self.catalog, keep, self.now_ns, removals, stays, folds)
 
     # What goes from one directory.
@@ -166,27 +167,25 @@ class _Planner:
         saved = checkpoint.committed
         parent = None if saved.parent is None else self.catalog.name_of(checkpoint.store.at(saved.parent.path))
         packs = packs_of(checkpoint) | {name for name in entry.files if is_pack(name)}
+        replacements = checkpoint.manifests[1:]
         return PrunedCheckpoint(
             name=entry.name,
             created_ns=checkpoint.created_ns,
             kind=saved.kind,
-            num_bytes=saved.pack_bytes,
+            num_bytes=written_bytes(saved, entry.files),
             num_rows=saved.num_rows,
             num_table_rows=sum(tensor.size[0] for tensor in saved.tensors.values() if tensor.is_table),
             parent=parent if saved.parent is None or parent is not None else saved.parent.path,
             restore_bytes=self.restore_bytes[entry.name],
             removed_ns=self.now_ns,
             save_ids=tuple(sorted({save_id(name) for name in packs})),
+            compactions=tuple((new.created_ns, written_bytes(new, entry.files)) for new in replacements),
         )
 
     @cached_property
-    def restore_bytes(self) -> dict[str, int]:
-        """What a load of each checkpoint reads, as far as its lineage is here."""
-        found: dict[str, int] = {}
-        for name, checkpoint in self.catalog.checkpoints.items():
-            parent = self.catalog.parent(checkpoint)
-            found[name] = checkpoint.manifest.blob_bytes + found.get(parent or "", 0)
-        return found
+    def restore_bytes(self) -> Mapping[str, int | None]:
+        """What a load of each checkpoint reads."""
+        return all_restore_bytes(self.catalog)
 
     # Why what is left stays.
 
