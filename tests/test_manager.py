@@ -18,6 +18,8 @@ from tests.ranks import RankPools
 from torchrec_cnr.due import Due
 from torchrec_cnr.errors import StoreError
 from torchrec_cnr.lineage import read_lineage
+from torchrec_cnr.maintenance.catalog import read_catalog
+from torchrec_cnr.maintenance.upkeep import Upkeep
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -234,6 +236,24 @@ def test_lineages_are_compacted_and_pruned_in_the_background(tmp_path: Path) -> 
     _, later = _run(tmp_path, 31, 33, keep=cnr.Keep(last=1))
     assert cnr.read_checkpoint(tmp_path / "step-33").kind == "baseline"  # compacted
     assert not differing(models.load(plain_job(9), str(tmp_path / "step-33")), later)
+
+
+def test_what_was_passed_over_is_compacted_later(tmp_path: Path) -> None:
+    """When checkpoints come faster than they can be compacted: all that are kept are soon quick to restore from."""
+    job = plain_job(1)
+    tracker = cnr.RowTracker(job.model)
+    manager = cnr.CheckpointManager(tmp_path, tracker, keep=cnr.Keep(last=3), compacts=False)
+    for number in range(1, 8):
+        train(job, number)
+        manager.save(number, state(job))
+    manager.close()
+    upkeep, names = Upkeep(str(tmp_path), cnr.Keep(last=3), compacts=True), ["step-5", "step-6", "step-7"]
+    before = {name: models.load(plain_job(9), str(tmp_path / name)) for name in names}
+    assert [cnr.read_checkpoint(tmp_path / name).kind for name in names] == ["delta"] * 3
+    upkeep.run_for(cnr.read_checkpoint(tmp_path / "step-7"))
+    assert [cnr.read_checkpoint(tmp_path / name).kind for name in names] == ["baseline"] * 3
+    assert all(not differing(models.load(plain_job(9), str(tmp_path / name)), before[name]) for name in names)
+    assert sorted(read_catalog(tmp_path).checkpoints) == names
 
 
 _RAISES = """

@@ -1,8 +1,8 @@
 """Upkeep: compaction and retention of a run in a thread of its own, so that training never waits for either.
 
-One checkpoint is worked on at a time. Commits that come meanwhile are not queued: the newest is all that counts, and
-what was not done for one checkpoint is done for the next, also if it failed. A process that ends without ``close`` does
-not wait for it: compaction and retention may die at any moment.
+One checkpoint is worked on at a time. Commits that come meanwhile are not queued: the newest counts most, and what was
+not done for one checkpoint is done after the next, if it is still kept then, also if it failed. A process that ends
+without ``close`` does not wait for it: compaction and retention may die at any moment.
 """
 
 import logging
@@ -12,6 +12,7 @@ from torchrec_cnr.errors import CheckpointExistsError, CNRError
 from torchrec_cnr.leases import leased
 from torchrec_cnr.lineage import Checkpoint
 from torchrec_cnr.maintenance import prune_execution, rewriting
+from torchrec_cnr.maintenance.catalog import read_catalog
 from torchrec_cnr.maintenance.compaction import MAX_RATIO, plan_compaction
 from torchrec_cnr.maintenance.pruning import plan_prune
 from torchrec_cnr.maintenance.retention import Keep
@@ -84,17 +85,34 @@ class Upkeep:
             return checkpoint
 
     def run_for(self, checkpoint: Checkpoint) -> None:
-        """Compact a checkpoint's lineage, then prune.
+        """Compact a checkpoint's lineage, then prune; then do so for what was passed over while it was the newest.
 
         Raises:
             CNRError: Something of it failed; nothing is lost.
         """
+        self._compact(checkpoint)
+        self.prune()
+        for late in self._passed_over():
+            if self._waiting is not None:  # a newer one counts more
+                return
+            self._compact(late)
+            self.prune()
+
+    def _passed_over(self) -> list[Checkpoint]:
+        """Deltas that are kept for themselves, newest first."""
+        if self._keep is None or not self._compacts:
+            return []
+        catalog = read_catalog(self._root)
+        there = catalog.checkpoints
+        wanted = self._keep.choose([(catalog.entries[name], checkpoint) for name, checkpoint in there.items()])
+        return [there[name] for name in reversed(list(there)) if name in wanted and there[name].kind == "delta"]
+
+    def _compact(self, checkpoint: Checkpoint) -> None:
         try:
             while self._compacts and not self.compact_some(checkpoint):
                 self.prune()
         except CheckpointExistsError as error:
             logger.info("%s", error)
-        self.prune()
 
     def compact_some(self, checkpoint: Checkpoint) -> bool:
         """Copy a part of what is to be copied, so that little room is taken at a time; whether that was all."""
