@@ -136,7 +136,7 @@ class RunHistory:
         root: The root's path or URL.
         events: In order of time.
         kept: The checkpoints that lie there now, in any order.
-        rest_bytes: Bytes of files that lie there of checkpoints that were pruned: compacted ones may use them.
+        left_bytes: Bytes of files that lie there of checkpoints that were pruned: compacted ones may use them.
 
     Raises:
         ConfigurationError: Events are not in order of time.
@@ -145,10 +145,10 @@ class RunHistory:
     root: str
     events: tuple[Event, ...]
     kept: tuple[KeptCheckpoint, ...]
-    rest_bytes: int = 0
+    left_bytes: int = 0
 
     def __post_init__(self) -> None:
-        _check_count(self.root, "rest_bytes", self.rest_bytes)
+        _check_count(self.root, "left_bytes", self.left_bytes)
         for earlier, later in pairwise(self.events):
             if later.at_ns < earlier.at_ns:
                 raise ConfigurationError(
@@ -193,7 +193,7 @@ class RunHistory:
     @cached_property
     def kept_bytes(self) -> int:
         """Bytes that lie there now."""
-        return self.rest_bytes + sum(checkpoint.num_bytes for checkpoint in self.kept)
+        return self.left_bytes + sum(checkpoint.num_bytes for checkpoint in self.kept)
 
     @cached_property
     def newest_first(self) -> tuple[KeptCheckpoint, ...]:
