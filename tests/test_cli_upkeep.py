@@ -204,9 +204,11 @@ def test_prune_tells_what_could_not_be_removed(root: Root, monkeypatch: pytest.M
     assert (result.exit_code, result.stderr) == (1, "")
     assert "not removed: a-1  cannot remove manifest.json: PermissionError\n" in result.stdout
     assert root.directories() == {"a", "a-1", "b", "c", "c-1"}
+    b_bytes = _num_bytes(Path(root.at("b")))
     result = _cnr("prune", root.url, "--last", 1, "--no-tagged", "--execute", "--json")
     document = json.loads(result.stdout)
     assert (result.exit_code, list(document["failed"])) == (1, ["a-1", "a"])
+    assert document["freed_bytes"] == b_bytes
     assert root.directories() == {"a", "a-1", "c", "c-1"}
     root.assert_loads(["a-1", "c-1"])
 
@@ -528,6 +530,8 @@ def test_import_quantizes_tables(
     found = _tensors(path)
     assert _differing(found, expected) == quantized
     for fqn in quantized:
+        schemes = [shard.scheme for shard in cnr.read_checkpoint(path).manifest.tensors[fqn].shards]
+        assert [scheme.to_json()["bits"] for scheme in schemes] == [bits]
         assert float((found[fqn] - expected[fqn]).abs().max()) < 1.1 / (2**bits - 1)
     values = sum(expected[fqn].nbytes for fqn in quantized)
     saved = _num_bytes(tmp_path / "exact") - _num_bytes(path)
