@@ -661,6 +661,20 @@ def test_report_tells_what_cannot_be_read(run: Path, tmp_path: Path) -> None:
     assert _json("report", run)["unreadable"] == ["step-2"]
 
 
+def test_report_counts_packs_that_outlive_their_checkpoint(root: Root, tmp_path: Path) -> None:
+    """What lies there is all that lies there, though no checkpoint is in its directory any more."""
+    root.compact("c-1")
+    _text("prune", root.url, "--last", 1, "--no-tagged", "--execute")
+    left = sum(num_bytes for (directory, _), num_bytes in root.files().items() if directory == "c")
+    document = _json("report", root.url)
+    assert document["left_bytes"] == left > 0
+    _text("report", root.url, "-o", tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert f"{bytes_text(left)} of checkpoints that were removed lie here still, in packs that others use." in page
+    assert f"{bytes_text(sum(root.files().values()))}; at most" in page
+    assert "that no event removed" not in page
+
+
 def test_report_of_an_empty_root_says_so(tmp_path: Path) -> None:
     """A run that has saved nothing yet is no error."""
     (tmp_path / "run").mkdir()
