@@ -451,7 +451,7 @@ def peak():  # not that of getrusage, which begins with what the parent had
 root = sys.argv[1]
 for to in ("dcp", "safetensors", "torch"):
     export(f"{root}/small", f"{root}/small-{to}", to=to)
-import_checkpoint(f"{root}/small-dcp", f"{root}/small-imported", quantization=cnr.Asymmetric(4))
+import_checkpoint(f"{root}/small-dcp", f"{root}/small-imported", quantization={"t": cnr.Asymmetric(4)})
 peak()
 before = peak()  # what is there now
 found = {}

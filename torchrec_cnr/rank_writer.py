@@ -31,6 +31,11 @@ logger = logging.getLogger(__name__)
 TABLE_PATTERNS = ("*embedding_bags.*.weight", "*embeddings.*.weight")  # TorchRec's names, where no tracker tells
 
 
+def is_table_name(fqn: str) -> bool:
+    """Whether TorchRec names tables so."""
+    return any(fnmatchcase(fqn, pattern) for pattern in TABLE_PATTERNS)
+
+
 @dataclass(frozen=True, eq=False)
 class _Item:
     """An item to be written, with its values."""
@@ -109,8 +114,7 @@ class RankWriter:
         data: Any = self._planner.resolve_data(item)
         if isinstance(data, ShardData):
             return data
-        is_table = any(fnmatchcase(item.index.fqn, pattern) for pattern in TABLE_PATTERNS) and data.dim() == 2
-        return ShardData(data.detach(), rows=None, is_table=is_table)
+        return ShardData(data.detach(), rows=None, is_table=is_table_name(item.index.fqn) and data.dim() == 2)
 
     def _source(self, item: WriteItem, data: ShardData) -> Source:
         fqn, dtype = item.index.fqn, dtype_name(data.values)

@@ -121,6 +121,11 @@ class Store:
         with self._errors("look up", name):
             return bool(self.fs.exists(self.child(name)))
 
+    def is_directory(self) -> bool:
+        """Whether the directory is there; in an object store, whether something is in it."""
+        with self._errors("look up", ""):
+            return bool(self.fs.isdir(self.path))
+
     def names(self) -> list[str]:
         """Names in the directory, sorted; empty where there is no directory."""
         with self._errors("list", ""):

@@ -11,7 +11,7 @@ from torchrec_cnr.lineage import read_checkpoint
 from torchrec_cnr.maintenance import rewriting
 from torchrec_cnr.maintenance.compaction import MAX_RATIO, CompactionPlan, plan_compaction
 from torchrec_cnr.maintenance.places import checkpoint_at
-from torchrec_cnr.quantities import bytes_text, count_text, ratio_text
+from torchrec_cnr.quantities import bytes_text, count_text, name_text, ratio_text
 
 
 def compact(
@@ -75,10 +75,13 @@ def _json(plan: CompactionPlan, is_done: bool) -> dict[str, object]:
 def _print(plan: CompactionPlan, dry_run: bool) -> None:
     console, live_bytes = stdout(), max(1, plan.live_bytes)
     if not plan.is_needed:
-        console.print(f"{plan.newest.store.url}: nothing to compact")
+        console.print(f"{name_text(plan.newest.store.url)}: nothing to compact")
         return
-    would = "would become" if dry_run else "became"
-    console.print(f"{plan.newest.store.url}: {count_text(len(plan.run), 'checkpoint')} {would} one")
+    if len(plan.run) == 1:
+        done = "would be compacted" if dry_run else "was compacted"
+    else:
+        done = f"{count_text(len(plan.run), 'checkpoint')} {'would become' if dry_run else 'became'} one"
+    console.print(f"{name_text(plan.newest.store.url)}: {done}")
     files, moved = f"{len(plan.victims):,} of {count_text(len(plan.uses), 'file')}", bytes_text(plan.moved_bytes)
     console.print(f"rewritten: {files}, {moved} copied")
     before, after = ratio_text(plan.bytes_before / live_bytes), ratio_text(plan.bytes_after / live_bytes)

@@ -14,11 +14,14 @@ from torchrec_cnr.quantities import (
     duration_text,
     instant_text,
     models_text,
+    name_text,
     number_text,
     share_text,
 )
 
 _Size = TypeVar("_Size", int, float)
+
+_NUM_NAMED = 5  # directories in a note
 
 _MEANINGS: Mapping[EventKind, tuple[str, str]] = {
     "baseline": ("Baselines", "saved with every row"),
@@ -94,6 +97,8 @@ def _newest_restore(history: RunHistory) -> Total:
     if not history.kept:
         return Total(what, "–", "no checkpoint is kept")
     newest = history.newest_first[0]
+    if newest.restore_bytes is None:
+        return Total(what, "–", "its parent is not here")
     models, size = history.restore_models_of(newest), bytes_text(newest.restore_bytes)
     if models is None:
         return Total(what, size, "read by a load")
@@ -158,6 +163,13 @@ def on_older(older: Sequence[KeptCheckpoint]) -> str:
 def notes(history: RunHistory) -> tuple[str, ...]:
     """What the events do not tell."""
     found = []
+    if history.unreadable:
+        which = ", ".join(map(name_text, history.unreadable[:_NUM_NAMED]))
+        more = f" and {len(history.unreadable) - _NUM_NAMED} more" if len(history.unreadable) > _NUM_NAMED else ""
+        found.append(f"What cannot be read is not in this report: {which}{more}.")
+    if history.left_bytes:
+        left = bytes_text(history.left_bytes)
+        found.append(f"{left} of checkpoints that were removed lie here still, in packs that others use.")
     if history.opening_bytes and history.events:
         found.append(f"{bytes_text(history.opening_bytes)} lay here before the first event that is known.")
     if history.vanished_bytes:

@@ -12,12 +12,11 @@ from rich.text import Text
 from torchrec_cnr.cli.options import AsJson, Everything
 from torchrec_cnr.cli.output import bare_grid, grid, name, print_json, progress_bar, stdout
 from torchrec_cnr.cli.trees import Gap, Line, draw, visible
-from torchrec_cnr.errors import ConfigurationError, DamagedError, VersionError
+from torchrec_cnr.errors import DamagedError, VersionError
 from torchrec_cnr.lineage import Checkpoint
 from torchrec_cnr.maintenance.catalog import Catalog, Entry, read_catalog, total_bytes
-from torchrec_cnr.maintenance.places import no_checkpoint
+from torchrec_cnr.maintenance.places import check_root
 from torchrec_cnr.maintenance.restore_bytes import all_restore_bytes
-from torchrec_cnr.manifest import FILE_NAME
 from torchrec_cnr.quantities import age_text, bytes_text, count_text, name_text, percent_text
 
 State = Literal["damaged", "newer", "unreadable", "pruned", "unfinished", "empty", "foreign"]
@@ -59,10 +58,7 @@ def ls(
     """
     with progress_bar("reading manifests", not as_json) as report:
         catalog = read_catalog(root, report)
-    if FILE_NAME in catalog.files:
-        raise ConfigurationError(f"{catalog.root.url}: a checkpoint, no root; try cnr inspect, or the directory above")
-    if not catalog.entries and not catalog.root.exists(""):
-        raise no_checkpoint(catalog.root)
+    check_root(catalog)
     shown = set(list(catalog.checkpoints)[-last:] if last else catalog.checkpoints)
     if as_json:
         print_json(_document(catalog, shown))

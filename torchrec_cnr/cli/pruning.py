@@ -9,7 +9,8 @@ from torchrec_cnr.cli.options import AsJson
 from torchrec_cnr.cli.output import bare_grid, name, print_json, progress_bar, stdout
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.maintenance import prune_execution, pruning
-from torchrec_cnr.maintenance.catalog import read_catalog
+from torchrec_cnr.maintenance.catalog import Catalog, read_catalog
+from torchrec_cnr.maintenance.places import check_root
 from torchrec_cnr.maintenance.prune_execution import PruneResult
 from torchrec_cnr.maintenance.prune_plan import PrunePlan
 from torchrec_cnr.maintenance.retention import Best, Keep
@@ -22,7 +23,7 @@ def prune(
     daily: Annotated[
         int, typer.Option("--daily", min=0, metavar="N", help="Keep the newest of each of the last N days.")
     ] = 0,
-    best: Annotated[
+    metric: Annotated[
         str | None, typer.Option("--best", metavar="METRIC", help="Keep the best by a metric; -METRIC: the smallest.")
     ] = None,
     tagged: Annotated[bool, typer.Option(help="Keep those that have a tag.")] = True,
@@ -39,9 +40,13 @@ def prune(
     - `cnr prune runs/a --last 5 --daily 7`
     - `cnr prune s3://bucket/runs/a --best auc --execute`
     """
-    keep = Keep(last=last, daily=daily, best=_best(best), tagged=tagged)
+    best = _best(metric)
+    keep = Keep(last=last, daily=daily, best=best, tagged=tagged)
     with progress_bar("reading manifests", not as_json) as report:
-        plan = pruning.plan_prune(read_catalog(root, report), keep)
+        catalog = read_catalog(root, report)
+    check_root(catalog)
+    _check_metric(catalog, best)
+    plan = pruning.plan_prune(catalog, keep)
     result = None
     if execute:
         with progress_bar("removing", not as_json) as report:
@@ -60,6 +65,16 @@ def _best(metric: str | None) -> Best | None:
     if metric in ("", "-"):
         raise ConfigurationError("--best needs the name of a metric")
     return Best(metric.removeprefix("-"), largest=not metric.startswith("-"))
+
+
+def _check_metric(catalog: Catalog, best: Best | None) -> None:
+    """A metric whose name is spelled wrong would not keep what it was to keep."""
+    known = {metric for entry in catalog.entries.values() for metric in entry.metrics}
+    if best is not None and best.metric not in known and catalog.checkpoints:
+        there = ", ".join(map(repr, sorted(known))) or "none"
+        raise ConfigurationError(
+            f"{catalog.root.url}: no checkpoint has the metric {best.metric!r}; metrics that are there: {there}"
+        )
 
 
 def _json(plan: PrunePlan, result: PruneResult | None) -> dict[str, object]:

@@ -17,6 +17,7 @@ from torchrec_cnr.maintenance.history import KeptCheckpoint, RunHistory
 from torchrec_cnr.quantities import bytes_text, instant_text, models_text, name_text
 
 MOST_LINES = 50  # of the table of kept checkpoints
+BEGINNING = b"<!DOCTYPE html>"  # of a page
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def _panel(plot: _Plot, history: RunHistory) -> _Panel:
 
 
 def _line(checkpoint: KeptCheckpoint, restore_models: float | None) -> _Line:
-    restore = bytes_text(checkpoint.restore_bytes)
+    restore = "–" if checkpoint.restore_bytes is None else bytes_text(checkpoint.restore_bytes)
     return _Line(
         name=name_text(checkpoint.name),
         kind=checkpoint.kind,

@@ -1,47 +1,62 @@
 """``cnr report``: a page that shows what a run has written, kept and read."""
 
+import posixpath
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from torchrec_cnr.cli.options import AsJson
 from torchrec_cnr.cli.output import print_json, progress_bar, stdout
-from torchrec_cnr.cli.report_page import render
+from torchrec_cnr.cli.report_page import BEGINNING, render
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.maintenance.catalog import read_catalog
 from torchrec_cnr.maintenance.histories import run_history
-from torchrec_cnr.maintenance.places import no_checkpoint
-from torchrec_cnr.quantities import count_text
+from torchrec_cnr.maintenance.places import check_root
+from torchrec_cnr.quantities import count_text, name_text
+from torchrec_cnr.stores import Store
 
 
 def report(
     root: Annotated[str, typer.Argument(metavar="ROOT", help="A directory of checkpoints, path or URL.")],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Where the page goes.")] = Path(
-        "report.html"
-    ),
+    out: Annotated[
+        str, typer.Option("--out", "-o", metavar="FILE", help="Where the page goes, path or URL; replaces a page.")
+    ] = "report.html",
     as_json: AsJson = False,
 ) -> None:
     """Draw what a run has written, kept and read.
 
-    One HTML page. Checkpoints that were pruned are in it as well.
+    One HTML page. Checkpoints that were pruned are in it as well. With --json, the history is printed, and no page is
+    written.
 
     Examples:
 
     - `cnr report runs/a`
     - `cnr report s3://bucket/runs/a -o page.html`
     """
+    place = Store.open(out)
+    if not as_json:
+        _check_out(place)
     with progress_bar("reading manifests", not as_json) as progress:
         catalog = read_catalog(root, progress)
-    if not catalog.entries and not catalog.root.exists(""):
-        raise no_checkpoint(catalog.root)
+    check_root(catalog)
     history = run_history(catalog)
     if as_json:
         print_json(asdict(history))
         return
-    try:
-        out.write_text(render(history), encoding="utf-8")
-    except OSError as error:
-        raise ConfigurationError(f"cannot write {out}: {error}") from error
-    stdout().print(f"{out}: {count_text(len(history.events), 'event')}, {count_text(len(history.kept), 'checkpoint')}")
+    page, directory = render(history).encode(), place.at("..")
+    directory.make()
+    with directory.create(posixpath.basename(place.path)) as stream:
+        stream.write(page)
+    num_events, num_kept = count_text(len(history.events), "event"), count_text(len(history.kept), "checkpoint")
+    unreadable = f", {len(history.unreadable):,} that cannot be read" if history.unreadable else ""
+    stdout().print(f"{name_text(place.url)}: {num_events}, {num_kept} kept{unreadable}")
+
+
+def _check_out(place: Store) -> None:
+    """A page is drawn again and again. Nothing else is replaced by one."""
+    if place.is_directory():
+        raise ConfigurationError(f"{place.url} is a directory; name a file in it")
+    directory, name = place.at(".."), posixpath.basename(place.path)
+    if directory.exists(name) and not BEGINNING.startswith(directory.read(name, 0, len(BEGINNING))):
+        raise ConfigurationError(f"{place.url} is there already, and no page; choose another name")

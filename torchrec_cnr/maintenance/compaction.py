@@ -23,6 +23,7 @@ from torchrec_cnr.packs import PackReader, check_thread_count
 from torchrec_cnr.stores import Store
 
 MAX_RATIO = 1.2
+_NUM_NAMED = 5  # ancestors in a message
 
 
 @dataclass(frozen=True)
@@ -169,9 +170,11 @@ def _split(
     for number, checkpoint in enumerate(lineage[:-1]):
         if checkpoint.store.path == wanted.path and checkpoint.store.is_beside(wanted):
             return checkpoint, tuple(lineage[number + 1 :])
+    below = [checkpoint.store.url for checkpoint in reversed(lineage[:-1])]
+    more = f" and {len(below) - _NUM_NAMED} more" if len(below) > _NUM_NAMED else ""
     raise CheckpointNotFoundError(
-        f"{wanted.url} is not below {lineage[-1].store.url}; its lineage is "
-        + ", ".join(checkpoint.store.url for checkpoint in lineage)
+        f"{wanted.url} is not below {lineage[-1].store.url}, which stands on "
+        f"{', '.join(below[:_NUM_NAMED]) or 'nothing'}{more}"
     )
 
 

@@ -1,7 +1,7 @@
 """The run history of a root: put together from the manifests that are there, and the journal of what was pruned.
 
 What a save or a compaction wrote is told by its manifest, or, once that was pruned, by the journal. What a prune could
-not remove is told anew by the next one, and counts twice.
+not remove is told anew by the next one, and counts twice. Links are no checkpoints of their own.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,10 +21,12 @@ def run_history(catalog: Catalog) -> RunHistory:
     restore_bytes = all_restore_bytes(catalog)
     events: list[Event] = []
     kept = []
-    model = 1
+    model = max([1, *(pruned.num_bytes for pruned in catalog.pruned if pruned.kind == "baseline")])
     for name, checkpoint in catalog.checkpoints.items():
-        model = max(1, model_bytes(checkpoint.manifest))
         entry, read = catalog.entries[name], restore_bytes[name]
+        if entry.is_link:
+            continue
+        model = max(1, model_bytes(checkpoint.manifest))
         events += _events(name, entry, checkpoint, read, model)
         kept.append(_kept(name, entry, checkpoint, catalog.parent(checkpoint), read))
     for pruned in catalog.pruned:
@@ -34,7 +36,9 @@ def run_history(catalog: Catalog) -> RunHistory:
     events.sort(key=lambda event: event.at_ns)
     before = {pruned.name for pruned in catalog.journal.pruned}
     rest = (entry for name, entry in catalog.entries.items() if name in before and entry.checkpoint is None)
-    return RunHistory(catalog.root.url, tuple(events), tuple(kept), sum(entry.num_bytes for entry in rest))
+    left_bytes = sum(entry.num_bytes for entry in rest)
+    unreadable = tuple(name for name, entry in catalog.entries.items() if entry.problem is not None)
+    return RunHistory(catalog.root.url, tuple(events), tuple(kept), left_bytes, unreadable)
 
 
 def model_bytes(manifest: Manifest) -> int:
@@ -93,7 +97,7 @@ def _kept(
         created_ns=checkpoint.created_ns,
         num_bytes=entry.num_bytes,
         parent=parent if ref is None or parent is not None else ref.path,
-        restore_bytes=restore_bytes or 0,
+        restore_bytes=restore_bytes,
     )
 
 

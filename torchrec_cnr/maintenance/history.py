@@ -82,7 +82,7 @@ class KeptCheckpoint:
         created_ns: Time of its commit, in nanoseconds of Unix time.
         num_bytes: Bytes of all its files.
         parent: Directory of its parent; None for a baseline.
-        restore_bytes: What a load of it reads, with the checkpoints that it stands on.
+        restore_bytes: What a load of it reads, with the checkpoints that it stands on; None if that is not known.
 
     Raises:
         ConfigurationError: A value is out of its bounds.
@@ -93,13 +93,15 @@ class KeptCheckpoint:
     created_ns: int
     num_bytes: int
     parent: str | None
-    restore_bytes: int
+    restore_bytes: int | None
 
     def __post_init__(self) -> None:
         where = f"checkpoint {self.name!r}"
         _check_choice(where, "kind", self.kind, get_args(CheckpointKind))
-        for field in ("created_ns", "num_bytes", "restore_bytes"):
+        for field in ("created_ns", "num_bytes"):
             _check_count(where, field, getattr(self, field))
+        if self.restore_bytes is not None:
+            _check_count(where, "restore_bytes", self.restore_bytes)
         if (self.parent is None) != (self.kind == "baseline"):
             raise ConfigurationError(f"{where}: a delta has a parent, a baseline none (got {self.parent!r})")
 
@@ -137,15 +139,17 @@ class RunHistory:
         events: In order of time.
         kept: The checkpoints that lie there now, in any order.
         left_bytes: Bytes of files that lie there of checkpoints that were pruned: compacted ones may use them.
+        unreadable: Directories of checkpoints that cannot be read, of which nothing is known.
 
     Raises:
-        ConfigurationError: Events are not in order of time.
+        ConfigurationError: Events are not in order of time, or a value is out of its bounds.
     """
 
     root: str
     events: tuple[Event, ...]
     kept: tuple[KeptCheckpoint, ...]
     left_bytes: int = 0
+    unreadable: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _check_count(self.root, "left_bytes", self.left_bytes)
@@ -181,9 +185,11 @@ class RunHistory:
         return self.events[-1].model_bytes if self.events else None
 
     def restore_models_of(self, checkpoint: KeptCheckpoint) -> float | None:
-        """What a load of a kept checkpoint reads, in models of the time of its event, or else of now."""
+        """What a load of a kept checkpoint reads, in models of the time of its event, or else of now; or None."""
         model_bytes = self._model_bytes_by_name.get(checkpoint.name, self.model_bytes)
-        return None if model_bytes is None else checkpoint.restore_bytes / model_bytes
+        if model_bytes is None or checkpoint.restore_bytes is None:
+            return None
+        return checkpoint.restore_bytes / model_bytes
 
     @cached_property
     def _model_bytes_by_name(self) -> dict[str, int]:

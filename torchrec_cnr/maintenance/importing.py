@@ -13,13 +13,17 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.lineage import Checkpoint, read_checkpoint
 from torchrec_cnr.maintenance.catalog import Progress
 from torchrec_cnr.maintenance.one_process import save
 from torchrec_cnr.maintenance.stock_checkpoint import StockCheckpoint, StockChunk
 from torchrec_cnr.maintenance.stock_reader import read_stock_checkpoint
-from torchrec_cnr.schemes import Quantization
+from torchrec_cnr.rank_writer import TABLE_PATTERNS, is_table_name
+from torchrec_cnr.schemes import NoQuantization, Quantization, SchemeRules
 from torchrec_cnr.writer import CNRStorageWriter
+
+_NUM_NAMED = 5  # tensors in a message
 
 
 def import_checkpoint(
@@ -52,16 +56,36 @@ def import_checkpoint(
         The baseline.
 
     Raises:
-        ConfigurationError: An argument cannot work, or the source holds what cannot be stored.
+        ConfigurationError: An argument cannot work, ``quantization`` is for none of the source's tensors, or it holds
+            what cannot be stored.
         CheckpointExistsError: There is a checkpoint at ``path`` already.
         CheckpointNotFoundError, DamagedError: The source cannot be read, or its metadata names other classes.
         SaveError, StoreError: Nothing was committed.
     """
     writer = CNRStorageWriter(path, quantization=quantization, thread_count=thread_count)
     stock = read_stock_checkpoint(source)
+    _check_quantized(stock, SchemeRules.of(quantization if quantization is not None else NoQuantization()))
     planner = _ImportPlanner(stock, progress)
     save(writer, [planner.whole_plan()], planner, stock.paths)
     return read_checkpoint(path)
+
+
+def _check_quantized(stock: StockCheckpoint, rules: SchemeRules) -> None:
+    """Who asks for codes gets some: names may be other than TorchRec's."""
+    asked = [pattern for pattern, scheme in rules.patterns if not isinstance(scheme, NoQuantization)]
+    if not asked and isinstance(rules.tables, NoQuantization):
+        return
+    found = {part.chunk.fqn: (part.chunk.dtype, len(part.size)) for part in stock.chunks}
+    for fqn, (dtype, num_dims) in found.items():
+        if not isinstance(rules.rule_for(fqn, dtype, num_dims == 2 and is_table_name(fqn)), NoQuantization):
+            return
+    matrices = sorted(fqn for fqn, (dtype, num_dims) in found.items() if num_dims == 2 and dtype.is_floating_point)
+    named = ", ".join(map(repr, matrices[:_NUM_NAMED])) or "none"
+    more = f" and {len(matrices) - _NUM_NAMED} more" if len(matrices) > _NUM_NAMED else ""
+    raise ConfigurationError(
+        f"{stock.store.url}: nothing would be quantized: no tensor is named {' or '.join(asked or TABLE_PATTERNS)}; "
+        f"give patterns for its tables; its matrices are {named}{more}"
+    )
 
 
 class _ImportPlanner(DefaultSavePlanner):

@@ -51,15 +51,19 @@ def packs_of(checkpoint: Checkpoint) -> set[str]:
 
 
 def written_bytes(manifest: Manifest, files: Mapping[str, int]) -> int:
-    """What the save or the compaction wrote that committed a manifest: packs, as the manifest has them, and itself.
+    """What was written with a manifest: the packs of its save or compaction, and itself.
+
+    With the manifest that committed a checkpoint also what was put beside it, such as tags.
 
     Args:
         manifest: One of a checkpoint's.
         files: Sizes of the files in its directory, by name.
     """
-    name = FILE_NAME if manifest.replaces is None else replacement_name(manifest.replaces)
-    own = (pack.num_bytes for pack in manifest.packs if save_id(pack.name) == manifest.save_id)
-    return sum(own) + files.get(name, 0)
+    num_bytes = sum(pack.num_bytes for pack in manifest.packs if save_id(pack.name) == manifest.save_id)
+    if manifest.replaces is not None:
+        return num_bytes + files.get(replacement_name(manifest.replaces), 0)
+    beside = (name for name in files if not (name.endswith(PACK_SUFFIX) or is_replacement(name)))
+    return num_bytes + sum(files[name] for name in beside)
 
 
 def in_order(names: Iterable[str]) -> tuple[str, ...]:

@@ -2,8 +2,9 @@
 
 import os
 
-from torchrec_cnr.errors import CheckpointNotFoundError
+from torchrec_cnr.errors import CheckpointNotFoundError, ConfigurationError
 from torchrec_cnr.lineage import latest
+from torchrec_cnr.maintenance.catalog import Catalog
 from torchrec_cnr.manifest import FILE_NAME
 from torchrec_cnr.stores import Store
 
@@ -29,6 +30,21 @@ def checkpoint_at(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
     return newest
 
 
+def check_root(catalog: Catalog) -> None:
+    """A root is a directory of directories. An empty one may become one.
+
+    Raises:
+        ConfigurationError: It is a checkpoint itself.
+        CheckpointNotFoundError: Nothing is there, or files only.
+        StoreError: The place cannot be looked up.
+    """
+    root = catalog.root
+    if FILE_NAME in catalog.files:
+        raise ConfigurationError(f"{root.url}: a checkpoint, no root; give the directory that it lies in")
+    if not catalog.entries and not catalog.journal.files and (catalog.files or not root.is_directory()):
+        raise no_checkpoint(root)
+
+
 def no_checkpoint(store: Store) -> CheckpointNotFoundError:
     """The error of a place where neither a checkpoint is nor a directory that holds one.
 
@@ -41,5 +57,6 @@ def no_checkpoint(store: Store) -> CheckpointNotFoundError:
     elif names:
         why = "no checkpoint is here, nor in a directory of it"
     else:
-        why = "an empty directory" if store.exists("") else "nothing is there"
+        what = "a file, no directory" if store.exists("") else "nothing is there"
+        why = "an empty directory" if store.is_directory() else what
     return CheckpointNotFoundError(f"{store.url}: {why}")
