@@ -16,7 +16,7 @@ MAX_FUNCTION_LINES = 60
 
 # A unit is a module of the package, or a folder of modules.
 LAYERS = (
-    {"errors", "version", "quantities"},
+    {"errors", "version", "quantities", "progress"},
     {
         "kernels",
         "rows",

@@ -79,6 +79,24 @@ def test_what_was_saved_is_told(tmp_path: Path) -> None:
         assert 0 < phases.plan_secs + phases.write_secs + phases.commit_secs <= saved.stall_secs == saved.secs
 
 
+def test_progress_is_told(tmp_path: Path) -> None:
+    """Of saves, restores, compactions and prunes, from little or nothing up to all of it."""
+    told: dict[str, list[tuple[int, int]]] = {}
+
+    def listen(what: str, done: int, total: int) -> None:
+        told.setdefault(what, []).append((done, total))
+
+    _run(tmp_path, 1, 6, keep=cnr.Keep(last=1), on_progress=listen)
+    assert set(told) == {"save", "compact", "prune"}
+    saves = told.pop("save")
+    num_shards = saves[-1][1]
+    assert saves == [(done, num_shards) for _ in range(6) for done in range(1, num_shards + 1)]
+    told.clear()
+    _run(tmp_path, 7, 7, on_progress=listen)
+    assert told["restore"][-1] == (told["restore"][-1][1],) * 2
+    assert [done for done, _ in told["restore"]] == sorted({done for done, _ in told["restore"]})
+
+
 def test_saves_come_every_n_steps(tmp_path: Path) -> None:
     """And between them when forced."""
     answers, _ = _run(tmp_path, 1, 9, every_steps=4)

@@ -21,6 +21,7 @@ from torchrec_cnr.errors import DamagedError
 from torchrec_cnr.lineage import Checkpoint, Lineage
 from torchrec_cnr.manifest import DTYPES, Blob, Manifest, RowBlock, Shard, TensorEntry, name_of
 from torchrec_cnr.packs import PackReader
+from torchrec_cnr.progress import Count, Progress
 from torchrec_cnr.regions import Block, Region
 from torchrec_cnr.rows import Box, CodedRows, Rows, decode_rows
 from torchrec_cnr.schemes import exact_row_bytes
@@ -147,7 +148,12 @@ def _add_reads(reads: dict[str, _BlobRead], region: Region, entry: TensorEntry) 
 
 
 def fold(
-    plans: Sequence[CheckpointReads], regions: Sequence[Region], thread_count: int, are_complete: bool = True
+    plans: Sequence[CheckpointReads],
+    regions: Sequence[Region],
+    thread_count: int,
+    *,
+    are_complete: bool = True,
+    progress: Progress | None = None,
 ) -> None:
     """Execute a plan.
 
@@ -156,12 +162,14 @@ def fold(
         regions: What it was planned for.
         thread_count: Threads that read.
         are_complete: Whether all rows must be found; not where a delta is looked at by itself.
+        progress: Told how many of how many bytes of rows were read.
 
     Raises:
         DamagedError: Bytes are not what was committed; the targets hold a mixture of old and new values.
         StoreError: A pack cannot be read.
     """
     coverages = _coverages(plans, regions) if are_complete else {}
+    count = Count(sum(read.blob.num_bytes for plan in plans for read in plan.reads.values()), progress)
     for plan in plans:
         store, manifest = plan.checkpoint.store, plan.checkpoint.manifest
         packs = PackReader(store, manifest.packs, thread_count)
@@ -174,6 +182,7 @@ def fold(
                 region.write(block)
                 if id(region) in coverages:
                     coverages[id(region)].add(block.box, block.numbers)
+            count.add(read.blob.num_bytes)
     for region in regions:
         hole = coverages[id(region)].first_hole() if id(region) in coverages else None
         if hole is not None:

@@ -83,6 +83,8 @@ class CheckpointManager:
         num_retries: How often a save that the file system refused is tried again.
         thread_count: Packs read and written at once.
         on_saved: Called on every rank with each checkpoint that was committed.
+        on_progress: Called from any thread with what is being done ("save", "restore", "compact" or "prune") and how
+            much is done of how much: shards of a save, files of a prune, bytes of others.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class CheckpointManager:
         num_retries: int = 2,
         thread_count: int = 2,
         on_saved: Callable[[Saved], None] | None = None,
+        on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
     ) -> None:
         policy = Compacted() if policy is None else policy
         self._root = Store.open(root).url
@@ -107,7 +110,10 @@ class CheckpointManager:
         self._tracker = tracker
         self._planner = CNRSavePlanner(tracker, policy=policy)
         self._stager = CNRStager(self._planner)
-        self._writer = CNRStorageWriter(self._root, quantization=quantization, thread_count=thread_count)
+        self._progress = on_progress
+        self._writer = CNRStorageWriter(
+            self._root, quantization=quantization, thread_count=thread_count, progress=partial(on_progress, "save")
+        )
         self._thread_count = thread_count
         self._due = Due(every_steps, every_secs, partial(shared, group=self._group))
         self._num_retries = num_retries
@@ -115,7 +121,7 @@ class CheckpointManager:
         self._in_flight: tuple[int, float, float, Future[Any]] | None = None
         does_compact = isinstance(policy, Compacted) if compacts is None else compacts
         is_coordinator = self._group is None or dist.get_rank(self._group) == 0
-        self._upkeep = Upkeep(self._root, keep, does_compact) if is_coordinator else None
+        self._upkeep = Upkeep(self._root, keep, does_compact, progress=on_progress) if is_coordinator else None
         self.report: LoadReport | None = None
 
     def save(self, step: int, state: State, *, force: bool = False) -> Saved | None:
@@ -213,7 +219,14 @@ class CheckpointManager:
         target = state() if callable(state) else state
         if not isinstance(target, dict):
             raise ConfigurationError(f"'state' must be a dict to load into (got {type(target).__name__})")
-        found = restore_newest(self._root, target, self._tracker, group=self._group, thread_count=self._thread_count)
+        found = restore_newest(
+            self._root,
+            target,
+            self._tracker,
+            group=self._group,
+            thread_count=self._thread_count,
+            progress=partial(self._progress, "restore"),
+        )
         if found is None:
             return None
         path, self.report = found

@@ -22,6 +22,7 @@ from torchrec_cnr.handover import ShardData
 from torchrec_cnr.manifest import DTYPES, Place, RowSet, Shard
 from torchrec_cnr.modified import RowMask
 from torchrec_cnr.packs import PackWriter
+from torchrec_cnr.progress import Count, Progress
 from torchrec_cnr.rows import Box
 from torchrec_cnr.schemes import NoQuantization, Scheme, SchemeRules, exact_row_bytes
 from torchrec_cnr.shards import dtype_name
@@ -74,21 +75,25 @@ class RankWriter:
         self._objects: list[tuple[WriteItem, int]] = []
         self._shards: list[_Written] = []
 
-    def write(self, items: list[WriteItem]) -> list[WriteResult]:
+    def write(self, items: list[WriteItem], progress: Progress | None = None) -> list[WriteResult]:
         """Write everything; returns once it is in the store."""
+        count = Count(len(items), progress)
         together: dict[object, list[_Item]] = {}
         for item in items:
             if item.type is WriteItemType.BYTE_IO:
                 self._objects.append((item, self._write_object(item)))
+                count.add(1)
                 continue
             data = self._resolve(item)
             source = self._source(item, data)
             if data.group is None or source.values.numel() == 0:
                 self._write_together([_Item(item, data, source)])  # at once: its values may be needed by nobody else
+                count.add(1)
             else:
                 together.setdefault((data.group, id(data.rows)), []).append(_Item(item, data, source))
         for members in together.values():
             self._write_together(members)
+            count.add(len(members))
         return self._results()
 
     def _write_together(self, members: Sequence[_Item]) -> None:

@@ -37,6 +37,7 @@ from torchrec_cnr.lineage import Lineage, existing, read_lineage
 from torchrec_cnr.manifest import DTYPES, TensorEntry
 from torchrec_cnr.objects import read_objects, serialized
 from torchrec_cnr.packs import check_thread_count
+from torchrec_cnr.progress import Progress
 from torchrec_cnr.regions import LargestValueRegion, Region, RowStateRegion, TensorRegion, column_bounds
 from torchrec_cnr.rows import Box
 from torchrec_cnr.stores import Store
@@ -49,16 +50,21 @@ class CNRStorageReader(StorageReader):
     Args:
         path: The checkpoint, a path or fsspec URL; usually ``latest(root)``.
         thread_count: Requests in flight at once. Each takes up to 16 MiB of memory.
+        progress: Told how many of how many bytes of rows this rank has read; once more from the beginning where
+            inference tables are converted in several turns.
 
     Raises:
         CheckpointNotFoundError: ``path`` is None, because ``latest`` found nothing.
         ConfigurationError: An argument cannot work.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None, *, thread_count: int = 2) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str] | None, *, thread_count: int = 2, progress: Progress | None = None
+    ) -> None:
         super().__init__()
         check_thread_count(thread_count)
         self._thread_count = thread_count
+        self._progress = progress
         self._url = Store.open(existing(path)).url
         self._lineage: Lineage | None = None
         self._failure: CNRError | None = None
@@ -127,7 +133,7 @@ class CNRStorageReader(StorageReader):
             else:
                 regions.append(self._region(self._lineage, item, target, planner))
         for turn in turns(regions):
-            fold(plan_fold(self._lineage, turn), turn, self._thread_count)
+            fold(plan_fold(self._lineage, turn), turn, self._thread_count, progress=self._progress)
         for item, target in zip(tensors, targets, strict=True):
             planner.commit_tensor(item, target)
         self._load_objects([item for item in plan.items if item.type is LoadItemType.BYTE_IO], planner)

@@ -13,6 +13,7 @@ from torchrec_cnr.errors import CheckpointNotFoundError, CNRError, DamagedError
 from torchrec_cnr.lineage import newest_first
 from torchrec_cnr.load_planner import CNRLoadPlanner
 from torchrec_cnr.load_report import LoadReport
+from torchrec_cnr.progress import Progress
 from torchrec_cnr.reader import CNRStorageReader
 from torchrec_cnr.tracked import TrackedRows
 
@@ -36,6 +37,7 @@ def restore_newest(
     *,
     group: dist.ProcessGroup | None = None,
     thread_count: int = 2,
+    progress: Progress | None = None,
 ) -> tuple[str, LoadReport] | None:
     """Load the newest checkpoint under a root whose bytes are what was committed.
 
@@ -47,6 +49,7 @@ def restore_newest(
         tracker: The next save continues the lineage.
         group: The ranks that load together; by default all of the default group, if there is one.
         thread_count: Requests in flight at once.
+        progress: Told how many of how many bytes of rows this rank has read.
 
     Returns:
         Path of what was loaded, and the report; None where there is no checkpoint.
@@ -62,7 +65,7 @@ def restore_newest(
     passed_over = []
     for path in _candidates(root, group):
         planner = CNRLoadPlanner(tracker)
-        reader = CNRStorageReader(path, thread_count=thread_count)
+        reader = CNRStorageReader(path, thread_count=thread_count, progress=progress)
         try:
             load(state, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
         except CheckpointException as error:

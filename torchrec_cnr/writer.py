@@ -36,6 +36,7 @@ from torchrec_cnr.lineage import relative_path
 from torchrec_cnr.manifest import FILE_NAME, CheckpointRef, History, Manifest
 from torchrec_cnr.modified import Since
 from torchrec_cnr.packs import PACK_BYTES, PackWriter, check_pack_bytes, check_thread_count
+from torchrec_cnr.progress import Progress
 from torchrec_cnr.rank_writer import RankWriter
 from torchrec_cnr.schemes import NoQuantization, Quantization, SchemeRules
 from torchrec_cnr.stores import Store
@@ -70,6 +71,7 @@ class CNRStorageWriter(StorageWriter):
         sync_files: Force local files to disk before the checkpoint counts as committed.
         pack_bytes: Size of the files that rows are written to, roughly. Small ones suit models of a few megabytes.
         overwrite: Only False: a checkpoint that is there is never overwritten.
+        progress: Told how many of how many shards and objects this rank has written.
 
     Attributes:
         phases: What the last save took.
@@ -87,6 +89,7 @@ class CNRStorageWriter(StorageWriter):
         sync_files: bool = True,
         pack_bytes: int = PACK_BYTES,
         overwrite: bool = False,
+        progress: Progress | None = None,
     ) -> None:
         super().__init__()
         if overwrite:
@@ -96,6 +99,7 @@ class CNRStorageWriter(StorageWriter):
         check_thread_count(thread_count)
         check_pack_bytes(pack_bytes)
         self._pack_bytes = pack_bytes
+        self._progress = progress
         self._sync_files = sync_files
         self._thread_count = thread_count
         self._rules = SchemeRules.of(quantization if quantization is not None else NoQuantization())
@@ -140,7 +144,7 @@ class CNRStorageWriter(StorageWriter):
         began = time.monotonic()
         packs = PackWriter(self._store, f"{plan.storage_data}-{self._rank}", self._thread_count, self._pack_bytes)
         try:
-            results = RankWriter(packs, planner, self._rules, self._warned).write(plan.items)
+            results = RankWriter(packs, planner, self._rules, self._warned).write(plan.items, self._progress)
         finally:
             packs.close()
         self.phases = SavePhases(began - self._started, time.monotonic() - began)

@@ -6,7 +6,7 @@ never as markup, with escapes for what does not print.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,11 +16,10 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Column, Table
 from rich.text import Text
 
+from torchrec_cnr import progress
 from torchrec_cnr.quantities import name_text
 
 _ENDLESS = 100_000  # columns
-
-Report = Callable[[int, int], None]
 
 
 def stdout() -> Console:
@@ -43,7 +42,7 @@ def print_error(message: str) -> None:
 
 
 @contextmanager
-def progress_bar(what: str, is_wanted: bool = True) -> Iterator[Report]:
+def progress_bar(what: str, is_wanted: bool = True) -> Iterator[progress.Progress]:
     """A bar on stderr for as long as something takes, if that is a terminal; gone afterwards.
 
     Yields:

@@ -6,7 +6,7 @@ whatever else is there. Upkeep plans from a catalog alone, without I/O, so that 
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,10 +17,10 @@ from torchrec_cnr.lineage import Checkpoint, Lineage, read_checkpoint
 from torchrec_cnr.maintenance import annotations, journal
 from torchrec_cnr.maintenance.journal import Journal, PrunedCheckpoint
 from torchrec_cnr.manifest import FILE_NAME
+from torchrec_cnr.progress import Progress
 from torchrec_cnr.stores import Store
 
 _NUM_THREADS = 8
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)

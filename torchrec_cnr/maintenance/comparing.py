@@ -13,10 +13,10 @@ from torch import Tensor
 
 from torchrec_cnr.folding import fold, plan_fold
 from torchrec_cnr.lineage import Checkpoint, Lineage, read_lineage
-from torchrec_cnr.maintenance.catalog import Progress
 from torchrec_cnr.maintenance.movement import Movement, MovementMeter
 from torchrec_cnr.manifest import DTYPES, Manifest, TensorEntry
 from torchrec_cnr.packs import check_thread_count
+from torchrec_cnr.progress import Progress
 from torchrec_cnr.regions import Region, RowStateRegion, TensorRegion, column_bounds
 from torchrec_cnr.rows import Box
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from torchrec_cnr.folding import fold, plan_fold
 from torchrec_cnr.lineage import Lineage
-from torchrec_cnr.maintenance.catalog import Progress
 from torchrec_cnr.manifest import DTYPES
 from torchrec_cnr.objects import read_objects
 from torchrec_cnr.packs import BLOCK_BYTES
+from torchrec_cnr.progress import Progress
 from torchrec_cnr.regions import Region, RowStateRegion
 from torchrec_cnr.rows import Box
 from torchrec_cnr.stores import Bytes

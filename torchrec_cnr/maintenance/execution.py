@@ -4,10 +4,10 @@ from typing import overload
 
 from torchrec_cnr.lineage import Checkpoint
 from torchrec_cnr.maintenance import prune_execution, rewriting
-from torchrec_cnr.maintenance.catalog import Progress
 from torchrec_cnr.maintenance.compaction import CompactionPlan
 from torchrec_cnr.maintenance.prune_execution import PruneResult
 from torchrec_cnr.maintenance.prune_plan import PrunePlan
+from torchrec_cnr.progress import Progress
 
 
 @overload

@@ -10,12 +10,12 @@ from typing import Literal
 
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.lineage import existing, read_lineage
-from torchrec_cnr.maintenance.catalog import Progress
 from torchrec_cnr.maintenance.contents import Contents
 from torchrec_cnr.maintenance.dcp_export import write_dcp
 from torchrec_cnr.maintenance.safetensors_export import write_safetensors
 from torchrec_cnr.maintenance.torch_export import write_torch
 from torchrec_cnr.packs import check_thread_count
+from torchrec_cnr.progress import Progress
 from torchrec_cnr.stores import Store
 
 Format = Literal["dcp", "safetensors", "torch"]

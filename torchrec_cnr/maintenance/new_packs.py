@@ -11,10 +11,10 @@ from dataclasses import replace
 import numpy as np
 
 from torchrec_cnr.errors import StoreError
-from torchrec_cnr.maintenance.catalog import Progress
 from torchrec_cnr.maintenance.compaction import CompactionPlan
 from torchrec_cnr.manifest import Blob, Pack, RowBlock
 from torchrec_cnr.packs import PackWriter
+from torchrec_cnr.progress import Progress
 from torchrec_cnr.rows import Rows, encode_rows
 from torchrec_cnr.stores import Bytes
 

@@ -7,6 +7,8 @@ without ``close`` does not wait for it: compaction and retention may die at any 
 
 import logging
 import threading
+from collections.abc import Callable
+from functools import partial
 
 from torchrec_cnr.errors import CheckpointExistsError, CNRError
 from torchrec_cnr.leases import leased
@@ -32,6 +34,7 @@ class Upkeep:
         compacts: Whether the newest lineage is compacted.
         max_ratio: How much a restore may read, of what it needs.
         pack_bytes: Size of new files, roughly.
+        progress: Told what is done of what, in "compact" (bytes) and "prune" (files).
     """
 
     def __init__(
@@ -41,12 +44,14 @@ class Upkeep:
         compacts: bool,
         max_ratio: float = MAX_RATIO,
         pack_bytes: int = PACK_BYTES,
+        progress: Callable[[str, int, int], None] = lambda what, done, total: None,
     ) -> None:
         self._root = root
         self._keep = keep
         self._compacts = compacts
         self._max_ratio = max_ratio
         self._pack_bytes = pack_bytes
+        self._progress = progress
         self._changed = threading.Condition()
         self._waiting: Checkpoint | None = None
         self._is_closed = False
@@ -121,11 +126,12 @@ class Upkeep:
             max_moved_bytes = round(MOVED_SHARE * plan.live_bytes)
             if plan.moved_bytes > max_moved_bytes:
                 plan = plan.restricted(max_moved_bytes)
-            rewriting.execute(plan, pack_bytes=self._pack_bytes)
+            rewriting.execute(plan, pack_bytes=self._pack_bytes, progress=partial(self._progress, "compact"))
         return plan.is_enough or not plan.victims
 
     def prune(self) -> None:
         """Remove what need not stay."""
         if self._keep is not None:
-            for failure in prune_execution.execute(plan_prune(self._root, self._keep)).failed:
+            plan = plan_prune(self._root, self._keep)
+            for failure in prune_execution.execute(plan, progress=partial(self._progress, "prune")).failed:
                 logger.warning("could not be removed yet: %s", failure)
