@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from torchrec_cnr.due import Due
-from torchrec_cnr.errors import ConfigurationError, SaveError, StoreError
+from torchrec_cnr.errors import ConfigurationError, StoreError
 from torchrec_cnr.lineage import read_checkpoint
 from torchrec_cnr.load_report import LoadReport
 from torchrec_cnr.maintenance.retention import Keep
@@ -138,18 +138,19 @@ class CheckpointManager:
         if not (force or self._due(step)):
             return None
         self.wait()
-        for attempt in range(self._num_retries + 1):
+        num_retries = 0
+        while True:
             started = time.monotonic()
             try:
                 self._save(save, step, state)
             except CheckpointException as error:
-                if attempt == self._num_retries or not _may_be_tried_again(error):
+                if num_retries == self._num_retries or not _may_be_tried_again(error):
                     raise
+                num_retries += 1
                 logger.warning("step %d: the save failed and is tried again: %s", step, error)
             else:
                 secs = time.monotonic() - started
-                return self._finish(step, secs, secs, attempt)
-        raise SaveError("unreachable: the last attempt returns or raises")
+                return self._finish(step, secs, secs, num_retries)
 
     def async_save(self, step: int, state: State, *, force: bool = False) -> Future[Any] | None:
         """Copy the state if a checkpoint is due, and save the copy in the background; the save before is waited for.
