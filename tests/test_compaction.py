@@ -205,11 +205,11 @@ def test_every_checkpoint_loads_as_before_a_compaction(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
-@settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow])
+@pytest.mark.parametrize("part", range(5))
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=seeds, program=programs, small=sizes)
 def test_many_lineages_load_as_before_a_compaction(
-    tmp_path_factory: pytest.TempPathFactory, seed: int, program: list[Save | Compact | Remove], small: Sizes
+    tmp_path_factory: pytest.TempPathFactory, part: int, seed: int, program: list[Save | Compact | Remove], small: Sizes
 ) -> None:
     """As above, with many programs that change from run to run."""
     _live(tmp_path_factory.mktemp("world"), seed, program, small)
