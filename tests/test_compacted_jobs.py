@@ -126,9 +126,8 @@ def test_every_checkpoint_of_a_compacted_lineage_loads_as_its_cut(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(program=operations(ALL_POLICIES))
 def test_many_lives_of_compacted_lineages(
     tmp_path_factory: pytest.TempPathFactory, optimizer: str, program: list[Operation | Compact | Remove]
