@@ -33,7 +33,6 @@ FIRST_SHARE, GROWTH = 0.26, 0.105
 NUM_ROWS, NUM_QUICK_ROWS = 400_000, 4_000
 NUM_CHECKPOINTS, NUM_QUICK_CHECKPOINTS = 2_000, 12
 PACK_BYTES = 512 << 10  # of a model of 16 MB: as 16 MiB are of one of 512 MB
-MAX_RATIO = 1.175
 MIN_REDUCTION, MAX_CAPACITY, MAX_RESTORE = 2.6, 1.6, 1.2
 ROOT = "memory://long-run"
 EULER_GAMMA = 0.5772156649
@@ -109,7 +108,7 @@ def _compacted(setup: Setup, num_rows: int, num_checkpoints: int) -> tuple[Cours
     tracked = TrackedRows([TrackedShard(rows, table, lambda: [state])])
     planner = cnr.CNRSavePlanner(tracked, policy=cnr.Compacted())
     writer = cnr.CNRStorageWriter(ROOT, quantization=SCHEME, pack_bytes=PACK_BYTES)
-    upkeep = Upkeep(ROOT, Keep(last=1), compacts=True, max_ratio=MAX_RATIO, pack_bytes=PACK_BYTES)
+    upkeep = Upkeep(ROOT, Keep(last=1), compacts=True, pack_bytes=PACK_BYTES)
     course, full_bytes = Course(), 0
     for number, mask in enumerate(modified_rows(num_rows, num_checkpoints)):
         rows.mark_where(torch.from_numpy(mask))

@@ -233,7 +233,7 @@ def test_plans_come_true(tmp_path: Path, scheme: Scheme, max_ratio: float) -> No
         before = run.load()
         plan = plan_compaction(run.path, max_ratio=max_ratio)
         assert plan.is_needed
-        assert plan.live_bytes == pytest.approx(needed_bytes, rel=0.02)
+        assert plan.live_bytes == pytest.approx(needed_bytes, rel=0.03)
         assert plan.bytes_before == sum(_pack_bytes(checkpoint) for checkpoint in plan.run) >= plan.bytes_after
         num_victims += len(plan.victims)
         files = own_packs(run.newest)
@@ -314,7 +314,7 @@ def test_progress_is_told(tmp_path: Path) -> None:
     execute(plan, pack_bytes=PACK_BYTES, progress=listen)
     assert [done for done, _ in told] == sorted({done for done, _ in told})
     assert all(done <= total for done, total in told)
-    assert told[-1][0] == pytest.approx(told[-1][1], rel=0.02)
+    assert told[-1][0] == pytest.approx(told[-1][1], rel=0.03)
     assert told[0][1] == plan.moved_bytes
     assert len(leases) == 1
     assert leases.isdisjoint(run.newest.store.names())

@@ -8,6 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
@@ -560,6 +561,7 @@ def test_hostile_records_are_refused(root: Root) -> None:
     prune(root, Keep(last=1))
     (name,) = root.store.at("journal").names()
     good = json.loads(root.store.at("journal").read(name))
+    names = [field.name for field in fields(PrunedCheckpoint)]
     changes: dict[str, list[Any]] = {
         "name": [1, None],
         "created_ns": [-1, 1 << 63, 1.0, True, "1"],
@@ -571,10 +573,12 @@ def test_hostile_records_are_refused(root: Root) -> None:
     }
     for key, values in changes.items():
         for value in values:
-            bad = {**good, "pruned": [{**good["pruned"][0], key: value}]}
+            record = [value if field == key else old for field, old in zip(names, good["pruned"][0], strict=True)]
+            bad = {**good, "pruned": [record]}
             root.put("journal", name, json.dumps(bad).encode())
             assert read_names(root.url) == [], (key, value)
-    for prune_ in ({}, 1, {**good["prunes"][0], "freed_bytes": -1}, {**good["prunes"][0], "at_ns": None}):
+    at_ns, newest, freed_bytes = good["prunes"][0]
+    for prune_ in ({}, 1, [at_ns, newest], [at_ns, newest, -1], [None, newest, freed_bytes], [at_ns, 1, freed_bytes]):
         root.put("journal", name, json.dumps({**good, "prunes": [prune_]}).encode())
         assert read_names(root.url) == [], prune_
     root.put("journal", name, json.dumps(good).encode())

@@ -22,7 +22,7 @@ from torchrec_cnr.maintenance.survey import PackUse, PieceKey, survey, uses_of
 from torchrec_cnr.packs import PackReader, check_thread_count
 from torchrec_cnr.stores import Store
 
-MAX_RATIO = 1.2
+MAX_RATIO = 1.16  # with row numbers, which deltas need and a full checkpoint does not, a restore reads 1.2 models
 _NUM_NAMED = 5  # ancestors in a message
 
 
@@ -188,15 +188,19 @@ def _victims(plan: CompactionPlan, max_moved_bytes: float, self_contained: bool)
     }
     excess = plan.bytes_before - plan.max_ratio * plan.live_bytes - sum(uses[number].dead_bytes for number in victims)
     moved_bytes = sum(uses[number].moved_bytes for number in victims)
-    ranked = sorted((n for n in range(len(uses)) if n not in victims), key=lambda n: -_merit(plan, uses[n]))
-    for number in ranked:
+    chosen = []
+    for number in sorted((n for n in range(len(uses)) if n not in victims), key=lambda n: -_merit(plan, uses[n])):
         if excess <= 0 or (moved_bytes and moved_bytes + uses[number].moved_bytes > max_moved_bytes):
             break
         if uses[number].dead_bytes > 0:
-            victims.add(number)
+            chosen.append(number)
             excess -= uses[number].dead_bytes
             moved_bytes += uses[number].moved_bytes
-    return frozenset(victims)
+    for number in reversed(chosen):
+        if excess + uses[number].dead_bytes <= 0:  # what came behind it has freed enough without it
+            chosen.remove(number)
+            excess += uses[number].dead_bytes
+    return frozenset(victims.union(chosen))
 
 
 def _merit(plan: CompactionPlan, use: PackUse) -> float:
