@@ -34,7 +34,13 @@ def draw(courses: Mapping[str, Course], path: Path) -> None:
         written, capacity, restore = figure.subplots(1, 3)
         for name, course in courses.items():
             steps = np.arange(1, len(course.written) + 1)
-            style = {"color": COLORS[name], "label": name, "linewidth": 2.4 if name == "Compacted" else 1.4}
+            is_ours = name == "Compacted"
+            style = {
+                "color": COLORS[name],
+                "label": name,
+                "linewidth": 2.4 if is_ours else 1.2,
+                "zorder": 3 if is_ours else 2,
+            }
             written.plot(steps, np.cumsum(course.written) / steps, **style)
             capacity.plot(steps, course.capacity, **style)
             restore.plot(steps, course.restore, **style)
