@@ -242,6 +242,8 @@ def test_plans_come_true(tmp_path: Path, scheme: Scheme, max_ratio: float) -> No
         assert sum(written) == pytest.approx(plan.moved_bytes, rel=0.02, abs=20_000)
         assert _pack_bytes(run.newest) == pytest.approx(plan.bytes_after, rel=0.01)
         assert plan.bytes_after <= max_ratio * plan.live_bytes
+        for victim in (plan.uses[number] for number in plan.victims):  # none of them could be spared
+            assert victim.moved_bytes == 0 or plan.bytes_after + victim.dead_bytes > max_ratio * plan.live_bytes
         again = plan_compaction(run.path, max_ratio=max_ratio * 1.01)
         assert not again.is_needed
         assert (again.bytes_before, again.bytes_after) == (_pack_bytes(run.newest), _pack_bytes(run.newest))
