@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import torchrec_cnr as cnr
@@ -55,6 +55,7 @@ class Step:
 
 
 @settings(max_examples=30)
+@example([Step("save", 0, 0), Step("save", 0, 0), Step("save", 1, 0), Step("compact", 2, 94)])  # writes a dead pack
 @given(
     st.lists(
         st.builds(

@@ -59,7 +59,9 @@ def written_bytes(manifest: Manifest, files: Mapping[str, int]) -> int:
         manifest: One of a checkpoint's.
         files: Sizes of the files in its directory, by name.
     """
-    num_bytes = sum(pack.num_bytes for pack in manifest.packs if save_id(pack.name) == manifest.save_id)
+    packs = {name: num_bytes for name, num_bytes in files.items() if name.endswith(PACK_SUFFIX)}
+    packs |= {pack.name: pack.num_bytes for pack in manifest.packs}  # some of them may be gone
+    num_bytes = sum(num_bytes for name, num_bytes in packs.items() if save_id(name) == manifest.save_id)
     if manifest.replaces is not None:
         return num_bytes + files.get(replacement_name(manifest.replaces), 0)
     beside = (name for name in files if not (name.endswith(PACK_SUFFIX) or is_replacement(name)))
