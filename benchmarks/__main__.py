@@ -48,7 +48,7 @@ benchmarks:
   memory   what a save takes beyond the state that it saves
   compaction
            speed of folding gigabytes of deltas, against a copy of the files, and its memory
-  policies bytes written, kept and restored over 2,000 checkpoints, by policy (the longest: a quarter of an hour)
+  policies bytes written, kept and restored over 2,000 checkpoints, by policy (the longest: half an hour)
   tracker  what tracking adds to a training step, and what TorchRec's own tracker does
   search   error and speed of adaptive quantization, against the greedy search of the paper and of PyTorch
   coding   speed of plain quantization and of k-means, against FBGEMM and scikit-learn
