@@ -711,7 +711,9 @@ def test_what_may_not_be_read_is_told(unreadable: Path) -> None:
 def test_an_interrupt_ends_it_quietly(tmp_path: Path) -> None:
     """Ctrl-C gives the status that shells expect, and no traceback."""
     program = (
-        "import sys, time\nfrom torchrec_cnr.cli import listing, main\n"
+        "import signal, sys, time\nfrom torchrec_cnr.cli import listing, main\n"
+        # A shell that runs the tests in the background has its children ignore interrupts.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "def read_catalog(*args):\n    print('reading', flush=True)\n    time.sleep(60)\n"
         "listing.read_catalog = read_catalog\nsys.argv = ['cnr', 'ls', 'x']\nmain()"
     )
