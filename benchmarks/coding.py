@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import fbgemm_gpu  # noqa: F401  registers the operators used here
 import numpy as np
 import torch
 from numpy.typing import NDArray
