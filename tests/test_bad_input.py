@@ -847,13 +847,8 @@ def _fuzz_manifest(run: Run, number: int, seed: int, num_changes: int) -> None:
     """Replace, drop, swap and repeat values of a manifest, digests being right: loads, or one of our errors."""
     original = run.manifest(number).read_bytes()
     kept = {child: run.manifest(child).read_bytes() for child in range(3)}
-    places = list(_places(json.loads(original)["manifest"]))
-    rng = random.Random(seed)
     target = plain_job(98, "adagrad")
-    for _ in range(num_changes):
-        body = json.loads(original)["manifest"]
-        for _ in range(rng.choice([1, 1, 2])):
-            _change_somewhere(body, places, rng)
+    for body in _changed_bodies(original, seed, num_changes):
         digest = write_manifest(run.manifest(number), body)
         for child in range(number + 1, 3):
             digest = adopt(run.path(child), digest)
@@ -868,16 +863,21 @@ def _fuzz_replacement(run: Run, number: int, base: str | None, seed: int, num_ch
     replaces = replace_manifest(Path(run.path(number)), base).replaces
     file = Path(run.path(number), f"manifest-{replaces}.json")
     original = file.read_bytes()
+    target = plain_job(98, "adagrad")
+    for body in _changed_bodies(original, seed, num_changes):
+        write_manifest(file, body)
+        _loads_or_is_refused(run.path(2), state(target), file.read_text()[:3_000])
+    file.write_bytes(original)
+
+
+def _changed_bodies(original: bytes, seed: int, num_changes: int) -> Iterator[Any]:
     places = list(_places(json.loads(original)["manifest"]))
     rng = random.Random(seed)
-    target = plain_job(98, "adagrad")
     for _ in range(num_changes):
         body = json.loads(original)["manifest"]
         for _ in range(rng.choice([1, 1, 2])):
             _change_somewhere(body, places, rng)
-        write_manifest(file, body)
-        _loads_or_is_refused(run.path(2), state(target), file.read_text()[:3_000])
-    file.write_bytes(original)
+        yield body
 
 
 def _change_somewhere(body: Any, places: list[tuple[Any, ...]], rng: random.Random) -> None:

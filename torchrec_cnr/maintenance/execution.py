@@ -2,6 +2,7 @@
 
 from typing import overload
 
+from torchrec_cnr.leases import leased
 from torchrec_cnr.lineage import Checkpoint
 from torchrec_cnr.maintenance import prune_execution, rewriting
 from torchrec_cnr.maintenance.compaction import CompactionPlan
@@ -35,4 +36,5 @@ def execute(plan: PrunePlan | CompactionPlan, *, progress: Progress | None = Non
     """
     if isinstance(plan, PrunePlan):
         return prune_execution.execute(plan, progress=progress)
-    return rewriting.execute(plan, progress=progress)
+    with leased(plan.newest.store, "compact"):
+        return rewriting.execute(plan, progress=progress)

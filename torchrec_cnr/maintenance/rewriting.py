@@ -59,13 +59,12 @@ def execute(
     pack_bytes: int = PACK_BYTES,
     progress: Progress | None = None,
 ) -> Checkpoint:
-    """Do what a plan says, if it is of any use; see :func:`compact`."""
+    """Do what a plan says, if it is of any use; see :func:`compact`. Whoever calls this holds a lease."""
     check_thread_count(thread_count)
     check_pack_bytes(pack_bytes)
     if not plan.is_needed:
         return plan.newest
-    with leased(plan.newest.store, "compact"):
-        _rewrite(plan, uuid.uuid4().hex[:16], thread_count, pack_bytes, progress)
+    _rewrite(plan, uuid.uuid4().hex[:16], thread_count, pack_bytes, progress)
     return read_checkpoint(plan.newest.store.url)
 
 
