@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import Tensor
 
+import torchrec_cnr as cnr
 from tests import hand_made
 from tests.golden import reader
 from tests.hand_made import Content, Part, mask_of, some_rows, whole
@@ -301,8 +302,9 @@ def test_moved_rows_keep_their_heat_and_age(tmp_path: Path) -> None:
             assert len({flat.packs[blob.pack].heat for blob in shard.blobs}) == 1
 
 
-def test_progress_is_told(tmp_path: Path) -> None:
-    """From some bytes to nearly all; meanwhile the checkpoint is leased, which tells pruning to leave it alone."""
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_progress_is_told(tmp_path: Path, is_planned: bool) -> None:
+    """From some bytes to nearly all; meanwhile the checkpoint is leased once, which tells pruning to leave it alone."""
     run = Run(tmp_path, NoQuantization())
     run.save(4)
     told: list[tuple[int, int]] = []
@@ -313,7 +315,10 @@ def test_progress_is_told(tmp_path: Path) -> None:
         leases.update(name for name in run.newest.store.names() if is_lease(name))
 
     plan = plan_compaction(run.path, max_ratio=1.0)
-    execute(plan, pack_bytes=PACK_BYTES, progress=listen)
+    if is_planned:
+        cnr.execute(plan, progress=listen)
+    else:
+        compact(run.path, max_ratio=1.0, progress=listen)
     assert [done for done, _ in told] == sorted({done for done, _ in told})
     assert all(done <= total for done, total in told)
     assert told[-1][0] == pytest.approx(told[-1][1], rel=0.03)
