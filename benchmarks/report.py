@@ -121,8 +121,8 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def number(value: float) -> str:
-    """Three digits, or all of a whole number before the point."""
-    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
+    """Four digits, or all of a whole number before the point."""
+    return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.4g}"
 
 
 def machine(folder: Path) -> dict[str, str]:

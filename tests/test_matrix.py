@@ -100,7 +100,7 @@ def test_a_lineage_goes_from_one_kind_to_another_and_back(tmp_path: Path, rank_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", all_cells(), ids=str)
+@pytest.mark.parametrize("cell", list(all_cells()), ids=str)
 def test_every_sharding_loads_into_every_other(tmp_path: Path, rank_pool: RankPools, cell: Cell) -> None:
     """The whole product of modules, shardings and optimizers."""
     _run(rank_pool, tmp_path, cell)
