@@ -86,7 +86,7 @@ class CompactionPlan:
 
     @property
     def bytes_after(self) -> int:
-        """Of all files that a restore needs afterwards."""
+        """Of all files that a restore needs afterwards; row numbers in other files than their rows count as live."""
         return self.bytes_before - sum(self.uses[number].dead_bytes for number in self.victims)
 
     def restricted(self, max_moved_bytes: int) -> "CompactionPlan":
