@@ -199,7 +199,7 @@ def test_a_state_dict_without_a_tracked_table_is_refused(run: Run) -> None:
     run.goes_on()
 
 
-def _async_save_copies(rank: int, root: str, build: Callable[[int], Job], stager: AsyncStager | None) -> None:
+def _async_save_copies(rank: int, root: str, build: Callable[[int], Job], stager: AsyncStager) -> None:
     job = build(1)
     tracker = cnr.RowTracker(job.model)
     planner = cnr.CNRSavePlanner(tracker, policy=cnr.Consecutive())
@@ -224,9 +224,9 @@ def _async_save_copies(rank: int, root: str, build: Callable[[int], Job], stager
 
 def test_an_async_save_of_copies_is_refused(tmp_path: Path, rank_pool: RankPools) -> None:
     """DCP's own stagers copy at another moment than the cut: refused, with what to do, and no row is lost."""
-    _async_save_copies(0, str(tmp_path / "plain"), plain_job, None)
     # DCP's default stager cannot copy sharded tensors at all.
     stager = BlockingAsyncStager()
+    _async_save_copies(0, str(tmp_path / "plain"), plain_job, stager)
     rank_pool(2).run(_async_save_copies, str(tmp_path / "ranks"), torchrec_job, stager, timeout_secs=90.0)
 
 

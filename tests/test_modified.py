@@ -213,7 +213,8 @@ def test_shards_are_cut_and_committed_together() -> None:
         shard.rows.mark(torch.tensor([1, 2]))
     assert tracked.num_modified == 4
     tracked.freeze()
-    tracked.pending = Pending("/job/step-1", "save")
+    assert tracked.pending is not None
+    tracked.pending.announce("/job/step-1", "save")
     assert tracked.num_modified == 0
     tracked.commit(DELTA)
     assert _stand(tracked) == (DELTA, None)
@@ -229,7 +230,8 @@ def test_failed_save_leaves_the_head() -> None:
     tracked.commit(BASELINE)
     tracked.shards[1].rows.mark(torch.tensor([7]))
     tracked.freeze()
-    tracked.pending = Pending("/job/step-1", "save")
+    assert tracked.pending is not None
+    tracked.pending.announce("/job/step-1", "save")
     tracked.rollback()
     assert _stand(tracked) == (BASELINE, None)
     assert tracked.num_modified == 1

@@ -10,10 +10,11 @@ from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from torchrec_cnr.decisions import RowTensor, ShardKey
-from torchrec_cnr.errors import ConfigurationError
-from torchrec_cnr.manifest import CheckpointRef
+from torchrec_cnr.decisions import Decision, RowTensor, ShardKey
+from torchrec_cnr.errors import ConfigurationError, SaveError
+from torchrec_cnr.manifest import CheckpointRef, History
 from torchrec_cnr.modified import Since
+from torchrec_cnr.policies import Policy
 
 
 @dataclass(frozen=True)
@@ -23,16 +24,19 @@ class RankData:
     Attributes:
         paths: DCP's flatten mapping.
         head: The checkpoint that this rank's marks relate to.
+        staged: What the rows that were staged were modified since; None if all rows are at hand.
         tensors: Those that this rank can store by rows, by FQN.
-        replaced: Optimizer state that was put in the place of the one that the head holds.
+        whole: Shards that must be stored with all rows: optimizer state that was put in the place of the one that the
+            head holds, and what was staged whole.
         marks: Digests of the modified rows of shards that other ranks may have, too, by what they are a delta of.
         of_own_rows: Optimizer state that is not sharded, although its table is.
     """
 
     paths: dict[str, tuple[Any, ...]]
     head: CheckpointRef | None
-    tensors: dict[str, RowTensor]
-    replaced: frozenset[ShardKey]
+    staged: Since | None
+    tensors: Mapping[str, RowTensor]
+    whole: frozenset[ShardKey]
     marks: Mapping[tuple[ShardKey, Since], bytes]
     of_own_rows: frozenset[ShardKey]
 
@@ -70,6 +74,50 @@ def refuse_unsharded_state(ranks_of: Mapping[ShardKey, Sequence[int]], data: Seq
                 f"{key[0]!r} is optimizer state of each rank's own rows, but is not sharded as its table is, so that "
                 "DCP would save that of one rank for all: give the table a fused kernel, or make it data-parallel"
             )
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """The policy of a save whose rows were staged: what they were modified since is settled."""
+
+    since: Since
+
+    def decide(self, history: History) -> Since:
+        return self.since
+
+
+def policy_of_all(policy: Policy, data: Sequence[RankData]) -> Policy:
+    """The policy that a save follows: rows that were staged leave it no choice.
+
+    Raises:
+        SaveError: Ranks have staged different rows.
+    """
+    staged = {rank.staged for rank in data}
+    if len(staged) > 1:
+        found = ", ".join(sorted(since.value if since else "all" for since in staged))
+        raise SaveError(f"nothing was saved, because ranks staged rows modified since different checkpoints ({found})")
+    since = staged.pop()
+    return policy if since is None else _Staged(since)
+
+
+def refuse_missing_rows(
+    decision: Decision, ranks_of: Mapping[ShardKey, Sequence[int]], data: Sequence[RankData]
+) -> None:
+    """What must be stored whole must have been staged whole.
+
+    Raises:
+        SaveError: It was not.
+    """
+    for key, ranks in ranks_of.items():
+        if decision.since is not Since.EVER and key not in decision.whole:
+            continue
+        for rank in ranks:
+            is_staged = data[rank].staged not in (None, Since.EVER) and key[0] in data[rank].tensors
+            if is_staged and key not in data[rank].whole:
+                raise SaveError(
+                    f"nothing was saved, because the checkpoint that {key[0]!r} was modified since cannot be built "
+                    "upon, and only modified rows were staged; the next save holds all rows"
+                )
 
 
 def agree(key: ShardKey, since: Since, ranks: Sequence[RankData]) -> bool:

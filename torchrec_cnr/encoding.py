@@ -6,7 +6,7 @@ is that of one block and of the packs in flight, whatever the size of the shard.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchrec_cnr.manifest import Blob, RowBlock, RowSet
-from torchrec_cnr.modified import RowMask
+from torchrec_cnr.modified import RowList, RowMask, Rows
 from torchrec_cnr.packs import BLOCK_BYTES, PackWriter
 from torchrec_cnr.rows import CodedRows, encode_rows
 from torchrec_cnr.schemes import NoQuantization, Scheme
@@ -131,24 +131,38 @@ def write_all_rows(packs: PackWriter, sources: Sequence[Source]) -> tuple[RowSet
 
 
 def write_rows(
-    packs: PackWriter, sources: Sequence[Source], rows: RowMask, heat: int = 0
+    packs: PackWriter, sources: Sequence[Source], rows: Rows, heat: int = 0
 ) -> tuple[EncodedRowSet, Sequence[EncodedShard]]:
-    """Encode the rows of a mask, for every source at once, into packs of this heat."""
+    """Encode some rows, for every source at once, into packs of this heat."""
     block_rows = _block_rows(sources, packs.block_bytes)
     coded_blocks: list[tuple[CodedRows, int, int]] = []
     written: list[list[tuple[int, int]]] = [[] for _ in sources]
-    for number, block in enumerate(rows.blocks(block_rows)):
+    for number, (block, places) in enumerate(_placed(rows, block_rows)):
         coded = encode_rows(block.cpu().numpy())
         data = np.frombuffer(coded.data, dtype=np.uint8)
         name = f"{sources[0].name}/rows/{number}"
         coded_blocks.append((coded, len(block), packs.add(name, "uint8", data.shape, data, heat)))
         for source, source_blocks in zip(sources, written, strict=True):
-            own = block.to(source.values.device)
             if source.is_quantized:
-                source_blocks.append(_write_codes(packs, source, number, own, heat))
+                source_blocks.append(_write_codes(packs, source, number, places.to(source.values.device), heat))
             else:
-                source_blocks.append(_write_values(packs, source, number, source.rows.index_select(0, own), heat))
+                source_blocks.append(_write_values(packs, source, number, _taken(source, rows, places), heat))
     return EncodedRowSet(tuple(coded_blocks)), [_encoded(source_blocks) for source_blocks in written]
+
+
+def _placed(rows: Rows, block_rows: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Row numbers, block by block, and where these rows lie in the values."""
+    place = rows.first if isinstance(rows, RowList) else None
+    for block in rows.blocks(block_rows):
+        yield block, block if place is None else torch.arange(place, place + len(block))
+        place = None if place is None else place + len(block)
+
+
+def _taken(source: Source, rows: Rows, places: Tensor) -> Tensor:
+    """The values of some rows; those that were copied already are not copied once more."""
+    if isinstance(rows, RowList):
+        return source.rows[int(places[0]) : int(places[-1]) + 1]
+    return source.rows.index_select(0, places.to(source.values.device))
 
 
 def _encoded(written: Sequence[tuple[int, int]]) -> EncodedShard:

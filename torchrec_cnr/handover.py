@@ -4,17 +4,19 @@ DCP passes its own objects between the plug-ins, which do not know one another. 
 need beside them; all of them survive pickling, because plans and results travel between ranks.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 
+from torchrec_cnr.arena import ArenaTensor
 from torchrec_cnr.decisions import Decision
 from torchrec_cnr.inference_rows import InferenceRow
 from torchrec_cnr.lineage import Lineage
-from torchrec_cnr.modified import RowMask
+from torchrec_cnr.modified import RowList, Rows
 from torchrec_cnr.rows import Box
 from torchrec_cnr.stores import Store
 
@@ -34,11 +36,37 @@ class SaveMetadata(Metadata):
 
 
 @dataclass(frozen=True, eq=False)
+class StagedTensor:
+    """What stands for a tensor of any kind in a state dict that was staged.
+
+    Attributes:
+        cut: Number of the cut that it is of.
+        write_items: What DCP's plan says of it.
+        is_replicated: Whether several ranks may hold one and the same shard of it.
+        shards: Its local shards, by their offsets; those that a cut's items hold are not among them.
+    """
+
+    cut: int
+    write_items: tuple[WriteItem, ...]
+    is_replicated: bool
+    shards: Mapping[tuple[int, ...], ArenaTensor | Tensor]
+
+    def __create_write_items__(self, fqn: str, value: object) -> list[WriteItem]:
+        """DCP's protocol for what is no tensor."""
+        return list(self.write_items)
+
+    def tensor(self, offsets: tuple[int, ...]) -> Tensor:
+        """A shard."""
+        shard = self.shards[offsets]
+        return shard if isinstance(shard, Tensor) else shard.tensor()
+
+
+@dataclass(frozen=True, eq=False)
 class ShardData:
     """What the planner resolves a tracked shard to: its values, and which of them are to be stored.
 
     Attributes:
-        values: [num_rows, ...], the whole shard, shared with the model.
+        values: [num_rows, ...], the whole shard, shared with the model; or, where ``rows`` are lists, copies of these.
         rows: The rows to store, by their heat, or None for all. Items with one and the same object share their row
             numbers.
         group: A number that a table's shard and the optimizer state of its rows have in common, if it is tracked.
@@ -49,12 +77,17 @@ class ShardData:
     """
 
     values: Tensor
-    rows: tuple[RowMask, ...] | None
+    rows: tuple[Rows, ...] | None
     is_table: bool
     table: str | None = None
     table_box: Box | None = None
     num_restores: int = 0
     group: int | None = None
+
+    @property
+    def has_rows_only(self) -> bool:
+        """Whether the values are those of the rows to store, and no others."""
+        return self.rows is not None and all(isinstance(part, RowList) for part in self.rows)
 
 
 @dataclass

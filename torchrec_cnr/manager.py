@@ -29,7 +29,6 @@ from torchrec_cnr.planner import CNRSavePlanner
 from torchrec_cnr.policies import Compacted, Policy
 from torchrec_cnr.restoring import restore_newest, shared
 from torchrec_cnr.schemes import Quantization
-from torchrec_cnr.staging import CNRStager
 from torchrec_cnr.stores import Store
 from torchrec_cnr.tracked import TrackedRows
 from torchrec_cnr.writer import CNRStorageWriter, SavePhases
@@ -109,7 +108,6 @@ class CheckpointManager:
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self._tracker = tracker
         self._planner = CNRSavePlanner(tracker, policy=policy)
-        self._stager = CNRStager(self._planner)
         self._progress = on_progress
         self._writer = CNRStorageWriter(
             self._root, quantization=quantization, thread_count=thread_count, progress=partial(on_progress, "save")
@@ -161,19 +159,18 @@ class CheckpointManager:
             return None
         self.wait()
         started = time.monotonic()
-        future: Future[Any] = self._save(async_save, step, state, async_stager=self._stager)
+        future: Future[Any] = self._save(async_save, step, state)
         self._in_flight = (step, started, time.monotonic() - started, future)
         self._due.saved(step)
         return future
 
-    def _save(self, how: Callable[..., Any], step: int, state: State, **more: Any) -> Any:
+    def _save(self, how: Callable[..., Any], step: int, state: State) -> Any:
         return how(
             dict(state() if callable(state) else state),
             checkpoint_id=posixpath.join(self._root, f"step-{step}"),
             storage_writer=self._writer,
             planner=self._planner,
             process_group=self._group,
-            **more,
         )
 
     def wait(self) -> Saved | None:
@@ -241,7 +238,7 @@ class CheckpointManager:
         try:
             self.wait()
         finally:
-            self._stager.close()
+            self._writer.close()
             if self._upkeep is not None:
                 self._upkeep.close()
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -112,6 +113,18 @@ class ModifiedRows:
             raise ConfigurationError(f"table {self.name!r}: no save is in flight")
         return RowMask(self.frozen if since is Since.HEAD else self.frozen | self.since_baseline)
 
+    def select_parts(self, since: Since, is_by_heat: bool) -> "tuple[RowMask, ...]":
+        """The frozen rows modified since then, in one part or in one for each heat."""
+        return self.select_by_heat() if is_by_heat else (self.select(since),)
+
+    def select_numbers(self, since: Since, is_by_heat: bool) -> tuple[Tensor, ...]:
+        """The numbers of what :meth:`select_parts` returns, int64 [k] on the device."""
+        numbers = numbers_of(self.select(since).mask)
+        if not is_by_heat or self.heat is None:
+            return (numbers,)
+        heat = self.heat.index_select(0, numbers)
+        return tuple(numbers[heat == value] for value in range(MAX_HEAT + 1))
+
     def select_by_heat(self) -> "tuple[RowMask, ...]":
         """The frozen rows since the head, those of each heat apart.
 
@@ -153,10 +166,40 @@ class RowMask:
         """
         rest = torch.empty(0, dtype=torch.int64, device=self.mask.device)
         for start in range(0, len(self.mask), _WINDOW_ROWS):
-            found = self.mask[start : start + _WINDOW_ROWS].nonzero().squeeze(1) + start
+            found = numbers_of(self.mask[start : start + _WINDOW_ROWS]) + start
             rest = torch.cat((rest, found)) if len(rest) else found
             num_whole = len(rest) // block_rows * block_rows
             yield from rest[:num_whole].split(block_rows) if num_whole else ()
             rest = rest[num_whole:]
         if len(rest):
             yield rest
+
+
+@dataclass(frozen=True, eq=False)
+class RowList:
+    """A set of rows of one shard that were copied out of it.
+
+    Attributes:
+        numbers: int64 [k], increasing, on the host: their numbers in the shard.
+        first: Where the first one lies among the rows that were copied; the others follow it.
+    """
+
+    numbers: Tensor
+    first: int = 0
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def blocks(self, block_rows: int) -> Iterator[Tensor]:
+        """The members in increasing order, as int64 [block_rows]; the last may be shorter."""
+        yield from self.numbers.split(block_rows) if len(self.numbers) else ()
+
+
+Rows = RowMask | RowList
+
+
+def numbers_of(mask: Tensor) -> Tensor:
+    """Where a mask is true, int64 [k] on its device; on the host NumPy is five times faster than PyTorch."""
+    if mask.device.type == "cpu":
+        return torch.from_numpy(np.flatnonzero(mask.numpy()))
+    return mask.nonzero().squeeze(1)

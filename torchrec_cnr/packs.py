@@ -109,12 +109,16 @@ class PackWriter:
         self._filled_bytes[kind] = self._filled_bytes.get(kind, 0) + data.nbytes
         return number
 
-    def finish(self) -> tuple[tuple[Pack, ...], tuple[Blob, ...]]:
-        """Write what is left and wait: all packs of this rank, and all blobs by number."""
+    def flush(self) -> None:
+        """Write what there is, and wait for it."""
         for kind in list(self._parts):
             self._write_pack(kind)
         while self._writes:
             self._take_written()
+
+    def finish(self) -> tuple[tuple[Pack, ...], tuple[Blob, ...]]:
+        """Write what is left and wait: all packs of this rank, and all blobs by number."""
+        self.flush()
         return tuple(self._packs), tuple(self._blobs[number] for number in range(self._num_blobs))
 
     @property

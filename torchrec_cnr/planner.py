@@ -2,22 +2,20 @@
 
 Who calls what, on which rank, in one ``dcp.save``:
 
-    1. set_up_planner      all ranks    settle the fate of the save before, then cut: freeze all marks (a stager has
-                                        done both already, if there is one)
+    1. set_up_planner      all ranks    settle the fate of the save before, then cut: freeze all marks (of a save in
+                                        the background, the writer has done both when it staged the rows)
     2. create_local_plan   all ranks    DCP's plan, plus the checkpoint that this rank's marks relate to
     3. create_global_plan  coordinator  decide: baseline or delta, of which parent; tell every rank
     4. finish_plan         all ranks    take the decision; from here on the save is pending
     5. resolve_data        all ranks    a tracked shard resolves to its values and the mask of rows to store
 
-No collective tells the ranks how a save ended, and none is needed: at the next ``set_up_planner`` each looks whether
-the manifest of its pending save is in the store. A save that failed before step 4 has no manifest anyway.
+No collective tells the ranks how a save ended, and none is needed: at the next cut each looks whether the manifest of
+its pending save is in the store. A save that failed before step 4 has no manifest anyway.
 """
 
 import io
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
-from weakref import ReferenceType, ref
 
 import torch.distributed as dist
 from torch import Tensor
@@ -25,36 +23,23 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from torchrec_cnr.agreement import RankData, agree, ranks_of_shards, refuse_unsharded_state, shard_key
+from torchrec_cnr.agreement import (
+    RankData,
+    agree,
+    policy_of_all,
+    ranks_of_shards,
+    refuse_missing_rows,
+    refuse_unsharded_state,
+    shard_key,
+)
+from torchrec_cnr.cuts import Cut, Cuts, StagedRows, TrackedItem
 from torchrec_cnr.decisions import Decision, RowTensor, ShardKey, choose_base, stored_whole
 from torchrec_cnr.errors import ConfigurationError, SaveError
-from torchrec_cnr.handover import CNRStorageMeta, SaveMetadata, ShardData
-from torchrec_cnr.head import Head
-from torchrec_cnr.lineage import Checkpoint, committed
-from torchrec_cnr.modified import RowMask, Since
-from torchrec_cnr.policies import Compacted, Full, Intermittent, Policy
-from torchrec_cnr.shards import MemoryKey, dtype_name, is_replicated, local_shards, memory_key
-from torchrec_cnr.tracked import Pending, TrackedRows, TrackedShard
-
-
-@dataclass(frozen=True, eq=False)
-class _TrackedItem:
-    """A shard in the state dict that the tracker knows: a table's, or its optimizer state's."""
-
-    shard: TrackedShard
-    values: Tensor
-    fqn: str
-    table: str
-    is_replaced: bool = False
-
-    @property
-    def is_table(self) -> bool:
-        return self.fqn == self.table
-
-    @property
-    def is_row_wise(self) -> bool:
-        """Whether it is optimizer state with one value a row."""
-        return not self.is_table and self.values.dim() == 1
+from torchrec_cnr.handover import CNRStorageMeta, SaveMetadata, ShardData, StagedTensor
+from torchrec_cnr.modified import ModifiedRows, Rows, Since
+from torchrec_cnr.policies import Full, Intermittent, Policy
+from torchrec_cnr.shards import is_replicated
+from torchrec_cnr.tracked import Pending, TrackedRows
 
 
 class CNRSavePlanner(DefaultSavePlanner):
@@ -64,9 +49,6 @@ class CNRSavePlanner(DefaultSavePlanner):
         tracker: Knows the modified rows. Without one, each save is a baseline.
         policy: Decides what each delta holds.
 
-    Attributes:
-        staged: Of a state dict that was copied when it was cut: where each copy lies, and where what it is a copy of.
-
     Raises:
         ConfigurationError: While saving, if the writer is not a ``CNRStorageWriter``, or a tracked table is not in the
             state dict with its own memory (it is missing, or was copied by a foreign stager).
@@ -75,16 +57,13 @@ class CNRSavePlanner(DefaultSavePlanner):
 
     def __init__(self, tracker: TrackedRows | None = None, *, policy: Policy | None = None) -> None:
         super().__init__()
-        self._tracker = tracker if tracker is not None else TrackedRows(())
-        self._is_tracking = tracker is not None
         self._policy: Policy = policy if policy is not None else Intermittent() if tracker is not None else Full()
+        self._cuts = Cuts.of(tracker, self._policy) if tracker is not None else None
+        self._sent: Cut | None = None
+        self._cut = self._untracked()
         self._meta: CNRStorageMeta | None = None
-        self._items: dict[ShardKey, _TrackedItem] = {}
-        self._masks: dict[int, tuple[RowMask, ...]] = {}
+        self._parts: dict[int, tuple[Rows, ...]] = {}
         self._decision: Decision | None = None
-        self.staged: Mapping[MemoryKey, MemoryKey] = {}
-        self._frozen_states: dict[ShardKey, ReferenceType[Tensor]] = {}
-        self._committed_states: dict[ShardKey, ReferenceType[Tensor]] = {}
 
     def set_up_planner(
         self,
@@ -92,81 +71,93 @@ class CNRSavePlanner(DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Settle the save before, and cut."""
+        """Settle the save before, and cut; or take the cut that was made when rows were staged."""
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         self._decision = None
+        self._parts = {}
         self._meta = storage_meta if isinstance(storage_meta, CNRStorageMeta) else None
-        if not self._is_tracking:
-            return
-        if self._meta is None:
+        self._cut = self._staged() or self._untracked()
+        if self._cut.staged is None and self._cuts is not None:
+            if self._meta is None:
+                raise ConfigurationError(
+                    "CNRSavePlanner(tracker) saves only some rows: pass a CNRStorageWriter as storage_writer"
+                )
+            self._cut = self._cuts.cut(self.state_dict)
+
+    def _untracked(self) -> Cut:
+        """A cut of nothing that is tracked, which a baseline is made of."""
+        return Cut(0, self._policy, None, 0, {}, Pending())
+
+    def _staged(self) -> Cut | None:
+        """The cut whose rows are in the state dict, if these were staged."""
+        cuts = {value.cut for value in self.state_dict.values() if isinstance(value, StagedTensor)}
+        cut = self._sent or (self._cuts.staged if self._cuts is not None else None)
+        if not cuts:
+            return None
+        if cut is None or cuts != {cut.number} or cut.policy is not self._policy:
             raise ConfigurationError(
-                "CNRSavePlanner(tracker) saves only some rows: pass a CNRStorageWriter as storage_writer"
+                "what was staged is not for this planner: pass dcp.async_save the one that was made last with the "
+                "tracker of these tables"
             )
-        staged, self.staged = self.staged, {}
-        tensors = (shard.tensor for value in self.state_dict.values() for shard in local_shards(value))
-        if not any(memory_key(tensor) in staged for tensor in tensors):
-            self.cut(self.state_dict)
-        self._items = self._find_tracked(self.state_dict, staged)
+        if cut.flight is not None and cut is not self._sent:
+            cut.flight.board()
+        return cut
 
-    def cut(self, state_dict: Mapping[str, Any]) -> None:
-        """Settle the save before, and freeze all marks.
-
-        Args:
-            state_dict: What will be saved, flattened. Tables that it lacks are refused before anything is frozen.
-        """
-        self.settle()
-        self._find_tracked(state_dict, {})
-        self._tracker.freeze()
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In another process it knows the cut, but no tracker."""
+        cut = self._cuts.staged if self._cuts is not None else None
+        if cut is not None and cut.flight is not None and not cut.is_complete:
+            cut.flight.board()
+            raise ConfigurationError(
+                "rows of the largest tables exceed the writer's 'staging_bytes' and were not staged, so that no other "
+                "process can save them: raise 'staging_bytes', or let a thread save (AsyncCheckpointerType.THREAD)"
+            )
+        return _sent, (self._policy, cut)
 
     def settle(self) -> None:
         """Learn from the store how the last save ended: commit its rows, or mark them again.
 
-        Every save begins with this; call it yourself to have ``tracker.head`` up to date.
+        Every save begins with this; call it yourself to have ``tracker.head`` up to date. Waits for a save in the
+        background.
 
         Raises:
+            SaveError: A save in the background does not end.
             StoreError: The store does not answer; try again.
         """
-        pending = self._tracker.pending
-        checkpoint = committed(pending.path, pending.save_id) if pending else None
-        if checkpoint is None:
-            self._tracker.rollback()
-            return
-        self._tracker.commit(self._head_of(checkpoint))
-        self._committed_states = self._frozen_states
-
-    def _head_of(self, checkpoint: Checkpoint) -> Head:
-        """The head that a committed save of this planner is, on top of the head before."""
-        head, parent = self._tracker.head, checkpoint.manifest.parent
-        below = () if head is None or parent is None else head.lineage
-        sha256s = [ref.sha256 for ref in below]
-        length = sha256s.index(parent.sha256) + 1 if parent is not None and parent.sha256 in sha256s else 0
-        return checkpoint.head(below[:length])
+        if self._cuts is not None:
+            self._cuts.settle()
 
     def create_local_plan(self) -> SavePlan:
         """DCP's own plan of full boxes, and this rank's head."""
         plan = super().create_local_plan()
-        head = self._tracker.head.ref if self._tracker.head else None
-        tensors = {
-            item.fqn: RowTensor(dtype_name(item.values), item.is_table, item.table if item.is_row_wise else None)
-            for item in self._items.values()
-        }
-        replaced = frozenset(key for key, item in self._items.items() if item.is_replaced)
-        marks = {
-            (key, since): item.shard.rows.select(since).digest()
-            for key, item in self._items.items()
-            for since in (Since.HEAD, Since.BASELINE)
-            if self._is_replicated(key[0])
-        }
-        of_own_rows = frozenset(
-            key
-            for key, item in self._items.items()
-            if self._is_replicated(item.fqn) and not self._is_replicated(item.table)
+        items = self._cut.items
+        data = RankData(
+            paths=self.mappings,
+            head=self._cut.head.ref if self._cut.head else None,
+            staged=self._cut.staged,
+            tensors={
+                item.fqn: RowTensor(item.dtype, item.is_table, item.table if item.is_row_wise else None)
+                for item in items.values()
+            },
+            whole=frozenset(key for key, item in items.items() if item.is_replaced or item.rows is None),
+            marks={
+                (key, since): digest
+                for key, item in items.items()
+                if self._is_replicated(key[0])
+                for since, digest in item.digests().items()
+            },
+            of_own_rows=frozenset(
+                key
+                for key, item in items.items()
+                if self._is_replicated(item.fqn) and not self._is_replicated(item.table)
+            ),
         )
-        data = RankData(self.mappings, head, tensors, replaced, marks, of_own_rows)
         return replace(plan, planner_data=data)
 
     def _is_replicated(self, fqn: str) -> bool:
-        return dist.is_initialized() and dist.get_world_size() > 1 and is_replicated(self.state_dict[fqn])
+        value = self.state_dict[fqn]
+        is_one_of_many = value.is_replicated if isinstance(value, StagedTensor) else is_replicated(value)
+        return dist.is_initialized() and dist.get_world_size() > 1 and is_one_of_many
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Decide for all ranks."""
@@ -175,93 +166,72 @@ class CNRSavePlanner(DefaultSavePlanner):
         refuse_unsharded_state(ranks_of, data)
         plans = [replace(plan, planner_data=rank.paths) for plan, rank in zip(all_plans, data, strict=True)]
         plans, metadata = super().create_global_plan(plans)
-        head, meta = self._tracker.head, self._meta
+        head, meta = self._cut.head, self._meta
         decision = Decision(
             save_id=str(meta.save_id) if meta else "",
             since=Since.EVER,
             policy=type(self._policy).__name__,
             after_ns=head.created_ns if head else 0,
-            num_restores=self._tracker.num_restores,
+            num_restores=self._cut.num_restores,
         )
-        base = choose_base(self._policy, head, [rank.head for rank in data], meta.store if meta else None)
+        policy = policy_of_all(self._policy, data)
+        base = choose_base(policy, head, [rank.head for rank in data], meta.store if meta else None)
         if base is not None:
             tensors = {fqn: tensor for rank in data for fqn, tensor in rank.tensors.items()}
             new = stored_whole(tensors, metadata, base.parent)
-            whole = frozenset(key for key in ranks_of if key[0] in new).union(*(rank.replaced for rank in data))
+            whole = frozenset(key for key in ranks_of if key[0] in new).union(*(rank.whole for rank in data))
             # Only one of the ranks that hold one and the same shard stores it: the modified rows must be the same.
             whole |= {key for key, ranks in ranks_of.items() if not agree(key, base.since, [data[r] for r in ranks])}
             decision = replace(decision, since=base.since, parent=base.ref, history=base.history, whole=whole)
+        refuse_missing_rows(decision, ranks_of, data)
         metadata = SaveMetadata(metadata.state_dict_metadata, planner_data=metadata.planner_data, decision=decision)
         return [replace(plan, planner_data=decision) for plan in plans], metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Take the coordinator's decision."""
         self._decision = new_plan.planner_data
-        if self._is_tracking and self._decision is not None and self._meta is not None and self._meta.store is not None:
-            self._tracker.pending = Pending(self._meta.store.url, self._decision.save_id)
-            self._masks = {}
+        if self._decision is not None and self._meta is not None and self._meta.store is not None:
+            self._cut.pending.announce(self._meta.store.url, self._decision.save_id)
         return super().finish_plan(new_plan)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO | ShardData:  # type: ignore[override]
         """The data of one item; tracked shards come with the rows to store of them."""
-        item = self._items.get(shard_key(write_item))
+        key = shard_key(write_item)
+        item = self._cut.items.get(key)
         if item is None:
+            value = self.state_dict[key[0]]
+            if isinstance(value, StagedTensor):
+                return value.tensor(key[1])
             data: Tensor | io.BytesIO = super().resolve_data(write_item)
             return data
         if self._decision is None:
             raise SaveError("data was asked for before the plan was finished")
         return ShardData(
-            values=item.values,
-            rows=self._rows_of(item.shard, shard_key(write_item), self._decision),
+            values=item.values if isinstance(item.values, Tensor) else item.values.tensor(),
+            rows=self._rows_of(item, key, self._decision),
             is_table=item.is_table,
             table=item.table if item.is_row_wise else None,
-            table_box=item.shard.rows.box if item.is_row_wise else None,
+            table_box=item.table_box if item.is_row_wise else None,
             num_restores=self._decision.num_restores,
-            group=id(item.shard),
+            group=item.group,
         )
 
-    def _rows_of(self, shard: TrackedShard, key: ShardKey, decision: Decision) -> tuple[RowMask, ...] | None:
+    def _rows_of(self, item: TrackedItem, key: ShardKey, decision: Decision) -> tuple[Rows, ...] | None:
         if decision.since is Since.EVER or key in decision.whole:
             return None
-        if id(shard) not in self._masks:
-            rows, is_by_heat = shard.rows, isinstance(self._policy, Compacted) and decision.since is Since.HEAD
-            self._masks[id(shard)] = rows.select_by_heat() if is_by_heat else (rows.select(decision.since),)
-        return self._masks[id(shard)]
+        match item.rows:
+            case None:
+                return None
+            case StagedRows(_, parts):
+                return parts
+            case ModifiedRows() as rows:
+                if item.group not in self._parts:
+                    self._parts[item.group] = rows.select_parts(decision.since, self._cut.is_by_heat(decision.since))
+                return self._parts[item.group]
 
-    def _find_tracked(
-        self, state_dict: Mapping[str, Any], staged: Mapping[MemoryKey, MemoryKey]
-    ) -> dict[ShardKey, _TrackedItem]:
-        """Recognise tracked tables, and the optimizer state of their rows, by the memory they lie in.
 
-        Args:
-            state_dict: Flattened.
-            staged: Where tensors lie that the state dict has copies of, by where these lie.
-        """
-        shards = {
-            (fqn, shard.box.offsets): shard.tensor for fqn, value in state_dict.items() for shard in local_shards(value)
-        }
-        by_memory: dict[Any, list[ShardKey]] = {}
-        for key, tensor in shards.items():
-            place = memory_key(tensor)
-            by_memory.setdefault(place if place is None else staged.get(place, place), []).append(key)
-        found: dict[ShardKey, _TrackedItem] = {}
-        self._frozen_states = {}
-        for shard in self._tracker.shards:
-            if shard.rows.box.num_rows == 0:
-                continue
-            aliases = by_memory.get(memory_key(shard.weight), [])
-            if not aliases:
-                raise ConfigurationError(
-                    f"table {shard.rows.name!r} is tracked, but the state dict does not hold its memory: it is "
-                    "missing, or was copied (as cpu_offload does, and dcp.async_save without async_stager="
-                    "CNRStager(planner)); pass the live state dict, or a tracker of a smaller model"
-                )
-            found |= {key: _TrackedItem(shard, shards[key].detach(), key[0], key[0]) for key in aliases}
-            for state in shard.state():
-                for key in by_memory.get(memory_key(state), []):
-                    committed_state = self._committed_states.get(key)
-                    is_same = committed_state is not None and committed_state() is state
-                    is_replaced = shard.is_state_replaceable and not is_same
-                    self._frozen_states[key] = ref(state)
-                    found[key] = _TrackedItem(shard, shards[key].detach(), key[0], aliases[0][0], is_replaced)
-        return found
+def _sent(policy: Policy, cut: Cut | None) -> CNRSavePlanner:
+    """A planner as it arrives in another process."""
+    planner = CNRSavePlanner(policy=policy)
+    planner._sent = cut
+    return planner

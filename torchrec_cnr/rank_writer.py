@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
@@ -20,9 +19,9 @@ from torchrec_cnr.encoding import EncodedRowSet, EncodedShard, Source, sampled_r
 from torchrec_cnr.errors import ConfigurationError, SaveError
 from torchrec_cnr.handover import ShardData
 from torchrec_cnr.manifest import DTYPES, Place, RowSet, Shard
-from torchrec_cnr.modified import RowMask
+from torchrec_cnr.modified import RowMask, Rows
 from torchrec_cnr.packs import PackWriter
-from torchrec_cnr.progress import Count, Progress
+from torchrec_cnr.progress import Count
 from torchrec_cnr.rows import Box
 from torchrec_cnr.schemes import NoQuantization, Scheme, SchemeRules, exact_row_bytes
 from torchrec_cnr.shards import dtype_name
@@ -65,9 +64,13 @@ class RankWriter:
         planner: Has the data.
         rules: How to quantize.
         warned: FQNs that were warned of before, added to.
+        count: Counts items that were written.
     """
 
-    def __init__(self, packs: PackWriter, planner: SavePlanner, rules: SchemeRules, warned: set[str]) -> None:
+    def __init__(
+        self, packs: PackWriter, planner: SavePlanner, rules: SchemeRules, warned: set[str], count: Count
+    ) -> None:
+        self._count = count
         self._warned = warned
         self._packs = packs
         self._planner = planner
@@ -75,26 +78,24 @@ class RankWriter:
         self._objects: list[tuple[WriteItem, int]] = []
         self._shards: list[_Written] = []
 
-    def write(self, items: list[WriteItem], progress: Progress | None = None) -> list[WriteResult]:
-        """Write everything; returns once it is in the store."""
-        count = Count(len(items), progress)
+    def write(self, items: Sequence[WriteItem]) -> None:
+        """Encode items, and write packs that are full."""
         together: dict[object, list[_Item]] = {}
         for item in items:
             if item.type is WriteItemType.BYTE_IO:
                 self._objects.append((item, self._write_object(item)))
-                count.add(1)
+                self._count.add(1)
                 continue
             data = self._resolve(item)
             source = self._source(item, data)
             if data.group is None or source.values.numel() == 0:
                 self._write_together([_Item(item, data, source)])  # at once: its values may be needed by nobody else
-                count.add(1)
+                self._count.add(1)
             else:
                 together.setdefault((data.group, id(data.rows)), []).append(_Item(item, data, source))
         for members in together.values():
             self._write_together(members)
-            count.add(len(members))
-        return self._results()
+            self._count.add(len(members))
 
     def _write_together(self, members: Sequence[_Item]) -> None:
         """Items whose rows are stored together."""
@@ -110,7 +111,7 @@ class RankWriter:
                 own.append((rows, shard))
         for member, own in zip(members, parts, strict=True):
             data = member.data
-            size, box = _place(member.item, data.values)
+            size, box = _place(member.item, data)
             record = ShardRecord(size, member.source.dtype, data.is_table, data.table, ())
             place = Place(box, data.table_box)
             self._shards.append(_Written(member.item, place, member.source.scheme, record, tuple(own)))
@@ -134,7 +135,7 @@ class RankWriter:
         rule = self._rules.rule_for(fqn, values.dtype, data.is_table)
         if isinstance(rule, NoQuantization) or values.numel() == 0:
             return NoQuantization()
-        rows = sampled_rows(values, None if data.rows is None else RowMask.union(data.rows))
+        rows = sampled_rows(values, _mask_of(data.rows))
         scheme = rule.choose(lambda: rows, data.num_restores)
         num_cols, itemsize = rows.shape[1], values.dtype.itemsize
         exact_share = len(scheme.encode(rows).exact) / max(1, len(rows))
@@ -154,7 +155,8 @@ class RankWriter:
         data = np.frombuffer(content, dtype=np.uint8)
         return self._packs.add(item.index.fqn, "uint8", data.shape, data)
 
-    def _results(self) -> list[WriteResult]:
+    def finish(self) -> list[WriteResult]:
+        """Returns once everything is in the store."""
         packs, blobs = self._packs.finish()
         located: dict[int, RowSet] = {}
         results = [WriteResult(MetadataIndex(RANK_RECORD), 0, RankRecord(packs))]
@@ -187,12 +189,19 @@ class RankWriter:
         self._warned.add(fqn)
 
 
-def _place(item: WriteItem, values: Tensor) -> tuple[tuple[int, ...], Box]:
+def _mask_of(rows: tuple[Rows, ...] | None) -> RowMask | None:
+    """Which of the values are to be stored; None for all of them."""
+    masks = tuple(part for part in rows or () if isinstance(part, RowMask))
+    return RowMask.union(masks) if masks else None
+
+
+def _place(item: WriteItem, data: ShardData) -> tuple[tuple[int, ...], Box]:
     """Size of the item's tensor, and its box, which must be that of the data."""
     if item.tensor_data is None:
         raise SaveError(f"item {item.index.fqn!r} has no tensor data in the plan")
     chunk = item.tensor_data.chunk
-    box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
-    if box.sizes != tuple(values.shape):
-        raise SaveError(f"item {item.index.fqn!r}: planned {box.sizes}, the data is {tuple(values.shape)}")
+    box, shape = Box(tuple(chunk.offsets), tuple(chunk.sizes)), tuple(data.values.shape)
+    first = 1 if data.has_rows_only else 0  # then the box says how many rows there are
+    if box.sizes[first:] != shape[first:]:
+        raise SaveError(f"item {item.index.fqn!r}: planned {box.sizes}, the data is {shape}")
     return tuple(item.tensor_data.size), box

@@ -1,49 +1,262 @@
-"""Staging: the cut of an asynchronous save, and the copy of the state that goes with it, in one moment.
+"""Staging: the cut of an asynchronous save, and the copy of the rows that go with it, in one moment.
 
-``dcp.async_save`` copies the state and saves the copy in a thread of its own. Were the marks taken there, a row that is
-trained in between would count as saved, with the value it had before. So whoever copies cuts: this stager freezes the
-marks, copies everything, and tells the planner which copy stands for which tensor. (DCP's own stagers do not copy the
-ShardedTensors of TorchRec.)
+``dcp.async_save`` copies the state and saves the copy in the background. Were the marks taken there, a row that is
+trained in between would count as saved, with the value it had before. So whoever copies cuts: the writer is its own
+stager, freezes the marks, and copies what the save will hold: modified rows, and all that is not tracked.
+
+Each rank works out by itself what that is, from the lineage as it knows it; no rank waits for another while training
+does. The coordinator checks it when ranks plan. What exceeds the budget is not copied: the save writes it first, and
+training waits for that (in ``synchronize_staging``) rather than for memory.
 """
 
+import copy
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
-from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.distributed.checkpoint.planner import WriteItem
 
-from torchrec_cnr.planner import CNRSavePlanner
-from torchrec_cnr.shards import MemoryKey, copied, local_shards, memory_key
+from torchrec_cnr.arena import Arena, ArenaTensor, padded_bytes
+from torchrec_cnr.cuts import Cut, Cuts, StagedRows, TrackedItem
+from torchrec_cnr.decisions import ShardKey
+from torchrec_cnr.errors import ConfigurationError
+from torchrec_cnr.handover import StagedTensor
+from torchrec_cnr.manifest import DTYPES
+from torchrec_cnr.modified import ModifiedRows, RowList, RowMask, Since
+from torchrec_cnr.packs import BLOCK_BYTES
+from torchrec_cnr.shards import copied, dtype_name, is_replicated, local_shards, memory_key
+from torchrec_cnr.tracked import all_tracked, tracking
+
+STAGING_BYTES = 8 << 30
 
 
-class CNRStager(AsyncStager):
-    """Stages saves of one planner; to be passed to ``dcp.async_save`` together with it.
+@dataclass(frozen=True, eq=False)
+class _Copy:
+    """A shard that is to be staged.
 
-    The save before must have ended: wait for its future first.
-
-    Args:
-        planner: The planner of these saves.
+    Attributes:
+        key: The shard.
+        source: Its values, live.
+        numbers: int64 [k], on the source's device: the rows to copy; None for all.
+        rows: The modified ones, as they lie in the copy; None if all must be stored.
     """
 
-    def __init__(self, planner: CNRSavePlanner) -> None:
-        self._planner = planner
+    key: ShardKey
+    source: Tensor
+    numbers: Tensor | None
+    rows: StagedRows | None
 
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Cut, and copy the state to the host."""
-        live, paths = flatten_state_dict(state_dict)
-        self._planner.cut(live)
-        copies = {fqn: copied(value) for fqn, value in live.items()}
-        self._planner.staged = {copy: key for fqn in live for copy, key in _pairs(live[fqn], copies[fqn])}
-        return dict(unflatten_state_dict(copies, paths))
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the copy."""
+        sizes = tuple(self.source.shape)
+        return sizes if self.numbers is None else (len(self.numbers), *sizes[1:])
 
-    def synchronize_staging(self) -> None:
-        """Nothing to wait for: :meth:`stage` returns when all is copied."""
+    @property
+    def num_bytes(self) -> int:
+        """Of the copy."""
+        return padded_bytes(self.shape, self.source.dtype)
+
+
+class Staging:
+    """What a writer stages; one save at a time.
+
+    Attributes:
+        live: Shards of the last save that were not copied.
+
+    Args:
+        staging_bytes: Copy no more than that.
+        timeout_secs: How long to wait for the save before.
+    """
+
+    def __init__(self, staging_bytes: int, timeout_secs: float) -> None:
+        self.live: frozenset[ShardKey] = frozenset()
+        self._staging_bytes = staging_bytes
+        self._timeout_secs = timeout_secs
+        self._arena = Arena()
+        self._cuts: Cuts | None = None
+        self._released = threading.Event()
+
+    def stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Cut, and copy what the save will hold: a state dict to be saved in its place."""
+        live, paths = flatten_state_dict(dict(state_dict))
+        self._cuts, self.live = _cuts_of(live), frozenset()
+        if self._cuts is None:
+            staged = {fqn: copied(value) for fqn, value in live.items()}
+        else:
+            self._cuts.flight.timeout_secs = self._timeout_secs
+            staged = self._stage(live, self._cuts)
+        return dict(unflatten_state_dict(staged, paths))
+
+    def _stage(self, live: Mapping[str, Any], cuts: Cuts) -> dict[str, Any]:
+        cut = cuts.cut(live)
+        since = cuts.next_since()
+        cut = replace(cut, staged=since, flight=cuts.flight)
+        copies = _copies(live, cut, since)
+        self.live = _over(self._staging_bytes, copies, cut)
+        values = self._copied([wanted for wanted in copies if wanted.key not in self.live])
+        values |= {wanted.key: wanted.source for wanted in copies if wanted.key in self.live}
+        items = {
+            wanted.key: _staged(cut.items[wanted.key], wanted, values[wanted.key], cut)
+            for wanted in copies
+            if wanted.key in cut.items
+        }
+        self._released.clear()
+        cuts.staged = replace(cut, items=items, is_complete=not self.live)
+        cuts.flight.is_staged()
+        return _stand_ins(live, values, cuts.staged)
+
+    def _copied(self, copies: Sequence[_Copy]) -> dict[ShardKey, Tensor | ArenaTensor]:
+        """Copies of everything, each memory once."""
+        by_memory: dict[object, Tensor | ArenaTensor] = {}
+        unique: dict[object, _Copy] = {}
+        for wanted in copies:
+            unique.setdefault(_memory_of(wanted), wanted)
+        is_on_device = any(wanted.source.device.type == "cuda" for wanted in unique.values())
+        self._arena.clear(sum(wanted.num_bytes for wanted in unique.values()), is_pinned=is_on_device)
+        for memory, wanted in unique.items():
+            by_memory[memory] = self._copy(wanted)
+        if is_on_device:
+            torch.cuda.synchronize()
+        return {wanted.key: by_memory[_memory_of(wanted)] for wanted in copies}
+
+    def _copy(self, wanted: _Copy) -> Tensor | ArenaTensor:
+        source, numbers = wanted.source, wanted.numbers
+        if source.layout is not torch.strided or dtype_name(source) not in DTYPES:
+            return source.to("cpu", copy=True)  # which the writer will refuse, by name
+        taken = self._arena.take(wanted.shape, source.dtype)
+        target = taken.tensor()
+        if numbers is None:
+            target.copy_(source, non_blocking=True)
+        elif source.device.type == "cpu":
+            torch.index_select(source, 0, numbers, out=target)
+        else:
+            block_rows = max(1, BLOCK_BYTES // max(1, source[:1].nbytes))
+            for place, rows in zip(target.split(block_rows), numbers.split(block_rows), strict=True):
+                place.copy_(source.index_select(0, rows), non_blocking=True)
+        return taken
+
+    def release(self) -> None:
+        """All that was not copied is written: training may go on."""
+        self.live = frozenset()
+        self._released.set()
+
+    def synchronize(self) -> None:
+        """Wait until training may go on: until all that was not copied is written, or the save has failed."""
+        if self._cuts is not None and self.live:
+            while not (self._released.wait(0.01) or self._cuts.flight.has_ended):
+                pass
 
     def close(self) -> None:
-        """Nothing to free: copies go with the save that they were made for."""
+        """Give the memory back."""
+        self._arena.free()
 
 
-def _pairs(live: Any, copied: Any) -> list[tuple[MemoryKey, MemoryKey]]:
-    """Of each shard, where its copy lies and where itself."""
-    shards = zip(local_shards(live), local_shards(copied), strict=True)
-    keys = [(memory_key(copy.tensor), memory_key(shard.tensor)) for shard, copy in shards]
-    return [(copy, key) for copy, key in keys if copy is not None and key is not None]
+def _cuts_of(live: Mapping[str, Any]) -> Cuts | None:
+    """Of the tracker whose tables are in a state dict; None if there is no such tracker with a planner.
+
+    Raises:
+        ConfigurationError: There are several.
+    """
+    found = [tracked for tracked in tracking(_tensors(live)) if tracked.cuts is not None]
+    if not found:  # a rank may have no shard of any table
+        found = [tracked for tracked in all_tracked() if tracked.cuts is not None and not tracked.has_rows]
+    if len(found) > 1:
+        raise ConfigurationError(
+            f"{len(found)} trackers with a planner know tables of this state dict, and dcp.async_save does not say "
+            "which of them it is for: close the others, or track all tables by one"
+        )
+    cuts: Cuts | None = found[0].cuts if found else None
+    return cuts
+
+
+def _tensors(live: Mapping[str, Any]) -> Iterable[Tensor]:
+    return (shard.tensor for value in live.values() for shard in local_shards(value))
+
+
+def _copies(live: Mapping[str, Any], cut: Cut, since: Since) -> list[_Copy]:
+    """What a save needs of a state dict."""
+    selected: dict[int, tuple[Tensor, StagedRows]] = {}
+    copies = []
+    is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+    for fqn, value in live.items():
+        for shard in local_shards(value):
+            key, source = (fqn, shard.box.offsets), shard.tensor.detach()
+            item = cut.items.get(key)
+            if item is None or item.is_replaced or since is Since.EVER or not isinstance(item.rows, ModifiedRows):
+                copies.append(_Copy(key, source, None, None))
+            elif is_replicated(value) and not is_alone:
+                # Ranks may disagree about its modified rows, and must then store all.
+                copies.append(_Copy(key, source, None, _masks(item.rows, cut, since)))
+            else:
+                if item.group not in selected:
+                    selected[item.group] = _lists(item.rows, cut, since)
+                copies.append(_Copy(key, source, *selected[item.group]))
+    return copies
+
+
+def _masks(rows: ModifiedRows, cut: Cut, since: Since) -> StagedRows:
+    parts = rows.select_parts(since, cut.is_by_heat(since))
+    return StagedRows(since, parts, RowMask.union(parts).digest())
+
+
+def _lists(rows: ModifiedRows, cut: Cut, since: Since) -> tuple[Tensor, StagedRows]:
+    """Modified rows as they will lie one behind the other, and where."""
+    parts = rows.select_numbers(since, cut.is_by_heat(since))
+    lists, first = [], 0
+    for numbers in parts:
+        lists.append(RowList(numbers.cpu(), first))
+        first += len(numbers)
+    return torch.cat(parts) if len(parts) > 1 else parts[0], StagedRows(since, tuple(lists), b"")
+
+
+def _over(max_bytes: int, copies: Sequence[_Copy], cut: Cut) -> frozenset[ShardKey]:
+    """What exceeds the budget: the largest tables, each with its state."""
+    groups: dict[object, list[_Copy]] = {}
+    for wanted in copies:
+        item = cut.items.get(wanted.key)
+        groups.setdefault(wanted.key if item is None else item.group, []).append(wanted)
+    over: set[ShardKey] = set()
+    sizes = [(sum(wanted.num_bytes for wanted in group), group) for group in groups.values()]
+    num_bytes = sum(size for size, _ in sizes)
+    for size, group in sorted(sizes, key=lambda sized: -sized[0]):
+        if num_bytes <= max_bytes:
+            break
+        over.update(wanted.key for wanted in group)
+        num_bytes -= size
+    return frozenset(over)
+
+
+def _memory_of(wanted: _Copy) -> object:
+    """The same for shards that are one memory under several names."""
+    return memory_key(wanted.source) or wanted.key, id(wanted.numbers)
+
+
+def _staged(item: TrackedItem, wanted: _Copy, values: Tensor | ArenaTensor, cut: Cut) -> TrackedItem:
+    rows = wanted.rows
+    if isinstance(values, Tensor) and wanted.numbers is not None and isinstance(item.rows, ModifiedRows):
+        rows = _masks(item.rows, cut, cut.staged or Since.HEAD)  # not copied: they lie where they are
+    return replace(item, values=values, rows=rows)
+
+
+def _stand_ins(live: Mapping[str, Any], values: Mapping[ShardKey, Tensor | ArenaTensor], cut: Cut) -> dict[str, Any]:
+    """The state dict, with what was staged in the place of its tensors."""
+    tensors = {fqn: value for fqn, value in live.items() if isinstance(value, Tensor)}
+    write_items: dict[str, list[WriteItem]] = {}
+    for item in create_default_local_save_plan(tensors, is_coordinator=False).items:
+        write_items.setdefault(item.index.fqn, []).append(item)
+    staged: dict[str, Any] = {}
+    for fqn, value in live.items():
+        if fqn not in tensors:
+            staged[fqn] = copy.deepcopy(value)
+            continue
+        keys = [(fqn, shard.box.offsets) for shard in local_shards(value)]
+        shards = {key[1]: values[key] for key in keys if key not in cut.items}
+        staged[fqn] = StagedTensor(cut.number, tuple(write_items.get(fqn, ())), is_replicated(value), shards)
+    return staged

@@ -102,7 +102,9 @@ class Store:
 
     def is_beside(self, other: "Store") -> bool:
         """Whether both are in one file system, so that one can name the other by a relative path."""
-        return bool(self.fs == other.fs)
+        ours, theirs = self.fs, other.fs  # which fsspec calls different where they were opened by different threads
+        same_arguments = (ours.storage_args, ours.storage_options) == (theirs.storage_args, theirs.storage_options)
+        return type(ours) is type(theirs) and same_arguments
 
     def child(self, name: str) -> str:
         """The path of a file in this directory."""

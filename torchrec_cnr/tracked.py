@@ -6,20 +6,25 @@ fused kernels write beneath it. So a counter that moved between two points that 
 tells that there was another one. It does not tell which rows, so all of them count as modified.
 """
 
+import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from weakref import WeakSet
+from typing import Any
+from weakref import ReferenceType, WeakSet, ref
 
 import torch
 from torch import Tensor
 
 from torchrec_cnr.digests import digest_rows
+from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.head import Head
 from torchrec_cnr.modified import ModifiedRows
 from torchrec_cnr.shards import MemoryKey, memory_key
 
 logger = logging.getLogger(__name__)
+
+_PAGE_BYTES = 16 << 10
+_LENGTH_BYTES = 8
 
 
 class TrackedShard:
@@ -112,17 +117,40 @@ class TrackedShard:
         return total
 
 
-@dataclass(frozen=True)
 class Pending:
     """A save whose fate is not known yet.
 
-    Attributes:
-        path: Full path of its checkpoint.
-        save_id: The save.
+    Where it goes is announced when it is planned, which may happen in another process. It is written into memory,
+    therefore, that both share: a tensor that goes to another process takes its memory along.
     """
 
-    path: str
-    save_id: str
+    def __init__(self) -> None:
+        self._page = torch.zeros(_PAGE_BYTES, dtype=torch.uint8)
+
+    def announce(self, path: str, save_id: str) -> None:
+        """From now on, rows are written.
+
+        Args:
+            path: Full path of its checkpoint.
+            save_id: The save.
+
+        Raises:
+            ConfigurationError: The path is too long.
+        """
+        data = json.dumps([path, save_id]).encode()
+        if len(data) > _PAGE_BYTES - _LENGTH_BYTES:
+            raise ConfigurationError(f"checkpoint_id is too long: {path[:80]!r}...")
+        self._page[_LENGTH_BYTES : _LENGTH_BYTES + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self._page[:_LENGTH_BYTES].view(torch.int64)[0] = len(data)  # last: until then nothing is there
+
+    @property
+    def place(self) -> tuple[str, str] | None:
+        """Path of its checkpoint, and the save; None if it was not planned."""
+        num_bytes = int(self._page[:_LENGTH_BYTES].view(torch.int64)[0])
+        if num_bytes == 0:
+            return None
+        path, save_id = json.loads(self._page[_LENGTH_BYTES : _LENGTH_BYTES + num_bytes].numpy().tobytes())
+        return path, save_id
 
 
 _all_tracked: "WeakSet[TrackedRows]" = WeakSet()
@@ -134,7 +162,7 @@ class TrackedRows:
     Attributes:
         shards: The shards.
         head: The checkpoint that ``marked`` rows were modified since, or None: then only a baseline is right.
-        pending: The save in flight, once its rows were handed out.
+        pending: The save whose rows are frozen.
         num_restores: Restores from a checkpoint that the tables have been through.
     """
 
@@ -142,8 +170,23 @@ class TrackedRows:
         self.shards = tuple(shards)
         self.head: Head | None = None
         self.pending: Pending | None = None
+        self._cuts: ReferenceType[Any] | None = None
         self.num_restores = 0
         _all_tracked.add(self)
+
+    @property
+    def cuts(self) -> Any:
+        """What makes the cuts of saves, as long as there is a planner with this tracker; else None."""
+        return self._cuts() if self._cuts is not None else None
+
+    @cuts.setter
+    def cuts(self, cuts: Any) -> None:
+        self._cuts = ref(cuts) if cuts is not None else None
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether this rank has any row of the tables."""
+        return any(shard.rows.box.num_rows for shard in self.shards)
 
     @property
     def num_modified(self) -> int:
@@ -154,6 +197,7 @@ class TrackedRows:
         """Cut every shard at once."""
         for shard in self.shards:
             shard.rows.freeze()
+        self.pending = Pending()
 
     def check_writes(self) -> None:
         """Mark tables that something unknown has written to, all their rows, and say so."""
@@ -198,14 +242,28 @@ class TrackedRows:
         self.num_restores = max(self.num_restores, head.num_restores + 1)
 
 
+def all_tracked() -> list[TrackedRows]:
+    """Everything that is tracked in this process."""
+    return list(_all_tracked)
+
+
 def forget_overwritten(targets: Iterable[Tensor]) -> None:
     """Tensors are about to be loaded: whoever tracks one of them knows its rows no longer.
 
     A load planner that has the tracker restores it afterwards. Any other load, with DCP's own planner say, would
     otherwise leave rows that are modified and not marked, and the next delta would lack them.
     """
-    storages = {target.untyped_storage().data_ptr() for target in targets if target.numel()}
-    for tracked in _all_tracked:
-        tensors = (tensor for shard in tracked.shards for tensor in shard.tensors())
-        if any(tensor.untyped_storage().data_ptr() in storages for tensor in tensors):
-            tracked.forget()
+    for tracked in tracking(targets):
+        tracked.forget()
+
+
+def tracking(tensors: Iterable[Tensor]) -> list[TrackedRows]:
+    """Whoever tracks memory that one of the tensors lies in."""
+    storages = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}
+    return [
+        tracked
+        for tracked in _all_tracked
+        if any(
+            tensor.untyped_storage().data_ptr() in storages for shard in tracked.shards for tensor in shard.tensors()
+        )
+    ]

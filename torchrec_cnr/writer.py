@@ -23,11 +23,14 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from torchrec_cnr import manifest_json
+from torchrec_cnr.agreement import shard_key
 from torchrec_cnr.assembly import assemble
+from torchrec_cnr.cuts import TIMEOUT_SECS
 from torchrec_cnr.decisions import Decision
 from torchrec_cnr.errors import CheckpointExistsError, ConfigurationError, LoadError, SaveError
 from torchrec_cnr.handover import CNRStorageMeta, SaveMetadata
@@ -36,9 +39,10 @@ from torchrec_cnr.lineage import relative_path
 from torchrec_cnr.manifest import FILE_NAME, CheckpointRef, History, Manifest
 from torchrec_cnr.modified import Since
 from torchrec_cnr.packs import PACK_BYTES, PackWriter, check_pack_bytes, check_thread_count
-from torchrec_cnr.progress import Progress
+from torchrec_cnr.progress import Count, Progress
 from torchrec_cnr.rank_writer import RankWriter
 from torchrec_cnr.schemes import NoQuantization, Quantization, SchemeRules
+from torchrec_cnr.staging import STAGING_BYTES, Staging
 from torchrec_cnr.stores import Store
 from torchrec_cnr.version import __version__
 
@@ -58,10 +62,11 @@ class SavePhases:
     commit_secs: float = 0.0
 
 
-class CNRStorageWriter(StorageWriter):
+class CNRStorageWriter(StorageWriter, AsyncStager):
     """Writes checkpoints of quantized rows to any fsspec file system.
 
-    With ``CNRSavePlanner(tracker)`` a checkpoint may be a delta; with any other planner it is a baseline.
+    With ``CNRSavePlanner(tracker)`` a checkpoint may be a delta; with any other planner it is a baseline. For
+    ``dcp.async_save`` it is its own stager, which copies nothing but the rows that will be stored; pass no other.
 
     Args:
         path: Directory of the checkpoint, a path or fsspec URL; ``checkpoint_id`` of ``dcp.save`` replaces it.
@@ -70,6 +75,9 @@ class CNRStorageWriter(StorageWriter):
         thread_count: Packs written at once. Each takes up to 24 MiB of memory.
         sync_files: Force local files to disk before the checkpoint counts as committed.
         pack_bytes: Size of the files that rows are written to, roughly. Small ones suit models of a few megabytes.
+        staging_bytes: How much an asynchronous save copies. Of what exceeds it, the largest tables are not copied:
+            training waits until they are written.
+        timeout_secs: How long an asynchronous save waits for the one before, if that is still under way.
         overwrite: Only False: a checkpoint that is there is never overwritten.
         progress: Told how many of how many shards and objects this rank has written.
 
@@ -88,6 +96,8 @@ class CNRStorageWriter(StorageWriter):
         thread_count: int = 1,
         sync_files: bool = True,
         pack_bytes: int = PACK_BYTES,
+        staging_bytes: int = STAGING_BYTES,
+        timeout_secs: float = TIMEOUT_SECS,
         overwrite: bool = False,
         progress: Progress | None = None,
     ) -> None:
@@ -99,6 +109,7 @@ class CNRStorageWriter(StorageWriter):
         check_thread_count(thread_count)
         check_pack_bytes(pack_bytes)
         self._pack_bytes = pack_bytes
+        self._staging = Staging(staging_bytes, timeout_secs)
         self._progress = progress
         self._sync_files = sync_files
         self._thread_count = thread_count
@@ -111,6 +122,32 @@ class CNRStorageWriter(StorageWriter):
         self._is_coordinator = False
         self._lease: Lease | None = None
         self._warned: set[str] = set()  # FQNs of which it was said that rows are stored exactly
+
+    def stage(self, state_dict: dict[str, Any], **_: Any) -> dict[str, Any]:
+        """Cut, and copy what an asynchronous save will hold; waits for the save before.
+
+        Raises:
+            ConfigurationError: The state dict lacks tracked tables, or holds those of several trackers.
+            SaveError: The save before has not ended in time.
+        """
+        return self._staging.stage(state_dict)
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """Whether DCP waits, once the save has begun, for what was not staged."""
+        return True
+
+    def synchronize_staging(self) -> None:
+        """Wait until training may go on: at once, but where 'staging_bytes' was too little for all rows."""
+        self._staging.synchronize()
+
+    def close(self) -> None:
+        """Give the memory back that rows were staged in."""
+        self._staging.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """In another process it writes what was staged here."""
+        return {**self.__dict__, "_staging": Staging(0, 0.0), "_progress": None}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Another checkpoint id; DCP calls this only if it was given one."""
@@ -144,7 +181,14 @@ class CNRStorageWriter(StorageWriter):
         began = time.monotonic()
         packs = PackWriter(self._store, f"{plan.storage_data}-{self._rank}", self._thread_count, self._pack_bytes)
         try:
-            results = RankWriter(packs, planner, self._rules, self._warned).write(plan.items, self._progress)
+            writer = RankWriter(packs, planner, self._rules, self._warned, Count(len(plan.items), self._progress))
+            live = self._staging.live
+            if live:
+                writer.write([item for item in plan.items if shard_key(item) in live])
+                packs.flush()
+                self._staging.release()
+            writer.write([item for item in plan.items if shard_key(item) not in live])
+            results = writer.finish()
         finally:
             packs.close()
         self.phases = SavePhases(began - self._started, time.monotonic() - began)

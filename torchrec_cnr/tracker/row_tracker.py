@@ -136,6 +136,7 @@ class RowTracker(TrackedRows):
     def close(self) -> None:
         """Remove all hooks; nothing is marked from here on, and nothing can be saved with this tracker."""
         self._is_closed = True
+        self.cuts = None
         self._references = ReferenceDigests(())
         self._hooks.remove()
 

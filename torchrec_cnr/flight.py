@@ -1,0 +1,83 @@
+"""Flights: whether the save that was staged before still runs, which DCP tells nobody but whoever holds its future.
+
+Until it has ended, nothing may be staged again: its rows would be overwritten in memory, and its marks settled too
+early. DCP runs each asynchronous save in a thread of its own, which ends with it. With threads that is where the
+planner is set up; with a process it is the thread that sends the save there and waits for the answer, and so the one
+that pickles this. A checkpoint that is committed tells as well, for executors of other kinds.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torchrec_cnr.errors import SaveError
+
+_LOOK_SECS = 0.5  # between two looks into the store
+
+
+class Flight:
+    """The save that was staged last.
+
+    Args:
+        timeout_secs: How long to wait for its end.
+    """
+
+    def __init__(self, timeout_secs: float) -> None:
+        self.timeout_secs = timeout_secs
+        self._began = threading.Event()
+        self._began.set()
+        self._thread: threading.Thread | None = None
+
+    def is_staged(self) -> None:
+        """From now on a save is in flight, although DCP may not have begun it yet."""
+        self._began.clear()
+        self._thread = None
+
+    def board(self) -> None:
+        """The save runs, in the thread that calls this."""
+        self._thread = threading.current_thread()
+        self._began.set()
+
+    def end(self) -> None:
+        """Nothing of it runs any more."""
+        self._thread = None
+        self._began.set()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing of it runs any more."""
+        thread = self._thread
+        return self._began.is_set() and (thread is None or not thread.is_alive())
+
+    def wait(self, is_committed: Callable[[], bool]) -> None:
+        """Wait for its end.
+
+        Args:
+            is_committed: Whether its checkpoint is in the store.
+
+        Raises:
+            SaveError: That took too long.
+        """
+        until, look = time.monotonic() + self.timeout_secs, time.monotonic() + _LOOK_SECS
+        while not self.has_ended and self._thread is not threading.current_thread():
+            now = time.monotonic()
+            if now > look:
+                if is_committed():
+                    break
+                look = now + _LOOK_SECS
+            if now > until:
+                raise SaveError(
+                    f"the save before has not {'ended' if self._began.is_set() else 'begun'} within "
+                    f"{self.timeout_secs:g} s, so that no other can be staged: wait for the future that dcp.async_save "
+                    "returned, which holds the reason if it failed, or give the writer a longer 'timeout_secs'"
+                )
+            if self._thread is None:
+                self._began.wait(0.01)
+            else:
+                self._thread.join(0.01)
+        self.end()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self.board()
+        return Flight, (self.timeout_secs,)
