@@ -3,7 +3,8 @@
 Until it has ended, nothing may be staged again: its rows would be overwritten in memory, and its marks settled too
 early. DCP runs each asynchronous save in a thread of its own, which ends with it. With threads that is where the
 planner is set up; with a process it is the thread that sends the save there and waits for the answer, and so the one
-that pickles this. A checkpoint that is committed tells as well, for executors of other kinds.
+that pickles this. If DCP fails before that, no thread is left that is younger than the staging. A checkpoint that is
+committed tells as well, for executors of other kinds.
 """
 
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 from torchrec_cnr.errors import SaveError
 
 _LOOK_SECS = 0.5  # between two looks into the store
+_BEGIN_SECS = 120.0  # until a save begins: it may have to start a process first; what begins later is refused
 
 
 class Flight:
@@ -28,11 +30,13 @@ class Flight:
         self._began = threading.Event()
         self._began.set()
         self._thread: threading.Thread | None = None
+        self._older: frozenset[threading.Thread] = frozenset()
 
     def is_staged(self) -> None:
         """From now on a save is in flight, although DCP may not have begun it yet."""
         self._began.clear()
         self._thread = None
+        self._older = frozenset(threading.enumerate())
 
     def board(self) -> None:
         """The save runs, in the thread that calls this."""
@@ -47,8 +51,9 @@ class Flight:
     @property
     def has_ended(self) -> bool:
         """Whether nothing of it runs any more."""
-        thread = self._thread
-        return self._began.is_set() and (thread is None or not thread.is_alive())
+        if self._began.is_set():
+            return self._thread is None or not self._thread.is_alive()
+        return self._older.issuperset(threading.enumerate()) and not self._began.is_set()
 
     def wait(self, is_committed: Callable[[], bool]) -> None:
         """Wait for its end.
@@ -59,18 +64,19 @@ class Flight:
         Raises:
             SaveError: That took too long.
         """
-        until, look = time.monotonic() + self.timeout_secs, time.monotonic() + _LOOK_SECS
+        began = look = time.monotonic()
         while not self.has_ended and self._thread is not threading.current_thread():
             now = time.monotonic()
-            if now > look:
+            if now > look + _LOOK_SECS:
                 if is_committed():
                     break
-                look = now + _LOOK_SECS
-            if now > until:
+                look = now
+            if self._thread is None and now > began + _BEGIN_SECS:
+                break
+            if now > began + self.timeout_secs:
                 raise SaveError(
-                    f"the save before has not {'ended' if self._began.is_set() else 'begun'} within "
-                    f"{self.timeout_secs:g} s, so that no other can be staged: wait for the future that dcp.async_save "
-                    "returned, which holds the reason if it failed, or give the writer a longer 'timeout_secs'"
+                    f"the save before has not ended within {self.timeout_secs:g} s, so that no other can be staged: "
+                    "wait for the future that dcp.async_save returned, or give the writer a longer 'timeout_secs'"
                 )
             if self._thread is None:
                 self._began.wait(0.01)

@@ -157,6 +157,10 @@ class Staging:
         """Give the memory back."""
         self._arena.free()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In another process nothing is staged."""
+        return Staging, (self._staging_bytes, self._timeout_secs)
+
 
 def _cuts_of(live: Mapping[str, Any]) -> Cuts | None:
     """Of the tracker whose tables are in a state dict; None if there is no such tracker with a planner.

@@ -146,8 +146,8 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         self._staging.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """In another process it writes what was staged here."""
-        return {**self.__dict__, "_staging": Staging(0, 0.0), "_progress": None}
+        """In another process it writes what was staged here, and tells nobody how far it is."""
+        return {**self.__dict__, "_progress": None}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Another checkpoint id; DCP calls this only if it was given one."""
