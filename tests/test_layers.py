@@ -33,6 +33,7 @@ LAYERS = (
         "load_report",
         "fitting",
         "optimizer_state",
+        "ranked",
         "inference_rows",
         "inference_regions",
     },
@@ -65,7 +66,7 @@ LAYERS = (
         "staging",
         "cuts",
     },
-    {"stepped", "tracker", "inference", "maintenance", "manager", "due", "restoring"},
+    {"stepped", "tracker", "inference", "maintenance", "manager", "due", "restoring", "reader_state"},
     {"__init__", "cli"},
 )
 LAYER_OF = {unit: number for number, units in enumerate(LAYERS) for unit in units}

@@ -27,6 +27,7 @@ from .manager import CheckpointManager, Saved
 from .planner import CNRSavePlanner
 from .policies import Compacted, Consecutive, Full, Intermittent, OneShot, Policy
 from .reader import CNRStorageReader
+from .reader_state import ReaderState
 from .restoring import restore_newest
 from .schemes import (
     AdaptiveAsymmetric,
@@ -84,6 +85,7 @@ __all__ = [
     "PrunePlan",
     "PruneResult",
     "Quantization",
+    "ReaderState",
     "RowTracker",
     "SaveError",
     "Saved",

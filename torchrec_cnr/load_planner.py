@@ -36,6 +36,7 @@ from torchrec_cnr.handover import InferenceReadItem, LoadMetadata
 from torchrec_cnr.inference_tables import TargetTables
 from torchrec_cnr.lineage import Lineage
 from torchrec_cnr.load_report import LoadReport
+from torchrec_cnr.ranked import saved_by_others
 from torchrec_cnr.read_items import read_items, wanted_item
 from torchrec_cnr.shards import local_shards, memory_key
 from torchrec_cnr.tracked import TrackedRows, TrackedShard
@@ -50,11 +51,13 @@ class _Decision:
     Attributes:
         report: What is loaded.
         sources: By FQN, from where.
+        ranked: By FQN, the objects of all ranks that saved, where these were more or fewer.
         is_complete: Whether a job that loaded it stands on the checkpoint, so that its next save may be a delta.
     """
 
     report: LoadReport
     sources: Mapping[str, Source]
+    ranked: Mapping[str, tuple[str, ...]]
     is_complete: bool
 
 
@@ -93,6 +96,7 @@ class CNRLoadPlanner(DefaultLoadPlanner):
         self._inference = TargetTables(()) if inference is None else inference
         self._tracked: dict[ShardKey, TrackedShard] = {}
         self._restored: set[ShardKey] = set()
+        self._ranked: dict[str, Any] = {}
         self._report: LoadReport | None = None
 
     @property
@@ -130,11 +134,15 @@ class CNRLoadPlanner(DefaultLoadPlanner):
         """Decide for all ranks: a rank need not hold every tensor."""
         wanted = frozenset[Wanted]().union(*(plan.planner_data for plan in global_plan))
         newest = self._lineage.newest
+        ranked = {item.fqn: names for item in wanted if (names := saved_by_others(item.fqn, newest.manifest.objects))}
+        wanted = frozenset(item for item in wanted if item.fqn not in ranked).union(
+            Wanted(name, name) for names in ranked.values() for name in names
+        )
         found = fit(wanted, newest.manifest, newest.store.url, allow_partial=self.allow_partial_load)
         if found.report.missing or found.report.unexpected:
             text = str(found.report).replace("\n", "; ")
             logger.warning("not everything is loaded, and the planner's report names all of it: %s", text)
-        decision = _Decision(found.report, found.sources, _is_complete(found, self._lineage))
+        decision = _Decision(found.report, found.sources, ranked, _is_complete(found, self._lineage))
         return [replace(plan, planner_data=decision) for plan in global_plan]
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
@@ -151,12 +159,22 @@ class CNRLoadPlanner(DefaultLoadPlanner):
                 items.append(table.read_item(fqn, source.fqn))
             elif fqn in self.state_dict:
                 items += read_items(fqn, source, self.state_dict, self._opened, self._lineage.newest.manifest)
+        for fqn in decision.ranked.keys() & self.state_dict.keys():
+            for name in decision.ranked[fqn]:
+                items += read_items(fqn, Source(name), self.state_dict, self._opened, self._lineage.newest.manifest)
+        self._ranked = {}
         return replace(new_plan, items=items)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put an object in its place, unpickled without running code."""
-        fqn = read_item.dest_index.fqn
-        set_element(self.original_state_dict, self.mappings[fqn], torch.load(value, weights_only=True))
+        """Put an object in its place, unpickled without running code; of one that each rank saved, a list of all."""
+        fqn, found = read_item.dest_index.fqn, torch.load(value, weights_only=True)
+        names = self._decision.ranked.get(fqn, ()) if self._decision is not None else ()
+        if names:
+            self._ranked[read_item.storage_index.fqn] = found
+            if not all(name in self._ranked for name in names):
+                return
+            found = [self._ranked[name] for name in names]
+        set_element(self.original_state_dict, self.mappings[fqn], found)
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         """Where a read goes: for a quantized table its whole rows, of which the state dict may have a part."""
