@@ -22,7 +22,7 @@ from tests.hand_made import Content, Part, mask_of
 from torchrec_cnr import load_table, read_checkpoint, table_reader
 from torchrec_cnr.lineage import Checkpoint, read_lineage
 from torchrec_cnr.modified import RowMask
-from torchrec_cnr.packs import PackReader
+from torchrec_cnr.pack_reader import PackReader
 from torchrec_cnr.rows import Box
 from torchrec_cnr.schemes import Asymmetric, HalfPrecision, KMeans, NoQuantization, Scheme
 

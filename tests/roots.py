@@ -31,7 +31,8 @@ from torchrec_cnr.manifest import (
     TensorEntry,
     replacement_name,
 )
-from torchrec_cnr.packs import PackReader, PackWriter
+from torchrec_cnr.pack_reader import PackReader
+from torchrec_cnr.packs import PackWriter
 from torchrec_cnr.rows import Box
 from torchrec_cnr.schemes import NoQuantization
 from torchrec_cnr.stores import Store

@@ -39,7 +39,7 @@ from tests.lineages import (
     own_packs,
     remove_all_but,
 )
-from torchrec_cnr import latest, load_table, packs, read_checkpoint
+from torchrec_cnr import latest, load_table, pack_reader, packs, read_checkpoint
 from torchrec_cnr.errors import (
     DamagedError,
 )
@@ -50,7 +50,7 @@ from torchrec_cnr.maintenance.compaction import CompactionPlan, plan_compaction
 from torchrec_cnr.maintenance.liveness import pieces_of
 from torchrec_cnr.maintenance.rewriting import compact, execute
 from torchrec_cnr.manifest import Blob, RowBlock, RowSet
-from torchrec_cnr.packs import PackReader
+from torchrec_cnr.pack_reader import PackReader
 from torchrec_cnr.rows import Box
 from torchrec_cnr.schemes import Asymmetric, NoQuantization, Scheme
 
@@ -110,7 +110,7 @@ class Sizes:
         with ExitStack() as stack:
             for module, name, value in (
                 (packs, "BLOCK_BYTES", self.block_bytes),
-                (packs, "_SPAN_BYTES", self.span_bytes),
+                (pack_reader, "_SPAN_BYTES", self.span_bytes),
                 (liveness, "WINDOW_ROWS", self.window_rows),
                 (copying, "BlobCache", partial(moving.BlobCache, max_bytes=self.cache_bytes)),
                 (copying, "CACHE_BYTES", self.cache_bytes),

@@ -16,7 +16,7 @@ MAX_FUNCTION_LINES = 60
 
 # A unit is a module of the package, or a folder of modules.
 LAYERS = (
-    {"errors", "version", "quantities", "progress"},
+    {"errors", "version", "quantities", "progress", "phases"},
     {
         "kernels",
         "rows",
@@ -40,6 +40,7 @@ LAYERS = (
     {"shards", "modified", "tracked", "untracked", "policies"},
     {
         "packs",
+        "pack_reader",
         "stores",
         "streams",
         "leases",

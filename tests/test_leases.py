@@ -25,7 +25,7 @@ from torchrec_cnr.leases import LEASE_SECS, Lease, holds, in_force, is_lease, le
 from torchrec_cnr.maintenance.pruning import plan_prune
 from torchrec_cnr.maintenance.retention import Keep
 from torchrec_cnr.manifest import FILE_NAME
-from torchrec_cnr.packs import PackReader
+from torchrec_cnr.pack_reader import PackReader
 from torchrec_cnr.stores import Store
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")

@@ -76,7 +76,12 @@ def test_what_was_saved_is_told(tmp_path: Path) -> None:
         assert (saved.step, saved.path) == (number, str(tmp_path / f"step-{number}"))
         assert (saved.num_bytes, saved.num_rows) == (checkpoint.num_bytes, checkpoint.num_rows)
         phases = saved.phases
-        assert 0 < phases.plan_secs + phases.write_secs + phases.commit_secs <= saved.stall_secs == saved.secs
+        secs = (phases.plan_secs, phases.encode_secs, phases.wait_secs, phases.commit_secs)
+        assert all(secs)
+        assert sum(secs) <= saved.stall_secs == saved.secs
+        assert 0 < phases.upload_secs < saved.secs
+        assert 0 < phases.num_bytes < checkpoint.num_bytes
+        assert (phases.stage_secs, phases.staged_bytes) == (0, 0)
 
 
 def test_progress_is_told(tmp_path: Path) -> None:

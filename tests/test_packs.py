@@ -13,10 +13,11 @@ import torch
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from torchrec_cnr import packs
+from torchrec_cnr import pack_reader
 from torchrec_cnr.errors import DamagedError, StoreError
 from torchrec_cnr.manifest import DTYPES, Blob, Pack
-from torchrec_cnr.packs import PackReader, PackWriter, plan_spans, read_spans
+from torchrec_cnr.pack_reader import PackReader, plan_spans, read_spans
+from torchrec_cnr.packs import PackWriter
 from torchrec_cnr.stores import Bytes, Store
 
 places = st.floats(0, 1, exclude_max=True)
@@ -273,9 +274,11 @@ def test_no_more_packs_are_held_than_are_written_at_once(tmp_path: Path, monkeyp
 @st.composite
 def _wanted(draw: st.DrawFn) -> list[tuple[str, Blob]]:
     """Blobs of several packs, some far apart, in any order."""
-    limits = [packs._FREE_GAP_BYTES, packs._SPAN_GAP_BYTES]
+    limits = [pack_reader._FREE_GAP_BYTES, pack_reader._SPAN_GAP_BYTES]
     steps = st.sampled_from([0, 1, 1000, *limits, *(limit + 1 for limit in limits), 10**5, 10**9])
-    sizes = st.sampled_from([1, 50, 10**5, 10**6, packs._SPAN_BYTES - 1, packs._SPAN_BYTES, packs._SPAN_BYTES + 1])
+    sizes = st.sampled_from(
+        [1, 50, 10**5, 10**6, pack_reader._SPAN_BYTES - 1, pack_reader._SPAN_BYTES, pack_reader._SPAN_BYTES + 1]
+    )
     blobs = []
     for pack in range(draw(st.integers(0, 3))):
         end = 100
@@ -301,18 +304,18 @@ def test_spans_are_few_and_bounded(wanted: list[tuple[str, Blob]]) -> None:
     """A span is no longer than its limit unless one blob is, and no blob could be in the span before."""
     spans = plan_spans(wanted)
     for span in spans:
-        assert len(span.blobs) == 1 or span.stop - span.start <= packs._SPAN_BYTES
-        assert all(0 <= gap <= packs._SPAN_GAP_BYTES for gap in _gaps(span))
+        assert len(span.blobs) == 1 or span.stop - span.start <= pack_reader._SPAN_BYTES
+        assert all(0 <= gap <= pack_reader._SPAN_GAP_BYTES for gap in _gaps(span))
     for span, following in pairwise(spans):
         assert (span.pack, span.start) < (following.pack, following.start)
         if span.pack == following.pack:
             blob = following.blobs[0][1]
             gap = following.start - span.stop
             num_wanted = blob.num_bytes + sum(blob.num_bytes for _, blob in span.blobs)
-            is_far = gap > packs._SPAN_GAP_BYTES or (
-                gap > packs._FREE_GAP_BYTES and gap + sum(_gaps(span)) > num_wanted // packs._GAP_DIVISOR
+            is_far = gap > pack_reader._SPAN_GAP_BYTES or (
+                gap > pack_reader._FREE_GAP_BYTES and gap + sum(_gaps(span)) > num_wanted // pack_reader._GAP_DIVISOR
             )
-            assert is_far or blob.offset + blob.num_bytes - span.start > packs._SPAN_BYTES
+            assert is_far or blob.offset + blob.num_bytes - span.start > pack_reader._SPAN_BYTES
 
 
 @hypothesis.given(_wanted())
@@ -320,11 +323,11 @@ def test_what_is_read_in_vain_is_bounded(wanted: list[tuple[str, Blob]]) -> None
     """Gaps add an eighth of the bytes wanted at most, but for those that are next to nothing."""
     for span in plan_spans(wanted):
         num_wanted = sum(blob.num_bytes for _, blob in span.blobs)
-        num_free = sum(gap for gap in _gaps(span) if gap <= packs._FREE_GAP_BYTES)
+        num_free = sum(gap for gap in _gaps(span) if gap <= pack_reader._FREE_GAP_BYTES)
         assert span.stop - span.start <= num_wanted + num_wanted // 8 + num_free
 
 
-def _gaps(span: packs.Span) -> list[int]:
+def _gaps(span: pack_reader.Span) -> list[int]:
     return [b.offset - a.offset - a.num_bytes for (_, a), (_, b) in pairwise(span.blobs)]
 
 

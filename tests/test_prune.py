@@ -32,7 +32,7 @@ from torchrec_cnr.maintenance.prune_execution import PruneResult, execute
 from torchrec_cnr.maintenance.pruning import plan_prune
 from torchrec_cnr.maintenance.retention import Best, Keep
 from torchrec_cnr.manifest import FILE_NAME
-from torchrec_cnr.packs import PackReader
+from torchrec_cnr.pack_reader import PackReader
 from torchrec_cnr.stores import Store
 
 numbers = count()

@@ -42,23 +42,27 @@ def padded_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 class Arena:
-    """Hands out tensors in one piece of host memory."""
+    """Hands out tensors in one piece of host memory.
+
+    Attributes:
+        taken_bytes: What was handed out.
+    """
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._taken_bytes = 0
+        self.taken_bytes = 0
 
     def clear(self, num_bytes: int, is_pinned: bool) -> None:
         """Take back all that was handed out, and have room for so much; pinned, so that devices copy to it at once."""
-        self._taken_bytes = 0
+        self.taken_bytes = 0
         if len(self._memory) < num_bytes:
             self.free()
             self._memory = torch.empty(round(_SLACK * num_bytes), dtype=torch.uint8, pin_memory=is_pinned)
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> ArenaTensor:
         """A tensor that nobody else has."""
-        taken = ArenaTensor(self._memory, self._taken_bytes, shape, dtype)
-        self._taken_bytes += padded_bytes(shape, dtype)
+        taken = ArenaTensor(self._memory, self.taken_bytes, shape, dtype)
+        self.taken_bytes += padded_bytes(shape, dtype)
         return taken
 
     def free(self) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from torchrec_cnr.errors import SaveError
 from torchrec_cnr.manifest import Blob, Pack, Place, Shard, TensorEntry
+from torchrec_cnr.phases import SavePhases
 from torchrec_cnr.renumbering import Renumbering
 from torchrec_cnr.rows import Box
 
@@ -21,9 +22,10 @@ RANK_RECORD = ""  # the fqn under which each rank reports its packs; DCP has no 
 
 @dataclass(frozen=True)
 class RankRecord:
-    """The files of one rank."""
+    """The files of one rank, and what they took."""
 
     packs: tuple[Pack, ...]
+    phases: SavePhases
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,10 @@ class ObjectRecord:
 
 @dataclass(frozen=True)
 class Assembled:
-    """The parts of a manifest that the ranks' records give."""
+    """The parts of a manifest that the ranks' records give; and what each rank took."""
 
     packs: tuple[Pack, ...]
+    phases: tuple[SavePhases, ...]
     tensors: Mapping[str, TensorEntry]
     objects: Mapping[str, Blob]
 
@@ -72,6 +75,7 @@ def assemble(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> As
         SaveError: Something planned was not written, something else was, or ranks disagree about a tensor.
     """
     packs: list[Pack] = []
+    phases: list[SavePhases] = []
     shards: dict[str, list[ShardRecord]] = {}
     objects: dict[str, Blob] = {}
     for rank, rank_results in enumerate(results):
@@ -81,6 +85,7 @@ def assemble(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> As
             raise SaveError(f"rank {rank} reported its packs {len(files)} times, expected once; save again")
         renumbered = Renumbering(partial(_behind, len(packs)))
         packs += files[0].packs
+        phases.append(files[0].phases)
         for fqn, record in records:
             if isinstance(record, ShardRecord):
                 shards.setdefault(fqn, []).append(replace(record, parts=tuple(map(renumbered.shard, record.parts))))
@@ -88,7 +93,7 @@ def assemble(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> As
                 objects[fqn] = renumbered.blob(record.blob)
     tensors = {fqn: _tensor_entry(fqn, records) for fqn, records in shards.items()}
     _check_against_plan(metadata, tensors, objects)
-    return Assembled(tuple(packs), dict(sorted(tensors.items())), dict(sorted(objects.items())))
+    return Assembled(tuple(packs), tuple(phases), dict(sorted(tensors.items())), dict(sorted(objects.items())))
 
 
 def _behind(num_packs: int, blob: Blob) -> Blob:

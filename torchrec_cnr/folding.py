@@ -20,7 +20,7 @@ from torchrec_cnr.coverage import Coverage
 from torchrec_cnr.errors import DamagedError
 from torchrec_cnr.lineage import Checkpoint, Lineage
 from torchrec_cnr.manifest import DTYPES, Blob, Manifest, RowBlock, Shard, TensorEntry, name_of
-from torchrec_cnr.packs import PackReader
+from torchrec_cnr.pack_reader import PackReader
 from torchrec_cnr.progress import Count, Progress
 from torchrec_cnr.regions import Block, Region
 from torchrec_cnr.rows import Box, CodedRows, Rows, decode_rows

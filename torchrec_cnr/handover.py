@@ -17,6 +17,7 @@ from torchrec_cnr.decisions import Decision
 from torchrec_cnr.inference_rows import InferenceRow
 from torchrec_cnr.lineage import Lineage
 from torchrec_cnr.modified import RowList, Rows
+from torchrec_cnr.phases import SavePhases
 from torchrec_cnr.rows import Box
 from torchrec_cnr.stores import Store
 
@@ -30,9 +31,13 @@ class CNRStorageMeta(StorageMeta):
 
 @dataclass
 class SaveMetadata(Metadata):
-    """The planner's metadata, with its decision for ``StorageWriter.finish``."""
+    """The planner's metadata, with its decision for ``StorageWriter.finish``.
+
+    All ranks get it from ``dcp.save``, and from the future of ``dcp.async_save``, with what the save took on each rank.
+    """
 
     decision: Decision | None = None
+    phases: tuple[SavePhases, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

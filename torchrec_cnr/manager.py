@@ -21,17 +21,19 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from torchrec_cnr.due import Due
 from torchrec_cnr.errors import ConfigurationError, StoreError
+from torchrec_cnr.handover import SaveMetadata
 from torchrec_cnr.lineage import read_checkpoint
 from torchrec_cnr.load_report import LoadReport
 from torchrec_cnr.maintenance.retention import Keep
 from torchrec_cnr.maintenance.upkeep import Upkeep
+from torchrec_cnr.phases import SavePhases
 from torchrec_cnr.planner import CNRSavePlanner
 from torchrec_cnr.policies import Compacted, Policy
 from torchrec_cnr.restoring import restore_newest, shared
 from torchrec_cnr.schemes import Quantization
 from torchrec_cnr.stores import Store
 from torchrec_cnr.tracked import TrackedRows
-from torchrec_cnr.writer import CNRStorageWriter, SavePhases
+from torchrec_cnr.writer import CNRStorageWriter
 
 logger = logging.getLogger(__name__)
 
@@ -118,8 +120,8 @@ class CheckpointManager:
         self._on_saved = on_saved
         self._in_flight: tuple[int, float, float, Future[Any]] | None = None
         does_compact = isinstance(policy, Compacted) if compacts is None else compacts
-        is_coordinator = self._group is None or dist.get_rank(self._group) == 0
-        self._upkeep = Upkeep(self._root, keep, does_compact, progress=on_progress) if is_coordinator else None
+        self._rank = 0 if self._group is None else dist.get_rank(self._group)
+        self._upkeep = Upkeep(self._root, keep, does_compact, progress=on_progress) if self._rank == 0 else None
         self.report: LoadReport | None = None
 
     def save(self, step: int, state: State, *, force: bool = False) -> Saved | None:
@@ -140,7 +142,7 @@ class CheckpointManager:
         while True:
             started = time.monotonic()
             try:
-                self._save(save, step, state)
+                metadata = self._save(save, step, state)
             except CheckpointException as error:
                 if num_retries == self._num_retries or not _may_be_tried_again(error):
                     raise
@@ -148,7 +150,7 @@ class CheckpointManager:
                 logger.warning("step %d: the save failed and is tried again: %s", step, error)
             else:
                 secs = time.monotonic() - started
-                return self._finish(step, secs, secs, num_retries)
+                return self._finish(step, metadata, secs, secs, num_retries)
 
     def async_save(self, step: int, state: State, *, force: bool = False) -> Future[Any] | None:
         """Copy the state if a checkpoint is due, and save the copy in the background; the save before is waited for.
@@ -179,10 +181,10 @@ class CheckpointManager:
             return None
         step, started, stall_secs, future = self._in_flight
         self._in_flight = None
-        future.result()
-        return self._finish(step, stall_secs, time.monotonic() - started, 0)
+        metadata = future.result()
+        return self._finish(step, metadata, stall_secs, time.monotonic() - started, 0)
 
-    def _finish(self, step: int, stall_secs: float, secs: float, num_retries: int) -> Saved:
+    def _finish(self, step: int, metadata: SaveMetadata, stall_secs: float, secs: float, num_retries: int) -> Saved:
         self._due.saved(step)
         self._planner.settle()
         checkpoint = read_checkpoint(self._writer.checkpoint_id)
@@ -194,7 +196,7 @@ class CheckpointManager:
             num_rows=checkpoint.num_rows,
             stall_secs=stall_secs,
             secs=secs,
-            phases=self._writer.phases,
+            phases=metadata.phases[self._rank],
             num_retries=num_retries,
         )
         if self._upkeep is not None:

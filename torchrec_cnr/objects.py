@@ -8,7 +8,7 @@ import torch
 
 from torchrec_cnr.errors import DamagedError
 from torchrec_cnr.lineage import Checkpoint
-from torchrec_cnr.packs import PackReader
+from torchrec_cnr.pack_reader import PackReader
 
 
 def read_objects(checkpoint: Checkpoint, fqns: Collection[str], thread_count: int) -> Iterator[tuple[str, Any]]:

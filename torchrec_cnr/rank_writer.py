@@ -3,6 +3,7 @@
 import io
 import logging
 import pickle
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -21,6 +22,7 @@ from torchrec_cnr.handover import ShardData
 from torchrec_cnr.manifest import DTYPES, Place, RowSet, Shard
 from torchrec_cnr.modified import RowMask, Rows
 from torchrec_cnr.packs import PackWriter
+from torchrec_cnr.phases import SavePhases
 from torchrec_cnr.progress import Count
 from torchrec_cnr.rows import Box
 from torchrec_cnr.schemes import NoQuantization, Scheme, SchemeRules, exact_row_bytes
@@ -71,6 +73,7 @@ class RankWriter:
         self, packs: PackWriter, planner: SavePlanner, rules: SchemeRules, warned: set[str], count: Count
     ) -> None:
         self._count = count
+        self._began = time.monotonic()
         self._warned = warned
         self._packs = packs
         self._planner = planner
@@ -155,11 +158,18 @@ class RankWriter:
         data = np.frombuffer(content, dtype=np.uint8)
         return self._packs.add(item.index.fqn, "uint8", data.shape, data)
 
-    def finish(self) -> list[WriteResult]:
-        """Returns once everything is in the store."""
+    def finish(self, phases: SavePhases) -> list[WriteResult]:
+        """Returns once everything is in the store; adds what that took to what the save took before."""
         packs, blobs = self._packs.finish()
+        phases = replace(
+            phases,
+            encode_secs=time.monotonic() - self._began - self._packs.wait_secs,
+            wait_secs=self._packs.wait_secs,
+            upload_secs=self._packs.upload_secs,
+            num_bytes=sum(pack.num_bytes for pack in packs),
+        )
         located: dict[int, RowSet] = {}
-        results = [WriteResult(MetadataIndex(RANK_RECORD), 0, RankRecord(packs))]
+        results = [WriteResult(MetadataIndex(RANK_RECORD), 0, RankRecord(packs, phases))]
         for item, number in self._objects:
             results.append(WriteResult(item.index, blobs[number].num_bytes, ObjectRecord(blobs[number])))
         for written in self._shards:

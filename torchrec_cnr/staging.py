@@ -11,6 +11,7 @@ training waits for that (in ``synchronize_staging``) rather than for memory.
 
 import copy
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,6 +31,7 @@ from torchrec_cnr.handover import StagedTensor
 from torchrec_cnr.manifest import DTYPES
 from torchrec_cnr.modified import ModifiedRows, RowList, RowMask, Since
 from torchrec_cnr.packs import BLOCK_BYTES
+from torchrec_cnr.phases import SavePhases
 from torchrec_cnr.shards import copied, dtype_name, is_replicated, local_shards, memory_key
 from torchrec_cnr.tracked import all_tracked, tracking
 
@@ -75,8 +77,9 @@ class Staging:
         timeout_secs: How long to wait for the save before.
     """
 
-    def __init__(self, staging_bytes: int, timeout_secs: float) -> None:
+    def __init__(self, staging_bytes: int, timeout_secs: float, phases: SavePhases | None = None) -> None:
         self.live: frozenset[ShardKey] = frozenset()
+        self._phases = SavePhases() if phases is None else phases
         self._staging_bytes = staging_bytes
         self._timeout_secs = timeout_secs
         self._arena = Arena()
@@ -95,7 +98,7 @@ class Staging:
         return dict(unflatten_state_dict(staged, paths))
 
     def _stage(self, live: Mapping[str, Any], cuts: Cuts) -> dict[str, Any]:
-        cut = cuts.cut(live)
+        cut, began = cuts.cut(live), time.monotonic()
         since = cuts.next_since()
         cut = replace(cut, staged=since, flight=cuts.flight)
         copies = _copies(live, cut, since)
@@ -110,6 +113,7 @@ class Staging:
         self._released.clear()
         cuts.staged = replace(cut, items=items, is_complete=not self.live)
         cuts.flight.is_staged()
+        self._phases = SavePhases(time.monotonic() - began, self._arena.taken_bytes)
         return _stand_ins(live, values, cuts.staged)
 
     def _copied(self, copies: Sequence[_Copy]) -> dict[ShardKey, Tensor | ArenaTensor]:
@@ -142,6 +146,11 @@ class Staging:
                 place.copy_(source.index_select(0, rows), non_blocking=True)
         return taken
 
+    def take_phases(self) -> SavePhases:
+        """What the copy took, told once: to the save that it was made for."""
+        phases, self._phases = self._phases, SavePhases()
+        return phases
+
     def release(self) -> None:
         """All that was not copied is written: training may go on."""
         self.live = frozenset()
@@ -159,7 +168,7 @@ class Staging:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """In another process nothing is staged."""
-        return Staging, (self._staging_bytes, self._timeout_secs)
+        return Staging, (self._staging_bytes, self._timeout_secs, self.take_phases())
 
 
 def _cuts_of(live: Mapping[str, Any]) -> Cuts | None:

@@ -18,7 +18,7 @@ import posixpath
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -47,21 +47,6 @@ from torchrec_cnr.stores import Store
 from torchrec_cnr.version import __version__
 
 
-@dataclass(frozen=True)
-class SavePhases:
-    """What a save took on this rank.
-
-    Attributes:
-        plan_secs: From its beginning until rows were read: planning, with all ranks.
-        write_secs: To encode and write.
-        commit_secs: To check all results and write the manifest; 0 but on the coordinator.
-    """
-
-    plan_secs: float = 0.0
-    write_secs: float = 0.0
-    commit_secs: float = 0.0
-
-
 class CNRStorageWriter(StorageWriter, AsyncStager):
     """Writes checkpoints of quantized rows to any fsspec file system.
 
@@ -80,9 +65,6 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         timeout_secs: How long an asynchronous save waits for the one before, if that is still under way.
         overwrite: Only False: a checkpoint that is there is never overwritten.
         progress: Told how many of how many shards and objects this rank has written.
-
-    Attributes:
-        phases: What the last save took.
 
     Raises:
         ConfigurationError: An argument cannot work.
@@ -118,7 +100,6 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         self._save_id = ""
         self._rank = 0
         self._started = time.monotonic()
-        self.phases = SavePhases()
         self._is_coordinator = False
         self._lease: Lease | None = None
         self._warned: set[str] = set()  # FQNs of which it was said that rows are stored exactly
@@ -188,10 +169,9 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
                 packs.flush()
                 self._staging.release()
             writer.write([item for item in plan.items if shard_key(item) not in live])
-            results = writer.finish()
+            results = writer.finish(replace(self._staging.take_phases(), plan_secs=began - self._started))
         finally:
             packs.close()
-        self.phases = SavePhases(began - self._started, time.monotonic() - began)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -225,7 +205,9 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
             raise SaveError(f"nothing was committed, because it could not be loaded again: {error}") from error
         self._check_still_there(manifest)
         self._store.put_new(FILE_NAME, data, self._save_id)
-        self.phases = replace(self.phases, commit_secs=time.monotonic() - began)
+        if isinstance(metadata, SaveMetadata):
+            commit_secs = time.monotonic() - began
+            metadata.phases = tuple(replace(phases, commit_secs=commit_secs) for phases in parts.phases)
         if self._lease is not None:
             self._lease.release()
             self._lease = None

@@ -19,7 +19,8 @@ from torchrec_cnr.errors import CheckpointNotFoundError, ConfigurationError
 from torchrec_cnr.lineage import Checkpoint, read_lineage
 from torchrec_cnr.maintenance.flattening import Flat, flatten
 from torchrec_cnr.maintenance.survey import PackUse, PieceKey, survey, uses_of
-from torchrec_cnr.packs import PackReader, check_thread_count
+from torchrec_cnr.pack_reader import PackReader
+from torchrec_cnr.packs import check_thread_count
 from torchrec_cnr.stores import Store
 
 MAX_RATIO = 1.16  # with row numbers, which deltas need and a full checkpoint does not, a restore reads 1.2 models

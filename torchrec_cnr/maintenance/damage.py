@@ -13,7 +13,7 @@ from torchrec_cnr.errors import DamagedError, StoreError
 from torchrec_cnr.folding import fold, plan_fold
 from torchrec_cnr.lineage import Checkpoint, Lineage
 from torchrec_cnr.manifest import Blob, Manifest
-from torchrec_cnr.packs import Span, plan_spans, read_spans
+from torchrec_cnr.pack_reader import Span, plan_spans, read_spans
 from torchrec_cnr.regions import Block
 from torchrec_cnr.rows import Box
 

@@ -14,7 +14,7 @@ from torchrec_cnr.coverage import Coverage
 from torchrec_cnr.errors import DamagedError
 from torchrec_cnr.folding import RowNumbers
 from torchrec_cnr.manifest import Blob, RowBlock, TensorEntry, name_of
-from torchrec_cnr.packs import PackReader
+from torchrec_cnr.pack_reader import PackReader
 from torchrec_cnr.rows import Box, Rows
 
 WINDOW_ROWS = 1 << 21  # looked at at once: a byte for each range of columns

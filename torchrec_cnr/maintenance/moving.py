@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from torchrec_cnr.maintenance.liveness import LiveRows, Piece
 from torchrec_cnr.manifest import DTYPES, Shard
-from torchrec_cnr.packs import PackReader
+from torchrec_cnr.pack_reader import PackReader
 from torchrec_cnr.rows import Rows
 from torchrec_cnr.schemes import exact_row_bytes
 from torchrec_cnr.stores import Bytes

@@ -9,7 +9,8 @@ from torchrec_cnr.maintenance.compaction import MAX_RATIO, CompactionPlan, plan_
 from torchrec_cnr.maintenance.copying import Copying
 from torchrec_cnr.maintenance.new_packs import NewPacks
 from torchrec_cnr.maintenance.replacing import commit, may_have_committed, replacement_of
-from torchrec_cnr.packs import PACK_BYTES, PackReader, check_pack_bytes, check_thread_count
+from torchrec_cnr.pack_reader import PackReader
+from torchrec_cnr.packs import PACK_BYTES, check_pack_bytes, check_thread_count
 from torchrec_cnr.progress import Progress
 
 

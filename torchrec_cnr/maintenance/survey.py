@@ -7,7 +7,7 @@ from torchrec_cnr.lineage import Checkpoint
 from torchrec_cnr.maintenance.flattening import Flat
 from torchrec_cnr.maintenance.liveness import live_rows, pieces_of, windows
 from torchrec_cnr.manifest import Pack, RowBlock
-from torchrec_cnr.packs import PackReader
+from torchrec_cnr.pack_reader import PackReader
 
 PieceKey = tuple[str, int, int]  # FQN, index of the shard, number of the blob
 

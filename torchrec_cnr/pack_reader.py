@@ -1,0 +1,148 @@
+"""Reading packs: the blobs wanted of one are joined into spans, and a span is one request.
+
+No byte is handed on before its blob's digest was checked.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from torchrec_cnr.errors import DamagedError, StoreError
+from torchrec_cnr.manifest import Blob, Pack
+from torchrec_cnr.packs import crc32c
+from torchrec_cnr.stores import Bytes, Store
+
+_SPAN_BYTES = 16 << 20
+_SPAN_GAP_BYTES = 256 << 10
+_GAP_DIVISOR = 8  # of the bytes wanted in a span, its gaps may add this part
+_FREE_GAP_BYTES = 4 << 10
+
+
+@dataclass(frozen=True)
+class Span:
+    """A range of one pack that is read with one request.
+
+    Attributes:
+        pack: Index into the manifest's packs.
+        start: First byte.
+        stop: Byte behind the last.
+        blobs: The wanted blobs in it, each with its key, by offset.
+    """
+
+    pack: int
+    start: int
+    stop: int
+    blobs: tuple[tuple[str, Blob], ...]
+
+
+def plan_spans(wanted: Sequence[tuple[str, Blob]]) -> list[Span]:
+    """Join blobs that lie close together; every blob is in exactly one span. Keys name the blobs in errors.
+
+    A gap between two blobs is read too, to save a request: if it is a small part of what is wanted around it, so that
+    gaps never make a load much longer, or if it is so short that it costs nothing.
+    """
+    spans: list[Span] = []
+    wanted_bytes = gap_bytes = 0  # of the last span
+    for key, blob in sorted(wanted, key=lambda item: (item[1].pack, item[1].offset, item[1].num_bytes)):
+        stop = blob.offset + blob.num_bytes
+        last = spans[-1] if spans else None
+        if last is not None and last.pack == blob.pack and stop - last.start <= _SPAN_BYTES:
+            gap = max(0, blob.offset - last.stop)
+            allowed = min(_SPAN_GAP_BYTES, (wanted_bytes + blob.num_bytes) // _GAP_DIVISOR - gap_bytes)
+            if gap <= max(allowed, _FREE_GAP_BYTES):
+                spans[-1] = Span(last.pack, last.start, max(stop, last.stop), (*last.blobs, (key, blob)))
+                wanted_bytes, gap_bytes = wanted_bytes + blob.num_bytes, gap_bytes + gap
+                continue
+        spans.append(Span(blob.pack, blob.offset, stop, ((key, blob),)))
+        wanted_bytes, gap_bytes = blob.num_bytes, 0
+    return spans
+
+
+def read_spans(
+    store: Store, packs: Sequence[Pack], spans: Sequence[Span], thread_count: int
+) -> Iterator[tuple[str, Bytes]]:
+    """Read spans, a few ahead of the caller, and yield each blob's key and verified bytes.
+
+    Raises:
+        DamagedError: A pack is missing, truncated or altered.
+        StoreError: A pack cannot be read for another reason.
+    """
+    with ThreadPoolExecutor(thread_count, thread_name_prefix="cnr-read") as threads:
+        waiting = deque(spans)
+        reads: deque[Future[list[tuple[str, Bytes]]]] = deque()
+        try:
+            while waiting or reads:
+                while waiting and len(reads) <= thread_count:
+                    span = waiting.popleft()
+                    reads.append(threads.submit(_read_span, store, packs[span.pack], span))
+                yield from reads.popleft().result()
+        finally:
+            for read in reads:
+                read.cancel()
+
+
+def _read_span(store: Store, pack: Pack, span: Span) -> list[tuple[str, Bytes]]:
+    store = store if pack.directory is None else store.at(pack.directory)
+    where = f"{store.url}/{pack.name}"
+    try:
+        buffer = store.read_array(pack.name, span.start, span.stop)
+    except StoreError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            raise DamagedError(f"{where}: the pack is missing; use another checkpoint") from error
+        raise
+    if len(buffer) != span.stop - span.start:
+        raise DamagedError(
+            f"{where}: truncated: bytes {span.start} to {span.stop} wanted, {len(buffer)} of them there; "
+            "use another checkpoint"
+        )
+    found = []
+    for key, blob in span.blobs:
+        content = buffer[blob.offset - span.start : blob.offset - span.start + blob.num_bytes]
+        actual = crc32c(content)
+        if actual != blob.crc32c:
+            raise DamagedError(
+                f"{where}: {key}: crc32c is {actual:#010x}, the manifest says {blob.crc32c:#010x}; "
+                "use another checkpoint"
+            )
+        found.append((key, content))
+    return found
+
+
+class PackReader:
+    """Reads blobs of one checkpoint. Of every pack that it reads from, it checks the header too, once.
+
+    A load does not need the safetensors headers, but other readers of packs do.
+    """
+
+    def __init__(self, store: Store, packs: Sequence[Pack], thread_count: int) -> None:
+        self._store = store
+        self._packs = packs
+        self._thread_count = thread_count
+        self._checked: set[int] = set()
+
+    def read(self, *turns: Iterable[tuple[str, Blob]]) -> Iterator[tuple[str, Bytes]]:
+        """Yield each blob's key and verified bytes: turn by turn, those of one in their order in the packs.
+
+        Raises:
+            DamagedError: A pack is missing, truncated or altered.
+            StoreError: A pack cannot be read for another reason.
+        """
+        wanted = [list(turn) for turn in turns]
+        touched = {blob.pack for turn in wanted for _, blob in turn} - self._checked
+        headers = {f"header of {_path(self._packs[index])}": self._header(index) for index in touched}
+        wanted[:1] = [[*headers.items(), *wanted[0]]] if wanted else []
+        spans = [span for turn in wanted for span in plan_spans(turn)]
+        for key, data in read_spans(self._store, self._packs, spans, self._thread_count):
+            if key not in headers:
+                yield key, data
+        self._checked |= touched
+
+    def _header(self, index: int) -> Blob:
+        pack = self._packs[index]
+        return Blob(index, 0, pack.header_bytes, pack.header_crc32c)
+
+
+def _path(pack: Pack) -> str:
+    """Packs of several directories may have one name."""
+    return pack.name if pack.directory is None else f"{pack.directory}/{pack.name}"

@@ -1,0 +1,28 @@
+"""Phases: what a save took, by what it was spent on."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SavePhases:
+    """What a save took on one rank.
+
+    Attributes:
+        stage_secs: To copy rows, of an asynchronous save: training stood still for it.
+        staged_bytes: What was copied.
+        plan_secs: From the beginning of ``dcp.save`` until rows were read: planning, with all ranks.
+        encode_secs: To gather rows and encode them.
+        wait_secs: For uploads, when so many were under way that encoding had to wait, or all was encoded.
+        upload_secs: To write packs to the store, of all threads together, mostly while others encode.
+        commit_secs: To check all results and write the manifest, on the coordinator.
+        num_bytes: Of this rank's packs.
+    """
+
+    stage_secs: float = 0.0
+    staged_bytes: int = 0
+    plan_secs: float = 0.0
+    encode_secs: float = 0.0
+    wait_secs: float = 0.0
+    upload_secs: float = 0.0
+    commit_secs: float = 0.0
+    num_bytes: int = 0
