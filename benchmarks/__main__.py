@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks import (
+    behind_training,
     coding,
     compacting,
     delta_cost,
@@ -32,6 +33,7 @@ BENCHMARKS: Mapping[str, Callable[[Setup], Report]] = {
     "cost": delta_cost.run,
     "reading": reading.run,
     "memory": peak_memory.run,
+    "async": behind_training.run,
     "compaction": compacting.run,
     "policies": long_run.run,
     "tracker": tracking.run,
@@ -46,6 +48,7 @@ benchmarks:
   cost     time and bytes of a delta by the share of rows modified
   reading  bytes read for one table of many, or a range of its rows, of the bytes that hold it
   memory   what a save takes beyond the state that it saves
+  async    stalls, rate and memory of asynchronous saves, against DCP's own writer and stager
   compaction
            speed of folding gigabytes of deltas, against a copy of the files, and its memory
   policies bytes written, kept and restored over 2,000 checkpoints, by policy (the longest: half an hour)

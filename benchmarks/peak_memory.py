@@ -115,13 +115,14 @@ def peak_mib(act: Callable[[], object]) -> float:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts anew, from now
-    before_kib = _status_kib("VmRSS")
+    before_mib = resident_mib()
     act()
-    return max(0, _status_kib("VmHWM") - before_kib) / 1024
+    return max(0.0, resident_mib("VmHWM") - before_mib)
 
 
-def _status_kib(field: str) -> int:
+def resident_mib(field: str = "VmRSS") -> float:
+    """This process's resident memory now, or at its highest since the last peak was asked for (``VmHWM``)."""
     found = re.search(rf"^{field}:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     if found is None:
         raise OSError(f"/proc/self/status has no {field}; this benchmark needs Linux")
-    return int(found[1])
+    return int(found[1]) / 1024

@@ -16,7 +16,7 @@ MAX_FUNCTION_LINES = 60
 
 # A unit is a module of the package, or a folder of modules.
 LAYERS = (
-    {"errors", "version", "quantities", "progress", "phases"},
+    {"errors", "version", "quantities", "progress", "phases", "pace"},
     {
         "kernels",
         "rows",
@@ -67,7 +67,18 @@ LAYERS = (
         "staging",
         "cuts",
     },
-    {"stepped", "tracker", "inference", "maintenance", "manager", "due", "restoring", "reader_state"},
+    {
+        "stepped",
+        "tracker",
+        "inference",
+        "maintenance",
+        "manager",
+        "due",
+        "restoring",
+        "reader_state",
+        "pulse",
+        "run_ranks",
+    },
     {"__init__", "cli"},
 )
 LAYER_OF = {unit: number for number, units in enumerate(LAYERS) for unit in units}

@@ -174,9 +174,17 @@ class Cuts:
         head = self.tracker.head
         return Since.EVER if head is None or self._is_baseline_due else self.policy.decide(head.history)
 
+    def wait(self) -> None:
+        """Wait for a save in the background.
+
+        Raises:
+            SaveError: It does not end in time.
+        """
+        self.flight.wait(lambda: self._landed() is not None)
+
     def settle(self) -> None:
         """Wait for a save in the background, then commit its rows, or mark them again."""
-        self.flight.wait(lambda: self._landed() is not None)
+        self.wait()
         checkpoint, pending = self._landed(), self.tracker.pending
         if checkpoint is not None:
             self.tracker.commit(self._head_of(checkpoint))

@@ -13,14 +13,13 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
-import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from torchrec_cnr.due import Due
-from torchrec_cnr.errors import ConfigurationError, StoreError
+from torchrec_cnr.errors import ConfigurationError, SaveError, StoreError
 from torchrec_cnr.handover import SaveMetadata
 from torchrec_cnr.lineage import read_checkpoint
 from torchrec_cnr.load_report import LoadReport
@@ -29,8 +28,10 @@ from torchrec_cnr.maintenance.upkeep import Upkeep
 from torchrec_cnr.phases import SavePhases
 from torchrec_cnr.planner import CNRSavePlanner
 from torchrec_cnr.policies import Compacted, Policy
-from torchrec_cnr.restoring import restore_newest, shared
+from torchrec_cnr.restoring import restore_newest
+from torchrec_cnr.run_ranks import RunRanks
 from torchrec_cnr.schemes import Quantization
+from torchrec_cnr.staging import STAGING_BYTES
 from torchrec_cnr.stores import Store
 from torchrec_cnr.tracked import TrackedRows
 from torchrec_cnr.writer import CNRStorageWriter
@@ -83,6 +84,10 @@ class CheckpointManager:
             expects it; pass False where ``cnr compact`` does it elsewhere.
         num_retries: How often a save that the file system refused is tried again.
         thread_count: Packs read and written at once.
+        when_busy: What ``async_save`` does while the save before is under way on any rank: "wait" for it, "skip" this
+            one, whose rows the next one takes, or "fail" with a ``SaveError``.
+        cpu_share, staging_bytes: Of saves in the background; see ``CNRStorageWriter``.
+        timeout_secs: How long a rank waits for the others in a save; one that is missing is named then.
         on_saved: Called on every rank with each checkpoint that was committed.
         on_progress: Called from any thread with what is being done ("save", "restore", "compact" or "prune") and how
             much is done of how much: shards of a save, files of a prune, bytes of others.
@@ -101,27 +106,37 @@ class CheckpointManager:
         compacts: bool | None = None,
         num_retries: int = 2,
         thread_count: int = 2,
+        when_busy: Literal["wait", "skip", "fail"] = "wait",
+        cpu_share: float = 1.0,
+        staging_bytes: int = STAGING_BYTES,
+        timeout_secs: float = 1800.0,
         on_saved: Callable[[Saved], None] | None = None,
         on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
     ) -> None:
         policy = Compacted() if policy is None else policy
         self._root = Store.open(root).url
-        # A group of its own: a save in the background must not meet collectives of training.
-        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._ranks = RunRanks(timeout_secs)
         self._tracker = tracker
         self._planner = CNRSavePlanner(tracker, policy=policy)
         self._progress = on_progress
         self._writer = CNRStorageWriter(
-            self._root, quantization=quantization, thread_count=thread_count, progress=partial(on_progress, "save")
+            self._root,
+            quantization=quantization,
+            thread_count=thread_count,
+            staging_bytes=staging_bytes,
+            cpu_share=cpu_share,
+            timeout_secs=timeout_secs,
+            progress=partial(on_progress, "save"),
         )
+        self._when_busy = when_busy
         self._thread_count = thread_count
-        self._due = Due(every_steps, every_secs, partial(shared, group=self._group))
+        self._due = Due(every_steps, every_secs, self._ranks.decide)
         self._num_retries = num_retries
         self._on_saved = on_saved
         self._in_flight: tuple[int, float, float, Future[Any]] | None = None
         does_compact = isinstance(policy, Compacted) if compacts is None else compacts
-        self._rank = 0 if self._group is None else dist.get_rank(self._group)
-        self._upkeep = Upkeep(self._root, keep, does_compact, progress=on_progress) if self._rank == 0 else None
+        is_coordinator = self._ranks.rank == 0
+        self._upkeep = Upkeep(self._root, keep, does_compact, progress=on_progress) if is_coordinator else None
         self.report: LoadReport | None = None
 
     def save(self, step: int, state: State, *, force: bool = False) -> Saved | None:
@@ -148,17 +163,27 @@ class CheckpointManager:
                     raise
                 num_retries += 1
                 logger.warning("step %d: the save failed and is tried again: %s", step, error)
+            except RuntimeError as error:
+                raise self._ranks.explained(error) from error
             else:
                 secs = time.monotonic() - started
                 return self._finish(step, metadata, secs, secs, num_retries)
 
     def async_save(self, step: int, state: State, *, force: bool = False) -> Future[Any] | None:
-        """Copy the state if a checkpoint is due, and save the copy in the background; the save before is waited for.
+        """Copy what a checkpoint needs if it is due, and save that in the background.
 
         How it ended shows at the next call of anything here, :meth:`wait` at the latest.
+
+        Raises:
+            SaveError: The save before is under way, and ``when_busy`` is "fail".
+            CheckpointException, SaveError: The save before failed.
         """
         if not (force or self._due(step)):
             return None
+        if self._when_busy != "wait" and self._ranks.any(self._is_busy):
+            if self._when_busy == "skip":
+                return None
+            raise SaveError(f"step {step}: the save before is still under way; its rows are in it, others in the next")
         self.wait()
         started = time.monotonic()
         future: Future[Any] = self._save(async_save, step, state)
@@ -166,13 +191,17 @@ class CheckpointManager:
         self._due.saved(step)
         return future
 
+    @property
+    def _is_busy(self) -> bool:
+        return self._in_flight is not None and not self._in_flight[-1].done()
+
     def _save(self, how: Callable[..., Any], step: int, state: State) -> Any:
         return how(
             dict(state() if callable(state) else state),
             checkpoint_id=posixpath.join(self._root, f"step-{step}"),
             storage_writer=self._writer,
             planner=self._planner,
-            process_group=self._group,
+            process_group=self._ranks.group,
         )
 
     def wait(self) -> Saved | None:
@@ -181,7 +210,10 @@ class CheckpointManager:
             return None
         step, started, stall_secs, future = self._in_flight
         self._in_flight = None
-        metadata = future.result()
+        try:
+            metadata = future.result()
+        except Exception as error:
+            raise self._ranks.explained(error) from error
         return self._finish(step, metadata, stall_secs, time.monotonic() - started, 0)
 
     def _finish(self, step: int, metadata: SaveMetadata, stall_secs: float, secs: float, num_retries: int) -> Saved:
@@ -196,7 +228,7 @@ class CheckpointManager:
             num_rows=checkpoint.num_rows,
             stall_secs=stall_secs,
             secs=secs,
-            phases=metadata.phases[self._rank],
+            phases=metadata.phases[self._ranks.rank],
             num_retries=num_retries,
         )
         if self._upkeep is not None:
@@ -223,7 +255,7 @@ class CheckpointManager:
             self._root,
             target,
             self._tracker,
-            group=self._group,
+            group=self._ranks.group,
             thread_count=self._thread_count,
             progress=partial(self._progress, "restore"),
         )
@@ -241,6 +273,7 @@ class CheckpointManager:
             self.wait()
         finally:
             self._writer.close()
+            self._ranks.close()
             if self._upkeep is not None:
                 self._upkeep.close()
 

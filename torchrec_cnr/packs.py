@@ -15,6 +15,7 @@ import google_crc32c
 
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.manifest import Blob, Pack
+from torchrec_cnr.pace import Pace
 from torchrec_cnr.stores import Bytes, Store
 
 PACK_BYTES = 16 << 20
@@ -61,6 +62,7 @@ class PackWriter:
         thread_count: Packs written at once.
         pack_bytes: When one is full.
         buffer_bytes: Of all packs being filled. If that is exceeded, the fullest is written as it is.
+        pace: Rests after each blob.
 
     Attributes:
         wait_secs: How long the caller has waited for packs to be written.
@@ -74,7 +76,9 @@ class PackWriter:
         thread_count: int,
         pack_bytes: int = PACK_BYTES,
         buffer_bytes: int = BUFFER_BYTES,
+        pace: Pace | None = None,
     ) -> None:
+        self._pace = pace
         self._store = store
         self._prefix = prefix
         self._pack_bytes = pack_bytes
@@ -109,6 +113,8 @@ class PackWriter:
         self._num_blobs += 1
         self._parts.setdefault(kind, []).append(_Part(number, name, SAFETENSORS[dtype], shape, data))
         self._filled_bytes[kind] = self._filled_bytes.get(kind, 0) + data.nbytes
+        if self._pace is not None:
+            self._pace.rest()
         return number
 
     def flush(self) -> None:

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.planner import WriteItem
 
@@ -86,16 +85,26 @@ class Staging:
         self._cuts: Cuts | None = None
         self._released = threading.Event()
 
-    def stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Cut, and copy what the save will hold: a state dict to be saved in its place."""
-        live, paths = flatten_state_dict(dict(state_dict))
+    def wait(self, live: Mapping[str, Any]) -> None:
+        """Wait for the save before.
+
+        Args:
+            live: What will be saved, flattened.
+
+        Raises:
+            ConfigurationError: It holds tables of several trackers.
+            SaveError: The save before has not ended in time.
+        """
         self._cuts, self.live = _cuts_of(live), frozenset()
-        if self._cuts is None:
-            staged = {fqn: copied(value) for fqn, value in live.items()}
-        else:
+        if self._cuts is not None:
             self._cuts.flight.timeout_secs = self._timeout_secs
-            staged = self._stage(live, self._cuts)
-        return dict(unflatten_state_dict(staged, paths))
+            self._cuts.wait()
+
+    def stage(self, live: Mapping[str, Any]) -> dict[str, Any]:
+        """Cut, and copy what the save will hold: flattened values that are saved in the place of the live ones."""
+        if self._cuts is None:
+            return {fqn: copied(value) for fqn, value in live.items()}
+        return self._stage(live, self._cuts)
 
     def _stage(self, live: Mapping[str, Any], cuts: Cuts) -> dict[str, Any]:
         cut, began = cuts.cut(live), time.monotonic()

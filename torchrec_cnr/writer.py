@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
@@ -38,6 +39,7 @@ from torchrec_cnr.leases import LEASE_SECS, Lease
 from torchrec_cnr.lineage import relative_path
 from torchrec_cnr.manifest import FILE_NAME, CheckpointRef, History, Manifest
 from torchrec_cnr.modified import Since
+from torchrec_cnr.pace import Pace, check_cpu_share
 from torchrec_cnr.packs import PACK_BYTES, PackWriter, check_pack_bytes, check_thread_count
 from torchrec_cnr.progress import Count, Progress
 from torchrec_cnr.rank_writer import RankWriter
@@ -62,6 +64,8 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         pack_bytes: Size of the files that rows are written to, roughly. Small ones suit models of a few megabytes.
         staging_bytes: How much an asynchronous save copies. Of what exceeds it, the largest tables are not copied:
             training waits until they are written.
+        cpu_share: How much of a core each rank's asynchronous save may take to encode, from more than 0 to 1: it rests
+            in between.
         timeout_secs: How long an asynchronous save waits for the one before, if that is still under way.
         overwrite: Only False: a checkpoint that is there is never overwritten.
         progress: Told how many of how many shards and objects this rank has written.
@@ -79,6 +83,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         sync_files: bool = True,
         pack_bytes: int = PACK_BYTES,
         staging_bytes: int = STAGING_BYTES,
+        cpu_share: float = 1.0,
         timeout_secs: float = TIMEOUT_SECS,
         overwrite: bool = False,
         progress: Progress | None = None,
@@ -90,8 +95,11 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
             )
         check_thread_count(thread_count)
         check_pack_bytes(pack_bytes)
+        check_cpu_share(cpu_share)
+        self._cpu_share = cpu_share
         self._pack_bytes = pack_bytes
         self._staging = Staging(staging_bytes, timeout_secs)
+        self._failure: Exception | None = None  # of staging
         self._progress = progress
         self._sync_files = sync_files
         self._thread_count = thread_count
@@ -107,11 +115,18 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
     def stage(self, state_dict: dict[str, Any], **_: Any) -> dict[str, Any]:
         """Cut, and copy what an asynchronous save will hold; waits for the save before.
 
+        If that fails, the save does, on all ranks: were it raised here, other ranks would wait for this one.
+
         Raises:
-            ConfigurationError: The state dict lacks tracked tables, or holds those of several trackers.
             SaveError: The save before has not ended in time.
         """
-        return self._staging.stage(state_dict)
+        live, paths = flatten_state_dict(dict(state_dict))
+        self._staging.wait(live)
+        try:
+            return dict(unflatten_state_dict(self._staging.stage(live), paths))
+        except Exception as error:  # noqa: BLE001 - raised by the save
+            self._failure = error
+            return {}
 
     @property
     def should_synchronize_after_execute(self) -> bool:
@@ -160,7 +175,14 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Encode and write this rank's items."""
         began = time.monotonic()
-        packs = PackWriter(self._store, f"{plan.storage_data}-{self._rank}", self._thread_count, self._pack_bytes)
+        phases = self._staging.take_phases()
+        packs = PackWriter(
+            self._store,
+            f"{plan.storage_data}-{self._rank}",
+            self._thread_count,
+            self._pack_bytes,
+            pace=Pace(self._cpu_share) if phases.stage_secs else None,
+        )
         try:
             writer = RankWriter(packs, planner, self._rules, self._warned, Count(len(plan.items), self._progress))
             live = self._staging.live
@@ -169,7 +191,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
                 packs.flush()
                 self._staging.release()
             writer.write([item for item in plan.items if shard_key(item) not in live])
-            results = writer.finish(replace(self._staging.take_phases(), plan_secs=began - self._started))
+            results = writer.finish(replace(phases, plan_secs=began - self._started))
         finally:
             packs.close()
         future: Future[list[WriteResult]] = Future()
@@ -237,6 +259,9 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
 
     def storage_meta(self) -> StorageMeta:
         """Where this save goes, for the planner; the first call of every save, and the only one that draws its id."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
         if self._lease is not None:  # the save before committed nothing
             self._lease.lapse()
             self._lease = None

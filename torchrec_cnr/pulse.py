@@ -1,0 +1,82 @@
+"""The pulse: which ranks are still there.
+
+A collective that fails or runs out of time tells that some rank is missing, not which. So every rank counts up a number
+in the group's store, once a second, from a thread of its own, whatever else it does. One whose number stands still is
+dead or stopped.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store, _get_default_store
+
+logger = logging.getLogger(__name__)
+
+BEAT_SECS = 1.0
+_MAX_MISSED = 5  # beats, since a process may hold the interpreter's lock for a while
+_instances = iter(range(1 << 62))  # ranks make theirs in one order
+
+
+class Pulse:
+    """This rank's pulse, from now on; all ranks make theirs alike.
+
+    Args:
+        rank: This rank.
+        world_size: How many there are.
+        store: Where ranks find one another's.
+    """
+
+    def __init__(self, rank: int, world_size: int, store: Store) -> None:
+        self._store = store
+        self._prefix = f"torchrec_cnr/pulse/{next(_instances)}"
+        self._rank = rank
+        self._world_size = world_size
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="cnr-pulse", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def of_world(cls) -> "Pulse":
+        """That of this rank of the default group."""
+        return cls(dist.get_rank(), dist.get_world_size(), _get_default_store())
+
+    def missing(self) -> Sequence[int]:
+        """Ranks whose pulse has stopped; takes some seconds. All but this one, if not even the store answers."""
+        found: list[int] = []
+        looking = threading.Thread(target=lambda: found.extend(self._missing()), name="cnr-pulse-look", daemon=True)
+        looking.start()
+        looking.join(3 * _MAX_MISSED * BEAT_SECS)  # a store whose process was stopped keeps its clients waiting
+        return self._others() if looking.is_alive() else found
+
+    def _missing(self) -> Sequence[int]:
+        try:
+            before = self._beats()
+            time.sleep(_MAX_MISSED * BEAT_SECS)
+            after = self._beats()
+        except (RuntimeError, OSError) as error:
+            logger.warning("the group's store does not answer: %s", error)
+            return self._others()
+        return [rank for rank in self._others() if before[rank] == after[rank]]
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self._world_size) if rank != self._rank]
+
+    def close(self) -> None:
+        """End it: others will take this rank for missing."""
+        self._is_closed.set()
+        self._thread.join(BEAT_SECS)
+
+    def _beat(self) -> None:
+        while True:
+            try:
+                self._store.add(f"{self._prefix}/{self._rank}", 1)
+            except (RuntimeError, OSError):  # whoever has the store is gone: the next collective will tell
+                return
+            if self._is_closed.wait(BEAT_SECS):
+                return
+
+    def _beats(self) -> list[int]:
+        return [self._store.add(f"{self._prefix}/{rank}", 0) for rank in range(self._world_size)]
