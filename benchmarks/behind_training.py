@@ -48,9 +48,9 @@ def run(setup: Setup) -> Report:
     return Report(
         title=f"asynchronous saves of {sizes}, {100 * SHARE:g} % of the rows modified",
         notes=(
-            f"{num_rounds} rounds after a warm-up, all in turns; rows were marked as modified, at random, each time.",
+            f"{num_rounds} rounds after a warm-up, all in turns; each time, random rows were marked as modified.",
             "A stall is the time until dcp.async_save returns; for the rate, it is until the save is committed, when",
-            "the next one begins. The stock writer saves the same tables as plain tensors, because its stager cannot copy",
+            "the next one begins. The stock writer saves these tables as plain tensors, since its stager cannot copy",
             "TorchRec's; it writes one file. No file is forced to disk.",
         ),
         figures=(*_stall_figures(stalls), *_rate_figures(rates), *memory),

@@ -24,19 +24,21 @@ class RankData:
     Attributes:
         paths: DCP's flatten mapping.
         head: The checkpoint that this rank's marks relate to.
-        staged: What the rows that were staged were modified since; None if all rows are at hand.
+        staged: What the save can be a delta of with what was staged; None if all rows are at hand.
         tensors: Those that this rank can store by rows, by FQN.
         whole: Shards that must be stored with all rows: optimizer state that was put in the place of the one that the
-            head holds, and what was staged whole.
+            head holds, and what was staged without marks.
+        partial: Shards of which only the modified rows were staged.
         marks: Digests of the modified rows of shards that other ranks may have, too, by what they are a delta of.
         of_own_rows: Optimizer state that is not sharded, although its table is.
     """
 
     paths: dict[str, tuple[Any, ...]]
     head: CheckpointRef | None
-    staged: Since | None
+    staged: frozenset[Since] | None
     tensors: Mapping[str, RowTensor]
     whole: frozenset[ShardKey]
+    partial: frozenset[ShardKey]
     marks: Mapping[tuple[ShardKey, Since], bytes]
     of_own_rows: frozenset[ShardKey]
 
@@ -93,11 +95,13 @@ def policy_of_all(policy: Policy, data: Sequence[RankData]) -> Policy:
         SaveError: Ranks have staged different rows.
     """
     staged = {rank.staged for rank in data}
-    if len(staged) > 1:
-        found = ", ".join(sorted(since.value if since else "all" for since in staged))
+    if staged == {None}:
+        return policy
+    common = frozenset(Since).intersection(*(sinces for sinces in staged if sinces is not None))
+    if None in staged or not common:
+        found = "; ".join(sorted(", ".join(since.value for since in sinces or ()) for sinces in staged))
         raise SaveError(f"nothing was saved, because ranks staged rows modified since different checkpoints ({found})")
-    since = staged.pop()
-    return policy if since is None else _Staged(since)
+    return _Staged(Since.EVER if Since.EVER in common else next(iter(common)))
 
 
 def refuse_missing_rows(
@@ -109,15 +113,12 @@ def refuse_missing_rows(
         SaveError: It was not.
     """
     for key, ranks in ranks_of.items():
-        if decision.since is not Since.EVER and key not in decision.whole:
-            continue
-        for rank in ranks:
-            is_staged = data[rank].staged not in (None, Since.EVER) and key[0] in data[rank].tensors
-            if is_staged and key not in data[rank].whole:
-                raise SaveError(
-                    f"nothing was saved, because the checkpoint that {key[0]!r} was modified since cannot be built "
-                    "upon, and only modified rows were staged; the next save holds all rows"
-                )
+        is_whole = decision.since is Since.EVER or key in decision.whole
+        if is_whole and any(key in data[rank].partial for rank in ranks):
+            raise SaveError(
+                f"nothing was saved, because the checkpoint that {key[0]!r} was modified since cannot be built upon, "
+                "and only modified rows were staged; the next save holds all rows"
+            )
 
 
 def agree(key: ShardKey, since: Since, ranks: Sequence[RankData]) -> bool:

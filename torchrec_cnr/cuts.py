@@ -18,7 +18,7 @@ from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.flight import Flight
 from torchrec_cnr.head import Head
 from torchrec_cnr.lineage import Checkpoint, committed
-from torchrec_cnr.modified import ModifiedRows, Rows, Since
+from torchrec_cnr.modified import ModifiedRows, RowList, Rows, Since
 from torchrec_cnr.policies import Compacted, Policy
 from torchrec_cnr.rows import Box
 from torchrec_cnr.shards import local_shards, memory_key
@@ -75,6 +75,11 @@ class TrackedItem:
         return not self.is_table and len(self.values.shape) == 1
 
     @property
+    def is_partial(self) -> bool:
+        """Whether only the modified rows are at hand."""
+        return isinstance(self.rows, StagedRows) and any(isinstance(part, RowList) for part in self.rows.parts)
+
+    @property
     def dtype(self) -> str:
         """As manifests name it."""
         return str(self.values.dtype).removeprefix("torch.")
@@ -101,7 +106,7 @@ class Cut:
         num_restores: Restores from a checkpoint that the tables have been through.
         items: What the tracker knows of the state dict.
         pending: Learns where the checkpoint goes.
-        staged: What the rows that were staged were modified since; None if the state dict is live.
+        staged: What the save can be a delta of with what was staged; None if the state dict is live.
         flight: Of a save whose rows were staged.
         is_complete: Whether all of them were staged, rather than some left to be written first.
     """
@@ -112,7 +117,7 @@ class Cut:
     num_restores: int
     items: Mapping[ShardKey, TrackedItem]
     pending: Pending
-    staged: Since | None = None
+    staged: frozenset[Since] | None = None
     flight: Flight | None = None
     is_complete: bool = True
 
@@ -169,10 +174,16 @@ class Cuts:
         self._num_cuts += 1
         return Cut(self._num_cuts, self.policy, self.tracker.head, self.tracker.num_restores, items, pending)
 
-    def next_since(self) -> Since:
-        """What the rows of the next save should be modified since, as far as this rank knows: all ranks alike."""
+    def next_staged(self) -> frozenset[Since]:
+        """What the next save should be a delta of, as far as this rank knows: all ranks alike.
+
+        After one whose rows turned out to be too few, it may be a baseline as well. Not all ranks may have noticed.
+        """
         head = self.tracker.head
-        return Since.EVER if head is None or self._is_baseline_due else self.policy.decide(head.history)
+        if head is None:
+            return frozenset({Since.EVER})
+        wanted = self.policy.decide(head.history)
+        return frozenset({wanted, Since.EVER}) if self._is_baseline_due else frozenset({wanted})
 
     def wait(self) -> None:
         """Wait for a save in the background.
@@ -192,7 +203,7 @@ class Cuts:
             self._is_baseline_due = False
         else:
             # What was staged may have been too little, which shows when ranks plan; they can tell nobody in time.
-            has_staged_rows = self.staged is not None and self.staged.staged is not Since.EVER
+            has_staged_rows = self.staged is not None and Since.EVER not in (self.staged.staged or ())
             if pending is not None and pending.place is None and has_staged_rows:
                 self._is_baseline_due = True
             self.tracker.rollback()

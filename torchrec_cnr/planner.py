@@ -140,6 +140,7 @@ class CNRSavePlanner(DefaultSavePlanner):
                 for item in items.values()
             },
             whole=frozenset(key for key, item in items.items() if item.is_replaced or item.rows is None),
+            partial=frozenset(key for key, item in items.items() if item.is_partial),
             marks={
                 (key, since): digest
                 for key, item in items.items()

@@ -108,9 +108,8 @@ class Staging:
 
     def _stage(self, live: Mapping[str, Any], cuts: Cuts) -> dict[str, Any]:
         cut, began = cuts.cut(live), time.monotonic()
-        since = cuts.next_since()
-        cut = replace(cut, staged=since, flight=cuts.flight)
-        copies = _copies(live, cut, since)
+        cut = replace(cut, staged=cuts.next_staged(), flight=cuts.flight)
+        copies = _copies(live, cut)
         self.live = _over(self._staging_bytes, copies, cut)
         values = self._copied([wanted for wanted in copies if wanted.key not in self.live])
         values |= {wanted.key: wanted.source for wanted in copies if wanted.key in self.live}
@@ -202,10 +201,11 @@ def _tensors(live: Mapping[str, Any]) -> Iterable[Tensor]:
     return (shard.tensor for value in live.values() for shard in local_shards(value))
 
 
-def _copies(live: Mapping[str, Any], cut: Cut, since: Since) -> list[_Copy]:
+def _copies(live: Mapping[str, Any], cut: Cut) -> list[_Copy]:
     """What a save needs of a state dict."""
-    selected: dict[int, tuple[Tensor, StagedRows]] = {}
+    selected: dict[int, tuple[Tensor | None, StagedRows]] = {}
     copies = []
+    since = _since(cut)
     is_alone = not dist.is_initialized() or dist.get_world_size() == 1
     for fqn, value in live.items():
         for shard in local_shards(value):
@@ -213,23 +213,30 @@ def _copies(live: Mapping[str, Any], cut: Cut, since: Since) -> list[_Copy]:
             item = cut.items.get(key)
             if item is None or item.is_replaced or since is Since.EVER or not isinstance(item.rows, ModifiedRows):
                 copies.append(_Copy(key, source, None, None))
-            elif is_replicated(value) and not is_alone:
-                # Ranks may disagree about its modified rows, and must then store all.
-                copies.append(_Copy(key, source, None, _masks(item.rows, cut, since)))
-            else:
-                if item.group not in selected:
-                    selected[item.group] = _lists(item.rows, cut, since)
-                copies.append(_Copy(key, source, *selected[item.group]))
+                continue
+            if item.group not in selected:
+                # Ranks may disagree about the modified rows of what they all hold, and must then store all.
+                is_whole = Since.EVER in (cut.staged or ()) or (is_replicated(value) and not is_alone)
+                selected[item.group] = (None, _masks(item.rows, cut)) if is_whole else _lists(item.rows, cut)
+            copies.append(_Copy(key, source, *selected[item.group]))
     return copies
 
 
-def _masks(rows: ModifiedRows, cut: Cut, since: Since) -> StagedRows:
+def _since(cut: Cut) -> Since:
+    """What the rows of a delta were modified since; ``EVER`` if it can be a baseline only."""
+    return next((since for since in cut.staged or () if since is not Since.EVER), Since.EVER)
+
+
+def _masks(rows: ModifiedRows, cut: Cut) -> StagedRows:
+    """Modified rows among all rows."""
+    since = _since(cut)
     parts = rows.select_parts(since, cut.is_by_heat(since))
     return StagedRows(since, parts, RowMask.union(parts).digest())
 
 
-def _lists(rows: ModifiedRows, cut: Cut, since: Since) -> tuple[Tensor, StagedRows]:
+def _lists(rows: ModifiedRows, cut: Cut) -> tuple[Tensor, StagedRows]:
     """Modified rows as they will lie one behind the other, and where."""
+    since = _since(cut)
     parts = rows.select_numbers(since, cut.is_by_heat(since))
     lists, first = [], 0
     for numbers in parts:
@@ -263,7 +270,7 @@ def _memory_of(wanted: _Copy) -> object:
 def _staged(item: TrackedItem, wanted: _Copy, values: Tensor | ArenaTensor, cut: Cut) -> TrackedItem:
     rows = wanted.rows
     if isinstance(values, Tensor) and wanted.numbers is not None and isinstance(item.rows, ModifiedRows):
-        rows = _masks(item.rows, cut, cut.staged or Since.HEAD)  # not copied: they lie where they are
+        rows = _masks(item.rows, cut)  # not copied: they lie where they are
     return replace(item, values=values, rows=rows)
 
 
