@@ -1,9 +1,11 @@
 """One rank's training run: step, save when due, resume. The checkpoint calls are the stock ones of PyTorch.
 
 dcp.save(state, checkpoint_id=…, storage_writer=writer, planner=planner)
+dcp.async_save(state, checkpoint_id=…, storage_writer=writer, planner=planner, process_group=…)
 dcp.load(state, storage_reader=…, planner=…)
 """
 
+import concurrent.futures
 import hashlib
 import logging
 import os
@@ -11,6 +13,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -46,6 +49,23 @@ POLICIES: dict[str, Callable[[], cnr.Policy]] = {
 }
 
 
+@dataclass(frozen=True)
+class _Saving:
+    """A save behind training.
+
+    Attributes:
+        step: The step that it is of.
+        secs: How long training stood still for it.
+        mean_loss: Of the steps since the save before.
+        future: Its end.
+    """
+
+    step: int
+    secs: float
+    mean_loss: float
+    future: concurrent.futures.Future[Any]
+
+
 class WriterKilledInSave(cnr.CNRStorageWriter):
     """Ends its process, as a machine that fails would, when this rank's packs are written but nothing is committed."""
 
@@ -78,6 +98,10 @@ class Run:
         self._trainer = build_trainer(self._stream, options.num_rows, options.dim, options.sharding, options.seed)
         self._tracker = cnr.RowTracker(self._trainer.model)
         self._planner = cnr.CNRSavePlanner(self._tracker, policy=POLICIES[options.policy]())
+        self._writer = self._make_writer(cnr.CNRStorageWriter)
+        self._saving: _Saving | None = None
+        # A group of its own: a save behind training must not meet training's collectives.
+        self._group = dist.new_group(backend="gloo") if options.asynchronous else None
         self._progress: dict[str, Any] = {"step": 0, "next_sample": 0, "resumes": []}
         if options.resume:
             self._resume()
@@ -125,6 +149,7 @@ class Run:
                 if options.saves_at(step):
                     self._save(step, sum(losses_since_save) / len(losses_since_save))
                     losses_since_save.clear()
+        self._finish_save()
         digest = self._digest()
         self._say(f"state after step {self._progress['step']} on {self._world_size} ranks: sha256 {digest}")
         if self._rank == 0:
@@ -143,24 +168,42 @@ class Run:
 
     def _save(self, step: int, mean_loss: float) -> None:
         started = time.monotonic()
-        dcp.save(  # type: ignore[attr-defined]  # torch does not mark it as exported
-            self._trainer.state(self._progress),
-            checkpoint_id=str(step_path(self._options.root, step)),
-            storage_writer=self._writer(step),
-            planner=self._planner,
-        )
-        secs = time.monotonic() - started
+        self._finish_save()
+        is_last_rank = self._rank == self._world_size - 1
+        dies = is_last_rank and step == self._options.crash_at
+        saving: dict[str, Any] = {
+            "checkpoint_id": str(step_path(self._options.root, step)),
+            "storage_writer": self._make_writer(WriterKilledInSave) if dies else self._writer,
+            "planner": self._planner,
+            "process_group": self._group,
+        }
+        state = self._trainer.state(self._progress)
+        if self._options.asynchronous:
+            future = dcp.async_save(state, **saving)  # type: ignore[attr-defined]  # torch does not mark it as exported
+            assert isinstance(future, concurrent.futures.Future)  # as it is with the writer for a stager
+            self._saving = _Saving(step, time.monotonic() - started, mean_loss, future)
+        else:
+            dcp.save(state, **saving)  # type: ignore[attr-defined]
+            self._say_saved(step, time.monotonic() - started, mean_loss)
+
+    def _finish_save(self) -> None:
+        """Wait for the save behind training, which raises what it failed with."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.future.result()
+            self._say_saved(saving.step, saving.secs, saving.mean_loss)
+
+    def _say_saved(self, step: int, secs: float, mean_loss: float) -> None:
+        """A line on a checkpoint; ``secs`` is how long training stood still for it."""
         if self._rank == 0:
             self._say(f"{read_record(self._options.root, step).line()}  {secs:>6.2f}  {mean_loss:>9.4f}")
 
-    def _writer(self, step: int) -> cnr.CNRStorageWriter:
+    def _make_writer(self, kind: type[cnr.CNRStorageWriter]) -> cnr.CNRStorageWriter:
         options = self._options
         quantization: cnr.Scheme = cnr.AdaptiveAsymmetric(min(options.bits, 8))
         if options.bits >= 8:
             quantization = cnr.Asymmetric(8) if options.bits == 8 else cnr.NoQuantization()
-        is_last_rank = self._rank == self._world_size - 1
-        kind = WriterKilledInSave if is_last_rank and step == options.crash_at else cnr.CNRStorageWriter
-        return kind(str(step_path(options.root, step)), quantization=quantization)
+        return kind(str(options.root), quantization=quantization)
 
     def _report(self) -> None:
         options = self._options

@@ -16,6 +16,9 @@ examples:
   python examples/train_dlrm.py --root runs/a --world-size 2 --crash-at 60
   python examples/train_dlrm.py --root runs/a --world-size 1 --resume --report runs/a.png
 
+  # saved behind training:
+  python examples/train_dlrm.py --root runs/d --async --every 20
+
   # real clicks, and the same under torchrun:
   python examples/train_dlrm.py --root runs/b --data clicks.csv.gz --format clicks --num-rows 400000
   torchrun --nproc-per-node 2 examples/train_dlrm.py --root runs/c --data ratings.csv --format movielens
@@ -32,6 +35,7 @@ class Options:
     policy: str
     bits: int
     every: int
+    asynchronous: bool
     steps: int
     batch_size: int
     num_rows: int
@@ -121,6 +125,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--policy", choices=("full", "oneshot", "consecutive", "intermittent"), default="intermittent")
     add("--bits", type=int, choices=(2, 3, 4, 8, 32), default=4, help="of a table's element; 32 is exact (default 4)")
     add("--every", type=_CountFrom(1), default=10, metavar="N", help="steps between checkpoints (default 10)")
+    add("--async", action="store_true", dest="asynchronous", help="save behind training (dcp.async_save)")
     add("--resume", action="store_true", help="continue from the newest checkpoint under --root")
     add("--crash-at", type=_CountFrom(1), metavar="STEP", help="kill the last rank in the middle of that step's save")
     add("--report", type=Path, metavar="PNG", help="draw the bytes of every checkpoint under --root")

@@ -111,6 +111,16 @@ def resumed(killed: Killed, tmp_path_factory: pytest.TempPathFactory) -> tuple[E
     return resume(killed, tmp_path_factory.mktemp("resumed") / "on-2", world_size=2)
 
 
+def test_saves_behind_training_resume_alike(undisturbed: tuple[Ended, Path], tmp_path: Path) -> None:
+    """Killed in a save behind training, and resumed: the run ends as one that waits for its saves and is not killed."""
+    options = [*EXACT, "--root", str(tmp_path / "checkpoints"), "--losses", str(tmp_path / "losses.txt"), "--async"]
+    ended = run(TRAIN, *options, "--world-size", "2", "--crash-at", str(CRASH_AT))
+    assert ended.status == KILLED_STATUS, ended.errors[-4000:]
+    again = succeed(TRAIN, *options, "--world-size", "2", "--resume")
+    assert again.digest == undisturbed[0].digest
+    assert losses(tmp_path) == losses(undisturbed[1])
+
+
 def resume(killed: Killed, folder: Path, world_size: int) -> tuple[Ended, Path]:
     """Copy the killed run into ``folder`` and resume it there."""
     shutil.copytree(killed.folder, folder)
