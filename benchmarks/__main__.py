@@ -22,6 +22,7 @@ from benchmarks import (
     save_and_load,
     searching,
     tracking,
+    training,
 )
 from benchmarks.process import BenchmarkError, Progress, run_alone
 from benchmarks.report import Report, machine, text_of
@@ -34,6 +35,7 @@ BENCHMARKS: Mapping[str, Callable[[Setup], Report]] = {
     "reading": reading.run,
     "memory": peak_memory.run,
     "async": behind_training.run,
+    "training": training.run,
     "compaction": compacting.run,
     "policies": long_run.run,
     "tracker": tracking.run,
@@ -49,6 +51,7 @@ benchmarks:
   reading  bytes read for one table of many, or a range of its rows, of the bytes that hold it
   memory   what a save takes beyond the state that it saves
   async    stalls, rate and memory of asynchronous saves, against DCP's own writer and stager
+  training what saves behind training take from it, on 2 ranks of the example
   compaction
            speed of folding gigabytes of deltas, against a copy of the files, and its memory
   policies bytes written, kept and restored over 2,000 checkpoints, by policy (the longest: half an hour)

@@ -38,8 +38,10 @@ def run(setup: Setup) -> Report:
         setup.say(f"making {sizes}")
         model = TableModel(sizes)
         memory = _memory(model, setup)
-        lineages = {name: _Lineage(model, setup.folder / name, scheme, SHARE) for name, scheme in SCHEMES.items()}
         stock = _Stock(model, setup.folder / "stock")
+        lineages = {
+            name: _Lineage(TableModel(sizes), setup.folder / name, scheme, SHARE) for name, scheme in SCHEMES.items()
+        }
         rates = _time(stock, lineages, setup, num_rounds, waits=True)
         setup.say(f"making {larger}, and saving its baseline")
         large_model = TableModel(larger)

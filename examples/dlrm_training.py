@@ -41,6 +41,8 @@ from train_options import Options
 
 import torchrec_cnr as cnr
 
+WARM_UP_STEPS = 20
+
 POLICIES: dict[str, Callable[[], cnr.Policy]] = {
     "full": cnr.Full,
     "oneshot": cnr.OneShot,
@@ -64,6 +66,26 @@ class _Saving:
     secs: float
     mean_loss: float
     future: concurrent.futures.Future[Any]
+
+
+class _Clock:
+    """How fast steps are made, saves included; the first ones, which compile and fill caches, do not count."""
+
+    def __init__(self, first: int) -> None:
+        self._first = self._last = first + WARM_UP_STEPS
+        self._began = self._ended = time.monotonic()
+
+    def has_done(self, step: int) -> None:
+        """A step is done."""
+        self._ended = time.monotonic()
+        if step <= self._first:
+            self._began = self._ended
+        self._last = max(step, self._first)
+
+    def line(self) -> str:
+        """For the user."""
+        rate = (self._last - self._first) / max(self._ended - self._began, 1e-9)
+        return f"{rate:.2f} steps a second" if self._last > self._first else "too few steps to tell their rate"
 
 
 class WriterKilledInSave(cnr.CNRStorageWriter):
@@ -142,6 +164,7 @@ class Run:
         options, first = self._options, self._progress["step"]
         self._say(TABLE_HEAD + "    secs  mean loss")
         losses_since_save: list[float] = []
+        clock = _Clock(first)
         with _LossFile(options.losses if self._rank == 0 else None, first) as loss_file:
             for step, loss in self._steps(first):
                 loss_file.write(step, loss)
@@ -149,7 +172,9 @@ class Run:
                 if options.saves_at(step):
                     self._save(step, sum(losses_since_save) / len(losses_since_save))
                     losses_since_save.clear()
+                clock.has_done(step)
         self._finish_save()
+        self._say(clock.line())
         digest = self._digest()
         self._say(f"state after step {self._progress['step']} on {self._world_size} ranks: sha256 {digest}")
         if self._rank == 0:
