@@ -198,7 +198,7 @@ class Cuts:
         self.wait()
         checkpoint, pending = self._landed(), self.tracker.pending
         if checkpoint is not None:
-            self.tracker.commit(self._head_of(checkpoint))
+            self.tracker.commit(self._head_of(checkpoint), has_heat=isinstance(self.policy, Compacted))
             self._committed_states = self._frozen_states
             self._is_baseline_due = False
         else:

@@ -16,11 +16,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from torchrec_cnr.errors import ConfigurationError
+from torchrec_cnr.kernels.selecting import selected
 from torchrec_cnr.rows import Box
 
 MAX_HEAT = 3
@@ -44,8 +44,8 @@ class ModifiedRows:
         marked: bool [num_rows]. Modified since the last cut.
         frozen: bool [num_rows], or None. Cut off for the save in flight.
         since_baseline: bool [num_rows]. In committed deltas since the baseline.
-        heat: int8 [num_rows], or None. How often each row was in commits lately: one more for each that it was part of,
-            one less for each other, from 0 to ``MAX_HEAT``.
+        heat: int8 [num_rows], or None where nobody asks for it. How often each row was in commits lately: one more for
+            each that it was part of, one less for each other, from 0 to ``MAX_HEAT``.
 
     Args:
         marked: Lies in the marks of several tables, if given; nothing is marked yet.
@@ -58,6 +58,7 @@ class ModifiedRows:
         self.frozen: Tensor | None = None
         self.since_baseline = self._empty(device)
         self.heat: Tensor | None = None
+        self._spare: Tensor | None = None  # what was frozen before: new memory costs more than a copy
 
     def _empty(self, device: torch.device) -> Tensor:
         return torch.zeros(self.box.num_rows, dtype=torch.bool, device=device)
@@ -76,26 +77,37 @@ class ModifiedRows:
 
     def freeze(self) -> None:
         """Cut: what is marked becomes frozen, and nothing is marked."""
-        self.frozen = self.marked.clone()
+        self.frozen = self._empty(self.marked.device) if self._spare is None else self._spare
+        self._spare = None
+        self.frozen.copy_(self.marked)
         self.marked.zero_()
 
-    def commit(self, is_baseline: bool) -> None:
-        """The frozen rows are in a committed checkpoint."""
+    def commit(self, is_baseline: bool, has_heat: bool = True) -> None:
+        """The frozen rows are in a committed checkpoint.
+
+        Args:
+            is_baseline: Which is one.
+            has_heat: Whether rows of different heat will be kept apart.
+        """
         if self.frozen is None:
             return
         if is_baseline:
             self.since_baseline.zero_()
         else:
             self.since_baseline |= self.frozen
-        heat = torch.zeros_like(self.frozen, dtype=torch.int8) if self.heat is None else self.heat
-        self.heat = torch.where(self.frozen, heat + 1, heat - 1).clamp_(0, MAX_HEAT)
-        self.frozen = None
+        if not has_heat:
+            self.heat = None
+        elif self.heat is None:
+            self.heat = self.frozen.to(torch.int8)
+        else:
+            self.heat.sub_(1).add_(self.frozen, alpha=2).clamp_(0, MAX_HEAT)
+        self._spare, self.frozen = self.frozen, None
 
     def rollback(self) -> None:
         """The frozen rows are in no checkpoint: they are marked again, beside those marked meanwhile."""
         if self.frozen is not None:
             self.marked |= self.frozen
-            self.frozen = None
+            self._spare, self.frozen = self.frozen, None
 
     def restore(self) -> None:
         """The table was overwritten from a checkpoint: nothing is modified."""
@@ -199,7 +211,7 @@ Rows = RowMask | RowList
 
 
 def numbers_of(mask: Tensor) -> Tensor:
-    """Where a mask is true, int64 [k] on its device; on the host NumPy is five times faster than PyTorch."""
+    """Where a mask is true, int64 [k] on its device."""
     if mask.device.type == "cpu":
-        return torch.from_numpy(np.flatnonzero(mask.numpy()))
+        return torch.from_numpy(selected(mask.numpy()))
     return mask.nonzero().squeeze(1)

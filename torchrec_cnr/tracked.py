@@ -214,10 +214,10 @@ class TrackedRows:
         for shard in self.shards:
             shard.is_told = shard.was_written = False
 
-    def commit(self, head: Head) -> None:
-        """The save in flight became ``head``."""
+    def commit(self, head: Head, has_heat: bool = True) -> None:
+        """The save in flight became ``head``; ``has_heat`` says whether rows of different heat will be kept apart."""
         for shard in self.shards:
-            shard.rows.commit(is_baseline=len(head.lineage) == 1)
+            shard.rows.commit(len(head.lineage) == 1, has_heat)
         self.head, self.pending = head, None
 
     def rollback(self) -> None:
