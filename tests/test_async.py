@@ -1,8 +1,12 @@
 """Asynchronous saves with the stock ``dcp.async_save``: what training does behind them is in the next checkpoint."""
 
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -11,6 +15,8 @@ import torchrec_cnr as cnr
 from tests import models
 from tests.models import Job, Whole, differing, plain_job, state, torchrec_job, train, whole
 from tests.ranks import RankPools
+from torchrec_cnr.flight import Flight
+from torchrec_cnr.pace import Pace
 
 POLICIES = [cnr.Full(), cnr.OneShot(), cnr.Consecutive(), cnr.Intermittent(), cnr.Compacted()]
 EXECUTORS = [AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS]
@@ -90,3 +96,145 @@ def test_training_waits_for_what_exceeds_the_budget(tmp_path: Path, rank_pool: R
     found = ranks.run(_save_while_training, str(tmp_path), "torchrec", cnr.Consecutive(), executor, 4, staging_bytes)
     assert [kind for _, kind in found[0]] == ["baseline", "delta", "delta", "delta"]
     ranks.run(_check, str(tmp_path), "torchrec", found[0])
+
+
+# While a save is under way
+
+
+def _save_while_busy(rank: int, root: str, when_busy: Any) -> tuple[list[int | None], int]:
+    """Ask for a second save while rank 0 is held up in the first, and for a third afterwards: which were taken."""
+    job = torchrec_job(1)
+    tracker = cnr.RowTracker(job.model)
+    saved: list[cnr.Saved] = []
+    manager = cnr.CheckpointManager(root, tracker, policy=cnr.Consecutive(), when_busy=when_busy, on_saved=saved.append)
+    train(job, 1)
+    manager.save(1, lambda: state(job))
+    held, writer = threading.Event(), manager._writer
+    original = writer.write_data
+
+    def hold(plan: Any, planner: Any) -> Any:
+        held.wait(30 if rank == 0 else 0)
+        return original(plan, planner)
+
+    models.replace_method(writer, "write_data", hold)
+    train(job, 2)
+    manager.async_save(2, lambda: state(job))
+    train(job, 3)
+    answers: list[Any] = []
+    threading.Timer(1.0, held.set).start()
+    began = time.monotonic()
+    try:
+        answers.append(manager.async_save(3, lambda: state(job)))
+    except cnr.SaveError as error:
+        answers.append(str(error))
+    waited = time.monotonic() - began
+    assert (waited > 0.5) == (when_busy == "wait")
+    held.set()
+    dist.barrier()
+    manager.wait()
+    train(job, 4)
+    end = whole(state(job))
+    answers.append(manager.async_save(4, lambda: state(job)))
+    manager.close()
+    tracker.close()
+    assert differing(models.load(torchrec_job(2), f"{root}/step-4"), end) == []
+    return [answer if isinstance(answer, str) or answer is None else "saved" for answer in answers], len(saved)
+
+
+@pytest.mark.parametrize(
+    ("when_busy", "answers", "num_saved"),
+    [
+        ("wait", ["saved", "saved"], 4),
+        ("skip", [None, "saved"], 3),
+        ("fail", ["step 3: the save before is still under way; its rows are in it, others in the next", "saved"], 3),
+    ],
+)
+def test_what_becomes_of_a_save_while_another_is_under_way(
+    tmp_path: Path, rank_pool: RankPools, when_busy: str, answers: list[Any], num_saved: int
+) -> None:
+    """It waits, is skipped, or fails, on all ranks alike; rows that were skipped are in the next one."""
+    found = rank_pool(2).run(_save_while_busy, str(tmp_path), when_busy)
+    assert found == [(answers, num_saved)] * 2
+
+
+def test_two_trackers_of_one_state_are_refused(tmp_path: Path) -> None:
+    """DCP does not say which planner a state is staged for: both have one, and neither is guessed at."""
+    job = plain_job(1)
+    trackers = [cnr.RowTracker(job.model) for _ in range(2)]
+    planners = [cnr.CNRSavePlanner(tracker) for tracker in trackers]
+    writer = models.writer(tmp_path / "0")
+    with pytest.raises(cnr.ConfigurationError, match="2 trackers with a planner"):
+        dcp.async_save(state(job), storage_writer=writer, planner=planners[0])
+    trackers[1].close()
+    dcp.async_save(state(job), storage_writer=writer, planner=planners[0]).result()  # type: ignore[union-attr]
+    assert differing(models.load(plain_job(2), str(tmp_path / "0")), whole(state(job))) == []
+    trackers[0].close()
+
+
+def test_a_share_of_a_core_is_kept_to() -> None:
+    """Work rests as long as its share asks for, and not at all where it has the whole core."""
+    for share, least in ((0.25, 0.6), (1.0, 0.0)):
+        pace, began, worked = Pace(share), time.monotonic(), time.thread_time()
+        while time.thread_time() - worked < 0.2:
+            sum(range(10_000))
+            pace.rest()
+        elapsed = time.monotonic() - began
+        assert elapsed >= least
+    for share in (0.0, -1.0, 1.1):
+        with pytest.raises(cnr.ConfigurationError, match="'cpu_share'"):
+            cnr.CNRStorageWriter("nowhere", cpu_share=share)
+
+
+def test_a_profile_names_the_phases(tmp_path: Path) -> None:
+    """A trace of training shows what a save does, and when."""
+    job = plain_job(1)
+    tracker = cnr.RowTracker(job.model)
+    planner = cnr.CNRSavePlanner(tracker)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        dcp.save(state(job), storage_writer=models.writer(tmp_path / "0"), planner=planner)
+        future = dcp.async_save(state(job), storage_writer=models.writer(tmp_path / "1"), planner=planner)
+    future.result()  # type: ignore[union-attr]
+    names = {event.name for event in profile.events()}
+    assert {f"torchrec_cnr.{phase}" for phase in ("stage", "encode", "commit")} <= names
+    tracker.close()
+
+
+# The end of a save in flight
+
+
+def test_a_save_that_never_began_is_not_waited_for() -> None:
+    """No thread is younger than the staging: DCP has failed before it could begin."""
+    flight = Flight(30.0)
+    assert flight.has_ended
+    flight.is_staged()
+    began = time.monotonic()
+    flight.wait(lambda: False)
+    assert time.monotonic() - began < 5
+
+
+def test_a_save_in_flight_is_waited_for() -> None:
+    """Until its thread ends, or its checkpoint is there, or the time is up."""
+    release = threading.Event()
+
+    def save(flight: Flight) -> None:
+        flight.board()
+        release.wait(30)
+
+    def staged(timeout_secs: float) -> tuple[Flight, threading.Thread]:
+        flight = Flight(timeout_secs)
+        flight.is_staged()
+        thread = threading.Thread(target=save, args=(flight,))
+        thread.start()
+        return flight, thread
+
+    flight, thread = staged(0.3)
+    with pytest.raises(cnr.SaveError, match=r"has not ended within 0\.3 s"):
+        flight.wait(lambda: False)
+    flight.timeout_secs = 30.0
+    flight.wait(lambda: True)  # committed
+    flight, other = staged(30.0)
+    threading.Timer(0.3, release.set).start()
+    flight.wait(lambda: False)
+    assert release.is_set()
+    thread.join()
+    other.join()

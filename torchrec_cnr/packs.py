@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import google_crc32c
+from torch.profiler import record_function
 
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.manifest import Blob, Pack
@@ -179,7 +180,8 @@ def _write_pack(store: Store, stem: str, index: int, parts: list[_Part], heat: i
         blobs[part.number] = Blob(index, end, part.data.nbytes, crc32c(part.data))
         end += part.data.nbytes
     name = f"{stem}.safetensors"
-    store.put(name, [header, *(part.data.data for part in parts)])
+    with record_function("torchrec_cnr.upload"):
+        store.put(name, [header, *(part.data.data for part in parts)])
     pack = Pack(name, end, len(header), crc32c(header), heat=heat)
     return _WrittenPack(pack, blobs, time.monotonic() - began)
 

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.profiler import record_function
 
 from torchrec_cnr.assembly import RANK_RECORD, ObjectRecord, RankRecord, ShardRecord
 from torchrec_cnr.encoding import EncodedRowSet, EncodedShard, Source, sampled_rows, write_all_rows, write_rows
@@ -106,10 +107,11 @@ class RankWriter:
         parts: list[list[tuple[RowSet | EncodedRowSet, EncodedShard]]] = [[] for _ in members]
         for heat, mask in enumerate(members[0].data.rows or (None,)):
             rows: RowSet | EncodedRowSet
-            if mask is None:
-                rows, encoded = write_all_rows(self._packs, sources)
-            else:
-                rows, encoded = write_rows(self._packs, sources, mask, heat)
+            with record_function("torchrec_cnr.encode"):
+                if mask is None:
+                    rows, encoded = write_all_rows(self._packs, sources)
+                else:
+                    rows, encoded = write_rows(self._packs, sources, mask, heat)
             for own, shard in zip(parts, encoded, strict=True):
                 own.append((rows, shard))
         for member, own in zip(members, parts, strict=True):

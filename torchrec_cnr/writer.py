@@ -10,6 +10,9 @@ Who calls what, on which rank, in one ``dcp.save``:
     6. finish                 coordinator  check all results against the plan, then commit: write the manifest, and
                                            release the lease
 
+Before that, in ``dcp.async_save``, it is the stager as well. Its ranges in torch's profiler are ``torchrec_cnr.stage``,
+``.encode``, ``.upload`` and ``.commit``.
+
 Nothing is ever overwritten: packs bear the save id in their names, and the manifest is put only where none is.
 """
 
@@ -27,6 +30,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
+from torch.profiler import record_function
 
 from torchrec_cnr import manifest_json
 from torchrec_cnr.agreement import shard_key
@@ -123,7 +127,8 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         live, paths = flatten_state_dict(dict(state_dict))
         self._staging.wait(live)
         try:
-            return dict(unflatten_state_dict(self._staging.stage(live), paths))
+            with record_function("torchrec_cnr.stage"):
+                return dict(unflatten_state_dict(self._staging.stage(live), paths))
         except Exception as error:  # noqa: BLE001 - raised by the save
             self._failure = error
             return {}
@@ -226,7 +231,8 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         except LoadError as error:
             raise SaveError(f"nothing was committed, because it could not be loaded again: {error}") from error
         self._check_still_there(manifest)
-        self._store.put_new(FILE_NAME, data, self._save_id)
+        with record_function("torchrec_cnr.commit"):
+            self._store.put_new(FILE_NAME, data, self._save_id)
         if isinstance(metadata, SaveMetadata):
             commit_secs = time.monotonic() - began
             metadata.phases = tuple(replace(phases, commit_secs=commit_secs) for phases in parts.phases)
