@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import torchrec_cnr as cnr
@@ -169,6 +170,24 @@ def test_two_trackers_of_one_state_are_refused(tmp_path: Path) -> None:
     dcp.async_save(state(job), storage_writer=writer, planner=planners[0]).result()  # type: ignore[union-attr]
     assert differing(models.load(plain_job(2), str(tmp_path / "0")), whole(state(job))) == []
     trackers[0].close()
+
+
+def test_rows_are_not_staged_for_another_planner(tmp_path: Path) -> None:
+    """A tracked state that is saved with a planner that knows no tracker: refused behind training, not before it."""
+    job = plain_job(1)
+    tracker = cnr.RowTracker(job.model)
+    planner = cnr.CNRSavePlanner(tracker)
+    for other in (None, cnr.CNRSavePlanner()):
+        future = dcp.async_save(state(job), storage_writer=models.writer(tmp_path / "0"), planner=other)
+        with pytest.raises(CheckpointException) as raised:
+            future.result()  # type: ignore[union-attr]
+        assert all(isinstance(cause, cnr.ConfigurationError) for cause in models.causes(raised.value).values())
+    writer = models.writer(tmp_path / "1")
+    dcp.async_save(state(job), storage_writer=writer, planner=planner).result()  # type: ignore[union-attr]
+    dcp.save(state(job), checkpoint_id=str(tmp_path / "2"), storage_writer=writer)
+    for name in ("1", "2"):
+        assert differing(models.load(plain_job(2), str(tmp_path / name)), whole(state(job))) == []
+    tracker.close()
 
 
 def test_a_share_of_a_core_is_kept_to() -> None:

@@ -78,7 +78,7 @@ class Staging:
 
     def __init__(self, staging_bytes: int, timeout_secs: float, phases: SavePhases | None = None) -> None:
         self.live: frozenset[ShardKey] = frozenset()
-        self._phases = SavePhases() if phases is None else phases
+        self._phases = phases
         self._staging_bytes = staging_bytes
         self._timeout_secs = timeout_secs
         self._arena = Arena()
@@ -154,9 +154,9 @@ class Staging:
                 place.copy_(source.index_select(0, rows), non_blocking=True)
         return taken
 
-    def take_phases(self) -> SavePhases:
-        """What the copy took, told once: to the save that it was made for."""
-        phases, self._phases = self._phases, SavePhases()
+    def take_phases(self) -> SavePhases | None:
+        """What the copy of rows took, told once: to the save that it was made for; None if no rows were staged."""
+        phases, self._phases = self._phases, None
         return phases
 
     def release(self) -> None:

@@ -33,7 +33,7 @@ from torch.futures import Future
 from torch.profiler import record_function
 
 from torchrec_cnr import manifest_json
-from torchrec_cnr.agreement import shard_key
+from torchrec_cnr.agreement import RankData, shard_key
 from torchrec_cnr.assembly import assemble
 from torchrec_cnr.cuts import TIMEOUT_SECS
 from torchrec_cnr.decisions import Decision
@@ -45,6 +45,7 @@ from torchrec_cnr.manifest import FILE_NAME, CheckpointRef, History, Manifest
 from torchrec_cnr.modified import Since
 from torchrec_cnr.pace import Pace, check_cpu_share
 from torchrec_cnr.packs import PACK_BYTES, PackWriter, check_pack_bytes, check_thread_count
+from torchrec_cnr.phases import SavePhases
 from torchrec_cnr.progress import Count, Progress
 from torchrec_cnr.rank_writer import RankWriter
 from torchrec_cnr.schemes import NoQuantization, Quantization, SchemeRules
@@ -103,6 +104,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         self._cpu_share = cpu_share
         self._pack_bytes = pack_bytes
         self._staging = Staging(staging_bytes, timeout_secs)
+        self._staged: SavePhases | None = None  # what this save's staging took
         self._failure: Exception | None = None  # of staging
         self._progress = progress
         self._sync_files = sync_files
@@ -164,6 +166,11 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Refuse an id that is taken; make the directory, and let nobody prune it."""
+        if self._staged is not None and not isinstance(plan.planner_data, RankData):
+            raise ConfigurationError(
+                "tables of this state are tracked, and their modified rows were staged for the tracker's "
+                "CNRSavePlanner: pass that to dcp.async_save; with another planner, use dcp.save"
+            )
         if self._store.exists(FILE_NAME):
             raise CheckpointExistsError(
                 f"{self._store.url} holds a committed checkpoint already; save under another checkpoint_id"
@@ -180,13 +187,12 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Encode and write this rank's items."""
         began = time.monotonic()
-        phases = self._staging.take_phases()
         packs = PackWriter(
             self._store,
             f"{plan.storage_data}-{self._rank}",
             self._thread_count,
             self._pack_bytes,
-            pace=Pace(self._cpu_share) if phases.stage_secs else None,
+            pace=Pace(self._cpu_share) if self._staged is not None else None,
         )
         try:
             writer = RankWriter(packs, planner, self._rules, self._warned, Count(len(plan.items), self._progress))
@@ -196,7 +202,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
                 packs.flush()
                 self._staging.release()
             writer.write([item for item in plan.items if shard_key(item) not in live])
-            results = writer.finish(replace(phases, plan_secs=began - self._started))
+            results = writer.finish(replace(self._staged or SavePhases(), plan_secs=began - self._started))
         finally:
             packs.close()
         future: Future[list[WriteResult]] = Future()
@@ -265,6 +271,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
 
     def storage_meta(self) -> StorageMeta:
         """Where this save goes, for the planner; the first call of every save, and the only one that draws its id."""
+        self._staged = self._staging.take_phases()
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
