@@ -8,6 +8,7 @@ dead or stopped.
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 
 import torch.distributed as dist
@@ -37,6 +38,8 @@ class Pulse:
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="cnr-pulse", daemon=True)
         self._thread.start()
+        # Not to be caught in the store when the interpreter ends, which would end it with a crash.
+        self._stop = weakref.finalize(self, _stop, self._is_closed, self._thread)
 
     @classmethod
     def of_world(cls) -> "Pulse":
@@ -66,8 +69,7 @@ class Pulse:
 
     def close(self) -> None:
         """End it: others will take this rank for missing."""
-        self._is_closed.set()
-        self._thread.join(BEAT_SECS)
+        self._stop()
 
     def _beat(self) -> None:
         while True:
@@ -80,3 +82,8 @@ class Pulse:
 
     def _beats(self) -> list[int]:
         return [self._store.add(f"{self._prefix}/{rank}", 0) for rank in range(self._world_size)]
+
+
+def _stop(is_closed: threading.Event, thread: threading.Thread) -> None:
+    is_closed.set()
+    thread.join(BEAT_SECS)
