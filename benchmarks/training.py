@@ -15,7 +15,7 @@ from benchmarks.rounds import Setup, round_name
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "examples" / "train_dlrm.py"
 EVERY = 20  # steps between two saves
-NUM_STEPS, NUM_QUICK_STEPS = 320, 60
+NUM_STEPS, NUM_QUICK_STEPS = 320, 40
 NUM_ROUNDS, NUM_QUICK_ROUNDS = 5, 1
 MIN_RATIO = 0.9
 LIMIT_SECS = 600.0
@@ -31,6 +31,9 @@ def run(setup: Setup) -> Report:
         ASYNC: ("--every", str(EVERY), "--async"),
         SYNC: ("--every", str(EVERY)),
     }
+    if setup.quick:
+        small = ("--num-rows", "1000", "--batch-size", "64")
+        ways = {name: (*ways[name], *small) for name in (NONE, ASYNC)}
     rates: dict[str, list[float]] = {name: [] for name in ways}
     for round_number in range(1, num_rounds + 1):
         setup.say(round_name(round_number, num_rounds))
@@ -50,7 +53,8 @@ def run(setup: Setup) -> Report:
                 "×",
                 at_least=MIN_RATIO if name == ASYNC else None,
             )
-            for name in (ASYNC, SYNC)
+            for name in rates
+            if name != NONE
         ),
         tables=(
             Table(

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +75,17 @@ def _check(rank: int, root: str, kind: str, cuts: list[tuple[Whole, str]]) -> No
         assert differing(models.load(target, f"{root}/{number}"), cut) == []
 
 
-@pytest.mark.parametrize("executor", EXECUTORS, ids=lambda executor: executor.value)
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
-@pytest.mark.parametrize("kind", ["torchrec", "sgd", "adagrad"])
+def _cells() -> Iterator[Any]:
+    """Every policy and executor with TorchRec's tables, and some with those of ``torch.optim``; all in the slow run."""
+    for kind in ("torchrec", "sgd", "adagrad"):
+        for policy in POLICIES:
+            for executor in EXECUTORS:
+                is_slow = kind != "torchrec" and not isinstance(policy, cnr.Consecutive | cnr.Compacted)
+                name = f"{kind}-{type(policy).__name__}-{executor.value}"
+                yield pytest.param(kind, policy, executor, id=name, marks=[pytest.mark.slow] if is_slow else [])
+
+
+@pytest.mark.parametrize(("kind", "policy", "executor"), list(_cells()))
 def test_a_checkpoint_is_of_the_moment_of_its_cut(
     tmp_path: Path, rank_pool: RankPools, kind: str, policy: cnr.Policy, executor: AsyncCheckpointerType
 ) -> None:

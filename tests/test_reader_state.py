@@ -76,11 +76,11 @@ def _train_to_the_end(tmp_path: Path, pipeline: str, reader_kind: str, num_kills
 
 @pytest.mark.parametrize(
     ("pipeline", "reader_kind"),
-    [("Base", "loader"), ("SparseDist", "function"), ("SemiSync", "iterable"), ("FusedSparseDist", "loader")],
+    [("Base", "loader"), ("SparseDist", "function"), ("SemiSync", "iterable")],
 )
 def test_every_sample_is_trained_once(tmp_path: Path, pipeline: str, reader_kind: str) -> None:
-    """Killed three times at random moments, and resumed: no sample is missing, none was trained twice."""
-    _train_to_the_end(tmp_path, pipeline, reader_kind, num_kills=3, seed=0)
+    """Killed twice at random moments, and resumed: no sample is missing, none was trained twice."""
+    _train_to_the_end(tmp_path, pipeline, reader_kind, num_kills=2, seed=0)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ training waits for that (in ``synchronize_staging``) rather than for memory.
 import copy
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.default_planner import create_default_local_sa
 from torch.distributed.checkpoint.planner import WriteItem
 
 from torchrec_cnr.arena import Arena, ArenaTensor, padded_bytes
-from torchrec_cnr.cuts import Cut, Cuts, StagedRows, TrackedItem
+from torchrec_cnr.cuts import Cut, Cuts, StagedRows
 from torchrec_cnr.decisions import ShardKey
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.handover import StagedTensor
@@ -114,9 +114,8 @@ class Staging:
         values = self._copied([wanted for wanted in copies if wanted.key not in self.live])
         values |= {wanted.key: wanted.source for wanted in copies if wanted.key in self.live}
         items = {
-            wanted.key: _staged(cut.items[wanted.key], wanted, values[wanted.key], cut)
-            for wanted in copies
-            if wanted.key in cut.items
+            wanted.key: replace(cut.items[wanted.key], values=values[wanted.key], rows=rows)
+            for wanted, rows in _rows_of(copies, self.live, cut)
         }
         self._released.clear()
         cuts.staged = replace(cut, items=items, is_complete=not self.live)
@@ -267,11 +266,19 @@ def _memory_of(wanted: _Copy) -> object:
     return memory_key(wanted.source) or wanted.key, id(wanted.numbers)
 
 
-def _staged(item: TrackedItem, wanted: _Copy, values: Tensor | ArenaTensor, cut: Cut) -> TrackedItem:
-    rows = wanted.rows
-    if isinstance(values, Tensor) and wanted.numbers is not None and isinstance(item.rows, ModifiedRows):
-        rows = _masks(item.rows, cut)  # not copied: they lie where they are
-    return replace(item, values=values, rows=rows)
+def _rows_of(copies: Sequence[_Copy], live: frozenset[ShardKey], cut: Cut) -> Iterator[tuple[_Copy, StagedRows | None]]:
+    """The modified rows of each tracked shard; what was not copied has them where they are."""
+    masks: dict[int, StagedRows] = {}
+    for wanted in copies:
+        item = cut.items.get(wanted.key)
+        if item is None:
+            continue
+        if wanted.key in live and wanted.numbers is not None and isinstance(item.rows, ModifiedRows):
+            if item.group not in masks:
+                masks[item.group] = _masks(item.rows, cut)
+            yield wanted, masks[item.group]
+        else:
+            yield wanted, wanted.rows
 
 
 def _stand_ins(live: Mapping[str, Any], values: Mapping[ShardKey, Tensor | ArenaTensor], cut: Cut) -> dict[str, Any]:
