@@ -76,11 +76,12 @@ def _check(rank: int, root: str, kind: str, cuts: list[tuple[Whole, str]]) -> No
 
 
 def _cells() -> Iterator[Any]:
-    """Every policy and executor with TorchRec's tables, and some with those of ``torch.optim``; all in the slow run."""
+    """Every policy with TorchRec's tables, and some with those of ``torch.optim``; all in the slow run."""
     for kind in ("torchrec", "sgd", "adagrad"):
         for policy in POLICIES:
             for executor in EXECUTORS:
-                is_slow = kind != "torchrec" and not isinstance(policy, cnr.Consecutive | cnr.Compacted)
+                is_common = isinstance(policy, cnr.Consecutive | cnr.Compacted)
+                is_slow = not is_common and (kind != "torchrec" or executor is AsyncCheckpointerType.PROCESS)
                 name = f"{kind}-{type(policy).__name__}-{executor.value}"
                 yield pytest.param(kind, policy, executor, id=name, marks=[pytest.mark.slow] if is_slow else [])
 

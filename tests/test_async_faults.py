@@ -169,7 +169,7 @@ def _resume(rank: int, root: str, group: str) -> bool:
 @pytest.mark.parametrize(
     ("victim", "how", "phase"),
     [
-        (1, "killed", "write_data"),
+        pytest.param(1, "killed", "write_data", marks=pytest.mark.slow),
         pytest.param(0, "killed", "write_data", marks=pytest.mark.slow),
         (2, "stopped", "write_data"),
         pytest.param(1, "stopped", "set_up_planner", marks=pytest.mark.slow),

@@ -32,7 +32,9 @@ def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-@pytest.mark.parametrize("name", BENCHMARKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "training" else []) for name in BENCHMARKS]
+)  # which runs the example several times
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_benchmark_gives_its_figures(name: str, tmp_path: Path) -> None:
     """Each benchmark says what it does, and gives positive figures that print as a table."""

@@ -111,6 +111,7 @@ def resumed(killed: Killed, tmp_path_factory: pytest.TempPathFactory) -> tuple[E
     return resume(killed, tmp_path_factory.mktemp("resumed") / "on-2", world_size=2)
 
 
+@pytest.mark.slow
 def test_saves_behind_training_resume_alike(undisturbed: tuple[Ended, Path], tmp_path: Path) -> None:
     """Killed in a save behind training, and resumed: the run ends as one that waits for its saves and is not killed."""
     options = [*EXACT, "--root", str(tmp_path / "checkpoints"), "--losses", str(tmp_path / "losses.txt"), "--async"]
