@@ -65,6 +65,7 @@ LAYERS = (
         "read_items",
         "agreement",
         "staging",
+        "staging_plan",
         "cuts",
     },
     {

@@ -23,7 +23,8 @@ from .maintenance.prune_plan import PrunePlan
 from .maintenance.pruning import plan_prune
 from .maintenance.retention import Best, Keep
 from .maintenance.rewriting import compact
-from .manager import CheckpointManager, Saved
+from .manager import CheckpointManager
+from .phases import Saved
 from .planner import CNRSavePlanner
 from .policies import Compacted, Consecutive, Full, Intermittent, OneShot, Policy
 from .reader import CNRStorageReader

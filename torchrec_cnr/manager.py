@@ -11,7 +11,6 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -25,7 +24,7 @@ from torchrec_cnr.lineage import read_checkpoint
 from torchrec_cnr.load_report import LoadReport
 from torchrec_cnr.maintenance.retention import Keep
 from torchrec_cnr.maintenance.upkeep import Upkeep
-from torchrec_cnr.phases import SavePhases
+from torchrec_cnr.phases import Saved
 from torchrec_cnr.planner import CNRSavePlanner
 from torchrec_cnr.policies import Compacted, Policy
 from torchrec_cnr.restoring import restore_newest
@@ -40,33 +39,6 @@ logger = logging.getLogger(__name__)
 
 State = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 _NAME = re.compile(r"step-(\d{1,18})")
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint that was taken.
-
-    Attributes:
-        step: After which step.
-        path: Where.
-        kind: ``baseline`` or ``delta``.
-        num_bytes: Of all its files.
-        num_rows: Rows of tables stored.
-        stall_secs: How long training stood still for it, on this rank.
-        secs: Until it was committed, from the start.
-        phases: What took how long, on this rank.
-        num_retries: How often it had failed before.
-    """
-
-    step: int
-    path: str
-    kind: str
-    num_bytes: int
-    num_rows: int
-    stall_secs: float
-    secs: float
-    phases: SavePhases
-    num_retries: int
 
 
 class CheckpointManager:

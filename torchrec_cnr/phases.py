@@ -1,4 +1,4 @@
-"""Phases: what a save took, by what it was spent on."""
+"""Phases: what a save took, by what it was spent on; and what a checkpoint manager tells of each that it took."""
 
 from dataclasses import dataclass
 
@@ -26,3 +26,30 @@ class SavePhases:
     upload_secs: float = 0.0
     commit_secs: float = 0.0
     num_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that was taken.
+
+    Attributes:
+        step: After which step.
+        path: Where.
+        kind: ``baseline`` or ``delta``.
+        num_bytes: Of all its files.
+        num_rows: Rows of tables stored.
+        stall_secs: How long training stood still for it, on this rank.
+        secs: Until it was committed, from the start.
+        phases: What took how long, on this rank.
+        num_retries: How often it had failed before.
+    """
+
+    step: int
+    path: str
+    kind: str
+    num_bytes: int
+    num_rows: int
+    stall_secs: float
+    secs: float
+    phases: SavePhases
+    num_retries: int

@@ -12,57 +12,28 @@ training waits for that (in ``synchronize_staging``) rather than for memory.
 import copy
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.planner import WriteItem
 
-from torchrec_cnr.arena import Arena, ArenaTensor, padded_bytes
-from torchrec_cnr.cuts import Cut, Cuts, StagedRows
+from torchrec_cnr.arena import Arena, ArenaTensor
+from torchrec_cnr.cuts import Cut, Cuts
 from torchrec_cnr.decisions import ShardKey
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.handover import StagedTensor
 from torchrec_cnr.manifest import DTYPES
-from torchrec_cnr.modified import ModifiedRows, RowList, RowMask, Since
 from torchrec_cnr.packs import BLOCK_BYTES
 from torchrec_cnr.phases import SavePhases
-from torchrec_cnr.shards import copied, dtype_name, is_replicated, local_shards, memory_key
+from torchrec_cnr.shards import copied, dtype_name, is_replicated, local_shards
+from torchrec_cnr.staging_plan import ShardCopy, plan_staging
 from torchrec_cnr.tracked import all_tracked, tracking
 
 STAGING_BYTES = 8 << 30
-
-
-@dataclass(frozen=True, eq=False)
-class _Copy:
-    """A shard that is to be staged.
-
-    Attributes:
-        key: The shard.
-        source: Its values, live.
-        numbers: int64 [k], on the source's device: the rows to copy; None for all.
-        rows: The modified ones, as they lie in the copy; None if all must be stored.
-    """
-
-    key: ShardKey
-    source: Tensor
-    numbers: Tensor | None
-    rows: StagedRows | None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the copy."""
-        sizes = tuple(self.source.shape)
-        return sizes if self.numbers is None else (len(self.numbers), *sizes[1:])
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the copy."""
-        return padded_bytes(self.shape, self.source.dtype)
 
 
 class Staging:
@@ -109,13 +80,14 @@ class Staging:
     def _stage(self, live: Mapping[str, Any], cuts: Cuts) -> dict[str, Any]:
         cut, began = cuts.cut(live), time.monotonic()
         cut = replace(cut, staged=cuts.next_staged(), flight=cuts.flight)
-        copies = _copies(live, cut)
-        self.live = _over(self._staging_bytes, copies, cut)
-        values = self._copied([wanted for wanted in copies if wanted.key not in self.live])
-        values |= {wanted.key: wanted.source for wanted in copies if wanted.key in self.live}
+        copies = plan_staging(live, cut, self._staging_bytes)
+        self.live = frozenset(wanted.key for wanted in copies if wanted.is_live)
+        values = self._copied([wanted for wanted in copies if not wanted.is_live])
+        values |= {wanted.key: wanted.source for wanted in copies if wanted.is_live}
         items = {
-            wanted.key: replace(cut.items[wanted.key], values=values[wanted.key], rows=rows)
-            for wanted, rows in _rows_of(copies, self.live, cut)
+            wanted.key: replace(cut.items[wanted.key], values=values[wanted.key], rows=wanted.rows)
+            for wanted in copies
+            if wanted.key in cut.items
         }
         self._released.clear()
         cuts.staged = replace(cut, items=items, is_complete=not self.live)
@@ -123,21 +95,21 @@ class Staging:
         self._phases = SavePhases(time.monotonic() - began, self._arena.taken_bytes)
         return _stand_ins(live, values, cuts.staged)
 
-    def _copied(self, copies: Sequence[_Copy]) -> dict[ShardKey, Tensor | ArenaTensor]:
+    def _copied(self, copies: Sequence[ShardCopy]) -> dict[ShardKey, Tensor | ArenaTensor]:
         """Copies of everything, each memory once."""
         by_memory: dict[object, Tensor | ArenaTensor] = {}
-        unique: dict[object, _Copy] = {}
+        unique: dict[object, ShardCopy] = {}
         for wanted in copies:
-            unique.setdefault(_memory_of(wanted), wanted)
+            unique.setdefault(wanted.memory, wanted)
         is_on_device = any(wanted.source.device.type == "cuda" for wanted in unique.values())
         self._arena.clear(sum(wanted.num_bytes for wanted in unique.values()), is_pinned=is_on_device)
         for memory, wanted in unique.items():
             by_memory[memory] = self._copy(wanted)
         if is_on_device:
             torch.cuda.synchronize()
-        return {wanted.key: by_memory[_memory_of(wanted)] for wanted in copies}
+        return {wanted.key: by_memory[wanted.memory] for wanted in copies}
 
-    def _copy(self, wanted: _Copy) -> Tensor | ArenaTensor:
+    def _copy(self, wanted: ShardCopy) -> Tensor | ArenaTensor:
         source, numbers = wanted.source, wanted.numbers
         if source.layout is not torch.strided or dtype_name(source) not in DTYPES:
             return source.to("cpu", copy=True)  # which the writer will refuse, by name
@@ -198,87 +170,6 @@ def _cuts_of(live: Mapping[str, Any]) -> Cuts | None:
 
 def _tensors(live: Mapping[str, Any]) -> Iterable[Tensor]:
     return (shard.tensor for value in live.values() for shard in local_shards(value))
-
-
-def _copies(live: Mapping[str, Any], cut: Cut) -> list[_Copy]:
-    """What a save needs of a state dict."""
-    selected: dict[int, tuple[Tensor | None, StagedRows]] = {}
-    copies = []
-    since = _since(cut)
-    is_alone = not dist.is_initialized() or dist.get_world_size() == 1
-    for fqn, value in live.items():
-        for shard in local_shards(value):
-            key, source = (fqn, shard.box.offsets), shard.tensor.detach()
-            item = cut.items.get(key)
-            if item is None or item.is_replaced or since is Since.EVER or not isinstance(item.rows, ModifiedRows):
-                copies.append(_Copy(key, source, None, None))
-                continue
-            if item.group not in selected:
-                # Ranks may disagree about the modified rows of what they all hold, and must then store all.
-                is_whole = Since.EVER in (cut.staged or ()) or (is_replicated(value) and not is_alone)
-                selected[item.group] = (None, _masks(item.rows, cut)) if is_whole else _lists(item.rows, cut)
-            copies.append(_Copy(key, source, *selected[item.group]))
-    return copies
-
-
-def _since(cut: Cut) -> Since:
-    """What the rows of a delta were modified since; ``EVER`` if it can be a baseline only."""
-    return next((since for since in cut.staged or () if since is not Since.EVER), Since.EVER)
-
-
-def _masks(rows: ModifiedRows, cut: Cut) -> StagedRows:
-    """Modified rows among all rows."""
-    since = _since(cut)
-    parts = rows.select_parts(since, cut.is_by_heat(since))
-    return StagedRows(since, parts, RowMask.union(parts).digest())
-
-
-def _lists(rows: ModifiedRows, cut: Cut) -> tuple[Tensor, StagedRows]:
-    """Modified rows as they will lie one behind the other, and where."""
-    since = _since(cut)
-    parts = rows.select_numbers(since, cut.is_by_heat(since))
-    lists, first = [], 0
-    for numbers in parts:
-        lists.append(RowList(numbers.cpu(), first))
-        first += len(numbers)
-    return torch.cat(parts) if len(parts) > 1 else parts[0], StagedRows(since, tuple(lists), b"")
-
-
-def _over(max_bytes: int, copies: Sequence[_Copy], cut: Cut) -> frozenset[ShardKey]:
-    """What exceeds the budget: the largest tables, each with its state."""
-    groups: dict[object, list[_Copy]] = {}
-    for wanted in copies:
-        item = cut.items.get(wanted.key)
-        groups.setdefault(wanted.key if item is None else item.group, []).append(wanted)
-    over: set[ShardKey] = set()
-    sizes = [(sum(wanted.num_bytes for wanted in group), group) for group in groups.values()]
-    num_bytes = sum(size for size, _ in sizes)
-    for size, group in sorted(sizes, key=lambda sized: -sized[0]):
-        if num_bytes <= max_bytes:
-            break
-        over.update(wanted.key for wanted in group)
-        num_bytes -= size
-    return frozenset(over)
-
-
-def _memory_of(wanted: _Copy) -> object:
-    """The same for shards that are one memory under several names."""
-    return memory_key(wanted.source) or wanted.key, id(wanted.numbers)
-
-
-def _rows_of(copies: Sequence[_Copy], live: frozenset[ShardKey], cut: Cut) -> Iterator[tuple[_Copy, StagedRows | None]]:
-    """The modified rows of each tracked shard; what was not copied has them where they are."""
-    masks: dict[int, StagedRows] = {}
-    for wanted in copies:
-        item = cut.items.get(wanted.key)
-        if item is None:
-            continue
-        if wanted.key in live and wanted.numbers is not None and isinstance(item.rows, ModifiedRows):
-            if item.group not in masks:
-                masks[item.group] = _masks(item.rows, cut)
-            yield wanted, masks[item.group]
-        else:
-            yield wanted, wanted.rows
 
 
 def _stand_ins(live: Mapping[str, Any], values: Mapping[ShardKey, Tensor | ArenaTensor], cut: Cut) -> dict[str, Any]:

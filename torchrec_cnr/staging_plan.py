@@ -1,0 +1,135 @@
+"""Staging plans: which shards a save needs copies of, and of which rows. Nothing is copied yet."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchrec_cnr.arena import padded_bytes
+from torchrec_cnr.cuts import Cut, StagedRows
+from torchrec_cnr.decisions import ShardKey
+from torchrec_cnr.modified import ModifiedRows, RowList, RowMask, Since
+from torchrec_cnr.shards import is_replicated, local_shards, memory_key
+
+
+@dataclass(frozen=True, eq=False)
+class ShardCopy:
+    """A shard that is to be staged.
+
+    Attributes:
+        key: The shard.
+        source: Its values, live.
+        numbers: int64 [k], on the source's device: the rows to copy; None for all.
+        rows: The modified ones, as they lie in the copy; None if all must be stored.
+        is_live: Whether it is not copied, for want of room, but written before training goes on.
+    """
+
+    key: ShardKey
+    source: Tensor
+    numbers: Tensor | None
+    rows: StagedRows | None
+    is_live: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the copy."""
+        sizes = tuple(self.source.shape)
+        return sizes if self.numbers is None else (len(self.numbers), *sizes[1:])
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the copy."""
+        return padded_bytes(self.shape, self.source.dtype)
+
+    @property
+    def memory(self) -> object:
+        """The same for shards that are one memory under several names."""
+        return memory_key(self.source) or self.key, id(self.numbers)
+
+
+def plan_staging(live: Mapping[str, Any], cut: Cut, max_bytes: int) -> list[ShardCopy]:
+    """What a save needs of a state dict.
+
+    Args:
+        live: The state dict, flattened.
+        cut: What is known of it.
+        max_bytes: Copies take no more than that; the largest tables stay live instead.
+    """
+    copies = _copies(live, cut)
+    over = _over(max_bytes, copies, cut)
+    masks: dict[int, StagedRows] = {}
+    return [_live(wanted, cut, masks) if wanted.key in over else wanted for wanted in copies]
+
+
+def _copies(live: Mapping[str, Any], cut: Cut) -> list[ShardCopy]:
+    selected: dict[int, tuple[Tensor | None, StagedRows]] = {}
+    copies = []
+    since = _since(cut)
+    is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+    for fqn, value in live.items():
+        for shard in local_shards(value):
+            key, source = (fqn, shard.box.offsets), shard.tensor.detach()
+            item = cut.items.get(key)
+            if item is None or item.is_replaced or since is Since.EVER or not isinstance(item.rows, ModifiedRows):
+                copies.append(ShardCopy(key, source, None, None))
+                continue
+            if item.group not in selected:
+                # Ranks may disagree about the modified rows of what they all hold, and must then store all.
+                is_whole = Since.EVER in (cut.staged or ()) or (is_replicated(value) and not is_alone)
+                selected[item.group] = (None, _masks(item.rows, cut)) if is_whole else _lists(item.rows, cut)
+            copies.append(ShardCopy(key, source, *selected[item.group]))
+    return copies
+
+
+def _since(cut: Cut) -> Since:
+    """What the rows of a delta were modified since; ``EVER`` if it can be a baseline only."""
+    return next((since for since in cut.staged or () if since is not Since.EVER), Since.EVER)
+
+
+def _masks(rows: ModifiedRows, cut: Cut) -> StagedRows:
+    """Modified rows among all rows."""
+    since = _since(cut)
+    parts = rows.select_parts(since, cut.is_by_heat(since))
+    return StagedRows(since, parts, RowMask.union(parts).digest())
+
+
+def _lists(rows: ModifiedRows, cut: Cut) -> tuple[Tensor, StagedRows]:
+    """Modified rows as they will lie one behind the other, and where."""
+    since = _since(cut)
+    parts = rows.select_numbers(since, cut.is_by_heat(since))
+    lists, first = [], 0
+    for numbers in parts:
+        lists.append(RowList(numbers.cpu(), first))
+        first += len(numbers)
+    return torch.cat(parts) if len(parts) > 1 else parts[0], StagedRows(since, tuple(lists), b"")
+
+
+def _over(max_bytes: int, copies: Sequence[ShardCopy], cut: Cut) -> frozenset[ShardKey]:
+    """What exceeds the budget: the largest tables, each with its state."""
+    groups: dict[object, list[ShardCopy]] = {}
+    for wanted in copies:
+        item = cut.items.get(wanted.key)
+        groups.setdefault(wanted.key if item is None else item.group, []).append(wanted)
+    over: set[ShardKey] = set()
+    sizes = [(sum(wanted.num_bytes for wanted in group), group) for group in groups.values()]
+    num_bytes = sum(size for size, _ in sizes)
+    for size, group in sorted(sizes, key=lambda sized: -sized[0]):
+        if num_bytes <= max_bytes:
+            break
+        over.update(wanted.key for wanted in group)
+        num_bytes -= size
+    return frozenset(over)
+
+
+def _live(wanted: ShardCopy, cut: Cut, masks: dict[int, StagedRows]) -> ShardCopy:
+    """A shard that is not copied has its modified rows where they are."""
+    rows = wanted.rows
+    if wanted.numbers is not None:
+        item = cut.items[wanted.key]
+        assert isinstance(item.rows, ModifiedRows)  # else no rows were selected
+        rows = masks.get(item.group) or _masks(item.rows, cut)
+        masks[item.group] = rows
+    return replace(wanted, numbers=None, rows=rows, is_live=True)
