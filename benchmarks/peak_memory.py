@@ -14,7 +14,8 @@ import torchrec_cnr as cnr
 from benchmarks.models import TableModel, TableSizes, one_rank
 from benchmarks.report import Figure, Report
 from benchmarks.rounds import Setup
-from torchrec_cnr.encoding import Source, sampled_rows, write_all_rows
+from torchrec_cnr.choosing import sampled_rows
+from torchrec_cnr.encoding import Source, write_all_rows
 from torchrec_cnr.packs import PackWriter
 from torchrec_cnr.schemes import Scheme
 from torchrec_cnr.stores import Store

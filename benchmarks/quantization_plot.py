@@ -24,7 +24,7 @@ import torchrec_cnr as cnr
 from benchmarks.process import Progress
 from benchmarks.report import number
 from benchmarks.rows import trained_on, trained_rows
-from torchrec_cnr.encoding import sampled_rows
+from torchrec_cnr.choosing import sampled_rows
 from torchrec_cnr.schemes import Scheme, exact_row_bytes
 from torchrec_cnr.schemes.uniform import BITS, mean_error, relative_error
 

@@ -11,7 +11,7 @@ import torchrec_cnr as cnr
 from benchmarks.report import Figure, Report, Table
 from benchmarks.rounds import Candidate, Setup, interleave, ratios, times_table
 from benchmarks.rows import DISTRIBUTIONS, drawn_rows, trained_on, trained_rows
-from torchrec_cnr.encoding import sampled_rows
+from torchrec_cnr.choosing import sampled_rows
 from torchrec_cnr.schemes import Scheme
 
 DIM = 64

@@ -47,6 +47,7 @@ LAYERS = (
         "lineage",
         "decisions",
         "handover",
+        "choosing",
         "encoding",
         "folding",
         "objects",

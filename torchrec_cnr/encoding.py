@@ -14,15 +14,11 @@ import torch
 from torch import Tensor
 
 from torchrec_cnr.manifest import Blob, RowBlock, RowSet
-from torchrec_cnr.modified import RowList, RowMask, Rows
-from torchrec_cnr.packs import BLOCK_BYTES, PackWriter
+from torchrec_cnr.modified import RowList, Rows
+from torchrec_cnr.packs import PackWriter
 from torchrec_cnr.rows import CodedRows, encode_rows
 from torchrec_cnr.schemes import NoQuantization, Scheme
 from torchrec_cnr.stores import Bytes
-
-SAMPLE_ROWS = 512  # of a shard; the errors of different schemes on them differ by more than chance
-
-_GOLDEN_RATIO = (5**0.5 - 1) / 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,31 +82,6 @@ class EncodedRowSet:
                 for coded, num_rows, number in self.blocks
             )
         )
-
-
-def sampled_rows(values: Tensor, rows: RowMask | None) -> Tensor:
-    """Some of the rows that are to be stored, always the same ones.
-
-    Args:
-        values: [num_rows, ...], the shard.
-        rows: Those to be stored, or None for all.
-
-    Returns:
-        [n, num_cols], n being ``SAMPLE_ROWS`` or less.
-    """
-    num_rows, num_cols = len(values), math.prod(values.shape[1:])
-    most = min(SAMPLE_ROWS, max(1, BLOCK_BYTES // max(1, num_cols * values.element_size())))
-    if num_rows <= SAMPLE_ROWS:
-        numbers = torch.arange(num_rows)
-    else:
-        # Multiples of the golden ratio spread evenly and have no period that rows could share.
-        numbers = ((torch.arange(64 * SAMPLE_ROWS, dtype=torch.float64) * _GOLDEN_RATIO).frac() * num_rows).long()
-    if rows is not None:
-        numbers = numbers[rows.mask[numbers.to(rows.mask.device)].cpu()]
-        if len(numbers) < SAMPLE_ROWS // 8:  # a hundredth of a percent is stored, or less
-            numbers = next(rows.blocks(SAMPLE_ROWS), numbers)
-    found = values.index_select(0, numbers[:most].to(values.device))
-    return found.reshape(len(found), num_cols)
 
 
 def write_all_rows(packs: PackWriter, sources: Sequence[Source]) -> tuple[RowSet, Sequence[EncodedShard]]:

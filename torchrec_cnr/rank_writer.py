@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.profiler import record_function
 
 from torchrec_cnr.assembly import RANK_RECORD, ObjectRecord, RankRecord, ShardRecord
-from torchrec_cnr.encoding import EncodedRowSet, EncodedShard, Source, sampled_rows, write_all_rows, write_rows
+from torchrec_cnr.choosing import chosen_scheme, sampled_rows
+from torchrec_cnr.encoding import EncodedRowSet, EncodedShard, Source, write_all_rows, write_rows
 from torchrec_cnr.errors import ConfigurationError, SaveError
 from torchrec_cnr.handover import ShardData
 from torchrec_cnr.manifest import DTYPES, Place, RowSet, Shard
@@ -26,7 +27,7 @@ from torchrec_cnr.packs import PackWriter
 from torchrec_cnr.phases import SavePhases
 from torchrec_cnr.progress import Count
 from torchrec_cnr.rows import Box
-from torchrec_cnr.schemes import NoQuantization, Scheme, SchemeRules, exact_row_bytes
+from torchrec_cnr.schemes import NoQuantization, Scheme, SchemeRules
 from torchrec_cnr.shards import dtype_name
 
 logger = logging.getLogger(__name__)
@@ -140,12 +141,7 @@ class RankWriter:
         rule = self._rules.rule_for(fqn, values.dtype, data.is_table)
         if isinstance(rule, NoQuantization) or values.numel() == 0:
             return NoQuantization()
-        rows = sampled_rows(values, _mask_of(data.rows))
-        scheme = rule.choose(lambda: rows, data.num_restores)
-        num_cols, itemsize = rows.shape[1], values.dtype.itemsize
-        exact_share = len(scheme.encode(rows).exact) / max(1, len(rows))
-        row_bytes = scheme.row_bytes(num_cols, values.dtype) + exact_share * exact_row_bytes(num_cols, itemsize)
-        return scheme if row_bytes < num_cols * itemsize else NoQuantization()
+        return chosen_scheme(rule, sampled_rows(values, _mask_of(data.rows)), data.num_restores)
 
     def _write_object(self, item: WriteItem) -> int:
         stream: Any = self._planner.resolve_data(item)
