@@ -52,6 +52,7 @@ LAYERS = (
         "folding",
         "objects",
         "arena",
+        "staged_codes",
         "flight",
         "table_reader",
         "inference_tables",

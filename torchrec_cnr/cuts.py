@@ -12,7 +12,6 @@ from weakref import ReferenceType, ref
 
 from torch import Tensor
 
-from torchrec_cnr.arena import ArenaTensor
 from torchrec_cnr.decisions import ShardKey
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.flight import Flight
@@ -22,6 +21,7 @@ from torchrec_cnr.modified import ModifiedRows, RowList, Rows, Since
 from torchrec_cnr.policies import Compacted, Policy
 from torchrec_cnr.rows import Box
 from torchrec_cnr.shards import local_shards, memory_key
+from torchrec_cnr.staged_codes import Staged
 from torchrec_cnr.tracked import Pending, TrackedRows, TrackedShard
 
 TIMEOUT_SECS = 1800.0
@@ -60,7 +60,7 @@ class TrackedItem:
     table: str
     table_box: Box
     group: int
-    values: Tensor | ArenaTensor
+    values: Staged
     rows: ModifiedRows | StagedRows | None
     is_replaced: bool = False
 

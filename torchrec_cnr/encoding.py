@@ -17,7 +17,8 @@ from torchrec_cnr.manifest import Blob, RowBlock, RowSet
 from torchrec_cnr.modified import RowList, Rows
 from torchrec_cnr.packs import PackWriter
 from torchrec_cnr.rows import CodedRows, encode_rows
-from torchrec_cnr.schemes import NoQuantization, Scheme
+from torchrec_cnr.schemes import Encoded, NoQuantization, Scheme
+from torchrec_cnr.staged_codes import StagedCodes
 from torchrec_cnr.stores import Bytes
 
 
@@ -30,12 +31,19 @@ class Source:
         values: The shard, on any device; one without dimensions counts as one row.
         dtype: Name of the values' dtype.
         scheme: How to quantize.
+        codes: What the values were encoded as already; they are at hand no more then.
     """
 
     name: str
     values: Tensor
     dtype: str
     scheme: Scheme
+    codes: StagedCodes | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where rows are encoded."""
+        return self.values.device if self.codes is None else torch.device("cpu")
 
     @property
     def rows(self) -> Tensor:
@@ -93,7 +101,7 @@ def write_all_rows(packs: PackWriter, sources: Sequence[Source]) -> tuple[RowSet
         stop = min(first + block_rows, num_rows)
         for source, source_blocks in zip(sources, written, strict=True):
             if source.is_quantized:
-                rows = torch.from_numpy(np.arange(first, stop)).to(source.values.device)
+                rows = torch.from_numpy(np.arange(first, stop)).to(source.device)
                 source_blocks.append(_write_codes(packs, source, number, rows))
             else:
                 # Whole blocks on the host stay views of the live tensor: nothing trains before the save returns.
@@ -115,7 +123,7 @@ def write_rows(
         coded_blocks.append((coded, len(block), packs.add(name, "uint8", data.shape, data, heat)))
         for source, source_blocks in zip(sources, written, strict=True):
             if source.is_quantized:
-                source_blocks.append(_write_codes(packs, source, number, places.to(source.values.device), heat))
+                source_blocks.append(_write_codes(packs, source, number, places.to(source.device), heat))
             else:
                 source_blocks.append(_write_values(packs, source, number, _taken(source, rows, places), heat))
     return EncodedRowSet(tuple(coded_blocks)), [_encoded(source_blocks) for source_blocks in written]
@@ -152,18 +160,23 @@ def _write_values(packs: PackWriter, source: Source, number: int, values: Tensor
 
 def _write_codes(packs: PackWriter, source: Source, number: int, rows: Tensor, heat: int = 0) -> tuple[int, int]:
     """One blob: the codes of rows, then the rows that they cannot represent, and how many these are."""
+    encoded, exact_values = _encode(source, rows) if source.codes is None else source.codes.encoded(rows)
+    name, data = f"{source.name}/{number}", _bytes(encoded.codes)
+    if len(encoded.exact) == 0:
+        return packs.add(name, "uint8", tuple(encoded.codes.shape), data, heat), 0
+    positions = encoded.exact.to(torch.int32).cpu().numpy().astype("<u4").view(np.uint8)
+    data = np.concatenate((data, positions, _bytes(exact_values)))
+    return packs.add(name, "uint8", data.shape, data, heat), len(encoded.exact)
+
+
+def _encode(source: Source, rows: Tensor) -> tuple[Encoded, Tensor]:
+    """Rows as their scheme encodes them, and the values of those among them that it cannot represent."""
     table = source.table()
     if table is None:
         table = source.rows.index_select(0, rows).reshape(len(rows), -1)
         rows = torch.arange(len(rows), device=rows.device)
     encoded = source.scheme.encode(table, rows)
-    name, data = f"{source.name}/{number}", _bytes(encoded.codes)
-    if len(encoded.exact) == 0:
-        return packs.add(name, "uint8", tuple(encoded.codes.shape), data, heat), 0
-    positions = encoded.exact.to(torch.int32).cpu().numpy().astype("<u4").view(np.uint8)
-    exact_values = table.index_select(0, rows[encoded.exact.to(rows.device)])
-    data = np.concatenate((data, positions, _bytes(exact_values)))
-    return packs.add(name, "uint8", data.shape, data, heat), len(encoded.exact)
+    return encoded, table.index_select(0, rows[encoded.exact.to(rows.device)])
 
 
 def _bytes(tensor: Tensor) -> Bytes:

@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 
-from torchrec_cnr.arena import ArenaTensor
 from torchrec_cnr.decisions import Decision
 from torchrec_cnr.inference_rows import InferenceRow
 from torchrec_cnr.lineage import Lineage
 from torchrec_cnr.modified import RowList, Rows
 from torchrec_cnr.phases import SavePhases
 from torchrec_cnr.rows import Box
+from torchrec_cnr.staged_codes import Staged, StagedCodes
 from torchrec_cnr.stores import Store
 
 
@@ -54,7 +54,7 @@ class StagedTensor:
     cut: int
     write_items: tuple[WriteItem, ...]
     is_replicated: bool
-    shards: Mapping[tuple[int, ...], ArenaTensor | Tensor]
+    shards: Mapping[tuple[int, ...], Staged]
 
     def __create_write_items__(self, fqn: str, value: object) -> list[WriteItem]:
         """DCP's protocol for what is no tensor."""
@@ -72,9 +72,11 @@ class ShardData:
 
     Attributes:
         values: [num_rows, ...], the whole shard, shared with the model; or, where ``rows`` are lists, copies of these.
+            Where there are codes, none: on the meta device.
         rows: The rows to store, by their heat, or None for all. Items with one and the same object share their row
             numbers.
         group: A number that a table's shard and the optimizer state of its rows have in common, if it is tracked.
+        codes: What the values were encoded as, if that is all that was staged.
         is_table: Whether it is a table, rather than its optimizer state.
         table: For row-wise optimizer state, the FQN of its table.
         table_box: And the box of the table's shard.
@@ -88,6 +90,7 @@ class ShardData:
     table_box: Box | None = None
     num_restores: int = 0
     group: int | None = None
+    codes: StagedCodes | None = None
 
     @property
     def has_rows_only(self) -> bool:

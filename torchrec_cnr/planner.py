@@ -39,6 +39,7 @@ from torchrec_cnr.handover import CNRStorageMeta, SaveMetadata, ShardData, Stage
 from torchrec_cnr.modified import ModifiedRows, Rows, Since
 from torchrec_cnr.policies import Full, Intermittent, Policy
 from torchrec_cnr.shards import is_replicated
+from torchrec_cnr.staged_codes import StagedCodes
 from torchrec_cnr.tracked import Pending, TrackedRows
 
 
@@ -215,6 +216,7 @@ class CNRSavePlanner(DefaultSavePlanner):
             table_box=item.table_box if item.is_row_wise else None,
             num_restores=self._decision.num_restores,
             group=item.group,
+            codes=item.values if isinstance(item.values, StagedCodes) else None,
         )
 
     def _rows_of(self, item: TrackedItem, key: ShardKey, decision: Decision) -> tuple[Rows, ...] | None:

@@ -133,10 +133,12 @@ class RankWriter:
         if dtype not in DTYPES or data.values.layout is not torch.strided:
             raise ConfigurationError(f"tensor {fqn!r}: {data.values.layout} of {dtype} cannot be stored")
         name = f"{fqn}{list(item.index.offset or ())}"
-        return Source(name, data.values, dtype, self._scheme(fqn, data))
+        return Source(name, data.values, dtype, self._scheme(fqn, data), data.codes)
 
     def _scheme(self, fqn: str, data: ShardData) -> Scheme:
         """What was chosen for a shard, unless codes and exact rows take more room than values, by those of a sample."""
+        if data.codes is not None:
+            return data.codes.scheme
         values = data.values if data.values.dim() else data.values[None]
         rule = self._rules.rule_for(fqn, values.dtype, data.is_table)
         if isinstance(rule, NoQuantization) or values.numel() == 0:

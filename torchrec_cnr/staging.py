@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.planner import WriteItem
 
-from torchrec_cnr.arena import Arena, ArenaTensor
+from torchrec_cnr.arena import Arena
 from torchrec_cnr.cuts import Cut, Cuts
 from torchrec_cnr.decisions import ShardKey
 from torchrec_cnr.errors import ConfigurationError
@@ -29,7 +29,9 @@ from torchrec_cnr.handover import StagedTensor
 from torchrec_cnr.manifest import DTYPES
 from torchrec_cnr.packs import BLOCK_BYTES
 from torchrec_cnr.phases import SavePhases
+from torchrec_cnr.schemes import SchemeRules
 from torchrec_cnr.shards import copied, dtype_name, is_replicated, local_shards
+from torchrec_cnr.staged_codes import Staged, stage_codes
 from torchrec_cnr.staging_plan import ShardCopy, plan_staging
 from torchrec_cnr.tracked import all_tracked, tracking
 
@@ -43,11 +45,15 @@ class Staging:
         live: Shards of the last save that were not copied.
 
     Args:
+        rules: How rows will be quantized.
         staging_bytes: Copy no more than that.
         timeout_secs: How long to wait for the save before.
     """
 
-    def __init__(self, staging_bytes: int, timeout_secs: float, phases: SavePhases | None = None) -> None:
+    def __init__(
+        self, rules: SchemeRules, staging_bytes: int, timeout_secs: float, phases: SavePhases | None = None
+    ) -> None:
+        self._rules = rules
         self.live: frozenset[ShardKey] = frozenset()
         self._phases = phases
         self._staging_bytes = staging_bytes
@@ -80,7 +86,7 @@ class Staging:
     def _stage(self, live: Mapping[str, Any], cuts: Cuts) -> dict[str, Any]:
         cut, began = cuts.cut(live), time.monotonic()
         cut = replace(cut, staged=cuts.next_staged(), flight=cuts.flight)
-        copies = plan_staging(live, cut, self._staging_bytes)
+        copies = plan_staging(live, cut, self._rules, self._staging_bytes)
         self.live = frozenset(wanted.key for wanted in copies if wanted.is_live)
         values = self._copied([wanted for wanted in copies if not wanted.is_live])
         values |= {wanted.key: wanted.source for wanted in copies if wanted.is_live}
@@ -95,9 +101,9 @@ class Staging:
         self._phases = SavePhases(time.monotonic() - began, self._arena.taken_bytes)
         return _stand_ins(live, values, cuts.staged)
 
-    def _copied(self, copies: Sequence[ShardCopy]) -> dict[ShardKey, Tensor | ArenaTensor]:
+    def _copied(self, copies: Sequence[ShardCopy]) -> dict[ShardKey, Staged]:
         """Copies of everything, each memory once."""
-        by_memory: dict[object, Tensor | ArenaTensor] = {}
+        by_memory: dict[object, Staged] = {}
         unique: dict[object, ShardCopy] = {}
         for wanted in copies:
             unique.setdefault(wanted.memory, wanted)
@@ -109,10 +115,12 @@ class Staging:
             torch.cuda.synchronize()
         return {wanted.key: by_memory[wanted.memory] for wanted in copies}
 
-    def _copy(self, wanted: ShardCopy) -> Tensor | ArenaTensor:
+    def _copy(self, wanted: ShardCopy) -> Staged:
         source, numbers = wanted.source, wanted.numbers
         if source.layout is not torch.strided or dtype_name(source) not in DTYPES:
             return source.to("cpu", copy=True)  # which the writer will refuse, by name
+        if wanted.scheme is not None:
+            return stage_codes(source, numbers, wanted.scheme, self._arena.take)
         taken = self._arena.take(wanted.shape, source.dtype)
         target = taken.tensor()
         if numbers is None:
@@ -147,7 +155,7 @@ class Staging:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """In another process nothing is staged."""
-        return Staging, (self._staging_bytes, self._timeout_secs, self.take_phases())
+        return Staging, (self._rules, self._staging_bytes, self._timeout_secs, self.take_phases())
 
 
 def _cuts_of(live: Mapping[str, Any]) -> Cuts | None:
@@ -172,7 +180,7 @@ def _tensors(live: Mapping[str, Any]) -> Iterable[Tensor]:
     return (shard.tensor for value in live.values() for shard in local_shards(value))
 
 
-def _stand_ins(live: Mapping[str, Any], values: Mapping[ShardKey, Tensor | ArenaTensor], cut: Cut) -> dict[str, Any]:
+def _stand_ins(live: Mapping[str, Any], values: Mapping[ShardKey, Staged], cut: Cut) -> dict[str, Any]:
     """The state dict, with what was staged in the place of its tensors."""
     tensors = {fqn: value for fqn, value in live.items() if isinstance(value, Tensor)}
     write_items: dict[str, list[WriteItem]] = {}

@@ -1,5 +1,6 @@
 """Staging plans: which shards a save needs copies of, and of which rows. Nothing is copied yet."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,10 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchrec_cnr.arena import padded_bytes
+from torchrec_cnr.choosing import chosen_scheme, sampled_rows
 from torchrec_cnr.cuts import Cut, StagedRows
 from torchrec_cnr.decisions import ShardKey
 from torchrec_cnr.modified import ModifiedRows, RowList, RowMask, Since
+from torchrec_cnr.schemes import NoQuantization, Scheme, SchemeRules
 from torchrec_cnr.shards import is_replicated, local_shards, memory_key
+from torchrec_cnr.staged_codes import has_kernel, is_quantized_first
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +28,7 @@ class ShardCopy:
         source: Its values, live.
         numbers: int64 [k], on the source's device: the rows to copy; None for all.
         rows: The modified ones, as they lie in the copy; None if all must be stored.
+        scheme: What they are encoded by first; None if values are copied.
         is_live: Whether it is not copied, for want of room, but written before training goes on.
     """
 
@@ -31,6 +36,7 @@ class ShardCopy:
     source: Tensor
     numbers: Tensor | None
     rows: StagedRows | None
+    scheme: Scheme | None = None
     is_live: bool = False
 
     @property
@@ -41,24 +47,28 @@ class ShardCopy:
 
     @property
     def num_bytes(self) -> int:
-        """Of the copy."""
-        return padded_bytes(self.shape, self.source.dtype)
+        """Of the copy, but for rows that codes cannot represent."""
+        if self.scheme is None:
+            return padded_bytes(self.shape, self.source.dtype)
+        row_bytes = self.scheme.row_bytes(self.shape[1], self.source.dtype)
+        return padded_bytes((self.shape[0], row_bytes), torch.uint8)
 
     @property
     def memory(self) -> object:
         """The same for shards that are one memory under several names."""
-        return memory_key(self.source) or self.key, id(self.numbers)
+        return memory_key(self.source) or self.key, id(self.numbers), self.scheme
 
 
-def plan_staging(live: Mapping[str, Any], cut: Cut, max_bytes: int) -> list[ShardCopy]:
+def plan_staging(live: Mapping[str, Any], cut: Cut, rules: SchemeRules, max_bytes: int) -> list[ShardCopy]:
     """What a save needs of a state dict.
 
     Args:
         live: The state dict, flattened.
         cut: What is known of it.
+        rules: How rows will be quantized.
         max_bytes: Copies take no more than that; the largest tables stay live instead.
     """
-    copies = _copies(live, cut)
+    copies = [replace(wanted, scheme=_scheme_of(wanted, cut, rules)) for wanted in _copies(live, cut)]
     over = _over(max_bytes, copies, cut)
     masks: dict[int, StagedRows] = {}
     return [_live(wanted, cut, masks) if wanted.key in over else wanted for wanted in copies]
@@ -132,4 +142,17 @@ def _live(wanted: ShardCopy, cut: Cut, masks: dict[int, StagedRows]) -> ShardCop
         assert isinstance(item.rows, ModifiedRows)  # else no rows were selected
         rows = masks.get(item.group) or _masks(item.rows, cut)
         masks[item.group] = rows
-    return replace(wanted, numbers=None, rows=rows, is_live=True)
+    return replace(wanted, numbers=None, rows=rows, scheme=None, is_live=True)
+
+
+def _scheme_of(wanted: ShardCopy, cut: Cut, rules: SchemeRules) -> Scheme | None:
+    """What rows of a tracked shard are encoded by before they are copied, if they are."""
+    source, item = wanted.source, cut.items.get(wanted.key)
+    is_table = source.dim() == 2 and source.stride(1) == 1 and math.prod(wanted.shape) > 0
+    if item is None or not is_table or not is_quantized_first(source):
+        return None
+    rule = rules.rule_for(item.fqn, source.dtype, item.is_table)
+    if isinstance(rule, NoQuantization):
+        return None
+    scheme = chosen_scheme(rule, sampled_rows(source, wanted.numbers), cut.num_restores)
+    return scheme if has_kernel(scheme) else None

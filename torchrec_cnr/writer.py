@@ -103,13 +103,13 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         check_cpu_share(cpu_share)
         self._cpu_share = cpu_share
         self._pack_bytes = pack_bytes
-        self._staging = Staging(staging_bytes, timeout_secs)
         self._staged: SavePhases | None = None  # what this save's staging took
         self._failure: Exception | None = None  # of staging
         self._progress = progress
         self._sync_files = sync_files
         self._thread_count = thread_count
         self._rules = SchemeRules.of(quantization if quantization is not None else NoQuantization())
+        self._staging = Staging(self._rules, staging_bytes, timeout_secs)
         self._store = Store.open(path, sync_files)
         self._save_id = ""
         self._rank = 0

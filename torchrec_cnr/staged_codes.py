@@ -1,0 +1,86 @@
+"""Rows that were quantized where they lie, when they were staged: a GPU copies their codes to the host, not values."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchrec_cnr.arena import ArenaTensor
+from torchrec_cnr.packs import BLOCK_BYTES
+from torchrec_cnr.schemes import Encoded, KMeans, NoQuantization, Scheme
+
+
+@dataclass(frozen=True, eq=False)
+class StagedCodes:
+    """Encoded rows of a shard, in host memory.
+
+    Attributes:
+        shape: Of the values, [num_rows, num_cols].
+        dtype: Of the values.
+        scheme: What they were encoded by.
+        codes: uint8 [num_rows, row_bytes].
+        exact: int64 [k], increasing: the rows that codes cannot represent.
+        exact_values: [k, num_cols], these.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    scheme: Scheme
+    codes: ArenaTensor
+    exact: Tensor
+    exact_values: Tensor
+
+    def tensor(self) -> Tensor:
+        """The shape and dtype of the values, without any."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+    def encoded(self, rows: Tensor) -> tuple[Encoded, Tensor]:
+        """Some rows as their scheme encoded them, and the values of those among them that it cannot represent.
+
+        Args:
+            rows: int64 [n], increasing.
+        """
+        num_before = torch.searchsorted(self.exact, rows)
+        is_exact = torch.cat((self.exact, self.exact.new_tensor([-1])))[num_before] == rows
+        codes = self.codes.tensor().index_select(0, rows)
+        return Encoded(codes, is_exact.nonzero().squeeze(1)), self.exact_values[num_before[is_exact]]
+
+
+Staged = Tensor | ArenaTensor | StagedCodes
+
+
+def is_quantized_first(source: Tensor) -> bool:
+    """Whether rows are quantized before they are copied: a GPU does that faster than it copies values to the host."""
+    return source.device.type == "cuda"
+
+
+def has_kernel(scheme: Scheme) -> bool:
+    """Whether a scheme's codes are made on the device: those of k-means are not."""
+    return not isinstance(scheme, KMeans | NoQuantization)
+
+
+def stage_codes(
+    source: Tensor, numbers: Tensor | None, scheme: Scheme, take: Callable[[tuple[int, ...], torch.dtype], ArenaTensor]
+) -> StagedCodes:
+    """Encode rows of a table where it lies, and copy the codes to the host.
+
+    Args:
+        source: [num_rows, num_cols], the elements of a row side by side.
+        numbers: int64 [k], on its device: which rows; None for all.
+        scheme: How.
+        take: Gives memory for the codes.
+    """
+    rows = torch.arange(len(source), device=source.device) if numbers is None else numbers
+    codes = take((len(rows), scheme.row_bytes(source.shape[1], source.dtype)), torch.uint8)
+    target, first = codes.tensor(), 0
+    exact, exact_values = [torch.empty(0, dtype=torch.int64)], [source[:0].cpu()]
+    for block in rows.split(max(1, BLOCK_BYTES // max(1, source[:1].nbytes))):
+        encoded = scheme.encode(source, block)
+        target[first : first + len(block)].copy_(encoded.codes, non_blocking=True)
+        if len(encoded.exact):
+            exact.append(encoded.exact.cpu() + first)
+            exact_values.append(source.index_select(0, block[encoded.exact.to(block.device)]).cpu())
+        first += len(block)
+    shape = (len(rows), source.shape[1])
+    return StagedCodes(shape, source.dtype, scheme, codes, torch.cat(exact), torch.cat(exact_values))
