@@ -63,6 +63,7 @@ LAYERS = (
         "writer",
         "reader",
         "assembly",
+        "commit",
         "rank_writer",
         "read_items",
         "agreement",

@@ -17,7 +17,6 @@ Nothing is ever overwritten: packs bear the save id in their names, and the mani
 """
 
 import os
-import posixpath
 import time
 import uuid
 from collections.abc import Mapping
@@ -32,16 +31,15 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 from torch.profiler import record_function
 
-from torchrec_cnr import manifest_json
 from torchrec_cnr.agreement import RankData, shard_key
 from torchrec_cnr.assembly import assemble
+from torchrec_cnr.commit import commit, manifest_of
 from torchrec_cnr.cuts import TIMEOUT_SECS
 from torchrec_cnr.decisions import Decision
-from torchrec_cnr.errors import CheckpointExistsError, ConfigurationError, LoadError, SaveError
+from torchrec_cnr.errors import CheckpointExistsError, ConfigurationError
 from torchrec_cnr.handover import CNRStorageMeta, SaveMetadata
-from torchrec_cnr.leases import LEASE_SECS, Lease
-from torchrec_cnr.lineage import relative_path
-from torchrec_cnr.manifest import FILE_NAME, CheckpointRef, History, Manifest
+from torchrec_cnr.leases import Lease
+from torchrec_cnr.manifest import FILE_NAME
 from torchrec_cnr.modified import Since
 from torchrec_cnr.pace import Pace, check_cpu_share
 from torchrec_cnr.packs import PACK_BYTES, PackWriter, check_pack_bytes, check_thread_count
@@ -51,7 +49,6 @@ from torchrec_cnr.rank_writer import RankWriter
 from torchrec_cnr.schemes import NoQuantization, Quantization, SchemeRules
 from torchrec_cnr.staging import STAGING_BYTES, Staging
 from torchrec_cnr.stores import Store
-from torchrec_cnr.version import __version__
 
 
 class CNRStorageWriter(StorageWriter, AsyncStager):
@@ -216,58 +213,15 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         if decision is None:
             decision = Decision(self._save_id, Since.EVER, policy="Full")
         parts = assemble(metadata, results)
-        manifest = Manifest(
-            created_ns=max(time.time_ns(), decision.after_ns + 1),
-            checkpoint_id=posixpath.basename(self._store.path),
-            save_id=self._save_id,
-            parent=self._parent(decision),
-            policy=decision.policy,
-            history=_extended(decision.history, sum(pack.num_bytes for pack in parts.packs)),
-            num_restores=decision.num_restores,
-            world_size=len(results),
-            writer=f"torchrec_cnr {__version__}",
-            packs=parts.packs,
-            tensors=parts.tensors,
-            objects=parts.objects,
-            paths=dict(sorted((metadata.planner_data or {}).items())),
-        )
-        data, _ = manifest_json.dumps(manifest)
-        try:
-            manifest_json.loads(data, f"{self._store.url}/{FILE_NAME}")
-        except LoadError as error:
-            raise SaveError(f"nothing was committed, because it could not be loaded again: {error}") from error
-        self._check_still_there(manifest)
+        manifest = manifest_of(self._store, decision, parts, metadata, self._save_id)
         with record_function("torchrec_cnr.commit"):
-            self._store.put_new(FILE_NAME, data, self._save_id)
+            commit(self._store, manifest, self._lease)
         if isinstance(metadata, SaveMetadata):
             commit_secs = time.monotonic() - began
             metadata.phases = tuple(replace(phases, commit_secs=commit_secs) for phases in parts.phases)
         if self._lease is not None:
             self._lease.release()
             self._lease = None
-
-    def _check_still_there(self, manifest: Manifest) -> None:
-        """Nothing may have been pruned that the checkpoint needs: its parent, or its own packs."""
-        if manifest.parent is not None:
-            parent = self._store.at(manifest.parent.path)
-            if not parent.exists(FILE_NAME):
-                raise SaveError(
-                    f"{self._store.url}: nothing was committed, because its parent {parent.url} was pruned meanwhile; "
-                    "save again: the next save will be a baseline"
-                )
-        if self._lease is not None and self._lease.has_run_out:
-            raise SaveError(
-                f"{self._store.url}: nothing was committed, because the save took longer than {LEASE_SECS} s, and its "
-                "packs may have been pruned; save again"
-            )
-
-    def _parent(self, decision: Decision) -> CheckpointRef | None:
-        if decision.parent is None:
-            return None
-        path = relative_path(self._store, decision.parent.path)
-        if path is None:
-            raise SaveError(f"{self._store.url}: no relative path to its parent {decision.parent.path}")
-        return CheckpointRef(path, decision.parent.sha256)
 
     def storage_meta(self) -> StorageMeta:
         """Where this save goes, for the planner; the first call of every save, and the only one that draws its id."""
@@ -291,9 +245,3 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this writer could save there."""
         return Store.can_open(checkpoint_id)
-
-
-def _extended(history: History | None, num_bytes: int) -> History:
-    if history is None:
-        return History(num_bytes)
-    return History(history.baseline_bytes, (*history.delta_bytes, num_bytes))
