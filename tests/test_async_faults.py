@@ -166,16 +166,18 @@ def _resume(rank: int, root: str, group: str) -> bool:
     return saved.kind == "delta"
 
 
-@pytest.mark.parametrize(
-    ("victim", "how", "phase"),
-    [
-        pytest.param(1, "killed", "write_data", marks=pytest.mark.slow),
-        pytest.param(0, "killed", "write_data", marks=pytest.mark.slow),
-        (2, "stopped", "write_data"),
-        pytest.param(1, "stopped", "set_up_planner", marks=pytest.mark.slow),
-        pytest.param(0, "stopped", "finish", marks=pytest.mark.slow),
-    ],
-)
+def _deaths() -> Iterator[Any]:
+    """Every phase on the coordinator and on another rank; one of them in every run."""
+    for phase in (*models.PHASES, "stage"):
+        for victim in (0,) if phase in models.COORDINATOR_PHASES else (0, 2):
+            for how in ("killed", "stopped"):
+                is_common = (victim, how, phase) == (2, "stopped", "write_data")
+                yield pytest.param(
+                    victim, how, phase, id=f"{victim}-{how}-{phase}", marks=[] if is_common else [pytest.mark.slow]
+                )
+
+
+@pytest.mark.parametrize(("victim", "how", "phase"), list(_deaths()))
 def test_a_rank_that_is_missing_is_named(tmp_path: Path, victim: int, how: str, phase: str) -> None:
     """The others get an error within the timeout that says which rank it is; a job that starts again goes on."""
     root = str(tmp_path / "root")
