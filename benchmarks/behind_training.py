@@ -61,7 +61,7 @@ def run(setup: Setup) -> Report:
             "A stall is the time until dcp.async_save returns; for the rate, it is until the save is committed, when",
             "the next one begins. The stock writer saves these tables as plain tensors, since its stager cannot copy",
             "TorchRec's; it writes one file. No file is forced to disk.",
-            f"Larger tables were timed in rounds of their own, {GROWTH_ROUNDS} times as many, without the stock writer.",
+            f"Larger tables were timed in rounds of their own, {GROWTH_ROUNDS} times as many, without the stock.",
         ),
         figures=(*_stall_figures(stalls), _growth_figure(growth), *_rate_figures(rates), *memory),
         tables=(
