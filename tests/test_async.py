@@ -18,6 +18,7 @@ from tests import models
 from tests.models import Job, Whole, differing, plain_job, state, torchrec_job, train, whole
 from tests.ranks import RankPools
 from torchrec_cnr.flight import Flight
+from torchrec_cnr.kernels import threads
 from torchrec_cnr.pace import Pace
 
 POLICIES = [cnr.Full(), cnr.OneShot(), cnr.Consecutive(), cnr.Intermittent(), cnr.Compacted()]
@@ -212,6 +213,29 @@ def test_a_share_of_a_core_is_kept_to() -> None:
     for share in (0.0, -1.0, 1.1):
         with pytest.raises(cnr.ConfigurationError, match="'cpu_share'"):
             cnr.CNRStorageWriter("nowhere", cpu_share=share)
+
+
+def test_a_save_behind_training_encodes_in_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that training waits for takes as many as torch has."""
+    asked_for: list[int] = []
+    original = threads._pool.of
+
+    def of(num_threads: int) -> Any:
+        asked_for.append(num_threads)
+        return original(num_threads)
+
+    monkeypatch.setattr(threads._pool, "of", of)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    model = torch.nn.EmbeddingBag(10_000, 16)
+    tracker = cnr.RowTracker(model)
+    planner = cnr.CNRSavePlanner(tracker)
+    writer = models.writer(tmp_path / "0", quantization={"*": cnr.Asymmetric(8)})
+    future = dcp.async_save({"model": model.state_dict()}, storage_writer=writer, planner=planner)
+    future.result()  # type: ignore[union-attr]
+    assert asked_for == []
+    dcp.save({"model": model.state_dict()}, checkpoint_id=str(tmp_path / "1"), storage_writer=writer)
+    assert asked_for
+    tracker.close()
 
 
 def test_a_profile_names_the_phases(tmp_path: Path) -> None:

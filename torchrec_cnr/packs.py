@@ -63,9 +63,9 @@ class PackWriter:
         thread_count: Packs written at once.
         pack_bytes: When one is full.
         buffer_bytes: Of all packs being filled. If that is exceeded, the fullest is written as it is.
-        pace: Rests after each blob.
 
     Attributes:
+        pace: Rests after each blob; None does not.
         wait_secs: How long the caller has waited for packs to be written.
         upload_secs: How long all threads together took to write them.
     """
@@ -77,9 +77,8 @@ class PackWriter:
         thread_count: int,
         pack_bytes: int = PACK_BYTES,
         buffer_bytes: int = BUFFER_BYTES,
-        pace: Pace | None = None,
     ) -> None:
-        self._pace = pace
+        self.pace: Pace | None = None
         self._store = store
         self._prefix = prefix
         self._pack_bytes = pack_bytes
@@ -114,8 +113,8 @@ class PackWriter:
         self._num_blobs += 1
         self._parts.setdefault(kind, []).append(_Part(number, name, SAFETENSORS[dtype], shape, data))
         self._filled_bytes[kind] = self._filled_bytes.get(kind, 0) + data.nbytes
-        if self._pace is not None:
-            self._pace.rest()
+        if self.pace is not None:
+            self.pace.rest()
         return number
 
     def flush(self) -> None:

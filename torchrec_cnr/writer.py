@@ -19,7 +19,8 @@ Nothing is ever overwritten: packs bear the save id in their names, and the mani
 import os
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +39,7 @@ from torchrec_cnr.cuts import TIMEOUT_SECS
 from torchrec_cnr.decisions import Decision
 from torchrec_cnr.errors import CheckpointExistsError, ConfigurationError
 from torchrec_cnr.handover import CNRStorageMeta, SaveMetadata
+from torchrec_cnr.kernels.threads import one_thread
 from torchrec_cnr.leases import Lease
 from torchrec_cnr.manifest import FILE_NAME
 from torchrec_cnr.modified import Since
@@ -66,8 +68,8 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         pack_bytes: Size of the files that rows are written to, roughly. Small ones suit models of a few megabytes.
         staging_bytes: How much an asynchronous save copies. Of what exceeds it, the largest tables are not copied:
             training waits until they are written.
-        cpu_share: How much of a core each rank's asynchronous save may take to encode, from more than 0 to 1: it rests
-            in between.
+        cpu_share: How much of a core each rank's asynchronous save may take to encode, from more than 0 to 1: it does
+            that in one thread, and rests in between.
         timeout_secs: How long an asynchronous save waits for the one before, if that is still under way.
         overwrite: Only False: a checkpoint that is there is never overwritten.
         progress: Told how many of how many shards and objects this rank has written.
@@ -184,13 +186,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Encode and write this rank's items."""
         began = time.monotonic()
-        packs = PackWriter(
-            self._store,
-            f"{plan.storage_data}-{self._rank}",
-            self._thread_count,
-            self._pack_bytes,
-            pace=Pace(self._cpu_share) if self._staged is not None else None,
-        )
+        packs = PackWriter(self._store, f"{plan.storage_data}-{self._rank}", self._thread_count, self._pack_bytes)
         try:
             writer = RankWriter(packs, planner, self._rules, self._warned, Count(len(plan.items), self._progress))
             live = self._staging.live
@@ -198,13 +194,21 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
                 writer.write([item for item in plan.items if shard_key(item) in live])
                 packs.flush()
                 self._staging.release()
-            writer.write([item for item in plan.items if shard_key(item) not in live])
+            with self._behind_training(packs) if self._staged is not None else nullcontext():
+                writer.write([item for item in plan.items if shard_key(item) not in live])
             results = writer.finish(replace(self._staged or SavePhases(), plan_secs=began - self._started))
         finally:
             packs.close()
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
+
+    @contextmanager
+    def _behind_training(self, packs: PackWriter) -> Iterator[None]:
+        """Encode in this thread only, and rest in between."""
+        packs.pace = Pace(self._cpu_share)
+        with one_thread():
+            yield
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit."""

@@ -5,8 +5,10 @@ at once, as a save in the background and a load may, and none of its layers surv
 """
 
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
@@ -29,6 +31,25 @@ class _Pool:
 _pool = _Pool()
 
 
+class _Callers(threading.local):
+    """What holds for the calling thread."""
+
+    is_alone = False
+
+
+_callers = _Callers()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Kernels that this thread calls run in it, and in no other: for work that must leave the cores to training."""
+    _callers.is_alone = True
+    try:
+        yield
+    finally:
+        _callers.is_alone = False
+
+
 def in_parallel(work: Callable[[int, int], None], num_rows: int, chunk_rows: int = 1024) -> None:
     """Call ``work(start, stop)`` for ranges that together are all rows, one of them in the calling thread.
 
@@ -37,7 +58,8 @@ def in_parallel(work: Callable[[int, int], None], num_rows: int, chunk_rows: int
         num_rows: How many there are.
         chunk_rows: At least, for a thread: with fewer, waking it takes longer than the work.
     """
-    num_chunks = max(1, min(torch.get_num_threads(), num_rows // chunk_rows))
+    num_threads = 1 if _callers.is_alone else torch.get_num_threads()
+    num_chunks = max(1, min(num_threads, num_rows // chunk_rows))
     bounds = [num_rows * number // num_chunks for number in range(num_chunks + 1)]
     if num_chunks == 1:
         work(0, num_rows)
