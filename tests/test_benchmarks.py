@@ -32,9 +32,12 @@ def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
+SLOW = ("training", "search", "coding")  # the longest
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "training" else []) for name in BENCHMARKS]
-)  # which runs the example several times
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in BENCHMARKS]
+)
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_benchmark_gives_its_figures(name: str, tmp_path: Path) -> None:
     """Each benchmark says what it does, and gives positive figures that print as a table."""

@@ -203,7 +203,7 @@ def _live(root: Path, seed: int, program: Sequence[Save | Compact | Remove], sma
 
 
 @settings(
-    max_examples=20, derandomize=True, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow]
+    max_examples=12, derandomize=True, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow]
 )  # the slow test below shrinks what fails
 @given(seed=seeds, program=programs, small=sizes)
 def test_every_checkpoint_loads_as_before_a_compaction(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import torchrec_cnr as cnr
 from tests import runs
 from tests.ranks import RankPools
-from torchrec_cnr import encoding
+from torchrec_cnr import packs
 from torchrec_cnr.lineage import read_lineage
 from torchrec_cnr.maintenance import damage
 from torchrec_cnr.maintenance.damage import Problem
@@ -43,7 +43,7 @@ def root(tmp_path_factory: pytest.TempPathFactory, rank_pool: RankPools) -> Path
 def run(tmp_path: Path) -> Path:
     """Three checkpoints of one process, to be damaged, in blocks of a few rows."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(encoding, "BLOCK_BYTES", 5 * 4 * 4)
+        patched.setattr(packs, "BLOCK_BYTES", 5 * 4 * 4)
         runs.save_run(tmp_path / "run", NAMES, quantization=cnr.Asymmetric(8))
     return tmp_path / "run"
 
