@@ -791,6 +791,16 @@ def test_tensor_that_the_parent_lacks_is_refused(copied: Path) -> None:
         _load(copied / "step-2", target)
 
 
+def test_state_of_no_rows_may_lie_anywhere(tmp_path: Path) -> None:
+    """A rank without rows has no place in the table, and nothing is read for it."""
+    fqn = "optimizer.t8.momentum1"
+    shutil.copytree(GOLDENS["v1"], tmp_path / "v1")
+    _edit(tmp_path / "v1", "step-2", lambda body: body["tensors"][fqn]["shards"][2].__setitem__(0, [[9], [0]]))
+    expected = _by_reader(tmp_path / "v1" / "step-2")
+    target = {fqn: torch.zeros(e["size"], dtype=getattr(torch, e["dtype"])) for fqn, e in expected.items()}
+    assert _loaded(_load(tmp_path / "v1" / "step-2", target, DefaultLoadPlanner))["tensors"] == expected
+
+
 LAST_REPLACEMENT = {
     step: f"{step}/manifest-{cnr.read_checkpoint(GOLDEN / step).manifest.replaces}.json" for step in write_v3.REPLACED
 }

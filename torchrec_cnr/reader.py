@@ -130,8 +130,8 @@ class CNRStorageReader(StorageReader):
         for item, target in zip(tensors, targets, strict=True):
             if isinstance(item, InferenceReadItem):
                 regions += _inference_regions(self._lineage, item, target)
-            else:
-                regions.append(self._region(self._lineage, item, target, planner))
+            elif (region := self._region(self._lineage, item, target, planner)) is not None:
+                regions.append(region)
         for turn in turns(regions):
             fold(plan_fold(self._lineage, turn), turn, self._thread_count, progress=self._progress)
         for item, target in zip(tensors, targets, strict=True):
@@ -140,7 +140,8 @@ class CNRStorageReader(StorageReader):
         if isinstance(planner, RestoredRows):
             planner.finish_restore()
 
-    def _region(self, lineage: Lineage, item: ReadItem, target: Tensor, planner: LoadPlanner) -> Region:
+    def _region(self, lineage: Lineage, item: ReadItem, target: Tensor, planner: LoadPlanner) -> Region | None:
+        """What is to be read; None if it is the state of no rows, which has no place in a table."""
         fqn = item.storage_index.fqn
         entry = lineage.newest.manifest.tensors[fqn]
         if isinstance(item, ValueReadItem):
@@ -157,7 +158,7 @@ class CNRStorageReader(StorageReader):
         if isinstance(item, RowStateReadItem):
             return _row_state_region(lineage, fqn, item.table_box, target)
         if entry.table is not None:
-            return _row_state_region(lineage, fqn, _table_box(entry, item), target)
+            return _row_state_region(lineage, fqn, _table_box(entry, item), target) if len(target) else None
         origin = item.storage_index.offset or ()
         offsets = tuple(base + offset for base, offset in zip(origin, item.storage_offsets, strict=True))
         region = TensorRegion(fqn, Box(offsets, tuple(item.lengths)), target)
