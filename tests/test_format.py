@@ -801,6 +801,15 @@ def test_state_of_no_rows_may_lie_anywhere(tmp_path: Path) -> None:
     assert _loaded(_load(tmp_path / "v1" / "step-2", target, DefaultLoadPlanner))["tensors"] == expected
 
 
+def test_nothing_may_be_of_any_size(tmp_path: Path) -> None:
+    """A tensor without elements may have as many columns as a size can say."""
+    shutil.copytree(GOLDENS["v2"], tmp_path / "v2")
+    _edit(tmp_path / "v2", "step-2", lambda body: body["tensors"]["dense.none"].update(size=[0, 1 << 62], shards=[]))
+    expected = _by_reader(tmp_path / "v2" / "step-2")
+    target = {fqn: torch.zeros(e["size"], dtype=getattr(torch, e["dtype"])) for fqn, e in expected.items()}
+    assert _loaded(_load(tmp_path / "v2" / "step-2", target, DefaultLoadPlanner))["tensors"] == expected
+
+
 LAST_REPLACEMENT = {
     step: f"{step}/manifest-{cnr.read_checkpoint(GOLDEN / step).manifest.replaces}.json" for step in write_v3.REPLACED
 }

@@ -695,7 +695,10 @@ def _fold(lineage: Sequence[Checkpoint], fqn: str) -> Array:
         links.insert(0, (checkpoint, tensor))
         if tensor.is_whole:
             break
-    folded = np.zeros(_folded_size(lineage[0], head), DTYPES[head.dtype])
+    size, dtype = _folded_size(lineage[0], head), DTYPES[head.dtype]
+    if 0 in size and 8 * math.prod(max(1, n) for n in size) >= 2**63:
+        return np.zeros(0, dtype)  # numpy has no such shape, although nothing is in it
+    folded = np.zeros(size, dtype)
     stored = np.zeros(folded.shape, bool)
     for checkpoint, tensor in links:
         for shard in tensor.shards:
