@@ -32,7 +32,7 @@ def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-SLOW = ("training", "search", "coding")  # the longest
+SLOW = ("training", "search", "coding", "time", "async")  # the longest
 
 
 @pytest.mark.parametrize(
