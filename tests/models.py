@@ -9,6 +9,7 @@ share no memory with it: the perfect model that a checkpoint is compared with.
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Adam, Optimizer, SparseAdam
 from torchrec import (
@@ -330,6 +332,28 @@ def _is_same(first: Any, second: Any) -> bool:
 def writer(path: str | os.PathLike[str], **options: Any) -> cnr.CNRStorageWriter:
     """A writer that does not wait for the disk, since no test pulls the plug."""
     return cnr.CNRStorageWriter(path, **{"sync_files": False} | options)
+
+
+def save_behind(
+    state_dict: dict[str, Any],
+    path: str,
+    writer: cnr.CNRStorageWriter,
+    planner: cnr.CNRSavePlanner,
+    *,
+    group: dist.ProcessGroup | None = None,
+    executor: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
+) -> "Future[Any]":
+    """Begin a save with the stock ``dcp.async_save``."""
+    future = async_save(
+        state_dict,
+        checkpoint_id=path,
+        storage_writer=writer,
+        planner=planner,
+        process_group=group,
+        async_checkpointer_type=executor,
+    )
+    assert isinstance(future, Future)  # as it is with the writer for a stager
+    return future
 
 
 def agree(job: Job) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
@@ -67,15 +66,8 @@ class _Run:
 
     def save(self, name: str, executor: AsyncCheckpointerType = AsyncCheckpointerType.THREAD) -> "Future[Any]":
         """Begin a save."""
-        future = dcp.async_save(
-            state(self.job),
-            checkpoint_id=f"{self.root}/{name}",
-            storage_writer=self.writer,
-            planner=self.planner,
-            async_checkpointer_type=executor,
-        )
-        assert isinstance(future, Future)
-        return future
+        place = f"{self.root}/{name}"
+        return models.save_behind(state(self.job), place, self.writer, self.planner, executor=executor)
 
     def failures(self, future: "Future[Any]") -> dict[int, BaseException]:
         """What a save failed with, by rank."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import torchrec_cnr as cnr
 from tests import models
@@ -83,16 +83,10 @@ def _save(rank: int, root: str, name: str, policy: cnr.Policy, executor: Any, st
     for number in range(4):
         train(job, number)
         with _quantized_first() if name == "codes" else nullcontext():
-            future = async_save(
-                state(job),
-                checkpoint_id=f"{root}/{name}-{number}",
-                storage_writer=writer,
-                planner=planner,
-                process_group=group,
-                async_checkpointer_type=executor,
-            )
+            place = f"{root}/{name}-{number}"
+            future = models.save_behind(state(job), place, writer, planner, group=group, executor=executor)
         train(job, 1000 + number)
-        found.append(future.result(timeout=100).phases[rank])  # type: ignore[union-attr]  # ours is a future
+        found.append(future.result(timeout=100).phases[rank])
     writer.close()
     tracker.close()
     return found

@@ -4,7 +4,6 @@ Rows encode the steps that they were written in. Each step trains a third of the
 row-wise Adagrad's sum of a row is the number of steps that had it, and the dense part is the number of all steps.
 """
 
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -107,16 +106,8 @@ def _train_under_saves(rank: int, root: str, executor: AsyncCheckpointerType, nu
             if future is not None:
                 future.result()
             cuts.append(step)
-            saving: Any = dcp.async_save(
-                job.state(),
-                checkpoint_id=f"{root}/{step}",
-                storage_writer=writer,
-                planner=planner,
-                process_group=group,
-                async_checkpointer_type=executor,
-            )
-            assert isinstance(saving, Future)
-            future = saving
+            place = f"{root}/{step}"
+            future = models.save_behind(job.state(), place, writer, planner, group=group, executor=executor)
     job.train(step + 1)
     assert future is not None
     future.result(timeout=60)
