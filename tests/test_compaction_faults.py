@@ -23,7 +23,7 @@ from torch import Tensor
 from tests import hand_made
 from tests.hand_made import mask_of, some_rows, whole
 from tests.lineages import PACK_BYTES, ROWS, Run, family, is_same, own_packs
-from torchrec_cnr import load_table, manifest_json, read_checkpoint
+from torchrec_cnr import load_table, manifest_json, read_checkpoint, stores
 from torchrec_cnr.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -260,7 +260,7 @@ def test_manifests_that_cannot_be_written(run: Run, monkeypatch: pytest.MonkeyPa
         raise OSError(errno.ENOSPC, "no space left")
 
     with _unchanged(run), monkeypatch.context() as patch:
-        patch.setattr(Store, "_link_new", fail)
+        patch.setattr(stores, "link_new", fail)
         with pytest.raises(StoreError, match="no space left"):
             compact(run.path, max_ratio=1.0)
 

@@ -43,6 +43,7 @@ LAYERS = (
         "pack_reader",
         "stores",
         "streams",
+        "local_files",
         "leases",
         "lineage",
         "decisions",
@@ -82,6 +83,7 @@ LAYERS = (
         "reader_state",
         "pulse",
         "run_ranks",
+        "testing",
     },
     {"__init__", "cli"},
 )

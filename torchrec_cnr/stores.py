@@ -20,14 +20,15 @@ import numpy as np
 import numpy.typing as npt
 from fsspec.implementations.local import LocalFileSystem
 
+from torchrec_cnr import local_files
 from torchrec_cnr.errors import CheckpointExistsError, ConfigurationError, StoreError
-from torchrec_cnr.streams import Buffer, Stream, give_up, sync_directory
+from torchrec_cnr.local_files import link_new, missing_above, sync_directory
+from torchrec_cnr.streams import Buffer, Stream, give_up
 
 Bytes = npt.NDArray[np.uint8]
 
 _NO_PATH = re.compile(r"[\\\x00-\x1f]")
 _one_at_a_time = threading.Lock()
-_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)  # from file systems without hard links
 _ERRNO: dict[type[Exception], int] = {FileNotFoundError: errno.ENOENT, FileExistsError: errno.EEXIST}
 
 
@@ -113,15 +114,36 @@ class Store:
     def make(self) -> None:
         """Create the directory and its parents, where the file system has directories."""
         with self._errors("create", ""):
-            above = self._missing_above() if isinstance(self.fs, LocalFileSystem) and self.sync_files else []
+            above = missing_above(self.path) if isinstance(self.fs, LocalFileSystem) and self.sync_files else []
             self.fs.makedirs(self.path, exist_ok=True)
             for path in above:
                 sync_directory(path)
 
     def exists(self, name: str) -> bool:
-        """Whether a file is there."""
+        """Whether a file is there.
+
+        Raises:
+            StoreError: The file system does not tell, which fsspec's own ``exists`` takes for a no.
+        """
+        return self._size(name) is not None
+
+    def _size(self, name: str) -> int | None:
+        """Bytes of a file; None if it is not there."""
         with self._errors("look up", name):
-            return bool(self.fs.exists(self.child(name)))
+            try:
+                return int(self.fs.info(self.child(name))["size"] or 0)
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+
+    def _check_whole(self, name: str, num_bytes: int) -> None:
+        """What was written must be there: not every file system says so when it is not."""
+        found = self._size(name)
+        if found != num_bytes:
+            raise self._not_whole(name, num_bytes, found)
+
+    def _not_whole(self, name: str, num_bytes: int, found: int | None) -> StoreError:
+        there = "it is not there" if found is None else f"{found} are there"
+        return StoreError(f"cannot write {self.url}/{name}: {num_bytes} bytes were written, and {there}")
 
     def is_directory(self) -> bool:
         """Whether the directory is there; in an object store, whether something is in it."""
@@ -211,14 +233,8 @@ class Store:
         """As :meth:`read`, into an array of its own that may be written to."""
         if not isinstance(self.fs, LocalFileSystem):
             return np.frombuffer(bytearray(self.read(name, start, stop)), dtype=np.uint8)
-        with self._errors("read", name), open(self.child(name), "rb", buffering=0) as file:
-            size = max(0, min(stop, os.fstat(file.fileno()).st_size) - start)
-            array = np.empty(size, dtype=np.uint8)
-            file.seek(start)
-            filled = 0
-            while filled < size and (count := file.readinto(array[filled:].data)):
-                filled += count
-            return array[:filled]
+        with self._errors("read", name):
+            return local_files.read_array(self.child(name), start, stop)
 
     @contextmanager
     def open_file(self, name: str) -> Iterator[Any]:
@@ -233,12 +249,18 @@ class Store:
             yield file
 
     def put(self, name: str, parts: Sequence[Buffer], is_durable: bool = True) -> None:
-        """Write a file whose name nobody else uses."""
+        """Write a file whose name nobody else uses.
+
+        Raises:
+            StoreError: It was not written, or, if it must be durable, not whole.
+        """
         with self._errors("write", name), self.fs.open(self.child(name), "wb") as file:
             for part in parts:
                 file.write(part)
             if is_durable:
                 self._sync(file)
+        if is_durable:
+            self._check_whole(name, sum(memoryview(part).nbytes for part in parts))
 
     @contextmanager
     def create(self, name: str) -> Iterator[Stream]:
@@ -253,7 +275,8 @@ class Store:
             with self._errors("write", name):
                 file = open(partial, "xb") if is_local else self.fs.open(partial, "wb")  # noqa: SIM115 - the stack does
             stack.callback(give_up, file, partial if is_local else None)
-            yield Stream(self, name, file, lambda: self._errors("write", name))
+            stream = Stream(self, name, file, lambda: self._errors("write", name))
+            yield stream
             with self._errors("write", name):
                 self._sync(file)
                 file.close()
@@ -261,61 +284,42 @@ class Store:
                     os.replace(partial, path)
                     if self.sync_files:
                         sync_directory(self.path)
+            self._check_whole(name, stream.num_bytes)
 
     def put_new(self, name: str, data: bytes, save_id: str) -> None:
         """Write a file atomically, unless the name exists.
 
-        A local file is written under a name of its own and then linked, because a file that is created exclusively is
-        there before its bytes are. Elsewhere, and on file systems without links, an exclusive create has to do.
+        A local file is written under a name of its own and then linked. Elsewhere, an exclusive create has to do.
 
         Raises:
-            CheckpointExistsError: The name exists.
+            CheckpointExistsError: The name exists, with other bytes: who tries again finds what it has written itself.
+            StoreError: It was not written, or not whole.
         """
         try:
             with self._errors("write", name):
                 if isinstance(self.fs, LocalFileSystem):
-                    self._link_new(name, data, save_id)
+                    unlinked, path = self.child(f"{save_id}.{name}"), self.child(name)
+                    link_new(path, data, unlinked, self.sync_files, lambda: self._create_new(name, data))
                 else:
                     self._create_new(name, data)
         except StoreError as error:
+            if error.errno == errno.EEXIST and self.read(name) == data:
+                return
             if error.errno == errno.EEXIST:
                 raise CheckpointExistsError(
                     f"{self.url}: another save committed here first; save under another checkpoint_id"
                 ) from error
             raise
+        found = self._size(name)
+        if found != len(data):
+            if found is not None and data.startswith(self.read(name)):
+                self.remove(name)  # nobody must take it for a damaged one
+            raise self._not_whole(name, len(data), found)
 
     def _create_new(self, name: str, data: bytes) -> None:
         # memory:// looks first and creates then; it is one process's own, so that a lock makes it atomic.
         with _one_at_a_time, self.fs.open(self.child(name), "xb") as file:
             file.write(data)
-
-    def _link_new(self, name: str, data: bytes, save_id: str) -> None:
-        unlinked = self.child(f"{save_id}.{name}")
-        try:
-            with open(unlinked, "xb") as file:
-                file.write(data)
-                self._sync(file)
-            if self.sync_files:
-                sync_directory(self.path)  # the packs' names, which must not come after the manifest's
-            try:
-                os.link(unlinked, self.child(name))
-            except OSError as error:
-                if error.errno not in _NO_LINKS:
-                    raise
-                self._create_new(name, data)
-        finally:
-            if os.path.exists(unlinked):
-                os.unlink(unlinked)
-        if self.sync_files:
-            sync_directory(self.path)
-
-    def _missing_above(self) -> list[str]:
-        """Directories that get a new entry when this one is made."""
-        path, found = self.path, []
-        while not os.path.exists(path):
-            path = posixpath.dirname(path) or "/"
-            found.append(path)
-        return found
 
     def _sync(self, file: Any) -> None:
         if self.sync_files and isinstance(self.fs, LocalFileSystem):

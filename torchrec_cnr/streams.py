@@ -1,4 +1,4 @@
-"""Streams: files that are written piece by piece, and what makes files and their names durable."""
+"""Streams: files that are written piece by piece."""
 
 import os
 from collections.abc import Callable
@@ -53,12 +53,3 @@ def give_up(file: Any, partial: str | None) -> None:
         file.close()
     if partial is not None and os.path.exists(partial):
         os.unlink(partial)
-
-
-def sync_directory(path: str) -> None:
-    """Make the names in a local directory durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,0 +1,75 @@
+"""Local files: what makes files and their names durable, and a file appear at once and whole."""
+
+import errno
+import os
+import posixpath
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)  # from file systems without hard links
+
+
+def sync_directory(path: str) -> None:
+    """Make the names in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def missing_above(path: str) -> list[str]:
+    """Directories that get a new entry when this one is made."""
+    found = []
+    while not os.path.exists(path):
+        path = posixpath.dirname(path) or "/"
+        found.append(path)
+    return found
+
+
+def link_new(path: str, data: bytes, unlinked: str, sync_files: bool, create: Callable[[], None]) -> None:
+    """Write a file atomically, unless its name exists: one that is created exclusively is there before its bytes are.
+
+    Args:
+        path: The file.
+        data: What is in it.
+        unlinked: What it is called until it is whole.
+        sync_files: Whether it is forced to disk.
+        create: Creates it exclusively, where the file system has no links.
+
+    Raises:
+        FileExistsError: The name exists.
+    """
+    try:
+        with open(unlinked, "xb") as file:
+            file.write(data)
+            if sync_files:
+                file.flush()
+                os.fsync(file.fileno())
+        if sync_files:
+            sync_directory(posixpath.dirname(path))  # the packs' names, which must not come after the manifest's
+        try:
+            os.link(unlinked, path)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            create()
+    finally:
+        if os.path.exists(unlinked):
+            os.unlink(unlinked)
+    if sync_files:
+        sync_directory(posixpath.dirname(path))
+
+
+def read_array(path: str, start: int, stop: int) -> npt.NDArray[np.uint8]:
+    """Bytes of a file, in an array of their own; fewer where it is shorter."""
+    with open(path, "rb", buffering=0) as file:
+        size = max(0, min(stop, os.fstat(file.fileno()).st_size) - start)
+        array = np.empty(size, dtype=np.uint8)
+        file.seek(start)
+        filled = 0
+        while filled < size and (count := file.readinto(array[filled:].data)):
+            filled += count
+        return array[:filled]
