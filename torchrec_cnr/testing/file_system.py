@@ -1,0 +1,155 @@
+"""The file system of a ``FaultyStore``, for fsspec."""
+
+import io
+import os
+import posixpath
+import uuid
+from collections.abc import Mapping
+from typing import Any, cast
+
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.spec import AbstractFileSystem
+
+from torchrec_cnr.testing.faults import PROTOCOL, FaultyStore, Kind, Operation, open_stores
+
+
+class FaultyFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """Passes what is asked of it on to the directory behind a ``FaultyStore``.
+
+    Methods are fsspec's; each is one operation.
+    """
+
+    protocol = PROTOCOL
+
+    def info(self, path: str, **_: Any) -> Mapping[str, Any]:
+        """What is there.
+
+        Raises:
+            FileNotFoundError: Nothing is.
+        """
+        store, inner = _place(path)
+        found: Mapping[str, Any] = self._do("look up", path, lambda half: store.inner.info(inner))
+        return {**found, "name": _outer(store, found)}
+
+    def exists(self, path: str, **_: Any) -> bool:
+        """Whether something is there; that nobody answers does not mean that it is not."""
+        try:
+            self.info(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def isdir(self, path: str) -> bool:
+        """Whether a directory is there."""
+        try:
+            return bool(self.info(path)["type"] == "directory")
+        except FileNotFoundError:
+            return False
+
+    def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
+        """What is in a directory."""
+        store, inner = _place(path)
+        found = self._do("list", path, lambda half: store.inner.ls(inner, detail=True))
+        entries = [{**entry, "name": _outer(store, entry)} for entry in found]
+        return entries if detail else [entry["name"] for entry in entries]
+
+    def modified(self, path: str) -> Any:
+        """When it was written last."""
+        store, inner = _place(path)
+        return self._do("look up", path, lambda half: store.inner.modified(inner))
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Make a directory."""
+        store, inner = _place(path)
+        self._do("make", path, lambda half: store.inner.makedirs(inner, exist_ok=exist_ok))
+
+    def rm_file(self, path: str) -> None:
+        """Remove a file."""
+        store, inner = _place(path)
+        self._do("remove", path, lambda half: store.inner.rm_file(inner))
+
+    def rmdir(self, path: str) -> None:
+        """Remove an empty directory."""
+        store, inner = _place(path)
+        self._do("remove", path, lambda half: store.inner.rmdir(inner))
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
+        """A file's bytes, or some of them."""
+        store, inner = _place(path)
+
+        def read(half: bool) -> bytes:
+            data = bytes(store.inner.cat_file(inner, start=start, end=end))
+            return data[: len(data) // 2] if half else data
+
+        return cast(bytes, self._do("read", path, read))
+
+    def open(self, path: str, mode: str = "rb", *_: Any, **__: Any) -> io.BytesIO:
+        """A file, read at once ("rb"), or put when it is closed ("wb", and "xb" if it must be new)."""
+        if mode == "rb":
+            return io.BytesIO(self.cat_file(path))
+        if mode not in ("wb", "xb"):
+            raise NotImplementedError(f"mode {mode!r}: files are read ('rb') or written whole ('wb', 'xb')")
+        return _Upload(path, is_new=mode == "xb")
+
+    def _do(self, kind: Kind, path: str, act: Any) -> Any:
+        store, inner = _place(path)
+        return store.do(Operation(kind, posixpath.relpath(inner, store.root)), act)
+
+
+class _Upload(io.BytesIO):
+    """A file that is being written."""
+
+    def __init__(self, path: str, is_new: bool) -> None:
+        super().__init__()
+        self._path = path
+        self._is_new = is_new
+
+    def close(self) -> None:
+        """Put it."""
+        if self.closed:
+            return
+        data = self.getvalue()
+        super().close()
+        store, inner = _place(self._path)
+        kind: Kind = "put new" if self._is_new else "put"
+
+        def put(half: bool) -> None:
+            _put(store, inner, data[: len(data) // 2] if half else data, self._is_new)
+
+        store.do(Operation(kind, posixpath.relpath(inner, store.root), len(data)), put)
+
+
+def _put(store: FaultyStore, path: str, data: bytes, is_new: bool) -> None:
+    """Write a file at once: nobody sees a part of it."""
+    if not isinstance(store.inner, LocalFileSystem):
+        with store.inner.open(path, "xb" if is_new else "wb") as file:
+            file.write(data)
+        return
+    uploads = f"{store.root}.uploads"
+    os.makedirs(uploads, exist_ok=True)
+    os.makedirs(posixpath.dirname(path), exist_ok=True)
+    partial = f"{uploads}/{uuid.uuid4().hex}"
+    with open(partial, "xb") as file:
+        file.write(data)
+    if is_new:
+        try:
+            os.link(partial, path)
+        finally:
+            os.unlink(partial)
+    else:
+        os.replace(partial, path)
+
+
+def _place(path: str) -> tuple[FaultyStore, str]:
+    """The store that a path or URL is in, and the path behind it."""
+    name, _, rest = str(FaultyFileSystem._strip_protocol(path)).lstrip("/").partition("/")
+    store = open_stores.get(name)
+    if store is None:
+        raise OSError(f"{PROTOCOL}://{name}: no FaultyStore of that name is open in this process")
+    return store, posixpath.join(store.root, rest).rstrip("/")
+
+
+def _outer(store: FaultyStore, entry: Mapping[str, Any]) -> str:
+    """The path of an entry, as this file system calls it."""
+    name = store.url.removeprefix(f"{PROTOCOL}://")
+    return posixpath.join(name, posixpath.relpath(str(entry["name"]), store.root)).removesuffix("/.")
