@@ -67,6 +67,7 @@ class FaultyStore:
 
     Args:
         url: The directory that stands behind it, a path or fsspec URL.
+        name: Its name in URLs; ranks of one job must give theirs the same one. By default one of its own.
         delay_secs: How long a ``DELAY`` takes.
 
     Attributes:
@@ -75,12 +76,12 @@ class FaultyStore:
         operations: All so far.
     """
 
-    def __init__(self, url: str | os.PathLike[str], delay_secs: float = 0.2) -> None:
+    def __init__(self, url: str | os.PathLike[str], name: str | None = None, delay_secs: float = 0.2) -> None:
         self.faults: dict[int, Fault] = {}
         self.operations: list[Operation] = []
         self.inner, root = fsspec.core.url_to_fs(os.fspath(url))
         self.root = str(root).rstrip("/")
-        self._name = uuid.uuid4().hex[:12]
+        self._name = name or uuid.uuid4().hex[:12]
         self.url = f"{PROTOCOL}://{self._name}"
         self._delay_secs = delay_secs
         self._late: list[Callable[[], object]] = []
