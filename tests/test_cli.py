@@ -574,7 +574,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("place", FAILURES)
-@pytest.mark.parametrize("command", COMMANDS.keys() & {"ls", "inspect", "verify", "diff"})
+@pytest.mark.parametrize("command", sorted(COMMANDS.keys() & {"ls", "inspect", "verify", "diff"}))
 def test_failures_are_one_line(broken: Path, place: str, command: str) -> None:
     """Whatever is at a place, an error says it in one line on stderr; nothing is on stdout, and no traceback."""
     words, statuses = FAILURES[place]
