@@ -705,7 +705,7 @@ def test_what_may_not_be_read_is_told(unreadable: Path) -> None:
     assert len(others) == 4
     for status, out, err in others:
         assert (status, out) == (1, "")
-        assert re.fullmatch(r"cnr: error: cannot (list|read) .*PermissionError.*\n", err)
+        assert re.fullmatch(r"cnr: error: cannot (list|read|look up) .*PermissionError.*\n", err)
 
 
 def test_an_interrupt_ends_it_quietly(tmp_path: Path) -> None:

@@ -44,6 +44,9 @@ LAYERS = (
         "stores",
         "streams",
         "local_files",
+        "remote_files",
+        "listings",
+        "fences",
         "leases",
         "lineage",
         "decisions",
@@ -101,6 +104,7 @@ FOREIGN = {
     "torch.distributed": set(LAYER_OF) - LAYERS[0] - LAYERS[1],
     "rich": {"cli"},
     "typer": {"cli"},
+    "tenacity": {"remote_files"},
     "fsspec": set(LAYER_OF) - LAYERS[0] - LAYERS[1] - LAYERS[2],
 }
 

@@ -9,6 +9,7 @@ from torchrec_cnr import manifest_json
 from torchrec_cnr.assembly import Assembled
 from torchrec_cnr.decisions import Decision
 from torchrec_cnr.errors import LoadError, SaveError
+from torchrec_cnr.fences import Fence
 from torchrec_cnr.leases import LEASE_SECS, Lease
 from torchrec_cnr.lineage import relative_path
 from torchrec_cnr.manifest import FILE_NAME, CheckpointRef, History, Manifest
@@ -46,16 +47,18 @@ def manifest_of(store: Store, decision: Decision, parts: Assembled, metadata: Me
     )
 
 
-def commit(store: Store, manifest: Manifest, lease: Lease | None) -> None:
+def commit(store: Store, manifest: Manifest, lease: Lease | None, fence: Fence | None) -> None:
     """Put the manifest, where none is.
 
     Args:
         store: The checkpoint.
         manifest: Of what is in it.
         lease: Keeps its packs from being pruned.
+        fence: Of the job, if it may be the only one that saves there.
 
     Raises:
         CheckpointExistsError: There is another one.
+        FencedError: A later job saves there.
         SaveError: It could not be loaded again, or something that it needs may have been pruned.
         StoreError: The store refused.
     """
@@ -76,6 +79,8 @@ def commit(store: Store, manifest: Manifest, lease: Lease | None) -> None:
             f"{store.url}: nothing was committed, because the save took longer than {LEASE_SECS} s, and its packs may "
             "have been pruned; save again"
         )
+    if fence is not None:
+        fence.check()
     store.put_new(FILE_NAME, data, manifest.save_id)
 
 

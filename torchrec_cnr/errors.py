@@ -4,6 +4,7 @@
     ├── ConfigurationError       the call is wrong: change the arguments
     ├── SaveError                this save did not happen: the last checkpoint stands, save again
     │   ├── CheckpointExistsError    the id is taken: save under another one
+    │   ├── FencedError              another job saves to this root now: end this one
     │   └── UntrackedRowsError       rows were modified but not marked: mark them, save again
     ├── LoadError                nothing was loaded completely: do not train on
     │   ├── CheckpointNotFoundError  there is no committed checkpoint here
@@ -31,6 +32,10 @@ class SaveError(CNRError):
 
 class CheckpointExistsError(SaveError):
     """The checkpoint id holds a committed checkpoint already."""
+
+
+class FencedError(SaveError):
+    """Another job began to save to the same root later."""
 
 
 class UntrackedRowsError(SaveError):

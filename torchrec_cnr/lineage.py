@@ -5,12 +5,14 @@ import logging
 import os
 import posixpath
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchrec_cnr import manifest_json
 from torchrec_cnr.errors import CheckpointNotFoundError, DamagedError, LoadError, StoreError
+from torchrec_cnr.fences import is_fence
 from torchrec_cnr.head import Head
 from torchrec_cnr.manifest import FILE_NAME, PARENT_PATH, CheckpointRef, Kind, Manifest, Shard, replacement_name
+from torchrec_cnr.pace import Bandwidth
 from torchrec_cnr.stores import Store
 
 logger = logging.getLogger(__name__)
@@ -193,6 +195,12 @@ class Lineage:
         """What a job that loaded this lineage stands on."""
         return self.newest.head(tuple(checkpoint.ref for checkpoint in self.checkpoints[:-1]))
 
+    def limited(self, bandwidth: Bandwidth) -> "Lineage":
+        """The same, read no faster than that."""
+        return Lineage(
+            tuple(replace(found, store=replace(found.store, bandwidth=bandwidth)) for found in self.checkpoints)
+        )
+
     def shards(self, fqn: str) -> Iterator[Shard]:
         """The shards of a tensor in every checkpoint."""
         for checkpoint in self.checkpoints:
@@ -255,6 +263,8 @@ def newest_first(root: str | os.PathLike[str]) -> Iterator[Checkpoint]:
     directory = Store.open(root)
     candidates = []
     for name in directory.names():
+        if is_fence(name):
+            continue
         try:
             start = directory.at(name).read(FILE_NAME, 0, _START_BYTES)
         except StoreError as error:

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from torchrec_cnr.decisions import ShardKey
 from torchrec_cnr.errors import ConfigurationError, LoadError
+from torchrec_cnr.fences import restored_from
 from torchrec_cnr.fitting import QUANTIZED, Fit, Source, Wanted, fit
 from torchrec_cnr.handover import InferenceReadItem, LoadMetadata
 from torchrec_cnr.inference_tables import TargetTables
@@ -203,6 +204,8 @@ class CNRLoadPlanner(DefaultLoadPlanner):
         self._report = self._decision.report
         if self._tracker is None:
             return
+        if self.is_coordinator:
+            restored_from(self._lineage.newest.store)
         loaded = {id(shard) for key, shard in self._tracked.items() if key in self._restored}
         tracked = {id(shard) for shard in self._tracker.shards if shard.rows.box.num_rows}
         if self._decision.is_complete and loaded == tracked:

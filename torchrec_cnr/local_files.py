@@ -29,6 +29,15 @@ def missing_above(path: str) -> list[str]:
     return found
 
 
+def remove_empty(path: str) -> None:
+    """Remove a directory if it is there and nothing is in it."""
+    try:
+        os.rmdir(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+            raise
+
+
 def link_new(path: str, data: bytes, unlinked: str, sync_files: bool, create: Callable[[], None]) -> None:
     """Write a file atomically, unless its name exists: one that is created exclusively is there before its bytes are.
 

@@ -1,5 +1,7 @@
-"""Pace: work behind training takes no more than its share of a core."""
+"""Pace: work behind training takes no more than its share of a core, and files no more than theirs of a network."""
 
+import math
+import threading
 import time
 
 from torchrec_cnr.errors import ConfigurationError
@@ -21,6 +23,38 @@ class Pace:
         if self._rest_secs > 0:
             time.sleep(self._rest_secs * max(0.0, time.thread_time() - self._worked_secs))
             self._worked_secs = time.thread_time()
+
+
+class Bandwidth:
+    """Lets so many bytes pass a second, of all threads together: by the second, not by the packet.
+
+    Args:
+        bytes_per_sec: How many; None for any.
+
+    Raises:
+        ConfigurationError: Not a number above 0.
+    """
+
+    def __init__(self, bytes_per_sec: float | None = None) -> None:
+        if bytes_per_sec is not None and not 0 < bytes_per_sec < math.inf:
+            raise ConfigurationError(f"'max_bytes_per_sec' must be a number above 0, or None (got {bytes_per_sec})")
+        self._bytes_per_sec = bytes_per_sec
+        self._free_secs = 0.0  # when all that has passed would have, at this rate
+        self._lock = threading.Lock()
+
+    def wait(self, num_bytes: int) -> None:
+        """Wait until as many bytes may pass."""
+        if self._bytes_per_sec is None:
+            return
+        with self._lock:
+            now = time.monotonic()
+            begin = max(now, self._free_secs)
+            self._free_secs = begin + num_bytes / self._bytes_per_sec
+        time.sleep(begin - now)
+
+    def __reduce__(self) -> tuple[type["Bandwidth"], tuple[float | None]]:
+        """Another process has one of its own."""
+        return Bandwidth, (self._bytes_per_sec,)
 
 
 def check_cpu_share(cpu_share: float) -> None:

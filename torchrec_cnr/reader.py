@@ -36,6 +36,7 @@ from torchrec_cnr.leases import Lease
 from torchrec_cnr.lineage import Lineage, existing, read_lineage
 from torchrec_cnr.manifest import DTYPES, TensorEntry
 from torchrec_cnr.objects import read_objects, serialized
+from torchrec_cnr.pace import Bandwidth
 from torchrec_cnr.packs import check_thread_count
 from torchrec_cnr.progress import Progress
 from torchrec_cnr.regions import LargestValueRegion, Region, RowStateRegion, TensorRegion, column_bounds
@@ -50,6 +51,7 @@ class CNRStorageReader(StorageReader):
     Args:
         path: The checkpoint, a path or fsspec URL; usually ``latest(root)``.
         thread_count: Requests in flight at once. Each takes up to 16 MiB of memory.
+        max_bytes_per_sec: What each rank may read a second, averaged over requests.
         progress: Told how many of how many bytes of rows this rank has read; once more from the beginning where
             inference tables are converted in several turns.
 
@@ -59,11 +61,17 @@ class CNRStorageReader(StorageReader):
     """
 
     def __init__(
-        self, path: str | os.PathLike[str] | None, *, thread_count: int = 2, progress: Progress | None = None
+        self,
+        path: str | os.PathLike[str] | None,
+        *,
+        thread_count: int = 2,
+        max_bytes_per_sec: float | None = None,
+        progress: Progress | None = None,
     ) -> None:
         super().__init__()
         check_thread_count(thread_count)
         self._thread_count = thread_count
+        self._bandwidth = Bandwidth(max_bytes_per_sec)
         self._progress = progress
         self._url = Store.open(existing(path)).url
         self._lineage: Lineage | None = None
@@ -86,7 +94,7 @@ class CNRStorageReader(StorageReader):
         meta = StorageMeta(checkpoint_id=self._url, load_id=self._load_id)
         self._lineage = self._failure = None
         try:
-            self._lineage = read_lineage(self._url)
+            self._lineage = read_lineage(self._url).limited(self._bandwidth)
         except CNRError as error:
             self._failure = error
             return LoadMetadata({}, storage_meta=meta)

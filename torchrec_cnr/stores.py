@@ -10,9 +10,9 @@ import posixpath
 import re
 import threading
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import fsspec
@@ -22,29 +22,24 @@ from fsspec.implementations.local import LocalFileSystem
 
 from torchrec_cnr import local_files
 from torchrec_cnr.errors import CheckpointExistsError, ConfigurationError, StoreError
+from torchrec_cnr.listings import Listing
 from torchrec_cnr.local_files import link_new, missing_above, sync_directory
+from torchrec_cnr.pace import Bandwidth
+from torchrec_cnr.remote_files import Result, is_object_store, is_refused, put_whole, tried_again
 from torchrec_cnr.streams import Buffer, Stream, give_up
 
 Bytes = npt.NDArray[np.uint8]
 
 _NO_PATH = re.compile(r"[\\\x00-\x1f]")
+_PASSWORD = re.compile(r"://[^/@]*:[^/@]*@")
+_NOT_THERE = (errno.ENOENT, errno.ENOTDIR)
 _one_at_a_time = threading.Lock()
-_ERRNO: dict[type[Exception], int] = {FileNotFoundError: errno.ENOENT, FileExistsError: errno.EEXIST}
-
-
-@dataclass(frozen=True)
-class Listing:
-    """What is in a directory.
-
-    Attributes:
-        files: Sizes in bytes, by name.
-        directories: Names.
-        links: Names of symbolic links to directories.
-    """
-
-    files: Mapping[str, int]
-    directories: tuple[str, ...] = ()
-    links: tuple[str, ...] = ()
+_ERRNO: dict[type[Exception], int] = {
+    FileNotFoundError: errno.ENOENT,
+    FileExistsError: errno.EEXIST,
+    NotADirectoryError: errno.ENOTDIR,
+    PermissionError: errno.EACCES,
+}
 
 
 @dataclass(frozen=True)
@@ -55,21 +50,28 @@ class Store:
         fs: Its fsspec file system.
         path: Its path there, without the protocol and without a trailing slash.
         sync_files: Whether local files are forced to disk before a write counts as done.
+        bandwidth: What puts and reads of arrays take.
     """
 
     fs: Any
     path: str
     sync_files: bool = True
+    bandwidth: Bandwidth = field(default_factory=Bandwidth, compare=False)
 
     @classmethod
     def open(cls, url: str | os.PathLike[str], sync_files: bool = True) -> "Store":
         """The directory at a local path or fsspec URL; nothing is created.
 
         Raises:
-            ConfigurationError: The URL's protocol is unknown, its package is not installed, or it has a backslash, a
-                control character, or, without a protocol, ``::``, which a delta or fsspec could not follow.
+            ConfigurationError: The URL's protocol is unknown, its package is not installed, or it has a password, a
+                backslash, a control character, or, without a protocol, ``::``: a delta or fsspec could not follow it.
         """
         name = os.fspath(url)
+        if _PASSWORD.search(name):
+            raise ConfigurationError(
+                f"{_PASSWORD.sub('://…@', name)!r}: credentials in a URL come into logs and errors; give them to the "
+                "file system by its own configuration, such as the environment or fsspec's configuration files"
+            )
         if _NO_PATH.search(name) or ("::" in name and "://" not in name):
             raise ConfigurationError(f"{name!r}: not a path or URL that checkpoints can refer to; choose plainer names")
         try:
@@ -99,7 +101,7 @@ class Store:
 
     def at(self, path: str) -> "Store":
         """Another directory of the same file system, by a path relative to this one."""
-        return Store(self.fs, posixpath.normpath(posixpath.join(self.path, path)), self.sync_files)
+        return replace(self, path=posixpath.normpath(posixpath.join(self.path, path)))
 
     def is_beside(self, other: "Store") -> bool:
         """Whether both are in one file system, so that one can name the other by a relative path."""
@@ -113,8 +115,10 @@ class Store:
 
     def make(self) -> None:
         """Create the directory and its parents, where the file system has directories."""
+        if is_object_store(self.fs):
+            return
         with self._errors("create", ""):
-            above = missing_above(self.path) if isinstance(self.fs, LocalFileSystem) and self.sync_files else []
+            above = missing_above(self.path) if self.is_local and self.sync_files else []
             self.fs.makedirs(self.path, exist_ok=True)
             for path in above:
                 sync_directory(path)
@@ -129,11 +133,12 @@ class Store:
 
     def _size(self, name: str) -> int | None:
         """Bytes of a file; None if it is not there."""
-        with self._errors("look up", name):
-            try:
-                return int(self.fs.info(self.child(name))["size"] or 0)
-            except (FileNotFoundError, NotADirectoryError):
+        try:
+            return int(self._try("look up", name, lambda: self._fresh().info(self.child(name)))["size"] or 0)
+        except StoreError as error:
+            if error.errno in _NOT_THERE:
                 return None
+            raise
 
     def _check_whole(self, name: str, num_bytes: int) -> None:
         """What was written must be there: not every file system says so when it is not."""
@@ -147,47 +152,29 @@ class Store:
 
     def is_directory(self) -> bool:
         """Whether the directory is there; in an object store, whether something is in it."""
-        with self._errors("look up", ""):
-            return bool(self.fs.isdir(self.path))
+        return bool(self._try("look up", "", lambda: self._fresh().isdir(self.path)))
 
     def names(self) -> list[str]:
         """Names in the directory, sorted; empty where there is no directory."""
-        with self._errors("list", ""):
-            try:
-                self.fs.invalidate_cache(self.path)
-                found = self.fs.ls(self.path, detail=False)
-            except (FileNotFoundError, NotADirectoryError):
-                return []
-        paths = (str(name).rstrip("/") for name in found)
-        return sorted(posixpath.basename(path) for path in paths if path != self.path)
+        found = self.listing()
+        return sorted([*found.files, *found.directories, *found.links])
 
-    def listing(self) -> "Listing":
+    def listing(self) -> Listing:
         """What is in the directory; nothing where there is no directory."""
-        with self._errors("list", ""):
-            try:
-                self.fs.invalidate_cache(self.path)
-                found = self.fs.ls(self.path, detail=True)
-            except (FileNotFoundError, NotADirectoryError):
-                found = []
-        files: dict[str, int] = {}
-        directories, links = [], []
-        for entry in sorted(found, key=lambda entry: str(entry["name"])):
-            path = str(entry["name"]).rstrip("/")
-            name = posixpath.basename(path)
-            if path == self.path:  # a file of this name, or what stands for the directory in an object store
-                continue
-            if entry["type"] == "directory":
-                directories.append(name)
-            elif entry.get("islink") and os.path.isdir(path):
-                links.append(name)
-            else:
-                files[name] = int(entry["size"] or 0)
-        return Listing(files, tuple(directories), tuple(links))
+        return Listing.of(self._entries(), self.path)
+
+    def _entries(self) -> list[Mapping[str, Any]]:
+        try:
+            return list(self._try("list", "", lambda: self._fresh().ls(self.path, detail=True)))
+        except StoreError as error:
+            if error.errno in _NOT_THERE:
+                return []
+            raise
 
     def modified_ns(self, name: str = "") -> int:
         """Unix time in nanoseconds when a file, or the directory itself, was written last, by the store's clock."""
-        with self._errors("look up", name):
-            return int(self.fs.modified(self.child(name).rstrip("/")).timestamp() * 1e9)
+        path = self.child(name).rstrip("/")
+        return int(self._try("look up", name, lambda: self._fresh().modified(path)).timestamp() * 1e9)
 
     def remove(self, name: str, is_durable: bool = False) -> None:
         """Remove a file; that it is gone already is no error.
@@ -196,29 +183,26 @@ class Store:
             name: The file.
             is_durable: Whether it must not be there again after a power failure.
         """
-        with self._errors("remove", name):
-            try:
-                self.fs.rm_file(self.child(name))
-            except FileNotFoundError:
-                return
-            if is_durable and self.sync_files and isinstance(self.fs, LocalFileSystem):
+        try:
+            self._try("remove", name, lambda: self.fs.rm_file(self.child(name)))
+        except StoreError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            return
+        if is_durable and self.sync_files and self.is_local:
+            with self._errors("remove", name):
                 sync_directory(self.path)
 
     @property
     def has_directories(self) -> bool:
         """Whether a directory is there although nothing is in it."""
-        return isinstance(self.fs, LocalFileSystem)
+        return self.is_local
 
     def remove_directory(self) -> None:
         """Remove the directory if it is empty, where the file system has directories."""
-        if not self.has_directories:
-            return
-        try:
+        if self.has_directories:
             with self._errors("remove", ""):
-                os.rmdir(self.path)
-        except StoreError as error:
-            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
-                raise
+                local_files.remove_empty(self.path)
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> bytes:
         """A file's bytes, or those from ``start`` to ``stop``; fewer where it is shorter.
@@ -226,12 +210,18 @@ class Store:
         Raises:
             StoreError: It cannot be read; its ``errno`` is ``ENOENT`` where it does not exist.
         """
-        with self._errors("read", name):
-            return bytes(self.fs.cat_file(self.child(name), start=start, end=stop))
+        try:
+            return bytes(self._try("read", name, lambda: self.fs.cat_file(self.child(name), start=start, end=stop)))
+        except StoreError as error:
+            # Servers refuse a range behind the end.
+            if start is not None and error.errno == errno.EINVAL and (self._size(name) or 0) <= start:
+                return b""
+            raise
 
     def read_array(self, name: str, start: int, stop: int) -> Bytes:
         """As :meth:`read`, into an array of its own that may be written to."""
-        if not isinstance(self.fs, LocalFileSystem):
+        self.bandwidth.wait(stop - start)
+        if not self.is_local:
             return np.frombuffer(bytearray(self.read(name, start, stop)), dtype=np.uint8)
         with self._errors("read", name):
             return local_files.read_array(self.child(name), start, stop)
@@ -243,9 +233,7 @@ class Store:
         Raises:
             StoreError: It cannot be opened; its ``errno`` is ``ENOENT`` where it does not exist.
         """
-        with self._errors("read", name):
-            file = self.fs.open(self.child(name), "rb")
-        with file:
+        with self._try("read", name, lambda: self.fs.open(self.child(name), "rb")) as file:
             yield file
 
     def put(self, name: str, parts: Sequence[Buffer], is_durable: bool = True) -> None:
@@ -254,11 +242,15 @@ class Store:
         Raises:
             StoreError: It was not written, or, if it must be durable, not whole.
         """
-        with self._errors("write", name), self.fs.open(self.child(name), "wb") as file:
-            for part in parts:
-                file.write(part)
-            if is_durable:
-                self._sync(file)
+        self.bandwidth.wait(sum(memoryview(part).nbytes for part in parts))
+        if self.is_local:
+            with self._errors("write", name), open(self.child(name), "wb") as file:
+                for part in parts:
+                    file.write(part)
+                if is_durable:
+                    self._sync(file)
+        else:
+            self._try("write", name, lambda: put_whole(self.fs, self.child(name), parts))
         if is_durable:
             self._check_whole(name, sum(memoryview(part).nbytes for part in parts))
 
@@ -268,8 +260,7 @@ class Store:
 
         A local file has its name once it is whole; elsewhere, one that failed may be there in part.
         """
-        is_local = isinstance(self.fs, LocalFileSystem)
-        path = self.child(name)
+        is_local, path = self.is_local, self.child(name)
         partial = f"{path}.{uuid.uuid4().hex[:16]}.partial" if is_local else path
         with ExitStack() as stack:
             with self._errors("write", name):
@@ -284,7 +275,8 @@ class Store:
                     os.replace(partial, path)
                     if self.sync_files:
                         sync_directory(self.path)
-            self._check_whole(name, stream.num_bytes)
+            stack.pop_all()
+        self._check_whole(name, stream.num_bytes)
 
     def put_new(self, name: str, data: bytes, save_id: str) -> None:
         """Write a file atomically, unless the name exists.
@@ -296,35 +288,54 @@ class Store:
             StoreError: It was not written, or not whole.
         """
         try:
-            with self._errors("write", name):
-                if isinstance(self.fs, LocalFileSystem):
-                    unlinked, path = self.child(f"{save_id}.{name}"), self.child(name)
+            if self.is_local:
+                unlinked, path = self.child(f"{save_id}.{name}"), self.child(name)
+                with self._errors("write", name):
                     link_new(path, data, unlinked, self.sync_files, lambda: self._create_new(name, data))
-                else:
-                    self._create_new(name, data)
+            else:
+                self._try("write", name, lambda: self._create_new(name, data))
         except StoreError as error:
-            if error.errno == errno.EEXIST and self.read(name) == data:
-                return
-            if error.errno == errno.EEXIST:
-                raise CheckpointExistsError(
-                    f"{self.url}: another save committed here first; save under another checkpoint_id"
-                ) from error
-            raise
-        found = self._size(name)
-        if found != len(data):
-            if found is not None and data.startswith(self.read(name)):
+            if not is_refused(error) or not self.exists(name):
+                raise
+        # Of several writers some stores let the last one win, and not every one says so when a write did not happen.
+        found = self._read_there(name)
+        if found == data:
+            return
+        if found is None or data.startswith(found):
+            if found is not None:
                 self.remove(name)  # nobody must take it for a damaged one
-            raise self._not_whole(name, len(data), found)
+            raise self._not_whole(name, len(data), None if found is None else len(found))
+        raise CheckpointExistsError(f"{self.url}: another save committed here first; save under another checkpoint_id")
+
+    def _read_there(self, name: str) -> bytes | None:
+        """A file's bytes; None if it is not there."""
+        try:
+            return self.read(name)
+        except StoreError as error:
+            if error.errno in _NOT_THERE:
+                return None
+            raise
 
     def _create_new(self, name: str, data: bytes) -> None:
         # memory:// looks first and creates then; it is one process's own, so that a lock makes it atomic.
-        with _one_at_a_time, self.fs.open(self.child(name), "xb") as file:
+        turn: AbstractContextManager[object] = nullcontext() if is_object_store(self.fs) else _one_at_a_time
+        with turn, self.fs.open(self.child(name), "xb") as file:
             file.write(data)
 
     def _sync(self, file: Any) -> None:
-        if self.sync_files and isinstance(self.fs, LocalFileSystem):
+        if self.sync_files and self.is_local:
             file.flush()
             os.fsync(file.fileno())
+
+    def _fresh(self) -> Any:
+        """The file system, which forgets what it has listed here before."""
+        self.fs.invalidate_cache(self.path)
+        return self.fs
+
+    def _try(self, action: str, name: str, call: Callable[[], Result]) -> Result:
+        """Do something that may be done twice, again and again where it fails by what may pass."""
+        with self._errors(action, name):
+            return call() if self.is_local else tried_again(call, f"{action} {self.url}/{name}")
 
     @contextmanager
     def _errors(self, action: str, name: str) -> Iterator[None]:

@@ -48,7 +48,13 @@ class Stream:
 
 
 def give_up(file: Any, partial: str | None) -> None:
-    """Close a file, whatever it says, and remove it if it still has the name of one that is not whole."""
+    """Close a file that is not whole, whatever it says, and remove it if it has a name of its own.
+
+    An upload is dropped, where the file system can do that: closed, it would come into being, without its end.
+    """
+    with suppress(Exception):
+        file.discard()
+        file.closed = True
     with suppress(Exception):
         file.close()
     if partial is not None and os.path.exists(partial):

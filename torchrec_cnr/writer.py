@@ -5,7 +5,7 @@ Who calls what, on which rank, in one ``dcp.save``:
     1. storage_meta           all ranks    a new save begins: a new save id
     2. set_up_storage_writer  all ranks    learn the rank
     3. prepare_local_plan     all ranks    refuse an id that is taken, make the directory; the coordinator takes a lease
-    4. prepare_global_plan    coordinator  give its save id to all ranks
+    4. prepare_global_plan    coordinator  refuse to save beside a later job; give its save id to all ranks
     5. write_data             all ranks    encode every item of the plan into packs
     6. finish                 coordinator  check all results against the plan, then commit: write the manifest, and
                                            release the lease
@@ -38,12 +38,13 @@ from torchrec_cnr.commit import commit, manifest_of
 from torchrec_cnr.cuts import TIMEOUT_SECS
 from torchrec_cnr.decisions import Decision
 from torchrec_cnr.errors import CheckpointExistsError, ConfigurationError
+from torchrec_cnr.fences import Fence, fence_of
 from torchrec_cnr.handover import CNRStorageMeta, SaveMetadata
 from torchrec_cnr.kernels.threads import one_thread
 from torchrec_cnr.leases import Lease
 from torchrec_cnr.manifest import FILE_NAME
 from torchrec_cnr.modified import Since
-from torchrec_cnr.pace import Pace, check_cpu_share
+from torchrec_cnr.pace import Bandwidth, Pace, check_cpu_share
 from torchrec_cnr.packs import PACK_BYTES, PackWriter, check_pack_bytes, check_thread_count
 from torchrec_cnr.phases import SavePhases
 from torchrec_cnr.progress import Count, Progress
@@ -71,6 +72,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         cpu_share: How much of a core each rank's asynchronous save may take to encode, from more than 0 to 1: it does
             that in one thread, and rests in between.
         timeout_secs: How long an asynchronous save waits for the one before, if that is still under way.
+        max_bytes_per_sec: What each rank may write a second, averaged over packs.
         overwrite: Only False: a checkpoint that is there is never overwritten.
         progress: Told how many of how many shards and objects this rank has written.
 
@@ -89,6 +91,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         staging_bytes: int = STAGING_BYTES,
         cpu_share: float = 1.0,
         timeout_secs: float = TIMEOUT_SECS,
+        max_bytes_per_sec: float | None = None,
         overwrite: bool = False,
         progress: Progress | None = None,
     ) -> None:
@@ -109,12 +112,15 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         self._thread_count = thread_count
         self._rules = SchemeRules.of(quantization if quantization is not None else NoQuantization())
         self._staging = Staging(self._rules, staging_bytes, timeout_secs)
-        self._store = Store.open(path, sync_files)
+        self._bandwidth = Bandwidth(max_bytes_per_sec)
+        self._store = self._opened(path)
         self._save_id = ""
         self._rank = 0
         self._started = time.monotonic()
         self._is_coordinator = False
         self._lease: Lease | None = None
+        self._fence: Fence | None = None  # of this save, if it has a lineage
+        self._sent_fence: Fence | None = None  # of the job, if that is another process
         self._warned: set[str] = set()  # FQNs of which it was said that rows are stored exactly
 
     def stage(self, state_dict: dict[str, Any], **_: Any) -> dict[str, Any]:
@@ -148,13 +154,16 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         self._staging.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """In another process it writes what was staged here, and tells nobody how far it is."""
-        return {**self.__dict__, "_progress": None}
+        """In another process it writes what was staged here, for the same job, and tells nobody how far it is."""
+        return {**self.__dict__, "_progress": None, "_sent_fence": fence_of(self._store)}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Another checkpoint id; DCP calls this only if it was given one."""
         if checkpoint_id is not None:
-            self._store = Store.open(checkpoint_id, self._sync_files)
+            self._store = self._opened(checkpoint_id)
+
+    def _opened(self, path: str | os.PathLike[str]) -> Store:
+        return replace(Store.open(path, self._sync_files), bandwidth=self._bandwidth)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Learn the rank; DCP passes it only to a parameter that is called ``kwargs``."""
@@ -180,7 +189,12 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Give this save's id to all ranks."""
+        """Give this save's id to all ranks. Of jobs with lineages, only the latest may save to a root."""
+        self._fence = None
+        if isinstance(plans[0].planner_data, Decision):
+            sent = self._sent_fence
+            self._fence = sent if sent is not None and sent.root == self._store.at("..") else fence_of(self._store)
+            self._fence.claim()
         return [replace(plan, storage_data=self._save_id) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -219,7 +233,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         parts = assemble(metadata, results)
         manifest = manifest_of(self._store, decision, parts, metadata, self._save_id)
         with record_function("torchrec_cnr.commit"):
-            commit(self._store, manifest, self._lease)
+            commit(self._store, manifest, self._lease, self._fence)
         if isinstance(metadata, SaveMetadata):
             commit_secs = time.monotonic() - began
             metadata.phases = tuple(replace(phases, commit_secs=commit_secs) for phases in parts.phases)
