@@ -171,22 +171,23 @@ def _save_here_and_there(_: int, root: Path) -> list[str]:
     job = models.plain_job(0)
     planner = cnr.CNRSavePlanner(cnr.RowTracker(job.model), policy=cnr.Consecutive())
     writer = models.writer(root / "unused")
-    there = AsyncCheckpointerType.PROCESS
-    for name, executor in (("1", there), ("2", None), ("3", there), ("4", there)):
+
+    def save(name: str, is_there: bool) -> None:
         models.train(job, int(name))
         state, path = models.state(job), str(root / name)
-        if executor is None:
-            dcp.save(state, checkpoint_id=path, storage_writer=writer, planner=planner)
+        if is_there:
+            future = models.save_behind(state, path, writer, planner, executor=AsyncCheckpointerType.PROCESS)
+            future.result(timeout=100)
         else:
-            models.save_behind(state, path, writer, planner, executor=executor).result(timeout=100)
+            dcp.save(state, checkpoint_id=path, storage_writer=writer, planner=planner)
+
+    for name, is_there in (("1", True), ("2", False), ("3", True), ("4", True)):
+        save(name, is_there)
     found = [found.name for found in root.glob("fence-*")]
     fences._Jobs().fence(Store.open(root)).claim()
-    for executor in (there, None):
+    for is_there in (True, False):
         with pytest.raises(CheckpointException, match="another job saves here"):
-            if executor is None:
-                dcp.save(state, checkpoint_id=str(root / "5"), storage_writer=writer, planner=planner)
-            else:
-                models.save_behind(state, str(root / "5"), writer, planner, executor=executor).result(timeout=100)
+            save("5", is_there)
     return found
 
 
