@@ -270,7 +270,7 @@ class Manifest:
         self.digest = hashlib.sha256(frame[2]).hexdigest()
         check(self.digest.encode() == frame[1], "another digest")
         try:
-            value = json.loads(frame[2].decode("ascii"), object_pairs_hook=_once, parse_float=refuse)
+            value = json.loads(frame[2].decode("ascii"))
             written = json.dumps(value, separators=(",", ":")).encode()
         except (ValueError, RecursionError) as error:
             refuse(f"not JSON: {error}")
@@ -281,6 +281,10 @@ class Manifest:
             raise NewerVersion(str(version))
         self.version = version
         check(written == frame[2], "written in another way")
+        try:
+            json.loads(frame[2], object_pairs_hook=_once, parse_float=refuse)
+        except RecursionError:
+            refuse("nested too deeply")
         value = mapping(value, KEYS_OF[version])
         self.created_ns = integer(value["created_ns"])
         string(value["id"]), name(value["save_id"]), string(value["policy"]), string(value["writer"])
