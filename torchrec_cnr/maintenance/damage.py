@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from torchrec_cnr.errors import DamagedError, StoreError
+from torchrec_cnr.errors import DamagedError, LoadError, StoreError
 from torchrec_cnr.folding import fold, plan_fold
 from torchrec_cnr.lineage import Checkpoint, Lineage
 from torchrec_cnr.manifest import Blob, Manifest
@@ -100,7 +100,7 @@ def _decode(checkpoint: Checkpoint, thread_count: int, advance: Advance) -> tupl
             fold(plans, regions, thread_count, are_complete=checkpoint.manifest.parent is None)
             decoded.update(key for plan in plans for key in (*plan.reads, *plan.row_blocks))
             advance(sum(block.blob.num_bytes for plan in plans for block in plan.row_blocks.values() if block.blob))
-        except (DamagedError, StoreError) as error:
+        except (LoadError, StoreError) as error:
             if len(fqns) > 1:
                 groups += [[fqn] for fqn in fqns]
             else:

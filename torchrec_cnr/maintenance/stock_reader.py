@@ -20,6 +20,7 @@ from torchrec_cnr.maintenance.contents import Chunk, split_rows
 from torchrec_cnr.maintenance.stock_checkpoint import Extent, StockCheckpoint, StockChunk, missing_is_damage
 from torchrec_cnr.maintenance.stock_metadata import FILE_NAME, read_stock_metadata
 from torchrec_cnr.manifest import DTYPES
+from torchrec_cnr.pickles import check_archive
 from torchrec_cnr.rows import Box, fills
 from torchrec_cnr.stores import Store
 
@@ -118,6 +119,8 @@ def _open_chunks(
             where = f"{store.url}/{name}: {chunk.fqn!r} at byte {info.offset}"
             try:
                 view: Any = _create_file_view(file, info.offset, info.length)
+                check_archive(view)
+                view.seek(0)
                 opened: Any = torch.load(view, map_location="meta", weights_only=True)
             except OSError as error:
                 raise StoreError(f"cannot read {where}: {error}") from error
