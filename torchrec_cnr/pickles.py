@@ -84,7 +84,7 @@ def load_state(data: bytes) -> Any:
     return torch.load(rebuilt, weights_only=True)
 
 
-def check_archive(file: IO[bytes]) -> None:
+def check_archive(file: IO[bytes] | io.RawIOBase) -> None:
     """Look through the pickle of one tensor, in an archive that is too long to be read as a whole.
 
     Raises:
