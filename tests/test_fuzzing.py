@@ -198,6 +198,7 @@ _objects = hypothesis.given(program=_programs, cut=st.integers(0, 2_000), is_com
 
 
 @bounded
+@hypothesis.example(program=INT + b"q\x00ctorch\nFloatStorage\n.", cut=2_000, is_compressed=False)
 @_objects
 def test_whatever_an_object_is(
     tmp_path_factory: pytest.TempPathFactory, program: bytes, cut: int, is_compressed: bool
