@@ -565,8 +565,7 @@ def test_latest_passes_over_damage_with_a_warning(run: Run, caplog: pytest.LogCa
     run.put("bad", damaged[damage])
     with caplog.at_level(logging.WARNING):
         assert latest(run.url) == run.at("good")
-    # What has no time of commit counts as oldest, and is not even looked at.
-    assert ("bad/manifest.json" in caplog.text) == (damage not in ("empty", "foreign"))
+    assert "bad/manifest.json" in caplog.text  # what has no time of commit may be the newest
 
 
 def test_latest_refuses_to_go_behind_a_newer_version(run: Run) -> None:

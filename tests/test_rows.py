@@ -265,11 +265,20 @@ def test_boxes_of_any_dimensions_fill(size: tuple[int, ...], boxes: list[Box], e
     assert fills(size, boxes) == expected
 
 
-def test_many_boxes_are_compared_quickly() -> None:
-    """A table of 20,000 row shards is checked without comparing each with each."""
-    boxes = [Box((row, 0), (1, 8)) for row in range(20_000)]
-    assert fills((20_000, 8), boxes)
-    assert not fills((20_000, 8), [*boxes[:-1], boxes[0]])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_many_boxes_are_compared_quickly(dim: int) -> None:
+    """A table of 20,000 row shards, or column shards, is checked without comparing each with each."""
+    size = (20_000, 8) if dim == 0 else (8, 20_000)
+    boxes = [Box((n, 0), (1, 8)) if dim == 0 else Box((0, n), (8, 1)) for n in range(20_000)]
+    assert fills(size, boxes)
+    assert not fills(size, [*boxes[:-1], boxes[0]])
+
+
+def test_boxes_divide_eight_dimensions_at_most() -> None:
+    """Each dimension more doubles the corners of a box, and tensors have only so many."""
+    for num, is_good in ((8, True), (9, False)):
+        halves = [Box(corner, (1,) * num) for corner in itertools.product((0, 1), repeat=num)]
+        assert fills((2,) * num, halves) == is_good
 
 
 @pytest.mark.parametrize(

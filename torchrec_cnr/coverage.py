@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
+from torchrec_cnr.errors import LoadError
 from torchrec_cnr.rows import Box, Rows
 
 Mask = npt.NDArray[np.bool_]
@@ -21,14 +22,28 @@ class Coverage:
     Args:
         box: The box, in its tensor's indices.
         boxes: Of all shards that will be asked for or added, where they divide the columns.
+        most_rows: Rows that will be added at most. Where the box has more, one of as many and one is a hole, and no
+            others are looked at: a size that somebody made up takes no memory.
+
+    Raises:
+        LoadError: It does not fit into memory.
     """
 
-    def __init__(self, box: Box, boxes: Iterable[Box]) -> None:
+    def __init__(self, box: Box, boxes: Iterable[Box], most_rows: int | None = None) -> None:
+        if most_rows is not None and most_rows < box.num_rows:
+            box = Box(box.offsets, (most_rows + 1, *box.sizes[1:]))
         self._box = box
         start, stop = _columns(box)
         edges = {edge for other in boxes for edge in _columns(other) if start < edge < stop}
         self._edges = np.array(sorted({start, stop} | edges), dtype=np.int64)
-        self._covered: Mask = np.zeros((max(0, len(self._edges) - 1), box.num_rows), dtype=np.bool_)
+        shape = (max(0, len(self._edges) - 1), box.num_rows)
+        try:
+            self._covered: Mask = np.zeros(shape, dtype=np.bool_)
+        except (MemoryError, ValueError) as error:
+            raise LoadError(
+                f"which of {box.num_rows} rows in {shape[0]} ranges of columns are stored does not fit into memory; "
+                "load fewer rows"
+            ) from error
 
     def add(self, box: Box, rows: Rows | slice) -> None:
         """Rows of a shard's box, numbered within it, are stored."""

@@ -102,21 +102,17 @@ def held(run: Sequence[Checkpoint], fqn: str) -> Iterator[tuple[int, TensorEntry
 
 
 def _row_blocks(manifest: Manifest, reads: Iterable[_BlobRead]) -> dict[str, RowBlock]:
-    needed = {read.rows for read in reads if read.rows.blob is not None}
-    keys: dict[RowBlock, str] = {}  # row sets may share blocks
-    for index, rows in enumerate(manifest.row_sets):
-        for number, block in enumerate(rows.blocks):
-            if block in needed:
-                keys.setdefault(block, f"row set {index} block {number}")
-    return {key: block for block, key in keys.items()}
+    return {manifest.row_block_names[read.rows]: read.rows for read in reads if read.rows.blob is not None}
 
 
 def _refuse(checkpoint: Checkpoint, entry: TensorEntry | None, newest: Checkpoint, fqn: str) -> NoReturn:
     url, head = checkpoint.store.url, newest.store.url
     if entry is None:
-        raise DamagedError(f"{url}: no tensor {fqn!r}, of which {head} holds a delta")
+        raise DamagedError(f"{url}: no tensor {fqn!r}, of which {head} holds a delta; use another checkpoint")
     old, new = _nature(checkpoint, entry), _nature(newest, newest.manifest.tensors[fqn])
-    raise DamagedError(f"{url}: tensor {fqn!r} is {old}, and {new} in {head}, which is a delta of it")
+    raise DamagedError(
+        f"{url}: tensor {fqn!r} is {old}, and {new} in {head}, which is a delta of it; use another checkpoint"
+    )
 
 
 def _is_same(checkpoint: Checkpoint, entry: TensorEntry, newest: Checkpoint, fqn: str) -> bool:
@@ -204,13 +200,15 @@ def _coverages(plans: Sequence[CheckpointReads], regions: Sequence[Region]) -> d
     """What is stored of the regions of tensors that no manifest shows to be whole."""
     oldest: dict[int, TensorEntry] = {}
     boxes: dict[int, list[Box]] = {}
+    num_rows: dict[int, int] = {}  # stored, each as often as it is
     for plan in plans:
         for read in plan.reads.values():
             for region in read.regions:
                 oldest.setdefault(id(region), read.entry)
                 boxes.setdefault(id(region), []).append(read.shard.table_box or read.shard.box)
+                num_rows[id(region)] = num_rows.get(id(region), 0) + read.rows.num_rows
     return {
-        id(region): Coverage(region.box, boxes.get(id(region), ()))
+        id(region): Coverage(region.box, boxes.get(id(region), ()), num_rows.get(id(region), 0))
         for region in regions
         if math.prod(region.box.sizes) and not (id(region) in oldest and oldest[id(region)].is_whole)
     }

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from torchrec_cnr import manifest_json
+from torchrec_cnr.bounded import read_whole
 from torchrec_cnr.errors import CheckpointNotFoundError, DamagedError, LoadError, StoreError
 from torchrec_cnr.fences import is_fence
 from torchrec_cnr.head import Head
@@ -166,13 +167,25 @@ def _items(manifest: Manifest) -> dict[str, object]:
 def _read_manifest(store: Store, name: str) -> tuple[Manifest, str, int] | None:
     """A manifest, its digest and its size; None if it is not there."""
     try:
-        data = store.read(name)
+        data = read_whole(store, name, manifest_json.MOST_BYTES)
     except StoreError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             return None
         raise
     manifest, sha256 = manifest_json.loads(data, f"{store.url}/{name}")
+    _check_places(manifest, store, name)
     return manifest, sha256, len(data)
+
+
+def _check_places(manifest: Manifest, store: Store, name: str) -> None:
+    """What a manifest names lies in its store: no path leads above its top."""
+    places = {pack.directory for pack in manifest.packs if pack.directory is not None}
+    if manifest.parent is not None:
+        places.add(manifest.parent.path)
+    top = "../" * len(store.path.strip("/").split("/"))
+    for place in places:
+        if place.startswith(f"{top}../"):
+            raise DamagedError(f"{store.url}/{name}: the path {place!r} leads out of the store; use another checkpoint")
 
 
 @dataclass(frozen=True)
@@ -273,8 +286,12 @@ def newest_first(root: str | os.PathLike[str]) -> Iterator[Checkpoint]:
             elif error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
                 raise
             continue
-        candidates.append((manifest_json.created_ns(start) or 0, name))
-    for _, name in sorted(candidates, reverse=True):
+        except DamagedError as error:
+            logger.warning("passed over while looking for the latest checkpoint: %s", error)
+            continue
+        at_ns = manifest_json.created_ns(start)
+        candidates.append((at_ns is None, at_ns or 0, name))  # what does not tell it may be the newest, damaged
+    for _, _, name in sorted(candidates, reverse=True):
         try:
             yield _read(directory.at(name))
         except DamagedError as error:

@@ -37,6 +37,7 @@ from torchrec_cnr.handover import InferenceReadItem, LoadMetadata
 from torchrec_cnr.inference_tables import TargetTables
 from torchrec_cnr.lineage import Lineage
 from torchrec_cnr.load_report import LoadReport
+from torchrec_cnr.pickles import refused
 from torchrec_cnr.ranked import saved_by_others
 from torchrec_cnr.read_items import read_items, wanted_item
 from torchrec_cnr.shards import local_shards, memory_key
@@ -168,7 +169,11 @@ class CNRLoadPlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put an object in its place, unpickled without running code; of one that each rank saved, a list of all."""
-        fqn, found = read_item.dest_index.fqn, torch.load(value, weights_only=True)
+        fqn = read_item.dest_index.fqn
+        try:
+            found = torch.load(value, weights_only=True)
+        except Exception as error:  # what a pickle names may be named otherwise when it is pickled again
+            raise refused(f"object {fqn!r}", error) from error
         names = self._decision.ranked.get(fqn, ()) if self._decision is not None else ()
         if names:
             self._ranked[read_item.storage_index.fqn] = found

@@ -3,10 +3,15 @@
 import errno
 import os
 import posixpath
+import stat
 from collections.abc import Callable
+from io import FileIO
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+
+from torchrec_cnr.errors import DamagedError
 
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)  # from file systems without hard links
 
@@ -72,10 +77,40 @@ def link_new(path: str, data: bytes, unlinked: str, sync_files: bool, create: Ca
         sync_directory(posixpath.dirname(path))
 
 
-def read_array(path: str, start: int, stop: int) -> npt.NDArray[np.uint8]:
-    """Bytes of a file, in an array of their own; fewer where it is shorter."""
-    with open(path, "rb", buffering=0) as file:
-        size = max(0, min(stop, os.fstat(file.fileno()).st_size) - start)
+def open_plain(path: str, mode: Literal["rb"] = "rb") -> FileIO:
+    """Open a file to read it, if it is one: a link may lead to any file of this machine, and a pipe need not end.
+
+    Raises:
+        DamagedError: It is a symbolic link, a pipe, a device or a socket.
+        OSError: It cannot be opened, or is a directory.
+    """
+    kind = os.lstat(path).st_mode
+    if stat.S_ISREG(kind):  # opened such that it makes no difference if it is something else by now
+        file = FileIO(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC))
+        kind = os.fstat(file.fileno()).st_mode
+        if stat.S_ISREG(kind):
+            return file
+        file.close()
+    if stat.S_ISDIR(kind):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    what = "a symbolic link" if stat.S_ISLNK(kind) else "a pipe, a device or a socket"
+    raise DamagedError(f"{path}: {what}, expected a file; put a copy of what was saved in its place")
+
+
+def cat_file(path: str, start: int | None, end: int | None) -> bytes:
+    """As fsspec's, of a file that is one."""
+    return read_array(path, start or 0, end).tobytes()
+
+
+def read_array(path: str, start: int, stop: int | None) -> npt.NDArray[np.uint8]:
+    """Bytes of a file, in an array of their own; fewer where it is shorter.
+
+    Raises:
+        DamagedError, OSError: As :func:`open_plain`.
+    """
+    with open_plain(path) as file:
+        num_bytes = os.fstat(file.fileno()).st_size
+        size = max(0, (num_bytes if stop is None else min(stop, num_bytes)) - start)
         array = np.empty(size, dtype=np.uint8)
         file.seek(start)
         filled = 0

@@ -117,7 +117,7 @@ class RowSet:
         sizes = (min(block_rows, num_rows - start) for start in starts)
         return cls(tuple(RowBlock("all", start, size, size, None) for start, size in zip(starts, sizes, strict=True)))
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         """Number of members."""
         return sum(block.num_rows for block in self.blocks)
@@ -275,7 +275,21 @@ class Manifest:
     @cached_property
     def row_sets(self) -> tuple[RowSet, ...]:
         """The row sets of all shards, each once, in the order of the shards."""
-        return tuple(dict.fromkeys(shard.rows for entry in self.tensors.values() for shard in entry.shards))
+        shards = (shard for entry in self.tensors.values() for shard in entry.shards)
+        objects = {
+            id(shard.rows): shard.rows for shard in shards
+        }  # comparing a long one takes time, once for each shard
+        return tuple(dict.fromkeys(objects.values()))
+
+    @cached_property
+    def row_block_names(self) -> Mapping[RowBlock, str]:
+        """What messages call each coded block of row numbers; row sets may share blocks."""
+        names: dict[RowBlock, str] = {}
+        for index, rows in enumerate(self.row_sets):
+            for number, block in enumerate(rows.blocks):
+                if block.blob is not None:
+                    names.setdefault(block, f"row set {index} block {number}")
+        return names
 
     @property
     def pack_bytes(self) -> int:

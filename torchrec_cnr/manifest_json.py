@@ -17,6 +17,7 @@ from torchrec_cnr.manifest import FORMAT, VERSION, Blob, Manifest, Pack, Place, 
 from torchrec_cnr.manifest_parser import ManifestParser
 from torchrec_cnr.rows import Box
 
+MOST_BYTES = 1 << 30  # of a manifest; one of so many describes some 80 TB of rows
 _FRAME = re.compile(rb'\{"sha256":"([0-9a-f]{64})","manifest":(.*)\}\n', re.DOTALL)
 _PARSERS = {1: Version1, 2: Version2, VERSION: ManifestParser}
 _CREATED = re.compile(rb'"created_ns":(\d{1,20})\b')
@@ -40,6 +41,10 @@ def loads(data: bytes, where: str) -> tuple[Manifest, str]:
         DamagedError: It is not what was committed, or contradicts itself.
         VersionError: It was written in a newer version of the format.
     """
+    if len(data) > MOST_BYTES:
+        raise DamagedError(
+            f"{where}: more than the {MOST_BYTES} bytes that a manifest may have; use another checkpoint"
+        )
     frame = _FRAME.fullmatch(data)
     if frame is None:
         raise DamagedError(f"{where}: {len(data)} bytes that are no complete manifest; use another checkpoint")
@@ -51,9 +56,9 @@ def loads(data: bytes, where: str) -> tuple[Manifest, str]:
         value = json.loads(body)
         is_plain = _body(value) == body
     except (ValueError, RecursionError) as error:
-        raise DamagedError(f"{where}: not JSON ({error})") from error
+        raise DamagedError(f"{where}: not JSON ({error}); use another checkpoint") from error
     if not isinstance(value, dict) or value.get("format") != FORMAT:
-        raise DamagedError(f"{where}: not a manifest of {FORMAT}")
+        raise DamagedError(f"{where}: not a manifest of {FORMAT}; use another checkpoint")
     version = value.get("version")
     if type(version) is int and version > VERSION:
         raise VersionError(
@@ -61,9 +66,9 @@ def loads(data: bytes, where: str) -> tuple[Manifest, str]:
             "upgrade torchrec_cnr to load it"
         )
     if type(version) is not int or version < 1:
-        raise DamagedError(f"{where}: there is no format version {version!r}")
+        raise DamagedError(f"{where}: there is no format version {version!r}; use another checkpoint")
     if not is_plain:  # white space, floating-point numbers, a key that occurs twice, other escapes
-        raise DamagedError(f"{where}: not written as manifests are")
+        raise DamagedError(f"{where}: not written as manifests are; use another checkpoint")
     return _PARSERS[version](where).manifest(value), digest
 
 

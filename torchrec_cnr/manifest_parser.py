@@ -26,7 +26,7 @@ from torchrec_cnr.manifest import (
     Shard,
     TensorEntry,
 )
-from torchrec_cnr.rows import Box, fills, lies_within
+from torchrec_cnr.rows import MOST_CODED_ROWS, MOST_DIVIDED, MOST_ROWS_PER_MEMBER, Box, fills, lies_within
 from torchrec_cnr.schemes import Scheme, exact_row_bytes, scheme_from_json
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
@@ -34,6 +34,9 @@ _SURROGATE = re.compile("[\ud800-\udfff]")  # alone: a pair is one character by 
 _PACK_NAME = re.compile(r"[A-Za-z0-9._-]{1,188}\.safetensors")
 _HEX = re.compile(r"[0-9a-f]{64}")
 _MAX_INT = 2**62
+_MAX_DIMENSIONS = 64  # torch has no more
+_MAX_FQN = 1 << 13  # characters; the FQN is in the name of each blob
+_MAX_MESSAGE = 2 * _MAX_FQN  # characters
 _MAX_LIST_INDEX = 2**20  # a longer list of tensors in a state dict is not believable, and would be allocated
 
 T = TypeVar("T")
@@ -58,7 +61,8 @@ class ManifestParser:
         self.row_sets: tuple[RowSet, ...] = ()
 
     def fail(self, message: str) -> NoReturn:
-        raise DamagedError(f"{self.where}: {message}; use another checkpoint")
+        short = message if len(message) <= _MAX_MESSAGE else f"{message[:_MAX_MESSAGE]}…"
+        raise DamagedError(f"{self.where}: {short}; use another checkpoint")
 
     def manifest(self, value: dict[str, Any]) -> Manifest:
         if tuple(value) != self.keys:
@@ -133,6 +137,10 @@ class ManifestParser:
             self.integer(num_rows, what, low=1),
             self.optional(self.blob, blob, what),
         )
+        if coding != "all" and block.num_rows > MOST_CODED_ROWS:
+            self.fail(f"{what}: a block of {block.num_rows} rows, expected {MOST_CODED_ROWS} at most")
+        if coding == "bitmap" and block.span > MOST_ROWS_PER_MEMBER * block.num_rows:
+            self.fail(f"{what}: a bitmap of {block.span} bits for {block.num_rows} rows")
         if (coding == "all") != (blob is None):
             self.fail(f"{what}: coding {coding!r} {'without' if blob is None else 'with'} a blob")
         if block.num_rows > block.span or (blob is None and block.num_rows < block.span):
@@ -149,7 +157,7 @@ class ManifestParser:
             self.fail(f"{what}: is_table is {value['is_table']!r}")
         entry = TensorEntry(
             dtype=value["dtype"],
-            size=self.items(self.integer, value["size"], what),
+            size=self.indices(value["size"], what),
             shards=self.items(partial(self.shard, tensor=value), value["shards"], what),
             is_table=value["is_table"],
             table=self.optional(self.string, value["table"], what),
@@ -158,7 +166,10 @@ class ManifestParser:
         if entry.is_table and len(entry.size) != 2:
             self.fail(f"{what}: a table of {len(entry.size)} dimensions")
         if not fills(entry.size, [place.box for place in entry.places]):
-            self.fail(f"{what}: its boxes do not fill its size {list(entry.size)} exactly")
+            self.fail(
+                f"{what}: its boxes do not fill its size {list(entry.size)} exactly, or divide more than "
+                f"{MOST_DIVIDED} dimensions"
+            )
         for shard in entry.shards:
             self.check_box(shard.box, entry, what)
             self.check_blobs(shard, entry, what)
@@ -258,10 +269,16 @@ class ManifestParser:
 
     def box(self, value: Any, what: str) -> Box:
         offsets, sizes = self.tuple_of(value, 2, what)
-        box = Box(self.items(self.integer, offsets, what), self.items(self.integer, sizes, what))
+        box = Box(self.indices(offsets, what), self.indices(sizes, what))
         if len(box.offsets) != len(box.sizes):
             self.fail(f"{what}: a box with {len(box.offsets)} offsets and {len(box.sizes)} sizes")
         return box
+
+    def indices(self, value: Any, what: str) -> tuple[int, ...]:
+        """One for each dimension."""
+        if isinstance(value, list) and len(value) > _MAX_DIMENSIONS:
+            self.fail(f"{what}: {len(value)} dimensions, expected {_MAX_DIMENSIONS} at most")
+        return self.items(self.integer, value, what)
 
     def path(self, value: Any, what: str) -> tuple[str | int, ...]:
         keys: tuple[str | int, ...] = self.items(lambda key, _: key, value, what)
@@ -292,6 +309,8 @@ class ManifestParser:
             self.fail(f"{what}: expected an object, got {type(value).__name__}")
         for key in value:
             self.string(key, f"key in {what}")
+            if len(key) > _MAX_FQN:
+                self.fail(f"key in {what}: {len(key)} characters, expected {_MAX_FQN} at most: {key[:80]!r}")
         return value
 
     def integer(self, value: Any, what: str, low: int = 0, high: int = _MAX_INT) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from torchrec_cnr import pickles
 from torchrec_cnr.errors import DamagedError
 from torchrec_cnr.lineage import Checkpoint
 from torchrec_cnr.pack_reader import PackReader
@@ -29,22 +30,31 @@ def read_objects(checkpoint: Checkpoint, fqns: Collection[str], thread_count: in
     by_key = {f"object {fqn!r}": fqn for fqn in fqns}
     wanted = [(key, manifest.objects[fqn]) for key, fqn in by_key.items()]
     for key, data in PackReader(checkpoint.store, manifest.packs, thread_count).read(wanted):
-        yield by_key[key], _unpickled(data.tobytes(), f"{url}: {key}")
+        yield by_key[key], unpickled(data.tobytes(), f"{url}: {key}")
 
 
-def serialized(value: Any) -> io.BytesIO:
-    """An object as DCP hands it to planners, which unpickle it without any check."""
+def serialized(value: Any, where: str) -> io.BytesIO:
+    """An object as DCP hands it to planners, which unpickle it without any check.
+
+    Raises:
+        DamagedError: It cannot be pickled again, because it is nested too deeply.
+    """
     stream = io.BytesIO()
-    torch.save(value, stream)
+    try:
+        torch.save(value, stream)
+    except Exception as error:  # torch may find anything wrong with a tensor that somebody made up
+        raise DamagedError(f"{where}: it cannot be handed on ({error}); use another checkpoint") from error
     stream.seek(0)
     return stream
 
 
-def _unpickled(data: bytes, where: str) -> Any:
+def unpickled(data: bytes, where: str) -> Any:
+    """An object, from what ``torch.save`` made of it.
+
+    Raises:
+        DamagedError: It would run code, or take time or memory out of proportion.
+    """
     try:
-        return torch.load(io.BytesIO(data), weights_only=True)
+        return pickles.load_state(data)
     except Exception as error:  # bytes that are no pickle may make the unpickler raise anything
-        raise DamagedError(
-            f"{where}: refused by the weights-only unpickler, which runs no code; if its types are yours, register "
-            "them with torch.serialization.add_safe_globals"
-        ) from error
+        raise pickles.refused(where, error) from error

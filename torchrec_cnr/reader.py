@@ -179,7 +179,7 @@ class CNRStorageReader(StorageReader):
             return
         by_fqn = {item.storage_index.fqn: item for item in items}
         for fqn, value in read_objects(self._lineage.newest, by_fqn, self._thread_count):
-            planner.load_bytes(by_fqn[fqn], serialized(value))
+            planner.load_bytes(by_fqn[fqn], serialized(value, f"{self._url}: object {fqn!r}"))
 
     def _end_lease(self) -> None:
         if self._lease is not None:

@@ -17,7 +17,8 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 import torch
 import torch.distributed as dist
 
-from torchrec_cnr.errors import ConfigurationError, StateMismatchError
+from torchrec_cnr.errors import ConfigurationError, DamagedError, StateMismatchError
+from torchrec_cnr.objects import unpickled
 from torchrec_cnr.ranked import ranked_name
 
 Batch = TypeVar("Batch")
@@ -171,18 +172,24 @@ class ReaderState(Generic[Batch]):
 
         Raises:
             StateMismatchError: It was saved by another number of ranks, and there is no ``reshard``.
+            DamagedError: It is no position that was saved.
         """
         rank, world_size = _own_place()
         saved = state_dict[ranked_name(rank, world_size)]
         if isinstance(saved, bytes):
-            state = _unpickled(saved)
+            state = unpickled(saved, "the position of a reader")
+        elif not isinstance(saved, list):
+            raise DamagedError(
+                f"the position of a reader is no bytes, but {type(saved).__name__}; use another checkpoint"
+            )
         elif self._reshard is None:
             raise StateMismatchError(
                 f"positions of readers were saved by {len(saved)} ranks, and there are {world_size} now: pass "
                 "ReaderState a 'reshard' that divides them, or load with as many ranks"
             )
         else:
-            state = self._reshard([_unpickled(position) for position in saved], rank, world_size)
+            positions = [unpickled(position, "the position of a reader") for position in saved]
+            state = self._reshard(positions, rank, world_size)
         self._loader.load_state_dict(state)
         self._ahead.clear()
         self._trained = state
@@ -190,7 +197,3 @@ class ReaderState(Generic[Batch]):
 
 def _own_place() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def _unpickled(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=True)

@@ -11,7 +11,9 @@ Both are compressed with zstd. At random rows of density .001 to .9 this stays w
 bits a row, and within a few per cent where deltas usually are, around p = .26.
 """
 
+import itertools
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,7 +26,11 @@ from torchrec_cnr.errors import DamagedError
 Rows = npt.NDArray[np.int64]
 Coding = Literal["bitmap", "gaps"]
 
+MOST_DIVIDED = 8  # dimensions of a tensor that its boxes divide
+MOST_CODED_ROWS = 1 << 24  # in a block; blocks are cut by bytes, long before
+MOST_ROWS_PER_MEMBER = 64  # in a bitmap; in a sparser one gaps are always smaller
 _COMPRESSOR_LEVEL = 1
+_PIECE_BYTES = 1 << 10  # of a frame; what one becomes is a few MiB at most
 
 
 @dataclass(frozen=True)
@@ -77,11 +83,27 @@ class Box:
 
 
 def fills(size: tuple[int, ...], boxes: list[Box]) -> bool:
-    """Whether ``boxes`` cover a tensor of ``size`` exactly: inside it, without a hole or an overlap."""
+    """Whether ``boxes`` cover a tensor of ``size`` exactly: inside it, without a hole or an overlap.
+
+    How often each element is covered is a function of its index, and a function is told by its differences along all
+    dimensions. Those of a box are 1 and -1 at its corners, and 0 elsewhere. So the corners of all boxes must add up to
+    those of the tensor: that takes time in proportion to the boxes, however they lie. Boxes that divide more than
+    ``MOST_DIVIDED`` dimensions have too many corners, and do not count as covering anything.
+    """
     if not all(lies_within(size, box) for box in boxes):
         return False
-    boxes = [box for box in boxes if math.prod(box.sizes) > 0]
-    return sum(math.prod(box.sizes) for box in boxes) == math.prod(size) and not _any_overlap(boxes)
+    boxes = [box for box in boxes if 0 not in box.sizes]
+    if 0 in size:
+        return True
+    divided = [number for number, length in enumerate(size) if any(box.sizes[number] != length for box in boxes)]
+    if len(divided) > MOST_DIVIDED:
+        return False
+    differences: Counter[tuple[int, ...]] = Counter()
+    for box, sign in [(Box.whole(size), -1), *((box, 1) for box in boxes)]:
+        ends = [((box.offsets[n], 1), (box.offsets[n] + box.sizes[n], -1)) for n in divided]
+        for corner in itertools.product(*ends):
+            differences[tuple(index for index, _ in corner)] += sign * math.prod(step for _, step in corner)
+    return not any(differences.values())
 
 
 def lies_within(size: tuple[int, ...], box: Box) -> bool:
@@ -89,19 +111,6 @@ def lies_within(size: tuple[int, ...], box: Box) -> bool:
     return len(box.offsets) == len(size) and all(
         first + length <= whole for first, length, whole in zip(box.offsets, box.sizes, size, strict=True)
     )
-
-
-def _any_overlap(boxes: list[Box]) -> bool:
-    """Sweep along the first dimension; boxes that share first indices are compared in the others."""
-    if not boxes or not boxes[0].sizes:
-        return len(boxes) > 1
-    active: list[Box] = []
-    for box in sorted(boxes, key=lambda box: box.offsets):
-        active = [other for other in active if other.offsets[0] + other.sizes[0] > box.offsets[0]]
-        if any(other.intersect(box) for other in active):
-            return True
-        active.append(box)
-    return False
 
 
 @dataclass(frozen=True)
@@ -133,7 +142,7 @@ def encode_rows(rows: Rows) -> CodedRows:
     width = _gap_width(span)
     planes = np.ascontiguousarray(gaps.astype("<u8").view(np.uint8).reshape(-1, 8)[:, :width].T)
     best = CodedRows("gaps", first, span, compressor.compress(planes.tobytes()))
-    if span <= 64 * len(rows):  # a sparser bitmap cannot be the smaller one
+    if span <= MOST_ROWS_PER_MEMBER * len(rows):
         mask = np.zeros(span, dtype=np.bool_)
         mask[rows - first] = True
         bitmap = compressor.compress(np.packbits(mask, bitorder="little").tobytes())
@@ -186,11 +195,16 @@ def _decompress(data: bytes, num_bytes: int, where: str) -> bytes:
     try:
         declared = zstandard.frame_content_size(data)
         if declared != num_bytes:
-            raise DamagedError(f"{where}: row numbers unpack to {declared} bytes, expected {num_bytes}")
-        frame = zstandard.ZstdDecompressor().decompressobj()
-        content = frame.decompress(data)
+            raise DamagedError(
+                f"{where}: row numbers unpack to {declared} bytes, expected {num_bytes}; use another checkpoint"
+            )
+        frame, content = zstandard.ZstdDecompressor().decompressobj(), bytearray()
+        for start in range(0, len(data), _PIECE_BYTES):  # whose size may be another than the one it declares
+            content += frame.decompress(data[start : start + _PIECE_BYTES])
+            if len(content) > num_bytes:
+                break
     except zstandard.ZstdError as error:
         raise DamagedError(f"{where}: row numbers do not decompress ({error}); use another checkpoint") from error
     if not frame.eof or frame.unused_data or len(content) != num_bytes:
         raise DamagedError(f"{where}: row numbers are not one zstd frame of {num_bytes} bytes; use another checkpoint")
-    return content
+    return bytes(content)

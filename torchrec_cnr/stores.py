@@ -21,9 +21,9 @@ import numpy.typing as npt
 from fsspec.implementations.local import LocalFileSystem
 
 from torchrec_cnr import local_files
-from torchrec_cnr.errors import CheckpointExistsError, ConfigurationError, StoreError
+from torchrec_cnr.errors import CheckpointExistsError, CNRError, ConfigurationError, StoreError
 from torchrec_cnr.listings import Listing
-from torchrec_cnr.local_files import link_new, missing_above, sync_directory
+from torchrec_cnr.local_files import link_new, missing_above, open_plain, sync_directory
 from torchrec_cnr.pace import Bandwidth
 from torchrec_cnr.remote_files import Result, is_object_store, is_refused, put_whole, tried_again
 from torchrec_cnr.streams import Buffer, Stream, give_up
@@ -209,9 +209,11 @@ class Store:
 
         Raises:
             StoreError: It cannot be read; its ``errno`` is ``ENOENT`` where it does not exist.
+            DamagedError: It is a link or a pipe where a file should be.
         """
+        read = local_files.cat_file if self.is_local else self.fs.cat_file
         try:
-            return bytes(self._try("read", name, lambda: self.fs.cat_file(self.child(name), start=start, end=stop)))
+            return bytes(self._try("read", name, lambda: read(self.child(name), start=start, end=stop)))
         except StoreError as error:
             # Servers refuse a range behind the end.
             if start is not None and error.errno == errno.EINVAL and (self._size(name) or 0) <= start:
@@ -228,12 +230,9 @@ class Store:
 
     @contextmanager
     def open_file(self, name: str) -> Iterator[Any]:
-        """A file to read from and to seek in.
-
-        Raises:
-            StoreError: It cannot be opened; its ``errno`` is ``ENOENT`` where it does not exist.
-        """
-        with self._try("read", name, lambda: self.fs.open(self.child(name), "rb")) as file:
+        """A file to read from and to seek in; errors are those of :meth:`read`."""
+        opened = open_plain if self.is_local else self.fs.open
+        with self._try("read", name, lambda: opened(self.child(name), "rb")) as file:
             yield file
 
     def put(self, name: str, parts: Sequence[Buffer], is_durable: bool = True) -> None:
@@ -342,6 +341,8 @@ class Store:
         """File systems raise whatever they like; callers see one type, with the cause and its errno."""
         try:
             yield
+        except CNRError:
+            raise
         except Exception as error:
             where = self.url if not name else f"{self.url}/{name}"
             failure = StoreError(f"cannot {action} {where}: {type(error).__name__}: {error}")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from torchrec_cnr.errors import ConfigurationError, StateMismatchError
+from torchrec_cnr.errors import ConfigurationError, LoadError, StateMismatchError
 from torchrec_cnr.folding import fold, plan_fold
 from torchrec_cnr.leases import leased
 from torchrec_cnr.lineage import Lineage, existing, read_lineage
@@ -48,6 +48,7 @@ def load_table(
         StateMismatchError: The checkpoint has no tensor of this name, or ``out`` has another size or dtype.
         ConfigurationError: An argument cannot work.
         CheckpointNotFoundError, DamagedError, VersionError, StoreError: The checkpoint cannot be read.
+        LoadError: It does not fit into memory.
     """
     check_thread_count(thread_count)
     place = existing(path)
@@ -98,7 +99,12 @@ def _wanted_box(fqn: str, entry: TensorEntry, rows: range | slice | None) -> Box
 
 def _target(out: Tensor | None, fqn: str, box: Box, dtype: torch.dtype) -> Tensor:
     if out is None:
-        return torch.empty(box.sizes, dtype=dtype)
+        try:
+            return torch.empty(box.sizes, dtype=dtype)
+        except RuntimeError as error:
+            raise LoadError(
+                f"{fqn!r}: {list(box.sizes)} of {dtype} do not fit into memory; load a range of its rows"
+            ) from error
     if tuple(out.shape) != box.sizes or out.dtype is not dtype:
         raise StateMismatchError(
             f"'out' must be {list(box.sizes)} of {dtype} to hold {fqn!r} (got {list(out.shape)} of {out.dtype})"

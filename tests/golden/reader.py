@@ -134,6 +134,9 @@ def check_filled(size: Sequence[int], boxes: Sequence[Box]) -> None:
     for box in boxes:
         check_within(size, box)
     boxes = [box for box in boxes if math.prod(box.sizes)]
+    check(
+        sum(len({whole, *own}) > 1 for whole, *own in zip(size, *(b.sizes for b in boxes), strict=True)) <= 8, "cubes"
+    )
     check(sum(math.prod(box.sizes) for box in boxes) == math.prod(size), "boxes with a hole or overlap")
     for index, box in enumerate(boxes):
         check(not any(box.overlaps(other) for other in boxes[:index]), "boxes that overlap")
@@ -157,6 +160,11 @@ def name(value: Any) -> str:
 def array(value: Any, length: int | None = None) -> list[Any]:
     check(type(value) is list and length in (None, len(value)), f"no list of {length}")
     return list(value)
+
+
+def indices(value: Any) -> tuple[int, ...]:
+    check(len(array(value)) <= 64, "more than 64 dimensions")
+    return tuple(integer(n) for n in value)
 
 
 def mapping(value: Any, keys: Sequence[str] | None = None) -> dict[str, Any]:
@@ -309,6 +317,7 @@ class Manifest:
         self.objects = {string(fqn): self._blob(blob) for fqn, blob in mapping(value["objects"]).items()}
         self.paths = {string(fqn): self._path(path) for fqn, path in mapping(value["paths"]).items()}
         check(not set(self.tensors) & set(self.objects), "one FQN twice")
+        check(all(len(fqn) <= 8192 for fqn in (*self.tensors, *self.objects, *self.paths)), "a name that is too long")
         for tensor in self.tensors.values():
             is_folded = self.replaces is not None and tensor.folded is not None
             check(self.parent is not None or tensor.is_whole or is_folded, "an incomplete baseline")
@@ -360,13 +369,15 @@ class Manifest:
         integer(span, integer(members, 1))
         check((coding == "all") == (blob is None), "coding and blob do not fit")
         check(coding != "all" or span == members, "consecutive rows with gaps")
+        check(coding == "all" or members <= 2**24, "too many rows in a code")
+        check(coding != "bitmap" or span <= 64 * members, "a bitmap with too few rows")
         code = None if blob is None else self._blob(blob, is_of_rows=True)
         return RowBlock(coding, integer(first), span, members, code)
 
     def _tensor(self, value: Any) -> Tensor:
         entry = mapping(value, TENSOR_KEYS_OF[self.version])
         check(string(entry["dtype"]) in DTYPES, "unknown dtype")
-        size = tuple(integer(extent) for extent in array(entry["size"]))
+        size = indices(entry["size"])
         check(type(entry["is_table"]) is bool, "is_table is no boolean")
         check(not entry["is_table"] or len(size) == 2, "a table that is no matrix")
         table = None if entry["table"] is None else string(entry["table"])
@@ -411,7 +422,7 @@ class Manifest:
 
     def _box(self, value: Any) -> Box:
         offsets, sizes = array(value, 2)
-        box = Box(tuple(integer(n) for n in array(offsets)), tuple(integer(n) for n in array(sizes)))
+        box = Box(indices(offsets), indices(sizes))
         check(len(box.offsets) == len(box.sizes), "a box of two dimensions")
         return box
 

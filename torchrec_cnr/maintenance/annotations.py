@@ -14,7 +14,8 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping
 
-from torchrec_cnr.errors import CheckpointNotFoundError, ConfigurationError
+from torchrec_cnr.bounded import read_whole
+from torchrec_cnr.errors import CheckpointNotFoundError, ConfigurationError, DamagedError
 from torchrec_cnr.manifest import FILE_NAME
 from torchrec_cnr.stores import Store
 
@@ -99,10 +100,8 @@ def read_metrics(store: Store, files: Mapping[str, int]) -> dict[str, float]:
     found: dict[str, float | None] = {}
     for name in sorted(name for name in files if _METRICS.fullmatch(name)):
         try:
-            if files[name] > _MAX_BYTES:
-                raise ValueError(f"{files[name]} bytes, more than {_MAX_BYTES}")
-            found |= _parsed(store.read(name))
-        except (ValueError, RecursionError) as error:
+            found |= _parsed(read_whole(store, name, _MAX_BYTES))
+        except (ValueError, RecursionError, DamagedError) as error:
             logger.warning("%s/%s: passed over, it holds no metrics: %s", store.url, name, error)
     return {name: value for name, value in found.items() if value is not None}
 

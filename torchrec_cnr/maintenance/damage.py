@@ -5,18 +5,20 @@ of it are in memory. That reads nearly all blobs. Those of tensors that could no
 tensor, are then looked at one by one, so that everything that is wrong is found, and named by file and blob.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
-from torchrec_cnr.errors import DamagedError, StoreError
+from torchrec_cnr.errors import DamagedError, LoadError, StoreError
 from torchrec_cnr.folding import fold, plan_fold
-from torchrec_cnr.lineage import Checkpoint, Lineage
+from torchrec_cnr.lineage import Checkpoint, Lineage, read_checkpoint
 from torchrec_cnr.manifest import Blob, Manifest
 from torchrec_cnr.pack_reader import Span, plan_spans, read_spans
 from torchrec_cnr.regions import Block
 from torchrec_cnr.rows import Box
 
+_WAY_OUT = "; use another checkpoint"
 _GROUP_ROWS = 1 << 26  # of tensors decoded together: of one that was folded, a byte is kept for each row
 
 Advance = Callable[[int], None]
@@ -52,6 +54,48 @@ def find_damage(checkpoint: Checkpoint, thread_count: int, advance: Advance) -> 
     files = {problem.file for problem in found if problem.file is not None}
     unexplained = [message for message in failures if not any(file in message for file in files)]
     return found + [Problem(checkpoint.store.url, None, None, message) for message in unexplained]
+
+
+def find_dead_damage(checkpoints: Sequence[Checkpoint], thread_count: int) -> list[Problem]:
+    """What is wrong with bytes of packs that no load needs any more: those that compactions have left behind.
+
+    The manifests under which they were written have digests of them, as far as these are still there. Where they or
+    whole packs are gone, nothing is missed.
+
+    Args:
+        checkpoints: What they need now is not looked at.
+        thread_count: Requests in flight at once. Each takes up to 16 MiB of memory.
+    """
+    alive = {_place(checkpoint, blob) for checkpoint in checkpoints for _, blob in checkpoint.manifest.blobs()}
+    found: dict[Problem, None] = {}
+    earlier = [(checkpoint, manifest) for checkpoint in checkpoints for manifest in checkpoint.manifests[:-1]]
+    beside = [(checkpoint, manifest) for checkpoint in _beside(checkpoints) for manifest in checkpoint.manifests]
+    for checkpoint, manifest in [*earlier, *beside]:
+        then = replace(checkpoint, manifest=manifest)
+        known = {key for key, blob in manifest.blobs() if _place(then, blob) in alive}
+        for problem in _read_blobs(then, known, thread_count, lambda _: None):
+            message = f"{problem.message.removesuffix(_WAY_OUT)}; no load needs it any more"
+            if problem.blob is not None:
+                found[replace(problem, message=message)] = None
+    return list(found)
+
+
+def _place(checkpoint: Checkpoint, blob: Blob) -> tuple[str, int, int]:
+    """Which bytes of which file a blob is."""
+    pack = checkpoint.manifest.packs[blob.pack]
+    return checkpoint.store.at(pack.directory or ".").child(pack.name), blob.offset, blob.num_bytes
+
+
+def _beside(checkpoints: Sequence[Checkpoint]) -> Iterator[Checkpoint]:
+    """Other checkpoints that packs belong to, where these are still there."""
+    paths = {checkpoint.store.path for checkpoint in checkpoints}
+    for checkpoint in checkpoints:
+        for directory in sorted({pack.directory for pack in checkpoint.manifest.packs if pack.directory is not None}):
+            store = checkpoint.store.at(directory)
+            if store.path not in paths:
+                paths.add(store.path)
+                with suppress(LoadError, StoreError):
+                    yield read_checkpoint(store.url)
 
 
 def find_contradictions(lineage: Lineage) -> Iterator[Problem]:
@@ -100,7 +144,7 @@ def _decode(checkpoint: Checkpoint, thread_count: int, advance: Advance) -> tupl
             fold(plans, regions, thread_count, are_complete=checkpoint.manifest.parent is None)
             decoded.update(key for plan in plans for key in (*plan.reads, *plan.row_blocks))
             advance(sum(block.blob.num_bytes for plan in plans for block in plan.row_blocks.values() if block.blob))
-        except (DamagedError, StoreError) as error:
+        except (LoadError, StoreError) as error:
             if len(fqns) > 1:
                 groups += [[fqn] for fqn in fqns]
             else:

@@ -81,7 +81,8 @@ class _ReadingPlanner(DefaultSavePlanner):
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         """Read the batch that an item is in, if it is the first of it."""
         if write_item.type is WriteItemType.BYTE_IO:
-            return serialized(self._objects.pop(write_item.index.fqn))
+            fqn = write_item.index.fqn
+            return serialized(self._objects.pop(fqn), f"object {fqn!r}")
         if write_item.index not in self._read:
             batch = self._batches[write_item.index]
             values = self._contents.read_batch(batch)

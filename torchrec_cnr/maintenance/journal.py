@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from dataclasses import astuple, dataclass, fields
 from typing import Any, get_args
 
-from torchrec_cnr.errors import StoreError
+from torchrec_cnr.bounded import read_whole
+from torchrec_cnr.errors import DamagedError, StoreError
 from torchrec_cnr.leases import LEASE_SECS
 from torchrec_cnr.manifest import Kind
 from torchrec_cnr.stores import Store
@@ -26,6 +27,7 @@ _NAME = re.compile(r"\d{20}-[0-9a-f]{16}\.json")
 _TEMPORARY = re.compile(r"[0-9a-f]{16}\.(?P<at_ns>\d{20})-[0-9a-f]{16}\.json")
 _FORMAT, _VERSION = "torchrec_cnr journal", 1
 _MAX_INT = 1 << 62
+_MAX_BYTES = 1 << 28  # of a file; one of so many tells of a million checkpoints
 
 
 @dataclass(frozen=True)
@@ -113,9 +115,9 @@ def read_files(directory: Store, names: Iterable[str], now_ns: int) -> Journal:
     read, entries = [], []
     for name in sorted(name for name in names if _NAME.fullmatch(name)):
         try:
-            entries.append(_parsed(directory.read(name)))
+            entries.append(_parsed(read_whole(directory, name, _MAX_BYTES)))
             read.append(name)
-        except (ValueError, RecursionError) as error:
+        except (ValueError, RecursionError, DamagedError) as error:
             logger.warning("%s/%s: passed over, it is no file of a journal: %s", directory.url, name, error)
         except StoreError as error:
             if not isinstance(error.__cause__, FileNotFoundError):

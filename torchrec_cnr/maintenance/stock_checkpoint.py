@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchrec_cnr.errors import DamagedError, StoreError
 from torchrec_cnr.maintenance.contents import Chunk
+from torchrec_cnr.pickles import load_state
 from torchrec_cnr.stores import Bytes, Store
 
 _ARCHIVE = b"PK\x03\x04"  # what a file of torch.save begins with
@@ -98,7 +99,7 @@ class StockCheckpoint:
         if not data.startswith(_ARCHIVE):
             raise DamagedError(f"{where}: not what torch.save wrote")
         try:
-            torch.load(io.BytesIO(data), weights_only=True)
+            load_state(data)
         except pickle.UnpicklingError:
             pass  # it may need types that are to be registered: whoever stores it says so
         except Exception as error:  # bytes that are no pickle may make the unpickler raise anything

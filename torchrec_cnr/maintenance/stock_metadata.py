@@ -15,7 +15,10 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.serialization import _get_layout
 
+from torchrec_cnr.bounded import read_whole
 from torchrec_cnr.errors import CheckpointNotFoundError, DamagedError, StoreError
+from torchrec_cnr.manifest_json import MOST_BYTES
+from torchrec_cnr.pickles import check_pickle
 from torchrec_cnr.stores import Store
 
 FILE_NAME = ".metadata"
@@ -54,7 +57,7 @@ def read_stock_metadata(store: Store) -> Metadata:
     """
     url = f"{store.url}/{FILE_NAME}"
     try:
-        data = store.read(FILE_NAME)
+        data = read_whole(store, FILE_NAME, MOST_BYTES)
     except StoreError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             raise CheckpointNotFoundError(
@@ -62,6 +65,7 @@ def read_stock_metadata(store: Store) -> Metadata:
             ) from error
         raise
     try:
+        check_pickle(data)
         found = _Unpickler(io.BytesIO(data), url).load()
     except DamagedError:
         raise

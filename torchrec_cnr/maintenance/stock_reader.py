@@ -4,10 +4,11 @@ Each chunk of a tensor is what ``torch.save`` made of it, somewhere in a file. I
 reads no values but tells where they begin, so that then rows are read by themselves, however large the chunk.
 """
 
+import io
 import os
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from torchrec_cnr.maintenance.contents import Chunk, split_rows
 from torchrec_cnr.maintenance.stock_checkpoint import Extent, StockCheckpoint, StockChunk, missing_is_damage
 from torchrec_cnr.maintenance.stock_metadata import FILE_NAME, read_stock_metadata
 from torchrec_cnr.manifest import DTYPES
+from torchrec_cnr.pickles import check_archive
 from torchrec_cnr.rows import Box, fills
 from torchrec_cnr.stores import Store
 
@@ -118,6 +120,8 @@ def _open_chunks(
             where = f"{store.url}/{name}: {chunk.fqn!r} at byte {info.offset}"
             try:
                 view: Any = _create_file_view(file, info.offset, info.length)
+                check_archive(_Part(file, info.offset, info.length))
+                view.seek(0)
                 opened: Any = torch.load(view, map_location="meta", weights_only=True)
             except OSError as error:
                 raise StoreError(f"cannot read {where}: {error}") from error
@@ -125,6 +129,37 @@ def _open_chunks(
                 raise DamagedError(f"{where}: no tensor that torch.save wrote ({type(error).__name__})") from error
             found += _located(where, chunk, size, info, opened)
     return found
+
+
+class _Part(io.RawIOBase):
+    """A range of a file, as a file; torch's own does not find its end when it is asked to."""
+
+    def __init__(self, file: IO[bytes], start: int, num_bytes: int) -> None:
+        super().__init__()
+        self._file = file
+        self._start = start
+        self._num_bytes = num_bytes
+        self._at = 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._num_bytes}[whence])
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._num_bytes - self._at)
+        self._file.seek(self._start + self._at)
+        data = self._file.read(left if size < 0 else min(size, left))
+        self._at += len(data)
+        return data
 
 
 def _located(where: str, chunk: Chunk, size: tuple[int, ...], info: _StorageInfo, opened: Any) -> list[StockChunk]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torchrec_cnr.errors import DamagedError, LoadError, StoreError, VersionError
 from torchrec_cnr.lineage import Checkpoint, Lineage, read_checkpoint, read_lineage
 from torchrec_cnr.maintenance.catalog import Catalog, read_catalog
-from torchrec_cnr.maintenance.damage import Problem, find_contradictions, find_damage
+from torchrec_cnr.maintenance.damage import Problem, find_contradictions, find_damage, find_dead_damage
 from torchrec_cnr.maintenance.places import is_checkpoint, no_checkpoint
 from torchrec_cnr.manifest import FILE_NAME
 from torchrec_cnr.packs import check_thread_count
@@ -53,7 +53,8 @@ def verify(
 ) -> VerifyReport:
     """Read all that a lineage consists of, compare it with its digests, and decode it.
 
-    Bytes of packs that no manifest refers to any more, as compaction leaves them behind, are not read.
+    Bytes of packs that no load needs any more, as compaction leaves them behind, are compared with the digests in the
+    manifests under which they were written, if these are still there. They do not count in the report.
 
     Args:
         path: A checkpoint, path or fsspec URL; or a root, which stands for its newest checkpoint. A manifest under a
@@ -111,6 +112,7 @@ def _verify(
     for checkpoint in checkpoints.values():
         problems += find_damage(checkpoint, thread_count, advance)
     advance(num_bytes)
+    problems += find_dead_damage(list(checkpoints.values()), thread_count)
     for links in lineages:
         if links.problem is None:
             problems += find_contradictions(Lineage(links.checkpoints))

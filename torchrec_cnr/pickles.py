@@ -1,0 +1,218 @@
+"""Pickles of others, looked through before they are loaded: what they would cost, and what they would call.
+
+An unpickler that runs no code can still be made to take all memory or time there is: by an archive that unpacks to a
+thousand times its size, by a call that allocates as many bytes as a number says, by tuples of tuples that are hashed
+again and again. So the instructions of a pickle are gone through one by one, with nothing in the place of each value
+but what is to be known of it. Then the archive is put together anew from what was looked at, and torch loads that.
+"""
+
+import io
+import pickletools
+import re
+import zipfile
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import IO, Any
+
+import torch
+
+from torchrec_cnr.errors import DamagedError
+
+_MOST_DEPTH = 500  # of tuples; hashing one of more may overflow the stack
+_FREE_WORK = 1 << 24  # values to be hashed, in any pickle
+_WORK_PER_BYTE = 16
+_MOST_WEIGHT = 1 << 62  # nobody needs to know it more closely
+_MOST_OF_A_TENSOR = 1 << 20  # bytes of its pickle, without its values
+_PUTS = ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE")
+_GETS = ("GET", "BINGET", "LONG_BINGET")
+_CALLS = ("REDUCE", "NEWOBJ", "NEWOBJ_EX", "OBJ", "INST")
+_IN_PLACE = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD")
+_ENCODE = "_codecs.encode"  # how bytes are written
+_REBUILD_FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
+# They allocate what a number says, or take one tensor for another: no state needs to call them.
+_ALLOCATING = re.compile(r"torch\.(?!distributed\.)(\w+\.)*(\w*(Tensor|Storage)|_rebuild_device_tensor_\w+)")
+_CONTAINERS = {"builtins.set", "builtins.frozenset", "collections.Counter", "collections.OrderedDict", "torch.Size"}
+
+
+class _Costly(Exception):
+    """A pickle asks for more than it should."""
+
+
+@dataclass(eq=False, slots=True)
+class _Value:
+    """What is to be known of a value.
+
+    Attributes:
+        weight: Values in it, those that are in it twice counted twice.
+        depth: How deep they lie.
+        name: Of what it is: a global's own, in full, or of what made it.
+        is_global: Whether it is a global.
+        text: What it is, if it is a string.
+        items: What is in it, if it is a tuple.
+    """
+
+    weight: int = 1
+    depth: int = 0
+    name: str = ""
+    is_global: bool = False
+    text: str | None = None
+    items: tuple["_Value", ...] = ()
+
+
+def load_state(data: bytes) -> Any:
+    """Load what ``torch.save`` wrote, without running code, in time and memory that its size bounds.
+
+    Raises:
+        Exception: Of any type: it is something else, or needs types that are not registered.
+    """
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        entries = archive.infolist()
+        if sum(entry.file_size for entry in entries) > len(data):
+            raise _Costly("an archive that is longer unpacked than packed")
+        contents = {entry.filename: archive.read(entry) for entry in entries if _is_stored(entry)}
+    if len(contents) != len(entries):
+        raise _Costly("an archive with compressed or repeated files")
+    for name, content in contents.items():
+        if name.endswith(".pkl"):
+            check_pickle(content)
+    rebuilt = io.BytesIO()
+    with zipfile.ZipFile(rebuilt, "w") as archive:  # so that torch cannot find another meaning in the same bytes
+        for name, content in contents.items():
+            archive.writestr(name, content)
+    rebuilt.seek(0)
+    return torch.load(rebuilt, weights_only=True)
+
+
+def check_archive(file: IO[bytes] | io.RawIOBase) -> None:
+    """Look through the pickle of one tensor, in an archive that is too long to be read as a whole.
+
+    Raises:
+        Exception: Of any type: it would take time or memory out of proportion, or is no such archive.
+    """
+    with zipfile.ZipFile(file) as archive:
+        for entry in archive.infolist():
+            if entry.filename.endswith(".pkl"):
+                if not _is_stored(entry) or entry.file_size > _MOST_OF_A_TENSOR:
+                    raise _Costly(f"{entry.file_size} bytes of a pickle, perhaps compressed")
+                check_pickle(archive.read(entry))
+
+
+def _is_stored(entry: zipfile.ZipInfo) -> bool:
+    """Whether a file in an archive is there as it is, as ``torch.save`` writes it."""
+    return entry.compress_type == zipfile.ZIP_STORED and entry.compress_size == entry.file_size
+
+
+def check_pickle(data: bytes) -> None:
+    """Refuse a pickle that would take time or memory out of proportion.
+
+    Raises:
+        Exception: Of any type: it does, or is no pickle.
+    """
+    stack: list[_Value | None] = []  # None for a mark
+    memo: dict[int, _Value] = {}
+    work = 0
+    argument: Any
+    for number, (opcode, argument, _) in enumerate(pickletools.genops(data)):
+        name = opcode.name
+        if name in _PUTS:
+            index = len(memo) if argument is None else argument
+            if index > number:
+                raise _Costly(f"place {index} of its memo")
+            memo[index] = _top(stack)
+        elif name in _GETS:
+            stack.append(memo[argument])
+        elif name == "DUP":
+            stack.append(stack[-1])
+        elif name == "MARK":
+            stack.append(None)
+        elif not opcode.stack_before and name not in ("GLOBAL", "INST"):
+            if opcode.stack_after:
+                stack.append(_Value(text=argument) if isinstance(argument, str) else _Value())
+        else:
+            taken = _taken(stack, opcode)
+            work += _hashed(name, taken)
+            if work > _FREE_WORK + _WORK_PER_BYTE * len(data):
+                raise _Costly("tuples within tuples that are hashed again and again")
+            stack += _given(opcode, argument, taken)
+
+
+def _top(stack: Sequence[_Value | None]) -> _Value:
+    top = stack[-1]
+    if top is None:
+        raise _Costly("a mark that is taken for a value")
+    return top
+
+
+def _taken(stack: list[_Value | None], opcode: pickletools.OpcodeInfo) -> list[_Value]:
+    """What an instruction takes off the stack."""
+    taken: list[_Value] = []
+    for kind in reversed(opcode.stack_before):
+        if kind is pickletools.stackslice:
+            while (value := stack.pop()) is not None:
+                taken.append(value)
+        elif kind is not pickletools.markobject:
+            taken.append(_top(stack))
+            stack.pop()
+    return taken[::-1]
+
+
+def _hashed(name: str, taken: Sequence[_Value]) -> int:
+    """How much of what an instruction takes it hashes."""
+    if name in ("SETITEM", "SETITEMS"):
+        return sum(value.weight for value in taken[1::2])
+    return sum(value.weight for value in taken) if name in ("ADDITEMS", "FROZENSET", *_CALLS) else 0
+
+
+def _given(opcode: pickletools.OpcodeInfo, argument: object, taken: Sequence[_Value]) -> list[_Value]:
+    """What an instruction puts onto the stack."""
+    name = opcode.name
+    weight = min(1 + sum(value.weight for value in taken), _MOST_WEIGHT)
+    depth = 1 + max((value.depth for value in taken), default=-1)
+    if not opcode.stack_after:
+        return []
+    if name in _IN_PLACE:
+        taken[0].weight = weight - 1
+        return [taken[0]]
+    if name in ("GLOBAL", "STACK_GLOBAL"):
+        parts = str(argument).split(" ", 1) if name == "GLOBAL" else [str(value.text) for value in taken]
+        return [_Value(name=_global_name(*parts), is_global=True)]
+    if name in _CALLS:
+        if name in ("OBJ", "INST"):
+            raise _Costly(f"the instruction {name}")
+        _check_call(taken[0], taken[1].items)
+        return [_Value(weight, depth, taken[0].name)]
+    if name.startswith("TUPLE") and depth > _MOST_DEPTH:
+        raise _Costly("tuples within tuples without end")
+    items = tuple(taken) if name.startswith("TUPLE") else ()
+    return [_Value(weight, depth, items=items)]
+
+
+def _global_name(module: str, name: str) -> str:
+    """By which it is known to Python 3."""
+    module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
+    return f"{module}.{name}"
+
+
+def _check_call(called: _Value, arguments: Sequence[_Value]) -> None:
+    if called.name == _REBUILD_FROM_TYPE and len(arguments) > 2:
+        _check_call(arguments[0], arguments[2].items)
+    made = [value for value in arguments if value.is_global or "." in value.name]
+    allowed = {
+        _ENCODE: len(arguments) == 2 and arguments[1].text == "latin1",
+        "builtins.bytearray": all(value.text is not None or value.name == _ENCODE for value in arguments),
+        "builtins.bytes": not arguments,
+        **dict.fromkeys(_CONTAINERS, not made),  # a tensor may look like one of any length
+    }
+    if not allowed.get(called.name, _ALLOCATING.fullmatch(called.name) is None):
+        raise _Costly(f"a call of {called.name} that no state needs")
+
+
+def refused(where: str, error: Exception) -> DamagedError:
+    """The error of a pickle that was not loaded."""
+    if isinstance(error, _Costly):
+        return DamagedError(f"{where}: takes memory or time out of proportion: {error}; use another checkpoint")
+    return DamagedError(
+        f"{where}: refused by the weights-only unpickler, which runs no code; if its types are yours, register them "
+        "with torch.serialization.add_safe_globals"
+    )
