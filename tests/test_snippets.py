@@ -10,11 +10,14 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests import s3_servers
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -114,9 +117,9 @@ def _script(page: Path) -> str:
     return "" if page == README else "\n".join(line for block in _blocks(page, "bash") for line in block.lines)
 
 
-def _run(command: list[str], page: Path, folder: Path, path: str) -> str:
+def _run(command: list[str], page: Path, folder: Path, environment: Mapping[str, str]) -> str:
     """Run a part of a page, and return what it printed."""
-    environment = {**os.environ, "PATH": path}
+    environment = {**os.environ, **environment}
     done = subprocess.run(
         command, cwd=folder, capture_output=True, text=True, timeout=LIMIT_SECS, check=False, env=environment
     )
@@ -135,11 +138,23 @@ def test_code_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     program.write_text(_program(page))
     folder = tmp_path / "cwd"
     folder.mkdir()
-    path = os.environ.get("PATH", os.defpath)
-    _run([sys.executable, str(program)], page, folder, path)
-    if _script(page):
-        commands = f"{_make_commands(tmp_path)}:{path}"
-        assert _run(["bash", "-euo", "pipefail", "-c", _script(page)], page, folder, commands)
+    with _surroundings(page, tmp_path) as environment:
+        _run([sys.executable, str(program)], page, folder, environment)
+        if _script(page):
+            path = f"{_make_commands(tmp_path)}:{os.environ.get('PATH', os.defpath)}"
+            assert _run(["bash", "-euo", "pipefail", "-c", _script(page)], page, folder, {**environment, "PATH": path})
+
+
+@contextmanager
+def _surroundings(page: Path, tmp_path: Path) -> Iterator[Mapping[str, str]]:
+    """What a page takes for granted: a bucket, if its Python names one."""
+    if f'"s3://{s3_servers.BUCKET}/' not in _program(page):
+        yield {}
+        return
+    folder = tmp_path / "s3"
+    folder.mkdir()
+    with s3_servers.running("moto", folder) as server:
+        yield server.variables()
 
 
 def _make_commands(tmp_path: Path) -> Path:
