@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from typer.testing import CliRunner
 
 import torchrec_cnr as cnr
 from tests import models, s3_servers
@@ -20,6 +21,7 @@ from tests.flaky_proxy import FAULTS, flaky
 from tests.ranks import RankPools
 from tests.s3_servers import BUCKET, S3Server
 from torchrec_cnr import remote_files
+from torchrec_cnr.cli.app import app
 from torchrec_cnr.errors import CheckpointExistsError, StoreError
 from torchrec_cnr.maintenance.verifying import verify
 from torchrec_cnr.stores import Store
@@ -99,6 +101,9 @@ def test_a_run_on_s3(server: S3Server, root: str) -> None:
     assert not verify(f"{root}/4").problems
     run.save("5")
     run.check("5")
+    for command in (["ls", root], ["inspect", f"{root}/5"], ["verify", root], ["prune", root, "--last", "1"]):
+        result = CliRunner().invoke(app, command)
+        assert (result.exit_code, result.stderr) == (0, ""), command
 
 
 def _ranks_save(_: int, root: str, variables: Mapping[str, str]) -> list[str]:
