@@ -27,7 +27,7 @@ import torch
 ArgsT = TypeVarTuple("ArgsT")
 ResultT = TypeVar("ResultT")
 
-CHILD_SECS = 60.0
+CHILD_SECS = 120.0
 _SPAWN = multiprocessing.get_context("spawn")
 _EVENTS = frozenset(
     {"open", "os.listdir", "os.scandir", "os.mkdir", "os.rmdir", "os.remove", "os.link", "os.symlink", "os.rename"}

@@ -234,6 +234,15 @@ def test_put_new_writes_once(store: Store) -> None:
     assert store.names() == ["manifest.json"]
 
 
+@pytest.mark.parametrize("first", [b"", b"sec"])
+def test_another_commit_is_not_taken_for_a_part_of_ours(store: Store, first: bytes) -> None:
+    """A file that is there before its bytes are, or whose bytes begin as ours do, is another one's, and stays."""
+    store.put("manifest.json", [first])
+    with pytest.raises(CheckpointExistsError):
+        store.put_new("manifest.json", b"second", "save-2")
+    assert store.read("manifest.json") == first
+
+
 # fsspec's memory file system, which no two jobs can share, looks first and creates the file, empty, afterwards.
 local_only = pytest.mark.parametrize("store", ["local", "local, synced"], indirect=True)
 

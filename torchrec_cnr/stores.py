@@ -142,8 +142,7 @@ class Store:
 
     def _check_whole(self, name: str, num_bytes: int) -> None:
         """What was written must be there: not every file system says so when it is not."""
-        found = self._size(name)
-        if found != num_bytes:
+        if (found := self._size(name)) != num_bytes:
             raise self._not_whole(name, num_bytes, found)
 
     def _not_whole(self, name: str, num_bytes: int, found: int | None) -> StoreError:
@@ -173,8 +172,8 @@ class Store:
 
     def modified_ns(self, name: str = "") -> int:
         """Unix time in nanoseconds when a file, or the directory itself, was written last, by the store's clock."""
-        path = self.child(name).rstrip("/")
-        return int(self._try("look up", name, lambda: self._fresh().modified(path)).timestamp() * 1e9)
+        found = self._try("look up", name, lambda: self._fresh().modified(self.child(name).rstrip("/")))
+        return int(found.timestamp() * 1e9)
 
     def remove(self, name: str, is_durable: bool = False) -> None:
         """Remove a file; that it is gone already is no error.
@@ -286,6 +285,7 @@ class Store:
             CheckpointExistsError: The name exists, with other bytes: who tries again finds what it has written itself.
             StoreError: It was not written, or not whole.
         """
+        is_ours = True
         try:
             if self.is_local:
                 unlinked, path = self.child(f"{save_id}.{name}"), self.child(name)
@@ -296,11 +296,11 @@ class Store:
         except StoreError as error:
             if not is_refused(error) or not self.exists(name):
                 raise
+            is_ours = False  # another one's file, too, may be there before its bytes are
         # Of several writers some stores let the last one win, and not every one says so when a write did not happen.
-        found = self._read_there(name)
-        if found == data:
+        if (found := self._read_there(name)) == data:
             return
-        if found is None or data.startswith(found):
+        if found is None or (data.startswith(found) and (is_ours or save_id.encode() in found)):
             if found is not None:
                 self.remove(name)  # nobody must take it for a damaged one
             raise self._not_whole(name, len(data), None if found is None else len(found))

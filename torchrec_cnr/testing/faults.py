@@ -44,6 +44,12 @@ class Fault(Enum):
     REORDER = "reorder"
     CRASH = "crash"
 
+    def spoils(self, kind: Kind) -> bool:
+        """Whether it makes a difference to an operation of some kind; one that it does not is done as it should be."""
+        if self is Fault.TRUNCATE:
+            return kind in ("read", "put", "put new")
+        return kind in CHANGES or self not in (Fault.LOSE, Fault.DUPLICATE, Fault.REORDER)
+
 
 @dataclass(frozen=True)
 class Operation:
@@ -74,6 +80,9 @@ class FaultyStore:
         url: What to pass for a root, or to join a checkpoint's name to.
         faults: By number, what happens to an operation; may be changed at any time.
         operations: All so far.
+        inner: The file system behind it.
+        root: The directory's path there.
+        uploads: Where local files are put together; the directory is removed in the end.
     """
 
     def __init__(self, url: str | os.PathLike[str], name: str | None = None, delay_secs: float = 0.2) -> None:
@@ -81,6 +90,7 @@ class FaultyStore:
         self.operations: list[Operation] = []
         self.inner, root = fsspec.core.url_to_fs(os.fspath(url))
         self.root = str(root).rstrip("/")
+        self.uploads = f"{self.root}.uploads"
         self._name = name or uuid.uuid4().hex[:12]
         self.url = f"{PROTOCOL}://{self._name}"
         self._delay_secs = delay_secs
@@ -102,6 +112,8 @@ class FaultyStore:
         for act in self._take_late():
             act()
         open_stores.pop(self._name, None)
+        with suppress(OSError):  # there is none, or another process is not done
+            os.rmdir(self.uploads)
 
     def clear(self) -> None:
         """Forget operations and faults, and do what is late: the next operation is the first again."""

@@ -125,10 +125,9 @@ def _put(store: FaultyStore, path: str, data: bytes, is_new: bool) -> None:
         with store.inner.open(path, "xb" if is_new else "wb") as file:
             file.write(data)
         return
-    uploads = f"{store.root}.uploads"
-    os.makedirs(uploads, exist_ok=True)
+    os.makedirs(store.uploads, exist_ok=True)
     os.makedirs(posixpath.dirname(path), exist_ok=True)
-    partial = f"{uploads}/{uuid.uuid4().hex}"
+    partial = f"{store.uploads}/{uuid.uuid4().hex}"
     with open(partial, "xb") as file:
         file.write(data)
     if is_new:

@@ -1,0 +1,258 @@
+"""Promises of a file system: what checkpoints are built on, each with a check that a file system keeps it.
+
+A check works in an empty directory of its own, and raises a ``StoreError`` that says what was expected and what came.
+It sees the file system as checkpoints do, through ``Store``.
+"""
+
+import errno
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import combinations
+from typing import Any
+
+from torchrec_cnr.errors import CheckpointExistsError, StoreError
+from torchrec_cnr.stores import Store
+from torchrec_cnr.streams import Buffer
+from torchrec_cnr.testing.faults import Fault, FaultyStore
+
+CLOCK_SECS = 600.0  # by how much a store's clock may differ from this machine's
+NUM_AT_ONCE = 8
+LARGE_BYTES = 64 << 20
+PIECE_BYTES = 1 << 20
+ODD_NAMES = (
+    "with space",
+    "ümlaut 漢字 🙂",
+    "percent%20sign",
+    "plus+and&",
+    "hash#mark",
+    "name=value,comma",
+    "[brackets]",
+    "star*",
+    ".hidden",
+    "UPPER",
+    "upper",
+    "long" * 50,
+)
+_NAME = "manifest.json"
+
+
+def expect(found: object, expected: object, what: str) -> None:
+    """Compare.
+
+    Raises:
+        StoreError: It is not what was expected.
+    """
+    if found != expected:
+        raise StoreError(f"{what}: expected {_shown(expected)}, got {_shown(found)}")
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+@contextmanager
+def refused(kind: type[StoreError] | type[CheckpointExistsError], what: str) -> Iterator[Any]:
+    """What is done in it must raise.
+
+    Raises:
+        StoreError: It did not.
+    """
+    try:
+        yield
+    except kind:
+        return
+    raise StoreError(f"{what}: expected a {kind.__name__}, and there was no error")
+
+
+def expect_absent(store: Store, name: str) -> None:
+    """A file is neither found, nor listed, nor read.
+
+    Raises:
+        StoreError: It is, or the file system does not tell.
+    """
+    expect(store.exists(name), False, f"whether {name!r} is there, which it is not")
+    expect(name in store.names(), False, f"whether {name!r} is listed, which is not there")
+    try:
+        store.read(name)
+    except StoreError as error:
+        expect(error.errno in (errno.ENOENT, errno.ENOTDIR), True, f"whether {error} says that it is not there")
+        return
+    raise StoreError(f"{name!r} can be read, though it is not there")
+
+
+def again(store: Store) -> Store:
+    """The same directory, seen by a file system object that remembers nothing of what this one has done."""
+    fs = store.fs
+    if isinstance(fs, type) or not getattr(type(fs), "cachable", False):
+        return store
+    return Store(
+        type(fs)(*fs.storage_args, skip_instance_cache=True, **fs.storage_options), store.path, store.sync_files
+    )
+
+
+# Reading and writing.
+
+
+def whole(store: Store) -> None:
+    """What was put is read back whole, by others too."""
+    files: dict[str, list[Buffer]] = {
+        "pack": [b"one ", memoryview(b"two "), b"", b"three"],
+        "empty": [],
+        "byte": [b"\x00"],
+    }
+    for name, parts in files.items():
+        store.put(name, parts)
+        data = b"".join(bytes(part) for part in parts)
+        for seen in (store, again(store)):
+            expect(seen.read(name), data, f"the bytes of {name!r}")
+            expect(seen.listing().files.get(name), len(data), f"the listed size of {name!r}")
+
+
+def ranges(store: Store) -> None:
+    """Parts of a file are read as they are asked for."""
+    data = bytes(range(100))
+    store.put("pack", [data])
+    for start, stop in combinations((0, 1, 7, 50, 99, 100, 130), 2):
+        if start < len(data):
+            expect(store.read("pack", start, stop), data[start:stop], f"bytes {start} to {stop} of {len(data)}")
+            expect(store.read_array("pack", start, stop).tobytes(), data[start:stop], f"bytes {start} to {stop}")
+    with store.open_file("pack") as file:
+        file.seek(90)
+        expect(file.read(5), data[90:95], "bytes 90 to 95 of an open file")
+
+
+def listings(store: Store) -> None:
+    """A file is listed as soon as it was put, and directories are told from files."""
+    expect(store.names(), [], "the names in an empty directory")
+    for number in range(3):
+        store.put(f"pack-{number}", [b"x" * number])
+        expect(store.names(), [f"pack-{n}" for n in range(number + 1)], "the names in a directory")
+        expect(again(store).names(), [f"pack-{n}" for n in range(number + 1)], "the names that others see")
+    below = store.at("step-1")
+    below.make()
+    below.put(_NAME, [b"{}"])
+    expect(dict(store.listing().files), {f"pack-{n}": n for n in range(3)}, "files and sizes beside a directory")
+    expect(store.listing().directories, ("step-1",), "directories beside files")
+    expect(dict(below.listing().files), {_NAME: 2}, "files of a directory in a directory")
+    expect(store.is_directory(), True, "whether a directory with files is there")
+
+
+def absence(store: Store) -> None:
+    """What is not there is said to be not there, and is no error; an answer that does not come is no such answer."""
+    expect_absent(store, "pack")
+    expect_absent(store.at("no-such-directory"), "pack")
+    expect(store.at("no-such-directory").names(), [], "the names in a directory that is not there")
+    expect(store.at("no-such-directory").is_directory(), False, "whether a directory is there, which is not")
+    store.put("pack", [b"x"])
+    expect(store.exists("pack"), True, "whether a file is there, which is")
+    with FaultyStore(store.url) as faulty, refused(StoreError, "a look-up that nobody answers"):
+        faulty.faults[1] = Fault.FAIL
+        Store.open(faulty.url).exists("pack")
+
+
+def removal(store: Store) -> None:
+    """A file that was removed is gone at once, and may be removed again."""
+    for name in ("pack", "other"):
+        store.put(name, [b"x"])
+    for _ in range(2):
+        store.remove("pack")
+        expect_absent(store, "pack")
+        expect_absent(again(store), "pack")
+    expect(store.read("other"), b"x", "the bytes of what was not removed")
+
+
+def streams(store: Store, large_bytes: int = LARGE_BYTES) -> None:
+    """A large file is written piece by piece, takes the place of a smaller one, and is read in parts."""
+    store.put("export", [b"before"])
+    pieces = [bytes([number % 251]) * PIECE_BYTES for number in range(max(1, large_bytes // PIECE_BYTES))]
+    with store.create("export") as stream:
+        for piece in pieces:
+            stream.write(piece)
+    num_bytes = PIECE_BYTES * len(pieces)
+    expect(store.listing().files.get("export"), num_bytes, "the listed size of a large file")
+    for number in range(len(pieces)):
+        start = max(0, number * PIECE_BYTES - 10)
+        wanted = (pieces[number - 1][:10] if number else b"") + pieces[number][:10]
+        expect(store.read("export", start, start + len(wanted)), wanted, f"bytes from {start} of a large file")
+    expect(store.read("export", num_bytes - 3, num_bytes + 3), pieces[-1][:3], "the last bytes of a large file")
+
+
+def odd_names(store: Store) -> None:
+    """Files and directories keep the names that they were given."""
+    for name in ODD_NAMES:
+        store.put(name, [name.encode()])
+        below = store.at("below").at(name)
+        below.make()
+        below.put(_NAME, [name.encode(), b"/"])
+    expect(store.names(), sorted((*ODD_NAMES, "below")), "names of files")
+    expect(store.at("below").listing().directories, tuple(sorted(ODD_NAMES)), "names of directories")
+    for name in ODD_NAMES:
+        expect(store.read(name), name.encode(), f"the bytes of {name!r}")
+        expect(store.at("below").at(name).read(_NAME), f"{name}/".encode(), f"the bytes of a file in {name!r}")
+    store.remove(ODD_NAMES[-2])
+    expect(store.exists(ODD_NAMES[-3]), True, "whether a file is there whose name differs from a removed one by case")
+    store.remove("star*")
+    store.remove("[brackets]")
+    expect(len(store.names()), len(ODD_NAMES) - 2, "the number of files that are left")
+
+
+def at_once(store: Store) -> None:
+    """Files that are written and read at the same time do not disturb one another."""
+
+    def put_and_read(number: int) -> bytes:
+        data = bytes([number]) * 100_000
+        store.put(f"pack-{number}", [data])
+        return store.read(f"pack-{number}", 50_000, 50_010) if store.read(f"pack-{number}") == data else b"others"
+
+    with ThreadPoolExecutor(NUM_AT_ONCE) as threads:
+        for number, found in enumerate(threads.map(put_and_read, range(4 * NUM_AT_ONCE))):
+            expect(found, bytes([number]) * 10, f"what was written at once with {4 * NUM_AT_ONCE - 1} others")
+
+
+def times(store: Store) -> None:
+    """The store tells when a file was written, by a clock that is about right."""
+    before = time.time()
+    store.put("pack", [b"x"])
+    found = store.modified_ns("pack") / 1e9
+    if not before - CLOCK_SECS <= found <= time.time() + CLOCK_SECS:
+        raise StoreError(f"a file was written {found - before:,.0f} s after it was, by the store's clock")
+
+
+# The commit.
+
+
+def exclusive(store: Store) -> None:
+    """A name is given once: who comes second gets a typed error, and changes nothing."""
+    store.put_new(_NAME, b"first", "save-1")
+    for data in (b"second, and longer", b"2nd", b"first, and more"):
+        for seen in (store, again(store)):
+            with refused(CheckpointExistsError, f"a commit of {data!r} where there is one"):
+                seen.put_new(_NAME, data, "save-2")
+            expect(seen.read(_NAME), b"first", "the bytes of a commit, after another one was refused")
+    expect(store.names(), [_NAME], "the names after commits")
+
+
+def own_commit(store: Store) -> None:
+    """Who has lost the answer to his own commit may try it again."""
+    with FaultyStore(store.url) as faulty:
+        place = Store.open(faulty.url)
+        faulty.faults[1] = Fault.LOSE
+        with refused(StoreError, "a commit whose answer was lost"):
+            place.put_new(_NAME, b"mine", "save-1")
+    store.put_new(_NAME, b"mine", "save-1")
+    again(store).put_new(_NAME, b"mine", "save-1")
+    expect(store.read(_NAME), b"mine", "the bytes of a commit that was tried again")
+
+
+def half_commit(store: Store) -> None:
+    """A commit that arrives in part is noticed, and is no commit."""
+    with FaultyStore(store.url) as faulty:
+        place = Store.open(faulty.url)
+        faulty.faults[1] = Fault.TRUNCATE
+        with refused(StoreError, "a commit of which half arrived"):
+            place.put_new(_NAME, b"0123456789", "save-1")
+    expect_absent(store, _NAME)
+    store.put_new(_NAME, b"0123456789", "save-2")

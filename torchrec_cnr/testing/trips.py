@@ -1,0 +1,188 @@
+"""Round trips: a small job saves, saves deltas, compacts and prunes, while one operation of its store is spoiled.
+
+Whatever fails is tried once more, as a job would do. After each step, the newest checkpoint must hold what the job held
+when it was saved, bit for bit; after the prune, no file may be there that it does not need.
+"""
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from torchrec_cnr.errors import CNRError, StoreError
+from torchrec_cnr.leases import LEASE_SECS
+from torchrec_cnr.lineage import latest, read_lineage
+from torchrec_cnr.maintenance import journal
+from torchrec_cnr.maintenance.prune_execution import execute
+from torchrec_cnr.maintenance.pruning import plan_prune
+from torchrec_cnr.maintenance.retention import Keep
+from torchrec_cnr.maintenance.rewriting import compact
+from torchrec_cnr.planner import CNRSavePlanner
+from torchrec_cnr.policies import Consecutive
+from torchrec_cnr.stores import Store
+from torchrec_cnr.table_reader import load_table
+from torchrec_cnr.testing.faults import Fault, FaultyStore, Operation
+from torchrec_cnr.tracker import RowTracker
+from torchrec_cnr.writer import CNRStorageWriter
+
+ResultT = TypeVar("ResultT")
+
+NUM_SAVES = 3
+PACK_BYTES = 1 << 10  # the least there is
+_NUM_ROWS, _DIM, _NUM_LOOKED_UP = 64, 8, 20
+
+
+def trip(store: Store, fault: Fault | None = None, number: int = 0) -> list[Operation]:
+    """A small job saves, saves deltas, compacts and prunes: nothing is lost, and nothing is left.
+
+    Args:
+        store: An empty directory.
+        fault: What happens.
+        number: At which operation, from 1.
+
+    Returns:
+        The operations that it took.
+
+    Raises:
+        StoreError: Something was lost, or failed twice.
+    """
+    with FaultyStore(store.url) as faulty:
+        if fault is not None:
+            faulty.faults[number] = fault
+        job = _Job(faulty.url)
+        try:
+            job.run()
+        except (CNRError, CheckpointException) as error:
+            what = "nothing" if fault is None else f"operation {number} ({_told(faulty, number)}: {fault.value})"
+            raise StoreError(f"a round trip of which {what} was spoiled: {error}") from error
+        finally:
+            job.close()
+        return list(faulty.operations)
+
+
+def trips_with(store: Store, fault: Fault, num_faults: int) -> None:
+    """Some trips, with a fault at operations all along the way."""
+    operations = trip(store.at("unspoiled"))
+    numbers = [number for number, operation in enumerate(operations, 1) if fault.spoils(operation.kind)]
+    for index in range(min(num_faults, len(numbers))):
+        number = numbers[index * len(numbers) // num_faults]
+        trip(store.at(f"{fault.value}-{number}"), fault, number)
+
+
+def _told(faulty: FaultyStore, number: int) -> str:
+    if number > len(faulty.operations):
+        return "not reached"
+    operation = faulty.operations[number - 1]
+    return f"{operation.kind} {operation.path}"
+
+
+class _Job:
+    """A table in training, in one process."""
+
+    def __init__(self, root: str) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self._root = root
+        self._table = nn.EmbeddingBag(
+            _NUM_ROWS, _DIM, mode="sum", _weight=torch.rand(_NUM_ROWS, _DIM, generator=generator)
+        )
+        self._optimizer = torch.optim.SGD(self._table.parameters(), lr=0.5)
+        self._tracker = RowTracker(nn.ModuleDict({"table": self._table}))
+        self._planner = CNRSavePlanner(self._tracker, policy=Consecutive())
+        self._writer = CNRStorageWriter(root, pack_bytes=PACK_BYTES)
+        self._generator = generator
+
+    def run(self) -> None:
+        """Every step, and what must be there after it."""
+        for number in range(NUM_SAVES):
+            self._train()
+            self._save(f"step-{number}")
+            self._expect_all()
+        head = _twice(lambda: latest(self._root)) or ""
+        _twice(lambda: compact(head, max_ratio=1.0, pack_bytes=PACK_BYTES))
+        self._expect_all()
+        _twice(self._prune)
+        self._expect_all()
+        _twice(self._expect_nothing_else)
+
+    def close(self) -> None:
+        """Give back what it took."""
+        self._writer.close()
+        self._tracker.close()
+
+    def _train(self) -> None:
+        ids = torch.randint(0, _NUM_ROWS, (_NUM_LOOKED_UP, 1), generator=self._generator)
+        self._table(ids).sum().backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def _save(self, name: str) -> None:
+        """Save; if that fails, under another name."""
+        try:
+            self._save_once(name)
+        except (CNRError, CheckpointException):
+            self._save_once(f"{name}-again")
+
+    def _save_once(self, name: str) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is")  # as it is where there is one process
+            save(
+                {"table": self._table.state_dict()},
+                checkpoint_id=f"{self._root}/{name}",
+                storage_writer=self._writer,
+                planner=self._planner,
+                no_dist=True,
+            )
+
+    def _prune(self) -> None:
+        later_ns = time.time_ns() + 2 * LEASE_SECS * 10**9  # when leases of what failed have run out
+        result = execute(plan_prune(self._root, Keep(last=1), now_ns=later_ns))
+        if result.failed:
+            raise StoreError(f"a prune left something: {result}")
+
+    def _expect_all(self) -> None:
+        """The newest checkpoint must hold the job.
+
+        Raises:
+            StoreError: It does not.
+        """
+        newest = _twice(lambda: latest(self._root))
+        if newest is None:
+            raise StoreError(f"{self._root}: no checkpoint is there, though saves have returned")
+        if not torch.equal(_twice(lambda: load_table(newest, "table.weight")), self._table.weight.detach()):
+            raise StoreError(f"{newest}: not all rows are those that were saved")
+
+    def _expect_nothing_else(self) -> None:
+        """Every file must be one that the newest checkpoint needs.
+
+        Raises:
+            StoreError: Another one is there.
+        """
+        root = Store.open(self._root)
+        needed = set(_needed_by(str(latest(self._root))))
+        for name in root.listing().directories:
+            files = {root.at(name).child(file) for file in root.at(name).names()}
+            if name != journal.DIRECTORY and not files <= needed:
+                raise StoreError(f"a prune left {sorted(files - needed)[0]}, which nothing refers to")
+
+
+def _needed_by(path: str) -> Iterator[str]:
+    """Paths of the files that a checkpoint needs."""
+    for checkpoint in read_lineage(path).checkpoints:
+        for pack in checkpoint.manifest.packs:
+            yield checkpoint.store.at(pack.directory or ".").child(pack.name)
+        for name in checkpoint.store.names():
+            if name.startswith("manifest"):
+                yield checkpoint.store.child(name)
+
+
+def _twice(act: Callable[[], ResultT]) -> ResultT:
+    """Do it, and once more if it failed."""
+    with suppress(CNRError, CheckpointException):
+        return act()
+    return act()
