@@ -25,6 +25,7 @@ from torchrec_cnr.cli.app import app
 from torchrec_cnr.errors import CheckpointExistsError, StoreError
 from torchrec_cnr.maintenance.verifying import verify
 from torchrec_cnr.stores import Store
+from torchrec_cnr.testing import ConformanceCheck, conformance_checks
 
 numbers = count()
 
@@ -126,6 +127,20 @@ def _saved_and_loaded(root: str) -> list[str]:
 def test_ranks_save_to_one_bucket(server: S3Server, root: str, rank_pool: RankPools) -> None:
     """Two processes write one checkpoint, and load it."""
     assert rank_pool(2).run(_ranks_save, root, server.variables()) == [[], []]
+
+
+CHECKS = [
+    pytest.param(check, marks=[pytest.mark.slow] if check.name.startswith("round trip,") else [], id=str(check))
+    for check in conformance_checks(num_faults=1, large_bytes=8 << 20)
+]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_s3_keeps_what_checkpoints_are_built_on(server: S3Server, root: str, check: ConformanceCheck) -> None:
+    """The suite that users run on stores of their own; Swift lets several writers win that race."""
+    if check.name == "one winner" and isinstance(server, s3_servers.Swift):
+        pytest.skip("a conditional write of OpenStack Swift is not atomic")
+    check(root)
 
 
 # Large files
