@@ -20,6 +20,7 @@ from benchmarks import (
     peak_memory,
     reading,
     save_and_load,
+    scale,
     searching,
     tracking,
     training,
@@ -34,6 +35,7 @@ BENCHMARKS: Mapping[str, Callable[[Setup], Report]] = {
     "cost": delta_cost.run,
     "reading": reading.run,
     "memory": peak_memory.run,
+    "scale": scale.run,
     "async": behind_training.run,
     "training": training.run,
     "compaction": compacting.run,
@@ -50,6 +52,7 @@ benchmarks:
   cost     time and bytes of a delta by the share of rows modified
   reading  bytes read for one table of many, or a range of its rows, of the bytes that hold it
   memory   what a save takes beyond the state that it saves
+  scale    what a thousand tables on 128 ranks cost the coordinator: time, memory, size of the manifest
   async    stalls, rate and memory of asynchronous saves, against DCP's own writer and stager
   training what saves behind training take from it, on 2 ranks of the example
   compaction

@@ -5,7 +5,7 @@ words are those of docs/glossary.md, the meaning of each field is specified in d
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -16,7 +16,8 @@ from torchrec_cnr.rows import Box, Coding
 from torchrec_cnr.schemes import Scheme, exact_row_bytes
 
 FORMAT = "torchrec_cnr"
-VERSION = 3
+VERSION = 4
+PLAIN_VERSION = 3  # of manifests that are not packed
 FILE_NAME = "manifest.json"
 
 # How a checkpoint names another: '../' first, then plain names.
@@ -24,21 +25,8 @@ PARENT_PATH = re.compile(r"(\.\./)+(?!\.\.?(/|$))[^/\\\x00-\x1f]+(/(?!\.\.?(/|$)
 
 Kind = Literal["baseline", "delta"]
 
-DTYPES: Mapping[str, torch.dtype] = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-    )
-}
+_DTYPE_NAMES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
+DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPE_NAMES}
 
 
 @dataclass(frozen=True)
@@ -122,6 +110,13 @@ class RowSet:
         """Number of members."""
         return sum(block.num_rows for block in self.blocks)
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.blocks)
+
+    def __hash__(self) -> int:
+        return self._hash  # asked for again and again, and of many blocks
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -192,6 +187,11 @@ class TensorEntry:
     def places(self) -> tuple[Place, ...]:
         """How it is sharded: boxes that fill it exactly."""
         return tuple(shard.place for shard in self.shards) if self.folded is None else self.folded
+
+    @property
+    def sharding(self) -> "Sequence[Shard | Place]":
+        """What has the boxes of :attr:`places`."""
+        return self.shards if self.folded is None else self.folded
 
     @property
     def is_whole(self) -> bool:
@@ -285,7 +285,7 @@ class Manifest:
     @property
     def blob_bytes(self) -> int:
         """Bytes of its blobs, wherever they lie: what a load reads of it."""
-        return sum(blob.num_bytes for _, blob in self.blobs())
+        return sum(blob.num_bytes for blob in self.unnamed_blobs())
 
     @property
     def num_rows(self) -> int:
@@ -322,6 +322,12 @@ class Manifest:
                     yield f"row set {index} block {number}", block.blob
         for fqn, blob in self.objects.items():
             yield f"object '{fqn}'", blob
+
+    def unnamed_blobs(self) -> list[Blob]:
+        """Every blob, once; faster than with names."""
+        codes = [blob for entry in self.tensors.values() for shard in entry.shards for blob in shard.blobs]
+        row_codes = [block.blob for rows in self.row_sets for block in rows.blocks if block.blob is not None]
+        return [*codes, *dict.fromkeys(row_codes), *self.objects.values()]
 
 
 def name_of(fqn: str, entry: TensorEntry, index: int) -> str:

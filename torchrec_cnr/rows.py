@@ -78,10 +78,22 @@ class Box:
 
 def fills(size: tuple[int, ...], boxes: list[Box]) -> bool:
     """Whether ``boxes`` cover a tensor of ``size`` exactly: inside it, without a hole or an overlap."""
+    if _are_stacked(size, boxes):
+        return True
     if not all(lies_within(size, box) for box in boxes):
         return False
     boxes = [box for box in boxes if math.prod(box.sizes) > 0]
     return sum(math.prod(box.sizes) for box in boxes) == math.prod(size) and not _any_overlap(boxes)
+
+
+def _are_stacked(size: tuple[int, ...], boxes: list[Box]) -> bool:
+    """Whether boxes in this order lie one behind the other along the first dimension, as tables are sharded by rows."""
+    end, rest, origin = 0, size[1:], (0,) * (len(size) - 1)
+    for box in boxes:
+        if not box.offsets or box.offsets[0] != end or box.sizes[1:] != rest or box.offsets[1:] != origin:
+            return False
+        end += box.sizes[0]
+    return bool(size) and end == size[0]
 
 
 def lies_within(size: tuple[int, ...], box: Box) -> bool:
