@@ -16,10 +16,12 @@ from benchmarks import (
     delta_cost,
     disk_bytes,
     gpu_kernels,
+    integrity,
     long_run,
     peak_memory,
     reading,
     save_and_load,
+    scale,
     searching,
     tracking,
     training,
@@ -33,7 +35,9 @@ BENCHMARKS: Mapping[str, Callable[[Setup], Report]] = {
     "time": save_and_load.run,
     "cost": delta_cost.run,
     "reading": reading.run,
+    "integrity": integrity.run,
     "memory": peak_memory.run,
+    "scale": scale.run,
     "async": behind_training.run,
     "training": training.run,
     "compaction": compacting.run,
@@ -49,7 +53,10 @@ benchmarks:
   time     to save a delta and to load a lineage, against DCP's own writer and reader
   cost     time and bytes of a delta by the share of rows modified
   reading  bytes read for one table of many, or a range of its rows, of the bytes that hold it
+  integrity
+           the part of a load that comparing digests takes
   memory   what a save takes beyond the state that it saves
+  scale    what a thousand tables on 128 ranks cost the coordinator: time, memory, size of the manifest
   async    stalls, rate and memory of asynchronous saves, against DCP's own writer and stager
   training what saves behind training take from it, on 2 ranks of the example
   compaction

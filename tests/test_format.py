@@ -40,15 +40,15 @@ from torchrec_cnr.schemes import scheme_from_json
 from torchrec_cnr.tracked import TrackedRows, TrackedShard
 
 ROOT = Path(__file__).parents[1]
-GOLDENS = {f"v{version}": ROOT / "tests" / "golden" / f"v{version}" for version in (1, 2, 3)}
-GOLDEN = GOLDENS["v3"]  # of the version that is written
+GOLDENS = {f"v{version}": ROOT / "tests" / "golden" / f"v{version}" for version in (1, 2, 3, 4)}
+GOLDEN = GOLDENS["v3"]  # of the version that is written where manifests are small
 PAGE = (ROOT / "docs" / "format.md").read_text()
 EXPECTED_OF = {version: json.loads((folder / "expected.json").read_text()) for version, folder in GOLDENS.items()}
 EXPECTED = EXPECTED_OF["v3"]
 LoadPlanner = Callable[[], Any]
 SCHEMES_1: list[cnr.Scheme] = [cnr.NoQuantization(), cnr.Asymmetric(8), cnr.Asymmetric(4), cnr.Asymmetric(2)]
 SCHEMES = [*SCHEMES_1, *mixed.SCHEMES]  # of the version that is written
-SCHEMES_OF = {"v1": SCHEMES_1, "v2": SCHEMES, "v3": SCHEMES}
+SCHEMES_OF = {"v1": SCHEMES_1, "v2": SCHEMES, "v3": SCHEMES, "v4": SCHEMES}
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 

@@ -16,7 +16,7 @@ MAX_FUNCTION_LINES = 60
 
 # A unit is a module of the package, or a folder of modules.
 LAYERS = (
-    {"errors", "version", "quantities", "progress", "phases", "pace"},
+    {"errors", "version", "quantities", "progress", "phases", "pace", "collector"},
     {
         "kernels",
         "rows",
@@ -26,6 +26,7 @@ LAYERS = (
         "coverage",
         "renumbering",
         "manifest_json",
+        "manifest_packing",
         "manifest_parser",
         "earlier_versions",
         "regions",

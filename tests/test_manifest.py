@@ -1,6 +1,8 @@
 """The manifest: what is written is read back, and whatever else is read is refused with a typed error."""
 
+import base64
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -11,10 +13,11 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+import zstandard
 from hypothesis import strategies as st
 
 from tests.golden import mixed, reader, write_v3
-from torchrec_cnr import manifest_json, manifest_parser
+from torchrec_cnr import manifest_json, manifest_packing, manifest_parser
 from torchrec_cnr.errors import DamagedError, VersionError
 from torchrec_cnr.manifest import (
     DTYPES,
@@ -29,7 +32,8 @@ from torchrec_cnr.manifest import (
     Shard,
     TensorEntry,
 )
-from torchrec_cnr.rows import Box
+from torchrec_cnr.manifest_packing import packed
+from torchrec_cnr.rows import Box, fills
 from torchrec_cnr.schemes import Asymmetric, KMeans, NoQuantization, Scheme, exact_row_bytes, scheme_from_json
 
 Json = Any
@@ -760,7 +764,7 @@ def test_other_schemes_are_refused(scheme: Json) -> None:
         loads(body)
 
 
-@pytest.mark.parametrize("version", [4, 5, 2**62])
+@pytest.mark.parametrize("version", [5, 6, 2**62])
 def test_newer_versions_are_named(version: int) -> None:
     """A newer version is no damage, whatever else is in it: the way out is an upgrade."""
     body = body_of(delta())
@@ -1034,3 +1038,77 @@ def test_foreign_files_are_refused(data: bytes) -> None:
     """Bytes that are no manifest are refused, alone and in a frame with their digest."""
     for file in (data, file_of(data)):
         assert _of_library(file) == "damaged"
+
+
+# Packed manifests
+
+
+def packed_body(body: bytes, **changes: Json) -> Json:
+    """A packed body, with some of it changed."""
+    return packed(body, 7) | {"created_ns": json.loads(body)["created_ns"]} | changes
+
+
+@pytest.mark.parametrize("size", [-1, 0, 1])
+def test_only_large_manifests_are_packed(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body of more than the limit is packed, and reads as the same manifest; its digest is that of what is stored."""
+    plain = json.dumps(body_of(delta()), separators=(",", ":")).encode()
+    monkeypatch.setattr(manifest_json, "PLAIN_BYTES", len(plain) - size)
+    data, digest = manifest_json.dumps(delta())
+    assert json.loads(data)["manifest"]["version"] == (4 if size > 0 else 3)
+    assert manifest_json.loads(data, "here") == (delta(), digest)
+    assert manifest_json.dumps_valid(delta(), "here") == data
+    assert manifest_json.created_ns(data[:START_BYTES]) == delta().created_ns
+    assert reader.Manifest(data).created_ns == delta().created_ns
+
+
+def test_packed_manifests_are_checked_as_others_are() -> None:
+    """Library and page refuse a packed body that is anything but one whole body of version 3, and what it breaks."""
+    plain = json.dumps(body_of(delta()), separators=(",", ":")).encode()
+    good = packed_body(plain)
+    frame = base64.b64decode(good["zstd"])
+    unsized = zstandard.ZstdCompressor(write_content_size=False).compress(plain)
+    bodies: dict[str, Json] = {
+        "another time": good | {"created_ns": 8},
+        "a key more": good | {"more": 1},
+        "a key less": {key: value for key, value in good.items() if key != "created_ns"},
+        "no text": good | {"zstd": 1},
+        "no base64": good | {"zstd": good["zstd"][:-3] + "?=="},
+        "not canonical": good | {"zstd": good["zstd"] + "="},
+        "nothing": good | {"zstd": ""},
+        "cut": good | {"zstd": base64.b64encode(frame[:-9]).decode()},
+        "more behind": good | {"zstd": base64.b64encode(frame + b"x").decode()},
+        "two frames": good | {"zstd": base64.b64encode(frame + frame).decode()},
+        "no size": good | {"zstd": base64.b64encode(unsized).decode()},
+        "packed twice": packed_body(json.dumps(good, separators=(",", ":")).encode()),
+        "white space": packed_body(json.dumps(body_of(delta())).encode()),
+        "version 2": packed_body(json.dumps(BODIES["2"](), separators=(",", ":")).encode()),
+        "a bad manifest": packed_body(plain.replace(b'"restores":', b'"restored":')),
+    }
+    assert (_of_library(file_of(good)), _of_reader(file_of(good))) == ("good", "good")
+    found = {what: (_of_library(file_of(body)), _of_reader(file_of(body))) for what, body in bodies.items()}
+    assert found == dict.fromkeys(bodies, ("damaged", "damaged"))
+
+
+def test_packed_manifest_is_not_unpacked_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small file cannot fill memory: what it says it would be unpacked to is looked at first."""
+    body = packed_body(json.dumps(body_of(delta()), separators=(",", ":")).encode())
+    loads(body)
+    monkeypatch.setattr(manifest_packing, "MAX_BYTES", 100)
+    with pytest.raises(DamagedError, match="packed otherwise"):
+        loads(body)
+
+
+def test_what_would_not_load_is_not_given_out() -> None:
+    """A manifest that contradicts itself is refused before it is written."""
+    with pytest.raises(DamagedError, match=r"here: .*its blobs end at"):
+        manifest_json.dumps_valid(replace(delta(), objects={}), "here")
+
+
+@hypothesis.given(st.lists(st.integers(0, 4), max_size=5), st.integers(0, 12), st.integers(0, 2))
+def test_boxes_one_behind_the_other_fill_a_tensor(lengths: list[int], num_rows: int, first: int) -> None:
+    """Row-wise sharding is told from any other by looking at each box once, with the same answer."""
+    offsets = list(itertools.accumulate(lengths, initial=first))[:-1]
+    boxes = [Box((offset, 0), (length, 3)) for offset, length in zip(offsets, lengths, strict=True)]
+    are_within = all(offset + length <= num_rows for offset, length in zip(offsets, lengths, strict=True))
+    expected = are_within and sum(lengths) == num_rows
+    assert fills((num_rows, 3), boxes) == fills((num_rows, 3), boxes[::-1]) == expected

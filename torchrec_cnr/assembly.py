@@ -5,18 +5,19 @@ tensors that were never written, so every chunk of the plan must be matched by e
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torchrec_cnr.errors import SaveError
-from torchrec_cnr.manifest import Blob, Pack, Place, Shard, TensorEntry
+from torchrec_cnr.manifest import Blob, Pack, Shard, TensorEntry
 from torchrec_cnr.phases import SavePhases
 from torchrec_cnr.renumbering import Renumbering
 from torchrec_cnr.rows import Box
 
+Key = tuple[tuple[int, ...], tuple[int, ...]] | None  # offsets and sizes of a shard; None for an object
 RANK_RECORD = ""  # the fqn under which each rank reports its packs; DCP has no other way to pass them
 
 
@@ -40,11 +41,6 @@ class ShardRecord:
     is_table: bool
     table: str | None
     parts: tuple[Shard, ...]
-
-    @property
-    def place(self) -> Place:
-        """Where it lies."""
-        return self.parts[0].place
 
 
 @dataclass(frozen=True)
@@ -88,7 +84,9 @@ def assemble(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> As
         phases.append(files[0].phases)
         for fqn, record in records:
             if isinstance(record, ShardRecord):
-                shards.setdefault(fqn, []).append(replace(record, parts=tuple(map(renumbered.shard, record.parts))))
+                parts = tuple(map(renumbered.shard, record.parts))
+                renumbered_record = ShardRecord(record.size, record.dtype, record.is_table, record.table, parts)
+                shards.setdefault(fqn, []).append(renumbered_record)
             elif isinstance(record, ObjectRecord):
                 objects[fqn] = renumbered.blob(record.blob)
     tensors = {fqn: _tensor_entry(fqn, records) for fqn, records in shards.items()}
@@ -97,41 +95,43 @@ def assemble(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> As
 
 
 def _behind(num_packs: int, blob: Blob) -> Blob:
-    return replace(blob, pack=blob.pack + num_packs)
+    return Blob(blob.pack + num_packs, blob.offset, blob.num_bytes, blob.crc32c)
 
 
 def _tensor_entry(fqn: str, records: Sequence[ShardRecord]) -> TensorEntry:
     # What an empty shard belongs to, its rank cannot tell.
-    filled = [record for record in records if 0 not in record.place.box.sizes] or records
+    filled = [record for record in records if 0 not in record.parts[0].box.sizes] or records
     first = filled[0]
     shared = {(r.size, r.dtype, r.is_table, r.table) for r in filled}
     if len(shared) != 1:
         raise SaveError(f"tensor {fqn!r}: its shards do not agree in size, dtype or table: {shared}")
-    ordered = sorted(records, key=lambda record: record.place.box.offsets)
-    shards = tuple(shard for record in ordered for shard in record.parts)
-    places = tuple(record.place for record in ordered)
-    is_folded = len(shards) > len(places)
-    return TensorEntry(
-        first.dtype, first.size, shards, first.is_table, first.table, folded=places if is_folded else None
-    )
+    ordered = sorted(records, key=lambda record: record.parts[0].box.offsets)
+    shards = tuple([shard for record in ordered for shard in record.parts])
+    is_folded = len(shards) > len(ordered)
+    places = tuple([record.parts[0].place for record in ordered]) if is_folded else None
+    return TensorEntry(first.dtype, first.size, shards, first.is_table, first.table, folded=places)
 
 
 def _check_against_plan(metadata: Metadata, tensors: Mapping[str, TensorEntry], objects: Mapping[str, Blob]) -> None:
-    written: set[tuple[str, Box | None]]
-    written = {(fqn, place.box) for fqn, entry in tensors.items() for place in entry.places}
-    written |= {(fqn, None) for fqn in objects}
-    if len(written) != sum(len(entry.places) for entry in tensors.values()) + len(objects):
-        raise SaveError("a shard was written twice; save again")
-    planned: set[tuple[str, Box | None]] = set()
-    for fqn, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata):
-            planned |= {(fqn, Box(tuple(chunk.offsets), tuple(chunk.sizes))) for chunk in entry.chunks}
-        else:
-            planned.add((fqn, None))
+    planned: dict[str, set[Key]] = {}
+    for fqn, plan in metadata.state_dict_metadata.items():
+        chunks = plan.chunks if isinstance(plan, TensorStorageMetadata) else None
+        planned[fqn] = {None} if chunks is None else {(tuple(c.offsets), tuple(c.sizes)) for c in chunks}
+    written: dict[str, set[Key]] = {fqn: {None} for fqn in objects}
+    for fqn, entry in tensors.items():
+        places = [(place.box.offsets, place.box.sizes) for place in entry.places]
+        written.setdefault(fqn, set()).update(places)
+        if len(set(places)) != len(places):
+            raise SaveError("a shard was written twice; save again")
     if written != planned:
-        missing = sorted(str(item) for item in planned - written)[:3]
-        surplus = sorted(str(item) for item in written - planned)[:3]
+        missing, surplus = _difference(planned, written), _difference(written, planned)
         raise SaveError(
             f"what was written is not what was planned: missing {missing or 'nothing'}, not planned "
             f"{surplus or 'nothing'}; nothing was committed, save again"
         )
+
+
+def _difference(some: Mapping[str, set[Key]], others: Mapping[str, set[Key]]) -> list[str]:
+    """The first of what is in one and not in the other."""
+    found = [(fqn, key) for fqn, keys in some.items() for key in keys - others.get(fqn, set())]
+    return sorted(str((fqn, key and Box(*key))) for fqn, key in found)[:3]

@@ -62,9 +62,8 @@ def commit(store: Store, manifest: Manifest, lease: Lease | None, fence: Fence |
         SaveError: It could not be loaded again, or something that it needs may have been pruned.
         StoreError: The store refused.
     """
-    data, _ = manifest_json.dumps(manifest)
     try:
-        manifest_json.loads(data, f"{store.url}/{FILE_NAME}")
+        data = manifest_json.dumps_valid(manifest, f"{store.url}/{FILE_NAME}")
     except LoadError as error:
         raise SaveError(f"nothing was committed, because it could not be loaded again: {error}") from error
     if manifest.parent is not None:

@@ -16,7 +16,8 @@ from torchrec_cnr.rows import Box, Coding
 from torchrec_cnr.schemes import Scheme, exact_row_bytes
 
 FORMAT = "torchrec_cnr"
-VERSION = 3
+VERSION = 4
+PLAIN_VERSION = 3  # of manifests that are not packed
 FILE_NAME = "manifest.json"
 
 # How a checkpoint names another: '../' first, then plain names.
@@ -24,21 +25,8 @@ PARENT_PATH = re.compile(r"(\.\./)+(?!\.\.?(/|$))[^/\\\x00-\x1f]+(/(?!\.\.?(/|$)
 
 Kind = Literal["baseline", "delta"]
 
-DTYPES: Mapping[str, torch.dtype] = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-    )
-}
+_DTYPE_NAMES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
+DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPE_NAMES}
 
 
 @dataclass(frozen=True)
@@ -121,6 +109,13 @@ class RowSet:
     def num_rows(self) -> int:
         """Number of members."""
         return sum(block.num_rows for block in self.blocks)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.blocks)
+
+    def __hash__(self) -> int:
+        return self._hash  # asked for again and again, and of many blocks
 
 
 @dataclass(frozen=True)
@@ -299,7 +294,7 @@ class Manifest:
     @property
     def blob_bytes(self) -> int:
         """Bytes of its blobs, wherever they lie: what a load reads of it."""
-        return sum(blob.num_bytes for _, blob in self.blobs())
+        return sum(blob.num_bytes for blob in self.unnamed_blobs())
 
     @property
     def num_rows(self) -> int:
@@ -336,6 +331,12 @@ class Manifest:
                     yield f"row set {index} block {number}", block.blob
         for fqn, blob in self.objects.items():
             yield f"object '{fqn}'", blob
+
+    def unnamed_blobs(self) -> list[Blob]:
+        """Every blob, once; faster than with names."""
+        codes = [blob for entry in self.tensors.values() for shard in entry.shards for blob in shard.blobs]
+        row_codes = [block.blob for rows in self.row_sets for block in rows.blocks if block.blob is not None]
+        return [*codes, *dict.fromkeys(row_codes), *self.objects.values()]
 
 
 def name_of(fqn: str, entry: TensorEntry, index: int) -> str:

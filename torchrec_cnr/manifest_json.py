@@ -11,23 +11,40 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from torchrec_cnr.collector import paused_collector
 from torchrec_cnr.earlier_versions import Version1, Version2
 from torchrec_cnr.errors import DamagedError, VersionError
-from torchrec_cnr.manifest import FORMAT, VERSION, Blob, Manifest, Pack, Place, RowSet, TensorEntry
+from torchrec_cnr.manifest import FORMAT, PLAIN_VERSION, VERSION, Blob, Manifest, Pack, RowSet, TensorEntry
+from torchrec_cnr.manifest_packing import PLAIN_BYTES, packed, unpacked
 from torchrec_cnr.manifest_parser import ManifestParser
 from torchrec_cnr.rows import Box
 
 MOST_BYTES = 1 << 30  # of a manifest; one of so many describes some 80 TB of rows
 _FRAME = re.compile(rb'\{"sha256":"([0-9a-f]{64})","manifest":(.*)\}\n', re.DOTALL)
-_PARSERS = {1: Version1, 2: Version2, VERSION: ManifestParser}
+_PARSERS = {1: Version1, 2: Version2, PLAIN_VERSION: ManifestParser}
 _CREATED = re.compile(rb'"created_ns":(\d{1,20})\b')
 
 
 def dumps(manifest: Manifest) -> tuple[bytes, str]:
     """The file's bytes, and the manifest's digest."""
-    body = _body(_to_json(manifest))
-    digest = hashlib.sha256(body).hexdigest()
-    return b'{"sha256":"%s","manifest":%s}\n' % (digest.encode(), body), digest
+    with paused_collector():
+        return _framed(_to_json(manifest))
+
+
+def dumps_valid(manifest: Manifest, where: str) -> bytes:
+    """The file's bytes, of a manifest that :func:`loads` will not refuse.
+
+    Args:
+        manifest: The manifest.
+        where: Names the file in errors.
+
+    Raises:
+        DamagedError: It would.
+    """
+    with paused_collector():
+        value = _to_json(manifest)
+        ManifestParser(where).manifest(value)
+        return _framed(value)[0]
 
 
 def loads(data: bytes, where: str) -> tuple[Manifest, str]:
@@ -52,6 +69,18 @@ def loads(data: bytes, where: str) -> tuple[Manifest, str]:
     actual = hashlib.sha256(body).hexdigest()
     if actual != digest:
         raise DamagedError(f"{where}: sha256 is {actual}, the manifest says {digest}; use another checkpoint")
+    with paused_collector():
+        version, value = _parsed(body, where)
+        if version == VERSION:
+            created_ns = value.get("created_ns")
+            version, value = _parsed(unpacked(value, where), where)
+            if version != PLAIN_VERSION or value.get("created_ns") != created_ns:
+                raise DamagedError(f"{where}: what is packed in it is another manifest; use another checkpoint")
+        return _PARSERS[version](where).manifest(value), digest
+
+
+def _parsed(body: bytes, where: str) -> tuple[int, dict[str, Any]]:
+    """A body, and its version."""
     try:
         value = json.loads(body)
         is_plain = _body(value) == body
@@ -69,7 +98,16 @@ def loads(data: bytes, where: str) -> tuple[Manifest, str]:
         raise DamagedError(f"{where}: there is no format version {version!r}; use another checkpoint")
     if not is_plain:  # white space, floating-point numbers, a key that occurs twice, other escapes
         raise DamagedError(f"{where}: not written as manifests are; use another checkpoint")
-    return _PARSERS[version](where).manifest(value), digest
+    return version, value
+
+
+def _framed(value: dict[str, Any]) -> tuple[bytes, str]:
+    """The file with this body, packed if it is large, and the body's digest."""
+    body = _body(value)
+    if len(body) > PLAIN_BYTES:
+        body = _body(packed(body, value["created_ns"]))
+    digest = hashlib.sha256(body).hexdigest()
+    return b'{"sha256":"%s","manifest":%s}\n' % (digest.encode(), body), digest
 
 
 def _body(value: Any) -> bytes:
@@ -85,9 +123,10 @@ def created_ns(start: bytes) -> int | None:
 
 def _to_json(manifest: Manifest) -> dict[str, Any]:
     numbers = {rows: number for number, rows in enumerate(manifest.row_sets)}
+    schemes: dict[int, dict[str, Any]] = {}  # by identity: few objects, many shards
     return {
         "format": FORMAT,
-        "version": VERSION,
+        "version": PLAIN_VERSION,
         "created_ns": manifest.created_ns,
         "id": manifest.checkpoint_id,
         "save_id": manifest.save_id,
@@ -100,7 +139,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
         "writer": manifest.writer,
         "packs": [_pack_json(pack) for pack in manifest.packs],
         "row_sets": [_row_set_json(rows) for rows in manifest.row_sets],
-        "tensors": {fqn: _tensor_json(entry, numbers) for fqn, entry in manifest.tensors.items()},
+        "tensors": {fqn: _tensor_json(entry, numbers, schemes) for fqn, entry in manifest.tensors.items()},
         "objects": {fqn: _blob_json(blob) for fqn, blob in manifest.objects.items()},
         "paths": {fqn: list(path) for fqn, path in manifest.paths.items()},
     }
@@ -115,27 +154,30 @@ def _row_set_json(rows: RowSet) -> list[Any]:
     return [[b.coding, b.first, b.span, b.num_rows, b.blob and _blob_json(b.blob)] for b in rows.blocks]
 
 
-def _tensor_json(entry: TensorEntry, row_sets: Mapping[RowSet, int]) -> dict[str, Any]:
+def _tensor_json(
+    entry: TensorEntry, row_sets: Mapping[RowSet, int], schemes: dict[int, dict[str, Any]]
+) -> dict[str, Any]:
+    schemes |= {id(shard.scheme): shard.scheme.to_json() for shard in entry.shards if id(shard.scheme) not in schemes}
     return {
         "dtype": entry.dtype,
         "size": list(entry.size),
         "is_table": entry.is_table,
         "table": entry.table,
-        "folded": entry.folded and [_place_json(place) for place in entry.folded],
+        "folded": entry.folded and [_place_json(place.box, place.table_box) for place in entry.folded],
         "shards": [
             [
-                *_place_json(shard.place),
+                *_place_json(shard.box, shard.table_box),
                 row_sets[shard.rows],
                 [_blob_json(blob) for blob in shard.blobs],
-                shard.scheme.to_json(),
+                schemes[id(shard.scheme)],
             ]
             for shard in entry.shards
         ],
     }
 
 
-def _place_json(place: Place) -> list[Any]:
-    return [_box_json(place.box), place.table_box and _box_json(place.table_box)]
+def _place_json(box: Box, table_box: Box | None) -> list[Any]:
+    return [_box_json(box), table_box and _box_json(table_box)]
 
 
 def _box_json(box: Box) -> list[list[int]]:

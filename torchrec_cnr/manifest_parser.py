@@ -11,6 +11,8 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, NoReturn, TypeVar
 
+import numpy as np
+
 from torchrec_cnr.errors import DamagedError
 from torchrec_cnr.manifest import (
     DTYPES,
@@ -59,6 +61,7 @@ class ManifestParser:
         self.where = where
         self.packs: tuple[Pack, ...] = ()
         self.row_sets: tuple[RowSet, ...] = ()
+        self.schemes: dict[str, Scheme] = {}
 
     def fail(self, message: str) -> NoReturn:
         short = message if len(message) <= _MAX_MESSAGE else f"{message[:_MAX_MESSAGE]}…"
@@ -171,34 +174,39 @@ class ManifestParser:
                 f"{MOST_DIVIDED} dimensions"
             )
         for shard in entry.shards:
-            self.check_box(shard.box, entry, what)
+            if entry.folded is not None:  # else this follows from their filling the tensor
+                self.check_box(shard.box, entry, what)
             self.check_blobs(shard, entry, what)
         return entry
 
     def shard(self, value: Any, what: str, tensor: Mapping[str, Any]) -> Shard:
         box, table_box, row_set, blobs, scheme = self.tuple_of(value, 5, what)
-        place = self.place([box, table_box], what)
+        place = self.box(box, what)
+        table_place = None if table_box is None else self.box(table_box, what)
         rows = self.row_sets[self.integer(row_set, what, high=len(self.row_sets) - 1)]
         codes = self.items(self.blob, blobs, what)
-        return Shard(place.box, rows, codes, self.scheme(scheme, tensor["dtype"], what), place.table_box)
+        return Shard(place, rows, codes, self.scheme(scheme, tensor["dtype"], what), table_place)
 
     def place(self, value: Any, what: str) -> Place:
         box, table_box = self.tuple_of(value, 2, what)
         return Place(self.box(box, what), self.optional(self.box, table_box, what))
 
     def scheme(self, value: Any, dtype: str, what: str) -> Scheme:
-        scheme = scheme_from_json(self.mapping(value, what), f"{self.where}: {what}")
-        if not scheme.supports(DTYPES[dtype]):
-            self.fail(f"{what}: {dtype} cannot be quantized as {value}")
-        return scheme
+        key = f"{dtype} {value}"  # few schemes, many shards; this tells 1 from True, and orders
+        if key not in self.schemes:
+            scheme = scheme_from_json(self.mapping(value, what), f"{self.where}: {what}")
+            if not scheme.supports(DTYPES[dtype]):
+                self.fail(f"{what}: {dtype} cannot be quantized as {value}")
+            self.schemes[key] = scheme
+        return self.schemes[key]
 
     def check_box(self, box: Box, entry: TensorEntry, what: str) -> None:
-        """Where a tensor is not folded this follows from its boxes filling it."""
+        """Of a tensor that is folded."""
         if len(box.sizes) != len(entry.size):
             self.fail(f"{what}: a box of {len(box.sizes)} dimensions")
         if entry.table is None and not lies_within(entry.size, box):
             self.fail(f"{what}: a box outside of its size {list(entry.size)}")
-        if entry.folded is not None and box.sizes[2:] != entry.size[2:]:  # Coverage divides two dimensions
+        if box.sizes[2:] != entry.size[2:]:  # Coverage divides two dimensions
             self.fail(f"{what}: it is folded, and a box does not have all of its dimensions from the third on")
 
     def check_blobs(self, shard: Shard, entry: TensorEntry, what: str) -> None:
@@ -223,7 +231,7 @@ class ManifestParser:
         """All blobs. Nothing is listed that is not used: it would be kept for nobody, and nobody would check it."""
         if manifest.row_sets != self.row_sets:
             self.fail("its row sets are not those of its shards, each once, in the order of the shards")
-        blobs = [blob for _, blob in manifest.blobs()]
+        blobs = manifest.unnamed_blobs()
         unused = set(range(len(self.packs))).difference(blob.pack for blob in blobs)
         if unused:
             self.fail(f"pack {self.packs[min(unused)].name}: it holds nothing")
@@ -231,12 +239,20 @@ class ManifestParser:
 
     def check_packs(self, manifest: Manifest, blobs: Iterable[Blob]) -> None:
         """Blobs do not overlap; and they fill their packs, but for what a manifest that replaces another leaves out."""
-        ranges = sorted((blob.pack, blob.offset, blob.num_bytes) for blob in blobs)
+        fields = [(blob.pack, blob.offset, blob.num_bytes) for blob in blobs]
+        packs, offsets, sizes = np.array(fields, dtype=np.int64).reshape(-1, 3).T
+        order = np.lexsort((sizes, offsets, packs))
+        packs, offsets, stops = packs[order], offsets[order], (offsets + sizes)[order]
+        begins = np.array([pack.header_bytes for pack in self.packs], dtype=np.int64)[packs]
+        expected = np.where(np.diff(packs, prepend=-1) != 0, begins, np.roll(stops, 1))
+        is_wrong = offsets < expected if manifest.replaces is not None else offsets != expected
+        if is_wrong.any():
+            first = int(np.argmax(is_wrong))
+            at = min(offsets[first], expected[first])
+            self.fail(f"pack {self.packs[packs[first]].name}: a hole or an overlap at byte {at}")
         ends = [pack.header_bytes for pack in self.packs]
-        for pack, offset, num_bytes in ranges:
-            if offset < ends[pack] or (offset > ends[pack] and manifest.replaces is None):
-                self.fail(f"pack {self.packs[pack].name}: a hole or an overlap at byte {min(offset, ends[pack])}")
-            ends[pack] = offset + num_bytes
+        for pack, stop in zip(packs.tolist(), stops.tolist(), strict=True):
+            ends[pack] = stop
         for pack_, end in zip(self.packs, ends, strict=True):
             if end != pack_.num_bytes and manifest.replaces is None:
                 self.fail(f"pack {pack_.name}: its blobs end at byte {end} of {pack_.num_bytes}")
@@ -251,7 +267,7 @@ class ManifestParser:
         if set(manifest.tensors) & set(manifest.objects):
             self.fail("a tensor and an object have one name")
         for fqn, entry in manifest.tensors.items():
-            places = [*entry.places, *(shard.place for shard in entry.shards)]
+            places: list[Place | Shard] = [*(entry.folded or ()), *entry.shards]
             if entry.table is None:
                 if any(place.table_box is not None for place in places):
                     self.fail(f"tensor {fqn!r}: boxes of a table that it does not name")
@@ -259,12 +275,14 @@ class ManifestParser:
             table = manifest.tensors.get(entry.table)
             if table is None or not table.is_table or len(entry.size) != 1:
                 self.fail(f"tensor {fqn!r}: its table {entry.table!r} is no table of this checkpoint")
-            boxes = [place.table_box for place in entry.places if place.table_box is not None]
             rows_agree = all(
                 place.box.num_rows == (place.table_box.num_rows if place.table_box else 0) for place in places
             )
-            within = all(lies_within(table.size, place.table_box) for place in places if place.table_box is not None)
-            if not rows_agree or not within or not fills(table.size, boxes):
+            boxes = [place.table_box for place in entry.places if place.table_box is not None]
+            within = entry.folded is None or all(
+                lies_within(table.size, shard.table_box) for shard in entry.shards if shard.table_box is not None
+            )
+            if not rows_agree or not fills(table.size, boxes) or not within:
                 self.fail(f"tensor {fqn!r}: its shards are not those of its table {entry.table!r}")
 
     def box(self, value: Any, what: str) -> Box:
@@ -278,7 +296,7 @@ class ManifestParser:
         """One for each dimension."""
         if isinstance(value, list) and len(value) > _MAX_DIMENSIONS:
             self.fail(f"{what}: {len(value)} dimensions, expected {_MAX_DIMENSIONS} at most")
-        return self.items(self.integer, value, what)
+        return self.integers(value, what)
 
     def path(self, value: Any, what: str) -> tuple[str | int, ...]:
         keys: tuple[str | int, ...] = self.items(lambda key, _: key, value, what)
@@ -297,7 +315,7 @@ class ManifestParser:
     def items(self, parse: Callable[[Any, str], T], value: Any, what: str) -> tuple[T, ...]:
         if not isinstance(value, list):
             self.fail(f"{what}: expected a list, got {type(value).__name__}")
-        return tuple(parse(item, what) for item in value)
+        return tuple([parse(item, what) for item in value])  # a list is faster than a generator
 
     def tuple_of(self, value: Any, length: int, what: str) -> list[Any]:
         if not isinstance(value, list) or len(value) != length:
@@ -313,8 +331,13 @@ class ManifestParser:
                 self.fail(f"key in {what}: {len(key)} characters, expected {_MAX_FQN} at most: {key[:80]!r}")
         return value
 
+    def integers(self, value: Any, what: str) -> tuple[int, ...]:
+        if type(value) is list and not [item for item in value if type(item) is not int or not 0 <= item <= _MAX_INT]:
+            return tuple(value)
+        return self.items(self.integer, value, what)  # which says what is wrong
+
     def integer(self, value: Any, what: str, low: int = 0, high: int = _MAX_INT) -> int:
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        if type(value) is not int or not low <= value <= high:
             self.fail(f"{what}: expected an integer from {low} to {high}, got {str(value)[:80]}")
         return value
 

@@ -32,6 +32,7 @@ from torchrec_cnr.agreement import (
     refuse_unsharded_state,
     shard_key,
 )
+from torchrec_cnr.collector import paused_collector
 from torchrec_cnr.cuts import Cut, Cuts, StagedRows, TrackedItem
 from torchrec_cnr.decisions import Decision, RowTensor, ShardKey, choose_base, stored_whole
 from torchrec_cnr.errors import ConfigurationError, SaveError
@@ -161,6 +162,7 @@ class CNRSavePlanner(DefaultSavePlanner):
         is_one_of_many = value.is_replicated if isinstance(value, StagedTensor) else is_replicated(value)
         return dist.is_initialized() and dist.get_world_size() > 1 and is_one_of_many
 
+    @paused_collector()
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Decide for all ranks."""
         data: list[RankData] = [plan.planner_data for plan in all_plans]

@@ -24,11 +24,14 @@ class Renumbering:
         return self._row_sets[id(rows)][1]
 
     def _block(self, block: RowBlock) -> RowBlock:
-        return block if block.blob is None else replace(block, blob=self.blob(block.blob))
+        if block.blob is None:
+            return block
+        return RowBlock(block.coding, block.first, block.span, block.num_rows, self.blob(block.blob))
 
     def shard(self, shard: Shard) -> Shard:
         """A shard, its row set included."""
-        return replace(shard, rows=self.rows(shard.rows), blobs=tuple(map(self.blob, shard.blobs)))
+        rows, blobs = self.rows(shard.rows), tuple(map(self.blob, shard.blobs))
+        return Shard(shard.box, rows, blobs, shard.scheme, shard.table_box)
 
     def tensor(self, entry: TensorEntry) -> TensorEntry:
         """A tensor's shards."""

@@ -90,6 +90,8 @@ def fills(size: tuple[int, ...], boxes: list[Box]) -> bool:
     those of the tensor: that takes time in proportion to the boxes, however they lie. Boxes that divide more than
     ``MOST_DIVIDED`` dimensions have too many corners, and do not count as covering anything.
     """
+    if _are_stacked(size, boxes):
+        return True
     if not all(lies_within(size, box) for box in boxes):
         return False
     boxes = [box for box in boxes if 0 not in box.sizes]
@@ -104,6 +106,16 @@ def fills(size: tuple[int, ...], boxes: list[Box]) -> bool:
         for corner in itertools.product(*ends):
             differences[tuple(index for index, _ in corner)] += sign * math.prod(step for _, step in corner)
     return not any(differences.values())
+
+
+def _are_stacked(size: tuple[int, ...], boxes: list[Box]) -> bool:
+    """Whether boxes in this order lie one behind the other along the first dimension, as tables are sharded by rows."""
+    end, rest, origin = 0, size[1:], (0,) * (len(size) - 1)
+    for box in boxes:
+        if not box.offsets or box.offsets[0] != end or box.sizes[1:] != rest or box.offsets[1:] != origin:
+            return False
+        end += box.sizes[0]
+    return bool(size) and end == size[0]
 
 
 def lies_within(size: tuple[int, ...], box: Box) -> bool:

@@ -34,6 +34,7 @@ from torch.profiler import record_function
 
 from torchrec_cnr.agreement import RankData, shard_key
 from torchrec_cnr.assembly import assemble
+from torchrec_cnr.collector import paused_collector
 from torchrec_cnr.commit import commit, manifest_of
 from torchrec_cnr.cuts import TIMEOUT_SECS
 from torchrec_cnr.decisions import Decision
@@ -230,8 +231,9 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         decision = metadata.decision if isinstance(metadata, SaveMetadata) else None
         if decision is None:
             decision = Decision(self._save_id, Since.EVER, policy="Full")
-        parts = assemble(metadata, results)
-        manifest = manifest_of(self._store, decision, parts, metadata, self._save_id)
+        with paused_collector():
+            parts = assemble(metadata, results)
+            manifest = manifest_of(self._store, decision, parts, metadata, self._save_id)
         with record_function("torchrec_cnr.commit"):
             commit(self._store, manifest, self._lease, self._fence)
         if isinstance(metadata, SaveMetadata):

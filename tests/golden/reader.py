@@ -4,6 +4,7 @@ It knows nothing of the library. It reads whole states into memory and refuses w
 numbers in comments are the page's sections.
 """
 
+import base64
 import hashlib
 import json
 import math
@@ -268,6 +269,20 @@ class Tensor:
         return [shard.place for shard in self.shards] if self.folded is None else self.folded
 
 
+def _unpacked(text: str) -> bytes:
+    """3. A packed body."""
+    try:
+        frame = base64.b64decode(text, validate=True)
+        num_bytes = zstandard.frame_content_size(frame)
+        check(0 < num_bytes <= 2**30 and base64.b64encode(frame).decode() == text, "no packed body")
+        decompressor = zstandard.ZstdDecompressor().decompressobj()
+        body: bytes = decompressor.decompress(frame)
+    except (ValueError, zstandard.ZstdError) as error:
+        refuse(f"not packed: {error}")
+    check(decompressor.eof and not decompressor.unused_data and len(body) == num_bytes, "not one frame")
+    return body
+
+
 class Manifest:
     """A manifest, validated."""
 
@@ -277,22 +292,12 @@ class Manifest:
             refuse("no frame")
         self.digest = hashlib.sha256(frame[2]).hexdigest()
         check(self.digest.encode() == frame[1], "another digest")
-        try:
-            value = json.loads(frame[2].decode("ascii"))
-            written = json.dumps(value, separators=(",", ":")).encode()
-        except (ValueError, RecursionError) as error:
-            refuse(f"not JSON: {error}")
-        check(value.get("format") == "torchrec_cnr", "another format")
-        version = value.get("version")
-        check(type(version) is int and version >= 1, "no version")
-        if version > 3:
-            raise NewerVersion(str(version))
+        version, value = self._parsed(frame[2])
+        if version == 4:
+            packed = mapping(value, ["format", "version", "created_ns", "zstd"])
+            version, value = self._parsed(_unpacked(string(packed["zstd"])))
+            check(version == 3 and value.get("created_ns") == integer(packed["created_ns"]), "another one is packed")
         self.version = version
-        check(written == frame[2], "written in another way")
-        try:
-            json.loads(frame[2], object_pairs_hook=_once, parse_float=refuse)
-        except RecursionError:
-            refuse("nested too deeply")
         value = mapping(value, KEYS_OF[version])
         self.created_ns = integer(value["created_ns"])
         string(value["id"]), name(value["save_id"]), string(value["policy"]), string(value["writer"])
@@ -328,6 +333,24 @@ class Manifest:
             check(list(self.used) == list(range(len(self.row_sets))), "row sets unlike the shards'")
             check(len({tuple(row_set) for row_set in self.row_sets}) == len(self.row_sets), "a row set twice")
             check({blob.pack for blob in self.blobs} == set(range(len(self.packs))), "a pack of nothing")
+
+    def _parsed(self, body: bytes) -> tuple[int, dict[str, Any]]:
+        try:
+            value = json.loads(body.decode("ascii"))
+            written = json.dumps(value, separators=(",", ":")).encode()
+        except (ValueError, RecursionError) as error:
+            refuse(f"not JSON: {error}")
+        check(isinstance(value, dict) and value.get("format") == "torchrec_cnr", "another format")
+        version = value.get("version")
+        check(type(version) is int and version >= 1, "no version")
+        if version > 4:
+            raise NewerVersion(str(version))
+        check(written == body, "written in another way")
+        try:
+            json.loads(body, object_pairs_hook=_once, parse_float=refuse)
+        except RecursionError:
+            refuse("nested too deeply")
+        return version, value
 
     def _pack(self, value: Any) -> tuple[str | None, str, int, int, int]:
         directory, file, num_bytes, header_bytes, crc, written_ns, heat = (

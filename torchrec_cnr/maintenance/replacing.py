@@ -53,12 +53,10 @@ def replacement_of(
         objects=new_objects,
     )
     manifest = replace(manifest, history=_history(plan, manifest))
-    data, _ = manifest_json.dumps(manifest)
     try:
-        manifest_json.loads(data, f"{newest.store.url}/{_name(newest)}")
+        return manifest_json.dumps_valid(manifest, f"{newest.store.url}/{_name(newest)}")
     except LoadError as error:
         raise SaveError(f"nothing was compacted, because it could not be loaded again: {error}") from error
-    return data
 
 
 def commit(newest: Checkpoint, data: bytes, save_id: str) -> None:

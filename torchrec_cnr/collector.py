@@ -1,0 +1,21 @@
+"""The garbage collector, paused while plans and manifests of many shards are made.
+
+All that is made then stays, hundreds of thousands of objects, and now and then Python looks through all objects of the
+process for garbage among them: half of the time that a coordinator of a hundred ranks takes.
+"""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def paused_collector() -> Iterator[None]:
+    """No garbage is looked for. Threads may do this at the same time: then the first to end resumes it for all."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
