@@ -119,7 +119,7 @@ def _check_against_plan(metadata: Metadata, tensors: Mapping[str, TensorEntry], 
         planned[fqn] = {None} if chunks is None else {(tuple(c.offsets), tuple(c.sizes)) for c in chunks}
     written: dict[str, set[Key]] = {fqn: {None} for fqn in objects}
     for fqn, entry in tensors.items():
-        places = [(place.box.offsets, place.box.sizes) for place in entry.places]
+        places = [(place.box.offsets, place.box.sizes) for place in entry.sharding]
         written.setdefault(fqn, set()).update(places)
         if len(set(places)) != len(places):
             raise SaveError("a shard was written twice; save again")

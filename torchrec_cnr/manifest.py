@@ -5,7 +5,7 @@ words are those of docs/glossary.md, the meaning of each field is specified in d
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -110,13 +110,6 @@ class RowSet:
         """Number of members."""
         return sum(block.num_rows for block in self.blocks)
 
-    @cached_property
-    def _hash(self) -> int:
-        return hash(self.blocks)
-
-    def __hash__(self) -> int:
-        return self._hash  # asked for again and again, and of many blocks
-
 
 @dataclass(frozen=True)
 class Shard:
@@ -187,6 +180,11 @@ class TensorEntry:
     def places(self) -> tuple[Place, ...]:
         """How it is sharded: boxes that fill it exactly."""
         return tuple(shard.place for shard in self.shards) if self.folded is None else self.folded
+
+    @property
+    def sharding(self) -> "Sequence[Shard | Place]":
+        """What has the boxes of :attr:`places`."""
+        return self.shards if self.folded is None else self.folded
 
     @property
     def is_whole(self) -> bool:
@@ -271,9 +269,7 @@ class Manifest:
     def row_sets(self) -> tuple[RowSet, ...]:
         """The row sets of all shards, each once, in the order of the shards."""
         shards = (shard for entry in self.tensors.values() for shard in entry.shards)
-        objects = {
-            id(shard.rows): shard.rows for shard in shards
-        }  # comparing a long one takes time, once for each shard
+        objects = {id(shard.rows): shard.rows for shard in shards}  # comparing a long one takes time
         return tuple(dict.fromkeys(objects.values()))
 
     @cached_property

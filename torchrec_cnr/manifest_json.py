@@ -123,7 +123,9 @@ def created_ns(start: bytes) -> int | None:
 
 def _to_json(manifest: Manifest) -> dict[str, Any]:
     numbers = {rows: number for number, rows in enumerate(manifest.row_sets)}
-    schemes: dict[int, dict[str, Any]] = {}  # by identity: few objects, many shards
+    shards = (shard for entry in manifest.tensors.values() for shard in entry.shards)
+    row_sets = {key: numbers[rows] for key, rows in {id(shard.rows): shard.rows for shard in shards}.items()}
+    schemes: dict[int, dict[str, Any]] = {}  # by identity, too: few objects, many shards
     return {
         "format": FORMAT,
         "version": PLAIN_VERSION,
@@ -139,7 +141,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
         "writer": manifest.writer,
         "packs": [_pack_json(pack) for pack in manifest.packs],
         "row_sets": [_row_set_json(rows) for rows in manifest.row_sets],
-        "tensors": {fqn: _tensor_json(entry, numbers, schemes) for fqn, entry in manifest.tensors.items()},
+        "tensors": {fqn: _tensor_json(entry, row_sets, schemes) for fqn, entry in manifest.tensors.items()},
         "objects": {fqn: _blob_json(blob) for fqn, blob in manifest.objects.items()},
         "paths": {fqn: list(path) for fqn, path in manifest.paths.items()},
     }
@@ -154,9 +156,7 @@ def _row_set_json(rows: RowSet) -> list[Any]:
     return [[b.coding, b.first, b.span, b.num_rows, b.blob and _blob_json(b.blob)] for b in rows.blocks]
 
 
-def _tensor_json(
-    entry: TensorEntry, row_sets: Mapping[RowSet, int], schemes: dict[int, dict[str, Any]]
-) -> dict[str, Any]:
+def _tensor_json(entry: TensorEntry, row_sets: Mapping[int, int], schemes: dict[int, dict[str, Any]]) -> dict[str, Any]:
     schemes |= {id(shard.scheme): shard.scheme.to_json() for shard in entry.shards if id(shard.scheme) not in schemes}
     return {
         "dtype": entry.dtype,
@@ -167,7 +167,7 @@ def _tensor_json(
         "shards": [
             [
                 *_place_json(shard.box, shard.table_box),
-                row_sets[shard.rows],
+                row_sets[id(shard.rows)],
                 [_blob_json(blob) for blob in shard.blobs],
                 schemes[id(shard.scheme)],
             ]

@@ -15,6 +15,7 @@ from torchrec_cnr.manifest import FORMAT, VERSION
 
 PLAIN_BYTES = 1 << 20  # a body of more is packed
 MAX_BYTES = 1 << 30  # what a body is unpacked to, at most
+_PIECE_BYTES = 1 << 10  # of a frame; what one becomes is some tens of MiB at most
 _KEYS = ("format", "version", "created_ns", "zstd")
 
 
@@ -42,10 +43,14 @@ def unpacked(value: Mapping[str, Any], where: str) -> bytes:
         num_bytes = zstandard.frame_content_size(frame)
         if not 0 < num_bytes <= MAX_BYTES or base64.b64encode(frame).decode() != value["zstd"]:
             raise DamagedError(f"{where}: packed otherwise than manifests are; use another checkpoint")
-        decompressor = zstandard.ZstdDecompressor().decompressobj()
-        body = decompressor.decompress(frame)
+        decompressor, body = zstandard.ZstdDecompressor().decompressobj(), bytearray()
+        for start in range(0, len(frame), _PIECE_BYTES):  # whose size may be another than the one it declares
+            body += decompressor.decompress(frame[start : start + _PIECE_BYTES])
+            if decompressor.eof or len(body) > num_bytes:
+                break
     except (zstandard.ZstdError, binascii.Error, TypeError, ValueError) as error:
         raise DamagedError(f"{where}: it cannot be unpacked ({error}); use another checkpoint") from error
-    if not decompressor.eof or decompressor.unused_data or len(body) != num_bytes:
+    is_whole = decompressor.eof and start + _PIECE_BYTES >= len(frame) and not decompressor.unused_data
+    if not is_whole or len(body) != num_bytes:
         raise DamagedError(f"{where}: it is not one zstd frame of {num_bytes} bytes; use another checkpoint")
-    return body
+    return bytes(body)

@@ -168,7 +168,7 @@ class ManifestParser:
         )
         if entry.is_table and len(entry.size) != 2:
             self.fail(f"{what}: a table of {len(entry.size)} dimensions")
-        if not fills(entry.size, [place.box for place in entry.places]):
+        if not fills(entry.size, [place.box for place in entry.sharding]):
             self.fail(
                 f"{what}: its boxes do not fill its size {list(entry.size)} exactly, or divide more than "
                 f"{MOST_DIVIDED} dimensions"
@@ -278,7 +278,7 @@ class ManifestParser:
             rows_agree = all(
                 place.box.num_rows == (place.table_box.num_rows if place.table_box else 0) for place in places
             )
-            boxes = [place.table_box for place in entry.places if place.table_box is not None]
+            boxes = [place.table_box for place in entry.sharding if place.table_box is not None]
             within = entry.folded is None or all(
                 lies_within(table.size, shard.table_box) for shard in entry.shards if shard.table_box is not None
             )
@@ -296,7 +296,9 @@ class ManifestParser:
         """One for each dimension."""
         if isinstance(value, list) and len(value) > _MAX_DIMENSIONS:
             self.fail(f"{what}: {len(value)} dimensions, expected {_MAX_DIMENSIONS} at most")
-        return self.integers(value, what)
+        if type(value) is list and not [item for item in value if type(item) is not int or not 0 <= item <= _MAX_INT]:
+            return tuple(value)
+        return self.items(self.integer, value, what)  # which says what is wrong
 
     def path(self, value: Any, what: str) -> tuple[str | int, ...]:
         keys: tuple[str | int, ...] = self.items(lambda key, _: key, value, what)
@@ -330,11 +332,6 @@ class ManifestParser:
             if len(key) > _MAX_FQN:
                 self.fail(f"key in {what}: {len(key)} characters, expected {_MAX_FQN} at most: {key[:80]!r}")
         return value
-
-    def integers(self, value: Any, what: str) -> tuple[int, ...]:
-        if type(value) is list and not [item for item in value if type(item) is not int or not 0 <= item <= _MAX_INT]:
-            return tuple(value)
-        return self.items(self.integer, value, what)  # which says what is wrong
 
     def integer(self, value: Any, what: str, low: int = 0, high: int = _MAX_INT) -> int:
         if type(value) is not int or not low <= value <= high:
