@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import boto3
 import botocore.config
@@ -26,6 +27,11 @@ import pytest
 
 START_SECS = 60.0
 BUCKET = "bucket"
+
+
+def _missing(package: str) -> str | None:
+    is_there = importlib.util.find_spec(package) is not None
+    return None if is_there else f"{package} is not installed; it is in requirements/cpu.txt"
 
 
 @dataclass(eq=False)
@@ -37,8 +43,10 @@ class S3Server:
         key: Access key.
         secret: Secret key.
         port: It listens on this and, if it is several processes, on the ports behind.
+        missing: Why it cannot be started here; None if it can.
     """
 
+    missing: ClassVar[str | None] = None
     folder: Path
     key: str = "testing"
     secret: str = "testing"
@@ -113,6 +121,8 @@ class S3Server:
 class Moto(S3Server):
     """An emulator. It forgets everything when it is killed."""
 
+    missing = _missing("moto")
+
     def commands(self) -> list[list[str]]:
         """One process."""
         return [[sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]]
@@ -120,6 +130,8 @@ class Moto(S3Server):
 
 class Swift(S3Server):
     """OpenStack Swift with one disk, and no replicas."""
+
+    missing = _missing("swift")
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, "test:tester", "testing", num_ports=len(_SWIFT))
@@ -192,15 +204,13 @@ for name, port in ports.items():
     builder.rebalance()
     builder.get_ring().save(f"{folder}/{name}.ring.gz")
 """
-SERVERS = {"moto": Moto, "swift": Swift}
 
 
 @contextmanager
-def running(name: str, folder: Path) -> Iterator[S3Server]:
+def running(server: S3Server) -> Iterator[S3Server]:
     """A server with a bucket; the test is skipped where it is not installed."""
-    if importlib.util.find_spec(name) is None:
-        pytest.skip(f"{name} is not installed; it is in requirements/cpu.txt")
-    server: S3Server = SERVERS[name](folder)
+    if server.missing is not None:
+        pytest.skip(server.missing)
     server.start()
     try:
         server.client().create_bucket(Bucket=BUCKET)

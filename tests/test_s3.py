@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import torchrec_cnr as cnr
 from tests import models, s3_servers
 from tests.flaky_proxy import FAULTS, flaky
+from tests.radosgw import Radosgw
 from tests.ranks import RankPools
 from tests.s3_servers import BUCKET, S3Server
 from torchrec_cnr import remote_files
@@ -30,18 +31,27 @@ from torchrec_cnr.testing import ConformanceCheck, conformance_checks
 numbers = count()
 
 
-@pytest.fixture(scope="module", params=["moto", "swift"])
+SERVERS = [
+    pytest.param(s3_servers.Moto, id="moto"),
+    pytest.param(s3_servers.Swift, id="swift"),
+    pytest.param(Radosgw, id="radosgw", marks=pytest.mark.slow),
+]
+
+
+@pytest.fixture(scope="module", params=SERVERS)
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """A server, and S3 clients of this process that know of it."""
-    folder = tmp_path_factory.mktemp(request.param)
-    with s3_servers.running(request.param, folder) as found, s3_servers.configured(found.variables()):
+    with (
+        s3_servers.running(request.param(tmp_path_factory.mktemp("server"))) as found,
+        s3_servers.configured(found.variables()),
+    ):
         yield found
 
 
 @pytest.fixture
 def moto(tmp_path: Path) -> Iterator[S3Server]:
     """An empty server of the test's own."""
-    with s3_servers.running("moto", tmp_path) as found, s3_servers.configured(found.variables()):
+    with s3_servers.running(s3_servers.Moto(tmp_path)) as found, s3_servers.configured(found.variables()):
         yield found
 
 
@@ -186,8 +196,10 @@ def test_a_name_is_taken_once(server: S3Server, root: str) -> None:
     assert store.read("manifest.json") == b"one"
 
 
-def test_of_many_writers_one_wins(moto: S3Server, root: str) -> None:
+def test_of_many_writers_one_wins(server: S3Server, root: str) -> None:
     """Whatever the number of writers, and however they race."""
+    if isinstance(server, s3_servers.Swift):
+        pytest.skip("a conditional write of OpenStack Swift is not atomic")
     store, start = Store.open(root), threading.Barrier(8)
     with ThreadPoolExecutor(8) as threads:
         for name in ("a", "b", "c", "d", "e", "f", "g", "h"):
@@ -224,7 +236,7 @@ def test_bandwidth_is_limited(moto: S3Server, root: str) -> None:
 
 def test_a_server_that_is_killed_and_restarted_in_mid_save(tmp_path: Path, root: str) -> None:
     """The save waits for it and commits; nothing is lost."""
-    with s3_servers.running("swift", tmp_path) as server, s3_servers.configured(server.variables()):
+    with s3_servers.running(s3_servers.Swift(tmp_path)) as server, s3_servers.configured(server.variables()):
         run = Run(root, rows=(4000, 12), pack_bytes=1024)
         run.save("0")
         outage = threading.Thread(target=_outage, args=(server, Store.open(f"{root}/1")))
@@ -291,7 +303,7 @@ def test_what_cannot_pass_is_not_tried_again(moto: S3Server, root: str) -> None:
 
 def test_credentials_are_nowhere(tmp_path: Path, root: str, caplog: pytest.LogCaptureFixture) -> None:
     """Neither in a file, nor in a log, nor in an error of a server that refuses them."""
-    with s3_servers.running("swift", tmp_path) as server:
+    with s3_servers.running(s3_servers.Swift(tmp_path)) as server:
         with s3_servers.configured(server.variables()), caplog.at_level(logging.DEBUG, logger="torchrec_cnr"):
             run = Run(root)
             run.save("0")

@@ -153,7 +153,7 @@ def _surroundings(page: Path, tmp_path: Path) -> Iterator[Mapping[str, str]]:
         return
     folder = tmp_path / "s3"
     folder.mkdir()
-    with s3_servers.running("moto", folder) as server:
+    with s3_servers.running(s3_servers.Moto(folder)) as server:
         yield server.variables()
 
 
