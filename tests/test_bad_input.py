@@ -9,6 +9,7 @@ import io
 import json
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -616,7 +617,7 @@ def test_a_lineage_of_links_that_do_not_fit_each_other_is_refused(run: Run, tmp_
         adopt(f"{root}/2", adopt(f"{root}/1", digest))
         message = load_failure(f"{root}/2")
         assert message.startswith("DamagedError")
-        assert "model.bag.weight" in message
+        assert re.search(r"/0: tensor '(model|all_optimizer)\..* of it; use another checkpoint", message), message
     run.goes_on()
 
 

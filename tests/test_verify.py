@@ -68,7 +68,8 @@ def _flip(path: Path, offset: int) -> None:
 
 
 def _files(root: Path) -> list[Path]:
-    return sorted(path for path in root.rglob("*") if path.is_file())
+    """All files of its checkpoints."""
+    return sorted(path for path in root.rglob("*/*") if path.is_file())
 
 
 def _packs(root: Path, name: str) -> list[Path]:
