@@ -16,11 +16,10 @@ import pytest
 import torch
 import zstandard
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load
 
 import torchrec_cnr as cnr
 from tests.attacks.draft import INT, Draft, archive_of
+from tests.attacks.walk import load_state
 from tests.test_manifest import DELETE, REPEAT, VALUES, changed, nodes
 from torchrec_cnr import pickles
 from torchrec_cnr.lineage import read_lineage
@@ -37,22 +36,18 @@ longer = hypothesis.settings(max_examples=3_000, suppress_health_check=list(hypo
 def _read(root: Path) -> str:
     """Everything that reads the newest checkpoint; anything but a typed error is raised."""
     outcomes = []
-    for read in (_load, verify, lambda path: read_lineage(path).newest.num_rows, lambda path: cnr.latest(path.parent)):
+    for read in (
+        load_state,
+        verify,
+        lambda path: read_lineage(path).newest.num_rows,
+        lambda path: cnr.latest(path.parent),
+    ):
         try:
             read(root / "step-2")
             outcomes.append("good")
         except cnr.CNRError as error:
             outcomes.append(type(error).__name__)
     return outcomes[0]
-
-
-def _load(path: Path) -> None:
-    state: dict[str, Any] = {"table": torch.zeros(8, 4), "seen": 0}
-    planner = cnr.CNRLoadPlanner(allow_partial_load=True)
-    try:
-        load(state, storage_reader=cnr.CNRStorageReader(path), planner=planner, no_dist=True)
-    except CheckpointException as failure:
-        raise failure.failures[0][0] from None
 
 
 def _write(root: Path, delta: Draft, baseline: Draft | None = None) -> None:

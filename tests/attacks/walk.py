@@ -31,7 +31,12 @@ class _TooLong(BaseException):
     """It was not done in time; whatever catches exceptions lets it pass."""
 
 
-def _load(path: str) -> str:
+def load_state(path: str | Path) -> str:
+    """What a checkpoint holds of the state that attacks and fuzzers begin with.
+
+    Raises:
+        BaseException: What the load failed with on this rank.
+    """
     state: dict[str, Any] = {"table": torch.zeros(8, 4), "seen": 0}
     planner = cnr.CNRLoadPlanner(allow_partial_load=True)
     try:
@@ -49,7 +54,7 @@ def _cli(*arguments: str) -> str:
 
 
 WAYS: dict[str, Callable[[str], str]] = {
-    "load": _load,
+    "load": load_state,
     "load_table": lambda path: str(float(cnr.load_table(path, "table").sum())),
     "verify": lambda path: _cli("verify", path),
     "verify root": lambda path: _cli("verify", "--all", os.path.dirname(path)),

@@ -237,11 +237,7 @@ def exclusive(store: Store) -> None:
 
 def own_commit(store: Store) -> None:
     """Who has lost the answer to his own commit may try it again."""
-    with FaultyStore(store.url) as faulty:
-        place = Store.open(faulty.url)
-        faulty.faults[1] = Fault.LOSE
-        with refused(StoreError, "a commit whose answer was lost"):
-            place.put_new(_NAME, b"mine", "save-1")
+    _commit_spoiled(store, Fault.LOSE, b"mine", "a commit whose answer was lost")
     store.put_new(_NAME, b"mine", "save-1")
     again(store).put_new(_NAME, b"mine", "save-1")
     expect(store.read(_NAME), b"mine", "the bytes of a commit that was tried again")
@@ -249,10 +245,14 @@ def own_commit(store: Store) -> None:
 
 def half_commit(store: Store) -> None:
     """A commit that arrives in part is noticed, and is no commit."""
-    with FaultyStore(store.url) as faulty:
-        place = Store.open(faulty.url)
-        faulty.faults[1] = Fault.TRUNCATE
-        with refused(StoreError, "a commit of which half arrived"):
-            place.put_new(_NAME, b"0123456789", "save-1")
+    _commit_spoiled(store, Fault.TRUNCATE, b"0123456789", "a commit of which half arrived")
     expect_absent(store, _NAME)
     store.put_new(_NAME, b"0123456789", "save-2")
+
+
+def _commit_spoiled(store: Store, fault: Fault, data: bytes, what: str) -> None:
+    with FaultyStore(store.url) as faulty:
+        place = Store.open(faulty.url)
+        faulty.faults[1] = fault
+        with refused(StoreError, what):
+            place.put_new(_NAME, data, "save-1")
