@@ -1,7 +1,7 @@
 """Packs: what is written into them is found again, by any reader of safetensors too, and damage is noticed."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, pairwise
 from pathlib import Path
@@ -122,9 +122,9 @@ def test_headers_are_checked_once_of_packs_that_are_read_from(
     reads: list[tuple[str, int]] = []
     read_array = Store.read_array
 
-    def note(store: Store, name: str, start: int, stop: int) -> Bytes:
+    def note(store: Store, name: str, start: int, stop: int, on_piece: Callable[[Bytes], None]) -> Bytes:
         reads.append((name, start))
-        return read_array(store, name, start, stop)
+        return read_array(store, name, start, stop, on_piece)
 
     monkeypatch.setattr(Store, "read_array", note)
     reader = PackReader(written.store, written.packs, 1)

@@ -4,7 +4,7 @@ import json
 import random
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -254,10 +254,10 @@ def test_what_is_right_is_read_once(run: Path, monkeypatch: pytest.MonkeyPatch) 
     num_read = 0
     read_array = Store.read_array
 
-    def counted(store: Store, name: str, start: int, stop: int) -> Bytes:
+    def counted(store: Store, name: str, start: int, stop: int, on_piece: Callable[[Bytes], None]) -> Bytes:
         nonlocal num_read
         num_read += stop - start
-        return read_array(store, name, start, stop)
+        return read_array(store, name, start, stop, on_piece)
 
     monkeypatch.setattr(Store, "read_array", counted)
     report = verify(run / "step-3")

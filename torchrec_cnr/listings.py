@@ -21,6 +21,11 @@ class Listing:
     directories: tuple[str, ...] = ()
     links: tuple[str, ...] = ()
 
+    @property
+    def names(self) -> list[str]:
+        """All of them, sorted."""
+        return sorted([*self.files, *self.directories, *self.links])
+
     @classmethod
     def of(cls, entries: Iterable[Mapping[str, Any]], path: str) -> "Listing":
         """From what ``ls(path, detail=True)`` returns."""

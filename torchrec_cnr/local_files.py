@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from torchrec_cnr.errors import DamagedError
 
+_PIECE_BYTES = 256 << 10  # stays in a core's cache until it was looked at
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)  # from file systems without hard links
 
 
@@ -102,8 +103,20 @@ def cat_file(path: str, start: int | None, end: int | None) -> bytes:
     return read_array(path, start or 0, end).tobytes()
 
 
-def read_array(path: str, start: int, stop: int | None) -> npt.NDArray[np.uint8]:
+def pass_over(piece: npt.NDArray[np.uint8]) -> None:
+    """Do nothing with a piece of what is read."""
+
+
+def read_array(
+    path: str, start: int, stop: int | None, on_piece: Callable[[npt.NDArray[np.uint8]], None] = pass_over
+) -> npt.NDArray[np.uint8]:
     """Bytes of a file, in an array of their own; fewer where it is shorter.
+
+    Args:
+        path: The file.
+        start: First byte.
+        stop: Byte behind the last; None for all.
+        on_piece: Called with one view of the array after another, each as soon as it holds its bytes.
 
     Raises:
         DamagedError, OSError: As :func:`open_plain`.
@@ -114,6 +127,7 @@ def read_array(path: str, start: int, stop: int | None) -> npt.NDArray[np.uint8]
         array = np.empty(size, dtype=np.uint8)
         file.seek(start)
         filled = 0
-        while filled < size and (count := file.readinto(array[filled:].data)):
+        while filled < size and (count := file.readinto(array[filled : filled + _PIECE_BYTES].data)):
+            on_piece(array[filled : filled + count])
             filled += count
         return array[:filled]

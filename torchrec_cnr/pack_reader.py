@@ -1,6 +1,7 @@
 """Reading packs: the blobs wanted of one are joined into spans, and a span is one request.
 
-No byte is handed on before its blob's digest was checked.
+No byte is handed on before its blob's digest was checked. Digests are worked out while a span is read, piece by piece:
+to go through it once more would take longer, as it is larger than what a processor keeps at hand.
 """
 
 from collections import deque
@@ -34,6 +35,36 @@ class Span:
     start: int
     stop: int
     blobs: tuple[tuple[str, Blob], ...]
+
+
+class SpanDigests:
+    """The crc32c of each blob in a span, worked out while its bytes arrive.
+
+    Args:
+        span: Where the blobs lie, by offset; some may overlap.
+
+    Attributes:
+        found: The digest of each blob, as far as the bytes that have come.
+    """
+
+    def __init__(self, span: Span) -> None:
+        self.found = [0] * len(span.blobs)
+        self._bounds = [(blob.offset, blob.offset + blob.num_bytes) for _, blob in span.blobs]
+        self._place = span.start
+        self._num_done = 0  # of the blobs, from the first on
+
+    def extend(self, piece: Bytes) -> None:
+        """Take the bytes that come next."""
+        place, end = self._place, self._place + len(piece)
+        for number in range(self._num_done, len(self._bounds)):
+            start, stop = self._bounds[number]
+            if start >= end:
+                break
+            if stop > place:
+                self.found[number] = crc32c(piece[max(0, start - place) : stop - place], self.found[number])
+        while self._num_done < len(self._bounds) and self._bounds[self._num_done][1] <= end:
+            self._num_done += 1
+        self._place = end
 
 
 def plan_spans(wanted: Sequence[tuple[str, Blob]]) -> list[Span]:
@@ -85,8 +116,9 @@ def read_spans(
 def _read_span(store: Store, pack: Pack, span: Span) -> list[tuple[str, Bytes]]:
     store = store if pack.directory is None else store.at(pack.directory)
     where = f"{store.url}/{pack.name}"
+    digests = SpanDigests(span)
     try:
-        buffer = store.read_array(pack.name, span.start, span.stop)
+        buffer = store.read_array(pack.name, span.start, span.stop, digests.extend)
     except StoreError as error:
         if isinstance(error.__cause__, FileNotFoundError):
             raise DamagedError(f"{where}: the pack is missing; use another checkpoint") from error
@@ -97,15 +129,13 @@ def _read_span(store: Store, pack: Pack, span: Span) -> list[tuple[str, Bytes]]:
             "use another checkpoint"
         )
     found = []
-    for key, blob in span.blobs:
-        content = buffer[blob.offset - span.start : blob.offset - span.start + blob.num_bytes]
-        actual = crc32c(content)
+    for (key, blob), actual in zip(span.blobs, digests.found, strict=True):
         if actual != blob.crc32c:
             raise DamagedError(
                 f"{where}: {key}: crc32c is {actual:#010x}, the manifest says {blob.crc32c:#010x}; "
                 "use another checkpoint"
             )
-        found.append((key, content))
+        found.append((key, buffer[blob.offset - span.start : blob.offset - span.start + blob.num_bytes]))
     return found
 
 

@@ -38,9 +38,9 @@ SAFETENSORS = {
 _ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 
 
-def crc32c(data: Bytes | bytes) -> int:
-    """Castagnoli's CRC of a buffer."""
-    return int(google_crc32c.extend(0, data))
+def crc32c(data: Bytes | bytes, before: int = 0) -> int:
+    """Castagnoli's CRC of a buffer, or of all up to its end where ``before`` is that of what comes before it."""
+    return int(google_crc32c.extend(before, data))
 
 
 @dataclass(frozen=True, eq=False)

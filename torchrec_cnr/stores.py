@@ -23,7 +23,7 @@ from fsspec.implementations.local import LocalFileSystem
 from torchrec_cnr import local_files
 from torchrec_cnr.errors import CheckpointExistsError, CNRError, ConfigurationError, StoreError
 from torchrec_cnr.listings import Listing
-from torchrec_cnr.local_files import link_new, missing_above, open_plain, sync_directory
+from torchrec_cnr.local_files import link_new, missing_above, open_plain, pass_over, sync_directory
 from torchrec_cnr.pace import Bandwidth
 from torchrec_cnr.remote_files import Result, is_object_store, is_refused, put_whole, tried_again
 from torchrec_cnr.streams import Buffer, Stream, give_up
@@ -155,8 +155,7 @@ class Store:
 
     def names(self) -> list[str]:
         """Names in the directory, sorted; empty where there is no directory."""
-        found = self.listing()
-        return sorted([*found.files, *found.directories, *found.links])
+        return self.listing().names
 
     def listing(self) -> Listing:
         """What is in the directory; nothing where there is no directory."""
@@ -219,13 +218,14 @@ class Store:
                 return b""
             raise
 
-    def read_array(self, name: str, start: int, stop: int) -> Bytes:
-        """As :meth:`read`, into an array of its own that may be written to."""
+    def read_array(self, name: str, start: int, stop: int, on_piece: Callable[[Bytes], None] = pass_over) -> Bytes:
+        """As :meth:`read`, into an array of its own that may be written to; ``on_piece`` is given it as it fills."""
         self.bandwidth.wait(stop - start)
-        if not self.is_local:
-            return np.frombuffer(bytearray(self.read(name, start, stop)), dtype=np.uint8)
-        with self._errors("read", name):
-            return local_files.read_array(self.child(name), start, stop)
+        if self.is_local:
+            with self._errors("read", name):
+                return local_files.read_array(self.child(name), start, stop, on_piece)
+        on_piece(array := np.frombuffer(bytearray(self.read(name, start, stop)), dtype=np.uint8))
+        return array
 
     @contextmanager
     def open_file(self, name: str) -> Iterator[Any]:
