@@ -72,6 +72,7 @@ examples:
   python -m benchmarks time memory           two of them
   python -m benchmarks --quick               small sizes, to see whether it works; the figures mean nothing
   python -m benchmarks bytes --json out.json the figures as JSON too
+  python -m benchmarks scale --all-cases     with row-wise Adagrad's state too, which takes three times as long
   python -m benchmarks time --dir /mnt/nvme  on another disk
 
 Figures are ratios of what was measured in this run, in turns. Times differ from machine to machine and from run to run.
@@ -92,7 +93,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = []
     for name in args.names or BENCHMARKS:
         with tempfile.TemporaryDirectory(prefix="benchmark-", dir=args.dir) as folder:
-            setup = Setup(Path(folder).resolve(), args.quick, args.threads, Progress(name, started), args.plots)
+            setup = Setup(
+                Path(folder).resolve(), args.quick, args.threads, Progress(name, started), args.plots, args.all_cases
+            )
             try:
                 reports[name] = run_alone(BENCHMARKS[name], setup)
             except BenchmarkError as error:
@@ -120,6 +123,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dir", type=Path, default=Path(), help="where temporary files go (default: this folder)")
     parser.add_argument("--threads", type=int, default=1, help="of torch (default: 1, as torchrun gives each rank)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file too")
+    parser.add_argument("--all-cases", action="store_true", help="scale: with optimizer state too, twice the boxes")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw plots into this folder")
     args = parser.parse_args(arguments)
     unknown = [name for name in args.names if name not in BENCHMARKS]

@@ -20,6 +20,7 @@ class Setup:
         num_threads: Of torch.
         say: Takes a line on what goes on.
         plots: Where plots go, if they are wanted.
+        all_cases: Whether to measure also what takes long and has no target of its own.
     """
 
     folder: Path
@@ -27,6 +28,7 @@ class Setup:
     num_threads: int
     say: Callable[[str], None]
     plots: Path | None = None
+    all_cases: bool = False
 
 
 def _nothing(number: int) -> None:
