@@ -47,32 +47,42 @@ def manifest_of(store: Store, decision: Decision, parts: Assembled, metadata: Me
     )
 
 
-def commit(store: Store, manifest: Manifest, lease: Lease | None, fence: Fence | None) -> None:
+def file_of(manifest: Manifest, store: Store) -> bytes:
+    """The bytes of a manifest's file.
+
+    Raises:
+        SaveError: It could not be loaded again.
+    """
+    try:
+        return manifest_json.dumps_valid(manifest, f"{store.url}/{FILE_NAME}")
+    except LoadError as error:
+        raise SaveError(f"nothing was committed, because it could not be loaded again: {error}") from error
+
+
+def commit(
+    store: Store, data: bytes, parent: CheckpointRef | None, save_id: str, lease: Lease | None, fence: Fence | None
+) -> None:
     """Put the manifest, where none is.
 
     Args:
         store: The checkpoint.
-        manifest: Of what is in it.
+        data: The manifest's file.
+        parent: What the manifest names as its parent.
+        save_id: Of this save.
         lease: Keeps its packs from being pruned.
         fence: Of the job, if it may be the only one that saves there.
 
     Raises:
         CheckpointExistsError: There is another one.
         FencedError: A later job saves there.
-        SaveError: It could not be loaded again, or something that it needs may have been pruned.
+        SaveError: Something that it needs may have been pruned.
         StoreError: The store refused.
     """
-    try:
-        data = manifest_json.dumps_valid(manifest, f"{store.url}/{FILE_NAME}")
-    except LoadError as error:
-        raise SaveError(f"nothing was committed, because it could not be loaded again: {error}") from error
-    if manifest.parent is not None:
-        parent = store.at(manifest.parent.path)
-        if not parent.exists(FILE_NAME):
-            raise SaveError(
-                f"{store.url}: nothing was committed, because its parent {parent.url} was pruned meanwhile; save "
-                "again: the next save will be a baseline"
-            )
+    if parent is not None and not store.at(parent.path).exists(FILE_NAME):
+        raise SaveError(
+            f"{store.url}: nothing was committed, because its parent {store.at(parent.path).url} was pruned meanwhile; "
+            "save again: the next save will be a baseline"
+        )
     if lease is not None and lease.has_run_out:
         raise SaveError(
             f"{store.url}: nothing was committed, because the save took longer than {LEASE_SECS} s, and its packs may "
@@ -80,7 +90,7 @@ def commit(store: Store, manifest: Manifest, lease: Lease | None, fence: Fence |
         )
     if fence is not None:
         fence.check()
-    store.put_new(FILE_NAME, data, manifest.save_id)
+    store.put_new(FILE_NAME, data, save_id)
 
 
 def _parent(store: Store, decision: Decision) -> CheckpointRef | None:

@@ -112,7 +112,7 @@ def _framed(value: dict[str, Any]) -> tuple[bytes, str]:
 
 def _body(value: Any) -> bytes:
     """The one way to write a manifest's body."""
-    return json.dumps(value, separators=(",", ":")).encode()
+    return json.dumps(value, separators=(",", ":"), check_circular=False).encode()  # it comes from JSON, or from above
 
 
 def created_ns(start: bytes) -> int | None:

@@ -35,7 +35,7 @@ from torch.profiler import record_function
 from torchrec_cnr.agreement import RankData, shard_key
 from torchrec_cnr.assembly import assemble
 from torchrec_cnr.collector import paused_collector
-from torchrec_cnr.commit import commit, manifest_of
+from torchrec_cnr.commit import commit, file_of, manifest_of
 from torchrec_cnr.cuts import TIMEOUT_SECS
 from torchrec_cnr.decisions import Decision
 from torchrec_cnr.errors import CheckpointExistsError, ConfigurationError
@@ -43,7 +43,7 @@ from torchrec_cnr.fences import Fence, fence_of
 from torchrec_cnr.handover import CNRStorageMeta, SaveMetadata
 from torchrec_cnr.kernels.threads import one_thread
 from torchrec_cnr.leases import Lease
-from torchrec_cnr.manifest import FILE_NAME
+from torchrec_cnr.manifest import FILE_NAME, CheckpointRef
 from torchrec_cnr.modified import Since
 from torchrec_cnr.pace import Bandwidth, Pace, check_cpu_share
 from torchrec_cnr.packs import PACK_BYTES, PackWriter, check_pack_bytes, check_thread_count
@@ -231,17 +231,24 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         decision = metadata.decision if isinstance(metadata, SaveMetadata) else None
         if decision is None:
             decision = Decision(self._save_id, Since.EVER, policy="Full")
-        with paused_collector():
-            parts = assemble(metadata, results)
-            manifest = manifest_of(self._store, decision, parts, metadata, self._save_id)
         with record_function("torchrec_cnr.commit"):
-            commit(self._store, manifest, self._lease, self._fence)
+            data, parent, rank_phases = self._manifest_file(decision, metadata, results)
+            commit(self._store, data, parent, self._save_id, self._lease, self._fence)
         if isinstance(metadata, SaveMetadata):
             commit_secs = time.monotonic() - began
-            metadata.phases = tuple(replace(phases, commit_secs=commit_secs) for phases in parts.phases)
+            metadata.phases = tuple(replace(phases, commit_secs=commit_secs) for phases in rank_phases)
         if self._lease is not None:
             self._lease.release()
             self._lease = None
+
+    @paused_collector()  # to its end: then all that was made here is gone, and need not be looked through
+    def _manifest_file(
+        self, decision: Decision, metadata: Metadata, results: list[list[WriteResult]]
+    ) -> tuple[bytes, CheckpointRef | None, tuple[SavePhases, ...]]:
+        """The manifest's file, the parent that it names, and what each rank took."""
+        parts = assemble(metadata, results)
+        manifest = manifest_of(self._store, decision, parts, metadata, self._save_id)
+        return file_of(manifest, self._store), manifest.parent, parts.phases
 
     def storage_meta(self) -> StorageMeta:
         """Where this save goes, for the planner; the first call of every save, and the only one that draws its id."""
