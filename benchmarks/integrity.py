@@ -14,7 +14,7 @@ from torchrec_cnr.pack_reader import Span
 from torchrec_cnr.stores import Bytes
 
 FULL, QUICK = TableSizes(8, 250_000, 64), TableSizes(2, 500, 64)
-NUM_ROUNDS, QUICK_ROUNDS = 9, 2
+NUM_ROUNDS, QUICK_ROUNDS = 25, 2
 NUM_DELTAS, SHARE = 3, 0.1
 MAX_RATIO = 1 / 0.9  # a tenth of a load
 SCHEMES: Mapping[str, cnr.Scheme] = {"4 bits": cnr.AdaptiveAsymmetric(4), "exact": cnr.NoQuantization()}

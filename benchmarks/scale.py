@@ -88,7 +88,7 @@ def run(setup: Setup) -> Report:
     return Report(
         title=f"a coordinator's work for {num_tables:,} tables, each sharded by rows over {num_ranks} ranks",
         notes=(
-            "Tables alone; with --all-cases of tables with row-wise Adagrad's state too, which are twice as many boxes.",
+            "Tables alone; with --all-cases, of tables with row-wise Adagrad's state too: twice as many boxes.",
             f"The delta holds {100 * DELTA_SHARE:g} % of the rows. Times are the processor's, of one thread: from the "
             "plans of all ranks to",
             "the plan that they get, and from their results to the manifest in the store. Memory is the peak beyond "
