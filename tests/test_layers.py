@@ -39,7 +39,7 @@ LAYERS = (
         "inference_rows",
         "inference_regions",
     },
-    {"shards", "modified", "tracked", "untracked", "policies"},
+    {"shards", "row_bits", "modified", "tracked", "untracked", "policies"},
     {
         "packs",
         "pack_reader",

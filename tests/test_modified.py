@@ -6,7 +6,6 @@ from dataclasses import replace
 import hypothesis
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
@@ -15,7 +14,7 @@ from torchrec_cnr import modified
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.head import Head
 from torchrec_cnr.manifest import CheckpointRef, History
-from torchrec_cnr.modified import ModifiedRows, RowMask, Since, numbers_of
+from torchrec_cnr.modified import ModifiedRows, RowMask, Since
 from torchrec_cnr.rows import Box
 from torchrec_cnr.tracked import Pending, TrackedRows, TrackedShard, forget_overwritten
 
@@ -273,18 +272,6 @@ def test_loads_that_bypass_the_tracker_are_noticed() -> None:
     assert (mine.head, other.head) == (BASELINE, BASELINE)
     forget_overwritten([mine.shards[1].weight[3:5]])
     assert (mine.head, other.head) == (None, BASELINE)
-
-
-@given(num_rows=st.integers(0, 300), chosen=st.lists(st.integers(0, 299), max_size=300), first=st.integers(0, 70))
-def test_numbers_of_a_mask(num_rows: int, chosen: list[int], first: int) -> None:
-    """The places of what is true, in order, in a part of a larger mask too."""
-    whole = torch.zeros(num_rows, dtype=torch.bool)
-    for row in chosen:
-        if row < num_rows:
-            whole[row] = True
-    mask = whole[first:]
-    assert numbers_of(mask).tolist() == mask.nonzero().squeeze(1).tolist()
-    assert numbers_of(mask).dtype is torch.int64
 
 
 def test_heat_where_nobody_asks_for_it() -> None:

@@ -199,8 +199,7 @@ class CNRLoadPlanner(DefaultLoadPlanner):
         """Rows of a table came from a delta: they were modified since the baseline."""
         shard = self._tracked.get(_key(item))
         if shard is not None:
-            since = shard.rows.since_baseline
-            since.index_fill_(0, rows.to(since.device) + int(item.dest_offsets[0]), True)
+            shard.rows.restore_rows(rows + int(item.dest_offsets[0]))
 
     def finish_restore(self) -> None:
         """Everything was read: the tracker stands on the loaded checkpoint, if nothing was left out."""

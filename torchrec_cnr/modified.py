@@ -7,12 +7,13 @@ The life of a modified row::
                └─────rollback──────┘
 
 ``freeze`` is the cut of a save: rows marked later belong to the next one. ``commit`` follows when the save's manifest
-is in the store, ``rollback`` when it is not. One bool a row for each of the three sets, on the table's own device:
-marking is then one ``index_fill_``, which no other representation came near (a set of row numbers grows without bound).
+is in the store, ``rollback`` when it is not. Marks are one bool a row on the table's own device: marking is then one
+``index_fill_``, which no other representation came near (a set of row numbers grows without bound). The other two sets
+are ``row_bits``.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from torchrec_cnr.errors import ConfigurationError
-from torchrec_cnr.kernels.selecting import selected
+from torchrec_cnr.row_bits import RowBits, numbers_of
 from torchrec_cnr.rows import Box
 
 MAX_HEAT = 3
@@ -42,8 +43,6 @@ class ModifiedRows:
         name: FQN of the table in its model, for messages.
         box: The shard's place in the table.
         marked: bool [num_rows]. Modified since the last cut.
-        frozen: bool [num_rows], or None. Cut off for the save in flight.
-        since_baseline: bool [num_rows]. In committed deltas since the baseline.
         heat: int8 [num_rows], or None where nobody asks for it. How often each row was in commits lately: one more for
             each that it was part of, one less for each other, from 0 to ``MAX_HEAT``.
 
@@ -54,14 +53,21 @@ class ModifiedRows:
     def __init__(self, name: str, box: Box, device: torch.device, marked: Tensor | None = None) -> None:
         self.name = name
         self.box = box
-        self.marked = marked if marked is not None else self._empty(device)
-        self.frozen: Tensor | None = None
-        self.since_baseline = self._empty(device)
+        self.marked = marked if marked is not None else torch.zeros(box.num_rows, dtype=torch.bool, device=device)
         self.heat: Tensor | None = None
-        self._spare: Tensor | None = None  # what was frozen before: new memory costs more than a copy
+        self._frozen: RowBits | None = None
+        self._since_baseline = RowBits.none_of(box.num_rows, device)
+        self._spare: RowBits | None = None  # what was frozen before: new memory costs more than a copy
 
-    def _empty(self, device: torch.device) -> Tensor:
-        return torch.zeros(self.box.num_rows, dtype=torch.bool, device=device)
+    @property
+    def frozen(self) -> Tensor | None:
+        """What was cut off for the save in flight, if there is one: bool [num_rows]."""
+        return self._frozen.mask() if self._frozen is not None else None
+
+    @property
+    def since_baseline(self) -> Tensor:
+        """What is in committed deltas since the baseline: bool [num_rows]."""
+        return self._since_baseline.mask()
 
     def mark(self, rows: Tensor) -> None:
         """Mark rows, numbered within the box; int [N], any order, repeats allowed."""
@@ -77,10 +83,9 @@ class ModifiedRows:
 
     def freeze(self) -> None:
         """Cut: what is marked becomes frozen, and nothing is marked."""
-        self.frozen = self._empty(self.marked.device) if self._spare is None else self._spare
-        self._spare = None
-        self.frozen.copy_(self.marked)
-        self.marked.zero_()
+        spare = self._spare if self._spare is not None else RowBits.none_of(self.box.num_rows, self.marked.device)
+        spare.take(self.marked)
+        self._frozen, self._spare = spare, None
 
     def commit(self, is_baseline: bool, has_heat: bool = True) -> None:
         """The frozen rows are in a committed checkpoint.
@@ -89,31 +94,41 @@ class ModifiedRows:
             is_baseline: Which is one.
             has_heat: Whether rows of different heat will be kept apart.
         """
-        if self.frozen is None:
+        if self._frozen is None:
             return
         if is_baseline:
-            self.since_baseline.zero_()
+            self._since_baseline.clear()
         else:
-            self.since_baseline |= self.frozen
+            self._since_baseline.add(self._frozen)
         if not has_heat:
             self.heat = None
         elif self.heat is None:
-            self.heat = self.frozen.to(torch.int8)
+            self.heat = self._frozen.mask().to(torch.int8)
         else:
-            self.heat.sub_(1).add_(self.frozen, alpha=2).clamp_(0, MAX_HEAT)
-        self._spare, self.frozen = self.frozen, None
+            self.heat.sub_(1).add_(self._frozen.mask(), alpha=2).clamp_(0, MAX_HEAT)
+        self._spare, self._frozen = self._frozen, None
 
     def rollback(self) -> None:
         """The frozen rows are in no checkpoint: they are marked again, beside those marked meanwhile."""
-        if self.frozen is not None:
-            self.marked |= self.frozen
-            self._spare, self.frozen = self.frozen, None
+        if self._frozen is not None:
+            self.marked |= self._frozen.mask()
+            self._spare, self._frozen = self._frozen, None
 
     def restore(self) -> None:
         """The table was overwritten from a checkpoint: nothing is modified."""
-        self.frozen = self.heat = None
+        self._frozen = self.heat = None
         self.marked.zero_()
-        self.since_baseline.zero_()
+        self._since_baseline.clear()
+
+    def restore_rows(self, rows: Tensor) -> None:
+        """Rows came from a delta of that checkpoint, int64 [k], numbered within the box."""
+        self._since_baseline.add_numbers(rows.to(self.marked.device))
+
+    def unite(self, united: Callable[[Tensor], Tensor]) -> None:
+        """Have the rows that any replica has; ``united`` makes such a mask of this one's."""
+        for held in (self._since_baseline, self._frozen):
+            if held is not None:
+                held.put(united(held.mask()))
 
     def select(self, since: Since) -> "RowMask":
         """The frozen rows modified since then.
@@ -121,9 +136,12 @@ class ModifiedRows:
         Raises:
             ConfigurationError: Nothing is frozen.
         """
-        if self.frozen is None:
+        return RowMask(self._selected(since).mask())
+
+    def _selected(self, since: Since) -> RowBits:
+        if self._frozen is None:
             raise ConfigurationError(f"table {self.name!r}: no save is in flight")
-        return RowMask(self.frozen if since is Since.HEAD else self.frozen | self.since_baseline)
+        return self._frozen if since is Since.HEAD else self._frozen.union(self._since_baseline)
 
     def select_parts(self, since: Since, is_by_heat: bool) -> "tuple[RowMask, ...]":
         """The frozen rows modified since then, in one part or in one for each heat."""
@@ -131,7 +149,7 @@ class ModifiedRows:
 
     def select_numbers(self, since: Since, is_by_heat: bool) -> tuple[Tensor, ...]:
         """The numbers of what :meth:`select_parts` returns, int64 [k] on the device."""
-        numbers = numbers_of(self.select(since).mask)
+        numbers = self._selected(since).numbers()
         if not is_by_heat or self.heat is None:
             return (numbers,)
         heat = self.heat.index_select(0, numbers)
@@ -208,10 +226,3 @@ class RowList:
 
 
 Rows = RowMask | RowList
-
-
-def numbers_of(mask: Tensor) -> Tensor:
-    """Where a mask is true, int64 [k] on its device."""
-    if mask.device.type == "cpu":
-        return torch.from_numpy(selected(mask.numpy()))
-    return mask.nonzero().squeeze(1)

@@ -231,7 +231,7 @@ class TrackedRows:
         self.head = self.pending = None
 
     def restore(self, head: Head) -> None:
-        """The tables hold what ``head`` holds; ``since_baseline`` was set by whoever loaded it."""
+        """The tables hold what ``head`` holds; whoever loaded it has told the rows of its deltas."""
         self.head, self.pending = head, None
         self.num_restores = head.num_restores + 1
         for shard in self.shards:

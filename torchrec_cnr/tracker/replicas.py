@@ -93,8 +93,7 @@ class Replicas:
             synchronised |= self._united(cut | rows.marked)
             cut.zero_()
             rows.marked.zero_()
-            rows.since_baseline = self._united(rows.since_baseline)
-            rows.frozen = None if rows.frozen is None else self._united(rows.frozen)
+            rows.unite(self._united)
             shard.accept_writes()
 
     def _united(self, mask: Tensor) -> Tensor:
