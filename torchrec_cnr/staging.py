@@ -26,6 +26,7 @@ from torchrec_cnr.cuts import Cut, Cuts
 from torchrec_cnr.decisions import ShardKey
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.handover import StagedTensor
+from torchrec_cnr.kernels.gathering import gather_rows
 from torchrec_cnr.manifest import DTYPES
 from torchrec_cnr.packs import BLOCK_BYTES
 from torchrec_cnr.phases import SavePhases
@@ -126,7 +127,7 @@ class Staging:
         if numbers is None:
             target.copy_(source, non_blocking=True)
         elif source.device.type == "cpu":
-            torch.index_select(source, 0, numbers, out=target)
+            gather_rows(source, numbers, target)
         else:
             block_rows = max(1, BLOCK_BYTES // max(1, source[:1].nbytes))
             for place, rows in zip(target.split(block_rows), numbers.split(block_rows), strict=True):

@@ -83,20 +83,26 @@ def element(typing: Any, table: Any, index: Any) -> Any:
     return types.float32(table, index), emit
 
 
-@intrinsic
-def prefetch(typing: Any, table: Any, index: Any) -> Any:
-    """Have ``table[index]`` brought into the cache: it will be read soon."""
+def _prefetching(locality: int) -> Any:
+    """A function that has ``table[index]`` brought into a cache: 3 is the first level, 2 the second."""
 
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        byte_pointer = BYTE.as_pointer()
-        function = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(ir.VoidType(), (byte_pointer, INT, INT, INT)), "llvm.prefetch.p0"
-        )
-        for_reading, keep, data = (ir.Constant(INT, number) for number in (0, 3, 1))
-        builder.call(function, (pointer_to(context, builder, BYTE, sig.args[0], *args), for_reading, keep, data))
-        return context.get_dummy_value()
+    @intrinsic
+    def prefetch(typing: Any, table: Any, index: Any) -> Any:
+        def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            byte_pointer = BYTE.as_pointer()
+            function = cgutils.get_or_insert_function(
+                builder.module, ir.FunctionType(ir.VoidType(), (byte_pointer, INT, INT, INT)), "llvm.prefetch.p0"
+            )
+            for_reading, keep, data = (ir.Constant(INT, number) for number in (0, locality, 1))
+            builder.call(function, (pointer_to(context, builder, BYTE, sig.args[0], *args), for_reading, keep, data))
+            return context.get_dummy_value()
 
-    return types.void(table, index), emit
+        return types.void(table, index), emit
+
+    return prefetch
+
+
+prefetch, prefetch_far = _prefetching(3), _prefetching(2)  # what is read soon, and what is read later
 
 
 @intrinsic
