@@ -6,10 +6,11 @@ since whoever marks rows writes to them one by one. On devices there is a bool f
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from torchrec_cnr.kernels.selecting import num_words, numbers_of_bits, pack, selected, set_bits, unpacked
+from torchrec_cnr.kernels.selecting import Words, num_words, numbers_of_bits, pack, selected, set_bits, unpacked
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,7 +19,7 @@ class RowBits:
 
     Attributes:
         num_rows: Rows of the shard.
-        held: On the host uint64 [num_rows / 64], as ``kernels.selecting`` has it; on a device bool [num_rows].
+        held: On the host int64 [num_rows / 64], the words of ``kernels.selecting``; on a device bool [num_rows].
     """
 
     num_rows: int
@@ -28,27 +29,31 @@ class RowBits:
     def none_of(cls, num_rows: int, device: torch.device) -> "RowBits":
         """No row of a shard whose table lies on ``device``."""
         is_packed = device.type == "cpu"
-        size, dtype = (num_words(num_rows), torch.uint64) if is_packed else (num_rows, torch.bool)
+        size, dtype = (num_words(num_rows), torch.int64) if is_packed else (num_rows, torch.bool)
         return cls(num_rows, torch.zeros(size, dtype=dtype, device=device))
 
     @property
     def _is_packed(self) -> bool:
-        return self.held.dtype is torch.uint64
+        return self.held.dtype is torch.int64
+
+    @property
+    def _words(self) -> Words:
+        return self.held.numpy().view(np.uint64)
 
     def mask(self) -> Tensor:
         """The set as bool [num_rows]; on a device it is the set's own memory."""
-        return torch.from_numpy(unpacked(self.held.numpy(), self.num_rows)) if self._is_packed else self.held
+        return torch.from_numpy(unpacked(self._words, self.num_rows)) if self._is_packed else self.held
 
     def numbers(self) -> Tensor:
         """The members in increasing order, int64 [k]."""
         if self._is_packed:
-            return torch.from_numpy(numbers_of_bits(self.held.numpy()))
+            return torch.from_numpy(numbers_of_bits(self._words))
         return numbers_of(self.held)
 
     def take(self, marked: Tensor) -> None:
         """Be what is marked, bool [num_rows], and have nothing marked."""
         if self._is_packed:
-            pack(marked.numpy(), self.held.numpy(), clears=True)
+            pack(marked.numpy(), self._words, clears=True)
         else:
             self.held.copy_(marked)
             marked.zero_()
@@ -56,7 +61,7 @@ class RowBits:
     def put(self, mask: Tensor) -> None:
         """Be the rows of a mask, bool [num_rows]."""
         if self._is_packed:
-            pack(mask.contiguous().numpy(), self.held.numpy(), clears=False)
+            pack(mask.contiguous().numpy(), self._words, clears=False)
         else:
             self.held.copy_(mask)
 
@@ -75,7 +80,7 @@ class RowBits:
         elif len(rows):
             if rows.min() < 0 or rows.max() >= self.num_rows:
                 raise IndexError(f"rows {int(rows.min())} to {int(rows.max())} are added, of {self.num_rows}")
-            set_bits(self.held.numpy(), rows.contiguous().numpy())
+            set_bits(self._words, rows.contiguous().numpy())
 
     def union(self, other: "RowBits") -> "RowBits":
         """The rows of either."""

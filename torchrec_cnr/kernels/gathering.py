@@ -57,7 +57,8 @@ def gather_rows(source: Tensor, numbers: Tensor, target: Tensor) -> None:
         target: [k, ...] of the same dtype, contiguous. Written.
 
     Raises:
-        ConfigurationError: There are no such rows, or the target has another shape or dtype.
+        ConfigurationError: The target has another shape or dtype.
+        IndexError: There are no such rows.
     """
     if target.shape != (len(numbers), *source.shape[1:]) or target.dtype is not source.dtype:
         raise ConfigurationError(
@@ -66,15 +67,15 @@ def gather_rows(source: Tensor, numbers: Tensor, target: Tensor) -> None:
         )
     if target.numel() == 0:
         return
-    rows = numbers.contiguous().numpy()
-    if rows.view(np.uint64).max() >= len(source):  # without a sign none is negative
-        raise ConfigurationError(f"rows {rows.min()} to {rows.max()} are asked for, of {len(source)}")
     # Where each line is read anyway, the processor knows what comes.
     is_dense = source.nbytes <= CACHE_LINE_BYTES * len(numbers)
     is_laid_out = source[0].is_contiguous() and target.is_contiguous() and _has_words(source) and _has_words(target)
     if is_dense or not is_laid_out:
         torch.index_select(source, 0, numbers, out=target)
         return
+    rows = numbers.contiguous().numpy()
+    if rows.view(np.uint64).max() >= len(source):  # without a sign none is negative
+        raise IndexError(f"rows {rows.min()} to {rows.max()} are asked for, of {len(source)}")
     row_words = source[0].nbytes // _WORD_BYTES
     stride = source.stride(0) * source.itemsize // _WORD_BYTES
     span = (len(source) - 1) * source.stride(0) + source[0].numel()
