@@ -23,6 +23,7 @@ from benchmarks import (
     save_and_load,
     scale,
     searching,
+    stall_growth,
     tracking,
     training,
 )
@@ -39,6 +40,7 @@ BENCHMARKS: Mapping[str, Callable[[Setup], Report]] = {
     "memory": peak_memory.run,
     "scale": scale.run,
     "async": behind_training.run,
+    "growth": stall_growth.run,
     "training": training.run,
     "compaction": compacting.run,
     "policies": long_run.run,
@@ -58,6 +60,7 @@ benchmarks:
   memory   what a save takes beyond the state that it saves
   scale    what a thousand tables on 128 ranks cost the coordinator: time, memory, size of the manifest
   async    stalls, rate and memory of asynchronous saves, against DCP's own writer and stager
+  growth   the stall of an asynchronous save where tables have 8 times as many rows, and as many are modified
   training what saves behind training take from it, on 2 ranks of the example
   compaction
            speed of folding gigabytes of deltas, against a copy of the files, and its memory

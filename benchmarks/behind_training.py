@@ -19,41 +19,31 @@ from benchmarks.report import Figure, Report
 from benchmarks.rounds import Candidate, Setup, Timings, interleave, ratios, round_name, times_table
 
 SHARE = 0.26  # of the rows is modified between two checkpoints
-TIMES_LARGER = 8
 SCHEMES: Mapping[str, cnr.Scheme] = {
     "4 bits": cnr.Asymmetric(4),
     "4 bits adaptive": cnr.AdaptiveAsymmetric(4),
     "exact": cnr.NoQuantization(),
 }
 STOCK = "stock, whole state"
-LARGER = f"4 bits, {TIMES_LARGER} × the rows"
 FULL, QUICK = TableSizes(2, 2_000_000, 64), TableSizes(2, 2_000, 64)
 NUM_ROUNDS, NUM_QUICK_ROUNDS = 7, 1
-GROWTH_ROUNDS = 3  # for each of the others: tens of milliseconds are compared
 NUM_SAVES, NUM_QUICK_SAVES = 200, 4
-MIN_STALL_RATIO, MAX_STALL_GROWTH, MAX_MIB, MIN_RATE_RATIO = 5.0, 1.2, 256, 6.0
+MIN_STALL_RATIO, MAX_MIB, MIN_RATE_RATIO = 5.0, 256, 6.0
 
 
 def run(setup: Setup) -> Report:
-    """Compare stalls and rates with the stock writer's, and stalls with those of larger tables; then measure memory."""
+    """Measure memory, then compare stalls and rates with the stock writer's."""
     sizes = QUICK if setup.quick else FULL
-    larger = TableSizes(sizes.num_tables, TIMES_LARGER * sizes.num_rows, sizes.dim)
     num_rounds = NUM_QUICK_ROUNDS if setup.quick else NUM_ROUNDS
     with one_rank(setup.folder):
         setup.say(f"making {sizes}")
         model = TableModel(sizes)
         memory = _memory(model, setup)
-        saves: dict[str, _Stock | _Lineage] = {STOCK: _Stock(model, setup.folder / "stock")}
+        saves: dict[str, Stock | Lineage] = {STOCK: Stock(model, setup.folder / "stock")}
         for name, scheme in SCHEMES.items():
-            saves[name] = _Lineage(TableModel(sizes), setup.folder / name, scheme, SHARE)
-        rates = _time(saves, setup, num_rounds, waits=True)
-        stalls = _time(saves, setup, num_rounds, waits=False)
-        small = saves["4 bits"]
-        for name in set(saves) - {"4 bits"}:
-            saves.pop(name).close()
-        setup.say(f"making {larger}, and saving its baseline")
-        large = _Lineage(TableModel(larger), setup.folder / "larger", SCHEMES["4 bits"], SHARE / TIMES_LARGER)
-        growth = _time({"4 bits": small, LARGER: large}, setup, GROWTH_ROUNDS * num_rounds, waits=False)
+            saves[name] = Lineage(TableModel(sizes), setup.folder / name, scheme, SHARE)
+        rates = time_saves(saves, setup, num_rounds, waits=True)
+        stalls = time_saves(saves, setup, num_rounds, waits=False)
     return Report(
         title=f"asynchronous saves of {sizes}, {100 * SHARE:g} % of the rows modified",
         notes=(
@@ -61,18 +51,16 @@ def run(setup: Setup) -> Report:
             "A stall is the time until dcp.async_save returns; for the rate, it is until the save is committed, when",
             "the next one begins. The stock writer saves these tables as plain tensors, since its stager cannot copy",
             "TorchRec's; it writes one file. No file is forced to disk.",
-            f"Larger tables were timed in rounds of their own, {GROWTH_ROUNDS} times as many, without the stock.",
         ),
-        figures=(*_stall_figures(stalls), _growth_figure(growth), *_rate_figures(rates), *memory),
+        figures=(*_stall_figures(stalls), *_rate_figures(rates), *memory),
         tables=(
             times_table("stall", stalls),
-            times_table("stall, by size", growth),
             times_table("save, until committed", rates),
         ),
     )
 
 
-class _Lineage:
+class Lineage:
     """Deltas of a model, saved behind training."""
 
     def __init__(self, model: TableModel, folder: Path, scheme: cnr.Scheme, share: float) -> None:
@@ -109,7 +97,7 @@ class _Lineage:
         shutil.rmtree(self._folder)
 
 
-class _Stock:
+class Stock:
     """Saves of the whole state by DCP's own writer."""
 
     def __init__(self, model: TableModel, folder: Path) -> None:
@@ -136,11 +124,11 @@ class _Stock:
         shutil.rmtree(self._folder)
 
 
-def _time(saves: "Mapping[str, _Stock | _Lineage]", setup: Setup, num_rounds: int, *, waits: bool) -> Timings:
+def time_saves(saves: "Mapping[str, Stock | Lineage]", setup: Setup, num_rounds: int, *, waits: bool) -> Timings:
     """Time each kind of save until it returns, or until it is committed."""
     saving: dict[str, Future[Any]] = {}
 
-    def candidate(name: str, lineage: _Stock | _Lineage) -> Candidate:
+    def candidate(name: str, lineage: Stock | Lineage) -> Candidate:
         def before(number: int) -> None:
             lineage.modify()
             os.sync()
@@ -166,11 +154,6 @@ def _stall_figures(stalls: Timings) -> list[Figure]:
     ]
 
 
-def _growth_figure(stalls: Timings) -> Figure:
-    what = f"stall with {TIMES_LARGER} × the rows, as many modified, of that without"
-    return Figure.over_rounds(what, ratios(stalls, LARGER, "4 bits"), "×", at_most=MAX_STALL_GROWTH)
-
-
 def _rate_figures(rates: Timings) -> list[Figure]:
     return [
         Figure.over_rounds(
@@ -186,7 +169,7 @@ def _rate_figures(rates: Timings) -> list[Figure]:
 def _memory(model: TableModel, setup: Setup) -> list[Figure]:
     """The peak of each of many saves, beyond the rows that they stage, and how far memory grows over all of them."""
     num_saves = NUM_QUICK_SAVES if setup.quick else NUM_SAVES
-    lineage = _Lineage(model, setup.folder / "memory", SCHEMES["4 bits"], SHARE)
+    lineage = Lineage(model, setup.folder / "memory", SCHEMES["4 bits"], SHARE)
     peaks, residents = [], []
     staged_bytes = 0
     gc.collect()
