@@ -23,7 +23,7 @@ from torchrec_cnr.errors import (
     StoreError,
     VersionError,
 )
-from torchrec_cnr.lineage import committed, latest, read_checkpoint, read_lineage, relative_path
+from torchrec_cnr.lineage import committed, read_checkpoint, read_lineage, relative_path
 from torchrec_cnr.manifest import (
     FILE_NAME,
     VERSION,
@@ -38,6 +38,7 @@ from torchrec_cnr.manifest import (
     TensorEntry,
     replacement_name,
 )
+from torchrec_cnr.newest import latest
 from torchrec_cnr.rows import Box
 from torchrec_cnr.schemes import NoQuantization
 from torchrec_cnr.stores import Store

@@ -13,7 +13,7 @@ from .errors import (
     VersionError,
 )
 from .inference import InferenceTables
-from .lineage import Checkpoint, latest, read_checkpoint
+from .lineage import Checkpoint, read_checkpoint
 from .load_planner import CNRLoadPlanner
 from .load_report import LoadReport
 from .maintenance.annotations import tag, untag, write_metrics
@@ -25,6 +25,7 @@ from .maintenance.pruning import plan_prune
 from .maintenance.retention import Best, Keep
 from .maintenance.rewriting import compact
 from .manager import CheckpointManager
+from .newest import latest
 from .phases import Saved
 from .planner import CNRSavePlanner
 from .policies import Compacted, Consecutive, Full, Intermittent, OneShot, Policy

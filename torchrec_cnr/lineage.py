@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from torchrec_cnr import manifest_json
 from torchrec_cnr.bounded import read_whole
 from torchrec_cnr.errors import CheckpointNotFoundError, DamagedError, LoadError, StoreError
-from torchrec_cnr.fences import is_fence
 from torchrec_cnr.head import Head
 from torchrec_cnr.manifest import FILE_NAME, PARENT_PATH, CheckpointRef, Kind, Manifest, Shard, replacement_name
 from torchrec_cnr.pace import Bandwidth
@@ -18,7 +17,6 @@ from torchrec_cnr.stores import Store
 
 logger = logging.getLogger(__name__)
 
-_START_BYTES = 512  # enough of a manifest file to hold its time of commit
 _NUM_NAMED = 5  # items in a message
 
 
@@ -112,10 +110,11 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         VersionError: It was written by a newer version.
         StoreError: It cannot be read for another reason.
     """
-    return _read(Store.open(path))
+    return read_at(Store.open(path))
 
 
-def _read(store: Store) -> Checkpoint:
+def read_at(store: Store) -> Checkpoint:
+    """As :func:`read_checkpoint`, of a store that is open."""
     found = _read_manifest(store, FILE_NAME)
     if found is None:
         raise CheckpointNotFoundError(
@@ -221,23 +220,33 @@ class Lineage:
             yield from entry.shards if entry else ()
 
 
-def read_lineage(path: str | os.PathLike[str]) -> Lineage:
+def read_lineage(path: str | os.PathLike[str], *, since: str | None = None, is_as_committed: bool = False) -> Lineage:
     """Read the manifests from ``path`` back to its baseline; each must be the one that its child names.
+
+    Args:
+        path: The head.
+        since: Digest of an ancestor's committed manifest: only what stands on that one is read, if it is come across.
+        is_as_committed: Whether to go by the manifests that were committed, even where others have replaced them.
 
     Raises:
         DamagedError: A parent is missing, was replaced, or is its own ancestor.
         LoadError, StoreError: As :func:`read_checkpoint`, for ``path`` itself.
     """
-    found = [read_checkpoint(path)]
+
+    def read(store: Store) -> Checkpoint:
+        checkpoint = read_at(store)
+        return replace(checkpoint, manifest=checkpoint.committed) if is_as_committed else checkpoint
+
+    found = [read(Store.open(path))]
     seen = {found[0].store.path}
-    while (parent := found[-1].manifest.parent) is not None:
+    while (parent := found[-1].manifest.parent) is not None and parent.sha256 != since:
         child = found[-1].store.url
         store = found[-1].store.at(parent.path)
         if store.path in seen:
             raise DamagedError(f"{child}: its parent {store.url} is its own descendant; use another checkpoint")
         seen.add(store.path)
         try:
-            found.append(_read(store))
+            found.append(read(store))
         except CheckpointNotFoundError as error:
             raise DamagedError(f"{child}: its parent {store.url} is missing; use another checkpoint") from error
         if found[-1].sha256 != parent.sha256:
@@ -248,54 +257,6 @@ def read_lineage(path: str | os.PathLike[str]) -> Lineage:
         if found[-1].created_ns >= found[-2].created_ns:
             raise DamagedError(f"{child}: it is not newer than its parent {store.url}; use another checkpoint")
     return Lineage(tuple(reversed(found)))
-
-
-def latest(root: str | os.PathLike[str]) -> str | None:
-    """The newest committed checkpoint directly under ``root``, by the time of its commit.
-
-    Directories without a manifest are no checkpoints; one with a damaged manifest, or that may not be read, is passed
-    over with a warning.
-
-    Returns:
-        Its path or URL, or None where there is none.
-
-    Raises:
-        VersionError: The newest was written by a newer version: resuming from an older one would lose work silently.
-        StoreError: ``root`` cannot be listed.
-    """
-    return next((checkpoint.store.url for checkpoint in newest_first(root)), None)
-
-
-def newest_first(root: str | os.PathLike[str]) -> Iterator[Checkpoint]:
-    """The committed checkpoints directly under ``root``, the newest first; see :func:`latest` for what is passed over.
-
-    Raises:
-        VersionError: One was written by a newer version.
-        StoreError: ``root`` cannot be listed.
-    """
-    directory = Store.open(root)
-    candidates = []
-    for name in directory.names():
-        if is_fence(name):
-            continue
-        try:
-            start = directory.at(name).read(FILE_NAME, 0, _START_BYTES)
-        except StoreError as error:
-            if error.errno in (errno.EACCES, errno.EPERM):
-                logger.warning("passed over while looking for the latest checkpoint: %s", error)
-            elif error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
-                raise
-            continue
-        except DamagedError as error:
-            logger.warning("passed over while looking for the latest checkpoint: %s", error)
-            continue
-        at_ns = manifest_json.created_ns(start)
-        candidates.append((at_ns is None, at_ns or 0, name))  # what does not tell it may be the newest, damaged
-    for _, _, name in sorted(candidates, reverse=True):
-        try:
-            yield _read(directory.at(name))
-        except DamagedError as error:
-            logger.warning("passed over while looking for the latest checkpoint: %s", error)
 
 
 def existing(path: str | os.PathLike[str] | None) -> str | os.PathLike[str]:

@@ -3,9 +3,9 @@
 import os
 
 from torchrec_cnr.errors import CheckpointNotFoundError, ConfigurationError
-from torchrec_cnr.lineage import latest
 from torchrec_cnr.maintenance.catalog import Catalog
 from torchrec_cnr.manifest import FILE_NAME
+from torchrec_cnr.newest import latest
 from torchrec_cnr.stores import Store
 
 _PACK_SUFFIX = ".safetensors"

@@ -17,12 +17,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from torchrec_cnr.errors import CNRError, StoreError
 from torchrec_cnr.leases import LEASE_SECS
-from torchrec_cnr.lineage import latest, read_lineage
+from torchrec_cnr.lineage import read_lineage
 from torchrec_cnr.maintenance import journal
 from torchrec_cnr.maintenance.prune_execution import execute
 from torchrec_cnr.maintenance.pruning import plan_prune
 from torchrec_cnr.maintenance.retention import Keep
 from torchrec_cnr.maintenance.rewriting import compact
+from torchrec_cnr.newest import latest
 from torchrec_cnr.planner import CNRSavePlanner
 from torchrec_cnr.policies import Consecutive
 from torchrec_cnr.stores import Store
