@@ -92,6 +92,7 @@ LAYERS = (
         "pulse",
         "run_ranks",
         "testing",
+        "serving",
     },
     {"__init__", "cli"},
 )
@@ -100,7 +101,7 @@ ALOOF = {"planner", "load_planner", "writer", "reader"}  # DCP's plug-ins do not
 
 # The units that may import these packages.
 FOREIGN = {
-    "torchrec": {"tracker", "inference"},
+    "torchrec": {"tracker", "inference", "serving"},
     "jinja2": {"cli"},
     "matplotlib": {"cli"},
     "fbgemm_gpu": {"tracker", "inference"},

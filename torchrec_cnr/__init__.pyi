@@ -47,6 +47,7 @@ from .schemes import (
     Symmetric,
     expected_restores,
 )
+from .serving import Applied, Commit, Commits, Lag, RootCommits, RowSubscriber
 from .table_reader import load_table
 from .tracker import RowTracker
 from .version import __version__
@@ -54,6 +55,7 @@ from .writer import CNRStorageWriter
 
 __all__ = [
     "AdaptiveAsymmetric",
+    "Applied",
     "Asymmetric",
     "Best",
     "ByErrorBudget",
@@ -67,6 +69,8 @@ __all__ = [
     "CheckpointExistsError",
     "CheckpointManager",
     "CheckpointNotFoundError",
+    "Commit",
+    "Commits",
     "Compacted",
     "CompactionPlan",
     "ConfigurationError",
@@ -80,6 +84,7 @@ __all__ = [
     "Intermittent",
     "KMeans",
     "Keep",
+    "Lag",
     "LeastSquares",
     "LoadError",
     "LoadReport",
@@ -90,6 +95,8 @@ __all__ = [
     "PruneResult",
     "Quantization",
     "ReaderState",
+    "RootCommits",
+    "RowSubscriber",
     "RowTracker",
     "SaveError",
     "Saved",

@@ -38,7 +38,7 @@ class InferenceTables(TargetTables):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        tables = list(_tables(model))
+        tables = list(quantized_tables(model))
         if not tables:
             raise ConfigurationError(
                 f"{type(model).__name__} has no quantized table; quantize it first, with "
@@ -47,7 +47,7 @@ class InferenceTables(TargetTables):
         super().__init__(tables)
 
 
-def _tables(model: nn.Module) -> Iterator[InferenceTable]:
+def quantized_tables(model: nn.Module) -> Iterator[InferenceTable]:
     for path, module in model.named_modules():
         if isinstance(module, ShardedQuantEmbeddingBagCollection | ShardedQuantEmbeddingCollection):
             raise ConfigurationError(

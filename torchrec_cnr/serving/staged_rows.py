@@ -1,0 +1,139 @@
+"""Staged rows: what the links hold of a table, decoded beside it, and then swapped in.
+
+Blocks are kept as they were stored until all links are read. Then it is known which rows there are, memory is taken for
+these only, and each is decoded once, from the newest link that has it, by the very regions that a load decodes with.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from torchrec_cnr.inference_regions import inference_regions
+from torchrec_cnr.inference_rows import InferenceRow
+from torchrec_cnr.manifest import Shard
+from torchrec_cnr.regions import Block, Region, TensorRegion, row_numbers
+from torchrec_cnr.rows import Box
+
+
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """Rows of a block that are wanted: ``positions`` in the block, and ``rows`` of the region, both int64 [k]."""
+
+    block: Block
+    positions: Tensor
+    rows: Tensor
+
+
+@dataclass(eq=False)
+class StagedRows:
+    """The rows of a table's region that some links hold. As a region of a fold, it is written to and finished.
+
+    Attributes:
+        fqn: The table.
+        box: The region, in the table's indices.
+        tensor: The served rows, [num_rows, num_cols] or, of a quantized table, uint8 [num_rows, row_bytes].
+        row: How a quantized table keeps a row.
+        dtype: The checkpoints'.
+        shards: The table's shards in the links.
+        rows: int64 [k], increasing, once it is finished: which rows are staged.
+        values: [k, ...], like ``tensor``: what they will be.
+        is_complete: Whether links hold all that is needed of every row; a piece of a quantized row is not enough.
+    """
+
+    fqn: str
+    box: Box
+    tensor: Tensor
+    row: InferenceRow | None
+    dtype: torch.dtype
+    shards: Sequence[Shard]
+    rows: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    values: Tensor = field(default_factory=lambda: torch.empty(0))
+    is_complete: bool = True
+    _found: list[_Found] = field(default_factory=list)
+
+    def write(self, block: Block) -> None:
+        """Keep the block."""
+        found = block.rows_within(self.box) if block.box.intersect(self.box) is not None else None
+        if found is not None:
+            self._found.append(_Found(block, row_numbers(found[0]), row_numbers(found[1])))
+
+    def finish(self) -> None:
+        """Decode what is the newest of each row."""
+        if not self._found:
+            return
+        found, self._found = self._found, []
+        numbers = torch.cat([part.rows for part in found]).unique()
+        if all(self._has_all_columns(part.block) for part in found):
+            found = _newest_of_each(found, self.box.num_rows)
+            values = self.tensor.new_empty((len(numbers), *self.tensor.shape[1:]))
+        else:
+            self.is_complete = self.row is None or self._covers(found, numbers)
+            values = self.tensor.index_select(0, numbers.to(self.tensor.device))
+        if not self.is_complete:
+            return
+        blocks = [_renumbered(part, torch.searchsorted(numbers, part.rows), len(numbers)) for part in found]
+        for region in self._regions(values):
+            for block in blocks:
+                region.write(block)
+            region.finish()
+        self.rows, self.values = numbers.to(self.tensor.device), values
+
+    def swap_in(self) -> None:
+        """Overwrite the served rows."""
+        if len(self.rows):
+            self.tensor.index_copy_(0, self.rows, self.values)
+
+    @property
+    def num_rows(self) -> int:
+        """How many are staged."""
+        return len(self.rows)
+
+    def _has_all_columns(self, block: Block) -> bool:
+        common = block.box.intersect(self.box)
+        return common is not None and common.sizes[1:] == self.box.sizes[1:]
+
+    def _regions(self, values: Tensor) -> Iterable[Region]:
+        if self.row is not None:
+            return inference_regions(self.fqn, values, self.row, self.dtype, self.shards)
+        return [TensorRegion(self.fqn, Box((0, self.box.offsets[1]), (len(values), self.box.sizes[1])), values)]
+
+    def _covers(self, found: Sequence[_Found], numbers: Tensor) -> bool:
+        """Whether every row is there with all its columns."""
+        starts = sorted({0, *(part.block.box.offsets[1] for part in found)})
+        starts = sorted({*starts, *(part.block.box.offsets[1] + part.block.box.sizes[1] for part in found)})
+        has = torch.zeros(len(numbers), len(starts), dtype=torch.bool)
+        for part in found:
+            first, num_cols = part.block.box.offsets[1], part.block.box.sizes[1]
+            has[torch.searchsorted(numbers, part.rows), starts.index(first) : starts.index(first + num_cols)] = True
+        return bool(has[:, :-1].all()) and starts[-1] == self.box.sizes[1]
+
+
+def _newest_of_each(found: Sequence[_Found], num_rows: int) -> list[_Found]:
+    """Of blocks in the order in which they overwrite one another, the rows that no later one has."""
+    is_taken = torch.zeros(num_rows, dtype=torch.bool)
+    kept = []
+    for part in reversed(found):
+        wanted = ~is_taken[part.rows]
+        is_taken[part.rows] = True
+        kept.append(_Found(part.block, part.positions[wanted], part.rows[wanted]))
+    return [part for part in reversed(kept) if len(part.rows)]
+
+
+def _renumbered(part: _Found, rows: Tensor, num_rows: int) -> Block:
+    """The wanted rows of a block as a block of their own, of other row numbers."""
+    block = part.block
+    exact, values = block.exact_rows(part.positions)
+    return Block(
+        box=Box((0, *block.box.offsets[1:]), (num_rows, *block.box.sizes[1:])),
+        first=0,
+        rows=rows,
+        codes=block.codes[part.positions],
+        scheme=block.scheme,
+        dtype=block.dtype,
+        exact_positions=exact,
+        exact_values=values,
+        row_shape=block.row_shape,
+        is_delta=block.is_delta,
+    )
