@@ -132,6 +132,7 @@ class RowSubscriber:
         self._state: _State | None = None
         self._known: Sequence[Commit] = ()
         self._failure: Exception | None = None
+        self._untold: Exception | None = None  # of the thread, for who closes it
         self._failed: tuple[Commit | None, int] = (None, 0)  # the newest commit then, and how often in a row
         self._retry_at_secs = 0.0
         self._turn = threading.RLock()
@@ -157,6 +158,7 @@ class RowSubscriber:
         if self._is_closed.is_set():
             raise ConfigurationError("this RowSubscriber is closed; make another one")
         with self._turn:
+            self._untold = None
             return self._update()
 
     @property
@@ -208,9 +210,9 @@ class RowSubscriber:
             CNRError: The last attempt of the thread failed.
         """
         self._close()
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        untold, self._untold = self._untold, None
+        if untold is not None:
+            raise untold
 
     def __enter__(self) -> Self:
         try:
@@ -244,6 +246,7 @@ class RowSubscriber:
                 with self._turn:
                     self._update(is_patient=True)
             except Exception as error:  # whatever it is, the model stays as it is, and the next checkpoint may do
+                self._untold = error
                 logger.warning(
                     "the model stays at %s: %s", self.applied, error, exc_info=not isinstance(error, CNRError)
                 )
@@ -265,7 +268,7 @@ class RowSubscriber:
             patience_secs = min(_MOST_PATIENCE_SECS, self._interval_secs * 2.0 ** min(num_failures, 20))
             self._retry_at_secs = time.monotonic() + patience_secs
             raise
-        self._failure, self._failed = None, (None, 0)
+        self._failure, self._untold, self._failed = None, None, (None, 0)
         return applied
 
     def _apply_newest(self, commits: Sequence[Commit]) -> Applied | None:
