@@ -23,6 +23,7 @@ from benchmarks import (
     save_and_load,
     scale,
     searching,
+    serving,
     stall_growth,
     tracking,
     training,
@@ -44,6 +45,7 @@ BENCHMARKS: Mapping[str, Callable[[Setup], Report]] = {
     "training": training.run,
     "compaction": compacting.run,
     "policies": long_run.run,
+    "serving": serving.run,
     "tracker": tracking.run,
     "search": searching.run,
     "coding": coding.run,
@@ -65,6 +67,7 @@ benchmarks:
   compaction
            speed of folding gigabytes of deltas, against a copy of the files, and its memory
   policies bytes written, kept and restored over 2,000 checkpoints, by policy (the longest: half an hour)
+  serving  lag of a model that follows a job: from the commit of a delta to the first lookup of its rows
   tracker  what tracking adds to a training step, and what TorchRec's own tracker does
   search   error and speed of adaptive quantization, against the greedy search of the paper and of PyTorch
   coding   speed of plain quantization and of k-means, against FBGEMM and scikit-learn

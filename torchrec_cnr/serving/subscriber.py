@@ -239,17 +239,16 @@ class RowSubscriber:
 
     def _follow(self) -> None:
         while not self._is_closed.is_set():
-            self._commits.wait(self._interval_secs)
-            if self._is_closed.is_set():
-                return
             try:
+                self._commits.wait(self._interval_secs)
                 with self._turn:
-                    self._update(is_patient=True)
+                    if not self._is_closed.is_set():
+                        self._update(is_patient=True)
             except Exception as error:  # whatever it is, the model stays as it is, and the next checkpoint may do
                 self._untold = error
-                logger.warning(
-                    "the model stays at %s: %s", self.applied, error, exc_info=not isinstance(error, CNRError)
-                )
+                is_ours = isinstance(error, CNRError)
+                logger.warning("the model stays at %s: %s", self.applied, error, exc_info=not is_ours)
+                self._is_closed.wait(self._interval_secs)  # a source that fails may not have waited
 
     def _update(self, is_patient: bool = False) -> Applied | None:
         newest = None
