@@ -74,11 +74,10 @@ class Trainer:
         return {f"model.{name}": tuple(value.size()) for name, value in items if name.startswith(TABLES_PATH)}
 
 
-def build_trainer(stream: Stream, num_rows: int, dim: int, sharding: str, seed: int) -> Trainer:
-    """A fresh model on this rank; the process group must be there."""
-    torch.manual_seed(seed)
+def build_dlrm(stream: Stream, num_rows: int, dim: int, table_device: torch.device) -> DLRMTrain:
+    """TorchRec's DLRM with a loss, not sharded."""
     tables = EmbeddingBagCollection(
-        device=torch.device("meta"),
+        device=table_device,
         tables=[
             EmbeddingBagConfig(
                 name=feature.name,
@@ -90,7 +89,14 @@ def build_trainer(stream: Stream, num_rows: int, dim: int, sharding: str, seed: 
         ],
     )
     dlrm = DLRM(tables, stream.num_dense, [64, dim], [64, 32, 1], dense_device=torch.device("cpu"))
-    train_module = DLRMTrain(dlrm)
+    return DLRMTrain(dlrm)
+
+
+def build_trainer(stream: Stream, num_rows: int, dim: int, sharding: str, seed: int) -> Trainer:
+    """A fresh model on this rank; the process group must be there."""
+    torch.manual_seed(seed)
+    train_module = build_dlrm(stream, num_rows, dim, torch.device("meta"))
+    tables = train_module.model.sparse_arch.embedding_bag_collection
     apply_optimizer_in_backward(RowWiseAdagrad, tables.parameters(), {"lr": TABLE_LEARNING_RATE})
     model = DistributedModelParallel(
         train_module,

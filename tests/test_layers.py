@@ -74,7 +74,6 @@ LAYERS = (
         "commit",
         "rank_writer",
         "read_items",
-        "item_regions",
         "agreement",
         "staging",
         "staging_plan",

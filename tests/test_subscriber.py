@@ -103,7 +103,7 @@ def _follow_a_world(root: Path, seed: int, has_cube: bool, operations: Sequence[
 
 
 @given(seed=st.integers(0, 99), has_cube=st.sampled_from([False, False, True]), operations=OPERATIONS)
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
 def test_a_model_has_the_newest_checkpoint_after_each_update(
     tmp_path_factory: pytest.TempPathFactory, seed: int, has_cube: bool, operations: Sequence[Any]
 ) -> None:
@@ -113,7 +113,7 @@ def test_a_model_has_the_newest_checkpoint_after_each_update(
 
 @pytest.mark.slow
 @given(seed=st.integers(0, 9999), has_cube=st.booleans(), operations=OPERATIONS)
-@settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 def test_many_models_have_the_newest_checkpoint(
     tmp_path_factory: pytest.TempPathFactory, seed: int, has_cube: bool, operations: Sequence[Any]
 ) -> None:
@@ -154,7 +154,7 @@ def _save_tables(path: Path, seed: int, scheme: Scheme, parent: Checkpoint | Non
         max_size=8,
     ),
 )
-@settings(max_examples=12)
+@settings(max_examples=8)
 def test_a_quantized_model_has_what_a_load_would_give(
     tmp_path_factory: pytest.TempPathFactory, bits: torch.dtype, saves: Sequence[tuple[Any, Scheme, float, bool]]
 ) -> None:
@@ -175,6 +175,33 @@ def test_a_quantized_model_has_what_a_load_would_give(
             assert torch.equal(model.over.weight, fresh.over.weight)
             assert subscriber.update() is None
             assert density == 0 or any(not torch.equal(got[table], rows) for table, rows in before.items())
+
+
+def _save_rows(path: Path, parent: Checkpoint | None, rows: Sequence[int]) -> Checkpoint:
+    """A table of 40 rows in which only some are stored, with values of their own."""
+    values = torch.randn(40, 8, generator=torch.Generator().manual_seed(int(path.name)))
+    return hand_made.write(
+        path, {"t": hand_made.whole(values, True) if parent is None else some_rows(values, rows)}, parent=parent
+    )
+
+
+def test_deltas_of_one_baseline_follow_one_another(tmp_path: Path) -> None:
+    """One that holds all rows applied since the baseline is applied by itself; one that lacks some is not enough."""
+    model, kinds = nn.Module(), []
+    model.register_buffer("t", torch.zeros(40, 8))
+    baseline = _save_rows(tmp_path / "0", None, ())
+    saved = [_save_rows(tmp_path / "1", baseline, (1, 2))]
+    with following(model, tmp_path, key=None) as subscriber:
+        for number, (is_on_baseline, rows) in enumerate(
+            [(True, (1, 2, 3)), (False, (9,)), (True, (1, 2, 3, 8, 9)), (True, (1, 2, 3, 8)), (True, (1, 2, 3, 8))], 2
+        ):
+            subscriber.update()
+            saved.append(_save_rows(tmp_path / str(number), baseline if is_on_baseline else saved[-1], rows))
+            applied = subscriber.update()
+            assert applied is not None
+            kinds.append((applied.kind, applied.num_rows))
+            assert torch.equal(model.t, cnr.load_table(tmp_path / str(number), "t"))
+    assert kinds == [("delta", 3), ("delta", 1), ("delta", 5), ("baseline", 40), ("delta", 4)]
 
 
 NUM_ROWS, DIM = 3000, 8

@@ -2,10 +2,11 @@
 
 A source of ``commits`` names checkpoints. From what is applied to the newest lead ``links``, which are read, verified
 and decoded beside the model's ``targets`` (``staged_rows``, ``staged``); then ``lookups`` are held off until all is
-copied in. ``RowSubscriber`` does this again and again.
+copied in (``served``). ``RowSubscriber`` does this again and again.
 """
 
+from torchrec_cnr.serving.applied import Applied, Lag
 from torchrec_cnr.serving.commits import Commit, Commits, RootCommits
-from torchrec_cnr.serving.subscriber import Applied, Lag, RowSubscriber
+from torchrec_cnr.serving.subscriber import RowSubscriber
 
 __all__ = ["Applied", "Commit", "Commits", "Lag", "RootCommits", "RowSubscriber"]

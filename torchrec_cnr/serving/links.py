@@ -1,18 +1,31 @@
-"""Links: the checkpoints that lead from the one that is applied to another.
+"""Links: the checkpoints that lead from what a model has to another checkpoint.
 
-Checkpoints are recognised by the digest of the manifest that committed them, which a compaction leaves as it is. So a
-path is sought among the manifests that are in force, then among those that were committed, whose packs may still be
-there. Where neither leads to what is applied, it was replaced, or is on another branch: the whole lineage is read.
+Checkpoints are recognised by the digest of the manifest that committed them, which a compaction leaves as it is. A path
+to what is applied is sought among the manifests that are in force, then among those that were committed, whose packs
+may still be there. Where there is none, deltas may stand on the same baseline, as under policies whose deltas hold all
+rows since then; else the lineage was replaced, and all of it is read.
 """
 
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 
 from torchrec_cnr.errors import LoadError, StoreError
 from torchrec_cnr.lineage import Lineage, read_lineage
 
 logger = logging.getLogger(__name__)
+
+
+class Ground(Enum):
+    """What links stand on."""
+
+    APPLIED = "applied"
+    """The checkpoint that is applied."""
+    BASELINE = "baseline"
+    """The baseline that it stands on: right if they hold all rows that were applied since."""
+    NOTHING = "nothing"
+    """The first link is a baseline."""
 
 
 @dataclass(frozen=True)
@@ -21,33 +34,57 @@ class Links:
 
     Attributes:
         lineage: These, each the parent of the next.
-        is_delta: Whether they stand on what is applied; else the first one is a baseline.
+        ground: What the first one stands on.
     """
 
     lineage: Lineage
-    is_delta: bool
+    ground: Ground
+
+    @property
+    def is_delta(self) -> bool:
+        """Whether something stays as it is where they hold nothing."""
+        return self.ground is not Ground.NOTHING
 
 
-def read_links(path: str, applied: str | None) -> Iterator[Links]:
+@dataclass(frozen=True)
+class Standing:
+    """What a model has, by digests of manifests: a checkpoint, and the baseline that it was folded on."""
+
+    head: str
+    baseline: str
+
+
+def read_links(path: str, standing: Standing | None) -> Iterator[Links]:
     """The ways to a checkpoint: what reads least first, and its whole lineage last, if it was not the first.
 
     Args:
         path: The checkpoint.
-        applied: Digest of what is applied, if anything is.
+        standing: What is applied, if anything is.
 
     Raises:
         LoadError, StoreError: As ``read_lineage``.
     """
-    lineage = read_lineage(path, since=applied)
+    if standing is None:
+        yield Links(read_lineage(path), Ground.NOTHING)
+        return
+    lineage = read_lineage(path, since=standing.head)
     if lineage.checkpoints[0].manifest.parent is not None:
-        yield Links(lineage, is_delta=True)
+        yield Links(lineage, Ground.APPLIED)
         lineage = read_lineage(path)
-    elif applied is not None and any(checkpoint.is_compacted for checkpoint in lineage.checkpoints):
-        try:
-            committed = read_lineage(path, since=applied, is_as_committed=True)
-        except (LoadError, StoreError) as error:
-            logger.info("%s was compacted, and what it was committed as is gone: %s", path, error)
-        else:
-            if committed.checkpoints[0].manifest.parent is not None:
-                yield Links(committed, is_delta=True)
-    yield Links(lineage, is_delta=False)
+    elif any(checkpoint.is_compacted for checkpoint in lineage.checkpoints):
+        yield from _as_committed(path, standing)
+    baseline, *deltas = lineage.checkpoints
+    if deltas and baseline.sha256 == standing.baseline:
+        yield Links(Lineage(tuple(deltas)), Ground.BASELINE)
+    yield Links(lineage, Ground.NOTHING)
+
+
+def _as_committed(path: str, standing: Standing) -> Iterator[Links]:
+    """A way that was there before a compaction."""
+    try:
+        lineage = read_lineage(path, since=standing.head, is_as_committed=True)
+    except (LoadError, StoreError) as error:
+        logger.info("%s was compacted, and what it was committed as is gone: %s", path, error)
+        return
+    if lineage.checkpoints[0].manifest.parent is not None:
+        yield Links(lineage, Ground.APPLIED)

@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
-from torchrec.distributed.embedding import ShardedEmbeddingCollection
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.types import ShardedModule
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantEmbeddingBagCollection
 from torchrec.quant.embedding_modules import EmbeddingCollection as QuantEmbeddingCollection
@@ -28,8 +27,7 @@ _WITH_TABLES = (
     EmbeddingCollection,
     QuantEmbeddingBagCollection,
     QuantEmbeddingCollection,
-    ShardedEmbeddingBagCollection,
-    ShardedEmbeddingCollection,
+    ShardedModule,
 )
 
 

@@ -3,24 +3,21 @@
 A tensor that links hold whole gets a second copy; of any other, only the rows that links hold are staged.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.planner import ReadItem
 
 from torchrec_cnr.folding import CheckpointReads, fold, held, plan_fold
-from torchrec_cnr.handover import InferenceReadItem
-from torchrec_cnr.inference_regions import turns
-from torchrec_cnr.item_regions import item_box, item_regions
+from torchrec_cnr.inference_regions import inference_regions, turns
 from torchrec_cnr.lineage import Lineage
 from torchrec_cnr.manifest import DTYPES
-from torchrec_cnr.regions import Region
-from torchrec_cnr.rows import Box
-from torchrec_cnr.serving.links import Links
+from torchrec_cnr.regions import Region, TensorRegion
+from torchrec_cnr.serving.links import Ground, Links
 from torchrec_cnr.serving.staged_rows import StagedRows
-from torchrec_cnr.serving.targets import Target
+from torchrec_cnr.serving.targets import Target, TargetKey
+from torchrec_cnr.serving.touched import Touched, TouchedRows, are_overwritten
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,14 +44,26 @@ class Staged:
     """What is ready to be swapped in.
 
     Attributes:
-        parts: All of it.
-        num_rows: Rows of tables.
+        rows: Of tables of which links hold some rows.
+        tensors: What is replaced as a whole.
+        touched: Rows that were overwritten since the baseline, up to now.
         num_bytes: Bytes of packs that it was read from.
     """
 
-    parts: Sequence[StagedRows | StagedTensor]
-    num_rows: int
+    rows: Mapping[TargetKey, StagedRows]
+    tensors: Sequence[StagedTensor]
+    touched: Touched
     num_bytes: int
+
+    @property
+    def parts(self) -> Sequence[StagedRows | StagedTensor]:
+        """All of it."""
+        return *self.rows.values(), *self.tensors
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of tables."""
+        return sum(part.num_rows for part in self.parts)
 
     def swap_in(self) -> None:
         """Overwrite what is served, while no lookup happens."""
@@ -66,12 +75,13 @@ class Staged:
         _wait_for(devices)
 
 
-def stage(links: Links, targets: Sequence[Target], thread_count: int) -> Staged | None:
+def stage(links: Links, targets: Sequence[Target], touched: Touched, thread_count: int) -> Staged | None:
     """Read, verify and decode links.
 
     Args:
         links: What is to be applied.
         targets: What of the model it goes to.
+        touched: Rows of the model that were overwritten since the baseline.
         thread_count: Requests in flight at once.
 
     Returns:
@@ -82,27 +92,35 @@ def stage(links: Links, targets: Sequence[Target], thread_count: int) -> Staged 
         StoreError: A pack cannot be read.
         StateMismatchError: A tensor is of another size or dtype.
     """
-    parts: list[StagedRows | StagedTensor] = []
+    rows: dict[TargetKey, StagedRows] = {}
+    tensors: list[StagedTensor] = []
     regions: list[Region] = []
     for target in targets:
         if links.is_delta and not _is_whole(links.lineage, target.fqn):
-            rows = _staged_rows(links.lineage, target)
-            if rows is None:
+            if not _is_made_of_rows(links.lineage, target):
                 return None
-            parts.append(rows)
-            regions.append(rows)
+            rows[target.key] = _staged_rows(links.lineage, target)
+            regions.append(rows[target.key])
         else:
-            tensor = _staged_tensor(links.lineage, target)
-            parts.append(tensor)
-            regions += item_regions(links.lineage, target.item, tensor.values)
+            tensors.append(_staged_tensor(links.lineage, target))
+            regions += _whole_regions(links.lineage, target, tensors[-1].values)
+    if not links.is_delta:
+        touched = _untouched(links.lineage, targets)
+        regions += touched.values()
     num_bytes = 0
     for turn in turns(regions):
         plans = plan_fold(links.lineage, turn)
         fold(plans, turn, thread_count, are_complete=not links.is_delta)
         num_bytes += sum(map(_read_bytes, plans))
-    if not all(part.is_complete for part in parts if isinstance(part, StagedRows)):
+    is_right = links.ground is not Ground.BASELINE or are_overwritten(touched, rows)
+    if not is_right or not all(part.is_complete for part in rows.values()):
         return None
-    return Staged(parts, sum(part.num_rows for part in parts), num_bytes)
+    return Staged(rows, tensors, touched, num_bytes)
+
+
+def _untouched(lineage: Lineage, targets: Sequence[Target]) -> Touched:
+    rows = (target for target in targets if _is_made_of_rows(lineage, target))
+    return {target.key: TouchedRows(target.fqn, target.box) for target in rows}
 
 
 def _is_whole(lineage: Lineage, fqn: str) -> bool:
@@ -110,22 +128,29 @@ def _is_whole(lineage: Lineage, fqn: str) -> bool:
     return any(entry.is_whole for _, entry in held(lineage.checkpoints, fqn))
 
 
-def _staged_rows(lineage: Lineage, target: Target) -> StagedRows | None:
-    """Rows of a table; None for optimizer state, whose rows may be made of several."""
-    item, entry = target.item, lineage.newest.manifest.tensors[target.fqn]
+def _is_made_of_rows(lineage: Lineage, target: Target) -> bool:
+    """Whether a delta may hold some of its rows, that can be applied by themselves."""
+    entry = lineage.newest.manifest.tensors[target.fqn]
+    return entry.table is None and len(entry.size) == 2
+
+
+def _staged_rows(lineage: Lineage, target: Target) -> StagedRows:
+    dtype = DTYPES[lineage.newest.manifest.tensors[target.fqn].dtype]
     shards = tuple(lineage.shards(target.fqn))
-    if isinstance(item, InferenceReadItem):
-        box = Box.whole(entry.size)
-        return StagedRows(target.fqn, box, target.tensor, item.row, DTYPES[entry.dtype], shards)
-    if type(item) is not ReadItem or entry.table is not None or len(entry.size) != 2:
-        return None
-    return StagedRows(target.fqn, item_box(item), target.tensor, None, DTYPES[entry.dtype], shards)
+    return StagedRows(target.fqn, target.box, target.tensor, target.row, dtype, shards)
 
 
 def _staged_tensor(lineage: Lineage, target: Target) -> StagedTensor:
     is_table = lineage.newest.manifest.tensors[target.fqn].is_table
     values = torch.empty(target.tensor.shape, dtype=target.tensor.dtype)
     return StagedTensor(target.tensor, values, len(values) if is_table else 0)
+
+
+def _whole_regions(lineage: Lineage, target: Target, values: Tensor) -> list[Region]:
+    if target.row is None:
+        return [TensorRegion(target.fqn, target.box, values)]
+    dtype = DTYPES[lineage.newest.manifest.tensors[target.fqn].dtype]
+    return inference_regions(target.fqn, values, target.row, dtype, lineage.shards(target.fqn))
 
 
 def _read_bytes(plan: CheckpointReads) -> int:

@@ -40,6 +40,7 @@ class StagedRows:
         rows: int64 [k], increasing, once it is finished: which rows are staged.
         values: [k, ...], like ``tensor``: what they will be.
         is_complete: Whether links hold all that is needed of every row; a piece of a quantized row is not enough.
+        has_whole_rows: Whether no link holds a piece of a row only.
     """
 
     fqn: str
@@ -51,6 +52,7 @@ class StagedRows:
     rows: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     values: Tensor = field(default_factory=lambda: torch.empty(0))
     is_complete: bool = True
+    has_whole_rows: bool = True
     _found: list[_Found] = field(default_factory=list)
 
     def write(self, block: Block) -> None:
@@ -65,7 +67,8 @@ class StagedRows:
             return
         found, self._found = self._found, []
         numbers = torch.cat([part.rows for part in found]).unique()
-        if all(self._has_all_columns(part.block) for part in found):
+        self.has_whole_rows = all(self._has_all_columns(part.block) for part in found)
+        if self.has_whole_rows:
             found = _newest_of_each(found, self.box.num_rows)
             values = self.tensor.new_empty((len(numbers), *self.tensor.shape[1:]))
         else:

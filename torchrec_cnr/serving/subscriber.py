@@ -1,8 +1,7 @@
 """The subscriber: applies each committed checkpoint to a live model, as soon as it is there, or not at all.
 
-What an update does: ask the source for the newest commit, find the links to it, stage them while lookups go on, hold
-lookups off, and swap everything in. Until the swap nothing of the model has changed, so a checkpoint that is damaged
-leaves it as it was, and the next one that is not is applied on top of that.
+A checkpoint that is damaged leaves the model as it was, and the next one that is not is applied on top of that. What
+fails in the thread is logged and tried again, with ever longer pauses until there is another checkpoint.
 """
 
 import logging
@@ -12,78 +11,20 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from torch import nn
 
-from torchrec_cnr.errors import CheckpointNotFoundError, CNRError, ConfigurationError, DamagedError, StoreError
-from torchrec_cnr.leases import leased
-from torchrec_cnr.lineage import Checkpoint
-from torchrec_cnr.manifest import Kind
+from torchrec_cnr.errors import CheckpointNotFoundError, CNRError, ConfigurationError, DamagedError
 from torchrec_cnr.packs import check_thread_count
+from torchrec_cnr.serving.applied import Applied, Lag, lag_of
 from torchrec_cnr.serving.commits import Commit, Commits, RootCommits
-from torchrec_cnr.serving.links import Links, read_links
-from torchrec_cnr.serving.lookups import Lookups, share_forwards
-from torchrec_cnr.serving.staged import Staged, stage
-from torchrec_cnr.serving.targets import find_targets
-from torchrec_cnr.stores import Store
-from torchrec_cnr.tracked import forget_overwritten
+from torchrec_cnr.serving.served import ServedModel
 
 logger = logging.getLogger(__name__)
 
 _MOST_PATIENCE_SECS = 30.0  # between two attempts at one checkpoint that cannot be applied
-
-
-@dataclass(frozen=True)
-class Applied:
-    """What an update did.
-
-    Attributes:
-        path: The checkpoint that the model now has.
-        sha256: Digest of the manifest that committed it.
-        kind: ``delta`` if its rows went on top of what was applied before, ``baseline`` if everything was replaced.
-        num_checkpoints: How many were folded.
-        num_rows: Rows of tables that were overwritten in this process.
-        num_bytes: Bytes of packs that were read.
-        read_secs: To find, read, verify and decode it, while lookups went on.
-        apply_secs: To swap it in, while lookups waited.
-        committed_to_applied_secs: From its commit, by the clock of who saved it, until lookups saw it.
-    """
-
-    path: str
-    sha256: str
-    kind: Kind
-    num_checkpoints: int
-    num_rows: int
-    num_bytes: int
-    read_secs: float
-    apply_secs: float
-    committed_to_applied_secs: float
-
-
-@dataclass(frozen=True)
-class Lag:
-    """How far a model is behind, as of the last look at the commits.
-
-    Attributes:
-        num_checkpoints: Committed, and not applied.
-        waiting_secs: For how long the oldest of these has been committed; 0 if there is none.
-        age_secs: Of the commit that is applied; None if none is.
-    """
-
-    num_checkpoints: int
-    waiting_secs: float
-    age_secs: float | None
-
-
-@dataclass(frozen=True)
-class _State:
-    """What the model has."""
-
-    commit: Commit
-    sha256: str
 
 
 class RowSubscriber:
@@ -122,14 +63,9 @@ class RowSubscriber:
         check_thread_count(thread_count)
         if not 0 < interval_secs < math.inf:
             raise ConfigurationError(f"'interval_secs' must be more than 0 (got {interval_secs})")
-        self._model = model
         self._commits: Commits = RootCommits(root) if isinstance(root, str | os.PathLike) else root
-        self._key = key
         self._interval_secs = interval_secs
         self._on_applied = on_applied
-        self._allow_partial = allow_partial_load
-        self._thread_count = thread_count
-        self._state: _State | None = None
         self._known: Sequence[Commit] = ()
         self._failure: Exception | None = None
         self._untold: Exception | None = None  # of the thread, for who closes it
@@ -138,8 +74,7 @@ class RowSubscriber:
         self._turn = threading.RLock()
         self._is_closed = threading.Event()
         self._thread: threading.Thread | None = None
-        self._lookups = Lookups()
-        self._hooks = share_forwards(model, self._lookups)
+        self._served = ServedModel(model, key, allow_partial=allow_partial_load, thread_count=thread_count)
 
     def update(self) -> Applied | None:
         """Apply the newest checkpoint, if it is not applied yet.
@@ -164,21 +99,13 @@ class RowSubscriber:
     @property
     def applied(self) -> str | None:
         """The checkpoint that the model has, if it has one."""
-        state = self._state
-        return None if state is None else state.commit.path
+        commit = self._served.commit
+        return None if commit is None else commit.path
 
     @property
     def lag(self) -> Lag:
         """How far the model is behind, as of the last look."""
-        state, known, now_ns = self._state, self._known, time.time_ns()
-        if state is None:
-            missing = list(known)
-        else:
-            missing = [commit for commit in known if commit.created_ns > state.commit.created_ns]
-            missing = missing or [commit for commit in known[:1] if commit != state.commit]
-        oldest_ns = min((commit.created_ns for commit in missing), default=now_ns)
-        waiting_secs = max(0.0, (now_ns - oldest_ns) / 1e9)
-        return Lag(len(missing), waiting_secs, None if state is None else (now_ns - state.commit.created_ns) / 1e9)
+        return lag_of(self._served.commit, self._known)
 
     @property
     def failure(self) -> Exception | None:
@@ -187,7 +114,7 @@ class RowSubscriber:
 
     def looking_up(self) -> AbstractContextManager[None]:
         """To be held by who reads tables without a forward of the model: nothing is swapped in meanwhile."""
-        return self._lookups.shared()
+        return self._served.looking_up()
 
     def start(self) -> None:
         """Apply the newest checkpoint, if there is one, and follow in a thread from now on.
@@ -235,7 +162,7 @@ class RowSubscriber:
         self._commits.close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
-        self._hooks.remove()
+        self._served.close()
 
     def _follow(self) -> None:
         while not self._is_closed.is_set():
@@ -271,69 +198,15 @@ class RowSubscriber:
         return applied
 
     def _apply_newest(self, commits: Sequence[Commit]) -> Applied | None:
-        failure: CNRError | None = None
+        applied, failure = self._served.commit, None
         for commit in commits:
-            if self._state is not None and (
-                commit == self._state.commit
-                or (failure is not None and commit.created_ns <= self._state.commit.created_ns)
-            ):
+            if applied == commit or (applied and failure and commit.created_ns <= applied.created_ns):
                 break
             try:
-                return self._apply(commit, self._state)
+                return self._served.apply(commit)
             except (DamagedError, CheckpointNotFoundError) as error:
                 logger.info("%s cannot be applied, the one before is tried: %s", commit.path, error)
                 failure = failure or error
         if failure is not None:
             raise failure
         return None
-
-    def _apply(self, commit: Commit, before: _State | None) -> Applied | None:
-        started_secs = time.perf_counter()
-        with leased(Store.open(commit.path), "load"):
-            links, staged = self._staged(commit, None if before is None else before.sha256)
-        head = links.lineage.newest
-        state = _State(commit, head.sha256)
-        if staged is None:  # it is applied already, and was known by another name or time
-            self._state = state
-            return None
-        forget_overwritten([part.tensor for part in staged.parts])
-        with self._lookups.exclusive():
-            swap_secs = time.perf_counter()
-            self._state = None  # if the swap fails half-way, everything must be read again
-            staged.swap_in()
-            self._state = state
-            done_secs = time.perf_counter()
-        if before is not None and not links.is_delta and head.kind == "delta":
-            logger.info("%s does not stand on %s: everything was read again", commit.path, before.commit.path)
-        return _applied(head, links, staged, swap_secs - started_secs, done_secs - swap_secs)
-
-    def _staged(self, commit: Commit, applied: str | None) -> tuple[Links, Staged | None]:
-        """The first way to a checkpoint that can be gone, and what it leads to; None if that is applied."""
-        for links in read_links(commit.path, applied):
-            if links.lineage.newest.sha256 == applied:
-                return links, None
-            targets = find_targets(self._model, self._key, links.lineage, allow_partial=self._allow_partial)
-            try:
-                staged = stage(links, targets, self._thread_count)
-            except (DamagedError, StoreError) as error:
-                if not links.is_delta:
-                    raise
-                logger.info("%s: its whole lineage is tried: %s", commit.path, error)
-                continue
-            if staged is not None:
-                return links, staged
-        raise DamagedError(f"{commit.path}: nothing leads to it; use another checkpoint")
-
-
-def _applied(head: Checkpoint, links: Links, staged: Staged, read_secs: float, apply_secs: float) -> Applied:
-    return Applied(
-        path=head.store.url,
-        sha256=head.sha256,
-        kind="delta" if links.is_delta else "baseline",
-        num_checkpoints=len(links.lineage.checkpoints),
-        num_rows=staged.num_rows,
-        num_bytes=staged.num_bytes,
-        read_secs=read_secs,
-        apply_secs=apply_secs,
-        committed_to_applied_secs=time.time() - head.created_ns / 1e9,
-    )

@@ -1,0 +1,105 @@
+"""Serve a DLRM in 8 bits while it is trained: each checkpoint is applied to the live model.
+
+Starts train_dlrm.py on made-up clicks, as a process of its own, and follows its folder of checkpoints. All the while
+the served model answers requests: clicks that training has not come to yet. What it gets wrong becomes less with every
+checkpoint that it applies.
+"""
+
+import argparse
+import queue
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from checkpoint_places import step_path
+from checkpoint_report import human_bytes
+from click_data import open_stream
+from dlrm_model import build_dlrm, to_batch
+from samples import global_batches
+from torch import nn
+from torchrec.datasets.utils import Batch
+from torchrec.inference.modules import quantize_embeddings
+
+import torchrec_cnr as cnr
+
+EXAMPLES = Path(__file__).resolve().parent
+DIM, SEED = 32, 0
+REQUEST_SAMPLES = 512
+PAUSE_SECS = 0.005  # between requests, so that training has a processor too
+
+
+def main() -> None:
+    """Train, serve and follow, until the last checkpoint is applied."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--root", type=Path, required=True, metavar="DIR", help="folder of the run's checkpoints")
+    parser.add_argument("--steps", type=int, default=100, metavar="N", help="of training (default 100)")
+    parser.add_argument("--every", type=int, default=10, metavar="N", help="steps between checkpoints (default 10)")
+    parser.add_argument("--num-rows", type=int, default=100_000, metavar="N", help="rows of each large table")
+    parser.add_argument("--batch-size", type=int, default=4096, metavar="N", help="samples a step (default 4096)")
+    args = parser.parse_args()
+    model = served_model(args.num_rows)
+    requests = unseen_requests(args.steps * args.batch_size, args.num_rows)
+    numbers = {name: str(getattr(args, name)) for name in ("steps", "every", "num_rows", "batch_size")}
+    options = [word for name, number in numbers.items() for word in (f"--{name.replace('_', '-')}", number)]
+    command = [sys.executable, str(EXAMPLES / "train_dlrm.py"), "--root", str(args.root), "--world-size", "1", *options]
+    args.root.mkdir(parents=True, exist_ok=True)
+    with (args.root / "training.log").open("w") as log:
+        training = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        serve(model, args.root, requests, training, str(step_path(args.root.resolve(), args.steps)))
+    finally:
+        training.kill()
+        training.wait()
+
+
+def served_model(num_rows: int) -> nn.Module:
+    """The model that serves: of random weights, tables of 8 bits, in this process alone."""
+    stream = open_stream("synthetic", None, SEED)
+    model = build_dlrm(stream, num_rows, DIM, torch.device("cpu"))
+    served: nn.Module = quantize_embeddings(model, torch.qint8, inplace=True)
+    return served.eval()
+
+
+def unseen_requests(first: int, num_rows: int) -> Iterator[Batch]:
+    """Clicks from a position on that training does not come to."""
+    stream = open_stream("synthetic", None, SEED)
+    for samples in global_batches(stream, first, REQUEST_SAMPLES):
+        yield to_batch(samples, stream.features, num_rows)
+
+
+def serve(
+    model: nn.Module, root: Path, requests: Iterator[Batch], training: "subprocess.Popen[bytes]", last: str
+) -> None:
+    """Answer requests, and say after each update how good the answers were before it."""
+    updates: queue.SimpleQueue[cnr.Applied] = queue.SimpleQueue()
+    applied: cnr.Applied | None = None
+    losses: list[float] = []
+    with cnr.RowSubscriber(model, root, on_applied=updates.put):
+        while applied is None or applied.path != last:
+            if training.poll() not in (None, 0):
+                raise SystemExit(f"training ended with exit status {training.poll()}, see {root}/training.log")
+            with torch.no_grad():
+                loss, _ = model(next(requests))
+            losses.append(float(loss))
+            time.sleep(PAUSE_SECS)
+            if not updates.empty():
+                applied = updates.get()
+                print(f"{len(losses):6} requests, mean loss {sum(losses) / len(losses):.4f}; then {described(applied)}")
+                losses.clear()
+        final = [float(model(batch)[0]) for batch, _ in zip(requests, range(100), strict=False)]
+    print(f"   100 requests, mean loss {sum(final) / len(final):.4f}")
+
+
+def described(update: cnr.Applied) -> str:
+    """An update, in a few words."""
+    return (
+        f"{Path(update.path).name}, a {update.kind} of {update.num_rows:,} rows and {human_bytes(update.num_bytes)}, "
+        f"{update.committed_to_applied_secs:.2f} s after its commit; lookups waited {1e3 * update.apply_secs:.1f} ms"
+    )
+
+
+if __name__ == "__main__":
+    main()
