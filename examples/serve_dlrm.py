@@ -89,7 +89,8 @@ def serve(
                 applied = updates.get()
                 print(f"{len(losses):6} requests, mean loss {sum(losses) / len(losses):.4f}; then {described(applied)}")
                 losses.clear()
-        final = [float(model(batch)[0]) for batch, _ in zip(requests, range(100), strict=False)]
+        with torch.no_grad():
+            final = [float(model(next(requests))[0]) for _ in range(100)]
     print(f"   100 requests, mean loss {sum(final) / len(final):.4f}")
 
 

@@ -248,6 +248,14 @@ def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
     assert "torchrun --nproc-per-node 2 examples/train_dlrm.py" in capsys.readouterr().out
 
 
+def test_a_model_is_served_while_it_is_trained(tmp_path: Path) -> None:
+    """The served model follows a run to its last checkpoint, and answers requests meanwhile."""
+    sizes = ["--steps", "12", "--every", "4", "--num-rows", "3000", "--batch-size", "128"]
+    output = succeed(str(ROOT / "examples" / "serve_dlrm.py"), "--root", str(tmp_path / "run"), *sizes).output
+    assert "then step-12, a " in output
+    assert output.splitlines()[-1].startswith("   100 requests, mean loss 0.")
+
+
 @pytest.mark.slow
 def test_the_demo_runs_twice_in_one_folder(tmp_path: Path) -> None:
     """The whole story holds, and a second run replaces the first."""

@@ -460,11 +460,18 @@ def test_pieces_of_quantized_rows_are_not_enough(tmp_path: Path) -> None:
         return hand_made.write(tmp_path / str(number), content, parent=parent)
 
     model, fresh = (quantize_embeddings(Served(), torch.qint8, inplace=False) for _ in range(2))
-    newest, kinds = save(0, None, ((), ())), []
+    newest = first = save(0, None, ((), ()))
+    kinds = []
     with following(model, tmp_path) as subscriber:
-        for number, rows in enumerate([((1, 5), (1, 5)), ((1, 5), (1, 6)), ((7, 8), (7, 8))], 1):
+        columns: list[tuple[Sequence[int], Sequence[int], bool]] = [
+            ((1, 5), (1, 5), False),
+            ((1, 5, 6), (1, 5, 6), True),
+            ((1, 5), (1, 9), False),
+            ((7, 8), (7, 8), False),
+        ]
+        for number, (left, right, is_on_first) in enumerate(columns, 1):
             subscriber.update()
-            newest = save(number, newest, rows)
+            newest = save(number, first if is_on_first else newest, (left, right))
             applied = subscriber.update()
             assert applied is not None
             kinds.append(applied.kind)
@@ -472,7 +479,7 @@ def test_pieces_of_quantized_rows_are_not_enough(tmp_path: Path) -> None:
             reader = cnr.CNRStorageReader(newest.store.url)
             dcp.load({"model": fresh.state_dict()}, storage_reader=reader, planner=planner)
             assert torch.equal(model(_all_rows()), fresh(_all_rows()))
-    assert kinds == ["delta", "baseline", "delta"]
+    assert kinds == ["delta", "delta", "baseline", "delta"]
 
 
 def _wait_until(is_so: Callable[[], bool]) -> None:

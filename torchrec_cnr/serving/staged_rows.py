@@ -40,7 +40,7 @@ class StagedRows:
         rows: int64 [k], increasing, once it is finished: which rows are staged.
         values: [k, ...], like ``tensor``: what they will be.
         is_complete: Whether links hold all that is needed of every row; a piece of a quantized row is not enough.
-        has_whole_rows: Whether no link holds a piece of a row only.
+        has_whole_rows: Whether links hold all columns of every row.
     """
 
     fqn: str
@@ -67,12 +67,12 @@ class StagedRows:
             return
         found, self._found = self._found, []
         numbers = torch.cat([part.rows for part in found]).unique()
-        self.has_whole_rows = all(self._has_all_columns(part.block) for part in found)
-        if self.has_whole_rows:
+        if all(self._columns(part.block) == self._columns() for part in found):
             found = _newest_of_each(found, self.box.num_rows)
             values = self.tensor.new_empty((len(numbers), *self.tensor.shape[1:]))
         else:
-            self.is_complete = self.row is None or self._covers(found, numbers)
+            self.has_whole_rows = self._are_covered(found, numbers)
+            self.is_complete = self.row is None or self.has_whole_rows
             values = self.tensor.index_select(0, numbers.to(self.tensor.device))
         if not self.is_complete:
             return
@@ -93,24 +93,24 @@ class StagedRows:
         """How many are staged."""
         return len(self.rows)
 
-    def _has_all_columns(self, block: Block) -> bool:
-        common = block.box.intersect(self.box)
-        return common is not None and common.sizes[1:] == self.box.sizes[1:]
+    def _columns(self, block: Block | None = None) -> tuple[int, int]:
+        """First column and the one behind the last, of the region or of what a block has of it."""
+        box = self.box if block is None else block.box.intersect(self.box)
+        return (0, 0) if box is None else (box.offsets[1], box.offsets[1] + box.sizes[1])
 
     def _regions(self, values: Tensor) -> Iterable[Region]:
         if self.row is not None:
             return inference_regions(self.fqn, values, self.row, self.dtype, self.shards)
         return [TensorRegion(self.fqn, Box((0, self.box.offsets[1]), (len(values), self.box.sizes[1])), values)]
 
-    def _covers(self, found: Sequence[_Found], numbers: Tensor) -> bool:
+    def _are_covered(self, found: Sequence[_Found], numbers: Tensor) -> bool:
         """Whether every row is there with all its columns."""
-        starts = sorted({0, *(part.block.box.offsets[1] for part in found)})
-        starts = sorted({*starts, *(part.block.box.offsets[1] + part.block.box.sizes[1] for part in found)})
-        has = torch.zeros(len(numbers), len(starts), dtype=torch.bool)
-        for part in found:
-            first, num_cols = part.block.box.offsets[1], part.block.box.sizes[1]
-            has[torch.searchsorted(numbers, part.rows), starts.index(first) : starts.index(first + num_cols)] = True
-        return bool(has[:, :-1].all()) and starts[-1] == self.box.sizes[1]
+        pieces = [self._columns(part.block) for part in found]
+        bounds = sorted({*self._columns(), *(bound for piece in pieces for bound in piece)})
+        has = torch.zeros(len(numbers), len(bounds) - 1, dtype=torch.bool)
+        for part, (first, stop) in zip(found, pieces, strict=True):
+            has[torch.searchsorted(numbers, part.rows), bounds.index(first) : bounds.index(stop)] = True
+        return bool(has.all())
 
 
 def _newest_of_each(found: Sequence[_Found], num_rows: int) -> list[_Found]:
