@@ -407,6 +407,16 @@ def test_what_is_damaged_is_passed_over_for_what_is_not(tmp_path: Path) -> None:
     assert all(torch.equal(rows, expected[table]) for table, rows in looked_up(model).items())
 
 
+def test_what_is_damaged_after_it_was_applied_stays_applied(tmp_path: Path) -> None:
+    """Nothing needs to be read of it any more, so that nothing is wrong."""
+    _save_tables(tmp_path / "0", 0, SCHEMES[2], None, 1.0)
+    with following(float_model(1), tmp_path) as subscriber:
+        subscriber.update()
+        (tmp_path / "0" / "manifest.json").write_bytes(b"{}")
+        assert subscriber.update() is None
+        assert (subscriber.lag.num_checkpoints, subscriber.failure) == (0, None)
+
+
 @pytest.mark.parametrize("loses_packs", [False, True])
 def test_a_compaction_behind_its_back(tmp_path: Path, loses_packs: bool) -> None:
     """Links are read as they were committed if they are there still; else the lineage is read as it is now."""
