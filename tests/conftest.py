@@ -1,9 +1,10 @@
-"""What all tests share: markers, Hypothesis' profile, and pools of ranks."""
+"""What all tests share: markers, options, Hypothesis' profile, pools of ranks, and a Kafka broker."""
 
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
@@ -12,9 +13,18 @@ import torch
 import torchrec_cnr
 from tests.ranks import RankPools
 
+if TYPE_CHECKING:
+    from tests.kafka_server import Broker
+
 # No deadline: the first example pays for imports and for caches that are cold.
 hypothesis.settings.register_profile("project", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("project")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let a Kafka broker be offered."""
+    text = "a Kafka broker to test with, in the place of one that the tests start; it must let topics be made"
+    parser.addoption("--kafka", metavar="HOST:PORT", help=text)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -44,3 +54,13 @@ def rank_pool() -> Iterator[RankPools]:
     pools = RankPools()
     yield pools
     pools.close()
+
+
+@pytest.fixture(scope="session")
+def kafka(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Broker]":
+    """A broker that many tests use, each with topics of its own; none may kill it."""
+    kafka_server = pytest.importorskip("tests.kafka_server", exc_type=ModuleNotFoundError)
+    bootstrap = request.config.getoption("--kafka")
+    folder = tmp_path_factory.mktemp("kafka")
+    with kafka_server.offered(bootstrap) if bootstrap else kafka_server.running(folder) as broker:
+        yield broker
