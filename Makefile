@@ -41,8 +41,8 @@ lint: .venv ## rules and layout of the code
 types: .venv ## static types
 	$(BIN)/mypy $(TYPED)
 
-unit: .venv ## tests, but the slow ones; two files at a time, for two cores
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile
+unit: .venv ## tests, but the slow ones; two files at a time, for two cores, those that take long first
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test-full: .venv ## all tests, the slow ones too
 	$(BIN)/python -m pytest

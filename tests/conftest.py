@@ -27,8 +27,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kafka", metavar="HOST:PORT", help=text)
 
 
+# Files that take a minute or more come first: who tests two at a time would else wait for the last one.
+LONG = (
+    "test_benchmarks", "test_matrix", "test_snippets", "test_kafka", "test_kafka_faults", "test_kafka_compacted",
+    "test_subscriber", "test_kafka_kills", "test_kafka_tools", "test_example_continuous", "test_lifecycle",
+    "test_kernels_gpu", "test_compaction", "test_kafka_server", "test_format", "test_example_train", "test_manifest",
+    "test_report_page", "test_faults", "test_ranks",
+)  # fmt: skip
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` on a machine without CUDA."""
+    """Begin with what takes long; skip tests marked `gpu` on a machine without CUDA."""
+    order = {name: number for number, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(LONG)))
     if torch.cuda.is_available():
         return
     for item in items:

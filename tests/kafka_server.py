@@ -86,20 +86,29 @@ class Broker:
 
     def new_topic(self, num_partitions: int = 1, **configuration: object) -> str:
         """Make a topic that nobody has used, configured by names such as ``cleanup_policy``; its name."""
-        name = f"test-{uuid.uuid4()}"
+        name = self.new_name()
+        self.make_topic(name, num_partitions, **configuration)
+        return name
+
+    def new_name(self) -> str:
+        """A name that nobody has used for a topic; with what belongs to it, it is deleted in the end."""
+        self._topics.append(f"test-{uuid.uuid4()}")
+        return self._topics[-1]
+
+    def make_topic(self, name: str, num_partitions: int = 1, **configuration: object) -> None:
+        """Make a topic of that name."""
         config = {key.replace("_", "."): str(value) for key, value in configuration.items()}
         admin = self.admin()
         admin.create_topics([NewTopic(name, num_partitions, 1, config=config)])[name].result(ADMIN_SECS)
-        self._topics.append(name)
-        return name
 
     def delete_topics(self) -> None:
-        """Delete the topics that were made here."""
-        if self._topics:
-            admin = self.admin()
-            for deleted in admin.delete_topics(self._topics).values():
+        """Delete the topics that were made here, or that others made with such a name, and perhaps more behind it."""
+        admin = self.admin()
+        there = admin.list_topics(timeout=ADMIN_SECS).topics
+        if found := [name for name in there if any(name.startswith(made) for made in self._topics)]:
+            for deleted in admin.delete_topics(found).values():
                 deleted.result(ADMIN_SECS)
-            self._topics.clear()
+        self._topics.clear()
 
     def admin(self) -> AdminClient:
         """A client for topics and their configuration. Keep it until its answers are there."""
