@@ -29,10 +29,12 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import torchrec_cnr as cnr
-from tests.golden import mixed, reader, write_v3
+from tests.golden import log_v5, mixed, reader, write_v3
 from tests.golden.replacement import replace_manifest, used_packs
 from tests.golden.state import EXP_AVG, MOMENTUM, T0, T2, T4, T8, TABLES, values_of
 from tests.test_manifest import DELETE, REPEAT, VALUES, changed, file_of, nodes
+from torchrec_cnr.maintenance.catalog import read_catalog
+from torchrec_cnr.maintenance.histories import run_history
 from torchrec_cnr.manifest import TensorEntry
 from torchrec_cnr.modified import ModifiedRows
 from torchrec_cnr.rows import Box
@@ -41,6 +43,7 @@ from torchrec_cnr.tracked import TrackedRows, TrackedShard
 
 ROOT = Path(__file__).parents[1]
 GOLDENS = {f"v{version}": ROOT / "tests" / "golden" / f"v{version}" for version in (1, 2, 3, 4)}
+LOGGED = ROOT / "tests" / "golden" / "v5"  # version 3, with packs of deltas in a log
 GOLDEN = GOLDENS["v3"]  # of the version that is written where manifests are small
 PAGE = (ROOT / "docs" / "format.md").read_text()
 EXPECTED_OF = {version: json.loads((folder / "expected.json").read_text()) for version, folder in GOLDENS.items()}
@@ -239,6 +242,86 @@ def test_packs_are_those_of_version_2(step: str) -> None:
     """Version 3 changed manifests; what lies in packs is byte for byte what it was."""
     packs = {path.name: path.read_bytes() for path in (GOLDEN / step).glob("*.safetensors")}
     assert packs == {path.name: path.read_bytes() for path in (GOLDENS["v2"] / step).glob("*.safetensors")}
+
+
+# Packs in a log
+
+
+def _records() -> dict[tuple[str, int], dict[int, reader.Record]]:
+    """The golden log, as the reader takes one."""
+    kept = log_v5.KeptLog(LOGGED / "log.json").records()
+    found = (reader.Record(r["key"].encode(), r["part"].encode(), bytes.fromhex(r["value"])) for r in kept)
+    return {(log_v5.TOPIC, 0): dict(enumerate(found))}
+
+
+@pytest.mark.parametrize("step", log_v5.STEPS)
+def test_page_is_enough_to_read_rows_in_a_log(step: str) -> None:
+    """With the log's records, the reader finds what version 3 has in files, bit for bit; without, it refuses."""
+    state = reader.read(LOGGED / step, _records())
+    assert {fqn: {"dtype": d, "size": size, "hex": data.hex()} for fqn, (d, size, data) in state.tensors.items()} == (
+        EXPECTED[step]["tensors"]
+    )
+    assert state.objects == reader.read(GOLDEN / step).objects
+    if step != "step-1":
+        with pytest.raises(reader.Refused, match="parts are missing"):
+            reader.read(LOGGED / step)
+
+
+@pytest.mark.parametrize("step", log_v5.STEPS)
+def test_golden_checkpoints_with_rows_in_a_log_load_bit_equal(step: str, tmp_path: Path) -> None:
+    """The library reads them, too, by whatever log it is given."""
+    path, rows = shutil.copytree(LOGGED, tmp_path / "run") / step, log_v5.KeptLog(LOGGED / "log.json")
+    state = _target(step)
+    load(state, storage_reader=cnr.CNRStorageReader(path, rows=rows), planner=cnr.CNRLoadPlanner(), no_dist=True)
+    assert _loaded(state) == _expected(step)
+    assert _as_json(cnr.load_table(path, T0, log=rows)) == EXPECTED[step]["tensors"][T0]
+
+
+def test_golden_checkpoints_with_rows_in_a_log_hold_every_kind(tmp_path: Path) -> None:
+    """Files and log, plain and packed, records of others between; and the script writes the same bytes again."""
+    starts = [(LOGGED / step / "manifest.json").read_bytes()[:130] for step in log_v5.STEPS]
+    assert [re.findall(rb'"version":(\d)', start) for start in starts] == [[b"3"], [b"5"], [b"4"]]
+    packs = [cnr.read_checkpoint(LOGGED / step).manifest.packs for step in log_v5.STEPS]
+    assert [[pack.log is not None for pack in found] for found in packs] == [[False] * 4, [True, False], [True, True]]
+    for pack in (pack for found in packs for pack in found if pack.log is not None):
+        num_parts = pack.log.num_parts(pack.num_bytes)
+        assert num_parts > 1
+        assert pack.log.last - pack.log.first == num_parts  # one of somebody else
+    log_v5.write_golden(GOLDEN, tmp_path)
+    written = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    golden = {path.relative_to(LOGGED): path.read_bytes() for path in LOGGED.rglob("*") if path.is_file()}
+    assert sorted(written) == sorted(golden)
+    assert [str(path) for path in sorted(golden) if written[path] != golden[path]] == []
+
+
+def test_packs_in_a_log_are_no_files_of_a_run(tmp_path: Path) -> None:
+    """Whatever a pack in a log is called, its bytes count as the log's, and not as those of the directory."""
+    history = run_history(read_catalog(shutil.copytree(LOGGED, tmp_path / "run")))
+    num_bytes = sum(path.stat().st_size for path in LOGGED.glob("step-*/*"))
+    assert history.written_bytes == history.kept_bytes == num_bytes
+    packs = [pack for step in log_v5.STEPS for pack in cnr.read_checkpoint(LOGGED / step).manifest.packs]
+    assert history.log_bytes == sum(pack.num_bytes for pack in packs if pack.log is not None) > 0
+
+
+@pytest.mark.parametrize("change", ["missing", "twice", "swapped", "shorter", "longer", "renamed", "of other parts"])
+def test_damaged_logs_are_refused(change: str) -> None:
+    """Whatever is not as the page says of a pack's records is refused."""
+    log = _records()
+    records = log[log_v5.TOPIC, 0]
+    first, other, second = (records[offset] for offset in (0, 1, 2))
+    assert other.key != first.key == second.key
+    changes = {
+        "missing": {2: other},
+        "twice": {1: first},
+        "swapped": {0: second, 2: first},
+        "shorter": {2: replace(second, value=second.value[:-1])},
+        "longer": {2: replace(second, value=second.value + b"x")},
+        "renamed": {2: replace(second, key=b"x" + second.key)},
+        "of other parts": {2: replace(second, part=b"1/9")},
+    }
+    records |= changes[change]
+    with pytest.raises(reader.Refused, match="part"):
+        reader.read(LOGGED / "step-2", log)
 
 
 def test_paths_rebuild_the_nested_state() -> None:

@@ -26,7 +26,6 @@ from torchrec_cnr.errors import (
 from torchrec_cnr.lineage import committed, read_checkpoint, read_lineage, relative_path
 from torchrec_cnr.manifest import (
     FILE_NAME,
-    VERSION,
     Blob,
     CheckpointRef,
     History,
@@ -38,6 +37,7 @@ from torchrec_cnr.manifest import (
     TensorEntry,
     replacement_name,
 )
+from torchrec_cnr.manifest_format import VERSION
 from torchrec_cnr.newest import latest
 from torchrec_cnr.rows import Box
 from torchrec_cnr.schemes import NoQuantization

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from tests.golden import mixed, reader, write_v3
 from torchrec_cnr import manifest_json, manifest_packing, manifest_parser
 from torchrec_cnr.errors import DamagedError, VersionError
+from torchrec_cnr.log_ranges import LogRange
 from torchrec_cnr.manifest import (
     DTYPES,
     Blob,
@@ -134,6 +135,14 @@ def replacement() -> Manifest:
     )
 
 
+def logged(manifest: Manifest) -> Manifest:
+    """The same with its first pack in a log, and what else lies in its own directory, too, in other partitions."""
+    own = [pack for pack in manifest.packs if pack.directory is None]
+    ranges = {pack.name: LogRange("rows.of-1", n, 2**40, 2**40 + 9, 50) for n, pack in enumerate(own)}
+    packs = tuple(replace(p, log=ranges[p.name]) if p.directory is None else p for p in manifest.packs)
+    return replace(manifest, packs=packs)
+
+
 def body_of(manifest: Manifest) -> Json:
     """A manifest as parsed JSON."""
     return json.loads(manifest_json.dumps(manifest)[0])["manifest"]
@@ -178,6 +187,8 @@ BODIES: dict[str, Callable[[], Json]] = {  # by version
     "2": lambda: in_version_2(body_of(delta())),
     "3": lambda: body_of(delta()),
     "3, replacing": lambda: body_of(replacement()),
+    "5": lambda: body_of(logged(delta())),
+    "5, replacing": lambda: body_of(logged(replacement())),
 }
 
 
@@ -341,10 +352,15 @@ def test_earlier_versions_give_the_same_values(version: int, data: st.DataObject
     assert reader.Manifest(file_of(body_of(loads(body)))).version == 3
 
 
-GOLDEN_MANIFESTS = sorted((GOLDENS / "v3").glob("*/manifest*.json"))
+GOLDEN_MANIFESTS = [
+    *sorted((GOLDENS / "v3").glob("*/manifest*.json")),
+    *(GOLDENS / "v5" / step / "manifest.json" for step in ("step-1", "step-2")),
+]
 
 
-@pytest.mark.parametrize("path", GOLDEN_MANIFESTS, ids=lambda path: f"{path.parent.name}-{path.stem[:14]}")
+@pytest.mark.parametrize(
+    "path", GOLDEN_MANIFESTS, ids=lambda path: f"{path.parents[1].name}-{path.parent.name}-{path.stem[:14]}"
+)
 def test_golden_manifests_are_written_as_they_were_read(path: Path) -> None:
     """Reading and writing a golden manifest, or a replacement, gives the same bytes."""
     data = path.read_bytes()
@@ -593,6 +609,70 @@ def test_each_contradiction_is_refused(change: Callable[[Json], Json], message: 
         loads(change(body_of(delta())))
 
 
+LOG = ("packs", 0, 7)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param(_set("packs", 0, 0, "../step-1"), "in a log and in the directory", id="two places"),
+        pytest.param(_set(*LOG, 0, "a/b"), "packs", id="topic with a slash"),
+        pytest.param(_set(*LOG, 0, ".."), "packs", id="topic that Kafka refuses"),
+        pytest.param(_set(*LOG, 0, ""), "packs", id="no topic"),
+        pytest.param(_set(*LOG, 0, "x" * 250), "packs", id="topic too long"),
+        pytest.param(_set(*LOG, 0, "rows\n"), "packs", id="topic with a line break"),
+        pytest.param(_set(*LOG, 1, -1), "packs", id="partition below 0"),
+        pytest.param(_set(*LOG, 1, 2**31), "packs", id="partition beyond Kafka's"),
+        pytest.param(_set(*LOG, 2, -1), "packs", id="offset below 0"),
+        pytest.param(_set(*LOG, 3, 2**40 - 1), "too few", id="ends before it begins"),
+        pytest.param(_set(*LOG, 3, 2**40), "too few", id="fewer records than parts"),
+        pytest.param(_set(*LOG, 3, 2**63), "packs", id="offset beyond bounds"),
+        pytest.param(_set(*LOG, 4, 0), "packs", id="parts of nothing"),
+        pytest.param(_set(*LOG, 4, 1), "too few", id="parts of a byte"),
+        pytest.param(_set(*LOG, 4, 2**30 + 1), "packs", id="parts beyond bounds"),
+        pytest.param(_set(*LOG, 4, REPEAT), "list of 6", id="a number more"),
+        pytest.param(_set(*LOG, 5, ""), "packs", id="key of nothing"),
+        pytest.param(_set(*LOG, 5, "a\nb"), "packs", id="key with a line break"),
+        pytest.param(_set(*LOG, 5, 7), "packs", id="key that is a number"),
+        pytest.param(_set(*LOG, []), "list of 6", id="no range"),
+        pytest.param(_set(*LOG, "rows"), "list of 6", id="range that is a string"),
+    ],
+)
+def test_each_contradiction_of_a_pack_in_a_log_is_refused(change: Callable[[Json], Json], message: str) -> None:
+    """Where a pack lies in a log is told whole, and within Kafka's bounds; library and page agree."""
+    body = change(body_of(logged(delta())))
+    with pytest.raises(DamagedError, match=f"here: .*({message})"):
+        loads(body)
+    assert _of_reader(file_of(body)) == "damaged"
+
+
+@hypothesis.given(st.data())
+def test_any_manifest_with_packs_in_a_log_comes_back(data: st.DataObject) -> None:
+    """Of each pack, the version that is written says where it lies; packed or not."""
+    manifest = data.draw(_manifests())
+    own = [pack.name for pack in manifest.packs if pack.directory is None]
+    hypothesis.assume(own)
+    chosen = set(data.draw(st.lists(st.sampled_from(own), min_size=1)))
+    offsets, sizes = st.integers(0, 2**61), st.integers(1, 2**30)
+    topics, partitions = st.from_regex(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,248}", fullmatch=True), st.integers(0, 2**31 - 1)
+    packs = []
+    for pack in manifest.packs:
+        if pack.name in chosen and pack.directory is None:
+            first, part_bytes = data.draw(offsets), data.draw(sizes)
+            last = first + -(-pack.num_bytes // part_bytes) - 1 + data.draw(st.integers(0, 99))
+            key = data.draw(st.none() | st.just(f"{pack.name}/rows"))
+            log = LogRange(data.draw(topics), data.draw(partitions), first, last, part_bytes, key)
+            packs.append(replace(pack, log=log))
+        else:
+            packs.append(pack)
+    manifest = replace(manifest, packs=tuple(packs))
+    body = body_of(manifest)
+    assert body["version"] == 5
+    assert loads(body) == manifest
+    assert loads(packed(json.dumps(body, separators=(",", ":")).encode(), manifest.created_ns)) == manifest
+    assert _of_reader(file_of(body)) == "good"
+
+
 CUBE = TensorEntry("int8", (0, 2, 3), (), folded=(Place(Box.whole((0, 2, 3))),))
 
 
@@ -764,7 +844,7 @@ def test_other_schemes_are_refused(scheme: Json) -> None:
         loads(body)
 
 
-@pytest.mark.parametrize("version", [5, 6, 2**62])
+@pytest.mark.parametrize("version", [6, 7, 2**62])
 def test_newer_versions_are_named(version: int) -> None:
     """A newer version is no damage, whatever else is in it: the way out is an upgrade."""
     body = body_of(delta())
@@ -819,6 +899,11 @@ SHARD_OF_1, SHARD_OF_2, SHARD_OF_3 = (table["shards"][0] for table in (TABLE_OF_
         pytest.param("3", _set(*SHARD, SHARD_OF_2), "list of 5", id="3: shard of version 2"),
         pytest.param("3", _set("packs", 0, 0, DELETE), "list of 7", id="3: pack of version 2"),
         pytest.param("3", _set("row_sets", 0, [1, 1, []]), "list", id="3: row set of version 2"),
+        pytest.param(
+            "3", _set("packs", 0, [None, "x.safetensors", 99, 64, 7, None, 0, None]), "list of 7", id="3: a log"
+        ),
+        pytest.param("5", _set("packs", 0, 7, DELETE), "list of 8", id="5: pack of version 3"),
+        pytest.param("5", _set("packs", 0, 7, None), "no pack lies in a log", id="5: nothing in a log"),
     ],
 )
 def test_what_belongs_to_another_version_is_refused(version: str, change: Callable[[Json], Json], message: str) -> None:
@@ -830,7 +915,7 @@ def test_what_belongs_to_another_version_is_refused(version: str, change: Callab
     assert _of_reader(file_of(body)) == "damaged"
 
 
-@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("version", BODIES)
 def test_body_under_the_number_of_another_version_is_refused(version: str, number: int) -> None:
     """A version is not a label: a manifest of one is none of the others."""
@@ -1056,7 +1141,7 @@ def test_only_large_manifests_are_packed(size: int, monkeypatch: pytest.MonkeyPa
     data, digest = manifest_json.dumps(delta())
     assert json.loads(data)["manifest"]["version"] == (4 if size > 0 else 3)
     assert manifest_json.loads(data, "here") == (delta(), digest)
-    assert manifest_json.dumps_valid(delta(), "here") == data
+    assert manifest_json.dumps_valid(delta(), "here")[0] == data
     assert manifest_json.created_ns(data[:START_BYTES]) == delta().created_ns
     assert reader.Manifest(data).created_ns == delta().created_ns
 

@@ -35,7 +35,8 @@ from torchrec_cnr.maintenance.prune_plan import PrunePlan
 from torchrec_cnr.maintenance.pruning import plan_prune
 from torchrec_cnr.maintenance.restore_bytes import restore_bytes
 from torchrec_cnr.maintenance.retention import Best, Keep
-from torchrec_cnr.manifest import FILE_NAME, VERSION
+from torchrec_cnr.manifest import FILE_NAME
+from torchrec_cnr.manifest_format import VERSION
 from torchrec_cnr.quantities import bytes_text, count_text, instant_text, name_text
 from torchrec_cnr.stores import Store
 

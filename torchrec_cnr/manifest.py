@@ -4,7 +4,6 @@ Values only; what they look like as JSON, and the checks that make reading them 
 words are those of docs/glossary.md, the meaning of each field is specified in docs/format.md.
 """
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,16 +11,11 @@ from typing import Literal
 
 import torch
 
+from torchrec_cnr.log_ranges import LogRange
 from torchrec_cnr.rows import Box, Coding
 from torchrec_cnr.schemes import Scheme, exact_row_bytes
 
-FORMAT = "torchrec_cnr"
-VERSION = 4
-PLAIN_VERSION = 3  # of manifests that are not packed
 FILE_NAME = "manifest.json"
-
-# How a checkpoint names another: '../' first, then plain names.
-PARENT_PATH = re.compile(r"(\.\./)+(?!\.\.?(/|$))[^/\\\x00-\x1f]+(/(?!\.\.?(/|$))[^/\\\x00-\x1f]+)*")
 
 Kind = Literal["baseline", "delta"]
 
@@ -41,6 +35,7 @@ class Pack:
         directory: Of another checkpoint, relative to this one's; None for this one's own.
         written_ns: When the newest of its rows was stored first, Unix time in nanoseconds; None for the commit's.
         heat: How often its rows were stored lately, when they were stored first, from 0 to 3.
+        log: Where it lies if it is no file.
     """
 
     name: str
@@ -50,6 +45,12 @@ class Pack:
     directory: str | None = None
     written_ns: int | None = None
     heat: int = 0
+    log: LogRange | None = None
+
+    @property
+    def is_own_file(self) -> bool:
+        """Whether it is a file of the checkpoint's own directory."""
+        return self.directory is None and self.log is None
 
 
 @dataclass(frozen=True)
@@ -285,7 +286,7 @@ class Manifest:
     @property
     def pack_bytes(self) -> int:
         """Bytes in packs of its own directory."""
-        return sum(pack.num_bytes for pack in self.packs if pack.directory is None)
+        return sum(pack.num_bytes for pack in self.packs if pack.is_own_file)
 
     @property
     def blob_bytes(self) -> int:

@@ -14,14 +14,17 @@ from typing import Any
 from torchrec_cnr.collector import paused_collector
 from torchrec_cnr.earlier_versions import Version1, Version2
 from torchrec_cnr.errors import DamagedError, VersionError
-from torchrec_cnr.manifest import FORMAT, PLAIN_VERSION, VERSION, Blob, Manifest, Pack, RowSet, TensorEntry
+from torchrec_cnr.manifest import Blob, Manifest, Pack, RowSet, TensorEntry
+from torchrec_cnr.manifest_format import FORMAT, LOGGED_VERSION, PACKED_VERSION, PLAIN_VERSION, VERSION
+from torchrec_cnr.manifest_logs import LoggedManifestParser, log_range_json
 from torchrec_cnr.manifest_packing import PLAIN_BYTES, packed, unpacked
 from torchrec_cnr.manifest_parser import ManifestParser
 from torchrec_cnr.rows import Box
 
 MOST_BYTES = 1 << 30  # of a manifest; one of so many describes some 80 TB of rows
 _FRAME = re.compile(rb'\{"sha256":"([0-9a-f]{64})","manifest":(.*)\}\n', re.DOTALL)
-_PARSERS = {1: Version1, 2: Version2, PLAIN_VERSION: ManifestParser}
+_PARSERS = {1: Version1, 2: Version2, PLAIN_VERSION: ManifestParser, LOGGED_VERSION: LoggedManifestParser}
+_PACKABLE = (PLAIN_VERSION, LOGGED_VERSION)
 _CREATED = re.compile(rb'"created_ns":(\d{1,20})\b')
 
 
@@ -31,8 +34,8 @@ def dumps(manifest: Manifest) -> tuple[bytes, str]:
         return _framed(_to_json(manifest))
 
 
-def dumps_valid(manifest: Manifest, where: str) -> bytes:
-    """The file's bytes, of a manifest that :func:`loads` will not refuse.
+def dumps_valid(manifest: Manifest, where: str) -> tuple[bytes, str]:
+    """The file's bytes and the digest, of a manifest that :func:`loads` will not refuse.
 
     Args:
         manifest: The manifest.
@@ -43,8 +46,8 @@ def dumps_valid(manifest: Manifest, where: str) -> bytes:
     """
     with paused_collector():
         value = _to_json(manifest)
-        ManifestParser(where).manifest(value)
-        return _framed(value)[0]
+        _PARSERS[value["version"]](where).manifest(value)
+        return _framed(value)
 
 
 def loads(data: bytes, where: str) -> tuple[Manifest, str]:
@@ -71,10 +74,10 @@ def loads(data: bytes, where: str) -> tuple[Manifest, str]:
         raise DamagedError(f"{where}: sha256 is {actual}, the manifest says {digest}; use another checkpoint")
     with paused_collector():
         version, value = _parsed(body, where)
-        if version == VERSION:
+        if version == PACKED_VERSION:
             created_ns = value.get("created_ns")
             version, value = _parsed(unpacked(value, where), where)
-            if version != PLAIN_VERSION or value.get("created_ns") != created_ns:
+            if version not in _PACKABLE or value.get("created_ns") != created_ns:
                 raise DamagedError(f"{where}: what is packed in it is another manifest; use another checkpoint")
         return _PARSERS[version](where).manifest(value), digest
 
@@ -126,9 +129,10 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
     shards = (shard for entry in manifest.tensors.values() for shard in entry.shards)
     row_sets = {key: numbers[rows] for key, rows in {id(shard.rows): shard.rows for shard in shards}.items()}
     schemes: dict[int, dict[str, Any]] = {}  # by identity, too: few objects, many shards
+    has_logs = any(pack.log is not None for pack in manifest.packs)
     return {
         "format": FORMAT,
-        "version": PLAIN_VERSION,
+        "version": LOGGED_VERSION if has_logs else PLAIN_VERSION,
         "created_ns": manifest.created_ns,
         "id": manifest.checkpoint_id,
         "save_id": manifest.save_id,
@@ -139,7 +143,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
         "restores": manifest.num_restores,
         "world_size": manifest.world_size,
         "writer": manifest.writer,
-        "packs": [_pack_json(pack) for pack in manifest.packs],
+        "packs": [_pack_json(pack, has_logs) for pack in manifest.packs],
         "row_sets": [_row_set_json(rows) for rows in manifest.row_sets],
         "tensors": {fqn: _tensor_json(entry, row_sets, schemes) for fqn, entry in manifest.tensors.items()},
         "objects": {fqn: _blob_json(blob) for fqn, blob in manifest.objects.items()},
@@ -147,9 +151,10 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _pack_json(pack: Pack) -> list[Any]:
+def _pack_json(pack: Pack, has_logs: bool) -> list[Any]:
     place = [pack.directory, pack.name, pack.num_bytes, pack.header_bytes, pack.header_crc32c]
-    return [*place, pack.written_ns, pack.heat]
+    log = [pack.log and log_range_json(pack.log)] if has_logs else []
+    return [*place, pack.written_ns, pack.heat, *log]
 
 
 def _row_set_json(rows: RowSet) -> list[Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import zstandard
 
 from torchrec_cnr.errors import DamagedError
-from torchrec_cnr.manifest import FORMAT, VERSION
+from torchrec_cnr.manifest_format import FORMAT, PACKED_VERSION
 
 PLAIN_BYTES = 1 << 20  # a body of more is packed
 MAX_BYTES = 1 << 30  # what a body is unpacked to, at most
@@ -22,7 +22,7 @@ _KEYS = ("format", "version", "created_ns", "zstd")
 def packed(body: bytes, created_ns: int) -> dict[str, Any]:
     """What stands for a body of the version before."""
     frame = zstandard.ZstdCompressor(write_content_size=True).compress(body)
-    values = (FORMAT, VERSION, created_ns, base64.b64encode(frame).decode())
+    values = (FORMAT, PACKED_VERSION, created_ns, base64.b64encode(frame).decode())
     return dict(zip(_KEYS, values, strict=True))
 
 

@@ -16,7 +16,6 @@ import numpy as np
 from torchrec_cnr.errors import DamagedError
 from torchrec_cnr.manifest import (
     DTYPES,
-    PARENT_PATH,
     Blob,
     CheckpointRef,
     History,
@@ -28,6 +27,7 @@ from torchrec_cnr.manifest import (
     Shard,
     TensorEntry,
 )
+from torchrec_cnr.manifest_format import PARENT_PATH
 from torchrec_cnr.rows import MOST_CODED_ROWS, MOST_DIVIDED, MOST_ROWS_PER_MEMBER, Box, fills, lies_within
 from torchrec_cnr.schemes import Scheme, exact_row_bytes, scheme_from_json
 

@@ -23,6 +23,9 @@ import zstandard
 Array = npt.NDArray[Any]
 
 FRAME = re.compile(rb'\{"sha256":"([0-9a-f]{64})","manifest":(\{.*\})\}\n', re.DOTALL)
+TOPIC = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,249}")
+KEY = re.compile(r"[^\x00-\x1f]{1,16384}")
+PART = re.compile(rb"([0-9]{1,9})/([0-9]{1,9})")
 NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
 PATH = re.compile(r"(\.\./)+(?!\.{1,2}(/|$))[^/\\\x00-\x1f]+(/(?!\.{1,2}(/|$))[^/\\\x00-\x1f]+)*")
 DIGEST = re.compile("[0-9a-f]{64}")
@@ -40,9 +43,10 @@ SCHEME_KEYS = {
 DECIMAL = re.compile(r"-?[0-9]+\.[0-9]+|[1-9](\.[0-9]+)?e-[0-9]{2,}")
 # 13. Versions
 KEYS_2 = [key for key in KEYS if key != "replaces"]
-KEYS_OF = {1: [key for key in KEYS_2 if key != "restores"], 2: KEYS_2, 3: KEYS}
+KEYS_OF = {1: [key for key in KEYS_2 if key != "restores"], 2: KEYS_2, 3: KEYS, 5: KEYS}
 TENSOR_KEYS_2 = [key for key in TENSOR_KEYS if key != "folded"]
-TENSOR_KEYS_OF = {1: ["dtype", "size", "scheme", "is_table", "table", "shards"], 2: TENSOR_KEYS_2, 3: TENSOR_KEYS}
+TENSOR_KEYS_1 = ["dtype", "size", "scheme", "is_table", "table", "shards"]
+TENSOR_KEYS_OF = {1: TENSOR_KEYS_1, 2: TENSOR_KEYS_2, 3: TENSOR_KEYS, 5: TENSOR_KEYS}
 SCHEMES_1 = [{"name": "none"}, *({"name": "asymmetric", "bits": bits} for bits in (2, 4, 8))]
 # A bfloat16 is kept as its 16 bits.
 DTYPES = {
@@ -187,6 +191,21 @@ class Blob:
 
 
 @dataclass(frozen=True)
+class LogRange:
+    """Where in a log a pack lies."""
+
+    topic: str
+    partition: int
+    first: int
+    last: int
+    part_bytes: int
+    key: str | None
+
+    def num_parts(self, num_bytes: int) -> int:
+        return -(-num_bytes // self.part_bytes)
+
+
+@dataclass(frozen=True)
 class RowBlock:
     """The rows in a blob."""
 
@@ -296,7 +315,9 @@ class Manifest:
         if version == 4:
             packed = mapping(value, ["format", "version", "created_ns", "zstd"])
             version, value = self._parsed(_unpacked(string(packed["zstd"])))
-            check(version == 3 and value.get("created_ns") == integer(packed["created_ns"]), "another one is packed")
+            check(
+                version in (3, 5) and value.get("created_ns") == integer(packed["created_ns"]), "another one is packed"
+            )
         self.version = version
         value = mapping(value, KEYS_OF[version])
         self.created_ns = integer(value["created_ns"])
@@ -313,7 +334,9 @@ class Manifest:
         self.num_restores = 0 if version == 1 else integer(value["restores"])
         integer(value["world_size"], low=1)
         self.blobs: list[Blob] = []
+        self.logs: list[LogRange | None] = []  # of each pack
         self.packs = [self._pack(pack) for pack in array(value["packs"])]
+        check(version != 5 or any(self.logs), "version 5 without a log")
         check(len({pack[:2] for pack in self.packs}) == len(self.packs), "two packs of one name")
         self.used: dict[int, None] = {}  # row sets, in the order of the shards
         self.block_rows: list[int] = []  # of each row set before version 3
@@ -343,7 +366,7 @@ class Manifest:
         check(isinstance(value, dict) and value.get("format") == "torchrec_cnr", "another format")
         version = value.get("version")
         check(type(version) is int and version >= 1, "no version")
-        if version > 4:
+        if version > 5:
             raise NewerVersion(str(version))
         check(written == body, "written in another way")
         try:
@@ -353,14 +376,26 @@ class Manifest:
         return version, value
 
     def _pack(self, value: Any) -> tuple[str | None, str, int, int, int]:
+        fields, log = (array(value, 8)[:7], value[7]) if self.version == 5 else (value, None)
         directory, file, num_bytes, header_bytes, crc, written_ns, heat = (
-            array(value, 7) if self.version > 2 else [None, *array(value, 4), None, 0]
+            array(fields, 7) if self.version > 2 else [None, *array(fields, 4), None, 0]
         )
+        self.logs.append(None if log is None else self._log_range(log, integer(num_bytes)))
+        check(directory is None or log is None, "a pack in a directory and in a log")
         check(written_ns is None or integer(written_ns) is not None, "no time")
         integer(heat, high=3)
         check(directory is None or PATH.fullmatch(string(directory)) is not None, "no path of a directory")
         check(name(file).endswith(".safetensors"), "no name of a pack")
         return directory, file, integer(num_bytes), integer(header_bytes, 8, num_bytes), integer(crc, high=2**32 - 1)
+
+    def _log_range(self, value: Any, num_bytes: int) -> "LogRange":
+        topic, partition, first, last, part_bytes, key = array(value, 6)
+        check(TOPIC.fullmatch(string(topic)) is not None, "no name of a topic")
+        integer(partition, high=2**31 - 1), integer(first), integer(last), integer(part_bytes, 1, 2**30)
+        check(key is None or KEY.fullmatch(string(key)) is not None, "no beginning of a key")
+        found = LogRange(topic, partition, first, last, part_bytes, key)
+        check(last - first + 1 >= found.num_parts(num_bytes), "too few records")
+        return found
 
     def _blob(self, value: Any, is_of_rows: bool = False) -> Blob:
         pack, offset, num_bytes, crc = array(value, 4)
@@ -631,25 +666,56 @@ def to_double(values: Array, dtype: str) -> Array:
 
 
 @dataclass(frozen=True)
+class Record:
+    """A record of a log: its key, the value of its header `part`, its value, and that of its header `pack`."""
+
+    key: bytes
+    part: bytes
+    value: bytes
+    pack: bytes | None = None
+
+
+Log = Mapping[tuple[str, int], Mapping[int, Record]]  # by topic and partition, then by offset
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint of a lineage."""
 
     folder: Path
     manifest: Manifest
     committed: Manifest
+    log: Log
 
     def path_of(self, pack: int) -> Path:
         directory, file = self.manifest.packs[pack][:2]
         return Path(posixpath.normpath(posixpath.join(str(self.folder), directory or ".")), file)
 
     def bytes_of(self, blob: Blob) -> bytes:
-        path = self.path_of(blob.pack)
-        check(path.is_file() and path.stat().st_size >= blob.offset + blob.num_bytes, "a pack is missing or short")
-        with path.open("rb") as stream:
-            stream.seek(blob.offset)
-            data = stream.read(blob.num_bytes)
+        data = self.pack_bytes(blob.pack)[blob.offset : blob.offset + blob.num_bytes]
+        check(len(data) == blob.num_bytes, "a pack is short")
         check(crc32c(data) == blob.crc, "another crc32c")
         return data
+
+    def pack_bytes(self, pack: int) -> bytes:
+        place, (_, file, num_bytes, _, _) = self.manifest.logs[pack], self.manifest.packs[pack]
+        if place is None:
+            path = self.path_of(pack)
+            check(path.is_file(), "a pack is missing")
+            return path.read_bytes()
+        data, num_parts = b"", place.num_parts(num_bytes)  # 7, packs in a log
+        for number, record in enumerate(self._records(place, file.encode())):
+            check(record.part == b"%d/%d" % (number, num_parts), "a part is missing, or there twice")
+            check(number + 1 == num_parts or len(record.value) == place.part_bytes, "a part of another size")
+            data += record.value
+        check(len(data) == num_bytes, "parts are missing")
+        return data
+
+    def _records(self, place: LogRange, key: bytes) -> list[Record]:
+        partition = self.log.get((place.topic, place.partition), {})
+        found = (partition.get(offset) for offset in range(place.first, place.last + 1))
+        parts = [record for record in found if record is not None and PART.fullmatch(record.part)]
+        return [record for record in parts if (record.key if place.key is None else record.pack) == key]
 
     def rows_of(self, block: RowBlock) -> Array:
         if block.blob is None:
@@ -657,7 +723,7 @@ class Checkpoint:
         return decode_rows(block, self.bytes_of(block.blob))
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
+def read_checkpoint(folder: Path, log: Log) -> Checkpoint:
     """The manifest that committed a checkpoint, and the last one that took its place."""
     path = folder / "manifest.json"
     check(path.is_file(), f"no checkpoint at {folder}")
@@ -669,7 +735,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         check(replacement.parent is None or last.parent is not None, "a baseline is given a parent")
         check(items_of(replacement) == items_of(last), "it is of another state")
         last = replacement
-    return Checkpoint(folder, last, committed)
+    return Checkpoint(folder, last, committed, log)
 
 
 def items_of(manifest: Manifest) -> Any:
@@ -681,13 +747,13 @@ def items_of(manifest: Manifest) -> Any:
     return tensors, set(manifest.objects), manifest.paths
 
 
-def read_lineage(folder: Path) -> list[Checkpoint]:
+def read_lineage(folder: Path, log: Log | None = None) -> list[Checkpoint]:
     """The head first, its baseline last."""
     found: list[Checkpoint] = []
     place, expected = posixpath.abspath(str(folder)), ""
     while True:
         check(place not in [str(checkpoint.folder) for checkpoint in found], "its own ancestor")
-        checkpoint = read_checkpoint(Path(place))
+        checkpoint = read_checkpoint(Path(place), log or {})
         check(expected in ("", checkpoint.committed.digest), "another parent")
         is_older = not found or checkpoint.committed.created_ns < found[-1].committed.created_ns
         check(is_older, "a parent that is younger")
@@ -707,14 +773,13 @@ class State:
     paths: Mapping[str, list[str | int]]
 
 
-def read(folder: Path) -> State:
-    """Read all of a checkpoint."""
-    lineage = read_lineage(folder)
+def read(folder: Path, log: Log | None = None) -> State:
+    """Read all of a checkpoint, whose rows may be in a log."""
+    lineage = read_lineage(folder, log)
     head = lineage[0]
     for checkpoint in lineage:
         for number, (_, _, _, header_bytes, crc) in enumerate(checkpoint.manifest.packs):
-            path = checkpoint.path_of(number)
-            check(path.is_file() and crc32c(path.read_bytes()[:header_bytes]) == crc, "header of a pack")
+            check(crc32c(checkpoint.pack_bytes(number)[:header_bytes]) == crc, "header of a pack")
     return State(
         {fqn: (t.dtype, list(t.size), _fold(lineage, fqn).tobytes()) for fqn, t in head.manifest.tensors.items()},
         {fqn: head.bytes_of(blob) for fqn, blob in head.manifest.objects.items()},
