@@ -13,6 +13,7 @@ from .errors import (
     VersionError,
 )
 from .inference import InferenceTables
+from .kafka import KafkaRows
 from .lineage import Checkpoint, read_checkpoint
 from .load_planner import CNRLoadPlanner
 from .load_report import LoadReport
@@ -83,6 +84,7 @@ __all__ = [
     "InferenceTables",
     "Intermittent",
     "KMeans",
+    "KafkaRows",
     "Keep",
     "Lag",
     "LeastSquares",

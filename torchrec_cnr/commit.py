@@ -2,6 +2,7 @@
 
 import posixpath
 import time
+from dataclasses import dataclass
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -13,6 +14,8 @@ from torchrec_cnr.fences import Fence
 from torchrec_cnr.leases import LEASE_SECS, Lease
 from torchrec_cnr.lineage import relative_path
 from torchrec_cnr.manifest import FILE_NAME, CheckpointRef, History, Manifest
+from torchrec_cnr.marking import commit_marked
+from torchrec_cnr.row_logs import Marker, root_id
 from torchrec_cnr.stores import Store
 from torchrec_cnr.version import __version__
 
@@ -47,28 +50,44 @@ def manifest_of(store: Store, decision: Decision, parts: Assembled, metadata: Me
     )
 
 
-def file_of(manifest: Manifest, store: Store) -> bytes:
-    """The bytes of a manifest's file.
+@dataclass(frozen=True)
+class ManifestFile:
+    """A manifest that is ready to be put.
+
+    Attributes:
+        data: The file's bytes.
+        marker: What tells of it in a log.
+        parent: The checkpoint's parent.
+    """
+
+    data: bytes
+    marker: Marker
+    parent: CheckpointRef | None
+
+
+def file_of(manifest: Manifest, store: Store) -> ManifestFile:
+    """The file of a manifest.
 
     Raises:
         SaveError: It could not be loaded again.
     """
     try:
-        return manifest_json.dumps_valid(manifest, f"{store.url}/{FILE_NAME}")
+        data, sha256 = manifest_json.dumps_valid(manifest, f"{store.url}/{FILE_NAME}")
     except LoadError as error:
         raise SaveError(f"nothing was committed, because it could not be loaded again: {error}") from error
+    root, name, parent = root_id(store.at("..").url), posixpath.basename(store.path), manifest.parent
+    marker = Marker(
+        root, name, manifest.save_id, sha256, None if parent is None else parent.sha256, manifest.created_ns
+    )
+    return ManifestFile(data, marker, parent)
 
 
-def commit(
-    store: Store, data: bytes, parent: CheckpointRef | None, save_id: str, lease: Lease | None, fence: Fence | None
-) -> None:
-    """Put the manifest, where none is.
+def commit(store: Store, file: ManifestFile, lease: Lease | None, fence: Fence | None) -> None:
+    """Put the manifest, where none is; if the store has a log, once its marker is there.
 
     Args:
         store: The checkpoint.
-        data: The manifest's file.
-        parent: What the manifest names as its parent.
-        save_id: Of this save.
+        file: Its manifest.
         lease: Keeps its packs from being pruned.
         fence: Of the job, if it may be the only one that saves there.
 
@@ -76,21 +95,28 @@ def commit(
         CheckpointExistsError: There is another one.
         FencedError: A later job saves there.
         SaveError: Something that it needs may have been pruned.
-        StoreError: The store refused.
+        StoreError: Store or log refused.
     """
-    if parent is not None and not store.at(parent.path).exists(FILE_NAME):
+    if file.parent is not None and not store.at(file.parent.path).exists(FILE_NAME):
         raise SaveError(
-            f"{store.url}: nothing was committed, because its parent {store.at(parent.path).url} was pruned meanwhile; "
-            "save again: the next save will be a baseline"
+            f"{store.url}: nothing was committed, because its parent {store.at(file.parent.path).url} was pruned "
+            "meanwhile; save again: the next save will be a baseline"
         )
     if lease is not None and lease.has_run_out:
         raise SaveError(
             f"{store.url}: nothing was committed, because the save took longer than {LEASE_SECS} s, and its packs may "
             "have been pruned; save again"
         )
-    if fence is not None:
-        fence.check()
-    store.put_new(FILE_NAME, data, save_id)
+    check = fence.check if fence is not None else _no_check
+    check()
+    if store.log is not None:
+        commit_marked(store, store.log, file.marker, file.data, check)
+    else:
+        store.put_new(FILE_NAME, file.data, file.marker.save_id)
+
+
+def _no_check() -> None:
+    """Without a lineage, jobs may save side by side."""
 
 
 def _parent(store: Store, decision: Decision) -> CheckpointRef | None:

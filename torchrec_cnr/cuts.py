@@ -19,9 +19,12 @@ from torchrec_cnr.head import Head
 from torchrec_cnr.lineage import Checkpoint, committed
 from torchrec_cnr.modified import ModifiedRows, RowList, Rows, Since
 from torchrec_cnr.policies import Compacted, Policy
+from torchrec_cnr.row_blocks import TouchedBlocks, block_rows_of
+from torchrec_cnr.row_logs import RowLog
 from torchrec_cnr.rows import Box
 from torchrec_cnr.shards import local_shards, memory_key
 from torchrec_cnr.staged_codes import Staged
+from torchrec_cnr.stores import Store
 from torchrec_cnr.tracked import Pending, TrackedRows, TrackedShard
 
 TIMEOUT_SECS = 1800.0
@@ -35,11 +38,13 @@ class StagedRows:
         since: What they were modified since.
         parts: By their heat, if the policy divides them by it.
         digest: Tells whether another rank, which has the same shard, has the same rows.
+        touched: Where rows were modified since the head, if the log that rows go to keeps row blocks.
     """
 
     since: Since
     parts: tuple[Rows, ...]
     digest: bytes
+    touched: TouchedBlocks | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +59,7 @@ class TrackedItem:
         values: [num_rows, ...], shared with the model; or what was staged: all rows, or those of ``rows`` only.
         rows: The modified ones; None if all were staged and must be stored.
         is_replaced: Whether it took the place of what the head holds, so that all its rows must be stored.
+        block_rows: Rows of a row block, if the log that rows go to keeps these.
     """
 
     fqn: str
@@ -63,6 +69,7 @@ class TrackedItem:
     values: Staged
     rows: ModifiedRows | StagedRows | None
     is_replaced: bool = False
+    block_rows: int | None = None
 
     @property
     def is_table(self) -> bool:
@@ -83,6 +90,12 @@ class TrackedItem:
     def dtype(self) -> str:
         """As manifests name it."""
         return str(self.values.dtype).removeprefix("torch.")
+
+    def touched(self) -> TouchedBlocks | None:
+        """Where rows were modified since the head, if the log that rows go to keeps row blocks."""
+        if isinstance(self.rows, ModifiedRows) and self.block_rows is not None:
+            return TouchedBlocks.of(self.table, self.table_box, self.block_rows, self.rows.select(Since.HEAD))
+        return self.rows.touched if isinstance(self.rows, StagedRows) else None
 
     def digests(self) -> Mapping[Since, bytes]:
         """Of its modified rows, by what they may be a delta of."""
@@ -135,12 +148,14 @@ class Cuts:
         policy: That of its planner.
         flight: The save in the background, if there is one.
         staged: The last cut whose rows were staged.
+        log: That of the writer, where markers say what was committed.
     """
 
     tracker: TrackedRows
     policy: Policy
     flight: Flight = field(default_factory=lambda: Flight(TIMEOUT_SECS))
     staged: Cut | None = None
+    log: RowLog | None = None
     _num_cuts: int = 0
     _is_baseline_due: bool = False
     _frozen_states: dict[ShardKey, ReferenceType[Tensor]] = field(default_factory=dict)
@@ -212,7 +227,7 @@ class Cuts:
     def _landed(self) -> Checkpoint | None:
         """What the pending save has committed."""
         place = self.tracker.pending.place if self.tracker.pending is not None else None
-        return committed(*place) if place is not None else None
+        return committed(Store.open(place[0], log=self.log), place[1]) if place is not None else None
 
     def _head_of(self, checkpoint: Checkpoint) -> Head:
         """The head that a committed save is, on top of the head before."""
@@ -243,14 +258,20 @@ class Cuts:
                     "passed to dcp.async_save); pass the live state dict, no async_stager, or a tracker of a smaller "
                     "model"
                 )
-            found |= {key: _item(shard, key, aliases[0], shards[key]) for key in aliases}
+            block_rows = self._block_rows(shard)
+            found |= {key: _item(shard, key, aliases[0], shards[key], block_rows) for key in aliases}
             for state in shard.state():
                 for key in by_memory.get(memory_key(state), []):
-                    found[key] = replace(
-                        _item(shard, key, aliases[0], shards[key]), is_replaced=self._is_replaced(shard, key, state)
-                    )
+                    item = _item(shard, key, aliases[0], shards[key], block_rows)
+                    found[key] = replace(item, is_replaced=self._is_replaced(shard, key, state))
                     self._frozen_states[key] = ref(state)
         return found
+
+    def _block_rows(self, shard: TrackedShard) -> int | None:
+        block_bytes = self.log.block_bytes if self.log is not None else None
+        if block_bytes is None:
+            return None
+        return block_rows_of(shard.rows.box.num_cols, shard.weight.element_size(), block_bytes)
 
     def _is_replaced(self, shard: TrackedShard, key: ShardKey, state: Tensor) -> bool:
         committed_state = self._committed_states.get(key)
@@ -258,5 +279,6 @@ class Cuts:
         return shard.is_state_replaceable and not is_same
 
 
-def _item(shard: TrackedShard, key: ShardKey, table: ShardKey, values: Tensor) -> TrackedItem:
-    return TrackedItem(key[0], table[0], shard.rows.box, id(shard), values.detach(), shard.rows)
+def _item(shard: TrackedShard, key: ShardKey, table: ShardKey, values: Tensor, block_rows: int | None) -> TrackedItem:
+    rows = shard.rows
+    return TrackedItem(key[0], table[0], rows.box, id(shard), values.detach(), rows, block_rows=block_rows)

@@ -10,15 +10,19 @@ from dataclasses import dataclass
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from torchrec_cnr.errors import LoadError
+from torchrec_cnr.errors import ConfigurationError, LoadError
 from torchrec_cnr.head import Head
-from torchrec_cnr.lineage import Lineage, read_lineage, relative_path
+from torchrec_cnr.lineage import Lineage, committed, read_lineage, relative_path
 from torchrec_cnr.manifest import CheckpointRef, History, Manifest
 from torchrec_cnr.modified import Since
-from torchrec_cnr.policies import Policy
+from torchrec_cnr.newest import newest_first
+from torchrec_cnr.policies import Full, Intermittent, OneShot, Policy
+from torchrec_cnr.row_logs import RowLog, root_id
 from torchrec_cnr.stores import Store
 
 logger = logging.getLogger(__name__)
+
+_NUM_LOOKED_AT = 8  # of the newest markers
 
 ShardKey = tuple[str, tuple[int, ...]]
 
@@ -36,6 +40,8 @@ class Decision:
         after_ns: Commit time of the head; this save's must be later.
         whole: Shards that are stored with all their rows all the same.
         num_restores: Restores from a checkpoint that the state has been through.
+        head: The checkpoint that the ranks stand on, by full path, if they all do.
+        newest: The newest checkpoint that was committed, if that is another one and rows go to a log of row blocks.
     """
 
     save_id: str
@@ -46,6 +52,8 @@ class Decision:
     after_ns: int = 0
     whole: frozenset[ShardKey] = frozenset()
     num_restores: int = 0
+    head: CheckpointRef | None = None
+    newest: CheckpointRef | None = None
 
 
 @dataclass(frozen=True)
@@ -118,6 +126,38 @@ def choose_base(
         logger.info("%s cannot be named by a relative path from %s: it is a baseline", parent.store.url, store.url)
         return None
     return Base(since, head, parent.manifest, parent.ref, history)
+
+
+def newest_beside(store: Store, head: CheckpointRef | None) -> CheckpointRef | None:
+    """The newest committed checkpoint of a job's root, if it is not its head.
+
+    It may be loaded until the next one is committed, although this job does not go on from it.
+
+    Raises:
+        StoreError: Store or log do not answer.
+    """
+    root = store.at("..")
+    for marker in reversed(store.log.markers(root_id(root.url), _NUM_LOOKED_AT) if store.log is not None else ()):
+        if head is not None and marker.sha256 == head.sha256:
+            return None
+        found = committed(root.at(marker.name), marker.save_id)
+        if found is not None and found.sha256 == marker.sha256:
+            return found.ref
+    newest = next(newest_first(root.url, store.log), None)
+    return None if newest is None or (head is not None and newest.sha256 == head.sha256) else newest.ref
+
+
+def refuse_policy(policy: Policy, log: RowLog | None) -> None:
+    """A log of row blocks holds what was modified since the baseline, and nothing else.
+
+    Raises:
+        ConfigurationError: The policy makes other deltas.
+    """
+    if log is not None and log.block_bytes is not None and not isinstance(policy, OneShot | Intermittent | Full):
+        raise ConfigurationError(
+            f"the policy {type(policy).__name__} makes deltas of deltas, but the topic {log.topic!r} is compacted and "
+            "keeps the newest rows only: use OneShot, Intermittent or Full, or a topic that is not compacted"
+        )
 
 
 def stored_whole(tensors: Mapping[str, RowTensor], metadata: Metadata, parent: Manifest) -> set[str]:

@@ -6,7 +6,7 @@ is that of one block and of the packs in flight, whatever the size of the shard.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,10 +16,14 @@ from torch import Tensor
 from torchrec_cnr.manifest import Blob, RowBlock, RowSet
 from torchrec_cnr.modified import RowList, Rows
 from torchrec_cnr.packs import PackWriter
+from torchrec_cnr.row_logs import PackTarget
 from torchrec_cnr.rows import CodedRows, encode_rows
 from torchrec_cnr.schemes import Encoded, NoQuantization, Scheme
 from torchrec_cnr.staged_codes import StagedCodes
 from torchrec_cnr.stores import Bytes
+
+_ROW_BYTES = 16  # more than a row number takes, coded, or the position of an exact row
+_HEADER_BYTES = 1 << 10  # of a pack, for each blob
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,34 +118,71 @@ def write_rows(
 ) -> tuple[EncodedRowSet, Sequence[EncodedShard]]:
     """Encode some rows, for every source at once, into packs of this heat."""
     block_rows = _block_rows(sources, packs.block_bytes)
-    coded_blocks: list[tuple[CodedRows, int, int]] = []
-    written: list[list[tuple[int, int]]] = [[] for _ in sources]
-    for number, (block, places) in enumerate(_placed(rows, block_rows)):
-        coded = encode_rows(block.cpu().numpy())
-        data = np.frombuffer(coded.data, dtype=np.uint8)
-        name = f"{sources[0].name}/rows/{number}"
-        coded_blocks.append((coded, len(block), packs.add(name, "uint8", data.shape, data, heat)))
-        for source, source_blocks in zip(sources, written, strict=True):
-            if source.is_quantized:
-                source_blocks.append(_write_codes(packs, source, number, places.to(source.device), heat))
-            else:
-                source_blocks.append(_write_values(packs, source, number, _taken(source, rows, places), heat))
-    return EncodedRowSet(tuple(coded_blocks)), [_encoded(source_blocks) for source_blocks in written]
-
-
-def _placed(rows: Rows, block_rows: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Row numbers, block by block, and where these rows lie in the values."""
     place = rows.first if isinstance(rows, RowList) else None
-    for block in rows.blocks(block_rows):
-        yield block, block if place is None else torch.arange(place, place + len(block))
+    blocks: list[_WrittenBlock] = []
+    for number, block in enumerate(rows.blocks(block_rows)):
+        blocks.append(_write_block(packs, sources, number, block, place, heat))
         place = None if place is None else place + len(block)
+    return _joined(blocks, len(sources))
 
 
-def _taken(source: Source, rows: Rows, places: Tensor) -> Tensor:
-    """The values of some rows; those that were copied already are not copied once more."""
-    if isinstance(rows, RowList):
-        return source.rows[int(places[0]) : int(places[-1]) + 1]
-    return source.rows.index_select(0, places.to(source.values.device))
+def write_row_blocks(
+    packs: PackWriter, sources: Sequence[Source], blocks: Iterable[tuple[int, Tensor, int | None, PackTarget]]
+) -> tuple[EncodedRowSet, Sequence[EncodedShard]]:
+    """Encode some rows, for every source at once, each block of them into a pack of its own.
+
+    Args:
+        packs: Where to.
+        sources: The items.
+        blocks: The number of each block, its rows, int64 [k], increasing, where they lie among the values if these are
+            copies, and where its pack goes.
+    """
+    written = []
+    for number, rows, place, target in blocks:
+        written.append(_write_block(packs, sources, number, rows, place, heat=0))
+        packs.end_pack(target)
+    return _joined(written, len(sources))
+
+
+def most_block_bytes(sources: Sequence[Source], num_rows: int) -> int:
+    """What a pack of that many rows may take, however they are encoded: codes take less than values, with all exact."""
+    names_bytes = sum(_HEADER_BYTES + len(source.name.encode()) for source in (sources[0], *sources))
+    widths = [(math.prod(source.rows.shape[1:]), source.values.element_size()) for source in sources]
+    row_bytes = _ROW_BYTES + sum(2 * num_cols * itemsize + _ROW_BYTES for num_cols, itemsize in widths)
+    return names_bytes + num_rows * row_bytes
+
+
+@dataclass(frozen=True)
+class _WrittenBlock:
+    """A coded block of row numbers, the number of its blob; and of each source, its blob's and how many are exact."""
+
+    rows: tuple[CodedRows, int, int]
+    codes: tuple[tuple[int, int], ...]
+
+
+def _write_block(
+    packs: PackWriter, sources: Sequence[Source], number: int, rows: Tensor, place: int | None, heat: int
+) -> _WrittenBlock:
+    """Encode one block of rows, which lie at their own numbers, or where they were copied to."""
+    coded = encode_rows(rows.cpu().numpy())
+    data = np.frombuffer(coded.data, dtype=np.uint8)
+    blob = packs.add(f"{sources[0].name}/rows/{number}", "uint8", data.shape, data, heat)
+    places = rows if place is None else torch.arange(place, place + len(rows))
+    codes = []
+    for source in sources:
+        if source.is_quantized:
+            codes.append(_write_codes(packs, source, number, places.to(source.device), heat))
+        elif place is None:
+            values = source.rows.index_select(0, places.to(source.values.device))
+            codes.append(_write_values(packs, source, number, values, heat))
+        else:  # copied already
+            codes.append(_write_values(packs, source, number, source.rows[place : place + len(rows)], heat))
+    return _WrittenBlock((coded, len(rows), blob), tuple(codes))
+
+
+def _joined(blocks: Sequence[_WrittenBlock], num_sources: int) -> tuple[EncodedRowSet, Sequence[EncodedShard]]:
+    shards = [_encoded([block.codes[index] for block in blocks]) for index in range(num_sources)]
+    return EncodedRowSet(tuple(block.rows for block in blocks)), shards
 
 
 def _encoded(written: Sequence[tuple[int, int]]) -> EncodedShard:

@@ -17,6 +17,7 @@ from torchrec_cnr.inference_rows import InferenceRow
 from torchrec_cnr.lineage import Lineage
 from torchrec_cnr.modified import RowList, Rows
 from torchrec_cnr.phases import SavePhases
+from torchrec_cnr.row_blocks import TouchedBlocks
 from torchrec_cnr.rows import Box
 from torchrec_cnr.staged_codes import Staged, StagedCodes
 from torchrec_cnr.stores import Store
@@ -77,6 +78,7 @@ class ShardData:
             numbers.
         group: A number that a table's shard and the optimizer state of its rows have in common, if it is tracked.
         codes: What the values were encoded as, if that is all that was staged.
+        touched: Where rows were modified since the head, if the log that rows go to keeps row blocks.
         is_table: Whether it is a table, rather than its optimizer state.
         table: For row-wise optimizer state, the FQN of its table.
         table_box: And the box of the table's shard.
@@ -91,6 +93,7 @@ class ShardData:
     num_restores: int = 0
     group: int | None = None
     codes: StagedCodes | None = None
+    touched: TouchedBlocks | None = None
 
     @property
     def has_rows_only(self) -> bool:

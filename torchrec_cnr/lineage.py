@@ -11,7 +11,9 @@ from torchrec_cnr import manifest_json
 from torchrec_cnr.bounded import read_whole
 from torchrec_cnr.errors import CheckpointNotFoundError, DamagedError, LoadError, StoreError
 from torchrec_cnr.head import Head
-from torchrec_cnr.manifest import FILE_NAME, PARENT_PATH, CheckpointRef, Kind, Manifest, Shard, replacement_name
+from torchrec_cnr.manifest import FILE_NAME, CheckpointRef, Kind, Manifest, Shard, replacement_name
+from torchrec_cnr.manifest_format import PARENT_PATH
+from torchrec_cnr.marking import settle
 from torchrec_cnr.pace import Bandwidth
 from torchrec_cnr.stores import Store
 
@@ -98,11 +100,11 @@ class Checkpoint:
         return Head((*below, self.ref), self.created_ns, self.manifest.history, self.num_restores)
 
 
-def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def read_checkpoint(path: str | os.PathLike[str] | Store) -> Checkpoint:
     """Read and validate a checkpoint's manifest.
 
     Args:
-        path: The checkpoint's path or URL, that is, its ``checkpoint_id``.
+        path: The checkpoint's path or URL, that is, its ``checkpoint_id``; or its store.
 
     Raises:
         CheckpointNotFoundError: There is no manifest: nothing was ever committed here.
@@ -116,6 +118,9 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 def read_at(store: Store) -> Checkpoint:
     """As :func:`read_checkpoint`, of a store that is open."""
     found = _read_manifest(store, FILE_NAME)
+    if found is None and store.log is not None:
+        settle(store.at(".."))
+        found = _read_manifest(store, FILE_NAME)
     if found is None:
         raise CheckpointNotFoundError(
             f"{store.url}: no {FILE_NAME}: nothing was committed here (a save that died leaves packs without one); "
@@ -220,7 +225,9 @@ class Lineage:
             yield from entry.shards if entry else ()
 
 
-def read_lineage(path: str | os.PathLike[str], *, since: str | None = None, is_as_committed: bool = False) -> Lineage:
+def read_lineage(
+    path: str | os.PathLike[str] | Store, *, since: str | None = None, is_as_committed: bool = False
+) -> Lineage:
     """Read the manifests from ``path`` back to its baseline; each must be the one that its child names.
 
     Args:
@@ -259,7 +266,7 @@ def read_lineage(path: str | os.PathLike[str], *, since: str | None = None, is_a
     return Lineage(tuple(reversed(found)))
 
 
-def existing(path: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
+def existing(path: str | os.PathLike[str] | Store | None) -> str | os.PathLike[str] | Store:
     """What :func:`latest` returned, if it found a checkpoint.
 
     Raises:
@@ -270,7 +277,7 @@ def existing(path: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
     return path
 
 
-def committed(path: str, save_id: str) -> Checkpoint | None:
+def committed(path: str | Store, save_id: str) -> Checkpoint | None:
     """The checkpoint that a save committed, or None if it committed nothing: the fate of a save, read from the store.
 
     A manifest that cannot be made sense of counts as none: the rows of its save are then saved once more, on top of

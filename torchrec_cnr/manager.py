@@ -17,17 +17,20 @@ from typing import Any, Literal
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
+from torchrec_cnr.decisions import refuse_policy
 from torchrec_cnr.due import Due
-from torchrec_cnr.errors import ConfigurationError, SaveError, StoreError
+from torchrec_cnr.errors import CheckpointExistsError, ConfigurationError, SaveError, StoreError
 from torchrec_cnr.handover import SaveMetadata
 from torchrec_cnr.lineage import read_checkpoint
 from torchrec_cnr.load_report import LoadReport
+from torchrec_cnr.maintenance.own_files import log_bytes
 from torchrec_cnr.maintenance.retention import Keep
 from torchrec_cnr.maintenance.upkeep import Upkeep
-from torchrec_cnr.phases import Saved
+from torchrec_cnr.phases import Saved, SavePhases
 from torchrec_cnr.planner import CNRSavePlanner
-from torchrec_cnr.policies import Compacted, Policy
+from torchrec_cnr.policies import Compacted, OneShot, Policy
 from torchrec_cnr.restoring import restore_newest
+from torchrec_cnr.row_logs import RowLog
 from torchrec_cnr.run_ranks import RunRanks
 from torchrec_cnr.schemes import Quantization
 from torchrec_cnr.staging import STAGING_BYTES
@@ -47,7 +50,8 @@ class CheckpointManager:
     Args:
         root: Where the checkpoints lie, a path or fsspec URL.
         tracker: Knows the modified rows of the model.
-        policy: What each checkpoint is a delta of.
+        policy: What each checkpoint is a delta of; by default ``Compacted``, or ``OneShot`` where ``rows`` go to a
+            compacted topic.
         quantization: How rows are stored; see ``CNRStorageWriter``.
         every_steps: ``save`` saves at every multiple of this number.
         every_secs: ``save`` saves when so much time went by since the last checkpoint. With neither, it always saves.
@@ -60,6 +64,7 @@ class CheckpointManager:
             one, whose rows the next one takes, or "fail" with a ``SaveError``.
         cpu_share, staging_bytes: Of saves in the background; see ``CNRStorageWriter``.
         timeout_secs: How long a rank waits for the others in a save; one that is missing is named then.
+        rows: A log that the rows of deltas go to, and markers that commit (``KafkaRows``). By default, both are files.
         on_saved: Called on every rank with each checkpoint that was committed.
         on_progress: Called from any thread with what is being done ("save", "restore", "compact" or "prune") and how
             much is done of how much: shards of a save, files of a prune, bytes of others.
@@ -82,11 +87,15 @@ class CheckpointManager:
         cpu_share: float = 1.0,
         staging_bytes: int = STAGING_BYTES,
         timeout_secs: float = 1800.0,
+        rows: RowLog | None = None,
         on_saved: Callable[[Saved], None] | None = None,
         on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
     ) -> None:
-        policy = Compacted() if policy is None else policy
+        if policy is None:
+            policy = Compacted() if rows is None or rows.block_bytes is None else OneShot()
+        refuse_policy(policy, rows)
         self._root = Store.open(root).url
+        self._log = rows
         self._ranks = RunRanks(timeout_secs)
         self._tracker = tracker
         self._planner = CNRSavePlanner(tracker, policy=policy)
@@ -98,6 +107,7 @@ class CheckpointManager:
             staging_bytes=staging_bytes,
             cpu_share=cpu_share,
             timeout_secs=timeout_secs,
+            rows=rows,
             progress=partial(on_progress, "save"),
         )
         self._when_busy = when_busy
@@ -108,7 +118,9 @@ class CheckpointManager:
         self._in_flight: tuple[int, float, float, Future[Any]] | None = None
         does_compact = isinstance(policy, Compacted) if compacts is None else compacts
         is_coordinator = self._ranks.rank == 0
-        self._upkeep = Upkeep(self._root, keep, does_compact, progress=on_progress) if is_coordinator else None
+        self._upkeep = (
+            Upkeep(self._root, keep, does_compact, rows=rows, progress=on_progress) if is_coordinator else None
+        )
         self.report: LoadReport | None = None
 
     def save(self, step: int, state: State, *, force: bool = False) -> Saved | None:
@@ -131,6 +143,9 @@ class CheckpointManager:
             try:
                 metadata = self._save(save, step, state)
             except CheckpointException as error:
+                if num_retries > 0 and self._is_committed(step, error):
+                    secs = time.monotonic() - started
+                    return self._finish(step, None, secs, secs, num_retries)
                 if num_retries == self._num_retries or not _may_be_tried_again(error):
                     raise
                 num_retries += 1
@@ -163,6 +178,15 @@ class CheckpointManager:
         self._due.saved(step)
         return future
 
+    def _is_committed(self, step: int, error: CheckpointException) -> bool:
+        """Whether a save was refused because the try before it, which seemed to fail, had committed it."""
+        is_there = all(isinstance(failure, CheckpointExistsError) for failure, _ in error.failures.values())
+        head, path = self._tracker.head, Store.open(self._path(step)).path
+        return is_there and head is not None and head.ref.path == path
+
+    def _path(self, step: int) -> str:
+        return posixpath.join(self._root, f"step-{step}")
+
     @property
     def _is_busy(self) -> bool:
         return self._in_flight is not None and not self._in_flight[-1].done()
@@ -170,7 +194,7 @@ class CheckpointManager:
     def _save(self, how: Callable[..., Any], step: int, state: State) -> Any:
         return how(
             dict(state() if callable(state) else state),
-            checkpoint_id=posixpath.join(self._root, f"step-{step}"),
+            checkpoint_id=self._path(step),
             storage_writer=self._writer,
             planner=self._planner,
             process_group=self._ranks.group,
@@ -188,7 +212,9 @@ class CheckpointManager:
             raise self._ranks.explained(error) from error
         return self._finish(step, metadata, stall_secs, time.monotonic() - started, 0)
 
-    def _finish(self, step: int, metadata: SaveMetadata, stall_secs: float, secs: float, num_retries: int) -> Saved:
+    def _finish(
+        self, step: int, metadata: SaveMetadata | None, stall_secs: float, secs: float, num_retries: int
+    ) -> Saved:
         self._due.saved(step)
         self._planner.settle()
         checkpoint = read_checkpoint(self._writer.checkpoint_id)
@@ -196,11 +222,11 @@ class CheckpointManager:
             step=step,
             path=checkpoint.store.url,
             kind=checkpoint.committed.kind,
-            num_bytes=checkpoint.num_bytes,
+            num_bytes=checkpoint.num_bytes + log_bytes(checkpoint.manifest),
             num_rows=checkpoint.num_rows,
             stall_secs=stall_secs,
             secs=secs,
-            phases=metadata.phases[self._ranks.rank],
+            phases=SavePhases() if metadata is None else metadata.phases[self._ranks.rank],
             num_retries=num_retries,
         )
         if self._upkeep is not None:
@@ -229,6 +255,7 @@ class CheckpointManager:
             self._tracker,
             group=self._ranks.group,
             thread_count=self._thread_count,
+            rows=self._log,
             progress=partial(self._progress, "restore"),
         )
         if found is None:

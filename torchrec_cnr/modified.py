@@ -185,6 +185,10 @@ class RowMask:
     def __len__(self) -> int:
         return int(self.mask.count_nonzero())
 
+    def between(self, start: int, stop: int) -> tuple[Tensor, int | None]:
+        """The members from one number to before another, int64 [k]; they lie at their own numbers."""
+        return numbers_of(self.mask[start:stop]) + start, None
+
     def digest(self) -> bytes:
         """Tells whether another rank, which has the same shard, has the same rows."""
         return hashlib.blake2b(self.mask.cpu().numpy().tobytes(), digest_size=16).digest()
@@ -223,6 +227,11 @@ class RowList:
     def blocks(self, block_rows: int) -> Iterator[Tensor]:
         """The members in increasing order, as int64 [block_rows]; the last may be shorter."""
         yield from self.numbers.split(block_rows) if len(self.numbers) else ()
+
+    def between(self, start: int, stop: int) -> tuple[Tensor, int | None]:
+        """The members from one number to before another, int64 [k], and where the first lies among the copies."""
+        first, last = torch.searchsorted(self.numbers, torch.tensor([start, stop])).tolist()
+        return self.numbers[first:last], self.first + first
 
 
 Rows = RowMask | RowList

@@ -11,6 +11,8 @@ from torchrec_cnr.errors import DamagedError, StoreError
 from torchrec_cnr.fences import is_fence
 from torchrec_cnr.lineage import Checkpoint, read_at
 from torchrec_cnr.manifest import FILE_NAME
+from torchrec_cnr.marking import settle
+from torchrec_cnr.row_logs import RowLog
 from torchrec_cnr.stores import Store
 
 logger = logging.getLogger(__name__)
@@ -18,8 +20,11 @@ logger = logging.getLogger(__name__)
 _START_BYTES = 512  # enough of a manifest file to hold its time of commit
 
 
-def latest(root: str | os.PathLike[str]) -> str | None:
+def latest(root: str | os.PathLike[str], *, rows: RowLog | None = None) -> str | None:
     """The newest committed checkpoint directly under ``root``, by the time of its commit.
+
+    If rows go to a log (``KafkaRows``), pass that: a job that died may have left a marker of its last commit there, but
+    no manifest yet.
 
     Directories without a manifest are no checkpoints; one with a damaged manifest, or that may not be read, is passed
     over with a warning.
@@ -31,17 +36,18 @@ def latest(root: str | os.PathLike[str]) -> str | None:
         VersionError: The newest was written by a newer version: resuming from an older one would lose work silently.
         StoreError: ``root`` cannot be listed.
     """
-    return next((checkpoint.store.url for checkpoint in newest_first(root)), None)
+    return next((checkpoint.store.url for checkpoint in newest_first(root, rows)), None)
 
 
-def newest_first(root: str | os.PathLike[str]) -> Iterator[Checkpoint]:
+def newest_first(root: str | os.PathLike[str], rows: RowLog | None = None) -> Iterator[Checkpoint]:
     """The committed checkpoints directly under ``root``, the newest first; see :func:`latest` for what is passed over.
 
     Raises:
         VersionError: One was written by a newer version.
         StoreError: ``root`` cannot be listed.
     """
-    directory = Store.open(root)
+    directory = Store.open(root, log=rows)
+    settle(directory)
     candidates = []
     for name in directory.names():
         if is_fence(name):

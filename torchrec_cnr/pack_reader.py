@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from torchrec_cnr.errors import DamagedError, StoreError
+from torchrec_cnr.errors import ConfigurationError, DamagedError, StoreError
 from torchrec_cnr.manifest import Blob, Pack
 from torchrec_cnr.packs import crc32c
 from torchrec_cnr.stores import Bytes, Store
@@ -115,10 +115,14 @@ def read_spans(
 
 def _read_span(store: Store, pack: Pack, span: Span) -> list[tuple[str, Bytes]]:
     store = store if pack.directory is None else store.at(pack.directory)
-    where = f"{store.url}/{pack.name}"
+    where = place_of(store, pack)
     digests = SpanDigests(span)
     try:
-        buffer = store.read_array(pack.name, span.start, span.stop, digests.extend)
+        if pack.log is not None:
+            buffer = _read_log(store, pack, span)
+            digests.extend(buffer)
+        else:
+            buffer = store.read_array(pack.name, span.start, span.stop, digests.extend)
     except StoreError as error:
         if isinstance(error.__cause__, FileNotFoundError):
             raise DamagedError(f"{where}: the pack is missing; use another checkpoint") from error
@@ -139,6 +143,31 @@ def _read_span(store: Store, pack: Pack, span: Span) -> list[tuple[str, Bytes]]:
     return found
 
 
+def place_of(store: Store, pack: Pack) -> str:
+    """Where a pack lies, for messages: its path or URL, or its records in a log.
+
+    Args:
+        store: Its directory, or of the checkpoint that has it in a log.
+        pack: The pack.
+    """
+    return f"{store.url}/{pack.name}" if pack.log is None else f"{store.url}: {pack.name} in {pack.log}"
+
+
+def _read_log(store: Store, pack: Pack, span: Span) -> Bytes:
+    assert pack.log is not None
+    if store.log is None:
+        raise ConfigurationError(
+            f"{store.url}: {pack.name}: its rows lie in the topic {pack.log.topic!r} of Kafka; pass "
+            f"KafkaRows(bootstrap, {pack.log.topic!r}) as 'rows' (of load_table: as 'log'), or on the command line "
+            f"--kafka HOST:PORT/{pack.log.topic}"
+        )
+    store.bandwidth.wait(span.stop - span.start)
+    try:
+        return store.log.read(pack.name, pack.num_bytes, pack.log, span.start, span.stop)
+    except (DamagedError, StoreError) as error:
+        raise type(error)(f"{place_of(store, pack)}: {error}") from error
+
+
 class PackReader:
     """Reads blobs of one checkpoint. Of every pack that it reads from, it checks the header too, once.
 
@@ -152,7 +181,7 @@ class PackReader:
         self._checked: set[int] = set()
 
     def read(self, *turns: Iterable[tuple[str, Blob]]) -> Iterator[tuple[str, Bytes]]:
-        """Yield each blob's key and verified bytes: turn by turn, those of one in their order in the packs.
+        """Yield each blob's key and verified bytes: turn by turn, those of one in the order in which packs have them.
 
         Raises:
             DamagedError: A pack is missing, truncated or altered.
@@ -162,11 +191,16 @@ class PackReader:
         touched = {blob.pack for turn in wanted for _, blob in turn} - self._checked
         headers = {f"header of {_path(self._packs[index])}": self._header(index) for index in touched}
         wanted[:1] = [[*headers.items(), *wanted[0]]] if wanted else []
-        spans = [span for turn in wanted for span in plan_spans(turn)]
+        spans = [span for turn in wanted for span in sorted(plan_spans(turn), key=self._place)]
         for key, data in read_spans(self._store, self._packs, spans, self._thread_count):
             if key not in headers:
                 yield key, data
         self._checked |= touched
+
+    def _place(self, span: Span) -> tuple[int, str, int, int]:
+        """Packs in files in their order, then those in logs in the order in which they lie there."""
+        log = self._packs[span.pack].log
+        return (0, "", 0, span.pack) if log is None else (1, log.topic, log.partition, log.first)
 
     def _header(self, index: int) -> Blob:
         pack = self._packs[index]

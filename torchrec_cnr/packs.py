@@ -17,7 +17,8 @@ from torch.profiler import record_function
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.manifest import Blob, Pack
 from torchrec_cnr.pace import Pace
-from torchrec_cnr.stores import Bytes, Store
+from torchrec_cnr.row_logs import PackTarget
+from torchrec_cnr.stores import Bytes
 
 PACK_BYTES = 16 << 20
 BLOCK_BYTES = 8 << 20
@@ -58,7 +59,7 @@ class PackWriter:
     """Fills packs with blobs and writes each when it is full, up to ``thread_count`` at once.
 
     Args:
-        store: Where to.
+        store: Where to; a directory, or a log.
         prefix: Begins their names.
         thread_count: Packs written at once.
         pack_bytes: When one is full.
@@ -72,7 +73,7 @@ class PackWriter:
 
     def __init__(
         self,
-        store: Store,
+        store: PackTarget,
         prefix: str,
         thread_count: int,
         pack_bytes: int = PACK_BYTES,
@@ -124,6 +125,10 @@ class PackWriter:
         while self._writes:
             self._take_written()
 
+    def end_pack(self, target: PackTarget) -> None:
+        """Write the pack that is being filled, of rows without heat or age, to a place of its own."""
+        self._write_pack((0, 0), target)
+
     def finish(self) -> tuple[tuple[Pack, ...], tuple[Blob, ...]]:
         """Write what is left and wait: all packs of this rank, and all blobs by number."""
         self.flush()
@@ -138,7 +143,7 @@ class PackWriter:
         """Stop the threads; packs that are not being written yet are dropped."""
         self._threads.shutdown(cancel_futures=True)
 
-    def _write_pack(self, kind: tuple[int, int]) -> None:
+    def _write_pack(self, kind: tuple[int, int], target: PackTarget | None = None) -> None:
         parts = self._parts.pop(kind, [])
         if not parts:
             return
@@ -146,9 +151,8 @@ class PackWriter:
         while len(self._writes) >= self._thread_count:
             self._take_written()
         index = len(self._packs) + len(self._writes)
-        self._writes.append(
-            self._threads.submit(_write_pack, self._store, f"{self._prefix}-{index}", index, parts, kind[0])
-        )
+        stem = f"{self._prefix}-{index}"
+        self._writes.append(self._threads.submit(_write_pack, target or self._store, stem, index, parts, kind[0]))
 
     def _take_written(self) -> None:
         began = time.monotonic()
@@ -168,7 +172,7 @@ class _WrittenPack:
     secs: float
 
 
-def _write_pack(store: Store, stem: str, index: int, parts: list[_Part], heat: int) -> _WrittenPack:
+def _write_pack(store: PackTarget, stem: str, index: int, parts: list[_Part], heat: int) -> _WrittenPack:
     began = time.monotonic()
     parts = sorted(parts, key=lambda part: -_ITEM_BYTES[part.dtype])
     tensors = ((part.name, part.dtype, part.shape, part.data.nbytes) for part in parts)
@@ -180,8 +184,8 @@ def _write_pack(store: Store, stem: str, index: int, parts: list[_Part], heat: i
         end += part.data.nbytes
     name = f"{stem}.safetensors"
     with record_function("torchrec_cnr.upload"):
-        store.put(name, [header, *(part.data.data for part in parts)])
-    pack = Pack(name, end, len(header), crc32c(header), heat=heat)
+        log = store.put(name, [header, *(part.data.data for part in parts)])
+    pack = Pack(name, end, len(header), crc32c(header), heat=heat, log=log)
     return _WrittenPack(pack, blobs, time.monotonic() - began)
 
 

@@ -36,7 +36,7 @@ class Saved:
         step: After which step.
         path: Where.
         kind: ``baseline`` or ``delta``.
-        num_bytes: Of all its files.
+        num_bytes: Of all its files, and of what went to a log.
         num_rows: Rows of tables stored.
         stall_secs: How long training stood still for it, on this rank.
         secs: Until it was committed, from the start.

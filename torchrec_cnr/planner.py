@@ -34,11 +34,20 @@ from torchrec_cnr.agreement import (
 )
 from torchrec_cnr.collector import paused_collector
 from torchrec_cnr.cuts import Cut, Cuts, StagedRows, TrackedItem
-from torchrec_cnr.decisions import Decision, RowTensor, ShardKey, choose_base, stored_whole
+from torchrec_cnr.decisions import (
+    Decision,
+    RowTensor,
+    ShardKey,
+    choose_base,
+    newest_beside,
+    refuse_policy,
+    stored_whole,
+)
 from torchrec_cnr.errors import ConfigurationError, SaveError
 from torchrec_cnr.handover import CNRStorageMeta, SaveMetadata, ShardData, StagedTensor
 from torchrec_cnr.modified import ModifiedRows, Rows, Since
 from torchrec_cnr.policies import Full, Intermittent, Policy
+from torchrec_cnr.row_blocks import TouchedBlocks
 from torchrec_cnr.shards import is_replicated
 from torchrec_cnr.staged_codes import StagedCodes
 from torchrec_cnr.tracked import Pending, TrackedRows
@@ -65,6 +74,7 @@ class CNRSavePlanner(DefaultSavePlanner):
         self._cut = self._untracked()
         self._meta: CNRStorageMeta | None = None
         self._parts: dict[int, tuple[Rows, ...]] = {}
+        self._touched: dict[int, TouchedBlocks | None] = {}
         self._decision: Decision | None = None
 
     def set_up_planner(
@@ -76,14 +86,17 @@ class CNRSavePlanner(DefaultSavePlanner):
         """Settle the save before, and cut; or take the cut that was made when rows were staged."""
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         self._decision = None
-        self._parts = {}
+        self._parts, self._touched = {}, {}
         self._meta = storage_meta if isinstance(storage_meta, CNRStorageMeta) else None
+        store = self._meta.store if self._meta is not None else None
+        refuse_policy(self._policy, store.log if store is not None else None)
         self._cut = self._staged() or self._untracked()
         if self._cut.staged is None and self._cuts is not None:
             if self._meta is None:
                 raise ConfigurationError(
                     "CNRSavePlanner(tracker) saves only some rows: pass a CNRStorageWriter as storage_writer"
                 )
+            self._cuts.log = store.log if store is not None else None
             self._cut = self._cuts.cut(self.state_dict)
 
     def _untracked(self) -> Cut:
@@ -171,21 +184,30 @@ class CNRSavePlanner(DefaultSavePlanner):
         plans = [replace(plan, planner_data=rank.paths) for plan, rank in zip(all_plans, data, strict=True)]
         plans, metadata = super().create_global_plan(plans)
         head, meta = self._cut.head, self._meta
+        store = meta.store if meta is not None else None
+        keeps_blocks = store is not None and store.log is not None and store.log.block_bytes is not None
         decision = Decision(
             save_id=str(meta.save_id) if meta else "",
             since=Since.EVER,
             policy=type(self._policy).__name__,
             after_ns=head.created_ns if head else 0,
             num_restores=self._cut.num_restores,
+            head=head.ref if head else None,
+            newest=newest_beside(store, head.ref if head else None) if store is not None and keeps_blocks else None,
         )
         policy = policy_of_all(self._policy, data)
-        base = choose_base(policy, head, [rank.head for rank in data], meta.store if meta else None)
+        base = choose_base(policy, head, [rank.head for rank in data], store)
         if base is not None:
             tensors = {fqn: tensor for rank in data for fqn, tensor in rank.tensors.items()}
             new = stored_whole(tensors, metadata, base.parent)
             whole = frozenset(key for key in ranks_of if key[0] in new).union(*(rank.whole for rank in data))
             # Only one of the ranks that hold one and the same shard stores it: the modified rows must be the same.
-            whole |= {key for key, ranks in ranks_of.items() if not agree(key, base.since, [data[r] for r in ranks])}
+            whole |= {
+                key
+                for key, ranks in ranks_of.items()
+                for since in {base.since, Since.HEAD if keeps_blocks else base.since}
+                if not agree(key, since, [data[r] for r in ranks])
+            }
             decision = replace(decision, since=base.since, parent=base.ref, history=base.history, whole=whole)
         refuse_missing_rows(decision, ranks_of, data)
         metadata = SaveMetadata(metadata.state_dict_metadata, planner_data=metadata.planner_data, decision=decision)
@@ -219,7 +241,13 @@ class CNRSavePlanner(DefaultSavePlanner):
             num_restores=self._decision.num_restores,
             group=item.group,
             codes=item.values if isinstance(item.values, StagedCodes) else None,
+            touched=self._touched_of(item),
         )
+
+    def _touched_of(self, item: TrackedItem) -> TouchedBlocks | None:
+        if item.group not in self._touched:
+            self._touched[item.group] = item.touched()
+        return self._touched[item.group]
 
     def _rows_of(self, item: TrackedItem, key: ShardKey, decision: Decision) -> tuple[Rows, ...] | None:
         if decision.since is Since.EVER or key in decision.whole:

@@ -17,15 +17,17 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.profiler import record_function
 
 from torchrec_cnr.assembly import RANK_RECORD, ObjectRecord, RankRecord, ShardRecord
+from torchrec_cnr.block_writing import BlockWriter, WrittenBlocks
 from torchrec_cnr.choosing import chosen_scheme, sampled_rows
 from torchrec_cnr.encoding import EncodedRowSet, EncodedShard, Source, write_all_rows, write_rows
 from torchrec_cnr.errors import ConfigurationError, SaveError
 from torchrec_cnr.handover import ShardData
-from torchrec_cnr.manifest import DTYPES, Place, RowSet, Shard
+from torchrec_cnr.manifest import DTYPES, Blob, Place, RowSet, Shard
 from torchrec_cnr.modified import RowMask, Rows
 from torchrec_cnr.packs import PackWriter
 from torchrec_cnr.phases import SavePhases
 from torchrec_cnr.progress import Count
+from torchrec_cnr.row_blocks import Member
 from torchrec_cnr.rows import Box
 from torchrec_cnr.schemes import NoQuantization, Scheme, SchemeRules
 from torchrec_cnr.shards import dtype_name
@@ -48,16 +50,31 @@ class _Item:
     data: ShardData
     source: Source
 
+    def described(self) -> tuple[Place, ShardRecord]:
+        """Where it lies, and its record without any blob."""
+        size, box = _place(self.item, self.data)
+        record = ShardRecord(size, self.source.dtype, self.data.is_table, self.data.table, ())
+        return Place(box, self.data.table_box), record
+
 
 @dataclass(frozen=True, eq=False)
 class _Written:
-    """What is kept of an item that was written: all of its record but the places of its blobs; no values."""
+    """What is kept of an item that was written: all of its record but the places of its blobs; no values.
+
+    Where it was written in row blocks, ``blocks`` has these, and which of their members it is.
+    """
 
     item: WriteItem
     place: Place
     scheme: Scheme
     record: ShardRecord
     parts: tuple[tuple[RowSet | EncodedRowSet, EncodedShard], ...]
+    blocks: tuple[WrittenBlocks, int] | None = None
+
+    @property
+    def num_exact(self) -> int:
+        """Rows that its scheme cannot represent."""
+        return sum(encoded.num_exact for _, encoded in self.parts)
 
 
 class RankWriter:
@@ -65,6 +82,8 @@ class RankWriter:
 
     Args:
         packs: Where to.
+        row_packs: Where the rows of deltas go to, if elsewhere.
+        blocks: Writes them block by block, if a log keeps the newest pack of each.
         planner: Has the data.
         rules: How to quantize.
         warned: FQNs that were warned of before, added to.
@@ -72,8 +91,17 @@ class RankWriter:
     """
 
     def __init__(
-        self, packs: PackWriter, planner: SavePlanner, rules: SchemeRules, warned: set[str], count: Count
+        self,
+        packs: PackWriter,
+        planner: SavePlanner,
+        rules: SchemeRules,
+        warned: set[str],
+        count: Count,
+        row_packs: PackWriter | None = None,
+        blocks: BlockWriter | None = None,
     ) -> None:
+        self._blocks = blocks
+        self._row_packs = row_packs if row_packs is not None else packs
         self._count = count
         self._began = time.monotonic()
         self._warned = warned
@@ -105,6 +133,10 @@ class RankWriter:
     def _write_together(self, members: Sequence[_Item]) -> None:
         """Items whose rows are stored together."""
         sources = [member.source for member in members]
+        data = members[0].data
+        if self._blocks is not None and data.touched is not None and data.rows is not None and data.values.numel():
+            self._write_blocks(members, sources, self._blocks)
+            return
         parts: list[list[tuple[RowSet | EncodedRowSet, EncodedShard]]] = [[] for _ in members]
         for heat, mask in enumerate(members[0].data.rows or (None,)):
             rows: RowSet | EncodedRowSet
@@ -112,15 +144,26 @@ class RankWriter:
                 if mask is None:
                     rows, encoded = write_all_rows(self._packs, sources)
                 else:
-                    rows, encoded = write_rows(self._packs, sources, mask, heat)
+                    rows, encoded = write_rows(self._row_packs, sources, mask, heat)
             for own, shard in zip(parts, encoded, strict=True):
                 own.append((rows, shard))
         for member, own in zip(members, parts, strict=True):
-            data = member.data
-            size, box = _place(member.item, data)
-            record = ShardRecord(size, member.source.dtype, data.is_table, data.table, ())
-            place = Place(box, data.table_box)
+            place, record = member.described()
             self._shards.append(_Written(member.item, place, member.source.scheme, record, tuple(own)))
+
+    def _write_blocks(self, members: Sequence[_Item], sources: Sequence[Source], blocks: BlockWriter) -> None:
+        """Items whose rows are stored together, in row blocks."""
+        described = [member.described() for member in members]
+        fqns = [member.item.index.fqn for member in members]
+        (rows,), touched = members[0].data.rows or (), members[0].data.touched
+        assert touched is not None  # as the caller has seen
+        with record_function("torchrec_cnr.encode"):
+            places = [place for place, _ in described]
+            tensors = list(map(Member, fqns, (source.dtype for source in sources), places))
+            written, encoded = blocks.write(tensors, sources, rows, touched)
+        for number, (member, (place, record), shard) in enumerate(zip(members, described, encoded, strict=True)):
+            own = ((written.new, shard),)
+            self._shards.append(_Written(member.item, place, member.source.scheme, record, own, (written, number)))
 
     def _resolve(self, item: WriteItem) -> ShardData:
         data: Any = self._planner.resolve_data(item)
@@ -161,30 +204,35 @@ class RankWriter:
     def finish(self, phases: SavePhases) -> list[WriteResult]:
         """Returns once everything is in the store; adds what that took to what the save took before."""
         packs, blobs = self._packs.finish()
+        row_blobs = blobs
+        if self._row_packs is not self._packs:
+            row_packs, row_blobs = self._row_packs.finish()
+            row_blobs = tuple(replace(blob, pack=blob.pack + len(packs)) for blob in row_blobs)
+            packs += row_packs
+        kept_packs = self._blocks.kept_packs if self._blocks is not None else ()
+        writers = {self._packs, self._row_packs}
+        wait_secs = sum(writer.wait_secs for writer in writers)
         phases = replace(
             phases,
-            encode_secs=time.monotonic() - self._began - self._packs.wait_secs,
-            wait_secs=self._packs.wait_secs,
-            upload_secs=self._packs.upload_secs,
+            encode_secs=time.monotonic() - self._began - wait_secs,
+            wait_secs=wait_secs,
+            upload_secs=sum(writer.upload_secs for writer in writers),
             num_bytes=sum(pack.num_bytes for pack in packs),
         )
         located: dict[int, RowSet] = {}
-        results = [WriteResult(MetadataIndex(RANK_RECORD), 0, RankRecord(packs, phases))]
+        results = [WriteResult(MetadataIndex(RANK_RECORD), 0, RankRecord((*packs, *kept_packs), phases))]
         for item, number in self._objects:
             results.append(WriteResult(item.index, blobs[number].num_bytes, ObjectRecord(blobs[number])))
         for written in self._shards:
-            num_exact = sum(encoded.num_exact for _, encoded in written.parts)
-            if num_exact:
-                self._tell_of_exact_rows(written.item.index.fqn, num_exact)
-            parts = []
-            for rows, encoded in written.parts:
-                if id(rows) not in located:
-                    located[id(rows)] = rows.located(blobs) if isinstance(rows, EncodedRowSet) else rows
-                codes = tuple(blobs[number] for number in encoded.blobs)
-                place = written.place
-                parts.append(Shard(place.box, located[id(rows)], codes, written.scheme, place.table_box))
+            if written.num_exact:
+                self._tell_of_exact_rows(written.item.index.fqn, written.num_exact)
+            if written.blocks is not None:
+                blocks, number = written.blocks
+                parts = blocks.shards(row_blobs, len(packs))[number]
+            else:
+                parts = _located(written, blobs, row_blobs, located)
             num_bytes = sum(blob.num_bytes for shard in parts for blob in shard.blobs)
-            results.append(WriteResult(written.item.index, num_bytes, replace(written.record, parts=tuple(parts))))
+            results.append(WriteResult(written.item.index, num_bytes, replace(written.record, parts=parts)))
         return results
 
     def _tell_of_exact_rows(self, fqn: str, num_exact: int) -> None:
@@ -197,6 +245,21 @@ class RankWriter:
             num_exact,
         )
         self._warned.add(fqn)
+
+
+def _located(
+    written: _Written, blobs: Sequence[Blob], row_blobs: Sequence[Blob], located: dict[int, RowSet]
+) -> tuple[Shard, ...]:
+    """The parts of an item with the places of their blobs; row sets that several items share are one object."""
+    parts = []
+    for rows, encoded in written.parts:
+        places = row_blobs if isinstance(rows, EncodedRowSet) else blobs
+        if id(rows) not in located:
+            located[id(rows)] = rows.located(places) if isinstance(rows, EncodedRowSet) else rows
+        codes = tuple(places[number] for number in encoded.blobs)
+        place = written.place
+        parts.append(Shard(place.box, located[id(rows)], codes, written.scheme, place.table_box))
+    return tuple(parts)
 
 
 def _mask_of(rows: tuple[Rows, ...] | None) -> RowMask | None:

@@ -30,6 +30,7 @@ from torchrec_cnr.kernels.gathering import gather_rows
 from torchrec_cnr.manifest import DTYPES
 from torchrec_cnr.packs import BLOCK_BYTES
 from torchrec_cnr.phases import SavePhases
+from torchrec_cnr.row_logs import RowLog
 from torchrec_cnr.schemes import SchemeRules
 from torchrec_cnr.shards import copied, dtype_name, is_replicated, local_shards
 from torchrec_cnr.staged_codes import Staged, stage_codes
@@ -63,11 +64,12 @@ class Staging:
         self._cuts: Cuts | None = None
         self._released = threading.Event()
 
-    def wait(self, live: Mapping[str, Any]) -> None:
+    def wait(self, live: Mapping[str, Any], log: RowLog | None) -> None:
         """Wait for the save before.
 
         Args:
             live: What will be saved, flattened.
+            log: That of the writer.
 
         Raises:
             ConfigurationError: It holds tables of several trackers.
@@ -75,6 +77,7 @@ class Staging:
         """
         self._cuts, self.live = _cuts_of(live), frozenset()
         if self._cuts is not None:
+            self._cuts.log = log
             self._cuts.flight.timeout_secs = self._timeout_secs
             self._cuts.wait()
 

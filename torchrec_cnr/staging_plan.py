@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchrec_cnr.arena import padded_bytes
 from torchrec_cnr.choosing import chosen_scheme, sampled_rows
-from torchrec_cnr.cuts import Cut, StagedRows
+from torchrec_cnr.cuts import Cut, StagedRows, TrackedItem
 from torchrec_cnr.decisions import ShardKey
 from torchrec_cnr.modified import ModifiedRows, RowList, RowMask, Since
 from torchrec_cnr.schemes import NoQuantization, Scheme, SchemeRules
@@ -89,7 +89,7 @@ def _copies(live: Mapping[str, Any], cut: Cut) -> list[ShardCopy]:
             if item.group not in selected:
                 # Ranks may disagree about the modified rows of what they all hold, and must then store all.
                 is_whole = Since.EVER in (cut.staged or ()) or (is_replicated(value) and not is_alone)
-                selected[item.group] = (None, _masks(item.rows, cut)) if is_whole else _lists(item.rows, cut)
+                selected[item.group] = (None, _masks(item, cut)) if is_whole else _lists(item, cut)
             copies.append(ShardCopy(key, source, *selected[item.group]))
     return copies
 
@@ -99,22 +99,28 @@ def _since(cut: Cut) -> Since:
     return next((since for since in cut.staged or () if since is not Since.EVER), Since.EVER)
 
 
-def _masks(rows: ModifiedRows, cut: Cut) -> StagedRows:
+def _masks(item: TrackedItem, cut: Cut) -> StagedRows:
     """Modified rows among all rows."""
-    since = _since(cut)
-    parts = rows.select_parts(since, cut.is_by_heat(since))
-    return StagedRows(since, parts, RowMask.union(parts).digest())
+    since, touched = _since(cut), item.touched()
+    parts = _modified(item).select_parts(since, cut.is_by_heat(since))
+    digest = RowMask.union(parts).digest() + (touched.digest() if touched is not None else b"")
+    return StagedRows(since, parts, digest, touched)
 
 
-def _lists(rows: ModifiedRows, cut: Cut) -> tuple[Tensor, StagedRows]:
+def _lists(item: TrackedItem, cut: Cut) -> tuple[Tensor, StagedRows]:
     """Modified rows as they will lie one behind the other, and where."""
     since = _since(cut)
-    parts = rows.select_numbers(since, cut.is_by_heat(since))
+    parts = _modified(item).select_numbers(since, cut.is_by_heat(since))
     lists, first = [], 0
     for numbers in parts:
         lists.append(RowList(numbers.cpu(), first))
         first += len(numbers)
-    return torch.cat(parts) if len(parts) > 1 else parts[0], StagedRows(since, tuple(lists), b"")
+    return torch.cat(parts) if len(parts) > 1 else parts[0], StagedRows(since, tuple(lists), b"", item.touched())
+
+
+def _modified(item: TrackedItem) -> ModifiedRows:
+    assert isinstance(item.rows, ModifiedRows)  # else no rows are selected
+    return item.rows
 
 
 def _over(max_bytes: int, copies: Sequence[ShardCopy], cut: Cut) -> frozenset[ShardKey]:
@@ -139,8 +145,7 @@ def _live(wanted: ShardCopy, cut: Cut, masks: dict[int, StagedRows]) -> ShardCop
     rows = wanted.rows
     if wanted.numbers is not None:
         item = cut.items[wanted.key]
-        assert isinstance(item.rows, ModifiedRows)  # else no rows were selected
-        rows = masks.get(item.group) or _masks(item.rows, cut)
+        rows = masks.get(item.group) or _masks(item, cut)
         masks[item.group] = rows
     return replace(wanted, numbers=None, rows=rows, scheme=None, is_live=True)
 

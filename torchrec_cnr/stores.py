@@ -7,7 +7,6 @@ does not exist, and of several writers one wins. Every failure becomes a ``Store
 import errno
 import os
 import posixpath
-import re
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,12 +25,12 @@ from torchrec_cnr.listings import Listing
 from torchrec_cnr.local_files import link_new, missing_above, open_plain, pass_over, sync_directory
 from torchrec_cnr.pace import Bandwidth
 from torchrec_cnr.remote_files import Result, is_object_store, is_refused, put_whole, tried_again
+from torchrec_cnr.row_logs import RowLog
+from torchrec_cnr.store_urls import checked_url
 from torchrec_cnr.streams import Buffer, Stream, give_up
 
 Bytes = npt.NDArray[np.uint8]
 
-_NO_PATH = re.compile(r"[\\\x00-\x1f]")
-_PASSWORD = re.compile(r"://[^/@]*:[^/@]*@")
 _NOT_THERE = (errno.ENOENT, errno.ENOTDIR)
 _one_at_a_time = threading.Lock()
 _ERRNO: dict[type[Exception], int] = {
@@ -51,34 +50,30 @@ class Store:
         path: Its path there, without the protocol and without a trailing slash.
         sync_files: Whether local files are forced to disk before a write counts as done.
         bandwidth: What puts and reads of arrays take.
+        log: Where packs of its checkpoints may lie that are no files.
     """
 
     fs: Any
     path: str
     sync_files: bool = True
     bandwidth: Bandwidth = field(default_factory=Bandwidth, compare=False)
+    log: RowLog | None = field(default=None, compare=False)
 
     @classmethod
-    def open(cls, url: str | os.PathLike[str], sync_files: bool = True) -> "Store":
-        """The directory at a local path or fsspec URL; nothing is created.
+    def open(cls, url: "str | os.PathLike[str] | Store", sync_files: bool = True, log: RowLog | None = None) -> "Store":
+        """The directory at a local path or fsspec URL, or what is one already; nothing is created.
 
         Raises:
-            ConfigurationError: The URL's protocol is unknown, its package is not installed, or it has a password, a
-                backslash, a control character, or, without a protocol, ``::``: a delta or fsspec could not follow it.
+            ConfigurationError: The URL's protocol is unknown, or its package is not installed; or see ``checked_url``.
         """
-        name = os.fspath(url)
-        if _PASSWORD.search(name):
-            raise ConfigurationError(
-                f"{_PASSWORD.sub('://…@', name)!r}: credentials in a URL come into logs and errors; give them to the "
-                "file system by its own configuration, such as the environment or fsspec's configuration files"
-            )
-        if _NO_PATH.search(name) or ("::" in name and "://" not in name):
-            raise ConfigurationError(f"{name!r}: not a path or URL that checkpoints can refer to; choose plainer names")
+        if isinstance(url, Store):
+            return url
+        name = checked_url(url)
         try:
             fs, path = fsspec.core.url_to_fs(name)
         except (ValueError, ImportError) as error:
             raise ConfigurationError(f"{name!r}: not a path or URL that fsspec can open ({error})") from error
-        return cls(fs, str(path).rstrip("/") or "/", sync_files)
+        return cls(fs, str(path).rstrip("/") or "/", sync_files, log=log)
 
     @classmethod
     def can_open(cls, url: str | os.PathLike[str]) -> bool:

@@ -19,8 +19,8 @@ Nothing is ever overwritten: packs bear the save id in their names, and the mani
 import os
 import time
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -34,8 +34,9 @@ from torch.profiler import record_function
 
 from torchrec_cnr.agreement import RankData, shard_key
 from torchrec_cnr.assembly import assemble
+from torchrec_cnr.block_writing import BlockWriter, Predecessor
 from torchrec_cnr.collector import paused_collector
-from torchrec_cnr.commit import commit, file_of, manifest_of
+from torchrec_cnr.commit import ManifestFile, commit, file_of, manifest_of
 from torchrec_cnr.cuts import TIMEOUT_SECS
 from torchrec_cnr.decisions import Decision
 from torchrec_cnr.errors import CheckpointExistsError, ConfigurationError
@@ -43,16 +44,20 @@ from torchrec_cnr.fences import Fence, fence_of
 from torchrec_cnr.handover import CNRStorageMeta, SaveMetadata
 from torchrec_cnr.kernels.threads import one_thread
 from torchrec_cnr.leases import Lease
-from torchrec_cnr.manifest import FILE_NAME, CheckpointRef
+from torchrec_cnr.manifest import FILE_NAME, Manifest
 from torchrec_cnr.modified import Since
 from torchrec_cnr.pace import Bandwidth, Pace, check_cpu_share
 from torchrec_cnr.packs import PACK_BYTES, PackWriter, check_pack_bytes, check_thread_count
 from torchrec_cnr.phases import SavePhases
+from torchrec_cnr.predecessors import forget_superseded, predecessor
 from torchrec_cnr.progress import Count, Progress
 from torchrec_cnr.rank_writer import RankWriter
+from torchrec_cnr.row_logs import BlockTarget, PackTarget, RowLog, root_id
 from torchrec_cnr.schemes import NoQuantization, Quantization, SchemeRules
 from torchrec_cnr.staging import STAGING_BYTES, Staging
 from torchrec_cnr.stores import Store
+
+_LOG_PACK_BYTES = 4 << 20  # no file: the sooner the first is sent, the more goes on at once
 
 
 class CNRStorageWriter(StorageWriter, AsyncStager):
@@ -74,11 +79,13 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
             that in one thread, and rests in between.
         timeout_secs: How long an asynchronous save waits for the one before, if that is still under way.
         max_bytes_per_sec: What each rank may write a second, averaged over packs.
+        rows: A log that the rows of deltas go to, and markers that commit: ``KafkaRows``. By default, both are files.
         overwrite: Only False: a checkpoint that is there is never overwritten.
         progress: Told how many of how many shards and objects this rank has written.
 
     Raises:
-        ConfigurationError: An argument cannot work.
+        ConfigurationError: An argument cannot work, or a topic of the log would lose rows.
+        StoreError: The log does not answer in time.
     """
 
     def __init__(
@@ -93,6 +100,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         cpu_share: float = 1.0,
         timeout_secs: float = TIMEOUT_SECS,
         max_bytes_per_sec: float | None = None,
+        rows: RowLog | None = None,
         overwrite: bool = False,
         progress: Progress | None = None,
     ) -> None:
@@ -114,7 +122,11 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         self._rules = SchemeRules.of(quantization if quantization is not None else NoQuantization())
         self._staging = Staging(self._rules, staging_bytes, timeout_secs)
         self._bandwidth = Bandwidth(max_bytes_per_sec)
+        self._log = rows
+        self._target: PackTarget | BlockTarget | None = None  # of this save's rows
         self._store = self._opened(path)
+        if rows is not None:
+            rows.open(may_make=True)
         self._save_id = ""
         self._rank = 0
         self._started = time.monotonic()
@@ -133,7 +145,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
             SaveError: The save before has not ended in time.
         """
         live, paths = flatten_state_dict(dict(state_dict))
-        self._staging.wait(live)
+        self._staging.wait(live, self._log)
         try:
             with record_function("torchrec_cnr.stage"):
                 return dict(unflatten_state_dict(self._staging.stage(live), paths))
@@ -156,7 +168,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
 
     def __getstate__(self) -> dict[str, Any]:
         """In another process it writes what was staged here, for the same job, and tells nobody how far it is."""
-        return {**self.__dict__, "_progress": None, "_sent_fence": fence_of(self._store)}
+        return {**self.__dict__, "_progress": None, "_target": None, "_sent_fence": fence_of(self._store)}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Another checkpoint id; DCP calls this only if it was given one."""
@@ -164,7 +176,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
             self._store = self._opened(checkpoint_id)
 
     def _opened(self, path: str | os.PathLike[str]) -> Store:
-        return replace(Store.open(path, self._sync_files), bandwidth=self._bandwidth)
+        return replace(Store.open(path, self._sync_files, self._log), bandwidth=self._bandwidth)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Learn the rank; DCP passes it only to a parameter that is called ``kwargs``."""
@@ -187,43 +199,68 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         self._store.make()
         if self._is_coordinator:
             self._lease = Lease.take(self._store, "save")
+        if self._log is not None:  # before the coordinator learns whether a later job has begun
+            if self._is_coordinator and self._log.block_bytes is not None and isinstance(plan.planner_data, RankData):
+                self._own_fence().check()  # for now: who is late should not disturb the other; only it knows its fence
+            self._target = self._log.target(root_id(self._store.at("..").url), self._rank, self._is_coordinator)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Give this save's id to all ranks. Of jobs with lineages, only the latest may save to a root."""
         self._fence = None
         if isinstance(plans[0].planner_data, Decision):
-            sent = self._sent_fence
-            self._fence = sent if sent is not None and sent.root == self._store.at("..") else fence_of(self._store)
+            self._fence = self._own_fence()
             self._fence.claim()
+        if self._log is not None:
+            self._log.begin(root_id(self._store.at("..").url))
         return [replace(plan, storage_data=self._save_id) for plan in plans]
+
+    def _own_fence(self) -> Fence:
+        sent = self._sent_fence
+        return sent if sent is not None and sent.root == self._store.at("..") else fence_of(self._store)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Encode and write this rank's items."""
         began = time.monotonic()
-        packs = PackWriter(self._store, f"{plan.storage_data}-{self._rank}", self._thread_count, self._pack_bytes)
+        packs = self._pack_writer(self._store, f"{plan.storage_data}-{self._rank}", self._pack_bytes)
+        row_packs, blocks = self._row_writer(plan)
         try:
-            writer = RankWriter(packs, planner, self._rules, self._warned, Count(len(plan.items), self._progress))
+            count = Count(len(plan.items), self._progress)
+            writer = RankWriter(packs, planner, self._rules, self._warned, count, row_packs, blocks)
             live = self._staging.live
             if live:
                 writer.write([item for item in plan.items if shard_key(item) in live])
-                packs.flush()
+                for each in filter(None, (packs, row_packs)):
+                    each.flush()
                 self._staging.release()
-            with self._behind_training(packs) if self._staged is not None else nullcontext():
+            if self._staged is not None:
+                for each in filter(None, (packs, row_packs)):
+                    each.pace = Pace(self._cpu_share)
+            with one_thread() if self._staged is not None else nullcontext():  # behind training
                 writer.write([item for item in plan.items if shard_key(item) not in live])
             results = writer.finish(replace(self._staged or SavePhases(), plan_secs=began - self._started))
         finally:
-            packs.close()
+            for each in filter(None, (packs, row_packs)):
+                each.close()
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
-    @contextmanager
-    def _behind_training(self, packs: PackWriter) -> Iterator[None]:
-        """Encode in this thread only, and rest in between."""
-        packs.pace = Pace(self._cpu_share)
-        with one_thread():
-            yield
+    def _pack_writer(self, target: PackTarget, prefix: str, pack_bytes: int) -> PackWriter:
+        return PackWriter(target, prefix, self._thread_count, pack_bytes)
+
+    def _row_writer(self, plan: SavePlan) -> tuple[PackWriter | None, BlockWriter | None]:
+        """Of the rows of a delta, where there is a log; its packs have names of their own."""
+        log, target, prefix = self._log, self._target, f"{plan.storage_data}-{self._rank}-rows"
+        if log is None or target is None:
+            return None, None
+        if not isinstance(target, BlockTarget):
+            return self._pack_writer(target, prefix, min(self._pack_bytes, _LOG_PACK_BYTES)), None
+        decision = plan.planner_data
+        before = predecessor(log, decision) if isinstance(decision, Decision) else Predecessor(None, frozenset())
+        # A block is a pack, whatever its size; what is none, such as a tensor without columns, goes to files.
+        packs = PackWriter(self._store, prefix, self._thread_count, pack_bytes=1 << 62, buffer_bytes=1 << 62)
+        return packs, BlockWriter(packs, target, before)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit."""
@@ -232,8 +269,10 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         if decision is None:
             decision = Decision(self._save_id, Since.EVER, policy="Full")
         with record_function("torchrec_cnr.commit"):
-            data, parent, rank_phases = self._manifest_file(decision, metadata, results)
-            commit(self._store, data, parent, self._save_id, self._lease, self._fence)
+            manifest, file, rank_phases = self._manifest_file(decision, metadata, results)
+            commit(self._store, file, self._lease, self._fence)
+        if self._log is not None and self._log.block_bytes is not None and self._fence is not None:
+            forget_superseded(self._store, self._log, decision, manifest)
         if isinstance(metadata, SaveMetadata):
             commit_secs = time.monotonic() - began
             metadata.phases = tuple(replace(phases, commit_secs=commit_secs) for phases in rank_phases)
@@ -244,11 +283,11 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
     @paused_collector()  # to its end: then all that was made here is gone, and need not be looked through
     def _manifest_file(
         self, decision: Decision, metadata: Metadata, results: list[list[WriteResult]]
-    ) -> tuple[bytes, CheckpointRef | None, tuple[SavePhases, ...]]:
-        """The manifest's file, the parent that it names, and what each rank took."""
+    ) -> tuple[Manifest, ManifestFile, tuple[SavePhases, ...]]:
+        """The manifest, its file, and what each rank took."""
         parts = assemble(metadata, results)
         manifest = manifest_of(self._store, decision, parts, metadata, self._save_id)
-        return file_of(manifest, self._store), manifest.parent, parts.phases
+        return manifest, file_of(manifest, self._store), parts.phases
 
     def storage_meta(self) -> StorageMeta:
         """Where this save goes, for the planner; the first call of every save, and the only one that draws its id."""

@@ -13,6 +13,7 @@ from enum import Enum
 
 from torchrec_cnr.errors import LoadError, StoreError
 from torchrec_cnr.lineage import Lineage, read_lineage
+from torchrec_cnr.stores import Store
 
 logger = logging.getLogger(__name__)
 
@@ -54,11 +55,11 @@ class Standing:
     baseline: str
 
 
-def read_links(path: str, standing: Standing | None) -> Iterator[Links]:
+def read_links(path: str | Store, standing: Standing | None) -> Iterator[Links]:
     """The ways to a checkpoint: what reads least first, and its whole lineage last, if it was not the first.
 
     Args:
-        path: The checkpoint.
+        path: The checkpoint, or its store.
         standing: What is applied, if anything is.
 
     Raises:
@@ -79,7 +80,7 @@ def read_links(path: str, standing: Standing | None) -> Iterator[Links]:
     yield Links(lineage, Ground.NOTHING)
 
 
-def _as_committed(path: str, standing: Standing) -> Iterator[Links]:
+def _as_committed(path: str | Store, standing: Standing) -> Iterator[Links]:
     """A way that was there before a compaction."""
     try:
         lineage = read_lineage(path, since=standing.head, is_as_committed=True)

@@ -13,6 +13,7 @@ from torch import nn
 
 from torchrec_cnr.errors import DamagedError, StoreError
 from torchrec_cnr.leases import leased
+from torchrec_cnr.row_logs import RowLog
 from torchrec_cnr.serving.applied import Applied
 from torchrec_cnr.serving.commits import Commit
 from torchrec_cnr.serving.links import Ground, Links, Standing, read_links
@@ -49,13 +50,17 @@ class ServedModel:
         key: What its state dict was saved under; None if it was saved as it is.
         allow_partial: Whether tensors that checkpoints do not have are left as they are.
         thread_count: Requests in flight at once.
+        log: That rows of deltas go to, if they do.
     """
 
-    def __init__(self, model: nn.Module, key: str | None, *, allow_partial: bool, thread_count: int) -> None:
+    def __init__(
+        self, model: nn.Module, key: str | None, *, allow_partial: bool, thread_count: int, log: RowLog | None = None
+    ) -> None:
         self._model = model
         self._key = key
         self._allow_partial = allow_partial
         self._thread_count = thread_count
+        self._log = log
         self._state: _State | None = None
         self._lookups = Lookups()
         self._hooks = share_forwards(model, self._lookups)
@@ -85,8 +90,9 @@ class ServedModel:
         """
         started_secs = time.perf_counter()
         before = self._state
-        with leased(Store.open(commit.path), "load"):
-            found = self._staged(commit.path, before)
+        store = Store.open(commit.path, log=self._log)
+        with leased(store, "load"):
+            found = self._staged(store, before)
         if found is None:
             self._state = None if before is None else replace(before, commit=commit)
             return None
@@ -115,9 +121,9 @@ class ServedModel:
             committed_to_applied_secs=time.time() - head.created_ns / 1e9,
         )
 
-    def _staged(self, path: str, before: _State | None) -> tuple[Links, Staged] | None:
+    def _staged(self, store: Store, before: _State | None) -> tuple[Links, Staged] | None:
         """The first way to a checkpoint that can be gone, and what it leads to; None if the model is there."""
-        for links in read_links(path, None if before is None else before.standing):
+        for links in read_links(store, None if before is None else before.standing):
             if before is not None and links.lineage.newest.sha256 == before.standing.head:
                 return None
             targets = find_targets(self._model, self._key, links.lineage.newest, allow_partial=self._allow_partial)
@@ -126,11 +132,11 @@ class ServedModel:
             except (DamagedError, StoreError) as error:
                 if not links.is_delta:
                     raise
-                logger.info("%s: another way to it is tried: %s", path, error)
+                logger.info("%s: another way to it is tried: %s", store.url, error)
                 continue
             if staged is not None:
                 return links, staged
-        raise DamagedError(f"{path}: nothing leads to it; use another checkpoint")
+        raise DamagedError(f"{store.url}: nothing leads to it; use another checkpoint")
 
 
 def _standing(links: Links, before: _State | None) -> Standing:

@@ -18,8 +18,10 @@ from torch import nn
 
 from torchrec_cnr.errors import CheckpointNotFoundError, CNRError, ConfigurationError, DamagedError
 from torchrec_cnr.packs import check_thread_count
+from torchrec_cnr.row_logs import RowLog
 from torchrec_cnr.serving.applied import Applied, Lag, lag_of
 from torchrec_cnr.serving.commits import Commit, Commits, RootCommits
+from torchrec_cnr.serving.marker_commits import MarkerCommits
 from torchrec_cnr.serving.served import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -44,6 +46,7 @@ class RowSubscriber:
         on_applied: Told of each update, in the thread that did it, when lookups go on already.
         allow_partial_load: Leave tensors of the model that checkpoints do not have as they are.
         thread_count: Requests in flight at once.
+        rows: The log that rows of deltas go to, if they do (``KafkaRows``); its markers tell of commits at once.
 
     Raises:
         ConfigurationError: An argument cannot work.
@@ -59,11 +62,12 @@ class RowSubscriber:
         on_applied: Callable[[Applied], None] | None = None,
         allow_partial_load: bool = False,
         thread_count: int = 2,
+        rows: RowLog | None = None,
     ) -> None:
         check_thread_count(thread_count)
         if not 0 < interval_secs < math.inf:
             raise ConfigurationError(f"'interval_secs' must be more than 0 (got {interval_secs})")
-        self._commits: Commits = RootCommits(root) if isinstance(root, str | os.PathLike) else root
+        self._commits = _commits(root, rows)
         self._interval_secs = interval_secs
         self._on_applied = on_applied
         self._known: Sequence[Commit] = ()
@@ -74,7 +78,7 @@ class RowSubscriber:
         self._turn = threading.RLock()
         self._is_closed = threading.Event()
         self._thread: threading.Thread | None = None
-        self._served = ServedModel(model, key, allow_partial=allow_partial_load, thread_count=thread_count)
+        self._served = ServedModel(model, key, allow_partial=allow_partial_load, thread_count=thread_count, log=rows)
 
     def update(self) -> Applied | None:
         """Apply the newest checkpoint, if it is not applied yet.
@@ -210,3 +214,9 @@ class RowSubscriber:
         if failure is not None:
             raise failure
         return None
+
+
+def _commits(root: str | os.PathLike[str] | Commits, log: RowLog | None) -> Commits:
+    if not isinstance(root, str | os.PathLike):
+        return root
+    return RootCommits(root) if log is None else MarkerCommits(root, log)

@@ -1,0 +1,92 @@
+"""Kafka clients: their settings, and their errors as ours."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torchrec_cnr.errors import ConfigurationError, StoreError
+
+try:
+    from confluent_kafka import KafkaError, KafkaException, Producer
+except ImportError as error:
+    raise ImportError("KafkaRows needs confluent-kafka: pip install 'torchrec_cnr[kafka]'") from error
+
+logger = logging.getLogger("torchrec_cnr.kafka")
+
+FENCED = frozenset({KafkaError._FENCED, KafkaError.INVALID_PRODUCER_EPOCH, KafkaError.PRODUCER_FENCED})
+MOST_RECORD_BYTES = 1 << 20
+BATCH_BYTES = 1_000_000  # of records that are sent together; what brokers take by default is a little more
+# On these, what is promised of the log stands.
+OWN_SETTINGS = frozenset(
+    {"bootstrap.servers", "transactional.id", "enable.idempotence", "acks", "request.required.acks", "group.id"}
+    | {"isolation.level", "auto.offset.reset", "enable.partition.eof", "batch.size", "message.max.bytes"}
+    | {"max.in.flight", "max.in.flight.requests.per.connection", "message.timeout.ms", "transaction.timeout.ms"}
+    | {"delivery.timeout.ms"}
+)
+
+
+Settings = dict[str, str | int | float | bool]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """How to reach Kafka.
+
+    Attributes:
+        bootstrap: ``host:port``, or several, separated by commas.
+        timeout_secs: How long it may not answer.
+        config: Further settings of librdkafka, such as those for security, as pairs.
+    """
+
+    bootstrap: str
+    timeout_secs: float
+    config: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+
+    @property
+    def timeout_ms(self) -> int:
+        """In milliseconds."""
+        return max(1, round(1e3 * self.timeout_secs))
+
+    def settings(self, more: Settings) -> Settings:
+        """Of a client."""
+        return {
+            "bootstrap.servers": self.bootstrap,
+            "socket.timeout.ms": max(1000, self.timeout_ms),
+            "reconnect.backoff.max.ms": 1000,
+            "log_level": 2,  # connections come and go; what matters is raised
+            "message.max.bytes": 2 * MOST_RECORD_BYTES,
+            "batch.size": BATCH_BYTES,
+            **more,
+            **dict(self.config),
+        }
+
+    def check(self) -> None:
+        """See that librdkafka knows all settings.
+
+        Raises:
+            ConfigurationError: It does not.
+        """
+        try:
+            Producer(self.settings({}), logger=logger)
+        except KafkaException as error:
+            raise ConfigurationError(f"'config': {told(error)}") from error
+
+    @contextmanager
+    def errors(self, action: str) -> Iterator[None]:
+        """Kafka's errors become ``StoreError``, which names what could not be done, and where."""
+        try:
+            yield
+        except KafkaException as error:
+            raise StoreError(f"cannot {action} of Kafka at {self.bootstrap}: {told(error)}") from error
+
+
+def told(error: BaseException) -> str:
+    """A Kafka error for a message."""
+    reason = error.args[0] if error.args else error
+    return f"{reason.name()}: {reason.str()}" if isinstance(reason, KafkaError) else str(reason)
+
+
+def is_fenced(error: KafkaException) -> bool:
+    """Whether a producer with the same transactional id has come later."""
+    return bool(error.args) and isinstance(error.args[0], KafkaError) and error.args[0].code() in FENCED

@@ -1,0 +1,188 @@
+"""Consumers: ranges of records, in their order, by partition and offset. Nothing is subscribed to.
+
+A load reads a pack in pieces, some of them twice. To begin elsewhere costs a request and what was fetched ahead; so a
+consumer passes over a few records, and keeps the last ones that it has passed.
+"""
+
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
+
+from torchrec_cnr.errors import DamagedError
+from torchrec_cnr.kafka.clients import Cluster, Settings, logger
+
+_POLL_SECS = 0.1
+_QUEUED_BYTES = 16 << 20
+_MOST_SKIPPED = 32  # offsets: records that are fetched before they are asked for, tombstones, what compaction removed
+_KEPT_BYTES = 17 << 20  # a pack: its row numbers are read first, and then all of it
+_GONE = (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE)
+
+
+class RangeConsumer:
+    """One consumer, for one thread at a time.
+
+    Args:
+        cluster: The cluster.
+        isolation: Kafka's ``isolation.level``.
+
+    Attributes:
+        place: Topic, partition and offset of what it would read next.
+    """
+
+    def __init__(self, cluster: Cluster, isolation: str) -> None:
+        self._cluster = cluster
+        self.place: tuple[str, int, int] | None = None
+        self._topics: set[str] = set()
+        self._kept: deque[Message] = deque()  # the last before ``place``
+        self._kept_bytes = 0
+        self._is_at_end = False  # which is told once, and not again before there is more
+        settings: Settings = {
+            "group.id": f"torchrec_cnr-{uuid.uuid4().hex}",  # librdkafka wants one; nothing is committed to it
+            "isolation.level": isolation,
+            "enable.auto.commit": False,
+            "enable.auto.offset.store": False,
+            "enable.partition.eof": True,
+            "auto.offset.reset": "error",
+            "fetch.wait.max.ms": 20,
+            "fetch.error.backoff.ms": 20,
+            "fetch.queue.backoff.ms": 5,  # a second by default, whenever its queue was full
+            "queued.max.messages.kbytes": _QUEUED_BYTES >> 10,
+            "fetch.message.max.bytes": 4 << 20,
+        }
+        self._consumer = Consumer(cluster.settings(settings), logger=logger)
+
+    def records(self, topic: str, partition: int, start: int, stop: int, wait_secs: float = 0.0) -> Iterator[Message]:
+        """The records from one offset up to another, or up to the end of what there is to be seen.
+
+        Args:
+            topic: Which log.
+            partition: Of the topic.
+            start: First offset.
+            stop: Offset behind the last.
+            wait_secs: How long to wait for the first at the end.
+
+        Raises:
+            DamagedError: There is no such offset any more, or not yet.
+            KafkaException: The broker does not answer in time.
+        """
+        for kept in self._kept_from(topic, partition, start):
+            if (offset := kept.offset() or 0) >= stop:
+                return
+            start = offset + 1
+            yield kept
+        is_anew = self.distance(topic, partition, start) is None or (self._is_at_end and wait_secs == 0)
+        if is_anew:
+            self._go_to(topic, partition, start)
+        self.place = None
+        began = heard = time.monotonic()
+        while True:
+            message = self._consumer.poll(min(_POLL_SECS, wait_secs) if self._is_at_end else _POLL_SECS)
+            now = time.monotonic()
+            if message is None and self._is_at_end and now > began + wait_secs:
+                self.place = (topic, partition, start)
+                return
+            if message is None:
+                if now > heard + self._cluster.timeout_secs and not self._is_at_end:
+                    raise KafkaException(KafkaError(KafkaError._TIMED_OUT))
+                continue
+            heard, error = now, message.error()
+            if error is not None and error.code() == KafkaError._PARTITION_EOF:
+                self._is_at_end = True
+                if wait_secs == 0 and not is_anew:  # the client may have heard of it before more was written
+                    is_anew = True
+                    self._go_to(topic, partition, start if self.place is None else self.place[2])
+                    continue
+                if wait_secs == 0 or self.place is not None:
+                    return
+                continue
+            if error is not None and error.code() in _GONE:
+                raise DamagedError(
+                    f"topic {topic!r} partition {partition} of Kafka at {self._cluster.bootstrap}: there is no offset "
+                    f"{start}: it was removed by the topic's retention, or the topic is another one; use another "
+                    "checkpoint"
+                )
+            if error is not None:
+                raise KafkaException(error)
+            offset, self._is_at_end = message.offset() or 0, False
+            self.place = (topic, partition, offset + 1)
+            self._keep(message)
+            if offset >= stop:
+                return
+            if offset >= start:
+                start = offset + 1
+                yield message
+
+    def _go_to(self, topic: str, partition: int, start: int) -> None:
+        if topic not in self._topics:
+            self._consumer.list_topics(topic, self._cluster.timeout_secs)  # or the first record may take a second
+            self._topics.add(topic)
+        self._kept.clear()
+        self._kept_bytes = 0
+        self._is_at_end = False
+        self._consumer.assign([TopicPartition(topic, partition, start)])
+
+    def _keep(self, message: Message) -> None:
+        self._kept.append(message)
+        self._kept_bytes += len(message)
+        while self._kept_bytes > _KEPT_BYTES:
+            self._kept_bytes -= len(self._kept.popleft())
+
+    def _kept_from(self, topic: str, partition: int, start: int) -> list[Message]:
+        """What was kept from an offset on, if all of it was."""
+        if self.place is None or self.place[:2] != (topic, partition) or not self._kept:
+            return []
+        if not (self._kept[0].offset() or 0) <= start < self.place[2]:
+            return []
+        return [message for message in self._kept if (message.offset() or 0) >= start]
+
+    def distance(self, topic: str, partition: int, start: int) -> int | None:
+        """How many offsets it would read on to be there; None if another request is better."""
+        if self.place is None or self.place[:2] != (topic, partition):
+            return None
+        if self._kept_from(topic, partition, start):
+            return 0
+        distance = start - self.place[2]
+        return distance if 0 <= distance <= _MOST_SKIPPED else None
+
+    def close(self) -> None:
+        """Leave."""
+        self._consumer.close()
+
+
+class Consumers:
+    """Consumers that wait for the next who needs one.
+
+    Args:
+        cluster: The cluster.
+        isolation: Kafka's ``isolation.level``: "read_committed" shows nothing behind a transaction that is open, of
+            whomever; "read_uncommitted" is for those who know already that what they read was committed.
+    """
+
+    def __init__(self, cluster: Cluster, isolation: str) -> None:
+        self._cluster = cluster
+        self._isolation = isolation
+        self._lock = threading.Lock()
+        self._idle: list[RangeConsumer] = []
+
+    @contextmanager
+    def one(self, topic: str, partition: int, start: int) -> Iterator[RangeConsumer]:
+        """The one that has least to read on to be there, if there is one. One that has failed is not used again."""
+        with self._lock:
+            distances = [consumer.distance(topic, partition, start) for consumer in self._idle]
+            at_hand = [(distance, n) for n, distance in enumerate(distances) if distance is not None]
+            found = self._idle[min(at_hand)[1] if at_hand else 0] if self._idle else None
+            if found is not None:
+                self._idle.remove(found)
+        consumer = found if found is not None else RangeConsumer(self._cluster, self._isolation)
+        try:
+            yield consumer
+        except BaseException:
+            consumer.close()
+            raise
+        with self._lock:
+            self._idle.append(consumer)
