@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from torchrec_cnr.cli.options import AsJson, Threads
+from torchrec_cnr.cli.options import AsJson, Kafka, KafkaFile, KafkaSettings, Threads, rows_log
 from torchrec_cnr.cli.output import print_json, progress_bar, stdout
 from torchrec_cnr.leases import leased
 from torchrec_cnr.lineage import read_checkpoint
@@ -23,10 +23,14 @@ def compact(
         float, typer.Option("--max-ratio", min=1, help="What a restore may read, of what it needs.")
     ] = MAX_RATIO,
     self_contained: Annotated[
-        bool, typer.Option("--self-contained", help="Copy all that lies in other checkpoints' directories.")
+        bool,
+        typer.Option("--self-contained", help="Copy all that lies in other checkpoints' directories, or in Kafka."),
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
     threads: Threads = 2,
+    kafka: Kafka = None,
+    kafka_settings: KafkaSettings = None,
+    kafka_file: KafkaFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Fold a lineage into one checkpoint.
@@ -40,10 +44,10 @@ def compact(
     - `cnr compact runs/a`
     - `cnr compact runs/a/step-300 --self-contained`
     """
-    checkpoint = read_checkpoint(checkpoint_at(path))
+    checkpoint = read_checkpoint(checkpoint_at(path, rows_log(kafka, kafka_settings, kafka_file)))
     with leased(checkpoint.store, "compact"):
         plan = plan_compaction(
-            checkpoint.store.url,
+            checkpoint.store,
             since=since,
             max_ratio=max_ratio,
             self_contained=self_contained,

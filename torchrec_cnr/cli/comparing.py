@@ -10,7 +10,7 @@ from rich.text import Text
 
 from torchrec_cnr.cli.contents import print_under
 from torchrec_cnr.cli.dotted import Dotted, common_prefix
-from torchrec_cnr.cli.options import AsJson, Everything, Threads
+from torchrec_cnr.cli.options import AsJson, Everything, Kafka, KafkaFile, KafkaSettings, Threads, rows_log
 from torchrec_cnr.cli.output import grid, heading, left_out, name, print_json, progress_bar, stdout
 from torchrec_cnr.maintenance.comparing import Comparison, TensorComparison, compare
 from torchrec_cnr.maintenance.places import checkpoint_at
@@ -24,6 +24,9 @@ def diff(
     a: Annotated[str, typer.Argument(metavar="A", help=_PLACE)],
     b: Annotated[str, typer.Argument(metavar="B", help=_PLACE)],
     threads: Threads = 2,
+    kafka: Kafka = None,
+    kafka_settings: KafkaSettings = None,
+    kafka_file: KafkaFile = None,
     everything: Everything = False,
     as_json: AsJson = False,
 ) -> None:
@@ -38,8 +41,9 @@ def diff(
     - `cnr diff runs/a/step-100 runs/a/step-200`
     - `cnr diff runs/a runs/b --json`
     """
+    rows = rows_log(kafka, kafka_settings, kafka_file)
     with progress_bar("comparing", not as_json) as report:
-        found = compare(checkpoint_at(a), checkpoint_at(b), progress=report, thread_count=threads)
+        found = compare(checkpoint_at(a, rows), checkpoint_at(b, rows), progress=report, thread_count=threads)
     if as_json:
         print_json(_document(found))
     else:

@@ -11,6 +11,8 @@ from rich.text import Text
 from torchrec_cnr.cli.dotted import Dotted, common_prefix
 from torchrec_cnr.cli.output import bare_grid, grid, heading, left_out, name
 from torchrec_cnr.lineage import Checkpoint, Lineage
+from torchrec_cnr.log_ranges import LogRange
+from torchrec_cnr.maintenance.own_files import log_bytes
 from torchrec_cnr.maintenance.restore_bytes import restore_bytes, tensor_bytes
 from torchrec_cnr.manifest import Manifest, TensorEntry
 from torchrec_cnr.quantities import age_text, bytes_text, count_text, instant_text, percent_text, share_text
@@ -30,6 +32,7 @@ class PackUse:
         num_bytes: Size of the file.
         num_blobs: Blobs that are used.
         blob_bytes: Bytes of these.
+        log: Where in a log it lies; None if it is a file.
     """
 
     name: str
@@ -37,6 +40,7 @@ class PackUse:
     num_bytes: int
     num_blobs: int
     blob_bytes: int
+    log: LogRange | None = None
 
 
 def pack_uses(manifest: Manifest) -> list[PackUse]:
@@ -45,7 +49,7 @@ def pack_uses(manifest: Manifest) -> list[PackUse]:
     for _, blob in manifest.blobs():
         blobs[blob.pack].append(blob.num_bytes)
     return [
-        PackUse(pack.name, pack.directory, pack.num_bytes, len(own), sum(own))
+        PackUse(pack.name, pack.directory, pack.num_bytes, len(own), sum(own), pack.log)
         for pack, own in zip(manifest.packs, blobs, strict=True)
     ]
 
@@ -80,9 +84,9 @@ def _facts(checkpoint: Checkpoint, lineage: Lineage | None, problem: str | None)
         read_bytes = bytes_text(restore_bytes(lineage))
         table.add_row("restore", f"reads {read_bytes} of {count_text(len(lineage.checkpoints), 'checkpoint')}")
     table.add_row("rows", f"{checkpoint.num_rows:,} of tables{share}{exact}")
-    table.add_row(
-        "size", f"{bytes_text(checkpoint.num_bytes)}, with {bytes_text(checkpoint.manifest_bytes)} of manifest"
-    )
+    in_log = f"; {bytes_text(log_bytes(manifest))} more in Kafka" if log_bytes(manifest) else ""
+    of_manifest = f"with {bytes_text(checkpoint.manifest_bytes)} of manifest"
+    table.add_row("size", f"{bytes_text(checkpoint.num_bytes)}, {of_manifest}{in_log}")
     ranks, restores = count_text(manifest.world_size, "rank"), count_text(manifest.num_restores, "restore")
     table.add_row("saved by", name(f"{manifest.writer} on {ranks}, policy {manifest.policy}, after {restores}"))
     table.add_row("sha256", checkpoint.sha256)
@@ -169,11 +173,13 @@ def _print_packs(console: Console, uses: Sequence[PackUse], everything: bool) ->
         return
     shown = uses if everything else uses[:_LINES]
     has_others = any(use.directory is not None for use in shown)
-    table = grid("pack", ">size", ">blobs", ">used")
+    in_kafka = ["in Kafka"] * any(use.log is not None for use in uses)
+    table = grid("pack", ">size", ">blobs", ">used", *in_kafka)
     for use in shown:
         place = f"{use.directory}/" if use.directory is not None else ""
         used = percent_text(use.blob_bytes / use.num_bytes)
-        table.add_row(name(place + use.name), bytes_text(use.num_bytes), f"{use.num_blobs:,}", used)
+        log = [name("" if use.log is None else str(use.log)) for _ in in_kafka]
+        table.add_row(name(place + use.name), bytes_text(use.num_bytes), f"{use.num_blobs:,}", used, *log)
     console.print(heading("packs", "those in other directories are used by this checkpoint, too" if has_others else ""))
     console.print(table)
     for line in left_out(len(uses) - len(shown), "packs"):

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from torchrec_cnr.cli.options import AsJson, Threads
+from torchrec_cnr.cli.options import AsJson, Kafka, KafkaFile, KafkaSettings, Threads, rows_log
 from torchrec_cnr.cli.output import print_json, progress_bar, stdout
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.lineage import read_checkpoint
@@ -25,6 +25,9 @@ def export(
     out: Annotated[str, typer.Argument(metavar="OUT", help="Where to: a directory that is not there, or a file.")],
     to: Annotated[Literal["dcp", "safetensors", "torch"], typer.Option("--to", help="The format.")],
     threads: Threads = 2,
+    kafka: Kafka = None,
+    kafka_settings: KafkaSettings = None,
+    kafka_file: KafkaFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint as plain files of full precision.
@@ -36,9 +39,9 @@ def export(
     - `cnr export runs/a/step-300 plain --to dcp`
     - `cnr export runs/a model.pt --to torch`
     """
-    checkpoint = read_checkpoint(checkpoint_at(path))
+    checkpoint = read_checkpoint(checkpoint_at(path, rows_log(kafka, kafka_settings, kafka_file)))
     with progress_bar("exporting", not as_json) as report:
-        found = exporting.export(checkpoint.store.url, out, to=to, thread_count=threads, progress=report)
+        found = exporting.export(checkpoint.store, out, to=to, thread_count=threads, progress=report)
     if as_json:
         document = {"checkpoint": checkpoint.store.url, "files": list(found.files), "bytes": found.num_bytes}
         print_json({**document, "left_out": list(found.left_out)})

@@ -68,12 +68,22 @@ def _kinds(kinds: Sequence[str]) -> str:
 
 def _written(history: RunHistory) -> Total:
     included = ", compactions included" if history.of_kind("compaction") else ""
-    return Total("Written", bytes_text(history.written_bytes), f"{_comparison(history)}{included}")
+    return Total("Written", bytes_text(_all_bytes(history)), f"{_comparison(history)}{included}{_in_log(history)}")
+
+
+def _all_bytes(history: RunHistory) -> int:
+    """Written to files and to a log."""
+    return history.written_bytes + history.log_bytes
+
+
+def _in_log(history: RunHistory) -> str:
+    """What of it went to a log."""
+    return f"; {bytes_text(history.log_bytes)} of it to a log" if history.log_bytes else ""
 
 
 def _comparison(history: RunHistory) -> str:
     """Bytes written, against those of full checkpoints each time."""
-    num, full, written = len(history.saves), history.full_bytes, history.written_bytes
+    num, full, written = len(history.saves), history.full_bytes, _all_bytes(history)
     if not num or not written:
         return "no save is known"
     others = f"{'a' if num == 1 else f'{num:,}'} full quantized checkpoint{'s' * (num != 1)}"
@@ -109,7 +119,7 @@ def on_written(history: RunHistory) -> str:
     """The sizes of what was written."""
     parts = []
     for kind in ("baseline", "delta", "compaction"):
-        sizes = [event.written_bytes for event in history.of_kind(kind)]
+        sizes = [event.written_bytes + event.log_bytes for event in history.of_kind(kind)]
         if sizes:
             parts.append(f"{count_text(len(sizes), kind)}: {_spread(sizes, bytes_text)}.")
     return " ".join(parts)
@@ -118,9 +128,9 @@ def on_written(history: RunHistory) -> str:
 def on_cumulative(history: RunHistory) -> str:
     """What it comes to, and compactions' part."""
     compacted = sum(event.written_bytes for event in history.of_kind("compaction"))
-    share = share_text(compacted / history.written_bytes) if history.written_bytes else "none"
+    share = share_text(compacted / _all_bytes(history)) if compacted else "none"
     of_compactions = f" Compactions wrote {bytes_text(compacted)} of it, {share}." if compacted else ""
-    return f"{bytes_text(history.written_bytes)}, {_comparison(history)}.{of_compactions}"
+    return f"{bytes_text(_all_bytes(history))}, {_comparison(history)}.{of_compactions}"
 
 
 def on_capacity(history: RunHistory) -> str:
@@ -167,6 +177,8 @@ def notes(history: RunHistory) -> tuple[str, ...]:
         which = ", ".join(map(name_text, history.unreadable[:_NUM_NAMED]))
         more = f" and {len(history.unreadable) - _NUM_NAMED} more" if len(history.unreadable) > _NUM_NAMED else ""
         found.append(f"What cannot be read is not in this report: {which}{more}.")
+    if history.log_bytes:
+        found.append(f"{bytes_text(history.log_bytes)} of rows went to a log; capacity is that of files alone.")
     if history.left_bytes:
         left = bytes_text(history.left_bytes)
         found.append(f"{left} of checkpoints that were removed lie here still, in packs that others use.")
@@ -194,7 +206,7 @@ def totals_by_kind(history: RunHistory) -> tuple[KindTotals, ...]:
     lines = []
     for kind, (name, meaning) in _MEANINGS.items():
         events = history.of_kind(kind)
-        written = bytes_text(sum(event.written_bytes for event in events))
+        written = bytes_text(sum(event.written_bytes + event.log_bytes for event in events))
         freed = bytes_text(sum(event.freed_bytes for event in events))
         lines.append(KindTotals(name, meaning, f"{len(events):,}", written, freed))
     return tuple(lines)

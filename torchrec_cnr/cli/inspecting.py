@@ -6,10 +6,11 @@ from typing import Annotated, Any
 import typer
 
 from torchrec_cnr.cli.contents import pack_uses, print_contents
-from torchrec_cnr.cli.options import AsJson, Everything
+from torchrec_cnr.cli.options import AsJson, Everything, Kafka, KafkaFile, KafkaSettings, rows_log
 from torchrec_cnr.cli.output import print_json, stdout
 from torchrec_cnr.errors import LoadError
 from torchrec_cnr.lineage import Checkpoint, Lineage, read_checkpoint, read_lineage
+from torchrec_cnr.maintenance.own_files import log_bytes
 from torchrec_cnr.maintenance.places import checkpoint_at
 from torchrec_cnr.maintenance.restore_bytes import restore_bytes, tensor_bytes
 from torchrec_cnr.manifest import TensorEntry
@@ -18,6 +19,9 @@ from torchrec_cnr.manifest import TensorEntry
 def inspect(
     path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint; or a root, for its newest checkpoint.")],
     everything: Everything = False,
+    kafka: Kafka = None,
+    kafka_settings: KafkaSettings = None,
+    kafka_file: KafkaFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what one checkpoint holds.
@@ -30,7 +34,7 @@ def inspect(
     - `cnr inspect runs/a/step-300`
     - `cnr inspect s3://bucket/runs/a --json`
     """
-    checkpoint = read_checkpoint(checkpoint_at(path))
+    checkpoint = read_checkpoint(checkpoint_at(path, rows_log(kafka, kafka_settings, kafka_file)))
     lineage, problem = _lineage(checkpoint)
     if as_json:
         print_json(_document(checkpoint, lineage, problem))
@@ -41,7 +45,7 @@ def inspect(
 def _lineage(checkpoint: Checkpoint) -> tuple[Lineage | None, str | None]:
     """What it stands on, or why that cannot be said."""
     try:
-        return read_lineage(checkpoint.store.url), None
+        return read_lineage(checkpoint.store), None
     except LoadError as error:
         return None, str(error)
 
@@ -62,6 +66,7 @@ def _document(checkpoint: Checkpoint, lineage: Lineage | None, problem: str | No
         "writer": manifest.writer,
         "num_bytes": checkpoint.num_bytes,
         "manifest_bytes": checkpoint.manifest_bytes,
+        "log_bytes": log_bytes(manifest),
         "blob_bytes": manifest.blob_bytes,
         "num_rows": checkpoint.num_rows,
         "num_exact_rows": checkpoint.num_exact_rows,

@@ -1,7 +1,7 @@
 """``cnr ls``: the checkpoints under a root."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import typer
@@ -9,12 +9,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from torchrec_cnr.cli.options import AsJson, Everything
+from torchrec_cnr.cli.options import AsJson, Everything, Kafka, KafkaFile, KafkaSettings, rows_log
 from torchrec_cnr.cli.output import bare_grid, grid, name, print_json, progress_bar, stdout
 from torchrec_cnr.cli.trees import Gap, Line, draw, visible
 from torchrec_cnr.errors import DamagedError, VersionError
 from torchrec_cnr.lineage import Checkpoint
 from torchrec_cnr.maintenance.catalog import Catalog, Entry, read_catalog, total_bytes
+from torchrec_cnr.maintenance.own_files import is_uncommitted, log_bytes
 from torchrec_cnr.maintenance.places import check_root
 from torchrec_cnr.maintenance.restore_bytes import all_restore_bytes
 from torchrec_cnr.quantities import age_text, bytes_text, count_text, name_text, percent_text
@@ -43,6 +44,9 @@ def ls(
         int | None, typer.Option("--last", min=1, help="Only the newest N checkpoints.", metavar="N")
     ] = None,
     everything: Everything = False,
+    kafka: Kafka = None,
+    kafka_settings: KafkaSettings = None,
+    kafka_file: KafkaFile = None,
     as_json: AsJson = False,
 ) -> None:
     """List the checkpoints under a root, and what stands on what.
@@ -56,8 +60,9 @@ def ls(
     - `cnr ls s3://bucket/runs/a --last 10`
     - `cnr ls runs/a --json | jq '.checkpoints[-1].name'`
     """
+    rows = rows_log(kafka, kafka_settings, kafka_file)
     with progress_bar("reading manifests", not as_json) as report:
-        catalog = read_catalog(root, report)
+        catalog = read_catalog(root, report, rows)
     check_root(catalog)
     shown = set(list(catalog.checkpoints)[-last:] if last else catalog.checkpoints)
     if as_json:
@@ -85,6 +90,7 @@ def _document(catalog: Catalog, shown: set[str]) -> dict[str, Any]:
                 "num_rows": checkpoint.num_rows,
                 "num_table_rows": _num_table_rows(checkpoint),
                 "num_bytes": catalog.entries[name].num_bytes,
+                "log_bytes": log_bytes(checkpoint.manifest),
                 "restore_bytes": restores[name],
             }
             for name, checkpoint in catalog.checkpoints.items()
@@ -146,7 +152,10 @@ def _why(entry: Entry, state: State) -> Text:
     if entry.problem is not None:
         return name(str(entry.problem).removeprefix(f"{entry.store.url}/"))
     size = f"{count_text(len(entry.files), 'file')}, {bytes_text(entry.num_bytes)}" if entry.files else ""
-    return Text(size + _NOTES.get(state, ""), "dim")
+    note = _NOTES.get(state, "")
+    if entry.store.log is None and any(map(is_uncommitted, entry.files)):
+        note = "; a marker in Kafka may have committed it: --kafka tells"
+    return Text(size + note, "dim")
 
 
 def _summary(catalog: Catalog) -> Text:
@@ -157,15 +166,23 @@ def _summary(catalog: Catalog) -> Text:
     num_lineages = sum(checkpoint.parent is None for checkpoint in checkpoints.values())
     return Text(
         f"{count_text(len(checkpoints), 'checkpoint')} on {count_text(num_lineages, 'baseline')}, "
-        f"{bytes_text(num_bytes)}; newest is {name_text(list(checkpoints)[-1])}",
+        f"{bytes_text(num_bytes)}{_in_logs(checkpoints.values())}; newest is {name_text(list(checkpoints)[-1])}",
         overflow="fold",
     )
+
+
+def _in_logs(checkpoints: Iterable[Checkpoint]) -> str:
+    """What they need of logs; a pack that several need counts once."""
+    packs = {pack.log: pack for checkpoint in checkpoints for pack in checkpoint.manifest.packs if pack.log is not None}
+    return f" and {bytes_text(sum(pack.num_bytes for pack in packs.values()))} in Kafka" if packs else ""
 
 
 def _table(catalog: Catalog, lines: Sequence[Line | Gap | None]) -> Table:
     restores, now_ns = all_restore_bytes(catalog), time.time_ns()
     newest = list(catalog.checkpoints)[-1]
-    table = grid("checkpoint", "kind", ">rows", ">", ">size", ">restore", ">age")
+    has_logs = any(log_bytes(checkpoint.manifest) for checkpoint in catalog.checkpoints.values())
+    in_kafka = [">in Kafka"] * has_logs
+    table = grid("checkpoint", "kind", ">rows", ">", ">size", *in_kafka, ">restore", ">age")
     for line in lines:
         if line is None:
             table.add_row()
@@ -183,6 +200,7 @@ def _table(catalog: Catalog, lines: Sequence[Line | Gap | None]) -> Table:
             f"{num_rows:,}",
             percent_text(num_rows / all_rows) if all_rows else "",
             bytes_text(catalog.entries[line.name].num_bytes),
+            *[bytes_text(log_bytes(checkpoint.manifest)) for _ in in_kafka],
             Text("?", "red") if read_bytes is None else bytes_text(read_bytes),
             age_text(now_ns - checkpoint.created_ns),
         )

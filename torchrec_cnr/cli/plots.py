@@ -66,9 +66,9 @@ _LOOKS = (
 
 def draw_written(history: RunHistory) -> Figure:
     """Bytes that each checkpoint and each compaction wrote."""
-    unit, one = bytes_unit(max(event.written_bytes for event in history.events))
+    unit, one = bytes_unit(max(event.written_bytes + event.log_bytes for event in history.events))
     with plot_axes(f"{unit} written") as (figure, axes):
-        _draw_amounts(axes, history, lambda event: event.written_bytes / one)
+        _draw_amounts(axes, history, lambda event: (event.written_bytes + event.log_bytes) / one)
         number_checkpoints(axes, len(history.saves))
         add_legend(figure)
     return figure
@@ -79,11 +79,16 @@ def draw_cumulative(history: RunHistory) -> Figure:
     placed = [(0.0, None), *_placed(history)]
     places = np.array([place for place, _ in placed])
     full = _sums([event.model_bytes if event and event.is_save else 0 for _, event in placed])
-    unit, one = bytes_unit(max(full[-1], history.written_bytes))
+    unit, one = bytes_unit(max(full[-1], history.written_bytes + history.log_bytes))
     with plot_axes(f"{unit} so far") as (figure, axes):
         below = np.zeros(len(places))
         for look in _LOOKS:
-            own = _sums([event.written_bytes if event and event.kind == look.kind else 0 for _, event in placed])
+            own = _sums(
+                [
+                    event.written_bytes + event.log_bytes if event and event.kind == look.kind else 0
+                    for _, event in placed
+                ]
+            )
             if history.of_kind(look.kind):
                 kept = thin(places, below + own, _NUM_COLUMNS)
                 low, high = below[kept] / one, (below + own)[kept] / one

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from torchrec_cnr.cli.options import AsJson
+from torchrec_cnr.cli.options import AsJson, Kafka, KafkaFile, KafkaSettings, rows_log
 from torchrec_cnr.cli.output import bare_grid, name, print_json, progress_bar, stdout
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.maintenance import prune_execution, pruning
@@ -28,12 +28,18 @@ def prune(
     ] = None,
     tagged: Annotated[bool, typer.Option(help="Keep those that have a tag.")] = True,
     execute: Annotated[bool, typer.Option("--execute", help="Do it. Without, only say what would be done.")] = False,
+    kafka: Kafka = None,
+    kafka_settings: KafkaSettings = None,
+    kafka_file: KafkaFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Remove the checkpoints that are not to be kept.
 
     What a kept checkpoint needs stays, and so does what is being saved, loaded or compacted, what cannot be read, and
     what is not recognised. Without --execute nothing is removed.
+
+    Rows in Kafka stay there as long as the topic keeps them. With --kafka it is known what a job has committed that
+    died right then; without, that stays.
 
     Examples:
 
@@ -42,8 +48,9 @@ def prune(
     """
     best = _best(metric)
     keep = Keep(last=last, daily=daily, best=best, tagged=tagged)
+    rows = rows_log(kafka, kafka_settings, kafka_file)
     with progress_bar("reading manifests", not as_json) as report:
-        catalog = read_catalog(root, report)
+        catalog = read_catalog(root, report, rows)
     check_root(catalog)
     _check_metric(catalog, best)
     plan = pruning.plan_prune(catalog, keep)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from torchrec_cnr.cli.options import AsJson, Threads
+from torchrec_cnr.cli.options import AsJson, Kafka, KafkaFile, KafkaSettings, Threads, rows_log
 from torchrec_cnr.cli.output import bare_grid, name, print_json, progress_bar, stdout
 from torchrec_cnr.maintenance import verifying
 from torchrec_cnr.maintenance.verifying import VerifyReport
@@ -18,6 +18,9 @@ def verify(
     path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint; or a root, for its newest checkpoint.")],
     all_heads: Annotated[bool, typer.Option("--all", help="Of a root, verify every checkpoint.")] = False,
     threads: Threads = 2,
+    kafka: Kafka = None,
+    kafka_settings: KafkaSettings = None,
+    kafka_file: KafkaFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Read a whole lineage, and check every byte of it.
@@ -30,8 +33,9 @@ def verify(
     - `cnr verify runs/a/step-300`
     - `cnr verify s3://bucket/runs/a --all --threads 16`
     """
+    rows = rows_log(kafka, kafka_settings, kafka_file)
     with progress_bar("verifying", not as_json) as report:
-        found = verifying.verify(path, all_heads=all_heads, progress=report, thread_count=threads)
+        found = verifying.verify(path, all_heads=all_heads, rows=rows, progress=report, thread_count=threads)
     if as_json:
         print_json({"is_right": found.is_right, **dataclasses.asdict(found)})
     else:

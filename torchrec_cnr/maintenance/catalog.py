@@ -17,7 +17,9 @@ from torchrec_cnr.lineage import Checkpoint, Lineage, read_checkpoint
 from torchrec_cnr.maintenance import annotations, journal
 from torchrec_cnr.maintenance.journal import Journal, PrunedCheckpoint
 from torchrec_cnr.manifest import FILE_NAME
+from torchrec_cnr.marking import settle
 from torchrec_cnr.progress import Progress
+from torchrec_cnr.row_logs import RowLog
 from torchrec_cnr.stores import Store
 
 _NUM_THREADS = 8
@@ -110,11 +112,11 @@ class Catalog:
         return Lineage(tuple(reversed(found))) if found[-1].manifest.parent is None else None
 
     def uses(self, checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-        """The packs of a checkpoint: name of the directory under the root, and file name."""
+        """The packs of a checkpoint that are files: name of the directory under the root, and file name."""
         own = self.name_of(checkpoint.store)
         for pack in checkpoint.manifest.packs:
             name = own if pack.directory is None else self.name_of(checkpoint.store.at(pack.directory))
-            if name is not None:
+            if name is not None and pack.log is None:
                 yield name, pack.name
 
     def heads(self) -> list[str]:
@@ -128,7 +130,9 @@ class Catalog:
         return name if above == self.root.path.rstrip("/") else None
 
 
-def read_catalog(root: str | os.PathLike[str], progress: Progress | None = None) -> Catalog:
+def read_catalog(
+    root: str | os.PathLike[str] | Store, progress: Progress | None = None, rows: RowLog | None = None
+) -> Catalog:
     """List a root and read all manifests.
 
     What cannot be listed or read is in the catalog with the reason; so a catalog never lacks a directory.
@@ -136,11 +140,14 @@ def read_catalog(root: str | os.PathLike[str], progress: Progress | None = None)
     Args:
         root: A directory of checkpoints, path or fsspec URL.
         progress: Told how many of how many directories were read.
+        rows: The log that rows of deltas went to, if they did: ``KafkaRows``. Without it, a checkpoint is not seen that
+            was committed by a job which died before it could give the manifest its name.
 
     Raises:
-        StoreError: The root cannot be listed, or its journal cannot be read.
+        StoreError: The root cannot be listed, its journal cannot be read, or the log does not answer in time.
     """
-    store = Store.open(root)
+    store = Store.open(root, log=rows)
+    settle(store)
     listed = store.listing()
     names = sorted({*listed.directories, *listed.links})
     entries: dict[str, Entry] = {}
@@ -175,7 +182,7 @@ def _read_entry(store: Store, name: str, is_link: bool) -> Entry:
     if FILE_NAME not in listed.files:
         return there
     try:
-        found = read_checkpoint(store.url)
+        found = read_checkpoint(store)
         metrics = annotations.read_metrics(store, files)
     except CheckpointNotFoundError:  # removed since it was listed
         return Entry(store, name, {}, is_link=is_link)

@@ -21,6 +21,7 @@ from torchrec_cnr.maintenance.flattening import Flat, flatten
 from torchrec_cnr.maintenance.survey import PackUse, PieceKey, survey, uses_of
 from torchrec_cnr.pack_reader import PackReader
 from torchrec_cnr.packs import check_thread_count
+from torchrec_cnr.row_logs import RowLog
 from torchrec_cnr.stores import Store
 
 MAX_RATIO = 1.16  # with row numbers, which deltas need and a full checkpoint does not, a restore reads 1.2 models
@@ -42,6 +43,7 @@ class CompactionPlan:
         interval_ns: Time between the newest rows and those before, in which ages are counted.
         now_ns: Time of the newest.
         max_ratio: How much a restore may read in the end, of what it needs.
+        empties_log: Whether all that lies in a log is copied.
     """
 
     run: tuple[Checkpoint, ...]
@@ -54,6 +56,7 @@ class CompactionPlan:
     interval_ns: int
     now_ns: int
     max_ratio: float
+    empties_log: bool = False
 
     @property
     def newest(self) -> Checkpoint:
@@ -112,12 +115,14 @@ class CompactionPlan:
 
 
 def plan_compaction(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Store,
     *,
     since: str | os.PathLike[str] | None = None,
     max_ratio: float = MAX_RATIO,
     max_moved_bytes: int | None = None,
     self_contained: bool = False,
+    empties_log: bool = False,
+    rows: RowLog | None = None,
     thread_count: int = 2,
 ) -> CompactionPlan:
     """Work out how to fold a lineage, or the newest deltas of it, into one checkpoint. Reads row numbers only.
@@ -128,7 +133,10 @@ def plan_compaction(
         max_ratio: How much a restore may read in the end, of what it needs, at least 1. The less, the more is copied.
         max_moved_bytes: Copy no more than that, or one file: what is left to do, the next compaction does. Meanwhile
             files that are no longer needed can be pruned, so that less room is taken at a time.
-        self_contained: Copy all that lies in other checkpoints' directories, too, so that these are needed no more.
+        self_contained: Copy all that lies in other checkpoints' directories or in a log, too, so that these are needed
+            no more.
+        rows: The log that rows of deltas went to, if they did: ``KafkaRows``.
+        empties_log: Copy all that lies in a log, which forgets it one day, whatever is needed of it.
         thread_count: Requests in flight at once. Each takes up to 16 MiB of memory.
 
     Raises:
@@ -139,7 +147,7 @@ def plan_compaction(
     if not max_ratio >= 1:
         raise ConfigurationError(f"'max_ratio' must be at least 1 (got {max_ratio})")
     check_thread_count(thread_count)
-    lineage = read_lineage(path).checkpoints
+    lineage = read_lineage(Store.open(path, log=rows)).checkpoints
     parent, run = _split(lineage, since)
     flat = flatten(run)
     reader = PackReader(run[-1].store, flat.packs, thread_count)
@@ -157,6 +165,7 @@ def plan_compaction(
         interval_ns=now_ns - before_ns,
         now_ns=now_ns,
         max_ratio=max_ratio,
+        empties_log=empties_log,
     )
     most = math.inf if max_moved_bytes is None else max_moved_bytes
     return replace(plan, victims=_victims(plan, most, self_contained))
@@ -185,7 +194,9 @@ def _victims(plan: CompactionPlan, max_moved_bytes: float, self_contained: bool)
     victims = {
         number
         for number, use in enumerate(uses)
-        if use.moved_bytes == 0 or (self_contained and use.pack.directory is not None)
+        if use.moved_bytes == 0
+        or (self_contained and not use.pack.is_own_file)
+        or (plan.empties_log and use.pack.log is not None)
     }
     excess = plan.bytes_before - plan.max_ratio * plan.live_bytes - sum(uses[number].dead_bytes for number in victims)
     moved_bytes = sum(uses[number].moved_bytes for number in victims)

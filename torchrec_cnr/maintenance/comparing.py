@@ -18,7 +18,9 @@ from torchrec_cnr.manifest import DTYPES, Manifest, TensorEntry
 from torchrec_cnr.packs import check_thread_count
 from torchrec_cnr.progress import Progress
 from torchrec_cnr.regions import Region, RowStateRegion, TensorRegion, column_bounds
+from torchrec_cnr.row_logs import RowLog
 from torchrec_cnr.rows import Box
+from torchrec_cnr.stores import Store
 
 _RANGE_BYTES = 32 << 20  # of the rows of one checkpoint that are in memory at once
 
@@ -102,13 +104,19 @@ class Comparison:
 
 
 def compare(
-    a: str | os.PathLike[str], b: str | os.PathLike[str], *, progress: Progress | None = None, thread_count: int = 2
+    a: str | os.PathLike[str] | Store,
+    b: str | os.PathLike[str] | Store,
+    *,
+    rows: RowLog | None = None,
+    progress: Progress | None = None,
+    thread_count: int = 2,
 ) -> Comparison:
     """Compare two checkpoints, of one run or of several.
 
     Args:
         a: The first, a path or fsspec URL.
         b: The second.
+        rows: The log that rows of deltas went to, if they did: ``KafkaRows``.
         progress: Told how many of how many bytes of tensors were compared.
         thread_count: Requests in flight at once. Each takes up to 16 MiB of memory.
 
@@ -117,7 +125,7 @@ def compare(
         ConfigurationError: An argument cannot work.
     """
     check_thread_count(thread_count)
-    lineages = read_lineage(a), read_lineage(b)
+    lineages = read_lineage(Store.open(a, log=rows)), read_lineage(Store.open(b, log=rows))
     manifests = lineages[0].newest.manifest, lineages[1].newest.manifest
     tensors_a, tensors_b = manifests[0].tensors, manifests[1].tensors
     objects_a, objects_b = manifests[0].objects, manifests[1].objects

@@ -14,7 +14,7 @@ from torchrec_cnr.errors import DamagedError, LoadError, StoreError
 from torchrec_cnr.folding import fold, plan_fold
 from torchrec_cnr.lineage import Checkpoint, Lineage, read_checkpoint
 from torchrec_cnr.manifest import Blob, Manifest
-from torchrec_cnr.pack_reader import Span, plan_spans, read_spans
+from torchrec_cnr.pack_reader import Span, place_of, plan_spans, read_spans
 from torchrec_cnr.regions import Block
 from torchrec_cnr.rows import Box
 
@@ -30,7 +30,8 @@ class Problem:
 
     Attributes:
         checkpoint: Path or URL of the checkpoint that is not right: the one whose manifest names what is wrong.
-        file: Path or URL of the damaged or missing file; None where no one file is to blame.
+        file: Path or URL of the damaged or missing file, or which records of a log they are; None where no one is to
+            blame.
         blob: What messages call the part of the file, such as a block of rows; None where all of it is meant.
         message: What is wrong.
     """
@@ -60,7 +61,7 @@ def find_dead_damage(checkpoints: Sequence[Checkpoint], thread_count: int) -> li
     """What is wrong with bytes of packs that no load needs any more: those that compactions have left behind.
 
     The manifests under which they were written have digests of them, as far as these are still there. Where they or
-    whole packs are gone, nothing is missed.
+    whole packs are gone, nothing is missed. Those in a log are not looked at: it forgets them.
 
     Args:
         checkpoints: What they need now is not looked at.
@@ -72,7 +73,8 @@ def find_dead_damage(checkpoints: Sequence[Checkpoint], thread_count: int) -> li
     beside = [(checkpoint, manifest) for checkpoint in _beside(checkpoints) for manifest in checkpoint.manifests]
     for checkpoint, manifest in [*earlier, *beside]:
         then = replace(checkpoint, manifest=manifest)
-        known = {key for key, blob in manifest.blobs() if _place(then, blob) in alive}
+        in_logs = {index for index, pack in enumerate(manifest.packs) if pack.log is not None}
+        known = {key for key, blob in manifest.blobs() if blob.pack in in_logs or _place(then, blob) in alive}
         for problem in _read_blobs(then, known, thread_count, lambda _: None):
             message = f"{problem.message.removesuffix(_WAY_OUT)}; no load needs it any more"
             if problem.blob is not None:
@@ -95,7 +97,7 @@ def _beside(checkpoints: Sequence[Checkpoint]) -> Iterator[Checkpoint]:
             if store.path not in paths:
                 paths.add(store.path)
                 with suppress(LoadError, StoreError):
-                    yield read_checkpoint(store.url)
+                    yield read_checkpoint(store)
 
 
 def find_contradictions(lineage: Lineage) -> Iterator[Problem]:
@@ -199,6 +201,6 @@ def _read_span(checkpoint: Checkpoint, span: Span) -> list[Problem]:
         ((key, _),) = span.blobs
         pack = manifest.packs[span.pack]
         store = checkpoint.store if pack.directory is None else checkpoint.store.at(pack.directory)
-        is_there = store.exists(pack.name)
-        return [Problem(checkpoint.store.url, f"{store.url}/{pack.name}", key if is_there else None, str(error))]
+        is_there = pack.log is not None or store.exists(pack.name)
+        return [Problem(checkpoint.store.url, place_of(store, pack), key if is_there else None, str(error))]
     return []

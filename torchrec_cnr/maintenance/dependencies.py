@@ -85,7 +85,11 @@ def _pack_problem(catalog: Catalog, name: str) -> str | None:
     for pack in manifest.packs:
         directory = name if pack.directory is None else catalog.name_of(store.at(pack.directory))
         entry = catalog.entries.get(directory or "")
-        if directory is None or (entry is not None and (entry.is_link or entry.problem is not None)):
+        if (
+            pack.log is not None
+            or directory is None
+            or (entry is not None and (entry.is_link or entry.problem is not None))
+        ):
             continue  # what is in there is not known
         there = None if entry is None else entry.files.get(pack.name)
         if there != pack.num_bytes:

@@ -16,6 +16,7 @@ from torchrec_cnr.maintenance.safetensors_export import write_safetensors
 from torchrec_cnr.maintenance.torch_export import write_torch
 from torchrec_cnr.packs import check_thread_count
 from torchrec_cnr.progress import Progress
+from torchrec_cnr.row_logs import RowLog
 from torchrec_cnr.stores import Store
 
 Format = Literal["dcp", "safetensors", "torch"]
@@ -44,10 +45,11 @@ class Export:
 
 
 def export(
-    path: str | os.PathLike[str] | None,
+    path: str | os.PathLike[str] | Store | None,
     out: str | os.PathLike[str],
     *,
     to: Format,
+    rows: RowLog | None = None,
     thread_count: int = 2,
     progress: Progress | None = None,
 ) -> Export:
@@ -72,6 +74,7 @@ def export(
         out: Where to, a path or fsspec URL: a directory that is empty or not there, or for ``"torch"`` a file that is
             not there.
         to: The format.
+        rows: The log that rows of deltas went to, if they did: ``KafkaRows``.
         thread_count: Requests in flight at once. Each takes up to 16 MiB of memory.
         progress: Called now and then with the bytes of tensors that were written, and that there are.
 
@@ -83,6 +86,6 @@ def export(
     check_thread_count(thread_count)
     if to not in _FORMATS:
         raise ConfigurationError(f"'to' must be one of {', '.join(map(repr, _FORMATS))} (got {to!r})")
-    contents = Contents(read_lineage(existing(path)), thread_count, progress)
+    contents = Contents(read_lineage(Store.open(existing(path), log=rows)), thread_count, progress)
     store, names, left_out = _FORMATS[to](contents, out)
     return Export(tuple(store.at(name).url for name in names), contents.num_bytes, left_out)

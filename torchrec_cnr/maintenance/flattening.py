@@ -71,11 +71,11 @@ class _Numbering:
 
     def _number_of(self, checkpoint: Checkpoint, pack: Pack) -> int:
         store = checkpoint.store if pack.directory is None else checkpoint.store.at(pack.directory)
-        key = (store.path, pack.name)
+        key = ("" if pack.log is not None else store.path, pack.name)
         if key not in self._numbers:
             self._numbers[key] = len(self.packs)
             above = None
-            if store.path != self._newest.store.path:
+            if pack.log is None and store.path != self._newest.store.path:
                 above = posixpath.relpath(store.path, self._newest.store.path)
             self.packs.append(replace(pack, directory=above))
             self.written_ns.append(checkpoint.created_ns if pack.written_ns is None else pack.written_ns)

@@ -10,7 +10,7 @@ from torchrec_cnr.lineage import Checkpoint
 from torchrec_cnr.maintenance.catalog import Catalog, Entry
 from torchrec_cnr.maintenance.history import Event, KeptCheckpoint, RunHistory
 from torchrec_cnr.maintenance.journal import PrunedCheckpoint
-from torchrec_cnr.maintenance.own_files import written_bytes
+from torchrec_cnr.maintenance.own_files import log_bytes, written_bytes
 from torchrec_cnr.maintenance.restore_bytes import all_restore_bytes
 from torchrec_cnr.manifest import DTYPES, Kind, Manifest, TensorEntry
 from torchrec_cnr.schemes import NoQuantization
@@ -61,17 +61,23 @@ def _events(name: str, entry: Entry, checkpoint: Checkpoint, restore_bytes: int 
     saved = checkpoint.committed
     written = [(manifest.created_ns, written_bytes(manifest, entry.files)) for manifest in checkpoint.manifests]
     share = _share(saved.num_rows, _table_rows(saved))
-    yield from _written(name, saved.kind, written, share, restore_bytes, model)
+    yield from _written(name, saved.kind, written, share, restore_bytes, model, log_bytes(saved))
 
 
 def _pruned_events(pruned: PrunedCheckpoint, model: int) -> Iterator[Event]:
     written = [(pruned.created_ns, pruned.num_bytes), *pruned.compactions]
     share = _share(pruned.num_rows, pruned.num_table_rows)
-    yield from _written(pruned.name, pruned.kind, written, share, pruned.restore_bytes, model)
+    yield from _written(pruned.name, pruned.kind, written, share, pruned.restore_bytes, model, pruned.log_bytes)
 
 
 def _written(
-    name: str, kind: Kind, written: Sequence[tuple[int, int]], share: float, restore_bytes: int | None, model: int
+    name: str,
+    kind: Kind,
+    written: Sequence[tuple[int, int]],
+    share: float,
+    restore_bytes: int | None,
+    model: int,
+    in_log_bytes: int,
 ) -> Iterator[Event]:
     """A save and its compactions, by time and bytes; what a restore reads is known of the last of them."""
     for number, (at_ns, num_bytes) in enumerate(written):
@@ -84,6 +90,7 @@ def _written(
             modified_share=share if kind == "delta" and not number else None,
             restore_bytes=restore_bytes if number == len(written) - 1 else None,
             model_bytes=model,
+            log_bytes=0 if number else in_log_bytes,  # a compaction writes files
         )
 
 

@@ -31,6 +31,7 @@ class Event:
         modified_share: Rows stored in a delta as a part of all rows of the tables, 0 to 1; None for all other kinds.
         restore_bytes: What a load of the checkpoint that was written reads; None for a prune, or if it is not known.
         model_bytes: One full baseline at that time, quantized alike; at least 1.
+        log_bytes: Bytes of rows that were written to a log, not to files.
 
     Raises:
         ConfigurationError: A value is out of its bounds, or its kind of event has no such value.
@@ -44,11 +45,12 @@ class Event:
     modified_share: float | None
     restore_bytes: int | None
     model_bytes: int
+    log_bytes: int = 0
 
     def __post_init__(self) -> None:
         where = f"event {self.name!r}"
         _check_choice(where, "kind", self.kind, get_args(EventKind))
-        for field in ("at_ns", "written_bytes", "freed_bytes"):
+        for field in ("at_ns", "written_bytes", "freed_bytes", "log_bytes"):
             _check_count(where, field, getattr(self, field))
         _check_count(where, "model_bytes", self.model_bytes, least=1)
         if self.restore_bytes is not None:
@@ -57,7 +59,7 @@ class Event:
             raise ConfigurationError(f"{where}: 'modified_share' must be from 0 to 1 (got {self.modified_share!r})")
         if self.kind != "delta" and self.modified_share is not None:
             raise ConfigurationError(f"{where}: a {self.kind} has no 'modified_share' (got {self.modified_share!r})")
-        if self.kind == "prune" and (self.written_bytes or self.restore_bytes is not None):
+        if self.kind == "prune" and (self.written_bytes or self.log_bytes or self.restore_bytes is not None):
             got = f"{self.written_bytes} bytes, {self.restore_bytes!r} to restore"
             raise ConfigurationError(f"{where}: a prune writes nothing that could be restored (got {got})")
 
@@ -171,8 +173,13 @@ class RunHistory:
 
     @cached_property
     def written_bytes(self) -> int:
-        """Bytes written in all, compactions included."""
+        """Bytes of files written in all, compactions included."""
         return sum(event.written_bytes for event in self.events)
+
+    @cached_property
+    def log_bytes(self) -> int:
+        """Bytes of rows written to a log in all."""
+        return sum(event.log_bytes for event in self.events)
 
     @cached_property
     def full_bytes(self) -> int:

@@ -47,6 +47,7 @@ class PrunedCheckpoint:
         removed_ns: When it was removed.
         save_ids: What the names of packs in its directory began with.
         compactions: Time of each compaction of it, and bytes of the files that it wrote.
+        log_bytes: Bytes of the packs that its save wrote to a log; they stay there as long as the log keeps them.
     """
 
     name: str
@@ -60,6 +61,7 @@ class PrunedCheckpoint:
     removed_ns: int
     save_ids: tuple[str, ...] = ()
     compactions: tuple[tuple[int, int], ...] = ()
+    log_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,7 @@ def write_file(directory: Store, told: Journal, now_ns: int) -> str:
     data = {
         "format": _FORMAT,
         "version": _VERSION,
-        "pruned": [astuple(checkpoint) for checkpoint in told.pruned],
+        "pruned": [_fields(checkpoint) for checkpoint in told.pruned],
         "died": sorted(told.died),
         "prunes": [astuple(prune) for prune in told.prunes],
     }
@@ -161,6 +163,11 @@ def fold_files(directory: Store, told: Journal, now_ns: int) -> None:
     write_file(directory, told, now_ns)
     for name in told.files:
         directory.remove(name)
+
+
+def _fields(checkpoint: PrunedCheckpoint) -> tuple[Any, ...]:
+    """As journals had it before there were logs, where nothing went to one."""
+    return astuple(checkpoint) if checkpoint.log_bytes else astuple(checkpoint)[:-1]
 
 
 def _each_once(checkpoints: Iterable[PrunedCheckpoint]) -> tuple[PrunedCheckpoint, ...]:
@@ -190,8 +197,9 @@ def _prune(value: Any) -> Prune:
 
 
 def _checkpoint(value: Any) -> PrunedCheckpoint:
-    named = _named(value, PrunedCheckpoint)
-    counts = ("created_ns", "num_bytes", "num_rows", "num_table_rows", "removed_ns")
+    has_log = isinstance(value, list) and len(value) == len(fields(PrunedCheckpoint))
+    named = _named(value if has_log or not isinstance(value, list) else [*value, 0], PrunedCheckpoint)
+    counts = ("created_ns", "num_bytes", "num_rows", "num_table_rows", "removed_ns", "log_bytes")
     good = (
         _are_counts(*(named[name] for name in counts))
         and (named["restore_bytes"] is None or _are_counts(named["restore_bytes"]))

@@ -15,7 +15,8 @@ PACK_SUFFIX = ".safetensors"
 _PACK = re.compile(r"(?P<save_id>[0-9a-f]{16})-\d+-\d+\.safetensors")
 _NUMBERED = re.compile(r"(?P<save_id>.+)-\d+-\d+\.safetensors")
 _REPLACEMENT = re.compile(r"manifest-[0-9a-f]{64}\.json")
-_TEMPORARY = re.compile(r"[0-9a-f]{16}\.(manifest(-[0-9a-f]{64})?|metrics-\d{20}-[0-9a-f]{16})\.json")
+_UNCOMMITTED = ".uncommitted.json"
+_TEMPORARY = re.compile(r"[0-9a-f]{16}\.(manifest(-[0-9a-f]{64})?|uncommitted|metrics-\d{20}-[0-9a-f]{16})\.json")
 
 
 def is_pack(name: str) -> bool:
@@ -26,6 +27,11 @@ def is_pack(name: str) -> bool:
 def is_temporary(name: str) -> bool:
     """Whether a file is named like one that is written before it gets its name: a manifest's, or metrics'."""
     return _TEMPORARY.fullmatch(name) is not None
+
+
+def is_uncommitted(name: str) -> bool:
+    """Whether a file is named like a manifest that a marker in a log may have committed, or may yet."""
+    return name.endswith(_UNCOMMITTED) and is_temporary(name)
 
 
 def is_replacement(name: str) -> bool:
@@ -47,7 +53,7 @@ def save_id(pack: str) -> str:
 def packs_of(checkpoint: Checkpoint) -> set[str]:
     """The packs in a checkpoint's own directory that any of its manifests names."""
     packs = (pack for manifest in checkpoint.manifests for pack in manifest.packs)
-    return {pack.name for pack in packs if pack.directory is None}
+    return {pack.name for pack in packs if pack.is_own_file}
 
 
 def written_bytes(manifest: Manifest, files: Mapping[str, int]) -> int:
@@ -60,12 +66,18 @@ def written_bytes(manifest: Manifest, files: Mapping[str, int]) -> int:
         files: Sizes of the files in its directory, by name.
     """
     packs = {name: num_bytes for name, num_bytes in files.items() if name.endswith(PACK_SUFFIX)}
-    packs |= {pack.name: pack.num_bytes for pack in manifest.packs}  # some of them may be gone
+    # Some of them may be gone.
+    packs |= {pack.name: pack.num_bytes for pack in manifest.packs if pack.log is None}
     num_bytes = sum(num_bytes for name, num_bytes in packs.items() if save_id(name) == manifest.save_id)
     if manifest.replaces is not None:
         return num_bytes + files.get(replacement_name(manifest.replaces), 0)
     beside = (name for name in files if not (name.endswith(PACK_SUFFIX) or is_replacement(name)))
     return num_bytes + sum(files[name] for name in beside)
+
+
+def log_bytes(manifest: Manifest) -> int:
+    """Bytes in packs that lie in a log, which are no files of anybody's."""
+    return sum(pack.num_bytes for pack in manifest.packs if pack.log is not None)
 
 
 def in_order(names: Iterable[str]) -> tuple[str, ...]:

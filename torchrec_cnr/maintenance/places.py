@@ -5,29 +5,36 @@ import os
 from torchrec_cnr.errors import CheckpointNotFoundError, ConfigurationError
 from torchrec_cnr.maintenance.catalog import Catalog
 from torchrec_cnr.manifest import FILE_NAME
+from torchrec_cnr.marking import settle
 from torchrec_cnr.newest import latest
+from torchrec_cnr.row_logs import RowLog
 from torchrec_cnr.stores import Store
 
 _PACK_SUFFIX = ".safetensors"
 
 
-def is_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Whether a manifest lies there."""
-    return Store.open(path).exists(FILE_NAME)
+def is_checkpoint(store: Store) -> bool:
+    """Whether a manifest lies there, or a marker in the store's log says that one is to."""
+    if not store.exists(FILE_NAME):
+        settle(store.at(".."))
+    return store.exists(FILE_NAME)
 
 
-def checkpoint_at(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """The path of a checkpoint itself, and of a root its newest checkpoint.
+def checkpoint_at(path: str | os.PathLike[str], rows: RowLog | None = None) -> Store:
+    """The checkpoint at a path, and of a root its newest checkpoint; its store has the log that rows went to.
 
     Raises:
         CheckpointNotFoundError: There is none.
         VersionError: The newest was written by a newer version.
         StoreError: The place cannot be read.
     """
-    newest = path if is_checkpoint(path) else latest(path)
+    store = Store.open(path, log=rows)
+    if is_checkpoint(store):
+        return store
+    newest = latest(path, rows=rows)
     if newest is None:
-        raise no_checkpoint(Store.open(path))
-    return newest
+        raise no_checkpoint(store)
+    return Store.open(newest, log=rows)
 
 
 def check_root(catalog: Catalog) -> None:

@@ -216,7 +216,7 @@ class _Execution:
                     self._want(newest, f"{name_text(name)}, which is being saved, may stand on it")
                 continue
             try:
-                found = read_checkpoint(root.at(name).url)
+                found = read_checkpoint(root.at(name))
             except CheckpointNotFoundError:  # removed by somebody else
                 continue
             self._known.add(name)

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.leases import is_lease
 from torchrec_cnr.lineage import Checkpoint
 from torchrec_cnr.maintenance import journal
@@ -29,6 +30,8 @@ from torchrec_cnr.maintenance.own_files import (
     is_beside_packs,
     is_pack,
     is_temporary,
+    is_uncommitted,
+    log_bytes,
     packs_of,
     save_id,
     written_bytes,
@@ -39,12 +42,17 @@ from torchrec_cnr.maintenance.retention import Keep
 from torchrec_cnr.maintenance.staying import Staying, lease_text, what_stays
 from torchrec_cnr.manifest import FILE_NAME
 from torchrec_cnr.quantities import name_text
+from torchrec_cnr.row_logs import RowLog
 
 _NUM_NAMED = 3  # files in a reason
 
 
 def plan_prune(
-    root: str | os.PathLike[str] | Catalog, keep: Keep | None = None, *, now_ns: int | None = None
+    root: str | os.PathLike[str] | Catalog,
+    keep: Keep | None = None,
+    *,
+    rows: RowLog | None = None,
+    now_ns: int | None = None,
 ) -> PrunePlan:
     """Work out what to remove.
 
@@ -53,13 +61,17 @@ def plan_prune(
     Args:
         root: A directory of checkpoints, path or fsspec URL; or its catalog, from which everything is worked out.
         keep: Which checkpoints are wanted; by default the last three, and those that are tagged.
+        rows: The log that rows of deltas went to, if they did: ``KafkaRows``. It tells what was committed; nothing is
+            removed from it. Without it, what it may have committed stays. A catalog was read with it.
         now_ns: Unix time in nanoseconds by which leases have run out or not; by default the present.
 
     Raises:
-        ConfigurationError: There are checkpoints, and none of them would be kept.
-        StoreError: The root cannot be listed.
+        ConfigurationError: There are checkpoints, and none of them would be kept; or there is no such log.
+        StoreError: The root cannot be listed, or the log does not answer in time.
     """
-    catalog = root if isinstance(root, Catalog) else read_catalog(root)
+    if rows is not None and not rows.open(may_make=False):  # it would say of no save that it was committed
+        raise ConfigurationError(f"'rows': there is no topic {rows.topic!r}; pass the one that rows went to, or None")
+    catalog = root if isinstance(root, Catalog) else read_catalog(root, rows=rows)
     keep = Keep() if keep is None else keep
     now_ns = time.time_ns() if now_ns is None else now_ns
     return _Planner(catalog, what_stays(catalog, keep, now_ns), now_ns).plan(keep)
@@ -116,13 +128,17 @@ class _Planner:
     def leftovers(self, entry: Entry) -> Iterator[str]:
         """What is left of a checkpoint that was pruned, or of a save that died."""
         has_died = any(is_lease(name) for name in entry.files)
-        if not has_died and not self.was_ours(entry):
+        if (not has_died and not self.was_ours(entry)) or self.may_be_committed(entry):
             return
         known = self.known_packs(entry)
         for name in entry.files:
             is_dead = is_beside_packs(name) or (has_died and is_pack(name))
             if known.get(name, math.inf if is_dead else -math.inf) > self.staying.horizon_ns:
                 yield name
+
+    def may_be_committed(self, entry: Entry) -> bool:
+        """Whether a marker may say so, in a log that was not looked at."""
+        return self.catalog.root.log is None and any(is_uncommitted(name) for name in entry.files)
 
     def was_ours(self, entry: Entry) -> bool:
         """Whether the journal tells of a directory."""
@@ -180,6 +196,7 @@ class _Planner:
             removed_ns=self.now_ns,
             save_ids=tuple(sorted({save_id(name) for name in packs})),
             compactions=tuple((new.created_ns, written_bytes(new, entry.files)) for new in replacements),
+            log_bytes=log_bytes(saved),
         )
 
     @cached_property
@@ -199,6 +216,8 @@ class _Planner:
             yield "a link"
         elif leases := entry.leases(self.now_ns):
             yield lease_text(leases[0], self.now_ns)
+        elif entry.checkpoint is None and self.may_be_committed(entry):
+            yield "a marker in Kafka may have committed it: pass rows=KafkaRows(…) or --kafka to find out"
         else:
             yield from self.reasons_of_files(entry, set(removal.files if removal else ()))
 

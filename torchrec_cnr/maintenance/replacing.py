@@ -54,7 +54,7 @@ def replacement_of(
     )
     manifest = replace(manifest, history=_history(plan, manifest))
     try:
-        return manifest_json.dumps_valid(manifest, f"{newest.store.url}/{_name(newest)}")
+        return manifest_json.dumps_valid(manifest, f"{newest.store.url}/{_name(newest)}")[0]
     except LoadError as error:
         raise SaveError(f"nothing was compacted, because it could not be loaded again: {error}") from error
 

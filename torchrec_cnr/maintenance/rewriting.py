@@ -12,15 +12,18 @@ from torchrec_cnr.maintenance.replacing import commit, may_have_committed, repla
 from torchrec_cnr.pack_reader import PackReader
 from torchrec_cnr.packs import PACK_BYTES, check_pack_bytes, check_thread_count
 from torchrec_cnr.progress import Progress
+from torchrec_cnr.row_logs import RowLog
+from torchrec_cnr.stores import Store
 
 
 def compact(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Store,
     *,
     since: str | os.PathLike[str] | None = None,
     max_ratio: float = MAX_RATIO,
     max_moved_bytes: int | None = None,
     self_contained: bool = False,
+    rows: RowLog | None = None,
     thread_count: int = 2,
     pack_bytes: int = PACK_BYTES,
     progress: Progress | None = None,
@@ -40,10 +43,10 @@ def compact(
         CheckpointExistsError: Another compaction of the same checkpoint was faster; nothing was changed.
         ConfigurationError, LoadError, StoreError: As :func:`plan_compaction`.
     """
-    newest = read_checkpoint(path)
+    newest = read_checkpoint(Store.open(path, log=rows))
     with leased(newest.store, "compact"):
         plan = plan_compaction(
-            path,
+            newest.store,
             since=since,
             max_ratio=max_ratio,
             max_moved_bytes=max_moved_bytes,
@@ -66,7 +69,7 @@ def execute(
     if not plan.is_needed:
         return plan.newest
     _rewrite(plan, uuid.uuid4().hex[:16], thread_count, pack_bytes, progress)
-    return read_checkpoint(plan.newest.store.url)
+    return read_checkpoint(plan.newest.store)
 
 
 def _rewrite(plan: CompactionPlan, save_id: str, thread_count: int, pack_bytes: int, progress: Progress | None) -> None:

@@ -19,6 +19,7 @@ from torchrec_cnr.maintenance.compaction import MAX_RATIO, plan_compaction
 from torchrec_cnr.maintenance.pruning import plan_prune
 from torchrec_cnr.maintenance.retention import Keep
 from torchrec_cnr.packs import PACK_BYTES
+from torchrec_cnr.row_logs import RowLog
 
 MOVED_SHARE = 0.1  # of a model, copied at a time
 
@@ -34,6 +35,7 @@ class Upkeep:
         compacts: Whether the newest lineage is compacted.
         max_ratio: How much a restore may read, of what it needs.
         pack_bytes: Size of new files, roughly.
+        rows: The log that rows of deltas went to, if they did.
         progress: Told what is done of what, in "compact" (bytes) and "prune" (files).
     """
 
@@ -44,9 +46,11 @@ class Upkeep:
         compacts: bool,
         max_ratio: float = MAX_RATIO,
         pack_bytes: int = PACK_BYTES,
+        rows: RowLog | None = None,
         progress: Callable[[str, int, int], None] = lambda what, done, total: None,
     ) -> None:
         self._root = root
+        self._log = rows
         self._keep = keep
         self._compacts = compacts
         self._max_ratio = max_ratio
@@ -107,7 +111,7 @@ class Upkeep:
         """Deltas that are kept for themselves, newest first."""
         if self._keep is None or not self._compacts:
             return []
-        catalog = read_catalog(self._root)
+        catalog = read_catalog(self._root, rows=self._log)
         there = catalog.checkpoints
         wanted = self._keep.choose([(catalog.entries[name], checkpoint) for name, checkpoint in there.items()])
         return [there[name] for name in reversed(list(there)) if name in wanted and there[name].kind == "delta"]
@@ -122,7 +126,7 @@ class Upkeep:
     def compact_some(self, checkpoint: Checkpoint) -> bool:
         """Copy a part of what is to be copied, so that little room is taken at a time; whether that was all."""
         with leased(checkpoint.store, "compact"):
-            plan = plan_compaction(checkpoint.store.url, max_ratio=self._max_ratio)
+            plan = plan_compaction(checkpoint.store.url, max_ratio=self._max_ratio, empties_log=True, rows=self._log)
             max_moved_bytes = round(MOVED_SHARE * plan.live_bytes)
             if plan.moved_bytes > max_moved_bytes:
                 plan = plan.restricted(max_moved_bytes)
@@ -132,6 +136,6 @@ class Upkeep:
     def prune(self) -> None:
         """Remove what need not stay."""
         if self._keep is not None:
-            plan = plan_prune(self._root, self._keep)
+            plan = plan_prune(self._root, self._keep, rows=self._log)
             for failure in prune_execution.execute(plan, progress=partial(self._progress, "prune")).failed:
                 logger.warning("could not be removed yet: %s", failure)

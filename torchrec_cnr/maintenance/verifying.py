@@ -17,6 +17,7 @@ from torchrec_cnr.maintenance.places import is_checkpoint, no_checkpoint
 from torchrec_cnr.manifest import FILE_NAME
 from torchrec_cnr.packs import check_thread_count
 from torchrec_cnr.progress import Progress
+from torchrec_cnr.row_logs import RowLog
 from torchrec_cnr.stores import Store
 
 
@@ -45,9 +46,10 @@ class VerifyReport:
 
 
 def verify(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Store,
     *,
     all_heads: bool = False,
+    rows: RowLog | None = None,
     progress: Progress | None = None,
     thread_count: int = 2,
 ) -> VerifyReport:
@@ -60,18 +62,22 @@ def verify(
         path: A checkpoint, path or fsspec URL; or a root, which stands for its newest checkpoint. A manifest under a
             root that cannot be read is a problem too: it might be the newest.
         all_heads: Of a root, verify all lineages, that is, all checkpoints.
+        rows: The log that rows of deltas went to, if they did: ``KafkaRows``.
         progress: Told how many of how many bytes were verified.
         thread_count: Requests in flight at once. Each takes up to 16 MiB of memory.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
-        VersionError, StoreError: The checkpoint's own manifest cannot be read.
-        ConfigurationError: An argument cannot work.
+        VersionError, StoreError: The checkpoint's own manifest cannot be read, or the log does not answer in time.
+        ConfigurationError: An argument cannot work, or rows lie in a log that was not given.
     """
     check_thread_count(thread_count)
-    if is_checkpoint(path):
-        return _verify([_read_links(path)], (), progress, thread_count)
-    catalog = read_catalog(path)
+    if rows is not None:
+        rows.open(may_make=False)  # or each part that cannot be read would be waited for
+    place = Store.open(path, log=rows)
+    if is_checkpoint(place):
+        return _verify([_read_links(place)], (), progress, thread_count)
+    catalog = read_catalog(place)
     unreadable = tuple(_unreadable(catalog))
     names = catalog.heads() if all_heads else list(catalog.checkpoints)[-1:]
     if not names and not unreadable:
@@ -133,15 +139,14 @@ def _unreadable(catalog: Catalog) -> Iterator[Problem]:
 
 
 def _catalog_links(catalog: Catalog, name: str) -> _Links:
-    lineage, url = catalog.lineage(name), catalog.checkpoints[name].store.url
-    return _read_links(url) if lineage is None else _Links(url, lineage.checkpoints)
+    lineage, store = catalog.lineage(name), catalog.checkpoints[name].store
+    return _read_links(store) if lineage is None else _Links(store.url, lineage.checkpoints)
 
 
-def _read_links(path: str | os.PathLike[str]) -> _Links:
+def _read_links(head: Store) -> _Links:
     """Read a lineage; if it is damaged, as much of it as can be read from the head on."""
-    head = Store.open(path)
     try:
-        return _Links(head.url, read_lineage(path).checkpoints)
+        return _Links(head.url, read_lineage(head).checkpoints)
     except (DamagedError, VersionError, StoreError) as error:
         found = list(_readable(head))
         if not found and not isinstance(error, DamagedError):
@@ -159,7 +164,7 @@ def _readable(store: Store) -> Iterator[Checkpoint]:
     while store.path not in seen:
         seen.add(store.path)
         try:
-            checkpoint = read_checkpoint(store.url)
+            checkpoint = read_checkpoint(store)
         except (LoadError, StoreError):
             return
         if expected not in (None, checkpoint.sha256):
