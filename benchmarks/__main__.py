@@ -25,6 +25,7 @@ from benchmarks import (
     searching,
     serving,
     stall_growth,
+    streaming,
     tracking,
     training,
 )
@@ -46,6 +47,7 @@ BENCHMARKS: Mapping[str, Callable[[Setup], Report]] = {
     "compaction": compacting.run,
     "policies": long_run.run,
     "serving": serving.run,
+    "kafka": streaming.run,
     "tracker": tracking.run,
     "search": searching.run,
     "coding": coding.run,
@@ -68,6 +70,7 @@ benchmarks:
            speed of folding gigabytes of deltas, against a copy of the files, and its memory
   policies bytes written, kept and restored over 2,000 checkpoints, by policy (the longest: half an hour)
   serving  lag of a model that follows a job: from the commit of a delta to the first lookup of its rows
+  kafka    rows in Kafka: their rate, and saves, stalls and loads against files
   tracker  what tracking adds to a training step, and what TorchRec's own tracker does
   search   error and speed of adaptive quantization, against the greedy search of the paper and of PyTorch
   coding   speed of plain quantization and of k-means, against FBGEMM and scikit-learn
@@ -100,7 +103,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in args.names or BENCHMARKS:
         with tempfile.TemporaryDirectory(prefix="benchmark-", dir=args.dir) as folder:
             setup = Setup(
-                Path(folder).resolve(), args.quick, args.threads, Progress(name, started), args.plots, args.all_cases
+                Path(folder).resolve(),
+                args.quick,
+                args.threads,
+                Progress(name, started),
+                args.plots,
+                args.all_cases,
+                args.kafka,
             )
             try:
                 reports[name] = run_alone(BENCHMARKS[name], setup)
@@ -131,6 +140,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file too")
     parser.add_argument("--all-cases", action="store_true", help="scale: with optimizer state too, twice the boxes")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw plots into this folder")
+    parser.add_argument("--kafka", metavar="HOST:PORT", help="a broker to use, in the place of one that is started")
     args = parser.parse_args(arguments)
     unknown = [name for name in args.names if name not in BENCHMARKS]
     if unknown:

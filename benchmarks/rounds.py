@@ -21,6 +21,7 @@ class Setup:
         say: Takes a line on what goes on.
         plots: Where plots go, if they are wanted.
         all_cases: Whether to measure also what takes long and has no target of its own.
+        kafka: ``host:port`` of a broker, if there is one already.
     """
 
     folder: Path
@@ -29,6 +30,7 @@ class Setup:
     say: Callable[[str], None]
     plots: Path | None = None
     all_cases: bool = False
+    kafka: str | None = None
 
 
 def _nothing(number: int) -> None:

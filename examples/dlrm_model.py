@@ -3,12 +3,14 @@
 Nothing in this module knows about checkpoints, except that ``Trainer.state`` says what one must hold.
 """
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from samples import Feature, Samples, Stream, table_rows
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.sharding_plan import (
@@ -150,3 +152,15 @@ def to_batch(samples: Samples, features: tuple[Feature, ...], num_rows: int) -> 
         at += feature.num_ids
     sparse = KeyedJaggedTensor([f.name for f in features], torch.cat(values), lengths=torch.cat(lengths))
     return Batch(torch.from_numpy(samples.dense), sparse, torch.from_numpy(samples.labels))
+
+
+def local_tensors(name: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors, or shards of tensors, that this rank has of a nested state."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from local_tensors(f"{name}/{key}", item)
+    elif isinstance(value, ShardedTensor):
+        for shard in value.local_shards():
+            yield f"{name}{shard.metadata.shard_offsets}", shard.tensor
+    elif isinstance(value, torch.Tensor):
+        yield name, value

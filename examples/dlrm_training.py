@@ -12,7 +12,7 @@ import os
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -31,9 +31,8 @@ from checkpoint_report import (
 )
 from click_data import open_stream
 from delimited import DataError
-from dlrm_model import build_trainer
+from dlrm_model import build_trainer, local_tensors
 from samples import global_batches, rank_share
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -245,7 +244,7 @@ class Run:
     def _digest(self) -> str:
         """A digest of every rank's part of the state."""
         mine = hashlib.sha256()
-        for name, tensor in sorted(_local_tensors("", self._trainer.state({}))):
+        for name, tensor in sorted(local_tensors("", self._trainer.state({}))):
             mine.update(name.encode())
             mine.update(tensor.detach().contiguous().view(-1).numpy().tobytes())
         digests: list[str | None] = [None] * self._world_size
@@ -255,18 +254,6 @@ class Run:
     def _say(self, line: str) -> None:
         if self._rank == 0:
             print(line, flush=True)
-
-
-def _local_tensors(name: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors, or shards of tensors, that this rank has of a nested state."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _local_tensors(f"{name}/{key}", item)
-    elif isinstance(value, ShardedTensor):
-        for shard in value.local_shards():
-            yield f"{name}{shard.metadata.shard_offsets}", shard.tensor
-    elif isinstance(value, torch.Tensor):
-        yield name, value
 
 
 class _LossFile:

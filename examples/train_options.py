@@ -1,15 +1,17 @@
 """The options of train_dlrm.py: one frozen value, checked before anything slow begins."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+import command_line
 from click_data import FORMATS
+from command_line import CountFrom, OneLineParser
 from delimited import DataError
 
+PROGRAM = "train_dlrm.py"
 EXAMPLES = """\
 examples:
   # made-up clicks, 2 ranks, 4-bit deltas, killed in the save of step 60, resumed on 1 rank:
@@ -58,17 +60,9 @@ class Options:
         return step % self.every == 0 or step == self.steps
 
 
-class _OneLineParser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without repeating the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        fail(f"{message} (see --help)")
-
-
 def fail(message: str) -> NoReturn:
     """End with the exit status of a wrong call, and one line that says why."""
-    print(f"train_dlrm.py: error: {message}", file=sys.stderr)
-    raise SystemExit(2)
+    command_line.fail(PROGRAM, message)
 
 
 def parse_options(arguments: Sequence[str]) -> Options:
@@ -86,8 +80,8 @@ def parse_options(arguments: Sequence[str]) -> Options:
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    parser = _OneLineParser(
-        prog="train_dlrm.py",
+    parser = OneLineParser(
+        prog=PROGRAM,
         description="Train TorchRec's DLRM on clicks, and save small quantized deltas through the stock dcp.save.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -95,25 +89,23 @@ def _make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("data").add_argument
     add("--data", type=Path, metavar="FILE", help="interactions to train on; without it, made-up clicks")
     add("--format", choices=FORMATS, default="synthetic", help="what the file holds")
-    add("--seed", type=_CountFrom(0), default=0, metavar="N", help="of made-up clicks and of the model's first weights")
+    add("--seed", type=CountFrom(0), default=0, metavar="N", help="of made-up clicks and of the model's first weights")
 
     add = parser.add_argument_group("model and training").add_argument
-    add(
-        "--num-rows", type=_CountFrom(1), default=100_000, metavar="N", help="rows of each large table (default 100000)"
-    )
-    add("--dim", type=_CountFrom(8), default=32, metavar="N", help="columns of each table (default 32)")
+    add("--num-rows", type=CountFrom(1), default=100_000, metavar="N", help="rows of each large table (default 100000)")
+    add("--dim", type=CountFrom(8), default=32, metavar="N", help="columns of each table (default 32)")
     add("--sharding", choices=("row", "table", "column", "mixed"), default="mixed", help="of the tables over ranks")
-    add("--steps", type=_CountFrom(1), default=100, metavar="N", help="the last step (default 100)")
+    add("--steps", type=CountFrom(1), default=100, metavar="N", help="the last step (default 100)")
     add(
         "--batch-size",
-        type=_CountFrom(1),
+        type=CountFrom(1),
         default=4096,
         metavar="N",
         help="samples a step, over all ranks (default 4096)",
     )
     add(
         "--world-size",
-        type=_CountFrom(1),
+        type=CountFrom(1),
         default=2,
         metavar="N",
         help="ranks to start, when not under torchrun (default 2)",
@@ -124,23 +116,9 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--root", type=Path, required=True, metavar="DIR", help="folder of the run's checkpoints")
     add("--policy", choices=("full", "oneshot", "consecutive", "intermittent"), default="intermittent")
     add("--bits", type=int, choices=(2, 3, 4, 8, 32), default=4, help="of a table's element; 32 is exact (default 4)")
-    add("--every", type=_CountFrom(1), default=10, metavar="N", help="steps between checkpoints (default 10)")
+    add("--every", type=CountFrom(1), default=10, metavar="N", help="steps between checkpoints (default 10)")
     add("--async", action="store_true", dest="asynchronous", help="save behind training (dcp.async_save)")
     add("--resume", action="store_true", help="continue from the newest checkpoint under --root")
-    add("--crash-at", type=_CountFrom(1), metavar="STEP", help="kill the last rank in the middle of that step's save")
+    add("--crash-at", type=CountFrom(1), metavar="STEP", help="kill the last rank in the middle of that step's save")
     add("--report", type=Path, metavar="PNG", help="draw the bytes of every checkpoint under --root")
     return parser
-
-
-class _CountFrom:
-    """Converts a whole number that is at least ``least``."""
-
-    def __init__(self, least: int) -> None:
-        self._least = least
-        self.__name__ = f"whole number from {least} up"  # argparse shows it when int() fails
-
-    def __call__(self, text: str) -> int:
-        number = int(text)
-        if number < self._least:
-            raise argparse.ArgumentTypeError(f"must be at least {self._least}, got {number}")
-        return number

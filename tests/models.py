@@ -46,6 +46,7 @@ from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 import torchrec_cnr as cnr
+from torchrec_cnr.row_logs import RowLog
 
 Whole = dict[str, Any]
 
@@ -364,13 +365,22 @@ def agree(job: Job) -> None:
                 dist.broadcast(value.detach(), 0)
 
 
-def load(job: Job, path: str, tracker: cnr.RowTracker | None = None, **reader: Any) -> Whole:
+def load(
+    job: Job,
+    path: str,
+    tracker: cnr.RowTracker | None = None,
+    *,
+    rows: RowLog | None = None,
+    thread_count: int = 1,
+    **reader: Any,
+) -> Whole:
     """Load a checkpoint into a job, and return all that it then holds.
 
     Tensors are those of the live job, not of the state dict that was loaded.
     """
     target = state(job, **reader)
-    dcp.load(target, storage_reader=cnr.CNRStorageReader(path), planner=cnr.CNRLoadPlanner(tracker))
+    storage_reader = cnr.CNRStorageReader(path, thread_count=thread_count, rows=rows)
+    dcp.load(target, storage_reader=storage_reader, planner=cnr.CNRLoadPlanner(tracker))
     for name, optimizer in job.optimizers.items():
         _take_values(optimizer, target[f"{name}_optimizer"]["state"])
     values = {fqn: value for fqn, value in whole(target).items() if not isinstance(value, Tensor)}

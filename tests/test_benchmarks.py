@@ -39,10 +39,11 @@ SLOW = ("training", "search", "coding", "time", "async")  # the longest
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in BENCHMARKS]
 )
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
-def test_benchmark_gives_its_figures(name: str, tmp_path: Path) -> None:
+def test_benchmark_gives_its_figures(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Each benchmark says what it does, and gives positive figures that print as a table."""
     said: list[str] = []
-    report = BENCHMARKS[name](Setup(tmp_path, quick=True, num_threads=1, say=said.append))
+    kafka = request.getfixturevalue("kafka").bootstrap if name == "kafka" else None
+    report = BENCHMARKS[name](Setup(tmp_path, quick=True, num_threads=1, say=said.append, kafka=kafka))
     assert said
     assert report.figures or (name == "gpu" and not torch.cuda.is_available())
     assert all(figure.value >= 0 for figure in report.figures)

@@ -179,6 +179,7 @@ def test_ls_tells_programs_the_same(run: Path) -> None:
             "num_rows": checkpoint.num_rows,
             "num_table_rows": 52,
             "num_bytes": sum(path.stat().st_size for path in (run / entry["name"]).iterdir()),
+            "log_bytes": 0,
             "restore_bytes": _planned_bytes(run / entry["name"]),
         }
 
@@ -400,7 +401,7 @@ def test_inspect_tells_programs_the_same(run: Path) -> None:
     document = _json("inspect", run / "step-3")
     checkpoint = cnr.read_checkpoint(run / "step-3")
     manifest = checkpoint.manifest
-    assert {key: document[key] for key in list(document)[:19]} == {
+    assert {key: document[key] for key in list(document)[:20]} == {
         "path": str(run / "step-3"),
         "kind": "delta",
         "is_compacted": False,
@@ -414,6 +415,7 @@ def test_inspect_tells_programs_the_same(run: Path) -> None:
         "writer": manifest.writer,
         "num_bytes": checkpoint.num_bytes,
         "manifest_bytes": checkpoint.manifest_bytes,
+        "log_bytes": 0,
         "blob_bytes": manifest.blob_bytes,
         "num_rows": checkpoint.num_rows,
         "num_exact_rows": checkpoint.num_exact_rows,
@@ -424,7 +426,7 @@ def test_inspect_tells_programs_the_same(run: Path) -> None:
         "lineage_problem": None,
         "restore_bytes": _planned_bytes(run / "step-3"),
     }
-    assert list(document)[19:] == ["tensors", "objects", "packs"]
+    assert list(document)[20:] == ["tensors", "objects", "packs"]
     tensors = {tensor["fqn"]: tensor for tensor in document["tensors"]}
     entry = manifest.tensors["model.bag.weight"]
     assert tensors["model.bag.weight"] == {

@@ -17,6 +17,7 @@ from click_data import Criteo, MovieLens, NewsClicks, open_stream
 from delimited import DataError
 from samples import Samples, Stream, concatenate, global_batches, hash_words, mix64, rank_share, table_rows
 from synthetic_clicks import SyntheticClicks, zipf_ranks
+from synthetic_criteo import SyntheticCriteo
 
 REAL_CLICKS = Path(__file__).resolve().parents[2] / "shared" / "data" / "clicks.csv.gz"
 RATINGS = [(7, 31, "3.5", 1300), (7, 32, "4.0", 1100), (8, 31, "5.0", 1200), (9, 33, "0.5", 1100)]
@@ -181,11 +182,16 @@ def test_a_file_starts_over_after_its_end(clicks_csv: Path) -> None:
     assert_equal(first(stream, 10, start=7_990), one_pass[990:])
 
 
-@pytest.mark.parametrize("kind", ["clicks", "synthetic"])
+@pytest.mark.parametrize("kind", ["clicks", "synthetic", "criteo"])
 @pytest.mark.parametrize("batch_size", [64, 5000])
 def test_a_batch_depends_only_on_its_position(clicks_csv: Path, kind: str, batch_size: int) -> None:
     """Starting at batch 3 gives batch 3, whatever was read before it."""
-    stream: Stream = NewsClicks(clicks_csv) if kind == "clicks" else SyntheticClicks(seed=3)
+    streams: dict[str, Stream] = {
+        "clicks": NewsClicks(clicks_csv),
+        "synthetic": SyntheticClicks(seed=3),
+        "criteo": SyntheticCriteo(seed=3),
+    }
+    stream = streams[kind]
     batches = list(itertools.islice(global_batches(stream, 0, batch_size), 5))
     resumed = list(itertools.islice(global_batches(stream, 3 * batch_size, batch_size), 2))
     assert all(len(batch) == batch_size for batch in batches)
@@ -250,3 +256,13 @@ def test_three_million_real_clicks_are_read_in_well_under_a_minute() -> None:
     num_samples, num_clicked = np.sum([(len(block), block.labels.sum()) for block in passes], axis=0)
     assert (num_samples, num_clicked) == (2 * 2_988_181, 2_988_181)
     assert time.monotonic() - started < 40
+
+
+def test_made_up_ads_have_the_shape_of_criteos() -> None:
+    """As many numbers and categories as its files have, of few values and of many; neither label is rare."""
+    samples = first(SyntheticCriteo(seed=0), 9000)
+    assert samples.dense.shape == (9000, Criteo.NUM_INTS)
+    assert samples.ids.shape == (9000, Criteo.NUM_CATEGORIES)
+    num_values = [len(np.unique(column)) for column in samples.ids.T]
+    assert (num_values[0], min(num_values), max(num_values) > 2000) == (3, 3, True)
+    assert 0.2 < samples.labels.mean() < 0.8

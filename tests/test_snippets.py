@@ -27,6 +27,7 @@ LIMIT_SECS = 240
 FENCE = re.compile(r"^(?P<indent> *)(?P<fence>```+|~~~+)\s*(?P<info>[^`]*?)\s*$")
 # What may be code; of these, only plain ``python`` and ``bash`` are seen by the tests.
 CODE = {"python", "py", "python3", "pycon", "ipython", "bash", "sh", "shell", "console", "zsh"}
+KAFKA = "localhost:9092"  # where pages take a broker for granted
 # Commands of the README besides `make`: each begins with one of these, or is a file of the repository.
 ALLOWED = ("git clone ", "cd ", "pip install ", "python -m pip install ")
 
@@ -132,10 +133,13 @@ def _run(command: list[str], page: Path, folder: Path, environment: Mapping[str,
     [page for page in PAGES if _blocks(page, "python") or (page != README and _blocks(page, "bash"))],
     ids=_page_id,
 )
-def test_code_of_a_page_runs(page: Path, tmp_path: Path) -> None:
+def test_code_of_a_page_runs(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """The blocks of a page run in order, Python first; line numbers of an error are those of the page."""
+    text = _program(page)
+    if KAFKA in text:
+        text = text.replace(KAFKA, request.getfixturevalue("kafka").bootstrap)
     program = tmp_path / f"{page.stem}.py"
-    program.write_text(_program(page))
+    program.write_text(text)
     folder = tmp_path / "cwd"
     folder.mkdir()
     with _surroundings(page, tmp_path) as environment:
@@ -177,7 +181,8 @@ def test_command_of_the_readme_exists(command: list[str]) -> None:
         done = subprocess.run(dry_run, cwd=ROOT, capture_output=True, text=True, check=False, env=environment)
         assert done.returncode == 0, done.stderr
     else:
-        known = shlex.join(command).startswith(ALLOWED) or os.access(ROOT / command[0], os.X_OK)
+        is_script = command[0] == "python" and (ROOT / command[1]).is_file()
+        known = is_script or shlex.join(command).startswith(ALLOWED) or os.access(ROOT / command[0], os.X_OK)
         assert known, f"{shlex.join(command)!r} is neither a file here nor in ALLOWED"
 
 

@@ -6,6 +6,13 @@ from dataclasses import dataclass, field, replace
 from torchrec_cnr.manifest import Blob, RowBlock, RowSet, Shard, TensorEntry
 
 
+def moved_block(block: RowBlock, place: Callable[[Blob], Blob]) -> RowBlock:
+    """A block of row numbers with its code put elsewhere."""
+    if block.blob is None:
+        return block
+    return RowBlock(block.coding, block.first, block.span, block.num_rows, place(block.blob))
+
+
 @dataclass
 class Renumbering:
     """Gives every blob another place.
@@ -24,9 +31,7 @@ class Renumbering:
         return self._row_sets[id(rows)][1]
 
     def _block(self, block: RowBlock) -> RowBlock:
-        if block.blob is None:
-            return block
-        return RowBlock(block.coding, block.first, block.span, block.num_rows, self.blob(block.blob))
+        return moved_block(block, self.blob)
 
     def shard(self, shard: Shard) -> Shard:
         """A shard, its row set included."""

@@ -14,6 +14,7 @@ from torchrec_cnr.lineage import Lineage, existing, read_lineage
 from torchrec_cnr.manifest import DTYPES, Manifest, TensorEntry
 from torchrec_cnr.packs import check_thread_count
 from torchrec_cnr.regions import Region, RowStateRegion, TensorRegion, column_bounds
+from torchrec_cnr.row_logs import RowLog
 from torchrec_cnr.rows import Box
 from torchrec_cnr.stores import Store
 from torchrec_cnr.tracked import forget_overwritten
@@ -27,6 +28,7 @@ def load_table(
     *,
     rows: range | slice | None = None,
     out: Tensor | None = None,
+    log: RowLog | None = None,
     thread_count: int = 2,
 ) -> Tensor:
     """Read one tensor of a checkpoint, as its whole lineage has it. Only the bytes that it needs are read.
@@ -39,6 +41,7 @@ def load_table(
         fqn: The tensor's name in it: a table's, or any other's.
         rows: Which indices of the first dimension, without steps; by default all.
         out: Where to: a tensor of the size and dtype of what is read, on any device.
+        log: The log that rows of deltas went to, if they did: ``KafkaRows``. Elsewhere it is called ``rows``.
         thread_count: Requests in flight at once. Each takes up to 16 MiB of memory.
 
     Returns:
@@ -51,8 +54,8 @@ def load_table(
         LoadError: It does not fit into memory.
     """
     check_thread_count(thread_count)
-    place = existing(path)
-    with leased(Store.open(place), "load"):
+    place = Store.open(existing(path), log=log)
+    with leased(place, "load"):
         lineage = read_lineage(place)
         entry = _entry(lineage, fqn)
         box = _wanted_box(fqn, entry, rows)
