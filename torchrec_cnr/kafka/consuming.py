@@ -4,6 +4,7 @@ A load reads a pack in pieces, some of them twice. To begin elsewhere costs a re
 consumer passes over a few records, and keeps the last ones that it has passed.
 """
 
+import os
 import threading
 import time
 import uuid
@@ -19,6 +20,7 @@ from torchrec_cnr.kafka.clients import Cluster, Settings, logger
 _POLL_SECS = 0.1
 _QUEUED_BYTES = 16 << 20
 _MOST_SKIPPED = 32  # offsets: records that are fetched before they are asked for, tombstones, what compaction removed
+_MOST_IDLE = 4  # consumers: each goes on asking for records
 _KEPT_BYTES = 17 << 20  # a pack: its row numbers are read first, and then all of it
 _GONE = (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE)
 
@@ -48,7 +50,7 @@ class RangeConsumer:
             "enable.auto.offset.store": False,
             "enable.partition.eof": True,
             "auto.offset.reset": "error",
-            "fetch.wait.max.ms": 20,
+            "fetch.wait.max.ms": 100,  # one that is idle asks so often, and one that is busy waits for that
             "fetch.error.backoff.ms": 20,
             "fetch.queue.backoff.ms": 5,  # a second by default, whenever its queue was full
             "queued.max.messages.kbytes": _QUEUED_BYTES >> 10,
@@ -90,6 +92,8 @@ class RangeConsumer:
                 if now > heard + self._cluster.timeout_secs and not self._is_at_end:
                     raise KafkaException(KafkaError(KafkaError._TIMED_OUT))
                 continue
+            if (message.topic(), message.partition()) not in ((topic, partition), (None, None)):
+                continue  # of where this consumer was before
             heard, error = now, message.error()
             if error is not None and error.code() == KafkaError._PARTITION_EOF:
                 self._is_at_end = True
@@ -186,3 +190,31 @@ class Consumers:
             raise
         with self._lock:
             self._idle.append(consumer)
+            surplus = self._idle[:-_MOST_IDLE]
+            del self._idle[:-_MOST_IDLE]
+        for idle in surplus:
+            idle.close()
+
+
+class _OfProcess:
+    """The consumers of this process, of all logs of a cluster: a child that was forked has its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pid = 0
+        self._consumers: dict[tuple[Cluster, str], Consumers] = {}
+
+    def consumers(self, cluster: Cluster, isolation: str) -> Consumers:
+        """Those of a cluster."""
+        with self._lock:
+            if self._pid != os.getpid():
+                self._pid, self._consumers = os.getpid(), {}
+            return self._consumers.setdefault((cluster, isolation), Consumers(cluster, isolation))
+
+
+_of_process = _OfProcess()
+
+
+def consumers_of(cluster: Cluster, isolation: str) -> Consumers:
+    """This process's consumers of a cluster; see :class:`Consumers`."""
+    return _of_process.consumers(cluster, isolation)

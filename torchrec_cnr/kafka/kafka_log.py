@@ -11,7 +11,7 @@ from confluent_kafka import Message
 
 from torchrec_cnr.errors import DamagedError
 from torchrec_cnr.kafka.clients import Cluster, logger
-from torchrec_cnr.kafka.consuming import Consumers
+from torchrec_cnr.kafka.consuming import consumers_of
 from torchrec_cnr.kafka.marker_topic import MarkerTopic
 from torchrec_cnr.kafka.producing import Producing, Record
 from torchrec_cnr.kafka.records import pack_name, part_number
@@ -50,8 +50,8 @@ class KafkaLog:
         self._num_partitions = 0
         self._is_checked = False  # those who only read look at no settings
         self._producing: dict[str, Producing] = {}
-        self._consumers = Consumers(rules.cluster, "read_uncommitted")  # only packs that a marker vouches for are read
-        self._markers = MarkerTopic(rules.cluster, rules.markers.name, Consumers(rules.cluster, "read_committed"))
+        self._consumers = consumers_of(rules.cluster, "read_uncommitted")
+        self._markers = MarkerTopic(rules.cluster, rules.markers.name, consumers_of(rules.cluster, "read_committed"))
 
     def open(self, may_make: bool) -> int:
         """See that the topics are as they must be; returns how many partitions rows have, 0 if there are no topics."""
