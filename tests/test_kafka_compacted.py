@@ -254,7 +254,7 @@ def puts_that_fail(num: int) -> Iterator[None]:
 
 
 @settings(
-    max_examples=10,
+    max_examples=5,
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

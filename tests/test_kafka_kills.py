@@ -29,6 +29,7 @@ from tests.kafka_jobs import SECS, KafkaJob, marked, wait_until_well
 from tests.kafka_server import KafkaServer
 from tests.killing import in_child
 from tests.models import Whole, state, train, whole
+from torchrec_cnr.stores import Store
 
 TIMEOUT_SECS = 2.0
 NUM_LIVES = 3  # trainers of a schedule that are killed
@@ -54,6 +55,8 @@ def digest(values: Whole) -> str:
 def live(root: str, bootstrap: str, topic: str, journal: str) -> None:
     """Be a trainer: restore, write down what that gave, and save for ever; what fails is tried again."""
     rows = cnr.KafkaRows(bootstrap, topic, num_partitions=2, timeout_secs=TIMEOUT_SECS)
+    _linger(cnr.KafkaRows, "mark")
+    _linger(Store, "put_new")
     job = KafkaJob(root, rows, seed=int.from_bytes(os.urandom(3)))
     with Path(journal).open("a") as file:
 
@@ -77,6 +80,17 @@ def live(root: str, bootstrap: str, topic: str, journal: str) -> None:
             except Exception as error:  # noqa: BLE001 - the parent looks at it
                 write(failed=name, says=f"{type(error).__name__}: {error}"[-300:])
                 time.sleep(0.05)
+
+
+def _linger(owner: Any, name: str) -> None:
+    """Have a moment last that is over too soon to be hit."""
+    original = getattr(owner, name)
+
+    def act(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(random.uniform(0, 0.1))
+        return original(*args, **kwargs)
+
+    setattr(owner, name, act)
 
 
 @dataclass(frozen=True)
