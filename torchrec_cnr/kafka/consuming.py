@@ -43,20 +43,9 @@ class RangeConsumer:
         self._kept: deque[Message] = deque()  # the last before ``place``
         self._kept_bytes = 0
         self._is_at_end = False  # which is told once, and not again before there is more
-        settings: Settings = {
-            "group.id": f"torchrec_cnr-{uuid.uuid4().hex}",  # librdkafka wants one; nothing is committed to it
-            "isolation.level": isolation,
-            "enable.auto.commit": False,
-            "enable.auto.offset.store": False,
-            "enable.partition.eof": True,
-            "auto.offset.reset": "error",
-            "fetch.wait.max.ms": 100,  # one that is idle asks so often, and one that is busy waits for that
-            "fetch.error.backoff.ms": 20,
-            "fetch.queue.backoff.ms": 5,  # a second by default, whenever its queue was full
-            "queued.max.messages.kbytes": _QUEUED_BYTES >> 10,
-            "fetch.message.max.bytes": 4 << 20,
-        }
-        self._consumer = Consumer(cluster.settings(settings), logger=logger)
+        self._settings = cluster.settings(_settings(isolation))
+        self._consumer = Consumer(self._settings, logger=logger)
+        self._is_used = False
 
     def records(self, topic: str, partition: int, start: int, stop: int, wait_secs: float = 0.0) -> Iterator[Message]:
         """The records from one offset up to another, or up to the end of what there is to be seen.
@@ -105,21 +94,36 @@ class RangeConsumer:
                     return
                 continue
             if error is not None and error.code() in _GONE:
-                raise DamagedError(
-                    f"topic {topic!r} partition {partition} of Kafka at {self._cluster.bootstrap}: there is no offset "
-                    f"{start}: it was removed by the topic's retention, or the topic is another one; use another "
-                    "checkpoint"
-                )
+                self._look_anew(topic, partition, start)
+                continue
             if error is not None:
                 raise KafkaException(error)
             offset, self._is_at_end = message.offset() or 0, False
             self.place = (topic, partition, offset + 1)
             self._keep(message)
+            self._is_used = True
             if offset >= stop:
                 return
             if offset >= start:
                 start = offset + 1
                 yield message
+
+    def _look_anew(self, topic: str, partition: int, start: int) -> None:
+        """There is no such offset; but what it knows may be of a topic that was deleted and made anew."""
+        if self._is_used:
+            self._renew()
+            self._go_to(topic, partition, start)
+            return
+        raise DamagedError(
+            f"topic {topic!r} partition {partition} of Kafka at {self._cluster.bootstrap}: there is no offset {start}: "
+            "it was removed by the topic's retention, or the topic is another one; use another checkpoint"
+        )
+
+    def _renew(self) -> None:
+        self._consumer.close()
+        self._consumer = Consumer(self._settings, logger=logger)
+        self._topics.clear()
+        self._is_used = False
 
     def _go_to(self, topic: str, partition: int, start: int) -> None:
         if topic not in self._topics:
@@ -156,6 +160,22 @@ class RangeConsumer:
     def close(self) -> None:
         """Leave."""
         self._consumer.close()
+
+
+def _settings(isolation: str) -> Settings:
+    return {
+        "group.id": f"torchrec_cnr-{uuid.uuid4().hex}",  # librdkafka wants one; nothing is committed to it
+        "isolation.level": isolation,
+        "enable.auto.commit": False,
+        "enable.auto.offset.store": False,
+        "enable.partition.eof": True,
+        "auto.offset.reset": "error",
+        "fetch.wait.max.ms": 100,  # one that is idle asks so often, and one that is busy waits for that
+        "fetch.error.backoff.ms": 20,
+        "fetch.queue.backoff.ms": 5,  # a second by default, whenever its queue was full
+        "queued.max.messages.kbytes": _QUEUED_BYTES >> 10,
+        "fetch.message.max.bytes": 4 << 20,
+    }
 
 
 class Consumers:
