@@ -11,14 +11,16 @@ A log keeps all packs for a time, or the newest pack of each row block for ever;
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from torchrec_cnr.log_ranges import LogRange
-from torchrec_cnr.manifest import Pack
 from torchrec_cnr.streams import Buffer
+
+if TYPE_CHECKING:  # stores need no torch
+    from torchrec_cnr.manifest import Pack
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ class RowLog(Protocol):
         """
         ...
 
-    def forget(self, root: str, packs: Sequence[Pack]) -> None:
+    def forget(self, root: str, packs: "Sequence[Pack]") -> None:
         """Remove packs by their keys, right after a commit by :meth:`mark`; what is newer under these keys goes too.
 
         Raises:
