@@ -1,6 +1,7 @@
 """What all tests share: markers, options, Hypothesis' profile, pools of ranks, and a Kafka broker."""
 
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
 # No deadline: the first example pays for imports and for caches that are cold.
 hypothesis.settings.register_profile("project", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("project")
+
+# Whatever is started in the background of a shell ignores ctrl-c, and so would the children that tests send it to.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

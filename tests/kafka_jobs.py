@@ -93,7 +93,8 @@ class KafkaJob:
         except CheckpointException as error:
             (cause,) = set(models.causes(error).values())
             return cause
-        raise AssertionError(f"{name} was saved")
+        saved = cnr.read_checkpoint(f"{self.root}/{name}")
+        raise AssertionError(f"{name} was saved on {saved.parent}, {[pack.log for pack in saved.manifest.packs]}")
 
     def restore(self, name: str | None = None) -> str:
         """Go on from a checkpoint, by default the newest; its name."""

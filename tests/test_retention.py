@@ -563,6 +563,7 @@ def test_hostile_records_are_refused(root: Root) -> None:
     (name,) = root.store.at("journal").names()
     good = json.loads(root.store.at("journal").read(name))
     names = [field.name for field in fields(PrunedCheckpoint)]
+    stored = [*good["pruned"][0], 1]  # with bytes in a log, which is not written where there are none
     changes: dict[str, list[Any]] = {
         "name": [1, None],
         "created_ns": [-1, 1 << 63, 1.0, True, "1"],
@@ -571,10 +572,13 @@ def test_hostile_records_are_refused(root: Root) -> None:
         "save_ids": ["x", [1], None],
         "restore_bytes": [-1, 1.0],
         "compactions": ["x", [[1]], [[1, -1]], [[1, 1, 1]], None],
+        "log_bytes": [-1, None, "1"],
     }
+    root.put("journal", name, json.dumps({**good, "pruned": [stored]}).encode())
+    assert read_names(root.url) == ["0"]
     for key, values in changes.items():
         for value in values:
-            record = [value if field == key else old for field, old in zip(names, good["pruned"][0], strict=True)]
+            record = [value if field == key else old for field, old in zip(names, stored, strict=True)]
             bad = {**good, "pruned": [record]}
             root.put("journal", name, json.dumps(bad).encode())
             assert read_names(root.url) == [], (key, value)
