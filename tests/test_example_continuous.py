@@ -45,6 +45,7 @@ def test_a_run_is_saved_stopped_and_loaded(place: list[str]) -> None:
     assert CHECKED in loaded.output
 
 
+@pytest.mark.parametrize("place", [pytest.param("files", marks=pytest.mark.slow), "Kafka"], indirect=True)
 def test_a_run_that_is_killed_anywhere_is_loaded(place: list[str]) -> None:
     """SIGKILL, whatever the run is at: it goes on from the newest checkpoint."""
     with _started("save", *place, *SMALL, "--epochs", "1000") as process:

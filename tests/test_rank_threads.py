@@ -55,7 +55,7 @@ def threaded() -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
-@pytest.fixture(params=["local", "memory"])
+@pytest.fixture(params=["local", pytest.param("memory", marks=pytest.mark.slow)])
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """Where checkpoints go."""
     if request.param == "local":
