@@ -2,8 +2,11 @@
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+import uuid
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +15,11 @@ from torchrec.quant.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_cnr as cnr
+from benchmarks.broker import broker
 from benchmarks.models import TableModel, TableSizes, one_rank
 from benchmarks.report import Figure, Report, Table, quartiles
 from benchmarks.rounds import Setup, round_name
+from torchrec_cnr.kafka import KafkaRows
 
 SCHEME = cnr.AdaptiveAsymmetric(4)
 SHARE = 0.1  # of the rows is in each delta
@@ -79,29 +84,53 @@ class Lookups:
             thread.join()
 
 
+@dataclass
+class _Followed:
+    """What was seen of a model that follows a job.
+
+    Attributes:
+        lookups: Of the model.
+        lags: Seconds from each delta's commit to the first answer with its rows; the first delta does not count.
+        applied: What was told of these deltas.
+    """
+
+    lookups: Lookups
+    lags: list[float] = field(default_factory=list)
+    applied: list[cnr.Applied] = field(default_factory=list)
+
+
 def run(setup: Setup) -> Report:
-    """Save deltas, one after another, while a quantized model follows and is looked up."""
+    """Save deltas while a quantized model follows and is looked up: with rows in files, and then in Kafka."""
     sizes = QUICK if setup.quick else FULL
+    with broker(setup) as bootstrap, one_rank(setup.folder):
+        followed = {"files": _follow(setup, sizes, setup.folder / "files", None)}
+        if bootstrap is not None:
+            rows = KafkaRows(bootstrap, f"benchmark-{uuid.uuid4().hex}")
+            followed["Kafka"] = _follow(setup, sizes, setup.folder / "kafka", rows)
+    return _report(sizes, followed)
+
+
+def _follow(setup: Setup, sizes: TableSizes, root: Path, rows: KafkaRows | None) -> _Followed:
+    setup.say(f"making {sizes}")
     num_rounds = NUM_QUICK_ROUNDS if setup.quick else NUM_ROUNDS
-    lags: list[float] = []
+    model = TableModel(sizes)
+    planner = cnr.CNRSavePlanner(cnr.RowTracker(model.sharded), policy=cnr.Consecutive())
+    model.save(cnr.CNRStorageWriter(root / "baseline", quantization=SCHEME, rows=rows), planner)
+    served = quantized_tables(sizes)
+    ids = torch.arange(0, sizes.num_rows, max(1, sizes.num_rows // NUM_LOOKED_UP))
+    found = _Followed(Lookups(served, model.batch([ids])))
     applied: list[cnr.Applied] = []
-    with one_rank(setup.folder):
-        setup.say(f"making {sizes}")
-        model, root = TableModel(sizes), setup.folder / "root"
-        planner = cnr.CNRSavePlanner(cnr.RowTracker(model.sharded), policy=cnr.Consecutive())
-        model.save(cnr.CNRStorageWriter(root / "baseline", quantization=SCHEME), planner)
-        served = quantized_tables(sizes)
-        ids = torch.arange(0, sizes.num_rows, max(1, sizes.num_rows // NUM_LOOKED_UP))
-        lookups = Lookups(served, model.batch([ids]))
-        with cnr.RowSubscriber(served, root, on_applied=applied.append), lookups.going_on():
-            for number in range(num_rounds + 1):
-                setup.say(f"following: {round_name(number, num_rounds)}")
-                model.modify(SHARE)
-                path = root / f"delta-{number}"
-                model.save(cnr.CNRStorageWriter(path, quantization=SCHEME), planner)
-                answered_at_secs = lookups.next_change(number)
-                lags.append(answered_at_secs - cnr.read_checkpoint(path).created_ns / 1e9)
-    return _report(sizes, num_rounds, lags[1:], [update for update in applied if update.kind == "delta"][1:], lookups)
+    with cnr.RowSubscriber(served, root, rows=rows, on_applied=applied.append), found.lookups.going_on():
+        for number in range(num_rounds + 1):
+            setup.say(f"following rows in {root.name}: {round_name(number, num_rounds)}")
+            model.modify(SHARE)
+            path = root / f"delta-{number}"
+            model.save(cnr.CNRStorageWriter(path, quantization=SCHEME, rows=rows), planner)
+            answered_at_secs = found.lookups.next_change(number)
+            if number:
+                found.lags.append(answered_at_secs - cnr.read_checkpoint(path).created_ns / 1e9)
+    found.applied += [update for update in applied if update.kind == "delta"][1:]
+    return found
 
 
 def quantized_tables(sizes: TableSizes) -> nn.Module:
@@ -119,29 +148,31 @@ def quantized_tables(sizes: TableSizes) -> nn.Module:
     return nn.Sequential(EmbeddingBagCollection(tables, is_weighted=False, device=torch.device("cpu")))
 
 
-def _report(
-    sizes: TableSizes, num_rounds: int, lags: Sequence[float], applied: Sequence[cnr.Applied], lookups: Lookups
-) -> Report:
-    rows = {
-        "commit to the first answer with new rows": lags,
-        "of that, to read, verify and decode": [update.read_secs for update in applied],
-        "of that, to swap in, lookups held off": [update.apply_secs for update in applied],
-    }
-    cells = []
-    for name, secs in rows.items():
-        low, median, high = (1e3 * value for value in quartiles(secs))
-        cells.append((name, f"{median:,.1f}", f"{low:,.1f} to {high:,.1f}"))
-    num_rows = round(SHARE * sizes.num_rows)
+def _report(sizes: TableSizes, followed: Mapping[str, _Followed]) -> Report:
+    figures, cells = [], []
+    for place, found in followed.items():
+        held_off = [1e3 * update.apply_secs for update in found.applied]
+        what = f"commit of a delta in {place} to the first lookup of its rows"
+        figures.append(Figure.over_rounds(what, found.lags, "s", at_most=AT_MOST_SECS))
+        figures.append(Figure.over_rounds(f"lookups held off, rows in {place}", held_off, "ms"))
+        rows = {
+            f"{place}: commit to the first answer with new rows": found.lags,
+            f"{place}: of that, to read, verify and decode": [update.read_secs for update in found.applied],
+            f"{place}: of that, to swap in, lookups held off": [update.apply_secs for update in found.applied],
+        }
+        for name, secs in rows.items():
+            low, median, high = (1e3 * value for value in quartiles(secs))
+            cells.append((name, f"{median:,.1f}", f"{low:,.1f} to {high:,.1f}"))
+    num_deltas = len(followed["files"].lags)
+    num_lookups = sum(found.lookups.num_lookups for found in followed.values())
+    longest_ms = 1e3 * max(found.lookups.longest_secs for found in followed.values())
     return Report(
-        title=f"lag of 4-bit tables behind deltas of {num_rows:,} rows of {sizes.dim} values",
+        title=f"lag of 4-bit tables behind deltas of {round(SHARE * sizes.num_rows):,} rows of {sizes.dim} values",
         notes=(
-            f"{num_rounds} deltas after a warm-up, saved by the same process; the root is looked at every 0.2 s. Of",
-            f"{lookups.num_lookups:,} lookups of {NUM_LOOKED_UP:,} rows, 1 ms apart, the longest took",
-            f"{1e3 * lookups.longest_secs:,.1f} ms. The commit is when the manifest says: just before it was written.",
+            f"{num_deltas} deltas after a warm-up, saved by the same process. A root is looked at every 0.2 s; markers",
+            f"in Kafka come by themselves. Of {num_lookups:,} lookups of {NUM_LOOKED_UP:,} rows, 1 ms apart, the",
+            f"longest took {longest_ms:,.1f} ms. The commit is when the manifest says: just before it was written.",
         ),
-        figures=(
-            Figure.over_rounds("commit of a delta to the first lookup of its rows", lags, "s", at_most=AT_MOST_SECS),
-            Figure.over_rounds("lookups held off", [1e3 * update.apply_secs for update in applied], "ms"),
-        ),
+        figures=tuple(figures),
         tables=(Table(("", "median ms", "quartiles"), tuple(cells)),),
     )
