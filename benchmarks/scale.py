@@ -17,7 +17,7 @@ from benchmarks.peak_memory import peak_mib, resident_mib
 from benchmarks.report import Figure, Report, Table
 from benchmarks.rounds import Setup
 from torchrec_cnr.collector import paused_collector
-from torchrec_cnr.folding import plan_fold
+from torchrec_cnr.fold_plan import plan_fold
 from torchrec_cnr.head import Head
 from torchrec_cnr.lineage import read_lineage
 from torchrec_cnr.manifest import FILE_NAME

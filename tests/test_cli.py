@@ -33,7 +33,7 @@ from torchrec_cnr.cli import listing
 from torchrec_cnr.cli.app import COMMANDS, Command, app
 from torchrec_cnr.cli.dotted import Dotted, common_prefix
 from torchrec_cnr.cli.trees import Gap, Line, draw, visible
-from torchrec_cnr.folding import plan_fold
+from torchrec_cnr.fold_plan import plan_fold
 from torchrec_cnr.lineage import Checkpoint, read_lineage
 from torchrec_cnr.maintenance.catalog import Catalog, Entry
 from torchrec_cnr.maintenance.comparing import compare

@@ -16,7 +16,7 @@ from tests import models
 from tests.models import Whole, state, torchrec_job, train, whole
 from tests.ranks import RankPools
 from torchrec_cnr import packs
-from torchrec_cnr.folding import plan_fold
+from torchrec_cnr.fold_plan import plan_fold
 from torchrec_cnr.lineage import read_lineage
 from torchrec_cnr.regions import TensorRegion
 from torchrec_cnr.rows import Box

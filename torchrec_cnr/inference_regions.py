@@ -39,7 +39,7 @@ class InferenceRegion:
 
     def write(self, block: Block) -> None:
         """Take codes over, or decode and quantize."""
-        found = block.rows_within(self.box)
+        found = block.rows.within(self.box)
         if found is None:
             return
         positions, rows = found

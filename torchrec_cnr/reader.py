@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from torchrec_cnr.errors import CNRError, LoadError
-from torchrec_cnr.folding import fold, plan_fold
+from torchrec_cnr.fold_plan import plan_fold
+from torchrec_cnr.folding import fold
 from torchrec_cnr.handover import LoadMetadata, RestoredRows
 from torchrec_cnr.inference_regions import turns
 from torchrec_cnr.item_regions import item_regions, load_metadata

@@ -4,7 +4,7 @@ Quantized rows are decoded where they belong: no block of decoded rows lies in b
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -16,13 +16,47 @@ from torchrec_cnr.schemes import NoQuantization, Scheme
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
-    """The rows of one blob, still encoded.
+class PlacedRows:
+    """Which rows of a tensor a blob holds.
 
     Attributes:
         box: Of its shard; for row-wise optimizer state, of the table's shard.
         first: First row within the box, where the rows are consecutive.
-        rows: int64 [n], row numbers within the box, where they are not.
+        num_rows: How many there are.
+        numbers: int64 [num_rows], row numbers within the box, where they are not.
+    """
+
+    box: Box
+    first: int
+    num_rows: int
+    numbers: Tensor | None
+
+    @property
+    def index(self) -> Rows | slice:
+        """int64 [num_rows], row numbers within the box, or the slice that they are."""
+        return slice(self.first, self.first + self.num_rows) if self.numbers is None else self.numbers.numpy()
+
+    def within(self, wanted: Box) -> tuple[Tensor | slice, Tensor | slice] | None:
+        """Positions among these, and rows of ``wanted``, of the rows that both have; None if there are none."""
+        shift = self.box.offsets[0] - wanted.offsets[0] if self.box.offsets else 0
+        if self.numbers is None:
+            start = max(0, -self.first - shift)
+            stop = min(self.num_rows, wanted.num_rows - self.first - shift)
+            into = slice(start + self.first + shift, stop + self.first + shift)
+            return (slice(start, stop), into) if start < stop else None
+        rows = self.numbers + shift if shift else self.numbers
+        if int(rows[0]) >= 0 and int(rows[-1]) < wanted.num_rows:
+            return slice(0, len(rows)), rows
+        keep = ((rows >= 0) & (rows < wanted.num_rows)).nonzero().squeeze(1)
+        return (keep, rows[keep]) if len(keep) else None
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """The rows of one blob, still encoded.
+
+    Attributes:
+        rows: Which n rows they are.
         codes: uint8 [n, row_bytes].
         scheme: What decodes them.
         dtype: What they are decoded to.
@@ -32,9 +66,7 @@ class Block:
         is_delta: Whether it comes from a delta.
     """
 
-    box: Box
-    first: int
-    rows: Tensor | None
+    rows: PlacedRows
     codes: Tensor
     scheme: Scheme
     dtype: torch.dtype
@@ -44,17 +76,17 @@ class Block:
     is_delta: bool
 
     @property
+    def box(self) -> Box:
+        """Of its shard."""
+        return self.rows.box
+
+    @property
     def values(self) -> Tensor:
         """All rows decoded, [n, *row_shape]; without quantization a view of the codes."""
         values = self.scheme.decode(self.codes, self.exact_values.shape[1], self.dtype)
         if len(self.exact_positions):
             values[self.exact_positions] = self.exact_values
         return values.view(len(self.codes), *self.row_shape)
-
-    @property
-    def numbers(self) -> Rows | slice:
-        """int64 [n], row numbers within the box, or the slice that they are."""
-        return slice(self.first, self.first + len(self.codes)) if self.rows is None else self.rows.numpy()
 
     def decode_into(self, positions: Tensor, first_col: int, target: Tensor, rows: Tensor) -> None:
         """Decode rows straight into rows of a target.
@@ -86,19 +118,16 @@ class Block:
         wanted = positions[found] == self.exact_positions
         return found[wanted], self.exact_values[wanted]
 
-    def rows_within(self, wanted: Box) -> tuple[Tensor | slice, Tensor | slice] | None:
-        """Positions in the block, and rows of ``wanted``, of the rows that both have; None if there are none."""
-        shift = self.box.offsets[0] - wanted.offsets[0] if self.box.offsets else 0
-        if self.rows is None:
-            start = max(0, -self.first - shift)
-            stop = min(len(self.codes), wanted.num_rows - self.first - shift)
-            into = slice(start + self.first + shift, stop + self.first + shift)
-            return (slice(start, stop), into) if start < stop else None
-        rows = self.rows + shift
-        if int(rows[0]) >= 0 and int(rows[-1]) < wanted.num_rows:
-            return slice(0, len(rows)), rows
-        keep = ((rows >= 0) & (rows < wanted.num_rows)).nonzero().squeeze(1)
-        return (keep, rows[keep]) if len(keep) else None
+    def part(self, positions: Tensor, rows: PlacedRows) -> "Block":
+        """Some of the rows, as a block of their own.
+
+        Args:
+            positions: int64 [k], k >= 1, increasing, which rows of the block.
+            rows: Where they are.
+        """
+        exact, values = self.exact_rows(positions)
+        codes = self.codes.index_select(0, positions)
+        return replace(self, rows=rows, codes=codes, exact_positions=exact, exact_values=values)
 
 
 class Region(Protocol):
@@ -135,7 +164,7 @@ class TensorRegion:
     def write(self, block: Block) -> None:
         """Copy consecutive rows, scatter others."""
         common = block.box.intersect(self.box)
-        found = block.rows_within(self.box)
+        found = block.rows.within(self.box)
         if common is None or found is None:
             return
         positions, rows = found
@@ -180,7 +209,7 @@ class RowStateRegion:
     def write(self, block: Block) -> None:
         """Overwrite the ranges of columns that the block's shard has."""
         common = block.box.intersect(self.box)
-        found = block.rows_within(self.box)
+        found = block.rows.within(self.box)
         if common is None or found is None:
             return
         positions, rows = found

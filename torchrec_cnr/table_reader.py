@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from torchrec_cnr.errors import ConfigurationError, LoadError, StateMismatchError
-from torchrec_cnr.folding import fold, plan_fold
+from torchrec_cnr.fold_plan import plan_fold
+from torchrec_cnr.folding import fold
 from torchrec_cnr.leases import leased
 from torchrec_cnr.lineage import Lineage, existing, read_lineage
 from torchrec_cnr.manifest import DTYPES, Manifest, TensorEntry

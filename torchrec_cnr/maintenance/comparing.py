@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchrec_cnr.folding import fold, plan_fold
+from torchrec_cnr.fold_plan import plan_fold
+from torchrec_cnr.folding import fold
 from torchrec_cnr.lineage import Checkpoint, Lineage, read_lineage
 from torchrec_cnr.maintenance.movement import Movement, MovementMeter
 from torchrec_cnr.manifest import DTYPES, Manifest, TensorEntry

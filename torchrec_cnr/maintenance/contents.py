@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrec_cnr.folding import fold, plan_fold
+from torchrec_cnr.fold_plan import plan_fold
+from torchrec_cnr.folding import fold
 from torchrec_cnr.lineage import Lineage
 from torchrec_cnr.manifest import DTYPES
 from torchrec_cnr.objects import read_objects

@@ -11,7 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from torchrec_cnr.errors import DamagedError, LoadError, StoreError
-from torchrec_cnr.folding import fold, plan_fold
+from torchrec_cnr.fold_plan import plan_fold
+from torchrec_cnr.folding import fold
 from torchrec_cnr.lineage import Checkpoint, Lineage, read_checkpoint
 from torchrec_cnr.manifest import Blob, Manifest
 from torchrec_cnr.pack_reader import Span, place_of, plan_spans, read_spans

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from torchrec_cnr.folding import held
+from torchrec_cnr.fold_plan import held
 from torchrec_cnr.lineage import Checkpoint
 from torchrec_cnr.manifest import Blob, Pack, Shard, TensorEntry
 from torchrec_cnr.renumbering import Renumbering

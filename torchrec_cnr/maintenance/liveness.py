@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from torchrec_cnr.checkpoint_rows import RowNumbers
 from torchrec_cnr.coverage import Coverage
 from torchrec_cnr.errors import DamagedError
-from torchrec_cnr.folding import RowNumbers
 from torchrec_cnr.manifest import Blob, RowBlock, TensorEntry, name_of
 from torchrec_cnr.pack_reader import PackReader
 from torchrec_cnr.rows import Box, Rows

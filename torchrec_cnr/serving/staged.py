@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchrec_cnr.folding import CheckpointReads, fold, held, plan_fold
+from torchrec_cnr.fold_plan import CheckpointReads, held, plan_fold
+from torchrec_cnr.folding import fold
 from torchrec_cnr.inference_regions import inference_regions, turns
 from torchrec_cnr.lineage import Lineage
 from torchrec_cnr.manifest import DTYPES

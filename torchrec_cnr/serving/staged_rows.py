@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrec_cnr.inference_regions import inference_regions
 from torchrec_cnr.inference_rows import InferenceRow
 from torchrec_cnr.manifest import Shard
-from torchrec_cnr.regions import Block, Region, TensorRegion, row_numbers
+from torchrec_cnr.regions import Block, PlacedRows, Region, TensorRegion, row_numbers
 from torchrec_cnr.rows import Box
 
 
@@ -57,7 +57,7 @@ class StagedRows:
 
     def write(self, block: Block) -> None:
         """Keep the block."""
-        found = block.rows_within(self.box) if block.box.intersect(self.box) is not None else None
+        found = block.rows.within(self.box) if block.box.intersect(self.box) is not None else None
         if found is not None:
             self._found.append(_Found(block, row_numbers(found[0]), row_numbers(found[1])))
 
@@ -126,17 +126,5 @@ def _newest_of_each(found: Sequence[_Found], num_rows: int) -> list[_Found]:
 
 def _renumbered(part: _Found, rows: Tensor, num_rows: int) -> Block:
     """The wanted rows of a block as a block of their own, of other row numbers."""
-    block = part.block
-    exact, values = block.exact_rows(part.positions)
-    return Block(
-        box=Box((0, *block.box.offsets[1:]), (num_rows, *block.box.sizes[1:])),
-        first=0,
-        rows=rows,
-        codes=block.codes[part.positions],
-        scheme=block.scheme,
-        dtype=block.dtype,
-        exact_positions=exact,
-        exact_values=values,
-        row_shape=block.row_shape,
-        is_delta=block.is_delta,
-    )
+    box = Box((0, *part.block.box.offsets[1:]), (num_rows, *part.block.box.sizes[1:]))
+    return part.block.part(part.positions, PlacedRows(box, 0, len(rows), rows))

@@ -34,7 +34,7 @@ class TouchedRows:
 
     def write(self, block: Block) -> None:
         """Note the rows of a delta."""
-        found = block.rows_within(self.box) if block.is_delta else None
+        found = block.rows.within(self.box) if block.is_delta else None
         if found is not None and block.box.intersect(self.box) is not None:
             self.is_touched[found[1]] = True
 
