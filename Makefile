@@ -45,7 +45,7 @@ unit: .venv ## tests, but the slow ones; two files at a time, for two cores, tho
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test-full: .venv ## all tests, the slow ones too
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --hypothesis-profile full
 
 bench: .venv ## run the benchmarks
 	$(BIN)/python -m benchmarks --plots build/plots

@@ -12,13 +12,14 @@ import pytest
 import torch
 
 import torchrec_cnr
-from tests.ranks import RankPools
+from tests.ranks import RankPools, disconnect_from_kafka
 
 if TYPE_CHECKING:
     from tests.kafka_server import Broker
 
 # No deadline: the first example pays for imports and for caches that are cold.
-hypothesis.settings.register_profile("project", deadline=None, print_blob=True)
+hypothesis.settings.register_profile("project", deadline=None, print_blob=True, max_examples=40)
+hypothesis.settings.register_profile("full", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("project")
 
 # Whatever is started in the background of a shell ignores ctrl-c, and so would the children that tests send it to.
@@ -70,6 +71,13 @@ def rank_pool() -> Iterator[RankPools]:
     pools = RankPools()
     yield pools
     pools.close()
+
+
+@pytest.fixture(autouse=True)
+def _connections_end() -> Iterator[None]:
+    """Producers and consumers of a test do not go on in the next ones: hundreds of them take much of a core."""
+    yield
+    disconnect_from_kafka()
 
 
 @pytest.fixture(scope="session")

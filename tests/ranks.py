@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -320,6 +321,15 @@ def _answer(rank: int, task: bytes) -> bytes:
         return pickle.dumps((True, pickle.dumps(fn(rank, *args))))
     except BaseException:  # noqa: BLE001 - the parent raises it; some errors of DCP are no Exception
         return pickle.dumps((False, traceback.format_exc()))
+    finally:
+        disconnect_from_kafka()
+
+
+def disconnect_from_kafka() -> None:
+    """End what a function has left behind of this process's connections, if there are any."""
+    kafka = sys.modules.get("torchrec_cnr.kafka")
+    if kafka is not None:
+        kafka.disconnect()
 
 
 def _import_all_of(rank: int, task: bytes) -> None:

@@ -19,6 +19,7 @@ from tests.kafka_server import Broker
 from tests.models import Whole, differing, plain_job, state, torchrec_job, train, whole
 from tests.ranks import RankPools
 from tests.test_kafka_server import transactional
+from torchrec_cnr.kafka import disconnect
 from torchrec_cnr.lineage import read_lineage
 from torchrec_cnr.maintenance.upkeep import Upkeep
 
@@ -294,3 +295,25 @@ def test_a_consumer_that_was_at_the_end_reads_what_came_since(rows: cnr.KafkaRow
         for again in (number, number, 0):
             found = rows.read(f"pack-{again}", 250, places[again], 0, 250)
             assert found.tobytes() == bytes([again]) * 250
+
+
+def _client_threads() -> int:
+    """How many threads of librdkafka this process has."""
+    threads = Path("/proc/self/task").iterdir()
+    return sum((thread / "comm").read_text().startswith("rdk:") for thread in threads)
+
+
+def test_a_process_disconnects_and_connects_anew(tmp_path: Path, rows: cnr.KafkaRows) -> None:
+    """Its threads end; what it saves and loads afterwards is what it would have been."""
+    disconnect()
+    assert _client_threads() == 0
+    job = KafkaJob(tmp_path, rows)
+    job.train_and_save("0", "1")
+    job.assert_loads("1")
+    assert _client_threads() > 0
+    disconnect()
+    assert _client_threads() == 0
+    job.train_and_save("2")
+    assert cnr.read_checkpoint(tmp_path / "2").parent == f"{tmp_path}/1"
+    job.assert_loads("2")
+    job.close()

@@ -7,6 +7,6 @@ ids that stay the same from job to job, so that the broker itself refuses what a
 See docs/design/005-kafka.md.
 """
 
-from torchrec_cnr.kafka.kafka_rows import KafkaRows
+from torchrec_cnr.kafka.kafka_rows import KafkaRows, disconnect
 
-__all__ = ["KafkaRows"]
+__all__ = ["KafkaRows", "disconnect"]

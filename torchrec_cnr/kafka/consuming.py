@@ -215,6 +215,13 @@ class Consumers:
         for idle in surplus:
             idle.close()
 
+    def close(self) -> None:
+        """Have those that are idle leave."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for consumer in idle:
+            consumer.close()
+
 
 class _OfProcess:
     """The consumers of this process, of all logs of a cluster: a child that was forked has its own."""
@@ -231,6 +238,15 @@ class _OfProcess:
                 self._pid, self._consumers = os.getpid(), {}
             return self._consumers.setdefault((cluster, isolation), Consumers(cluster, isolation))
 
+    def forget(self) -> None:
+        """Have those that are idle leave."""
+        with self._lock:
+            consumers, self._consumers = self._consumers, {}
+            if self._pid != os.getpid():  # they are the parent's
+                return
+        for each in consumers.values():
+            each.close()
+
 
 _of_process = _OfProcess()
 
@@ -238,3 +254,8 @@ _of_process = _OfProcess()
 def consumers_of(cluster: Cluster, isolation: str) -> Consumers:
     """This process's consumers of a cluster; see :class:`Consumers`."""
     return _of_process.consumers(cluster, isolation)
+
+
+def forget_consumers() -> None:
+    """Have this process's idle consumers leave."""
+    _of_process.forget()

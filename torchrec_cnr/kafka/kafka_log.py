@@ -111,6 +111,13 @@ class KafkaLog:
         with self.rules.cluster.errors(f"read topic {self.rules.markers.name!r}"):
             return tuple(self._markers.between(offset, 1 << 62, timeout_secs))
 
+    def close(self) -> None:
+        """Have the producers leave; who saves afterwards has new ones."""
+        with self._lock:
+            producing = list(self._producing.values())
+        for each in producing:
+            each.close()
+
     def _producer(self, root: str, who: str) -> Producing:
         name = f"{self.rules.rows.name}.{root}.{who}"
         with self._lock:
@@ -188,6 +195,15 @@ class _Logs:
                 self._logs[rules] = KafkaLog(rules)
             return self._logs[rules]
 
+    def forget(self) -> None:
+        """Have the producers of all logs leave."""
+        with self._lock:
+            logs, self._logs = self._logs, {}
+            if self._pid != os.getpid():  # they are the parent's
+                return
+        for log in logs.values():
+            log.close()
+
 
 _logs = _Logs()
 
@@ -195,3 +211,8 @@ _logs = _Logs()
 def log_of(rules: LogRules) -> KafkaLog:
     """This process's connections to a log."""
     return _logs.log(rules)
+
+
+def forget_logs() -> None:
+    """Have this process's producers leave."""
+    _logs.forget()

@@ -9,7 +9,8 @@ import numpy.typing as npt
 
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.kafka.clients import BATCH_BYTES, MOST_RECORD_BYTES, OWN_SETTINGS, Cluster
-from torchrec_cnr.kafka.kafka_log import MARKER_SUFFIX, KafkaLog, LogRules, log_of
+from torchrec_cnr.kafka.consuming import forget_consumers
+from torchrec_cnr.kafka.kafka_log import MARKER_SUFFIX, KafkaLog, LogRules, forget_logs, log_of
 from torchrec_cnr.kafka.targets import KafkaBlocks, KafkaTarget
 from torchrec_cnr.kafka.topics import TopicRules
 from torchrec_cnr.log_ranges import LogRange
@@ -143,3 +144,13 @@ class KafkaRows:
     def markers_from(self, offset: int, timeout_secs: float) -> tuple[Marker, ...]:
         """Markers from an offset on; see ``RowLog``."""
         return self._log.markers_from(offset, timeout_secs)
+
+
+def disconnect() -> None:
+    """End all connections of this process to Kafka, while it neither saves nor loads; later ones connect anew.
+
+    For a process that goes on without: producers stay for the next save, and consumers ask the broker for records
+    several times a second.
+    """
+    forget_logs()
+    forget_consumers()

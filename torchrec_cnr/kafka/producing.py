@@ -144,6 +144,12 @@ class Producing:
             self._drop()
             self._made()
 
+    def close(self) -> None:
+        """Leave, once nothing is being sent."""
+        with self._lock:
+            self._drop()
+            self._held = None
+
     def _transact(self, topic: str, partition: int, records: list[Record]) -> list[int]:
         producer = self._made()
         producer.begin_transaction()
