@@ -23,7 +23,7 @@ from torch import Tensor
 from tests import hand_made
 from tests.hand_made import mask_of, some_rows, whole
 from tests.lineages import PACK_BYTES, ROWS, Run, family, is_same, own_packs
-from torchrec_cnr import load_table, manifest_json, read_checkpoint, stores
+from torchrec_cnr import load_table, manifest_json, read_checkpoint, remote_files, stores
 from torchrec_cnr.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -302,6 +302,7 @@ def test_a_commit_whose_fate_is_unknown_keeps_its_files(monkeypatch: pytest.Monk
 
     with monkeypatch.context() as patch:
         patch.setattr(Store, "_create_new", fail)
+        patch.setattr(remote_files, "RETRY_SECS", 0.5)
         with pytest.raises(StoreError, match="no answer"):
             compact(f"{root}/b", max_ratio=1.0)
     assert not read_checkpoint(f"{root}/b").is_compacted

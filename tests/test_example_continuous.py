@@ -33,6 +33,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
     return options
 
 
+@pytest.mark.parametrize("place", [pytest.param("files", marks=pytest.mark.slow), "Kafka"], indirect=True)
 def test_a_run_is_saved_stopped_and_loaded(place: list[str]) -> None:
     """3 epochs, stop, load, on to 8: the run goes on at the last checkpoint, and ends as one that was never stopped."""
     saved = succeed(SCRIPT, "save", *place, *SMALL)

@@ -463,6 +463,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_a_table(tmp_path: Path) -> None:
     """A table of 512 MiB, with a delta, is exported and imported with less than 300 MiB more than a small one."""
     num_rows, most_bytes = 1 << 21, 300 << 20

@@ -6,7 +6,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.lineages import COLS, ROWS, Run, Save, World, is_same
@@ -26,6 +26,7 @@ def _saves(seed: int) -> list[Save]:
     return [Save(None if n == 0 else 0, seed + n, float(rng.random()), int(num)) for n, num in enumerate(cuts)]
 
 
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 2**32 - 1),
     early_bytes=st.sampled_from([0, 300, 1 << 20]),

@@ -255,7 +255,7 @@ def puts_that_fail(num: int) -> Iterator[None]:
 
 
 @settings(
-    max_examples=5,
+    max_examples=3,
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -292,7 +292,7 @@ def test_the_newest_checkpoint_is_what_was_committed_last(
 def test_the_topic_does_not_grow(run: Run) -> None:
     """However many saves, no more than two packs of each row block are there, and no part of any other."""
     num_blocks = 10 + 3  # of both tables
-    for _ in range(25):
+    for _ in range(15):
         run.train()
         run.save()
     compact(run.rows)
@@ -407,6 +407,7 @@ def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaServer]:
         yield started
 
 
+@pytest.mark.slow
 def test_a_broker_that_is_killed_loses_nothing(tmp_path: Path, mortal: KafkaServer) -> None:
     """A save during which the broker dies fails; when it is back, the head is there, and the next save has all rows."""
     run = Run(tmp_path, compacted(mortal, timeout_secs=4.0))

@@ -214,7 +214,7 @@ def _die_in_commit(root: str, rows: cnr.KafkaRows, when: str) -> None:
         job.save("2")
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.slow), "after"])
 def test_a_process_that_dies_in_its_commit(
     tmp_path: Path, rows: cnr.KafkaRows, rank_pool: RankPools, when: str
 ) -> None:
@@ -331,7 +331,7 @@ def _succeed(root: str, rows: cnr.KafkaRows) -> None:
     job.assert_loads("7")
 
 
-@pytest.mark.parametrize("moment", ["begin", "rows", "check", "marker"])
+@pytest.mark.parametrize("moment", [pytest.param("begin", marks=pytest.mark.slow), "rows", "check", "marker"])
 def test_a_zombie_commits_nothing(tmp_path: Path, rows: cnr.KafkaRows, moment: str) -> None:
     """Wherever it stopped: it is fenced, its marker never comes, and its successor saves as if it were alone."""
     root = str(tmp_path)

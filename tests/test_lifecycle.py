@@ -310,7 +310,7 @@ def _live_plain(root: Path, optimizer: str, program: list[Operation], verify_unt
 
 
 @pytest.mark.parametrize("optimizer", sorted(models.OPTIMIZERS))
-@settings(max_examples=15, derandomize=True, phases=[Phase.generate])  # the slow test below shrinks what fails
+@settings(max_examples=8, derandomize=True, phases=[Phase.generate])  # the slow test below shrinks what fails
 @given(program=operations(1, has_steps=True), verify_untracked=st.booleans())
 def test_every_checkpoint_of_a_plain_model_loads_as_its_cut(
     tmp_path_factory: pytest.TempPathFactory, optimizer: str, program: list[Operation], verify_untracked: bool
@@ -394,7 +394,7 @@ def segments(draw: st.DrawFn, world_sizes: list[int]) -> list[tuple[int, Segment
 
 
 @settings(
-    max_examples=12,
+    max_examples=7,
     derandomize=True,
     phases=[Phase.generate],  # a failure ends the group of ranks, so shrinking would take very long
     suppress_health_check=[HealthCheck.too_slow],
