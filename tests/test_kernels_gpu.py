@@ -159,7 +159,15 @@ def interpret(function: str, method: str) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-@pytest.mark.parametrize("method", [method for method in PLANS if method != "mirrored"])  # which is nearly "covering"
+# "mirrored" is nearly "covering"; "greedy" is in the full suite.
+EVERY_TIME = [
+    pytest.param(method, marks=[pytest.mark.slow] if method == "greedy" else [])
+    for method in PLANS
+    if method != "mirrored"
+]
+
+
+@pytest.mark.parametrize("method", EVERY_TIME)
 def test_interpreted_kernels_give_the_bytes_of_the_reference(method: str) -> None:
     """All bits, dtypes and widths, on rows of all kinds."""
     interpret(some_mismatches.__name__, method)

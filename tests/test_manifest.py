@@ -450,8 +450,14 @@ def _of_library(data: bytes) -> str:
     return _outcome(lambda data: manifest_json.loads(data, "here"), data)
 
 
+LONGEST = {("1", "tensors"), ("2", "tensors"), ("3, replacing", "tensors")}  # as the others, but for what is older
 every_key = pytest.mark.parametrize(
-    ("version", "key"), [(version, key) for version, body in BODIES.items() for key in body()]
+    ("version", "key"),
+    [
+        pytest.param(version, key, marks=[pytest.mark.slow] if (version, key) in LONGEST else [])
+        for version, body in BODIES.items()
+        for key in body()
+    ],
 )
 
 

@@ -158,7 +158,13 @@ def load_back(root: str, rank: int) -> tuple[list[Tensor], Any]:
     return tensors, state[f"reader.{rank}"]
 
 
-@pytest.mark.parametrize("quantization", [cnr.NoQuantization(), cnr.AdaptiveAsymmetric(4)], ids=["exact", "4 bits"])
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        pytest.param(cnr.NoQuantization(), id="exact"),
+        pytest.param(cnr.AdaptiveAsymmetric(4), id="4 bits", marks=pytest.mark.slow),
+    ],
+)
 def test_64_ranks_save_into_one_store_and_load_what_they_saved(
     threaded: None, root: str, quantization: cnr.Scheme
 ) -> None:
