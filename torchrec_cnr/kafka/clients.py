@@ -53,6 +53,7 @@ class Cluster:
         return {
             "bootstrap.servers": self.bootstrap,
             "socket.timeout.ms": max(1000, self.timeout_ms),
+            "reconnect.backoff.ms": 20,  # half of it passes before a client that has found the cluster asks it anything
             "reconnect.backoff.max.ms": 1000,
             "log_level": 2,  # connections come and go; what matters is raised
             "message.max.bytes": 2 * MOST_RECORD_BYTES,

@@ -102,11 +102,11 @@ class RangeConsumer:
             self.place = (topic, partition, offset + 1)
             self._keep(message)
             self._is_used = True
-            if offset >= stop:
-                return
-            if offset >= start:
+            if start <= offset < stop:
                 start = offset + 1
                 yield message
+            if offset + 1 >= stop:
+                return
 
     def _look_anew(self, topic: str, partition: int, start: int) -> None:
         """There is no such offset; but what it knows may be of a topic that was deleted and made anew."""
