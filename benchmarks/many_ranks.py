@@ -21,11 +21,12 @@ from torchrec_cnr.cuts import Cut, StagedRows, TrackedItem
 from torchrec_cnr.decisions import ShardKey
 from torchrec_cnr.handover import StagedTensor
 from torchrec_cnr.head import Head
-from torchrec_cnr.manifest import Blob, Pack, RowBlock, RowSet, Shard
+from torchrec_cnr.manifest import Pack, Shard
 from torchrec_cnr.modified import RowList, Since
 from torchrec_cnr.packs import PACK_BYTES
 from torchrec_cnr.phases import SavePhases
 from torchrec_cnr.planner import _sent
+from torchrec_cnr.row_sets import Blob, RowBlock, RowSet
 from torchrec_cnr.rows import Box
 from torchrec_cnr.tracked import Pending
 

@@ -21,6 +21,8 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_cnr.manifest_json import forget
+
 SAMPLED_EVERY = 97
 CHUNK_ROWS = 1 << 16  # looked up at once where many rows are to be modified
 
@@ -95,7 +97,8 @@ class TableModel:
         return [table.local_shards()[0].tensor for table in self.sharded.state_dict().values()]
 
     def clear(self) -> None:
-        """Forget all rows."""
+        """Forget all rows, and what was read of manifests: as a process that has just started."""
+        forget()
         for table in self.tables():
             table.zero_()
 

@@ -21,6 +21,7 @@ from torchrec_cnr.fold_plan import plan_fold
 from torchrec_cnr.head import Head
 from torchrec_cnr.lineage import read_lineage
 from torchrec_cnr.manifest import FILE_NAME
+from torchrec_cnr.manifest_json import forget
 from torchrec_cnr.reader import CNRStorageReader
 from torchrec_cnr.regions import Region, RowStateRegion, TensorRegion
 
@@ -71,7 +72,9 @@ def run(setup: Setup) -> Report:
             costs = _Costs()
             plans_mib, results_mib = _save(job, path, head, costs)
             file_mb = (path / FILE_NAME).stat().st_size / 1e6
+            forget()
             head = costs.of("reading manifests", lambda path=path: read_lineage(path)).head  # type: ignore[misc]
+            forget()
             costs.of("planning a rank's load", lambda path=path, job=job: _plan_load(job, path))  # type: ignore[misc]
             save_secs = costs.secs["planning"] + costs.secs["commit"]
             save_mib = max(costs.mib["planning"], costs.mib["commit"])

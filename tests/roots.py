@@ -19,20 +19,18 @@ from torchrec_cnr.leases import Lease
 from torchrec_cnr.lineage import read_lineage
 from torchrec_cnr.manifest import (
     FILE_NAME,
-    Blob,
     CheckpointRef,
     History,
     Manifest,
     Pack,
     Place,
-    RowBlock,
-    RowSet,
     Shard,
     TensorEntry,
     replacement_name,
 )
 from torchrec_cnr.pack_reader import PackReader
 from torchrec_cnr.packs import PackWriter
+from torchrec_cnr.row_sets import Blob, RowBlock, RowSet
 from torchrec_cnr.rows import Box
 from torchrec_cnr.schemes import NoQuantization
 from torchrec_cnr.stores import Store

@@ -49,8 +49,8 @@ from torchrec_cnr.maintenance import copying, liveness, moving
 from torchrec_cnr.maintenance.compaction import CompactionPlan, plan_compaction
 from torchrec_cnr.maintenance.liveness import pieces_of
 from torchrec_cnr.maintenance.rewriting import compact, execute
-from torchrec_cnr.manifest import Blob, RowBlock, RowSet
 from torchrec_cnr.pack_reader import PackReader
+from torchrec_cnr.row_sets import Blob, RowBlock, RowSet
 from torchrec_cnr.rows import Box
 from torchrec_cnr.schemes import Asymmetric, NoQuantization, Scheme
 

@@ -20,6 +20,7 @@ LAYERS = (
     {
         "kernels",
         "rows",
+        "row_sets",
         "schemes",
         "manifest",
         "manifest_format",
@@ -29,6 +30,7 @@ LAYERS = (
         "coverage",
         "renumbering",
         "manifest_json",
+        "known_manifests",
         "manifest_packing",
         "manifest_parser",
         "earlier_versions",

@@ -26,19 +26,18 @@ from torchrec_cnr.errors import (
 from torchrec_cnr.lineage import committed, read_checkpoint, read_lineage, relative_path
 from torchrec_cnr.manifest import (
     FILE_NAME,
-    Blob,
     CheckpointRef,
     History,
     Manifest,
     Pack,
     Place,
-    RowSet,
     Shard,
     TensorEntry,
     replacement_name,
 )
 from torchrec_cnr.manifest_format import VERSION
 from torchrec_cnr.newest import latest
+from torchrec_cnr.row_sets import Blob, RowSet
 from torchrec_cnr.rows import Box
 from torchrec_cnr.schemes import NoQuantization
 from torchrec_cnr.stores import Store

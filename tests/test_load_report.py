@@ -19,7 +19,8 @@ from tests import models
 from tests.models import differing, plain_job, state, torchrec_job, train, whole
 from tests.ranks import RankPools
 from torchrec_cnr.fitting import Wanted, fit
-from torchrec_cnr.manifest import Blob, History, Manifest, Shard, TensorEntry
+from torchrec_cnr.manifest import History, Manifest, Shard, TensorEntry
+from torchrec_cnr.row_sets import Blob
 from torchrec_cnr.rows import Box
 from torchrec_cnr.schemes import NoQuantization
 

@@ -20,20 +20,9 @@ from tests.golden import mixed, reader, write_v3
 from torchrec_cnr import manifest_json, manifest_packing, manifest_parser
 from torchrec_cnr.errors import DamagedError, VersionError
 from torchrec_cnr.log_ranges import LogRange
-from torchrec_cnr.manifest import (
-    DTYPES,
-    Blob,
-    CheckpointRef,
-    History,
-    Manifest,
-    Pack,
-    Place,
-    RowBlock,
-    RowSet,
-    Shard,
-    TensorEntry,
-)
+from torchrec_cnr.manifest import DTYPES, CheckpointRef, History, Manifest, Pack, Place, Shard, TensorEntry
 from torchrec_cnr.manifest_packing import packed
+from torchrec_cnr.row_sets import Blob, RowBlock, RowSet
 from torchrec_cnr.rows import Box, fills
 from torchrec_cnr.schemes import Asymmetric, KMeans, NoQuantization, Scheme, exact_row_bytes, scheme_from_json
 
@@ -43,6 +32,11 @@ SCHEMES_1: list[Scheme] = [EXACT, Asymmetric(2), Asymmetric(4), Asymmetric(8)]
 SCHEMES = [*SCHEMES_1, *mixed.SCHEMES]
 GOLDENS = Path(__file__).parent / "golden"
 START_BYTES = 512  # of a manifest file, in which its time of commit lies
+
+
+@pytest.fixture(autouse=True)
+def _parses_anew() -> None:
+    manifest_json.forget()
 
 
 class Filler:

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from torchrec_cnr import local_files
 from torchrec_cnr.errors import DamagedError
-from torchrec_cnr.manifest import Blob, Pack
+from torchrec_cnr.manifest import Pack
 from torchrec_cnr.pack_reader import Span, SpanDigests, read_spans
 from torchrec_cnr.packs import crc32c
+from torchrec_cnr.row_sets import Blob
 from torchrec_cnr.stores import Bytes, Store
 
 numbers = count()

@@ -4,6 +4,7 @@ Ranks number packs by themselves; here they are numbered through. DCP's own writ
 tensors that were never written, so every chunk of the plan must be matched by exactly one record, and nothing else.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,9 +13,10 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torchrec_cnr.errors import SaveError
-from torchrec_cnr.manifest import Blob, Pack, Shard, TensorEntry
+from torchrec_cnr.manifest import Pack, Shard, TensorEntry
 from torchrec_cnr.phases import SavePhases
 from torchrec_cnr.renumbering import Renumbering
+from torchrec_cnr.row_sets import Blob
 from torchrec_cnr.rows import Box
 
 Key = tuple[tuple[int, ...], tuple[int, ...]] | None  # offsets and sizes of a shard; None for an object
@@ -72,7 +74,7 @@ def assemble(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> As
     """
     packs: list[Pack] = []
     phases: list[SavePhases] = []
-    shards: dict[str, list[ShardRecord]] = {}
+    shards: dict[str, list[tuple[ShardRecord, tuple[Shard, ...]]]] = {}  # each with its parts, renumbered
     objects: dict[str, Blob] = {}
     for rank, rank_results in enumerate(results):
         records = [(result.index.fqn, result.storage_data) for result in rank_results]
@@ -84,9 +86,7 @@ def assemble(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> As
         phases.append(files[0].phases)
         for fqn, record in records:
             if isinstance(record, ShardRecord):
-                parts = tuple(map(renumbered.shard, record.parts))
-                renumbered_record = ShardRecord(record.size, record.dtype, record.is_table, record.table, parts)
-                shards.setdefault(fqn, []).append(renumbered_record)
+                shards.setdefault(fqn, []).append((record, tuple(map(renumbered.shard, record.parts))))
             elif isinstance(record, ObjectRecord):
                 objects[fqn] = renumbered.blob(record.blob)
     tensors = {fqn: _tensor_entry(fqn, records) for fqn, records in shards.items()}
@@ -98,17 +98,16 @@ def _behind(num_packs: int, blob: Blob) -> Blob:
     return Blob(blob.pack + num_packs, blob.offset, blob.num_bytes, blob.crc32c)
 
 
-def _tensor_entry(fqn: str, records: Sequence[ShardRecord]) -> TensorEntry:
+def _tensor_entry(fqn: str, written: Sequence[tuple[ShardRecord, tuple[Shard, ...]]]) -> TensorEntry:
     # What an empty shard belongs to, its rank cannot tell.
-    filled = [record for record in records if 0 not in record.parts[0].box.sizes] or records
+    filled = [record for record, parts in written if 0 not in parts[0].box.sizes] or [written[0][0]]
     first = filled[0]
     shared = {(r.size, r.dtype, r.is_table, r.table) for r in filled}
     if len(shared) != 1:
         raise SaveError(f"tensor {fqn!r}: its shards do not agree in size, dtype or table: {shared}")
-    ordered = sorted(records, key=lambda record: record.parts[0].box.offsets)
-    shards = tuple([shard for record in ordered for shard in record.parts])
-    is_folded = len(shards) > len(ordered)
-    places = tuple([record.parts[0].place for record in ordered]) if is_folded else None
+    ordered = sorted([parts for _, parts in written], key=lambda parts: parts[0].box.offsets)
+    shards = tuple(itertools.chain.from_iterable(ordered))
+    places = tuple([parts[0].place for parts in ordered]) if len(shards) > len(ordered) else None
     return TensorEntry(first.dtype, first.size, shards, first.is_table, first.table, folded=places)
 
 
@@ -116,7 +115,7 @@ def _check_against_plan(metadata: Metadata, tensors: Mapping[str, TensorEntry], 
     planned: dict[str, set[Key]] = {}
     for fqn, plan in metadata.state_dict_metadata.items():
         chunks = plan.chunks if isinstance(plan, TensorStorageMetadata) else None
-        planned[fqn] = {None} if chunks is None else {(tuple(c.offsets), tuple(c.sizes)) for c in chunks}
+        planned[fqn] = {None} if chunks is None else {(c.offsets, c.sizes) for c in chunks}
     written: dict[str, set[Key]] = {fqn: {None} for fqn in objects}
     for fqn, entry in tensors.items():
         places = [(place.box.offsets, place.box.sizes) for place in entry.sharding]

@@ -11,12 +11,13 @@ from functools import partial
 from torch import Tensor
 
 from torchrec_cnr.encoding import EncodedRowSet, EncodedShard, Source, most_block_bytes, write_row_blocks
-from torchrec_cnr.manifest import Blob, Pack, RowBlock, RowSet, Shard
+from torchrec_cnr.manifest import Pack, Shard
 from torchrec_cnr.modified import Rows
 from torchrec_cnr.packs import PackWriter
 from torchrec_cnr.renumbering import moved_block
 from torchrec_cnr.row_blocks import BlockKey, CommittedBlocks, KeptBlock, Member, TouchedBlocks
 from torchrec_cnr.row_logs import BlockTarget, PackTarget
+from torchrec_cnr.row_sets import Blob, RowBlock, RowSet
 from torchrec_cnr.schemes import Scheme
 
 _Block = tuple[RowBlock, tuple[Blob, ...]]

@@ -1,7 +1,8 @@
 """The garbage collector, paused while plans and manifests of many shards are made.
 
 All that is made then stays, hundreds of thousands of objects, and now and then Python looks through all objects of the
-process for garbage among them: half of the time that a coordinator of a hundred ranks takes.
+process for garbage among them: half of the time that a coordinator of a hundred ranks takes. Afterwards, what was made
+counts as old, so that it is not looked through at once, but when it is the turn of old objects.
 """
 
 import gc
@@ -18,4 +19,7 @@ def paused_collector() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
+            if not gc.get_freeze_count():  # or this would thaw what somebody else has frozen
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()

@@ -8,8 +8,9 @@ tensor, and did not count restores. What was valid then stays valid, and what wa
 from collections.abc import Mapping
 from typing import Any
 
-from torchrec_cnr.manifest import Blob, Manifest, Pack, RowSet, Shard, TensorEntry
+from torchrec_cnr.manifest import Manifest, Pack, Shard, TensorEntry
 from torchrec_cnr.manifest_parser import ManifestParser
+from torchrec_cnr.row_sets import Blob, RowSet
 
 _SCHEMES_1 = ({"name": "none"}, *({"name": "asymmetric", "bits": bits} for bits in (2, 4, 8)))
 

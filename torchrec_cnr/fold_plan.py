@@ -10,8 +10,9 @@ from typing import NoReturn
 
 from torchrec_cnr.errors import DamagedError
 from torchrec_cnr.lineage import Checkpoint, Lineage
-from torchrec_cnr.manifest import Blob, Manifest, RowBlock, Shard, TensorEntry, name_of
+from torchrec_cnr.manifest import Manifest, Shard, TensorEntry, name_of
 from torchrec_cnr.regions import Region
+from torchrec_cnr.row_sets import Blob, RowBlock
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,8 @@ from typing import Literal
 import torch
 
 from torchrec_cnr.log_ranges import LogRange
-from torchrec_cnr.rows import Box, Coding
+from torchrec_cnr.row_sets import Blob, RowBlock, RowSet
+from torchrec_cnr.rows import Box
 from torchrec_cnr.schemes import Scheme, exact_row_bytes
 
 FILE_NAME = "manifest.json"
@@ -51,65 +52,6 @@ class Pack:
     def is_own_file(self) -> bool:
         """Whether it is a file of the checkpoint's own directory."""
         return self.directory is None and self.log is None
-
-
-@dataclass(frozen=True)
-class Blob:
-    """A range of bytes in a pack.
-
-    Attributes:
-        pack: Index into the manifest's packs.
-        offset: First byte, counted from the start of the file.
-        num_bytes: Length.
-        crc32c: Digest of the bytes.
-    """
-
-    pack: int
-    offset: int
-    num_bytes: int
-    crc32c: int
-
-
-@dataclass(frozen=True)
-class RowBlock:
-    """The numbers of the rows in a blob.
-
-    Attributes:
-        coding: ``all`` for consecutive rows, else how ``blob`` is to be read; see ``rows.CodedRows``.
-        first: The smallest.
-        span: Largest - smallest + 1.
-        num_rows: How many.
-        blob: Their code; None for consecutive rows.
-    """
-
-    coding: Coding | Literal["all"]
-    first: int
-    span: int
-    num_rows: int
-    blob: Blob | None
-
-
-@dataclass(frozen=True)
-class RowSet:
-    """The stored rows of one shard, shared by a table and the optimizer state of its rows.
-
-    Attributes:
-        blocks: The rows in increasing order, numbered within the shard's box.
-    """
-
-    blocks: tuple[RowBlock, ...]
-
-    @classmethod
-    def all(cls, num_rows: int, block_rows: int) -> "RowSet":
-        """Rows from the first on, in blocks of one size but the last."""
-        starts = range(0, num_rows, block_rows)
-        sizes = (min(block_rows, num_rows - start) for start in starts)
-        return cls(tuple(RowBlock("all", start, size, size, None) for start, size in zip(starts, sizes, strict=True)))
-
-    @cached_property
-    def num_rows(self) -> int:
-        """Number of members."""
-        return sum(block.num_rows for block in self.blocks)
 
 
 @dataclass(frozen=True)
@@ -269,9 +211,19 @@ class Manifest:
     @cached_property
     def row_sets(self) -> tuple[RowSet, ...]:
         """The row sets of all shards, each once, in the order of the shards."""
+        return tuple(self._numbered_row_sets[0])
+
+    @property
+    def row_set_numbers(self) -> Mapping[int, int]:
+        """The place of each shard's row set among them, by the object's identity: comparing long ones takes time."""
+        return self._numbered_row_sets[1]
+
+    @cached_property
+    def _numbered_row_sets(self) -> tuple[dict[RowSet, int], dict[int, int]]:
         shards = (shard for entry in self.tensors.values() for shard in entry.shards)
-        objects = {id(shard.rows): shard.rows for shard in shards}  # comparing a long one takes time
-        return tuple(dict.fromkeys(objects.values()))
+        numbers: dict[RowSet, int] = {}
+        objects = {id(shard.rows): shard.rows for shard in shards}
+        return numbers, {key: numbers.setdefault(rows, len(numbers)) for key, rows in objects.items()}
 
     @cached_property
     def row_block_names(self) -> Mapping[RowBlock, str]:

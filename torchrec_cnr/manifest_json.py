@@ -14,17 +14,20 @@ from typing import Any
 from torchrec_cnr.collector import paused_collector
 from torchrec_cnr.earlier_versions import Version1, Version2
 from torchrec_cnr.errors import DamagedError, VersionError
-from torchrec_cnr.manifest import Blob, Manifest, Pack, RowSet, TensorEntry
+from torchrec_cnr.known_manifests import KnownManifests
+from torchrec_cnr.manifest import Manifest, Pack, TensorEntry
 from torchrec_cnr.manifest_format import FORMAT, LOGGED_VERSION, PACKED_VERSION, PLAIN_VERSION, VERSION
 from torchrec_cnr.manifest_logs import LoggedManifestParser, log_range_json
 from torchrec_cnr.manifest_packing import PLAIN_BYTES, packed, unpacked
 from torchrec_cnr.manifest_parser import ManifestParser
+from torchrec_cnr.row_sets import Blob, RowSet
 from torchrec_cnr.rows import Box
 
 MOST_BYTES = 1 << 30  # of a manifest; one of so many describes some 80 TB of rows
 _FRAME = re.compile(rb'\{"sha256":"([0-9a-f]{64})","manifest":(.*)\}\n', re.DOTALL)
 _PARSERS = {1: Version1, 2: Version2, PLAIN_VERSION: ManifestParser, LOGGED_VERSION: LoggedManifestParser}
 _PACKABLE = (PLAIN_VERSION, LOGGED_VERSION)
+_KNOWN = KnownManifests()
 _CREATED = re.compile(rb'"created_ns":(\d{1,20})\b')
 
 
@@ -46,8 +49,10 @@ def dumps_valid(manifest: Manifest, where: str) -> tuple[bytes, str]:
     """
     with paused_collector():
         value = _to_json(manifest)
-        _PARSERS[value["version"]](where).manifest(value)
-        return _framed(value)
+        parsed = _PARSERS[value["version"]](where).manifest(value)
+        data, digest = _framed(value)
+        _KNOWN.add(digest, parsed)
+        return data, digest
 
 
 def loads(data: bytes, where: str) -> tuple[Manifest, str]:
@@ -72,6 +77,9 @@ def loads(data: bytes, where: str) -> tuple[Manifest, str]:
     actual = hashlib.sha256(body).hexdigest()
     if actual != digest:
         raise DamagedError(f"{where}: sha256 is {actual}, the manifest says {digest}; use another checkpoint")
+    known = _KNOWN.get(digest)
+    if known is not None:
+        return known, digest
     with paused_collector():
         version, value = _parsed(body, where)
         if version == PACKED_VERSION:
@@ -79,7 +87,14 @@ def loads(data: bytes, where: str) -> tuple[Manifest, str]:
             version, value = _parsed(unpacked(value, where), where)
             if version not in _PACKABLE or value.get("created_ns") != created_ns:
                 raise DamagedError(f"{where}: what is packed in it is another manifest; use another checkpoint")
-        return _PARSERS[version](where).manifest(value), digest
+        manifest = _PARSERS[version](where).manifest(value)
+    _KNOWN.add(digest, manifest)
+    return manifest, digest
+
+
+def forget() -> None:
+    """Parse all manifests anew, as a process that has just started does: for benchmarks and tests."""
+    _KNOWN.clear()
 
 
 def _parsed(body: bytes, where: str) -> tuple[int, dict[str, Any]]:
@@ -125,10 +140,8 @@ def created_ns(start: bytes) -> int | None:
 
 
 def _to_json(manifest: Manifest) -> dict[str, Any]:
-    numbers = {rows: number for number, rows in enumerate(manifest.row_sets)}
-    shards = (shard for entry in manifest.tensors.values() for shard in entry.shards)
-    row_sets = {key: numbers[rows] for key, rows in {id(shard.rows): shard.rows for shard in shards}.items()}
-    schemes: dict[int, dict[str, Any]] = {}  # by identity, too: few objects, many shards
+    schemes: dict[int, dict[str, Any]] = {}  # by identity: few objects, many shards
+    numbers = manifest.row_set_numbers
     has_logs = any(pack.log is not None for pack in manifest.packs)
     return {
         "format": FORMAT,
@@ -145,7 +158,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
         "writer": manifest.writer,
         "packs": [_pack_json(pack, has_logs) for pack in manifest.packs],
         "row_sets": [_row_set_json(rows) for rows in manifest.row_sets],
-        "tensors": {fqn: _tensor_json(entry, row_sets, schemes) for fqn, entry in manifest.tensors.items()},
+        "tensors": {fqn: _tensor_json(entry, numbers, schemes) for fqn, entry in manifest.tensors.items()},
         "objects": {fqn: _blob_json(blob) for fqn, blob in manifest.objects.items()},
         "paths": {fqn: list(path) for fqn, path in manifest.paths.items()},
     }
@@ -173,7 +186,7 @@ def _tensor_json(entry: TensorEntry, row_sets: Mapping[int, int], schemes: dict[
             [
                 *_place_json(shard.box, shard.table_box),
                 row_sets[id(shard.rows)],
-                [_blob_json(blob) for blob in shard.blobs],
+                list(map(_blob_json, shard.blobs)),
                 schemes[id(shard.scheme)],
             ]
             for shard in entry.shards

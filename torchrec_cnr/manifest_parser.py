@@ -14,20 +14,9 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 
 from torchrec_cnr.errors import DamagedError
-from torchrec_cnr.manifest import (
-    DTYPES,
-    Blob,
-    CheckpointRef,
-    History,
-    Manifest,
-    Pack,
-    Place,
-    RowBlock,
-    RowSet,
-    Shard,
-    TensorEntry,
-)
+from torchrec_cnr.manifest import DTYPES, CheckpointRef, History, Manifest, Pack, Place, Shard, TensorEntry
 from torchrec_cnr.manifest_format import PARENT_PATH
+from torchrec_cnr.row_sets import Blob, RowBlock, RowSet
 from torchrec_cnr.rows import MOST_CODED_ROWS, MOST_DIVIDED, MOST_ROWS_PER_MEMBER, Box, fills, lies_within
 from torchrec_cnr.schemes import Scheme, exact_row_bytes, scheme_from_json
 
@@ -36,6 +25,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")  # alone: a pair is one character by 
 _PACK_NAME = re.compile(r"[A-Za-z0-9._-]{1,188}\.safetensors")
 _HEX = re.compile(r"[0-9a-f]{64}")
 _MAX_INT = 2**62
+_MAX_CRC32C = 2**32 - 1
 _MAX_DIMENSIONS = 64  # torch has no more
 _MAX_FQN = 1 << 13  # characters; the FQN is in the name of each blob
 _MAX_MESSAGE = 2 * _MAX_FQN  # characters
@@ -62,6 +52,7 @@ class ManifestParser:
         self.packs: tuple[Pack, ...] = ()
         self.row_sets: tuple[RowSet, ...] = ()
         self.schemes: dict[str, Scheme] = {}
+        self._last_scheme: tuple[Any, str, Scheme] | None = None
 
     def fail(self, message: str) -> NoReturn:
         short = message if len(message) <= _MAX_MESSAGE else f"{message[:_MAX_MESSAGE]}…"
@@ -110,7 +101,7 @@ class ManifestParser:
             self.string(name, what, _PACK_NAME),
             size,
             self.integer(header_bytes, what, low=8, high=size),
-            self.integer(crc32c, what, high=2**32 - 1),
+            self.integer(crc32c, what, high=_MAX_CRC32C),
             self.optional(partial(self.string, pattern=PARENT_PATH), directory, what),
             self.optional(self.integer, written_ns, what),
             self.integer(heat, what, high=3),
@@ -119,9 +110,10 @@ class ManifestParser:
     def blob(self, value: Any, what: str) -> Blob:
         pack, offset, num_bytes, crc32c = self.tuple_of(value, 4, what)
         index = self.integer(pack, what, high=len(self.packs) - 1)
-        start = self.integer(offset, what, low=self.packs[index].header_bytes)
-        size = self.integer(num_bytes, what, low=1, high=self.packs[index].num_bytes - start)
-        return Blob(index, start, size, self.integer(crc32c, what, high=2**32 - 1))
+        found = self.packs[index]
+        start = self.integer(offset, what, found.header_bytes)
+        size = self.integer(num_bytes, what, 1, found.num_bytes - start)
+        return Blob(index, start, size, self.integer(crc32c, what, 0, _MAX_CRC32C))
 
     def row_set(self, value: Any, what: str) -> RowSet:
         rows = RowSet(self.items(self.row_block, value, what))
@@ -192,12 +184,15 @@ class ManifestParser:
         return Place(self.box(box, what), self.optional(self.box, table_box, what))
 
     def scheme(self, value: Any, dtype: str, what: str) -> Scheme:
+        if self._last_scheme is not None and value is self._last_scheme[0] and dtype == self._last_scheme[1]:
+            return self._last_scheme[2]
         key = f"{dtype} {value}"  # few schemes, many shards; this tells 1 from True, and orders
         if key not in self.schemes:
             scheme = scheme_from_json(self.mapping(value, what), f"{self.where}: {what}")
             if not scheme.supports(DTYPES[dtype]):
                 self.fail(f"{what}: {dtype} cannot be quantized as {value}")
             self.schemes[key] = scheme
+        self._last_scheme = (value, dtype, self.schemes[key])
         return self.schemes[key]
 
     def check_box(self, box: Box, entry: TensorEntry, what: str) -> None:
@@ -221,6 +216,8 @@ class ManifestParser:
         row_bytes = shard.scheme.row_bytes(num_cols, dtype)
         for number, (block, blob) in enumerate(zip(blocks, shard.blobs, strict=True)):
             num_bytes = block.num_rows * row_bytes
+            if blob.num_bytes == num_bytes:
+                continue
             exact, rest = divmod(blob.num_bytes - num_bytes, exact_row_bytes(num_cols, dtype.itemsize))
             if not 0 <= exact <= (block.num_rows if shard.scheme.name != "none" else 0) or rest:
                 self.fail(

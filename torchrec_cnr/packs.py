@@ -15,9 +15,10 @@ import google_crc32c
 from torch.profiler import record_function
 
 from torchrec_cnr.errors import ConfigurationError
-from torchrec_cnr.manifest import Blob, Pack
+from torchrec_cnr.manifest import Pack
 from torchrec_cnr.pace import Pace
 from torchrec_cnr.row_logs import PackTarget
+from torchrec_cnr.row_sets import Blob
 from torchrec_cnr.stores import Bytes
 
 PACK_BYTES = 16 << 20

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from torchrec_cnr.manifest import Blob, RowBlock, RowSet, Shard, TensorEntry
+from torchrec_cnr.manifest import Shard, TensorEntry
+from torchrec_cnr.row_sets import Blob, RowBlock, RowSet
 
 
 def moved_block(block: RowBlock, place: Callable[[Blob], Blob]) -> RowBlock:
@@ -26,9 +27,10 @@ class Renumbering:
 
     def rows(self, rows: RowSet) -> RowSet:
         """One object for what was one object."""
-        if id(rows) not in self._row_sets:  # kept with what it came from, whose id would be another's otherwise
-            self._row_sets[id(rows)] = (rows, RowSet(tuple(map(self._block, rows.blocks))))
-        return self._row_sets[id(rows)][1]
+        found = self._row_sets.get(id(rows))
+        if found is None:  # kept with what it came from, whose id would be another's otherwise
+            found = self._row_sets[id(rows)] = (rows, RowSet(tuple(map(self._block, rows.blocks))))
+        return found[1]
 
     def _block(self, block: RowBlock) -> RowBlock:
         return moved_block(block, self.blob)

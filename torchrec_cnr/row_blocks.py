@@ -24,8 +24,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from torchrec_cnr.manifest import Blob, Manifest, Pack, Place, RowBlock
+from torchrec_cnr.manifest import Manifest, Pack, Place
 from torchrec_cnr.modified import RowMask
+from torchrec_cnr.row_sets import Blob, RowBlock
 from torchrec_cnr.rows import MOST_CODED_ROWS, Box
 from torchrec_cnr.schemes import Scheme
 

@@ -11,9 +11,10 @@ from torchrec_cnr.maintenance.compaction import CompactionPlan
 from torchrec_cnr.maintenance.liveness import LiveRows, Piece, live_rows, pieces_of, windows
 from torchrec_cnr.maintenance.moving import CACHE_BYTES, BlobCache, CodedBlock, Group
 from torchrec_cnr.maintenance.new_packs import Kind, NewPacks, Typed
-from torchrec_cnr.manifest import DTYPES, Blob, RowBlock, RowSet, Shard, TensorEntry
+from torchrec_cnr.manifest import DTYPES, Shard, TensorEntry
 from torchrec_cnr.pack_reader import PackReader
 from torchrec_cnr.renumbering import Renumbering
+from torchrec_cnr.row_sets import Blob, RowBlock, RowSet
 from torchrec_cnr.rows import Box
 from torchrec_cnr.schemes import NoQuantization
 

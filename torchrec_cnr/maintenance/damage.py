@@ -14,9 +14,10 @@ from torchrec_cnr.errors import DamagedError, LoadError, StoreError
 from torchrec_cnr.fold_plan import plan_fold
 from torchrec_cnr.folding import fold
 from torchrec_cnr.lineage import Checkpoint, Lineage, read_checkpoint
-from torchrec_cnr.manifest import Blob, Manifest
+from torchrec_cnr.manifest import Manifest
 from torchrec_cnr.pack_reader import Span, place_of, plan_spans, read_spans
 from torchrec_cnr.regions import Block
+from torchrec_cnr.row_sets import Blob
 from torchrec_cnr.rows import Box
 
 _WAY_OUT = "; use another checkpoint"

@@ -11,8 +11,9 @@ from functools import partial
 
 from torchrec_cnr.fold_plan import held
 from torchrec_cnr.lineage import Checkpoint
-from torchrec_cnr.manifest import Blob, Pack, Shard, TensorEntry
+from torchrec_cnr.manifest import Pack, Shard, TensorEntry
 from torchrec_cnr.renumbering import Renumbering
+from torchrec_cnr.row_sets import Blob
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ import numpy as np
 
 from torchrec_cnr.errors import StoreError
 from torchrec_cnr.maintenance.compaction import CompactionPlan
-from torchrec_cnr.manifest import Blob, Pack, RowBlock
+from torchrec_cnr.manifest import Pack
 from torchrec_cnr.packs import PackWriter
 from torchrec_cnr.progress import Progress
+from torchrec_cnr.row_sets import Blob, RowBlock
 from torchrec_cnr.rows import Rows, encode_rows
 from torchrec_cnr.stores import Bytes
 

@@ -9,8 +9,9 @@ from torchrec_cnr import manifest_json
 from torchrec_cnr.errors import CheckpointExistsError, CNRError, LoadError, SaveError
 from torchrec_cnr.lineage import Checkpoint
 from torchrec_cnr.maintenance.compaction import CompactionPlan
-from torchrec_cnr.manifest import Blob, CheckpointRef, History, Manifest, Pack, TensorEntry, replacement_name
+from torchrec_cnr.manifest import CheckpointRef, History, Manifest, Pack, TensorEntry, replacement_name
 from torchrec_cnr.renumbering import Renumbering
+from torchrec_cnr.row_sets import Blob
 from torchrec_cnr.version import __version__
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from torchrec_cnr.lineage import Checkpoint, Lineage
 from torchrec_cnr.maintenance.catalog import Catalog
-from torchrec_cnr.manifest import Blob, Manifest
+from torchrec_cnr.manifest import Manifest
+from torchrec_cnr.row_sets import Blob
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from torchrec_cnr.lineage import Checkpoint
 from torchrec_cnr.maintenance.flattening import Flat
 from torchrec_cnr.maintenance.liveness import live_rows, pieces_of, windows
-from torchrec_cnr.manifest import Pack, RowBlock
+from torchrec_cnr.manifest import Pack
 from torchrec_cnr.pack_reader import PackReader
+from torchrec_cnr.row_sets import RowBlock
 
 PieceKey = tuple[str, int, int]  # FQN, index of the shard, number of the blob
 
