@@ -34,11 +34,6 @@ GOLDENS = Path(__file__).parent / "golden"
 START_BYTES = 512  # of a manifest file, in which its time of commit lies
 
 
-@pytest.fixture(autouse=True)
-def _parses_anew() -> None:
-    manifest_json.forget()
-
-
 class Filler:
     """Lays blobs out in packs, one behind the other."""
 
@@ -193,7 +188,8 @@ def file_of(body: Json) -> bytes:
 
 
 def loads(body: Json) -> Manifest:
-    """Load the file with this body."""
+    """Load the file with this body, in a process that has not seen it before."""
+    manifest_json.forget()
     return manifest_json.loads(file_of(body), "here")[0]
 
 
@@ -441,6 +437,7 @@ def _of_reader(data: bytes) -> str:
 
 
 def _of_library(data: bytes) -> str:
+    manifest_json.forget()
     return _outcome(lambda data: manifest_json.loads(data, "here"), data)
 
 
