@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks import (
+    bandwidth,
     behind_training,
     coding,
     compacting,
@@ -35,6 +36,7 @@ from benchmarks.rounds import Setup
 
 BENCHMARKS: Mapping[str, Callable[[Setup], Report]] = {
     "bytes": disk_bytes.run,
+    "bandwidth": bandwidth.run,
     "time": save_and_load.run,
     "cost": delta_cost.run,
     "reading": reading.run,
@@ -56,6 +58,8 @@ BENCHMARKS: Mapping[str, Callable[[Setup], Report]] = {
 EPILOG = """\
 benchmarks:
   bytes    what a delta takes on disk at 2, 4 and 8 bits, against DCP's own writer
+  bandwidth
+           bytes written and kept over a run, by policy and width, against fp32 and the paper's own bytes
   time     to save a delta and to load a lineage, against DCP's own writer and reader
   cost     time and bytes of a delta by the share of rows modified
   reading  bytes read for one table of many, or a range of its rows, of the bytes that hold it

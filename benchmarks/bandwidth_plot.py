@@ -1,0 +1,53 @@
+"""The plot of write bandwidth and capacity by policy and width, with what Check-N-Run reports."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.figure import Figure
+
+COLORS = {
+    "Compacted": "#0072b2",
+    "Full": "#999999",
+    "OneShot": "#e69f00",
+    "Intermittent": "#009e73",
+    "Consecutive": "#cc79a7",
+    "Check-N-Run's bytes": "#222222",
+}
+REPORTED = {"written": (6.0, 17.0), "capacity": (2.5, 8.0)}  # at 8 bits and at 2 bits; NSDI '22, abstract
+
+
+class Cell(Protocol):
+    """What is drawn of a policy at a width: so many times less than full checkpoints in fp32."""
+
+    @property
+    def written(self) -> float: ...
+
+    @property
+    def capacity(self) -> float: ...
+
+
+def draw(cells: Mapping[tuple[str, str], Cell], widths: Sequence[str], path: Path) -> None:
+    """Write an SVG of two plots: bars by width, a color for each policy."""
+    with mpl.rc_context(
+        {"svg.fonttype": "none", "font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
+    ):
+        figure = Figure(figsize=(11, 4.2), layout="constrained")
+        titles = {"written": "Written in all", "capacity": "Kept, at its most"}
+        bar_width = 0.8 / len(COLORS)
+        places = np.arange(len(widths))
+        for axes, (what, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
+            for number, (name, color) in enumerate(COLORS.items()):
+                heights = [getattr(cells[name, width], what) for width in widths]
+                axes.bar(places + (number - 2.5) * bar_width, heights, bar_width, color=color, label=name)
+            for value in REPORTED[what]:
+                axes.axhline(value, color="#222222", linestyle=":", linewidth=1)
+                axes.annotate(f"reported: {value:g} ×", (len(widths) - 0.5, value), ha="right", va="bottom", fontsize=8)
+            axes.set(title=title, ylabel="times less than full fp32 checkpoints")
+            axes.set_xticks(places, widths)
+        handles = axes.get_legend_handles_labels()
+        figure.legend(*handles, loc="outside lower center", ncols=len(COLORS), frameon=False)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)

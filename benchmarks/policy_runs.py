@@ -1,0 +1,150 @@
+"""Runs of a policy: checkpoints of one table whose rows are modified as told, saved for real or by their bytes.
+
+How often a row is modified is drawn once: rates whose logarithms are even, up to the rate that makes the first delta
+hold 26 % of the rows. Rows modified in i intervals are then .26 + .105 ln i of all, the curve fitted to the figures of
+Check-N-Run (NSDI '22, section 3.2).
+"""
+
+import math
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import fsspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.distributed.checkpoint.state_dict_saver import save
+
+import torchrec_cnr as cnr
+from torchrec_cnr.coverage import Mask
+from torchrec_cnr.lineage import read_lineage
+from torchrec_cnr.maintenance.retention import Keep
+from torchrec_cnr.maintenance.upkeep import Upkeep
+from torchrec_cnr.manifest import History
+from torchrec_cnr.modified import ModifiedRows, Since
+from torchrec_cnr.rows import Box
+from torchrec_cnr.tracked import TrackedRows, TrackedShard
+
+DIM = 64
+FULL_ROW_BYTES = 4 * DIM + 4  # in fp32, with row-wise optimizer state
+FIRST_SHARE, GROWTH = 0.26, 0.105
+EULER_GAMMA = 0.5772156649
+
+
+@dataclass(frozen=True)
+class Step:
+    """Bytes of one checkpoint of a run, of which the last one is kept.
+
+    Attributes:
+        written: Written for it, its compaction included.
+        capacity: Most that lay in the store, from the commit until what it replaced was removed.
+        kept: What lay there afterwards.
+        restore: What a load of it reads, once it was compacted.
+        fresh: What a load of it reads before that.
+    """
+
+    written: int
+    capacity: int
+    kept: int
+    restore: int
+    fresh: int
+
+
+def modified_rows(num_rows: int, num_checkpoints: int) -> Iterator[Mask]:
+    """Which rows each interval modifies, bool [num_rows]; the same whenever it is called."""
+    generator = np.random.default_rng(0)
+    fastest = math.exp(FIRST_SHARE / GROWTH - EULER_GAMMA)
+    rates = fastest * np.exp(-(np.arange(num_rows) + 0.5) / num_rows / GROWTH)
+    chances = generator.permutation(-np.expm1(-rates))
+    for _ in range(num_checkpoints):
+        yield generator.random(num_rows) < chances
+
+
+def saved(policy: cnr.Policy, scheme: cnr.Scheme, masks: Iterable[Mask], pack_bytes: int) -> Iterator[Step]:
+    """Save for real, into a file system in memory: rows × 64 in fp32 with row-wise state, compacted and pruned.
+
+    Args:
+        policy: The policy; ``Compacted`` is compacted after each save.
+        scheme: Of the table; its state is stored exactly.
+        masks: The rows that each interval modifies, bool [num_rows].
+        pack_bytes: Size of packs, roughly.
+    """
+    root = f"memory://run-{uuid.uuid4().hex}"
+    writer = cnr.CNRStorageWriter(root, quantization=scheme, pack_bytes=pack_bytes)
+    upkeep = Upkeep(root, Keep(last=1), compacts=isinstance(policy, cnr.Compacted), pack_bytes=pack_bytes)
+    run: _Run | None = None
+    for number, mask in enumerate(masks):
+        run = run or _Run(len(mask), policy)
+        run.rows.mark_where(torch.from_numpy(mask))
+        path = f"{root}/step-{number}"
+        before = _stored_bytes(root)
+        save(run.state, checkpoint_id=path, storage_writer=writer, planner=run.planner)
+        written, capacity = _stored_bytes(root) - before, _stored_bytes(root)
+        fresh = _restore_bytes(path)
+        is_done = not isinstance(policy, cnr.Compacted)
+        while not is_done:
+            before = _stored_bytes(root)
+            is_done = upkeep.compact_some(cnr.read_checkpoint(path))
+            written += _stored_bytes(root) - before
+            capacity = max(capacity, _stored_bytes(root))
+            upkeep.prune()
+        upkeep.prune()
+        yield Step(written, capacity, _stored_bytes(root), _restore_bytes(path), fresh)
+    fsspec.filesystem("memory").rm(root, recursive=True)
+
+
+class _Run:
+    """A table with its state, and what is known of its rows."""
+
+    def __init__(self, num_rows: int, policy: cnr.Policy) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.rows = ModifiedRows("table", Box((0, 0), (num_rows, DIM)), torch.device("cpu"))
+        self.state = {
+            "table": torch.randn(num_rows, DIM, generator=generator) * 0.05,
+            "state": torch.rand(num_rows, generator=generator),
+        }
+        tracked = TrackedRows([TrackedShard(self.rows, self.state["table"], lambda: [self.state["state"]])])
+        self.planner = cnr.CNRSavePlanner(tracked, policy=policy)
+
+
+def _stored_bytes(root: str) -> int:
+    return int(fsspec.filesystem("memory").du(root))
+
+
+def _restore_bytes(path: str) -> int:
+    return sum(found.manifest.blob_bytes + found.manifest_bytes for found in read_lineage(path).checkpoints)
+
+
+def simulated(
+    policy: cnr.Policy, full_bytes: int, masks: Iterable[Mask], number_bytes: Callable[[NDArray[np.int64]], int]
+) -> Iterator[Step]:
+    """By their bytes alone: a row costs in a delta what it does in a full checkpoint, and its number besides.
+
+    Args:
+        policy: The policy; none that compacts.
+        full_bytes: Of a full checkpoint.
+        masks: The rows that each interval modifies, bool [num_rows].
+        number_bytes: What the numbers of some rows take, int64 [k].
+    """
+    since_baseline = np.zeros(0, dtype=np.bool_)
+    history: History | None = None
+    kept = 0
+    for mask in masks:
+        since = Since.EVER if history is None else policy.decide(history)
+        since_baseline = np.zeros_like(mask) if since is Since.EVER else since_baseline | mask
+        stored = since_baseline if since is Since.BASELINE else mask
+        own = full_bytes
+        if since is not Since.EVER:
+            own = round(full_bytes * stored.mean()) + number_bytes(np.flatnonzero(stored))
+        below = full_bytes if since is Since.BASELINE else kept
+        needed = own + (0 if since is Since.EVER else below)
+        yield Step(own, max(kept, needed - own) + own, needed, needed, needed)
+        history = _extended(history, since, own)
+        kept = needed
+
+
+def _extended(history: History | None, since: Since, num_bytes: int) -> History:
+    if history is None or since is Since.EVER:
+        return History(num_bytes)
+    return History(history.baseline_bytes, (*history.delta_bytes, num_bytes))
