@@ -19,7 +19,9 @@ from benchmarks import (
     gpu_kernels,
     integrity,
     long_run,
+    modified_rows,
     peak_memory,
+    quantization_error,
     reading,
     save_and_load,
     scale,
@@ -35,6 +37,7 @@ from benchmarks.report import Report, machine, text_of
 from benchmarks.rounds import Setup
 
 BENCHMARKS: Mapping[str, Callable[[Setup], Report]] = {
+    "modified": modified_rows.run,
     "bytes": disk_bytes.run,
     "bandwidth": bandwidth.run,
     "time": save_and_load.run,
@@ -51,12 +54,14 @@ BENCHMARKS: Mapping[str, Callable[[Setup], Report]] = {
     "serving": serving.run,
     "kafka": streaming.run,
     "tracker": tracking.run,
+    "error": quantization_error.run,
     "search": searching.run,
     "coding": coding.run,
     "gpu": gpu_kernels.run,
 }
 EPILOG = """\
 benchmarks:
+  modified rows that training modifies, in each interval and since the first; with --data, of any file
   bytes    what a delta takes on disk at 2, 4 and 8 bits, against DCP's own writer
   bandwidth
            bytes written and kept over a run, by policy and width, against fp32 and the paper's own bytes
@@ -76,6 +81,7 @@ benchmarks:
   serving  lag of a model that follows a job: from the commit of a delta to the first lookup of its rows
   kafka    rows in Kafka: their rate, and saves, stalls and loads against files
   tracker  what tracking adds to a training step, and what TorchRec's own tracker does
+  error    error of every scheme and width on trained tables, against the bytes a row takes
   search   error and speed of adaptive quantization, against the greedy search of the paper and of PyTorch
   coding   speed of plain quantization and of k-means, against FBGEMM and scikit-learn
   gpu      speed of the kernels on a CUDA device, against FBGEMM and a copy
@@ -87,6 +93,7 @@ examples:
   python -m benchmarks bytes --json out.json the figures as JSON too
   python -m benchmarks scale --all-cases     with row-wise Adagrad's state too, which takes three times as long
   python -m benchmarks time --dir /mnt/nvme  on another disk
+  python -m benchmarks modified --data criteo=train.txt --plots plots   what your own data modifies
 
 Figures are ratios of what was measured in this run, in turns. Times differ from machine to machine and from run to run.
 """
@@ -114,6 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 args.plots,
                 args.all_cases,
                 args.kafka,
+                args.data,
             )
             try:
                 reports[name] = run_alone(BENCHMARKS[name], setup)
@@ -145,6 +153,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--all-cases", action="store_true", help="scale: with optimizer state too, twice the boxes")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw plots into this folder")
     parser.add_argument("--kafka", metavar="HOST:PORT", help="a broker to use, in the place of one that is started")
+    parser.add_argument(
+        "--data", type=_data, metavar="FORMAT=FILE", help="modified: a file of clicks, movielens or criteo to read"
+    )
     args = parser.parse_args(arguments)
     unknown = [name for name in args.names if name not in BENCHMARKS]
     if unknown:
@@ -154,6 +165,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if not args.dir.is_dir():
         parser.error(f"--dir {args.dir}: no such folder")
     return args
+
+
+def _data(text: str) -> tuple[str, Path]:
+    data_format, _, path = text.partition("=")
+    if data_format not in ("clicks", "movielens", "criteo") or not Path(path).is_file():
+        raise argparse.ArgumentTypeError(f"{text!r}: expected clicks=, movielens= or criteo= and a file")
+    return data_format, Path(path)
 
 
 def _print_summary(reports: Mapping[str, Report]) -> None:

@@ -84,10 +84,10 @@ def run(setup: Setup) -> Report:
         draw(cells, list(SCHEMES), setup.plots / "bandwidth.svg")
     names = [*(type(policy).__name__ for policy in POLICIES), PAPER]
     return Report(
-        title=f"{num_checkpoints} checkpoints of {num_rows:,} × {DIM} with row-wise state, 26 % of it modified before each",
+        title=f"{num_checkpoints} checkpoints of {num_rows:,} × {DIM} with row-wise state, 26 % modified before each",
         notes=(
             f"All as so many times less than full fp32 checkpoints by the stock writer, of {stock_bytes:,} bytes each.",
-            "Everything in files counts, the first baseline and compaction's copies too. In 11 intervals, 52 % are modified.",
+            "Everything in files counts, the first baseline and compaction's copies too. 11 intervals modify 52 %.",
             "Capacity is what one kept checkpoint needs, at its most, and in brackets while it takes another's place.",
             f"{PAPER}: its intermittent policy, fp32 scale and bias, int64 row numbers, worked out for the same rows;",
             "it reports 6 to 17 × less written and 2.5 to 8 × less kept, from 8 to 2 bits.",
