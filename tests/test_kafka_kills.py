@@ -34,6 +34,7 @@ from torchrec_cnr.stores import Store
 TIMEOUT_SECS = 2.0
 NUM_LIVES = 3  # trainers of a schedule that are killed
 NUM_SCHEDULES = 100
+FIRST_SEED = random.SystemRandom().randrange(10**6)
 
 
 @pytest.fixture(scope="module")
@@ -206,16 +207,15 @@ def test_what_was_committed_outlives_everybody(tmp_path_factory: pytest.TempPath
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(7200)
-def test_many_schedules_of_kills(tmp_path_factory: pytest.TempPathFactory, server: KafkaServer) -> None:
-    """A hundred, whose seeds and checkpoints are counted."""
-    first = random.SystemRandom().randrange(10**6)
-    numbers = []
-    for seed in range(first, first + NUM_SCHEDULES):
-        try:
-            with ThreadPoolExecutor(1) as threads:
-                numbers.append(run(server, tmp_path_factory.mktemp("kills"), Schedule.drawn(seed), threads))
-        except BaseException as error:
-            error.add_note(f"seed {seed}")
-            raise
-    sys.stderr.write(f"{len(numbers)} schedules from seed {first}: {sum(numbers)} checkpoints were committed\n")
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("number", range(NUM_SCHEDULES))
+def test_many_schedules_of_kills(
+    tmp_path_factory: pytest.TempPathFactory, server: KafkaServer, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    """A hundred, other ones in each run, which says what they were."""
+    seed = FIRST_SEED + number
+    with ThreadPoolExecutor(1) as threads:
+        num_checkpoints = run(server, tmp_path_factory.mktemp("kills"), Schedule.drawn(seed), threads)
+    with capsys.disabled():
+        sys.stderr.write(f"schedule {number} (seed {seed}): {num_checkpoints} checkpoints were committed\n")
+    assert num_checkpoints
