@@ -23,6 +23,7 @@ from benchmarks import (
     peak_memory,
     quantization_error,
     reading,
+    rivals,
     save_and_load,
     scale,
     searching,
@@ -41,6 +42,7 @@ BENCHMARKS: Mapping[str, Callable[[Setup], Report]] = {
     "bytes": disk_bytes.run,
     "bandwidth": bandwidth.run,
     "time": save_and_load.run,
+    "rivals": rivals.run,
     "cost": delta_cost.run,
     "reading": reading.run,
     "integrity": integrity.run,
@@ -66,6 +68,7 @@ benchmarks:
   bandwidth
            bytes written and kept over a run, by policy and width, against fp32 and the paper's own bytes
   time     to save a delta and to load a lineage, against DCP's own writer and reader
+  rivals   stalls, saves, restores and memory as tables grow, beside torch.save, DCP and deltas written by hand
   cost     time and bytes of a delta by the share of rows modified
   reading  bytes read for one table of many, or a range of its rows, of the bytes that hold it
   integrity
