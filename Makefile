@@ -12,7 +12,7 @@ STAMP := .venv/.complete
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input
 TYPED := $(wildcard torchrec_cnr examples benchmarks)
 
-.PHONY: help .venv demo test lint types unit test-full bench clean
+.PHONY: help .venv demo test lint types unit test-full bench bench-full clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z.-]*\):.*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | \
@@ -47,8 +47,11 @@ unit: .venv ## tests, but the slow ones; two files at a time, for two cores, tho
 test-full: .venv ## all tests, the slow ones too
 	$(BIN)/python -m pytest --hypothesis-profile full
 
-bench: .venv ## run the benchmarks
-	$(BIN)/python -m benchmarks --plots build/plots
+bench: .venv ## run the benchmarks that take minutes
+	$(BIN)/python -m benchmarks --plots build/plots --json build/figures.json
+
+bench-full: .venv ## run all benchmarks, and all cases of each; takes more than an hour
+	$(BIN)/python -m benchmarks --full --plots build/plots --json build/figures.json
 
 clean: ## remove all that was made here, .venv too
 	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -61,6 +61,8 @@ BENCHMARKS: Mapping[str, Callable[[Setup], Report]] = {
     "coding": coding.run,
     "gpu": gpu_kernels.run,
 }
+# Not run unless they are named, or with --full: each takes some minutes, and the run of 2,000 checkpoints half an hour.
+LONG = ("bandwidth", "rivals", "async", "training", "compaction", "policies")
 EPILOG = """\
 benchmarks:
   modified rows that training modifies, in each interval and since the first; with --data, of any file
@@ -90,7 +92,8 @@ benchmarks:
   gpu      speed of the kernels on a CUDA device, against FBGEMM and a copy
 
 examples:
-  python -m benchmarks                       all of them; takes some minutes, 8 GB of disk and 6 GB of memory
+  python -m benchmarks                       all but the long ones; takes some minutes, and 6 GB of memory
+  python -m benchmarks --full                all of them, and all cases; takes more than an hour, 8 GB of disk, 20 GB
   python -m benchmarks time memory           two of them
   python -m benchmarks --quick               small sizes, to see whether it works; the figures mean nothing
   python -m benchmarks bytes --json out.json the figures as JSON too
@@ -114,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     reports: dict[str, Report] = {}
     failed = []
-    for name in args.names or BENCHMARKS:
+    for name in args.names or (name for name in BENCHMARKS if args.full or name not in LONG):
         with tempfile.TemporaryDirectory(prefix="benchmark-", dir=args.dir) as folder:
             setup = Setup(
                 Path(folder).resolve(),
@@ -122,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 args.threads,
                 Progress(name, started),
                 args.plots,
-                args.all_cases,
+                args.all_cases or args.full,
                 args.kafka,
                 args.data,
             )
@@ -137,6 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _print_summary(reports)
     if args.json:
         content = {"machine": found, "quick": args.quick} | {name: report.to_json() for name, report in reports.items()}
+        args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(content, indent=1) + "\n")
     return 1 if failed else 0
 
@@ -148,12 +152,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("names", nargs="*", metavar="name", help="benchmarks to run (default: all, see below)")
+    parser.add_argument("names", nargs="*", metavar="name", help="benchmarks to run (default: see below)")
     parser.add_argument("--quick", action="store_true", help="small sizes, to try it out")
     parser.add_argument("--dir", type=Path, default=Path(), help="where temporary files go (default: this folder)")
     parser.add_argument("--threads", type=int, default=1, help="of torch (default: 1, as torchrun gives each rank)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file too")
-    parser.add_argument("--all-cases", action="store_true", help="scale: with optimizer state too, twice the boxes")
+    parser.add_argument("--full", action="store_true", help="run the long ones too, and all cases of each")
+    parser.add_argument("--all-cases", action="store_true", help="scale: with state too; rivals: 64 million rows")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw plots into this folder")
     parser.add_argument("--kafka", metavar="HOST:PORT", help="a broker to use, in the place of one that is started")
     parser.add_argument(

@@ -22,7 +22,7 @@ from benchmarks.rounds import Setup
 
 NUM_ROWS, NUM_QUICK_ROWS = 100_000, 2_000
 NUM_CHECKPOINTS, NUM_QUICK_CHECKPOINTS = 100, 4
-PACK_BYTES = 128 << 10  # of a model of 4 MB: as 16 MiB are of one of 512 MB
+NUM_PACKS = 32  # of a whole model: as one of 512 MiB has
 SCHEMES: Mapping[str, cnr.Scheme] = {
     "2 bits": cnr.AdaptiveAsymmetric(2),
     "3 bits": cnr.AdaptiveAsymmetric(3),
@@ -77,7 +77,8 @@ def run(setup: Setup) -> Report:
                 name = type(policy).__name__
                 setup.say(f"{name}, {width}: {num_checkpoints} checkpoints")
                 masks = modified_rows(num_rows, num_checkpoints)
-                cells[name, width] = _cell(list(saved(policy, scheme, masks, PACK_BYTES)), stock_bytes)
+                pack_bytes = num_rows * scheme.row_bytes(DIM, torch.float32) // NUM_PACKS
+                cells[name, width] = _cell(list(saved(policy, scheme, masks, pack_bytes)), stock_bytes)
             bits = None if width == "exact" else int(width.split()[0])
             cells[PAPER, width] = _paper_cell(bits, num_rows, num_checkpoints)
     if setup.plots is not None:
