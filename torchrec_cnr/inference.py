@@ -48,6 +48,11 @@ class InferenceTables(TargetTables):
 
 
 def quantized_tables(model: nn.Module) -> Iterator[InferenceTable]:
+    """The tables of a model's quantized modules, in the order of its modules.
+
+    Raises:
+        ConfigurationError: A module is of a kind that cannot be loaded into.
+    """
     for path, module in model.named_modules():
         if isinstance(module, ShardedQuantEmbeddingBagCollection | ShardedQuantEmbeddingCollection):
             raise ConfigurationError(
