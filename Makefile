@@ -12,7 +12,7 @@ STAMP := .venv/.complete
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input
 TYPED := $(wildcard torchrec_cnr examples benchmarks)
 
-.PHONY: help .venv demo test lint types unit test-full bench clean
+.PHONY: help .venv demo test lint types unit test-full bench docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z.-]*\):.*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | \
@@ -49,6 +49,9 @@ test-full: .venv ## all tests, the slow ones too
 
 bench: .venv ## run the benchmarks
 	$(BIN)/python -m benchmarks --plots build/plots
+
+docs: .venv ## build the documentation as a site, in build/site; a broken link is an error
+	$(BIN)/python -m mkdocs build --quiet --strict --site-dir build/site
 
 clean: ## remove all that was made here, .venv too
 	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
