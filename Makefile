@@ -51,7 +51,7 @@ bench: .venv ## run the benchmarks
 	$(BIN)/python -m benchmarks --plots build/plots
 
 docs: .venv ## build the documentation as a site, in build/site; a broken link is an error
-	$(BIN)/python -m mkdocs build --quiet --strict --site-dir build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir build/site
 
 clean: ## remove all that was made here, .venv too
 	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
