@@ -12,7 +12,7 @@ STAMP := .venv/.complete
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input
 TYPED := $(wildcard torchrec_cnr examples benchmarks)
 
-.PHONY: help .venv demo test lint types unit test-full bench bench-full clean
+.PHONY: help .venv demo test lint types unit test-full bench bench-full docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z.-]*\):.*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | \
@@ -52,6 +52,9 @@ bench: .venv ## run the benchmarks that take minutes
 
 bench-full: .venv ## run all benchmarks, and all cases of each; takes more than an hour
 	$(BIN)/python -m benchmarks --full --plots build/plots --json build/figures.json
+
+docs: .venv ## build the documentation as a site, in build/site; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir build/site
 
 clean: ## remove all that was made here, .venv too
 	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -3,6 +3,9 @@
 The Python blocks of a page are one program, run in order in a process of its own and in an empty folder; then its bash
 blocks are run there, as one script that ends at the first failure. The README's bash is only looked at. A block that is
 not meant to run is fenced as ``text``.
+
+A Python block that begins with the name of a file, ``# train.py``, is that file instead: not a part of the program, but
+there for the bash blocks.
 """
 
 import os
@@ -27,6 +30,7 @@ LIMIT_SECS = 240
 FENCE = re.compile(r"^(?P<indent> *)(?P<fence>```+|~~~+)\s*(?P<info>[^`]*?)\s*$")
 # What may be code; of these, only plain ``python`` and ``bash`` are seen by the tests.
 CODE = {"python", "py", "python3", "pycon", "ipython", "bash", "sh", "shell", "console", "zsh"}
+FILE = re.compile(r"# (?P<name>\w+\.py)")  # the first line of a block that is a file
 KAFKA = "localhost:9092"  # where pages take a broker for granted
 # Commands of the README besides `make`: each begins with one of these, or is a file of the repository.
 ALLOWED = ("git clone ", "cd ", "pip install ", "python -m pip install ")
@@ -45,6 +49,12 @@ class Block:
     info: str
     first_line: int
     lines: tuple[str, ...]
+
+    @property
+    def file(self) -> str | None:
+        """The file that a Python block is, if it is one."""
+        named = FILE.fullmatch(self.lines[0]) if self.info == "python" and self.lines else None
+        return named["name"] if named else None
 
 
 def parse_blocks(text: str) -> Iterator[Block]:
@@ -109,8 +119,14 @@ def test_blocks_are_seen(page: Path) -> None:
 
 
 def _program(page: Path) -> str:
-    blocks = _blocks(page, "python")
+    blocks = [block for block in _blocks(page, "python") if block.file is None]
     return python_program(blocks) if blocks else ""
+
+
+def _files(page: Path) -> dict[str, str]:
+    """The files that a page gives, by name."""
+    blocks = [(block.file, block.lines) for block in _blocks(page, "python")]
+    return {file: "\n".join(lines) + "\n" for file, lines in blocks if file is not None}
 
 
 def _script(page: Path) -> str:
@@ -142,6 +158,8 @@ def test_code_of_a_page_runs(page: Path, tmp_path: Path, request: pytest.Fixture
     program.write_text(text)
     folder = tmp_path / "cwd"
     folder.mkdir()
+    for name, lines in _files(page).items():
+        (folder / name).write_text(lines)
     with _surroundings(page, tmp_path) as environment:
         _run([sys.executable, str(program)], page, folder, environment)
         if _script(page):
@@ -165,7 +183,8 @@ def _make_commands(tmp_path: Path) -> Path:
     """A folder with the commands that pages use: this Python, and the package's scripts as pip would install them."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    for name, args in {"python": "", "cnr": " -m torchrec_cnr.cli"}.items():
+    commands = {"python": "", "cnr": " -m torchrec_cnr.cli", "torchrun": " -m torch.distributed.run"}
+    for name, args in commands.items():
         (folder / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)}{args} "$@"\n')
         (folder / name).chmod(0o755)
     return folder
@@ -192,6 +211,13 @@ def test_blocks_are_parsed() -> None:
     assert list(parse_blocks(page)) == [Block("python", 3, ("x = 1",)), Block("text", 8, ("```",))]
     with pytest.raises(ValueError, match="line 2: the fenced block has no end"):
         list(parse_blocks("a\n```python\nx = 1\n"))
+
+
+def test_blocks_that_are_files_are_told_apart() -> None:
+    """A Python block whose first line is no more than the name of a Python file is that file."""
+    texts = ["# train.py\nx = 1", "# train.py trains\nx = 1", "x = 1", "# notes.txt"]
+    page = "".join(f"```python\n{text}\n```\n" for text in texts) + "```text\n# train.py\n```\n"
+    assert [block.file for block in parse_blocks(page)] == ["train.py", None, None, None, None]
 
 
 def test_commands_are_split() -> None:

@@ -62,7 +62,8 @@ class CheckpointManager:
         thread_count: Packs read and written at once.
         when_busy: What ``async_save`` does while the save before is under way on any rank: "wait" for it, "skip" this
             one, whose rows the next one takes, or "fail" with a ``SaveError``.
-        cpu_share, staging_bytes: Of saves in the background; see ``CNRStorageWriter``.
+        cpu_share: Of a core, for saves in the background; see ``CNRStorageWriter``.
+        staging_bytes: How much such a save copies; see ``CNRStorageWriter``.
         timeout_secs: How long a rank waits for the others in a save; one that is missing is named then.
         rows: A log that the rows of deltas go to, and markers that commit (``KafkaRows``). By default, both are files.
         on_saved: Called on every rank with each checkpoint that was committed.
