@@ -157,6 +157,33 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogC
     manager.close()
 
 
+def test_a_step_whose_checkpoint_is_damaged_is_saved_again(tmp_path: Path) -> None:
+    """Beside the damaged one, which stays: a job that is started again must not fail at the same step for ever."""
+    _run(tmp_path, 1, 3)
+    damaged = sorted(tmp_path.glob("step-3/*.safetensors"))
+    _damage(tmp_path / "step-3")
+    before = {path: path.read_bytes() for path in damaged}
+    for name in ("step-3-2", "step-3-3"):
+        job = plain_job(8)
+        tracker = cnr.RowTracker(job.model)
+        manager = cnr.CheckpointManager(tmp_path, tracker, policy=cnr.Consecutive())
+        assert manager.restore(state(job)) == 2
+        train(job, 3)
+        saved = manager.save(3, state(job))
+        assert saved is not None
+        assert Path(saved.path).name == name
+        wanted = whole(state(job))
+        manager.close()
+        again = plain_job(9)
+        manager = cnr.CheckpointManager(tmp_path, cnr.RowTracker(again.model))
+        target = state(again)
+        assert manager.restore(target) == 3
+        assert not differing(whole(target), wanted)
+        manager.close()
+        _damage(tmp_path / name)
+    assert {path: path.read_bytes() for path in damaged} == before
+
+
 def test_a_foreign_newest_checkpoint_is_not_taken_for_a_step(tmp_path: Path) -> None:
     """A manager names its checkpoints by their steps, and cannot tell where another one stands."""
     _run(tmp_path, 1, 1)

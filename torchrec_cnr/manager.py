@@ -4,6 +4,7 @@
 read. On the coordinator, a thread of its own compacts and prunes after each commit. All ranks call everything alike.
 """
 
+import itertools
 import logging
 import os
 import posixpath
@@ -19,13 +20,14 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from torchrec_cnr.decisions import refuse_policy
 from torchrec_cnr.due import Due
-from torchrec_cnr.errors import CheckpointExistsError, ConfigurationError, SaveError, StoreError
+from torchrec_cnr.errors import CheckpointExistsError, CNRError, ConfigurationError, SaveError, StoreError
 from torchrec_cnr.handover import SaveMetadata
 from torchrec_cnr.lineage import read_checkpoint
 from torchrec_cnr.load_report import LoadReport
 from torchrec_cnr.maintenance.own_files import log_bytes
 from torchrec_cnr.maintenance.retention import Keep
 from torchrec_cnr.maintenance.upkeep import Upkeep
+from torchrec_cnr.manifest import FILE_NAME
 from torchrec_cnr.phases import Saved, SavePhases
 from torchrec_cnr.planner import CNRSavePlanner
 from torchrec_cnr.policies import Compacted, OneShot, Policy
@@ -41,11 +43,14 @@ from torchrec_cnr.writer import CNRStorageWriter
 logger = logging.getLogger(__name__)
 
 State = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
-_NAME = re.compile(r"step-(\d{1,18})")
+_NAME = re.compile(r"step-(\d{1,18})(?:-\d{1,9})?")
 
 
 class CheckpointManager:
     """Saves, restores, compacts and prunes the checkpoints of one run, ``step-<n>`` under one root.
+
+    Where a restore has passed over a damaged checkpoint, that one keeps its name, and the next of its step is called
+    ``step-<n>-2``.
 
     Args:
         root: Where the checkpoints lie, a path or fsspec URL.
@@ -123,6 +128,7 @@ class CheckpointManager:
             Upkeep(self._root, keep, does_compact, rows=rows, progress=on_progress) if is_coordinator else None
         )
         self.report: LoadReport | None = None
+        self._passed_over: frozenset[str] = frozenset()
 
     def save(self, step: int, state: State, *, force: bool = False) -> Saved | None:
         """Save if a checkpoint is due; returns once it is committed.
@@ -186,7 +192,8 @@ class CheckpointManager:
         return is_there and head is not None and head.ref.path == path
 
     def _path(self, step: int) -> str:
-        return posixpath.join(self._root, f"step-{step}")
+        names = (f"step-{step}" if number == 1 else f"step-{step}-{number}" for number in itertools.count(1))
+        return posixpath.join(self._root, next(name for name in names if name not in self._passed_over))
 
     @property
     def _is_busy(self) -> bool:
@@ -265,7 +272,10 @@ class CheckpointManager:
         name = _NAME.fullmatch(posixpath.basename(path))
         if name is None:
             raise ConfigurationError(f"{path} is the newest checkpoint, but none of a manager's, whose are 'step-<n>'")
-        return int(name[1])
+        step = int(name[1])
+        behind = _names_behind(self._root, step) if self._ranks.rank == 0 else None
+        self._passed_over = self._ranks.decide(behind)
+        return step
 
     def close(self) -> None:
         """Wait for everything that is under way."""
@@ -276,6 +286,16 @@ class CheckpointManager:
             self._ranks.close()
             if self._upkeep is not None:
                 self._upkeep.close()
+
+
+def _names_behind(root: str, step: int) -> frozenset[str] | CNRError:
+    """Checkpoints of later steps, which a restore has passed over; they stay for whoever may mend them."""
+    store = Store.open(root)
+    try:
+        later = [name for name in store.names() if (found := _NAME.fullmatch(name)) and int(found[1]) > step]
+        return frozenset(name for name in later if store.at(name).exists(FILE_NAME))
+    except CNRError as error:  # for all ranks
+        return error
 
 
 def _may_be_tried_again(error: CheckpointException) -> bool:
