@@ -29,6 +29,7 @@ from torchrec_cnr.tracked import TrackedRows, TrackedShard
 DIM = 64
 FULL_ROW_BYTES = 4 * DIM + 4  # in fp32, with row-wise optimizer state
 FIRST_SHARE, GROWTH = 0.26, 0.105
+EXACT = cnr.NoQuantization()
 EULER_GAMMA = 0.5772156649
 
 
@@ -61,17 +62,21 @@ def modified_rows(num_rows: int, num_checkpoints: int) -> Iterator[Mask]:
         yield generator.random(num_rows) < chances
 
 
-def saved(policy: cnr.Policy, scheme: cnr.Scheme, masks: Iterable[Mask], pack_bytes: int) -> Iterator[Step]:
+def saved(
+    policy: cnr.Policy, scheme: cnr.Scheme, masks: Iterable[Mask], pack_bytes: int, state_scheme: cnr.Scheme = EXACT
+) -> Iterator[Step]:
     """Save for real, into a file system in memory: rows × 64 in fp32 with row-wise state, compacted and pruned.
 
     Args:
         policy: The policy; ``Compacted`` is compacted after each save.
-        scheme: Of the table; its state is stored exactly.
+        scheme: Of the table.
         masks: The rows that each interval modifies, bool [num_rows].
         pack_bytes: Size of packs, roughly.
+        state_scheme: Of its state.
     """
     root = f"memory://run-{uuid.uuid4().hex}"
-    writer = cnr.CNRStorageWriter(root, quantization=scheme, pack_bytes=pack_bytes)
+    quantization = {"table": scheme, "state": state_scheme}
+    writer = cnr.CNRStorageWriter(root, quantization=quantization, pack_bytes=pack_bytes)
     upkeep = Upkeep(root, Keep(last=1), compacts=isinstance(policy, cnr.Compacted), pack_bytes=pack_bytes)
     run: _Run | None = None
     for number, mask in enumerate(masks):
