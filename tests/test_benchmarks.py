@@ -32,7 +32,7 @@ def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-SLOW = ("training", "search", "coding", "time", "async")  # the longest
+SLOW = ("training", "search", "coding", "time", "async", "rivals", "bandwidth")  # the longest
 
 
 @pytest.mark.parametrize(
