@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import torchrec_cnr as cnr
@@ -21,6 +23,7 @@ from tests.killing import in_child
 from tests.ranks import RankPools
 
 NUM_SAMPLES, WORLD_SIZE = 600, 2
+KILLED_SECS = 5.0  # within which a rank that is to be killed is
 
 
 def _reader(kind: str, rank: int) -> cnr.ReaderState[Samples]:
@@ -47,10 +50,15 @@ def _live(rank: int, root: str, group: str, pipeline: str, reader_kind: str, kil
     dist.barrier()
     if kill_after is not None:
         threading.Timer(kill_after / 1e6, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
-    for _ in reader.train(job.pipeline(pipeline)):
-        step += 1
-        manager.async_save(step, state)
-    manager.close()
+    try:
+        for _ in reader.train(job.pipeline(pipeline)):
+            step += 1
+            manager.async_save(step, state)
+        manager.close()
+    except (RuntimeError, cnr.SaveError, CheckpointException):
+        if kill_after is not None:
+            time.sleep(KILLED_SECS)  # the other rank was killed a moment before, and this one is about to be
+        raise
     assert step == -(-NUM_SAMPLES // WORLD_SIZE // BATCH)
     return job.counts()
 
