@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks import (
+    accuracy,
     behind_training,
     coding,
     compacting,
@@ -51,6 +52,7 @@ BENCHMARKS: Mapping[str, Callable[[Setup], Report]] = {
     "tracker": tracking.run,
     "search": searching.run,
     "coding": coding.run,
+    "accuracy": accuracy.run,
     "gpu": gpu_kernels.run,
 }
 EPILOG = """\
@@ -74,6 +76,7 @@ benchmarks:
   tracker  what tracking adds to a training step, and what TorchRec's own tracker does
   search   error and speed of adaptive quantization, against the greedy search of the paper and of PyTorch
   coding   speed of plain quantization and of k-means, against FBGEMM and scikit-learn
+  accuracy what restores from quantized checkpoints cost a small model in log loss and AUC, by bits and restores
   gpu      speed of the kernels on a CUDA device, against FBGEMM and a copy
 
 examples:
