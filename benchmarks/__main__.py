@@ -19,6 +19,7 @@ from benchmarks import (
     gpu_kernels,
     integrity,
     long_run,
+    movement,
     peak_memory,
     reading,
     save_and_load,
@@ -53,6 +54,7 @@ BENCHMARKS: Mapping[str, Callable[[Setup], Report]] = {
     "search": searching.run,
     "coding": coding.run,
     "accuracy": accuracy.run,
+    "movement": movement.run,
     "gpu": gpu_kernels.run,
 }
 EPILOG = """\
@@ -77,6 +79,7 @@ benchmarks:
   search   error and speed of adaptive quantization, against the greedy search of the paper and of PyTorch
   coding   speed of plain quantization and of k-means, against FBGEMM and scikit-learn
   accuracy what restores from quantized checkpoints cost a small model in log loss and AUC, by bits and restores
+  movement how far rows move between checkpoints, and what storing them as residuals would take
   gpu      speed of the kernels on a CUDA device, against FBGEMM and a copy
 
 examples:
@@ -141,7 +144,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dir", type=Path, default=Path(), help="where temporary files go (default: this folder)")
     parser.add_argument("--threads", type=int, default=1, help="of torch (default: 1, as torchrun gives each rank)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file too")
-    parser.add_argument("--all-cases", action="store_true", help="scale: with optimizer state too, twice the boxes")
+    parser.add_argument(
+        "--all-cases", action="store_true", help="scale: with optimizer state; accuracy, movement: all data"
+    )
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw plots into this folder")
     parser.add_argument("--kafka", metavar="HOST:PORT", help="a broker to use, in the place of one that is started")
     args = parser.parse_args(arguments)

@@ -14,7 +14,7 @@ from benchmarks.accuracy_plot import draw
 from benchmarks.click_model import ClickModel
 from benchmarks.click_samples import BATCH_CLICKS, Batch, Clicks, batches, read_clicks
 from benchmarks.clicks import trained_on
-from benchmarks.intervals import Interval, num_seeds_for, relative_change
+from benchmarks.intervals import CONFIDENCE, Interval, num_seeds_for, relative_change
 from benchmarks.report import Figure, Report, Table, number
 from benchmarks.restored_runs import Decode, Outcome, Restores, decoded_rows, judge, train, with_other_last_bits
 from benchmarks.rounds import Setup
@@ -92,7 +92,8 @@ def run(setup: Setup) -> Report:
             outcomes[cell].append(outcome)
     compared = {cell: compare(found, bases) for cell, found in outcomes.items()}
     if setup.plots is not None:
-        draw(compared, BAR, setup.plots / "accuracy.svg")
+        by_bits = {(cell.scheme, cell.num_restores): found for cell, found in compared.items()}
+        draw(by_bits, BAR, setup.plots / "accuracy.svg")
     return _report(sizes, bases, compared)
 
 
@@ -166,7 +167,7 @@ def _report(sizes: _Sizes, bases: Sequence[Outcome], compared: Mapping[Cell, Com
             "A sample is a click, or the same reader and context with an article that was clicked shortly before.",
             f"Judged by the {sizes.num_later:,} clicks that follow, each with its partner, by the model at the end;",
             "and by the loss of all batches before they were trained on. Changes are per cent of the bit-exact run of",
-            f"the same seed: mean of {sizes.num_seeds} seeds ± half of the {100 * 0.95:.0f} % interval (Student's t).",
+            f"the same seed: mean of {sizes.num_seeds} seeds ± half of the {CONFIDENCE:.0%} interval (Student's t).",
             "A restore replaces the tables by what a load gives, at even distances in the run. Restored bit-exactly",
             f"{sizes.restores[-1]} times, tables, optimizer state and dense part ended bit-identical.",
             f"'{CONTROL}' has restores that change last bits only: what it shows is chance.",

@@ -55,10 +55,7 @@ class ClickModel:
         self._optimizer.step()
         for table, state, lookup, vector in zip(self.tables, self.state, batch.lookups, vectors, strict=True):
             assert vector.grad is not None
-            sums = state[lookup.rows] + vector.grad.square().mean(dim=1)
-            state[lookup.rows] = sums
-            rates = TABLE_LEARNING_RATE / (sums.sqrt() + ADAGRAD_EPSILON)
-            table[lookup.rows] = vector.detach() - rates[:, None] * vector.grad
+            update_rows(table, state, lookup.rows, vector.grad)
         return float(loss.detach())
 
     @torch.no_grad()
@@ -81,6 +78,21 @@ class ClickModel:
         logits: Tensor = self._top(torch.cat([clicks[:, 0], products], dim=1)).squeeze(1)
         assert len(logits) == 2 * num_clicks
         return logits
+
+
+def update_rows(table: Tensor, state: Tensor, rows: Tensor, gradient: Tensor) -> None:
+    """A step of row-wise Adagrad.
+
+    Args:
+        table: float32 [num_rows, dim]; changed in place.
+        state: float32 [num_rows], the sums of squared gradients; changed in place.
+        rows: int64 [n], different ones.
+        gradient: float32 [n, dim], of these rows.
+    """
+    sums = state[rows] + gradient.square().mean(dim=1)
+    state[rows] = sums
+    rates = TABLE_LEARNING_RATE / (sums.sqrt() + ADAGRAD_EPSILON)
+    table[rows] = table[rows] - rates[:, None] * gradient
 
 
 def labels(num_samples: int) -> Tensor:

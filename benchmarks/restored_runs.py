@@ -149,8 +149,13 @@ def judge(model: ClickModel, losses: Sequence[float], later: Sequence[Batch], re
     clicked = torch.cat([labels(2 * len(batch.dense)) for batch in later]).double()
     return Outcome(
         log_loss=float(nn.functional.binary_cross_entropy_with_logits(logits, clicked)),
-        auc=float(roc_auc_score(clicked.numpy(), logits.numpy())),
+        auc=auc_of(logits, clicked),
         loss_while_training=float(np.mean(losses)),
         error_sum=restores.error_sum,
         stored_error_sum=restores.stored_error_sum,
     )
+
+
+def auc_of(logits: Tensor, clicked: Tensor) -> float:
+    """The area under the ROC curve, of logits [n] and of 1 or 0 [n] for each."""
+    return float(roc_auc_score(clicked.numpy(), logits.numpy()))
