@@ -88,6 +88,8 @@ examples:
   python -m benchmarks --quick               small sizes, to see whether it works; the figures mean nothing
   python -m benchmarks bytes --json out.json the figures as JSON too
   python -m benchmarks scale --all-cases     with row-wise Adagrad's state too, which takes three times as long
+  python -m benchmarks accuracy movement --all-cases --plots plots
+                                             with more clicks and seeds, and plots; takes most of an hour
   python -m benchmarks time --dir /mnt/nvme  on another disk
 
 Figures are ratios of what was measured in this run, in turns. Times differ from machine to machine and from run to run.
@@ -145,7 +147,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="of torch (default: 1, as torchrun gives each rank)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file too")
     parser.add_argument(
-        "--all-cases", action="store_true", help="scale: with optimizer state; accuracy, movement: all data"
+        "--all-cases", action="store_true", help="scale: with optimizer state; accuracy, movement: more clicks"
     )
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw plots into this folder")
     parser.add_argument("--kafka", metavar="HOST:PORT", help="a broker to use, in the place of one that is started")

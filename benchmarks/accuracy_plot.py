@@ -35,7 +35,13 @@ def draw(compared: Mapping[tuple[str, int], Compared], bar: float, path: Path) -
         path: Where to.
     """
     with mpl.rc_context(
-        {"svg.fonttype": "none", "font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
+        {
+            "svg.fonttype": "none",
+            "svg.hashsalt": "torchrec_cnr",
+            "font.size": 10,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+        }
     ):
         figure = Figure(figsize=(11, 3.8), layout="constrained")
         log_loss, auc, training = figure.subplots(1, 3)
@@ -45,17 +51,20 @@ def draw(compared: Mapping[tuple[str, int], Compared], bar: float, path: Path) -
             _draw_line(log_loss, bits, shift, {restores: found.log_loss for restores, found in cells.items()})
             _draw_line(auc, bits, shift, {restores: found.auc for restores, found in cells.items()})
             _draw_line(training, bits, shift, {restores: found.training for restores, found in cells.items()})
+        numbers = sorted({restores for _, restores in compared})
         titles = ("Log loss on later clicks", "AUC on later clicks", "Loss while training")
         for axes, title in zip((log_loss, auc, training), titles, strict=True):
             axes.axhspan(-bar, bar, color="#888888", alpha=0.4, linewidth=0)
             axes.axhline(0, color="#888888", linewidth=0.8)
             axes.set(title=title, xlabel="restores", ylabel="change from bit-exact, %", xscale="log")
             axes.set_yscale("symlog", linthresh=0.1)
+            axes.set_xticks(numbers, [str(number) for number in numbers])
+            axes.minorticks_off()
         figure.legend(
             *log_loss.get_legend_handles_labels(), loc="outside lower center", ncols=len(COLORS), frameon=False
         )
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
+        figure.savefig(path, metadata={"Date": None})
 
 
 def _draw_line(axes: Axes, bits: str, shift: float, changes: Mapping[int, Interval]) -> None:

@@ -25,7 +25,7 @@ DIM, SMALL_DIM = 64, 16
 SHARES = (0.01, 0.05, 0.1)  # of the clicks, between two checkpoints
 BITS = (2, 4, 8)
 WARM_UP = 0.2  # of the clicks, whose checkpoints do not count
-NUM_CLICKS, NUM_QUICK_CLICKS, NUM_ALL_CLICKS = 2_000_000, 40 * BATCH_CLICKS, 2_988_181
+NUM_CLICKS, NUM_QUICK_CLICKS, NUM_ALL_CLICKS = 2_000_000, 20 * BATCH_CLICKS, 2_988_181
 QUANTILES = (0.5, 0.9, 0.99, 0.999, 1.0)
 KNOWN, NEW = "touched before", "touched first"
 BOUNDS = (0.01, 0.03, 0.1, 0.3, 1.0)  # of movement, between classes of rows that were touched before
@@ -68,14 +68,14 @@ def run(setup: Setup) -> Report:
     num_clicks = NUM_QUICK_CLICKS if setup.quick else NUM_ALL_CLICKS if setup.all_cases else NUM_CLICKS
     setup.say("reading clicks")
     clicks = read_clicks(num_clicks)
-    dims = (DIM, SMALL_DIM) if setup.all_cases else (DIM,)
+    dims = (SMALL_DIM,) if setup.quick else (DIM, SMALL_DIM) if setup.all_cases else (DIM,)
     courses = []
     for dim in dims:
         for share in SHARES:
             setup.say(f"{dim} columns, a checkpoint each {share:.0%} of {len(clicks):,} clicks")
             courses.append(follow(clicks, dim, share))
     if setup.plots is not None:
-        draw([course for course in courses if course.dim == DIM], BITS, (KNOWN, NEW), setup.plots / "movement.svg")
+        draw([course for course in courses if course.dim == dims[0]], BITS, (KNOWN, NEW), setup.plots / "movement.svg")
     return _report(len(clicks), courses)
 
 
@@ -143,11 +143,11 @@ def movement(rows: Tensor, before: Tensor) -> Tensor:
 
 def _report(num_clicks: int, courses: Sequence[Course]) -> Report:
     figures = []
-    for course in (found for found in courses if found.dim == DIM):
+    for course in (found for found in courses if found.dim == courses[0].dim):
         for bits in BITS:
             tally = course.tally(bits)
             what = f"{bits} bits, each {course.share:.0%}: bits of residuals, steps told, of the plain code's"
-            plain = bits + SCALE_AND_BIAS_BITS / DIM
+            plain = bits + SCALE_AND_BIAS_BITS / course.dim
             figures.append(Figure(what, (tally.residual_bits + tally.step_bits) / plain, "×"))
     untouched = ", ".join(f"{name} {share:.1%}" for name, share in courses[0].untouched.items())
     num_exact = sum(tally.num_exact for course in courses for tally in course.tallies.values())

@@ -37,7 +37,13 @@ def draw(courses: Sequence[Course], bits: Sequence[int], kinds: tuple[str, str],
         path: Where to.
     """
     with mpl.rc_context(
-        {"svg.fonttype": "none", "font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
+        {
+            "svg.fonttype": "none",
+            "svg.hashsalt": "torchrec_cnr",
+            "font.size": 10,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+        }
     ):
         figure = Figure(figsize=(10, 4), layout="constrained")
         moved, stored = figure.subplots(1, 2)
@@ -55,7 +61,7 @@ def draw(courses: Sequence[Course], bits: Sequence[int], kinds: tuple[str, str],
         for axes in (moved, stored):
             axes.legend(frameon=False)
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
+        figure.savefig(path, metadata={"Date": None})
 
 
 def _draw_movement(axes: Axes, course: Course, kinds: tuple[str, str], color: str) -> None:

@@ -1,5 +1,6 @@
 """Parts of the benchmarks of accuracy and of movement: were one of them wrong, their figures would mean nothing."""
 
+import gzip
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,9 +16,11 @@ from torch import Tensor, nn
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 import torchrec_cnr as cnr
+from benchmarks import click_samples
+from benchmarks import clicks as clicks_module
 from benchmarks.accuracy import check_same
 from benchmarks.click_model import ADAGRAD_EPSILON, TABLE_LEARNING_RATE, ClickModel, labels, update_rows
-from benchmarks.click_samples import BATCH_CLICKS, Batch, Clicks, Lookup, batches
+from benchmarks.click_samples import BATCH_CLICKS, Batch, Clicks, Lookup, batches, read_clicks
 from benchmarks.intervals import num_seeds_for, relative_change
 from benchmarks.movement import movement
 from benchmarks.residuals import ResidualReader, Tally, entropy, plain_codes
@@ -205,6 +208,33 @@ def test_batches_pair_each_click_with_one_before_it() -> None:
     assert torch.equal(articles[0], articles[1])
     assert not torch.equal(articles[0], articles[2])
     assert labels(2 * BATCH_CLICKS).tolist() == [1.0] * BATCH_CLICKS + [0.0] * BATCH_CLICKS
+
+
+HEADER = "user_id,session_id,click_article_id,click_timestamp,click_environment,click_deviceGroup,click_os,a,b,c\n"
+
+
+def test_clicks_are_read_from_their_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers, articles and times are the columns; equal values of two columns of context are different rows."""
+    path = tmp_path / "clicks.csv.gz"
+    lines = "7,1,50,1500000000500,4,1,17,1,25,2\n9,2,60,1500000001000,4,3,17,1,4,2\n"
+    path.write_bytes(gzip.compress((HEADER + lines).encode()))
+    monkeypatch.setattr(click_samples, "CLICKS", path)
+    clicks = read_clicks(10)
+    assert clicks.num_rows() == (10, 61, 8)
+    assert (clicks.readers.tolist(), clicks.articles.tolist()) == ([7, 9], [50, 60])
+    assert clicks.secs.tolist() == [1_500_000_000.5, 1_500_000_001.0]
+    assert clicks.context.tolist() == [[0, 1, 3, 4, 6, 7], [0, 2, 3, 4, 5, 7]]
+
+
+def test_made_up_clicks_are_the_same_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no file, readers click half of the time what their number leads to."""
+    for module in (click_samples, clicks_module):
+        monkeypatch.setattr(module, "CLICKS", tmp_path / "none")
+    clicks, again = read_clicks(2000), read_clicks(2000)
+    assert np.array_equal(clicks.articles, again.articles)
+    assert 0.4 < (clicks.articles % 16 == clicks.readers % 16).mean() < 0.7
+    assert (np.diff(clicks.secs) > 0).all()
+    assert clicks.num_rows()[2] == 48
 
 
 @given(st.lists(st.integers(0, 6), max_size=60))
