@@ -88,12 +88,12 @@ def read_clicks(num_clicks: int) -> Clicks:
 
 
 def _made_up_clicks(num_clicks: int) -> Clicks:
-    """Every other click is on an article that the reader's number leads to, so that there is something to learn."""
+    """Half of the clicks are on one of few articles that the context leads to, so that there is something to learn."""
     random = np.random.default_rng(1)
     ids = click_ids(num_clicks).numpy()
-    liked = ids[:, 2] // 16 * 16 + ids[:, 0] % 16
-    articles = np.where(random.random(len(ids)) < 0.5, liked, ids[:, 2])
     context = random.integers(0, 8, (len(ids), len(CONTEXT_COLUMNS))) + 8 * np.arange(len(CONTEXT_COLUMNS))
+    liked = ids[:, 2] % 32 * 8 + context[:, 0]
+    articles = np.where(random.random(len(ids)) < 0.5, liked, ids[:, 2])
     return Clicks(ids[:, 0], articles, context, np.linspace(0, 4 * DAY_SECS, len(ids)))
 
 
