@@ -50,7 +50,7 @@ test-full: .venv ## all tests, the slow ones too
 bench: .venv ## run the benchmarks that take minutes
 	$(BIN)/python -m benchmarks --plots build/plots --json build/figures.json
 
-bench-full: .venv ## run all benchmarks, and all cases of each; takes more than an hour
+bench-full: .venv ## run all benchmarks; takes more than an hour
 	$(BIN)/python -m benchmarks --full --plots build/plots --json build/figures.json
 
 docs: .venv ## build the documentation as a site, in build/site; a broken link is an error

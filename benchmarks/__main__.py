@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks import (
+    accuracy,
     bandwidth,
     behind_training,
     coding,
@@ -20,6 +21,7 @@ from benchmarks import (
     integrity,
     long_run,
     modified_rows,
+    movement,
     peak_memory,
     quantization_error,
     reading,
@@ -59,10 +61,12 @@ BENCHMARKS: Mapping[str, Callable[[Setup], Report]] = {
     "error": quantization_error.run,
     "search": searching.run,
     "coding": coding.run,
+    "accuracy": accuracy.run,
+    "movement": movement.run,
     "gpu": gpu_kernels.run,
 }
 # Not run unless they are named, or with --full: each takes some minutes, and the run of 2,000 checkpoints half an hour.
-LONG = ("bandwidth", "rivals", "async", "training", "compaction", "policies")
+LONG = ("bandwidth", "rivals", "async", "training", "compaction", "policies", "accuracy", "movement")
 EPILOG = """\
 benchmarks:
   modified rows that training modifies, in each interval and since the first; with --data, of any file
@@ -89,15 +93,19 @@ benchmarks:
   error    error of every scheme and width on trained tables, against the bytes a row takes
   search   error and speed of adaptive quantization, against the greedy search of the paper and of PyTorch
   coding   speed of plain quantization and of k-means, against FBGEMM and scikit-learn
+  accuracy what restores from quantized checkpoints cost a small model in log loss and AUC, by bits and restores
+  movement how far rows move between checkpoints, and what storing them as residuals would take
   gpu      speed of the kernels on a CUDA device, against FBGEMM and a copy
 
 examples:
   python -m benchmarks                       all but the long ones; takes some minutes, and 6 GB of memory
-  python -m benchmarks --full                all of them, and all cases; takes more than an hour, 8 GB of disk, 20 GB
+  python -m benchmarks --full                all of them; takes an hour and a half, and 8 GB of disk
   python -m benchmarks time memory           two of them
   python -m benchmarks --quick               small sizes, to see whether it works; the figures mean nothing
   python -m benchmarks bytes --json out.json the figures as JSON too
   python -m benchmarks scale --all-cases     with row-wise Adagrad's state too, which takes three times as long
+  python -m benchmarks accuracy movement --all-cases --plots plots
+                                             with more clicks and seeds, and plots; takes most of an hour
   python -m benchmarks time --dir /mnt/nvme  on another disk
   python -m benchmarks modified --data criteo=train.txt --plots plots   what your own data modifies
 
@@ -125,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 args.threads,
                 Progress(name, started),
                 args.plots,
-                args.all_cases or args.full,
+                args.all_cases,
                 args.kafka,
                 args.data,
             )
@@ -157,8 +165,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dir", type=Path, default=Path(), help="where temporary files go (default: this folder)")
     parser.add_argument("--threads", type=int, default=1, help="of torch (default: 1, as torchrun gives each rank)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file too")
-    parser.add_argument("--full", action="store_true", help="run the long ones too, and all cases of each")
-    parser.add_argument("--all-cases", action="store_true", help="scale: with state too; rivals: 64 million rows")
+    parser.add_argument("--full", action="store_true", help="run the long ones too")
+    parser.add_argument(
+        "--all-cases",
+        action="store_true",
+        help="scale: with optimizer state; rivals: 64 million rows; accuracy, movement: more clicks",
+    )
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw plots into this folder")
     parser.add_argument("--kafka", metavar="HOST:PORT", help="a broker to use, in the place of one that is started")
     parser.add_argument(

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -51,6 +52,20 @@ def test_benchmark_gives_its_figures(name: str, tmp_path: Path, request: pytest.
     assert text.startswith(f"== {name}: {report.title}\n")
     assert all(figure.what in text for figure in report.figures)
     json.dumps(report.to_json())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["accuracy", "movement"])
+def test_plots_name_their_units(name: str, tmp_path: Path) -> None:
+    """Asked for plots, a benchmark draws one, whose axes say what they show and in which unit."""
+    BENCHMARKS[name](Setup(tmp_path, quick=True, num_threads=1, say=lambda _: None, plots=tmp_path / "plots"))
+    plot = (tmp_path / "plots" / f"{name}.svg").read_text()
+    labels = {
+        "accuracy": ("restores", "change from bit-exact, %"),
+        "movement": ("% of rows that moved no further", "bits an element, scale or step included"),
+    }
+    assert ElementTree.fromstring(plot).tag == "{http://www.w3.org/2000/svg}svg"
+    assert all(label in plot for label in labels[name])
 
 
 def test_command_line_prints_and_removes_its_files(tmp_path: Path) -> None:
