@@ -46,7 +46,7 @@ def draw(cells: Mapping[tuple[str, str], Cell], widths: Sequence[str], path: Pat
                 axes.axhline(value, color="#222222", linestyle=":", linewidth=1)
                 axes.annotate(f"reported: {value:g} ×", (len(widths) - 0.5, value), ha="right", va="bottom", fontsize=8)
             axes.set(title=title, ylabel="times less than full fp32 checkpoints")
-            axes.set_xticks(places, widths)
+            axes.set_xticks(places, [width.replace(", ", ",\n") for width in widths])
         handles = axes.get_legend_handles_labels()
         figure.legend(*handles, loc="outside lower center", ncols=len(COLORS), frameon=False)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ SHARE = 0.26  # of the rows is modified between two checkpoints
 DIM = 16  # so that 64 million rows and a copy of them fit into 24 GiB
 MILLIONS, ALL_MILLIONS = (1, 4, 16), (1, 4, 16, 64)
 NUM_QUICK_ROWS = 4_000
-NUM_ROUNDS, NUM_QUICK_ROUNDS = 5, 1
+NUM_ROUNDS, NUM_QUICK_ROUNDS = 3, 1
 MAX_LOAD_ERROR = 0.1
 PHASES = ("stall", "save", "restore")
 

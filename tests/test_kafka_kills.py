@@ -200,10 +200,10 @@ def _goes_on(trainer: "Future[int | None]", journal: Path, rows: cnr.KafkaRows, 
 
 @pytest.mark.timeout(280)
 def test_what_was_committed_outlives_everybody(tmp_path_factory: pytest.TempPathFactory, server: KafkaServer) -> None:
-    """Some schedules, in one of which the broker is killed as well."""
+    """One schedule, in which the broker is killed as well."""
     with ThreadPoolExecutor(1) as threads:
-        numbers = [run(server, tmp_path_factory.mktemp("kills"), Schedule.drawn(seed), threads) for seed in range(2)]
-    assert sum(numbers) > len(numbers), "more than what the last trainers committed"
+        number = run(server, tmp_path_factory.mktemp("kills"), Schedule.drawn(1), threads)
+    assert number > 1, "more than what the last trainer committed"
 
 
 @pytest.mark.slow
