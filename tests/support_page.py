@@ -27,8 +27,8 @@ Made by `python -m tests.support_page` from what the tests run on CPUs; do not e
 A ✓ stands for models that are trained, saved as baseline and delta, loaded into models sharded otherwise on other
 numbers of ranks (1 to 4), trained on and saved there, loaded back, and found equal. On {num_pairwise} such ways
 any two of module, source sharding, target sharding, optimizer, form of state dict and numbers of ranks meet: every test
-run goes each third of them. `make test-full` goes all, and {num_all} more: all modules, shardings and optimizers with one
-another. A number refers to a note below: such a model cannot be built or trained, with or without `torchrec_cnr`.
+run goes each third of them. `make test-full` goes all, and {num_all} more: all modules, shardings and optimizers with
+one another. A number refers to a note below: such a model cannot be built or trained, with or without `torchrec_cnr`.
 
 ## Modules and shardings
 
