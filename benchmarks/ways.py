@@ -22,7 +22,13 @@ OWN_DELTAS = "ModelDeltaTracker, by hand"
 
 
 class Way(Protocol):
-    """One way; each save takes the place of the one before, but for what that one stands on."""
+    """One way; each save takes the place of the one before, but for what that one stands on.
+
+    Attributes:
+        held_bytes: Of the memory that a save takes, what is kept from one save to the next.
+    """
+
+    held_bytes: int
 
     def begin(self) -> None:
         """Save, at least until training may go on."""
@@ -72,6 +78,7 @@ class Ours:
         self._writer = cnr.CNRStorageWriter(folder, quantization=cnr.Asymmetric(4), sync_files=False)
         self._numbers = itertools.count()
         self._saving: Future[Any] | None = None
+        self.held_bytes = 0
         self.begin()
         self.finish()
 
@@ -83,7 +90,7 @@ class Ours:
 
     def finish(self) -> None:
         if self._saving is not None:
-            self._saving.result()
+            self.held_bytes = self._saving.result().phases[0].staged_bytes
 
     def restore(self) -> None:
         reader = cnr.CNRStorageReader(cnr.latest(self._folder))
@@ -96,6 +103,8 @@ class Ours:
 
 class Whole:
     """``torch.save`` of the whole state."""
+
+    held_bytes = 0
 
     def __init__(self, model: TableModel, path: Path) -> None:
         self._tensors = tensors(model)
@@ -117,6 +126,8 @@ class Whole:
 class Stock:
     """``dcp.save`` of the whole state by DCP's own writer."""
 
+    held_bytes = 0
+
     def __init__(self, model: TableModel, folder: Path) -> None:
         self._model = model
         self._folder = folder
@@ -137,6 +148,8 @@ class Stock:
 
 class StockAsync:
     """``dcp.async_save`` of the whole state; as plain tensors, since the stock stager cannot copy TorchRec's."""
+
+    held_bytes = 0
 
     def __init__(self, model: TableModel, folder: Path) -> None:
         self._tensors = tensors(model)
@@ -164,6 +177,8 @@ class OwnDeltas:
 
     Only the newest delta is kept: it restores what was saved if it is the first.
     """
+
+    held_bytes = 0
 
     def __init__(self, model: TableModel, folder: Path) -> None:
         folder.mkdir()
