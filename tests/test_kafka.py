@@ -306,13 +306,13 @@ def _client_threads() -> int:
 def test_a_process_disconnects_and_connects_anew(tmp_path: Path, rows: cnr.KafkaRows) -> None:
     """Its threads end; what it saves and loads afterwards is what it would have been."""
     disconnect()
-    assert _client_threads() == 0
+    others = _client_threads()  # clients that tests have made themselves, and that nobody has collected
     job = KafkaJob(tmp_path, rows)
     job.train_and_save("0", "1")
     job.assert_loads("1")
-    assert _client_threads() > 0
+    assert _client_threads() > others
     disconnect()
-    assert _client_threads() == 0
+    assert _client_threads() <= others
     job.train_and_save("2")
     assert cnr.read_checkpoint(tmp_path / "2").parent == f"{tmp_path}/1"
     job.assert_loads("2")
