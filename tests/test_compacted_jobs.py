@@ -61,6 +61,8 @@ class CompactedLife(Life):
         if not self.committed:
             return
         path = self._path(operation.num_back)
+        if dist.is_initialized():
+            dist.barrier()  # another rank may still look for the latest, which may go
         if models.own_rank() == 0:
             _upkeep(path, operation)
         if dist.is_initialized():

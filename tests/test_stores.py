@@ -170,6 +170,22 @@ def test_files_are_removed(store: Store, is_durable: bool) -> None:
     for _ in range(2):
         store.remove_directory()
     assert os.path.exists(store.path) is False
+    store.remove("file", is_durable)
+
+
+def test_two_may_remove_a_file_and_its_directory(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two prunes at once, one may find the directory gone before it has forced the file's end to disk."""
+    store.put("file", [b"1"])
+    remove_file = store.fs.rm_file
+
+    def remove_all(path: str) -> None:
+        remove_file(path)
+        store.remove_directory()
+
+    monkeypatch.setattr(store.fs, "rm_file", remove_all)
+    store.remove("file", is_durable=True)
+    assert store.names() == []
+    assert os.path.exists(store.path) is False
 
 
 def test_names_are_those_of_files_and_directories(store: Store) -> None:

@@ -10,7 +10,7 @@ import posixpath
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -181,9 +181,8 @@ class Store:
         except StoreError as error:
             if error.errno != errno.ENOENT:
                 raise
-            return
-        if is_durable and self.sync_files and self.is_local:
-            with self._errors("remove", name):
+        if is_durable and self.sync_files and self.is_local:  # also if another process has only just removed it
+            with self._errors("remove", name), suppress(FileNotFoundError):  # it may have removed the directory, too
                 sync_directory(self.path)
 
     @property
