@@ -77,7 +77,9 @@ def saved(
     root = f"memory://run-{uuid.uuid4().hex}"
     quantization = {"table": scheme, "state": state_scheme}
     writer = cnr.CNRStorageWriter(root, quantization=quantization, pack_bytes=pack_bytes)
-    upkeep = Upkeep(root, Keep(last=1), compacts=isinstance(policy, cnr.Compacted), pack_bytes=pack_bytes)
+    does_compact = isinstance(policy, cnr.Compacted)
+    max_ratio = policy.max_ratio if isinstance(policy, cnr.Compacted) else 1.0
+    upkeep = Upkeep(root, Keep(last=1), does_compact, max_ratio, pack_bytes)
     run: _Run | None = None
     for number, mask in enumerate(masks):
         run = run or _Run(len(mask), policy)
@@ -87,7 +89,7 @@ def saved(
         save(run.state, checkpoint_id=path, storage_writer=writer, planner=run.planner)
         written, capacity = _stored_bytes(root) - before, _stored_bytes(root)
         fresh = _restore_bytes(path)
-        is_done = not isinstance(policy, cnr.Compacted)
+        is_done = not does_compact
         while not is_done:
             before = _stored_bytes(root)
             is_done = upkeep.compact_some(cnr.read_checkpoint(path))

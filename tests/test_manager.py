@@ -288,6 +288,19 @@ def test_lineages_are_compacted_and_pruned_in_the_background(tmp_path: Path) -> 
     assert not differing(models.load(plain_job(9), str(tmp_path / "step-33")), later)
 
 
+def test_the_policy_says_how_much_a_restore_may_read(tmp_path: Path) -> None:
+    """The more, the less is copied; all the same, what is kept loads."""
+    read = {}
+    for max_ratio in (1.0, 3.0):
+        root, policy = tmp_path / str(max_ratio), cnr.Compacted(max_ratio=max_ratio)
+        _, wanted = _run(root, 1, 30, policy=policy, keep=cnr.Keep(last=1))
+        plan = cnr.plan_compaction(root / "step-30", max_ratio=1.0)
+        read[max_ratio] = plan.bytes_before / plan.live_bytes
+        assert not differing(models.load(plain_job(9), str(root / "step-30")), wanted)
+    assert read[1.0] == 1
+    assert read[3.0] > 1.3
+
+
 def test_what_was_passed_over_is_compacted_later(tmp_path: Path) -> None:
     """When checkpoints come faster than they can be compacted: all that are kept are soon quick to restore from."""
     job = plain_job(1)

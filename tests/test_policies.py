@@ -3,14 +3,16 @@
 import math
 from collections.abc import Callable
 from itertools import accumulate
+from typing import Any
 
 import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.manifest import History
 from torchrec_cnr.modified import Since
-from torchrec_cnr.policies import Consecutive, Full, Intermittent, OneShot, Policy
+from torchrec_cnr.policies import Compacted, Consecutive, Full, Intermittent, OneShot, Policy
 
 BASELINE_BYTES = 1_000_000
 sizes = st.integers(0, 2**40)
@@ -23,6 +25,13 @@ def test_simple_policies_do_not_look_back(history: History) -> None:
     assert Full().decide(history) is Since.EVER
     assert OneShot().decide(history) is Since.BASELINE
     assert Consecutive().decide(history) is Since.HEAD
+
+
+@pytest.mark.parametrize("limits", [{"max_deltas": 0}, {"max_ratio": 0.99}, {"max_ratio": math.nan}])
+def test_limits_that_no_compaction_reaches_are_refused(limits: dict[str, Any]) -> None:
+    """Before anything is trained, and by the name of what is wrong."""
+    with pytest.raises(ConfigurationError, match=f"'{next(iter(limits))}' must be at least 1"):
+        Compacted(**limits)
 
 
 @pytest.mark.parametrize(

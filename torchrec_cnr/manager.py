@@ -30,7 +30,7 @@ from torchrec_cnr.maintenance.upkeep import Upkeep
 from torchrec_cnr.manifest import FILE_NAME
 from torchrec_cnr.phases import Saved, SavePhases
 from torchrec_cnr.planner import CNRSavePlanner
-from torchrec_cnr.policies import Compacted, OneShot, Policy
+from torchrec_cnr.policies import MAX_RATIO, Compacted, OneShot, Policy
 from torchrec_cnr.restoring import restore_newest
 from torchrec_cnr.row_logs import RowLog
 from torchrec_cnr.run_ranks import RunRanks
@@ -124,8 +124,11 @@ class CheckpointManager:
         self._in_flight: tuple[int, float, float, Future[Any]] | None = None
         does_compact = isinstance(policy, Compacted) if compacts is None else compacts
         is_coordinator = self._ranks.rank == 0
+        max_ratio = policy.max_ratio if isinstance(policy, Compacted) else MAX_RATIO
         self._upkeep = (
-            Upkeep(self._root, keep, does_compact, rows=rows, progress=on_progress) if is_coordinator else None
+            Upkeep(self._root, keep, does_compact, max_ratio, rows=rows, progress=on_progress)
+            if is_coordinator
+            else None
         )
         self.report: LoadReport | None = None
         self._passed_over: frozenset[str] = frozenset()

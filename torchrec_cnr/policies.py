@@ -11,6 +11,8 @@ from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.manifest import History
 from torchrec_cnr.modified import Since
 
+MAX_RATIO = 1.16  # with row numbers, which deltas need and a full checkpoint does not, a restore reads 1.2 models
+
 
 class Policy(Protocol):
     """What every policy has."""
@@ -56,11 +58,15 @@ class Compacted:
     Attributes:
         max_deltas: A baseline is taken when that many deltas were not compacted yet, so that restores stay bounded if
             nobody compacts.
+        max_ratio: How much a restore may read after a manager's compaction, of what it needs. The less, the less lies
+            there; the more, the less is copied.
     """
 
     max_deltas: int = 64
+    max_ratio: float = MAX_RATIO
 
     def __post_init__(self) -> None:
+        check_max_ratio(self.max_ratio)
         if self.max_deltas < 1:
             raise ConfigurationError(f"'max_deltas' must be at least 1 (got {self.max_deltas})")
 
@@ -85,3 +91,13 @@ class Intermittent:
         with_baseline = history.baseline_bytes + sum(history.delta_bytes)
         without = (len(history.delta_bytes) + 1) * history.delta_bytes[-1]
         return Since.EVER if with_baseline <= without else Since.BASELINE
+
+
+def check_max_ratio(max_ratio: float) -> None:
+    """Refuse what no compaction can reach.
+
+    Raises:
+        ConfigurationError: It is less than 1, or no number.
+    """
+    if not max_ratio >= 1:
+        raise ConfigurationError(f"'max_ratio' must be at least 1 (got {max_ratio})")

@@ -9,8 +9,9 @@ from torchrec_cnr.cli.output import print_json, progress_bar, stdout
 from torchrec_cnr.leases import leased
 from torchrec_cnr.lineage import read_checkpoint
 from torchrec_cnr.maintenance import rewriting
-from torchrec_cnr.maintenance.compaction import MAX_RATIO, CompactionPlan, plan_compaction
+from torchrec_cnr.maintenance.compaction import CompactionPlan, plan_compaction
 from torchrec_cnr.maintenance.places import checkpoint_at
+from torchrec_cnr.policies import MAX_RATIO
 from torchrec_cnr.quantities import bytes_text, count_text, name_text, ratio_text
 
 

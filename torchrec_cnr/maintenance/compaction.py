@@ -15,16 +15,16 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torchrec_cnr.errors import CheckpointNotFoundError, ConfigurationError
+from torchrec_cnr.errors import CheckpointNotFoundError
 from torchrec_cnr.lineage import Checkpoint, read_lineage
 from torchrec_cnr.maintenance.flattening import Flat, flatten
 from torchrec_cnr.maintenance.survey import PackUse, PieceKey, survey, uses_of
 from torchrec_cnr.pack_reader import PackReader
 from torchrec_cnr.packs import check_thread_count
+from torchrec_cnr.policies import MAX_RATIO, check_max_ratio
 from torchrec_cnr.row_logs import RowLog
 from torchrec_cnr.stores import Store
 
-MAX_RATIO = 1.16  # with row numbers, which deltas need and a full checkpoint does not, a restore reads 1.2 models
 _NUM_NAMED = 5  # ancestors in a message
 
 
@@ -144,8 +144,7 @@ def plan_compaction(
         CheckpointNotFoundError: ``since`` is no ancestor of ``path``.
         DamagedError, VersionError, StoreError: The lineage cannot be read.
     """
-    if not max_ratio >= 1:
-        raise ConfigurationError(f"'max_ratio' must be at least 1 (got {max_ratio})")
+    check_max_ratio(max_ratio)
     check_thread_count(thread_count)
     lineage = read_lineage(Store.open(path, log=rows)).checkpoints
     parent, run = _split(lineage, since)

@@ -5,12 +5,13 @@ import uuid
 
 from torchrec_cnr.leases import leased
 from torchrec_cnr.lineage import Checkpoint, read_checkpoint
-from torchrec_cnr.maintenance.compaction import MAX_RATIO, CompactionPlan, plan_compaction
+from torchrec_cnr.maintenance.compaction import CompactionPlan, plan_compaction
 from torchrec_cnr.maintenance.copying import Copying
 from torchrec_cnr.maintenance.new_packs import NewPacks
 from torchrec_cnr.maintenance.replacing import commit, may_have_committed, replacement_of
 from torchrec_cnr.pack_reader import PackReader
 from torchrec_cnr.packs import PACK_BYTES, check_pack_bytes, check_thread_count
+from torchrec_cnr.policies import MAX_RATIO
 from torchrec_cnr.progress import Progress
 from torchrec_cnr.row_logs import RowLog
 from torchrec_cnr.stores import Store

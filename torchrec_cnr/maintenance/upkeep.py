@@ -15,10 +15,11 @@ from torchrec_cnr.leases import leased
 from torchrec_cnr.lineage import Checkpoint
 from torchrec_cnr.maintenance import prune_execution, rewriting
 from torchrec_cnr.maintenance.catalog import read_catalog
-from torchrec_cnr.maintenance.compaction import MAX_RATIO, plan_compaction
+from torchrec_cnr.maintenance.compaction import plan_compaction
 from torchrec_cnr.maintenance.pruning import plan_prune
 from torchrec_cnr.maintenance.retention import Keep
 from torchrec_cnr.packs import PACK_BYTES
+from torchrec_cnr.policies import MAX_RATIO
 from torchrec_cnr.row_logs import RowLog
 
 MOVED_SHARE = 0.1  # of a model, copied at a time
