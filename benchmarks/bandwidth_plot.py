@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 COLORS = {
     "Compacted": "#0072b2",
+    "Compacted(max_ratio=1.7)": "#56b4e9",
     "Full": "#999999",
     "OneShot": "#e69f00",
     "Intermittent": "#009e73",
@@ -34,20 +35,22 @@ def draw(cells: Mapping[tuple[str, str], Cell], widths: Sequence[str], path: Pat
     with mpl.rc_context(
         {"svg.fonttype": "none", "font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
     ):
-        figure = Figure(figsize=(11, 4.2), layout="constrained")
+        figure = Figure(figsize=(11, 4.5), layout="constrained")
         titles = {"written": "Written in all", "capacity": "Kept, at its most"}
         bar_width = 0.8 / len(COLORS)
         places = np.arange(len(widths))
         for axes, (what, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
             for number, (name, color) in enumerate(COLORS.items()):
                 heights = [getattr(cells[name, width], what) for width in widths]
-                axes.bar(places + (number - 2.5) * bar_width, heights, bar_width, color=color, label=name)
+                axes.bar(
+                    places + (number - (len(COLORS) - 1) / 2) * bar_width, heights, bar_width, color=color, label=name
+                )
             for value in REPORTED[what]:
                 axes.axhline(value, color="#222222", linestyle=":", linewidth=1)
                 axes.annotate(f"reported: {value:g} ×", (len(widths) - 0.5, value), ha="right", va="bottom", fontsize=8)
             axes.set(title=title, ylabel="times less than full fp32 checkpoints")
-            axes.set_xticks(places, [width.replace(", ", ",\n") for width in widths])
+            axes.set_xticks(places, widths)
         handles = axes.get_legend_handles_labels()
-        figure.legend(*handles, loc="outside lower center", ncols=len(COLORS), frameon=False)
+        figure.legend(*handles, loc="outside lower center", ncols=4, frameon=False)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
