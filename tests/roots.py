@@ -143,13 +143,16 @@ class Root:
         lineage = list(self.lineage(name))
         above = lineage[lineage.index(since) + 1 :] if since is not None else lineage[num_moved:]
         stored = [one for link in above for one in self.checkpoints[link].stored[-1]]
-        save_id = self.new_id()
+        save_id, moved = self.new_id(), list[Stored]()
         if since is None and num_moved:
             values = self.checkpoints[lineage[num_moved - 1]].values
             save_id, moved = self._write(name, values, range(NUM_ROWS))
-            written.packs |= {one.file[1] for one in moved}
-            stored = moved + stored
-        self._commit(name, save_id, since, list(_alive(stored)))
+        alive = list(_alive(moved + stored))
+        used = {one.file for one in alive}
+        for _, pack in {one.file for one in moved} - used:  # a compaction copies live rows only
+            self.store.at(name).remove(pack)
+        written.packs |= {one.file[1] for one in moved if one.file in used}
+        self._commit(name, save_id, since, alive)
 
     def lineage(self, name: str, index: int = -1) -> Iterator[str]:
         """From the baseline to a checkpoint, by the manifests that hold now."""
