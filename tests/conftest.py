@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from tests.kafka_server import Broker
 
 # No deadline: the first example pays for imports and for caches that are cold.
-hypothesis.settings.register_profile("project", deadline=None, print_blob=True, max_examples=30)
+# A change is judged by the same examples whenever it is; new ones are looked for by `make test-full`.
+hypothesis.settings.register_profile("project", deadline=None, derandomize=True, max_examples=30)
 hypothesis.settings.register_profile("full", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("project")
 
