@@ -198,6 +198,8 @@ def _print_summary(reports: Mapping[str, Report]) -> None:
     judged = [
         (name, figure) for name, report in reports.items() for figure in report.figures if figure.is_met is not None
     ]
+    if not judged:
+        return
     missed = [f"{name}: {figure.what}" for name, figure in judged if not figure.is_met]
     print(f"{len(judged) - len(missed)} of {len(judged)} targets met" + (", missed:" if missed else "."))
     for line in missed:
