@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -191,8 +191,9 @@ def _kill_stopped() -> None:
     for nursery in multiprocessing.active_children():
         children = Path(f"/proc/{nursery.pid}/task/{nursery.pid}/children").read_text().split()
         for child in children:
-            if Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] == "T":
-                os.kill(int(child), signal.SIGKILL)
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+                if Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] == "T":
+                    os.kill(int(child), signal.SIGKILL)
 
 
 # A full disk
