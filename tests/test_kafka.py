@@ -17,6 +17,7 @@ import torchrec_cnr as cnr
 from tests import models
 from tests.kafka_jobs import KafkaJob, large_job, marked, ranges
 from tests.kafka_server import Broker
+from tests.killing import in_child
 from tests.models import Whole, differing, plain_job, state, torchrec_job, train, whole
 from tests.ranks import RankPools
 from tests.test_kafka_server import transactional
@@ -308,17 +309,20 @@ def _client_threads() -> set[str]:
     return found
 
 
-def test_a_process_disconnects_and_connects_anew(tmp_path: Path, rows: cnr.KafkaRows) -> None:
-    """Its threads end; what it saves and loads afterwards is what it would have been."""
-    disconnect()
-    others = _client_threads()  # clients that tests have made themselves, and that nobody has collected
-    job = KafkaJob(tmp_path, rows)
+def _disconnect(root: Path, rows: cnr.KafkaRows) -> None:
+    assert not _client_threads()
+    job = KafkaJob(root, rows)
     job.train_and_save("0", "1")
     job.assert_loads("1")
-    assert _client_threads() - others
+    assert _client_threads()
     disconnect()
-    assert not _client_threads() - others
+    assert not _client_threads()
     job.train_and_save("2")
-    assert cnr.read_checkpoint(tmp_path / "2").parent == f"{tmp_path}/1"
+    assert cnr.read_checkpoint(root / "2").parent == f"{root}/1"
     job.assert_loads("2")
     job.close()
+
+
+def test_a_process_disconnects_and_connects_anew(tmp_path: Path, rows: cnr.KafkaRows) -> None:
+    """Its threads end; what it saves and loads afterwards is what it would have been."""
+    in_child(_disconnect, tmp_path, rows)  # where no other test has left clients
