@@ -166,6 +166,9 @@ GOOD = encode_rows(np.array([3, 4, 7, 12]))  # a bitmap of two bytes
         ),
         pytest.param(CodedRows("bitmap", 0, 8, _compressed(b"\xff") + b"more"), 8, id="bytes behind the frame"),
         pytest.param(CodedRows("bitmap", 0, 8, _compressed(b"\xff") * 2), 8, id="two frames"),
+        pytest.param(CodedRows("gaps", 0, 1, _compressed(b"") + b"more"), 1, id="bytes behind a frame of nothing"),
+        pytest.param(CodedRows("gaps", 0, 1, _compressed(b"")[:-1]), 1, id="a truncated frame of nothing"),
+        pytest.param(CodedRows("gaps", 0, 1, _compressed(b"")[:-3] + b"\x0b\0\0\0"), 1, id="a frame of one byte"),
     ],
 )
 def test_each_kind_of_damage_is_refused(coded: CodedRows, num_rows: int) -> None:

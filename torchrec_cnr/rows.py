@@ -19,9 +19,9 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-import zstandard
 
 from torchrec_cnr.errors import DamagedError
+from torchrec_cnr.frames import compressed, decompressed
 
 Rows = npt.NDArray[np.int64]
 Coding = Literal["bitmap", "gaps"]
@@ -29,8 +29,6 @@ Coding = Literal["bitmap", "gaps"]
 MOST_DIVIDED = 8  # dimensions of a tensor that its boxes divide
 MOST_CODED_ROWS = 1 << 24  # in a block; blocks are cut by bytes, long before
 MOST_ROWS_PER_MEMBER = 64  # in a bitmap; in a sparser one gaps are always smaller
-_COMPRESSOR_LEVEL = 1
-_PIECE_BYTES = 1 << 10  # of a frame; what one becomes is a few MiB at most
 
 
 @dataclass(frozen=True)
@@ -149,15 +147,14 @@ def encode_rows(rows: Rows) -> CodedRows:
         rows: int64 [N], N >= 1, strictly increasing, not negative.
     """
     first, span = int(rows[0]), int(rows[-1] - rows[0]) + 1
-    compressor = zstandard.ZstdCompressor(level=_COMPRESSOR_LEVEL, write_content_size=True)
     gaps = np.diff(rows) - 1
     width = _gap_width(span)
     planes = np.ascontiguousarray(gaps.astype("<u8").view(np.uint8).reshape(-1, 8)[:, :width].T)
-    best = CodedRows("gaps", first, span, compressor.compress(planes.tobytes()))
+    best = CodedRows("gaps", first, span, compressed(planes.tobytes()))
     if span <= MOST_ROWS_PER_MEMBER * len(rows):
         mask = np.zeros(span, dtype=np.bool_)
         mask[rows - first] = True
-        bitmap = compressor.compress(np.packbits(mask, bitorder="little").tobytes())
+        bitmap = compressed(np.packbits(mask, bitorder="little").tobytes())
         if len(bitmap) < len(best.data):
             best = CodedRows("bitmap", first, span, bitmap)
     return best
@@ -176,13 +173,14 @@ def decode_rows(coded: CodedRows, num_rows: int, where: str) -> Rows:
     Raises:
         DamagedError: The code is not of this many rows, or not of this span.
     """
+    what = f"{where}: row numbers"
     if coded.coding == "bitmap":
-        bits = np.frombuffer(_decompress(coded.data, (coded.span + 7) // 8, where), dtype=np.uint8)
+        bits = np.frombuffer(decompressed(coded.data, (coded.span + 7) // 8, what), dtype=np.uint8)
         mask = np.unpackbits(bits, bitorder="little").view(np.bool_)  # several times as fast as numbers
         rows = np.flatnonzero(mask).astype(np.int64, copy=False)
     else:
         width = _gap_width(coded.span)
-        planes = np.frombuffer(_decompress(coded.data, width * (num_rows - 1), where), dtype=np.uint8)
+        planes = np.frombuffer(decompressed(coded.data, width * (num_rows - 1), what), dtype=np.uint8)
         wide = np.zeros((num_rows - 1, 8), dtype=np.uint8)
         wide[:, :width] = planes.reshape(width, num_rows - 1).T
         gaps = wide.view("<u8").reshape(-1)
@@ -200,23 +198,3 @@ def decode_rows(coded: CodedRows, num_rows: int, where: str) -> Rows:
 def _gap_width(span: int) -> int:
     """Bytes that the largest gap possible within ``span`` needs."""
     return max(1, (max(span - 2, 0).bit_length() + 7) // 8)
-
-
-def _decompress(data: bytes, num_bytes: int, where: str) -> bytes:
-    """zstd with the size checked before anything is allocated."""
-    try:
-        declared = zstandard.frame_content_size(data)
-        if declared != num_bytes:
-            raise DamagedError(
-                f"{where}: row numbers unpack to {declared} bytes, expected {num_bytes}; use another checkpoint"
-            )
-        frame, content = zstandard.ZstdDecompressor().decompressobj(), bytearray()
-        for start in range(0, len(data), _PIECE_BYTES):  # whose size may be another than the one it declares
-            content += frame.decompress(data[start : start + _PIECE_BYTES])
-            if len(content) > num_bytes:
-                break
-    except zstandard.ZstdError as error:
-        raise DamagedError(f"{where}: row numbers do not decompress ({error}); use another checkpoint") from error
-    if not frame.eof or frame.unused_data or len(content) != num_bytes:
-        raise DamagedError(f"{where}: row numbers are not one zstd frame of {num_bytes} bytes; use another checkpoint")
-    return bytes(content)
