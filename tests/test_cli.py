@@ -466,7 +466,7 @@ def test_inspect_works_without_the_parent(run: Path, tmp_path: Path) -> None:
 
 def test_long_lists_are_cut_and_say_so(tmp_path: Path) -> None:
     """Of many tensors the largest are shown; with --all, all."""
-    runs.save_state(tmp_path / "many", {f"t{number}": torch.zeros(number + 1) for number in range(30)})
+    runs.save_state(tmp_path / "many", {f"t{number}": torch.zeros(1, number + 1) for number in range(30)})
     text = _text("inspect", tmp_path / "many")
     assert "… 20 more tensors; --all shows them" in text
     assert "t29 " in text

@@ -337,9 +337,9 @@ def test_progress_is_told(tmp_path: Path, is_planned: bool) -> None:
 
 def test_blobs_are_kept_for_the_next_block(tmp_path: Path) -> None:
     """If there is no room for all, some stay: the next block, which wants the same ones, reads only the others."""
-    a = hand_made.write(tmp_path / "a", {"t": whole(_values((400, 4), 1), True)}, block_bytes=1600)
+    a = hand_made.write(tmp_path / "a", {"t": whole(_values((400, 5), 1), True)}, block_bytes=2000)
     pieces = pieces_of("t", a.manifest.tensors["t"])
-    assert [piece.blob.num_bytes for piece in pieces] == [1600] * 4
+    assert [piece.blob.num_bytes for piece in pieces] == [2000] * 4
     wanted: list[str] = []
     reader = PackReader(a.store, a.manifest.packs, 1)
 
@@ -349,7 +349,7 @@ def test_blobs_are_kept_for_the_next_block(tmp_path: Path) -> None:
         yield from PackReader.read(reader, blobs)
 
     with mock.patch.object(reader, "read", read):
-        cache = moving.BlobCache(reader, max_bytes=3200)
+        cache = moving.BlobCache(reader, max_bytes=4000)
         uses = [(pieces[:3], 0, 3), (pieces[:3], 0, 1), (pieces[1:], 0, 2), (pieces[1:], 400, 1)]
         for part, next_row, num_reads in uses:
             wanted.clear()

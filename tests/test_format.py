@@ -5,6 +5,7 @@ import collections
 import contextlib
 import copy
 import functools
+import hashlib
 import itertools
 import json
 import re
@@ -15,6 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import hypothesis
 import numpy as np
@@ -29,22 +31,25 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import torchrec_cnr as cnr
-from tests.golden import log_v5, mixed, reader, write_v3
+from tests.golden import log_v5, mixed, reader, split_v6, write_v3
 from tests.golden.replacement import replace_manifest, used_packs
 from tests.golden.state import EXP_AVG, MOMENTUM, T0, T2, T4, T8, TABLES, values_of
 from tests.test_manifest import DELETE, REPEAT, VALUES, changed, file_of, nodes
 from torchrec_cnr.maintenance.catalog import read_catalog
 from torchrec_cnr.maintenance.histories import run_history
+from torchrec_cnr.manifest import DTYPES as DTYPE_OF
 from torchrec_cnr.manifest import TensorEntry
 from torchrec_cnr.modified import ModifiedRows
 from torchrec_cnr.rows import Box
 from torchrec_cnr.schemes import scheme_from_json
+from torchrec_cnr.tails import split
 from torchrec_cnr.tracked import TrackedRows, TrackedShard
 
 ROOT = Path(__file__).parents[1]
 GOLDENS = {f"v{version}": ROOT / "tests" / "golden" / f"v{version}" for version in (1, 2, 3, 4)}
 LOGGED = ROOT / "tests" / "golden" / "v5"  # version 3, with packs of deltas in a log
-GOLDEN = GOLDENS["v3"]  # of the version that is written where manifests are small
+SPLIT = ROOT / "tests" / "golden" / "v6"  # version 3, with split blobs
+GOLDEN = GOLDENS["v3"]  # of the version that is written where manifests are small and nothing is split
 PAGE = (ROOT / "docs" / "format.md").read_text()
 EXPECTED_OF = {version: json.loads((folder / "expected.json").read_text()) for version, folder in GOLDENS.items()}
 EXPECTED = EXPECTED_OF["v3"]
@@ -229,8 +234,12 @@ def test_golden_checkpoints_say_their_version(version: str, step: str) -> None:
 
 
 def test_script_writes_the_same_bytes_again(tmp_path: Path) -> None:
-    """Row codes, quantized rows, safetensors headers and manifests are byte for byte what version 3 wrote."""
-    write_v3.write(tmp_path)
+    """Row codes, quantized rows, safetensors headers and manifests are byte for byte what version 3 wrote.
+
+    As it does where nothing becomes smaller by being split.
+    """
+    with patch("torchrec_cnr.encoding.split", return_value=None):
+        write_v3.write(tmp_path)
     written = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     golden = {path.relative_to(GOLDEN): path.read_bytes() for path in GOLDEN.rglob("*") if path.is_file()}
     assert sorted(written) == sorted(golden)
@@ -242,6 +251,65 @@ def test_packs_are_those_of_version_2(step: str) -> None:
     """Version 3 changed manifests; what lies in packs is byte for byte what it was."""
     packs = {path.name: path.read_bytes() for path in (GOLDEN / step).glob("*.safetensors")}
     assert packs == {path.name: path.read_bytes() for path in (GOLDENS["v2"] / step).glob("*.safetensors")}
+
+
+# Split blobs
+
+SPLIT_EXPECTED = json.loads((SPLIT / "expected.json").read_text())
+
+
+@pytest.mark.parametrize("step", split_v6.STEPS)
+def test_page_is_enough_to_read_split_blobs(step: str) -> None:
+    """The reader finds what was saved, and loaded then."""
+    state = reader.read(SPLIT / step)
+    digests = {fqn: hashlib.sha256(data).hexdigest() for fqn, (_, _, data) in state.tensors.items()}
+    assert digests == SPLIT_EXPECTED[step]
+    saved = split_v6.state_of(1)
+    for number in range(2, int(step[-1]) + 1):
+        for fqn, values in split_v6.state_of(number).items():
+            saved[fqn][split_v6.rows_of(number)] = values[split_v6.rows_of(number)]
+    for fqn in ("table.none", "state.none", "dense.bias"):
+        assert state.tensors[fqn][2] == write_v3.as_bytes(saved[fqn])
+
+
+@pytest.mark.parametrize("step", split_v6.STEPS)
+def test_golden_checkpoints_with_split_blobs_load_bit_equal(step: str) -> None:
+    """The library reads them as it did, and no step as another."""
+    assert split_v6.digests_of(SPLIT / step) == SPLIT_EXPECTED[step]
+    others = [SPLIT_EXPECTED[other] for other in split_v6.STEPS if other != step]
+    assert not any(SPLIT_EXPECTED[step].items() & other.items() for other in others)
+
+
+def test_golden_checkpoints_with_split_blobs_hold_every_kind() -> None:
+    """Each scheme that splits blobs has done so, and in one table a block with an exact row was not split."""
+    baseline, delta, compacted = (cnr.read_checkpoint(SPLIT / step) for step in split_v6.STEPS)
+    assert (baseline.kind, delta.kind, compacted.kind) == ("baseline", "delta", "baseline")
+    assert compacted.is_compacted
+    for step in split_v6.STEPS:
+        assert (
+            b'"manifest":{"format":"torchrec_cnr","version":6,' in (SPLIT / step / "manifest.json").read_bytes()[:200]
+        )
+    behind = {
+        fqn: [num_bytes for shard in entry.shards for num_bytes in shard.bytes_behind_codes(DTYPE_OF[entry.dtype])]
+        for fqn, entry in baseline.manifest.tensors.items()
+    }
+    first, second = behind.pop(f"table.{split_v6.SPOILED}")
+    assert first > 0 > second
+    assert baseline.num_exact_rows == compacted.num_exact_rows == 1
+    assert {fqn for fqn, found in behind.items() if max(found) == 0} == {"table.none"}
+    assert all(max(found) <= 0 for found in behind.values())
+    for manifest in (baseline.manifest, delta.manifest, compacted.manifest):
+        for name, scheme in split_v6.SCHEMES.items():
+            assert {shard.scheme for shard in manifest.tensors[f"table.{name}"].shards} == {scheme}
+
+
+def test_what_is_not_split_is_of_an_older_version(tmp_path: Path) -> None:
+    """A manifest is of version 6 only where something in it needs that."""
+    rows = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
+    for name, state in (("plain", {"rows": rows}), ("split", {"rows": rows, "zeros": torch.zeros(64)})):
+        save(state, storage_writer=cnr.CNRStorageWriter(tmp_path / name), no_dist=True)
+    starts = [(tmp_path / name / "manifest.json").read_bytes()[:200] for name in ("plain", "split")]
+    assert [re.findall(rb'"version":(\d)', start) for start in starts] == [[b"3"], [b"6"]]
 
 
 # Packs in a log
@@ -613,6 +681,18 @@ def test_rows_of_the_page_are_right() -> None:
         assert reader.decode_values(known, 5, 1, _hex(row)).tolist() == [expected]
         scheme = scheme_from_json(json.loads(text), "page")
         assert bytes(scheme.encode(torch.tensor([expected])).codes[0].tolist()) == _hex(row)
+
+
+def test_split_blob_of_the_page_is_right() -> None:
+    """The one given as an example is what the library writes, and joined is what the page says."""
+    (found,) = re.findall(r"^```text\n((?:[0-9a-f]{2} ?)+)\n```$", PAGE, re.MULTILINE)
+    (row,) = re.findall(r"is `([0-9a-f ]+)` 32 times", PAGE)
+    rows = np.frombuffer(32 * _hex(row), np.uint8)
+    assert rows.view("<f4").tolist() == 32 * [1.0]
+    blob = split(rows.reshape(32, 4), 4)
+    assert blob is not None
+    assert blob.tobytes() == _hex(found)
+    assert reader.joined(4, 4, 32, _hex(found)) == rows.tobytes()
 
 
 def test_schemes_and_decimals_of_the_page_are_right() -> None:

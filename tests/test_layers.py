@@ -19,8 +19,10 @@ LAYERS = (
     {"errors", "version", "quantities", "progress", "phases", "pace", "collector"},
     {
         "kernels",
+        "frames",
         "rows",
         "row_sets",
+        "tails",
         "schemes",
         "manifest",
         "manifest_format",

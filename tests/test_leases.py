@@ -180,9 +180,9 @@ def _looking(path: str | Path, seen: list[int]) -> Any:
     """Count leases for loads while packs are read."""
     read = PackReader.read
 
-    def look_and_read(self: PackReader, *turns: Any) -> Any:
+    def look_and_read(self: PackReader, *turns: Any, **options: Any) -> Any:
         seen.append(held(path, "load"))
-        return read(self, *turns)
+        return read(self, *turns, **options)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(PackReader, "read", look_and_read)

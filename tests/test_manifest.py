@@ -58,8 +58,13 @@ class Filler:
         )
 
 
-def delta(scheme: Scheme = EXACT) -> Manifest:
-    """A small delta with something of everything, and a table of two shards, the second under this scheme."""
+def delta(scheme: Scheme = EXACT, is_split: bool = False) -> Manifest:
+    """A small delta with something of everything, and a table of two shards, the second under this scheme.
+
+    Args:
+        scheme: Of the second shard.
+        is_split: Whether the blob of its state is split.
+    """
     filler = Filler("5a7e", 10_000)
     exact, place, width = EXACT, Box((0, 0), (8, 2)), scheme.row_bytes(1, torch.float32)
     coded = RowSet((RowBlock("bitmap", 1, 4, 2, filler.blob(11)), RowBlock("gaps", 7, 1, 1, filler.blob(9))))
@@ -69,7 +74,7 @@ def delta(scheme: Scheme = EXACT) -> Manifest:
     )
     state = (
         Shard(Box((0,), (8,)), coded, (filler.blob(8), filler.blob(4)), exact, place),
-        Shard(Box((8,), (8,)), RowSet.all(8, 8), (filler.blob(32),), exact, Box((0, 2), (8, 1))),
+        Shard(Box((8,), (8,)), RowSet.all(8, 8), (filler.blob(20 if is_split else 32),), exact, Box((0, 2), (8, 1))),
     )
     step = (Shard(Box((), ()), RowSet.all(1, 1), (filler.blob(8),), exact),)
     return Manifest(
@@ -93,8 +98,12 @@ def delta(scheme: Scheme = EXACT) -> Manifest:
     )
 
 
-def replacement() -> Manifest:
-    """The delta folded into a baseline: shards overlap, packs of three directories have holes, a blob is shared."""
+def replacement(is_split: bool = False) -> Manifest:
+    """The delta folded into a baseline: shards overlap, packs of three directories have holes, a blob is shared.
+
+    Args:
+        is_split: Whether the blob of a table's shard is split.
+    """
     filler = Filler("5a7e", 150, (None, "../step-1", "../../old/step-0"))
     filler.hole_bytes = 5
     whole, left, right = Box((0, 0), (8, 3)), Box((0, 0), (8, 2)), Box((0, 2), (8, 1))
@@ -103,7 +112,7 @@ def replacement() -> Manifest:
     table = (
         Shard(whole, ends, (filler.blob(36), filler.blob(24, 100)), EXACT),
         Shard(left, RowSet((first, second)), (filler.blob(2 * 6), filler.blob(6 + 12)), Asymmetric(4)),
-        Shard(right, RowSet.all(8, 8), (filler.blob(32),), EXACT),
+        Shard(right, RowSet.all(8, 8), (filler.blob(20 if is_split else 32),), EXACT),
     )
     state = (
         Shard(Box((0,), (8,)), ends, (filler.blob(12), filler.blob(8)), EXACT, whole),
@@ -178,6 +187,8 @@ BODIES: dict[str, Callable[[], Json]] = {  # by version
     "3, replacing": lambda: body_of(replacement()),
     "5": lambda: body_of(logged(delta())),
     "5, replacing": lambda: body_of(logged(replacement())),
+    "6": lambda: body_of(delta(is_split=True)),
+    "6, replacing": lambda: body_of(logged(replacement(is_split=True))),
 }
 
 
@@ -197,7 +208,7 @@ def loads(body: Json) -> Manifest:
 
 
 @st.composite
-def _manifests(draw: st.DrawFn, version: int = 3) -> Manifest:
+def _manifests(draw: st.DrawFn, version: int = 6) -> Manifest:
     """Valid manifests of any shape, that can be written in a version."""
     replaces = draw(st.none() | _digests) if version > 2 else None
     directories: list[str | None] = [None]
@@ -261,6 +272,11 @@ def _entries(draw: st.DrawFn, filler: Filler, version: int, may_fold: bool) -> T
         for block in rows.blocks if box.num_cols else ():
             exact = draw(st.integers(0, block.num_rows)) if scheme != NoQuantization() else 0
             num_bytes = block.num_rows * scheme.row_bytes(box.num_cols, DTYPES[dtype])
+            least = num_bytes - block.num_rows * scheme.tail_bytes(box.num_cols, DTYPES[dtype])
+            sizes = range(max(least + 1, -(-num_bytes // 64)), num_bytes)  # of a split blob
+            if version > 5 and sizes and draw(st.booleans()):
+                blobs.append(filler.blob(draw(st.sampled_from(sizes))))
+                continue
             blobs.append(filler.blob(num_bytes + exact * exact_row_bytes(box.num_cols, DTYPES[dtype].itemsize)))
         shards.append(Shard(box, rows, tuple(blobs), scheme))
     is_table = draw(st.booleans()) and len(size) == 2
@@ -345,6 +361,7 @@ def test_earlier_versions_give_the_same_values(version: int, data: st.DataObject
 GOLDEN_MANIFESTS = [
     *sorted((GOLDENS / "v3").glob("*/manifest*.json")),
     *(GOLDENS / "v5" / step / "manifest.json" for step in ("step-1", "step-2")),
+    *sorted((GOLDENS / "v6").glob("*/manifest*.json")),
 ]
 
 
@@ -441,7 +458,9 @@ def _of_library(data: bytes) -> str:
     return _outcome(lambda data: manifest_json.loads(data, "here"), data)
 
 
-LONGEST = {("1", "tensors"), ("2", "tensors"), ("3, replacing", "tensors")}  # as the others, but for what is older
+LONGEST = {
+    (version, "tensors") for version in ("1", "2", "3, replacing", "5", "5, replacing")
+}  # as those of the newest
 every_key = pytest.mark.parametrize(
     ("version", "key"),
     [
@@ -664,7 +683,7 @@ def test_any_manifest_with_packs_in_a_log_comes_back(data: st.DataObject) -> Non
             packs.append(pack)
     manifest = replace(manifest, packs=tuple(packs))
     body = body_of(manifest)
-    assert body["version"] == 5
+    assert body["version"] == (6 if manifest.has_split_blobs else 5)
     assert loads(body) == manifest
     assert loads(packed(json.dumps(body, separators=(",", ":")).encode(), manifest.created_ns)) == manifest
     assert _of_reader(file_of(body)) == "good"
@@ -841,7 +860,7 @@ def test_other_schemes_are_refused(scheme: Json) -> None:
         loads(body)
 
 
-@pytest.mark.parametrize("version", [6, 7, 2**62])
+@pytest.mark.parametrize("version", [7, 8, 2**62])
 def test_newer_versions_are_named(version: int) -> None:
     """A newer version is no damage, whatever else is in it: the way out is an upgrade."""
     body = body_of(delta())
@@ -901,6 +920,10 @@ SHARD_OF_1, SHARD_OF_2, SHARD_OF_3 = (table["shards"][0] for table in (TABLE_OF_
         ),
         pytest.param("5", _set("packs", 0, 7, DELETE), "list of 8", id="5: pack of version 3"),
         pytest.param("5", _set("packs", 0, 7, None), "no pack lies in a log", id="5: nothing in a log"),
+        pytest.param("5", _set("version", 6), "no blob is split", id="6: nothing split"),
+        pytest.param("6, replacing", _set("version", 5), "block 0 has 20 bytes", id="5: a split blob"),
+        pytest.param("6", _set(*STATE, "shards", 1, 3, 0, 2, 0), "integer", id="6: a blob of nothing"),
+        pytest.param("6", _set("packs", 0, 7, DELETE), "list of 8", id="6: pack of version 3"),
     ],
 )
 def test_what_belongs_to_another_version_is_refused(version: str, change: Callable[[Json], Json], message: str) -> None:
@@ -912,7 +935,7 @@ def test_what_belongs_to_another_version_is_refused(version: str, change: Callab
     assert _of_reader(file_of(body)) == "damaged"
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 6])
 @pytest.mark.parametrize("version", BODIES)
 def test_body_under_the_number_of_another_version_is_refused(version: str, number: int) -> None:
     """A version is not a label: a manifest of one is none of the others."""

@@ -317,10 +317,10 @@ def _load_slowly(path: str, folder: str) -> bool:
     """Load by DCP, and wait between the manifests and the packs until a file is there; whether it is what was saved."""
     read = PackReader.read
 
-    def wait_and_read(self: PackReader, *turns: Any) -> Iterator[Any]:
+    def wait_and_read(self: PackReader, *turns: Any, **options: Any) -> Iterator[Any]:
         Path(folder, "reading").touch()
         wait_for(Path(folder, "go on"))
-        return read(self, *turns)
+        return read(self, *turns, **options)
 
     target = torch.zeros(NUM_ROWS, NUM_COLS)
     with pytest.MonkeyPatch.context() as patched:

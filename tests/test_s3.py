@@ -218,7 +218,7 @@ def _race(store: Store, start: threading.Barrier, name: str, data: bytes) -> byt
 
 def test_bandwidth_is_limited(moto: S3Server, root: str) -> None:
     """Threads of one writer, or one reader, together take no more than they may: the clock cannot run faster."""
-    run = Run(root, rows=(20_000, 12), thread_count=4, pack_bytes=1 << 14, max_bytes_per_sec=400_000)
+    run = Run(root, rows=(22_000, 12), thread_count=4, pack_bytes=1 << 14, max_bytes_per_sec=400_000)
     began = time.monotonic()
     run.save("0")
     num_bytes = sum(Store.open(f"{root}/0").listing().files.values())

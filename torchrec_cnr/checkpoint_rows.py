@@ -16,6 +16,7 @@ from torchrec_cnr.row_sets import RowBlock
 from torchrec_cnr.rows import CodedRows, Rows, decode_rows
 from torchrec_cnr.schemes import exact_row_bytes
 from torchrec_cnr.stores import Bytes
+from torchrec_cnr.tails import joined
 
 
 class RowNumbers:
@@ -88,12 +89,23 @@ class CheckpointRows:
         """
         checkpoint, turns = self.plan.checkpoint, self.plan.turns()
         wanted = [[(key, read.blob) for key, read in turn.items() if key not in self._held] for turn in turns]
-        found = self._packs.read(*wanted)
+        found = self._packs.read(*wanted, prepare=self._joined)
         for number, (turn, rest) in enumerate(zip(turns, wanted, strict=True), self._first_turn):
-            held = [(key, self._held.pop(key)) for key in turn if key in self._held]
+            held = [(key, self._joined(key, self._held.pop(key))) for key in turn if key in self._held]
             for key, data in itertools.chain(held, itertools.islice(found, len(rest))):
-                where, is_delta = f"{checkpoint.store.url}: {key}", checkpoint.manifest.parent is not None
-                yield number, turn[key], _block(turn[key], data, self._placed(turn[key]), is_delta, where)
+                is_delta = checkpoint.manifest.parent is not None
+                yield number, turn[key], _block(turn[key], data, self._placed(turn[key]), is_delta, self._where(key))
+
+    def _joined(self, key: str, data: Bytes) -> Bytes:
+        """A blob's rows, also if it is split; in the threads that read, which have time for it."""
+        read = self.plan.reads[key]
+        num_cols, dtype = read.shard.box.num_cols, DTYPES[read.entry.dtype]
+        row_bytes = read.shard.scheme.row_bytes(num_cols, dtype)
+        tail_bytes = read.shard.scheme.tail_bytes(num_cols, dtype)
+        return joined(data, read.rows.num_rows, row_bytes, tail_bytes, self._where(key))
+
+    def _where(self, key: str) -> str:
+        return f"{self.plan.checkpoint.store.url}: {key}"
 
     def _placed(self, read: BlobRead) -> PlacedRows:
         found = self._numbers.of(read.rows)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchrec_cnr.manifest import DTYPES
 from torchrec_cnr.modified import RowList, Rows
 from torchrec_cnr.packs import PackWriter
 from torchrec_cnr.row_logs import PackTarget
@@ -21,6 +22,7 @@ from torchrec_cnr.rows import CodedRows, encode_rows
 from torchrec_cnr.schemes import Encoded, NoQuantization, Scheme
 from torchrec_cnr.staged_codes import StagedCodes
 from torchrec_cnr.stores import Bytes
+from torchrec_cnr.tails import split
 
 _ROW_BYTES = 16  # more than a row number takes, coded, or the position of an exact row
 _HEADER_BYTES = 1 << 10  # of a pack, for each blob
@@ -196,18 +198,29 @@ def _block_rows(sources: Sequence[Source], block_bytes: int) -> int:
 
 def _write_values(packs: PackWriter, source: Source, number: int, values: Tensor, heat: int = 0) -> tuple[int, int]:
     """One blob: rows as they are."""
-    return packs.add(f"{source.name}/{number}", source.dtype, tuple(values.shape), _bytes(values), heat), 0
+    return _add(packs, source, number, _bytes(values), source.dtype, tuple(values.shape), heat), 0
 
 
 def _write_codes(packs: PackWriter, source: Source, number: int, rows: Tensor, heat: int = 0) -> tuple[int, int]:
     """One blob: the codes of rows, then the rows that they cannot represent, and how many these are."""
     encoded, exact_values = _encode(source, rows) if source.codes is None else source.codes.encoded(rows)
-    name, data = f"{source.name}/{number}", _bytes(encoded.codes)
+    data = _bytes(encoded.codes)
     if len(encoded.exact) == 0:
-        return packs.add(name, "uint8", tuple(encoded.codes.shape), data, heat), 0
+        return _add(packs, source, number, data, "uint8", tuple(encoded.codes.shape), heat), 0
     positions = encoded.exact.to(torch.int32).cpu().numpy().astype("<u4").view(np.uint8)
     data = np.concatenate((data, positions, _bytes(exact_values)))
-    return packs.add(name, "uint8", data.shape, data, heat), len(encoded.exact)
+    return packs.add(f"{source.name}/{number}", "uint8", data.shape, data, heat), len(encoded.exact)
+
+
+def _add(
+    packs: PackWriter, source: Source, number: int, data: Bytes, dtype: str, shape: tuple[int, ...], heat: int
+) -> int:
+    """A blob of rows, none of them exact: split, if that makes it smaller."""
+    tail_bytes = source.scheme.tail_bytes(math.prod(source.rows.shape[1:]), DTYPES[source.dtype])
+    divided = split(data.reshape(shape[0], -1), tail_bytes) if tail_bytes else None
+    if divided is not None:
+        data, dtype, shape = divided, "uint8", divided.shape
+    return packs.add(f"{source.name}/{number}", dtype, shape, data, heat)
 
 
 def _encode(source: Source, rows: Tensor) -> tuple[Encoded, Tensor]:

@@ -79,6 +79,12 @@ class Shard:
             all(block.coding == "all" for block in self.rows.blocks) and self.rows.num_rows == self.box.num_rows
         )
 
+    def bytes_behind_codes(self, dtype: torch.dtype) -> Iterator[int]:
+        """Of each blob, what it has behind the codes of its rows: exact rows, or less than nothing if it is split."""
+        row_bytes = self.scheme.row_bytes(self.box.num_cols, dtype)
+        blobs = zip(self.blobs, self.rows.blocks, strict=False)  # there are none where there are no columns
+        return (blob.num_bytes - block.num_rows * row_bytes for blob, block in blobs)
+
     @property
     def place(self) -> "Place":
         """Where it lies."""
@@ -254,17 +260,22 @@ class Manifest:
     def num_exact_rows(self) -> int:
         """Rows stored exactly because codes cannot represent them; one in several shards counts in each."""
         return sum(
-            self._exact_rows(shard, DTYPES[entry.dtype])
-            for entry in self.tensors.values()
-            for shard in entry.shards
-            if shard.blobs
+            max(0, num_bytes) // exact_row_bytes(shard.box.num_cols, DTYPES[entry.dtype].itemsize)
+            for entry, shard in self._shards()
+            for num_bytes in shard.bytes_behind_codes(DTYPES[entry.dtype])
         )
 
-    def _exact_rows(self, shard: Shard, dtype: torch.dtype) -> int:
-        num_cols = shard.box.num_cols
-        num_bytes = sum(blob.num_bytes for blob in shard.blobs)
-        num_bytes -= shard.rows.num_rows * shard.scheme.row_bytes(num_cols, dtype)
-        return num_bytes // exact_row_bytes(num_cols, dtype.itemsize)
+    @property
+    def has_split_blobs(self) -> bool:
+        """Whether a blob is less than its rows, as only split ones are."""
+        return any(
+            num_bytes < 0
+            for entry, shard in self._shards()
+            for num_bytes in shard.bytes_behind_codes(DTYPES[entry.dtype])
+        )
+
+    def _shards(self) -> Iterator[tuple[TensorEntry, Shard]]:
+        return ((entry, shard) for entry in self.tensors.values() for shard in entry.shards)
 
     def blobs(self) -> Iterator[tuple[str, Blob]]:
         """Every blob, once, with a name for messages."""

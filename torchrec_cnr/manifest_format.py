@@ -3,7 +3,8 @@
 import re
 
 FORMAT = "torchrec_cnr"
-VERSION = 5  # the newest that is read
+VERSION = 6  # the newest that is read
+SPLIT_VERSION = 6  # written where blobs are split
 LOGGED_VERSION = 5  # written where packs lie in a log
 PACKED_VERSION = 4  # holds another version, compressed
 PLAIN_VERSION = 3  # all others

@@ -16,8 +16,15 @@ from torchrec_cnr.earlier_versions import Version1, Version2
 from torchrec_cnr.errors import DamagedError, VersionError
 from torchrec_cnr.known_manifests import KnownManifests
 from torchrec_cnr.manifest import Manifest, Pack, TensorEntry
-from torchrec_cnr.manifest_format import FORMAT, LOGGED_VERSION, PACKED_VERSION, PLAIN_VERSION, VERSION
-from torchrec_cnr.manifest_logs import LoggedManifestParser, log_range_json
+from torchrec_cnr.manifest_format import (
+    FORMAT,
+    LOGGED_VERSION,
+    PACKED_VERSION,
+    PLAIN_VERSION,
+    SPLIT_VERSION,
+    VERSION,
+)
+from torchrec_cnr.manifest_logs import LoggedManifestParser, SplitManifestParser, log_range_json
 from torchrec_cnr.manifest_packing import PLAIN_BYTES, packed, unpacked
 from torchrec_cnr.manifest_parser import ManifestParser
 from torchrec_cnr.row_sets import Blob, RowSet
@@ -25,8 +32,14 @@ from torchrec_cnr.rows import Box
 
 MOST_BYTES = 1 << 30  # of a manifest; one of so many describes some 80 TB of rows
 _FRAME = re.compile(rb'\{"sha256":"([0-9a-f]{64})","manifest":(.*)\}\n', re.DOTALL)
-_PARSERS = {1: Version1, 2: Version2, PLAIN_VERSION: ManifestParser, LOGGED_VERSION: LoggedManifestParser}
-_PACKABLE = (PLAIN_VERSION, LOGGED_VERSION)
+_PARSERS = {
+    1: Version1,
+    2: Version2,
+    PLAIN_VERSION: ManifestParser,
+    LOGGED_VERSION: LoggedManifestParser,
+    SPLIT_VERSION: SplitManifestParser,
+}
+_PACKABLE = (PLAIN_VERSION, LOGGED_VERSION, SPLIT_VERSION)
 _KNOWN = KnownManifests()
 _CREATED = re.compile(rb'"created_ns":(\d{1,20})\b')
 
@@ -142,10 +155,10 @@ def created_ns(start: bytes) -> int | None:
 def _to_json(manifest: Manifest) -> dict[str, Any]:
     schemes: dict[int, dict[str, Any]] = {}  # by identity: few objects, many shards
     numbers = manifest.row_set_numbers
-    has_logs = any(pack.log is not None for pack in manifest.packs)
+    version = _version_of(manifest)
     return {
         "format": FORMAT,
-        "version": LOGGED_VERSION if has_logs else PLAIN_VERSION,
+        "version": version,
         "created_ns": manifest.created_ns,
         "id": manifest.checkpoint_id,
         "save_id": manifest.save_id,
@@ -156,7 +169,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
         "restores": manifest.num_restores,
         "world_size": manifest.world_size,
         "writer": manifest.writer,
-        "packs": [_pack_json(pack, has_logs) for pack in manifest.packs],
+        "packs": [_pack_json(pack, version) for pack in manifest.packs],
         "row_sets": [_row_set_json(rows) for rows in manifest.row_sets],
         "tensors": {fqn: _tensor_json(entry, numbers, schemes) for fqn, entry in manifest.tensors.items()},
         "objects": {fqn: _blob_json(blob) for fqn, blob in manifest.objects.items()},
@@ -164,9 +177,16 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _pack_json(pack: Pack, has_logs: bool) -> list[Any]:
+def _version_of(manifest: Manifest) -> int:
+    """The oldest that can say it."""
+    if manifest.has_split_blobs:
+        return SPLIT_VERSION
+    return LOGGED_VERSION if any(pack.log is not None for pack in manifest.packs) else PLAIN_VERSION
+
+
+def _pack_json(pack: Pack, version: int) -> list[Any]:
     place = [pack.directory, pack.name, pack.num_bytes, pack.header_bytes, pack.header_crc32c]
-    log = [pack.log and log_range_json(pack.log)] if has_logs else []
+    log = [pack.log and log_range_json(pack.log)] if version >= LOGGED_VERSION else []
     return [*place, pack.written_ns, pack.heat, *log]
 
 

@@ -1,4 +1,4 @@
-"""Version 5 of the format: version 3, but a pack may lie in a log, and says where."""
+"""Versions 5 and 6 of the format: version 3, but a pack may lie in a log, and says where; and blobs may be split."""
 
 import re
 from dataclasses import replace
@@ -19,12 +19,16 @@ class LoggedManifestParser(ManifestParser):
 
     def manifest(self, value: dict[str, Any]) -> Manifest:
         found = super().manifest(value)
-        if all(pack.log is None for pack in self.packs):
-            self.fail("no pack lies in a log, as in version 3")
+        self.check_version(found)
         keys = [(pack.log.topic, pack.log.key) for pack in found.packs if pack.log is not None and pack.log.key]
         if len(set(keys)) != len(keys):
             self.fail("two packs have one key in a log, which keeps the last of them only")
         return found
+
+    def check_version(self, found: Manifest) -> None:
+        """There is what older versions do not have."""
+        if all(pack.log is None for pack in found.packs):
+            self.fail("no pack lies in a log, as in version 3")
 
     def pack(self, value: Any, what: str) -> Pack:
         *fields, log = self.tuple_of(value, 8, what)
@@ -47,6 +51,17 @@ class LoggedManifestParser(ManifestParser):
         if found.last - found.first + 1 < found.num_parts(num_bytes):
             self.fail(f"{what}: records {found.first} to {found.last} are too few for {num_bytes} bytes")
         return found
+
+
+class SplitManifestParser(LoggedManifestParser):
+    """Version 6."""
+
+    reads_split = True
+
+    def check_version(self, found: Manifest) -> None:
+        """There is what older versions do not have."""
+        if not found.has_split_blobs:
+            self.fail("no blob is split, as in versions 3 and 5")
 
 
 def log_range_json(found: LogRange) -> list[Any]:

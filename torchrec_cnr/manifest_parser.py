@@ -19,6 +19,7 @@ from torchrec_cnr.manifest_format import PARENT_PATH
 from torchrec_cnr.row_sets import Blob, RowBlock, RowSet
 from torchrec_cnr.rows import MOST_CODED_ROWS, MOST_DIVIDED, MOST_ROWS_PER_MEMBER, Box, fills, lies_within
 from torchrec_cnr.schemes import Scheme, exact_row_bytes, scheme_from_json
+from torchrec_cnr.tails import may_be_split
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
 _SURROGATE = re.compile("[\ud800-\udfff]")  # alone: a pair is one character by now
@@ -45,6 +46,7 @@ class ManifestParser:
         "format", "version", "created_ns", "id", "save_id", "parent", "replaces", "policy", "history", "restores",
         "world_size", "writer", "packs", "row_sets", "tensors", "objects", "paths",
     )  # fmt: skip
+    reads_split = False
     tensor_keys: tuple[str, ...] = ("dtype", "size", "is_table", "table", "folded", "shards")
 
     def __init__(self, where: str) -> None:
@@ -213,10 +215,12 @@ class ManifestParser:
         if len(shard.blobs) != len(blocks):
             self.fail(f"{what}: {len(shard.blobs)} blobs for {len(blocks)} blocks of rows")
         dtype, num_cols = DTYPES[entry.dtype], shard.box.num_cols
-        row_bytes = shard.scheme.row_bytes(num_cols, dtype)
+        row_bytes, tail_bytes = shard.scheme.row_bytes(num_cols, dtype), shard.scheme.tail_bytes(num_cols, dtype)
         for number, (block, blob) in enumerate(zip(blocks, shard.blobs, strict=True)):
             num_bytes = block.num_rows * row_bytes
             if blob.num_bytes == num_bytes:
+                continue
+            if self.reads_split and may_be_split(blob.num_bytes, block.num_rows, row_bytes, tail_bytes):
                 continue
             exact, rest = divmod(blob.num_bytes - num_bytes, exact_row_bytes(num_cols, dtype.itemsize))
             if not 0 <= exact <= (block.num_rows if shard.scheme.name != "none" else 0) or rest:

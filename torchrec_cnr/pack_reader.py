@@ -5,7 +5,7 @@ to go through it once more would take longer, as it is larger than what a proces
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -19,6 +19,13 @@ _SPAN_BYTES = 16 << 20
 _SPAN_GAP_BYTES = 256 << 10
 _GAP_DIVISOR = 8  # of the bytes wanted in a span, its gaps may add this part
 _FREE_GAP_BYTES = 4 << 10
+
+Prepare = Callable[[str, Bytes], Bytes]
+
+
+def unprepared(key: str, data: Bytes) -> Bytes:
+    """A blob as it was read."""
+    return data
 
 
 @dataclass(frozen=True)
@@ -92,9 +99,16 @@ def plan_spans(wanted: Sequence[tuple[str, Blob]]) -> list[Span]:
 
 
 def read_spans(
-    store: Store, packs: Sequence[Pack], spans: Sequence[Span], thread_count: int
+    store: Store, packs: Sequence[Pack], spans: Sequence[Span], thread_count: int, prepare: Prepare = unprepared
 ) -> Iterator[tuple[str, Bytes]]:
     """Read spans, a few ahead of the caller, and yield each blob's key and verified bytes.
+
+    Args:
+        store: Of the checkpoint.
+        packs: Its packs.
+        spans: What to read.
+        thread_count: Threads that read.
+        prepare: What becomes of each blob, by its key, in the thread that has read it.
 
     Raises:
         DamagedError: A pack is missing, truncated or altered.
@@ -107,14 +121,14 @@ def read_spans(
             while waiting or reads:
                 while waiting and len(reads) <= thread_count:
                     span = waiting.popleft()
-                    reads.append(threads.submit(_read_span, store, packs[span.pack], span))
+                    reads.append(threads.submit(_read_span, store, packs[span.pack], span, prepare))
                 yield from reads.popleft().result()
         finally:
             for read in reads:
                 read.cancel()
 
 
-def _read_span(store: Store, pack: Pack, span: Span) -> list[tuple[str, Bytes]]:
+def _read_span(store: Store, pack: Pack, span: Span, prepare: Prepare) -> list[tuple[str, Bytes]]:
     store = store if pack.directory is None else store.at(pack.directory)
     where = place_of(store, pack)
     digests = SpanDigests(span)
@@ -140,7 +154,8 @@ def _read_span(store: Store, pack: Pack, span: Span) -> list[tuple[str, Bytes]]:
                 f"{where}: {key}: crc32c is {actual:#010x}, the manifest says {blob.crc32c:#010x}; "
                 "use another checkpoint"
             )
-        found.append((key, buffer[blob.offset - span.start : blob.offset - span.start + blob.num_bytes]))
+        start = blob.offset - span.start
+        found.append((key, prepare(key, buffer[start : start + blob.num_bytes])))
     return found
 
 
@@ -181,8 +196,12 @@ class PackReader:
         self._thread_count = thread_count
         self._checked: set[int] = set()
 
-    def read(self, *turns: Iterable[tuple[str, Blob]]) -> Iterator[tuple[str, Bytes]]:
+    def read(self, *turns: Iterable[tuple[str, Blob]], prepare: Prepare = unprepared) -> Iterator[tuple[str, Bytes]]:
         """Yield each blob's key and verified bytes: turn by turn, those of one in the order in which packs have them.
+
+        Args:
+            turns: Keys and blobs.
+            prepare: What becomes of each blob, by its key, in the thread that has read it.
 
         Raises:
             DamagedError: A pack is missing, truncated or altered.
@@ -192,8 +211,12 @@ class PackReader:
         touched = {blob.pack for turn in wanted for _, blob in turn} - self._checked
         headers = {f"header of {_path(self._packs[index])}": self._header(index) for index in touched}
         wanted[:1] = [[*headers.items(), *wanted[0]]] if wanted else []
+
+        def prepared(key: str, data: Bytes) -> Bytes:
+            return data if key in headers else prepare(key, data)
+
         spans = [span for turn in wanted for span in sorted(plan_spans(turn), key=self._place)]
-        for key, data in read_spans(self._store, self._packs, spans, self._thread_count):
+        for key, data in read_spans(self._store, self._packs, spans, self._thread_count, prepared):
             if key not in headers:
                 yield key, data
         self._checked |= touched

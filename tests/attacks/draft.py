@@ -24,6 +24,7 @@ class Draft:
         parent: The checkpoint that it is a delta of: name, and digest of its manifest. It stores two rows of 2 then.
         archive: What ``torch.save`` made of the object.
         coded: Coding, span, number and code of the rows that a delta stores.
+        values: The blob of the rows, where it is not what it should be.
 
     Attributes:
         body: Of the manifest. Packs are put into it when it is written.
@@ -35,6 +36,7 @@ class Draft:
         parent: tuple[str, str] | None = None,
         archive: bytes | None = None,
         coded: tuple[str, int, int, bytes] = ("gaps", 3, 2, zstandard.compress(b"\x01")),
+        values: bytes | None = None,
     ) -> None:
         self.number = number
         self._data = b""
@@ -43,7 +45,8 @@ class Draft:
         if parent is not None:
             coding, span, count, code = coded
             rows, num_rows = [[coding, 1, span, count, self.blob(code)]], 2
-        values = self.blob(bytes([0, 0, 128, 63] if parent is None else [0, 0, 0, 64]) * 4 * num_rows)
+        right = bytes([0, 0, 128, 63] if parent is None else [0, 0, 0, 64]) * 4 * num_rows
+        rows_blob = self.blob(right if values is None else values)
         self.body: dict[str, Json] = {
             "format": "torchrec_cnr",
             "version": 3,
@@ -59,7 +62,7 @@ class Draft:
             "writer": "attack",
             "packs": [],
             "row_sets": [rows],
-            "tensors": {"table": tensor([[BOX, None, 0, [values], NONE]], [8, 4])},
+            "tensors": {"table": tensor([[BOX, None, 0, [rows_blob], NONE]], [8, 4])},
             "objects": {"seen": self.blob(archive)},
             "paths": {"table": ["table"], "seen": ["seen"]},
         }

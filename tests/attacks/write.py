@@ -333,6 +333,38 @@ def frame_of_gaps(root: Path) -> None:
     _delta(root, "gaps", 1 << 40, 1 << 40, _frame(1 << 40, 10))
 
 
+def _split(root: Path, blob: bytes) -> None:
+    """A table whose rows are in one blob, split."""
+    draft = Draft(values=blob)
+    draft.body["version"] = 6
+    draft.write(root / "step-1", log=None)
+
+
+@attack("unpack to 5 bytes, expected 128")
+def split_that_lies(root: Path) -> None:
+    """A split blob whose frame does not hold its rows."""
+    _split(root, _frame(5, 1))
+
+
+@attack("tails")
+def split_that_is_longer(root: Path) -> None:
+    """A split blob whose frame says that it holds its rows, and unpacks to 2.5 MiB."""
+    _split(root, _frame(128, 20))
+
+
+@attack("block 0 has 53 bytes, its 16777216 rows need")
+def split_of_ones(root: Path) -> None:
+    """A table of 8 GiB in blobs of a few bytes, all as they are said to be: all its rows are alike."""
+    num_rows, num_blocks = 1 << 24, 128
+    draft = Draft()
+    blobs = [draft.blob(_frame(num_rows * 4, 10)) for _ in range(num_blocks)]
+    blocks = [["all", number * num_rows, num_rows, num_rows, None] for number in range(num_blocks)]
+    size = [num_blocks * num_rows, 1]
+    draft.body |= {"version": 6, "row_sets": [ALL, blocks]}
+    draft.body["tensors"]["ones"] = tensor([[[[0, 0], size], None, 1, blobs, NONE]], size)
+    draft.write(root / "step-1", log=None)
+
+
 def _claim(root: Path, num_rows: int) -> None:
     draft = Draft()
     draft.body |= {"row_sets": [[["all", 0, num_rows, num_rows, None]]], "objects": {}, "paths": {}}

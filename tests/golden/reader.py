@@ -43,10 +43,10 @@ SCHEME_KEYS = {
 DECIMAL = re.compile(r"-?[0-9]+\.[0-9]+|[1-9](\.[0-9]+)?e-[0-9]{2,}")
 # 13. Versions
 KEYS_2 = [key for key in KEYS if key != "replaces"]
-KEYS_OF = {1: [key for key in KEYS_2 if key != "restores"], 2: KEYS_2, 3: KEYS, 5: KEYS}
+KEYS_OF = {1: [key for key in KEYS_2 if key != "restores"], 2: KEYS_2, 3: KEYS, 5: KEYS, 6: KEYS}
 TENSOR_KEYS_2 = [key for key in TENSOR_KEYS if key != "folded"]
 TENSOR_KEYS_1 = ["dtype", "size", "scheme", "is_table", "table", "shards"]
-TENSOR_KEYS_OF = {1: TENSOR_KEYS_1, 2: TENSOR_KEYS_2, 3: TENSOR_KEYS, 5: TENSOR_KEYS}
+TENSOR_KEYS_OF = {1: TENSOR_KEYS_1, 2: TENSOR_KEYS_2, 3: TENSOR_KEYS, 5: TENSOR_KEYS, 6: TENSOR_KEYS}
 SCHEMES_1 = [{"name": "none"}, *({"name": "asymmetric", "bits": bits} for bits in (2, 4, 8))]
 # A bfloat16 is kept as its 16 bits.
 DTYPES = {
@@ -267,6 +267,13 @@ class Scheme:
             return (cols * 3 + 7) // 8 + 4
         return (cols * self.bits + 15) // 16 * 2 + 4
 
+    def tail_bytes(self, cols: int) -> int:
+        if self.name in ("none", "half"):
+            found = self.row_bytes(cols)
+        else:
+            found = 2 * (1 << self.bits) if self.name == "kmeans" else 4
+        return found if found <= 16 else 0
+
 
 @dataclass(frozen=True)
 class Tensor:
@@ -316,7 +323,8 @@ class Manifest:
             packed = mapping(value, ["format", "version", "created_ns", "zstd"])
             version, value = self._parsed(_unpacked(string(packed["zstd"])))
             check(
-                version in (3, 5) and value.get("created_ns") == integer(packed["created_ns"]), "another one is packed"
+                version in (3, 5, 6) and value.get("created_ns") == integer(packed["created_ns"]),
+                "another one is packed",
             )
         self.version = version
         value = mapping(value, KEYS_OF[version])
@@ -341,6 +349,7 @@ class Manifest:
         self.used: dict[int, None] = {}  # row sets, in the order of the shards
         self.block_rows: list[int] = []  # of each row set before version 3
         self.row_sets = [self._row_set(row_set) for row_set in array(value["row_sets"])]
+        self.is_split = False
         self.tensors = {string(fqn): self._tensor(entry) for fqn, entry in mapping(value["tensors"]).items()}
         self.objects = {string(fqn): self._blob(blob) for fqn, blob in mapping(value["objects"]).items()}
         self.paths = {string(fqn): self._path(path) for fqn, path in mapping(value["paths"]).items()}
@@ -350,6 +359,7 @@ class Manifest:
             is_folded = self.replaces is not None and tensor.folded is not None
             check(self.parent is not None or tensor.is_whole or is_folded, "an incomplete baseline")
             self._check_table(tensor)
+        check(version != 6 or self.is_split, "version 6 without a split blob")
         check(self.replaces is not None or all(pack[0] is None for pack in self.packs), "packs of another directory")
         self._check_packs()
         if version > 2:
@@ -366,7 +376,7 @@ class Manifest:
         check(isinstance(value, dict) and value.get("format") == "torchrec_cnr", "another format")
         version = value.get("version")
         check(type(version) is int and version >= 1, "no version")
-        if version > 5:
+        if version > 6:
             raise NewerVersion(str(version))
         check(written == body, "written in another way")
         try:
@@ -376,7 +386,7 @@ class Manifest:
         return version, value
 
     def _pack(self, value: Any) -> tuple[str | None, str, int, int, int]:
-        fields, log = (array(value, 8)[:7], value[7]) if self.version == 5 else (value, None)
+        fields, log = (array(value, 8)[:7], value[7]) if self.version >= 5 else (value, None)
         directory, file, num_bytes, header_bytes, crc, written_ns, heat = (
             array(fields, 7) if self.version > 2 else [None, *array(fields, 4), None, 0]
         )
@@ -496,7 +506,10 @@ class Manifest:
         blocks = shard.row_set if box.cols else []
         check(len(shard.blobs) == len(blocks), "blobs without rows")
         for blob, block in zip(shard.blobs, blocks, strict=True):
-            num_exact(shard.scheme, box.cols, block.members, blob.num_bytes)
+            if self.version == 6 and is_split(shard.scheme, box.cols, block.members, blob.num_bytes):
+                self.is_split = True
+            else:
+                num_exact(shard.scheme, box.cols, block.members, blob.num_bytes)
 
     def _check_packs(self) -> None:
         ends = [pack[3] for pack in self.packs]
@@ -585,7 +598,27 @@ def num_exact(scheme: Scheme, cols: int, rows: int, num_bytes: int) -> int:
     return exact
 
 
+def is_split(scheme: Scheme, cols: int, rows: int, num_bytes: int) -> bool:
+    """Whether a blob of version 6 is split (6)."""
+    if num_bytes >= rows * scheme.row_bytes(cols):
+        return False
+    check(num_bytes > rows * (scheme.row_bytes(cols) - scheme.tail_bytes(cols)), "a blob that is too small")
+    check(64 * num_bytes >= rows * scheme.row_bytes(cols), "a blob that is too small")
+    check(rows <= 2**24, "too many rows in a split blob")
+    return True
+
+
 # 5. Row sets
+
+
+def unframed(data: bytes, num_bytes: int) -> bytes:
+    """The content of a frame, of which so many bytes are expected."""
+    try:
+        check(zstandard.frame_content_size(data) == num_bytes, "a frame of another size")
+        content: bytes = zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        refuse(f"a frame: {error}")
+    return content
 
 
 def decode_rows(block: RowBlock, data: bytes) -> Array:
@@ -594,11 +627,7 @@ def decode_rows(block: RowBlock, data: bytes) -> Array:
     while block.span - 2 >= 256**width:
         width += 1
     num_bytes = (block.span + 7) // 8 if block.coding == "bitmap" else (block.members - 1) * width
-    try:
-        check(zstandard.frame_content_size(data) == num_bytes, "row numbers of another size")
-        code = zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
-    except zstandard.ZstdError as error:
-        refuse(f"row numbers: {error}")
+    code = unframed(data, num_bytes)
     if block.coding == "bitmap":
         bits = np.unpackbits(np.frombuffer(code, np.uint8), bitorder="little")
         rows = [int(row) for row in np.flatnonzero(bits)]
@@ -617,6 +646,8 @@ def decode_rows(block: RowBlock, data: bytes) -> Array:
 def decode_values(scheme: Scheme, cols: int, rows: int, data: bytes) -> Array:
     """The rows of a blob, [rows, cols]."""
     dtype, row_bytes = np.dtype(DTYPES[scheme.dtype]), scheme.row_bytes(cols)
+    if len(data) < rows * row_bytes:
+        data = joined(scheme.tail_bytes(cols), row_bytes, rows, data)
     codes = np.frombuffer(data[: rows * row_bytes], np.uint8).reshape(rows, row_bytes)
     if scheme.name == "none":
         check(scheme.dtype != "bool" or bool((codes <= 1).all()), "a bool that is neither 0 nor 1")
@@ -628,6 +659,15 @@ def decode_values(scheme: Scheme, cols: int, rows: int, data: bytes) -> Array:
     check(all(a < b for a, b in pairwise(positions)) and bool((positions < rows).all()), "positions of exact rows")
     values[positions] = np.frombuffer(data, np.uint8, offset=rows * row_bytes + 4 * exact).view(dtype).reshape(-1, cols)
     return values
+
+
+def joined(tail_bytes: int, row_bytes: int, rows: int, data: bytes) -> bytes:
+    """The rows of a split blob."""
+    num_heads = rows * (row_bytes - tail_bytes)
+    planes = unframed(data[num_heads:], rows * tail_bytes)
+    heads = np.frombuffer(data[:num_heads], np.uint8).reshape(rows, row_bytes - tail_bytes)
+    tails = np.frombuffer(planes, np.uint8).reshape(tail_bytes, rows).T
+    return np.concatenate((heads, tails), axis=1).tobytes()
 
 
 def decode_codes(scheme: Scheme, cols: int, codes: Array) -> Array:

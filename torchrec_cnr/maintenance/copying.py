@@ -72,7 +72,7 @@ class Copying:
         for fqn, entry in self._plan.flat.tensors.items():
             for piece in pieces_of(fqn, entry):
                 if entry.folded is None:
-                    typed = _typed(entry.dtype, entry.shards[piece.shard], piece.rows.num_rows)
+                    typed = _typed(entry.dtype, entry.shards[piece.shard], piece.rows.num_rows, piece.blob.num_bytes)
                     wanted[piece.key] = (piece.blob, typed)
                 elif piece.rows.blob is not None and self._stays(piece):
                     wanted[f"rows of {piece.key}"] = (piece.rows.blob, None)
@@ -135,7 +135,8 @@ class Copying:
             is_partial = (fqn, piece.shard) in self._plan.partial
             key = piece.shard if is_partial else (shard.place, shard.scheme, kind)
             if key not in by_kind or by_kind[key].source_bytes + piece.blob.num_bytes > CACHE_BYTES:
-                by_kind[key] = _Moved(Group(shard, entry.dtype, self._block_rows(entry, piece), cache), kind)
+                group = Group(shard, entry.dtype, self._block_rows(entry, piece), cache, self._where)
+                by_kind[key] = _Moved(group, kind)
             moved[piece.shard] = by_kind[key]
             moved[piece.shard].source_bytes += piece.blob.num_bytes
             moved[piece.shard].behind = piece.shard
@@ -150,8 +151,9 @@ class Copying:
         for block in blocks:
             name = f"{fqn}{list(shard.group.shard.box.offsets)}/{len(shard.blocks)}"
             rows = self._packs.add_rows(shard.kind, f"{name}/rows", block.rows)
-            typed = _typed(shard.group.dtype, shard.group.shard, len(block))
-            shard.blocks.append((rows, self._packs.add(shard.kind, name, block.data, typed)))
+            data = block.data(shard.group.tail_bytes)
+            typed = _typed(shard.group.dtype, shard.group.shard, len(block), data.nbytes)
+            shard.blocks.append((rows, self._packs.add(shard.kind, name, data, typed)))
 
     def _shards(self, entry: TensorEntry, pieces: Sequence[Piece], moved: Sequence[_Moved]) -> Iterator[Shard]:
         """Old shards without what is dead or was moved, and each new one behind the last that it took rows from."""
@@ -177,6 +179,8 @@ class Copying:
         return self._row_sets.setdefault(rows, rows)
 
 
-def _typed(dtype: str, shard: Shard, num_rows: int) -> Typed | None:
-    """What rows of a shard are in a pack, if they are stored as values."""
-    return (dtype, (num_rows, *shard.box.sizes[1:])) if isinstance(shard.scheme, NoQuantization) else None
+def _typed(dtype: str, shard: Shard, num_rows: int, num_bytes: int) -> Typed | None:
+    """What rows of a shard are in a pack, if they are stored as values, and not split."""
+    is_plain = num_bytes == num_rows * shard.box.num_cols * DTYPES[dtype].itemsize
+    has_values = is_plain and isinstance(shard.scheme, NoQuantization)
+    return (dtype, (num_rows, *shard.box.sizes[1:])) if has_values else None

@@ -13,6 +13,7 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
+from torchrec_cnr import tails
 from torchrec_cnr.maintenance.liveness import LiveRows, Piece
 from torchrec_cnr.manifest import DTYPES, Shard
 from torchrec_cnr.pack_reader import PackReader
@@ -44,9 +45,11 @@ class CodedBlock:
     def __len__(self) -> int:
         return len(self.rows)
 
-    @property
-    def data(self) -> Bytes:
-        """The blob's bytes."""
+    def data(self, tail_bytes: int) -> Bytes:
+        """The blob's bytes, where rows have such tails."""
+        divided = None if len(self.exact) else tails.split(self.codes, tail_bytes)
+        if divided is not None:
+            return divided
         positions = self.exact.astype("<u4").view(np.uint8)
         return np.concatenate((self.codes.reshape(-1), positions, self.exact_values.reshape(-1)))
 
@@ -107,6 +110,7 @@ class Group:
         dtype: Of the tensor.
         block_rows: Rows in a block.
         cache: Where blobs come from.
+        where: Names the checkpoint in errors.
         waiting: Rows that do not fill a block yet.
     """
 
@@ -114,7 +118,13 @@ class Group:
     dtype: str
     block_rows: int
     cache: BlobCache
+    where: str
     waiting: list[CodedBlock] = field(default_factory=list)
+
+    @property
+    def tail_bytes(self) -> int:
+        """Of a row."""
+        return self.shard.scheme.tail_bytes(self.shard.box.num_cols, DTYPES[self.dtype])
 
     @property
     def num_waiting(self) -> int:
@@ -157,6 +167,7 @@ class Group:
             part = wanted[id(piece)]
             places = np.searchsorted(rows, part.rows)
             num_code_bytes = piece.rows.num_rows * row_bytes
+            data = tails.joined(data, piece.rows.num_rows, row_bytes, self.tail_bytes, f"{self.where}: {piece.key}")
             _copy_rows(data[:num_code_bytes].reshape(-1, row_bytes), part.positions, codes, places)
             own, own_values = _exact_rows(data[num_code_bytes:], value_bytes)
             if len(own):

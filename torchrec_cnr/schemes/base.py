@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_MOST_TAIL_BYTES = 16  # of a row; wide rows of values would take longer to pack than it is worth
 Sample = Callable[[], Tensor]  # gathers some rows of a table, [n, num_cols]; called only where a choice needs them
 
 
@@ -52,6 +53,10 @@ class Scheme(Quantization, Protocol):
 
     def row_bytes(self, num_cols: int, dtype: torch.dtype) -> int:
         """Bytes that a row of ``num_cols`` elements takes."""
+        ...
+
+    def tail_bytes(self, num_cols: int, dtype: torch.dtype) -> int:
+        """Bytes of a row behind its codes, as far as they are worth being packed; see ``tails``."""
         ...
 
     def encode(self, table: Tensor, rows: Tensor | None = None) -> Encoded:
@@ -128,6 +133,11 @@ def positions(mask: Tensor) -> Tensor:
     if mask.device.type == "cpu":
         return torch.from_numpy(np.flatnonzero(mask.numpy()))
     return mask.nonzero().squeeze(1)
+
+
+def tail_of(num_bytes: int) -> int:
+    """The tail of a row that has so many bytes behind its codes."""
+    return num_bytes if num_bytes <= _MOST_TAIL_BYTES else 0
 
 
 def exact_row_bytes(num_cols: int, itemsize: int) -> int:

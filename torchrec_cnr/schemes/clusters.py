@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchrec_cnr import kernels
-from torchrec_cnr.schemes.base import Encoded, RowCodes, all_rows, positions
+from torchrec_cnr.schemes.base import Encoded, RowCodes, all_rows, positions, tail_of
 from torchrec_cnr.schemes.uniform import check_bits
 
 
@@ -39,6 +39,10 @@ class KMeans(RowCodes):
     def row_bytes(self, num_cols: int, dtype: torch.dtype) -> int:
         """Whole bytes of codes, and two bytes for each value of the codebook."""
         return -(-num_cols * self.bits // 8) + 2 * (1 << self.bits)
+
+    def tail_bytes(self, num_cols: int, dtype: torch.dtype) -> int:
+        """The codebook, if it is small."""
+        return tail_of(2 * (1 << self.bits))
 
     def encode(self, table: Tensor, rows: Tensor | None = None) -> Encoded:
         """Cluster each row; the rows of tables on other devices are copied to the host first."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchrec_cnr.errors import ConfigurationError
-from torchrec_cnr.schemes.base import Encoded, RowCodes, positions
+from torchrec_cnr.schemes.base import Encoded, RowCodes, positions, tail_of
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,10 @@ class NoQuantization(RowCodes):
     def row_bytes(self, num_cols: int, dtype: torch.dtype) -> int:
         """``num_cols`` elements of ``dtype``."""
         return num_cols * dtype.itemsize
+
+    def tail_bytes(self, num_cols: int, dtype: torch.dtype) -> int:
+        """All of a row of a few values, such as row-wise optimizer state."""
+        return tail_of(self.row_bytes(num_cols, dtype))
 
     def encode(self, table: Tensor, rows: Tensor | None = None) -> Encoded:
         """The bytes of the values."""
@@ -71,6 +75,10 @@ class HalfPrecision(RowCodes):
     def row_bytes(self, num_cols: int, dtype: torch.dtype) -> int:
         """Two bytes an element."""
         return 2 * num_cols
+
+    def tail_bytes(self, num_cols: int, dtype: torch.dtype) -> int:
+        """All of a row of a few values."""
+        return tail_of(self.row_bytes(num_cols, dtype))
 
     def encode(self, table: Tensor, rows: Tensor | None = None) -> Encoded:
         """Round to nearest, ties to even."""

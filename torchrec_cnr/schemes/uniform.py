@@ -57,6 +57,10 @@ class _Uniform(RowCodes):
             return -(-num_cols * 3 // 8) + SCALE_AND_BIAS_BYTES
         return -(-num_cols * self.bits // 16) * 2 + SCALE_AND_BIAS_BYTES
 
+    def tail_bytes(self, num_cols: int, dtype: torch.dtype) -> int:
+        """Scale and bias."""
+        return SCALE_AND_BIAS_BYTES
+
     def encode(self, table: Tensor, rows: Tensor | None = None) -> Encoded:
         """Search each row's range and quantize it, in one pass over the table's rows."""
         row_bytes = self.row_bytes(table.shape[1], table.dtype)

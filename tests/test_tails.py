@@ -1,0 +1,151 @@
+"""Split blobs: rows come back, bit for bit; what is split is smaller; and whatever else they hold is refused."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+import zstandard
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.state_dict_saver import save
+
+import torchrec_cnr as cnr
+from torchrec_cnr import tails
+from torchrec_cnr.errors import DamagedError
+from torchrec_cnr.manifest import DTYPES
+from torchrec_cnr.stores import Bytes
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+
+LARGE = 20_000  # rows, as many as a block has: more than what one frame's overhead matters for
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Rows as they lie in a blob: uint8 [n, row_bytes], of which the last ``tail_bytes`` are tails."""
+
+    values: Bytes
+    tail_bytes: int
+
+    def joined(self, blob: Bytes) -> Bytes:
+        """What a reader makes of a blob of as many rows."""
+        return tails.joined(blob, *self.values.shape, self.tail_bytes, "here")
+
+
+@st.composite
+def _rows(draw: st.DrawFn) -> Rows:
+    """Heads at random, and tails of few or of many different bytes."""
+    num_rows, head_bytes, tail_bytes = draw(st.integers(0, 300)), draw(st.integers(0, 9)), draw(st.integers(0, 16))
+    random = np.random.default_rng(draw(st.integers(0, 2**32)))
+    values = random.integers(0, 256, (num_rows, head_bytes + tail_bytes), dtype=np.uint8)
+    for column in range(head_bytes, head_bytes + tail_bytes):
+        values[:, column] %= draw(st.sampled_from([1, 2, 5, 40, 255]))
+    return Rows(values, tail_bytes)
+
+
+@hypothesis.given(_rows())
+def test_rows_come_back(rows: Rows) -> None:
+    """Split or not, a reader finds the rows; and a blob that is split is told by its size."""
+    plain = rows.values.reshape(-1)
+    assert rows.joined(plain).tobytes() == plain.tobytes()
+    blob = tails.split(rows.values, rows.tail_bytes)
+    if blob is not None:
+        assert len(plain) / 64 <= len(blob) < len(plain)
+        assert tails.may_be_split(len(blob), *rows.values.shape, rows.tail_bytes)
+        assert rows.joined(blob).tobytes() == plain.tobytes()
+
+
+@hypothesis.given(_rows(), st.data())
+def test_whatever_a_split_blob_holds(rows: Rows, data: st.DataObject) -> None:
+    """Bytes that are changed, cut or added in a split blob give rows, or are refused: nothing else."""
+    blob = tails.split(rows.values, rows.tail_bytes)
+    hypothesis.assume(blob is not None)
+    assert blob is not None
+    changed = bytearray(blob.tobytes())
+    for _ in range(data.draw(st.integers(0, 3))):
+        changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
+    changed = changed[: data.draw(st.integers(0, len(changed)))] + data.draw(st.binary(max_size=3))
+    hypothesis.assume(tails.may_be_split(len(changed), *rows.values.shape, rows.tail_bytes))  # manifests are checked
+    try:
+        found = rows.joined(np.frombuffer(bytes(changed), np.uint8))
+    except DamagedError:
+        return
+    assert len(found) == rows.values.size
+
+
+@pytest.mark.parametrize(
+    ("frame", "reason"),
+    [
+        (zstandard.compress(bytes(511)), "unpack to 511 bytes, expected 512"),
+        (zstandard.compress(bytes(512)) + b"x", "unused data"),
+        (zstandard.compress(bytes(512)) * 2, "unused data"),
+        (
+            zstandard.compress(np.random.default_rng(0).integers(0, 9, 512).astype(np.uint8).tobytes())[:-1],
+            "did not decompress full frame",
+        ),
+        (b"no frame", "do not decompress"),
+        (zstandard.ZstdCompressor(write_content_size=False).compress(bytes(512)), "expected 512"),
+    ],
+)
+def test_frames_of_something_else_are_refused(frame: bytes, reason: str) -> None:
+    """What a blob has behind the heads is one frame of all tails, or it is damaged."""
+    with pytest.raises(DamagedError, match=f"here: tails .*{reason}"):
+        tails.joined(np.frombuffer(bytes(128) + frame, np.uint8), 128, 5, 4, "here")
+
+
+def test_rows_that_are_all_alike_are_not_split() -> None:
+    """A file does not warrant more than 64 times as much memory, and writers keep to that."""
+    zeros = np.zeros((LARGE, 4), np.uint8)
+    assert tails.split(zeros, 4) is None
+    assert tails.split(np.random.default_rng(0).integers(0, 3, zeros.shape, np.uint8), 4) is not None
+    assert not tails.may_be_split(4 * LARGE // 64 - 1, LARGE, 4, 4)
+    assert tails.may_be_split(4 * LARGE // 64, LARGE, 4, 4)
+
+
+def test_blobs_of_too_many_rows_are_not_split() -> None:
+    """What is joined at a time is bounded, whatever the file."""
+    assert tails.may_be_split((1 << 24) * 2, 1 << 24, 4, 4)
+    assert not tails.may_be_split((1 << 24) * 2, (1 << 24) + 1, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "num_cols", "dtype", "expected"),
+    [
+        (cnr.NoQuantization(), 1, torch.float32, 4),
+        (cnr.NoQuantization(), 2, torch.float64, 16),
+        (cnr.NoQuantization(), 5, torch.float32, 0),
+        (cnr.HalfPrecision(torch.bfloat16), 1, torch.float32, 2),
+        (cnr.HalfPrecision(torch.bfloat16), 9, torch.float32, 0),
+        (cnr.Symmetric(2), 64, torch.float32, 4),
+        (cnr.Asymmetric(3), 3, torch.float16, 4),
+        (cnr.AdaptiveAsymmetric(8), 64, torch.bfloat16, 4),
+        (cnr.KMeans(2), 64, torch.float32, 8),
+        (cnr.KMeans(3), 64, torch.float32, 16),
+        (cnr.KMeans(4), 64, torch.float32, 0),
+    ],
+)
+def test_tails_of_schemes(scheme: cnr.Scheme, num_cols: int, dtype: torch.dtype, expected: int) -> None:
+    """A row ends in its scale and bias, a small codebook, or is all tail where it is short."""
+    assert scheme.tail_bytes(num_cols, dtype) == expected
+    assert expected <= scheme.row_bytes(num_cols, dtype)
+
+
+def test_a_delta_takes_less_by_what_tails_have_in_common(tmp_path: Path) -> None:
+    """Of 4 bytes of scale and bias a row keeps less than 3, of 4 bytes of state less than 3.6; nothing else differs."""
+    generator = torch.Generator().manual_seed(0)
+    state = {"table": torch.randn(LARGE, 64, generator=generator), "state": torch.rand(LARGE, generator=generator)}
+    quantization = {"table": cnr.Asymmetric(4)}
+    save(dict(state), storage_writer=cnr.CNRStorageWriter(tmp_path / "split", quantization=quantization), no_dist=True)
+    manifest = cnr.read_checkpoint(tmp_path / "split").manifest
+    num_bytes = {
+        fqn: sum(blob.num_bytes for shard in entry.shards for blob in shard.blobs) / LARGE
+        for fqn, entry in manifest.tensors.items()
+    }
+    assert 32 + 2 < num_bytes["table"] < 32 + 3
+    assert 3 < num_bytes["state"] < 3.6
+    assert cnr.load_table(tmp_path / "split", "state").equal(state["state"])
+    scheme = cnr.Asymmetric(4)
+    decoded = scheme.decode(scheme.encode(state["table"]).codes, 64, DTYPES["float32"])
+    assert cnr.load_table(tmp_path / "split", "table").equal(decoded)
