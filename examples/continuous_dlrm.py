@@ -9,7 +9,9 @@ baseline and the dense part are files. See continuous_training.py for how; this 
 """
 
 import argparse
+import contextlib
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -35,21 +37,27 @@ Stop `save` wherever you like, with ctrl-c or with `kill -9`: `load` goes on fro
 def main() -> None:
     """Parse, then train; whatever is wrong is said in one line."""
     options = parse_options(sys.argv[1:])
+    signal.signal(signal.SIGINT, stop)
     # Imported here, because it takes seconds, and a wrong command line needs none of it.
     from continuous_training import train  # noqa: PLC0415
 
     status = 0
     try:
         train(options)
-    except KeyboardInterrupt:
-        print("stopped; `load` goes on from the last checkpoint", file=sys.stderr)
-        status = 130
     except DataError as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         status = 2
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # DDP's threads outlive its group, and abort a Python that shuts down
+
+
+def stop(_signal: int, _frame: object) -> None:
+    """End it here and now, as `kill -9` would. Python drops a KeyboardInterrupt that comes in a callback."""
+    with contextlib.suppress(RuntimeError):  # in the middle of a line
+        sys.stdout.flush()
+    os.write(sys.stderr.fileno(), b"stopped; `load` goes on from the last checkpoint\n")
+    os._exit(130)
 
 
 def parse_options(arguments: list[str]) -> argparse.Namespace:
