@@ -378,7 +378,7 @@ def test_unreadable_pack_is_no_damage(written: Written) -> None:
 
 def test_abandoned_reads_end(written: Written) -> None:
     """A caller that stops in the middle leaves no thread behind."""
-    others = set(threading.enumerate())  # of reads that an earlier test abandoned, and nobody has collected yet
+    others = set(threading.enumerate())
     spans = [span for blob in written.blobs for span in plan_spans([("key", blob)])]
     reads = read_spans(written.store, written.packs, spans, thread_count=2)
     next(reads)

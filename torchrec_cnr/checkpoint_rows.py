@@ -97,7 +97,7 @@ class CheckpointRows:
                 yield number, turn[key], _block(turn[key], data, self._placed(turn[key]), is_delta, self._where(key))
 
     def _joined(self, key: str, data: Bytes) -> Bytes:
-        """A blob's rows, also if it is split; in the threads that read, which have time for it."""
+        """A blob's rows, also if it is split; of files, in the threads that read, which have time for it."""
         read = self.plan.reads[key]
         num_cols, dtype = read.shard.box.num_cols, DTYPES[read.entry.dtype]
         row_bytes = read.shard.scheme.row_bytes(num_cols, dtype)

@@ -1,8 +1,8 @@
 """Tails: what rows have behind their codes, such as scale and bias, as byte planes in a frame.
 
-Scales of one table are alike, and so is its optimizer state: their signs and exponents take a third of the bits that
-they are given. A blob whose rows have tails is *split*: first the heads of all rows, then one frame of their tails. Why
-codes are not packed, and how much is saved, is in docs/design/006-split-blobs.md.
+Scales of one table are alike, and so is its optimizer state: their upper bytes tell little. A blob whose rows have
+tails is *split*: first the heads of all rows, then one frame of their tails. Why codes are not packed, and how much is
+saved, is in docs/design/006-split-blobs.md.
 
 A blob is split only where that makes it smaller, and holds no exact rows then. So its size tells whether it is. Rows
 that are all alike, such as state of a table before its first step, stay as they are: what is a thousandth of its rows
