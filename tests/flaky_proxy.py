@@ -1,6 +1,7 @@
 """A proxy between a client and an HTTP server on loopback, which spoils requests as networks and busy servers do."""
 
 import http.client
+import math
 import random
 import socket
 import threading
@@ -25,6 +26,7 @@ class FlakyProxy:
         endpoint: Its URL.
         share: Of the requests, this much is spoiled.
         faults: By these.
+        most: Not more than so many, in all.
         tried: How often each fault was.
         num_requests: How many requests there were.
     """
@@ -32,6 +34,7 @@ class FlakyProxy:
     def __init__(self, port: int, seed: int) -> None:
         self.share = 0.0
         self.faults = FAULTS
+        self.most = math.inf
         self.tried: Counter[Fault] = Counter()
         self.num_requests = 0
         self._port = port
@@ -46,7 +49,7 @@ class FlakyProxy:
         """Of the next request."""
         with self._lock:
             self.num_requests += 1
-            if self._random.random() >= self.share:
+            if self._random.random() >= self.share or self.tried.total() >= self.most:
                 return None
             fault = self._random.choice(self.faults)
             self.tried[fault] += 1

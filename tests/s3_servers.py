@@ -22,11 +22,14 @@ from typing import ClassVar
 
 import boto3
 import botocore.config
-import fsspec
 import pytest
+from s3fs import S3FileSystem
+
+from torchrec_cnr.obstore_s3 import ObstoreS3
 
 START_SECS = 60.0
 BUCKET = "bucket"
+PROTOCOLS = ("s3", "s3+obstore")
 
 
 def _missing(package: str) -> str | None:
@@ -225,9 +228,14 @@ def configured(variables: Mapping[str, str]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in variables.items():
             patch.setenv(name, value)
-        fsspec.get_filesystem_class("s3").clear_instance_cache()
+        _forget_clients()
         yield
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    _forget_clients()
+
+
+def _forget_clients() -> None:
+    for client in (S3FileSystem, ObstoreS3):
+        client.clear_instance_cache()
 
 
 def _free_ports(count: int) -> int:

@@ -55,6 +55,7 @@ LAYERS = (
         "streams",
         "bounded",
         "local_files",
+        "obstore_s3",
         "remote_files",
         "listings",
         "fences",
@@ -129,6 +130,8 @@ FOREIGN = {
     "typer": {"cli"},
     "confluent_kafka": {"kafka"},
     "tenacity": {"remote_files"},
+    "obstore": {"obstore_s3"},
+    "boto3": {"obstore_s3"},
     "fsspec": set(LAYER_OF) - LAYERS[0] - LAYERS[1] - LAYERS[2],
 }
 

@@ -2,8 +2,12 @@
 
 import logging
 import os
+import re
+import subprocess
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -24,6 +28,7 @@ from tests.s3_servers import BUCKET, S3Server
 from torchrec_cnr import remote_files
 from torchrec_cnr.cli.app import app
 from torchrec_cnr.errors import CheckpointExistsError, StoreError
+from torchrec_cnr.fences import is_fence
 from torchrec_cnr.maintenance.verifying import verify
 from torchrec_cnr.stores import Store
 from torchrec_cnr.testing import ConformanceCheck, conformance_checks
@@ -55,10 +60,10 @@ def moto(tmp_path: Path) -> Iterator[S3Server]:
         yield found
 
 
-@pytest.fixture
-def root() -> str:
-    """A place that nobody has used."""
-    return f"s3://{BUCKET}/{next(numbers)}/job"
+@pytest.fixture(params=s3_servers.PROTOCOLS)
+def root(request: pytest.FixtureRequest) -> str:
+    """A place that nobody has used, by each of the clients."""
+    return f"{request.param}://{BUCKET}/{next(numbers)}/job"
 
 
 class Run:
@@ -115,6 +120,29 @@ def test_a_run_on_s3(server: S3Server, root: str) -> None:
     for command in (["ls", root], ["inspect", f"{root}/5"], ["verify", root], ["prune", root, "--last", "1"]):
         result = CliRunner().invoke(app, command)
         assert (result.exit_code, result.stderr) == (0, ""), command
+
+
+@pytest.mark.parametrize(("first", "second"), [s3_servers.PROTOCOLS, s3_servers.PROTOCOLS[::-1]])
+def test_clients_take_turns(moto: S3Server, first: str, second: str) -> None:
+    """What one has saved, the other goes on from, within one job and after a restore; the fence is the same one."""
+    path = f"{BUCKET}/{next(numbers)}/job"
+    run = Run(f"{first}://{path}")
+    run.save("0")
+    run.root = f"{second}://{path}"
+    run.save("1")
+    assert [name for name in Store.open(run.root).listing().files if is_fence(name)] == ["fence-00000001.json"]
+    other = Run(f"{first}://{path}")
+    dcp.load(
+        models.state(other.job),
+        storage_reader=cnr.CNRStorageReader(f"{second}://{path}/1"),
+        planner=cnr.CNRLoadPlanner(other.tracker),
+    )
+    other.save("2")
+    for name, saved in {**run.saved, **other.saved}.items():
+        assert (cnr.read_checkpoint(f"{first}://{path}/{name}").parent is None) == (name == "0")
+        for protocol in s3_servers.PROTOCOLS:
+            other.root, other.saved[name] = f"{protocol}://{path}", saved
+            other.check(name)
 
 
 def _ranks_save(_: int, root: str, variables: Mapping[str, str]) -> list[str]:
@@ -271,6 +299,16 @@ def test_requests_that_fail_are_made_again(moto: S3Server, root: str, caplog: py
         assert set(proxy.tried) == set(FAULTS)
 
 
+def test_a_server_that_is_busy_for_a_while(moto: S3Server, root: str) -> None:
+    """For longer than the clients try by themselves."""
+    with flaky(moto.port, seed=0) as proxy, s3_servers.configured(moto.variables(proxy.endpoint)):
+        proxy.share, proxy.faults, proxy.most = 1.0, ("busy",), 9
+        run = Run(root)
+        run.save("0")
+        run.check("0")
+        assert proxy.tried.total() == 9
+
+
 def test_a_server_that_is_gone_fails_the_save(moto: S3Server, root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the time that is set for it, with an error that says where; its rows ride in the next save."""
     variables = {**moto.variables(), "AWS_MAX_ATTEMPTS": "1"}
@@ -313,11 +351,12 @@ def test_credentials_are_nowhere(tmp_path: Path, root: str, caplog: pytest.LogCa
         wrong = {**server.variables(), "AWS_SECRET_ACCESS_KEY": "canary-of-a-secret"}
         with s3_servers.configured(wrong), pytest.raises(StoreError, match="PermissionError") as caught:
             Store.open(f"{root}/0").read("manifest.json")
-        assert "canary-of-a-secret" not in str(caught.value)
+    told = "".join(traceback.format_exception(caught.value))
     assert len(files) >= 5
     for secret in (server.key, server.secret, "canary-of-a-secret"):
         assert not any(secret.encode() in data for data in files)
         assert secret not in caplog.text
+        assert secret not in told
 
 
 def test_urls_with_a_password_are_refused() -> None:
@@ -325,3 +364,30 @@ def test_urls_with_a_password_are_refused() -> None:
     with pytest.raises(cnr.ConfigurationError, match="credentials") as caught:
         Store.open("s3://key:canary@bucket/job")
     assert "canary" not in str(caught.value)
+
+
+# obstore
+
+
+@pytest.mark.parametrize(
+    ("statement", "told"),
+    [
+        ("sys.modules['obstore'] = None", r'pip install "torchrec_cnr\[obstore\]"'),
+        ("sys.modules['boto3'] = None", r'pip install "torchrec_cnr\[obstore\]"'),
+        ("", "no AWS credentials were found"),
+    ],
+)
+def test_what_obstore_needs_is_told(statement: str, told: str, tmp_path: Path) -> None:
+    """A package that is not installed, and credentials that are not there, without a look at anything of ours."""
+    program = f"import sys; {statement}\nfrom torchrec_cnr.stores import Store\nStore.open('s3+obstore://bucket/job')"
+    surroundings = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+    nowhere = {"AWS_EC2_METADATA_DISABLED": "true", "HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=surroundings | nowhere,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert re.search(f"ConfigurationError: 's3\\+obstore://bucket/job': .*{told}", done.stderr)

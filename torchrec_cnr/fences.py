@@ -16,6 +16,7 @@ import uuid
 from dataclasses import dataclass
 
 from torchrec_cnr.errors import CheckpointExistsError, FencedError
+from torchrec_cnr.store_urls import without_client
 from torchrec_cnr.stores import Store
 
 _NAME = re.compile(r"fence-(?P<number>\d{8})\.json")
@@ -82,9 +83,10 @@ class _Jobs:
         """That of a root; made anew if so asked."""
         if self._pid != os.getpid():
             self._pid, self._fences = os.getpid(), {}
-        found = self._fences.get(root.url)
+        place = without_client(root.url)
+        found = self._fences.get(place)
         if found is None or is_new:
-            found = self._fences[root.url] = Fence(root, highest(root), _owner())
+            found = self._fences[place] = Fence(root, highest(root), _owner())
         return found
 
 

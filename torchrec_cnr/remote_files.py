@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_before_delay, wait_random_exponential
 
+from torchrec_cnr.store_urls import OBSTORE
 from torchrec_cnr.streams import Buffer
 
 logger = logging.getLogger(__name__)
@@ -20,9 +21,9 @@ RETRY_SECS = 60.0
 _FIRST_WAIT_SECS, _LONGEST_WAIT_SECS = 0.2, 10.0
 
 # Stores of objects have no directories: to "make" one would look for the bucket, and create it where that is allowed.
-_OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "oss", "r2"})
+_OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "oss", "r2", OBSTORE})
 
-_TRANSIENT_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504})  # 409: others write to the same name just now
+TRANSIENT_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504})  # 409: others write to the same name just now
 _TRANSIENT_ERRNO = frozenset(
     {errno.EBUSY, errno.EAGAIN, errno.EREMOTEIO, errno.ETIMEDOUT, errno.ENETUNREACH, errno.EHOSTUNREACH}
 )
@@ -84,7 +85,7 @@ def is_transient(error: BaseException) -> bool:
         return True
     status = _status(error)
     if status is not None:
-        return status in _TRANSIENT_STATUS
+        return status in TRANSIENT_STATUS
     if isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNO:
         return True
     if any(f"{type_.__module__}.{type_.__name__}" in _TRANSIENT_TYPES for type_ in type(error).__mro__):

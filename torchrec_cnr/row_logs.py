@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_cnr.log_ranges import LogRange
+from torchrec_cnr.store_urls import without_client
 from torchrec_cnr.streams import Buffer
 
 if TYPE_CHECKING:  # stores need no torch
@@ -47,8 +48,8 @@ class Marker:
 
 
 def root_id(url: str) -> str:
-    """A short name for the directory that checkpoints' directories lie in, by its URL."""
-    return hashlib.sha256(url.encode()).hexdigest()[:16]
+    """A short name for the directory that checkpoints' directories lie in, by its URL, whatever client that names."""
+    return hashlib.sha256(without_client(url).encode()).hexdigest()[:16]
 
 
 class PackTarget(Protocol):

@@ -3,10 +3,26 @@
 import os
 import re
 
+import fsspec
+
 from torchrec_cnr.errors import ConfigurationError
+
+OBSTORE = "s3+obstore"
+
+# Not imported before such a URL is opened: what it needs is an extra.
+fsspec.register_implementation(
+    OBSTORE,
+    "torchrec_cnr.obstore_s3.ObstoreS3",
+    errtxt='s3+obstore:// needs obstore and boto3: pip install "torchrec_cnr[obstore]"',
+)
 
 _NO_PATH = re.compile(r"[\\\x00-\x1f]")
 _PASSWORD = re.compile(r"://[^/@]*:[^/@]*@")
+
+
+def without_client(url: str) -> str:
+    """The URL that all clients of a service share: ``s3://`` for obstore's, too."""
+    return url.replace(f"{OBSTORE}://", "s3://", 1) if url.startswith(OBSTORE) else url
 
 
 def checked_url(url: str | os.PathLike[str]) -> str:

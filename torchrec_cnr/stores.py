@@ -26,7 +26,7 @@ from torchrec_cnr.local_files import link_new, missing_above, open_plain, pass_o
 from torchrec_cnr.pace import Bandwidth
 from torchrec_cnr.remote_files import Result, is_object_store, is_refused, put_whole, tried_again
 from torchrec_cnr.row_logs import RowLog
-from torchrec_cnr.store_urls import checked_url
+from torchrec_cnr.store_urls import checked_url, without_client
 from torchrec_cnr.streams import Buffer, Stream, give_up
 
 Bytes = npt.NDArray[np.uint8]
@@ -102,7 +102,11 @@ class Store:
         """Whether both are in one file system, so that one can name the other by a relative path."""
         ours, theirs = self.fs, other.fs  # which fsspec calls different where they were opened by different threads
         same_arguments = (ours.storage_args, ours.storage_options) == (theirs.storage_args, theirs.storage_options)
-        return type(ours) is type(theirs) and same_arguments
+        return same_arguments and (type(ours) is type(theirs) or self._service == other._service)
+
+    @property
+    def _service(self) -> str:
+        return without_client(self.url).partition("://")[0]
 
     def child(self, name: str) -> str:
         """The path of a file in this directory."""
