@@ -26,6 +26,7 @@ from benchmarks import (
     quantization_error,
     reading,
     rivals,
+    s3_clients,
     save_and_load,
     scale,
     searching,
@@ -57,6 +58,7 @@ BENCHMARKS: Mapping[str, Callable[[Setup], Report]] = {
     "policies": long_run.run,
     "serving": serving.run,
     "kafka": streaming.run,
+    "s3": s3_clients.run,
     "tracker": tracking.run,
     "error": quantization_error.run,
     "search": searching.run,
@@ -89,6 +91,7 @@ benchmarks:
   policies bytes written, kept and restored over 2,000 checkpoints, by policy (the longest: half an hour)
   serving  lag of a model that follows a job: from the commit of a delta to the first lookup of its rows
   kafka    rows in Kafka: their rate, and saves, stalls and loads against files
+  s3       saves and loads by each of the two clients of S3
   tracker  what tracking adds to a training step, and what TorchRec's own tracker does
   error    error of every scheme and width on trained tables, against the bytes a row takes
   search   error and speed of adaptive quantization, against the greedy search of the paper and of PyTorch
@@ -135,6 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 args.plots,
                 args.all_cases,
                 args.kafka,
+                args.s3,
                 args.data,
             )
             try:
@@ -173,6 +177,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw plots into this folder")
     parser.add_argument("--kafka", metavar="HOST:PORT", help="a broker to use, in the place of one that is started")
+    parser.add_argument("--s3", metavar="URL", help="a place in a bucket to use, in the place of a server of our own")
     parser.add_argument(
         "--data", type=_data, metavar="FORMAT=FILE", help="modified: a file of clicks, movielens or criteo to read"
     )

@@ -22,6 +22,7 @@ class Setup:
         plots: Where plots go, if they are wanted.
         all_cases: Whether to measure also what takes long and has no target of its own.
         kafka: ``host:port`` of a broker, if there is one already.
+        s3: URL of a place in a bucket, if there is one already.
         data: Format and path of a file of interactions, if there is one to be read.
     """
 
@@ -32,6 +33,7 @@ class Setup:
     plots: Path | None = None
     all_cases: bool = False
     kafka: str | None = None
+    s3: str | None = None
     data: tuple[str, Path] | None = None
 
 
