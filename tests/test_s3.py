@@ -369,6 +369,30 @@ def test_urls_with_a_password_are_refused() -> None:
 # obstore
 
 
+def test_endpoint_and_keys_of_a_profile(moto: S3Server, root: str, tmp_path: Path) -> None:
+    """Both clients take them from the files that S3 clients are configured by, as they do from the environment."""
+    config, keys = tmp_path / "config", tmp_path / "credentials"
+    config.write_text(f"[default]\nregion = us-east-1\nendpoint_url = {moto.endpoint}\n")
+    keys.write_text(f"[default]\naws_access_key_id = {moto.key}\naws_secret_access_key = {moto.secret}\n")
+    files = {"AWS_CONFIG_FILE": str(config), "AWS_SHARED_CREDENTIALS_FILE": str(keys)}
+    with pytest.MonkeyPatch.context() as patch:
+        for name in moto.variables():
+            patch.delenv(name)
+        with s3_servers.configured(files):
+            run = Run(root)
+            run.save("0")
+            run.check("0")
+
+
+def test_an_object_is_not_appended_to(moto: S3Server) -> None:
+    """An upload would take its place."""
+    store = Store.open(f"s3+obstore://{BUCKET}/{next(numbers)}")
+    store.put("file", [b"kept"])
+    with pytest.raises(ValueError, match="not ab"):
+        store.fs.open(store.child("file"), "ab")
+    assert store.read("file") == b"kept"
+
+
 @pytest.mark.parametrize(
     ("statement", "told"),
     [

@@ -27,8 +27,8 @@ from torchrec_cnr.store_urls import OBSTORE
 if TYPE_CHECKING:  # obstore's are not there at runtime
     from obstore.store import ClientConfig, RetryConfig, S3Config
 
-PART_BYTES = 16 << 20
-ONE_REQUEST_BYTES = 100_000_000
+_PART_BYTES = 16 << 20
+_ONE_REQUEST_BYTES = 100_000_000
 _NUM_PARALLEL_PARTS = 4  # so that a file that is written piece by piece takes 64 MiB of memory
 
 # By default, a whole request has 30 seconds: too few for a pack on a slow network.
@@ -65,8 +65,10 @@ class ObstoreS3(FsspecStore):
             raise ValueError("no AWS credentials were found: neither in the environment, nor in ~/.aws, nor a role")
         self._credentials = Boto3CredentialProvider(session)
         client = session.client("s3").meta
-        self._bucket_config: S3Config = {"region": client.region_name}
-        if not client.endpoint_url.endswith(".amazonaws.com"):  # where each bucket has a host, which obstore knows
+        region = client.region_name
+        self._bucket_config: S3Config = {"region": region}
+        # At Amazon's own, each bucket has a host, which obstore knows; any other is named, VPC endpoints among them.
+        if client.endpoint_url not in ("https://s3.amazonaws.com", f"https://s3.{region}.amazonaws.com"):
             self._bucket_config["endpoint"] = client.endpoint_url
 
     def _construct_store(self, bucket: str) -> S3Store:
@@ -104,8 +106,8 @@ class ObstoreS3(FsspecStore):
                 key,
                 value,
                 mode="create" if mode == "create" else "overwrite",
-                use_multipart=memoryview(value).nbytes > ONE_REQUEST_BYTES,
-                chunk_size=PART_BYTES,
+                use_multipart=memoryview(value).nbytes > _ONE_REQUEST_BYTES,
+                chunk_size=_PART_BYTES,
                 max_concurrency=_NUM_PARALLEL_PARTS,
             )
 
@@ -119,6 +121,8 @@ class ObstoreS3(FsspecStore):
             return _Download(self, path, mode)
         if mode == "xb":
             return _NewObject(self, path)
+        if mode != "wb":
+            raise ValueError(f"{path}: an object is read, or written as a whole: rb, wb or xb, not {mode}")
         bucket, key = self._split_path(path)
         return _Upload(self._construct_store(bucket), key)
 
@@ -147,7 +151,7 @@ class _Upload:
     """An object that is put part by part, and is there once it is closed."""
 
     def __init__(self, store: S3Store, key: str) -> None:
-        self._writer = open_writer(store, key, buffer_size=PART_BYTES, max_concurrency=_NUM_PARALLEL_PARTS)
+        self._writer = open_writer(store, key, buffer_size=_PART_BYTES, max_concurrency=_NUM_PARALLEL_PARTS)
         self._is_open = True
 
     def write(self, data: Any) -> int:
