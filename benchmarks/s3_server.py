@@ -5,14 +5,23 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import fsspec
+
 from benchmarks.rounds import Setup
+from torchrec_cnr.store_urls import without_client
 
 
 @contextmanager
 def bucket(setup: Setup) -> Iterator[str | None]:
     """Bucket and path, without a protocol, where nothing is yet; None where there is none, and none can be started."""
     if setup.s3 is not None:
-        yield f"{setup.s3.removeprefix('s3://').rstrip('/')}/{uuid.uuid4().hex}"
+        fs, path = fsspec.core.url_to_fs(f"{without_client(setup.s3).rstrip('/')}/{uuid.uuid4().hex}")
+        try:
+            yield path
+        finally:  # it is somebody's own, and paid for
+            fs.invalidate_cache()
+            if fs.exists(path):
+                fs.rm(path, recursive=True)
         return
     # By name, because benchmarks do without the tests, and without what they need, where there is a bucket.
     try:
