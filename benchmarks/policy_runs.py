@@ -17,13 +17,14 @@ from numpy.typing import NDArray
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import torchrec_cnr as cnr
+from torchrec_cnr.boxes import Box
 from torchrec_cnr.coverage import Mask
 from torchrec_cnr.lineage import read_lineage
 from torchrec_cnr.maintenance.retention import Keep
 from torchrec_cnr.maintenance.upkeep import Upkeep
 from torchrec_cnr.manifest import History
-from torchrec_cnr.modified import ModifiedRows, Since
-from torchrec_cnr.rows import Box
+from torchrec_cnr.modified import ModifiedRows
+from torchrec_cnr.policies import Since
 from torchrec_cnr.tracked import TrackedRows, TrackedShard
 
 DIM = 64

@@ -10,7 +10,7 @@ import torchrec_cnr as cnr
 from benchmarks.models import TableModel, TableSizes, one_rank
 from benchmarks.report import Figure, Report
 from benchmarks.rounds import Candidate, Setup, interleave, processor_ratios, times_table
-from torchrec_cnr.modified import Since
+from torchrec_cnr.policies import Since
 
 UNTRACKED = "untracked"
 MAX_TIMES = {"RowTracker": 1.1}  # of the untracked step

@@ -20,10 +20,10 @@ from torch import Tensor
 from tests import hand_made
 from tests.hand_made import Content, Part, mask_of
 from torchrec_cnr import load_table, read_checkpoint, table_reader
+from torchrec_cnr.boxes import Box
 from torchrec_cnr.lineage import Checkpoint, read_lineage
 from torchrec_cnr.modified import RowMask
 from torchrec_cnr.pack_reader import PackReader
-from torchrec_cnr.rows import Box
 from torchrec_cnr.schemes import Asymmetric, HalfPrecision, KMeans, NoQuantization, Scheme
 
 SCHEMES: tuple[Scheme, ...] = (NoQuantization(), HalfPrecision(), Asymmetric(8), Asymmetric(3), KMeans(2))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import torchrec_cnr as cnr
 from torchrec_cnr import manifest_json
+from torchrec_cnr.boxes import Box
 from torchrec_cnr.leases import Lease
 from torchrec_cnr.lineage import read_lineage
 from torchrec_cnr.manifest import (
@@ -31,7 +32,6 @@ from torchrec_cnr.manifest import (
 from torchrec_cnr.pack_reader import PackReader
 from torchrec_cnr.packs import PackWriter
 from torchrec_cnr.row_sets import Blob, RowBlock, RowSet
-from torchrec_cnr.rows import Box
 from torchrec_cnr.schemes import NoQuantization
 from torchrec_cnr.stores import Store
 

@@ -40,6 +40,7 @@ from tests.lineages import (
     remove_all_but,
 )
 from torchrec_cnr import latest, load_table, pack_reader, packs, read_checkpoint
+from torchrec_cnr.boxes import Box
 from torchrec_cnr.errors import (
     DamagedError,
 )
@@ -51,7 +52,6 @@ from torchrec_cnr.maintenance.liveness import pieces_of
 from torchrec_cnr.maintenance.rewriting import compact, execute
 from torchrec_cnr.pack_reader import PackReader
 from torchrec_cnr.row_sets import Blob, RowBlock, RowSet
-from torchrec_cnr.rows import Box
 from torchrec_cnr.schemes import Asymmetric, NoQuantization, Scheme
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -12,10 +12,10 @@ from tests import hand_made
 from tests.hand_made import Content, Part
 from tests.lineages import is_same
 from torchrec_cnr import load_table, packs
+from torchrec_cnr.boxes import Box
 from torchrec_cnr.maintenance.compaction import plan_compaction
 from torchrec_cnr.maintenance.rewriting import execute
 from torchrec_cnr.modified import RowMask
-from torchrec_cnr.rows import Box
 
 MAX_MIB = 512  # what `compact` promises
 NUM_DELTAS = 6

@@ -5,8 +5,9 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
+from torchrec_cnr.boxes import Box
 from torchrec_cnr.coverage import Coverage
-from torchrec_cnr.rows import Box, Rows
+from torchrec_cnr.rows import Rows
 
 TABLE = (12, 7)
 Elements = npt.NDArray[np.bool_]

@@ -27,12 +27,12 @@ import torchrec_cnr as cnr
 from tests import models, without_us
 from tests.models import Whole, differing, state, torchrec_job, train, whole
 from tests.ranks import RankPools
+from torchrec_cnr.boxes import fills
 from torchrec_cnr.lineage import read_lineage
 from torchrec_cnr.maintenance import contents, safetensors_export
 from torchrec_cnr.maintenance.contents import Contents
 from torchrec_cnr.maintenance.exporting import Format, export
 from torchrec_cnr.regions import RowStateRegion
-from torchrec_cnr.rows import fills
 from torchrec_cnr.stores import Store
 from torchrec_cnr.table_reader import regions_of
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from tests.lineages import COLS, ROWS, Run, Save, World, is_same
 from torchrec_cnr import folding, last_turns
+from torchrec_cnr.boxes import Box
 from torchrec_cnr.fold_plan import plan_fold
 from torchrec_cnr.folding import fold
 from torchrec_cnr.lineage import read_lineage
 from torchrec_cnr.regions import Block, TensorRegion
-from torchrec_cnr.rows import Box
 from torchrec_cnr.schemes import Asymmetric, NoQuantization, Scheme
 
 

@@ -35,12 +35,12 @@ from tests.golden import log_v5, mixed, reader, split_v6, write_v3
 from tests.golden.replacement import replace_manifest, used_packs
 from tests.golden.state import EXP_AVG, MOMENTUM, T0, T2, T4, T8, TABLES, values_of
 from tests.test_manifest import DELETE, REPEAT, VALUES, changed, file_of, nodes
+from torchrec_cnr.boxes import Box
 from torchrec_cnr.maintenance.catalog import read_catalog
 from torchrec_cnr.maintenance.histories import run_history
 from torchrec_cnr.manifest import DTYPES as DTYPE_OF
 from torchrec_cnr.manifest import TensorEntry
 from torchrec_cnr.modified import ModifiedRows
-from torchrec_cnr.rows import Box
 from torchrec_cnr.schemes import scheme_from_json
 from torchrec_cnr.tails import split
 from torchrec_cnr.tracked import TrackedRows, TrackedShard

@@ -35,12 +35,12 @@ from tests import models
 from tests.models import TorchRecModel, causes, state, torchrec_job, train, whole
 from tests.ranks import RankPools
 from torchrec_cnr import inference, inference_regions, packs
+from torchrec_cnr.boxes import Box
 from torchrec_cnr.fold_plan import plan_fold
 from torchrec_cnr.inference_rows import InferenceRow
 from torchrec_cnr.lineage import read_lineage
 from torchrec_cnr.manifest import Shard
 from torchrec_cnr.regions import TensorRegion
-from torchrec_cnr.rows import Box
 from torchrec_cnr.schemes import fused_bits
 
 pytestmark = [

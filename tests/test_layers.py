@@ -21,6 +21,7 @@ LAYERS = (
         "kernels",
         "frames",
         "rows",
+        "boxes",
         "row_sets",
         "tails",
         "schemes",
@@ -79,7 +80,6 @@ LAYERS = (
         "staged_codes",
         "flight",
         "table_reader",
-        "inference_tables",
     },
     {
         "planner",
@@ -92,6 +92,7 @@ LAYERS = (
         "block_writing",
         "predecessors",
         "read_items",
+        "inference_tables",
         "item_regions",
         "agreement",
         "staging",

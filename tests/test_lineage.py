@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from torchrec_cnr import manifest_json
+from torchrec_cnr.boxes import Box
 from torchrec_cnr.errors import (
     CheckpointNotFoundError,
     CNRError,
@@ -38,7 +39,6 @@ from torchrec_cnr.manifest import (
 from torchrec_cnr.manifest_format import VERSION
 from torchrec_cnr.newest import latest
 from torchrec_cnr.row_sets import Blob, RowSet
-from torchrec_cnr.rows import Box
 from torchrec_cnr.schemes import NoQuantization
 from torchrec_cnr.stores import Store
 

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 
 from tests.golden import mixed, reader, write_v3
 from torchrec_cnr import manifest_json, manifest_packing, manifest_parser
+from torchrec_cnr.boxes import Box, fills
 from torchrec_cnr.errors import DamagedError, VersionError
 from torchrec_cnr.log_ranges import LogRange
 from torchrec_cnr.manifest import DTYPES, CheckpointRef, History, Manifest, Pack, Place, Shard, TensorEntry
 from torchrec_cnr.manifest_packing import packed
 from torchrec_cnr.row_sets import Blob, RowBlock, RowSet
-from torchrec_cnr.rows import Box, fills
 from torchrec_cnr.schemes import Asymmetric, KMeans, NoQuantization, Scheme, exact_row_bytes, scheme_from_json
 
 Json = Any

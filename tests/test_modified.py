@@ -11,11 +11,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 from torchrec_cnr import modified
+from torchrec_cnr.boxes import Box
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.head import Head
 from torchrec_cnr.manifest import CheckpointRef, History
-from torchrec_cnr.modified import ModifiedRows, RowMask, Since
-from torchrec_cnr.rows import Box
+from torchrec_cnr.modified import ModifiedRows, RowMask
+from torchrec_cnr.policies import Since
 from torchrec_cnr.tracked import Pending, TrackedRows, TrackedShard, forget_overwritten
 
 CPU = torch.device("cpu")

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.manifest import History
-from torchrec_cnr.modified import Since
-from torchrec_cnr.policies import Compacted, Consecutive, Full, Intermittent, OneShot, Policy
+from torchrec_cnr.policies import Compacted, Consecutive, Full, Intermittent, OneShot, Policy, Since
 
 BASELINE_BYTES = 1_000_000
 sizes = st.integers(0, 2**40)

@@ -26,9 +26,9 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
 )
 
 import torchrec_cnr as cnr
+from torchrec_cnr.boxes import Box
 from torchrec_cnr.lineage import read_lineage
 from torchrec_cnr.modified import ModifiedRows
-from torchrec_cnr.rows import Box
 from torchrec_cnr.stores import Store
 from torchrec_cnr.tracked import TrackedRows, TrackedShard
 

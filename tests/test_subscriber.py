@@ -27,8 +27,8 @@ from tests.lineages import E, Q, Save, T, W, World, is_same
 from tests.models import differing, torchrec_job, train, whole
 from tests.ranks import RankPools
 from tests.test_inference import float_model, load, load_quantized, looked_up, quantized, step_of
+from torchrec_cnr.boxes import Box
 from torchrec_cnr.lineage import Checkpoint
-from torchrec_cnr.rows import Box
 from torchrec_cnr.schemes import NoQuantization, Scheme
 from torchrec_cnr.serving.lookups import Lookups
 from torchrec_cnr.serving.staged_rows import StagedRows

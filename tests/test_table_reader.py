@@ -16,10 +16,10 @@ from tests import models
 from tests.models import Whole, state, torchrec_job, train, whole
 from tests.ranks import RankPools
 from torchrec_cnr import packs
+from torchrec_cnr.boxes import Box
 from torchrec_cnr.fold_plan import plan_fold
 from torchrec_cnr.lineage import read_lineage
 from torchrec_cnr.regions import TensorRegion
-from torchrec_cnr.rows import Box
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 

@@ -18,8 +18,8 @@ from tests import zoo
 from tests.models import Whole, differing
 from tests.ranks import RankPools
 from tests.zoo import Job, Kind
+from torchrec_cnr.boxes import Box
 from torchrec_cnr.modified import ModifiedRows
-from torchrec_cnr.rows import Box
 from torchrec_cnr.tracker.hooks import Hooks
 from torchrec_cnr.tracker.sharded import KernelMarks
 

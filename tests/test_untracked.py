@@ -25,8 +25,8 @@ from tests import models
 from tests.models import InjectedError, Job, Whole, differing, plain_job, state, torchrec_job, train, whole
 from tests.ranks import RankPools
 from torchrec_cnr import untracked
+from torchrec_cnr.boxes import Box
 from torchrec_cnr.modified import ModifiedRows
-from torchrec_cnr.rows import Box
 from torchrec_cnr.tracked import TrackedShard
 from torchrec_cnr.untracked import ReferenceDigests
 

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan
 
-from torchrec_cnr.decisions import Decision, RowTensor, ShardKey
+from torchrec_cnr.decisions import Decision, RowTensor
 from torchrec_cnr.errors import ConfigurationError, SaveError
 from torchrec_cnr.manifest import CheckpointRef, History
-from torchrec_cnr.modified import Since
-from torchrec_cnr.policies import Policy
+from torchrec_cnr.policies import Policy, Since
+from torchrec_cnr.shards import ShardKey, shard_key
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,3 @@ def refuse_missing_rows(
 def agree(key: ShardKey, since: Since, ranks: Sequence[RankData]) -> bool:
     """Whether all ranks that have a shard modified the same rows of it."""
     return len({rank.marks.get((key, since)) for rank in ranks}) == 1
-
-
-def shard_key(item: WriteItem) -> ShardKey:
-    """Which shard an item of a plan is."""
-    return item.index.fqn, tuple(item.index.offset or ())

@@ -12,12 +12,12 @@ from functools import partial
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 
+from torchrec_cnr.boxes import Box
 from torchrec_cnr.errors import SaveError
 from torchrec_cnr.manifest import Pack, Shard, TensorEntry
 from torchrec_cnr.phases import SavePhases
 from torchrec_cnr.renumbering import Renumbering
 from torchrec_cnr.row_sets import Blob
-from torchrec_cnr.rows import Box
 
 Key = tuple[tuple[int, ...], tuple[int, ...]] | None  # offsets and sizes of a shard; None for an object
 RANK_RECORD = ""  # the fqn under which each rank reports its packs; DCP has no other way to pass them

@@ -10,8 +10,9 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
+from torchrec_cnr.boxes import Box
 from torchrec_cnr.errors import LoadError
-from torchrec_cnr.rows import Box, Rows
+from torchrec_cnr.rows import Rows
 
 Mask = npt.NDArray[np.bool_]
 

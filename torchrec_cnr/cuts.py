@@ -12,17 +12,16 @@ from weakref import ReferenceType, ref
 
 from torch import Tensor
 
-from torchrec_cnr.decisions import ShardKey
+from torchrec_cnr.boxes import Box
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.flight import Flight
 from torchrec_cnr.head import Head
 from torchrec_cnr.lineage import Checkpoint, committed
-from torchrec_cnr.modified import ModifiedRows, RowList, Rows, Since
-from torchrec_cnr.policies import Compacted, Policy
+from torchrec_cnr.modified import ModifiedRows, RowList, Rows
+from torchrec_cnr.policies import Compacted, Policy, Since
 from torchrec_cnr.row_blocks import TouchedBlocks, block_rows_of
 from torchrec_cnr.row_logs import RowLog
-from torchrec_cnr.rows import Box
-from torchrec_cnr.shards import local_shards, memory_key
+from torchrec_cnr.shards import ShardKey, local_shards, memory_key
 from torchrec_cnr.staged_codes import Staged
 from torchrec_cnr.stores import Store
 from torchrec_cnr.tracked import Pending, TrackedRows, TrackedShard

@@ -14,17 +14,15 @@ from torchrec_cnr.errors import ConfigurationError, LoadError
 from torchrec_cnr.head import Head
 from torchrec_cnr.lineage import Lineage, committed, read_lineage, relative_path
 from torchrec_cnr.manifest import CheckpointRef, History, Manifest
-from torchrec_cnr.modified import Since
 from torchrec_cnr.newest import newest_first
-from torchrec_cnr.policies import Full, Intermittent, OneShot, Policy
+from torchrec_cnr.policies import Full, Intermittent, OneShot, Policy, Since
 from torchrec_cnr.row_logs import RowLog, root_id
+from torchrec_cnr.shards import ShardKey
 from torchrec_cnr.stores import Store
 
 logger = logging.getLogger(__name__)
 
 _NUM_LOOKED_AT = 8  # of the newest markers
-
-ShardKey = tuple[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)

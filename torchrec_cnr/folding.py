@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
+from torchrec_cnr.boxes import Box
 from torchrec_cnr.checkpoint_rows import CheckpointRows
 from torchrec_cnr.coverage import Coverage
 from torchrec_cnr.errors import DamagedError
@@ -20,7 +21,6 @@ from torchrec_cnr.last_turns import MOST_TURNS, LastTurns
 from torchrec_cnr.manifest import TensorEntry
 from torchrec_cnr.progress import Count, Progress
 from torchrec_cnr.regions import Region
-from torchrec_cnr.rows import Box
 
 _EARLY_BYTES = 256 << 20  # read before the first row is written: row numbers, and the records of logs
 

@@ -1,24 +1,21 @@
-"""What planner, writer and reader hand to one another through DCP.
+"""What planner and writer hand to one another through DCP.
 
 DCP passes its own objects between the plug-ins, which do not know one another. These are those objects, with what we
 need beside them; all of them survive pickling, because plans and results travel between ranks.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass
 
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem, WriteItem
+from torch.distributed.checkpoint.planner import WriteItem
 
+from torchrec_cnr.boxes import Box
 from torchrec_cnr.decisions import Decision
-from torchrec_cnr.inference_rows import InferenceRow
-from torchrec_cnr.lineage import Lineage
 from torchrec_cnr.modified import RowList, Rows
 from torchrec_cnr.phases import SavePhases
 from torchrec_cnr.row_blocks import TouchedBlocks
-from torchrec_cnr.rows import Box
 from torchrec_cnr.staged_codes import Staged, StagedCodes
 from torchrec_cnr.stores import Store
 
@@ -99,52 +96,3 @@ class ShardData:
     def has_rows_only(self) -> bool:
         """Whether the values are those of the rows to store, and no others."""
         return self.rows is not None and all(isinstance(part, RowList) for part in self.rows)
-
-
-@dataclass
-class LoadMetadata(Metadata):
-    """The reader's metadata, with the lineage it was read from."""
-
-    lineage: Lineage | None = None
-
-
-@dataclass(frozen=True)
-class RowStateReadItem(ReadItem):
-    """A read of row-wise optimizer state, which the table's boxes place rather than its own.
-
-    The target is [rows] or [rows, 1], and so may be what was saved.
-
-    Attributes:
-        table_box: The box of the target's table shard.
-    """
-
-    table_box: Box = field(default=Box((), ()))
-
-
-@dataclass(frozen=True)
-class ValueReadItem(ReadItem):
-    """A read of the largest value of a tensor, which goes into every element of the target and takes its dtype."""
-
-
-@dataclass(frozen=True)
-class InferenceReadItem(ReadItem):
-    """A read of a whole float table into the rows of an inference kernel; lengths are the table's.
-
-    Attributes:
-        row: How the kernel keeps a row.
-    """
-
-    row: InferenceRow
-
-
-@runtime_checkable
-class RestoredRows(Protocol):
-    """A load planner that wants to know which rows the deltas of a lineage held."""
-
-    def restore_rows(self, item: ReadItem, rows: Tensor) -> None:
-        """Rows of a table were read from a delta: int64 [k], numbered within the item's target."""
-        ...
-
-    def finish_restore(self) -> None:
-        """Every item of this rank was read."""
-        ...

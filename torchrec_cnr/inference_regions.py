@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torchrec_cnr.boxes import Box
 from torchrec_cnr.inference_rows import InferenceRow
 from torchrec_cnr.manifest import Shard
 from torchrec_cnr.regions import Block, Region, TensorRegion, put_rows, row_numbers
-from torchrec_cnr.rows import Box
 from torchrec_cnr.schemes import fused_bits
 
 FLOAT_BYTES = 64 << 20  # of rows that are put together at a time

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType
 
-from torchrec_cnr.handover import InferenceReadItem
 from torchrec_cnr.inference_rows import InferenceRow
+from torchrec_cnr.read_items import InferenceReadItem
 from torchrec_cnr.shards import memory_key
 
 

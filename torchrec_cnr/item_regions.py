@@ -15,13 +15,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
+from torchrec_cnr.boxes import Box
 from torchrec_cnr.errors import DamagedError, StateMismatchError
-from torchrec_cnr.handover import InferenceReadItem, LoadMetadata, RowStateReadItem, ValueReadItem
 from torchrec_cnr.inference_regions import inference_regions
 from torchrec_cnr.lineage import Lineage
 from torchrec_cnr.manifest import DTYPES, TensorEntry
+from torchrec_cnr.read_items import InferenceReadItem, LoadMetadata, RowStateReadItem, ValueReadItem
 from torchrec_cnr.regions import LargestValueRegion, Region, RowStateRegion, TensorRegion, column_bounds
-from torchrec_cnr.rows import Box
 
 
 def load_metadata(lineage: Lineage) -> LoadMetadata:

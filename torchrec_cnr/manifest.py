@@ -11,9 +11,9 @@ from typing import Literal
 
 import torch
 
+from torchrec_cnr.boxes import Box
 from torchrec_cnr.log_ranges import LogRange
 from torchrec_cnr.row_sets import Blob, RowBlock, RowSet
-from torchrec_cnr.rows import Box
 from torchrec_cnr.schemes import Scheme, exact_row_bytes
 
 FILE_NAME = "manifest.json"

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from torchrec_cnr.boxes import Box
 from torchrec_cnr.collector import paused_collector
 from torchrec_cnr.earlier_versions import Version1, Version2
 from torchrec_cnr.errors import DamagedError, VersionError
@@ -28,7 +29,6 @@ from torchrec_cnr.manifest_logs import LoggedManifestParser, SplitManifestParser
 from torchrec_cnr.manifest_packing import PLAIN_BYTES, packed, unpacked
 from torchrec_cnr.manifest_parser import ManifestParser
 from torchrec_cnr.row_sets import Blob, RowSet
-from torchrec_cnr.rows import Box
 
 MOST_BYTES = 1 << 30  # of a manifest; one of so many describes some 80 TB of rows
 _FRAME = re.compile(rb'\{"sha256":"([0-9a-f]{64})","manifest":(.*)\}\n', re.DOTALL)

@@ -13,11 +13,12 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
+from torchrec_cnr.boxes import MOST_DIVIDED, Box, fills, lies_within
 from torchrec_cnr.errors import DamagedError
 from torchrec_cnr.manifest import DTYPES, CheckpointRef, History, Manifest, Pack, Place, Shard, TensorEntry
 from torchrec_cnr.manifest_format import PARENT_PATH
 from torchrec_cnr.row_sets import Blob, RowBlock, RowSet
-from torchrec_cnr.rows import MOST_CODED_ROWS, MOST_DIVIDED, MOST_ROWS_PER_MEMBER, Box, fills, lies_within
+from torchrec_cnr.rows import MOST_CODED_ROWS, MOST_ROWS_PER_MEMBER
 from torchrec_cnr.schemes import Scheme, exact_row_bytes, scheme_from_json
 from torchrec_cnr.tails import may_be_split
 

@@ -15,25 +15,17 @@ are ``row_bits``.
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 from torch import Tensor
 
+from torchrec_cnr.boxes import Box
 from torchrec_cnr.errors import ConfigurationError
+from torchrec_cnr.policies import Since
 from torchrec_cnr.row_bits import RowBits, numbers_of
-from torchrec_cnr.rows import Box
 
 MAX_HEAT = 3
 _WINDOW_ROWS = 1 << 22  # rows whose numbers are worked out at once: 32 MiB as int64
-
-
-class Since(Enum):
-    """What the rows of a save were modified since, and so what its checkpoint is a delta of."""
-
-    EVER = "ever"
-    BASELINE = "baseline"
-    HEAD = "head"
 
 
 class ModifiedRows:

@@ -30,25 +30,16 @@ from torchrec_cnr.agreement import (
     ranks_of_shards,
     refuse_missing_rows,
     refuse_unsharded_state,
-    shard_key,
 )
 from torchrec_cnr.collector import paused_collector
 from torchrec_cnr.cuts import Cut, Cuts, StagedRows, TrackedItem
-from torchrec_cnr.decisions import (
-    Decision,
-    RowTensor,
-    ShardKey,
-    choose_base,
-    newest_beside,
-    refuse_policy,
-    stored_whole,
-)
+from torchrec_cnr.decisions import Decision, RowTensor, choose_base, newest_beside, refuse_policy, stored_whole
 from torchrec_cnr.errors import ConfigurationError, SaveError
 from torchrec_cnr.handover import CNRStorageMeta, SaveMetadata, ShardData, StagedTensor
-from torchrec_cnr.modified import ModifiedRows, Rows, Since
-from torchrec_cnr.policies import Full, Intermittent, Policy
+from torchrec_cnr.modified import ModifiedRows, Rows
+from torchrec_cnr.policies import Full, Intermittent, Policy, Since
 from torchrec_cnr.row_blocks import TouchedBlocks
-from torchrec_cnr.shards import is_replicated
+from torchrec_cnr.shards import ShardKey, is_replicated, shard_key
 from torchrec_cnr.staged_codes import StagedCodes
 from torchrec_cnr.tracked import Pending, TrackedRows
 

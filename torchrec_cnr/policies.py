@@ -5,11 +5,20 @@ else, so every run with the same history decides alike.
 """
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.manifest import History
-from torchrec_cnr.modified import Since
+
+
+class Since(Enum):
+    """What the rows of a save were modified since, and so what its checkpoint is a delta of."""
+
+    EVER = "ever"
+    BASELINE = "baseline"
+    HEAD = "head"
+
 
 MAX_RATIO = 1.16  # with row numbers, which deltas need and a full checkpoint does not, a restore reads 1.2 models
 

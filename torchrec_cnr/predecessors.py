@@ -13,7 +13,7 @@ from torchrec_cnr.decisions import Decision
 from torchrec_cnr.errors import CNRError, LoadError, SaveError
 from torchrec_cnr.lineage import read_checkpoint
 from torchrec_cnr.manifest import CheckpointRef, Manifest
-from torchrec_cnr.modified import Since
+from torchrec_cnr.policies import Since
 from torchrec_cnr.row_blocks import CommittedBlocks, superseded
 from torchrec_cnr.row_logs import RowLog, root_id
 from torchrec_cnr.stores import Store

@@ -18,6 +18,7 @@ from torch.profiler import record_function
 
 from torchrec_cnr.assembly import RANK_RECORD, ObjectRecord, RankRecord, ShardRecord
 from torchrec_cnr.block_writing import BlockWriter, WrittenBlocks
+from torchrec_cnr.boxes import Box
 from torchrec_cnr.choosing import chosen_scheme, sampled_rows
 from torchrec_cnr.encoding import EncodedRowSet, EncodedShard, Source, write_all_rows, write_rows
 from torchrec_cnr.errors import ConfigurationError, SaveError
@@ -29,7 +30,6 @@ from torchrec_cnr.phases import SavePhases
 from torchrec_cnr.progress import Count
 from torchrec_cnr.row_blocks import Member
 from torchrec_cnr.row_sets import Blob, RowSet
-from torchrec_cnr.rows import Box
 from torchrec_cnr.schemes import NoQuantization, Scheme, SchemeRules
 from torchrec_cnr.shards import dtype_name
 

@@ -1,21 +1,71 @@
 """Read items: which regions of a checkpoint this rank reads, and into which of its local shards."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.planner_helpers import _create_read_items
 
+from torchrec_cnr.boxes import Box
 from torchrec_cnr.errors import StateMismatchError
 from torchrec_cnr.fitting import Layout, Source, Wanted
-from torchrec_cnr.handover import LoadMetadata, RowStateReadItem, ValueReadItem
+from torchrec_cnr.inference_rows import InferenceRow
+from torchrec_cnr.lineage import Lineage
 from torchrec_cnr.manifest import Manifest
-from torchrec_cnr.rows import Box
 from torchrec_cnr.shards import LocalShard, dtype_name, local_shards
+
+
+@dataclass
+class LoadMetadata(Metadata):
+    """The reader's metadata, with the lineage it was read from."""
+
+    lineage: Lineage | None = None
+
+
+@dataclass(frozen=True)
+class RowStateReadItem(ReadItem):
+    """A read of row-wise optimizer state, which the table's boxes place rather than its own.
+
+    The target is [rows] or [rows, 1], and so may be what was saved.
+
+    Attributes:
+        table_box: The box of the target's table shard.
+    """
+
+    table_box: Box = field(default=Box((), ()))
+
+
+@dataclass(frozen=True)
+class ValueReadItem(ReadItem):
+    """A read of the largest value of a tensor, which goes into every element of the target and takes its dtype."""
+
+
+@dataclass(frozen=True)
+class InferenceReadItem(ReadItem):
+    """A read of a whole float table into the rows of an inference kernel; lengths are the table's.
+
+    Attributes:
+        row: How the kernel keeps a row.
+    """
+
+    row: InferenceRow
+
+
+@runtime_checkable
+class RestoredRows(Protocol):
+    """A load planner that wants to know which rows the deltas of a lineage held."""
+
+    def restore_rows(self, item: ReadItem, rows: Tensor) -> None:
+        """Rows of a table were read from a delta: int64 [k], numbered within the item's target."""
+        ...
+
+    def finish_restore(self) -> None:
+        """Every item of this rank was read."""
+        ...
 
 
 def wanted_item(fqn: str, value: Any, path: Sequence[str | int]) -> Wanted:

@@ -24,7 +24,6 @@ from torch.futures import Future
 from torchrec_cnr.errors import CNRError, LoadError
 from torchrec_cnr.fold_plan import plan_fold
 from torchrec_cnr.folding import fold
-from torchrec_cnr.handover import LoadMetadata, RestoredRows
 from torchrec_cnr.inference_regions import turns
 from torchrec_cnr.item_regions import item_regions, load_metadata
 from torchrec_cnr.leases import Lease
@@ -33,6 +32,7 @@ from torchrec_cnr.objects import read_objects, serialized
 from torchrec_cnr.pace import Bandwidth
 from torchrec_cnr.packs import check_thread_count
 from torchrec_cnr.progress import Progress
+from torchrec_cnr.read_items import LoadMetadata, RestoredRows
 from torchrec_cnr.regions import Region, TensorRegion
 from torchrec_cnr.row_logs import RowLog
 from torchrec_cnr.stores import Store

@@ -10,8 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from torchrec_cnr.boxes import Box
 from torchrec_cnr.manifest import Shard
-from torchrec_cnr.rows import Box, Rows
+from torchrec_cnr.rows import Rows
 from torchrec_cnr.schemes import NoQuantization, Scheme
 
 

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from torchrec_cnr.rows import Box
+from torchrec_cnr.boxes import Box
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,3 +95,11 @@ def memory_key(tensor: Tensor) -> MemoryKey | None:
 def dtype_name(tensor: Tensor) -> str:
     """A dtype as manifests name it, such as ``float32``."""
     return str(tensor.dtype).removeprefix("torch.")
+
+
+ShardKey = tuple[str, tuple[int, ...]]
+
+
+def shard_key(item: WriteItem) -> ShardKey:
+    """Which shard an item of a plan is."""
+    return item.index.fqn, tuple(item.index.offset or ())

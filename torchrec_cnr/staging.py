@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from torchrec_cnr.arena import Arena
 from torchrec_cnr.cuts import Cut, Cuts
-from torchrec_cnr.decisions import ShardKey
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.handover import StagedTensor
 from torchrec_cnr.kernels.gathering import gather_rows
@@ -32,7 +31,7 @@ from torchrec_cnr.packs import BLOCK_BYTES
 from torchrec_cnr.phases import SavePhases
 from torchrec_cnr.row_logs import RowLog
 from torchrec_cnr.schemes import SchemeRules
-from torchrec_cnr.shards import copied, dtype_name, is_replicated, local_shards
+from torchrec_cnr.shards import ShardKey, copied, dtype_name, is_replicated, local_shards
 from torchrec_cnr.staged_codes import Staged, stage_codes
 from torchrec_cnr.staging_plan import ShardCopy, plan_staging
 from torchrec_cnr.tracked import all_tracked, tracking

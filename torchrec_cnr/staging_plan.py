@@ -12,10 +12,10 @@ from torch import Tensor
 from torchrec_cnr.arena import padded_bytes
 from torchrec_cnr.choosing import chosen_scheme, sampled_rows
 from torchrec_cnr.cuts import Cut, StagedRows, TrackedItem
-from torchrec_cnr.decisions import ShardKey
-from torchrec_cnr.modified import ModifiedRows, RowList, RowMask, Since
+from torchrec_cnr.modified import ModifiedRows, RowList, RowMask
+from torchrec_cnr.policies import Since
 from torchrec_cnr.schemes import NoQuantization, Scheme, SchemeRules
-from torchrec_cnr.shards import is_replicated, local_shards, memory_key
+from torchrec_cnr.shards import ShardKey, is_replicated, local_shards, memory_key
 from torchrec_cnr.staged_codes import has_kernel, is_quantized_first
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from torchrec_cnr.boxes import Box
 from torchrec_cnr.errors import ConfigurationError, LoadError, StateMismatchError
 from torchrec_cnr.fold_plan import plan_fold
 from torchrec_cnr.folding import fold
@@ -16,7 +17,6 @@ from torchrec_cnr.manifest import DTYPES, Manifest, TensorEntry
 from torchrec_cnr.packs import check_thread_count
 from torchrec_cnr.regions import Region, RowStateRegion, TensorRegion, column_bounds
 from torchrec_cnr.row_logs import RowLog
-from torchrec_cnr.rows import Box
 from torchrec_cnr.stores import Store
 from torchrec_cnr.tracked import forget_overwritten
 

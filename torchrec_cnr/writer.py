@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 from torch.profiler import record_function
 
-from torchrec_cnr.agreement import RankData, shard_key
+from torchrec_cnr.agreement import RankData
 from torchrec_cnr.assembly import assemble
 from torchrec_cnr.block_writing import BlockWriter, Predecessor
 from torchrec_cnr.collector import paused_collector
@@ -45,15 +45,16 @@ from torchrec_cnr.handover import CNRStorageMeta, SaveMetadata
 from torchrec_cnr.kernels.threads import one_thread
 from torchrec_cnr.leases import Lease
 from torchrec_cnr.manifest import FILE_NAME, Manifest
-from torchrec_cnr.modified import Since
 from torchrec_cnr.pace import Bandwidth, Pace, check_cpu_share
 from torchrec_cnr.packs import PACK_BYTES, PackWriter, check_pack_bytes, check_thread_count
 from torchrec_cnr.phases import SavePhases
+from torchrec_cnr.policies import Since
 from torchrec_cnr.predecessors import forget_superseded, predecessor
 from torchrec_cnr.progress import Count, Progress
 from torchrec_cnr.rank_writer import RankWriter
 from torchrec_cnr.row_logs import BlockTarget, PackTarget, RowLog, root_id
 from torchrec_cnr.schemes import NoQuantization, Quantization, SchemeRules
+from torchrec_cnr.shards import shard_key
 from torchrec_cnr.staging import STAGING_BYTES, Staging
 from torchrec_cnr.stores import Store
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from torchrec_cnr.rows import Box
+from torchrec_cnr.boxes import Box
 from torchrec_cnr.schemes import (
     AdaptiveAsymmetric,
     Asymmetric,

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from torchrec_cnr import manifest_json
+from torchrec_cnr.boxes import Box
 from torchrec_cnr.coverage import Coverage
 from torchrec_cnr.lineage import Checkpoint, read_lineage, relative_path
 from torchrec_cnr.manifest import CheckpointRef, History, Manifest, Pack, Shard, TensorEntry
@@ -18,7 +19,7 @@ from torchrec_cnr.manifest import replacement_name as name_of_replacement
 from torchrec_cnr.pack_reader import PackReader
 from torchrec_cnr.packs import PackWriter
 from torchrec_cnr.row_sets import Blob, RowBlock, RowSet
-from torchrec_cnr.rows import Box, CodedRows, Rows, decode_rows
+from torchrec_cnr.rows import CodedRows, Rows, decode_rows
 from torchrec_cnr.stores import Store
 
 

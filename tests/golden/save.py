@@ -16,12 +16,12 @@ from torch import Tensor
 from tests.golden import mixed
 from tests.golden.state import EXP_AVG, MOMENTUM, T0, T8, TABLES, paths_of, scheme_of
 from torchrec_cnr import manifest_json, packs
+from torchrec_cnr.boxes import Box
 from torchrec_cnr.encoding import EncodedRowSet, EncodedShard, Source, write_all_rows, write_rows
 from torchrec_cnr.manifest import FILE_NAME, CheckpointRef, History, Manifest, Pack, Place, Shard, TensorEntry
 from torchrec_cnr.modified import RowMask
 from torchrec_cnr.packs import PackWriter
 from torchrec_cnr.row_sets import Blob, RowSet
-from torchrec_cnr.rows import Box
 from torchrec_cnr.shards import dtype_name
 from torchrec_cnr.stores import Store
 

@@ -41,8 +41,8 @@ from tests.golden.state import (
     scheme_of,
     values_of,
 )
+from torchrec_cnr.boxes import Box
 from torchrec_cnr.manifest import FILE_NAME, History, Place
-from torchrec_cnr.rows import Box
 from torchrec_cnr.schemes import NoQuantization, Scheme
 from torchrec_cnr.shards import dtype_name
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torchrec_cnr.boxes import Box
 from torchrec_cnr.fold_plan import plan_fold
 from torchrec_cnr.folding import fold
 from torchrec_cnr.lineage import Checkpoint, Lineage, read_lineage
@@ -20,7 +21,6 @@ from torchrec_cnr.packs import check_thread_count
 from torchrec_cnr.progress import Progress
 from torchrec_cnr.regions import Region, RowStateRegion, TensorRegion, column_bounds
 from torchrec_cnr.row_logs import RowLog
-from torchrec_cnr.rows import Box
 from torchrec_cnr.stores import Store
 
 _RANGE_BYTES = 32 << 20  # of the rows of one checkpoint that are in memory at once

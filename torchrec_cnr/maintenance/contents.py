@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchrec_cnr.boxes import Box
 from torchrec_cnr.fold_plan import plan_fold
 from torchrec_cnr.folding import fold
 from torchrec_cnr.lineage import Lineage
@@ -21,7 +22,6 @@ from torchrec_cnr.objects import read_objects
 from torchrec_cnr.packs import BLOCK_BYTES
 from torchrec_cnr.progress import Progress
 from torchrec_cnr.regions import Region, RowStateRegion
-from torchrec_cnr.rows import Box
 from torchrec_cnr.stores import Bytes
 from torchrec_cnr.table_reader import regions_of
 

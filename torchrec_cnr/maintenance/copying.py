@@ -7,6 +7,7 @@ are being filled, however many shards and ages of rows there are.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from torchrec_cnr.boxes import Box
 from torchrec_cnr.maintenance.compaction import CompactionPlan
 from torchrec_cnr.maintenance.liveness import LiveRows, Piece, live_rows, pieces_of, windows
 from torchrec_cnr.maintenance.moving import CACHE_BYTES, BlobCache, CodedBlock, Group
@@ -15,7 +16,6 @@ from torchrec_cnr.manifest import DTYPES, Shard, TensorEntry
 from torchrec_cnr.pack_reader import PackReader
 from torchrec_cnr.renumbering import Renumbering
 from torchrec_cnr.row_sets import Blob, RowBlock, RowSet
-from torchrec_cnr.rows import Box
 from torchrec_cnr.schemes import NoQuantization
 
 _MAX_WAITING = 6  # of a tensor's blocks that are being filled, counted in full ones

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from torchrec_cnr.boxes import Box
 from torchrec_cnr.errors import DamagedError, LoadError, StoreError
 from torchrec_cnr.fold_plan import plan_fold
 from torchrec_cnr.folding import fold
@@ -18,7 +19,6 @@ from torchrec_cnr.manifest import Manifest
 from torchrec_cnr.pack_reader import Span, place_of, plan_spans, read_spans
 from torchrec_cnr.regions import Block
 from torchrec_cnr.row_sets import Blob
-from torchrec_cnr.rows import Box
 
 _WAY_OUT = "; use another checkpoint"
 _GROUP_ROWS = 1 << 26  # of tensors decoded together: of one that was folded, a byte is kept for each row

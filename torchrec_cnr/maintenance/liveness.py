@@ -10,13 +10,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from torchrec_cnr.boxes import Box
 from torchrec_cnr.checkpoint_rows import RowNumbers
 from torchrec_cnr.coverage import Coverage
 from torchrec_cnr.errors import DamagedError
 from torchrec_cnr.manifest import TensorEntry, name_of
 from torchrec_cnr.pack_reader import PackReader
 from torchrec_cnr.row_sets import Blob, RowBlock
-from torchrec_cnr.rows import Box, Rows
+from torchrec_cnr.rows import Rows
 
 WINDOW_ROWS = 1 << 21  # looked at at once: a byte for each range of columns
 

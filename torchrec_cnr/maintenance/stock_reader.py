@@ -16,13 +16,13 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
+from torchrec_cnr.boxes import Box, fills
 from torchrec_cnr.errors import CNRError, ConfigurationError, DamagedError, StoreError
 from torchrec_cnr.maintenance.contents import Chunk, split_rows
 from torchrec_cnr.maintenance.stock_checkpoint import Extent, StockCheckpoint, StockChunk, missing_is_damage
 from torchrec_cnr.maintenance.stock_metadata import FILE_NAME, read_stock_metadata
 from torchrec_cnr.manifest import DTYPES
 from torchrec_cnr.pickles import check_archive
-from torchrec_cnr.rows import Box, fills
 from torchrec_cnr.stores import Store
 
 

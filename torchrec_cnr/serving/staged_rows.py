@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from torchrec_cnr.boxes import Box
 from torchrec_cnr.inference_regions import inference_regions
 from torchrec_cnr.inference_rows import InferenceRow
 from torchrec_cnr.manifest import Shard
 from torchrec_cnr.regions import Block, PlacedRows, Region, TensorRegion, row_numbers
-from torchrec_cnr.rows import Box
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from torchrec_cnr.boxes import Box
 from torchrec_cnr.regions import Block
-from torchrec_cnr.rows import Box
 from torchrec_cnr.serving.staged_rows import StagedRows
 from torchrec_cnr.serving.targets import TargetKey
 

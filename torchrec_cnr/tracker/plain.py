@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torchrec_cnr.boxes import Box
 from torchrec_cnr.modified import ModifiedRows
-from torchrec_cnr.rows import Box
 from torchrec_cnr.stepped import SteppedTables
 from torchrec_cnr.tracked import TrackedShard
 from torchrec_cnr.tracker.hooks import Hooks, modules_below, on_gradient

@@ -14,9 +14,9 @@ from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_cnr.boxes import Box
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.modified import ModifiedRows
-from torchrec_cnr.rows import Box
 from torchrec_cnr.stepped import SteppedTables, has_rows
 from torchrec_cnr.tracked import TrackedShard
 from torchrec_cnr.tracker.hooks import Hooks, modules_below, on_gradient

@@ -1,0 +1,100 @@
+"""Boxes: where a shard lies in its tensor."""
+
+import itertools
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+MOST_DIVIDED = 8  # dimensions of a tensor that its boxes divide
+
+
+@dataclass(frozen=True)
+class Box:
+    """Where a shard lies in its tensor.
+
+    Attributes:
+        offsets: First index in each dimension.
+        sizes: Number of indices in each dimension.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, size: tuple[int, ...]) -> "Box":
+        """The box of a tensor that is not sharded."""
+        return cls((0,) * len(size), tuple(size))
+
+    @property
+    def first_row(self) -> int:
+        """First index of the first dimension; 0 for a scalar."""
+        return self.offsets[0] if self.offsets else 0
+
+    @property
+    def num_rows(self) -> int:
+        """Size of the first dimension; a scalar counts as one row."""
+        return self.sizes[0] if self.sizes else 1
+
+    @property
+    def num_cols(self) -> int:
+        """Number of elements in a row."""
+        return math.prod(self.sizes[1:])
+
+    def intersect(self, other: "Box") -> "Box | None":
+        """The common part of both, in the tensor's own indices, or None."""
+        starts = tuple(map(max, self.offsets, other.offsets))
+        stops = tuple(
+            min(a + m, b + n) for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        )
+        sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
+        return None if any(size <= 0 for size in sizes) else Box(starts, sizes)
+
+    def slices(self, origin: "Box") -> tuple[slice, ...]:
+        """This box as an index into a tensor that holds ``origin``."""
+        return tuple(
+            slice(start - base, start - base + size)
+            for start, base, size in zip(self.offsets, origin.offsets, self.sizes, strict=True)
+        )
+
+
+def fills(size: tuple[int, ...], boxes: list[Box]) -> bool:
+    """Whether ``boxes`` cover a tensor of ``size`` exactly: inside it, without a hole or an overlap.
+
+    How often each element is covered is a function of its index, and a function is told by its differences along all
+    dimensions. Those of a box are 1 and -1 at its corners, and 0 elsewhere. So the corners of all boxes must add up to
+    those of the tensor: that takes time in proportion to the boxes, however they lie. Boxes that divide more than
+    ``MOST_DIVIDED`` dimensions have too many corners, and do not count as covering anything.
+    """
+    if _are_stacked(size, boxes):
+        return True
+    if not all(lies_within(size, box) for box in boxes):
+        return False
+    boxes = [box for box in boxes if 0 not in box.sizes]
+    if 0 in size:
+        return True
+    divided = [number for number, length in enumerate(size) if any(box.sizes[number] != length for box in boxes)]
+    if len(divided) > MOST_DIVIDED:
+        return False
+    differences: Counter[tuple[int, ...]] = Counter()
+    for box, sign in [(Box.whole(size), -1), *((box, 1) for box in boxes)]:
+        ends = [((box.offsets[n], 1), (box.offsets[n] + box.sizes[n], -1)) for n in divided]
+        for corner in itertools.product(*ends):
+            differences[tuple(index for index, _ in corner)] += sign * math.prod(step for _, step in corner)
+    return not any(differences.values())
+
+
+def _are_stacked(size: tuple[int, ...], boxes: list[Box]) -> bool:
+    """Whether boxes in this order lie one behind the other along the first dimension, as tables are sharded by rows."""
+    end, rest, origin = 0, size[1:], (0,) * (len(size) - 1)
+    for box in boxes:
+        if not box.offsets or box.offsets[0] != end or box.sizes[1:] != rest or box.offsets[1:] != origin:
+            return False
+        end += box.sizes[0]
+    return bool(size) and end == size[0]
+
+
+def lies_within(size: tuple[int, ...], box: Box) -> bool:
+    """Whether a box has the dimensions of a tensor of ``size``, and does not reach out of it."""
+    return len(box.offsets) == len(size) and all(
+        first + length <= whole for first, length, whole in zip(box.offsets, box.sizes, size, strict=True)
+    )
