@@ -20,14 +20,14 @@ from torchrec_cnr.assembly import RANK_RECORD, RankRecord, ShardRecord
 from torchrec_cnr.boxes import Box
 from torchrec_cnr.cuts import Cut, StagedRows, TrackedItem
 from torchrec_cnr.handover import StagedTensor
-from torchrec_cnr.head import Head
+from torchrec_cnr.lineage import Head
 from torchrec_cnr.manifest import Pack, Shard
 from torchrec_cnr.modified import RowList
 from torchrec_cnr.packs import PACK_BYTES
-from torchrec_cnr.phases import SavePhases
 from torchrec_cnr.planner import _sent
 from torchrec_cnr.policies import Since
-from torchrec_cnr.row_sets import Blob, RowBlock, RowSet
+from torchrec_cnr.progress import SavePhases
+from torchrec_cnr.rows import Blob, RowBlock, RowSet
 from torchrec_cnr.shards import ShardKey
 from torchrec_cnr.tracked import Pending
 

@@ -18,8 +18,7 @@ from benchmarks.report import Figure, Report, Table
 from benchmarks.rounds import Setup
 from torchrec_cnr.collector import paused_collector
 from torchrec_cnr.fold_plan import plan_fold
-from torchrec_cnr.head import Head
-from torchrec_cnr.lineage import read_lineage
+from torchrec_cnr.lineage import Head, read_lineage
 from torchrec_cnr.manifest import FILE_NAME
 from torchrec_cnr.manifest_json import forget
 from torchrec_cnr.reader import CNRStorageReader

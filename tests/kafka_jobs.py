@@ -21,8 +21,7 @@ from tests import models
 from tests.kafka_server import Broker, KafkaServer
 from tests.models import InjectedError, Job, Whole, differing, plain_job, state, train, whole
 from torchrec_cnr.kafka.targets import KafkaTarget
-from torchrec_cnr.log_ranges import LogRange
-from torchrec_cnr.manifest import FILE_NAME
+from torchrec_cnr.manifest import FILE_NAME, LogRange
 from torchrec_cnr.stores import Store
 
 SECS = 30.0

@@ -31,7 +31,7 @@ from torchrec_cnr.manifest import (
 )
 from torchrec_cnr.pack_reader import PackReader
 from torchrec_cnr.packs import PackWriter
-from torchrec_cnr.row_sets import Blob, RowBlock, RowSet
+from torchrec_cnr.rows import Blob, RowBlock, RowSet
 from torchrec_cnr.schemes import NoQuantization
 from torchrec_cnr.stores import Store
 

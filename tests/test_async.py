@@ -18,7 +18,7 @@ from tests import models
 from tests.models import Job, Whole, differing, plain_job, state, torchrec_job, train, whole
 from tests.ranks import RankPools
 from torchrec_cnr.flight import Flight
-from torchrec_cnr.kernels import threads
+from torchrec_cnr.kernels import compiling
 from torchrec_cnr.pace import Pace
 
 POLICIES = [cnr.Full(), cnr.OneShot(), cnr.Consecutive(), cnr.Intermittent(), cnr.Compacted()]
@@ -212,13 +212,13 @@ def test_a_share_of_a_core_is_kept_to(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_save_behind_training_encodes_in_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that training waits for takes as many as torch has."""
     asked_for: list[int] = []
-    original = threads._pool.of
+    original = compiling._pool.of
 
     def of(num_threads: int) -> Any:
         asked_for.append(num_threads)
         return original(num_threads)
 
-    monkeypatch.setattr(threads._pool, "of", of)
+    monkeypatch.setattr(compiling._pool, "of", of)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     model = torch.nn.EmbeddingBag(10_000, 16)
     tracker = cnr.RowTracker(model)

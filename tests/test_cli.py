@@ -31,8 +31,8 @@ from torchrec_cnr import manifest_json
 from torchrec_cnr.cli import app as application
 from torchrec_cnr.cli import listing
 from torchrec_cnr.cli.app import COMMANDS, Command, app
-from torchrec_cnr.cli.dotted import Dotted, common_prefix
-from torchrec_cnr.cli.trees import Gap, Line, draw, visible
+from torchrec_cnr.cli.listing import Gap, Line, draw, visible
+from torchrec_cnr.cli.output import Dotted, common_prefix
 from torchrec_cnr.fold_plan import plan_fold
 from torchrec_cnr.lineage import Checkpoint, read_lineage
 from torchrec_cnr.maintenance.catalog import Catalog, Entry

@@ -24,7 +24,7 @@ from tests.ranks import RankPools
 from tests.test_lifecycle import Evaluate, Life, Operation, Restart, Rewind, Save, Train
 from torchrec_cnr.lineage import read_lineage
 from torchrec_cnr.maintenance.compaction import plan_compaction
-from torchrec_cnr.maintenance.rewriting import compact
+from torchrec_cnr.maintenance.replacing import compact
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -49,9 +49,9 @@ from torchrec_cnr.lineage import Checkpoint, read_lineage
 from torchrec_cnr.maintenance import copying, liveness, moving
 from torchrec_cnr.maintenance.compaction import CompactionPlan, plan_compaction
 from torchrec_cnr.maintenance.liveness import pieces_of
-from torchrec_cnr.maintenance.rewriting import compact, execute
+from torchrec_cnr.maintenance.replacing import compact, execute
 from torchrec_cnr.pack_reader import PackReader
-from torchrec_cnr.row_sets import Blob, RowBlock, RowSet
+from torchrec_cnr.rows import Blob, RowBlock, RowSet
 from torchrec_cnr.schemes import Asymmetric, NoQuantization, Scheme
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -33,7 +33,7 @@ from torchrec_cnr.errors import (
 )
 from torchrec_cnr.lineage import Checkpoint, read_lineage
 from torchrec_cnr.maintenance.compaction import plan_compaction
-from torchrec_cnr.maintenance.rewriting import compact, execute
+from torchrec_cnr.maintenance.replacing import compact, execute
 from torchrec_cnr.manifest import FILE_NAME
 from torchrec_cnr.schemes import Asymmetric, NoQuantization
 from torchrec_cnr.stores import Store

@@ -14,7 +14,7 @@ from tests.lineages import is_same
 from torchrec_cnr import load_table, packs
 from torchrec_cnr.boxes import Box
 from torchrec_cnr.maintenance.compaction import plan_compaction
-from torchrec_cnr.maintenance.rewriting import execute
+from torchrec_cnr.maintenance.replacing import execute
 from torchrec_cnr.modified import RowMask
 
 MAX_MIB = 512  # what `compact` promises

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.lineages import COLS, ROWS, Run, Save, World, is_same
-from torchrec_cnr import folding, last_turns
+from torchrec_cnr import folding
 from torchrec_cnr.boxes import Box
 from torchrec_cnr.fold_plan import plan_fold
 from torchrec_cnr.folding import fold
@@ -42,7 +42,7 @@ def test_windows_of_any_size_load_the_same(
     with (
         mock.patch.object(folding, "_EARLY_BYTES", early_bytes),
         mock.patch.object(folding, "MOST_TURNS", most_turns),
-        mock.patch.object(last_turns, "_LEAST_COLS", 1),
+        mock.patch.object(folding, "_LEAST_COLS", 1),
     ):
         world.check(world.names[:2])
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import torchrec_cnr as cnr
-from torchrec_cnr.kernels import gathering, threads
+from torchrec_cnr.kernels import compiling, gathering
 from torchrec_cnr.kernels.gathering import gather_rows
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int8, torch.bool)
@@ -38,7 +38,7 @@ def test_rows_are_those_that_pytorch_selects(  # one argument for each thing tha
     seed: int,
 ) -> None:
     """Any dtype and width, in order or not, also in a part of a wider table, however threads divide it."""
-    monkeypatch.setattr(threads.torch, "get_num_threads", lambda: num_threads)
+    monkeypatch.setattr(compiling.torch, "get_num_threads", lambda: num_threads)
     monkeypatch.setattr(gathering, "_CHUNK_WORDS", 8)
     generator = torch.Generator().manual_seed(seed)
     widened = (*row_shape[:-1], row_shape[-1] + padding) if row_shape else ()

@@ -43,7 +43,7 @@ from tests.models import Whole, differing, state, torchrec_job, train, whole
 from tests.ranks import RankPools
 from torchrec_cnr.kafka.marker_topic import MarkerTopic
 from torchrec_cnr.kafka.producing import Producing
-from torchrec_cnr.log_ranges import LogRange
+from torchrec_cnr.manifest import LogRange
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -17,7 +17,7 @@ from confluent_kafka import Producer
 from torchrec_cnr.kafka import KafkaRows, consuming
 from torchrec_cnr.kafka.clients import Cluster
 from torchrec_cnr.kafka.consuming import RangeConsumer
-from torchrec_cnr.log_ranges import LogRange
+from torchrec_cnr.manifest import LogRange
 
 if TYPE_CHECKING:
     from tests.kafka_server import Broker

@@ -15,7 +15,7 @@ from torchrec_cnr.kafka import KafkaRows
 from torchrec_cnr.manifest import FILE_NAME
 from torchrec_cnr.marking import uncommitted_name
 from torchrec_cnr.row_logs import root_id
-from torchrec_cnr.serving.marker_commits import MarkerCommits
+from torchrec_cnr.serving.commits import MarkerCommits
 
 SECS = 60.0
 

@@ -11,10 +11,10 @@ from tests.golden import reader
 from torchrec_cnr import manifest_json
 from torchrec_cnr.boxes import Box
 from torchrec_cnr.errors import DamagedError
-from torchrec_cnr.known_manifests import KnownManifests
 from torchrec_cnr.manifest import History, Manifest, Shard, TensorEntry
+from torchrec_cnr.manifest_json import KnownManifests
 from torchrec_cnr.manifest_parser import ManifestParser
-from torchrec_cnr.row_sets import RowSet
+from torchrec_cnr.rows import RowSet
 from torchrec_cnr.schemes import NoQuantization
 
 GOLDENS = Path(reader.__file__).parent

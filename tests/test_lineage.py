@@ -36,9 +36,9 @@ from torchrec_cnr.manifest import (
     TensorEntry,
     replacement_name,
 )
-from torchrec_cnr.manifest_format import VERSION
+from torchrec_cnr.manifest_parser import VERSION
 from torchrec_cnr.newest import latest
-from torchrec_cnr.row_sets import Blob, RowSet
+from torchrec_cnr.rows import Blob, RowSet
 from torchrec_cnr.schemes import NoQuantization
 from torchrec_cnr.stores import Store
 

@@ -21,7 +21,7 @@ from tests.ranks import RankPools
 from torchrec_cnr.boxes import Box
 from torchrec_cnr.fitting import Wanted, fit
 from torchrec_cnr.manifest import History, Manifest, Shard, TensorEntry
-from torchrec_cnr.row_sets import Blob
+from torchrec_cnr.rows import Blob
 from torchrec_cnr.schemes import NoQuantization
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")

@@ -17,13 +17,12 @@ import zstandard
 from hypothesis import strategies as st
 
 from tests.golden import mixed, reader, write_v3
-from torchrec_cnr import manifest_json, manifest_packing, manifest_parser
+from torchrec_cnr import manifest_json, manifest_parser
 from torchrec_cnr.boxes import Box, fills
 from torchrec_cnr.errors import DamagedError, VersionError
-from torchrec_cnr.log_ranges import LogRange
-from torchrec_cnr.manifest import DTYPES, CheckpointRef, History, Manifest, Pack, Place, Shard, TensorEntry
-from torchrec_cnr.manifest_packing import packed
-from torchrec_cnr.row_sets import Blob, RowBlock, RowSet
+from torchrec_cnr.manifest import DTYPES, CheckpointRef, History, LogRange, Manifest, Pack, Place, Shard, TensorEntry
+from torchrec_cnr.manifest_json import packed
+from torchrec_cnr.rows import Blob, RowBlock, RowSet
 from torchrec_cnr.schemes import Asymmetric, KMeans, NoQuantization, Scheme, exact_row_bytes, scheme_from_json
 
 Json = Any
@@ -1198,7 +1197,7 @@ def test_packed_manifest_is_not_unpacked_beyond_the_limit(monkeypatch: pytest.Mo
     """A small file cannot fill memory: what it says it would be unpacked to is looked at first."""
     body = packed_body(json.dumps(body_of(delta()), separators=(",", ":")).encode())
     loads(body)
-    monkeypatch.setattr(manifest_packing, "MAX_BYTES", 100)
+    monkeypatch.setattr(manifest_json, "MAX_BYTES", 100)
     with pytest.raises(DamagedError, match="packed otherwise"):
         loads(body)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrec_cnr import modified
 from torchrec_cnr.boxes import Box
 from torchrec_cnr.errors import ConfigurationError
-from torchrec_cnr.head import Head
+from torchrec_cnr.lineage import Head
 from torchrec_cnr.manifest import CheckpointRef, History
 from torchrec_cnr.modified import ModifiedRows, RowMask
 from torchrec_cnr.policies import Since

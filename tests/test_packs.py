@@ -18,7 +18,7 @@ from torchrec_cnr.errors import DamagedError, StoreError
 from torchrec_cnr.manifest import DTYPES, Pack
 from torchrec_cnr.pack_reader import PackReader, plan_spans, read_spans
 from torchrec_cnr.packs import PackWriter
-from torchrec_cnr.row_sets import Blob
+from torchrec_cnr.rows import Blob
 from torchrec_cnr.stores import Bytes, Store
 
 places = st.floats(0, 1, exclude_max=True)

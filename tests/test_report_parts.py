@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrec_cnr.cli.thinning import thin
+from torchrec_cnr.cli.plots import thin
 from torchrec_cnr.quantities import (
     UNITS,
     bytes_text,

@@ -31,12 +31,11 @@ from torchrec_cnr.maintenance.catalog import read_catalog, read_journal
 from torchrec_cnr.maintenance.execution import execute
 from torchrec_cnr.maintenance.journal import Prune, PrunedCheckpoint
 from torchrec_cnr.maintenance.prune_execution import PruneResult
-from torchrec_cnr.maintenance.prune_plan import PrunePlan
-from torchrec_cnr.maintenance.pruning import plan_prune
+from torchrec_cnr.maintenance.pruning import PrunePlan, plan_prune
 from torchrec_cnr.maintenance.restore_bytes import restore_bytes
 from torchrec_cnr.maintenance.retention import Best, Keep
 from torchrec_cnr.manifest import FILE_NAME
-from torchrec_cnr.manifest_format import VERSION
+from torchrec_cnr.manifest_parser import VERSION
 from torchrec_cnr.quantities import bytes_text, count_text, instant_text, name_text
 from torchrec_cnr.stores import Store
 

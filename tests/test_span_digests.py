@@ -13,7 +13,7 @@ from torchrec_cnr.errors import DamagedError
 from torchrec_cnr.manifest import Pack
 from torchrec_cnr.pack_reader import Span, SpanDigests, read_spans
 from torchrec_cnr.packs import crc32c
-from torchrec_cnr.row_sets import Blob
+from torchrec_cnr.rows import Blob
 from torchrec_cnr.stores import Bytes, Store
 
 numbers = count()

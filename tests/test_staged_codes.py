@@ -16,12 +16,11 @@ import torchrec_cnr as cnr
 from tests import models
 from tests.models import Whole, differing, state, torchrec_job, train
 from tests.ranks import RankPools
-from torchrec_cnr import staging_plan
-from torchrec_cnr.arena import Arena
-from torchrec_cnr.phases import SavePhases
+from torchrec_cnr import staging
+from torchrec_cnr.progress import SavePhases
 from torchrec_cnr.schemes import HalfPrecision
 from torchrec_cnr.shards import local_shards
-from torchrec_cnr.staged_codes import stage_codes
+from torchrec_cnr.staged_codes import Arena, stage_codes
 
 SCHEMES: list[Any] = [
     cnr.Asymmetric(4),
@@ -61,12 +60,12 @@ def test_any_rows_of_codes_are_those_of_the_scheme(
 @contextmanager
 def _quantized_first() -> Iterator[None]:
     """As where tables lie on a GPU."""
-    original = staging_plan.is_quantized_first
-    staging_plan.is_quantized_first = lambda source: True
+    original = staging.is_quantized_first
+    staging.is_quantized_first = lambda source: True
     try:
         yield
     finally:
-        staging_plan.is_quantized_first = original
+        staging.is_quantized_first = original
 
 
 def _save(rank: int, root: str, name: str, policy: cnr.Policy, executor: Any, staging_bytes: int) -> list[SavePhases]:

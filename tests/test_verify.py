@@ -21,7 +21,7 @@ from torchrec_cnr.maintenance import damage
 from torchrec_cnr.maintenance.damage import Problem
 from torchrec_cnr.maintenance.verifying import VerifyReport, verify
 from torchrec_cnr.packs import crc32c
-from torchrec_cnr.row_sets import Blob
+from torchrec_cnr.rows import Blob
 from torchrec_cnr.stores import Bytes, Store
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")

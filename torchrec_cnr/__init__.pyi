@@ -12,24 +12,23 @@ from .errors import (
     UntrackedRowsError,
     VersionError,
 )
+from .fitting import LoadReport
 from .inference import InferenceTables
 from .kafka import KafkaRows
 from .lineage import Checkpoint, read_checkpoint
 from .load_planner import CNRLoadPlanner
-from .load_report import LoadReport
 from .maintenance.annotations import tag, untag, write_metrics
 from .maintenance.compaction import CompactionPlan, plan_compaction
 from .maintenance.execution import execute
 from .maintenance.prune_execution import PruneResult
-from .maintenance.prune_plan import PrunePlan
-from .maintenance.pruning import plan_prune
+from .maintenance.pruning import PrunePlan, plan_prune
+from .maintenance.replacing import compact
 from .maintenance.retention import Best, Keep
-from .maintenance.rewriting import compact
 from .manager import CheckpointManager
 from .newest import latest
-from .phases import Saved
 from .planner import CNRSavePlanner
 from .policies import Compacted, Consecutive, Full, Intermittent, OneShot, Policy
+from .progress import Saved
 from .reader import CNRStorageReader
 from .reader_state import ReaderState
 from .restoring import restore_newest

@@ -12,8 +12,7 @@ from torchrec_cnr.fold_plan import BlobRead, CheckpointReads
 from torchrec_cnr.manifest import DTYPES
 from torchrec_cnr.pack_reader import PackReader
 from torchrec_cnr.regions import Block, PlacedRows
-from torchrec_cnr.row_sets import RowBlock
-from torchrec_cnr.rows import CodedRows, Rows, decode_rows
+from torchrec_cnr.rows import CodedRows, RowBlock, Rows, decode_rows
 from torchrec_cnr.schemes import exact_row_bytes
 from torchrec_cnr.stores import Bytes
 from torchrec_cnr.tails import joined

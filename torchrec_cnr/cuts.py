@@ -15,8 +15,7 @@ from torch import Tensor
 from torchrec_cnr.boxes import Box
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.flight import Flight
-from torchrec_cnr.head import Head
-from torchrec_cnr.lineage import Checkpoint, committed
+from torchrec_cnr.lineage import Checkpoint, Head, committed
 from torchrec_cnr.modified import ModifiedRows, RowList, Rows
 from torchrec_cnr.policies import Compacted, Policy, Since
 from torchrec_cnr.row_blocks import TouchedBlocks, block_rows_of

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from torchrec_cnr.errors import ConfigurationError, LoadError
-from torchrec_cnr.head import Head
-from torchrec_cnr.lineage import Lineage, committed, read_lineage, relative_path
+from torchrec_cnr.lineage import Head, Lineage, committed, read_lineage, relative_path
 from torchrec_cnr.manifest import CheckpointRef, History, Manifest
 from torchrec_cnr.newest import newest_first
 from torchrec_cnr.policies import Full, Intermittent, OneShot, Policy, Since

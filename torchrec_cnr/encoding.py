@@ -17,8 +17,7 @@ from torchrec_cnr.manifest import DTYPES
 from torchrec_cnr.modified import RowList, Rows
 from torchrec_cnr.packs import PackWriter
 from torchrec_cnr.row_logs import PackTarget
-from torchrec_cnr.row_sets import Blob, RowBlock, RowSet
-from torchrec_cnr.rows import CodedRows, encode_rows
+from torchrec_cnr.rows import Blob, CodedRows, RowBlock, RowSet, encode_rows
 from torchrec_cnr.schemes import Encoded, NoQuantization, Scheme
 from torchrec_cnr.staged_codes import StagedCodes
 from torchrec_cnr.stores import Bytes

@@ -12,7 +12,7 @@ from torchrec_cnr.errors import DamagedError
 from torchrec_cnr.lineage import Checkpoint, Lineage
 from torchrec_cnr.manifest import Manifest, Shard, TensorEntry, name_of
 from torchrec_cnr.regions import Region
-from torchrec_cnr.row_sets import Blob, RowBlock
+from torchrec_cnr.rows import Blob, RowBlock
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torchrec_cnr.boxes import Box
 from torchrec_cnr.decisions import Decision
 from torchrec_cnr.modified import RowList, Rows
-from torchrec_cnr.phases import SavePhases
+from torchrec_cnr.progress import SavePhases
 from torchrec_cnr.row_blocks import TouchedBlocks
 from torchrec_cnr.staged_codes import Staged, StagedCodes
 from torchrec_cnr.stores import Store

@@ -1,4 +1,7 @@
-"""Committed checkpoints, and the lineage from a head back to its baseline."""
+"""Committed checkpoints, and the lineage from a head back to its baseline.
+
+The head: what a running job stands on.
+"""
 
 import errno
 import logging
@@ -8,14 +11,40 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from torchrec_cnr import manifest_json
-from torchrec_cnr.bounded import read_whole
 from torchrec_cnr.errors import CheckpointNotFoundError, DamagedError, LoadError, StoreError
-from torchrec_cnr.head import Head
-from torchrec_cnr.manifest import FILE_NAME, CheckpointRef, Kind, Manifest, Shard, replacement_name
-from torchrec_cnr.manifest_format import PARENT_PATH
+from torchrec_cnr.manifest import FILE_NAME, CheckpointRef, History, Kind, Manifest, Shard, replacement_name
+from torchrec_cnr.manifest_parser import PARENT_PATH
 from torchrec_cnr.marking import settle
 from torchrec_cnr.pace import Bandwidth
-from torchrec_cnr.stores import Store
+from torchrec_cnr.stores import Store, read_whole
+
+
+@dataclass(frozen=True)
+class Head:
+    """The checkpoint that a running job stands on: what its next save may be a delta of.
+
+    Attributes:
+        lineage: From the baseline to the newest checkpoint, by full path.
+        created_ns: Time of the newest one's commit.
+        history: Of the lineage.
+        num_restores: Restores that the newest one's state has been through.
+    """
+
+    lineage: tuple[CheckpointRef, ...]
+    created_ns: int
+    history: History
+    num_restores: int
+
+    @property
+    def ref(self) -> CheckpointRef:
+        """The newest checkpoint."""
+        return self.lineage[-1]
+
+    @property
+    def baseline(self) -> CheckpointRef:
+        """The one that all deltas stand on."""
+        return self.lineage[0]
+
 
 logger = logging.getLogger(__name__)
 

@@ -31,10 +31,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from torchrec_cnr.errors import ConfigurationError, LoadError
 from torchrec_cnr.fences import restored_from
-from torchrec_cnr.fitting import QUANTIZED, Fit, Source, Wanted, fit
+from torchrec_cnr.fitting import QUANTIZED, Fit, LoadReport, Source, Wanted, fit
 from torchrec_cnr.inference_tables import TargetTables
 from torchrec_cnr.lineage import Lineage
-from torchrec_cnr.load_report import LoadReport
 from torchrec_cnr.pickles import refused
 from torchrec_cnr.ranked import saved_by_others
 from torchrec_cnr.read_items import InferenceReadItem, LoadMetadata, read_items, wanted_item

@@ -21,19 +21,19 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torchrec_cnr.decisions import refuse_policy
 from torchrec_cnr.due import Due
 from torchrec_cnr.errors import CheckpointExistsError, CNRError, ConfigurationError, SaveError, StoreError
+from torchrec_cnr.fitting import LoadReport
 from torchrec_cnr.handover import SaveMetadata
 from torchrec_cnr.lineage import read_checkpoint
-from torchrec_cnr.load_report import LoadReport
 from torchrec_cnr.maintenance.own_files import log_bytes
 from torchrec_cnr.maintenance.retention import Keep
 from torchrec_cnr.maintenance.upkeep import Upkeep
 from torchrec_cnr.manifest import FILE_NAME
-from torchrec_cnr.phases import Saved, SavePhases
 from torchrec_cnr.planner import CNRSavePlanner
 from torchrec_cnr.policies import MAX_RATIO, Compacted, OneShot, Policy
+from torchrec_cnr.progress import Saved, SavePhases
+from torchrec_cnr.pulse import RunRanks
 from torchrec_cnr.restoring import restore_newest
 from torchrec_cnr.row_logs import RowLog
-from torchrec_cnr.run_ranks import RunRanks
 from torchrec_cnr.schemes import Quantization
 from torchrec_cnr.staging import STAGING_BYTES
 from torchrec_cnr.stores import Store

@@ -3,32 +3,128 @@
 The file is one JSON object in a fixed frame, ``{"sha256":"<64 hex digits>","manifest":<body>}``: the digest is that of
 the body's bytes, and is also how other checkpoints refer to this one. What :func:`loads` returns was validated: it can
 be used without further checks but those of the blobs' own bytes.
+
+Packing: a large body of a manifest as a small one, of version 4, which holds it compressed.
+
+Manifests of many shards say much that repeats itself. Small ones stay as they are, for people and other programs.
+
+Manifests that this process has parsed: their bytes are read and hashed each time, but parsed once.
+
+Each save looks at the whole lineage that it goes on from, and each load does twice. A digest tells a manifest from all
+others, so what was validated under it stays valid, wherever it is read from.
 """
 
+import base64
+import binascii
 import hashlib
 import json
 import re
+import threading
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
+import zstandard
+
 from torchrec_cnr.boxes import Box
 from torchrec_cnr.collector import paused_collector
-from torchrec_cnr.earlier_versions import Version1, Version2
+from torchrec_cnr.earlier_versions import LoggedManifestParser, SplitManifestParser, Version1, Version2, log_range_json
 from torchrec_cnr.errors import DamagedError, VersionError
-from torchrec_cnr.known_manifests import KnownManifests
 from torchrec_cnr.manifest import Manifest, Pack, TensorEntry
-from torchrec_cnr.manifest_format import (
+from torchrec_cnr.manifest_parser import (
     FORMAT,
     LOGGED_VERSION,
     PACKED_VERSION,
     PLAIN_VERSION,
     SPLIT_VERSION,
     VERSION,
+    ManifestParser,
 )
-from torchrec_cnr.manifest_logs import LoggedManifestParser, SplitManifestParser, log_range_json
-from torchrec_cnr.manifest_packing import PLAIN_BYTES, packed, unpacked
-from torchrec_cnr.manifest_parser import ManifestParser
-from torchrec_cnr.row_sets import Blob, RowSet
+from torchrec_cnr.rows import Blob, RowSet
+
+_MOST_SHARDS = 1 << 18  # of all that is kept; each takes about one KiB
+
+
+class KnownManifests:
+    """The manifests that were used last, by the digests of their bodies.
+
+    Args:
+        most_shards: How many shards, packs and row sets those that are kept have, together.
+    """
+
+    def __init__(self, most_shards: int = _MOST_SHARDS) -> None:
+        self._most_shards = most_shards
+        self._lock = threading.Lock()
+        self._found: OrderedDict[str, tuple[Manifest, int]] = OrderedDict()
+        self._num_shards = 0
+
+    def get(self, digest: str) -> Manifest | None:
+        """The manifest with a digest, if it is kept."""
+        with self._lock:
+            if digest not in self._found:
+                return None
+            self._found.move_to_end(digest)
+            return self._found[digest][0]
+
+    def add(self, digest: str, manifest: Manifest) -> None:
+        """Keep a manifest that is valid, and let go of those that were not used for longest."""
+        shards = sum(len(entry.shards) + len(entry.folded or ()) for entry in manifest.tensors.values())
+        size = 1 + shards + len(manifest.packs) + len(manifest.row_sets) + len(manifest.objects)
+        with self._lock:
+            self._num_shards += size - self._found.pop(digest, (manifest, 0))[1]
+            self._found[digest] = (manifest, size)
+            while self._num_shards > self._most_shards:
+                self._num_shards -= self._found.popitem(last=False)[1][1]
+
+    def clear(self) -> None:
+        """Let go of all."""
+        with self._lock:
+            self._found.clear()
+            self._num_shards = 0
+
+
+PLAIN_BYTES = 1 << 20  # a body of more is packed
+MAX_BYTES = 1 << 30  # what a body is unpacked to, at most
+_PIECE_BYTES = 1 << 10  # of a frame; what one becomes is some tens of MiB at most
+_KEYS = ("format", "version", "created_ns", "zstd")
+
+
+def packed(body: bytes, created_ns: int) -> dict[str, Any]:
+    """What stands for a body of the version before."""
+    frame = zstandard.ZstdCompressor(write_content_size=True).compress(body)
+    values = (FORMAT, PACKED_VERSION, created_ns, base64.b64encode(frame).decode())
+    return dict(zip(_KEYS, values, strict=True))
+
+
+def unpacked(value: Mapping[str, Any], where: str) -> bytes:
+    """The body that was packed.
+
+    Args:
+        value: A parsed body of version 4.
+        where: Names the file in errors.
+
+    Raises:
+        DamagedError: It is none, or stands for too much.
+    """
+    try:
+        if tuple(value) != _KEYS:
+            raise DamagedError(f"{where}: its keys are not {list(_KEYS)}; use another checkpoint")
+        frame = base64.b64decode(value["zstd"], validate=True)
+        num_bytes = zstandard.frame_content_size(frame)
+        if not 0 < num_bytes <= MAX_BYTES or base64.b64encode(frame).decode() != value["zstd"]:
+            raise DamagedError(f"{where}: packed otherwise than manifests are; use another checkpoint")
+        decompressor, body = zstandard.ZstdDecompressor().decompressobj(), bytearray()
+        for start in range(0, len(frame), _PIECE_BYTES):  # whose size may be another than the one it declares
+            body += decompressor.decompress(frame[start : start + _PIECE_BYTES])
+            if decompressor.eof or len(body) > num_bytes:
+                break
+    except (zstandard.ZstdError, binascii.Error, TypeError, ValueError) as error:
+        raise DamagedError(f"{where}: it cannot be unpacked ({error}); use another checkpoint") from error
+    is_whole = decompressor.eof and start + _PIECE_BYTES >= len(frame) and not decompressor.unused_data
+    if not is_whole or len(body) != num_bytes:
+        raise DamagedError(f"{where}: it is not one zstd frame of {num_bytes} bytes; use another checkpoint")
+    return bytes(body)
+
 
 MOST_BYTES = 1 << 30  # of a manifest; one of so many describes some 80 TB of rows
 _FRAME = re.compile(rb'\{"sha256":"([0-9a-f]{64})","manifest":(.*)\}\n', re.DOTALL)

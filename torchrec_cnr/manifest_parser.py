@@ -3,6 +3,8 @@
 Checked are types and bounds, that blobs fill their packs without holes or overlaps, that boxes fill their tensors, that
 every blob has the size its rows need, and that whatever refers to something else refers to something of the right kind.
 This is the format's newest version; ``earlier_versions`` says in what the others differ. All give the same values.
+
+Constants of the format of manifests, which docs/format.md specifies.
 """
 
 import re
@@ -16,11 +18,20 @@ import numpy as np
 from torchrec_cnr.boxes import MOST_DIVIDED, Box, fills, lies_within
 from torchrec_cnr.errors import DamagedError
 from torchrec_cnr.manifest import DTYPES, CheckpointRef, History, Manifest, Pack, Place, Shard, TensorEntry
-from torchrec_cnr.manifest_format import PARENT_PATH
-from torchrec_cnr.row_sets import Blob, RowBlock, RowSet
-from torchrec_cnr.rows import MOST_CODED_ROWS, MOST_ROWS_PER_MEMBER
+from torchrec_cnr.rows import MOST_CODED_ROWS, MOST_ROWS_PER_MEMBER, Blob, RowBlock, RowSet
 from torchrec_cnr.schemes import Scheme, exact_row_bytes, scheme_from_json
 from torchrec_cnr.tails import may_be_split
+
+FORMAT = "torchrec_cnr"
+VERSION = 6  # the newest that is read
+SPLIT_VERSION = 6  # written where blobs are split
+LOGGED_VERSION = 5  # written where packs lie in a log
+PACKED_VERSION = 4  # holds another version, compressed
+PLAIN_VERSION = 3  # all others
+
+# How a checkpoint names another: '../' first, then plain names.
+PARENT_PATH = re.compile(r"(\.\./)+(?!\.\.?(/|$))[^/\\\x00-\x1f]+(/(?!\.\.?(/|$))[^/\\\x00-\x1f]+)*")
+
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
 _SURROGATE = re.compile("[\ud800-\udfff]")  # alone: a pair is one character by now

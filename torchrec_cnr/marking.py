@@ -10,11 +10,10 @@ import uuid
 from collections.abc import Callable
 
 from torchrec_cnr import manifest_json
-from torchrec_cnr.bounded import read_whole
 from torchrec_cnr.errors import CheckpointExistsError, DamagedError, StoreError
 from torchrec_cnr.manifest import FILE_NAME
 from torchrec_cnr.row_logs import Marker, RowLog, root_id
-from torchrec_cnr.stores import Store
+from torchrec_cnr.stores import Store, read_whole
 
 logger = logging.getLogger(__name__)
 

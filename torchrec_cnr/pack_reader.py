@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torchrec_cnr.errors import ConfigurationError, DamagedError, StoreError
 from torchrec_cnr.manifest import Pack
 from torchrec_cnr.packs import crc32c
-from torchrec_cnr.row_sets import Blob
+from torchrec_cnr.rows import Blob
 from torchrec_cnr.stores import Bytes, Store
 
 _SPAN_BYTES = 16 << 20

@@ -18,7 +18,7 @@ from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.manifest import Pack
 from torchrec_cnr.pace import Pace
 from torchrec_cnr.row_logs import PackTarget
-from torchrec_cnr.row_sets import Blob
+from torchrec_cnr.rows import Blob
 from torchrec_cnr.stores import Bytes
 
 PACK_BYTES = 16 << 20

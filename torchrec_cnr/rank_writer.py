@@ -26,10 +26,9 @@ from torchrec_cnr.handover import ShardData
 from torchrec_cnr.manifest import DTYPES, Place, Shard
 from torchrec_cnr.modified import RowMask, Rows
 from torchrec_cnr.packs import PackWriter
-from torchrec_cnr.phases import SavePhases
-from torchrec_cnr.progress import Count
+from torchrec_cnr.progress import Count, SavePhases
 from torchrec_cnr.row_blocks import Member
-from torchrec_cnr.row_sets import Blob, RowSet
+from torchrec_cnr.rows import Blob, RowSet
 from torchrec_cnr.schemes import NoQuantization, Scheme, SchemeRules
 from torchrec_cnr.shards import dtype_name
 

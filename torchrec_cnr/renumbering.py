@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from torchrec_cnr.manifest import Shard, TensorEntry
-from torchrec_cnr.row_sets import Blob, RowBlock, RowSet
+from torchrec_cnr.rows import Blob, RowBlock, RowSet
 
 
 def moved_block(block: RowBlock, place: Callable[[Blob], Blob]) -> RowBlock:

@@ -10,8 +10,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from torchrec_cnr.errors import CheckpointNotFoundError, CNRError, DamagedError
+from torchrec_cnr.fitting import LoadReport
 from torchrec_cnr.load_planner import CNRLoadPlanner
-from torchrec_cnr.load_report import LoadReport
 from torchrec_cnr.newest import newest_first
 from torchrec_cnr.progress import Progress
 from torchrec_cnr.reader import CNRStorageReader

@@ -27,8 +27,7 @@ from torch import Tensor
 from torchrec_cnr.boxes import Box
 from torchrec_cnr.manifest import Manifest, Pack, Place
 from torchrec_cnr.modified import RowMask
-from torchrec_cnr.row_sets import Blob, RowBlock
-from torchrec_cnr.rows import MOST_CODED_ROWS
+from torchrec_cnr.rows import MOST_CODED_ROWS, Blob, RowBlock
 from torchrec_cnr.schemes import Scheme
 
 _KEY = re.compile(r"(?P<block>.*/(?P<block_rows>\d{1,9})x(?P<number>\d{1,18}))/(?P<slot>\d{1,9})", re.DOTALL)

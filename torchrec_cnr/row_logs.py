@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from torchrec_cnr.log_ranges import LogRange
+from torchrec_cnr.manifest import LogRange
 from torchrec_cnr.store_urls import without_client
 from torchrec_cnr.streams import Buffer
 

@@ -2,6 +2,8 @@
 
 A store writes files once and whole. ``put_new`` is the commit primitive: the name either holds all bytes, durably, or
 does not exist, and of several writers one wins. Every failure becomes a ``StoreError`` that names the file.
+
+Files that are read as a whole, whoever wrote them: no longer than they may be.
 """
 
 import errno
@@ -20,14 +22,13 @@ import numpy.typing as npt
 from fsspec.implementations.local import LocalFileSystem
 
 from torchrec_cnr import local_files
-from torchrec_cnr.errors import CheckpointExistsError, CNRError, ConfigurationError, StoreError
-from torchrec_cnr.listings import Listing
+from torchrec_cnr.errors import CheckpointExistsError, CNRError, ConfigurationError, DamagedError, StoreError
 from torchrec_cnr.local_files import link_new, missing_above, open_plain, pass_over, sync_directory
 from torchrec_cnr.pace import Bandwidth
 from torchrec_cnr.remote_files import Result, is_object_store, is_refused, put_whole, tried_again
 from torchrec_cnr.row_logs import RowLog
 from torchrec_cnr.store_urls import checked_url, without_client
-from torchrec_cnr.streams import Buffer, Stream, give_up
+from torchrec_cnr.streams import Buffer, Listing, Stream, give_up
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -346,3 +347,21 @@ class Store:
             failure = StoreError(f"cannot {action} {where}: {type(error).__name__}: {error}")
             failure.errno = getattr(error, "errno", None) or _ERRNO.get(type(error))
             raise failure from error
+
+
+def read_whole(store: Store, name: str, most_bytes: int) -> bytes:
+    """All bytes of a file.
+
+    Raises:
+        DamagedError: It has more than ``most_bytes``, or is a link or a pipe.
+        StoreError: It cannot be read; its ``errno`` is ``ENOENT`` where it does not exist.
+    """
+    num_bytes = 0
+    if store.is_local:
+        with suppress(OSError):  # which is told when it is read
+            num_bytes = os.stat(store.child(name), follow_symlinks=False).st_size
+    if num_bytes <= most_bytes:
+        data = store.read(name, 0, most_bytes + 1)
+        if len(data) <= most_bytes:
+            return data
+    raise DamagedError(f"{store.url}/{name}: more than the {most_bytes} bytes it may have; use another checkpoint")

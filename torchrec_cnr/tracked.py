@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchrec_cnr.digests import digest_rows
 from torchrec_cnr.errors import ConfigurationError
-from torchrec_cnr.head import Head
+from torchrec_cnr.lineage import Head
 from torchrec_cnr.modified import ModifiedRows
 from torchrec_cnr.shards import MemoryKey, memory_key
 

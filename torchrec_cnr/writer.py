@@ -33,24 +33,21 @@ from torch.futures import Future
 from torch.profiler import record_function
 
 from torchrec_cnr.agreement import RankData
-from torchrec_cnr.assembly import assemble
-from torchrec_cnr.block_writing import BlockWriter, Predecessor
+from torchrec_cnr.assembly import ManifestFile, assemble, commit, file_of, manifest_of
+from torchrec_cnr.block_writing import BlockWriter, Predecessor, forget_superseded, predecessor
 from torchrec_cnr.collector import paused_collector
-from torchrec_cnr.commit import ManifestFile, commit, file_of, manifest_of
 from torchrec_cnr.cuts import TIMEOUT_SECS
 from torchrec_cnr.decisions import Decision
 from torchrec_cnr.errors import CheckpointExistsError, ConfigurationError
 from torchrec_cnr.fences import Fence, fence_of
 from torchrec_cnr.handover import CNRStorageMeta, SaveMetadata
-from torchrec_cnr.kernels.threads import one_thread
+from torchrec_cnr.kernels.compiling import one_thread
 from torchrec_cnr.leases import Lease
 from torchrec_cnr.manifest import FILE_NAME, Manifest
 from torchrec_cnr.pace import Bandwidth, Pace, check_cpu_share
 from torchrec_cnr.packs import PACK_BYTES, PackWriter, check_pack_bytes, check_thread_count
-from torchrec_cnr.phases import SavePhases
 from torchrec_cnr.policies import Since
-from torchrec_cnr.predecessors import forget_superseded, predecessor
-from torchrec_cnr.progress import Count, Progress
+from torchrec_cnr.progress import Count, Progress, SavePhases
 from torchrec_cnr.rank_writer import RankWriter
 from torchrec_cnr.row_logs import BlockTarget, PackTarget, RowLog, root_id
 from torchrec_cnr.schemes import NoQuantization, Quantization, SchemeRules
@@ -269,7 +266,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         decision = metadata.decision if isinstance(metadata, SaveMetadata) else None
         if decision is None:
             decision = Decision(self._save_id, Since.EVER, policy="Full")
-        with record_function("torchrec_cnr.commit"):
+        with record_function("torchrec_cnr.assembly"):
             manifest, file, rank_phases = self._manifest_file(decision, metadata, results)
             commit(self._store, file, self._lease, self._fence)
         if self._log is not None and self._log.block_bytes is not None and self._fence is not None:

@@ -17,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_cnr import manifest_json
-from torchrec_cnr.log_ranges import LogRange
-from torchrec_cnr.manifest import FILE_NAME, CheckpointRef, Pack
+from torchrec_cnr.manifest import FILE_NAME, CheckpointRef, LogRange, Pack
 from torchrec_cnr.row_logs import Marker
 
 STEPS = ("step-1", "step-2", "step-3")

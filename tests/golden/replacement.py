@@ -18,8 +18,7 @@ from torchrec_cnr.manifest import CheckpointRef, History, Manifest, Pack, Shard,
 from torchrec_cnr.manifest import replacement_name as name_of_replacement
 from torchrec_cnr.pack_reader import PackReader
 from torchrec_cnr.packs import PackWriter
-from torchrec_cnr.row_sets import Blob, RowBlock, RowSet
-from torchrec_cnr.rows import CodedRows, Rows, decode_rows
+from torchrec_cnr.rows import Blob, CodedRows, RowBlock, Rows, RowSet, decode_rows
 from torchrec_cnr.stores import Store
 
 

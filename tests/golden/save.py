@@ -21,7 +21,7 @@ from torchrec_cnr.encoding import EncodedRowSet, EncodedShard, Source, write_all
 from torchrec_cnr.manifest import FILE_NAME, CheckpointRef, History, Manifest, Pack, Place, Shard, TensorEntry
 from torchrec_cnr.modified import RowMask
 from torchrec_cnr.packs import PackWriter
-from torchrec_cnr.row_sets import Blob, RowSet
+from torchrec_cnr.rows import Blob, RowSet
 from torchrec_cnr.shards import dtype_name
 from torchrec_cnr.stores import Store
 

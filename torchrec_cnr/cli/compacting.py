@@ -8,9 +8,9 @@ from torchrec_cnr.cli.options import AsJson, Kafka, KafkaFile, KafkaSettings, Th
 from torchrec_cnr.cli.output import print_json, progress_bar, stdout
 from torchrec_cnr.leases import leased
 from torchrec_cnr.lineage import read_checkpoint
-from torchrec_cnr.maintenance import rewriting
+from torchrec_cnr.maintenance import replacing
+from torchrec_cnr.maintenance.catalog import checkpoint_at
 from torchrec_cnr.maintenance.compaction import CompactionPlan, plan_compaction
-from torchrec_cnr.maintenance.places import checkpoint_at
 from torchrec_cnr.policies import MAX_RATIO
 from torchrec_cnr.quantities import bytes_text, count_text, name_text, ratio_text
 
@@ -56,7 +56,7 @@ def compact(
         )
         if not dry_run:
             with progress_bar("copying rows", not as_json) as report:
-                rewriting.execute(plan, thread_count=threads, progress=report)
+                replacing.execute(plan, thread_count=threads, progress=report)
     if as_json:
         print_json(_json(plan, is_done=not dry_run and plan.is_needed))
     else:

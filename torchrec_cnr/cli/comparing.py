@@ -9,11 +9,20 @@ from rich.console import Console
 from rich.text import Text
 
 from torchrec_cnr.cli.contents import print_under
-from torchrec_cnr.cli.dotted import Dotted, common_prefix
 from torchrec_cnr.cli.options import AsJson, Everything, Kafka, KafkaFile, KafkaSettings, Threads, rows_log
-from torchrec_cnr.cli.output import grid, heading, left_out, name, print_json, progress_bar, stdout
+from torchrec_cnr.cli.output import (
+    Dotted,
+    common_prefix,
+    grid,
+    heading,
+    left_out,
+    name_cell,
+    print_json,
+    progress_bar,
+    stdout,
+)
+from torchrec_cnr.maintenance.catalog import checkpoint_at
 from torchrec_cnr.maintenance.comparing import Comparison, TensorComparison, compare
-from torchrec_cnr.maintenance.places import checkpoint_at
 from torchrec_cnr.quantities import count_text, percent_text, ratio_text
 
 _LINES = 10  # of other tensors
@@ -58,9 +67,9 @@ def _document(found: Comparison) -> dict[str, Any]:
 
 
 def _print(console: Console, found: Comparison, everything: bool) -> None:
-    console.print(Text.assemble("a  ", name(found.a, "bold"), overflow="fold"))
-    console.print(Text.assemble("b  ", name(found.b, "bold"), overflow="fold"))
-    console.print(name(_relation(found), "dim"))
+    console.print(Text.assemble("a  ", name_cell(found.a, "bold"), overflow="fold"))
+    console.print(Text.assemble("b  ", name_cell(found.b, "bold"), overflow="fold"))
+    console.print(name_cell(_relation(found), "dim"))
     if found.is_same:
         console.print(Text("\nno difference", "bold green"))
         return

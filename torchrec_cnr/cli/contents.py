@@ -8,13 +8,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from torchrec_cnr.cli.dotted import Dotted, common_prefix
-from torchrec_cnr.cli.output import bare_grid, grid, heading, left_out, name
+from torchrec_cnr.cli.output import Dotted, bare_grid, common_prefix, grid, heading, left_out, name_cell
 from torchrec_cnr.lineage import Checkpoint, Lineage
-from torchrec_cnr.log_ranges import LogRange
 from torchrec_cnr.maintenance.own_files import log_bytes
 from torchrec_cnr.maintenance.restore_bytes import restore_bytes, tensor_bytes
-from torchrec_cnr.manifest import Manifest, TensorEntry
+from torchrec_cnr.manifest import LogRange, Manifest, TensorEntry
 from torchrec_cnr.quantities import age_text, bytes_text, count_text, instant_text, percent_text, share_text
 from torchrec_cnr.schemes import Scheme
 
@@ -60,7 +58,7 @@ def print_contents(
     """Print everything that a manifest tells, or, of many tensors and packs, the largest."""
     manifest = checkpoint.manifest
     kind = f"compacted {checkpoint.kind}" if checkpoint.is_compacted else checkpoint.kind
-    console.print(Text.assemble(name(checkpoint.store.url, "bold"), f"  {kind}", overflow="fold"))
+    console.print(Text.assemble(name_cell(checkpoint.store.url, "bold"), f"  {kind}", overflow="fold"))
     console.print(_facts(checkpoint, lineage, problem))
     tables = {fqn: entry for fqn, entry in manifest.tensors.items() if entry.is_table}
     others = {fqn: entry for fqn, entry in manifest.tensors.items() if not entry.is_table}
@@ -79,7 +77,7 @@ def _facts(checkpoint: Checkpoint, lineage: Lineage | None, problem: str | None)
     table.columns[0].style = "dim"
     age = age_text(time.time_ns() - checkpoint.created_ns)
     table.add_row("committed", f"{instant_text(checkpoint.created_ns)}, {age} ago")
-    table.add_row("stands on", Text(_stands_on(lineage)) if lineage is not None else name(problem or "", "red"))
+    table.add_row("stands on", Text(_stands_on(lineage)) if lineage is not None else name_cell(problem or "", "red"))
     if lineage is not None:
         read_bytes = bytes_text(restore_bytes(lineage))
         table.add_row("restore", f"reads {read_bytes} of {count_text(len(lineage.checkpoints), 'checkpoint')}")
@@ -88,13 +86,13 @@ def _facts(checkpoint: Checkpoint, lineage: Lineage | None, problem: str | None)
     of_manifest = f"with {bytes_text(checkpoint.manifest_bytes)} of manifest"
     table.add_row("size", f"{bytes_text(checkpoint.num_bytes)}, {of_manifest}{in_log}")
     ranks, restores = count_text(manifest.world_size, "rank"), count_text(manifest.num_restores, "restore")
-    table.add_row("saved by", name(f"{manifest.writer} on {ranks}, policy {manifest.policy}, after {restores}"))
+    table.add_row("saved by", name_cell(f"{manifest.writer} on {ranks}, policy {manifest.policy}, after {restores}"))
     table.add_row("sha256", checkpoint.sha256)
     return table
 
 
 def _stands_on(lineage: Lineage) -> str:
-    names = [name(link.store.path.rpartition("/")[2]).plain for link in lineage.checkpoints[:-1]]
+    names = [name_cell(link.store.path.rpartition("/")[2]).plain for link in lineage.checkpoints[:-1]]
     if not names:
         return "nothing: a baseline"
     if len(names) > _MANY_LINKS:
@@ -178,8 +176,8 @@ def _print_packs(console: Console, uses: Sequence[PackUse], everything: bool) ->
     for use in shown:
         place = f"{use.directory}/" if use.directory is not None else ""
         used = percent_text(use.blob_bytes / use.num_bytes)
-        log = [name("" if use.log is None else str(use.log)) for _ in in_kafka]
-        table.add_row(name(place + use.name), bytes_text(use.num_bytes), f"{use.num_blobs:,}", used, *log)
+        log = [name_cell("" if use.log is None else str(use.log)) for _ in in_kafka]
+        table.add_row(name_cell(place + use.name), bytes_text(use.num_bytes), f"{use.num_blobs:,}", used, *log)
     console.print(heading("packs", "those in other directories are used by this checkpoint, too" if has_others else ""))
     console.print(table)
     for line in left_out(len(uses) - len(shown), "packs"):

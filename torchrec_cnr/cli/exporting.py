@@ -9,7 +9,7 @@ from torchrec_cnr.cli.output import print_json, progress_bar, stdout
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.lineage import read_checkpoint
 from torchrec_cnr.maintenance import exporting, importing
-from torchrec_cnr.maintenance.places import checkpoint_at
+from torchrec_cnr.maintenance.catalog import checkpoint_at
 from torchrec_cnr.quantities import bytes_text, count_text, name_text
 from torchrec_cnr.schemes import AdaptiveAsymmetric, Asymmetric, NoQuantization, Quantization
 

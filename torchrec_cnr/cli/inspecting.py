@@ -10,8 +10,8 @@ from torchrec_cnr.cli.options import AsJson, Everything, Kafka, KafkaFile, Kafka
 from torchrec_cnr.cli.output import print_json, stdout
 from torchrec_cnr.errors import LoadError
 from torchrec_cnr.lineage import Checkpoint, Lineage, read_checkpoint, read_lineage
+from torchrec_cnr.maintenance.catalog import checkpoint_at
 from torchrec_cnr.maintenance.own_files import log_bytes
-from torchrec_cnr.maintenance.places import checkpoint_at
 from torchrec_cnr.maintenance.restore_bytes import restore_bytes, tensor_bytes
 from torchrec_cnr.manifest import TensorEntry
 

@@ -3,23 +3,106 @@
 Plots by checkpoint count the checkpoints that the job saved, from 1 on; a compaction stands between the checkpoint that
 it followed and the next. Of many points, those are drawn that can be told apart, and all extremes; see ``thinning``. No
 name of the store appears in a plot.
+
+The axes of a plot: what they count, where their ticks stand, and the legend above them.
+
+Fewer points for the same picture.
+
+A line of many points looks the same if, in each column of the picture, only the first, last, lowest and highest point
+are kept (M4 aggregation, Jugel et al., VLDB 2014). So a plot stays small however long a run was, and no extreme is
+lost.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC
 from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.dates import date2num
+from matplotlib.dates import AutoDateLocator, ConciseDateFormatter, date2num
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 
-from torchrec_cnr.cli.axes import add_legend, date_axis, number_checkpoints, plot_axes
-from torchrec_cnr.cli.inline_svg import LIGHT
-from torchrec_cnr.cli.thinning import thin
+from torchrec_cnr.cli.inline_svg import LIGHT, page_style
 from torchrec_cnr.maintenance.history import Event, EventKind, RunHistory
 from torchrec_cnr.quantities import bytes_unit
+
+
+def thin(xs: NDArray[np.float64], ys: NDArray[np.float64], num_columns: int) -> NDArray[np.intp]:
+    """Which points to draw: all, where they are few, else at most four in each column.
+
+    Args:
+        xs: [N], not decreasing.
+        ys: [N].
+        num_columns: Into which the span of ``xs`` is divided.
+
+    Returns:
+        Indices of points, strictly increasing.
+    """
+    if len(xs) <= 4 * num_columns:
+        return np.arange(len(xs))
+    span = xs[-1] - xs[0]
+    columns = ((xs - xs[0]) * (num_columns / span)).astype(np.intp) if span else np.zeros(len(xs), np.intp)
+    columns = np.minimum(columns, num_columns - 1)
+    starts = np.flatnonzero(np.diff(columns, prepend=-1))
+    ends = np.append(starts[1:], len(xs)) - 1
+    by_height = np.lexsort((ys, columns))  # columns stay where they are, and begin with their lowest point
+    return np.unique(np.concatenate((starts, ends, by_height[starts], by_height[ends])))
+
+
+_SIZE = (480 / 72, 276 / 72)  # inches of 72 units
+_NUM_TICKS = 6
+
+
+@contextmanager
+def plot_axes(unit: str) -> Iterator[tuple[Figure, Axes]]:
+    """A figure of one plot, with what its vertical axis counts."""
+    with page_style():
+        figure = Figure(figsize=_SIZE, dpi=72, layout="constrained")
+        axes = figure.subplots()
+        axes.set_ylabel(unit)
+        axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+        yield figure, axes
+
+
+def number_checkpoints(axes: Axes, num_saves: int) -> None:
+    """The axis of checkpoints, with whole numbers from the first to the last."""
+    last = max(num_saves, 1)
+    room = 0.5 + 0.01 * last
+    axes.set_xlim(1 - room, last + room)
+    ticks = MaxNLocator(_NUM_TICKS, integer=True, steps=[1, 2, 5, 10]).tick_values(1, last)
+    axes.xaxis.set_major_locator(FixedLocator([tick for tick in ticks if tick in range(1, last + 1)]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.set_xlabel("checkpoint")
+
+
+def date_axis(axes: Axes) -> None:
+    """An axis of time, in days since 1970: a tick has what changes, what does not stands at the right."""
+    locator = AutoDateLocator(tz=UTC, minticks=2, maxticks=5)  # with 3 it would know no interval for 50 hours
+    form = ConciseDateFormatter(
+        locator,
+        tz=UTC,
+        formats=["%Y", "%b", "%d %b", "%H:%M", "%H:%M", "%H:%M:%S"],
+        zero_formats=["", "%Y", "%d %b", "%d %b", "%H:%M", "%H:%M:%S"],
+        offset_formats=["", "%Y", "%Y", "%d %b %Y", "%d %b %Y", "%d %b %Y"],
+    )
+    axes.xaxis.set_major_locator(locator)
+    axes.xaxis.set_major_formatter(form)
+    axes.set_xlabel("time, UTC")
+
+
+def add_legend(figure: Figure) -> None:
+    """Above the plot; marks have one size there, however small they are in the plot."""
+    legend = figure.legend(loc="outside upper left", ncols=5, handlelength=1.6, columnspacing=1.2, borderaxespad=0)
+    for handle in legend.legend_handles:
+        if isinstance(handle, Line2D) and handle.get_linestyle() == "None":
+            handle.set_markersize(7)
+
 
 Floats = NDArray[np.float64]
 

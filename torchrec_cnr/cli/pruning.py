@@ -6,13 +6,12 @@ import typer
 from rich.text import Text
 
 from torchrec_cnr.cli.options import AsJson, Kafka, KafkaFile, KafkaSettings, rows_log
-from torchrec_cnr.cli.output import bare_grid, name, print_json, progress_bar, stdout
+from torchrec_cnr.cli.output import bare_grid, name_cell, print_json, progress_bar, stdout
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.maintenance import prune_execution, pruning
-from torchrec_cnr.maintenance.catalog import Catalog, read_catalog
-from torchrec_cnr.maintenance.places import check_root
+from torchrec_cnr.maintenance.catalog import Catalog, check_root, read_catalog
 from torchrec_cnr.maintenance.prune_execution import PruneResult
-from torchrec_cnr.maintenance.prune_plan import PrunePlan
+from torchrec_cnr.maintenance.pruning import PrunePlan
 from torchrec_cnr.maintenance.retention import Best, Keep
 from torchrec_cnr.quantities import bytes_text, count_text
 
@@ -102,16 +101,16 @@ def _print(plan: PrunePlan, result: PruneResult | None) -> None:
     lines = bare_grid("what", "size", "name", "why")
     for removal in plan.removals:
         why = "" if removal.pruned is not None else "files that nothing needs"
-        lines.add_row(Text("goes", "red"), bytes_text(removal.num_bytes), name(removal.entry.name), why)
+        lines.add_row(Text("goes", "red"), bytes_text(removal.num_bytes), name_cell(removal.entry.name), why)
     for directory, reasons in plan.stays.items():
         size = bytes_text(plan.catalog.entries[directory].num_bytes) if directory in plan.catalog.entries else ""
-        lines.add_row(Text("stays", "green"), size, name(directory), name("; ".join(reasons)))
+        lines.add_row(Text("stays", "green"), size, name_cell(directory), name_cell("; ".join(reasons)))
     console.print(lines)
     if result is None:
         gone, freed = count_text(len(plan.pruned), "checkpoint"), bytes_text(plan.freed_bytes)
         console.print(f"{gone} would go, {freed} be freed, {bytes_text(plan.left_bytes)} be left; --execute does it")
         return
     for directory, reasons in result.failed.items():
-        console.print(Text.assemble(("not removed: ", "bold red"), name(directory), "  ", "; ".join(reasons)))
+        console.print(Text.assemble(("not removed: ", "bold red"), name_cell(directory), "  ", "; ".join(reasons)))
     gone, freed = count_text(len(result.removed), "checkpoint"), bytes_text(result.freed_bytes)
     console.print(Text.assemble(("✓ ", "bold green"), f"{gone} removed, {freed} freed"))

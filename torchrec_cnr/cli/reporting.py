@@ -10,9 +10,8 @@ from torchrec_cnr.cli.options import AsJson, Kafka, KafkaFile, KafkaSettings, ro
 from torchrec_cnr.cli.output import print_json, progress_bar, stdout
 from torchrec_cnr.cli.report_page import BEGINNING, render
 from torchrec_cnr.errors import ConfigurationError
-from torchrec_cnr.maintenance.catalog import read_catalog
+from torchrec_cnr.maintenance.catalog import check_root, read_catalog
 from torchrec_cnr.maintenance.histories import run_history
-from torchrec_cnr.maintenance.places import check_root
 from torchrec_cnr.quantities import count_text, name_text
 from torchrec_cnr.stores import Store
 

@@ -8,7 +8,7 @@ import typer
 from rich.text import Text
 
 from torchrec_cnr.cli.options import AsJson, Kafka, KafkaFile, KafkaSettings, Threads, rows_log
-from torchrec_cnr.cli.output import bare_grid, name, print_json, progress_bar, stdout
+from torchrec_cnr.cli.output import bare_grid, name_cell, print_json, progress_bar, stdout
 from torchrec_cnr.maintenance import verifying
 from torchrec_cnr.maintenance.verifying import VerifyReport
 from torchrec_cnr.quantities import bytes_text, count_text
@@ -47,11 +47,11 @@ def verify(
 def _print(found: VerifyReport) -> None:
     console = stdout()
     for place, problems in groupby(found.problems, key=lambda problem: problem.file or problem.checkpoint):
-        console.print(name(place, "bold"))
+        console.print(name_cell(place, "bold"))
         lines = bare_grid("mark", "message")
         for problem in problems:
             text = problem.message.removeprefix(f"{place}: ").removesuffix("; use another checkpoint")
-            lines.add_row(Text("✗", "red"), name(text))
+            lines.add_row(Text("✗", "red"), name_cell(text))
         console.print(lines)
     num_checkpoints, num_blobs = count_text(len(found.checkpoints), "checkpoint"), count_text(found.num_blobs, "blob")
     extent = f"{num_checkpoints}, {num_blobs}, {bytes_text(found.num_bytes)}"

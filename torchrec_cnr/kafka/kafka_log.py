@@ -17,8 +17,7 @@ from torchrec_cnr.kafka.producing import Producing, Record
 from torchrec_cnr.kafka.records import pack_name, part_number
 from torchrec_cnr.kafka.targets import KafkaBlocks, KafkaTarget, Rows, tombstones
 from torchrec_cnr.kafka.topics import TopicRules, Topics
-from torchrec_cnr.log_ranges import LogRange
-from torchrec_cnr.manifest import Pack
+from torchrec_cnr.manifest import LogRange, Pack
 from torchrec_cnr.row_logs import Marker
 
 MARKER_SUFFIX = "-markers"

@@ -7,15 +7,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from torchrec_cnr.earlier_versions import TOPIC
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.kafka.clients import BATCH_BYTES, MOST_RECORD_BYTES, OWN_SETTINGS, Cluster
 from torchrec_cnr.kafka.consuming import forget_consumers
 from torchrec_cnr.kafka.kafka_log import MARKER_SUFFIX, KafkaLog, LogRules, forget_logs, log_of
 from torchrec_cnr.kafka.targets import KafkaBlocks, KafkaTarget
 from torchrec_cnr.kafka.topics import TopicRules
-from torchrec_cnr.log_ranges import LogRange
-from torchrec_cnr.manifest import Pack
-from torchrec_cnr.manifest_logs import TOPIC
+from torchrec_cnr.manifest import LogRange, Pack
 from torchrec_cnr.row_logs import Marker
 
 _ENVELOPE_BYTES = 4 << 10  # of a record, beside its value

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torchrec_cnr.kafka.clients import Cluster
 from torchrec_cnr.kafka.producing import Producing, Record
 from torchrec_cnr.kafka.records import pack_header, part_header, part_key, parts_of
-from torchrec_cnr.log_ranges import LogRange
+from torchrec_cnr.manifest import LogRange
 from torchrec_cnr.streams import Buffer
 
 

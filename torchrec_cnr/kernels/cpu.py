@@ -8,12 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrec_cnr.kernels import fused, kmeans
+from torchrec_cnr.kernels import clustering, fused
 from torchrec_cnr.kernels.clustering import cluster_scratch_for
-from torchrec_cnr.kernels.compiling import Kernel
+from torchrec_cnr.kernels.compiling import Kernel, in_parallel
+from torchrec_cnr.kernels.fused import scratch_for
 from torchrec_cnr.kernels.plans import SearchPlan
-from torchrec_cnr.kernels.scratch import scratch_for
-from torchrec_cnr.kernels.threads import in_parallel
 
 
 def encode_rows(table: Tensor, rows: Tensor, bits: int, plan: SearchPlan, row_bytes: int) -> tuple[Tensor, Tensor]:
@@ -31,13 +30,13 @@ def decode_rows(codes: Tensor, positions: Tensor, bits: int, first_col: int, tar
 def encode_clusters(table: Tensor, rows: Tensor, bits: int, row_bytes: int) -> tuple[Tensor, Tensor]:
     """Encode rows of a table by k-means; see ``kernels.encode_clusters``."""
     make_scratch = partial(cluster_scratch_for, table.shape[1], 1 << bits)
-    return _encode(kmeans.encode, table, rows, (bits, row_bytes), row_bytes, make_scratch, chunk_rows=64)
+    return _encode(clustering.encode, table, rows, (bits, row_bytes), row_bytes, make_scratch, chunk_rows=64)
 
 
 def decode_clusters(codes: Tensor, positions: Tensor, bits: int, first_col: int, target: Tensor, rows: Tensor) -> None:
     """Decode rows of k-means into a target; see ``kernels.decode_clusters``."""
     # Looking codes up takes about fourteen times as long.
-    _decode(kmeans.decode, codes, positions, bits, first_col, target, rows, chunk_elements=1 << 17)
+    _decode(clustering.decode, codes, positions, bits, first_col, target, rows, chunk_elements=1 << 17)
 
 
 def _encode(

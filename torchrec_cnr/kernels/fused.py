@@ -3,20 +3,31 @@
 With 2, 4 and 8 bits these are FBGEMM's fused row-wise layout (``FloatToFusedNBitRowwiseQuantizedSBHalf``), whose codes
 fill pairs of bytes; with 3 bits, which FBGEMM does not have, eight codes take three bytes. Encoding reads rows by their
 numbers straight from the table; decoding writes them straight into the target's rows. Nothing is allocated here.
+
+Packing: the codes of 16 rows, one a lane, into the bytes of each, lowest bits first.
+
+Memory that kernels work in: a thread makes it and hands it to them, because compiled code allocates nothing.
 """
 
+from typing import Any, NamedTuple
+
 import numpy as np
+import numpy.typing as npt
 from numba import njit
 
 from torchrec_cnr.kernels.compiling import Kernel, named
-from torchrec_cnr.kernels.lanes import exact_times_plus, halves, spread, where
-from torchrec_cnr.kernels.llvm import LANES
+from torchrec_cnr.kernels.lanes import LANES, exact_times_plus, halves, shifted, spread, where, whole
 from torchrec_cnr.kernels.memory import (
     CACHE_LINE_BYTES,
     code_at,
     half_at,
+    load,
     load_tile,
+    load_words,
     prefetch_row,
+    put_4_words,
+    put_8_words,
+    put_16_words,
     put_element,
     put_words,
     store,
@@ -25,9 +36,74 @@ from torchrec_cnr.kernels.memory import (
     unpacked_4,
     widened_bytes,
 )
-from torchrec_cnr.kernels.packing import put_codes
-from torchrec_cnr.kernels.plans import SCALE_AND_BIAS_BYTES
-from torchrec_cnr.kernels.search import find_range
+from torchrec_cnr.kernels.plans import SCALE_AND_BIAS_BYTES, SearchPlan
+from torchrec_cnr.kernels.search import find_range, inverse_of, position_of
+
+
+@njit(inline="always")
+def _word_of(tile, start, stop, bits, inverse, bias, top):
+    """The codes of some columns in one word, the first in its lowest bits."""
+    word = whole(spread(0.0))
+    for column in range(stop - 1, start - 1, -1):
+        word = shifted(word, bits) | whole(position_of(load(tile, column * LANES), inverse, bias, top))
+    return word
+
+
+def _putting_words(bits):
+    """A function that puts words of codes of so many bits: a constant, so that a word is made without a loop."""
+    per_word = 32 // bits
+
+    def put_words_of_codes(tile, words, num_cols, codes, offsets, scale, bias, is_right):
+        top, nothing, inverse = spread((1 << bits) - 1), whole(spread(0.0)), inverse_of(scale)
+        num_words = 0
+        for start in range(0, num_cols, per_word):
+            if start + per_word <= num_cols:
+                word = nothing
+                for number in range(per_word):
+                    code = whole(position_of(load(tile, (start + number) * LANES), inverse, bias, top))
+                    word = word | shifted(code, number * bits)
+            else:
+                word = _word_of(tile, start, num_cols, bits, inverse, bias, top)
+            store(words, num_words * LANES, where(is_right, word, nothing))
+            num_words += 1
+            if num_words == LANES or start + per_word >= num_cols:
+                _put_rows(codes, offsets, (start // per_word + 1 - num_words) * 4, words, num_words)
+                num_words = 0
+
+    return njit(named(put_words_of_codes, bits))
+
+
+_put_words_2, _put_words_4, _put_words_8 = _putting_words(2), _putting_words(4), _putting_words(8)
+
+
+@njit
+def put_codes(tile, words, num_cols, bits, codes, offsets, scale, bias, is_right):
+    """The codes of 16 rows. The last word of a row may reach into its scale and bias, which come later."""
+    if bits == 2:
+        _put_words_2(tile, words, num_cols, codes, offsets, scale, bias, is_right)
+    elif bits == 4:
+        _put_words_4(tile, words, num_cols, codes, offsets, scale, bias, is_right)
+    elif bits == 8:
+        _put_words_8(tile, words, num_cols, codes, offsets, scale, bias, is_right)
+    else:  # eight codes take three bytes
+        top, nothing, inverse = spread(7.0), whole(spread(0.0)), inverse_of(scale)
+        for start in range(0, num_cols, 8):
+            word = _word_of(tile, start, min(start + 8, num_cols), bits, inverse, bias, top)
+            put_words(codes, offsets, start // 8 * 3, where(is_right, word, nothing))
+
+
+@njit
+def _put_rows(codes, offsets, at, words, num_words):
+    """Up to 16 words of each of 16 rows, side by side."""
+    if num_words == 16:
+        put_16_words(codes, offsets, at, words)
+    elif num_words == 8:
+        put_8_words(codes, offsets, at, words)
+    elif num_words == 4:
+        put_4_words(codes, offsets, at, words)
+    else:
+        for number in range(num_words):
+            put_words(codes, offsets, at + 4 * number, load_words(words, number * LANES))
 
 
 @Kernel
@@ -142,3 +218,48 @@ def decode(codes, row_bytes, positions, bits, first_col, target, row_stride, row
     for first in range(0, len(positions), _BLOCK_ROWS):
         some, places = positions[first : first + _BLOCK_ROWS], rows[first : first + _BLOCK_ROWS]
         _decode_rows(codes, row_bytes, some, bits, first_col, target, row_stride, places, num_cols)
+
+
+class Scratch(NamedTuple):
+    """What encoding 16 rows at a time needs.
+
+    Attributes:
+        offsets: int64 [16], where the rows begin in the table.
+        places: int64 [16], where they begin in the codes.
+        tile: float32 [16 * num_cols], the rows.
+        shifted: float32 [16 * num_cols], the rows less their least values.
+        sums: float32 [32], of these and of their squares.
+        kept: float32 [48 * plan.kept], three times 16 for each range that goes on: error, scale and bias.
+        words: int32 [256], up to 16 words of codes of each row.
+        exact: float32 [16], not 0 for rows that codes cannot represent.
+    """
+
+    offsets: npt.NDArray[np.int64]
+    places: npt.NDArray[np.int64]
+    tile: npt.NDArray[np.float32]
+    shifted: npt.NDArray[np.float32]
+    sums: npt.NDArray[np.float32]
+    kept: npt.NDArray[np.float32]
+    words: npt.NDArray[np.int32]
+    exact: npt.NDArray[np.float32]
+
+
+def scratch_for(num_cols: int, plan: SearchPlan) -> Scratch:
+    """Memory to encode rows of ``num_cols`` values in."""
+    return Scratch(
+        offsets=np.empty(LANES, np.int64),
+        places=np.empty(LANES, np.int64),
+        tile=aligned(LANES * num_cols),
+        shifted=aligned(LANES * num_cols),
+        sums=aligned(2 * LANES),
+        kept=aligned(3 * LANES * plan.kept),
+        words=aligned(LANES * LANES).view(np.int32),
+        exact=aligned(LANES),
+    )
+
+
+def aligned(size: int) -> npt.NDArray[Any]:
+    """float32 [size], on a boundary of lanes: loads that cross cache lines take twice as long."""
+    memory = np.zeros(size + LANES, np.float32)
+    skip = -(memory.ctypes.data // 4) % LANES
+    return memory[skip : skip + size]

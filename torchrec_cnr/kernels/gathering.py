@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from torchrec_cnr.errors import ConfigurationError
-from torchrec_cnr.kernels.compiling import Kernel
-from torchrec_cnr.kernels.llvm import LANES
+from torchrec_cnr.kernels.compiling import Kernel, in_parallel
+from torchrec_cnr.kernels.lanes import LANES
 from torchrec_cnr.kernels.memory import CACHE_LINE_BYTES, load_words, prefetch_far, store
-from torchrec_cnr.kernels.threads import in_parallel
 
 _WORD_BYTES = 4
 _LINE_WORDS = CACHE_LINE_BYTES // _WORD_BYTES

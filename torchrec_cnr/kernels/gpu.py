@@ -11,8 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchrec_cnr.kernels import plans
-from torchrec_cnr.kernels.gpu_lanes import LANES, narrowed, widened
-from torchrec_cnr.kernels.gpu_search import DevicePlan, code_of, find_range, inverse_of
+from torchrec_cnr.kernels.gpu_search import LANES, DevicePlan, code_of, find_range, inverse_of, narrowed, widened
 from torchrec_cnr.kernels.plans import SearchPlan
 
 _SCALE_AND_BIAS_BYTES = tl.constexpr(plans.SCALE_AND_BIAS_BYTES)

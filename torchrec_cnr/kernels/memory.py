@@ -12,14 +12,16 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from torchrec_cnr.kernels.lanes import DOUBLES, FLOATS, INTS
-from torchrec_cnr.kernels.llvm import (
+from torchrec_cnr.kernels.lanes import (
     BIT,
     BYTE,
     DOUBLE,
+    DOUBLES,
     FLOAT,
+    FLOATS,
     HALF,
     INT,
+    INTS,
     LANES,
     LONG,
     element_of,

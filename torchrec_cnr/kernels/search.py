@@ -14,6 +14,7 @@ import numpy as np
 from numba import njit
 
 from torchrec_cnr.kernels.lanes import (
+    LANES,
     any_lane,
     as_in,
     every_lane,
@@ -25,7 +26,6 @@ from torchrec_cnr.kernels.lanes import (
     to_half,
     where,
 )
-from torchrec_cnr.kernels.llvm import LANES
 from torchrec_cnr.kernels.memory import load, store
 from torchrec_cnr.kernels.plans import CLOSING_ROUNDS, GREEDY, LEAST_SQUARES, MIRRORED
 

@@ -12,9 +12,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from torchrec_cnr.kernels.compiling import Kernel
-from torchrec_cnr.kernels.llvm import BIT, BYTE, LONG, pointer_to
-from torchrec_cnr.kernels.threads import in_parallel
+from torchrec_cnr.kernels.compiling import Kernel, in_parallel
+from torchrec_cnr.kernels.lanes import BIT, BYTE, LONG, pointer_to
 
 WORD_ROWS = 64
 _BLOCK_WORDS = 512  # whose numbers are counted together

@@ -14,10 +14,9 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping
 
-from torchrec_cnr.bounded import read_whole
 from torchrec_cnr.errors import CheckpointNotFoundError, ConfigurationError, DamagedError
 from torchrec_cnr.manifest import FILE_NAME
-from torchrec_cnr.stores import Store
+from torchrec_cnr.stores import Store, read_whole
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from torchrec_cnr.errors import CheckpointNotFoundError
 from torchrec_cnr.lineage import Checkpoint, read_lineage
 from torchrec_cnr.maintenance.flattening import Flat, flatten
-from torchrec_cnr.maintenance.survey import PackUse, PieceKey, survey, uses_of
+from torchrec_cnr.maintenance.liveness import PackUse, PieceKey, survey, uses_of
 from torchrec_cnr.pack_reader import PackReader
 from torchrec_cnr.packs import check_thread_count
 from torchrec_cnr.policies import MAX_RATIO, check_max_ratio

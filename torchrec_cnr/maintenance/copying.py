@@ -15,7 +15,7 @@ from torchrec_cnr.maintenance.new_packs import Kind, NewPacks, Typed
 from torchrec_cnr.manifest import DTYPES, Shard, TensorEntry
 from torchrec_cnr.pack_reader import PackReader
 from torchrec_cnr.renumbering import Renumbering
-from torchrec_cnr.row_sets import Blob, RowBlock, RowSet
+from torchrec_cnr.rows import Blob, RowBlock, RowSet
 from torchrec_cnr.schemes import NoQuantization
 
 _MAX_WAITING = 6  # of a tensor's blocks that are being filled, counted in full ones

@@ -18,7 +18,7 @@ from torchrec_cnr.lineage import Checkpoint, Lineage, read_checkpoint
 from torchrec_cnr.manifest import Manifest
 from torchrec_cnr.pack_reader import Span, place_of, plan_spans, read_spans
 from torchrec_cnr.regions import Block
-from torchrec_cnr.row_sets import Blob
+from torchrec_cnr.rows import Blob
 
 _WAY_OUT = "; use another checkpoint"
 _GROUP_ROWS = 1 << 26  # of tensors decoded together: of one that was folded, a byte is kept for each row

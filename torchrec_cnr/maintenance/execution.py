@@ -4,10 +4,10 @@ from typing import overload
 
 from torchrec_cnr.leases import leased
 from torchrec_cnr.lineage import Checkpoint
-from torchrec_cnr.maintenance import prune_execution, rewriting
+from torchrec_cnr.maintenance import prune_execution, replacing
 from torchrec_cnr.maintenance.compaction import CompactionPlan
 from torchrec_cnr.maintenance.prune_execution import PruneResult
-from torchrec_cnr.maintenance.prune_plan import PrunePlan
+from torchrec_cnr.maintenance.pruning import PrunePlan
 from torchrec_cnr.progress import Progress
 
 
@@ -37,4 +37,4 @@ def execute(plan: PrunePlan | CompactionPlan, *, progress: Progress | None = Non
     if isinstance(plan, PrunePlan):
         return prune_execution.execute(plan, progress=progress)
     with leased(plan.newest.store, "compact"):
-        return rewriting.execute(plan, progress=progress)
+        return replacing.execute(plan, progress=progress)

@@ -13,7 +13,7 @@ from torchrec_cnr.fold_plan import held
 from torchrec_cnr.lineage import Checkpoint
 from torchrec_cnr.manifest import Pack, Shard, TensorEntry
 from torchrec_cnr.renumbering import Renumbering
-from torchrec_cnr.row_sets import Blob
+from torchrec_cnr.rows import Blob
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.lineage import Checkpoint, read_checkpoint
 from torchrec_cnr.maintenance.one_process import save
-from torchrec_cnr.maintenance.stock_checkpoint import StockCheckpoint, StockChunk
-from torchrec_cnr.maintenance.stock_reader import read_stock_checkpoint
+from torchrec_cnr.maintenance.stock_reader import StockCheckpoint, StockChunk, read_stock_checkpoint
 from torchrec_cnr.progress import Progress
 from torchrec_cnr.rank_writer import TABLE_PATTERNS, is_table_name
 from torchrec_cnr.schemes import NoQuantization, Quantization, SchemeRules

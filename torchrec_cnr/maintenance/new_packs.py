@@ -15,8 +15,7 @@ from torchrec_cnr.maintenance.compaction import CompactionPlan
 from torchrec_cnr.manifest import Pack
 from torchrec_cnr.packs import PackWriter
 from torchrec_cnr.progress import Progress
-from torchrec_cnr.row_sets import Blob, RowBlock
-from torchrec_cnr.rows import Rows, encode_rows
+from torchrec_cnr.rows import Blob, RowBlock, Rows, encode_rows
 from torchrec_cnr.stores import Bytes
 
 logger = logging.getLogger(__name__)

@@ -22,11 +22,10 @@ from torchrec_cnr.errors import CheckpointNotFoundError, CNRError, StoreError
 from torchrec_cnr.leases import holds, in_force, is_lease
 from torchrec_cnr.lineage import Checkpoint, read_checkpoint
 from torchrec_cnr.maintenance import journal
-from torchrec_cnr.maintenance.dependencies import Pack, needed_by, newest_of_lineages
 from torchrec_cnr.maintenance.journal import Journal
 from torchrec_cnr.maintenance.own_files import PACK_SUFFIX
-from torchrec_cnr.maintenance.prune_plan import PrunePlan, Removal
-from torchrec_cnr.maintenance.staying import lease_text
+from torchrec_cnr.maintenance.pruning import PrunePlan, Removal
+from torchrec_cnr.maintenance.staying import Pack, lease_text, needed_by, newest_of_lineages
 from torchrec_cnr.manifest import FILE_NAME
 from torchrec_cnr.progress import Progress
 from torchrec_cnr.quantities import bytes_text, count_text, name_text

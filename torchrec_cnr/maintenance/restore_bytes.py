@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torchrec_cnr.lineage import Checkpoint, Lineage
 from torchrec_cnr.maintenance.catalog import Catalog
 from torchrec_cnr.manifest import Manifest
-from torchrec_cnr.row_sets import Blob
+from torchrec_cnr.rows import Blob
 
 
 @dataclass(frozen=True)

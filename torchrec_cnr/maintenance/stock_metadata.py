@@ -15,11 +15,10 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.serialization import _get_layout
 
-from torchrec_cnr.bounded import read_whole
 from torchrec_cnr.errors import CheckpointNotFoundError, DamagedError, StoreError
 from torchrec_cnr.manifest_json import MOST_BYTES
 from torchrec_cnr.pickles import check_pickle
-from torchrec_cnr.stores import Store
+from torchrec_cnr.stores import Store, read_whole
 
 FILE_NAME = ".metadata"
 

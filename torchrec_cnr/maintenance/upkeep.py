@@ -13,7 +13,7 @@ from functools import partial
 from torchrec_cnr.errors import CheckpointExistsError, CNRError
 from torchrec_cnr.leases import leased
 from torchrec_cnr.lineage import Checkpoint
-from torchrec_cnr.maintenance import prune_execution, rewriting
+from torchrec_cnr.maintenance import prune_execution, replacing
 from torchrec_cnr.maintenance.catalog import read_catalog
 from torchrec_cnr.maintenance.compaction import plan_compaction
 from torchrec_cnr.maintenance.pruning import plan_prune
@@ -131,7 +131,7 @@ class Upkeep:
             max_moved_bytes = round(MOVED_SHARE * plan.live_bytes)
             if plan.moved_bytes > max_moved_bytes:
                 plan = plan.restricted(max_moved_bytes)
-            rewriting.execute(plan, pack_bytes=self._pack_bytes, progress=partial(self._progress, "compact"))
+            replacing.execute(plan, pack_bytes=self._pack_bytes, progress=partial(self._progress, "compact"))
         return plan.is_enough or not plan.victims
 
     def prune(self) -> None:

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 from torchrec_cnr.errors import DamagedError, LoadError, StoreError, VersionError
 from torchrec_cnr.lineage import Checkpoint, Lineage, read_checkpoint, read_lineage
-from torchrec_cnr.maintenance.catalog import Catalog, read_catalog
+from torchrec_cnr.maintenance.catalog import Catalog, is_checkpoint, no_checkpoint, read_catalog
 from torchrec_cnr.maintenance.damage import Problem, find_contradictions, find_damage, find_dead_damage
-from torchrec_cnr.maintenance.places import is_checkpoint, no_checkpoint
 from torchrec_cnr.manifest import FILE_NAME
 from torchrec_cnr.packs import check_thread_count
 from torchrec_cnr.progress import Progress

@@ -18,9 +18,8 @@ from torchrec_cnr.serving.applied import Applied
 from torchrec_cnr.serving.commits import Commit
 from torchrec_cnr.serving.links import Ground, Links, Standing, read_links
 from torchrec_cnr.serving.lookups import Lookups, share_forwards
-from torchrec_cnr.serving.staged import Staged, stage
+from torchrec_cnr.serving.staged import Staged, Touched, stage, touch
 from torchrec_cnr.serving.targets import find_targets
-from torchrec_cnr.serving.touched import Touched, touch
 from torchrec_cnr.stores import Store
 from torchrec_cnr.tracked import forget_overwritten
 

@@ -20,8 +20,7 @@ from torchrec_cnr.errors import CheckpointNotFoundError, CNRError, Configuration
 from torchrec_cnr.packs import check_thread_count
 from torchrec_cnr.row_logs import RowLog
 from torchrec_cnr.serving.applied import Applied, Lag, lag_of
-from torchrec_cnr.serving.commits import Commit, Commits, RootCommits
-from torchrec_cnr.serving.marker_commits import MarkerCommits
+from torchrec_cnr.serving.commits import Commit, Commits, MarkerCommits, RootCommits
 from torchrec_cnr.serving.served import ServedModel
 
 logger = logging.getLogger(__name__)

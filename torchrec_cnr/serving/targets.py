@@ -11,12 +11,11 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from torchrec_cnr.boxes import Box
 from torchrec_cnr.errors import StateMismatchError
-from torchrec_cnr.fitting import QUANTIZED, Layout, Wanted, fit
+from torchrec_cnr.fitting import QUANTIZED, Layout, Wanted, fit, listed
 from torchrec_cnr.inference import quantized_tables
 from torchrec_cnr.inference_rows import InferenceRow
 from torchrec_cnr.inference_tables import TargetTables
 from torchrec_cnr.lineage import Checkpoint
-from torchrec_cnr.load_report import listed
 from torchrec_cnr.read_items import wanted_item
 from torchrec_cnr.shards import local_shards
 

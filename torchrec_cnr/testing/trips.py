@@ -21,8 +21,8 @@ from torchrec_cnr.lineage import read_lineage
 from torchrec_cnr.maintenance import journal
 from torchrec_cnr.maintenance.prune_execution import execute
 from torchrec_cnr.maintenance.pruning import plan_prune
+from torchrec_cnr.maintenance.replacing import compact
 from torchrec_cnr.maintenance.retention import Keep
-from torchrec_cnr.maintenance.rewriting import compact
 from torchrec_cnr.newest import latest
 from torchrec_cnr.planner import CNRSavePlanner
 from torchrec_cnr.policies import Consecutive

@@ -10,8 +10,7 @@ from torchrec_cnr.boxes import Box
 from torchrec_cnr.modified import ModifiedRows
 from torchrec_cnr.stepped import SteppedTables
 from torchrec_cnr.tracked import TrackedShard
-from torchrec_cnr.tracker.hooks import Hooks, modules_below, on_gradient
-from torchrec_cnr.tracker.loads import watch_loads
+from torchrec_cnr.tracker.hooks import Hooks, modules_below, on_gradient, watch_loads
 
 
 def track_plain(model: nn.Module, hooks: Hooks, stepped: SteppedTables) -> Iterator[TrackedShard]:

@@ -8,7 +8,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from torchrec_cnr.errors import ConfigurationError
-from torchrec_cnr.head import Head
+from torchrec_cnr.lineage import Head
 from torchrec_cnr.stepped import SteppedTables
 from torchrec_cnr.tracked import TrackedRows, TrackedShard
 from torchrec_cnr.tracker.collisions import IdMaps, track_evictions

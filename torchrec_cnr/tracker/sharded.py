@@ -19,8 +19,7 @@ from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.modified import ModifiedRows
 from torchrec_cnr.stepped import SteppedTables, has_rows
 from torchrec_cnr.tracked import TrackedShard
-from torchrec_cnr.tracker.hooks import Hooks, modules_below, on_gradient
-from torchrec_cnr.tracker.loads import watch_loads
+from torchrec_cnr.tracker.hooks import Hooks, modules_below, on_gradient, watch_loads
 
 logger = logging.getLogger(__name__)
 
