@@ -18,7 +18,7 @@ from benchmarks.intervals import CONFIDENCE, Interval, num_seeds_for, relative_c
 from benchmarks.report import Figure, Report, Table, number
 from benchmarks.restored_runs import Decode, Outcome, Restores, decoded_rows, judge, train, with_other_last_bits
 from benchmarks.rounds import Setup
-from torchrec_cnr.schemes.uniform import BITS
+from torchrec_cnr.quantization.uniform import BITS
 
 DIM = 16
 RESTORES = (1, 3, 10, 30, 100)

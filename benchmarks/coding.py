@@ -16,7 +16,7 @@ import torchrec_cnr as cnr
 from benchmarks.report import Figure, Report, Table
 from benchmarks.rounds import Candidate, Setup, interleave, ratios, times_table
 from benchmarks.rows import drawn_rows, trained_rows
-from torchrec_cnr.packs import BLOCK_BYTES
+from torchrec_cnr.storage.pack_writer import BLOCK_BYTES
 
 DIM = 64
 NUM_ROWS, NUM_QUICK_ROWS = 1 << 20, 1 << 9

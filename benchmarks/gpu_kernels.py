@@ -9,9 +9,8 @@ from torch import Tensor
 from benchmarks.report import Figure, Report, Table
 from benchmarks.rounds import Candidate, Setup, interleave, ratios, times_table
 from torchrec_cnr import kernels
-from torchrec_cnr.kernels import plans
-from torchrec_cnr.kernels.plans import SearchPlan, search_plan
-from torchrec_cnr.schemes.searches import LADDERS, GreedySearch
+from torchrec_cnr.kernels.search_plan import COVERING, MIRRORED, SearchPlan, search_plan
+from torchrec_cnr.quantization.range_search import LADDERS, GreedySearch
 
 DIM = 64
 STD = 0.05
@@ -63,8 +62,8 @@ def _plans(bits: int) -> Mapping[str, SearchPlan]:
     """What is searched, by name."""
     ladder = LADDERS[bits]
     return {
-        "Asymmetric": search_plan(plans.COVERING),
-        "Symmetric": search_plan(plans.MIRRORED),
+        "Asymmetric": search_plan(COVERING),
+        "Symmetric": search_plan(MIRRORED),
         "greedy": GreedySearch().plan,
         "least squares, cheapest": ladder[0].plan,
         "least squares, best": ladder[-1].plan,
@@ -88,7 +87,7 @@ def _encoders(table: Tensor, bits: int) -> dict[str, Call]:
 
 
 def _gatherers(table: Tensor, rows: Tensor, bits: int) -> dict[str, Call]:
-    plan = search_plan(plans.COVERING)
+    plan = search_plan(COVERING)
     return {
         COPY: lambda: table.index_select(0, rows),
         GATHERED: lambda: _OPS.FloatToFusedNBitRowwiseQuantizedSBHalf(table.index_select(0, rows), bits),
@@ -98,7 +97,7 @@ def _gatherers(table: Tensor, rows: Tensor, bits: int) -> dict[str, Call]:
 
 def _decoders(table: Tensor, bits: int) -> dict[str, Call]:
     rows = torch.arange(len(table), device=table.device)
-    codes, _ = kernels.encode_rows(table, rows, bits, search_plan(plans.COVERING), _row_bytes(bits))
+    codes, _ = kernels.encode_rows(table, rows, bits, search_plan(COVERING), _row_bytes(bits))
     return {
         COPY: table.clone,
         FBGEMM: lambda: _OPS.FusedNBitRowwiseQuantizedSBHalfToFloat(codes, bits),

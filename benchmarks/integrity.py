@@ -10,8 +10,8 @@ import torchrec_cnr as cnr
 from benchmarks.models import TableModel, TableSizes, one_rank
 from benchmarks.report import Figure, Report, Table
 from benchmarks.rounds import Candidate, Setup, interleave, processor_ratios, ratios, times_table
-from torchrec_cnr.pack_reader import Span
-from torchrec_cnr.stores import Bytes
+from torchrec_cnr.storage.pack_reader import Span
+from torchrec_cnr.storage.store import Bytes
 
 FULL, QUICK = TableSizes(8, 250_000, 64), TableSizes(2, 500, 64)
 NUM_ROUNDS, QUICK_ROUNDS = 25, 2
@@ -50,8 +50,8 @@ class _ExpectedDigests:
 def unchecked() -> Iterator[None]:
     """Digests are not worked out. The library has no way to ask for that."""
     with (
-        patch("torchrec_cnr.pack_reader.SpanDigests", _ExpectedDigests),
-        patch("torchrec_cnr.manifest_json.hashlib.sha256", _Expected),
+        patch("torchrec_cnr.storage.pack_reader.SpanDigests", _ExpectedDigests),
+        patch("torchrec_cnr.format.manifest_json.hashlib.sha256", _Expected),
     ):
         yield
 

@@ -16,7 +16,7 @@ from benchmarks.models import one_rank
 from benchmarks.policy_runs import DIM, Step, modified_rows, saved, simulated
 from benchmarks.report import Figure, Report, Table
 from benchmarks.rounds import Setup
-from torchrec_cnr.rows import encode_rows
+from torchrec_cnr.format.row_sets import encode_rows
 
 SCHEME = cnr.Asymmetric(4)
 NUM_ROWS, NUM_QUICK_ROWS = 400_000, 4_000

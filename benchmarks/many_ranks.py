@@ -16,20 +16,20 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 
 import torchrec_cnr as cnr
-from torchrec_cnr.assembly import RANK_RECORD, RankRecord, ShardRecord
-from torchrec_cnr.boxes import Box
-from torchrec_cnr.cuts import Cut, StagedRows, TrackedItem
-from torchrec_cnr.handover import StagedTensor
-from torchrec_cnr.lineage import Head
-from torchrec_cnr.manifest import Pack, Shard
-from torchrec_cnr.modified import RowList
-from torchrec_cnr.packs import PACK_BYTES
-from torchrec_cnr.planner import _sent
+from torchrec_cnr.format.boxes import Box
+from torchrec_cnr.format.manifest import Pack, Shard
+from torchrec_cnr.format.row_sets import Blob, RowBlock, RowSet
+from torchrec_cnr.lineage.checkpoint import Head
 from torchrec_cnr.policies import Since
 from torchrec_cnr.progress import SavePhases
-from torchrec_cnr.rows import Blob, RowBlock, RowSet
-from torchrec_cnr.shards import ShardKey
-from torchrec_cnr.tracked import Pending
+from torchrec_cnr.saving.commit import RANK_RECORD, RankRecord, ShardRecord
+from torchrec_cnr.saving.cut import Cut, StagedRows, TrackedItem
+from torchrec_cnr.saving.planner import _sent
+from torchrec_cnr.saving.plug_in_messages import StagedTensor
+from torchrec_cnr.sharding import ShardKey
+from torchrec_cnr.storage.pack_writer import PACK_BYTES
+from torchrec_cnr.tracking.modified_rows import RowList
+from torchrec_cnr.tracking.tracked_tables import Pending
 
 T = TypeVar("T")
 SCHEME = cnr.AdaptiveAsymmetric.best(4)  # none takes more room in a manifest

@@ -21,7 +21,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_cnr.manifest_json import forget
+from torchrec_cnr.format.manifest_json import forget
 
 SAMPLED_EVERY = 97
 CHUNK_ROWS = 1 << 16  # looked up at once where many rows are to be modified

@@ -17,7 +17,7 @@ from benchmarks.modified_rows_plot import draw
 from benchmarks.policy_runs import FIRST_SHARE, GROWTH, modified_rows
 from benchmarks.report import Figure, Report, Table
 from benchmarks.rounds import Setup
-from torchrec_cnr.coverage import Mask
+from torchrec_cnr.format.coverage import Mask
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 

@@ -14,11 +14,11 @@ import torchrec_cnr as cnr
 from benchmarks.models import TableModel, TableSizes, one_rank
 from benchmarks.report import Figure, Report
 from benchmarks.rounds import Setup
-from torchrec_cnr.choosing import sampled_rows
-from torchrec_cnr.encoding import Source, write_all_rows
-from torchrec_cnr.packs import PackWriter
-from torchrec_cnr.schemes import Scheme
-from torchrec_cnr.stores import Store
+from torchrec_cnr.quantization import Scheme
+from torchrec_cnr.saving.encoding import Source, write_all_rows
+from torchrec_cnr.saving.scheme_choice import sampled_rows
+from torchrec_cnr.storage.pack_writer import PackWriter
+from torchrec_cnr.storage.store import Store
 
 SHARE = 0.26  # of the rows is modified between two checkpoints
 MAX_MIB = 256

@@ -17,15 +17,15 @@ from numpy.typing import NDArray
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import torchrec_cnr as cnr
-from torchrec_cnr.boxes import Box
-from torchrec_cnr.coverage import Mask
-from torchrec_cnr.lineage import read_lineage
-from torchrec_cnr.maintenance.retention import Keep
-from torchrec_cnr.maintenance.upkeep import Upkeep
-from torchrec_cnr.manifest import History
-from torchrec_cnr.modified import ModifiedRows
+from torchrec_cnr.format.boxes import Box
+from torchrec_cnr.format.coverage import Mask
+from torchrec_cnr.format.manifest import History
+from torchrec_cnr.lineage.checkpoint import read_lineage
+from torchrec_cnr.maintenance.background_upkeep import Upkeep
+from torchrec_cnr.maintenance.pruning.retention import Keep
 from torchrec_cnr.policies import Since
-from torchrec_cnr.tracked import TrackedRows, TrackedShard
+from torchrec_cnr.tracking.modified_rows import ModifiedRows
+from torchrec_cnr.tracking.tracked_tables import TrackedRows, TrackedShard
 
 DIM = 64
 FULL_ROW_BYTES = 4 * DIM + 4  # in fp32, with row-wise optimizer state

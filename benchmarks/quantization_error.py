@@ -11,7 +11,7 @@ from benchmarks.quantization_plot import BASE, SERIES, WIDTHS, Point, draw, meas
 from benchmarks.report import Figure, Report, Table, number
 from benchmarks.rounds import Setup
 from benchmarks.rows import trained_on, trained_rows
-from torchrec_cnr.schemes import Scheme
+from torchrec_cnr.quantization import Scheme
 
 NUM_ROWS, NUM_QUICK_ROWS = 50_000, 500
 DIM = 64

@@ -24,9 +24,9 @@ import torchrec_cnr as cnr
 from benchmarks.process import Progress
 from benchmarks.report import number
 from benchmarks.rows import trained_on, trained_rows
-from torchrec_cnr.choosing import sampled_rows
-from torchrec_cnr.schemes import Scheme, exact_row_bytes
-from torchrec_cnr.schemes.uniform import BITS, mean_error, relative_error
+from torchrec_cnr.quantization import Scheme, exact_row_bytes
+from torchrec_cnr.quantization.uniform import BITS, mean_error, relative_error
+from torchrec_cnr.saving.scheme_choice import sampled_rows
 
 WIDTHS = (64, 16)
 NUM_ROWS = 50_000

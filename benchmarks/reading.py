@@ -20,7 +20,7 @@ import torchrec_cnr as cnr
 from benchmarks.models import one_rank
 from benchmarks.report import Figure, Report, Table
 from benchmarks.rounds import Setup
-from torchrec_cnr.stores import Store
+from torchrec_cnr.storage.store import Store
 
 SizedT = TypeVar("SizedT", bound=Sized)
 
@@ -167,7 +167,7 @@ def _read(what: str, head: str, fqn: str, rows: range, read: Callable[[], object
 
 def _load(head: str, target: dict[str, dict[str, Tensor]]) -> None:
     planner = cnr.CNRLoadPlanner(allow_partial_load=True)
-    with patch.object(logging.getLogger("torchrec_cnr.load_planner"), "disabled", new=True):  # it warns of the rest
+    with patch.object(logging.getLogger("torchrec_cnr.loading.planner"), "disabled", new=True):  # it warns of the rest
         dcp.load(target, storage_reader=cnr.CNRStorageReader(head), planner=planner)  # type: ignore[attr-defined]
 
 

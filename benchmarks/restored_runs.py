@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from benchmarks.click_model import ClickModel, labels
 from benchmarks.click_samples import Batch
-from torchrec_cnr.choosing import sampled_rows
-from torchrec_cnr.schemes import Quantization
+from torchrec_cnr.quantization import Quantization
+from torchrec_cnr.saving.scheme_choice import sampled_rows
 
 Decode = Callable[[Tensor, Tensor], Tensor]  # a table and int64 [n], numbers of its rows: their values, [n, dim]
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import fsspec
 
 from benchmarks.rounds import Setup
-from torchrec_cnr.store_urls import without_client
+from torchrec_cnr.storage.urls import without_client
 
 
 @contextmanager

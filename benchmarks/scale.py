@@ -16,13 +16,13 @@ from benchmarks.many_ranks import SCHEME, ManyRanks, gathered
 from benchmarks.peak_memory import peak_mib, resident_mib
 from benchmarks.report import Figure, Report, Table
 from benchmarks.rounds import Setup
-from torchrec_cnr.collector import paused_collector
-from torchrec_cnr.fold_plan import plan_fold
-from torchrec_cnr.lineage import Head, read_lineage
-from torchrec_cnr.manifest import FILE_NAME
-from torchrec_cnr.manifest_json import forget
-from torchrec_cnr.reader import CNRStorageReader
-from torchrec_cnr.regions import Region, RowStateRegion, TensorRegion
+from torchrec_cnr.format.manifest import FILE_NAME
+from torchrec_cnr.format.manifest_json import forget
+from torchrec_cnr.gc_pause import paused_collector
+from torchrec_cnr.lineage.checkpoint import Head, read_lineage
+from torchrec_cnr.loading.reader import CNRStorageReader
+from torchrec_cnr.reading.plan import plan_fold
+from torchrec_cnr.reading.regions import Region, RowStateRegion, TensorRegion
 
 T = TypeVar("T")
 FULL, QUICK = (1000, 128), (5, 4)  # tables, ranks

@@ -11,8 +11,8 @@ import torchrec_cnr as cnr
 from benchmarks.report import Figure, Report, Table
 from benchmarks.rounds import Candidate, Setup, interleave, ratios, times_table
 from benchmarks.rows import DISTRIBUTIONS, drawn_rows, trained_on, trained_rows
-from torchrec_cnr.choosing import sampled_rows
-from torchrec_cnr.schemes import Scheme
+from torchrec_cnr.quantization import Scheme
+from torchrec_cnr.saving.scheme_choice import sampled_rows
 
 DIM = 64
 NUM_ROWS, NUM_QUICK_ROWS = 1 << 16, 1 << 9

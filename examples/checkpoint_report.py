@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 import torchrec_cnr as cnr
-from torchrec_cnr.manifest import DTYPES
+from torchrec_cnr.format.manifest import DTYPES
 
 UNITS = ("B", "KB", "MB", "GB", "TB")
 TABLE_HEAD = "   step  kind           rows stored       bytes  vs full fp32"

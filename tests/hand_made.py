@@ -17,17 +17,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from torchrec_cnr import manifest_json, packs
-from torchrec_cnr.boxes import Box
-from torchrec_cnr.encoding import EncodedRowSet, EncodedShard, Source, write_all_rows, write_rows
-from torchrec_cnr.lineage import Checkpoint, read_checkpoint, relative_path
-from torchrec_cnr.manifest import FILE_NAME, CheckpointRef, History, Manifest, Pack, Shard, TensorEntry
-from torchrec_cnr.modified import RowMask
-from torchrec_cnr.packs import PackWriter
-from torchrec_cnr.rows import Blob, RowSet
-from torchrec_cnr.schemes import NoQuantization, Scheme
-from torchrec_cnr.shards import dtype_name
-from torchrec_cnr.stores import Store
+from torchrec_cnr.format import manifest_json
+from torchrec_cnr.format.boxes import Box
+from torchrec_cnr.format.manifest import FILE_NAME, CheckpointRef, History, Manifest, Pack, Shard, TensorEntry
+from torchrec_cnr.format.row_sets import Blob, RowSet
+from torchrec_cnr.lineage.checkpoint import Checkpoint, read_checkpoint, relative_path
+from torchrec_cnr.quantization import NoQuantization, Scheme
+from torchrec_cnr.saving.encoding import EncodedRowSet, EncodedShard, Source, write_all_rows, write_rows
+from torchrec_cnr.sharding import dtype_name
+from torchrec_cnr.storage import pack_writer
+from torchrec_cnr.storage.pack_writer import PackWriter
+from torchrec_cnr.storage.store import Store
+from torchrec_cnr.tracking.modified_rows import RowMask
 
 PACK_BYTES = 1 << 20
 
@@ -98,7 +99,7 @@ def write(
     parent: Checkpoint | None = None,
     created_ns: int | None = None,
     pack_bytes: int = PACK_BYTES,
-    block_bytes: int = packs.BLOCK_BYTES,
+    block_bytes: int = pack_writer.BLOCK_BYTES,
 ) -> Checkpoint:
     """Write a checkpoint and read it back.
 
@@ -116,7 +117,7 @@ def write(
     save_id = uuid.uuid4().hex[:16]
     writer = PackWriter(store, f"{save_id}-0", 1, pack_bytes)
     try:
-        with mock.patch.object(packs, "BLOCK_BYTES", block_bytes):
+        with mock.patch.object(pack_writer, "BLOCK_BYTES", block_bytes):
             encoded = _encode(writer, tensors)
         numbers = {fqn: _add_object(writer, fqn, value) for fqn, value in (objects or {}).items()}
         files, blobs = writer.finish()

@@ -20,9 +20,9 @@ import torchrec_cnr as cnr
 from tests import models
 from tests.kafka_server import Broker, KafkaServer
 from tests.models import InjectedError, Job, Whole, differing, plain_job, state, train, whole
-from torchrec_cnr.kafka.targets import KafkaTarget
-from torchrec_cnr.manifest import FILE_NAME, LogRange
-from torchrec_cnr.stores import Store
+from torchrec_cnr.format.manifest import FILE_NAME, LogRange
+from torchrec_cnr.kafka.pack_targets import KafkaTarget
+from torchrec_cnr.storage.store import Store
 
 SECS = 30.0
 

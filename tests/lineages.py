@@ -19,12 +19,13 @@ from torch import Tensor
 
 from tests import hand_made
 from tests.hand_made import Content, Part, mask_of
-from torchrec_cnr import load_table, read_checkpoint, table_reader
-from torchrec_cnr.boxes import Box
-from torchrec_cnr.lineage import Checkpoint, read_lineage
-from torchrec_cnr.modified import RowMask
-from torchrec_cnr.pack_reader import PackReader
-from torchrec_cnr.schemes import Asymmetric, HalfPrecision, KMeans, NoQuantization, Scheme
+from torchrec_cnr import load_table, read_checkpoint
+from torchrec_cnr.format.boxes import Box
+from torchrec_cnr.lineage.checkpoint import Checkpoint, read_lineage
+from torchrec_cnr.quantization import Asymmetric, HalfPrecision, KMeans, NoQuantization, Scheme
+from torchrec_cnr.reading import load_table as load_table_module
+from torchrec_cnr.storage.pack_reader import PackReader
+from torchrec_cnr.tracking.modified_rows import RowMask
 
 SCHEMES: tuple[Scheme, ...] = (NoQuantization(), HalfPrecision(), Asymmetric(8), Asymmetric(3), KMeans(2))
 T, E, W, M, Q, NEW = "t.weight", "t.exp_avg", "t.cube", "t.momentum", "q.weight", "new"
@@ -145,7 +146,9 @@ class World:
             checkpoint = read_checkpoint(self.path(name))
             assert set(checkpoint.manifest.tensors) == set(expected.contents)
             lineage = read_lineage(self.path(name))
-            with mock.patch.object(table_reader, "read_lineage", lambda _, lineage=lineage: lineage):  # once, not often
+            with mock.patch.object(
+                load_table_module, "read_lineage", lambda _, lineage=lineage: lineage
+            ):  # once, not often
                 for fqn in expected.contents:
                     assert is_same(load_table(self.path(name), fqn), expected.tensor(fqn)), (name, fqn)
             assert objects_of(checkpoint) == expected.objects, name

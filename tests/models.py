@@ -46,7 +46,7 @@ from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 import torchrec_cnr as cnr
-from torchrec_cnr.row_logs import RowLog
+from torchrec_cnr.storage.row_log import RowLog
 
 Whole = dict[str, Any]
 

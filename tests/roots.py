@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 
 import torchrec_cnr as cnr
-from torchrec_cnr import manifest_json
-from torchrec_cnr.boxes import Box
-from torchrec_cnr.leases import Lease
-from torchrec_cnr.lineage import read_lineage
-from torchrec_cnr.manifest import (
+from torchrec_cnr.format import manifest_json
+from torchrec_cnr.format.boxes import Box
+from torchrec_cnr.format.manifest import (
     FILE_NAME,
     CheckpointRef,
     History,
@@ -29,11 +27,13 @@ from torchrec_cnr.manifest import (
     TensorEntry,
     replacement_name,
 )
-from torchrec_cnr.pack_reader import PackReader
-from torchrec_cnr.packs import PackWriter
-from torchrec_cnr.rows import Blob, RowBlock, RowSet
-from torchrec_cnr.schemes import NoQuantization
-from torchrec_cnr.stores import Store
+from torchrec_cnr.format.row_sets import Blob, RowBlock, RowSet
+from torchrec_cnr.lineage.checkpoint import read_lineage
+from torchrec_cnr.quantization import NoQuantization
+from torchrec_cnr.storage.leases import Lease
+from torchrec_cnr.storage.pack_reader import PackReader
+from torchrec_cnr.storage.pack_writer import PackWriter
+from torchrec_cnr.storage.store import Store
 
 TABLE = "ebc.t0.weight"
 NUM_ROWS, NUM_COLS, BLOCK_ROWS = 24, 2, 8

@@ -3,7 +3,7 @@
 import random
 from dataclasses import replace
 
-from torchrec_cnr.maintenance.history import Event, KeptCheckpoint, RunHistory
+from torchrec_cnr.maintenance.run_history import Event, KeptCheckpoint, RunHistory
 
 MODEL = 178_000_000_000
 OUTLIER = 1_234  # the delta that is much greater than all others

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 import torchrec_cnr as cnr
 from tests import models
 from tests.models import Whole, plain_job, state, torchrec_job, train, whole
-from torchrec_cnr.row_logs import RowLog
+from torchrec_cnr.storage.row_log import RowLog
 
 
 def save_run(

@@ -25,7 +25,7 @@ import botocore.config
 import pytest
 from s3fs import S3FileSystem
 
-from torchrec_cnr.obstore_s3 import ObstoreS3
+from torchrec_cnr.storage.obstore_s3 import ObstoreS3
 
 START_SECS = 60.0
 BUCKET = "bucket"

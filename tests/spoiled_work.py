@@ -41,13 +41,13 @@ from tests import models
 from tests.killing import in_child
 from tests.models import Job, Whole, differing, state, train, whole
 from tests.ranks import RankPool
-from torchrec_cnr import pulse
-from torchrec_cnr.fences import is_fence
-from torchrec_cnr.leases import LEASE_SECS
-from torchrec_cnr.lineage import read_lineage
+from torchrec_cnr.lineage.checkpoint import read_lineage
+from torchrec_cnr.loading.reader import CNRStorageReader
 from torchrec_cnr.maintenance import journal
-from torchrec_cnr.manager import CheckpointManager  # here, not in each of the processes that are forked
-from torchrec_cnr.reader import CNRStorageReader
+from torchrec_cnr.manager import ranks
+from torchrec_cnr.manager.manager import CheckpointManager  # here, not in each of the processes that are forked
+from torchrec_cnr.storage.fences import is_fence
+from torchrec_cnr.storage.leases import LEASE_SECS
 from torchrec_cnr.testing import Fault, FaultyStore, Operation
 
 ResultT = TypeVar("ResultT")
@@ -400,7 +400,7 @@ def _upkeep(place: Place, cell: Cell) -> str:
 
 def _live(rank: int, place: Place, group: str, cell: Cell) -> str:
     """Be a rank of a job that saves while one of its ranks dies: what the others are told."""
-    pulse.BEAT_SECS = 0.1
+    ranks.BEAT_SECS = 0.1
     dist.init_process_group("gloo", init_method=f"file://{group}", rank=rank, world_size=WORLD_SIZE)
     job = new_job(place)
     with FaultyStore(place.root, name="spoiled") as store:

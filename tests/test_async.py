@@ -17,9 +17,9 @@ import torchrec_cnr as cnr
 from tests import models
 from tests.models import Job, Whole, differing, plain_job, state, torchrec_job, train, whole
 from tests.ranks import RankPools
-from torchrec_cnr.flight import Flight
-from torchrec_cnr.kernels import compiling
-from torchrec_cnr.pace import Pace
+from torchrec_cnr.kernels.cpu import compiling
+from torchrec_cnr.saving.background_save import Flight
+from torchrec_cnr.throttling import Pace
 
 POLICIES = [cnr.Full(), cnr.OneShot(), cnr.Consecutive(), cnr.Intermittent(), cnr.Compacted()]
 EXECUTORS = [AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS]

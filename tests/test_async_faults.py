@@ -21,7 +21,7 @@ from tests import models
 from tests.killing import in_child
 from tests.models import InjectedError, Job, differing, plain_job, state, torchrec_job, train, whole
 from tests.ranks import RankPools
-from torchrec_cnr.staging import Staging
+from torchrec_cnr.saving.staging import Staging
 
 CELLS = [
     (phase, when, rank)

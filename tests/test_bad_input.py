@@ -34,7 +34,7 @@ from tests import models
 from tests.golden.replacement import replace_manifest
 from tests.models import Job, Whole, differing, plain_job, state, torchrec_job, train, whole
 from tests.ranks import RankPools
-from torchrec_cnr.manifest_parser import VERSION
+from torchrec_cnr.format.manifest_parser import VERSION
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 

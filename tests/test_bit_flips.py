@@ -14,8 +14,8 @@ import torchrec_cnr as cnr
 from tests import models, runs
 from tests.golden.replacement import replace_manifest
 from tests.models import Whole, differing, plain_job, state, whole
-from torchrec_cnr.lineage import read_lineage
-from torchrec_cnr.maintenance.verifying import verify
+from torchrec_cnr.lineage.checkpoint import read_lineage
+from torchrec_cnr.maintenance.verification.verify import verify
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from torchrec_cnr.errors import ConfigurationError, DamagedError
-from torchrec_cnr.manifest import DTYPES
-from torchrec_cnr.schemes import (
+from torchrec_cnr.format.manifest import DTYPES
+from torchrec_cnr.quantization import (
     AdaptiveAsymmetric,
     Asymmetric,
     ByErrorBudget,

@@ -27,20 +27,20 @@ from typer.testing import CliRunner, Result
 
 import torchrec_cnr as cnr
 from tests import runs
-from torchrec_cnr import manifest_json
 from torchrec_cnr.cli import app as application
-from torchrec_cnr.cli import listing
 from torchrec_cnr.cli.app import COMMANDS, Command, app
-from torchrec_cnr.cli.listing import Gap, Line, draw, visible
+from torchrec_cnr.cli.commands import ls
+from torchrec_cnr.cli.commands.ls import Gap, Line, draw, visible
 from torchrec_cnr.cli.output import Dotted, common_prefix
-from torchrec_cnr.fold_plan import plan_fold
-from torchrec_cnr.lineage import Checkpoint, read_lineage
+from torchrec_cnr.format import manifest_json
+from torchrec_cnr.format.manifest import CheckpointRef, History, Manifest, replacement_name
+from torchrec_cnr.human_text import age_text, percent_text, ratio_text
+from torchrec_cnr.lineage.checkpoint import Checkpoint, read_lineage
 from torchrec_cnr.maintenance.catalog import Catalog, Entry
-from torchrec_cnr.maintenance.comparing import compare
-from torchrec_cnr.maintenance.damage import whole_box
-from torchrec_cnr.manifest import CheckpointRef, History, Manifest, replacement_name
-from torchrec_cnr.quantities import age_text, percent_text, ratio_text
-from torchrec_cnr.stores import Store
+from torchrec_cnr.maintenance.comparison.compare import compare
+from torchrec_cnr.maintenance.verification.damage import whole_box
+from torchrec_cnr.reading.plan import plan_fold
+from torchrec_cnr.storage.store import Store
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -620,7 +620,7 @@ def test_messages_are_one_line_whatever_they_hold(monkeypatch: pytest.MonkeyPatc
     def fail(*args: Any, **options: Any) -> None:
         raise cnr.DamagedError("first\n  second \x1b[31mred [bold]not bold")
 
-    monkeypatch.setattr(listing, "read_catalog", fail)
+    monkeypatch.setattr(ls, "read_catalog", fail)
     result = _cnr("ls", "x")
     assert result.stderr == "cnr: error: first second \\x1b[31mred [bold]not bold\n"
 
@@ -652,7 +652,7 @@ def test_bugs_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **options: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(listing, "read_catalog", fail)
+    monkeypatch.setattr(ls, "read_catalog", fail)
     assert isinstance(_cnr("ls", "x").exception, ZeroDivisionError)
 
 
@@ -713,11 +713,11 @@ def test_what_may_not_be_read_is_told(unreadable: Path) -> None:
 def test_an_interrupt_ends_it_quietly(tmp_path: Path) -> None:
     """Ctrl-C gives the status that shells expect, and no traceback."""
     program = (
-        "import signal, sys, time\nfrom torchrec_cnr.cli import listing, main\n"
+        "import signal, sys, time\nfrom torchrec_cnr.cli import main\nfrom torchrec_cnr.cli.commands import ls\n"
         # A shell that runs the tests in the background has its children ignore interrupts.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "def read_catalog(*args):\n    print('reading', flush=True)\n    time.sleep(60)\n"
-        "listing.read_catalog = read_catalog\nsys.argv = ['cnr', 'ls', 'x']\nmain()"
+        "ls.read_catalog = read_catalog\nsys.argv = ['cnr', 'ls', 'x']\nmain()"
     )
     with subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -750,8 +750,8 @@ def test_nothing_is_cut_off(run: Path, monkeypatch: pytest.MonkeyPatch, width: i
     def console() -> Console:
         return Console(highlight=False, markup=False, emoji=False, width=width)
 
-    for module in ("listing", "inspecting", "verifying", "comparing"):
-        monkeypatch.setattr(f"torchrec_cnr.cli.{module}.stdout", console)
+    for module in ("ls", "inspect", "verify", "diff"):
+        monkeypatch.setattr(f"torchrec_cnr.cli.commands.{module}.stdout", console)
     for args, text in zip(wide, expected, strict=True):
         narrow = _text(*args)
         assert max(map(len, narrow.splitlines())) <= width

@@ -24,13 +24,13 @@ from tests.lineages import is_same, objects_of
 from tests.roots import HOUR_NS, Root
 from torchrec_cnr.cli.app import app
 from torchrec_cnr.errors import StoreError
-from torchrec_cnr.lineage import read_lineage
-from torchrec_cnr.maintenance.annotations import tag, write_metrics
+from torchrec_cnr.human_text import bytes_text
+from torchrec_cnr.lineage.checkpoint import read_lineage
 from torchrec_cnr.maintenance.catalog import read_catalog
-from torchrec_cnr.maintenance.compaction import plan_compaction
-from torchrec_cnr.maintenance.histories import run_history
-from torchrec_cnr.quantities import bytes_text
-from torchrec_cnr.stores import Store
+from torchrec_cnr.maintenance.compaction.plan import plan_compaction
+from torchrec_cnr.maintenance.read_run_history import run_history
+from torchrec_cnr.maintenance.tags_and_metrics import tag, write_metrics
+from torchrec_cnr.storage.store import Store
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 

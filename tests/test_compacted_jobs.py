@@ -22,9 +22,9 @@ from tests.lineages import remove_all_but
 from tests.models import Job, Whole, differing, plain_job, state, torchrec_job, train, whole
 from tests.ranks import RankPools
 from tests.test_lifecycle import Evaluate, Life, Operation, Restart, Rewind, Save, Train
-from torchrec_cnr.lineage import read_lineage
-from torchrec_cnr.maintenance.compaction import plan_compaction
-from torchrec_cnr.maintenance.replacing import compact
+from torchrec_cnr.lineage.checkpoint import read_lineage
+from torchrec_cnr.maintenance.compaction.compact import compact
+from torchrec_cnr.maintenance.compaction.plan import plan_compaction
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

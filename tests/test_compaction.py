@@ -39,20 +39,21 @@ from tests.lineages import (
     own_packs,
     remove_all_but,
 )
-from torchrec_cnr import latest, load_table, pack_reader, packs, read_checkpoint
-from torchrec_cnr.boxes import Box
+from torchrec_cnr import latest, load_table, read_checkpoint
 from torchrec_cnr.errors import (
     DamagedError,
 )
-from torchrec_cnr.leases import is_lease
-from torchrec_cnr.lineage import Checkpoint, read_lineage
-from torchrec_cnr.maintenance import copying, liveness, moving
-from torchrec_cnr.maintenance.compaction import CompactionPlan, plan_compaction
-from torchrec_cnr.maintenance.liveness import pieces_of
-from torchrec_cnr.maintenance.replacing import compact, execute
-from torchrec_cnr.pack_reader import PackReader
-from torchrec_cnr.rows import Blob, RowBlock, RowSet
-from torchrec_cnr.schemes import Asymmetric, NoQuantization, Scheme
+from torchrec_cnr.format.boxes import Box
+from torchrec_cnr.format.row_sets import Blob, RowBlock, RowSet
+from torchrec_cnr.lineage.checkpoint import Checkpoint, read_lineage
+from torchrec_cnr.maintenance.compaction import copy_rows, live_rows, row_groups
+from torchrec_cnr.maintenance.compaction.compact import compact, run_compaction
+from torchrec_cnr.maintenance.compaction.live_rows import pieces_of
+from torchrec_cnr.maintenance.compaction.plan import CompactionPlan, plan_compaction
+from torchrec_cnr.quantization import Asymmetric, NoQuantization, Scheme
+from torchrec_cnr.storage import pack_reader, pack_writer
+from torchrec_cnr.storage.leases import is_lease
+from torchrec_cnr.storage.pack_reader import PackReader
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -109,12 +110,12 @@ class Sizes:
         """Make them so."""
         with ExitStack() as stack:
             for module, name, value in (
-                (packs, "BLOCK_BYTES", self.block_bytes),
+                (pack_writer, "BLOCK_BYTES", self.block_bytes),
                 (pack_reader, "_SPAN_BYTES", self.span_bytes),
-                (liveness, "WINDOW_ROWS", self.window_rows),
-                (copying, "BlobCache", partial(moving.BlobCache, max_bytes=self.cache_bytes)),
-                (copying, "CACHE_BYTES", self.cache_bytes),
-                (copying, "_MAX_WAITING", self.max_waiting),
+                (live_rows, "WINDOW_ROWS", self.window_rows),
+                (copy_rows, "BlobCache", partial(row_groups.BlobCache, max_bytes=self.cache_bytes)),
+                (copy_rows, "CACHE_BYTES", self.cache_bytes),
+                (copy_rows, "_MAX_WAITING", self.max_waiting),
             ):
                 stack.enter_context(mock.patch.object(module, name, value))
             yield
@@ -166,7 +167,7 @@ def _compact_in_world(world: World, operation: Compact) -> None:
         plan = plan_compaction(
             path, since=since, max_ratio=operation.max_ratio, self_contained=operation.self_contained
         )
-        after = execute(plan, pack_bytes=operation.pack_bytes)
+        after = run_compaction(plan, pack_bytes=operation.pack_bytes)
     assert after.is_compacted or not plan.is_needed
     assert (after.sha256, after.created_ns) == (lineage[-1].sha256, lineage[-1].created_ns)
     if plan.is_needed:
@@ -246,7 +247,7 @@ def test_plans_come_true(tmp_path: Path, scheme: Scheme, max_ratio: float) -> No
         assert plan.bytes_before == sum(_pack_bytes(checkpoint) for checkpoint in plan.run) >= plan.bytes_after
         num_victims += len(plan.victims)
         files = own_packs(run.newest)
-        run.newest = execute(plan, pack_bytes=PACK_BYTES)
+        run.newest = run_compaction(plan, pack_bytes=PACK_BYTES)
         written = [Path(run.path, name).stat().st_size for name in own_packs(run.newest) - files]
         assert sum(written) == pytest.approx(plan.moved_bytes, rel=0.02, abs=20_000)
         assert _pack_bytes(run.newest) == pytest.approx(plan.bytes_after, rel=0.01)
@@ -257,7 +258,7 @@ def test_plans_come_true(tmp_path: Path, scheme: Scheme, max_ratio: float) -> No
         assert not again.is_needed
         assert (again.bytes_before, again.bytes_after) == (_pack_bytes(run.newest), _pack_bytes(run.newest))
         names = run.newest.store.names()
-        assert execute(again).manifest_sha256 == run.newest.manifest_sha256
+        assert run_compaction(again).manifest_sha256 == run.newest.manifest_sha256
         assert run.newest.store.names() == names
         assert all(is_same(*pair) for pair in zip(before, run.load(), strict=True))
     assert num_victims > 0
@@ -276,7 +277,7 @@ def test_less_room_is_more_to_copy(tmp_path: Path) -> None:
     before = run.load()
     assert "9 checkpoints become one; 0 of" in str(plans[-1])
     files = own_packs(run.newest)
-    after = execute(plans[-1])
+    after = run_compaction(plans[-1])
     assert (after.is_compacted, after.parent, own_packs(after)) == (True, None, files)
     assert all(is_same(*pair) for pair in zip(before, run.load(), strict=True))
 
@@ -298,7 +299,7 @@ def test_moved_rows_keep_their_heat_and_age(tmp_path: Path) -> None:
         run.save(6)
         plan = plan_compaction(run.path, max_ratio=1.0)
         known = {(use.pack.heat, use.written_ns) for use in plan.uses}
-        run.newest = execute(plan, pack_bytes=PACK_BYTES)
+        run.newest = run_compaction(plan, pack_bytes=PACK_BYTES)
         new = [pack for pack in run.newest.manifest.packs if pack.name.startswith(run.newest.manifest.save_id)]
         assert {(pack.heat, pack.written_ns) for pack in new} <= known
         assert {pack.heat for pack in new} == {0, 1, 2}
@@ -349,7 +350,7 @@ def test_blobs_are_kept_for_the_next_block(tmp_path: Path) -> None:
         yield from PackReader.read(reader, blobs)
 
     with mock.patch.object(reader, "read", read):
-        cache = moving.BlobCache(reader, max_bytes=4000)
+        cache = row_groups.BlobCache(reader, max_bytes=4000)
         uses = [(pieces[:3], 0, 3), (pieces[:3], 0, 1), (pieces[1:], 0, 2), (pieces[1:], 400, 1)]
         for part, next_row, num_reads in uses:
             wanted.clear()
@@ -409,7 +410,7 @@ def test_tensors_that_are_gone_stay_gone(tmp_path: Path) -> None:
     )
     plan = plan_compaction(tmp_path / "b", max_ratio=1.0)
     assert plan.live_bytes < 2000 < plan.bytes_before
-    after = execute(plan)
+    after = run_compaction(plan)
     assert set(after.manifest.tensors) == {"t"}
     assert _pack_bytes(after) < 2000
 
@@ -440,7 +441,7 @@ def test_state_may_be_stored_otherwise_than_its_table(tmp_path: Path) -> None:
     assert t != s
     assert all(is_same(load_table(tmp_path / "c", fqn), before[fqn]) for fqn in "ts")
     for self_contained in (False, True):
-        with mock.patch.object(packs, "BLOCK_BYTES", 64):
+        with mock.patch.object(pack_writer, "BLOCK_BYTES", 64):
             compact(tmp_path / "c", max_ratio=1.0, self_contained=self_contained, pack_bytes=4000)
         assert all(is_same(load_table(tmp_path / "c", fqn), before[fqn]) for fqn in "ts")
 
@@ -472,7 +473,7 @@ def test_rows_overwritten_in_some_columns_only(tmp_path: Path) -> None:
             parent = compact(tmp_path / str(number), max_ratio=1.0)
     plan = plan_compaction(tmp_path / "9", max_ratio=1.0)
     assert {("t", index) for index in _shards_in(plan, "t")} & plan.partial
-    execute(plan)
+    run_compaction(plan)
     assert is_same(load_table(tmp_path / "9", "t"), expected)
 
 

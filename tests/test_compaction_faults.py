@@ -23,7 +23,7 @@ from torch import Tensor
 from tests import hand_made
 from tests.hand_made import mask_of, some_rows, whole
 from tests.lineages import PACK_BYTES, ROWS, Run, family, is_same, own_packs
-from torchrec_cnr import load_table, manifest_json, read_checkpoint, remote_files, stores
+from torchrec_cnr import load_table, read_checkpoint
 from torchrec_cnr.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -31,12 +31,14 @@ from torchrec_cnr.errors import (
     DamagedError,
     StoreError,
 )
-from torchrec_cnr.lineage import Checkpoint, read_lineage
-from torchrec_cnr.maintenance.compaction import plan_compaction
-from torchrec_cnr.maintenance.replacing import compact, execute
-from torchrec_cnr.manifest import FILE_NAME
-from torchrec_cnr.schemes import Asymmetric, NoQuantization
-from torchrec_cnr.stores import Store
+from torchrec_cnr.format import manifest_json
+from torchrec_cnr.format.manifest import FILE_NAME
+from torchrec_cnr.lineage.checkpoint import Checkpoint, read_lineage
+from torchrec_cnr.maintenance.compaction.compact import compact, run_compaction
+from torchrec_cnr.maintenance.compaction.plan import plan_compaction
+from torchrec_cnr.quantization import Asymmetric, NoQuantization
+from torchrec_cnr.storage import retries, store
+from torchrec_cnr.storage.store import Store
 
 CHILD_SECS = 60.0
 
@@ -184,7 +186,7 @@ def _race(barrier: Any, path: str, results: Any) -> None:
     plan = plan_compaction(path, max_ratio=1.0)
     barrier.wait(CHILD_SECS)
     try:
-        results.put(("won", execute(plan, pack_bytes=PACK_BYTES).manifest_sha256))
+        results.put(("won", run_compaction(plan, pack_bytes=PACK_BYTES).manifest_sha256))
     except CheckpointExistsError as error:
         results.put(("lost", str(error)))
 
@@ -213,7 +215,7 @@ def test_plans_that_came_too_late(run: Run) -> None:
     plan = plan_compaction(run.path, max_ratio=1.0)
     compact(run.path, max_ratio=1.3)
     with _unchanged(run), pytest.raises(CheckpointExistsError, match="nothing was changed"):
-        execute(plan)
+        run_compaction(plan)
     assert compact(run.path, max_ratio=1.0).is_compacted
 
 
@@ -223,7 +225,7 @@ def test_saves_and_compactions_of_one_lineage_do_not_meet(run: Run) -> None:
     head = run.path
     run.save(1)
     before = run.load()
-    execute(plan)
+    run_compaction(plan)
     assert read_checkpoint(run.path).parent == head
     assert len(read_lineage(run.path).checkpoints) == 2
     assert all(is_same(*pair) for pair in zip(before, run.load(), strict=True))
@@ -260,7 +262,7 @@ def test_manifests_that_cannot_be_written(run: Run, monkeypatch: pytest.MonkeyPa
         raise OSError(errno.ENOSPC, "no space left")
 
     with _unchanged(run), monkeypatch.context() as patch:
-        patch.setattr(stores, "link_new", fail)
+        patch.setattr(store, "link_new", fail)
         with pytest.raises(StoreError, match="no space left"):
             compact(run.path, max_ratio=1.0)
 
@@ -302,7 +304,7 @@ def test_a_commit_whose_fate_is_unknown_keeps_its_files(monkeypatch: pytest.Monk
 
     with monkeypatch.context() as patch:
         patch.setattr(Store, "_create_new", fail)
-        patch.setattr(remote_files, "RETRY_SECS", 0.5)
+        patch.setattr(retries, "RETRY_SECS", 0.5)
         with pytest.raises(StoreError, match="no answer"):
             compact(f"{root}/b", max_ratio=1.0)
     assert not read_checkpoint(f"{root}/b").is_compacted

@@ -11,11 +11,12 @@ import torch
 from tests import hand_made
 from tests.hand_made import Content, Part
 from tests.lineages import is_same
-from torchrec_cnr import load_table, packs
-from torchrec_cnr.boxes import Box
-from torchrec_cnr.maintenance.compaction import plan_compaction
-from torchrec_cnr.maintenance.replacing import execute
-from torchrec_cnr.modified import RowMask
+from torchrec_cnr import load_table
+from torchrec_cnr.format.boxes import Box
+from torchrec_cnr.maintenance.compaction.compact import run_compaction
+from torchrec_cnr.maintenance.compaction.plan import plan_compaction
+from torchrec_cnr.storage import pack_writer
+from torchrec_cnr.tracking.modified_rows import RowMask
 
 MAX_MIB = 512  # what `compact` promises
 NUM_DELTAS = 6
@@ -44,7 +45,7 @@ def _write_lineage(root: Path, size: tuple[int, int], boxes: list[Box]) -> Path:
             {"t": Content(size, tuple(parts), is_table=True)},
             parent=parent,
             created_ns=10**18 + number * 10**12,
-            pack_bytes=packs.PACK_BYTES,
+            pack_bytes=pack_writer.PACK_BYTES,
         )
     return root / str(NUM_DELTAS)
 
@@ -60,7 +61,7 @@ def _compact(path: Path, results: Any) -> None:
     start = _status_mib("VmRSS")
     plan = plan_compaction(path, max_ratio=1.1)
     planned = _status_mib("VmHWM") - start
-    execute(plan)
+    run_compaction(plan)
     results.put((plan.moved_bytes, planned, _status_mib("VmHWM") - start))
 
 

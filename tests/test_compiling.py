@@ -17,12 +17,12 @@ import pytest
 from numba.core.dispatcher import Dispatcher
 
 import torchrec_cnr
-from torchrec_cnr.kernels import compiling, fused
-from torchrec_cnr.kernels.compiling import Kernel
+from torchrec_cnr.kernels.cpu import compiling, fused_rows
+from torchrec_cnr.kernels.cpu.compiling import Kernel
 
 TIMES_TWO = """
 import sys
-from torchrec_cnr.kernels.compiling import Kernel
+from torchrec_cnr.kernels.cpu.compiling import Kernel
 
 def times_two(values):
     for index in range(len(values)):
@@ -76,7 +76,7 @@ for dtype in sys.argv[2:]:
 
 def test_compiled_functions_have_names_of_their_own() -> None:
     """No two functions of one module share a name, by which numba links what different processes have kept."""
-    modules = [import_module(f"torchrec_cnr.kernels.{name}") for name in ("fused", "kmeans", "packing", "search")]
+    modules = [import_module(f"torchrec_cnr.kernels.cpu.{name}") for name in ("fused_rows", "kmeans", "range_search")]
     functions = {
         id(value): value.py_func
         for module in modules
@@ -102,11 +102,11 @@ def test_kernels_of_different_processes_do_not_mix(tmp_path: Path) -> None:
 DECODING = """
 import torch
 import torchrec_cnr as cnr
-from torchrec_cnr.kernels import fused
+from torchrec_cnr.kernels.cpu import fused_rows
 
 cnr.Asymmetric(4).decode(torch.zeros(2, 12, dtype=torch.uint8), 16, torch.float32)
 print(cnr.__file__)
-print(sum(fused.decode._compiled.stats.cache_hits.values()))
+print(sum(fused_rows.decode._compiled.stats.cache_hits.values()))
 """
 
 
@@ -189,7 +189,7 @@ except cnr.ConfigurationError as error:
 
 def test_kernels_count_no_references() -> None:
     """That takes locked instructions, for each array at each call of a function, and took a third of the time."""
-    function = fused.decode._compiled.py_func
+    function = fused_rows.decode._compiled.py_func
     codes, rows, target = np.zeros(12, np.uint8), np.zeros(1, np.int64), np.ones(16, np.float32)
     kernel, counting = numba.njit(**compiling._OPTIONS)(function), numba.njit(function)
     for compiled in (kernel, counting):

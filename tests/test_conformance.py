@@ -12,7 +12,7 @@ import pytest
 from tests import file_systems
 from tests.file_systems import Honest
 from torchrec_cnr.errors import ConfigurationError, StoreError
-from torchrec_cnr.stores import Store
+from torchrec_cnr.storage.store import Store
 from torchrec_cnr.testing import ConformanceCheck, Fault, FaultyStore, conformance_checks, run_conformance
 from torchrec_cnr.testing.__main__ import main
 

@@ -5,9 +5,9 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from torchrec_cnr.boxes import Box
-from torchrec_cnr.coverage import Coverage
-from torchrec_cnr.rows import Rows
+from torchrec_cnr.format.boxes import Box
+from torchrec_cnr.format.coverage import Coverage
+from torchrec_cnr.format.row_sets import Rows
 
 TABLE = (12, 7)
 Elements = npt.NDArray[np.bool_]

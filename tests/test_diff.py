@@ -14,10 +14,11 @@ from torch import Tensor
 import torchrec_cnr as cnr
 from tests import models, runs
 from tests.ranks import RankPools
-from torchrec_cnr.lineage import Lineage, read_lineage
-from torchrec_cnr.maintenance import comparing, movement
-from torchrec_cnr.maintenance.comparing import Comparison, Reshaped, compare
-from torchrec_cnr.maintenance.movement import Movement, MovementMeter
+from torchrec_cnr.lineage.checkpoint import Lineage, read_lineage
+from torchrec_cnr.maintenance.comparison import compare as compare_module
+from torchrec_cnr.maintenance.comparison import row_distance
+from torchrec_cnr.maintenance.comparison.compare import Comparison, Reshaped, compare
+from torchrec_cnr.maintenance.comparison.row_distance import Movement, MovementMeter
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -68,20 +69,20 @@ def _is_close(found: Movement, expected: Movement) -> bool:
     return all(a is not None and b is not None and math.isclose(a, b, rel_tol=tol) for a, b, tol in pairs)
 
 
-@pytest.mark.parametrize("range_bytes", [1, 100, comparing._RANGE_BYTES])
+@pytest.mark.parametrize("range_bytes", [1, 100, compare_module._RANGE_BYTES])
 def test_differences_are_those_of_the_loaded_values(
     run: Path, monkeypatch: pytest.MonkeyPatch, range_bytes: int
 ) -> None:
     """Of every tensor, however few rows are read at once; and no more are."""
-    monkeypatch.setattr(comparing, "_RANGE_BYTES", range_bytes)
-    read_rows, read = comparing.read_rows, []
+    monkeypatch.setattr(compare_module, "_RANGE_BYTES", range_bytes)
+    read_rows, read = compare_module.read_rows, []
 
     def noted(lineage: Lineage, fqn: str, rows: range, thread_count: int) -> Tensor:
         values = read_rows(lineage, fqn, rows, thread_count)
         read.append((values.numel() * values.element_size(), len(values) if values.dim() else 1))
         return values
 
-    monkeypatch.setattr(comparing, "read_rows", noted)
+    monkeypatch.setattr(compare_module, "read_rows", noted)
     told: list[tuple[int, int]] = []
     found = compare(run / "step-1", run / "step-3", progress=lambda done, total: told.append((done, total)))
     manifest = cnr.read_checkpoint(run / "step-3").manifest
@@ -211,7 +212,7 @@ def test_movement_is_that_of_all_rows_at_once(rows: list[tuple[float, ...]], num
     before, after = values[:, :2], values[:, 2:]
     meter = MovementMeter()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(movement, "_BLOCK_ELEMENTS", 5)
+        patched.setattr(row_distance, "_BLOCK_ELEMENTS", 5)
         for first, second in zip(before.chunk(num), after.chunk(num), strict=True):
             meter.add(first, second)
     num_differing, expected = _moved(before, after)

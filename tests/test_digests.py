@@ -9,8 +9,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torchrec_cnr import digests
-from torchrec_cnr.digests import digest_rows
+from torchrec_cnr.tracking import row_digests
+from torchrec_cnr.tracking.row_digests import digest_rows
 
 DTYPES = [
     torch.float64,
@@ -53,7 +53,7 @@ def _expected(tensor: Tensor) -> list[int]:
     """The formula, in integers without bounds, over the rows' bytes."""
     row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
     word_bytes = next(size for size in (4, 2, 1) if row_bytes % size == 0)
-    multipliers = digests._multipliers(row_bytes // word_bytes).tolist()
+    multipliers = row_digests._multipliers(row_bytes // word_bytes).tolist()
     found = []
     for row in range(len(tensor)):
         data = bytes(_bytes(tensor[row : row + 1].clone()).flatten().tolist()) if row_bytes else b""
@@ -87,7 +87,7 @@ def test_digests_follow_their_formula(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, size: list[int], layout: str, block_words: int, seed: int
 ) -> None:
     """For any dtype, shape, layout in memory and size of block; rows come in order, each once."""
-    monkeypatch.setattr(digests, "_BLOCK_WORDS", block_words)
+    monkeypatch.setattr(row_digests, "_BLOCK_WORDS", block_words)
     values = _random(dtype, *size, seed=seed)
     tensor = LAYOUTS[layout](values)
     assert torch.equal(_bytes(tensor.clone(memory_format=torch.contiguous_format)), _bytes(values))
@@ -145,11 +145,11 @@ def test_rows_that_differ_in_many_words_have_other_digests(dtype: torch.dtype, n
 def test_multipliers_are_odd_and_do_not_repeat() -> None:
     """Each place in a row has one of its own, the same every time, without touching torch's own generator."""
     state = torch.get_rng_state()
-    multipliers = digests._multipliers(10_000)
+    multipliers = row_digests._multipliers(10_000)
     assert torch.get_rng_state().equal(state)
     assert (multipliers % 2 == 1).all()
     assert len(multipliers.unique()) == 10_000
-    assert digests._multipliers(10_000).equal(multipliers)
+    assert row_digests._multipliers(10_000).equal(multipliers)
     assert 0.49 < float((multipliers > 0).double().mean()) < 0.51
 
 

@@ -27,14 +27,14 @@ import torchrec_cnr as cnr
 from tests import models, without_us
 from tests.models import Whole, differing, state, torchrec_job, train, whole
 from tests.ranks import RankPools
-from torchrec_cnr.boxes import fills
-from torchrec_cnr.lineage import read_lineage
-from torchrec_cnr.maintenance import contents, safetensors_export
-from torchrec_cnr.maintenance.contents import Contents
-from torchrec_cnr.maintenance.exporting import Format, export
-from torchrec_cnr.regions import RowStateRegion
-from torchrec_cnr.stores import Store
-from torchrec_cnr.table_reader import regions_of
+from torchrec_cnr.format.boxes import fills
+from torchrec_cnr.lineage.checkpoint import read_lineage
+from torchrec_cnr.maintenance.export import contents, to_safetensors
+from torchrec_cnr.maintenance.export.contents import Contents
+from torchrec_cnr.maintenance.export.export import Format, export
+from torchrec_cnr.reading.load_table import regions_of
+from torchrec_cnr.reading.regions import RowStateRegion
+from torchrec_cnr.storage.store import Store
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -144,7 +144,7 @@ def _save(path: Path | str, state_dict: dict[str, Any]) -> None:
 
 def test_large_safetensors_are_several_files_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No file is larger than allowed, but for one tensor that is so by itself; all are found by the index."""
-    monkeypatch.setattr(safetensors_export, "FILE_BYTES", 100)
+    monkeypatch.setattr(to_safetensors, "FILE_BYTES", 100)
     saved = {f"t{number}": torch.rand(number, 3) for number in range(12)} | {"flags": torch.ones(30).bool()}
     _save(tmp_path / "0", {"model": saved})
     export(tmp_path / "0", tmp_path / "out", to="safetensors")
@@ -402,11 +402,11 @@ def test_nothing_is_left_of_an_export_that_fails(
 
 _KILLED = """
 import os, signal, sys
-from torchrec_cnr.maintenance import contents, safetensors_export
-from torchrec_cnr.maintenance.exporting import export
+from torchrec_cnr.maintenance.export import contents, to_safetensors
+from torchrec_cnr.maintenance.export.export import export
 
 contents.HELD_BYTES = 4096
-safetensors_export.FILE_BYTES = int(sys.argv[4])
+to_safetensors.FILE_BYTES = int(sys.argv[4])
 
 def kill(done, total):
     if 10 * done > 9 * total:
@@ -438,8 +438,8 @@ def test_what_a_killed_export_leaves_does_not_load(to: Format, file_bytes: int, 
 _MEASURED = """
 import json, re, sys
 import torchrec_cnr as cnr
-from torchrec_cnr.maintenance.exporting import export
-from torchrec_cnr.maintenance.importing import import_checkpoint
+from torchrec_cnr.maintenance.export.export import export
+from torchrec_cnr.maintenance.dcp_import.import_checkpoint import import_checkpoint
 
 def peak():  # not that of getrusage, which begins with what the parent had
     with open("/proc/self/status") as status:

@@ -28,7 +28,7 @@ def test_name_exists_and_is_documented(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("imported", "absent"),
-    [("torchrec_cnr", "torch"), ("torchrec_cnr.table_reader", "torchrec")],
+    [("torchrec_cnr", "torch"), ("torchrec_cnr.reading.load_table", "torchrec")],
 )
 def test_only_what_is_asked_for_is_imported(imported: str, absent: str) -> None:
     """Names are imported on demand: the package alone is there without torch, and reading needs no TorchRec."""

@@ -14,10 +14,10 @@ import torchrec_cnr as cnr
 from tests import models
 from tests.killing import in_child
 from tests.ranks import RankPools
-from torchrec_cnr import fences
 from torchrec_cnr.errors import FencedError
-from torchrec_cnr.maintenance.verifying import verify
-from torchrec_cnr.stores import Store
+from torchrec_cnr.maintenance.verification.verify import verify
+from torchrec_cnr.storage import fences
+from torchrec_cnr.storage.store import Store
 
 
 class Job:

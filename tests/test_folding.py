@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.lineages import COLS, ROWS, Run, Save, World, is_same
-from torchrec_cnr import folding
-from torchrec_cnr.boxes import Box
-from torchrec_cnr.fold_plan import plan_fold
-from torchrec_cnr.folding import fold
-from torchrec_cnr.lineage import read_lineage
-from torchrec_cnr.regions import Block, TensorRegion
-from torchrec_cnr.schemes import Asymmetric, NoQuantization, Scheme
+from torchrec_cnr.format.boxes import Box
+from torchrec_cnr.lineage.checkpoint import read_lineage
+from torchrec_cnr.quantization import Asymmetric, NoQuantization, Scheme
+from torchrec_cnr.reading import fold as fold_module
+from torchrec_cnr.reading.fold import fold
+from torchrec_cnr.reading.plan import plan_fold
+from torchrec_cnr.reading.regions import Block, TensorRegion
 
 
 def _saves(seed: int) -> list[Save]:
@@ -40,9 +40,9 @@ def test_windows_of_any_size_load_the_same(
     for operation in _saves(seed):
         world.save(operation)
     with (
-        mock.patch.object(folding, "_EARLY_BYTES", early_bytes),
-        mock.patch.object(folding, "MOST_TURNS", most_turns),
-        mock.patch.object(folding, "_LEAST_COLS", 1),
+        mock.patch.object(fold_module, "_EARLY_BYTES", early_bytes),
+        mock.patch.object(fold_module, "MOST_TURNS", most_turns),
+        mock.patch.object(fold_module, "_LEAST_COLS", 1),
     ):
         world.check(world.names[:2])
 
@@ -60,7 +60,7 @@ def test_rows_that_are_overwritten_later_are_not_decoded(tmp_path: Path, scheme:
         written = _rows_written(lineage, regions[0])
         num_modified = int((run.stored[rows.start : rows.stop] > 0).sum())
         assert sum(written[1:]) == num_modified < len(rows) == written[0]
-        with mock.patch.object(folding, "_EARLY_BYTES", 0):
+        with mock.patch.object(fold_module, "_EARLY_BYTES", 0):
             assert sum(_rows_written(lineage, regions[1])[1:]) > 2 * num_modified
         assert is_same(regions[0].target, regions[1].target)
 

@@ -35,15 +35,17 @@ from tests.golden import log_v5, mixed, reader, split_v6, write_v3
 from tests.golden.replacement import replace_manifest, used_packs
 from tests.golden.state import EXP_AVG, MOMENTUM, T0, T2, T4, T8, TABLES, values_of
 from tests.test_manifest import DELETE, REPEAT, VALUES, changed, file_of, nodes
-from torchrec_cnr.boxes import Box
+from torchrec_cnr.format import manifest_json, row_sets
+from torchrec_cnr.format.boxes import Box
+from torchrec_cnr.format.manifest import DTYPES as DTYPE_OF
+from torchrec_cnr.format.manifest import TensorEntry
+from torchrec_cnr.format.split_blobs import split
 from torchrec_cnr.maintenance.catalog import read_catalog
-from torchrec_cnr.maintenance.histories import run_history
-from torchrec_cnr.manifest import DTYPES as DTYPE_OF
-from torchrec_cnr.manifest import TensorEntry
-from torchrec_cnr.modified import ModifiedRows
-from torchrec_cnr.schemes import scheme_from_json
-from torchrec_cnr.tails import split
-from torchrec_cnr.tracked import TrackedRows, TrackedShard
+from torchrec_cnr.maintenance.read_run_history import run_history
+from torchrec_cnr.quantization import scheme_from_json
+from torchrec_cnr.storage.pack_writer import crc32c
+from torchrec_cnr.tracking.modified_rows import ModifiedRows
+from torchrec_cnr.tracking.tracked_tables import TrackedRows, TrackedShard
 
 ROOT = Path(__file__).parents[1]
 GOLDENS = {f"v{version}": ROOT / "tests" / "golden" / f"v{version}" for version in (1, 2, 3, 4)}
@@ -238,7 +240,7 @@ def test_script_writes_the_same_bytes_again(tmp_path: Path) -> None:
 
     As it does where nothing becomes smaller by being split.
     """
-    with patch("torchrec_cnr.encoding.split", return_value=None):
+    with patch("torchrec_cnr.saving.encoding.split", return_value=None):
         write_v3.write(tmp_path)
     written = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     golden = {path.relative_to(GOLDEN): path.read_bytes() for path in GOLDEN.rglob("*") if path.is_file()}
@@ -513,8 +515,8 @@ def test_rewritten_parent_of_an_earlier_version_is_refused(resumed: _Resumed) ->
     resumed.train(4)
     cut = resumed.save("step-4")
     path = resumed.folder / "step-1" / "manifest.json"
-    manifest, digest = cnr.manifest_json.loads(path.read_bytes(), "step-1")
-    data, other = cnr.manifest_json.dumps(manifest)
+    manifest, digest = manifest_json.loads(path.read_bytes(), "step-1")
+    data, other = manifest_json.dumps(manifest)
     assert digest != other
     assert _loaded(_load(resumed.folder / "step-4", resumed.target())) == cut
     path.write_bytes(data)
@@ -570,7 +572,7 @@ def _rewrite(folder: Path, step: str, change: Callable[[TensorEntry], TensorEntr
     manifest = checkpoint.manifest
     entry = change(manifest.tensors[fqn])
     assert entry != manifest.tensors[fqn]
-    data, _ = cnr.manifest_json.dumps(replace(manifest, tensors={**manifest.tensors, fqn: entry}))
+    data, _ = manifest_json.dumps(replace(manifest, tensors={**manifest.tensors, fqn: entry}))
     (folder / step / f"manifest-{manifest.replaces}.json").write_bytes(data)
 
 
@@ -664,11 +666,11 @@ def test_row_codes_of_the_page_are_right() -> None:
         blob = reader.Blob(0, 0, 1, 0)
         block = reader.RowBlock(coding, rows[0], rows[-1] - rows[0] + 1, len(rows), blob)
         assert reader.decode_rows(block, _hex(frame)).tolist() == rows
-        coded = cnr.rows.CodedRows(coding, rows[0], block.span, _hex(frame))
-        assert cnr.rows.decode_rows(coded, len(rows), "page").tolist() == rows
+        coded = row_sets.CodedRows(coding, rows[0], block.span, _hex(frame))
+        assert row_sets.decode_rows(coded, len(rows), "page").tolist() == rows
     for _, _, frame in (found[0], found[2]):
         rows = [3, 4, 7, 12] if frame == found[0][2] else [0, 300, 301]
-        assert cnr.rows.encode_rows(np.array(rows)).data == _hex(frame)
+        assert row_sets.encode_rows(np.array(rows)).data == _hex(frame)
 
 
 def test_rows_of_the_page_are_right() -> None:
@@ -707,7 +709,7 @@ def test_schemes_and_decimals_of_the_page_are_right() -> None:
 
 def test_check_value_of_the_page_is_right() -> None:
     """Reader and library compute the CRC that the page names."""
-    assert reader.crc32c(b"123456789") == cnr.packs.crc32c(b"123456789") == 0xE3069283
+    assert reader.crc32c(b"123456789") == crc32c(b"123456789") == 0xE3069283
     assert "`123456789` is `0xe3069283`" in PAGE
 
 

@@ -21,10 +21,10 @@ import torchrec_cnr as cnr
 from tests.attacks.draft import INT, Draft, archive_of
 from tests.attacks.walk import load_state
 from tests.test_manifest import DELETE, REPEAT, VALUES, changed, nodes
-from torchrec_cnr import pickles
-from torchrec_cnr.lineage import read_lineage
-from torchrec_cnr.maintenance.verifying import verify
-from torchrec_cnr.rows import CodedRows, decode_rows
+from torchrec_cnr.format import safe_pickle
+from torchrec_cnr.format.row_sets import CodedRows, decode_rows
+from torchrec_cnr.lineage.checkpoint import read_lineage
+from torchrec_cnr.maintenance.verification.verify import verify
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -230,7 +230,7 @@ def test_whatever_was_saved_is_loaded(tmp_path_factory: pytest.TempPathFactory, 
     """What is looked through before it is unpickled is no less than torch itself loads: any value comes back."""
     file = tmp_path_factory.getbasetemp() / "value"
     torch.save(value, file)
-    assert pickles.load_state(file.read_bytes()) == torch.load(file, weights_only=True) == value
+    assert safe_pickle.load_state(file.read_bytes()) == torch.load(file, weights_only=True) == value
 
 
 def test_instructions_of_random_programs_are_real() -> None:

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import torchrec_cnr as cnr
-from torchrec_cnr.kernels import compiling, gathering
-from torchrec_cnr.kernels.gathering import gather_rows
+from torchrec_cnr.kernels.cpu import compiling
+from torchrec_cnr.kernels.cpu import gather_rows as gather_rows_module
+from torchrec_cnr.kernels.cpu.gather_rows import gather_rows
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int8, torch.bool)
 
@@ -39,7 +40,7 @@ def test_rows_are_those_that_pytorch_selects(  # one argument for each thing tha
 ) -> None:
     """Any dtype and width, in order or not, also in a part of a wider table, however threads divide it."""
     monkeypatch.setattr(compiling.torch, "get_num_threads", lambda: num_threads)
-    monkeypatch.setattr(gathering, "_CHUNK_WORDS", 8)
+    monkeypatch.setattr(gather_rows_module, "_CHUNK_WORDS", 8)
     generator = torch.Generator().manual_seed(seed)
     widened = (*row_shape[:-1], row_shape[-1] + padding) if row_shape else ()
     whole = torch.randint(0, 2 if dtype is torch.bool else 100, (num_rows + first_row, *widened), generator=generator)

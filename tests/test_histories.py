@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 import torchrec_cnr as cnr
 from tests import hand_made
 from tests.roots import HOUR_NS, NUM_ROWS, Root
-from torchrec_cnr.lineage import read_lineage
-from torchrec_cnr.maintenance.annotations import tag, write_metrics
+from torchrec_cnr.lineage.checkpoint import read_lineage
 from torchrec_cnr.maintenance.catalog import read_catalog
-from torchrec_cnr.maintenance.histories import run_history
-from torchrec_cnr.maintenance.history import Event, RunHistory
-from torchrec_cnr.maintenance.prune_execution import PruneResult, execute
-from torchrec_cnr.maintenance.pruning import plan_prune
+from torchrec_cnr.maintenance.pruning.execute import PruneResult, run_prune
+from torchrec_cnr.maintenance.pruning.plan import plan_prune
+from torchrec_cnr.maintenance.pruning.retention import Keep
+from torchrec_cnr.maintenance.read_run_history import run_history
 from torchrec_cnr.maintenance.restore_bytes import restore_bytes
-from torchrec_cnr.maintenance.retention import Keep
+from torchrec_cnr.maintenance.run_history import Event, RunHistory
+from torchrec_cnr.maintenance.tags_and_metrics import tag, write_metrics
 
 
 def _history(root: Root) -> RunHistory:
@@ -37,7 +37,7 @@ def _event(history: RunHistory, kind: str, name: str) -> Event:
 
 
 def _prune(root: Root, last: int) -> PruneResult:
-    result = execute(plan_prune(root.url, Keep(last=last)))
+    result = run_prune(plan_prune(root.url, Keep(last=last)))
     assert not result.failed
     return result
 

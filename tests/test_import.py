@@ -22,10 +22,10 @@ from tests import models, without_us
 from tests.models import Whole, state, torchrec_job, train, whole
 from tests.ranks import RankPools
 from tests.test_export import full_disk
-from torchrec_cnr.maintenance import contents
-from torchrec_cnr.maintenance.exporting import export
-from torchrec_cnr.maintenance.importing import import_checkpoint
-from torchrec_cnr.manifest import DTYPES
+from torchrec_cnr.format.manifest import DTYPES
+from torchrec_cnr.maintenance.dcp_import.import_checkpoint import import_checkpoint
+from torchrec_cnr.maintenance.export import contents
+from torchrec_cnr.maintenance.export.export import export
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 

@@ -34,14 +34,16 @@ import torchrec_cnr as cnr
 from tests import models
 from tests.models import TorchRecModel, causes, state, torchrec_job, train, whole
 from tests.ranks import RankPools
-from torchrec_cnr import inference, inference_regions, packs
-from torchrec_cnr.boxes import Box
-from torchrec_cnr.fold_plan import plan_fold
-from torchrec_cnr.inference_rows import InferenceRow
-from torchrec_cnr.lineage import read_lineage
-from torchrec_cnr.manifest import Shard
-from torchrec_cnr.regions import TensorRegion
-from torchrec_cnr.schemes import fused_bits
+from torchrec_cnr.format.boxes import Box
+from torchrec_cnr.format.manifest import Shard
+from torchrec_cnr.lineage.checkpoint import read_lineage
+from torchrec_cnr.loading import torchrec_inference
+from torchrec_cnr.quantization import fused_bits
+from torchrec_cnr.quantization.fbgemm_rows import InferenceRow
+from torchrec_cnr.reading import inference_regions
+from torchrec_cnr.reading.plan import plan_fold
+from torchrec_cnr.reading.regions import TensorRegion
+from torchrec_cnr.storage import pack_writer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is"),
@@ -340,7 +342,7 @@ def test_tables_may_be_of_half_precision(tmp_path: Path, scheme: str, dtype: tor
 def _save_lineage(rank: int, root: str, shardings: list[str], scheme: cnr.Scheme) -> models.Whole:
     """A baseline, and a delta under each further sharding, of a few rows a block; returns the model saved last."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packs, "BLOCK_BYTES", 6 * 4 * DIM)
+        patch.setattr(pack_writer, "BLOCK_BYTES", 6 * 4 * DIM)
         return _save_checkpoints(root, shardings, scheme)
 
 
@@ -399,7 +401,7 @@ def test_rows_in_pieces_are_read_in_windows(
 
     monkeypatch.setattr(inference_regions, "FLOAT_BYTES", 10 * 4 * DIM)
     monkeypatch.setattr(inference_regions, "_CHUNK_BYTES", 3 * 4 * DIM)
-    monkeypatch.setattr("torchrec_cnr.reader.turns", counted)
+    monkeypatch.setattr("torchrec_cnr.loading.reader.turns", counted)
     got = load_quantized(quantized(float_model(3), torch.qint8), root / "1")
     assert all(torch.equal(got[table], rows) for table, rows in wanted.items())
     assert len(folds) > 9
@@ -638,6 +640,6 @@ def test_models_that_cannot_be_loaded_are_refused(message: str) -> None:
 def test_unknown_data_types_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """FBGEMM has more data types than are known here."""
     model = quantized(float_model(1), torch.qint8)
-    monkeypatch.delitem(inference._BITS, SparseType.INT8)
+    monkeypatch.delitem(torchrec_inference._BITS, SparseType.INT8)
     with pytest.raises(cnr.ConfigurationError, match="INT8, INT4, INT2, FP16 and FP32 can be loaded"):
         cnr.InferenceTables(model)

@@ -22,8 +22,8 @@ from tests.models import Whole, differing, plain_job, state, torchrec_job, train
 from tests.ranks import RankPools
 from tests.test_kafka_server import transactional
 from torchrec_cnr.kafka import disconnect
-from torchrec_cnr.lineage import read_lineage
-from torchrec_cnr.maintenance.upkeep import Upkeep
+from torchrec_cnr.lineage.checkpoint import read_lineage
+from torchrec_cnr.maintenance.background_upkeep import Upkeep
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

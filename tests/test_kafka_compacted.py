@@ -29,20 +29,20 @@ from tests.models import (
     whole,
 )
 from tests.ranks import RankPool, RankPools
-from torchrec_cnr import manifest_json
 from torchrec_cnr.errors import ConfigurationError, DamagedError, FencedError, StoreError
-from torchrec_cnr.lineage import read_checkpoint
-from torchrec_cnr.manifest import Pack
+from torchrec_cnr.format import manifest_json
+from torchrec_cnr.format.manifest import Pack
+from torchrec_cnr.lineage.checkpoint import read_checkpoint
 from torchrec_cnr.policies import Policy
-from torchrec_cnr.row_blocks import BlockKey
-from torchrec_cnr.row_logs import root_id
+from torchrec_cnr.saving.row_blocks import BlockKey
+from torchrec_cnr.storage.row_log import root_id
 
 confluent_kafka = pytest.importorskip("confluent_kafka")
 
 from tests.kafka_server import Broker, KafkaServer, running  # noqa: E402 - needs Kafka's client
-from torchrec_cnr.kafka import KafkaRows, consuming  # noqa: E402
-from torchrec_cnr.kafka.kafka_log import KafkaLog  # noqa: E402
-from torchrec_cnr.kafka.targets import KeyedTarget  # noqa: E402
+from torchrec_cnr.kafka import KafkaRows, consumers  # noqa: E402
+from torchrec_cnr.kafka.connection import KafkaLog  # noqa: E402
+from torchrec_cnr.kafka.pack_targets import KeyedTarget  # noqa: E402
 
 SECS = 40.0
 EAGER = {
@@ -449,7 +449,7 @@ def test_packs_are_read_in_the_order_in_which_they_lie(run: Run, monkeypatch: py
             sought.extend(place.offset for place in places if place.topic == run.rows.topic)
             super().assign(places)
 
-    monkeypatch.setattr(consuming, "Consumer", Counted)
+    monkeypatch.setattr(consumers, "Consumer", Counted)
     run.rows = replace(run.rows, config={"client.id": uuid.uuid4().hex})  # with consumers of its own
     run.check()
     assert len(run.packs()) == 13

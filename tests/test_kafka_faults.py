@@ -41,9 +41,9 @@ from tests.kafka_server import KafkaServer
 from tests.killing import in_child
 from tests.models import Whole, differing, state, torchrec_job, train, whole
 from tests.ranks import RankPools
+from torchrec_cnr.format.manifest import LogRange
 from torchrec_cnr.kafka.marker_topic import MarkerTopic
-from torchrec_cnr.kafka.producing import Producing
-from torchrec_cnr.manifest import LogRange
+from torchrec_cnr.kafka.producers import Producing
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -29,7 +29,7 @@ from tests.kafka_jobs import SECS, KafkaJob, marked, wait_until_well
 from tests.kafka_server import KafkaServer
 from tests.killing import in_child
 from tests.models import Whole, state, train, whole
-from torchrec_cnr.stores import Store
+from torchrec_cnr.storage.store import Store
 
 TIMEOUT_SECS = 2.0
 NUM_LIVES = 3  # trainers of a schedule that are killed

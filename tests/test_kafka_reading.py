@@ -14,10 +14,10 @@ pytest.importorskip("confluent_kafka")
 
 from confluent_kafka import Producer
 
-from torchrec_cnr.kafka import KafkaRows, consuming
+from torchrec_cnr.format.manifest import LogRange
+from torchrec_cnr.kafka import KafkaRows, consumers
 from torchrec_cnr.kafka.clients import Cluster
-from torchrec_cnr.kafka.consuming import RangeConsumer
-from torchrec_cnr.manifest import LogRange
+from torchrec_cnr.kafka.consumers import RangeConsumer
 
 if TYPE_CHECKING:
     from tests.kafka_server import Broker
@@ -30,7 +30,7 @@ SIZES = (95, 100, 1, 73, 250)
 @pytest.fixture
 def rows(kafka: "Broker", monkeypatch: pytest.MonkeyPatch) -> KafkaRows:
     """A log of small parts, whose consumers keep few of them."""
-    monkeypatch.setattr(consuming, "_KEPT_BYTES", KEPT_BYTES)
+    monkeypatch.setattr(consumers, "_KEPT_BYTES", KEPT_BYTES)
     found = KafkaRows(kafka.bootstrap, f"reading-{uuid.uuid4()}", num_partitions=2, part_bytes=PART_BYTES)
     found.open(may_make=True)
     return found

@@ -11,11 +11,11 @@ from torch import nn
 
 import torchrec_cnr as cnr
 from tests.kafka_server import Broker
+from torchrec_cnr.format.manifest import FILE_NAME
 from torchrec_cnr.kafka import KafkaRows
-from torchrec_cnr.manifest import FILE_NAME
-from torchrec_cnr.marking import uncommitted_name
-from torchrec_cnr.row_logs import root_id
-from torchrec_cnr.serving.commits import MarkerCommits
+from torchrec_cnr.lineage.marker_commit import uncommitted_name
+from torchrec_cnr.serving.commit_sources import MarkerCommits
+from torchrec_cnr.storage.row_log import root_id
 
 SECS = 60.0
 

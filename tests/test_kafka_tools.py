@@ -21,20 +21,21 @@ from tests.golden import log_v5
 from tests.kafka_server import ADMIN_SECS, Broker
 from tests.models import Whole
 from tests.without_us import differing, load_torch
-from torchrec_cnr import manifest_json, marking
 from torchrec_cnr.cli import options
 from torchrec_cnr.cli.app import app
-from torchrec_cnr.lineage import read_checkpoint
+from torchrec_cnr.format import manifest_json
+from torchrec_cnr.format.manifest import FILE_NAME, Pack
+from torchrec_cnr.lineage import marker_commit
+from torchrec_cnr.lineage.checkpoint import read_checkpoint
+from torchrec_cnr.maintenance.background_upkeep import Upkeep
 from torchrec_cnr.maintenance.catalog import read_catalog
-from torchrec_cnr.maintenance.comparing import compare
-from torchrec_cnr.maintenance.exporting import export
-from torchrec_cnr.maintenance.histories import run_history
-from torchrec_cnr.maintenance.own_files import log_bytes
-from torchrec_cnr.maintenance.upkeep import Upkeep
-from torchrec_cnr.maintenance.verifying import verify
-from torchrec_cnr.manifest import FILE_NAME, Pack
-from torchrec_cnr.row_logs import root_id
-from torchrec_cnr.stores import Store
+from torchrec_cnr.maintenance.comparison.compare import compare
+from torchrec_cnr.maintenance.export.export import export
+from torchrec_cnr.maintenance.file_names import log_bytes
+from torchrec_cnr.maintenance.read_run_history import run_history
+from torchrec_cnr.maintenance.verification.verify import verify
+from torchrec_cnr.storage.row_log import root_id
+from torchrec_cnr.storage.store import Store
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -70,7 +71,7 @@ class Run:
         """As if its job had died between the marker and the manifest's name, some time ago."""
         place = self.root / name
         manifest, _ = manifest_json.loads((place / FILE_NAME).read_bytes(), name)
-        (place / FILE_NAME).rename(place / marking.uncommitted_name(manifest.save_id))
+        (place / FILE_NAME).rename(place / marker_commit.uncommitted_name(manifest.save_id))
         (place / f"{'0' * 16}.{1:020d}.save.lease").touch()
 
 

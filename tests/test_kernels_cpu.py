@@ -17,10 +17,10 @@ from hypothesis.extra import numpy as hnp
 from sklearn.cluster import KMeans as SklearnKMeans
 from torch import Tensor
 
+from tests.kernels import reference
 from torchrec_cnr import kernels
-from torchrec_cnr.kernels import reference
-from torchrec_cnr.kernels.plans import COVERING, GREEDY, LEAST_SQUARES, MIRRORED, SearchPlan, search_plan
-from torchrec_cnr.schemes import Asymmetric, KMeans
+from torchrec_cnr.kernels.search_plan import COVERING, GREEDY, LEAST_SQUARES, MIRRORED, SearchPlan, search_plan
+from torchrec_cnr.quantization import Asymmetric, KMeans
 
 BITS = (2, 3, 4, 8)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)

@@ -20,18 +20,18 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from torchrec_cnr.kernels import cpu, gpu, plans, reference
-from torchrec_cnr.kernels.plans import SearchPlan, search_plan
+from tests.kernels import reference
+from torchrec_cnr.kernels import cpu
+from torchrec_cnr.kernels.gpu import fused_rows
+from torchrec_cnr.kernels.search_plan import COVERING, GREEDY, LEAST_SQUARES, MIRRORED, SearchPlan, search_plan
 
 ROOT = Path(__file__).parents[1]
 LIMIT_SECS = 240
 PLANS = {
-    "covering": search_plan(plans.COVERING),
-    "mirrored": search_plan(plans.MIRRORED),
-    "greedy": search_plan(plans.GREEDY, num_bins=9, num_steps=2),
-    "least squares": search_plan(
-        plans.LEAST_SQUARES, cuts=np.array([0.0, 0.15], np.float32), rounds=1, kept=2, polish=1
-    ),
+    "covering": search_plan(COVERING),
+    "mirrored": search_plan(MIRRORED),
+    "greedy": search_plan(GREEDY, num_bins=9, num_steps=2),
+    "least squares": search_plan(LEAST_SQUARES, cuts=np.array([0.0, 0.15], np.float32), rounds=1, kept=2, polish=1),
 }
 BITS = (2, 3, 4, 8)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -108,7 +108,7 @@ def mismatches(method: str, bits: int, dtype: torch.dtype, num_cols: int, device
     first_of_few = 100 - (NUM_WIDE_ROWS if num_cols >= WIDE else NUM_ROWS) + NUM_KINDS
     rows = shuffled[(shuffled < NUM_KINDS) | (shuffled >= first_of_few)]
     base = torch.as_strided(table, (100, num_cols + 3), (num_cols + 3, 1)).to(device)
-    codes, is_exact = gpu.encode_rows(base[:, :num_cols], rows.to(device), bits, plan, row_bytes)
+    codes, is_exact = fused_rows.encode_rows(base[:, :num_cols], rows.to(device), bits, plan, row_bytes)
     expected, expected_exact = expected_rows(table[rows], bits, plan)
     if not (0 < int(expected_exact.sum()) < len(rows)):
         yield "the case has no rows of one kind"
@@ -123,7 +123,7 @@ def mismatches(method: str, bits: int, dtype: torch.dtype, num_cols: int, device
     places = torch.randperm(50, generator=generator)[: len(positions)]
     base = torch.zeros(50, last_col - first_col + 2, dtype=dtype)
     target, seen = base[:, :-2], base.to(device)
-    gpu.decode_rows(codes, positions.to(device), bits, first_col, seen[:, :-2], places.to(device))
+    fused_rows.decode_rows(codes, positions.to(device), bits, first_col, seen[:, :-2], places.to(device))
     if not same_bits(seen[:, :-2], expected_target(expected, positions, bits, first_col, target, places)):
         yield "decoded values"
     if seen[:, -2:].any():
@@ -193,16 +193,16 @@ def test_many_rows_share_the_tiles() -> None:
     table = torch.randn(300_000, 16, generator=torch.Generator().manual_seed(0))
     rows = torch.arange(len(table))
     for plan in PLANS.values():
-        found = gpu.encode_rows(table.cuda(), rows.cuda(), 4, plan, 12)
+        found = fused_rows.encode_rows(table.cuda(), rows.cuda(), 4, plan, 12)
         assert torch.equal(found[0].cpu(), cpu.encode_rows(table, rows, 4, plan, 12)[0])
 
 
 def test_no_rows() -> None:
     """Nothing is launched for nothing."""
     table, none = torch.ones(3, 5), torch.empty(0, dtype=torch.int64)
-    codes, is_exact = gpu.encode_rows(table, none, 4, PLANS["greedy"], 8)
+    codes, is_exact = fused_rows.encode_rows(table, none, 4, PLANS["greedy"], 8)
     assert (codes.shape, is_exact.shape, is_exact.dtype) == ((0, 8), (0,), torch.bool)
-    gpu.decode_rows(codes, none, 4, 0, table, none)
+    fused_rows.decode_rows(codes, none, 4, 0, table, none)
     assert torch.equal(table, torch.ones(3, 5))
 
 
@@ -214,7 +214,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     target = GPUTarget("cuda", 90, 32)
     monkeypatch.setattr(driver, "_active", SimpleNamespace(**device, get_current_target=lambda: target))
     for name in ("_encode", "_decode"):
-        kernel = getattr(gpu, name)
+        kernel = getattr(fused_rows, name)
 
         def compile_only(*args: Any, warmup: bool, run: Any = kernel.run, name: str = name, **options: Any) -> None:
             found[name] = run(*args, warmup=True, **options).asm["ptx"]
@@ -228,8 +228,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 def test_kernels_compile_to_plain_arithmetic(method: str, dtype: torch.dtype, compiled: dict[str, str]) -> None:
     """For a GPU: no product is fused with a sum, divisions are rounded to nearest, small numbers are not flushed."""
     table, rows = torch.ones(100, 16, dtype=dtype), torch.arange(100)
-    codes, _ = gpu.encode_rows(table, rows, 3, PLANS[method], 10)
-    gpu.decode_rows(codes, rows, 3, 0, table, rows)
+    codes, _ = fused_rows.encode_rows(table, rows, 3, PLANS[method], 10)
+    fused_rows.decode_rows(codes, rows, 3, 0, table, rows)
     assert sorted(compiled) == ["_decode", "_encode"]
     assert "div.rn.f32" in compiled["_encode"]
     for ptx in compiled.values():

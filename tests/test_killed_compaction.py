@@ -11,7 +11,7 @@ from torch import Tensor
 import torchrec_cnr as cnr
 from tests.killing import every_kill
 from tests.models import plain_job, state, train
-from torchrec_cnr.maintenance.verifying import verify
+from torchrec_cnr.maintenance.verification.verify import verify
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import strategies as st
 
 from tests.golden import reader
-from torchrec_cnr import manifest_json
-from torchrec_cnr.boxes import Box
 from torchrec_cnr.errors import DamagedError
-from torchrec_cnr.manifest import History, Manifest, Shard, TensorEntry
-from torchrec_cnr.manifest_json import KnownManifests
-from torchrec_cnr.manifest_parser import ManifestParser
-from torchrec_cnr.rows import RowSet
-from torchrec_cnr.schemes import NoQuantization
+from torchrec_cnr.format import manifest_json
+from torchrec_cnr.format.boxes import Box
+from torchrec_cnr.format.manifest import History, Manifest, Shard, TensorEntry
+from torchrec_cnr.format.manifest_json import KnownManifests
+from torchrec_cnr.format.manifest_parser import ManifestParser
+from torchrec_cnr.format.row_sets import RowSet
+from torchrec_cnr.quantization import NoQuantization
 
 GOLDENS = Path(reader.__file__).parent
 SOME = sorted(GOLDENS.rglob("manifest.json"))[0]

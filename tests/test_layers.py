@@ -9,118 +9,51 @@ from pathlib import Path
 
 import pytest
 
+import torchrec_cnr
+
 PACKAGE = "torchrec_cnr"
-FOLDER = Path(__file__).parents[1] / PACKAGE
+FOLDER = Path(torchrec_cnr.__file__).parent
 MAX_MODULE_LINES = 450
 MAX_FUNCTION_LINES = 60
+MAX_SIBLINGS = 16
 
-# A unit is a module of the package, or a folder of modules.
-LAYERS = (
-    {"errors", "version", "quantities", "progress", "phases", "pace", "collector"},
-    {
-        "kernels",
-        "frames",
-        "rows",
-        "boxes",
-        "tails",
-        "schemes",
-        "manifest",
-        "coverage",
-        "renumbering",
-        "manifest_json",
-        "manifest_parser",
-        "earlier_versions",
-        "regions",
-        "digests",
-        "fitting",
-        "optimizer_state",
-        "pickles",
-        "ranked",
-        "inference_rows",
-        "inference_regions",
-    },
-    {"shards", "policies"},
-    {
-        "modified",
-        "tracked",
-        "untracked",
-        "packs",
-        "pack_reader",
-        "stores",
-        "streams",
-        "local_files",
-        "obstore_s3",
-        "remote_files",
-        "fences",
-        "leases",
-        "lineage",
-        "store_urls",
-        "row_logs",
-        "row_blocks",
-        "marking",
-        "kafka",
-        "newest",
-        "decisions",
-        "handover",
-        "choosing",
-        "encoding",
-        "fold_plan",
-        "checkpoint_rows",
-        "folding",
-        "objects",
-        "staged_codes",
-        "flight",
-        "table_reader",
-    },
-    {
-        "planner",
-        "load_planner",
-        "writer",
-        "reader",
-        "assembly",
-        "rank_writer",
-        "block_writing",
-        "read_items",
-        "inference_tables",
-        "item_regions",
-        "agreement",
-        "staging",
-        "cuts",
-    },
-    {
-        "stepped",
-        "tracker",
-        "inference",
-        "maintenance",
-        "manager",
-        "due",
-        "restoring",
-        "reader_state",
-        "pulse",
-        "testing",
-        "serving",
-    },
-    {"__init__", "cli"},
+# What may import what: a package, or a module at the top, imports from rows above its own in this table, and nothing
+# from its own row but itself.
+ORDER = (
+    {"errors", "version"},
+    {"human_text", "progress", "throttling", "gc_pause"},
+    {"kernels"},
+    {"quantization"},
+    {"format"},
+    {"policies", "sharding"},
+    {"storage"},
+    {"lineage", "kafka"},
+    {"tracking"},
+    {"reading"},
+    {"saving", "loading"},
+    {"maintenance"},
+    {"manager", "serving"},
+    {"__init__"},
+    {"cli", "testing"},
 )
-LAYER_OF = {unit: number for number, units in enumerate(LAYERS) for unit in units}
-ALOOF = {"planner", "load_planner", "writer", "reader"}  # DCP's plug-ins do not import one another
+RANK_OF = {unit: rank for rank, units in enumerate(ORDER) for unit in units}
 
-# The units that may import these packages.
+# The packages and modules that may import these libraries.
 FOREIGN = {
-    "torchrec": {"tracker", "inference", "serving"},
+    "torchrec": {"tracking", "loading.torchrec_inference", "serving.forward_lock"},
+    "fbgemm_gpu": {"tracking", "loading.torchrec_inference"},
     "jinja2": {"cli"},
     "matplotlib": {"cli"},
-    "fbgemm_gpu": {"tracker", "inference"},
-    "torch.distributed._shard": {"shards"},
-    "torch.distributed.tensor": {"shards"},
-    "torch.distributed": set(LAYER_OF) - LAYERS[0] - LAYERS[1],
     "rich": {"cli"},
     "typer": {"cli"},
     "confluent_kafka": {"kafka"},
-    "tenacity": {"remote_files"},
-    "obstore": {"obstore_s3"},
-    "boto3": {"obstore_s3"},
-    "fsspec": set(LAYER_OF) - LAYERS[0] - LAYERS[1] - LAYERS[2],
+    "tenacity": {"storage.retries"},
+    "obstore": {"storage.obstore_s3"},
+    "boto3": {"storage.obstore_s3"},
+    "torch.distributed._shard": {"sharding"},
+    "torch.distributed.tensor": {"sharding"},
+    "torch.distributed": {unit for units in ORDER[5:] for unit in units} - {"storage"},
+    "fsspec": {unit for units in ORDER[6:] for unit in units},
 }
 
 
@@ -169,6 +102,7 @@ def _read_package() -> Iterator[Module]:
 
 
 MODULES = {module.name: module for module in _read_package()}
+FOLDERS = sorted({module.path.parent for module in MODULES.values()})
 every_module = pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)
 
 
@@ -195,21 +129,26 @@ def test_package_is_read() -> None:
     assert any(_targets(module) for module in MODULES.values())
 
 
-def test_every_module_has_one_layer() -> None:
-    """The table of layers holds every module of the package, and none twice."""
-    missing = {module.unit for module in MODULES.values()} - set(LAYER_OF)
-    assert not missing, f"modules without a layer: add {sorted(missing)} to LAYERS, each as low as it can be"
-    assert len(LAYER_OF) == sum(map(len, LAYERS))
+def test_every_package_has_its_place() -> None:
+    """The order names every package and every module at the top, and none twice."""
+    units = {module.unit for module in MODULES.values()}
+    assert units == set(RANK_OF), "put a new package into ORDER, as low as it can be"
+    assert len(RANK_OF) == sum(map(len, ORDER))
 
 
 @every_module
 def test_imports_point_down(module: Module) -> None:
-    """A module imports from its own layer and those below, a plug-in of DCP from those below only."""
-    targets = [MODULES[name].unit for name in sorted(_targets(module))]
-    above = [unit for layer in LAYERS[LAYER_OF.get(module.unit, 0) + 1 :] for unit in layer]
-    assert [unit for unit in targets if unit in above] == []
-    if module.unit in ALOOF:
-        assert [unit for unit in targets if unit in ALOOF - {module.unit}] == []
+    """A module imports from its own package and from packages below it."""
+    units = {MODULES[name].unit for name in _targets(module)} - {module.unit}
+    assert {unit for unit in units if RANK_OF[unit] >= RANK_OF[module.unit]} == set()
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.relative_to(FOLDER.parent)))
+def test_folders_stay_narrow(folder: Path) -> None:
+    """A folder holds at most 16 modules and 16 packages, so that one look takes it in."""
+    modules = [path for path in folder.glob("*.py") if path.stem != "__init__"]
+    assert len(modules) <= MAX_SIBLINGS
+    assert len(list(folder.glob("*/__init__.py"))) <= MAX_SIBLINGS
 
 
 def test_imports_make_no_cycle() -> None:
@@ -223,13 +162,13 @@ def test_imports_make_no_cycle() -> None:
 
 
 @every_module
-def test_foreign_packages_stay_in_their_place(module: Module) -> None:
-    """TorchRec, fbgemm, DCP, sharded tensors and storage are known only where the table says so."""
+def test_foreign_libraries_stay_in_their_place(module: Module) -> None:
+    """TorchRec, FBGEMM, DCP, sharded tensors and storage are known only where the table says so."""
     strangers = {
         name
         for name in module.imports
-        for package, units in FOREIGN.items()
-        if _is_within(name, package) and module.unit not in units
+        for library, places in FOREIGN.items()
+        if _is_within(name, library) and not any(_is_within(module.name, place) for place in places)
     }
     assert sorted(strangers) == []
 

@@ -20,13 +20,13 @@ from tests.models import Whole, differing, plain_job, state, torchrec_job, train
 from tests.ranks import RankPools
 from tests.roots import NUM_COLS, NUM_ROWS, TABLE, Root
 from tests.test_prune import give_to_nobody, prune
-from torchrec_cnr import leases
-from torchrec_cnr.leases import LEASE_SECS, Lease, holds, in_force, is_lease, leased
-from torchrec_cnr.maintenance.pruning import plan_prune
-from torchrec_cnr.maintenance.retention import Keep
-from torchrec_cnr.manifest import FILE_NAME
-from torchrec_cnr.pack_reader import PackReader
-from torchrec_cnr.stores import Store
+from torchrec_cnr.format.manifest import FILE_NAME
+from torchrec_cnr.maintenance.pruning.plan import plan_prune
+from torchrec_cnr.maintenance.pruning.retention import Keep
+from torchrec_cnr.storage import leases
+from torchrec_cnr.storage.leases import LEASE_SECS, Lease, holds, in_force, is_lease, leased
+from torchrec_cnr.storage.pack_reader import PackReader
+from torchrec_cnr.storage.store import Store
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 

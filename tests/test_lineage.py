@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 
-from torchrec_cnr import manifest_json
-from torchrec_cnr.boxes import Box
 from torchrec_cnr.errors import (
     CheckpointNotFoundError,
     CNRError,
@@ -24,8 +22,9 @@ from torchrec_cnr.errors import (
     StoreError,
     VersionError,
 )
-from torchrec_cnr.lineage import committed, read_checkpoint, read_lineage, relative_path
-from torchrec_cnr.manifest import (
+from torchrec_cnr.format import manifest_json
+from torchrec_cnr.format.boxes import Box
+from torchrec_cnr.format.manifest import (
     FILE_NAME,
     CheckpointRef,
     History,
@@ -36,11 +35,12 @@ from torchrec_cnr.manifest import (
     TensorEntry,
     replacement_name,
 )
-from torchrec_cnr.manifest_parser import VERSION
-from torchrec_cnr.newest import latest
-from torchrec_cnr.rows import Blob, RowSet
-from torchrec_cnr.schemes import NoQuantization
-from torchrec_cnr.stores import Store
+from torchrec_cnr.format.manifest_parser import VERSION
+from torchrec_cnr.format.row_sets import Blob, RowSet
+from torchrec_cnr.lineage.checkpoint import committed, read_checkpoint, read_lineage, relative_path
+from torchrec_cnr.lineage.latest import latest
+from torchrec_cnr.quantization import NoQuantization
+from torchrec_cnr.storage.store import Store
 
 numbers = count()
 

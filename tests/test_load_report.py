@@ -18,11 +18,11 @@ import torchrec_cnr as cnr
 from tests import models
 from tests.models import differing, plain_job, state, torchrec_job, train, whole
 from tests.ranks import RankPools
-from torchrec_cnr.boxes import Box
-from torchrec_cnr.fitting import Wanted, fit
-from torchrec_cnr.manifest import History, Manifest, Shard, TensorEntry
-from torchrec_cnr.rows import Blob
-from torchrec_cnr.schemes import NoQuantization
+from torchrec_cnr.format.boxes import Box
+from torchrec_cnr.format.manifest import History, Manifest, Shard, TensorEntry
+from torchrec_cnr.format.row_sets import Blob
+from torchrec_cnr.loading.fitting import Wanted, fit
+from torchrec_cnr.quantization import NoQuantization
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 

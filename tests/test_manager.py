@@ -15,11 +15,12 @@ import torchrec_cnr as cnr
 from tests import models
 from tests.models import backward, differing, plain_job, state, step, torchrec_job, train, whole
 from tests.ranks import RankPools
-from torchrec_cnr.due import Due
 from torchrec_cnr.errors import StoreError
-from torchrec_cnr.lineage import read_lineage
+from torchrec_cnr.lineage.checkpoint import read_lineage
+from torchrec_cnr.maintenance.background_upkeep import Upkeep
 from torchrec_cnr.maintenance.catalog import read_catalog
-from torchrec_cnr.maintenance.upkeep import Upkeep
+from torchrec_cnr.manager.schedule import Due
+from torchrec_cnr.storage.store import Store
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -202,7 +203,7 @@ def test_a_refused_save_is_tried_again(tmp_path: Path, monkeypatch: pytest.Monke
     manager = cnr.CheckpointManager(tmp_path, tracker, num_retries=2, policy=cnr.Consecutive())
     train(job, 1)
     manager.save(1, state(job))
-    put, left = cnr.stores.Store.put_new, [2]
+    put, left = Store.put_new, [2]
 
     def refusing(*args: Any) -> None:
         if left[0] > 0:
@@ -210,7 +211,7 @@ def test_a_refused_save_is_tried_again(tmp_path: Path, monkeypatch: pytest.Monke
             raise StoreError("no space")
         put(*args)
 
-    monkeypatch.setattr(cnr.stores.Store, "put_new", refusing)
+    monkeypatch.setattr(Store, "put_new", refusing)
     train(job, 2)
     saved = manager.save(2, state(job))
     assert saved is not None
@@ -266,7 +267,7 @@ def test_a_copy_that_could_not_be_saved_loses_nothing(tmp_path: Path, monkeypatc
     manager.save(1, state(job))
     train(job, 2)
     with monkeypatch.context() as patch:
-        patch.setattr(cnr.stores.Store, "put_new", models.raising("put_new"))
+        patch.setattr(Store, "put_new", models.raising("put_new"))
         manager.async_save(2, state(job))
         with pytest.raises(CheckpointException):
             manager.wait()
@@ -321,7 +322,7 @@ def test_what_was_passed_over_is_compacted_later(tmp_path: Path) -> None:
 
 _RAISES = """
 import sys
-from torchrec_cnr.maintenance import upkeep
+from torchrec_cnr.maintenance import background_upkeep as upkeep
 from tests.test_manager import _run
 upkeep.Upkeep.run_for = lambda self, checkpoint: sys.stderr.write("at work") and __import__("time").sleep(1000)
 try:

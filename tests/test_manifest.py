@@ -17,13 +17,23 @@ import zstandard
 from hypothesis import strategies as st
 
 from tests.golden import mixed, reader, write_v3
-from torchrec_cnr import manifest_json, manifest_parser
-from torchrec_cnr.boxes import Box, fills
 from torchrec_cnr.errors import DamagedError, VersionError
-from torchrec_cnr.manifest import DTYPES, CheckpointRef, History, LogRange, Manifest, Pack, Place, Shard, TensorEntry
-from torchrec_cnr.manifest_json import packed
-from torchrec_cnr.rows import Blob, RowBlock, RowSet
-from torchrec_cnr.schemes import Asymmetric, KMeans, NoQuantization, Scheme, exact_row_bytes, scheme_from_json
+from torchrec_cnr.format import manifest_json, manifest_parser
+from torchrec_cnr.format.boxes import Box, fills
+from torchrec_cnr.format.manifest import (
+    DTYPES,
+    CheckpointRef,
+    History,
+    LogRange,
+    Manifest,
+    Pack,
+    Place,
+    Shard,
+    TensorEntry,
+)
+from torchrec_cnr.format.manifest_json import packed
+from torchrec_cnr.format.row_sets import Blob, RowBlock, RowSet
+from torchrec_cnr.quantization import Asymmetric, KMeans, NoQuantization, Scheme, exact_row_bytes, scheme_from_json
 
 Json = Any
 EXACT = NoQuantization()

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
-from torchrec_cnr import modified
-from torchrec_cnr.boxes import Box
 from torchrec_cnr.errors import ConfigurationError
-from torchrec_cnr.lineage import Head
-from torchrec_cnr.manifest import CheckpointRef, History
-from torchrec_cnr.modified import ModifiedRows, RowMask
+from torchrec_cnr.format.boxes import Box
+from torchrec_cnr.format.manifest import CheckpointRef, History
+from torchrec_cnr.lineage.checkpoint import Head
 from torchrec_cnr.policies import Since
-from torchrec_cnr.tracked import Pending, TrackedRows, TrackedShard, forget_overwritten
+from torchrec_cnr.tracking import modified_rows
+from torchrec_cnr.tracking.modified_rows import ModifiedRows, RowMask
+from torchrec_cnr.tracking.tracked_tables import Pending, TrackedRows, TrackedShard, forget_overwritten
 
 CPU = torch.device("cpu")
 NUM_ROWS = 12
@@ -166,7 +166,7 @@ def test_blocks_are_the_members_in_order(
     monkeypatch: pytest.MonkeyPatch, mask: list[bool], block_rows: int, window_rows: int
 ) -> None:
     """For any size of block and window, the blocks joined are the members; each is full but the last."""
-    monkeypatch.setattr(modified, "_WINDOW_ROWS", window_rows)
+    monkeypatch.setattr(modified_rows, "_WINDOW_ROWS", window_rows)
     rows = RowMask(torch.tensor(mask, dtype=torch.bool))
     blocks = [block.tolist() for block in rows.blocks(block_rows)]
     members = [row for row, is_member in enumerate(mask) if is_member]
@@ -178,8 +178,10 @@ def test_blocks_are_the_members_in_order(
 
 def test_blocks_of_a_large_mask() -> None:
     """Windows of the real size are joined without a seam."""
-    mask = torch.zeros(2 * modified._WINDOW_ROWS + 1000, dtype=torch.bool)
-    expected = torch.cat([torch.arange(edge - 300, edge + 300) for edge in range(0, len(mask), modified._WINDOW_ROWS)])
+    mask = torch.zeros(2 * modified_rows._WINDOW_ROWS + 1000, dtype=torch.bool)
+    expected = torch.cat(
+        [torch.arange(edge - 300, edge + 300) for edge in range(0, len(mask), modified_rows._WINDOW_ROWS)]
+    )
     expected = expected[(expected >= 0) & (expected < len(mask))]
     mask[expected] = True
     blocks = list(RowMask(mask).blocks(1000))

@@ -43,7 +43,7 @@ import torchrec_cnr as cnr
 from tests import models
 from tests.models import Whole, differing, whole
 from tests.ranks import RankPools
-from torchrec_cnr.optimizer_state import Pairing, StateName, pair
+from torchrec_cnr.loading.optimizer_state import Pairing, StateName, pair
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore::FutureWarning")
 

@@ -13,13 +13,13 @@ import torch
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from torchrec_cnr import pack_reader
 from torchrec_cnr.errors import DamagedError, StoreError
-from torchrec_cnr.manifest import DTYPES, Pack
-from torchrec_cnr.pack_reader import PackReader, plan_spans, read_spans
-from torchrec_cnr.packs import PackWriter
-from torchrec_cnr.rows import Blob
-from torchrec_cnr.stores import Bytes, Store
+from torchrec_cnr.format.manifest import DTYPES, Pack
+from torchrec_cnr.format.row_sets import Blob
+from torchrec_cnr.storage import pack_reader
+from torchrec_cnr.storage.pack_reader import PackReader, plan_spans, read_spans
+from torchrec_cnr.storage.pack_writer import PackWriter
+from torchrec_cnr.storage.store import Bytes, Store
 
 places = st.floats(0, 1, exclude_max=True)
 numbers = count()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 
 from torchrec_cnr.errors import ConfigurationError
-from torchrec_cnr.manifest import History
+from torchrec_cnr.format.manifest import History
 from torchrec_cnr.policies import Compacted, Consecutive, Full, Intermittent, OneShot, Policy, Since
 
 BASELINE_BYTES = 1_000_000

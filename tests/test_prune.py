@@ -24,16 +24,16 @@ from tests.killing import every_kill, in_child
 from tests.roots import HOUR_NS, NUM_COLS, NUM_ROWS, TABLE, File, Root, newest
 from tests.test_faults import small_disk
 from torchrec_cnr.errors import StoreError
-from torchrec_cnr.leases import is_lease
+from torchrec_cnr.format.manifest import FILE_NAME
 from torchrec_cnr.maintenance import journal
-from torchrec_cnr.maintenance.annotations import tag, write_metrics
 from torchrec_cnr.maintenance.catalog import Entry, read_catalog, read_journal
-from torchrec_cnr.maintenance.prune_execution import PruneResult, execute
-from torchrec_cnr.maintenance.pruning import plan_prune
-from torchrec_cnr.maintenance.retention import Best, Keep
-from torchrec_cnr.manifest import FILE_NAME
-from torchrec_cnr.pack_reader import PackReader
-from torchrec_cnr.stores import Store
+from torchrec_cnr.maintenance.pruning.execute import PruneResult, run_prune
+from torchrec_cnr.maintenance.pruning.plan import plan_prune
+from torchrec_cnr.maintenance.pruning.retention import Best, Keep
+from torchrec_cnr.maintenance.tags_and_metrics import tag, write_metrics
+from torchrec_cnr.storage.leases import is_lease
+from torchrec_cnr.storage.pack_reader import PackReader
+from torchrec_cnr.storage.store import Store
 
 numbers = count()
 DAY_NS = 24 * HOUR_NS
@@ -41,7 +41,7 @@ DAY_NS = 24 * HOUR_NS
 
 def prune(root: Root | str, keep: Keep | None = None, now_ns: int | None = None) -> PruneResult:
     """Plan and execute."""
-    return execute(plan_prune(root if isinstance(root, str) else root.url, keep, now_ns=now_ns))
+    return run_prune(plan_prune(root if isinstance(root, str) else root.url, keep, now_ns=now_ns))
 
 
 # Any root, pruned by any rules, against a model.
@@ -183,7 +183,7 @@ def _prune_and_compare(model: Model, keep: Keep) -> None:
     assert model.there.intersection(plan.stays) >= kept
     assert {removal.files[0] for removal in plan.removals if removal.pruned} <= {FILE_NAME}
     assert root.files() == before, "a plan changes nothing"
-    result = execute(plan)
+    result = run_prune(plan)
     after = root.files()
     assert set(after) == expected, (
         sorted(set(after) - expected),
@@ -269,7 +269,7 @@ def _busy_root(url: str) -> Root:
 
 
 def _prune_by_keep(root: str) -> None:
-    assert execute(plan_prune(root, KEEP)).failed == {}
+    assert run_prune(plan_prune(root, KEEP)).failed == {}
 
 
 def _copy(source: Path, target: Path) -> str:
@@ -361,7 +361,7 @@ def test_a_checkpoint_that_is_being_loaded_stays(tmp_path: Path) -> None:
         plan = plan_prune(root.url, Keep(last=1))
         assert plan.stays["old-1"][0].startswith("leased (a load, until ")
         assert plan.stays["old-0"] == ("needed by old-1",)
-        assert execute(plan).removed == ("old-2",)
+        assert run_prune(plan).removed == ("old-2",)
     assert outcome.result() is True
     assert set(prune(root, Keep(last=1)).removed) == {"old-0", "old-1"}
     assert root.directories() == {"new-0"}
@@ -384,7 +384,7 @@ def test_a_load_by_a_manifest_that_was_replaced_ends(tmp_path: Path, planned: st
             entries = {name: _without_leases(entry) for name, entry in catalogs[0].entries.items()}
             plan = plan_prune(dataclasses.replace(catalogs[0], entries=entries), Keep(last=1))
             assert plan.removals != ()
-        result = execute(plan)
+        result = run_prune(plan)
         assert result.removed == ()
         assert all("leased (a load" in reason for reasons in result.failed.values() for reason in reasons)
     assert outcome.result() is True
@@ -429,7 +429,7 @@ def test_what_is_wanted_since_the_plan_was_made_stays(tmp_path: Path, where: str
         root.save("a-2", time.time_ns(), "a-1", range(2))
         if what == "child that is compacted":
             root.compact("a-2")
-    result = execute(plan)
+    result = run_prune(plan)
     assert result.removed == ()
     assert set(result.failed) == {"a-0", "a-1"}
     root.assert_loads(root.checkpoints)
@@ -450,7 +450,7 @@ def test_a_checkpoint_of_the_same_name_is_not_taken_for_the_one_that_was_to_go(t
     root.save("a-1", time.time_ns() + 1, "a-0", range(2))
     root.save("a-2", time.time_ns() + 2, "a-1", range(2))
     before = root.files()
-    result = execute(old)
+    result = run_prune(old)
     assert result.removed == ()
     assert set(result.failed) == {"a-0", "a-1", "a-2"}
     assert root.files() == before
@@ -466,7 +466,7 @@ def test_what_a_checkpoint_of_the_same_name_stands_on_stays(tmp_path: Path) -> N
     assert [checkpoint.name for checkpoint in old.pruned] == ["a-1", "a-0", "c-0"]
     shutil.rmtree(tmp_path / "job" / "a-1")
     root.save("a-1", time.time_ns(), "c-0", range(2))
-    assert set(execute(old).failed) == {"a-1", "a-0", "c-0"}
+    assert set(run_prune(old).failed) == {"a-1", "a-0", "c-0"}
     root.assert_loads(["a-1"])
 
 
@@ -474,7 +474,7 @@ def _prune_in_turn(root: str, keep: Keep, folder: str) -> PruneResult:
     plan = plan_prune(root, keep)
     Path(folder, f"planned-{os.getpid()}").touch()
     wait_for(Path(folder, "go on"))
-    return execute(plan)
+    return run_prune(plan)
 
 
 @pytest.mark.parametrize("other", [Keep(last=2), Keep(last=3, best=Best("auc"))], ids=["same", "other"])
@@ -595,7 +595,7 @@ def test_progress_is_told(tmp_path: Path) -> None:
     root = _busy_root(str(tmp_path))
     told: list[tuple[int, int]] = []
     plan = plan_prune(root.url, KEEP)
-    execute(plan, progress=lambda done, of: told.append((done, of)))
+    run_prune(plan, progress=lambda done, of: told.append((done, of)))
     assert len(told) == len(plan.removals)
     assert told == sorted(told)
     assert told[-1] == (told[-1][1], sum(len(removal.files) for removal in plan.removals))

@@ -6,19 +6,19 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from torchrec_cnr import pulse
-from torchrec_cnr.pulse import Pulse
+from torchrec_cnr.manager import ranks
+from torchrec_cnr.manager.ranks import Pulse
 
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dist.FileStore:
     """A store of three ranks, whose pulses are fast."""
-    monkeypatch.setattr(pulse, "BEAT_SECS", 0.05)
+    monkeypatch.setattr(ranks, "BEAT_SECS", 0.05)
     return dist.FileStore(str(tmp_path / "store"), 3)
 
 
 def _pulses(store: dist.FileStore, monkeypatch: pytest.MonkeyPatch) -> list[Pulse]:
-    monkeypatch.setattr(pulse, "_instances", iter([0, 0, 0]))  # as in processes of their own
+    monkeypatch.setattr(ranks, "_instances", iter([0, 0, 0]))  # as in processes of their own
     return [Pulse(rank, 3, store) for rank in range(3)]
 
 

@@ -26,11 +26,11 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
 )
 
 import torchrec_cnr as cnr
-from torchrec_cnr.boxes import Box
-from torchrec_cnr.lineage import read_lineage
-from torchrec_cnr.modified import ModifiedRows
-from torchrec_cnr.stores import Store
-from torchrec_cnr.tracked import TrackedRows, TrackedShard
+from torchrec_cnr.format.boxes import Box
+from torchrec_cnr.lineage.checkpoint import read_lineage
+from torchrec_cnr.storage.store import Store
+from torchrec_cnr.tracking.modified_rows import ModifiedRows
+from torchrec_cnr.tracking.tracked_tables import TrackedRows, TrackedShard
 
 NUM_RANKS, NUM_TABLES, RANK_ROWS, DIM = 64, 3, 40, 8
 LIMIT_SECS = 250.0

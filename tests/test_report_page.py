@@ -16,9 +16,9 @@ from matplotlib.image import imread
 
 from tests.browser import Browser, open_browser
 from tests.run_histories import MODEL, PARTIAL, random_run, run_of, saves_of
-from torchrec_cnr.cli.inline_svg import PALETTE
-from torchrec_cnr.cli.report_page import render
-from torchrec_cnr.maintenance.history import Event, RunHistory
+from torchrec_cnr.cli.report.page import render
+from torchrec_cnr.cli.report.svg import PALETTE
+from torchrec_cnr.maintenance.run_history import Event, RunHistory
 
 MOST_BYTES = 3_000_000
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
@@ -503,8 +503,8 @@ def test_library_needs_none_of_it() -> None:
     """The package imports where matplotlib and Jinja2 are not installed."""
     code = (
         "import sys; sys.modules.update(dict.fromkeys(('matplotlib', 'jinja2', 'markupsafe')))\n"
-        "import torchrec_cnr; import torchrec_cnr.maintenance.history; print(torchrec_cnr.__version__)\n"
-        "try:\n    import torchrec_cnr.cli.report_page\nexcept ModuleNotFoundError as error:\n    print(error.name)"
+        "import torchrec_cnr; import torchrec_cnr.maintenance.run_history; print(torchrec_cnr.__version__)\n"
+        "try:\n    import torchrec_cnr.cli.report.page\nexcept ModuleNotFoundError as error:\n    print(error.name)"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=240, check=True, text=True)
     assert ran.stdout.split()[1:] in (["jinja2"], ["matplotlib"])

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrec_cnr.cli.plots import thin
-from torchrec_cnr.quantities import (
+from torchrec_cnr.cli.report.plots import thin
+from torchrec_cnr.human_text import (
     UNITS,
     bytes_text,
     count_text,

@@ -14,7 +14,7 @@ import torchrec_cnr as cnr
 from tests import models
 from tests.models import plain_job, state, torchrec_job, train
 from tests.ranks import RankPools
-from torchrec_cnr.handover import ShardData
+from torchrec_cnr.saving.plug_in_messages import ShardData
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 

@@ -23,21 +23,21 @@ from tests.killing import in_child
 from tests.roots import HOUR_NS, NUM_COLS, NUM_ROWS, Root
 from tests.test_prune import DAY_NS, give_to_nobody, prune, read_names
 from torchrec_cnr.errors import CheckpointNotFoundError, ConfigurationError, StoreError
-from torchrec_cnr.leases import LEASE_SECS
-from torchrec_cnr.lineage import read_lineage
+from torchrec_cnr.format.manifest import FILE_NAME
+from torchrec_cnr.format.manifest_parser import VERSION
+from torchrec_cnr.human_text import bytes_text, count_text, instant_text, name_text
+from torchrec_cnr.lineage.checkpoint import read_lineage
 from torchrec_cnr.maintenance import journal
-from torchrec_cnr.maintenance.annotations import read_metrics, tag, untag, write_metrics
 from torchrec_cnr.maintenance.catalog import read_catalog, read_journal
-from torchrec_cnr.maintenance.execution import execute
+from torchrec_cnr.maintenance.execute import execute
 from torchrec_cnr.maintenance.journal import Prune, PrunedCheckpoint
-from torchrec_cnr.maintenance.prune_execution import PruneResult
-from torchrec_cnr.maintenance.pruning import PrunePlan, plan_prune
+from torchrec_cnr.maintenance.pruning.execute import PruneResult
+from torchrec_cnr.maintenance.pruning.plan import PrunePlan, plan_prune
+from torchrec_cnr.maintenance.pruning.retention import Best, Keep
 from torchrec_cnr.maintenance.restore_bytes import restore_bytes
-from torchrec_cnr.maintenance.retention import Best, Keep
-from torchrec_cnr.manifest import FILE_NAME
-from torchrec_cnr.manifest_parser import VERSION
-from torchrec_cnr.quantities import bytes_text, count_text, instant_text, name_text
-from torchrec_cnr.stores import Store
+from torchrec_cnr.maintenance.tags_and_metrics import read_metrics, tag, untag, write_metrics
+from torchrec_cnr.storage.leases import LEASE_SECS
+from torchrec_cnr.storage.store import Store
 
 numbers = count()
 NOON_NS = int(datetime(2026, 11, 20, 12, tzinfo=UTC).timestamp()) * 10**9

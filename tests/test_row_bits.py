@@ -6,8 +6,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from torchrec_cnr.kernels import compiling, selecting
-from torchrec_cnr.modified import RowBits, numbers_of
+from torchrec_cnr.kernels.cpu import bitsets, compiling
+from torchrec_cnr.tracking.modified_rows import RowBits, numbers_of
 
 CPU = torch.device("cpu")
 any_function_fixture = settings(
@@ -62,7 +62,7 @@ def test_marks_are_taken_and_no_others(
 def _divide_finely(monkeypatch: pytest.MonkeyPatch, num_threads: int) -> None:
     monkeypatch.setattr(compiling.torch, "get_num_threads", lambda: num_threads)
     for name, size in (("_CHUNK_WORDS", 2), ("_CHUNK_BLOCKS", 1), ("_BLOCK_WORDS", 1 + num_threads)):
-        monkeypatch.setattr(selecting, name, size)
+        monkeypatch.setattr(bitsets, name, size)
 
 
 @given(data=st.data(), num_rows=st.integers(0, 400))

@@ -10,9 +10,9 @@ import pytest
 import zstandard
 from hypothesis import strategies as st
 
-from torchrec_cnr.boxes import Box, fills
 from torchrec_cnr.errors import DamagedError
-from torchrec_cnr.rows import CodedRows, Rows, decode_rows, encode_rows
+from torchrec_cnr.format.boxes import Box, fills
+from torchrec_cnr.format.row_sets import CodedRows, Rows, decode_rows, encode_rows
 
 MAX_ROW = 2**62  # the largest integer that a manifest holds
 FRAME_BYTES = 18  # what zstd adds to a small block, at most

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrec_cnr.errors import ConfigurationError
-from torchrec_cnr.maintenance.history import Event, KeptCheckpoint, RunHistory
+from torchrec_cnr.maintenance.run_history import Event, KeptCheckpoint, RunHistory
 
 BASELINE = Event(5, "baseline", "step-1", 100, 0, None, 100, 100)
 DELTA = Event(7, "delta", "step-2", 30, 0, 0.25, 130, 100)

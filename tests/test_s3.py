@@ -25,12 +25,12 @@ from tests.flaky_proxy import FAULTS, flaky
 from tests.radosgw import Radosgw
 from tests.ranks import RankPools
 from tests.s3_servers import BUCKET, S3Server
-from torchrec_cnr import remote_files
 from torchrec_cnr.cli.app import app
 from torchrec_cnr.errors import CheckpointExistsError, StoreError
-from torchrec_cnr.fences import is_fence
-from torchrec_cnr.maintenance.verifying import verify
-from torchrec_cnr.stores import Store
+from torchrec_cnr.maintenance.verification.verify import verify
+from torchrec_cnr.storage import retries
+from torchrec_cnr.storage.fences import is_fence
+from torchrec_cnr.storage.store import Store
 from torchrec_cnr.testing import ConformanceCheck, conformance_checks
 
 numbers = count()
@@ -313,7 +313,7 @@ def test_a_server_that_is_gone_fails_the_save(moto: S3Server, root: str, monkeyp
     """After the time that is set for it, with an error that says where; its rows ride in the next save."""
     variables = {**moto.variables(), "AWS_MAX_ATTEMPTS": "1"}
     with flaky(moto.port, seed=0) as proxy, s3_servers.configured({**variables, "AWS_ENDPOINT_URL_S3": proxy.endpoint}):
-        monkeypatch.setattr(remote_files, "RETRY_SECS", 0.5)
+        monkeypatch.setattr(retries, "RETRY_SECS", 0.5)
         run = Run(root)
         run.save("0")
         proxy.share, proxy.faults = 1.0, ("busy", "no request")
@@ -403,7 +403,9 @@ def test_an_object_is_not_appended_to(moto: S3Server) -> None:
 )
 def test_what_obstore_needs_is_told(statement: str, told: str, tmp_path: Path) -> None:
     """A package that is not installed, and credentials that are not there, without a look at anything of ours."""
-    program = f"import sys; {statement}\nfrom torchrec_cnr.stores import Store\nStore.open('s3+obstore://bucket/job')"
+    program = (
+        f"import sys; {statement}\nfrom torchrec_cnr.storage.store import Store\nStore.open('s3+obstore://bucket/job')"
+    )
     surroundings = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     nowhere = {"AWS_EC2_METADATA_DISABLED": "true", "HOME": str(tmp_path)}
     done = subprocess.run(

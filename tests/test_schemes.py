@@ -7,8 +7,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torchrec_cnr.manifest import DTYPES
-from torchrec_cnr.schemes import (
+from torchrec_cnr.format.manifest import DTYPES
+from torchrec_cnr.quantization import (
     AdaptiveAsymmetric,
     Asymmetric,
     GreedySearch,

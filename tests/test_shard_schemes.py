@@ -11,7 +11,7 @@ import torchrec_cnr as cnr
 from tests import models
 from tests.models import Whole, state, torchrec_job, train, whole
 from tests.ranks import RankPools
-from torchrec_cnr.manifest import Shard
+from torchrec_cnr.format.manifest import Shard
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 

@@ -16,11 +16,11 @@ import torchrec_cnr as cnr
 from tests import models
 from tests.models import Whole, differing, state, torchrec_job, train
 from tests.ranks import RankPools
-from torchrec_cnr import staging
 from torchrec_cnr.progress import SavePhases
-from torchrec_cnr.schemes import HalfPrecision
-from torchrec_cnr.shards import local_shards
-from torchrec_cnr.staged_codes import Arena, stage_codes
+from torchrec_cnr.quantization import HalfPrecision
+from torchrec_cnr.saving import staging
+from torchrec_cnr.saving.staged_values import Arena, stage_codes
+from torchrec_cnr.sharding import local_shards
 
 SCHEMES: list[Any] = [
     cnr.Asymmetric(4),

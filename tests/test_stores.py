@@ -18,7 +18,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.killing import in_child
 from torchrec_cnr.errors import CheckpointExistsError, CNRError, ConfigurationError, StoreError
-from torchrec_cnr.stores import Listing, Store
+from torchrec_cnr.storage.store import Listing, Store
 
 NUM_RACERS, NUM_RACES = 8, 30
 numbers = count()

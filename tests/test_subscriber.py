@@ -27,12 +27,12 @@ from tests.lineages import E, Q, Save, T, W, World, is_same
 from tests.models import differing, torchrec_job, train, whole
 from tests.ranks import RankPools
 from tests.test_inference import float_model, load, load_quantized, looked_up, quantized, step_of
-from torchrec_cnr.boxes import Box
-from torchrec_cnr.lineage import Checkpoint
-from torchrec_cnr.schemes import NoQuantization, Scheme
-from torchrec_cnr.serving.lookups import Lookups
-from torchrec_cnr.serving.staged_rows import StagedRows
-from torchrec_cnr.stores import Store
+from torchrec_cnr.format.boxes import Box
+from torchrec_cnr.lineage.checkpoint import Checkpoint
+from torchrec_cnr.quantization import NoQuantization, Scheme
+from torchrec_cnr.serving.forward_lock import Lookups
+from torchrec_cnr.serving.update_rows import StagedRows
+from torchrec_cnr.storage.store import Store
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is"),

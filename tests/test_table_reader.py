@@ -15,11 +15,11 @@ import torchrec_cnr as cnr
 from tests import models
 from tests.models import Whole, state, torchrec_job, train, whole
 from tests.ranks import RankPools
-from torchrec_cnr import packs
-from torchrec_cnr.boxes import Box
-from torchrec_cnr.fold_plan import plan_fold
-from torchrec_cnr.lineage import read_lineage
-from torchrec_cnr.regions import TensorRegion
+from torchrec_cnr.format.boxes import Box
+from torchrec_cnr.lineage.checkpoint import read_lineage
+from torchrec_cnr.reading.plan import plan_fold
+from torchrec_cnr.reading.regions import TensorRegion
+from torchrec_cnr.storage import pack_writer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -64,7 +64,7 @@ def lineage(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[s
     """Three checkpoints at 8 bits in blocks of three rows, and what each loads as."""
     root = tmp_path_factory.mktemp("lineage")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(packs, "BLOCK_BYTES", 3 * 8 * 4)
+        patched.setattr(pack_writer, "BLOCK_BYTES", 3 * 8 * 4)
         return root, _save_lineage(root, 1, 2, cnr.Asymmetric(8))
 
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import torchrec_cnr as cnr
-from torchrec_cnr import tails
 from torchrec_cnr.errors import DamagedError
-from torchrec_cnr.manifest import DTYPES
-from torchrec_cnr.stores import Bytes
+from torchrec_cnr.format import split_blobs
+from torchrec_cnr.format.manifest import DTYPES
+from torchrec_cnr.storage.store import Bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -31,7 +31,7 @@ class Rows:
 
     def joined(self, blob: Bytes) -> Bytes:
         """What a reader makes of a blob of as many rows."""
-        return tails.joined(blob, *self.values.shape, self.tail_bytes, "here")
+        return split_blobs.joined(blob, *self.values.shape, self.tail_bytes, "here")
 
 
 @st.composite
@@ -50,24 +50,26 @@ def test_rows_come_back(rows: Rows) -> None:
     """Split or not, a reader finds the rows; and a blob that is split is told by its size."""
     plain = rows.values.reshape(-1)
     assert rows.joined(plain).tobytes() == plain.tobytes()
-    blob = tails.split(rows.values, rows.tail_bytes)
+    blob = split_blobs.split(rows.values, rows.tail_bytes)
     if blob is not None:
         assert len(plain) / 64 <= len(blob) < len(plain)
-        assert tails.may_be_split(len(blob), *rows.values.shape, rows.tail_bytes)
+        assert split_blobs.may_be_split(len(blob), *rows.values.shape, rows.tail_bytes)
         assert rows.joined(blob).tobytes() == plain.tobytes()
 
 
 @hypothesis.given(_rows(), st.data())
 def test_whatever_a_split_blob_holds(rows: Rows, data: st.DataObject) -> None:
     """Bytes that are changed, cut or added in a split blob give rows, or are refused: nothing else."""
-    blob = tails.split(rows.values, rows.tail_bytes)
+    blob = split_blobs.split(rows.values, rows.tail_bytes)
     hypothesis.assume(blob is not None)
     assert blob is not None
     changed = bytearray(blob.tobytes())
     for _ in range(data.draw(st.integers(0, 3))):
         changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
     changed = changed[: data.draw(st.integers(0, len(changed)))] + data.draw(st.binary(max_size=3))
-    hypothesis.assume(tails.may_be_split(len(changed), *rows.values.shape, rows.tail_bytes))  # manifests are checked
+    hypothesis.assume(
+        split_blobs.may_be_split(len(changed), *rows.values.shape, rows.tail_bytes)
+    )  # manifests are checked
     try:
         found = rows.joined(np.frombuffer(bytes(changed), np.uint8))
     except DamagedError:
@@ -92,22 +94,22 @@ def test_whatever_a_split_blob_holds(rows: Rows, data: st.DataObject) -> None:
 def test_frames_of_something_else_are_refused(frame: bytes, reason: str) -> None:
     """What a blob has behind the heads is one frame of all tails, or it is damaged."""
     with pytest.raises(DamagedError, match=f"here: tails .*{reason}"):
-        tails.joined(np.frombuffer(bytes(128) + frame, np.uint8), 128, 5, 4, "here")
+        split_blobs.joined(np.frombuffer(bytes(128) + frame, np.uint8), 128, 5, 4, "here")
 
 
 def test_rows_that_are_all_alike_are_not_split() -> None:
     """A file does not warrant more than 64 times as much memory, and writers keep to that."""
     zeros = np.zeros((LARGE, 4), np.uint8)
-    assert tails.split(zeros, 4) is None
-    assert tails.split(np.random.default_rng(0).integers(0, 3, zeros.shape, np.uint8), 4) is not None
-    assert not tails.may_be_split(4 * LARGE // 64 - 1, LARGE, 4, 4)
-    assert tails.may_be_split(4 * LARGE // 64, LARGE, 4, 4)
+    assert split_blobs.split(zeros, 4) is None
+    assert split_blobs.split(np.random.default_rng(0).integers(0, 3, zeros.shape, np.uint8), 4) is not None
+    assert not split_blobs.may_be_split(4 * LARGE // 64 - 1, LARGE, 4, 4)
+    assert split_blobs.may_be_split(4 * LARGE // 64, LARGE, 4, 4)
 
 
 def test_blobs_of_too_many_rows_are_not_split() -> None:
     """What is joined at a time is bounded, whatever the file."""
-    assert tails.may_be_split((1 << 24) * 2, 1 << 24, 4, 4)
-    assert not tails.may_be_split((1 << 24) * 2, (1 << 24) + 1, 4, 4)
+    assert split_blobs.may_be_split((1 << 24) * 2, 1 << 24, 4, 4)
+    assert not split_blobs.may_be_split((1 << 24) * 2, (1 << 24) + 1, 4, 4)
 
 
 @pytest.mark.parametrize(

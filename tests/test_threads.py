@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from torchrec_cnr.kernels.compiling import in_parallel
+from torchrec_cnr.kernels.cpu.compiling import in_parallel
 
 
 @pytest.fixture(autouse=True)

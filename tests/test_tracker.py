@@ -18,10 +18,10 @@ from tests import zoo
 from tests.models import Whole, differing
 from tests.ranks import RankPools
 from tests.zoo import Job, Kind
-from torchrec_cnr.boxes import Box
-from torchrec_cnr.modified import ModifiedRows
-from torchrec_cnr.tracker.hooks import Hooks
-from torchrec_cnr.tracker.sharded import KernelMarks
+from torchrec_cnr.format.boxes import Box
+from torchrec_cnr.tracking.hooks import Hooks
+from torchrec_cnr.tracking.modified_rows import ModifiedRows
+from torchrec_cnr.tracking.sharded_tables import KernelMarks
 
 CPU = torch.device("cpu")
 

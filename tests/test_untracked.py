@@ -24,11 +24,11 @@ import torchrec_cnr as cnr
 from tests import models
 from tests.models import InjectedError, Job, Whole, differing, plain_job, state, torchrec_job, train, whole
 from tests.ranks import RankPools
-from torchrec_cnr import untracked
-from torchrec_cnr.boxes import Box
-from torchrec_cnr.modified import ModifiedRows
-from torchrec_cnr.tracked import TrackedShard
-from torchrec_cnr.untracked import ReferenceDigests
+from torchrec_cnr.format.boxes import Box
+from torchrec_cnr.tracking import untracked_rows
+from torchrec_cnr.tracking.modified_rows import ModifiedRows
+from torchrec_cnr.tracking.tracked_tables import TrackedShard
+from torchrec_cnr.tracking.untracked_rows import ReferenceDigests
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -595,7 +595,7 @@ def test_who_does_not_ask_for_the_check_pays_nothing(tmp_path: Path, monkeypatch
         calls.append(tensor)
         return iter(())
 
-    monkeypatch.setattr(untracked, "digest_rows", digest_rows)
+    monkeypatch.setattr(untracked_rows, "digest_rows", digest_rows)
     job = plain_job(1)
     tracker = cnr.RowTracker(job.model)
     verifying = cnr.RowTracker(job.model, verify_untracked=True)

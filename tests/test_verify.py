@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 import torchrec_cnr as cnr
 from tests import runs
 from tests.ranks import RankPools
-from torchrec_cnr import packs
-from torchrec_cnr.lineage import read_lineage
-from torchrec_cnr.maintenance import damage
-from torchrec_cnr.maintenance.damage import Problem
-from torchrec_cnr.maintenance.verifying import VerifyReport, verify
-from torchrec_cnr.packs import crc32c
-from torchrec_cnr.rows import Blob
-from torchrec_cnr.stores import Bytes, Store
+from torchrec_cnr.format.row_sets import Blob
+from torchrec_cnr.lineage.checkpoint import read_lineage
+from torchrec_cnr.maintenance.verification import damage
+from torchrec_cnr.maintenance.verification.damage import Problem
+from torchrec_cnr.maintenance.verification.verify import VerifyReport, verify
+from torchrec_cnr.storage import pack_writer
+from torchrec_cnr.storage.pack_writer import crc32c
+from torchrec_cnr.storage.store import Bytes, Store
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -43,7 +43,7 @@ def root(tmp_path_factory: pytest.TempPathFactory, rank_pool: RankPools) -> Path
 def run(tmp_path: Path) -> Path:
     """Three checkpoints of one process, to be damaged, in blocks of a few rows."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(packs, "BLOCK_BYTES", 5 * 4 * 4)
+        patched.setattr(pack_writer, "BLOCK_BYTES", 5 * 4 * 4)
         runs.save_run(tmp_path / "run", NAMES, quantization=cnr.Asymmetric(8))
     return tmp_path / "run"
 
@@ -261,8 +261,10 @@ def test_what_is_right_is_read_once(run: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(Store, "read_array", counted)
     report = verify(run / "step-3")
-    packs = [pack for checkpoint in read_lineage(run / "step-3").checkpoints for pack in checkpoint.manifest.packs]
-    assert report.num_bytes <= num_read <= report.num_bytes + 3 * sum(pack.header_bytes for pack in packs)
+    pack_writer = [
+        pack for checkpoint in read_lineage(run / "step-3").checkpoints for pack in checkpoint.manifest.packs
+    ]
+    assert report.num_bytes <= num_read <= report.num_bytes + 3 * sum(pack.header_bytes for pack in pack_writer)
 
 
 def test_a_store_in_memory_is_verified(tmp_path: Path) -> None:

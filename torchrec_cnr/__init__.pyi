@@ -12,27 +12,26 @@ from .errors import (
     UntrackedRowsError,
     VersionError,
 )
-from .fitting import LoadReport
-from .inference import InferenceTables
 from .kafka import KafkaRows
-from .lineage import Checkpoint, read_checkpoint
-from .load_planner import CNRLoadPlanner
-from .maintenance.annotations import tag, untag, write_metrics
-from .maintenance.compaction import CompactionPlan, plan_compaction
-from .maintenance.execution import execute
-from .maintenance.prune_execution import PruneResult
-from .maintenance.pruning import PrunePlan, plan_prune
-from .maintenance.replacing import compact
-from .maintenance.retention import Best, Keep
-from .manager import CheckpointManager
-from .newest import latest
-from .planner import CNRSavePlanner
+from .lineage.checkpoint import Checkpoint, read_checkpoint
+from .lineage.latest import latest
+from .loading.fitting import LoadReport
+from .loading.planner import CNRLoadPlanner
+from .loading.reader import CNRStorageReader
+from .loading.torchrec_inference import InferenceTables
+from .maintenance.compaction.compact import compact
+from .maintenance.compaction.plan import CompactionPlan, plan_compaction
+from .maintenance.execute import execute
+from .maintenance.pruning.execute import PruneResult
+from .maintenance.pruning.plan import PrunePlan, plan_prune
+from .maintenance.pruning.retention import Best, Keep
+from .maintenance.tags_and_metrics import tag, untag, write_metrics
+from .manager.manager import CheckpointManager
+from .manager.reader_state import ReaderState
+from .manager.restore import restore_newest
 from .policies import Compacted, Consecutive, Full, Intermittent, OneShot, Policy
 from .progress import Saved
-from .reader import CNRStorageReader
-from .reader_state import ReaderState
-from .restoring import restore_newest
-from .schemes import (
+from .quantization import (
     AdaptiveAsymmetric,
     Asymmetric,
     ByErrorBudget,
@@ -47,11 +46,12 @@ from .schemes import (
     Symmetric,
     expected_restores,
 )
+from .reading.load_table import load_table
+from .saving.planner import CNRSavePlanner
+from .saving.writer import CNRStorageWriter
 from .serving import Applied, Commit, Commits, Lag, RootCommits, RowSubscriber
-from .table_reader import load_table
-from .tracker import RowTracker
+from .tracking.row_tracker import RowTracker
 from .version import __version__
-from .writer import CNRStorageWriter
 
 __all__ = [
     "AdaptiveAsymmetric",

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Protocol
 
 from torchrec_cnr.errors import ConfigurationError
-from torchrec_cnr.manifest import History
+from torchrec_cnr.format.manifest import History
 
 
 class Since(Enum):

@@ -16,9 +16,9 @@ from unittest.mock import patch
 import numpy as np
 import numpy.typing as npt
 
-from torchrec_cnr import manifest_json
-from torchrec_cnr.manifest import FILE_NAME, CheckpointRef, LogRange, Pack
-from torchrec_cnr.row_logs import Marker
+from torchrec_cnr.format import manifest_json
+from torchrec_cnr.format.manifest import FILE_NAME, CheckpointRef, LogRange, Pack
+from torchrec_cnr.storage.row_log import Marker
 
 STEPS = ("step-1", "step-2", "step-3")
 TOPIC = "golden-rows"

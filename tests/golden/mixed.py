@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from torchrec_cnr.boxes import Box
-from torchrec_cnr.schemes import (
+from torchrec_cnr.format.boxes import Box
+from torchrec_cnr.quantization import (
     AdaptiveAsymmetric,
     Asymmetric,
     GreedySearch,

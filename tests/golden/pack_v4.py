@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
-from torchrec_cnr import manifest_json
-from torchrec_cnr.manifest import FILE_NAME, CheckpointRef
+from torchrec_cnr.format import manifest_json
+from torchrec_cnr.format.manifest import FILE_NAME, CheckpointRef
 
 STEPS = ("step-1", "step-2", "step-3")
 

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import numpy as np
 
-from torchrec_cnr import manifest_json
-from torchrec_cnr.boxes import Box
-from torchrec_cnr.coverage import Coverage
-from torchrec_cnr.lineage import Checkpoint, read_lineage, relative_path
-from torchrec_cnr.manifest import CheckpointRef, History, Manifest, Pack, Shard, TensorEntry
-from torchrec_cnr.manifest import replacement_name as name_of_replacement
-from torchrec_cnr.pack_reader import PackReader
-from torchrec_cnr.packs import PackWriter
-from torchrec_cnr.rows import Blob, CodedRows, RowBlock, Rows, RowSet, decode_rows
-from torchrec_cnr.stores import Store
+from torchrec_cnr.format import manifest_json
+from torchrec_cnr.format.boxes import Box
+from torchrec_cnr.format.coverage import Coverage
+from torchrec_cnr.format.manifest import CheckpointRef, History, Manifest, Pack, Shard, TensorEntry
+from torchrec_cnr.format.manifest import replacement_name as name_of_replacement
+from torchrec_cnr.format.row_sets import Blob, CodedRows, RowBlock, Rows, RowSet, decode_rows
+from torchrec_cnr.lineage.checkpoint import Checkpoint, read_lineage, relative_path
+from torchrec_cnr.storage.pack_reader import PackReader
+from torchrec_cnr.storage.pack_writer import PackWriter
+from torchrec_cnr.storage.store import Store
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,16 @@ from torch import Tensor
 
 from tests.golden import mixed
 from tests.golden.state import EXP_AVG, MOMENTUM, T0, T8, TABLES, paths_of, scheme_of
-from torchrec_cnr import manifest_json, packs
-from torchrec_cnr.boxes import Box
-from torchrec_cnr.encoding import EncodedRowSet, EncodedShard, Source, write_all_rows, write_rows
-from torchrec_cnr.manifest import FILE_NAME, CheckpointRef, History, Manifest, Pack, Place, Shard, TensorEntry
-from torchrec_cnr.modified import RowMask
-from torchrec_cnr.packs import PackWriter
-from torchrec_cnr.rows import Blob, RowSet
-from torchrec_cnr.shards import dtype_name
-from torchrec_cnr.stores import Store
+from torchrec_cnr.format import manifest_json
+from torchrec_cnr.format.boxes import Box
+from torchrec_cnr.format.manifest import FILE_NAME, CheckpointRef, History, Manifest, Pack, Place, Shard, TensorEntry
+from torchrec_cnr.format.row_sets import Blob, RowSet
+from torchrec_cnr.saving.encoding import EncodedRowSet, EncodedShard, Source, write_all_rows, write_rows
+from torchrec_cnr.sharding import dtype_name
+from torchrec_cnr.storage import pack_writer
+from torchrec_cnr.storage.pack_writer import PackWriter
+from torchrec_cnr.storage.store import Store
+from torchrec_cnr.tracking.modified_rows import RowMask
 
 PACK_BYTES = 4096  # small, so that a rank writes several packs
 
@@ -34,7 +35,7 @@ Rows = list[int] | None  # of a box, to be stored; None for all
 class Rank:
     """What one rank has written, with its own numbers of packs."""
 
-    packs: PackWriter
+    pack_writer: PackWriter
     shards: list[tuple[str, Place, RowSet | EncodedRowSet, EncodedShard]] = field(default_factory=list)
     objects: dict[str, int] = field(default_factory=dict)
 
@@ -68,7 +69,7 @@ class Save:
         to = self.ranks[rank]
         sources = [self._source(fqn, place.box) for fqn, place in members.items()]
         block_bytes = 1024 if sources[0].name.startswith((T0, EXP_AVG, *mixed.TABLES)) else 64
-        with mock.patch.object(packs, "BLOCK_BYTES", block_bytes):
+        with mock.patch.object(pack_writer, "BLOCK_BYTES", block_bytes):
             found: list[tuple[RowSet | EncodedRowSet, EncodedShard]]
             if rows is None:
                 found = [
@@ -98,21 +99,21 @@ class Save:
 
     def commit(self, history: History | None) -> History:
         """Write the manifest; returns the bytes of its lineage."""
-        packs: list[Pack] = []
+        pack_writer: list[Pack] = []
         shards: dict[str, list[Shard]] = {}
         objects: dict[str, Blob] = {}
         for rank in self.ranks:
             own_packs, own_blobs = rank.packs.finish()
             rank.packs.close()
-            blobs = [replace(blob, pack=blob.pack + len(packs)) for blob in own_blobs]
+            blobs = [replace(blob, pack=blob.pack + len(pack_writer)) for blob in own_blobs]
             for fqn, place, row_set, encoded in rank.shards:
                 rows = row_set if isinstance(row_set, RowSet) else row_set.located(blobs)
                 codes = tuple(blobs[number] for number in encoded.blobs)
                 scheme = scheme_of(self.number, fqn, place.box)
                 shards.setdefault(fqn, []).append(Shard(place.box, rows, codes, scheme, place.table_box))
             objects |= {fqn: blobs[number] for fqn, number in rank.objects.items()}
-            packs += own_packs
-        num_bytes = sum(pack.num_bytes for pack in packs)
+            pack_writer += own_packs
+        num_bytes = sum(pack.num_bytes for pack in pack_writer)
         total = (
             History(num_bytes) if history is None else replace(history, delta_bytes=(*history.delta_bytes, num_bytes))
         )
@@ -126,7 +127,7 @@ class Save:
             num_restores=int(self.number > 2),
             world_size=self.num_ranks,
             writer="torchrec_cnr 0.1.0",
-            packs=tuple(packs),
+            packs=tuple(pack_writer),
             tensors={fqn: self._entry(fqn, found) for fqn, found in sorted(shards.items())},
             objects=dict(sorted(objects.items())),
             paths=dict(sorted(paths_of([*shards, *objects]).items())),

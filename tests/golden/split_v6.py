@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import torchrec_cnr as cnr
 from tests.golden.write_v3 import as_bytes
-from torchrec_cnr.boxes import Box
-from torchrec_cnr.modified import ModifiedRows
-from torchrec_cnr.tracked import TrackedRows, TrackedShard
+from torchrec_cnr.format.boxes import Box
+from torchrec_cnr.tracking.modified_rows import ModifiedRows
+from torchrec_cnr.tracking.tracked_tables import TrackedRows, TrackedShard
 
 STEPS = ("step-1", "step-2", "step-3")
 NUM_ROWS, NUM_COLS = 192, 5

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tests.golden import mixed
-from torchrec_cnr.boxes import Box
-from torchrec_cnr.schemes import Asymmetric, NoQuantization, Scheme
+from torchrec_cnr.format.boxes import Box
+from torchrec_cnr.quantization import Asymmetric, NoQuantization, Scheme
 
 T0, T2, T4, T8 = (f"model.ebc.embedding_bags.t{bits}.weight" for bits in (0, 2, 4, 8))
 TABLES = (T0, T2, T4, T8, *mixed.TABLES)

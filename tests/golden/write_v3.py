@@ -41,10 +41,10 @@ from tests.golden.state import (
     scheme_of,
     values_of,
 )
-from torchrec_cnr.boxes import Box
-from torchrec_cnr.manifest import FILE_NAME, History, Place
-from torchrec_cnr.schemes import NoQuantization, Scheme
-from torchrec_cnr.shards import dtype_name
+from torchrec_cnr.format.boxes import Box
+from torchrec_cnr.format.manifest import FILE_NAME, History, Place
+from torchrec_cnr.quantization import NoQuantization, Scheme
+from torchrec_cnr.sharding import dtype_name
 
 STEPS = ("step-1", "step-2", "step-3", "step-4", "step-6", "step-7")
 REPLACED = ("step-4", "step-6")

@@ -40,15 +40,17 @@ class Command:
 
 
 COMMANDS: Mapping[str, Command] = {
-    "ls": Command("torchrec_cnr.cli.listing:ls", "List the checkpoints under a root, and what stands on what."),
-    "inspect": Command("torchrec_cnr.cli.inspecting:inspect", "Show what one checkpoint holds."),
-    "verify": Command("torchrec_cnr.cli.verifying:verify", "Read a whole lineage, and check every byte of it."),
-    "diff": Command("torchrec_cnr.cli.comparing:diff", "Show what differs between two checkpoints."),
-    "prune": Command("torchrec_cnr.cli.pruning:prune", "Remove the checkpoints that are not to be kept."),
-    "compact": Command("torchrec_cnr.cli.compacting:compact", "Fold a lineage into one checkpoint."),
-    "export": Command("torchrec_cnr.cli.exporting:export", "Write a checkpoint as plain files of full precision."),
-    "import": Command("torchrec_cnr.cli.exporting:import_", "Make a baseline of a stock DCP checkpoint."),
-    "report": Command("torchrec_cnr.cli.reporting:report", "Draw what a run has written, kept and read."),
+    "ls": Command("torchrec_cnr.cli.commands.ls:ls", "List the checkpoints under a root, and what stands on what."),
+    "inspect": Command("torchrec_cnr.cli.commands.inspect:inspect", "Show what one checkpoint holds."),
+    "verify": Command("torchrec_cnr.cli.commands.verify:verify", "Read a whole lineage, and check every byte of it."),
+    "diff": Command("torchrec_cnr.cli.commands.diff:diff", "Show what differs between two checkpoints."),
+    "prune": Command("torchrec_cnr.cli.commands.prune:prune", "Remove the checkpoints that are not to be kept."),
+    "compact": Command("torchrec_cnr.cli.commands.compact:compact", "Fold a lineage into one checkpoint."),
+    "export": Command(
+        "torchrec_cnr.cli.commands.export:export", "Write a checkpoint as plain files of full precision."
+    ),
+    "import": Command("torchrec_cnr.cli.commands.export:import_", "Make a baseline of a stock DCP checkpoint."),
+    "report": Command("torchrec_cnr.cli.commands.report:report", "Draw what a run has written, kept and read."),
 }
 
 

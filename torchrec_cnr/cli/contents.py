@@ -9,12 +9,12 @@ from rich.table import Table
 from rich.text import Text
 
 from torchrec_cnr.cli.output import Dotted, bare_grid, common_prefix, grid, heading, left_out, name_cell
-from torchrec_cnr.lineage import Checkpoint, Lineage
-from torchrec_cnr.maintenance.own_files import log_bytes
+from torchrec_cnr.format.manifest import LogRange, Manifest, TensorEntry
+from torchrec_cnr.human_text import age_text, bytes_text, count_text, instant_text, percent_text, share_text
+from torchrec_cnr.lineage.checkpoint import Checkpoint, Lineage
+from torchrec_cnr.maintenance.file_names import log_bytes
 from torchrec_cnr.maintenance.restore_bytes import restore_bytes, tensor_bytes
-from torchrec_cnr.manifest import LogRange, Manifest, TensorEntry
-from torchrec_cnr.quantities import age_text, bytes_text, count_text, instant_text, percent_text, share_text
-from torchrec_cnr.schemes import Scheme
+from torchrec_cnr.quantization import Scheme
 
 _LINES = 10  # of tensors and packs, unless all are wanted
 _MANY_LINKS = 3

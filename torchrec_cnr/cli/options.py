@@ -8,7 +8,7 @@ import typer
 
 import torchrec_cnr
 from torchrec_cnr.errors import ConfigurationError
-from torchrec_cnr.row_logs import RowLog
+from torchrec_cnr.storage.row_log import RowLog
 
 _PANEL = "Rows in Kafka"
 

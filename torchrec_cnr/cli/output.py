@@ -22,7 +22,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from torchrec_cnr import progress
-from torchrec_cnr.quantities import name_text
+from torchrec_cnr.human_text import name_text
 
 _ENDLESS = 100_000  # columns
 

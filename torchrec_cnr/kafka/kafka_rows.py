@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from torchrec_cnr.earlier_versions import TOPIC
 from torchrec_cnr.errors import ConfigurationError
+from torchrec_cnr.format.manifest import LogRange, Pack
+from torchrec_cnr.format.manifest_versions import TOPIC
 from torchrec_cnr.kafka.clients import BATCH_BYTES, MOST_RECORD_BYTES, OWN_SETTINGS, Cluster
-from torchrec_cnr.kafka.consuming import forget_consumers
-from torchrec_cnr.kafka.kafka_log import MARKER_SUFFIX, KafkaLog, LogRules, forget_logs, log_of
-from torchrec_cnr.kafka.targets import KafkaBlocks, KafkaTarget
+from torchrec_cnr.kafka.connection import MARKER_SUFFIX, KafkaLog, LogRules, forget_logs, log_of
+from torchrec_cnr.kafka.consumers import forget_consumers
+from torchrec_cnr.kafka.pack_targets import KafkaBlocks, KafkaTarget
 from torchrec_cnr.kafka.topics import TopicRules
-from torchrec_cnr.manifest import LogRange, Pack
-from torchrec_cnr.row_logs import Marker
+from torchrec_cnr.storage.row_log import Marker
 
 _ENVELOPE_BYTES = 4 << 10  # of a record, beside its value
 _MOST_TIMEOUT_SECS = 900.0  # the longest transaction that brokers let be, by default

@@ -13,10 +13,10 @@ from confluent_kafka.admin import AdminClient, OffsetSpec
 
 from torchrec_cnr.errors import FencedError, StoreError
 from torchrec_cnr.kafka.clients import Cluster, logger
-from torchrec_cnr.kafka.consuming import Consumers
-from torchrec_cnr.kafka.producing import Producing, Record
+from torchrec_cnr.kafka.consumers import Consumers
+from torchrec_cnr.kafka.producers import Producing, Record
 from torchrec_cnr.kafka.records import marker_json, marker_of
-from torchrec_cnr.row_logs import Marker
+from torchrec_cnr.storage.row_log import Marker
 
 _LOOK_SECS = 0.02
 _OPEN_SECS = 75.0  # a broker looks for transactions that have run out of time once a minute

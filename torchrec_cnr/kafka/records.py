@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torchrec_cnr.row_logs import Marker
-from torchrec_cnr.streams import Buffer
+from torchrec_cnr.storage.files import Buffer
+from torchrec_cnr.storage.row_log import Marker
 
 PART, PACK = "part", "pack"
 _PART = re.compile(rb"(\d{1,9})/(\d{1,9})")

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.kernels import cpu
-from torchrec_cnr.kernels.plans import SCALE_AND_BIAS_BYTES, SearchPlan
+from torchrec_cnr.kernels.search_plan import SCALE_AND_BIAS_BYTES, SearchPlan
 
 # Triton comes with torch for CUDA, and is not needed elsewhere.
-_gpu: ModuleType | None = import_module("torchrec_cnr.kernels.gpu") if find_spec("triton") else None
+_gpu: ModuleType | None = import_module("torchrec_cnr.kernels.gpu.fused_rows") if find_spec("triton") else None
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

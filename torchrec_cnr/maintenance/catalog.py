@@ -14,16 +14,16 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from torchrec_cnr.errors import CheckpointNotFoundError, CNRError, ConfigurationError, StoreError
-from torchrec_cnr.leases import Lease, in_force
-from torchrec_cnr.lineage import Checkpoint, Lineage, read_checkpoint
-from torchrec_cnr.maintenance import annotations, journal
+from torchrec_cnr.format.manifest import FILE_NAME
+from torchrec_cnr.lineage.checkpoint import Checkpoint, Lineage, read_checkpoint
+from torchrec_cnr.lineage.latest import latest
+from torchrec_cnr.lineage.marker_commit import settle
+from torchrec_cnr.maintenance import journal, tags_and_metrics
 from torchrec_cnr.maintenance.journal import Journal, PrunedCheckpoint
-from torchrec_cnr.manifest import FILE_NAME
-from torchrec_cnr.marking import settle
-from torchrec_cnr.newest import latest
 from torchrec_cnr.progress import Progress
-from torchrec_cnr.row_logs import RowLog
-from torchrec_cnr.stores import Store
+from torchrec_cnr.storage.leases import Lease, in_force
+from torchrec_cnr.storage.row_log import RowLog
+from torchrec_cnr.storage.store import Store
 
 _NUM_THREADS = 8
 
@@ -63,7 +63,7 @@ class Entry:
     @property
     def tags(self) -> tuple[str, ...]:
         """Tags of the checkpoint, sorted."""
-        return annotations.tags(self.files)
+        return tags_and_metrics.tags(self.files)
 
     def leases(self, now_ns: int) -> list[Lease]:
         """Leases that hold, the one that holds longest first."""
@@ -186,7 +186,7 @@ def _read_entry(store: Store, name: str, is_link: bool) -> Entry:
         return there
     try:
         found = read_checkpoint(store)
-        metrics = annotations.read_metrics(store, files)
+        metrics = tags_and_metrics.read_metrics(store, files)
     except CheckpointNotFoundError:  # removed since it was listed
         return Entry(store, name, {}, is_link=is_link)
     except CNRError as error:

@@ -14,9 +14,9 @@ from dataclasses import astuple, dataclass, fields
 from typing import Any, get_args
 
 from torchrec_cnr.errors import DamagedError, StoreError
-from torchrec_cnr.leases import LEASE_SECS
-from torchrec_cnr.manifest import Kind
-from torchrec_cnr.stores import Store, read_whole
+from torchrec_cnr.format.manifest import Kind
+from torchrec_cnr.storage.leases import LEASE_SECS
+from torchrec_cnr.storage.store import Store, read_whole
 
 logger = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ not counted.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torchrec_cnr.lineage import Checkpoint, Lineage
+from torchrec_cnr.format.manifest import Manifest
+from torchrec_cnr.format.row_sets import Blob
+from torchrec_cnr.lineage.checkpoint import Checkpoint, Lineage
 from torchrec_cnr.maintenance.catalog import Catalog
-from torchrec_cnr.manifest import Manifest
-from torchrec_cnr.rows import Blob
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ and decoded beside the model's ``targets`` (``staged_rows``, ``staged``); then `
 copied in (``served``). ``RowSubscriber`` does this again and again.
 """
 
-from torchrec_cnr.serving.applied import Applied, Lag
-from torchrec_cnr.serving.commits import Commit, Commits, RootCommits
+from torchrec_cnr.serving.commit_sources import Commit, Commits, RootCommits
 from torchrec_cnr.serving.subscriber import RowSubscriber
+from torchrec_cnr.serving.updates_report import Applied, Lag
 
 __all__ = ["Applied", "Commit", "Commits", "Lag", "RootCommits", "RowSubscriber"]

@@ -17,11 +17,11 @@ from typing import Self
 from torch import nn
 
 from torchrec_cnr.errors import CheckpointNotFoundError, CNRError, ConfigurationError, DamagedError
-from torchrec_cnr.packs import check_thread_count
-from torchrec_cnr.row_logs import RowLog
-from torchrec_cnr.serving.applied import Applied, Lag, lag_of
-from torchrec_cnr.serving.commits import Commit, Commits, MarkerCommits, RootCommits
-from torchrec_cnr.serving.served import ServedModel
+from torchrec_cnr.serving.commit_sources import Commit, Commits, MarkerCommits, RootCommits
+from torchrec_cnr.serving.served_model import ServedModel
+from torchrec_cnr.serving.updates_report import Applied, Lag, lag_of
+from torchrec_cnr.storage.pack_writer import check_thread_count
+from torchrec_cnr.storage.row_log import RowLog
 
 logger = logging.getLogger(__name__)
 

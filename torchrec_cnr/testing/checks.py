@@ -13,8 +13,8 @@ from itertools import combinations
 from typing import Any
 
 from torchrec_cnr.errors import CheckpointExistsError, StoreError
-from torchrec_cnr.stores import Store
-from torchrec_cnr.streams import Buffer
+from torchrec_cnr.storage.files import Buffer
+from torchrec_cnr.storage.store import Store
 from torchrec_cnr.testing.faults import Fault, FaultyStore
 
 CLOCK_SECS = 600.0  # by how much a store's clock may differ from this machine's

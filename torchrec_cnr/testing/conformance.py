@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from torchrec_cnr.errors import CNRError, StoreError
-from torchrec_cnr.stores import Store
+from torchrec_cnr.storage.store import Store
 from torchrec_cnr.testing import checks
 from torchrec_cnr.testing.checks import LARGE_BYTES
 from torchrec_cnr.testing.faults import Fault

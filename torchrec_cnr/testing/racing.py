@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from torchrec_cnr.errors import CheckpointExistsError, CNRError, StoreError
-from torchrec_cnr.stores import Store
+from torchrec_cnr.storage.store import Store
 
 NUM_RACERS = 4
 NUM_RACES = 10

@@ -16,21 +16,21 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from torchrec_cnr.errors import CNRError, StoreError
-from torchrec_cnr.leases import LEASE_SECS
-from torchrec_cnr.lineage import read_lineage
+from torchrec_cnr.lineage.checkpoint import read_lineage
+from torchrec_cnr.lineage.latest import latest
 from torchrec_cnr.maintenance import journal
-from torchrec_cnr.maintenance.prune_execution import execute
-from torchrec_cnr.maintenance.pruning import plan_prune
-from torchrec_cnr.maintenance.replacing import compact
-from torchrec_cnr.maintenance.retention import Keep
-from torchrec_cnr.newest import latest
-from torchrec_cnr.planner import CNRSavePlanner
+from torchrec_cnr.maintenance.compaction.compact import compact
+from torchrec_cnr.maintenance.pruning.execute import run_prune
+from torchrec_cnr.maintenance.pruning.plan import plan_prune
+from torchrec_cnr.maintenance.pruning.retention import Keep
 from torchrec_cnr.policies import Consecutive
-from torchrec_cnr.stores import Store
-from torchrec_cnr.table_reader import load_table
+from torchrec_cnr.reading.load_table import load_table
+from torchrec_cnr.saving.planner import CNRSavePlanner
+from torchrec_cnr.saving.writer import CNRStorageWriter
+from torchrec_cnr.storage.leases import LEASE_SECS
+from torchrec_cnr.storage.store import Store
 from torchrec_cnr.testing.faults import Fault, FaultyStore, Operation
-from torchrec_cnr.tracker import RowTracker
-from torchrec_cnr.writer import CNRStorageWriter
+from torchrec_cnr.tracking.row_tracker import RowTracker
 
 ResultT = TypeVar("ResultT")
 
@@ -142,7 +142,7 @@ class _Job:
 
     def _prune(self) -> None:
         later_ns = time.time_ns() + 2 * LEASE_SECS * 10**9  # when leases of what failed have run out
-        result = execute(plan_prune(self._root, Keep(last=1), now_ns=later_ns))
+        result = run_prune(plan_prune(self._root, Keep(last=1), now_ns=later_ns))
         if result.failed:
             raise StoreError(f"a prune left something: {result}")
 

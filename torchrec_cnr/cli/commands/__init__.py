@@ -1,0 +1,1 @@
+"""The commands of ``cnr``: the name of a file is the name of its command."""

@@ -1,0 +1,93 @@
+"""``cnr compact``: fold a lineage into one checkpoint."""
+
+from typing import Annotated
+
+import typer
+
+from torchrec_cnr.cli.options import AsJson, Kafka, KafkaFile, KafkaSettings, Threads, rows_log
+from torchrec_cnr.cli.output import print_json, progress_bar, stdout
+from torchrec_cnr.human_text import bytes_text, count_text, name_text, ratio_text
+from torchrec_cnr.lineage.checkpoint import read_checkpoint
+from torchrec_cnr.maintenance.catalog import checkpoint_at
+from torchrec_cnr.maintenance.compaction.compact import run_compaction
+from torchrec_cnr.maintenance.compaction.plan import CompactionPlan, plan_compaction
+from torchrec_cnr.policies import MAX_RATIO
+from torchrec_cnr.storage.leases import leased
+
+
+def compact(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint; or a root, for its newest checkpoint.")],
+    since: Annotated[
+        str | None, typer.Option("--since", metavar="PATH", help="Fold only what lies above this ancestor.")
+    ] = None,
+    max_ratio: Annotated[
+        float, typer.Option("--max-ratio", min=1, help="What a restore may read, of what it needs.")
+    ] = MAX_RATIO,
+    self_contained: Annotated[
+        bool,
+        typer.Option("--self-contained", help="Copy all that lies in other checkpoints' directories, or in Kafka."),
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
+    threads: Threads = 2,
+    kafka: Kafka = None,
+    kafka_settings: KafkaSettings = None,
+    kafka_file: KafkaFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Fold a lineage into one checkpoint.
+
+    Training may go on meanwhile. The checkpoint gets a new manifest that needs no parent; deltas on top of it find
+    that. Files that are worth keeping are kept, rows of others are copied without being decoded. Nothing is removed:
+    cnr prune does that.
+
+    Examples:
+
+    - `cnr compact runs/a`
+    - `cnr compact runs/a/step-300 --self-contained`
+    """
+    checkpoint = read_checkpoint(checkpoint_at(path, rows_log(kafka, kafka_settings, kafka_file)))
+    with leased(checkpoint.store, "compact"):
+        plan = plan_compaction(
+            checkpoint.store,
+            since=since,
+            max_ratio=max_ratio,
+            self_contained=self_contained,
+            thread_count=threads,
+        )
+        if not dry_run:
+            with progress_bar("copying rows", not as_json) as report:
+                run_compaction(plan, thread_count=threads, progress=report)
+    if as_json:
+        print_json(_json(plan, is_done=not dry_run and plan.is_needed))
+    else:
+        _print(plan, dry_run)
+
+
+def _json(plan: CompactionPlan, is_done: bool) -> dict[str, object]:
+    return {
+        "checkpoint": plan.newest.store.url,
+        "folded": [checkpoint.store.url for checkpoint in plan.run],
+        "rewritten_files": len(plan.victims),
+        "files": len(plan.uses),
+        "moved_bytes": plan.moved_bytes,
+        "live_bytes": plan.live_bytes,
+        "bytes_before": plan.bytes_before,
+        "bytes_after": plan.bytes_after,
+        "executed": is_done,
+    }
+
+
+def _print(plan: CompactionPlan, dry_run: bool) -> None:
+    console, live_bytes = stdout(), max(1, plan.live_bytes)
+    if not plan.is_needed:
+        console.print(f"{name_text(plan.newest.store.url)}: nothing to compact")
+        return
+    if len(plan.run) == 1:
+        done = "would be compacted" if dry_run else "was compacted"
+    else:
+        done = f"{count_text(len(plan.run), 'checkpoint')} {'would become' if dry_run else 'became'} one"
+    console.print(f"{name_text(plan.newest.store.url)}: {done}")
+    files, moved = f"{len(plan.victims):,} of {count_text(len(plan.uses), 'file')}", bytes_text(plan.moved_bytes)
+    console.print(f"rewritten: {files}, {moved} copied")
+    before, after = ratio_text(plan.bytes_before / live_bytes), ratio_text(plan.bytes_after / live_bytes)
+    console.print(f"a restore reads {after} times what it needs, before {before} times")

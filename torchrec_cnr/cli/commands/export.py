@@ -1,0 +1,102 @@
+"""``cnr export`` and ``cnr import``: ways out, and in."""
+
+from typing import Annotated, Literal
+
+import typer
+
+from torchrec_cnr.cli.options import AsJson, Kafka, KafkaFile, KafkaSettings, Threads, rows_log
+from torchrec_cnr.cli.output import print_json, progress_bar, stdout
+from torchrec_cnr.errors import ConfigurationError
+from torchrec_cnr.human_text import bytes_text, count_text, name_text
+from torchrec_cnr.lineage.checkpoint import read_checkpoint
+from torchrec_cnr.maintenance.catalog import checkpoint_at
+from torchrec_cnr.maintenance.dcp_import.import_checkpoint import import_checkpoint
+from torchrec_cnr.maintenance.export.export import export as export_checkpoint
+from torchrec_cnr.quantization import AdaptiveAsymmetric, Asymmetric, NoQuantization, Quantization
+
+_SCHEMES: dict[int, Quantization] = {
+    **{bits: AdaptiveAsymmetric(bits) for bits in (2, 3, 4)},
+    8: Asymmetric(8),
+    32: NoQuantization(),
+}
+
+
+def export(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint; or a root, for its newest checkpoint.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="Where to: a directory that is not there, or a file.")],
+    to: Annotated[Literal["dcp", "safetensors", "torch"], typer.Option("--to", help="The format.")],
+    threads: Threads = 2,
+    kafka: Kafka = None,
+    kafka_settings: KafkaSettings = None,
+    kafka_file: KafkaFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a checkpoint as plain files of full precision.
+
+    They load without this package.
+
+    Examples:
+
+    - `cnr export runs/a/step-300 plain --to dcp`
+    - `cnr export runs/a model.pt --to torch`
+    """
+    checkpoint = read_checkpoint(checkpoint_at(path, rows_log(kafka, kafka_settings, kafka_file)))
+    with progress_bar("exporting", not as_json) as report:
+        found = export_checkpoint(checkpoint.store, out, to=to, thread_count=threads, progress=report)
+    if as_json:
+        document = {"checkpoint": checkpoint.store.url, "files": list(found.files), "bytes": found.num_bytes}
+        print_json({**document, "left_out": list(found.left_out)})
+        return
+    console, num_files = stdout(), count_text(len(found.files), "file")
+    console.print(f"{name_text(checkpoint.store.url)}: {bytes_text(found.num_bytes)} of values in {num_files}")
+    if found.left_out:
+        console.print(f"left out, because {to} cannot hold them: {', '.join(map(name_text, found.left_out))}")
+
+
+def import_(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A checkpoint that dcp.save wrote by itself.")],
+    path: Annotated[str, typer.Argument(metavar="PATH", help="Where to: the new checkpoint's directory.")],
+    bits: Annotated[int, typer.Option("--bits", help="Of tables: 2, 3, 4, 8, or 32 for exact values.")] = 32,
+    tables: Annotated[
+        list[str] | None,
+        typer.Option("--table", metavar="PATTERN", help="Quantize tensors of such names, not those TorchRec gives."),
+    ] = None,
+    threads: Threads = 2,
+    as_json: AsJson = False,
+) -> None:
+    """Make a baseline of a stock DCP checkpoint.
+
+    Tables are known by the names that TorchRec gives them, or by patterns (--table, which may be given several times).
+
+    Examples:
+
+    - `cnr import plain runs/b/step-0`
+    - `cnr import plain runs/b/step-0 --bits 4`
+    - `cnr import plain runs/b/step-0 --bits 4 --table 'model.user.*'`
+    """
+    if bits not in _SCHEMES:
+        raise ConfigurationError(f"--bits must be one of {', '.join(map(str, _SCHEMES))} (got {bits})")
+    if tables and isinstance(_SCHEMES[bits], NoQuantization):
+        raise ConfigurationError("--table says what is quantized, so that it needs --bits, too")
+    quantization = dict.fromkeys(tables, _SCHEMES[bits]) if tables else _SCHEMES[bits]
+    with progress_bar("importing", not as_json) as report:
+        checkpoint = import_checkpoint(source, path, quantization=quantization, thread_count=threads, progress=report)
+    entries = checkpoint.manifest.tensors
+    quantized = [
+        fqn
+        for fqn, entry in entries.items()
+        if not all(isinstance(shard.scheme, NoQuantization) for shard in entry.shards)
+    ]
+    if as_json:
+        print_json(
+            {
+                "checkpoint": checkpoint.store.url,
+                "bytes": checkpoint.num_bytes,
+                "rows": checkpoint.num_rows,
+                "tensors": len(entries),
+                "quantized": quantized,
+            }
+        )
+        return
+    tensors = f"{count_text(len(entries), 'tensor')}, {len(quantized):,} of them quantized"
+    stdout().print(f"{name_text(checkpoint.store.url)}: a baseline, {tensors}, {bytes_text(checkpoint.num_bytes)}")

@@ -1,0 +1,115 @@
+"""``cnr prune``: remove the checkpoints that are not to be kept."""
+
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from torchrec_cnr.cli.options import AsJson, Kafka, KafkaFile, KafkaSettings, rows_log
+from torchrec_cnr.cli.output import bare_grid, name_cell, print_json, progress_bar, stdout
+from torchrec_cnr.errors import ConfigurationError
+from torchrec_cnr.human_text import bytes_text, count_text
+from torchrec_cnr.maintenance.catalog import Catalog, check_root, read_catalog
+from torchrec_cnr.maintenance.pruning.execute import PruneResult, run_prune
+from torchrec_cnr.maintenance.pruning.plan import PrunePlan, plan_prune
+from torchrec_cnr.maintenance.pruning.retention import Best, Keep
+
+
+def prune(
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="A directory of checkpoints, path or URL.")],
+    last: Annotated[int, typer.Option("--last", min=0, metavar="N", help="Keep the newest N checkpoints.")] = 3,
+    daily: Annotated[
+        int, typer.Option("--daily", min=0, metavar="N", help="Keep the newest of each of the last N days.")
+    ] = 0,
+    metric: Annotated[
+        str | None, typer.Option("--best", metavar="METRIC", help="Keep the best by a metric; -METRIC: the smallest.")
+    ] = None,
+    tagged: Annotated[bool, typer.Option(help="Keep those that have a tag.")] = True,
+    execute: Annotated[bool, typer.Option("--execute", help="Do it. Without, only say what would be done.")] = False,
+    kafka: Kafka = None,
+    kafka_settings: KafkaSettings = None,
+    kafka_file: KafkaFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Remove the checkpoints that are not to be kept.
+
+    What a kept checkpoint needs stays, and so does what is being saved, loaded or compacted, what cannot be read, and
+    what is not recognised. Without --execute nothing is removed.
+
+    Rows in Kafka stay there as long as the topic keeps them. With --kafka it is known what a job has committed that
+    died right then; without, that stays.
+
+    Examples:
+
+    - `cnr prune runs/a --last 5 --daily 7`
+    - `cnr prune s3://bucket/runs/a --best auc --execute`
+    """
+    best = _best(metric)
+    keep = Keep(last=last, daily=daily, best=best, tagged=tagged)
+    rows = rows_log(kafka, kafka_settings, kafka_file)
+    with progress_bar("reading manifests", not as_json) as report:
+        catalog = read_catalog(root, report, rows)
+    check_root(catalog)
+    _check_metric(catalog, best)
+    plan = plan_prune(catalog, keep)
+    result = None
+    if execute:
+        with progress_bar("removing", not as_json) as report:
+            result = run_prune(plan, progress=report)
+    if as_json:
+        print_json(_json(plan, result))
+    else:
+        _print(plan, result)
+    if result is not None and result.failed:
+        raise typer.Exit(1)
+
+
+def _best(metric: str | None) -> Best | None:
+    if metric is None:
+        return None
+    if metric in ("", "-"):
+        raise ConfigurationError("--best needs the name of a metric")
+    return Best(metric.removeprefix("-"), largest=not metric.startswith("-"))
+
+
+def _check_metric(catalog: Catalog, best: Best | None) -> None:
+    """A metric whose name is spelled wrong would not keep what it was to keep."""
+    known = {metric for entry in catalog.entries.values() for metric in entry.metrics}
+    if best is not None and best.metric not in known and catalog.checkpoints:
+        there = ", ".join(map(repr, sorted(known))) or "none"
+        raise ConfigurationError(
+            f"{catalog.root.url}: no checkpoint has the metric {best.metric!r}; metrics that are there: {there}"
+        )
+
+
+def _json(plan: PrunePlan, result: PruneResult | None) -> dict[str, object]:
+    return {
+        "keep": str(plan.keep),
+        "goes": [{"name": removal.entry.name, "bytes": removal.num_bytes} for removal in plan.removals],
+        "stays": {name: list(reasons) for name, reasons in plan.stays.items()},
+        "freed_bytes": plan.freed_bytes if result is None else result.freed_bytes,
+        "left_bytes": plan.left_bytes,
+        "executed": result is not None,
+        "failed": {} if result is None else {name: list(reasons) for name, reasons in result.failed.items()},
+    }
+
+
+def _print(plan: PrunePlan, result: PruneResult | None) -> None:
+    console = stdout()
+    console.print(Text.assemble("keep ", (str(plan.keep), "bold")))
+    lines = bare_grid("what", "size", "name", "why")
+    for removal in plan.removals:
+        why = "" if removal.pruned is not None else "files that nothing needs"
+        lines.add_row(Text("goes", "red"), bytes_text(removal.num_bytes), name_cell(removal.entry.name), why)
+    for directory, reasons in plan.stays.items():
+        size = bytes_text(plan.catalog.entries[directory].num_bytes) if directory in plan.catalog.entries else ""
+        lines.add_row(Text("stays", "green"), size, name_cell(directory), name_cell("; ".join(reasons)))
+    console.print(lines)
+    if result is None:
+        gone, freed = count_text(len(plan.pruned), "checkpoint"), bytes_text(plan.freed_bytes)
+        console.print(f"{gone} would go, {freed} be freed, {bytes_text(plan.left_bytes)} be left; --execute does it")
+        return
+    for directory, reasons in result.failed.items():
+        console.print(Text.assemble(("not removed: ", "bold red"), name_cell(directory), "  ", "; ".join(reasons)))
+    gone, freed = count_text(len(result.removed), "checkpoint"), bytes_text(result.freed_bytes)
+    console.print(Text.assemble(("✓ ", "bold green"), f"{gone} removed, {freed} freed"))

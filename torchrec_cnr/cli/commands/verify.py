@@ -1,0 +1,61 @@
+"""``cnr verify``: whether everything is as it was committed."""
+
+import dataclasses
+from itertools import groupby
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from torchrec_cnr.cli.options import AsJson, Kafka, KafkaFile, KafkaSettings, Threads, rows_log
+from torchrec_cnr.cli.output import bare_grid, name_cell, print_json, progress_bar, stdout
+from torchrec_cnr.human_text import bytes_text, count_text
+from torchrec_cnr.maintenance.verification.verify import VerifyReport
+from torchrec_cnr.maintenance.verification.verify import verify as verify_checkpoints
+
+
+def verify(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint; or a root, for its newest checkpoint.")],
+    all_heads: Annotated[bool, typer.Option("--all", help="Of a root, verify every checkpoint.")] = False,
+    threads: Threads = 2,
+    kafka: Kafka = None,
+    kafka_settings: KafkaSettings = None,
+    kafka_file: KafkaFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Read a whole lineage, and check every byte of it.
+
+    All manifests, pack headers and blobs are compared with their digests, also of the checkpoints that this one stands
+    on, and every row is decoded. All that is wrong is listed. The exit status is 0 only if nothing is.
+
+    Examples:
+
+    - `cnr verify runs/a/step-300`
+    - `cnr verify s3://bucket/runs/a --all --threads 16`
+    """
+    rows = rows_log(kafka, kafka_settings, kafka_file)
+    with progress_bar("verifying", not as_json) as report:
+        found = verify_checkpoints(path, all_heads=all_heads, rows=rows, progress=report, thread_count=threads)
+    if as_json:
+        print_json({"is_right": found.is_right, **dataclasses.asdict(found)})
+    else:
+        _print(found)
+    if not found.is_right:
+        raise typer.Exit(1)
+
+
+def _print(found: VerifyReport) -> None:
+    console = stdout()
+    for place, problems in groupby(found.problems, key=lambda problem: problem.file or problem.checkpoint):
+        console.print(name_cell(place, "bold"))
+        lines = bare_grid("mark", "message")
+        for problem in problems:
+            text = problem.message.removeprefix(f"{place}: ").removesuffix("; use another checkpoint")
+            lines.add_row(Text("✗", "red"), name_cell(text))
+        console.print(lines)
+    num_checkpoints, num_blobs = count_text(len(found.checkpoints), "checkpoint"), count_text(found.num_blobs, "blob")
+    extent = f"{num_checkpoints}, {num_blobs}, {bytes_text(found.num_bytes)}"
+    if found.is_right:
+        console.print(Text.assemble(("✓ all right: ", "bold green"), extent))
+    else:
+        console.print(Text.assemble(("\n" + count_text(len(found.problems), "problem"), "bold red"), f" in {extent}"))

@@ -1,0 +1,212 @@
+"""What a report says about a run in words: its totals, and a sentence or two under each plot."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from statistics import median_low
+from typing import TypeVar
+
+from torchrec_cnr.cli.report.plots import GOAL_MODELS
+from torchrec_cnr.human_text import (
+    bytes_text,
+    count_text,
+    duration_text,
+    instant_text,
+    models_text,
+    name_text,
+    number_text,
+    share_text,
+)
+from torchrec_cnr.maintenance.run_history import EventKind, KeptCheckpoint, RunHistory
+
+_Size = TypeVar("_Size", int, float)
+
+_NUM_NAMED = 5  # directories in a note
+
+_MEANINGS: Mapping[EventKind, tuple[str, str]] = {
+    "baseline": ("Baselines", "saved with every row"),
+    "delta": ("Deltas", "saved with the rows that were modified since their parent"),
+    "compaction": ("Compactions", "a checkpoint and all it stands on, written as one baseline"),
+    "prune": ("Prunes", "checkpoints removed that were not to be kept"),
+}
+
+
+@dataclass(frozen=True)
+class Total:
+    """A number that matters: what it counts, the number, and what it means."""
+
+    what: str
+    value: str
+    note: str
+
+
+def span(history: RunHistory) -> str:
+    """From when to when."""
+    times = [event.at_ns for event in history.events] or [kept.created_ns for kept in history.kept]
+    first, last = min(times), max(times)
+    if first == last:
+        return f"At {instant_text(first)}"
+    return f"From {instant_text(first)} to {instant_text(last)}: {duration_text(last - first)}"
+
+
+def totals(history: RunHistory) -> tuple[Total, ...]:
+    """What a reader wants to know first."""
+    return (_num_saved(history), _written(history), _capacity(history), _newest_restore(history))
+
+
+def _num_saved(history: RunHistory) -> Total:
+    kept = f"{len(history.kept):,} {'is' if len(history.kept) == 1 else 'are'} kept"
+    return Total(
+        "Checkpoints saved", f"{len(history.saves):,}", f"{_kinds([event.kind for event in history.saves])}; {kept}"
+    )
+
+
+def _kinds(kinds: Sequence[str]) -> str:
+    """How many of each kind."""
+    return " and ".join(count_text(len(list(group)), kind) for kind, group in groupby(sorted(kinds))) or "none"
+
+
+def _written(history: RunHistory) -> Total:
+    included = ", compactions included" if history.of_kind("compaction") else ""
+    return Total("Written", bytes_text(_all_bytes(history)), f"{_comparison(history)}{included}{_in_log(history)}")
+
+
+def _all_bytes(history: RunHistory) -> int:
+    """Written to files and to a log."""
+    return history.written_bytes + history.log_bytes
+
+
+def _in_log(history: RunHistory) -> str:
+    """What of it went to a log."""
+    return f"; {bytes_text(history.log_bytes)} of it to a log" if history.log_bytes else ""
+
+
+def _comparison(history: RunHistory) -> str:
+    """Bytes written, against those of full checkpoints each time."""
+    num, full, written = len(history.saves), history.full_bytes, _all_bytes(history)
+    if not num or not written:
+        return "no save is known"
+    others = f"{'a' if num == 1 else f'{num:,}'} full quantized checkpoint{'s' * (num != 1)}"
+    ratio = number_text(max(full, written) / min(full, written))
+    if ratio == number_text(1):
+        return f"as much as {others} ({bytes_text(full)})"
+    return f"{ratio} times {'less than' if full > written else 'as much as'} {others} ({bytes_text(full)})"
+
+
+def _capacity(history: RunHistory) -> Total:
+    highest, model_bytes = history.highest, history.model_bytes
+    if highest is None or model_bytes is None:
+        return Total("Capacity now", bytes_text(history.kept_bytes), "no event is known")
+    most = max(highest.peak_models, history.kept_bytes / model_bytes)
+    value = models_text(history.kept_bytes / model_bytes)
+    return Total("Capacity now", value, f"{bytes_text(history.kept_bytes)}; at most {models_text(most)}")
+
+
+def _newest_restore(history: RunHistory) -> Total:
+    what = "Restore of the newest"
+    if not history.kept:
+        return Total(what, "–", "no checkpoint is kept")
+    newest = history.newest_first[0]
+    if newest.restore_bytes is None:
+        return Total(what, "–", "its parent is not here")
+    models, size = history.restore_models_of(newest), bytes_text(newest.restore_bytes)
+    if models is None:
+        return Total(what, size, "read by a load")
+    return Total(what, models_text(models), f"{size} read by a load")
+
+
+def on_written(history: RunHistory) -> str:
+    """The sizes of what was written."""
+    parts = []
+    for kind in ("baseline", "delta", "compaction"):
+        sizes = [event.written_bytes + event.log_bytes for event in history.of_kind(kind)]
+        if sizes:
+            parts.append(f"{count_text(len(sizes), kind)}: {_spread(sizes, bytes_text)}.")
+    return " ".join(parts)
+
+
+def on_cumulative(history: RunHistory) -> str:
+    """What it comes to, and compactions' part."""
+    compacted = sum(event.written_bytes for event in history.of_kind("compaction"))
+    share = share_text(compacted / _all_bytes(history)) if compacted else "none"
+    of_compactions = f" Compactions wrote {bytes_text(compacted)} of it, {share}." if compacted else ""
+    return f"{bytes_text(_all_bytes(history))}, {_comparison(history)}.{of_compactions}"
+
+
+def on_capacity(history: RunHistory) -> str:
+    """When most lay there."""
+    highest = history.highest
+    if highest is None:
+        return ""
+    freed = sum(event.freed_bytes for event in history.events)
+    removed = f" {bytes_text(freed)} were removed." if freed else " Nothing was removed."
+    return f"At most {models_text(highest.peak_models)}, first at {instant_text(highest.at_ns)}.{removed}"
+
+
+def on_modified(history: RunHistory) -> str:
+    """How much of the tables deltas held."""
+    shares = [event.modified_share for event in history.of_kind("delta") if event.modified_share is not None]
+    return f"{count_text(len(shares), 'delta')}: {_spread(shares, share_text)} of all rows of the tables."
+
+
+def on_restores(history: RunHistory) -> str:
+    """How dear restores were."""
+    models = [event.restore_models for event in history.events if event.restore_models is not None]
+    within = sum(value <= GOAL_MODELS for value in models)
+    return f"Read by a load: {_spread(models, models_text)}. {within:,} of {len(models):,} are within {GOAL_MODELS}."
+
+
+def _spread(values: Sequence[_Size], text: Callable[[_Size], str]) -> str:
+    """The median (of two values the lower) and the greatest, or the only one."""
+    middle, most = text(median_low(values)), text(max(values))
+    if len(set(values)) == 1:
+        return f"{most} each" if len(values) > 1 else most
+    return f"median {middle}, at most {most}"
+
+
+def on_older(older: Sequence[KeptCheckpoint]) -> str:
+    """The checkpoints that a table has no lines for."""
+    size = bytes_text(sum(kept.num_bytes for kept in older))
+    return f"And {len(older):,} older: {_kinds([kept.kind for kept in older])}, {size} together."
+
+
+def notes(history: RunHistory) -> tuple[str, ...]:
+    """What the events do not tell."""
+    found = []
+    if history.unreadable:
+        which = ", ".join(map(name_text, history.unreadable[:_NUM_NAMED]))
+        more = f" and {len(history.unreadable) - _NUM_NAMED} more" if len(history.unreadable) > _NUM_NAMED else ""
+        found.append(f"What cannot be read is not in this report: {which}{more}.")
+    if history.log_bytes:
+        found.append(f"{bytes_text(history.log_bytes)} of rows went to a log; capacity is that of files alone.")
+    if history.left_bytes:
+        left = bytes_text(history.left_bytes)
+        found.append(f"{left} of checkpoints that were removed lie here still, in packs that others use.")
+    if history.opening_bytes and history.events:
+        found.append(f"{bytes_text(history.opening_bytes)} lay here before the first event that is known.")
+    if history.vanished_bytes:
+        gone = bytes_text(history.vanished_bytes)
+        found.append(f"{gone} are gone that no event removed; the plot of capacity has them to its end.")
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class KindTotals:
+    """All events of a kind together, as text; ``meaning`` says what the kind is."""
+
+    name: str
+    meaning: str
+    num: str
+    written: str
+    freed: str
+
+
+def totals_by_kind(history: RunHistory) -> tuple[KindTotals, ...]:
+    """What was done, by kind."""
+    lines = []
+    for kind, (name, meaning) in _MEANINGS.items():
+        events = history.of_kind(kind)
+        written = bytes_text(sum(event.written_bytes + event.log_bytes for event in events))
+        freed = bytes_text(sum(event.freed_bytes for event in events))
+        lines.append(KindTotals(name, meaning, f"{len(events):,}", written, freed))
+    return tuple(lines)

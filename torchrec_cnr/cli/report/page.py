@@ -1,0 +1,144 @@
+"""The report of a run's checkpoints: one HTML file that needs no network, no script and no other file.
+
+Words come from ``findings``, plots from ``plots``; the template in ``templates`` puts them in their places and escapes
+them. A content security policy in the page forbids whatever is not in it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+from matplotlib.figure import Figure
+
+from torchrec_cnr.cli.report import findings, plots
+from torchrec_cnr.cli.report.svg import PALETTE, inline_svg
+from torchrec_cnr.human_text import bytes_text, instant_text, models_text, name_text
+from torchrec_cnr.maintenance.run_history import KeptCheckpoint, RunHistory
+
+MOST_LINES = 50  # of the table of kept checkpoints
+BEGINNING = b"<!DOCTYPE html>"  # of a page
+
+
+@dataclass(frozen=True)
+class _Plot:
+    """A plot of the page: ``text`` under it, or ``absence`` in its place."""
+
+    name: str
+    title: str
+    draw: Callable[[RunHistory], Figure]
+    text: Callable[[RunHistory], str]
+    is_empty: Callable[[RunHistory], bool]
+    absence: str
+
+
+_PLOTS = (
+    _Plot(
+        "written",
+        "Written by each checkpoint",
+        plots.draw_written,
+        findings.on_written,
+        lambda history: all(event.kind == "prune" for event in history.events),
+        "Nothing was written yet.",
+    ),
+    _Plot(
+        "cumulative",
+        "Written so far",
+        plots.draw_cumulative,
+        findings.on_cumulative,
+        lambda history: all(event.kind == "prune" for event in history.events),
+        "Nothing was written yet.",
+    ),
+    _Plot(
+        "capacity",
+        "Capacity over time",
+        plots.draw_capacity,
+        findings.on_capacity,
+        lambda history: not history.events,
+        "No event is known.",
+    ),
+    _Plot(
+        "restores",
+        "Restore cost of each checkpoint",
+        plots.draw_restores,
+        findings.on_restores,
+        lambda history: all(event.restore_bytes is None for event in history.events),
+        "What a load reads is not known of any checkpoint.",
+    ),
+    _Plot(
+        "modified",
+        "Rows modified in each delta",
+        plots.draw_modified,
+        findings.on_modified,
+        lambda history: all(event.modified_share is None for event in history.of_kind("delta")),
+        "There is no delta yet. Each will show which part of the rows it stores.",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """A plot as the template takes it; ``svg`` is None where there is nothing to draw."""
+
+    name: str
+    title: str
+    text: str
+    svg: Markup | None
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A kept checkpoint as the template takes it."""
+
+    name: str
+    kind: str
+    created: str
+    size: str
+    parent: str | None
+    restore: str
+
+
+def render(history: RunHistory) -> str:
+    """The report as the text of an HTML file, to be written as UTF-8; the same history gives the same text."""
+    newest, older = history.newest_first[:MOST_LINES], history.newest_first[MOST_LINES:]
+    is_empty = not history.events and not history.kept
+    environment = Environment(
+        loader=PackageLoader("torchrec_cnr.cli.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("report.html").render(
+        palette=PALETTE,
+        root=name_text(history.root),
+        is_empty=is_empty,
+        span="" if is_empty else findings.span(history),
+        totals=findings.totals(history),
+        notes=findings.notes(history),
+        model=None if history.model_bytes is None else bytes_text(history.model_bytes),
+        panels=[] if is_empty else [_panel(plot, history) for plot in _PLOTS],
+        kinds=findings.totals_by_kind(history),
+        kept=[_line(checkpoint, history.restore_models_of(checkpoint)) for checkpoint in newest],
+        older=findings.on_older(older) if older else None,
+    )
+
+
+def _panel(plot: _Plot, history: RunHistory) -> _Panel:
+    if plot.is_empty(history):
+        return _Panel(plot.name, plot.title, plot.absence, None)
+    text = plot.text(history)
+    svg = inline_svg(plot.draw(history), plot.name, f"{plot.title}. {text}")
+    return _Panel(plot.name, plot.title, text, Markup(svg))
+
+
+def _line(checkpoint: KeptCheckpoint, restore_models: float | None) -> _Line:
+    restore = "–" if checkpoint.restore_bytes is None else bytes_text(checkpoint.restore_bytes)
+    return _Line(
+        name=name_text(checkpoint.name),
+        kind=checkpoint.kind,
+        created=instant_text(checkpoint.created_ns),
+        size=bytes_text(checkpoint.num_bytes),
+        parent=None if checkpoint.parent is None else name_text(checkpoint.parent),
+        restore=restore if restore_models is None else f"{models_text(restore_models)} ({restore})",
+    )

@@ -1,0 +1,328 @@
+"""A manifest as JSON, and back with every check that makes what follows safe.
+
+The file is one JSON object in a fixed frame, ``{"sha256":"<64 hex digits>","manifest":<body>}``: the digest is that of
+the body's bytes, and is also how other checkpoints refer to this one. What :func:`loads` returns was validated: it can
+be used without further checks but those of the blobs' own bytes.
+
+Packing: a large body of a manifest as a small one, of version 4, which holds it compressed.
+
+Manifests of many shards say much that repeats itself. Small ones stay as they are, for people and other programs.
+
+Manifests that this process has parsed: their bytes are read and hashed each time, but parsed once.
+
+Each save looks at the whole lineage that it goes on from, and each load does twice. A digest tells a manifest from all
+others, so what was validated under it stays valid, wherever it is read from.
+"""
+
+import base64
+import binascii
+import hashlib
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import zstandard
+
+from torchrec_cnr.errors import DamagedError, VersionError
+from torchrec_cnr.format.boxes import Box
+from torchrec_cnr.format.manifest import Manifest, Pack, TensorEntry
+from torchrec_cnr.format.manifest_parser import (
+    FORMAT,
+    LOGGED_VERSION,
+    PACKED_VERSION,
+    PLAIN_VERSION,
+    SPLIT_VERSION,
+    VERSION,
+    ManifestParser,
+)
+from torchrec_cnr.format.manifest_versions import (
+    LoggedManifestParser,
+    SplitManifestParser,
+    Version1,
+    Version2,
+    log_range_json,
+)
+from torchrec_cnr.format.row_sets import Blob, RowSet
+from torchrec_cnr.gc_pause import paused_collector
+
+_MOST_SHARDS = 1 << 18  # of all that is kept; each takes about one KiB
+
+
+class KnownManifests:
+    """The manifests that were used last, by the digests of their bodies.
+
+    Args:
+        most_shards: How many shards, packs and row sets those that are kept have, together.
+    """
+
+    def __init__(self, most_shards: int = _MOST_SHARDS) -> None:
+        self._most_shards = most_shards
+        self._lock = threading.Lock()
+        self._found: OrderedDict[str, tuple[Manifest, int]] = OrderedDict()
+        self._num_shards = 0
+
+    def get(self, digest: str) -> Manifest | None:
+        """The manifest with a digest, if it is kept."""
+        with self._lock:
+            if digest not in self._found:
+                return None
+            self._found.move_to_end(digest)
+            return self._found[digest][0]
+
+    def add(self, digest: str, manifest: Manifest) -> None:
+        """Keep a manifest that is valid, and let go of those that were not used for longest."""
+        shards = sum(len(entry.shards) + len(entry.folded or ()) for entry in manifest.tensors.values())
+        size = 1 + shards + len(manifest.packs) + len(manifest.row_sets) + len(manifest.objects)
+        with self._lock:
+            self._num_shards += size - self._found.pop(digest, (manifest, 0))[1]
+            self._found[digest] = (manifest, size)
+            while self._num_shards > self._most_shards:
+                self._num_shards -= self._found.popitem(last=False)[1][1]
+
+    def clear(self) -> None:
+        """Let go of all."""
+        with self._lock:
+            self._found.clear()
+            self._num_shards = 0
+
+
+PLAIN_BYTES = 1 << 20  # a body of more is packed
+MAX_BYTES = 1 << 30  # what a body is unpacked to, at most
+_PIECE_BYTES = 1 << 10  # of a frame; what one becomes is some tens of MiB at most
+_KEYS = ("format", "version", "created_ns", "zstd")
+
+
+def packed(body: bytes, created_ns: int) -> dict[str, Any]:
+    """What stands for a body of the version before."""
+    frame = zstandard.ZstdCompressor(write_content_size=True).compress(body)
+    values = (FORMAT, PACKED_VERSION, created_ns, base64.b64encode(frame).decode())
+    return dict(zip(_KEYS, values, strict=True))
+
+
+def unpacked(value: Mapping[str, Any], where: str) -> bytes:
+    """The body that was packed.
+
+    Args:
+        value: A parsed body of version 4.
+        where: Names the file in errors.
+
+    Raises:
+        DamagedError: It is none, or stands for too much.
+    """
+    try:
+        if tuple(value) != _KEYS:
+            raise DamagedError(f"{where}: its keys are not {list(_KEYS)}; use another checkpoint")
+        frame = base64.b64decode(value["zstd"], validate=True)
+        num_bytes = zstandard.frame_content_size(frame)
+        if not 0 < num_bytes <= MAX_BYTES or base64.b64encode(frame).decode() != value["zstd"]:
+            raise DamagedError(f"{where}: packed otherwise than manifests are; use another checkpoint")
+        decompressor, body = zstandard.ZstdDecompressor().decompressobj(), bytearray()
+        for start in range(0, len(frame), _PIECE_BYTES):  # whose size may be another than the one it declares
+            body += decompressor.decompress(frame[start : start + _PIECE_BYTES])
+            if decompressor.eof or len(body) > num_bytes:
+                break
+    except (zstandard.ZstdError, binascii.Error, TypeError, ValueError) as error:
+        raise DamagedError(f"{where}: it cannot be unpacked ({error}); use another checkpoint") from error
+    is_whole = decompressor.eof and start + _PIECE_BYTES >= len(frame) and not decompressor.unused_data
+    if not is_whole or len(body) != num_bytes:
+        raise DamagedError(f"{where}: it is not one zstd frame of {num_bytes} bytes; use another checkpoint")
+    return bytes(body)
+
+
+MOST_BYTES = 1 << 30  # of a manifest; one of so many describes some 80 TB of rows
+_FRAME = re.compile(rb'\{"sha256":"([0-9a-f]{64})","manifest":(.*)\}\n', re.DOTALL)
+_PARSERS = {
+    1: Version1,
+    2: Version2,
+    PLAIN_VERSION: ManifestParser,
+    LOGGED_VERSION: LoggedManifestParser,
+    SPLIT_VERSION: SplitManifestParser,
+}
+_PACKABLE = (PLAIN_VERSION, LOGGED_VERSION, SPLIT_VERSION)
+_KNOWN = KnownManifests()
+_CREATED = re.compile(rb'"created_ns":(\d{1,20})\b')
+
+
+def dumps(manifest: Manifest) -> tuple[bytes, str]:
+    """The file's bytes, and the manifest's digest."""
+    with paused_collector():
+        return _framed(_to_json(manifest))
+
+
+def dumps_valid(manifest: Manifest, where: str) -> tuple[bytes, str]:
+    """The file's bytes and the digest, of a manifest that :func:`loads` will not refuse.
+
+    Args:
+        manifest: The manifest.
+        where: Names the file in errors.
+
+    Raises:
+        DamagedError: It would.
+    """
+    with paused_collector():
+        value = _to_json(manifest)
+        parsed = _PARSERS[value["version"]](where).manifest(value)
+        data, digest = _framed(value)
+        _KNOWN.add(digest, parsed)
+        return data, digest
+
+
+def loads(data: bytes, where: str) -> tuple[Manifest, str]:
+    """Parse and validate a manifest file.
+
+    Args:
+        data: The whole file.
+        where: Names the file in errors.
+
+    Raises:
+        DamagedError: It is not what was committed, or contradicts itself.
+        VersionError: It was written in a newer version of the format.
+    """
+    if len(data) > MOST_BYTES:
+        raise DamagedError(
+            f"{where}: more than the {MOST_BYTES} bytes that a manifest may have; use another checkpoint"
+        )
+    frame = _FRAME.fullmatch(data)
+    if frame is None:
+        raise DamagedError(f"{where}: {len(data)} bytes that are no complete manifest; use another checkpoint")
+    digest, body = frame[1].decode(), frame[2]
+    actual = hashlib.sha256(body).hexdigest()
+    if actual != digest:
+        raise DamagedError(f"{where}: sha256 is {actual}, the manifest says {digest}; use another checkpoint")
+    known = _KNOWN.get(digest)
+    if known is not None:
+        return known, digest
+    with paused_collector():
+        version, value = _parsed(body, where)
+        if version == PACKED_VERSION:
+            created_ns = value.get("created_ns")
+            version, value = _parsed(unpacked(value, where), where)
+            if version not in _PACKABLE or value.get("created_ns") != created_ns:
+                raise DamagedError(f"{where}: what is packed in it is another manifest; use another checkpoint")
+        manifest = _PARSERS[version](where).manifest(value)
+    _KNOWN.add(digest, manifest)
+    return manifest, digest
+
+
+def forget() -> None:
+    """Parse all manifests anew, as a process that has just started does: for benchmarks and tests."""
+    _KNOWN.clear()
+
+
+def _parsed(body: bytes, where: str) -> tuple[int, dict[str, Any]]:
+    """A body, and its version."""
+    try:
+        value = json.loads(body)
+        is_plain = _body(value) == body
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"{where}: not JSON ({error}); use another checkpoint") from error
+    if not isinstance(value, dict) or value.get("format") != FORMAT:
+        raise DamagedError(f"{where}: not a manifest of {FORMAT}; use another checkpoint")
+    version = value.get("version")
+    if type(version) is int and version > VERSION:
+        raise VersionError(
+            f"{where}: written in format version {version}, this torchrec_cnr reads versions up to {VERSION}; "
+            "upgrade torchrec_cnr to load it"
+        )
+    if type(version) is not int or version < 1:
+        raise DamagedError(f"{where}: there is no format version {version!r}; use another checkpoint")
+    if not is_plain:  # white space, floating-point numbers, a key that occurs twice, other escapes
+        raise DamagedError(f"{where}: not written as manifests are; use another checkpoint")
+    return version, value
+
+
+def _framed(value: dict[str, Any]) -> tuple[bytes, str]:
+    """The file with this body, packed if it is large, and the body's digest."""
+    body = _body(value)
+    if len(body) > PLAIN_BYTES:
+        body = _body(packed(body, value["created_ns"]))
+    digest = hashlib.sha256(body).hexdigest()
+    return b'{"sha256":"%s","manifest":%s}\n' % (digest.encode(), body), digest
+
+
+def _body(value: Any) -> bytes:
+    """The one way to write a manifest's body."""
+    return json.dumps(value, separators=(",", ":"), check_circular=False).encode()  # it comes from JSON, or from above
+
+
+def created_ns(start: bytes) -> int | None:
+    """The time of commit from the first bytes of a manifest file (512 suffice), unverified."""
+    found = _CREATED.search(start)
+    return int(found[1]) if found else None
+
+
+def _to_json(manifest: Manifest) -> dict[str, Any]:
+    schemes: dict[int, dict[str, Any]] = {}  # by identity: few objects, many shards
+    numbers = manifest.row_set_numbers
+    version = _version_of(manifest)
+    return {
+        "format": FORMAT,
+        "version": version,
+        "created_ns": manifest.created_ns,
+        "id": manifest.checkpoint_id,
+        "save_id": manifest.save_id,
+        "parent": manifest.parent and {"path": manifest.parent.path, "sha256": manifest.parent.sha256},
+        "replaces": manifest.replaces,
+        "policy": manifest.policy,
+        "history": [manifest.history.baseline_bytes, list(manifest.history.delta_bytes)],
+        "restores": manifest.num_restores,
+        "world_size": manifest.world_size,
+        "writer": manifest.writer,
+        "packs": [_pack_json(pack, version) for pack in manifest.packs],
+        "row_sets": [_row_set_json(rows) for rows in manifest.row_sets],
+        "tensors": {fqn: _tensor_json(entry, numbers, schemes) for fqn, entry in manifest.tensors.items()},
+        "objects": {fqn: _blob_json(blob) for fqn, blob in manifest.objects.items()},
+        "paths": {fqn: list(path) for fqn, path in manifest.paths.items()},
+    }
+
+
+def _version_of(manifest: Manifest) -> int:
+    """The oldest that can say it."""
+    if manifest.has_split_blobs:
+        return SPLIT_VERSION
+    return LOGGED_VERSION if any(pack.log is not None for pack in manifest.packs) else PLAIN_VERSION
+
+
+def _pack_json(pack: Pack, version: int) -> list[Any]:
+    place = [pack.directory, pack.name, pack.num_bytes, pack.header_bytes, pack.header_crc32c]
+    log = [pack.log and log_range_json(pack.log)] if version >= LOGGED_VERSION else []
+    return [*place, pack.written_ns, pack.heat, *log]
+
+
+def _row_set_json(rows: RowSet) -> list[Any]:
+    return [[b.coding, b.first, b.span, b.num_rows, b.blob and _blob_json(b.blob)] for b in rows.blocks]
+
+
+def _tensor_json(entry: TensorEntry, row_sets: Mapping[int, int], schemes: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    schemes |= {id(shard.scheme): shard.scheme.to_json() for shard in entry.shards if id(shard.scheme) not in schemes}
+    return {
+        "dtype": entry.dtype,
+        "size": list(entry.size),
+        "is_table": entry.is_table,
+        "table": entry.table,
+        "folded": entry.folded and [_place_json(place.box, place.table_box) for place in entry.folded],
+        "shards": [
+            [
+                *_place_json(shard.box, shard.table_box),
+                row_sets[id(shard.rows)],
+                list(map(_blob_json, shard.blobs)),
+                schemes[id(shard.scheme)],
+            ]
+            for shard in entry.shards
+        ],
+    }
+
+
+def _place_json(box: Box, table_box: Box | None) -> list[Any]:
+    return [_box_json(box), table_box and _box_json(table_box)]
+
+
+def _box_json(box: Box) -> list[list[int]]:
+    return [list(box.offsets), list(box.sizes)]
+
+
+def _blob_json(blob: Blob) -> list[int]:
+    return [blob.pack, blob.offset, blob.num_bytes, blob.crc32c]

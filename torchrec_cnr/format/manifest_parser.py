@@ -1,0 +1,357 @@
+"""Validation: from parsed JSON to a manifest that can be relied on.
+
+Checked are types and bounds, that blobs fill their packs without holes or overlaps, that boxes fill their tensors, that
+every blob has the size its rows need, and that whatever refers to something else refers to something of the right kind.
+This is the format's newest version; ``earlier_versions`` says in what the others differ. All give the same values.
+
+Constants of the format of manifests, which docs/format.md specifies.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from itertools import pairwise
+from typing import Any, NoReturn, TypeVar
+
+import numpy as np
+
+from torchrec_cnr.errors import DamagedError
+from torchrec_cnr.format.boxes import MOST_DIVIDED, Box, fills, lies_within
+from torchrec_cnr.format.manifest import DTYPES, CheckpointRef, History, Manifest, Pack, Place, Shard, TensorEntry
+from torchrec_cnr.format.row_sets import MOST_CODED_ROWS, MOST_ROWS_PER_MEMBER, Blob, RowBlock, RowSet
+from torchrec_cnr.format.split_blobs import may_be_split
+from torchrec_cnr.quantization import Scheme, exact_row_bytes, scheme_from_json
+
+FORMAT = "torchrec_cnr"
+VERSION = 6  # the newest that is read
+SPLIT_VERSION = 6  # written where blobs are split
+LOGGED_VERSION = 5  # written where packs lie in a log
+PACKED_VERSION = 4  # holds another version, compressed
+PLAIN_VERSION = 3  # all others
+
+# How a checkpoint names another: '../' first, then plain names.
+PARENT_PATH = re.compile(r"(\.\./)+(?!\.\.?(/|$))[^/\\\x00-\x1f]+(/(?!\.\.?(/|$))[^/\\\x00-\x1f]+)*")
+
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
+_SURROGATE = re.compile("[\ud800-\udfff]")  # alone: a pair is one character by now
+_PACK_NAME = re.compile(r"[A-Za-z0-9._-]{1,188}\.safetensors")
+_HEX = re.compile(r"[0-9a-f]{64}")
+_MAX_INT = 2**62
+_MAX_CRC32C = 2**32 - 1
+_MAX_DIMENSIONS = 64  # torch has no more
+_MAX_FQN = 1 << 13  # characters; the FQN is in the name of each blob
+_MAX_MESSAGE = 2 * _MAX_FQN  # characters
+_MAX_LIST_INDEX = 2**20  # a longer list of tensors in a state dict is not believable, and would be allocated
+
+T = TypeVar("T")
+
+
+class ManifestParser:
+    """Turns parsed JSON into a manifest.
+
+    Args:
+        where: Names the file in errors.
+    """
+
+    keys: tuple[str, ...] = (
+        "format", "version", "created_ns", "id", "save_id", "parent", "replaces", "policy", "history", "restores",
+        "world_size", "writer", "packs", "row_sets", "tensors", "objects", "paths",
+    )  # fmt: skip
+    reads_split = False
+    tensor_keys: tuple[str, ...] = ("dtype", "size", "is_table", "table", "folded", "shards")
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self.packs: tuple[Pack, ...] = ()
+        self.row_sets: tuple[RowSet, ...] = ()
+        self.schemes: dict[str, Scheme] = {}
+        self._last_scheme: tuple[Any, str, Scheme] | None = None
+
+    def fail(self, message: str) -> NoReturn:
+        short = message if len(message) <= _MAX_MESSAGE else f"{message[:_MAX_MESSAGE]}…"
+        raise DamagedError(f"{self.where}: {short}; use another checkpoint")
+
+    def manifest(self, value: dict[str, Any]) -> Manifest:
+        if tuple(value) != self.keys:
+            self.fail(f"its keys are {list(value)}, expected {list(self.keys)}")
+        baseline_bytes, delta_bytes = self.tuple_of(value["history"], 2, "history")
+        self.packs = self.items(self.pack, value["packs"], "packs")
+        if len({(pack.directory, pack.name) for pack in self.packs}) != len(self.packs):
+            self.fail("two packs have one name")
+        self.row_sets = self.items(self.row_set, value["row_sets"], "row_sets")
+        manifest = Manifest(
+            created_ns=self.integer(value["created_ns"], "created_ns"),
+            checkpoint_id=self.string(value["id"], "id"),
+            save_id=self.string(value["save_id"], "save_id", _NAME),
+            parent=self.parent(value["parent"]),
+            policy=self.string(value["policy"], "policy"),
+            history=History(self.integer(baseline_bytes, "history"), self.items(self.integer, delta_bytes, "history")),
+            num_restores=self.integer(value.get("restores", 0), "restores"),  # version 1 did not count them
+            world_size=self.integer(value["world_size"], "world_size", low=1),
+            writer=self.string(value["writer"], "writer"),
+            packs=self.packs,
+            tensors={fqn: self.tensor(entry, fqn) for fqn, entry in self.mapping(value["tensors"], "tensors").items()},
+            objects={fqn: self.blob(blob, fqn) for fqn, blob in self.mapping(value["objects"], "objects").items()},
+            paths={fqn: self.path(path, fqn) for fqn, path in self.mapping(value["paths"], "paths").items()},
+            replaces=self.optional(partial(self.string, pattern=_HEX), value.get("replaces"), "replaces"),
+        )
+        self.check_packs(manifest, self.stored(manifest))
+        self.check_references(manifest)
+        return manifest
+
+    def parent(self, value: Any) -> CheckpointRef | None:
+        if value is None:
+            return None
+        if list(self.mapping(value, "parent")) != ["path", "sha256"]:
+            self.fail(f"its parent is {value!r}")
+        path = self.string(value["path"], "parent path", PARENT_PATH)
+        return CheckpointRef(path, self.string(value["sha256"], "parent sha256", _HEX))
+
+    def pack(self, value: Any, what: str) -> Pack:
+        directory, name, num_bytes, header_bytes, crc32c, written_ns, heat = self.tuple_of(value, 7, what)
+        size = self.integer(num_bytes, what)
+        return Pack(
+            self.string(name, what, _PACK_NAME),
+            size,
+            self.integer(header_bytes, what, low=8, high=size),
+            self.integer(crc32c, what, high=_MAX_CRC32C),
+            self.optional(partial(self.string, pattern=PARENT_PATH), directory, what),
+            self.optional(self.integer, written_ns, what),
+            self.integer(heat, what, high=3),
+        )
+
+    def blob(self, value: Any, what: str) -> Blob:
+        pack, offset, num_bytes, crc32c = self.tuple_of(value, 4, what)
+        index = self.integer(pack, what, high=len(self.packs) - 1)
+        found = self.packs[index]
+        start = self.integer(offset, what, found.header_bytes)
+        size = self.integer(num_bytes, what, 1, found.num_bytes - start)
+        return Blob(index, start, size, self.integer(crc32c, what, 0, _MAX_CRC32C))
+
+    def row_set(self, value: Any, what: str) -> RowSet:
+        rows = RowSet(self.items(self.row_block, value, what))
+        if any(a.first + a.span > b.first for a, b in pairwise(rows.blocks)):
+            self.fail(f"{what}: its blocks are out of order")
+        return rows
+
+    def row_block(self, value: Any, what: str) -> RowBlock:
+        coding, first, span, num_rows, blob = self.tuple_of(value, 5, what)
+        if coding not in ("all", "bitmap", "gaps"):
+            self.fail(f"{what}: unknown coding {coding!r}")
+        block = RowBlock(
+            coding,
+            self.integer(first, what),
+            self.integer(span, what, low=1),
+            self.integer(num_rows, what, low=1),
+            self.optional(self.blob, blob, what),
+        )
+        if coding != "all" and block.num_rows > MOST_CODED_ROWS:
+            self.fail(f"{what}: a block of {block.num_rows} rows, expected {MOST_CODED_ROWS} at most")
+        if coding == "bitmap" and block.span > MOST_ROWS_PER_MEMBER * block.num_rows:
+            self.fail(f"{what}: a bitmap of {block.span} bits for {block.num_rows} rows")
+        if (coding == "all") != (blob is None):
+            self.fail(f"{what}: coding {coding!r} {'without' if blob is None else 'with'} a blob")
+        if block.num_rows > block.span or (blob is None and block.num_rows < block.span):
+            self.fail(f"{what}: {block.num_rows} rows in a span of {block.span}, coded as {coding!r}")
+        return block
+
+    def tensor(self, value: Any, fqn: str) -> TensorEntry:
+        what = f"tensor {fqn!r}"
+        if tuple(self.mapping(value, what)) != self.tensor_keys:
+            self.fail(f"{what}: its keys are {list(value)}")
+        if self.string(value["dtype"], what) not in DTYPES:
+            self.fail(f"{what}: unknown dtype {value['dtype']!r}")
+        if not isinstance(value["is_table"], bool):
+            self.fail(f"{what}: is_table is {value['is_table']!r}")
+        entry = TensorEntry(
+            dtype=value["dtype"],
+            size=self.indices(value["size"], what),
+            shards=self.items(partial(self.shard, tensor=value), value["shards"], what),
+            is_table=value["is_table"],
+            table=self.optional(self.string, value["table"], what),
+            folded=self.optional(partial(self.items, self.place), value.get("folded"), what),
+        )
+        if entry.is_table and len(entry.size) != 2:
+            self.fail(f"{what}: a table of {len(entry.size)} dimensions")
+        if not fills(entry.size, [place.box for place in entry.sharding]):
+            self.fail(
+                f"{what}: its boxes do not fill its size {list(entry.size)} exactly, or divide more than "
+                f"{MOST_DIVIDED} dimensions"
+            )
+        for shard in entry.shards:
+            if entry.folded is not None:  # else this follows from their filling the tensor
+                self.check_box(shard.box, entry, what)
+            self.check_blobs(shard, entry, what)
+        return entry
+
+    def shard(self, value: Any, what: str, tensor: Mapping[str, Any]) -> Shard:
+        box, table_box, row_set, blobs, scheme = self.tuple_of(value, 5, what)
+        place = self.box(box, what)
+        table_place = None if table_box is None else self.box(table_box, what)
+        rows = self.row_sets[self.integer(row_set, what, high=len(self.row_sets) - 1)]
+        codes = self.items(self.blob, blobs, what)
+        return Shard(place, rows, codes, self.scheme(scheme, tensor["dtype"], what), table_place)
+
+    def place(self, value: Any, what: str) -> Place:
+        box, table_box = self.tuple_of(value, 2, what)
+        return Place(self.box(box, what), self.optional(self.box, table_box, what))
+
+    def scheme(self, value: Any, dtype: str, what: str) -> Scheme:
+        if self._last_scheme is not None and value is self._last_scheme[0] and dtype == self._last_scheme[1]:
+            return self._last_scheme[2]
+        key = f"{dtype} {value}"  # few schemes, many shards; this tells 1 from True, and orders
+        if key not in self.schemes:
+            scheme = scheme_from_json(self.mapping(value, what), f"{self.where}: {what}")
+            if not scheme.supports(DTYPES[dtype]):
+                self.fail(f"{what}: {dtype} cannot be quantized as {value}")
+            self.schemes[key] = scheme
+        self._last_scheme = (value, dtype, self.schemes[key])
+        return self.schemes[key]
+
+    def check_box(self, box: Box, entry: TensorEntry, what: str) -> None:
+        """Of a tensor that is folded."""
+        if len(box.sizes) != len(entry.size):
+            self.fail(f"{what}: a box of {len(box.sizes)} dimensions")
+        if entry.table is None and not lies_within(entry.size, box):
+            self.fail(f"{what}: a box outside of its size {list(entry.size)}")
+        if box.sizes[2:] != entry.size[2:]:  # Coverage divides two dimensions
+            self.fail(f"{what}: it is folded, and a box does not have all of its dimensions from the third on")
+
+    def check_blobs(self, shard: Shard, entry: TensorEntry, what: str) -> None:
+        blocks = shard.rows.blocks
+        if blocks and blocks[-1].first + blocks[-1].span > shard.box.num_rows:
+            self.fail(f"{what}: row numbers beyond the {shard.box.num_rows} rows of its box")
+        if shard.box.num_cols == 0:
+            blocks = ()
+        if len(shard.blobs) != len(blocks):
+            self.fail(f"{what}: {len(shard.blobs)} blobs for {len(blocks)} blocks of rows")
+        dtype, num_cols = DTYPES[entry.dtype], shard.box.num_cols
+        row_bytes, tail_bytes = shard.scheme.row_bytes(num_cols, dtype), shard.scheme.tail_bytes(num_cols, dtype)
+        for number, (block, blob) in enumerate(zip(blocks, shard.blobs, strict=True)):
+            num_bytes = block.num_rows * row_bytes
+            if blob.num_bytes == num_bytes:
+                continue
+            if self.reads_split and may_be_split(blob.num_bytes, block.num_rows, row_bytes, tail_bytes):
+                continue
+            exact, rest = divmod(blob.num_bytes - num_bytes, exact_row_bytes(num_cols, dtype.itemsize))
+            if not 0 <= exact <= (block.num_rows if shard.scheme.name != "none" else 0) or rest:
+                self.fail(
+                    f"{what}: block {number} has {blob.num_bytes} bytes, its {block.num_rows} rows need {num_bytes}"
+                )
+
+    def stored(self, manifest: Manifest) -> list[Blob]:
+        """All blobs. Nothing is listed that is not used: it would be kept for nobody, and nobody would check it."""
+        if manifest.row_sets != self.row_sets:
+            self.fail("its row sets are not those of its shards, each once, in the order of the shards")
+        blobs = manifest.unnamed_blobs()
+        unused = set(range(len(self.packs))).difference(blob.pack for blob in blobs)
+        if unused:
+            self.fail(f"pack {self.packs[min(unused)].name}: it holds nothing")
+        return blobs
+
+    def check_packs(self, manifest: Manifest, blobs: Iterable[Blob]) -> None:
+        """Blobs do not overlap; and they fill their packs, but for what a manifest that replaces another leaves out."""
+        fields = [(blob.pack, blob.offset, blob.num_bytes) for blob in blobs]
+        packs, offsets, sizes = np.array(fields, dtype=np.int64).reshape(-1, 3).T
+        order = np.lexsort((sizes, offsets, packs))
+        packs, offsets, stops = packs[order], offsets[order], (offsets + sizes)[order]
+        begins = np.array([pack.header_bytes for pack in self.packs], dtype=np.int64)[packs]
+        expected = np.where(np.diff(packs, prepend=-1) != 0, begins, np.roll(stops, 1))
+        is_wrong = offsets < expected if manifest.replaces is not None else offsets != expected
+        if is_wrong.any():
+            first = int(np.argmax(is_wrong))
+            at = min(offsets[first], expected[first])
+            self.fail(f"pack {self.packs[packs[first]].name}: a hole or an overlap at byte {at}")
+        ends = [pack.header_bytes for pack in self.packs]
+        for pack, stop in zip(packs.tolist(), stops.tolist(), strict=True):
+            ends[pack] = stop
+        for pack_, end in zip(self.packs, ends, strict=True):
+            if end != pack_.num_bytes and manifest.replaces is None:
+                self.fail(f"pack {pack_.name}: its blobs end at byte {end} of {pack_.num_bytes}")
+        if manifest.replaces is None and any(pack.directory is not None for pack in self.packs):
+            self.fail("it uses other checkpoints' packs, but replaces no manifest")
+
+    def check_references(self, manifest: Manifest) -> None:
+        is_replacement = manifest.replaces is not None  # of which a load sees whether it holds every row
+        is_whole = all(entry.is_whole or (is_replacement and entry.folded) for entry in manifest.tensors.values())
+        if manifest.parent is None and not is_whole:
+            self.fail("a baseline that does not hold every row")
+        if set(manifest.tensors) & set(manifest.objects):
+            self.fail("a tensor and an object have one name")
+        for fqn, entry in manifest.tensors.items():
+            places: list[Place | Shard] = [*(entry.folded or ()), *entry.shards]
+            if entry.table is None:
+                if any(place.table_box is not None for place in places):
+                    self.fail(f"tensor {fqn!r}: boxes of a table that it does not name")
+                continue
+            table = manifest.tensors.get(entry.table)
+            if table is None or not table.is_table or len(entry.size) != 1:
+                self.fail(f"tensor {fqn!r}: its table {entry.table!r} is no table of this checkpoint")
+            rows_agree = all(
+                place.box.num_rows == (place.table_box.num_rows if place.table_box else 0) for place in places
+            )
+            boxes = [place.table_box for place in entry.sharding if place.table_box is not None]
+            within = entry.folded is None or all(
+                lies_within(table.size, shard.table_box) for shard in entry.shards if shard.table_box is not None
+            )
+            if not rows_agree or not fills(table.size, boxes) or not within:
+                self.fail(f"tensor {fqn!r}: its shards are not those of its table {entry.table!r}")
+
+    def box(self, value: Any, what: str) -> Box:
+        offsets, sizes = self.tuple_of(value, 2, what)
+        box = Box(self.indices(offsets, what), self.indices(sizes, what))
+        if len(box.offsets) != len(box.sizes):
+            self.fail(f"{what}: a box with {len(box.offsets)} offsets and {len(box.sizes)} sizes")
+        return box
+
+    def indices(self, value: Any, what: str) -> tuple[int, ...]:
+        """One for each dimension."""
+        if isinstance(value, list) and len(value) > _MAX_DIMENSIONS:
+            self.fail(f"{what}: {len(value)} dimensions, expected {_MAX_DIMENSIONS} at most")
+        if type(value) is list and not [item for item in value if type(item) is not int or not 0 <= item <= _MAX_INT]:
+            return tuple(value)
+        return self.items(self.integer, value, what)  # which says what is wrong
+
+    def path(self, value: Any, what: str) -> tuple[str | int, ...]:
+        keys: tuple[str | int, ...] = self.items(lambda key, _: key, value, what)
+        if not keys or not isinstance(keys[0], str):
+            self.fail(f"path of {what!r} is {value!r}")
+        for key in keys:
+            if isinstance(key, str):
+                self.string(key, f"path of {what!r}")
+            else:
+                self.integer(key, f"path of {what!r}", high=_MAX_LIST_INDEX)
+        return keys
+
+    def optional(self, parse: Callable[[Any, str], T], value: Any, what: str) -> T | None:
+        return None if value is None else parse(value, what)
+
+    def items(self, parse: Callable[[Any, str], T], value: Any, what: str) -> tuple[T, ...]:
+        if not isinstance(value, list):
+            self.fail(f"{what}: expected a list, got {type(value).__name__}")
+        return tuple([parse(item, what) for item in value])  # a list is faster than a generator
+
+    def tuple_of(self, value: Any, length: int, what: str) -> list[Any]:
+        if not isinstance(value, list) or len(value) != length:
+            self.fail(f"{what}: expected a list of {length}, got {str(value)[:80]!r}")
+        return value
+
+    def mapping(self, value: Any, what: str) -> Mapping[str, Any]:
+        if not isinstance(value, dict):
+            self.fail(f"{what}: expected an object, got {type(value).__name__}")
+        for key in value:
+            self.string(key, f"key in {what}")
+            if len(key) > _MAX_FQN:
+                self.fail(f"key in {what}: {len(key)} characters, expected {_MAX_FQN} at most: {key[:80]!r}")
+        return value
+
+    def integer(self, value: Any, what: str, low: int = 0, high: int = _MAX_INT) -> int:
+        if type(value) is not int or not low <= value <= high:
+            self.fail(f"{what}: expected an integer from {low} to {high}, got {str(value)[:80]}")
+        return value
+
+    def string(self, value: Any, what: str, pattern: re.Pattern[str] | None = None) -> str:
+        if not isinstance(value, str) or _SURROGATE.search(value) or (pattern and not pattern.fullmatch(value)):
+            self.fail(f"{what}: unexpected value {str(value)[:80]!r}")
+        return value

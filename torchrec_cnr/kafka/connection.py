@@ -1,0 +1,217 @@
+"""One process's connections to a log: packs and markers, written and read."""
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from confluent_kafka import Message
+
+from torchrec_cnr.errors import DamagedError
+from torchrec_cnr.format.manifest import LogRange, Pack
+from torchrec_cnr.kafka.clients import Cluster, logger
+from torchrec_cnr.kafka.consumers import consumers_of
+from torchrec_cnr.kafka.marker_topic import MarkerTopic
+from torchrec_cnr.kafka.pack_targets import KafkaBlocks, KafkaTarget, Rows, tombstones
+from torchrec_cnr.kafka.producers import Producing, Record
+from torchrec_cnr.kafka.records import pack_name, part_number
+from torchrec_cnr.kafka.topics import TopicRules, Topics
+from torchrec_cnr.storage.row_log import Marker
+
+MARKER_SUFFIX = "-markers"
+_MARKERS = "markers"  # in the place of a rank
+_MOST_TOMBSTONES = 1 << 16  # in one transaction
+
+
+@dataclass(frozen=True)
+class LogRules:
+    """What a log is like: how to reach it, what its topics are, and how packs are cut."""
+
+    cluster: Cluster
+    rows: TopicRules
+    markers: TopicRules
+    part_bytes: int
+
+
+class KafkaLog:
+    """The connections of one process.
+
+    Args:
+        rules: What the log is like.
+    """
+
+    def __init__(self, rules: LogRules) -> None:
+        rules.cluster.check()
+        self.rules = rules
+        self._lock = threading.Lock()
+        self._num_partitions = 0
+        self._is_checked = False  # those who only read look at no settings
+        self._producing: dict[str, Producing] = {}
+        self._consumers = consumers_of(rules.cluster, "read_uncommitted")
+        self._markers = MarkerTopic(rules.cluster, rules.markers.name, consumers_of(rules.cluster, "read_committed"))
+
+    def open(self, may_make: bool) -> int:
+        """See that the topics are as they must be; returns how many partitions rows have, 0 if there are no topics."""
+        with self._lock:
+            if not self._num_partitions or (may_make and not self._is_checked):
+                topics = Topics(self.rules.cluster)
+                is_marked = topics.ensure(self.rules.markers, may_make) > 0
+                num_partitions = topics.ensure(self.rules.rows, may_make)
+                self._num_partitions = num_partitions if is_marked else 0
+                self._is_checked = may_make
+            return self._num_partitions
+
+    def target(self, root: str, rank: int, is_coordinator: bool) -> KafkaTarget | KafkaBlocks:
+        """What one save of one rank writes to."""
+        rules, producing = self.rules, self._producer(root, str(rank))
+        rows = Rows(rules.cluster, rules.rows.name, self.open(may_make=True), rules.part_bytes)
+        if not rules.rows.is_compacted:
+            return KafkaTarget(rows, producing, rank)
+        with rules.cluster.errors(f"begin to write to topic {rules.rows.name!r}"):
+            producing.hold()
+            if is_coordinator:
+                self._producer(root, _MARKERS).hold()
+        return KafkaBlocks(rows, producing, f"{root}.{rank}")
+
+    def begin(self, root: str) -> None:
+        """A save begins that will end with a marker; where rows are overwritten, it has begun already."""
+        self.open(may_make=True)
+        if self.rules.rows.is_compacted:
+            return
+        with self.rules.cluster.errors(f"take over the markers of topic {self.rules.markers.name!r}"):
+            self._producer(root, _MARKERS).ready()
+
+    def mark(self, marker: Marker, check: Callable[[], None]) -> None:
+        """Commit."""
+        self._markers.put(self._producer(marker.root, _MARKERS), marker, check, is_held=self.rules.rows.is_compacted)
+
+    def forget(self, root: str, packs: Sequence[Pack]) -> None:
+        """Send tombstones, as whoever has just committed."""
+        by_partition: dict[int, list[Record]] = {}
+        for pack in packs:
+            log = pack.log
+            if log is not None and log.key is not None and log.topic == self.rules.rows.name:
+                parts = tombstones(log.key, range(log.num_parts(pack.num_bytes)))
+                by_partition.setdefault(log.partition, []).extend(parts)
+        rows = Rows(self.rules.cluster, self.rules.rows.name, self.open(may_make=False), self.rules.part_bytes)
+        for partition, found in by_partition.items():
+            for start in range(0, len(found), _MOST_TOMBSTONES):
+                records = found[start : start + _MOST_TOMBSTONES]
+                rows.send(self._producer(root, _MARKERS), partition, records, "remove packs from", is_held=True)
+
+    def markers(self, root: str, most: int) -> tuple[Marker, ...]:
+        """The newest markers of a root."""
+        return self._markers.newest(root, most) if self.open(may_make=False) else ()
+
+    def markers_from(self, offset: int, timeout_secs: float) -> tuple[Marker, ...]:
+        """Markers from an offset on; waits so long for the first."""
+        with self.rules.cluster.errors(f"read topic {self.rules.markers.name!r}"):
+            return tuple(self._markers.between(offset, 1 << 62, timeout_secs))
+
+    def close(self) -> None:
+        """Have the producers leave; who saves afterwards has new ones."""
+        with self._lock:
+            producing = list(self._producing.values())
+        for each in producing:
+            each.close()
+
+    def _producer(self, root: str, who: str) -> Producing:
+        name = f"{self.rules.rows.name}.{root}.{who}"
+        with self._lock:
+            return self._producing.setdefault(name, Producing(self.rules.cluster, name))
+
+    def read(self, name: str, num_bytes: int, place: LogRange, start: int, stop: int) -> npt.NDArray[np.uint8]:
+        """Bytes of a pack, from ``start`` to ``stop``."""
+        part_bytes = place.part_bytes
+        where = f"topic {place.topic!r} partition {place.partition} of Kafka at {self.rules.cluster.bootstrap}"
+        first, last = start // part_bytes, (stop - 1) // part_bytes
+        found = np.empty((last - first + 1) * part_bytes, dtype=np.uint8)
+        begin = place.first + first  # or later, where records of others lie between
+        expected = first
+        with (
+            self.rules.cluster.errors(f"read topic {place.topic!r}"),
+            self._consumers.one(place.topic, place.partition, begin) as consumer,
+        ):
+            for message in consumer.records(place.topic, place.partition, begin, place.last + 1):
+                number = _part_of(message, name, place, num_bytes, where)
+                if number is None or (number < first and expected == first):
+                    continue
+                size = min(part_bytes, num_bytes - number * part_bytes)
+                value = message.value() or b""
+                if number != expected or len(value) != size:
+                    raise DamagedError(
+                        f"{where}: at offset {message.offset()}: part {number} of {name} with {len(value)} bytes, "
+                        f"expected part {expected}: it is there twice, or one is missing; use another checkpoint"
+                    )
+                at = (number - first) * part_bytes
+                found[at : at + size] = np.frombuffer(value, dtype=np.uint8)
+                expected += 1
+                if expected > last:
+                    break
+        if expected <= last:
+            raise DamagedError(
+                f"{where}: part {expected} of {place.num_parts(num_bytes)} of {name} is missing between offsets "
+                f"{place.first} and {place.last}; use another checkpoint"
+            )
+        return found[start - first * part_bytes : stop - first * part_bytes]
+
+
+def _part_of(message: Message, name: str, place: LogRange, num_bytes: int, where: str) -> int | None:
+    """The number of a part of a pack; None if it is one of another pack, or nothing of ours."""
+    if message.value() is None:  # a tombstone
+        return None
+    num_parts = place.num_parts(num_bytes)
+    found = part_number(message.headers())
+    if found is None:
+        logger.warning("%s: the record at offset %s is no part of a pack; who writes there?", where, message.offset())
+        return None
+    if (message.key() if place.key is None else pack_name(message.headers())) != name.encode():
+        return None
+    if found[1] != num_parts or not found[0] < num_parts:
+        raise DamagedError(
+            f"{where}: at offset {message.offset()}: part {found[0]} of {found[1]} of {name}, which has {num_parts}; "
+            "use another checkpoint"
+        )
+    return found[0]
+
+
+class _Logs:
+    """The connections of this process: a child that was forked has its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pid = 0
+        self._logs: dict[LogRules, KafkaLog] = {}
+
+    def log(self, rules: LogRules) -> KafkaLog:
+        """Those to a log."""
+        with self._lock:
+            if self._pid != os.getpid():
+                self._pid, self._logs = os.getpid(), {}
+            if rules not in self._logs:
+                self._logs[rules] = KafkaLog(rules)
+            return self._logs[rules]
+
+    def forget(self) -> None:
+        """Have the producers of all logs leave."""
+        with self._lock:
+            logs, self._logs = self._logs, {}
+            if self._pid != os.getpid():  # they are the parent's
+                return
+        for log in logs.values():
+            log.close()
+
+
+_logs = _Logs()
+
+
+def log_of(rules: LogRules) -> KafkaLog:
+    """This process's connections to a log."""
+    return _logs.log(rules)
+
+
+def forget_logs() -> None:
+    """Have this process's producers leave."""
+    _logs.forget()

@@ -1,0 +1,91 @@
+"""Fused rows on CPUs: tensors handed to the compiled kernels, on as many threads as torch uses."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrec_cnr.kernels.cpu import fused_rows, kmeans
+from torchrec_cnr.kernels.cpu.compiling import Kernel, in_parallel
+from torchrec_cnr.kernels.cpu.fused_rows import scratch_for
+from torchrec_cnr.kernels.cpu.kmeans import cluster_scratch_for
+from torchrec_cnr.kernels.search_plan import SearchPlan
+
+
+def encode_rows(table: Tensor, rows: Tensor, bits: int, plan: SearchPlan, row_bytes: int) -> tuple[Tensor, Tensor]:
+    """Encode rows of a table; see ``kernels.encode_rows``."""
+    make_scratch = partial(scratch_for, table.shape[1], plan)
+    return _encode(fused_rows.encode, table, rows, (bits, plan, row_bytes), row_bytes, make_scratch, chunk_rows=1024)
+
+
+def decode_rows(codes: Tensor, positions: Tensor, bits: int, first_col: int, target: Tensor, rows: Tensor) -> None:
+    """Decode rows into a target; see ``kernels.decode_rows``."""
+    # Half of 8 MiB of fp32 take a thread about as long as waking another one does.
+    _decode(fused_rows.decode, codes, positions, bits, first_col, target, rows, chunk_elements=1 << 21)
+
+
+def encode_clusters(table: Tensor, rows: Tensor, bits: int, row_bytes: int) -> tuple[Tensor, Tensor]:
+    """Encode rows of a table by k-means; see ``kernels.encode_clusters``."""
+    make_scratch = partial(cluster_scratch_for, table.shape[1], 1 << bits)
+    return _encode(kmeans.encode, table, rows, (bits, row_bytes), row_bytes, make_scratch, chunk_rows=64)
+
+
+def decode_clusters(codes: Tensor, positions: Tensor, bits: int, first_col: int, target: Tensor, rows: Tensor) -> None:
+    """Decode rows of k-means into a target; see ``kernels.decode_clusters``."""
+    # Looking codes up takes about fourteen times as long.
+    _decode(kmeans.decode, codes, positions, bits, first_col, target, rows, chunk_elements=1 << 17)
+
+
+def _encode(
+    kernel: Kernel,
+    table: Tensor,
+    rows: Tensor,
+    settings: tuple[Any, ...],
+    row_bytes: int,
+    make_scratch: Callable[[], Any],
+    chunk_rows: int,
+) -> tuple[Tensor, Tensor]:
+    num_rows, num_cols = len(rows), table.shape[1]
+    codes, is_exact = np.empty(num_rows * row_bytes, np.uint8), np.empty(num_rows, np.bool_)
+    flat, stride, numbers = _flat(table), table.stride(0), rows.contiguous().numpy()
+
+    def encode(start: int, stop: int) -> None:
+        part = codes[start * row_bytes : stop * row_bytes]
+        kernel(flat, stride, numbers[start:stop], num_cols, *settings, part, is_exact[start:stop], make_scratch())
+
+    in_parallel(encode, num_rows, chunk_rows)
+    return torch.from_numpy(codes).view(num_rows, row_bytes), torch.from_numpy(is_exact)
+
+
+def _decode(
+    kernel: Kernel,
+    codes: Tensor,
+    positions: Tensor,
+    bits: int,
+    first_col: int,
+    target: Tensor,
+    rows: Tensor,
+    chunk_elements: int,
+) -> None:
+    flat, stride, num_cols = _flat(target), target.stride(0), target.shape[1]
+    source, row_bytes = codes.reshape(-1).numpy(), codes.shape[1]
+    numbers, places = positions.contiguous().numpy(), rows.contiguous().numpy()
+
+    def decode(start: int, stop: int) -> None:
+        part = numbers[start:stop]
+        kernel(source, row_bytes, part, bits, first_col, flat, stride, places[start:stop], num_cols)
+
+    in_parallel(decode, len(numbers), max(1, chunk_elements // max(1, num_cols)))
+
+
+def _flat(table: Tensor) -> Any:
+    """The memory from a table's first element to its last, as kernels take it; see ``memory``. Shared, not copied."""
+    span = (table.shape[0] - 1) * table.stride(0) + table.shape[1] if table.numel() else 0
+    flat = torch.as_strided(table.detach(), (span,), (1,))
+    if table.dtype is torch.float32:
+        return flat.numpy()
+    bits = flat.view(torch.int16).numpy()
+    return bits if table.dtype is torch.float16 else bits.view(np.uint16)

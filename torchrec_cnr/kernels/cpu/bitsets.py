@@ -1,0 +1,169 @@
+"""Selecting: sets of rows as one bit a row, made of a byte a row and read as row numbers, 64 rows at a time.
+
+A mask is read once, and written to only where something is set; from there on bits are an eighth of it. Numbers are put
+four at a time: how many bits of a word are set is chance, and a branch on that would be guessed wrongly.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from torchrec_cnr.kernels.cpu.compiling import Kernel, in_parallel
+from torchrec_cnr.kernels.cpu.lanes import BIT, BYTE, LONG, pointer_to
+
+WORD_ROWS = 64
+_BLOCK_WORDS = 512  # whose numbers are counted together
+_CHUNK_WORDS = 1 << 14  # a mask of 1 MiB: reading it takes a thread as long as waking another one does
+_CHUNK_BLOCKS = 32
+_BYTES = ir.VectorType(BYTE, WORD_ROWS)
+
+Words = npt.NDArray[np.uint64]
+
+
+@intrinsic
+def lowest_bit(typing: Any, word: Any) -> Any:
+    """The number of the lowest bit that is set; 64 if none is."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.cttz(args[0], ir.Constant(BIT, 0))
+
+    return types.int64(types.uint64), emit
+
+
+@intrinsic
+def num_bits(typing: Any, word: Any) -> Any:
+    """How many bits are set."""
+    return types.int64(types.uint64), lambda context, builder, sig, args: builder.ctpop(args[0])
+
+
+@intrinsic
+def word_of(typing: Any, mask: Any, index: Any) -> Any:
+    """A bit for each of ``mask[index : index + 64]``, bytes: whether it is set."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        loaded = builder.load(pointer_to(context, builder, _BYTES, sig.args[0], *args), align=1)
+        return builder.bitcast(builder.icmp_unsigned("!=", loaded, ir.Constant(_BYTES, None)), LONG)
+
+    return types.uint64(mask, index), emit
+
+
+@intrinsic
+def clear_word(typing: Any, mask: Any, index: Any) -> Any:
+    """``mask[index : index + 64] = 0``."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        pointer = pointer_to(context, builder, _BYTES, sig.args[0], *args)
+        builder.store(ir.Constant(_BYTES, None), pointer, align=1)
+        return context.get_dummy_value()
+
+    return types.void(mask, index), emit
+
+
+def _pack_mask(mask, words, clears):
+    """The bits of a mask, uint8; ``clears`` says whether it is cleared."""
+    num_whole = len(mask) // 64
+    for index in range(num_whole):
+        word = word_of(mask, index * 64)
+        words[index] = word
+        if clears and word != 0:
+            clear_word(mask, index * 64)
+    rest = np.uint64(0)
+    for place in range(num_whole * 64, len(mask)):
+        if mask[place] != 0:
+            rest |= np.uint64(1) << np.uint64(place % 64)
+        if clears:
+            mask[place] = 0
+    if num_whole < len(words):
+        words[num_whole] = rest
+
+
+def _count_bits(words, block_words, counts):
+    """How many bits are set in each block of words."""
+    for block in range(len(counts)):
+        count = 0
+        for index in range(block * block_words, min(len(words), (block + 1) * block_words)):
+            count += num_bits(words[index])
+        counts[block] = count
+
+
+def _put_numbers(words, first, numbers):
+    """The numbers of all bits, in order, from ``first`` on; as many as there is room for, exactly.
+
+    Where there is room for four, four are written, and those that are none are overwritten by the next word's.
+    """
+    num_found = 0
+    for index in range(len(words)):
+        word, start = words[index], first + index * 64
+        if num_found + 4 <= len(numbers):
+            num_left = num_bits(word)
+            for place in range(4):
+                numbers[num_found + place] = start + lowest_bit(word)
+                word &= word - np.uint64(1)
+            num_found += min(num_left, 4)
+        while word != 0:
+            numbers[num_found] = start + lowest_bit(word)
+            word &= word - np.uint64(1)
+            num_found += 1
+
+
+def _set_bits(words, numbers):
+    """Set the bits of these numbers."""
+    for number in numbers:
+        words[number // 64] |= np.uint64(1) << np.uint64(number % 64)
+
+
+pack_mask, count_bits, put_numbers, set_bits = (
+    Kernel(function) for function in (_pack_mask, _count_bits, _put_numbers, _set_bits)
+)
+
+
+def num_words(num_rows: int) -> int:
+    """Words that a bit for each row takes."""
+    return -(-num_rows // WORD_ROWS)
+
+
+def pack(mask: npt.NDArray[np.bool_], words: Words, *, clears: bool) -> None:
+    """Have the bits of a mask, and clear it if told so.
+
+    Args:
+        mask: bool [num_rows], its elements side by side.
+        words: uint64 [num_words(num_rows)], written: row r is bit r % 64 of word r // 64.
+        clears: Whether the mask is false everywhere afterwards.
+    """
+    content = mask.view(np.uint8)
+
+    def pack_words(start: int, stop: int) -> None:
+        pack_mask(content[start * WORD_ROWS : stop * WORD_ROWS], words[start:stop], clears)
+
+    in_parallel(pack_words, len(words), _CHUNK_WORDS)
+
+
+def unpacked(words: Words, num_rows: int) -> npt.NDArray[np.bool_]:
+    """The mask that these are the bits of, bool [num_rows]."""
+    return np.unpackbits(words.view(np.uint8), count=num_rows, bitorder="little").view(np.bool_)
+
+
+def numbers_of_bits(words: Words) -> npt.NDArray[np.int64]:
+    """The numbers of all bits that are set, increasing."""
+    counts = np.empty(-(-len(words) // _BLOCK_WORDS), np.int64)
+    count_bits(words, _BLOCK_WORDS, counts)
+    places = [0, *np.cumsum(counts).tolist()]
+    numbers = np.empty(places[-1], dtype=np.int64)
+
+    def put_blocks(start: int, stop: int) -> None:
+        first, last = start * _BLOCK_WORDS, stop * _BLOCK_WORDS
+        put_numbers(words[first:last], first * WORD_ROWS, numbers[places[start] : places[stop]])
+
+    in_parallel(put_blocks, len(counts), _CHUNK_BLOCKS)
+    return numbers
+
+
+def selected(mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    """Where a mask is true, increasing: as ``numpy.flatnonzero``, several times as fast; PyTorch takes longer still."""
+    words = np.empty(num_words(len(mask)), np.uint64)
+    pack(np.ascontiguousarray(mask), words, clears=False)
+    return numbers_of_bits(words)

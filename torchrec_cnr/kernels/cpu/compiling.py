@@ -1,0 +1,161 @@
+"""Compiled once: numba keeps the machine code of a kernel beside its source, or in the user's cache directory.
+
+numba tells from the one file that a kernel stands in whether what it kept is still right, but kernels are made of
+functions from all files of this folder. What is kept therefore bears the digest of them all: no upgrade runs old code.
+
+Threads for compiled kernels, which release the interpreter's lock: as many as torch uses.
+
+numba's own parallel loops are not used: its portable threading layer ends the process when two Python threads enter it
+at once, as a save in the background and a load may, and none of its layers survives a fork for certain.
+"""
+
+import hashlib
+import logging
+import os
+import platform
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from llvmlite.binding import get_host_cpu_features
+from numba import njit
+from numba.core import config
+from numba.core.cpu import CPUTargetOptions
+
+from torchrec_cnr.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
+
+# Kernels allocate nothing, so that no references need to be counted: numba does that by locked instructions, for each
+# array at each call of a function, and they took a third of the time. The option is not public, and may be missing.
+_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+if hasattr(CPUTargetOptions, "_nrt"):
+    _OPTIONS["_nrt"] = False
+
+
+def named(function: Callable[..., None], suffix: int) -> Callable[..., None]:
+    """Give one of several functions that a factory makes a name of its own, before it is compiled.
+
+    numba tells functions of one name and signature apart by a number that each process counts for itself. Kernels that
+    different processes compiled would therefore take one another's.
+    """
+    function.__qualname__ += f"_{suffix}"
+    return function
+
+
+class Kernel:
+    """A compiled function; it runs with the interpreter's lock released.
+
+    It is compiled at its first call for each dtype, which takes some seconds, and loaded by later processes. Where its
+    code cannot be kept (nothing is writable, or a disk is full), every process compiles for itself.
+
+    Args:
+        function: What to compile.
+
+    Raises:
+        ConfigurationError: When called, if numba compiles for a CPU that cannot convert fp16: LLVM would end it all.
+    """
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self.__doc__ = function.__doc__
+        self._name = f"{function.__module__}.{function.__name__}"
+        try:
+            self._compiled = njit(**_OPTIONS, cache=True)(function)
+            self._compiled._cache._cache_file._source_stamp = _sources_digest()  # not public in numba: tested
+        except RuntimeError as error:
+            self._tell(error)
+            self._compiled = njit(**_OPTIONS)(function)
+
+    def __call__(self, *args: Any) -> None:
+        """Run it; the arguments are the function's."""
+        _check_cpu()
+        try:
+            self._compiled(*args)
+        except OSError as error:
+            self._tell(error)
+            self._compiled(*args)  # it is compiled by now
+
+    def _tell(self, error: Exception) -> None:
+        logger.warning("%s is compiled anew by every process, because its code cannot be kept: %s", self._name, error)
+
+
+@cache
+def _sources_digest() -> str:
+    sources = sorted(Path(__file__).parents[1].rglob("*.py"))
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+
+
+@cache
+def _check_cpu() -> None:
+    features = get_host_cpu_features().flatten() if config.CPU_FEATURES is None else config.CPU_FEATURES
+    if platform.machine() in ("x86_64", "AMD64") and "+f16c" not in features:
+        raise ConfigurationError(
+            f"numba compiles for a CPU without F16C (name {config.CPU_NAME!r}, features {features[:80]!r}); if it has "
+            "that, say so by NUMBA_CPU_NAME and NUMBA_CPU_FEATURES=+f16c,+avx2, or store with NoQuantization"
+        )
+
+
+class _Pool:
+    """The pool of this process: threads do not survive a fork, and a child makes its own."""
+
+    def __init__(self) -> None:
+        self._made: tuple[int, int, ThreadPoolExecutor] | None = None  # by which process, for how many threads
+
+    def of(self, num_threads: int) -> ThreadPoolExecutor:
+        made = self._made
+        if made is None or made[0] != os.getpid() or made[1] < num_threads:
+            executor = ThreadPoolExecutor(num_threads, thread_name_prefix="torchrec_cnr-kernel")
+            self._made = made = (os.getpid(), num_threads, executor)
+        return made[2]
+
+
+_pool = _Pool()
+
+
+class _Callers(threading.local):
+    """What holds for the calling thread."""
+
+    is_alone = False
+
+
+_callers = _Callers()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Kernels that this thread calls run in it, and in no other: for work that must leave the cores to training."""
+    _callers.is_alone = True
+    try:
+        yield
+    finally:
+        _callers.is_alone = False
+
+
+def in_parallel(work: Callable[[int, int], None], num_rows: int, chunk_rows: int = 1024) -> None:
+    """Call ``work(start, stop)`` for ranges that together are all rows, one of them in the calling thread.
+
+    Args:
+        work: Must not depend on how the rows are divided.
+        num_rows: How many there are.
+        chunk_rows: At least, for a thread: with fewer, waking it takes longer than the work.
+    """
+    num_threads = 1 if _callers.is_alone else torch.get_num_threads()
+    num_chunks = max(1, min(num_threads, num_rows // chunk_rows))
+    bounds = [num_rows * number // num_chunks for number in range(num_chunks + 1)]
+    if num_chunks == 1:
+        work(0, num_rows)
+        return
+    executor = _pool.of(num_chunks - 1)
+    others = [executor.submit(work, start, stop) for start, stop in pairwise(bounds[1:])]
+    try:
+        work(bounds[0], bounds[1])
+    finally:
+        wait(others)  # nothing is written any more when this returns or raises
+    for other in others:
+        other.result()

@@ -1,0 +1,265 @@
+"""Fused rows, compiled for CPUs: the codes of a row, lowest bits first, then its scale and bias in fp16.
+
+With 2, 4 and 8 bits these are FBGEMM's fused row-wise layout (``FloatToFusedNBitRowwiseQuantizedSBHalf``), whose codes
+fill pairs of bytes; with 3 bits, which FBGEMM does not have, eight codes take three bytes. Encoding reads rows by their
+numbers straight from the table; decoding writes them straight into the target's rows. Nothing is allocated here.
+
+Packing: the codes of 16 rows, one a lane, into the bytes of each, lowest bits first.
+
+Memory that kernels work in: a thread makes it and hands it to them, because compiled code allocates nothing.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from torchrec_cnr.kernels.cpu.compiling import Kernel, named
+from torchrec_cnr.kernels.cpu.lanes import LANES, exact_times_plus, halves, shifted, spread, where, whole
+from torchrec_cnr.kernels.cpu.memory import (
+    CACHE_LINE_BYTES,
+    code_at,
+    half_at,
+    load,
+    load_tile,
+    load_words,
+    prefetch_row,
+    put_4_words,
+    put_8_words,
+    put_16_words,
+    put_element,
+    put_words,
+    store,
+    unpacked_2,
+    unpacked_3,
+    unpacked_4,
+    widened_bytes,
+)
+from torchrec_cnr.kernels.cpu.range_search import find_range, inverse_of, position_of
+from torchrec_cnr.kernels.search_plan import SCALE_AND_BIAS_BYTES, SearchPlan
+
+
+@njit(inline="always")
+def _word_of(tile, start, stop, bits, inverse, bias, top):
+    """The codes of some columns in one word, the first in its lowest bits."""
+    word = whole(spread(0.0))
+    for column in range(stop - 1, start - 1, -1):
+        word = shifted(word, bits) | whole(position_of(load(tile, column * LANES), inverse, bias, top))
+    return word
+
+
+def _putting_words(bits):
+    """A function that puts words of codes of so many bits: a constant, so that a word is made without a loop."""
+    per_word = 32 // bits
+
+    def put_words_of_codes(tile, words, num_cols, codes, offsets, scale, bias, is_right):
+        top, nothing, inverse = spread((1 << bits) - 1), whole(spread(0.0)), inverse_of(scale)
+        num_words = 0
+        for start in range(0, num_cols, per_word):
+            if start + per_word <= num_cols:
+                word = nothing
+                for number in range(per_word):
+                    code = whole(position_of(load(tile, (start + number) * LANES), inverse, bias, top))
+                    word = word | shifted(code, number * bits)
+            else:
+                word = _word_of(tile, start, num_cols, bits, inverse, bias, top)
+            store(words, num_words * LANES, where(is_right, word, nothing))
+            num_words += 1
+            if num_words == LANES or start + per_word >= num_cols:
+                _put_rows(codes, offsets, (start // per_word + 1 - num_words) * 4, words, num_words)
+                num_words = 0
+
+    return njit(named(put_words_of_codes, bits))
+
+
+_put_words_2, _put_words_4, _put_words_8 = _putting_words(2), _putting_words(4), _putting_words(8)
+
+
+@njit
+def put_codes(tile, words, num_cols, bits, codes, offsets, scale, bias, is_right):
+    """The codes of 16 rows. The last word of a row may reach into its scale and bias, which come later."""
+    if bits == 2:
+        _put_words_2(tile, words, num_cols, codes, offsets, scale, bias, is_right)
+    elif bits == 4:
+        _put_words_4(tile, words, num_cols, codes, offsets, scale, bias, is_right)
+    elif bits == 8:
+        _put_words_8(tile, words, num_cols, codes, offsets, scale, bias, is_right)
+    else:  # eight codes take three bytes
+        top, nothing, inverse = spread(7.0), whole(spread(0.0)), inverse_of(scale)
+        for start in range(0, num_cols, 8):
+            word = _word_of(tile, start, min(start + 8, num_cols), bits, inverse, bias, top)
+            put_words(codes, offsets, start // 8 * 3, where(is_right, word, nothing))
+
+
+@njit
+def _put_rows(codes, offsets, at, words, num_words):
+    """Up to 16 words of each of 16 rows, side by side."""
+    if num_words == 16:
+        put_16_words(codes, offsets, at, words)
+    elif num_words == 8:
+        put_8_words(codes, offsets, at, words)
+    elif num_words == 4:
+        put_4_words(codes, offsets, at, words)
+    else:
+        for number in range(num_words):
+            put_words(codes, offsets, at + 4 * number, load_words(words, number * LANES))
+
+
+@Kernel
+def encode(table, row_stride, rows, num_cols, bits, plan, row_bytes, codes, is_exact, scratch):
+    """Encode rows of a table.
+
+    Args:
+        table: The flat table; see ``memory``.
+        row_stride: Elements between the beginnings of two rows.
+        rows: int64 [n], the rows' numbers.
+        num_cols: Elements of a row.
+        bits: 2, 3, 4 or 8.
+        plan: A ``SearchPlan``.
+        row_bytes: Bytes of a row's codes, scale and bias.
+        codes: uint8 [n * row_bytes], written.
+        is_exact: bool [n], written: rows that are to be stored exactly. Their codes are zeros.
+        scratch: A ``Scratch`` for such rows and such a plan.
+    """
+    offsets, places, exact = scratch.offsets, scratch.places, scratch.exact
+    zero, one, top = spread(0.0), spread(1.0), spread((1 << bits) - 1)
+    line_cols = CACHE_LINE_BYTES // table.itemsize
+    num_lines = -(-num_cols // line_cols)
+    for first in range(0, len(rows), LANES):
+        for lane in range(LANES):
+            row = min(first + lane, len(rows) - 1)  # lanes without a row do the last one over again
+            offsets[lane] = rows[row] * row_stride
+            places[lane] = row * row_bytes
+            next_row = min(first + LANES + lane, len(rows) - 1)
+            prefetch_row(table, rows[next_row] * row_stride, num_lines, line_cols)
+        load_tile(table, offsets, num_cols, scratch.tile)
+        scale, bias, is_right = find_range(table, num_cols, top, plan, scratch)
+        put_codes(scratch.tile, scratch.words, num_cols, bits, codes, places, scale, bias, is_right)
+        ends = halves(where(is_right, scale, zero), where(is_right, bias, zero))
+        put_words(codes, places, row_bytes - SCALE_AND_BIAS_BYTES, ends)
+        store(exact, 0, where(is_right, zero, one))
+        for row in range(first, min(first + LANES, len(rows))):
+            is_exact[row] = exact[row - first] != np.float32(0.0)
+
+
+def _decoding_lanes(lanes_at, lane_bytes):
+    """A function that decodes whole lanes of rows; without the columns left over, it keeps everything in registers."""
+
+    def decode_lanes(codes, row_bytes, positions, first_byte, target, row_stride, rows, num_cols):
+        for number in range(len(positions)):
+            at = positions[number] * row_bytes
+            end = at + row_bytes - SCALE_AND_BIAS_BYTES
+            scale, bias = spread(half_at(codes, end)), spread(half_at(codes, end + 2))
+            to = rows[number] * row_stride
+            at += first_byte
+            for column in range(0, num_cols, LANES):
+                # 11 bits of scale times 8 of a code: float32 holds the product.
+                store(target, to + column, exact_times_plus(scale, lanes_at(codes, at), bias))
+                at += lane_bytes
+
+    return njit(named(decode_lanes, lane_bytes))
+
+
+_decode_lanes_2 = _decoding_lanes(unpacked_2, 4)
+_decode_lanes_3 = _decoding_lanes(unpacked_3, 6)
+_decode_lanes_4 = _decoding_lanes(unpacked_4, 8)
+_decode_lanes_8 = _decoding_lanes(widened_bytes, 16)
+
+
+_BLOCK_ROWS = 64  # are decoded in two passes, and stay in the cache between them
+
+
+@njit
+def _decode_rows(codes, row_bytes, positions, bits, first_col, target, row_stride, rows, num_cols):
+    """Decode rows: first all whole lanes, then the columns that are left over."""
+    whole_cols = num_cols // LANES * LANES if first_col % 8 == 0 else 0
+    first_byte = first_col * bits // 8
+    if bits == 2:
+        _decode_lanes_2(codes, row_bytes, positions, first_byte, target, row_stride, rows, whole_cols)
+    elif bits == 3:
+        _decode_lanes_3(codes, row_bytes, positions, first_byte, target, row_stride, rows, whole_cols)
+    elif bits == 4:
+        _decode_lanes_4(codes, row_bytes, positions, first_byte, target, row_stride, rows, whole_cols)
+    else:
+        _decode_lanes_8(codes, row_bytes, positions, first_byte, target, row_stride, rows, whole_cols)
+    if whole_cols < num_cols:
+        _decode_columns(codes, row_bytes, positions, bits, first_col, target, row_stride, rows, whole_cols, num_cols)
+
+
+@njit
+def _decode_columns(codes, row_bytes, positions, bits, first_col, target, row_stride, rows, start_col, stop_col):
+    """Decode columns of rows one by one."""
+    for number in range(len(positions)):
+        start = positions[number] * row_bytes
+        end = start + row_bytes - SCALE_AND_BIAS_BYTES
+        scale, bias = half_at(codes, end), half_at(codes, end + 2)
+        to = rows[number] * row_stride
+        for column in range(start_col, stop_col):
+            code = code_at(codes, start, first_col + column, bits)
+            put_element(target, to + column, scale * np.float32(code) + bias)
+
+
+@Kernel
+def decode(codes, row_bytes, positions, bits, first_col, target, row_stride, rows, num_cols):
+    """Decode rows into a target.
+
+    Args:
+        codes: uint8 [n * row_bytes].
+        row_bytes: Bytes of a row's codes, scale and bias.
+        positions: int64 [k], the rows to decode.
+        bits: 2, 3, 4 or 8.
+        first_col: The first column to decode.
+        target: The flat target; see ``memory``.
+        row_stride: Elements between the beginnings of two of its rows.
+        rows: int64 [k], where they go.
+        num_cols: Columns to decode.
+    """
+    for first in range(0, len(positions), _BLOCK_ROWS):
+        some, places = positions[first : first + _BLOCK_ROWS], rows[first : first + _BLOCK_ROWS]
+        _decode_rows(codes, row_bytes, some, bits, first_col, target, row_stride, places, num_cols)
+
+
+class Scratch(NamedTuple):
+    """What encoding 16 rows at a time needs.
+
+    Attributes:
+        offsets: int64 [16], where the rows begin in the table.
+        places: int64 [16], where they begin in the codes.
+        tile: float32 [16 * num_cols], the rows.
+        shifted: float32 [16 * num_cols], the rows less their least values.
+        sums: float32 [32], of these and of their squares.
+        kept: float32 [48 * plan.kept], three times 16 for each range that goes on: error, scale and bias.
+        words: int32 [256], up to 16 words of codes of each row.
+        exact: float32 [16], not 0 for rows that codes cannot represent.
+    """
+
+    offsets: npt.NDArray[np.int64]
+    places: npt.NDArray[np.int64]
+    tile: npt.NDArray[np.float32]
+    shifted: npt.NDArray[np.float32]
+    sums: npt.NDArray[np.float32]
+    kept: npt.NDArray[np.float32]
+    words: npt.NDArray[np.int32]
+    exact: npt.NDArray[np.float32]
+
+
+def scratch_for(num_cols: int, plan: SearchPlan) -> Scratch:
+    """Memory to encode rows of ``num_cols`` values in."""
+    return Scratch(
+        offsets=np.empty(LANES, np.int64),
+        places=np.empty(LANES, np.int64),
+        tile=aligned(LANES * num_cols),
+        shifted=aligned(LANES * num_cols),
+        sums=aligned(2 * LANES),
+        kept=aligned(3 * LANES * plan.kept),
+        words=aligned(LANES * LANES).view(np.int32),
+        exact=aligned(LANES),
+    )
+
+
+def aligned(size: int) -> npt.NDArray[Any]:
+    """float32 [size], on a boundary of lanes: loads that cross cache lines take twice as long."""
+    memory = np.zeros(size + LANES, np.float32)
+    skip = -(memory.ctypes.data // 4) % LANES
+    return memory[skip : skip + size]

@@ -1,0 +1,100 @@
+"""Gathering: rows of a table copied one behind the other, while training waits.
+
+Rows lie far apart, so that each is waited for, and in a large table its page has to be found too. What a processor
+reads ahead by itself are few rows; told of more, it has them, and their pages, in its second cache in time.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrec_cnr.errors import ConfigurationError
+from torchrec_cnr.kernels.cpu.compiling import Kernel, in_parallel
+from torchrec_cnr.kernels.cpu.lanes import LANES
+from torchrec_cnr.kernels.cpu.memory import CACHE_LINE_BYTES, load_words, prefetch_far, store
+
+_WORD_BYTES = 4
+_LINE_WORDS = CACHE_LINE_BYTES // _WORD_BYTES
+_LINES_AHEAD = 96
+_CHUNK_WORDS = 1 << 16  # a thread copies that in about the time of waking another one
+
+
+def _copy_rows(words, stride, numbers, row_words, target):
+    """``target[i * row_words :] = words[numbers[i] * stride :]``, int32, ``row_words`` of each."""
+    num_rows, num_lines = len(numbers), (row_words - 1) // _LINE_WORDS + 1
+    ahead, whole_words = max(1, _LINES_AHEAD // num_lines), row_words // LANES * LANES
+    for index in range(num_rows):
+        coming = numbers[min(index + ahead, num_rows - 1)] * stride
+        for line in range(num_lines):
+            prefetch_far(words, coming + line * _LINE_WORDS)
+        source, at = numbers[index] * stride, index * row_words
+        for word in range(0, whole_words, LANES):
+            store(target, at + word, load_words(words, source + word))
+        for word in range(whole_words, row_words):
+            target[at + word] = words[source + word]
+
+
+def _copy_words(words, stride, numbers, target):
+    """The same for rows of one word, as row-wise optimizer state has them."""
+    num_ahead = max(0, len(numbers) - _LINES_AHEAD)
+    for index in range(num_ahead):
+        prefetch_far(words, numbers[index + _LINES_AHEAD] * stride)
+        target[index] = words[np.uint64(numbers[index] * stride)]
+    for index in range(num_ahead, len(numbers)):
+        target[index] = words[np.uint64(numbers[index] * stride)]
+
+
+copy_rows, copy_words = Kernel(_copy_rows), Kernel(_copy_words)
+
+
+def gather_rows(source: Tensor, numbers: Tensor, target: Tensor) -> None:
+    """As ``torch.index_select(source, 0, numbers, out=target)`` on the host, in less time.
+
+    Args:
+        source: [num_rows, ...].
+        numbers: int64 [k], its rows; the closer they lie, the less time it takes.
+        target: [k, ...] of the same dtype, contiguous. Written.
+
+    Raises:
+        ConfigurationError: The target has another shape or dtype.
+        IndexError: There are no such rows.
+    """
+    if target.shape != (len(numbers), *source.shape[1:]) or target.dtype is not source.dtype:
+        raise ConfigurationError(
+            f"{len(numbers)} rows of {source.dtype} {list(source.shape)} do not go to {target.dtype} "
+            f"{list(target.shape)}"
+        )
+    if target.numel() == 0:
+        return
+    # Where each line is read anyway, the processor knows what comes.
+    is_dense = source.nbytes <= CACHE_LINE_BYTES * len(numbers)
+    is_laid_out = source[0].is_contiguous() and target.is_contiguous() and _has_words(source) and _has_words(target)
+    if is_dense or not is_laid_out:
+        torch.index_select(source, 0, numbers, out=target)
+        return
+    rows = numbers.contiguous().numpy()
+    if rows.view(np.uint64).max() >= len(source):  # without a sign none is negative
+        raise IndexError(f"rows {rows.min()} to {rows.max()} are asked for, of {len(source)}")
+    row_words = source[0].nbytes // _WORD_BYTES
+    stride = source.stride(0) * source.itemsize // _WORD_BYTES
+    span = (len(source) - 1) * source.stride(0) + source[0].numel()
+    words = torch.as_strided(source.detach(), (span,), (1,)).view(torch.int32).numpy()
+    copied = target.view(-1).view(torch.int32).numpy()
+
+    def copy(start: int, stop: int) -> None:
+        part = copied[start * row_words : stop * row_words]
+        if row_words == 1:
+            copy_words(words, stride, rows[start:stop], part)
+        else:
+            copy_rows(words, stride, rows[start:stop], row_words, part)
+
+    in_parallel(copy, len(rows), max(1, _CHUNK_WORDS // row_words))
+
+
+def _has_words(tensor: Tensor) -> bool:
+    """Whether its rows are whole words, on their boundaries."""
+    is_aligned = all(
+        offset * tensor.itemsize % _WORD_BYTES == 0 for offset in (tensor.storage_offset(), tensor.stride(0))
+    )
+    is_numeric = tensor.dtype.is_floating_point or tensor.dtype in (torch.int32, torch.int64)
+    return is_aligned and is_numeric and tensor[0].nbytes % _WORD_BYTES == 0 and tensor.stride(0) >= 0

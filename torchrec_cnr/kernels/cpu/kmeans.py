@@ -1,0 +1,288 @@
+"""Clustering rows: the best clusters of 16 rows at once, one in each lane.
+
+Values on a line have one best clustering, and dynamic programming finds it: the best k clusters of the first i values
+end with a cluster that begins no earlier than it does for the first i - 1, nor than for k - 1 clusters (Wang and Song,
+"Ckmeans.1d.dp", The R Journal 3(2), 2011). So there are no starts to choose, nothing is random, and no other clustering
+has a smaller error. Sums are float64: what lies close together must stay apart beside one value that lies far away.
+
+K-means of rows, compiled for CPUs: codes, lowest bits first, then a codebook of fp16 values in increasing order.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from torchrec_cnr.kernels.cpu.compiling import Kernel
+from torchrec_cnr.kernels.cpu.fused_rows import aligned, put_codes
+from torchrec_cnr.kernels.cpu.lanes import (
+    LANES,
+    doubles,
+    every_lane,
+    greater,
+    greatest_lane,
+    halves,
+    least_lane,
+    lesser,
+    spread,
+    spread_double,
+    to_half,
+    where,
+)
+from torchrec_cnr.kernels.cpu.memory import code_at, half_at, load, load_tile, put_element, put_words, store
+
+
+class ClusterScratch(NamedTuple):
+    """What clustering 16 rows needs: 16 lanes for each of the numbers below, where nothing else is said.
+
+    Attributes:
+        offsets: int64 [16], where the rows begin in the table.
+        places: int64 [16], where they begin in the codes.
+        tile: float32, num_cols values of a row, and later their codes.
+        ordered: float32, num_cols values, sorted.
+        sums: float64, num_cols + 1, of the sorted values before each one, less the one in the middle.
+        squares: float64, num_cols + 1, of their squares.
+        shares: float64 [num_cols + 1], 1 / (n + 1) for each n.
+        costs: float64, num_cols least squared errors of the values up to each one.
+        begins: float32, num_clusters * num_cols: where the last of so many clusters of the values up to each one
+            begins. Exact below 2**24 columns.
+        codebook: float32, num_clusters means.
+        middles: float32, num_clusters - 1, between these.
+        flags: float32, one: not 0 for rows that need no clustering, and later for rows to be stored exactly.
+        words: int32 [256], up to 16 words of codes of each row.
+    """
+
+    offsets: npt.NDArray[np.int64]
+    places: npt.NDArray[np.int64]
+    tile: npt.NDArray[np.float32]
+    ordered: npt.NDArray[np.float32]
+    sums: npt.NDArray[np.float64]
+    squares: npt.NDArray[np.float64]
+    shares: npt.NDArray[np.float64]
+    costs: npt.NDArray[np.float64]
+    begins: npt.NDArray[np.float32]
+    codebook: npt.NDArray[np.float32]
+    middles: npt.NDArray[np.float32]
+    flags: npt.NDArray[np.float32]
+    words: npt.NDArray[np.int32]
+
+
+def cluster_scratch_for(num_cols: int, num_clusters: int) -> ClusterScratch:
+    """Memory to cluster rows of ``num_cols`` values in."""
+    row, row_of_doubles = LANES * num_cols, 2 * LANES * (num_cols + 1)
+    return ClusterScratch(
+        offsets=np.empty(LANES, np.int64),
+        places=np.empty(LANES, np.int64),
+        tile=aligned(row),
+        ordered=aligned(row),
+        sums=aligned(row_of_doubles).view(np.float64),
+        squares=aligned(row_of_doubles).view(np.float64),
+        shares=1.0 / np.arange(1, num_cols + 2),
+        costs=aligned(row_of_doubles).view(np.float64),
+        begins=aligned(num_clusters * row),
+        codebook=aligned(LANES * num_clusters),
+        middles=aligned(LANES * (num_clusters - 1)),
+        flags=aligned(LANES),
+        words=aligned(LANES * LANES).view(np.int32),
+    )
+
+
+@njit
+def sort(ordered, num_values):
+    """Sort each row, by the same comparisons for all (Knuth, The Art of Computer Programming 3, 5.2.2, algorithm M)."""
+    top = 1
+    while 2 * top < num_values:
+        top *= 2
+    least = top
+    while least > 0:
+        step, wanted, distance = top, 0, least
+        while distance > 0:
+            for index in range(num_values - distance):
+                if index & least == wanted:
+                    at, other_at = index * LANES, (index + distance) * LANES
+                    x, y = load(ordered, at), load(ordered, other_at)
+                    store(ordered, at, lesser(x, y))
+                    store(ordered, other_at, greater(x, y))
+            distance, step, wanted = step - least if step != least else 0, step // 2, least
+        least //= 2
+
+
+@njit
+def _add_up(ordered, num_values, sums, squares):
+    """Sums of the values before each one, and of their squares; less the value in the middle, they lose less."""
+    middle = doubles(load(ordered, num_values // 2 * LANES))
+    total, total_squares = spread_double(0.0), spread_double(0.0)
+    for index in range(num_values):
+        store(sums, index * LANES, total)
+        store(squares, index * LANES, total_squares)
+        value = doubles(load(ordered, index * LANES)) - middle
+        total, total_squares = total + value, total_squares + value * value
+    store(sums, num_values * LANES, total)
+    store(squares, num_values * LANES, total_squares)
+
+
+@njit
+def _add_cluster(layer, first, last, num_values, scratch):
+    """One cluster more than the layer before: ``costs`` and ``begins`` for the values up to each one between two.
+
+    The last value is done first, whose cluster bounds where those of the others begin, and the layer before bounds it
+    from the other side. (It does not reach as far, so that it is asked for one value less.) Each row keeps to its own
+    bounds: what it gets does not depend on the rows beside it.
+    """
+    sums, squares, shares, costs, begins = scratch.sums, scratch.squares, scratch.shares, scratch.costs, scratch.begins
+    skipped = load(scratch.flags, 0) > spread(0.0)
+    latest = spread(last)
+    for index in range(last, first - 1, -1):
+        earliest = greater(load(begins, ((layer - 1) * num_values + index - 1) * LANES), spread(layer))
+        total, total_squares = load(sums, (index + 1) * LANES), load(squares, (index + 1) * LANES)
+        latest = greater(lesser(latest, spread(index)), earliest)
+        best, best_begin = spread_double(np.inf), earliest
+        start = int(least_lane(where(skipped, spread(last), earliest)))
+        stop = int(greatest_lane(where(skipped, spread(0.0), latest)))
+        for begin in range(start, stop + 1):
+            number, at = spread(begin), begin * LANES
+            part = total - load(sums, at)
+            error = (total_squares - load(squares, at)) - part * part * spread_double(shares[index - begin])
+            cost = load(costs, at - LANES) + error
+            better = (cost < best) & (number >= earliest) & (number <= latest)
+            best, best_begin = where(better, cost, best), where(better, number, best_begin)
+        store(costs, index * LANES, best)
+        store(begins, (layer * num_values + index) * LANES, best_begin)
+        latest = best_begin
+
+
+@njit
+def best_means(num_values, num_clusters, scratch):
+    """Write the means of the best clusters of the sorted values into the codebook, in increasing order."""
+    ordered, codebook, begins = scratch.ordered, scratch.codebook, scratch.begins
+    sums, squares, shares, costs = scratch.sums, scratch.squares, scratch.shares, scratch.costs
+    _add_up(ordered, num_values, sums, squares)
+    for index in range(num_values):
+        total = load(sums, (index + 1) * LANES)
+        cost = load(squares, (index + 1) * LANES) - total * total * spread_double(shares[index])
+        store(costs, index * LANES, cost)
+        store(begins, index * LANES, spread(0.0))
+    for layer in range(1, num_clusters):
+        # Each cluster still to come needs a value, and of the last layer only the last value counts.
+        last = num_values - num_clusters + layer
+        _add_cluster(layer, layer if layer < num_clusters - 1 else last, last, num_values, scratch)
+    for lane in range(LANES):
+        middle, last = np.float64(ordered[num_values // 2 * LANES + lane]), num_values - 1
+        for layer in range(num_clusters - 1, -1, -1):
+            first = int(begins[(layer * num_values + last) * LANES + lane])
+            part = sums[(last + 1) * LANES + lane] - sums[first * LANES + lane]
+            codebook[layer * LANES + lane] = middle + part * shares[last - first]
+            last = first - 1
+
+
+@njit
+def _are_few(ordered, num_values, num_clusters):
+    """A mask of the rows that have no more different values than there are clusters."""
+    zero, one = spread(0.0), spread(1.0)
+    different = one
+    for index in range(1, num_values):
+        differs = load(ordered, index * LANES) > load(ordered, (index - 1) * LANES)
+        different = different + where(differs, one, zero)
+    return different <= spread(num_clusters)
+
+
+@njit
+def _write_different(ordered, num_values, num_clusters, lane, codebook):
+    """Write the different values of a row into its codebook, the last one into what is left over."""
+    at = lane
+    codebook[at] = ordered[lane]
+    for index in range(LANES + lane, num_values * LANES, LANES):
+        if ordered[index] > ordered[index - LANES]:
+            at += LANES
+            codebook[at] = ordered[index]
+    for rest in range(at + LANES, num_clusters * LANES, LANES):
+        codebook[rest] = codebook[at]
+
+
+@njit
+def _rounded_is_right(codebook, num_clusters, low, high):
+    """Round the codebook to fp16; a mask of rows of which no mean moved by more than half a step of even codes."""
+    half, zero = spread(0.5), spread(0.0)
+    limit = (high * half - low * half) / spread(num_clusters - 1)
+    is_right = low == low
+    for at in range(0, num_clusters * LANES, LANES):
+        mean = load(codebook, at)
+        held = to_half(mean)
+        is_right = is_right & (greater(held - mean, mean - held) <= limit)
+        store(codebook, at, held + zero)
+    return is_right
+
+
+@njit
+def _code(tile, num_cols, num_clusters, codebook, middles):
+    """Replace each value by the number of the nearest one in the codebook."""
+    half, zero, one = spread(0.5), spread(0.0), spread(1.0)
+    for at in range(0, (num_clusters - 1) * LANES, LANES):
+        store(middles, at, (load(codebook, at) + load(codebook, at + LANES)) * half)
+    for column in range(0, num_cols * LANES, LANES):
+        x, code = load(tile, column), zero
+        for at in range(0, (num_clusters - 1) * LANES, LANES):
+            code = code + where(x > load(middles, at), one, zero)
+        store(tile, column, code)
+
+
+@njit
+def _cluster(num_cols, num_clusters, scratch):
+    """Write 16 rows' codebooks, and codes over their values; returns a mask of those that this can represent."""
+    tile, ordered, codebook, flags = scratch.tile, scratch.ordered, scratch.codebook, scratch.flags
+    zero, one = spread(0.0), spread(1.0)
+    nothing = zero
+    for column in range(0, num_cols * LANES, LANES):
+        x = load(tile, column)
+        store(ordered, column, x)
+        nothing = nothing + (x - x)
+    is_finite = nothing == zero
+    sort(ordered, num_cols)
+    are_few = _are_few(ordered, num_cols, num_clusters)
+    store(flags, 0, where(is_finite, where(are_few, one, zero), one))
+    if not every_lane(load(flags, 0) > zero):
+        best_means(num_cols, num_clusters, scratch)
+    store(flags, 0, where(are_few, one, zero))
+    for lane in range(LANES):
+        if flags[lane] != np.float32(0.0):
+            _write_different(ordered, num_cols, num_clusters, lane, codebook)
+    low, high = load(ordered, 0), load(ordered, (num_cols - 1) * LANES)
+    is_right = is_finite & _rounded_is_right(codebook, num_clusters, low, high)
+    _code(tile, num_cols, num_clusters, codebook, scratch.middles)
+    return is_right
+
+
+@Kernel
+def encode(table, row_stride, rows, num_cols, bits, row_bytes, codes, is_exact, scratch):
+    """Encode rows of a table; see ``fused.encode``, but there is no plan, and ``scratch`` is a ``ClusterScratch``."""
+    num_clusters = 1 << bits
+    offsets, places, codebook, flags = scratch.offsets, scratch.places, scratch.codebook, scratch.flags
+    zero, one = spread(0.0), spread(1.0)
+    for first in range(0, len(rows), LANES):
+        for lane in range(LANES):
+            row = min(first + lane, len(rows) - 1)  # lanes without a row do the last one over again
+            offsets[lane] = rows[row] * row_stride
+            places[lane] = row * row_bytes
+        load_tile(table, offsets, num_cols, scratch.tile)
+        is_right = _cluster(num_cols, num_clusters, scratch)
+        put_codes(scratch.tile, scratch.words, num_cols, bits, codes, places, one, zero, is_right)
+        for index in range(0, num_clusters, 2):
+            pair = load(codebook, index * LANES), load(codebook, (index + 1) * LANES)
+            ends = halves(where(is_right, pair[0], zero), where(is_right, pair[1], zero))
+            put_words(codes, places, row_bytes - 2 * (num_clusters - index), ends)
+        store(flags, 0, where(is_right, zero, one))
+        for row in range(first, min(first + LANES, len(rows))):
+            is_exact[row] = flags[row - first] != np.float32(0.0)
+
+
+@Kernel
+def decode(codes, row_bytes, positions, bits, first_col, target, row_stride, rows, num_cols):
+    """Decode rows into a target; the arguments are those of ``fused.decode``."""
+    for number in range(len(positions)):
+        start = positions[number] * row_bytes
+        codebook = start + row_bytes - 2 * (1 << bits)
+        to = rows[number] * row_stride
+        for column in range(num_cols):
+            code = code_at(codes, start, first_col + column, bits)
+            put_element(target, to + column, half_at(codes, codebook + 2 * code))

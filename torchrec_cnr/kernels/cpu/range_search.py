@@ -1,0 +1,311 @@
+"""Searching the range of a row: from 16 rows in lanes to the scale and bias of each, as they will be stored.
+
+A *range* is a pair of fp16 values, scale and bias; a code q stands for the value ``bias + scale * q``, rounded to the
+table's dtype. Every candidate is rounded to fp16 first and judged by the error of what a reader will decode.
+
+Every range that is chosen is *closed*: decoding and encoding again finds the same range. The range of least and
+greatest value is always among the candidates and comes first, so a decoded row, which lies on its grid without any
+error, keeps it, and saving and restoring again and again changes nothing. See docs/quantization.md.
+
+These functions are compiled by numba and are bit for bit those of ``reference``.
+"""
+
+import numpy as np
+from numba import njit
+
+from torchrec_cnr.kernels.cpu.lanes import (
+    LANES,
+    any_lane,
+    as_in,
+    every_lane,
+    greater,
+    half_below,
+    lesser,
+    rounded,
+    spread,
+    to_half,
+    where,
+)
+from torchrec_cnr.kernels.cpu.memory import load, store
+from torchrec_cnr.kernels.search_plan import CLOSING_ROUNDS, GREEDY, LEAST_SQUARES, MIRRORED
+
+_NOWHERE = np.float32(np.inf)
+_MAX_HALF, _LEAST_NORMAL_HALF = np.float32(65504.0), np.float32(2.0**-14)
+
+
+@njit(inline="always")
+def _half_floor(x):
+    """The greatest fp16 value that is not greater."""
+    half = to_half(x)
+    return where(half > x, half_below(half), half)
+
+
+@njit(inline="always")
+def _half_above(x):
+    """The next fp16 value above one that fp16 holds."""
+    zero = spread(0.0)
+    return zero - half_below(zero - x)
+
+
+@njit(inline="always")
+def inverse_of(scale):
+    """What to multiply with instead of dividing by the scale; 0 for a scale of 0, where every code is 0."""
+    return where(scale > spread(0.0), spread(1.0) / scale, spread(0.0))
+
+
+@njit(inline="always")
+def position_of(x, inverse, bias, top):
+    """Where a value lies on the scale of codes, from 0 to the greatest one."""
+    return greater(lesser((x - bias) * inverse, top), spread(0.0))
+
+
+@njit(inline="always")
+def code_of(x, inverse, bias, top):
+    """The nearest code."""
+    return rounded(position_of(x, inverse, bias, top))
+
+
+@njit(inline="always")
+def value_of(table, code, scale, bias):
+    """What a reader decodes."""
+    return as_in(table, scale * code + bias)
+
+
+@njit(inline="always")
+def _covering(table, low, high, top):
+    """The smallest stored range that reaches from ``low`` to ``high``."""
+    bias = _half_floor(low) + spread(0.0)  # no negative zero
+    scale = to_half((high - bias) / top)
+    reaches = value_of(table, top, scale, bias) >= high
+    return where(reaches, scale, _half_above(scale)), bias
+
+
+@njit(inline="always")
+def _closed(table, scale, bias, low, high, top):
+    """The range that its own decoded least and greatest value lead to, and whether it is one that leads to itself."""
+    same = scale < spread(0.0)
+    for _ in range(CLOSING_ROUNDS):
+        inverse = inverse_of(scale)
+        decoded_low = value_of(table, code_of(low, inverse, bias, top), scale, bias)
+        decoded_high = value_of(table, code_of(high, inverse, bias, top), scale, bias)
+        next_scale, next_bias = _covering(table, decoded_low, decoded_high, top)
+        same = (next_scale == scale) & (next_bias == bias)
+        scale, bias = next_scale, next_bias
+        if every_lane(same):
+            break
+    return scale, bias, same
+
+
+@njit(inline="always")
+def _error(table, tile, num_cols, scale, bias, top):
+    """The sum of squared errors of what a reader will decode."""
+    inverse = inverse_of(scale)
+    error = spread(0.0)
+    for column in range(num_cols):
+        x = load(tile, column * LANES)
+        difference = x - value_of(table, code_of(x, inverse, bias, top), scale, bias)
+        error = error + difference * difference
+    return error
+
+
+@njit
+def _holds(table, scale, bias, low, high, top):
+    """Whether the least and the greatest value come back within half a step."""
+    inverse, zero = inverse_of(scale), spread(0.0)
+    low_error = low - value_of(table, code_of(low, inverse, bias, top), scale, bias)
+    high_error = high - value_of(table, code_of(high, inverse, bias, top), scale, bias)
+    error = greater(greater(low_error, zero - low_error), greater(high_error, zero - high_error))
+    return error + error <= scale
+
+
+@njit
+def _is_plain(scale, bias, low, high, top):
+    """Whether it is known without trying that the covering range is closed, and holds both ends within half a step.
+
+    The least value gets the first code, being within half a step of the bias. The greatest gets the last, because fp16
+    rounds a scale that is not subnormal by less than 2**-10, and so all steps together by less than half a step. And
+    the sums are not rounded so much, for a bias of this size, that dividing them would not give the same scale.
+    """
+    zero = spread(0.0)
+    distance, size = low - bias, greater(bias, zero - bias)
+    is_near = (distance + distance < scale) & (size <= scale * top * spread(256.0))
+    return is_near & (scale >= spread(_LEAST_NORMAL_HALF)) & (scale * top <= (high - low) + (high - low))
+
+
+@njit
+def _better(table, tile, num_cols, scale, bias, low, high, top, best, best_scale, best_bias):
+    """The better of the best range so far and another, which is rounded and closed first."""
+    scale, bias, same = _closed(table, to_half(scale), to_half(bias), low, high, top)
+    error = _error(table, tile, num_cols, scale, bias, top)
+    better = same & (scale > spread(0.0)) & (error < best)
+    return where(better, error, best), where(better, scale, best_scale), where(better, bias, best_bias)
+
+
+@njit
+def _mirrored(table, tile, num_cols, low, high, top):
+    """Symmetric ranges: the one with the least error of three whose scales lie next to the one asked for.
+
+    A decoded row may ask for a scale some units in the last place from its own: seven are tried for an error of zero.
+    """
+    zero = spread(0.0)
+    magnitude = greater(high, zero - low)
+    wanted = (magnitude + magnitude) / top
+    scale = half_below(half_below(half_below(zero - _half_floor(zero - wanted))))
+    best, best_scale, best_bias = spread(_NOWHERE), zero, zero
+    for number in range(7):
+        bias = zero - to_half(scale * top * spread(0.5))
+        error = _error(table, tile, num_cols, scale, bias, top)
+        is_near = spread(1.0 if 2 <= number <= 4 else 0.0) > zero
+        better = (scale >= zero) & (error < best) & ((error == zero) | is_near)
+        best = where(better, error, best)
+        best_scale, best_bias = where(better, scale, best_scale), where(better, bias, best_bias)
+        scale = _half_above(scale)
+    is_right = (best_scale <= wanted + wanted) & (best < spread(_NOWHERE))
+    return best_scale, best_bias, is_right & ((high > low) | (best == zero))
+
+
+@njit
+def _greedy(table, tile, num_cols, low, high, top, num_bins, num_steps, best, best_scale, best_bias):
+    """Check-N-Run's greedy search: cut one bin off the side where it costs less, and remember the best range."""
+    step = (high - low) / spread(num_bins)
+    left, right = low, high
+    for _ in range(num_steps):
+        left_bias, right_bias = to_half(left + step), to_half(left)
+        left_scale, right_scale = to_half((right - left_bias) / top), to_half((right - step - right_bias) / top)
+        left_error = _error(table, tile, num_cols, left_scale, left_bias, top)
+        right_error = _error(table, tile, num_cols, right_scale, right_bias, top)
+        cut_left = left_error < right_error
+        left, right = where(cut_left, left + step, left), where(cut_left, right, right - step)
+        scale, bias = where(cut_left, left_scale, right_scale), where(cut_left, left_bias, right_bias)
+        improves = lesser(left_error, right_error) < best
+        if any_lane(improves):
+            scale = where(improves, scale, spread(0.0))  # refused by what follows
+            found = _better(table, tile, num_cols, scale, bias, low, high, top, best, best_scale, best_bias)
+            best, best_scale, best_bias = found
+    return best_scale, best_bias
+
+
+@njit
+def _regressed(tile, num_cols, scale, offset, top, sums):
+    """One round of least squares: the nearest codes, then the scale and offset that fit them best.
+
+    ``tile`` holds values less their row's least one, and ``offset`` is the bias less it. Returns the new scale and
+    offset, and the squared error they leave before they are rounded.
+    """
+    zero, count = spread(0.0), spread(num_cols)
+    inverse = inverse_of(scale)
+    shift = zero - offset * inverse
+    codes, squares, products = zero, zero, zero
+    for column in range(num_cols):
+        x = load(tile, column * LANES)
+        code = rounded(greater(lesser(x * inverse + shift, top), zero))
+        codes = codes + code
+        squares = squares + code * code
+        products = products + code * x
+    total, total_squares = load(sums, 0), load(sums, LANES)
+    spread_of_codes = count * squares - codes * codes
+    covariance = count * products - codes * total
+    fits = (spread_of_codes > zero) & (covariance > zero)
+    slope = covariance / spread_of_codes
+    error = total_squares - total * total / count - covariance * slope / count
+    scale = where(fits, slope, scale)
+    return scale, (total - scale * codes) / count, where(fits, error, spread(_NOWHERE))
+
+
+@njit
+def _least_squares(tile, num_cols, low, high, top, plan, scratch):
+    """Alternating least squares from every pair of cuts; leaves the best ranges in ``kept``, each refined further."""
+    zero = spread(0.0)
+    shifted, sums, kept = scratch.shifted, scratch.sums, scratch.kept
+    total, total_squares = zero, zero
+    for column in range(num_cols):
+        x = load(tile, column * LANES) - low
+        store(shifted, column * LANES, x)
+        total, total_squares = total + x, total_squares + x * x
+    store(sums, 0, total)
+    store(sums, LANES, total_squares)
+    width = high - low
+    for number in range(plan.kept):
+        store(kept, 3 * LANES * number, spread(_NOWHERE))
+        store(kept, 3 * LANES * number + LANES, width / top)
+        store(kept, 3 * LANES * number + 2 * LANES, zero)
+    for below in plan.cuts:
+        for above in plan.cuts:
+            scale, offset = width * spread(np.float32(1.0) - below - above) / top, width * spread(below)
+            error = zero
+            for _ in range(plan.rounds):
+                scale, offset, error = _regressed(shifted, num_cols, scale, offset, top, sums)
+            for at in range(0, 3 * LANES * plan.kept, 3 * LANES):
+                old_error, old_scale, old_offset = load(kept, at), load(kept, at + LANES), load(kept, at + 2 * LANES)
+                better = error < old_error
+                store(kept, at, where(better, error, old_error))
+                store(kept, at + LANES, where(better, scale, old_scale))
+                store(kept, at + 2 * LANES, where(better, offset, old_offset))
+                error = where(better, old_error, error)
+                scale, offset = where(better, old_scale, scale), where(better, old_offset, offset)
+    for at in range(0, 3 * LANES * plan.kept, 3 * LANES):
+        scale, offset = load(kept, at + LANES), load(kept, at + 2 * LANES)
+        for _ in range(plan.polish):
+            scale, offset, _error_left = _regressed(shifted, num_cols, scale, offset, top, sums)
+        store(kept, at + LANES, scale)
+        store(kept, at + 2 * LANES, offset + low)
+
+
+@njit(inline="always")
+def _ends(tile, num_cols):
+    """The least and the greatest value of each row, and a mask of the rows in which all are numbers.
+
+    A sum is NaN if a value is. (Or if values overflow to both sides, which are too great for any range.)
+    """
+    low = high = total = load(tile, 0)
+    whole_cols = 1 + (num_cols - 1) // 4 * 4
+    for column in range(1, whole_cols, 4):  # four at once, for each waits for those before
+        a, b = load(tile, column * LANES), load(tile, (column + 1) * LANES)
+        c, d = load(tile, (column + 2) * LANES), load(tile, (column + 3) * LANES)
+        low = lesser(lesser(lesser(a, b), lesser(c, d)), low)
+        high = greater(greater(greater(a, b), greater(c, d)), high)
+        total = total + ((a + b) + (c + d))
+    for column in range(whole_cols, num_cols):
+        x = load(tile, column * LANES)
+        low, high, total = lesser(x, low), greater(x, high), total + x
+    return low, high, total == total
+
+
+@njit
+def find_range(table, num_cols, top, plan, scratch):
+    """The range of each of 16 rows.
+
+    Args:
+        table: The flat table, for its dtype.
+        num_cols: Columns.
+        top: The greatest code.
+        plan: How to search.
+        scratch: Its ``tile`` holds the rows; see ``load_tile``.
+
+    Returns:
+        Scale, bias, and a mask of the rows that they can represent: fp16 holds their range without widening it by more
+        than twice, least and greatest value come back within half a step, and a row of one value comes back exactly.
+    """
+    tile = scratch.tile
+    low, high, is_number = _ends(tile, num_cols)
+    if plan.method == MIRRORED:
+        scale, bias, is_right = _mirrored(table, tile, num_cols, low, high, top)
+        return scale, bias, is_right & is_number & _holds(table, scale, bias, low, high, top)
+    scale, bias = _covering(table, low, high, top)
+    is_right = is_number & (scale <= spread(_MAX_HALF))
+    if table.itemsize != 4 or not every_lane(_is_plain(scale, bias, low, high, top)):
+        scale, bias, same = _closed(table, scale, bias, low, high, top)
+        width = high - low
+        is_right = is_right & same & (scale * top <= width + width) & (scale <= spread(_MAX_HALF))
+        is_right = is_right & _holds(table, scale, bias, low, high, top)
+    if plan.method == GREEDY:
+        best = _error(table, tile, num_cols, scale, bias, top)
+        scale, bias = _greedy(table, tile, num_cols, low, high, top, plan.num_bins, plan.num_steps, best, scale, bias)
+    if plan.method == LEAST_SQUARES:
+        best = _error(table, tile, num_cols, scale, bias, top)
+        _least_squares(tile, num_cols, low, high, top, plan, scratch)
+        kept = scratch.kept
+        for at in range(0, 3 * LANES * plan.kept, 3 * LANES):
+            found = load(kept, at + LANES), load(kept, at + 2 * LANES)
+            best, scale, bias = _better(table, tile, num_cols, *found, low, high, top, best, scale, bias)
+    return scale, bias, is_right

@@ -1,0 +1,340 @@
+"""Searching the range of a row on GPUs: ``search`` in Triton, with one row in each of a warp's 32 lanes.
+
+Names, order and arithmetic are those of ``search`` and ``reference``, and so are the bits: every row is summed from its
+first column to its last, and divisions are rounded as IEEE 754 says.
+
+A warp searches rows in a *tile*, a copy of them in global memory that lies transposed: its lanes read a column side by
+side, once for each pass of a search, and tiles are small enough to stay in the cache.
+
+Lanes on GPUs: ``lanes`` in Triton, the arithmetic of ``gpu_search``, with one row in each of a warp's 32 lanes.
+
+Every function rounds as IEEE 754 says, as the CPU's lanes do; kernels are compiled without fused multiply-add.
+
+Tables of bf16 come as int16, their bits: Triton's interpreter, which the tests run in, does not round to bf16 as it
+should.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from torchrec_cnr.kernels import search_plan
+
+LANES = tl.constexpr(32)
+_ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2**23: what is added to it becomes a whole number, halves to even
+
+
+@triton.jit
+def widened(x):
+    """Elements of a table as float32."""
+    if x.dtype == tl.int16:
+        return (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:  # noqa: RET505  # the branch is chosen when this is compiled
+        return x.to(tl.float32)
+
+
+@triton.jit
+def narrowed(x, dtype: tl.constexpr):
+    """float32, rounded to nearest even, as elements of a table."""
+    if dtype == tl.int16:
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = bits + ((bits >> 16) & 1) + 0x7FFF
+        # A GPU's NaN has all bits set: rounding would carry into its sign and make it a zero.
+        return (tl.where(x == x, rounded, bits | 0x400000) >> 16).to(tl.int16)
+    else:  # noqa: RET505  # the branch is chosen when this is compiled
+        return x.to(dtype)
+
+
+@triton.jit
+def to_half(x):
+    """To the nearest fp16 value."""
+    return x.to(tl.float16).to(tl.float32)
+
+
+@triton.jit
+def half_below(x):
+    """The next fp16 value below one that fp16 holds."""
+    bits = x.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+    below = tl.where(bits < 0, bits + 1, bits - 1)
+    below = tl.where(bits == 0, -0x7FFF, below)
+    return below.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def rounded(x):
+    """To the nearest whole number, halves to even, from 0 to 255."""
+    return (x + _ROUNDER) - _ROUNDER
+
+
+_CLOSING_ROUNDS = tl.constexpr(search_plan.CLOSING_ROUNDS)
+_GREEDY, _LEAST_SQUARES, _MIRRORED = (
+    tl.constexpr(method) for method in (search_plan.GREEDY, search_plan.LEAST_SQUARES, search_plan.MIRRORED)
+)
+_NOWHERE = tl.constexpr(float("inf"))
+_MAX_HALF = tl.constexpr(65504.0)
+
+
+class DevicePlan(NamedTuple):
+    """What a kernel reads of a ``SearchPlan``, beside what it is compiled for.
+
+    Attributes:
+        cuts: The plan's cuts, float32 [num_cuts] on the device.
+        num_cuts: How many.
+        num_bins: As in the plan, and so are those below.
+    """
+
+    cuts: Any
+    num_cuts: int
+    num_bins: int
+    num_steps: int
+    rounds: int
+    polish: int
+
+
+@triton.jit
+def _half_floor(x):
+    """The greatest fp16 value that is not greater."""
+    half = to_half(x)
+    return tl.where(half > x, half_below(half), half)
+
+
+@triton.jit
+def _half_above(x):
+    """The next fp16 value above one that fp16 holds."""
+    return 0.0 - half_below(0.0 - x)
+
+
+@triton.jit
+def _column(tile, column):
+    """A column of the rows in a tile."""
+    return widened(tl.load(tile + column * LANES))
+
+
+@triton.jit
+def inverse_of(scale):
+    """What to multiply with instead of dividing by the scale; 0 for a scale of 0, where every code is 0."""
+    return tl.where(scale > 0.0, tl.div_rn(1.0, scale), 0.0)
+
+
+@triton.jit
+def _bounded(position, top):
+    """From 0 to the greatest code, which NaN becomes."""
+    position = tl.where(position < top, position, top)
+    return tl.where(position > 0.0, position, 0.0)
+
+
+@triton.jit
+def code_of(x, scale_inverse, bias, top):
+    """The nearest code."""
+    return rounded(_bounded((x - bias) * scale_inverse, top))
+
+
+@triton.jit
+def _value_of(tile, code, scale, bias):
+    """What a reader decodes."""
+    return widened(narrowed(scale * code + bias, tile.dtype.element_ty))
+
+
+@triton.jit
+def _covering(tile, low, high, top):
+    """The smallest stored range that reaches from ``low`` to ``high``."""
+    bias = _half_floor(low) + 0.0  # no negative zero
+    scale = to_half(tl.div_rn(high - bias, top))
+    reaches = _value_of(tile, top, scale, bias) >= high
+    return tl.where(reaches, scale, _half_above(scale)), bias
+
+
+@triton.jit
+def _closed(tile, scale, bias, low, high, top):
+    """The range that its own decoded least and greatest value lead to, and whether it is one that leads to itself."""
+    same = scale != scale
+    for _ in range(_CLOSING_ROUNDS):
+        inverse = inverse_of(scale)
+        decoded_low = _value_of(tile, code_of(low, inverse, bias, top), scale, bias)
+        decoded_high = _value_of(tile, code_of(high, inverse, bias, top), scale, bias)
+        next_scale, next_bias = _covering(tile, decoded_low, decoded_high, top)
+        same = (next_scale == scale) & (next_bias == bias)
+        scale, bias = next_scale, next_bias
+    return scale, bias, same
+
+
+@triton.jit
+def _holds(tile, scale, bias, low, high, top):
+    """Whether the least and the greatest value come back within half a step."""
+    inverse = inverse_of(scale)
+    low_error = tl.abs(low - _value_of(tile, code_of(low, inverse, bias, top), scale, bias))
+    high_error = tl.abs(high - _value_of(tile, code_of(high, inverse, bias, top), scale, bias))
+    error = tl.where(low_error > high_error, low_error, high_error)
+    return error + error <= scale
+
+
+@triton.jit
+def _error(tile, num_cols, scale, bias, top):
+    """The sum of squared errors of what a reader will decode."""
+    inverse = inverse_of(scale)
+    error = tl.zeros_like(scale)
+    for column in tl.range(num_cols, loop_unroll_factor=4):
+        x = _column(tile, column)
+        difference = x - _value_of(tile, code_of(x, inverse, bias, top), scale, bias)
+        error = error + difference * difference
+    return error
+
+
+@triton.jit
+def _better(tile, num_cols, scale, bias, low, high, top, best, best_scale, best_bias):
+    """The better of the best range so far and another, which is rounded and closed first."""
+    scale, bias, same = _closed(tile, to_half(scale), to_half(bias), low, high, top)
+    error = _error(tile, num_cols, scale, bias, top)
+    better = same & (scale > 0.0) & (error < best)
+    return tl.where(better, error, best), tl.where(better, scale, best_scale), tl.where(better, bias, best_bias)
+
+
+@triton.jit
+def _mirrored(tile, num_cols, low, high, top):
+    """Symmetric ranges: see ``search``."""
+    magnitude = tl.where(high > 0.0 - low, high, 0.0 - low)
+    wanted = tl.div_rn(magnitude + magnitude, top)
+    scale = half_below(half_below(half_below(0.0 - _half_floor(0.0 - wanted))))
+    best, best_scale, best_bias = tl.full(low.shape, _NOWHERE, tl.float32), tl.zeros_like(low), tl.zeros_like(low)
+    for number in range(7):
+        bias = 0.0 - to_half(scale * top * 0.5)
+        error = _error(tile, num_cols, scale, bias, top)
+        is_near = (number >= 2) & (number <= 4)
+        better = (scale >= 0.0) & (error < best) & ((error == 0.0) | is_near)
+        best = tl.where(better, error, best)
+        best_scale, best_bias = tl.where(better, scale, best_scale), tl.where(better, bias, best_bias)
+        scale = _half_above(scale)
+    is_right = (best_scale <= wanted + wanted) & (best < _NOWHERE)
+    return best_scale, best_bias, is_right & ((high > low) | (best == 0.0))
+
+
+@triton.jit
+def _greedy(tile, num_cols, low, high, top, num_bins, num_steps, best, best_scale, best_bias):
+    """Check-N-Run's greedy search: cut one bin off the side where it costs less, and remember the best range."""
+    step = tl.div_rn(high - low, tl.zeros_like(low) + num_bins)
+    left, right = low, high
+    for _ in range(num_steps):
+        left_bias, right_bias = to_half(left + step), to_half(left)
+        left_scale = to_half(tl.div_rn(right - left_bias, top))
+        right_scale = to_half(tl.div_rn(right - step - right_bias, top))
+        left_error = _error(tile, num_cols, left_scale, left_bias, top)
+        right_error = _error(tile, num_cols, right_scale, right_bias, top)
+        cut_left = left_error < right_error
+        left, right = tl.where(cut_left, left + step, left), tl.where(cut_left, right, right - step)
+        scale, bias = tl.where(cut_left, left_scale, right_scale), tl.where(cut_left, left_bias, right_bias)
+        improves = tl.where(cut_left, left_error, right_error) < best
+        if tl.max(improves.to(tl.int32), 0) > 0:
+            scale = tl.where(improves, scale, 0.0)  # refused by what follows
+            best, best_scale, best_bias = _better(
+                tile, num_cols, scale, bias, low, high, top, best, best_scale, best_bias
+            )
+    return best_scale, best_bias
+
+
+@triton.jit
+def _regressed(tile, num_cols, scale, offset, low, top, total, total_squares):
+    """One round of least squares: the nearest codes, then the scale and offset that fit them best.
+
+    Of values less their row's least one, ``low``; ``offset`` is the bias less it. Returns the new scale and offset, and
+    the squared error they leave before they are rounded.
+    """
+    count = tl.zeros_like(scale) + num_cols
+    inverse = inverse_of(scale)
+    shift = 0.0 - offset * inverse
+    codes, squares, products = tl.zeros_like(scale), tl.zeros_like(scale), tl.zeros_like(scale)
+    for column in tl.range(num_cols, loop_unroll_factor=4):
+        x = _column(tile, column) - low
+        code = rounded(_bounded(x * inverse + shift, top))
+        codes = codes + code
+        squares = squares + code * code
+        products = products + code * x
+    spread_of_codes = count * squares - codes * codes
+    covariance = count * products - codes * total
+    fits = (spread_of_codes > 0.0) & (covariance > 0.0)
+    slope = tl.div_rn(covariance, spread_of_codes)
+    error = total_squares - tl.div_rn(total * total, count) - tl.div_rn(covariance * slope, count)
+    scale = tl.where(fits, slope, scale)
+    return scale, tl.div_rn(total - scale * codes, count), tl.where(fits, error, _NOWHERE)
+
+
+@triton.jit
+def _exchanged(better, new, old):
+    """Two values, exchanged where the new one is better: the better one, then the other."""
+    return tl.where(better, new, old), tl.where(better, old, new)
+
+
+@triton.jit
+def _replaced(values, number: tl.constexpr, value):
+    """A tuple with another value in one place."""
+    return values[:number] + (value,) + values[number + 1 :]  # noqa: RUF005  # Triton cannot unpack
+
+
+@triton.jit
+def _least_squares(tile, num_cols, low, high, top, plan, kept: tl.constexpr, best, best_scale, best_bias):
+    """Alternating least squares from every pair of cuts; the best ranges are refined further."""
+    total, total_squares = tl.zeros_like(low), tl.zeros_like(low)
+    for column in tl.range(num_cols, loop_unroll_factor=4):
+        x = _column(tile, column) - low
+        total, total_squares = total + x, total_squares + x * x
+    width = high - low
+    errors = (tl.full(low.shape, _NOWHERE, tl.float32),) * kept
+    scales, offsets = (tl.div_rn(width, top),) * kept, (tl.zeros_like(low),) * kept
+    for start in range(plan.num_cuts * plan.num_cuts):
+        below, above = tl.load(plan.cuts + start // plan.num_cuts), tl.load(plan.cuts + start % plan.num_cuts)
+        scale, offset = tl.div_rn(width * (1.0 - below - above), top), width * below
+        error = tl.zeros_like(low)
+        for _ in range(plan.rounds):
+            scale, offset, error = _regressed(tile, num_cols, scale, offset, low, top, total, total_squares)
+        for number in tl.static_range(kept):
+            better = error < errors[number]
+            kept_error, error = _exchanged(better, error, errors[number])
+            kept_scale, scale = _exchanged(better, scale, scales[number])
+            kept_offset, offset = _exchanged(better, offset, offsets[number])
+            errors = _replaced(errors, number, kept_error)
+            scales = _replaced(scales, number, kept_scale)
+            offsets = _replaced(offsets, number, kept_offset)
+    for number in tl.static_range(kept):
+        scale, offset = scales[number], offsets[number]
+        for _ in range(plan.polish):
+            scale, offset, _error_left = _regressed(tile, num_cols, scale, offset, low, top, total, total_squares)
+        best, best_scale, best_bias = _better(
+            tile, num_cols, scale, offset + low, low, high, top, best, best_scale, best_bias
+        )
+    return best_scale, best_bias
+
+
+@triton.jit
+def find_range(tile, num_cols, low, high, is_number, top, plan, method: tl.constexpr, kept: tl.constexpr):
+    """The range of each of 32 rows.
+
+    Args:
+        tile: Pointers [32] to the first values of the rows in their tile, which are of the table's dtype.
+        num_cols: Columns.
+        low: The least value of each row.
+        high: The greatest.
+        is_number: Rows without NaN.
+        top: The greatest code, as float32.
+        plan: A ``DevicePlan``.
+        method: Of the ``SearchPlan``.
+        kept: Of the ``SearchPlan``.
+
+    Returns:
+        Scale, bias, and a mask of the rows that they can represent; see ``search``.
+    """
+    if method == _MIRRORED:
+        scale, bias, is_right = _mirrored(tile, num_cols, low, high, top)
+        is_right = is_right & _holds(tile, scale, bias, low, high, top)
+    else:
+        scale, bias = _covering(tile, low, high, top)
+        scale, bias, same = _closed(tile, scale, bias, low, high, top)
+        width = high - low
+        is_right = same & (scale * top <= width + width) & (scale <= _MAX_HALF)
+        is_right = is_right & _holds(tile, scale, bias, low, high, top)
+    if method == _GREEDY:
+        best = _error(tile, num_cols, scale, bias, top)
+        scale, bias = _greedy(tile, num_cols, low, high, top, plan.num_bins, plan.num_steps, best, scale, bias)
+    if method == _LEAST_SQUARES:
+        best = _error(tile, num_cols, scale, bias, top)
+        scale, bias = _least_squares(tile, num_cols, low, high, top, plan, kept, best, scale, bias)
+    return scale, bias, is_right & is_number

@@ -1,0 +1,1 @@
+"""Committed checkpoints, and what each is based on."""

@@ -1,0 +1,88 @@
+"""The newest checkpoints under a root, found from the first bytes of manifests."""
+
+import errno
+import logging
+import math
+import os
+from collections.abc import Iterator
+
+from torchrec_cnr.errors import DamagedError, StoreError
+from torchrec_cnr.format import manifest_json
+from torchrec_cnr.format.manifest import FILE_NAME
+from torchrec_cnr.lineage.checkpoint import Checkpoint, read_at
+from torchrec_cnr.lineage.marker_commit import settle
+from torchrec_cnr.storage.fences import is_fence
+from torchrec_cnr.storage.row_log import RowLog
+from torchrec_cnr.storage.store import Store
+
+logger = logging.getLogger(__name__)
+
+_START_BYTES = 512  # enough of a manifest file to hold its time of commit
+
+
+def latest(root: str | os.PathLike[str], *, rows: RowLog | None = None) -> str | None:
+    """The newest committed checkpoint directly under ``root``, by the time of its commit.
+
+    If rows go to a log (``KafkaRows``), pass that: a job that died may have left a marker of its last commit there, but
+    no manifest yet.
+
+    Directories without a manifest are no checkpoints; one with a damaged manifest, or that may not be read, is passed
+    over with a warning.
+
+    Returns:
+        Its path or URL, or None where there is none.
+
+    Raises:
+        VersionError: The newest was written by a newer version: resuming from an older one would lose work silently.
+        StoreError: ``root`` cannot be listed.
+    """
+    return next((checkpoint.store.url for checkpoint in newest_first(root, rows)), None)
+
+
+def newest_first(root: str | os.PathLike[str], rows: RowLog | None = None) -> Iterator[Checkpoint]:
+    """The committed checkpoints directly under ``root``, the newest first; see :func:`latest` for what is passed over.
+
+    Raises:
+        VersionError: One was written by a newer version.
+        StoreError: ``root`` cannot be listed.
+    """
+    directory = Store.open(root, log=rows)
+    settle(directory)
+    candidates = []
+    for name in directory.names():
+        if is_fence(name):
+            continue
+        try:
+            at_ns = committed_ns(directory.at(name))
+        except (StoreError, DamagedError) as error:
+            if isinstance(error, StoreError) and error.errno not in (errno.EACCES, errno.EPERM):
+                raise
+            logger.warning("passed over while looking for the latest checkpoint: %s", error)
+            continue
+        if at_ns is not None:
+            candidates.append((at_ns, name))
+    for _, name in sorted(candidates, reverse=True):
+        try:
+            yield read_at(directory.at(name))
+        except DamagedError as error:
+            logger.warning("passed over while looking for the latest checkpoint: %s", error)
+
+
+def committed_ns(store: Store) -> float | None:
+    """When a checkpoint was committed, in Unix nanoseconds, without reading all of its manifest.
+
+    Returns:
+        The time; infinity where the manifest does not tell, which may be the newest, damaged; None where there is none.
+
+    Raises:
+        DamagedError: There is a link or a pipe where the manifest should be.
+        StoreError: It cannot be read.
+    """
+    try:
+        start = store.read(FILE_NAME, 0, _START_BYTES)
+    except StoreError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
+            return None
+        raise
+    at_ns = manifest_json.created_ns(start)
+    return math.inf if at_ns is None else at_ns

@@ -1,0 +1,1 @@
+"""DCP's load plug-ins, and what they are made of."""

@@ -1,0 +1,292 @@
+"""Fitting: what of a checkpoint goes where in the state dicts of all ranks, or why it cannot.
+
+A rank need not hold every tensor, so this is decided once, by the coordinator, from what all ranks want together.
+
+Load reports: what a load did with every name of the checkpoint and of the state dicts.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from torchrec_cnr.errors import StateMismatchError
+from torchrec_cnr.format.manifest import DTYPES, Manifest, TensorEntry
+from torchrec_cnr.loading.optimizer_state import Size, StateName, is_count, pair, weight_of
+
+_NUM_LISTED = 5
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What one load did, the same on all ranks.
+
+    Attributes:
+        url: The checkpoint, a path or URL.
+        loaded: FQNs that were loaded, sorted.
+        missing: FQNs that a state dict has and the checkpoint has not, sorted. They stayed as they were.
+        unexpected: FQNs that the checkpoint has and no rank's state dict, sorted. They were left out.
+        reshaped: FQNs that were loaded under another size than they were saved with: the saved size, then the size.
+        renamed: FQNs that were loaded from another FQN of the checkpoint, which is the value.
+    """
+
+    url: str
+    loaded: tuple[str, ...]
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    reshaped: Mapping[str, tuple[Size, Size]] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.loaded)} loaded from {self.url}"]
+        sizes = [f"{fqn!r} from {list(old)} to {list(new)}" for fqn, (old, new) in self.reshaped.items()]
+        parts = {
+            "missing, left as they were": [repr(fqn) for fqn in self.missing],
+            "unexpected, left out": [repr(fqn) for fqn in self.unexpected],
+            "reshaped": sizes,
+            "renamed": [f"{fqn!r} was {saved!r}" for fqn, saved in self.renamed.items()],
+        }
+        lines += [f"{len(found)} {what}: {listed(found)}" for what, found in parts.items() if found]
+        return "\n".join(lines)
+
+
+def listed(parts: Sequence[str]) -> str:
+    """The first few of many."""
+    return ", ".join(parts[:_NUM_LISTED]) + (", ..." if len(parts) > _NUM_LISTED else "")
+
+
+QUANTIZED = "quantized"  # a table of a quantized model, which takes any kind of float, and must be loaded
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """An item of a rank's state dict.
+
+    Attributes:
+        fqn: Its FQN.
+        name: The last key on the way to it, which for a parameter is the name that its model has for it.
+        size: Its global size, or None for what is no tensor.
+        dtype: Name of its dtype, such as ``float32``, `QUANTIZED`, or None.
+    """
+
+    fqn: str
+    name: str
+    size: Size | None = None
+    dtype: str | None = None
+
+
+class Layout(Enum):
+    """How what was saved becomes what is wanted."""
+
+    SAME = "same"
+    """Both are one tensor, of one size, or an object."""
+    ROWS = "rows"
+    """One value a row of a table, [rows], [rows × column shards] or [rows, 1]: rows are placed, not boxes."""
+    VALUE = "value"
+    """One value for a whole table, [] or [shards]: the largest goes everywhere."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where an item comes from.
+
+    Attributes:
+        fqn: Its name in the checkpoint.
+        layout: How it is loaded.
+        table: For ``ROWS``, the FQN of the table whose shards tell where those of the item belong; None where they tell
+            it themselves, by their rows.
+    """
+
+    fqn: str
+    layout: Layout = Layout.SAME
+    table: str | None = None
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a load is to do.
+
+    Attributes:
+        report: For the user.
+        sources: By FQN, where each item comes from.
+        left_out: FQNs on one side only that a strict load would not have accepted.
+    """
+
+    report: LoadReport
+    sources: Mapping[str, Source]
+    left_out: frozenset[str]
+
+
+@dataclass
+class _Mismatches:
+    """Why something cannot be loaded, as parts of a message."""
+
+    ambiguous: list[str]
+    quantized: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    sizes: list[str] = field(default_factory=list)
+    dtypes: list[str] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
+    has_codes: bool = False
+
+
+def fit(wanted: Collection[Wanted], manifest: Manifest, url: str, *, allow_partial: bool) -> Fit:
+    """Decide what a load is to do.
+
+    Args:
+        wanted: What the state dicts of all ranks hold.
+        manifest: Of the checkpoint.
+        url: The checkpoint.
+        allow_partial: Whether what is on one side only may be left out.
+
+    Raises:
+        StateMismatchError: Something does not fit; the message names all of it, or the first few and their number.
+    """
+    sizes = {item.fqn: item.size for item in wanted}
+    saved = {fqn: entry.size for fqn, entry in manifest.tensors.items()} | dict.fromkeys(manifest.objects)
+    tables = _Tables.of(sizes, manifest)
+    pairing = pair(sizes, saved, {item.name for item in wanted} | set(tables.fqns))
+    missing = set(sizes) - set(saved) - set(pairing.renamed)
+    unexpected = set(saved) - set(sizes) - set(pairing.renamed.values())
+    left_out = frozenset((missing | unexpected) - pairing.tolerated)
+    mismatches = _Mismatches([_candidates(*found) for found in pairing.ambiguous.items()])
+    quantized = {item.fqn for item in wanted if item.dtype == QUANTIZED}
+    mismatches.quantized += map(repr, sorted(missing & quantized))
+    if not allow_partial:
+        mismatches.missing += map(repr, sorted((missing & left_out) - quantized))
+        mismatches.unexpected += map(repr, sorted(unexpected & left_out))
+    sources: dict[str, Source] = {}
+    reshaped = {}
+    for item in sorted((item for item in wanted if item.fqn not in missing), key=lambda item: item.fqn):
+        origin = pairing.renamed.get(item.fqn, item.fqn)
+        entry = manifest.tensors.get(origin)
+        source = _source(item, origin, entry, tables)
+        _compare(item, entry, source, mismatches)
+        sources[item.fqn] = source or Source(origin)
+        if entry is not None and item.size is not None and item.size != entry.size:
+            reshaped[item.fqn] = (entry.size, item.size)
+    lines = list(_lines(mismatches))
+    if lines:
+        raise StateMismatchError("\n".join([f"the state dict does not fit {url}:", *lines]))
+    report = LoadReport(
+        url, tuple(sources), tuple(sorted(missing)), tuple(sorted(unexpected)), reshaped, pairing.renamed
+    )
+    return Fit(report, sources, left_out)
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """The checkpoint's tables.
+
+    Attributes:
+        num_rows: By FQN.
+        fqns: By the name that the model has for a table; several where a state dict holds several models.
+        fitting: FQNs of those that are wanted in the saved size, so that their shards can place row-wise state.
+    """
+
+    num_rows: Mapping[str, int]
+    fqns: Mapping[str, Collection[str]]
+    fitting: Collection[str]
+
+    @classmethod
+    def of(cls, wanted: Mapping[str, Size | None], manifest: Manifest) -> "_Tables":
+        sizes = {fqn: entry.size for fqn, entry in manifest.tensors.items() if entry.is_table}
+        fqns: dict[str, set[str]] = defaultdict(set)
+        for fqn in sizes:
+            fqns[str(manifest.paths.get(fqn, (fqn,))[-1])].add(fqn)
+        num_rows = {fqn: size[0] for fqn, size in sizes.items()}
+        return cls(num_rows, fqns, {fqn for fqn, size in sizes.items() if wanted.get(fqn) == size})
+
+    def placing(self, fqn: str, num_rows: int) -> str | None:
+        """The one table whose shards can place the row-wise state ``fqn`` of this many rows."""
+        state = StateName.parse(fqn)
+        found = self.fqns.get(weight_of(state.key, self.fqns), ()) if state else ()
+        return next((table for table in found if len(found) == 1 and self.num_rows[table] == num_rows), None)
+
+
+def _source(item: Wanted, saved: str, entry: TensorEntry | None, tables: _Tables) -> Source | None:
+    """Where an item comes from, or None if its size is not that of what was saved."""
+    if entry is None or item.size is None:
+        return Source(saved)
+    if item.size != entry.size and len(item.size) <= 1 and len(entry.size) <= 1 and is_count(item.fqn, saved):
+        return Source(saved, Layout.VALUE)
+    if entry.table in tables.fitting and len(item.size) == 1:
+        # Row-wise state is as large as its table's sharding makes it; the table's boxes place it.
+        return Source(saved, Layout.ROWS, entry.table)
+    if item.size == entry.size and entry.table is None:
+        return Source(saved)
+    if saved != item.fqn and _is_row_wise(item.size) and _is_row_wise(entry.size):
+        num_rows = entry.size[0] if entry.table is None else tables.num_rows[entry.table]
+        table = tables.placing(item.fqn, num_rows)
+        if len(item.size) == 1 and table in tables.fitting:
+            return Source(saved, Layout.ROWS, table)
+        if item.size[0] == num_rows:
+            return Source(saved, Layout.ROWS)
+    return Source(saved) if item.size == entry.size else None
+
+
+def _is_row_wise(size: Size) -> bool:
+    """Whether there is one value a row."""
+    return len(size) == 1 or (len(size) == 2 and size[1] == 1)
+
+
+def _compare(item: Wanted, entry: TensorEntry | None, source: Source | None, mismatches: _Mismatches) -> None:
+    if (entry is None) != (item.size is None):
+        side = "the state dict" if entry is None else "the checkpoint"
+        mismatches.kinds.append(f"{item.fqn!r} (in {side})")
+    elif entry is not None and item.size is not None:
+        if source is None:
+            mismatches.sizes.append(f"{item.fqn!r} (saved {list(entry.size)}, wanted {list(item.size)})")
+        if not _is_taken(item, entry) and (source is None or source.layout is not Layout.VALUE):
+            mismatches.dtypes.append(f"{item.fqn!r} (saved {entry.dtype}, wanted {item.dtype})")
+            mismatches.has_codes |= item.dtype == "uint8"
+
+
+def _is_taken(item: Wanted, entry: TensorEntry) -> bool:
+    """Whether values of the saved dtype can go there."""
+    return item.dtype == entry.dtype or (item.dtype == QUANTIZED and DTYPES[entry.dtype].is_floating_point)
+
+
+def _candidates(fqn: str, others: Sequence[str]) -> str:
+    return f"{fqn!r} (may be {' or '.join(map(repr, others))})"
+
+
+def _lines(mismatches: _Mismatches) -> Iterator[str]:
+    """What to tell of a load that cannot be, and what to do about it."""
+    parts = {
+        "quantized, and not in the checkpoint": mismatches.quantized,
+        "not in the checkpoint": mismatches.missing,
+        "not in the state dict": mismatches.unexpected,
+        "optimizer state whose counterpart is not clear": mismatches.ambiguous,
+        "of another size": mismatches.sizes,
+        "of another dtype": mismatches.dtypes,
+        "a tensor on one side only": mismatches.kinds,
+    }
+    for what, found in parts.items():
+        if found:
+            yield f"  {len(found)} {what}: {listed(found)}"
+    if mismatches.quantized:
+        yield "a quantized table is always loaded: put it under the key that it was trained under, or leave it out"
+    if mismatches.missing or mismatches.unexpected:
+        yield (
+            "make both sides the same, or pass CNRLoadPlanner(allow_partial_load=True), which loads what both have and "
+            "reports the rest"
+        )
+    if mismatches.ambiguous:
+        yield (
+            "a table's optimizer state that has another name in the checkpoint is looked for by its role, and must be "
+            "there once: leave it out of the state dict, and pass CNRLoadPlanner(allow_partial_load=True)"
+        )
+    if mismatches.sizes or mismatches.kinds:
+        yield (
+            "a tensor is loaded only as what it was saved as: build it in the saved size, or leave it out of the state "
+            "dict and pass CNRLoadPlanner(allow_partial_load=True)"
+        )
+    if mismatches.dtypes:
+        yield "a dtype is not converted: load into a tensor of the saved dtype, and convert it afterwards"
+    if mismatches.has_codes:
+        yield (
+            "for a quantized TorchRec model pass CNRLoadPlanner(inference=InferenceTables(model)), and load into "
+            "model.state_dict() itself, not a copy"
+        )

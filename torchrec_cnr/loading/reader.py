@@ -1,0 +1,178 @@
+"""The storage reader: verified, resharded reads of a whole lineage.
+
+Who calls what, on which rank, in one ``dcp.load``:
+
+    1. reset                  all ranks  another checkpoint id may come with it
+    2. read_metadata          all ranks  read and validate the manifests from the head to its baseline
+    3. set_up_storage_reader  all ranks  raise what went wrong in 2: DCP would lose the error's type there; take a lease
+    4. prepare_local_plan     all ranks  nothing
+    5. prepare_global_plan    coordinator  nothing
+    6. read_data              all ranks  fold the lineage into the planner's tensors; release the lease
+"""
+
+import os
+import uuid
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from torchrec_cnr.errors import CNRError, LoadError
+from torchrec_cnr.lineage.checkpoint import Lineage, existing, read_lineage
+from torchrec_cnr.lineage.objects import read_objects, serialized
+from torchrec_cnr.loading.item_regions import item_regions, load_metadata
+from torchrec_cnr.loading.read_items import LoadMetadata, RestoredRows
+from torchrec_cnr.progress import Progress
+from torchrec_cnr.reading.fold import fold
+from torchrec_cnr.reading.inference_regions import turns
+from torchrec_cnr.reading.plan import plan_fold
+from torchrec_cnr.reading.regions import Region, TensorRegion
+from torchrec_cnr.storage.leases import Lease
+from torchrec_cnr.storage.pack_writer import check_thread_count
+from torchrec_cnr.storage.row_log import RowLog
+from torchrec_cnr.storage.store import Store
+from torchrec_cnr.throttling import Bandwidth
+from torchrec_cnr.tracking.tracked_tables import forget_overwritten
+
+
+class CNRStorageReader(StorageReader):
+    """Reads checkpoints that ``CNRStorageWriter`` wrote, baseline and deltas as one.
+
+    Args:
+        path: The checkpoint, a path or fsspec URL; usually ``latest(root)``.
+        thread_count: Requests in flight at once. Each takes up to 16 MiB of memory.
+        max_bytes_per_sec: What each rank may read a second, averaged over requests.
+        rows: The log that rows of deltas went to, if they did: ``KafkaRows``.
+        progress: Told how many of how many bytes of rows this rank has read; once more from the beginning where
+            inference tables are converted in several turns.
+
+    Raises:
+        CheckpointNotFoundError: ``path`` is None, because ``latest`` found nothing.
+        ConfigurationError: An argument cannot work.
+        StoreError: The log does not answer in time.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None,
+        *,
+        thread_count: int = 2,
+        max_bytes_per_sec: float | None = None,
+        rows: RowLog | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        super().__init__()
+        check_thread_count(thread_count)
+        self._thread_count = thread_count
+        self._bandwidth = Bandwidth(max_bytes_per_sec)
+        self._progress = progress
+        self._log = rows
+        if rows is not None:
+            rows.open(may_make=False)
+        self._url = Store.open(existing(path)).url
+        self._lineage: Lineage | None = None
+        self._failure: CNRError | None = None
+        self._load_id = ""
+        self._lease: Lease | None = None
+        self.reset()
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a new load."""
+        self._end_lease()
+        if checkpoint_id is not None:
+            self._url = Store.open(checkpoint_id).url
+        self._lineage = None
+        self._failure = None
+        self._load_id = uuid.uuid4().hex[:16]
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The head's metadata. DCP turns an error raised here into another one, so it is raised one step later."""
+        meta = StorageMeta(checkpoint_id=self._url, load_id=self._load_id)
+        self._lineage = self._failure = None
+        try:
+            self._lineage = read_lineage(Store.open(self._url, log=self._log)).limited(self._bandwidth)
+        except CNRError as error:
+            self._failure = error
+            return LoadMetadata({}, storage_meta=meta)
+        return replace(load_metadata(self._lineage), storage_meta=meta)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Raise what went wrong while the manifests were read; let nobody prune what they name."""
+        if self._failure is not None:
+            raise self._failure
+        self._end_lease()
+        self._lease = Lease.take(Store.open(self._url), "load")
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Nothing to add."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Nothing to add."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fold the lineage into the planner's tensors, and give it the objects."""
+        try:
+            self._read_data(plan, planner)
+        finally:
+            self._end_lease()
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read_data(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        if self._lineage is None:
+            raise LoadError(f"{self._url}: data was asked for before the metadata was read")
+        tensors = [item for item in plan.items if item.type is LoadItemType.TENSOR]
+        targets = [planner.resolve_tensor(item).detach() for item in tensors]
+        forget_overwritten(targets)
+        regions: list[Region] = []
+        for item, target in zip(tensors, targets, strict=True):
+            found = item_regions(self._lineage, item, target)
+            if (
+                isinstance(planner, RestoredRows)
+                and self._lineage.newest.manifest.tensors[item.storage_index.fqn].is_table
+            ):
+                _tell_of_delta_rows(planner, item, found)
+            regions += found
+        for turn in turns(regions):
+            fold(plan_fold(self._lineage, turn), turn, self._thread_count, progress=self._progress)
+        for item, target in zip(tensors, targets, strict=True):
+            planner.commit_tensor(item, target)
+        self._load_objects([item for item in plan.items if item.type is LoadItemType.BYTE_IO], planner)
+        if isinstance(planner, RestoredRows):
+            planner.finish_restore()
+
+    def _load_objects(self, items: list[ReadItem], planner: LoadPlanner) -> None:
+        if self._lineage is None:
+            return
+        by_fqn = {item.storage_index.fqn: item for item in items}
+        for fqn, value in read_objects(self._lineage.newest, by_fqn, self._thread_count):
+            planner.load_bytes(by_fqn[fqn], serialized(value, f"{self._url}: object {fqn!r}"))
+
+    def _end_lease(self) -> None:
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
+
+    @property
+    def checkpoint_id(self) -> str:
+        """Path or URL of the checkpoint."""
+        return self._url
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this reader could load from there."""
+        return Store.can_open(checkpoint_id)
+
+
+def _tell_of_delta_rows(planner: RestoredRows, item: ReadItem, regions: Iterable[Region]) -> None:
+    """Have a planner told which rows of a table came from deltas."""
+    for region in regions:
+        if isinstance(region, TensorRegion):
+            region.on_delta_rows = lambda rows: planner.restore_rows(item, rows)

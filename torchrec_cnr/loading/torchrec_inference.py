@@ -1,0 +1,82 @@
+"""The tables of quantized TorchRec modules, so that checkpoints can be loaded into them.
+
+TorchRec's quantized collections look rows up in FBGEMM's inference kernels, and put views of the kernels' memory into
+state dicts, as uint8. What is in that memory, the kernels know.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from fbgemm_gpu.split_embedding_configs import SparseType
+from fbgemm_gpu.tbe.cache.kv_embedding_ops_inference import KVEmbeddingInference
+from torch import nn
+from torchrec.distributed.quant_embedding import ShardedQuantEmbeddingCollection
+from torchrec.distributed.quant_embeddingbag import ShardedQuantEmbeddingBagCollection
+from torchrec.quant.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+
+from torchrec_cnr.errors import ConfigurationError
+from torchrec_cnr.kernels.search_plan import SCALE_AND_BIAS_BYTES
+from torchrec_cnr.loading.inference_tables import InferenceTable, TargetTables
+from torchrec_cnr.quantization.fbgemm_rows import InferenceRow
+
+_BITS = {SparseType.INT2: 2, SparseType.INT4: 4, SparseType.INT8: 8, SparseType.FP16: 16, SparseType.FP32: 32}
+_WHOLE, _SCALE_AND_BIAS_APART = 0, 2  # split_scale_bias_mode: how a kernel shows a table
+
+
+class InferenceTables(TargetTables):
+    """All quantized tables of a model, as targets for ``CNRLoadPlanner(inference=...)``.
+
+    Finds TorchRec's quantized EmbeddingBagCollections and EmbeddingCollections with tables of INT8, INT4, INT2, FP16 or
+    FP32, on CPUs. A table of a state dict is recognised by its memory, so pass the live one to ``dcp.load``.
+
+    Args:
+        model: The model, quantized already (``torchrec.inference.modules.quantize_embeddings``).
+
+    Raises:
+        ConfigurationError: The model has no quantized table, or one that cannot be loaded: it is sharded, on another
+            device than the CPU, of another data type, or its rows do not lie in memory.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        tables = list(quantized_tables(model))
+        if not tables:
+            raise ConfigurationError(
+                f"{type(model).__name__} has no quantized table; quantize it first, with "
+                "torchrec.inference.modules.quantize_embeddings"
+            )
+        super().__init__(tables)
+
+
+def quantized_tables(model: nn.Module) -> Iterator[InferenceTable]:
+    """The tables of a model's quantized modules, in the order of its modules.
+
+    Raises:
+        ConfigurationError: A module is of a kind that cannot be loaded into.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, ShardedQuantEmbeddingBagCollection | ShardedQuantEmbeddingCollection):
+            raise ConfigurationError(
+                f"{path or 'the model'} is a {type(module).__name__}: load into the quantized model that is not sharded"
+            )
+        if isinstance(module, EmbeddingBagCollection | EmbeddingCollection):
+            for kernel in module._emb_modules:
+                yield from _tables_of_kernel(path or type(module).__name__, kernel)
+
+
+def _tables_of_kernel(path: str, kernel: Any) -> Iterator[InferenceTable]:
+    if isinstance(kernel, KVEmbeddingInference):
+        raise ConfigurationError(f"{path} has virtual tables, whose rows do not lie in memory; leave them out")
+    if kernel.reverse_qparam or kernel.scale_bias_size_in_bytes != SCALE_AND_BIAS_BYTES:
+        raise ConfigurationError(f"{path} does not have fp16 scale and bias in front of its rows, as on CPUs")
+    views = (kernel.split_embedding_weights_with_scale_bias(mode) for mode in (_WHOLE, _SCALE_AND_BIAS_APART))
+    for spec, (rows, *_), (codes, *_) in zip(kernel.embedding_specs, *views, strict=True):
+        name, _, num_cols, data_type, _ = spec
+        if data_type not in _BITS:
+            raise ConfigurationError(
+                f"{path}: table {name!r} is {data_type}; INT8, INT4, INT2, FP16 and FP32 can be loaded"
+            )
+        if rows.device.type != "cpu":
+            raise ConfigurationError(
+                f"{path}: table {name!r} is on {rows.device}; only tables on the CPU can be loaded"
+            )
+        yield InferenceTable(rows, InferenceRow(num_cols, _BITS[data_type], rows.shape[1]), (rows, codes))

@@ -1,0 +1,1 @@
+"""Compaction: a lineage is rewritten as less."""

@@ -1,0 +1,215 @@
+"""Replacing: a checkpoint's new manifest is put together, checked as a reader would, and committed.
+
+Rewriting: the second half of a compaction. Copies what is live in victims, then commits the new manifest.
+"""
+
+import os
+import posixpath
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torchrec_cnr.errors import CheckpointExistsError, CNRError, LoadError, SaveError
+from torchrec_cnr.format import manifest_json
+from torchrec_cnr.format.manifest import CheckpointRef, History, Manifest, Pack, TensorEntry, replacement_name
+from torchrec_cnr.format.renumbering import Renumbering
+from torchrec_cnr.format.row_sets import Blob
+from torchrec_cnr.lineage.checkpoint import Checkpoint, read_checkpoint
+from torchrec_cnr.maintenance.compaction.copy_rows import Copying
+from torchrec_cnr.maintenance.compaction.new_packs import NewPacks
+from torchrec_cnr.maintenance.compaction.plan import CompactionPlan, plan_compaction
+from torchrec_cnr.policies import MAX_RATIO
+from torchrec_cnr.progress import Progress
+from torchrec_cnr.storage.leases import leased
+from torchrec_cnr.storage.pack_reader import PackReader
+from torchrec_cnr.storage.pack_writer import PACK_BYTES, check_pack_bytes, check_thread_count
+from torchrec_cnr.storage.row_log import RowLog
+from torchrec_cnr.storage.store import Store
+from torchrec_cnr.version import __version__
+
+
+def replacement_of(
+    plan: CompactionPlan,
+    save_id: str,
+    tensors: Mapping[str, TensorEntry],
+    objects: Mapping[str, Blob],
+    packs: Sequence[Pack],
+    blobs: Sequence[Blob],
+) -> bytes:
+    """The new manifest's file.
+
+    Args:
+        plan: The compaction.
+        save_id: Its own, which new packs' names begin with.
+        tensors: What the new manifest holds. New blobs have a pack behind all old ones, and their number as offset.
+        objects: The same.
+        packs: New packs.
+        blobs: New blobs, by number.
+
+    Raises:
+        SaveError: It could not be read.
+    """
+    newest = plan.newest
+    places = _Places(plan.flat.packs, packs, blobs)
+    renumbered = Renumbering(places.of)
+    new_tensors = {fqn: renumbered.tensor(entry) for fqn, entry in tensors.items()}
+    new_objects = {fqn: renumbered.blob(blob) for fqn, blob in objects.items()}
+    manifest = replace(
+        newest.manifest,
+        created_ns=time.time_ns(),
+        save_id=save_id,
+        parent=None if plan.parent is None else _ref(newest, plan.parent),
+        replaces=newest.manifest_sha256,
+        history=History(0),
+        writer=f"torchrec_cnr {__version__}",
+        packs=tuple(places.packs),
+        tensors=new_tensors,
+        objects=new_objects,
+    )
+    manifest = replace(manifest, history=_history(plan, manifest))
+    try:
+        return manifest_json.dumps_valid(manifest, f"{newest.store.url}/{_name(newest)}")[0]
+    except LoadError as error:
+        raise SaveError(f"nothing was compacted, because it could not be loaded again: {error}") from error
+
+
+def commit(newest: Checkpoint, data: bytes, save_id: str) -> None:
+    """Put the new manifest's file.
+
+    Raises:
+        CheckpointExistsError: Another compaction was faster.
+        StoreError: It cannot be written.
+    """
+    try:
+        newest.store.put_new(_name(newest), data, save_id)
+    except CheckpointExistsError as error:
+        raise CheckpointExistsError(
+            f"{newest.store.url}: another compaction of it was faster; nothing was changed, and nothing is lost"
+        ) from error
+
+
+def may_have_committed(newest: Checkpoint, save_id: str) -> bool:
+    """Whether a commit that raised may have taken effect, or may yet: then all files that it names must stay.
+
+    A local file system has linked the file or has not. Elsewhere, a request that seems to have failed may still arrive.
+    """
+    try:
+        if not newest.store.exists(_name(newest)):
+            return not newest.store.is_local
+        found, _ = manifest_json.loads(newest.store.read(_name(newest)), newest.store.url)
+    except CNRError:
+        return True
+    return found.save_id == save_id
+
+
+def _name(newest: Checkpoint) -> str:
+    return replacement_name(newest.manifest_sha256)
+
+
+def _ref(newest: Checkpoint, parent: Checkpoint) -> CheckpointRef:
+    return CheckpointRef(posixpath.relpath(parent.store.path, newest.store.path), parent.sha256)
+
+
+def _history(plan: CompactionPlan, manifest: Manifest) -> History:
+    if plan.parent is None:
+        return History(manifest.blob_bytes)
+    below = plan.parent.manifest.history
+    return History(below.baseline_bytes, (*below.delta_bytes, manifest.blob_bytes))
+
+
+class _Places:
+    """Where each blob lies in the end; packs are numbered in the order in which they are asked for."""
+
+    def __init__(self, old: Sequence[Pack], new: Sequence[Pack], blobs: Sequence[Blob]) -> None:
+        self._old = old
+        self._new = new
+        self._blobs = blobs
+        self._numbers: dict[Pack, int] = {}
+
+    @property
+    def packs(self) -> list[Pack]:
+        return list(self._numbers)
+
+    def of(self, blob: Blob) -> Blob:
+        if blob.pack < len(self._old):
+            return replace(blob, pack=self._number(self._old[blob.pack]))
+        place = self._blobs[blob.offset]
+        return replace(place, pack=self._number(self._new[place.pack]))
+
+    def _number(self, pack: Pack) -> int:
+        return self._numbers.setdefault(pack, len(self._numbers))
+
+
+def compact(
+    path: str | os.PathLike[str] | Store,
+    *,
+    since: str | os.PathLike[str] | None = None,
+    max_ratio: float = MAX_RATIO,
+    max_moved_bytes: int | None = None,
+    self_contained: bool = False,
+    rows: RowLog | None = None,
+    thread_count: int = 2,
+    pack_bytes: int = PACK_BYTES,
+    progress: Progress | None = None,
+) -> Checkpoint:
+    """Fold a lineage, or the newest deltas of it, into one checkpoint; see :func:`plan_compaction`.
+
+    Needs less than 512 MiB of memory. May run anywhere, also while training goes on saving.
+
+    Args:
+        pack_bytes: Size of new files, roughly.
+        progress: Told how many of how many bytes were copied.
+
+    Returns:
+        The checkpoint, with its new manifest.
+
+    Raises:
+        CheckpointExistsError: Another compaction of the same checkpoint was faster; nothing was changed.
+        ConfigurationError, LoadError, StoreError: As :func:`plan_compaction`.
+    """
+    newest = read_checkpoint(Store.open(path, log=rows))
+    with leased(newest.store, "compact"):
+        plan = plan_compaction(
+            newest.store,
+            since=since,
+            max_ratio=max_ratio,
+            max_moved_bytes=max_moved_bytes,
+            self_contained=self_contained,
+            thread_count=thread_count,
+        )
+        return run_compaction(plan, thread_count=thread_count, pack_bytes=pack_bytes, progress=progress)
+
+
+def run_compaction(
+    plan: CompactionPlan,
+    *,
+    thread_count: int = 2,
+    pack_bytes: int = PACK_BYTES,
+    progress: Progress | None = None,
+) -> Checkpoint:
+    """Do what a plan says, if it is of any use; see :func:`compact`. Whoever calls this holds a lease."""
+    check_thread_count(thread_count)
+    check_pack_bytes(pack_bytes)
+    if not plan.is_needed:
+        return plan.newest
+    _rewrite(plan, uuid.uuid4().hex[:16], thread_count, pack_bytes, progress)
+    return read_checkpoint(plan.newest.store)
+
+
+def _rewrite(plan: CompactionPlan, save_id: str, thread_count: int, pack_bytes: int, progress: Progress | None) -> None:
+    packs = NewPacks(plan, save_id, thread_count, pack_bytes, progress)
+    try:
+        copied = Copying(plan, packs, PackReader(plan.newest.store, plan.flat.packs, thread_count)).run()
+        data = replacement_of(plan, save_id, *copied, *packs.finish())
+    except BaseException:
+        packs.discard()
+        raise
+    finally:
+        packs.close()
+    try:
+        commit(plan.newest, data, save_id)
+    except BaseException:
+        if not may_have_committed(plan.newest, save_id):
+            packs.discard()
+        raise

@@ -1,0 +1,216 @@
+"""Liveness: which stored rows a load would still see, and which later ones have overwritten.
+
+Worked out from row numbers alone, window of rows by window, newest shard first; no codes are read for it. A row is dead
+once all its columns were stored again later. A row of which only some were is live, but must stay where it is: moved
+behind what overwrote the others, it would overwrite them in turn.
+
+What the packs of a lineage are worth: how much of each a load still sees. Row numbers are all that is read.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from torchrec_cnr.errors import DamagedError
+from torchrec_cnr.format.boxes import Box
+from torchrec_cnr.format.coverage import Coverage
+from torchrec_cnr.format.manifest import Pack, TensorEntry, name_of
+from torchrec_cnr.format.row_sets import Blob, RowBlock, Rows
+from torchrec_cnr.lineage.checkpoint import Checkpoint
+from torchrec_cnr.maintenance.compaction.flatten import Flat
+from torchrec_cnr.reading.checkpoint_rows import RowNumbers
+from torchrec_cnr.storage.pack_reader import PackReader
+
+WINDOW_ROWS = 1 << 21  # looked at at once: a byte for each range of columns
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A blob of rows.
+
+    Attributes:
+        fqn: The tensor.
+        shard: Of the tensor, by its index among its shards.
+        number: Of the blob in the shard.
+        place: The shard's box; for row-wise optimizer state, the table's.
+        rows: Its rows.
+        blob: Their codes.
+        key: What messages call it.
+    """
+
+    fqn: str
+    shard: int
+    number: int
+    place: Box
+    rows: RowBlock
+    blob: Blob
+    key: str
+
+
+@dataclass(frozen=True, eq=False)
+class LiveRows:
+    """Some rows of a piece.
+
+    Attributes:
+        piece: The piece.
+        positions: int64 [n], increasing: which of its rows are live, among those in the window.
+        rows: int64 [n], their numbers within the piece's place.
+        is_partial: Whether of any of them some columns were overwritten.
+    """
+
+    piece: Piece
+    positions: Rows
+    rows: Rows
+    is_partial: bool
+
+
+def pieces_of(fqn: str, entry: TensorEntry) -> list[Piece]:
+    """All blobs of a tensor, in the order in which they overwrite one another."""
+    return [
+        Piece(
+            fqn, index, number, shard.table_box or shard.box, rows, blob, f"{name_of(fqn, entry, index)} block {number}"
+        )
+        for index, shard in enumerate(entry.shards)
+        if shard.blobs  # there are none where there are no columns
+        for number, (rows, blob) in enumerate(zip(shard.rows.blocks, shard.blobs, strict=True))
+    ]
+
+
+def windows(size: tuple[int, ...], num_parts: int = 1) -> Iterator[Box]:
+    """Boxes of rows that a tensor of this size is worked on in.
+
+    Args:
+        size: Of the tensor.
+        num_parts: How many numbers are kept of a row: the more, the fewer rows are in a window.
+    """
+    whole = Box.whole(size)
+    num_rows = max(1, WINDOW_ROWS // num_parts)
+    for start in range(0, whole.num_rows, num_rows):
+        yield Box((start, *whole.offsets[1:]), (min(num_rows, whole.num_rows - start), *whole.sizes[1:]))
+
+
+def live_rows(
+    pieces: Sequence[Piece], window: Box, reader: PackReader, where: str, is_filled: bool
+) -> Iterator[LiveRows]:
+    """The live rows of each piece within a window, newest piece first.
+
+    Args:
+        pieces: All of a tensor.
+        window: Rows of it; for row-wise optimizer state, of its table.
+        reader: Reads the pieces' packs.
+        where: Names the checkpoint in errors.
+        is_filled: Whether every row must be stored.
+
+    Raises:
+        DamagedError: Row numbers are not what was committed, or a row is nowhere stored.
+    """
+    inside = [piece for piece in pieces if _overlaps(piece, window)]
+    coverage = Coverage(window, (piece.place for piece in inside))
+    numbers = _row_numbers(inside, reader, where)
+    for piece in reversed(inside):
+        rows = numbers.of(piece.rows)
+        if rows is None:
+            rows = np.arange(piece.rows.first, piece.rows.first + piece.rows.span)
+        first = window.first_row - piece.place.first_row
+        start, stop = np.searchsorted(rows, (first, first + window.num_rows))
+        own = rows[start:stop]
+        covered = coverage.parts(piece.place, own)
+        live = np.flatnonzero(~covered.all(axis=0))
+        coverage.add(piece.place, own)
+        yield LiveRows(piece, start + live, own[live], bool(covered[:, live].any()))
+    hole = coverage.first_hole() if is_filled else None
+    if hole is not None:
+        raise DamagedError(f"{where}: row {hole} is nowhere stored; use another checkpoint")
+
+
+def _row_numbers(pieces: Sequence[Piece], reader: PackReader, where: str) -> RowNumbers:
+    coded = {piece.rows: piece for piece in pieces if piece.rows.blob is not None}
+    blocks = {f"rows of {piece.key}": piece.rows for piece in coded.values()}
+    blobs = [(key, block.blob) for key, block in blocks.items() if block.blob is not None]
+    return RowNumbers(blocks, dict(reader.read(blobs)), where)
+
+
+def _overlaps(piece: Piece, window: Box) -> bool:
+    first = piece.place.first_row + piece.rows.first
+    return first < window.first_row + window.num_rows and first + piece.rows.span > window.first_row
+
+
+PieceKey = tuple[str, int, int]  # FQN, index of the shard, number of the blob
+
+
+@dataclass(frozen=True)
+class PackUse:
+    """What a pack of a lineage is worth.
+
+    Attributes:
+        pack: The pack.
+        live_bytes: What of it a load still sees.
+        written_ns: When the newest of its rows was stored first, Unix time in nanoseconds.
+    """
+
+    pack: Pack
+    live_bytes: int
+    written_ns: int
+
+    @property
+    def dead_bytes(self) -> int:
+        """What of it a load reads in vain, or never."""
+        return self.pack.num_bytes - self.live_bytes
+
+    @property
+    def moved_bytes(self) -> int:
+        """What is copied if the pack is rewritten; of one without live rows, nothing."""
+        return self.live_bytes - self.pack.header_bytes
+
+
+def survey(
+    newest: Checkpoint, flat: Flat, reader: PackReader, is_filled: bool
+) -> tuple[dict[PieceKey, int], frozenset[tuple[str, int]]]:
+    """Count live rows, window by window.
+
+    Args:
+        newest: The newest checkpoint of the lineage.
+        flat: All that the lineage holds.
+        reader: Reads the packs of ``flat``.
+        is_filled: Whether every row must be stored.
+
+    Returns:
+        Live rows of each piece of the folded tensors; and the shards, by FQN and index, with rows that were overwritten
+        in some columns only.
+
+    Raises:
+        DamagedError: Row numbers are not what was committed, or a row is nowhere stored.
+        StoreError: A pack cannot be read.
+    """
+    num_live: dict[PieceKey, int] = {}
+    partial: set[tuple[str, int]] = set()
+    for fqn, entry in flat.tensors.items():
+        if entry.folded is None:
+            continue
+        pieces = pieces_of(fqn, entry)
+        num_live |= {(fqn, piece.shard, piece.number): 0 for piece in pieces}
+        for window in windows(flat.row_space(entry)):
+            for found in live_rows(pieces, window, reader, f"{newest.store.url}: tensor {fqn!r}", is_filled):
+                num_live[fqn, found.piece.shard, found.piece.number] += len(found.rows)
+                if found.is_partial:
+                    partial.add((fqn, found.piece.shard))
+    return num_live, frozenset(partial)
+
+
+def uses_of(flat: Flat, num_live: Mapping[PieceKey, int]) -> tuple[PackUse, ...]:
+    """What each pack of ``flat`` is worth, from :func:`survey`'s counts."""
+    live = [float(pack.header_bytes) for pack in flat.packs]
+    for blob in flat.objects.values():
+        live[blob.pack] += blob.num_bytes
+    row_shares: dict[RowBlock, float] = {}  # shared by a table and its state: they live while any does
+    for fqn, entry in flat.tensors.items():
+        for piece in pieces_of(fqn, entry):
+            share = num_live.get((fqn, piece.shard, piece.number), piece.rows.num_rows) / piece.rows.num_rows
+            live[piece.blob.pack] += share * piece.blob.num_bytes
+            if piece.rows.blob is not None:
+                before = row_shares.get(piece.rows, 0.0)
+                row_shares[piece.rows] = max(before, share)
+                live[piece.rows.blob.pack] += (row_shares[piece.rows] - before) * piece.rows.blob.num_bytes
+    uses = zip(flat.packs, live, flat.written_ns, strict=True)
+    return tuple(PackUse(pack, round(num_bytes), written_ns) for pack, num_bytes, written_ns in uses)

@@ -1,0 +1,234 @@
+"""Comparison: what differs between two checkpoints, each as its whole lineage has it.
+
+Tensors are read in ranges of rows, so that memory is bounded whatever their size. Rows are compared bit for bit; how
+far they moved, ``movement`` measures.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchrec_cnr.format.boxes import Box
+from torchrec_cnr.format.manifest import DTYPES, Manifest, TensorEntry
+from torchrec_cnr.lineage.checkpoint import Checkpoint, Lineage, read_lineage
+from torchrec_cnr.maintenance.comparison.row_distance import Movement, MovementMeter
+from torchrec_cnr.progress import Progress
+from torchrec_cnr.reading.fold import fold
+from torchrec_cnr.reading.plan import plan_fold
+from torchrec_cnr.reading.regions import Region, RowStateRegion, TensorRegion, column_bounds
+from torchrec_cnr.storage.pack_writer import check_thread_count
+from torchrec_cnr.storage.row_log import RowLog
+from torchrec_cnr.storage.store import Store
+
+_RANGE_BYTES = 32 << 20  # of the rows of one checkpoint that are in memory at once
+
+
+@dataclass(frozen=True)
+class TensorComparison:
+    """A tensor that both checkpoints have, of one size and dtype.
+
+    Attributes:
+        fqn: Its name.
+        dtype: Name of its torch dtype.
+        size: Its global size; of row-wise optimizer state, that of its table's rows: state under column-wise sharding
+            is compared as the mean over a row's columns.
+        is_table: Whether it is an embedding table.
+        num_differing: Rows that differ.
+        num_stored: Of a table, rows stored in the deltas that lead from the first checkpoint to the second; a row in
+            several counts as often. None where the second does not stand on the first.
+        movement: How far they moved.
+    """
+
+    fqn: str
+    dtype: str
+    size: tuple[int, ...]
+    is_table: bool
+    num_differing: int
+    num_stored: int | None
+    movement: Movement
+
+    @property
+    def num_rows(self) -> int:
+        """All rows."""
+        return Box.whole(self.size).num_rows
+
+
+@dataclass(frozen=True)
+class Reshaped:
+    """A tensor that has another size or dtype in the second checkpoint."""
+
+    fqn: str
+    size_a: tuple[int, ...]
+    dtype_a: str
+    size_b: tuple[int, ...]
+    dtype_b: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What differs between two checkpoints.
+
+    Attributes:
+        a: Path or URL of the first.
+        b: Of the second.
+        common: Of the newest checkpoint that both stand on, or that one of them is; None if there is none.
+        num_own_a: Checkpoints in the first's lineage that are not in the second's.
+        num_own_b: Checkpoints in the second's lineage that are not in the first's.
+        tensors: Those of one size and dtype in both.
+        reshaped: Those of another size or dtype.
+        only_in_a: Names of tensors and objects.
+        only_in_b: Names of tensors and objects.
+        objects: Names of the objects in both.
+        differing_objects: Of these, those that differ, by the size and digest of what ``torch.save`` made of them.
+    """
+
+    a: str
+    b: str
+    common: str | None
+    num_own_a: int
+    num_own_b: int
+    tensors: tuple[TensorComparison, ...]
+    reshaped: tuple[Reshaped, ...]
+    only_in_a: tuple[str, ...]
+    only_in_b: tuple[str, ...]
+    objects: tuple[str, ...]
+    differing_objects: tuple[str, ...]
+
+    @property
+    def is_same(self) -> bool:
+        """Whether nothing differs."""
+        unlike = (self.reshaped, self.only_in_a, self.only_in_b, self.differing_objects)
+        return not any(unlike) and not any(tensor.num_differing for tensor in self.tensors)
+
+
+def compare(
+    a: str | os.PathLike[str] | Store,
+    b: str | os.PathLike[str] | Store,
+    *,
+    rows: RowLog | None = None,
+    progress: Progress | None = None,
+    thread_count: int = 2,
+) -> Comparison:
+    """Compare two checkpoints, of one run or of several.
+
+    Args:
+        a: The first, a path or fsspec URL.
+        b: The second.
+        rows: The log that rows of deltas went to, if they did: ``KafkaRows``.
+        progress: Told how many of how many bytes of tensors were compared.
+        thread_count: Requests in flight at once. Each takes up to 16 MiB of memory.
+
+    Raises:
+        CheckpointNotFoundError, DamagedError, VersionError, StoreError: A checkpoint cannot be read.
+        ConfigurationError: An argument cannot work.
+    """
+    check_thread_count(thread_count)
+    lineages = read_lineage(Store.open(a, log=rows)), read_lineage(Store.open(b, log=rows))
+    manifests = lineages[0].newest.manifest, lineages[1].newest.manifest
+    tensors_a, tensors_b = manifests[0].tensors, manifests[1].tensors
+    objects_a, objects_b = manifests[0].objects, manifests[1].objects
+    reshaped = tuple(_reshaped(*manifests))
+    unlike = {tensor.fqn for tensor in reshaped}
+    both = [fqn for fqn in tensors_b if fqn in tensors_a and fqn not in unlike]
+    shared = _shared(*lineages)
+    objects = tuple(fqn for fqn in objects_b if fqn in objects_a)
+    return Comparison(
+        a=lineages[0].newest.store.url,
+        b=lineages[1].newest.store.url,
+        common=lineages[1].checkpoints[shared - 1].store.url if shared else None,
+        num_own_a=len(lineages[0].checkpoints) - shared,
+        num_own_b=len(lineages[1].checkpoints) - shared,
+        tensors=tuple(_compare_tensors(lineages, both, shared, progress, thread_count)),
+        reshaped=reshaped,
+        only_in_a=tuple(fqn for fqn in (*tensors_a, *objects_a) if fqn not in tensors_b and fqn not in objects_b),
+        only_in_b=tuple(fqn for fqn in (*tensors_b, *objects_b) if fqn not in tensors_a and fqn not in objects_a),
+        objects=objects,
+        differing_objects=tuple(
+            fqn
+            for fqn in objects
+            if (objects_a[fqn].num_bytes, objects_a[fqn].crc32c) != (objects_b[fqn].num_bytes, objects_b[fqn].crc32c)
+        ),
+    )
+
+
+def read_rows(lineage: Lineage, fqn: str, rows: range, thread_count: int) -> Tensor:
+    """Rows of a tensor as a lineage has them: [len(rows), ...] of its dtype.
+
+    Of row-wise optimizer state, rows are those of its table, and the value of each is the mean over its columns.
+    """
+    manifest = lineage.newest.manifest
+    entry = manifest.tensors[fqn]
+    whole = Box.whole(entry.size if entry.table is None else manifest.tensors[entry.table].size)
+    box = Box((rows.start, *whole.offsets[1:]), (len(rows), *whole.sizes[1:])) if whole.sizes else whole
+    target = torch.empty(box.sizes if entry.table is None else len(rows), dtype=DTYPES[entry.dtype])
+    region: Region = TensorRegion(fqn, box, target)
+    if entry.table is not None:
+        region = RowStateRegion(fqn, box, target, column_bounds(lineage.shards(fqn), box))
+    fold(plan_fold(lineage, [region]), [region], thread_count)
+    return target
+
+
+def _compared_size(manifest: Manifest, entry: TensorEntry) -> tuple[int, ...]:
+    return entry.size if entry.table is None else manifest.tensors[entry.table].size[:1]
+
+
+def _reshaped(a: Manifest, b: Manifest) -> Iterator[Reshaped]:
+    for fqn, entry in b.tensors.items():
+        old = a.tensors.get(fqn)
+        if old is None:
+            continue
+        before, after = (_compared_size(a, old), old.dtype), (_compared_size(b, entry), entry.dtype)
+        if before != after or (old.table is None) != (entry.table is None):
+            yield Reshaped(fqn, *before, *after)
+
+
+def _shared(a: Lineage, b: Lineage) -> int:
+    """How many checkpoints two lineages begin with in common."""
+    pairs = zip(a.checkpoints, b.checkpoints, strict=False)
+    differing = (number for number, (first, second) in enumerate(pairs) if first.sha256 != second.sha256)
+    return next(differing, min(len(a.checkpoints), len(b.checkpoints)))
+
+
+def _compare_tensors(
+    lineages: tuple[Lineage, Lineage], fqns: list[str], shared: int, progress: Progress | None, thread_count: int
+) -> Iterator[TensorComparison]:
+    a, b = lineages
+    manifest = b.newest.manifest
+    entries = {fqn: manifest.tensors[fqn] for fqn in fqns}
+    row_bytes = {fqn: _row_bytes(manifest, entry) for fqn, entry in entries.items()}
+    num_rows = {fqn: Box.whole(_compared_size(manifest, entry)).num_rows for fqn, entry in entries.items()}
+    num_bytes, done = sum(num_rows[fqn] * row_bytes[fqn] for fqn in fqns), 0
+    deltas = b.checkpoints[shared:] if shared == len(a.checkpoints) else None
+    for fqn, entry in entries.items():
+        meter = MovementMeter()
+        for rows in _ranges(num_rows[fqn], row_bytes[fqn]):
+            meter.add(read_rows(a, fqn, rows, thread_count), read_rows(b, fqn, rows, thread_count))
+            done += len(rows) * row_bytes[fqn]
+            if progress is not None:
+                progress(done, num_bytes)
+        yield TensorComparison(
+            fqn,
+            entry.dtype,
+            _compared_size(manifest, entry),
+            entry.is_table,
+            meter.num_differing,
+            _num_stored(deltas, fqn) if deltas is not None and entry.is_table else None,
+            meter.movement(),
+        )
+
+
+def _num_stored(deltas: Sequence[Checkpoint], fqn: str) -> int:
+    entries = (checkpoint.manifest.tensors.get(fqn) for checkpoint in deltas)
+    return round(sum(entry.num_stored_rows for entry in entries if entry is not None))
+
+
+def _row_bytes(manifest: Manifest, entry: TensorEntry) -> int:
+    return Box.whole(_compared_size(manifest, entry)).num_cols * DTYPES[entry.dtype].itemsize
+
+
+def _ranges(num_rows: int, row_bytes: int) -> Iterator[range]:
+    step = max(1, _RANGE_BYTES // max(1, row_bytes))
+    return (range(start, min(start + step, num_rows)) for start in range(0, num_rows, step))

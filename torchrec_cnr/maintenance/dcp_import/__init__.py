@@ -1,0 +1,1 @@
+"""Imports of DCP's own checkpoints."""

@@ -1,0 +1,92 @@
+"""The ``.metadata`` of a checkpoint in DCP's own format, read without running its code.
+
+It is a pickle, and a pickle may call whatever it names. This one is given the few classes that DCP's metadata is made
+of, and nothing else.
+"""
+
+import errno
+import io
+import pathlib
+import pickle
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.serialization import _get_layout
+
+from torchrec_cnr.errors import CheckpointNotFoundError, DamagedError, StoreError
+from torchrec_cnr.format.manifest_json import MOST_BYTES
+from torchrec_cnr.format.safe_pickle import check_pickle
+from torchrec_cnr.storage.store import Store, read_whole
+
+FILE_NAME = ".metadata"
+
+_CLASSES = (
+    metadata.BytesStorageMetadata,
+    metadata.ChunkStorageMetadata,
+    metadata.Metadata,
+    metadata.MetadataIndex,
+    metadata.StorageMeta,
+    metadata.TensorProperties,
+    metadata.TensorStorageMetadata,
+    metadata._MEM_FORMAT_ENCODING,
+    filesystem._StorageInfo,
+)
+_KNOWN: dict[tuple[str, str], Any] = {
+    **{(known.__module__, known.__name__): known for known in _CLASSES},
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): _get_layout,
+    # The path that it was saved to, of whatever system; nothing is done with it.
+    **{
+        (module, f"{system}Path"): pathlib.PurePosixPath
+        for module in ("pathlib", "pathlib._local")
+        for system in ("Posix", "Windows")
+    },
+}
+
+
+def read_stock_metadata(store: Store) -> Metadata:
+    """Read what DCP's ``FileSystemWriter`` says of a checkpoint. Nothing in it is checked but its type.
+
+    Raises:
+        CheckpointNotFoundError: There is no ``.metadata``.
+        DamagedError: It is no pickle of DCP's metadata, or needs something that this does not.
+        StoreError: It cannot be read.
+    """
+    url = f"{store.url}/{FILE_NAME}"
+    try:
+        data = read_whole(store, FILE_NAME, MOST_BYTES)
+    except StoreError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            raise CheckpointNotFoundError(
+                f"{url}: there is none, so this is no checkpoint of dcp.save with a FileSystemWriter"
+            ) from error
+        raise
+    try:
+        check_pickle(data)
+        found = _Unpickler(io.BytesIO(data), url).load()
+    except DamagedError:
+        raise
+    except Exception as error:  # bytes that are no pickle may make the unpickler raise anything
+        raise DamagedError(f"{url}: no metadata of DCP ({type(error).__name__}: {error})") from error
+    if not isinstance(found, Metadata):
+        raise DamagedError(f"{url}: expected DCP's Metadata, got {type(found).__name__}")
+    return found
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, stream: io.BytesIO, url: str) -> None:
+        super().__init__(stream)
+        self._url = url
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What a pickle may name."""
+        if (module, name) in _KNOWN:
+            return _KNOWN[module, name]
+        if module == "torch" and isinstance(value := vars(torch).get(name), torch.dtype):
+            return value
+        raise DamagedError(
+            f"{self._url}: it names {module}.{name}, which metadata of DCP's FileSystemWriter does not need and which "
+            "might run code; if you trust it, dcp.load it and save it with a FileSystemWriter"
+        )

@@ -1,0 +1,1 @@
+"""Exports as plain files."""

@@ -1,0 +1,168 @@
+"""What a checkpoint holds, as its whole lineage has it, read a bounded part at a time.
+
+Tensors are cut into chunks of rows, and chunks are put together to batches, each of which is one fold of the lineage.
+Blobs that straddle two batches are read twice: a batch is as large as eight blocks of a baseline, and its chunks end
+where these do, so that only deltas and shards that begin elsewhere cost more bytes than they have.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrec_cnr.format.boxes import Box
+from torchrec_cnr.format.manifest import DTYPES
+from torchrec_cnr.lineage.checkpoint import Lineage
+from torchrec_cnr.lineage.objects import read_objects
+from torchrec_cnr.progress import Progress
+from torchrec_cnr.reading.fold import fold
+from torchrec_cnr.reading.load_table import regions_of
+from torchrec_cnr.reading.plan import plan_fold
+from torchrec_cnr.reading.regions import Region, RowStateRegion
+from torchrec_cnr.storage.pack_writer import BLOCK_BYTES
+from torchrec_cnr.storage.store import Bytes
+
+HELD_BYTES = 64 << 20  # of values in a batch
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows of a tensor that are read, and held, together.
+
+    Attributes:
+        fqn: The tensor.
+        box: Where they lie in it.
+        dtype: Its dtype.
+    """
+
+    fqn: str
+    box: Box
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its values."""
+        return math.prod(self.box.sizes) * self.dtype.itemsize
+
+
+class Contents:
+    """The tensors and objects of a lineage's newest checkpoint.
+
+    Args:
+        lineage: The checkpoint, and what it stands on.
+        thread_count: Requests in flight at once.
+        progress: Told how many bytes of tensors have been handed out, and how many there are.
+
+    Attributes:
+        tensors: By FQN, each as one chunk.
+        paths: By FQN of a tensor or object, the keys and indices that lead to it in the nested state dict.
+        num_bytes: Of all tensors.
+    """
+
+    def __init__(self, lineage: Lineage, thread_count: int, progress: Progress | None = None) -> None:
+        self._lineage = lineage
+        self._thread_count = thread_count
+        self._progress = progress
+        self._done_bytes = 0
+        manifest = lineage.newest.manifest
+        self.tensors = {fqn: Chunk(fqn, Box.whole(e.size), DTYPES[e.dtype]) for fqn, e in manifest.tensors.items()}
+        self.paths = {fqn: manifest.paths.get(fqn, (fqn,)) for fqn in (*manifest.tensors, *manifest.objects)}
+        self.num_bytes = sum(tensor.num_bytes for tensor in self.tensors.values())
+
+    def objects(self) -> dict[str, Any]:
+        """All objects by FQN.
+
+        Raises:
+            DamagedError, StoreError: As :func:`read_objects`.
+        """
+        newest = self._lineage.newest
+        return dict(read_objects(newest, newest.manifest.objects, self._thread_count))
+
+    def plan_batches(self, fqns: Iterable[str]) -> list[tuple[Chunk, ...]]:
+        """Cut tensors into chunks, and put these into batches, all in order."""
+        batches: list[list[Chunk]] = []
+        left_bytes = 0
+        for fqn in fqns:
+            row_bytes = self._held_row_bytes(fqn)
+            for chunk in split_rows(self.tensors[fqn], row_bytes):
+                held_bytes = chunk.box.num_rows * row_bytes
+                if held_bytes > left_bytes or not batches:
+                    batches.append([])
+                    left_bytes = HELD_BYTES
+                batches[-1].append(chunk)
+                left_bytes -= held_bytes
+        return [tuple(batch) for batch in batches]
+
+    def read_batch(self, batch: Sequence[Chunk]) -> list[Tensor]:
+        """The values of a batch's chunks, on the host.
+
+        Raises:
+            DamagedError: Bytes are not what was committed.
+            StoreError: A pack cannot be read.
+        """
+        targets = [torch.empty(chunk.box.sizes, dtype=chunk.dtype) for chunk in batch]
+        regions: list[Region] = []
+        for chunk, target in zip(batch, targets, strict=True):
+            regions += regions_of(self._lineage, chunk.fqn, chunk.box, target)
+        fold(plan_fold(self._lineage, regions), regions, self._thread_count)
+        return targets
+
+    def read(self, fqns: Iterable[str]) -> Iterator[tuple[Chunk, Tensor]]:
+        """The chunks of tensors with their values, in order; what was yielded before counts as done.
+
+        Raises:
+            DamagedError, StoreError: As :meth:`read_batch`.
+        """
+        for batch in self.plan_batches(fqns):
+            for chunk, values in zip(batch, self.read_batch(batch), strict=True):
+                yield chunk, values
+                self.count(chunk)
+
+    def count(self, chunk: Chunk) -> None:
+        """A chunk is done with."""
+        self._done_bytes += chunk.num_bytes
+        if self._progress is not None:
+            self._progress(self._done_bytes, self.num_bytes)
+
+    def _held_row_bytes(self, fqn: str) -> int:
+        """What a row takes while it is read: for row-wise state under changing sharding, each range of columns too."""
+        tensor = self.tensors[fqn]
+        itemsize = tensor.dtype.itemsize
+        entry = self._lineage.newest.manifest.tensors[fqn]
+        row_bytes = tensor.box.num_cols * itemsize
+        if entry.table is None:
+            return row_bytes
+        nowhere = torch.empty(entry.size, dtype=tensor.dtype, device="meta")
+        regions = regions_of(self._lineage, fqn, tensor.box, nowhere)
+        num_ranges = max((len(r.bounds) - 1 for r in regions if isinstance(r, RowStateRegion)), default=1)
+        return row_bytes if num_ranges == 1 else row_bytes + num_ranges * (itemsize + 8) + 16  # the mean is of float64
+
+
+def split_rows(chunk: Chunk, held_row_bytes: int) -> Iterator[Chunk]:
+    """Divide a chunk into such of ``HELD_BYTES`` at most, or of one row.
+
+    Args:
+        chunk: Any part of a tensor.
+        held_row_bytes: What a row takes while it is held.
+    """
+    box = chunk.box
+    if chunk.num_bytes == 0 or not box.sizes:
+        yield chunk
+        return
+    chunk_rows = max(1, HELD_BYTES // held_row_bytes)
+    block_rows = max(1, BLOCK_BYTES // (box.num_cols * chunk.dtype.itemsize))
+    if chunk_rows > block_rows:
+        chunk_rows -= chunk_rows % block_rows
+    for first in range(0, box.num_rows, chunk_rows):
+        num_rows = min(chunk_rows, box.num_rows - first)
+        part = Box((box.offsets[0] + first, *box.offsets[1:]), (num_rows, *box.sizes[1:]))
+        yield Chunk(chunk.fqn, part, chunk.dtype)
+
+
+def bytes_of(values: Tensor) -> Bytes:
+    """The elements of a tensor on the host, in order, as little-endian bytes; shared with it where they lie so."""
+    array: Bytes = values.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return array

@@ -1,0 +1,96 @@
+"""Exports to DCP's own format: its storage writer writes them, from items that are read when it asks for them.
+
+Every batch of chunks is a plan, so that no more than one is in memory. In DCP's eyes each is the part of a rank: the
+tensors are sharded by rows, and load into any sharding.
+"""
+
+import io
+import os
+from collections.abc import Sequence
+
+import torch
+from fsspec.implementations.local import LocalFileSystem
+from torch import Tensor
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from torchrec_cnr.errors import CNRError, StoreError
+from torchrec_cnr.lineage.objects import serialized
+from torchrec_cnr.maintenance.export.contents import Chunk, Contents
+from torchrec_cnr.maintenance.export.destination import new_directory
+from torchrec_cnr.maintenance.single_process_save import save
+from torchrec_cnr.storage.store import Store
+
+
+def write_dcp(contents: Contents, out: str | os.PathLike[str]) -> tuple[Store, tuple[str, ...], tuple[str, ...]]:
+    """Write a directory that ``dcp.load`` reads; ``.metadata``, which makes it a checkpoint, comes last.
+
+    Returns:
+        The directory, the names of its files, and nothing left out.
+
+    Raises:
+        ConfigurationError, StoreError, DamagedError: As ``exporting.export``.
+    """
+    planner = _ReadingPlanner(contents)
+    with new_directory(out) as store:
+        try:
+            save(_writer(store), planner.plans(), planner, contents.paths)
+        except CNRError:
+            raise
+        except (OSError, RuntimeError) as error:  # torch.save says of a full disk that a position is unexpected
+            failure = StoreError(f"cannot write {store.url}: {type(error).__name__}: {error}")
+            failure.errno = getattr(error, "errno", None)
+            raise failure from error
+        return store, tuple(store.names()), ()
+
+
+def _writer(store: Store) -> FileSystemWriter:
+    # Without copies ahead: with CUDA there, the writer would else ask for items in another order.
+    if isinstance(store.fs, LocalFileSystem):
+        return FileSystemWriter(store.path, per_thread_copy_ahead=0, overwrite=False)
+    return FsspecWriter(store.url, per_thread_copy_ahead=0, overwrite=False, sync_files=False)
+
+
+class _ReadingPlanner(DefaultSavePlanner):
+    """Plans a save of all that a checkpoint holds, and reads it batch by batch."""
+
+    def __init__(self, contents: Contents) -> None:
+        super().__init__()
+        self._contents = contents
+        self._objects = contents.objects()
+        self._batches = {_index(chunk): batch for batch in contents.plan_batches(contents.tensors) for chunk in batch}
+        self._read: dict[MetadataIndex, tuple[Chunk, Tensor]] = {}
+
+    def plans(self) -> list[SavePlan]:
+        """One for each batch; the first has the objects too."""
+        batches: Sequence[tuple[Chunk, ...]] = list(dict.fromkeys(self._batches.values())) or [()]
+        plans = [SavePlan([self._item(chunk) for chunk in batch]) for batch in batches]
+        plans[0].items[:0] = [WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO) for fqn in self._objects]
+        return plans
+
+    def _item(self, chunk: Chunk) -> WriteItem:
+        size = self._contents.tensors[chunk.fqn].box.sizes
+        kind = WriteItemType.TENSOR if chunk.box.sizes == size else WriteItemType.SHARD
+        box = ChunkStorageMetadata(torch.Size(chunk.box.offsets), torch.Size(chunk.box.sizes))
+        data = TensorWriteData(box, TensorProperties(dtype=chunk.dtype), torch.Size(size))
+        return WriteItem(_index(chunk), kind, tensor_data=data)
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        """Read the batch that an item is in, if it is the first of it."""
+        if write_item.type is WriteItemType.BYTE_IO:
+            fqn = write_item.index.fqn
+            return serialized(self._objects.pop(fqn), f"object {fqn!r}")
+        if write_item.index not in self._read:
+            batch = self._batches[write_item.index]
+            values = self._contents.read_batch(batch)
+            self._read = {_index(chunk): (chunk, part) for chunk, part in zip(batch, values, strict=True)}
+        chunk, part = self._read.pop(write_item.index)
+        self._contents.count(chunk)
+        return part
+
+
+def _index(chunk: Chunk) -> MetadataIndex:
+    return MetadataIndex(chunk.fqn, chunk.box.offsets)

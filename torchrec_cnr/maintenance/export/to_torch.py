@@ -1,0 +1,150 @@
+"""Exports to one file as ``torch.save`` writes it: a pickle of the nested state dict, and the tensors' bytes beside it.
+
+Such a file is a zip archive, nothing compressed, in which the pickle names for each tensor the record that has its
+bytes. So the pickle is made first, with tensors that are not there yet, and records are then written row by row.
+``torch.save`` itself can leave room for bytes to be filled in later (``skip_data``), but the digests that a zip archive
+has of its records are then wrong, which other readers of zip archives take for damage.
+"""
+
+import io
+import os
+import pickle
+import zipfile
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from typing import IO, Any
+
+import torch
+from torch import UntypedStorage
+from torch.distributed.checkpoint._traverse import set_element
+from torch.storage import TypedStorage
+
+from torchrec_cnr.maintenance.export.contents import Chunk, Contents, bytes_of
+from torchrec_cnr.maintenance.export.destination import new_file
+from torchrec_cnr.storage.files import Stream
+from torchrec_cnr.storage.store import Store
+
+_ALIGNMENT = 64  # of records, as torch.save has it
+_HEADER_BYTES = 30 + 20 + 4  # of a record, before its name; then its size in 64 bits, and what begins the padding
+_FOLDER = "archive"  # torch.load takes any name
+
+_STORAGE_TYPES: Mapping[torch.dtype, type] = {
+    torch.float64: torch.DoubleStorage,
+    torch.float32: torch.FloatStorage,
+    torch.float16: torch.HalfStorage,
+    torch.bfloat16: torch.BFloat16Storage,
+    torch.int64: torch.LongStorage,
+    torch.int32: torch.IntStorage,
+    torch.int16: torch.ShortStorage,
+    torch.int8: torch.CharStorage,
+    torch.uint8: torch.ByteStorage,
+    torch.bool: torch.BoolStorage,
+}
+
+
+def write_torch(contents: Contents, out: str | os.PathLike[str]) -> tuple[Store, tuple[str, ...], tuple[str, ...]]:
+    """Write a file that ``torch.load(weights_only=True)`` reads as the nested state dict.
+
+    Returns:
+        The file's directory, its name, and nothing left out.
+
+    Raises:
+        ConfigurationError, StoreError, DamagedError: As ``exporting.export``.
+    """
+    nested: dict[str, Any] = {}
+    for fqn, value in contents.objects().items():
+        set_element(nested, contents.paths[fqn], value)
+    for fqn, tensor in contents.tensors.items():
+        set_element(nested, contents.paths[fqn], _LaterTensor(tensor))
+    pickled = io.BytesIO()
+    pickler = _Pickler(pickled)
+    pickler.dump(nested)
+    with new_file(out) as stream, closing(_Archive(stream)) as archive:
+        archive.put("data.pkl", pickled.getvalue())
+        archive.put("byteorder", b"little")
+        archive.put("version", b"3\n")
+        for number, storage in pickler.storages.items():
+            archive.put(f"data/{number}", bytes(storage))
+        numbers = {fqn: number for number, fqn in pickler.fqns.items()}
+        for fqn, parts in groupby(contents.read(numbers), lambda part: part[0].fqn):
+            with archive.record(f"data/{numbers[fqn]}") as record:
+                for _, values in parts:
+                    record.write(bytes_of(values).data)
+    return stream.store, (stream.name,), ()
+
+
+@dataclass(frozen=True)
+class _LaterTensor:
+    """Stands in the state dict for a tensor that is read later."""
+
+    whole: Chunk
+
+
+@dataclass(frozen=True)
+class _LaterStorage:
+    """And this for its memory."""
+
+    whole: Chunk
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles as ``torch.save`` does, and numbers the records that tensors are to be found in.
+
+    Attributes:
+        fqns: By number of the record, the tensor that is to be read.
+        storages: By number of the record, memory of tensors within objects.
+    """
+
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream, protocol=2)  # the one that the weights-only unpickler reads
+        self.fqns: dict[int, str] = {}
+        self.storages: dict[int, UntypedStorage] = {}
+
+    def reducer_override(self, value: Any) -> Any:
+        """A tensor to come is a view of all its memory."""
+        if not isinstance(value, _LaterTensor):
+            return NotImplemented
+        size = value.whole.box.sizes
+        stride = torch.empty(size, device="meta").stride()
+        return torch._utils._rebuild_tensor_v2, (_LaterStorage(value.whole), 0, size, stride, False, OrderedDict())
+
+    def persistent_id(self, value: Any) -> Any:
+        """What the pickle says of memory: its type, record, device, and number of elements."""
+        number = len(self.fqns) + len(self.storages)
+        if isinstance(value, _LaterStorage):
+            self.fqns[number] = value.whole.fqn
+            dtype = value.whole.dtype
+            return "storage", _STORAGE_TYPES[dtype], str(number), "cpu", value.whole.num_bytes // dtype.itemsize
+        if isinstance(value, TypedStorage):
+            self.storages[number] = value._untyped_storage.cpu()
+            return "storage", getattr(torch, value._pickle_storage_type()), str(number), "cpu", value._size()
+        return None
+
+
+class _Archive:
+    """A zip archive that is written from its beginning to its end."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._zip = zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED)
+
+    @contextmanager
+    def record(self, name: str) -> Iterator[IO[bytes]]:
+        """A record whose bytes begin at a multiple of 64, so that a memory-mapped tensor is aligned."""
+        info = zipfile.ZipInfo(f"{_FOLDER}/{name}")
+        padding = -(self._stream.num_bytes + _HEADER_BYTES + len(info.filename)) % _ALIGNMENT
+        info.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
+        with self._zip.open(info, "w", force_zip64=True) as file:
+            yield file
+
+    def put(self, name: str, data: bytes) -> None:
+        """A record that is there already."""
+        with self.record(name) as file:
+            file.write(data)
+
+    def close(self) -> None:
+        """Write the list of records, without which the file is no archive."""
+        self._zip.close()

@@ -1,0 +1,1 @@
+"""Pruning: what is kept, and what is removed."""

@@ -1,0 +1,116 @@
+"""The run history of a root: put together from the manifests that are there, and the journal of what was pruned.
+
+What a save or a compaction wrote is told by its manifest, or, once that was pruned, by the journal. What a prune could
+not remove is told anew by the next one, and counts twice. Links are no checkpoints of their own.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from torchrec_cnr.format.manifest import DTYPES, Kind, Manifest, TensorEntry
+from torchrec_cnr.lineage.checkpoint import Checkpoint
+from torchrec_cnr.maintenance.catalog import Catalog, Entry
+from torchrec_cnr.maintenance.file_names import log_bytes, written_bytes
+from torchrec_cnr.maintenance.journal import PrunedCheckpoint
+from torchrec_cnr.maintenance.restore_bytes import all_restore_bytes
+from torchrec_cnr.maintenance.run_history import Event, KeptCheckpoint, RunHistory
+from torchrec_cnr.quantization import NoQuantization
+
+
+def run_history(catalog: Catalog) -> RunHistory:
+    """All that is known to have happened under a root."""
+    restore_bytes = all_restore_bytes(catalog)
+    events: list[Event] = []
+    kept = []
+    model = max([1, *(pruned.num_bytes for pruned in catalog.pruned if pruned.kind == "baseline")])
+    for name, checkpoint in catalog.checkpoints.items():
+        entry, read = catalog.entries[name], restore_bytes[name]
+        if entry.is_link:
+            continue
+        model = max(1, model_bytes(checkpoint.manifest))
+        events += _events(name, entry, checkpoint, read, model)
+        kept.append(_kept(name, entry, checkpoint, catalog.parent(checkpoint), read))
+    for pruned in catalog.pruned:
+        events += _pruned_events(pruned, model)
+    for prune in catalog.journal.prunes:
+        events.append(Event(prune.at_ns, "prune", prune.name, 0, prune.freed_bytes, None, None, model))
+    events.sort(key=lambda event: event.at_ns)
+    before = {pruned.name for pruned in catalog.journal.pruned}
+    rest = (entry for name, entry in catalog.entries.items() if name in before and entry.checkpoint is None)
+    left_bytes = sum(entry.num_bytes for entry in rest)
+    unreadable = tuple(name for name, entry in catalog.entries.items() if entry.problem is not None)
+    return RunHistory(catalog.root.url, tuple(events), tuple(kept), left_bytes, unreadable)
+
+
+def model_bytes(manifest: Manifest) -> int:
+    """About what one full baseline would take, quantized as the rows that are stored are."""
+    stored = sum(_whole_bytes(manifest, entry) for entry in manifest.tensors.values())
+    return round(stored) + sum(blob.num_bytes for blob in manifest.objects.values())
+
+
+def _whole_bytes(manifest: Manifest, entry: TensorEntry) -> float:
+    num_rows = sum(shard.rows.num_rows * shard.box.num_cols for shard in entry.shards)
+    num_bytes = sum(blob.num_bytes for shard in entry.shards for blob in shard.blobs)
+    num_values = sum(place.box.num_rows * place.box.num_cols for place in entry.places)
+    if num_rows:
+        return num_bytes * num_values / num_rows
+    scheme, dtype = entry.shards[0].scheme if entry.shards else NoQuantization(), DTYPES[entry.dtype]
+    return float(sum(place.box.num_rows * scheme.row_bytes(place.box.num_cols, dtype) for place in entry.places))
+
+
+def _events(name: str, entry: Entry, checkpoint: Checkpoint, restore_bytes: int | None, model: int) -> Iterator[Event]:
+    saved = checkpoint.committed
+    written = [(manifest.created_ns, written_bytes(manifest, entry.files)) for manifest in checkpoint.manifests]
+    share = _share(saved.num_rows, _table_rows(saved))
+    yield from _written(name, saved.kind, written, share, restore_bytes, model, log_bytes(saved))
+
+
+def _pruned_events(pruned: PrunedCheckpoint, model: int) -> Iterator[Event]:
+    written = [(pruned.created_ns, pruned.num_bytes), *pruned.compactions]
+    share = _share(pruned.num_rows, pruned.num_table_rows)
+    yield from _written(pruned.name, pruned.kind, written, share, pruned.restore_bytes, model, pruned.log_bytes)
+
+
+def _written(
+    name: str,
+    kind: Kind,
+    written: Sequence[tuple[int, int]],
+    share: float,
+    restore_bytes: int | None,
+    model: int,
+    in_log_bytes: int,
+) -> Iterator[Event]:
+    """A save and its compactions, by time and bytes; what a restore reads is known of the last of them."""
+    for number, (at_ns, num_bytes) in enumerate(written):
+        yield Event(
+            at_ns=max(at_ns, written[0][0]),
+            kind="compaction" if number else kind,
+            name=name,
+            written_bytes=num_bytes,
+            freed_bytes=0,
+            modified_share=share if kind == "delta" and not number else None,
+            restore_bytes=restore_bytes if number == len(written) - 1 else None,
+            model_bytes=model,
+            log_bytes=0 if number else in_log_bytes,  # a compaction writes files
+        )
+
+
+def _kept(
+    name: str, entry: Entry, checkpoint: Checkpoint, parent: str | None, restore_bytes: int | None
+) -> KeptCheckpoint:
+    ref = checkpoint.manifest.parent
+    return KeptCheckpoint(
+        name=name,
+        kind=checkpoint.kind,
+        created_ns=checkpoint.created_ns,
+        num_bytes=entry.num_bytes,
+        parent=parent if ref is None or parent is not None else ref.path,
+        restore_bytes=restore_bytes,
+    )
+
+
+def _table_rows(manifest: Manifest) -> int:
+    return sum(entry.size[0] for entry in manifest.tensors.values() if entry.is_table)
+
+
+def _share(num_rows: int, num_table_rows: int) -> float:
+    return min(1.0, num_rows / num_table_rows) if num_table_rows else 0.0

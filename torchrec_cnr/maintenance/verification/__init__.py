@@ -1,0 +1,1 @@
+"""Whether a lineage can be loaded."""

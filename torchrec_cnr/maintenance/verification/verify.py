@@ -1,0 +1,181 @@
+"""Verification: would a restore give what was committed?
+
+Of every checkpoint in a lineage, all manifests, headers and blobs are compared with their digests, and all rows are
+decoded; see ``damage``. What is wrong is listed, and the rest is verified all the same.
+"""
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from torchrec_cnr.errors import DamagedError, LoadError, StoreError, VersionError
+from torchrec_cnr.format.manifest import FILE_NAME
+from torchrec_cnr.lineage.checkpoint import Checkpoint, Lineage, read_checkpoint, read_lineage
+from torchrec_cnr.maintenance.catalog import Catalog, is_checkpoint, no_checkpoint, read_catalog
+from torchrec_cnr.maintenance.verification.damage import Problem, find_contradictions, find_damage, find_dead_damage
+from torchrec_cnr.progress import Progress
+from torchrec_cnr.storage.pack_writer import check_thread_count
+from torchrec_cnr.storage.row_log import RowLog
+from torchrec_cnr.storage.store import Store
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What a verification found.
+
+    Attributes:
+        heads: Checkpoints whose lineages were verified.
+        checkpoints: These and all that they stand on, as far as their manifests can be read.
+        num_blobs: Blobs of these checkpoints.
+        num_bytes: Bytes of the blobs.
+        problems: All that is wrong: with manifests, then with packs, then with what checkpoints say of one another.
+    """
+
+    heads: tuple[str, ...]
+    checkpoints: tuple[str, ...]
+    num_blobs: int
+    num_bytes: int
+    problems: tuple[Problem, ...]
+
+    @property
+    def is_right(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+
+def verify(
+    path: str | os.PathLike[str] | Store,
+    *,
+    all_heads: bool = False,
+    rows: RowLog | None = None,
+    progress: Progress | None = None,
+    thread_count: int = 2,
+) -> VerifyReport:
+    """Read all that a lineage consists of, compare it with its digests, and decode it.
+
+    Bytes of packs that no load needs any more, as compaction leaves them behind, are compared with the digests in the
+    manifests under which they were written, if these are still there. They do not count in the report.
+
+    Args:
+        path: A checkpoint, path or fsspec URL; or a root, which stands for its newest checkpoint. A manifest under a
+            root that cannot be read is a problem too: it might be the newest.
+        all_heads: Of a root, verify all lineages, that is, all checkpoints.
+        rows: The log that rows of deltas went to, if they did: ``KafkaRows``.
+        progress: Told how many of how many bytes were verified.
+        thread_count: Requests in flight at once. Each takes up to 16 MiB of memory.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint.
+        VersionError, StoreError: The checkpoint's own manifest cannot be read, or the log does not answer in time.
+        ConfigurationError: An argument cannot work, or rows lie in a log that was not given.
+    """
+    check_thread_count(thread_count)
+    if rows is not None:
+        rows.open(may_make=False)  # or each part that cannot be read would be waited for
+    place = Store.open(path, log=rows)
+    if is_checkpoint(place):
+        return _verify([_read_links(place)], (), progress, thread_count)
+    catalog = read_catalog(place)
+    unreadable = tuple(_unreadable(catalog))
+    names = catalog.heads() if all_heads else list(catalog.checkpoints)[-1:]
+    if not names and not unreadable:
+        raise no_checkpoint(catalog.root)
+    return _verify([_catalog_links(catalog, name) for name in names], unreadable, progress, thread_count)
+
+
+@dataclass(frozen=True)
+class _Links:
+    """A lineage as far as it can be read.
+
+    Attributes:
+        head: Path or URL of its newest checkpoint.
+        checkpoints: Those that can be read, oldest first.
+        problem: Why others cannot, or None.
+    """
+
+    head: str
+    checkpoints: tuple[Checkpoint, ...]
+    problem: Problem | None = None
+
+
+def _verify(
+    lineages: list[_Links], unreadable: Iterable[Problem], progress: Progress | None, thread_count: int
+) -> VerifyReport:
+    """Verify each checkpoint once, however many lineages it belongs to."""
+    checkpoints = {checkpoint.store.url: checkpoint for links in lineages for checkpoint in links.checkpoints}
+    manifests = [checkpoint.manifest for checkpoint in checkpoints.values()]
+    num_bytes, done = sum(manifest.blob_bytes for manifest in manifests), 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done = min(done + count, num_bytes)
+        if progress is not None:
+            progress(done, num_bytes)
+
+    problems = [*unreadable, *(links.problem for links in lineages if links.problem is not None)]
+    for checkpoint in checkpoints.values():
+        problems += find_damage(checkpoint, thread_count, advance)
+    advance(num_bytes)
+    problems += find_dead_damage(list(checkpoints.values()), thread_count)
+    for links in lineages:
+        if links.problem is None:
+            problems += find_contradictions(Lineage(links.checkpoints))
+    return VerifyReport(
+        tuple(links.head for links in lineages),
+        tuple(checkpoints),
+        sum(1 for manifest in manifests for _ in manifest.blobs()),
+        num_bytes,
+        tuple(dict.fromkeys(problems)),
+    )
+
+
+def _unreadable(catalog: Catalog) -> Iterator[Problem]:
+    for entry in catalog.entries.values():
+        if entry.problem is not None:
+            message = str(entry.problem)
+            yield Problem(entry.store.url, _manifest_in(message, entry.store.url), None, message)
+
+
+def _catalog_links(catalog: Catalog, name: str) -> _Links:
+    lineage, store = catalog.lineage(name), catalog.checkpoints[name].store
+    return _read_links(store) if lineage is None else _Links(store.url, lineage.checkpoints)
+
+
+def _read_links(head: Store) -> _Links:
+    """Read a lineage; if it is damaged, as much of it as can be read from the head on."""
+    try:
+        return _Links(head.url, read_lineage(head).checkpoints)
+    except (DamagedError, VersionError, StoreError) as error:
+        found = list(_readable(head))
+        if not found and not isinstance(error, DamagedError):
+            raise
+        message = str(error)
+    parent = found[-1].parent if found else head.url
+    file = None if parent is None else _manifest_in(message, parent)
+    return _Links(head.url, tuple(reversed(found)), Problem(head.url, file, None, message))
+
+
+def _readable(store: Store) -> Iterator[Checkpoint]:
+    """Checkpoints from a head on, as long as each is the one that its child names."""
+    seen: set[str] = set()
+    expected = None
+    while store.path not in seen:
+        seen.add(store.path)
+        try:
+            checkpoint = read_checkpoint(store)
+        except (LoadError, StoreError):
+            return
+        if expected not in (None, checkpoint.sha256):
+            return
+        yield checkpoint
+        parent = checkpoint.manifest.parent
+        if parent is None:
+            return
+        store, expected = store.at(parent.path), parent.sha256
+
+
+def _manifest_in(message: str, url: str) -> str:
+    """The manifest file of a checkpoint that a message is about."""
+    named = re.match(rf"{re.escape(url)}/manifest(-[0-9a-f]+)?\.json(?=: )", message)
+    return named[0] if named else f"{url}/{FILE_NAME}"

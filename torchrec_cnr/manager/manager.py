@@ -1,0 +1,305 @@
+"""The manager: one object for the checkpoints of a run. It knows nothing that a function does not.
+
+``save`` and ``async_save`` hand the state to DCP when a checkpoint is due, ``restore`` loads the newest that can be
+read. On the coordinator, a thread of its own compacts and prunes after each commit. All ranks call everything alike.
+"""
+
+import itertools
+import logging
+import os
+import posixpath
+import re
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, Literal
+
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+
+from torchrec_cnr.errors import CheckpointExistsError, CNRError, ConfigurationError, SaveError, StoreError
+from torchrec_cnr.format.manifest import FILE_NAME
+from torchrec_cnr.lineage.checkpoint import read_checkpoint
+from torchrec_cnr.loading.fitting import LoadReport
+from torchrec_cnr.maintenance.background_upkeep import Upkeep
+from torchrec_cnr.maintenance.file_names import log_bytes
+from torchrec_cnr.maintenance.pruning.retention import Keep
+from torchrec_cnr.manager.ranks import RunRanks
+from torchrec_cnr.manager.restore import restore_newest
+from torchrec_cnr.manager.schedule import Due
+from torchrec_cnr.policies import MAX_RATIO, Compacted, OneShot, Policy
+from torchrec_cnr.progress import Saved, SavePhases
+from torchrec_cnr.quantization import Quantization
+from torchrec_cnr.saving.decision import refuse_policy
+from torchrec_cnr.saving.planner import CNRSavePlanner
+from torchrec_cnr.saving.plug_in_messages import SaveMetadata
+from torchrec_cnr.saving.staging import STAGING_BYTES
+from torchrec_cnr.saving.writer import CNRStorageWriter
+from torchrec_cnr.storage.row_log import RowLog
+from torchrec_cnr.storage.store import Store
+from torchrec_cnr.tracking.tracked_tables import TrackedRows
+
+logger = logging.getLogger(__name__)
+
+State = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
+_NAME = re.compile(r"step-(\d{1,18})(?:-\d{1,9})?")
+
+
+class CheckpointManager:
+    """Saves, restores, compacts and prunes the checkpoints of one run, ``step-<n>`` under one root.
+
+    Where a restore has passed over a damaged checkpoint, that one keeps its name, and the next of its step is called
+    ``step-<n>-2``.
+
+    Args:
+        root: Where the checkpoints lie, a path or fsspec URL.
+        tracker: Knows the modified rows of the model.
+        policy: What each checkpoint is a delta of; by default ``Compacted``, or ``OneShot`` where ``rows`` go to a
+            compacted topic.
+        quantization: How rows are stored; see ``CNRStorageWriter``.
+        every_steps: ``save`` saves at every multiple of this number.
+        every_secs: ``save`` saves when so much time went by since the last checkpoint. With neither, it always saves.
+        keep: What is kept; None keeps everything.
+        compacts: Whether lineages are compacted, in a thread on the coordinator. By default they are if the policy
+            expects it; pass False where ``cnr compact`` does it elsewhere.
+        num_retries: How often a save that the file system refused is tried again.
+        thread_count: Packs read and written at once.
+        when_busy: What ``async_save`` does while the save before is under way on any rank: "wait" for it, "skip" this
+            one, whose rows the next one takes, or "fail" with a ``SaveError``.
+        cpu_share: Of a core, for saves in the background; see ``CNRStorageWriter``.
+        staging_bytes: How much such a save copies; see ``CNRStorageWriter``.
+        timeout_secs: How long a rank waits for the others in a save; one that is missing is named then.
+        rows: A log that the rows of deltas go to, and markers that commit (``KafkaRows``). By default, both are files.
+        on_saved: Called on every rank with each checkpoint that was committed.
+        on_progress: Called from any thread with what is being done ("save", "restore", "compact" or "prune") and how
+            much is done of how much: shards of a save, files of a prune, bytes of others.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        tracker: TrackedRows,
+        *,
+        policy: Policy | None = None,
+        quantization: Quantization | Mapping[str, Quantization] | None = None,
+        every_steps: int | None = None,
+        every_secs: float | None = None,
+        keep: Keep | None = None,
+        compacts: bool | None = None,
+        num_retries: int = 2,
+        thread_count: int = 2,
+        when_busy: Literal["wait", "skip", "fail"] = "wait",
+        cpu_share: float = 1.0,
+        staging_bytes: int = STAGING_BYTES,
+        timeout_secs: float = 1800.0,
+        rows: RowLog | None = None,
+        on_saved: Callable[[Saved], None] | None = None,
+        on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    ) -> None:
+        if policy is None:
+            policy = Compacted() if rows is None or rows.block_bytes is None else OneShot()
+        refuse_policy(policy, rows)
+        self._root = Store.open(root).url
+        self._log = rows
+        self._ranks = RunRanks(timeout_secs)
+        self._tracker = tracker
+        self._planner = CNRSavePlanner(tracker, policy=policy)
+        self._progress = on_progress
+        self._writer = CNRStorageWriter(
+            self._root,
+            quantization=quantization,
+            thread_count=thread_count,
+            staging_bytes=staging_bytes,
+            cpu_share=cpu_share,
+            timeout_secs=timeout_secs,
+            rows=rows,
+            progress=partial(on_progress, "save"),
+        )
+        self._when_busy = when_busy
+        self._thread_count = thread_count
+        self._due = Due(every_steps, every_secs, self._ranks.decide)
+        self._num_retries = num_retries
+        self._on_saved = on_saved
+        self._in_flight: tuple[int, float, float, Future[Any]] | None = None
+        does_compact = isinstance(policy, Compacted) if compacts is None else compacts
+        is_coordinator = self._ranks.rank == 0
+        max_ratio = policy.max_ratio if isinstance(policy, Compacted) else MAX_RATIO
+        self._upkeep = (
+            Upkeep(self._root, keep, does_compact, max_ratio, rows=rows, progress=on_progress)
+            if is_coordinator
+            else None
+        )
+        self.report: LoadReport | None = None
+        self._passed_over: frozenset[str] = frozenset()
+
+    def save(self, step: int, state: State, *, force: bool = False) -> Saved | None:
+        """Save if a checkpoint is due; returns once it is committed.
+
+        Args:
+            step: The step that training has just made.
+            state: As for ``dcp.save``: live state dicts or ``Stateful`` objects; or what returns it, called when due.
+            force: Save whether it is due or not.
+
+        Raises:
+            CheckpointException, SaveError: It failed, as often as it was tried. The rows are in the next one.
+        """
+        if not (force or self._due(step)):
+            return None
+        self.wait()
+        num_retries = 0
+        while True:
+            started = time.monotonic()
+            try:
+                metadata = self._save(save, step, state)
+            except CheckpointException as error:
+                if num_retries > 0 and self._is_committed(step, error):
+                    secs = time.monotonic() - started
+                    return self._finish(step, None, secs, secs, num_retries)
+                if num_retries == self._num_retries or not _may_be_tried_again(error):
+                    raise
+                num_retries += 1
+                logger.warning("step %d: the save failed and is tried again: %s", step, error)
+            except RuntimeError as error:
+                raise self._ranks.explained(error) from error
+            else:
+                secs = time.monotonic() - started
+                return self._finish(step, metadata, secs, secs, num_retries)
+
+    def async_save(self, step: int, state: State, *, force: bool = False) -> Future[Any] | None:
+        """Copy what a checkpoint needs if it is due, and save that in the background.
+
+        How it ended shows at the next call of anything here, :meth:`wait` at the latest.
+
+        Raises:
+            SaveError: The save before is under way, and ``when_busy`` is "fail".
+            CheckpointException, SaveError: The save before failed.
+        """
+        if not (force or self._due(step)):
+            return None
+        if self._when_busy != "wait" and self._ranks.any(self._is_busy):
+            if self._when_busy == "skip":
+                return None
+            raise SaveError(f"step {step}: the save before is still under way; its rows are in it, others in the next")
+        self.wait()
+        started = time.monotonic()
+        future: Future[Any] = self._save(async_save, step, state)
+        self._in_flight = (step, started, time.monotonic() - started, future)
+        self._due.saved(step)
+        return future
+
+    def _is_committed(self, step: int, error: CheckpointException) -> bool:
+        """Whether a save was refused because the try before it, which seemed to fail, had committed it."""
+        is_there = all(isinstance(failure, CheckpointExistsError) for failure, _ in error.failures.values())
+        head, path = self._tracker.head, Store.open(self._path(step)).path
+        return is_there and head is not None and head.ref.path == path
+
+    def _path(self, step: int) -> str:
+        names = (f"step-{step}" if number == 1 else f"step-{step}-{number}" for number in itertools.count(1))
+        return posixpath.join(self._root, next(name for name in names if name not in self._passed_over))
+
+    @property
+    def _is_busy(self) -> bool:
+        return self._in_flight is not None and not self._in_flight[-1].done()
+
+    def _save(self, how: Callable[..., Any], step: int, state: State) -> Any:
+        return how(
+            dict(state() if callable(state) else state),
+            checkpoint_id=self._path(step),
+            storage_writer=self._writer,
+            planner=self._planner,
+            process_group=self._ranks.group,
+        )
+
+    def wait(self) -> Saved | None:
+        """Wait for a save in the background; raises what it failed with."""
+        if self._in_flight is None:
+            return None
+        step, started, stall_secs, future = self._in_flight
+        self._in_flight = None
+        try:
+            metadata = future.result()
+        except Exception as error:
+            raise self._ranks.explained(error) from error
+        return self._finish(step, metadata, stall_secs, time.monotonic() - started, 0)
+
+    def _finish(
+        self, step: int, metadata: SaveMetadata | None, stall_secs: float, secs: float, num_retries: int
+    ) -> Saved:
+        self._due.saved(step)
+        self._planner.settle()
+        checkpoint = read_checkpoint(self._writer.checkpoint_id)
+        saved = Saved(
+            step=step,
+            path=checkpoint.store.url,
+            kind=checkpoint.committed.kind,
+            num_bytes=checkpoint.num_bytes + log_bytes(checkpoint.manifest),
+            num_rows=checkpoint.num_rows,
+            stall_secs=stall_secs,
+            secs=secs,
+            phases=SavePhases() if metadata is None else metadata.phases[self._ranks.rank],
+            num_retries=num_retries,
+        )
+        if self._upkeep is not None:
+            self._upkeep.after(checkpoint)
+        if self._on_saved is not None:
+            self._on_saved(saved)
+        return saved
+
+    def restore(self, state: State) -> int | None:
+        """Load the newest checkpoint that can be read; see :func:`restore_newest`.
+
+        Args:
+            state: As for ``dcp.load``. Entries that are no tensors are replaced in it, so it must be the very mapping
+                that training goes on with, or hold ``Stateful`` objects.
+
+        Returns:
+            The step after which it was taken, or None where there is no checkpoint.
+        """
+        self.wait()
+        target = state() if callable(state) else state
+        if not isinstance(target, dict):
+            raise ConfigurationError(f"'state' must be a dict to load into (got {type(target).__name__})")
+        found = restore_newest(
+            self._root,
+            target,
+            self._tracker,
+            group=self._ranks.group,
+            thread_count=self._thread_count,
+            rows=self._log,
+            progress=partial(self._progress, "restore"),
+        )
+        if found is None:
+            return None
+        path, self.report = found
+        name = _NAME.fullmatch(posixpath.basename(path))
+        if name is None:
+            raise ConfigurationError(f"{path} is the newest checkpoint, but none of a manager's, whose are 'step-<n>'")
+        step = int(name[1])
+        behind = _names_behind(self._root, step) if self._ranks.rank == 0 else None
+        self._passed_over = self._ranks.decide(behind)
+        return step
+
+    def close(self) -> None:
+        """Wait for everything that is under way."""
+        try:
+            self.wait()
+        finally:
+            self._writer.close()
+            self._ranks.close()
+            if self._upkeep is not None:
+                self._upkeep.close()
+
+
+def _names_behind(root: str, step: int) -> frozenset[str] | CNRError:
+    """Checkpoints of later steps, which a restore has passed over; they stay for whoever may mend them."""
+    store = Store.open(root)
+    try:
+        later = [name for name in store.names() if (found := _NAME.fullmatch(name)) and int(found[1]) > step]
+        return frozenset(name for name in later if store.at(name).exists(FILE_NAME))
+    except CNRError as error:  # for all ranks
+        return error
+
+
+def _may_be_tried_again(error: CheckpointException) -> bool:
+    return all(isinstance(failure, StoreError) for failure, _ in error.failures.values())

@@ -1,0 +1,153 @@
+"""The pulse: which ranks are still there.
+
+A collective that fails or runs out of time tells that some rank is missing, not which. So every rank counts up a number
+in the group's store, once a second, from a thread of its own, whatever else it does. One whose number stands still is
+dead or stopped.
+
+The ranks of a run: groups of their own for saves and for decisions, and the name of a rank that is missing.
+"""
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.distributed_c10d import Store, _get_default_store
+
+from torchrec_cnr.errors import CNRError, SaveError
+from torchrec_cnr.manager.restore import shared
+
+logger = logging.getLogger(__name__)
+
+BEAT_SECS = 1.0
+_MAX_MISSED = 5  # beats, since a process may hold the interpreter's lock for a while
+_instances = iter(range(1 << 62))  # ranks make theirs in one order
+
+
+class Pulse:
+    """This rank's pulse, from now on; all ranks make theirs alike.
+
+    Args:
+        rank: This rank.
+        world_size: How many there are.
+        store: Where ranks find one another's.
+    """
+
+    def __init__(self, rank: int, world_size: int, store: Store) -> None:
+        self._store = store
+        self._prefix = f"torchrec_cnr/pulse/{next(_instances)}"
+        self._rank = rank
+        self._world_size = world_size
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="cnr-pulse", daemon=True)
+        self._thread.start()
+        # Not to be caught in the store when the interpreter ends, which would end it with a crash.
+        self._stop = weakref.finalize(self, _stop, self._is_closed, self._thread)
+
+    @classmethod
+    def of_world(cls) -> "Pulse":
+        """That of this rank of the default group."""
+        return cls(dist.get_rank(), dist.get_world_size(), _get_default_store())
+
+    def missing(self) -> Sequence[int]:
+        """Ranks whose pulse has stopped; takes some seconds. All but this one, if not even the store answers."""
+        found: list[int] = []
+        looking = threading.Thread(target=lambda: found.extend(self._missing()), name="cnr-pulse-look", daemon=True)
+        looking.start()
+        looking.join(3 * _MAX_MISSED * BEAT_SECS)  # a store whose process was stopped keeps its clients waiting
+        return self._others() if looking.is_alive() else found
+
+    def _missing(self) -> Sequence[int]:
+        try:
+            before = self._beats()
+            time.sleep(_MAX_MISSED * BEAT_SECS)
+            after = self._beats()
+        except (RuntimeError, OSError) as error:
+            logger.warning("the group's store does not answer: %s", error)
+            return self._others()
+        return [rank for rank in self._others() if before[rank] == after[rank]]
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self._world_size) if rank != self._rank]
+
+    def close(self) -> None:
+        """End it: others will take this rank for missing."""
+        self._stop()
+
+    def _beat(self) -> None:
+        while True:
+            try:
+                self._store.add(f"{self._prefix}/{self._rank}", 1)
+            except (RuntimeError, OSError):  # whoever has the store is gone: the next collective will tell
+                return
+            if self._is_closed.wait(BEAT_SECS):
+                return
+
+    def _beats(self) -> list[int]:
+        return [self._store.add(f"{self._prefix}/{rank}", 0) for rank in range(self._world_size)]
+
+
+def _stop(is_closed: threading.Event, thread: threading.Thread) -> None:
+    is_closed.set()
+    thread.join(BEAT_SECS)
+
+
+class RunRanks:
+    """All ranks of the default group, or this process alone; all ranks make theirs alike.
+
+    Saves in the background must not meet collectives of training, on one group, nor decisions that are made meanwhile.
+
+    Args:
+        timeout_secs: How long a rank waits for the others.
+
+    Attributes:
+        rank: This one.
+        group: For saves and loads; None where there is one process.
+    """
+
+    def __init__(self, timeout_secs: float) -> None:
+        self.rank = 0
+        self.group: dist.ProcessGroup | None = None
+        self._deciding: dist.ProcessGroup | None = None
+        self._pulse: Pulse | None = None
+        if dist.is_initialized():
+            timeout = timedelta(seconds=timeout_secs)
+            self.rank = dist.get_rank()
+            self.group = dist.new_group(backend="gloo", timeout=timeout)
+            self._deciding = dist.new_group(backend="gloo", timeout=timeout)
+            self._pulse = Pulse.of_world()
+
+    def decide(self, value: Any) -> Any:
+        """What rank 0 has, on all ranks."""
+        return shared(value, self._deciding)
+
+    def any(self, is_so: bool) -> bool:
+        """Whether it is so on any rank."""
+        if self._deciding is None:
+            return is_so
+        found: list[Any] = [None] * dist.get_world_size(self._deciding)
+        dist.all_gather_object(found, is_so, group=self._deciding)
+        return any(found)
+
+    def explained(self, error: BaseException) -> BaseException:
+        """An error of a save; one that came from a collective names the ranks that are missing, if any are."""
+        if self._pulse is None or isinstance(error, CNRError | CheckpointException):
+            return error
+        missing = self._pulse.missing()
+        if not missing:
+            return error
+        ranks = f"rank {missing[0]} does" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} do"
+        return SaveError(
+            f"{ranks} not answer: killed, stopped, or cut off. Whether the save was committed, its manifest tells; "
+            "start the job again, and restore the newest checkpoint"
+        )
+
+    def close(self) -> None:
+        """This rank leaves."""
+        if self._pulse is not None:
+            self._pulse.close()

@@ -1,0 +1,1 @@
+"""Reading a lineage: its checkpoints merged into tensors."""

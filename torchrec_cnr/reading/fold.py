@@ -1,0 +1,177 @@
+"""Folding: a lineage is read oldest first, and each checkpoint's rows overwrite those before.
+
+What is wanted is a list of regions of tensors. ``plan_fold`` works out which blobs of which checkpoints touch them;
+``fold`` reads these, verifies them and writes their rows into the targets. It reads row numbers first, of as many
+checkpoints as it may, so that a row which a later one holds too is not decoded. A tensor that was folded out of several
+checkpoints may be stored in shards that overlap; a manifest cannot show that these hold every row, so it is seen to
+while they are read.
+
+Last turns: when each row of a region is overwritten for the last time, so that it need not be decoded before.
+
+Deltas of one baseline hold many rows over and over. A fold reads them in turns, and what a later turn holds overwrites
+what earlier ones do. Row numbers are small and are read first; with them it is known which rows of a turn are left.
+"""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from torchrec_cnr.errors import DamagedError
+from torchrec_cnr.format.boxes import Box
+from torchrec_cnr.format.coverage import Coverage
+from torchrec_cnr.format.manifest import TensorEntry
+from torchrec_cnr.progress import Count, Progress
+from torchrec_cnr.reading.checkpoint_rows import CheckpointRows
+from torchrec_cnr.reading.plan import CheckpointReads
+from torchrec_cnr.reading.regions import Block, PlacedRows, Region
+
+_LEAST_COLS = 8  # narrower rows are written as fast as they are looked up
+MOST_TURNS = 1 << 15
+
+
+class LastTurns:
+    """Of each row of some regions, the last turn that holds all of its columns; two bytes a row.
+
+    Args:
+        regions: The regions, of which those with rows that are wide enough are followed.
+    """
+
+    def __init__(self, regions: Iterable[Region]) -> None:
+        wide = [region for region in regions if len(region.box.sizes) == 2 and region.box.num_cols >= _LEAST_COLS]
+        self._turns = {id(region): torch.zeros(region.box.num_rows, dtype=torch.int16) for region in wide}
+
+    @property
+    def num_regions(self) -> int:
+        """How many are followed."""
+        return len(self._turns)
+
+    def note(self, region: Region, rows: PlacedRows, turn: int) -> None:
+        """A turn holds some rows; turns come in order."""
+        turns = self._turns.get(id(region))
+        found = rows.within(region.box) if turns is not None and _has_all_columns(rows, region) else None
+        if turns is not None and found is not None:
+            turns[found[1]] = turn
+
+    def left(self, region: Region, block: Block, turn: int) -> Block | None:
+        """What no later turn overwrites of a turn's block; None if nothing is left."""
+        turns, numbers = self._turns.get(id(region)), block.rows.numbers
+        found = block.rows.within(region.box) if turns is not None and numbers is not None else None
+        if turns is None or numbers is None or found is None:
+            return block
+        positions, rows = found
+        are_left = (turns[rows] if isinstance(rows, slice) else turns.index_select(0, rows)) <= turn
+        if bool(are_left.all()):
+            return block
+        left = are_left.nonzero().squeeze(1)
+        if not len(left):
+            return None
+        kept = left + positions.start if isinstance(positions, slice) else positions[left]
+        return block.part(kept, PlacedRows(block.box, 0, len(kept), numbers.index_select(0, kept)))
+
+
+def _has_all_columns(rows: PlacedRows, region: Region) -> bool:
+    common = rows.box.intersect(region.box)
+    return common is not None and common.num_cols == region.box.num_cols
+
+
+_EARLY_BYTES = 256 << 20  # read before the first row is written: row numbers, and the records of logs
+
+
+def fold(
+    plans: Sequence[CheckpointReads],
+    regions: Sequence[Region],
+    thread_count: int,
+    *,
+    are_complete: bool = True,
+    progress: Progress | None = None,
+) -> None:
+    """Execute a plan.
+
+    Args:
+        plans: For each checkpoint, oldest first, what is read of it.
+        regions: What it was planned for.
+        thread_count: Threads that read.
+        are_complete: Whether all rows must be found; not where a delta is looked at by itself.
+        progress: Told how many of how many bytes of rows were read.
+
+    Raises:
+        DamagedError: Bytes are not what was committed; the targets hold a mixture of old and new values.
+        StoreError: A pack cannot be read.
+    """
+    coverages = _coverages(plans, regions) if are_complete else {}
+    count = Count(sum(read.blob.num_bytes for plan in plans for read in plan.reads.values()), progress)
+    for window in _windows(plans):
+        first_turns = itertools.accumulate((plan.num_turns for plan in window), initial=1)
+        checkpoints = [
+            CheckpointRows(plan, first_turn, thread_count, holds_logs=len(window) > 1)
+            for plan, first_turn in zip(window, first_turns, strict=False)
+        ]
+        turns = _last_turns(checkpoints)
+        for checkpoint in checkpoints:
+            for turn, read, block in checkpoint.blocks():
+                for region in read.regions:
+                    left = turns.left(region, block, turn)
+                    if left is not None:
+                        region.write(left)
+                    if id(region) in coverages:
+                        coverages[id(region)].add(block.box, block.rows.index)
+                count.add(read.blob.num_bytes)
+    for region in regions:
+        hole = coverages[id(region)].first_hole() if id(region) in coverages else None
+        if hole is not None:
+            url = plans[0].checkpoint.store.url
+            raise DamagedError(f"{url}: tensor '{region.fqn}': row {hole} is nowhere stored; use another checkpoint")
+        region.finish()
+
+
+def _windows(plans: Iterable[CheckpointReads]) -> Iterator[list[CheckpointReads]]:
+    """Checkpoints of which the row numbers are read before any rows."""
+    window: list[CheckpointReads] = []
+    num_bytes = num_turns = 0
+    for plan in plans:
+        is_full = num_bytes + plan.early_bytes > _EARLY_BYTES or num_turns + plan.num_turns >= MOST_TURNS
+        if window and is_full:
+            yield window
+            window, num_bytes, num_turns = [], 0, 0
+        window.append(plan)
+        num_bytes, num_turns = num_bytes + plan.early_bytes, num_turns + plan.num_turns
+    if window:
+        yield window
+
+
+def _last_turns(checkpoints: Sequence[CheckpointRows]) -> LastTurns:
+    """When rows of tables are overwritten for the last time, in regions of which several checkpoints hold some rows."""
+    regions: dict[int, Region] = {}
+    times: Counter[int] = Counter()
+    for checkpoint in checkpoints:
+        reads = [read for read in checkpoint.plan.reads.values() if read.rows.blob and read.entry.table is None]
+        found = {id(region): region for read in reads for region in read.regions}
+        regions |= found
+        times.update(found.keys())
+    turns = LastTurns(regions[number] for number, count in times.items() if count > 1)
+    for checkpoint in checkpoints if turns.num_regions else ():
+        for turn, read, rows in checkpoint.placed():
+            for region in read.regions:
+                turns.note(region, rows, turn)
+    return turns
+
+
+def _coverages(plans: Sequence[CheckpointReads], regions: Sequence[Region]) -> dict[int, Coverage]:
+    """What is stored of the regions of tensors that no manifest shows to be whole."""
+    oldest: dict[int, TensorEntry] = {}
+    boxes: dict[int, list[Box]] = {}
+    num_rows: dict[int, int] = {}  # stored, each as often as it is
+    for plan in plans:
+        for read in plan.reads.values():
+            for region in read.regions:
+                oldest.setdefault(id(region), read.entry)
+                boxes.setdefault(id(region), []).append(read.shard.table_box or read.shard.box)
+                num_rows[id(region)] = num_rows.get(id(region), 0) + read.rows.num_rows
+    return {
+        id(region): Coverage(region.box, boxes.get(id(region), ()), num_rows.get(id(region), 0))
+        for region in regions
+        if math.prod(region.box.sizes) and not (id(region) in oldest and oldest[id(region)].is_whole)
+    }

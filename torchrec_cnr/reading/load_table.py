@@ -1,0 +1,137 @@
+"""One table, or a range of its rows, out of a lineage: without DCP, a process group or a model."""
+
+import difflib
+import os
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from torchrec_cnr.errors import ConfigurationError, LoadError, StateMismatchError
+from torchrec_cnr.format.boxes import Box
+from torchrec_cnr.format.manifest import DTYPES, Manifest, TensorEntry
+from torchrec_cnr.lineage.checkpoint import Lineage, existing, read_lineage
+from torchrec_cnr.reading.fold import fold
+from torchrec_cnr.reading.plan import plan_fold
+from torchrec_cnr.reading.regions import Region, RowStateRegion, TensorRegion, column_bounds
+from torchrec_cnr.storage.leases import leased
+from torchrec_cnr.storage.pack_writer import check_thread_count
+from torchrec_cnr.storage.row_log import RowLog
+from torchrec_cnr.storage.store import Store
+from torchrec_cnr.tracking.tracked_tables import forget_overwritten
+
+_NUM_SIMILAR = 5
+
+
+def load_table(
+    path: str | os.PathLike[str] | None,
+    fqn: str,
+    *,
+    rows: range | slice | None = None,
+    out: Tensor | None = None,
+    log: RowLog | None = None,
+    thread_count: int = 2,
+) -> Tensor:
+    """Read one tensor of a checkpoint, as its whole lineage has it. Only the bytes that it needs are read.
+
+    Row-wise optimizer state of a column-sharded table has the size that it has in a state dict: one value a row and
+    column shard.
+
+    Args:
+        path: The checkpoint, a path or fsspec URL; usually ``latest(root)``.
+        fqn: The tensor's name in it: a table's, or any other's.
+        rows: Which indices of the first dimension, without steps; by default all.
+        out: Where to: a tensor of the size and dtype of what is read, on any device.
+        log: The log that rows of deltas went to, if they did: ``KafkaRows``. Elsewhere it is called ``rows``.
+        thread_count: Requests in flight at once. Each takes up to 16 MiB of memory.
+
+    Returns:
+        [num_rows, ...], of the saved dtype: ``out``, or a new tensor on the CPU.
+
+    Raises:
+        StateMismatchError: The checkpoint has no tensor of this name, or ``out`` has another size or dtype.
+        ConfigurationError: An argument cannot work.
+        CheckpointNotFoundError, DamagedError, VersionError, StoreError: The checkpoint cannot be read.
+        LoadError: It does not fit into memory.
+    """
+    check_thread_count(thread_count)
+    place = Store.open(existing(path), log=log)
+    with leased(place, "load"):
+        lineage = read_lineage(place)
+        entry = _entry(lineage, fqn)
+        box = _wanted_box(fqn, entry, rows)
+        target = _target(out, fqn, box, DTYPES[entry.dtype])
+        forget_overwritten([target])
+        regions = list(regions_of(lineage, fqn, box, target))
+        fold(plan_fold(lineage, regions), regions, thread_count)
+    return target if out is None else out
+
+
+def _entry(lineage: Lineage, fqn: str) -> TensorEntry:
+    manifest, url = lineage.newest.manifest, lineage.newest.store.url
+    if fqn in manifest.objects:
+        raise StateMismatchError(f"{fqn!r} is no tensor in {url}: load it with dcp.load")
+    if fqn not in manifest.tensors:
+        similar = ", ".join(map(repr, _similar(fqn, manifest))) or "nothing of a similar name"
+        raise StateMismatchError(f"{fqn!r} is not in {url}; there is {similar}")
+    return manifest.tensors[fqn]
+
+
+def _similar(fqn: str, manifest: Manifest) -> list[str]:
+    """Names that hold this one, such as a table's FQN its name, and names that are spelled much like it."""
+    names = sorted(manifest.tensors)
+    holding = [name for name in names if fqn and fqn in name]
+    spelled = difflib.get_close_matches(fqn, names, _NUM_SIMILAR)
+    return list(dict.fromkeys([*holding, *spelled]))[:_NUM_SIMILAR]
+
+
+def _wanted_box(fqn: str, entry: TensorEntry, rows: range | slice | None) -> Box:
+    whole = Box.whole(entry.size)
+    if rows is None:
+        return whole
+    if getattr(rows, "step", 0) not in (None, 1):
+        raise ConfigurationError(f"'rows' must be a range or slice with step 1, or None (got {rows!r})")
+    if not entry.size:
+        raise ConfigurationError(f"'rows' must be None for {fqn!r}, which has no dimensions (got {rows!r})")
+    num_rows = entry.size[0]
+    start, stop, _ = rows.indices(num_rows) if isinstance(rows, slice) else (rows.start, rows.stop, 1)
+    stop = max(start, stop)
+    if start < 0 or stop > num_rows:
+        raise ConfigurationError(f"'rows' must be among the {num_rows} of {fqn!r} (got {rows!r})")
+    return Box((start, *whole.offsets[1:]), (stop - start, *whole.sizes[1:]))
+
+
+def _target(out: Tensor | None, fqn: str, box: Box, dtype: torch.dtype) -> Tensor:
+    if out is None:
+        try:
+            return torch.empty(box.sizes, dtype=dtype)
+        except RuntimeError as error:
+            raise LoadError(
+                f"{fqn!r}: {list(box.sizes)} of {dtype} do not fit into memory; load a range of its rows"
+            ) from error
+    if tuple(out.shape) != box.sizes or out.dtype is not dtype:
+        raise StateMismatchError(
+            f"'out' must be {list(box.sizes)} of {dtype} to hold {fqn!r} (got {list(out.shape)} of {out.dtype})"
+        )
+    return out.detach()
+
+
+def regions_of(lineage: Lineage, fqn: str, wanted: Box, target: Tensor) -> Iterator[Region]:
+    """What is to be folded to read a part of a tensor.
+
+    Args:
+        lineage: Its newest checkpoint has the tensor.
+        fqn: The tensor.
+        wanted: Which part, in the tensor's own indices.
+        target: Of the part's size and the tensor's dtype; what the regions write to.
+    """
+    entry = lineage.newest.manifest.tensors[fqn]
+    if entry.table is None:
+        yield TensorRegion(fqn, wanted, target)
+        return
+    for place in entry.places:
+        common = place.box.intersect(wanted)
+        if common is not None and place.table_box is not None:
+            (first, column), (_, width) = place.table_box.offsets, place.table_box.sizes
+            box = Box((first + common.offsets[0] - place.box.offsets[0], column), (common.num_rows, width))
+            yield RowStateRegion(fqn, box, target[common.slices(wanted)], column_bounds(lineage.shards(fqn), box))

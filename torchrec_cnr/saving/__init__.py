@@ -1,0 +1,1 @@
+"""DCP's save plug-ins, and what they are made of."""

@@ -1,0 +1,263 @@
+"""Assembly: from what every rank reports having written to the manifest of the whole checkpoint.
+
+Ranks number packs by themselves; here they are numbered through. DCP's own writer reports success for
+tensors that were never written, so every chunk of the plan must be matched by exactly one record, and nothing else.
+
+The commit of a save: its manifest, put last, and only if it can be loaded again and nothing it needs was pruned.
+"""
+
+import itertools
+import posixpath
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.storage import WriteResult
+
+from torchrec_cnr.errors import LoadError, SaveError
+from torchrec_cnr.format import manifest_json
+from torchrec_cnr.format.boxes import Box
+from torchrec_cnr.format.manifest import FILE_NAME, CheckpointRef, History, Manifest, Pack, Shard, TensorEntry
+from torchrec_cnr.format.renumbering import Renumbering
+from torchrec_cnr.format.row_sets import Blob
+from torchrec_cnr.lineage.checkpoint import relative_path
+from torchrec_cnr.lineage.marker_commit import commit_marked
+from torchrec_cnr.progress import SavePhases
+from torchrec_cnr.saving.decision import Decision
+from torchrec_cnr.storage.fences import Fence
+from torchrec_cnr.storage.leases import LEASE_SECS, Lease
+from torchrec_cnr.storage.row_log import Marker, root_id
+from torchrec_cnr.storage.store import Store
+from torchrec_cnr.version import __version__
+
+Key = tuple[tuple[int, ...], tuple[int, ...]] | None  # offsets and sizes of a shard; None for an object
+RANK_RECORD = ""  # the fqn under which each rank reports its packs; DCP has no other way to pass them
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """The files of one rank, and what they took."""
+
+    packs: tuple[Pack, ...]
+    phases: SavePhases
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """A shard that was written: what a rank knows of a ``TensorEntry``, with its own numbers of packs.
+
+    Its rows may be stored in parts, as shards of one place that have no row in common.
+    """
+
+    size: tuple[int, ...]
+    dtype: str
+    is_table: bool
+    table: str | None
+    parts: tuple[Shard, ...]
+
+
+@dataclass(frozen=True)
+class ObjectRecord:
+    """A non-tensor item that was written."""
+
+    blob: Blob
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """The parts of a manifest that the ranks' records give; and what each rank took."""
+
+    packs: tuple[Pack, ...]
+    phases: tuple[SavePhases, ...]
+    tensors: Mapping[str, TensorEntry]
+    objects: Mapping[str, Blob]
+
+
+def assemble(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> Assembled:
+    """Number all ranks' records through and check them against the plan.
+
+    Args:
+        metadata: DCP's metadata of the global plan.
+        results: What ``write_data`` returned on each rank.
+
+    Raises:
+        SaveError: Something planned was not written, something else was, or ranks disagree about a tensor.
+    """
+    packs: list[Pack] = []
+    phases: list[SavePhases] = []
+    shards: dict[str, list[tuple[ShardRecord, tuple[Shard, ...]]]] = {}  # each with its parts, renumbered
+    objects: dict[str, Blob] = {}
+    for rank, rank_results in enumerate(results):
+        records = [(result.index.fqn, result.storage_data) for result in rank_results]
+        files = [record for _, record in records if isinstance(record, RankRecord)]
+        if len(files) != 1:
+            raise SaveError(f"rank {rank} reported its packs {len(files)} times, expected once; save again")
+        renumbered = Renumbering(partial(_behind, len(packs)))
+        packs += files[0].packs
+        phases.append(files[0].phases)
+        for fqn, record in records:
+            if isinstance(record, ShardRecord):
+                shards.setdefault(fqn, []).append((record, tuple(map(renumbered.shard, record.parts))))
+            elif isinstance(record, ObjectRecord):
+                objects[fqn] = renumbered.blob(record.blob)
+    tensors = {fqn: _tensor_entry(fqn, records) for fqn, records in shards.items()}
+    _check_against_plan(metadata, tensors, objects)
+    return Assembled(tuple(packs), tuple(phases), dict(sorted(tensors.items())), dict(sorted(objects.items())))
+
+
+def _behind(num_packs: int, blob: Blob) -> Blob:
+    return Blob(blob.pack + num_packs, blob.offset, blob.num_bytes, blob.crc32c)
+
+
+def _tensor_entry(fqn: str, written: Sequence[tuple[ShardRecord, tuple[Shard, ...]]]) -> TensorEntry:
+    # What an empty shard belongs to, its rank cannot tell.
+    filled = [record for record, parts in written if 0 not in parts[0].box.sizes] or [written[0][0]]
+    first = filled[0]
+    shared = {(r.size, r.dtype, r.is_table, r.table) for r in filled}
+    if len(shared) != 1:
+        raise SaveError(f"tensor {fqn!r}: its shards do not agree in size, dtype or table: {shared}")
+    ordered = sorted([parts for _, parts in written], key=lambda parts: parts[0].box.offsets)
+    shards = tuple(itertools.chain.from_iterable(ordered))
+    places = tuple([parts[0].place for parts in ordered]) if len(shards) > len(ordered) else None
+    return TensorEntry(first.dtype, first.size, shards, first.is_table, first.table, folded=places)
+
+
+def _check_against_plan(metadata: Metadata, tensors: Mapping[str, TensorEntry], objects: Mapping[str, Blob]) -> None:
+    planned: dict[str, set[Key]] = {}
+    for fqn, plan in metadata.state_dict_metadata.items():
+        chunks = plan.chunks if isinstance(plan, TensorStorageMetadata) else None
+        planned[fqn] = {None} if chunks is None else {(c.offsets, c.sizes) for c in chunks}
+    written: dict[str, set[Key]] = {fqn: {None} for fqn in objects}
+    for fqn, entry in tensors.items():
+        places = [(place.box.offsets, place.box.sizes) for place in entry.sharding]
+        written.setdefault(fqn, set()).update(places)
+        if len(set(places)) != len(places):
+            raise SaveError("a shard was written twice; save again")
+    if written != planned:
+        missing, surplus = _difference(planned, written), _difference(written, planned)
+        raise SaveError(
+            f"what was written is not what was planned: missing {missing or 'nothing'}, not planned "
+            f"{surplus or 'nothing'}; nothing was committed, save again"
+        )
+
+
+def _difference(some: Mapping[str, set[Key]], others: Mapping[str, set[Key]]) -> list[str]:
+    """The first of what is in one and not in the other."""
+    found = [(fqn, key) for fqn, keys in some.items() for key in keys - others.get(fqn, set())]
+    return sorted(str((fqn, key and Box(*key))) for fqn, key in found)[:3]
+
+
+def manifest_of(store: Store, decision: Decision, parts: Assembled, metadata: Metadata, save_id: str) -> Manifest:
+    """The manifest of what all ranks have written.
+
+    Args:
+        store: The checkpoint.
+        decision: What it is a delta of.
+        parts: What was written.
+        metadata: DCP's.
+        save_id: Of this save.
+
+    Raises:
+        SaveError: The parent is out of reach.
+    """
+    return Manifest(
+        created_ns=max(time.time_ns(), decision.after_ns + 1),
+        checkpoint_id=posixpath.basename(store.path),
+        save_id=save_id,
+        parent=_parent(store, decision),
+        policy=decision.policy,
+        history=_extended(decision.history, sum(pack.num_bytes for pack in parts.packs)),
+        num_restores=decision.num_restores,
+        world_size=len(parts.phases),
+        writer=f"torchrec_cnr {__version__}",
+        packs=parts.packs,
+        tensors=parts.tensors,
+        objects=parts.objects,
+        paths=dict(sorted((metadata.planner_data or {}).items())),
+    )
+
+
+@dataclass(frozen=True)
+class ManifestFile:
+    """A manifest that is ready to be put.
+
+    Attributes:
+        data: The file's bytes.
+        marker: What tells of it in a log.
+        parent: The checkpoint's parent.
+    """
+
+    data: bytes
+    marker: Marker
+    parent: CheckpointRef | None
+
+
+def file_of(manifest: Manifest, store: Store) -> ManifestFile:
+    """The file of a manifest.
+
+    Raises:
+        SaveError: It could not be loaded again.
+    """
+    try:
+        data, sha256 = manifest_json.dumps_valid(manifest, f"{store.url}/{FILE_NAME}")
+    except LoadError as error:
+        raise SaveError(f"nothing was committed, because it could not be loaded again: {error}") from error
+    root, name, parent = root_id(store.at("..").url), posixpath.basename(store.path), manifest.parent
+    marker = Marker(
+        root, name, manifest.save_id, sha256, None if parent is None else parent.sha256, manifest.created_ns
+    )
+    return ManifestFile(data, marker, parent)
+
+
+def commit(store: Store, file: ManifestFile, lease: Lease | None, fence: Fence | None) -> None:
+    """Put the manifest, where none is; if the store has a log, once its marker is there.
+
+    Args:
+        store: The checkpoint.
+        file: Its manifest.
+        lease: Keeps its packs from being pruned.
+        fence: Of the job, if it may be the only one that saves there.
+
+    Raises:
+        CheckpointExistsError: There is another one.
+        FencedError: A later job saves there.
+        SaveError: Something that it needs may have been pruned.
+        StoreError: Store or log refused.
+    """
+    if file.parent is not None and not store.at(file.parent.path).exists(FILE_NAME):
+        raise SaveError(
+            f"{store.url}: nothing was committed, because its parent {store.at(file.parent.path).url} was pruned "
+            "meanwhile; save again: the next save will be a baseline"
+        )
+    if lease is not None and lease.has_run_out:
+        raise SaveError(
+            f"{store.url}: nothing was committed, because the save took longer than {LEASE_SECS} s, and its packs may "
+            "have been pruned; save again"
+        )
+    check = fence.check if fence is not None else _no_check
+    check()
+    if store.log is not None:
+        commit_marked(store, store.log, file.marker, file.data, check)
+    else:
+        store.put_new(FILE_NAME, file.data, file.marker.save_id)
+
+
+def _no_check() -> None:
+    """Without a lineage, jobs may save side by side."""
+
+
+def _parent(store: Store, decision: Decision) -> CheckpointRef | None:
+    if decision.parent is None:
+        return None
+    path = relative_path(store, decision.parent.path)
+    if path is None:
+        raise SaveError(f"{store.url}: no relative path to its parent {decision.parent.path}")
+    return CheckpointRef(path, decision.parent.sha256)
+
+
+def _extended(history: History | None, num_bytes: int) -> History:
+    if history is None:
+        return History(num_bytes)
+    return History(history.baseline_bytes, (*history.delta_bytes, num_bytes))

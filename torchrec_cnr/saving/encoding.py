@@ -1,0 +1,239 @@
+"""Encoding: the rows of a shard become blobs in packs, block by block.
+
+Items that share a row mask (a table and the optimizer state of its rows) are written together: each block of row
+numbers is worked out and coded once, then every item's rows of that block are encoded, straight from the shard. Memory
+is that of one block and of the packs in flight, whatever the size of the shard.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrec_cnr.format.manifest import DTYPES
+from torchrec_cnr.format.row_sets import Blob, CodedRows, RowBlock, RowSet, encode_rows
+from torchrec_cnr.format.split_blobs import split
+from torchrec_cnr.quantization import Encoded, NoQuantization, Scheme
+from torchrec_cnr.saving.staged_values import StagedCodes
+from torchrec_cnr.storage.pack_writer import PackWriter
+from torchrec_cnr.storage.row_log import PackTarget
+from torchrec_cnr.storage.store import Bytes
+from torchrec_cnr.tracking.modified_rows import RowList, Rows
+
+_ROW_BYTES = 16  # more than a row number takes, coded, or the position of an exact row
+_HEADER_BYTES = 1 << 10  # of a pack, for each blob
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """An item to be encoded.
+
+    Attributes:
+        name: Unique within the rank; begins the names of its blobs.
+        values: The shard, on any device; one without dimensions counts as one row.
+        dtype: Name of the values' dtype.
+        scheme: How to quantize.
+        codes: What the values were encoded as already; they are at hand no more then.
+    """
+
+    name: str
+    values: Tensor
+    dtype: str
+    scheme: Scheme
+    codes: StagedCodes | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where rows are encoded."""
+        return self.values.device if self.codes is None else torch.device("cpu")
+
+    @property
+    def rows(self) -> Tensor:
+        """The values, with a first dimension."""
+        return self.values if self.values.dim() else self.values[None]
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether its scheme makes codes."""
+        return not isinstance(self.scheme, NoQuantization)
+
+    def table(self) -> Tensor | None:
+        """The values as [num_rows, num_cols], shared with them, where the elements of a row lie side by side."""
+        rows = self.rows
+        if rows.is_contiguous():
+            return rows.view(len(rows), math.prod(rows.shape[1:]))
+        return rows if rows.dim() == 2 and rows.stride(1) == 1 else None
+
+
+@dataclass(frozen=True)
+class EncodedShard:
+    """An encoded source.
+
+    Attributes:
+        blobs: Number of each block's blob; see ``PackWriter.add``.
+        num_exact: Rows that the scheme cannot represent, stored exactly.
+    """
+
+    blobs: tuple[int, ...]
+    num_exact: int
+
+
+@dataclass(frozen=True)
+class EncodedRowSet:
+    """Coded blocks of row numbers, each with how many they are, and the number of its blob."""
+
+    blocks: tuple[tuple[CodedRows, int, int], ...]
+
+    def located(self, blobs: Sequence[Blob]) -> RowSet:
+        """The row set as a manifest holds it."""
+        return RowSet(
+            tuple(
+                RowBlock(coded.coding, coded.first, coded.span, num_rows, blobs[number])
+                for coded, num_rows, number in self.blocks
+            )
+        )
+
+
+def write_all_rows(packs: PackWriter, sources: Sequence[Source]) -> tuple[RowSet, Sequence[EncodedShard]]:
+    """Encode every row of a shard, for every source at once: all have as many rows."""
+    block_rows = _block_rows(sources, packs.block_bytes)
+    num_rows = len(sources[0].rows) if sources[0].values.numel() else 0
+    written: list[list[tuple[int, int]]] = [[] for _ in sources]
+    for number, first in enumerate(range(0, num_rows, block_rows)):
+        stop = min(first + block_rows, num_rows)
+        for source, source_blocks in zip(sources, written, strict=True):
+            if source.is_quantized:
+                rows = torch.from_numpy(np.arange(first, stop)).to(source.device)
+                source_blocks.append(_write_codes(packs, source, number, rows))
+            else:
+                # Whole blocks on the host stay views of the live tensor: nothing trains before the save returns.
+                source_blocks.append(_write_values(packs, source, number, source.rows[first:stop]))
+    return RowSet.all(num_rows, block_rows), [_encoded(source_blocks) for source_blocks in written]
+
+
+def write_rows(
+    packs: PackWriter, sources: Sequence[Source], rows: Rows, heat: int = 0
+) -> tuple[EncodedRowSet, Sequence[EncodedShard]]:
+    """Encode some rows, for every source at once, into packs of this heat."""
+    block_rows = _block_rows(sources, packs.block_bytes)
+    place = rows.first if isinstance(rows, RowList) else None
+    blocks: list[_WrittenBlock] = []
+    for number, block in enumerate(rows.blocks(block_rows)):
+        blocks.append(_write_block(packs, sources, number, block, place, heat))
+        place = None if place is None else place + len(block)
+    return _joined(blocks, len(sources))
+
+
+def write_row_blocks(
+    packs: PackWriter, sources: Sequence[Source], blocks: Iterable[tuple[int, Tensor, int | None, PackTarget]]
+) -> tuple[EncodedRowSet, Sequence[EncodedShard]]:
+    """Encode some rows, for every source at once, each block of them into a pack of its own.
+
+    Args:
+        packs: Where to.
+        sources: The items.
+        blocks: The number of each block, its rows, int64 [k], increasing, where they lie among the values if these are
+            copies, and where its pack goes.
+    """
+    written = []
+    for number, rows, place, target in blocks:
+        written.append(_write_block(packs, sources, number, rows, place, heat=0))
+        packs.end_pack(target)
+    return _joined(written, len(sources))
+
+
+def most_block_bytes(sources: Sequence[Source], num_rows: int) -> int:
+    """What a pack of that many rows may take, however they are encoded: codes take less than values, with all exact."""
+    names_bytes = sum(_HEADER_BYTES + len(source.name.encode()) for source in (sources[0], *sources))
+    widths = [(math.prod(source.rows.shape[1:]), source.values.element_size()) for source in sources]
+    row_bytes = _ROW_BYTES + sum(2 * num_cols * itemsize + _ROW_BYTES for num_cols, itemsize in widths)
+    return names_bytes + num_rows * row_bytes
+
+
+@dataclass(frozen=True)
+class _WrittenBlock:
+    """A coded block of row numbers, the number of its blob; and of each source, its blob's and how many are exact."""
+
+    rows: tuple[CodedRows, int, int]
+    codes: tuple[tuple[int, int], ...]
+
+
+def _write_block(
+    packs: PackWriter, sources: Sequence[Source], number: int, rows: Tensor, place: int | None, heat: int
+) -> _WrittenBlock:
+    """Encode one block of rows, which lie at their own numbers, or where they were copied to."""
+    coded = encode_rows(rows.cpu().numpy())
+    data = np.frombuffer(coded.data, dtype=np.uint8)
+    blob = packs.add(f"{sources[0].name}/rows/{number}", "uint8", data.shape, data, heat)
+    places = rows if place is None else torch.arange(place, place + len(rows))
+    codes = []
+    for source in sources:
+        if source.is_quantized:
+            codes.append(_write_codes(packs, source, number, places.to(source.device), heat))
+        elif place is None:
+            values = source.rows.index_select(0, places.to(source.values.device))
+            codes.append(_write_values(packs, source, number, values, heat))
+        else:  # copied already
+            codes.append(_write_values(packs, source, number, source.rows[place : place + len(rows)], heat))
+    return _WrittenBlock((coded, len(rows), blob), tuple(codes))
+
+
+def _joined(blocks: Sequence[_WrittenBlock], num_sources: int) -> tuple[EncodedRowSet, Sequence[EncodedShard]]:
+    shards = [_encoded([block.codes[index] for block in blocks]) for index in range(num_sources)]
+    return EncodedRowSet(tuple(block.rows for block in blocks)), shards
+
+
+def _encoded(written: Sequence[tuple[int, int]]) -> EncodedShard:
+    return EncodedShard(tuple(blob for blob, _ in written), sum(num_exact for _, num_exact in written))
+
+
+def _block_rows(sources: Sequence[Source], block_bytes: int) -> int:
+    widest = max(math.prod(source.rows.shape[1:]) * source.values.element_size() for source in sources)
+    return max(1, block_bytes // max(1, widest))
+
+
+def _write_values(packs: PackWriter, source: Source, number: int, values: Tensor, heat: int = 0) -> tuple[int, int]:
+    """One blob: rows as they are."""
+    return _add(packs, source, number, _bytes(values), source.dtype, tuple(values.shape), heat), 0
+
+
+def _write_codes(packs: PackWriter, source: Source, number: int, rows: Tensor, heat: int = 0) -> tuple[int, int]:
+    """One blob: the codes of rows, then the rows that they cannot represent, and how many these are."""
+    encoded, exact_values = _encode(source, rows) if source.codes is None else source.codes.encoded(rows)
+    data = _bytes(encoded.codes)
+    if len(encoded.exact) == 0:
+        return _add(packs, source, number, data, "uint8", tuple(encoded.codes.shape), heat), 0
+    positions = encoded.exact.to(torch.int32).cpu().numpy().astype("<u4").view(np.uint8)
+    data = np.concatenate((data, positions, _bytes(exact_values)))
+    return packs.add(f"{source.name}/{number}", "uint8", data.shape, data, heat), len(encoded.exact)
+
+
+def _add(
+    packs: PackWriter, source: Source, number: int, data: Bytes, dtype: str, shape: tuple[int, ...], heat: int
+) -> int:
+    """A blob of rows, none of them exact: split, if that makes it smaller."""
+    tail_bytes = source.scheme.tail_bytes(math.prod(source.rows.shape[1:]), DTYPES[source.dtype])
+    divided = split(data.reshape(shape[0], -1), tail_bytes) if tail_bytes else None
+    if divided is not None:
+        data, dtype, shape = divided, "uint8", divided.shape
+    return packs.add(f"{source.name}/{number}", dtype, shape, data, heat)
+
+
+def _encode(source: Source, rows: Tensor) -> tuple[Encoded, Tensor]:
+    """Rows as their scheme encodes them, and the values of those among them that it cannot represent."""
+    table = source.table()
+    if table is None:
+        table = source.rows.index_select(0, rows).reshape(len(rows), -1)
+        rows = torch.arange(len(rows), device=rows.device)
+    encoded = source.scheme.encode(table, rows)
+    return encoded, table.index_select(0, rows[encoded.exact.to(rows.device)])
+
+
+def _bytes(tensor: Tensor) -> Bytes:
+    """A tensor's elements, in order, as little-endian bytes in host memory."""
+    flat = tensor.cpu().contiguous().resolve_neg().reshape(-1)
+    array: Bytes = flat.view(torch.uint8).numpy()
+    return array

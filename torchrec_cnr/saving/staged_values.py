@@ -1,0 +1,151 @@
+"""Rows that were quantized where they lie, when they were staged: a GPU copies their codes to the host, not values.
+
+The arena: memory that rows are staged in, one piece of it, which every save takes again.
+
+New memory costs more than the copy: each of its pages is made when it is first written to. One piece is also one file
+descriptor where it is shared with another process, however many tensors lie in it.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchrec_cnr.quantization import Encoded, KMeans, NoQuantization, Scheme
+from torchrec_cnr.storage.pack_writer import BLOCK_BYTES
+
+ALIGNMENT = 64  # bytes: a line of the cache
+_SLACK = 1.25  # rows modified differ from save to save
+
+
+@dataclass(frozen=True, eq=False)
+class ArenaTensor:
+    """A tensor in an arena.
+
+    Attributes:
+        memory: uint8, the arena.
+        first_byte: Where it begins.
+        shape: Of the tensor.
+        dtype: Of the tensor.
+    """
+
+    memory: Tensor
+    first_byte: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def tensor(self) -> Tensor:
+        """The tensor; shares the arena's memory."""
+        num_bytes = math.prod(self.shape) * self.dtype.itemsize
+        return self.memory[self.first_byte : self.first_byte + num_bytes].view(self.dtype).view(self.shape)
+
+
+def padded_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """What a tensor takes in an arena."""
+    return -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+
+
+class Arena:
+    """Hands out tensors in one piece of host memory.
+
+    Attributes:
+        taken_bytes: What was handed out.
+    """
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self.taken_bytes = 0
+
+    def clear(self, num_bytes: int, is_pinned: bool) -> None:
+        """Take back all that was handed out, and have room for so much; pinned, so that devices copy to it at once."""
+        self.taken_bytes = 0
+        if len(self._memory) < num_bytes:
+            self.free()
+            self._memory = torch.empty(round(_SLACK * num_bytes), dtype=torch.uint8, pin_memory=is_pinned)
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> ArenaTensor:
+        """A tensor that nobody else has."""
+        taken = ArenaTensor(self._memory, self.taken_bytes, shape, dtype)
+        self.taken_bytes += padded_bytes(shape, dtype)
+        return taken
+
+    def free(self) -> None:
+        """Give the memory back."""
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+
+@dataclass(frozen=True, eq=False)
+class StagedCodes:
+    """Encoded rows of a shard, in host memory.
+
+    Attributes:
+        shape: Of the values, [num_rows, num_cols].
+        dtype: Of the values.
+        scheme: What they were encoded by.
+        codes: uint8 [num_rows, row_bytes].
+        exact: int64 [k], increasing: the rows that codes cannot represent.
+        exact_values: [k, num_cols], these.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    scheme: Scheme
+    codes: ArenaTensor
+    exact: Tensor
+    exact_values: Tensor
+
+    def tensor(self) -> Tensor:
+        """The shape and dtype of the values, without any."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+    def encoded(self, rows: Tensor) -> tuple[Encoded, Tensor]:
+        """Some rows as their scheme encoded them, and the values of those among them that it cannot represent.
+
+        Args:
+            rows: int64 [n], increasing.
+        """
+        num_before = torch.searchsorted(self.exact, rows)
+        is_exact = torch.cat((self.exact, self.exact.new_tensor([-1])))[num_before] == rows
+        codes = self.codes.tensor().index_select(0, rows)
+        return Encoded(codes, is_exact.nonzero().squeeze(1)), self.exact_values[num_before[is_exact]]
+
+
+Staged = Tensor | ArenaTensor | StagedCodes
+
+
+def is_quantized_first(source: Tensor) -> bool:
+    """Whether rows are quantized before they are copied: a GPU does that faster than it copies values to the host."""
+    return source.device.type == "cuda"
+
+
+def has_kernel(scheme: Scheme) -> bool:
+    """Whether a scheme's codes are made on the device: those of k-means are not."""
+    return not isinstance(scheme, KMeans | NoQuantization)
+
+
+def stage_codes(
+    source: Tensor, numbers: Tensor | None, scheme: Scheme, take: Callable[[tuple[int, ...], torch.dtype], ArenaTensor]
+) -> StagedCodes:
+    """Encode rows of a table where it lies, and copy the codes to the host.
+
+    Args:
+        source: [num_rows, num_cols], the elements of a row side by side.
+        numbers: int64 [k], on its device: which rows; None for all.
+        scheme: How.
+        take: Gives memory for the codes.
+    """
+    rows = torch.arange(len(source), device=source.device) if numbers is None else numbers
+    codes = take((len(rows), scheme.row_bytes(source.shape[1], source.dtype)), torch.uint8)
+    target, first = codes.tensor(), 0
+    exact, exact_values = [torch.empty(0, dtype=torch.int64)], [source[:0].cpu()]
+    for block in rows.split(max(1, BLOCK_BYTES // max(1, source[:1].nbytes))):
+        encoded = scheme.encode(source, block)
+        target[first : first + len(block)].copy_(encoded.codes, non_blocking=True)
+        if len(encoded.exact):
+            exact.append(encoded.exact.cpu() + first)
+            exact_values.append(source.index_select(0, block[encoded.exact.to(block.device)]).cpu())
+        first += len(block)
+    shape = (len(rows), source.shape[1])
+    return StagedCodes(shape, source.dtype, scheme, codes, torch.cat(exact), torch.cat(exact_values))

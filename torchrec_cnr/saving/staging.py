@@ -1,0 +1,350 @@
+"""Staging: the cut of an asynchronous save, and the copy of the rows that go with it, in one moment.
+
+``dcp.async_save`` copies the state and saves the copy in the background. Were the marks taken there, a row that is
+trained in between would count as saved, with the value it had before. So whoever copies cuts: the writer is its own
+stager, freezes the marks, and copies what the save will hold: modified rows, and all that is not tracked.
+
+Each rank works out by itself what that is, from the lineage as it knows it; no rank waits for another while training
+does. The coordinator checks it when ranks plan. What exceeds the budget is not copied: the save writes it first, and
+training waits for that (in ``synchronize_staging``) rather than for memory.
+
+Staging plans: which shards a save needs copies of, and of which rows. Nothing is copied yet.
+"""
+
+import copy
+import math
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.distributed.checkpoint.planner import WriteItem
+
+from torchrec_cnr.errors import ConfigurationError
+from torchrec_cnr.format.manifest import DTYPES
+from torchrec_cnr.kernels.cpu.gather_rows import gather_rows
+from torchrec_cnr.policies import Since
+from torchrec_cnr.progress import SavePhases
+from torchrec_cnr.quantization import NoQuantization, Scheme, SchemeRules
+from torchrec_cnr.saving.cut import Cut, Cuts, StagedRows, TrackedItem
+from torchrec_cnr.saving.plug_in_messages import StagedTensor
+from torchrec_cnr.saving.scheme_choice import chosen_scheme, sampled_rows
+from torchrec_cnr.saving.staged_values import Arena, Staged, has_kernel, is_quantized_first, padded_bytes, stage_codes
+from torchrec_cnr.sharding import ShardKey, copied, dtype_name, is_replicated, local_shards, memory_key
+from torchrec_cnr.storage.pack_writer import BLOCK_BYTES
+from torchrec_cnr.storage.row_log import RowLog
+from torchrec_cnr.tracking.modified_rows import ModifiedRows, RowList, RowMask
+from torchrec_cnr.tracking.tracked_tables import all_tracked, tracking
+
+
+@dataclass(frozen=True, eq=False)
+class ShardCopy:
+    """A shard that is to be staged.
+
+    Attributes:
+        key: The shard.
+        source: Its values, live.
+        numbers: int64 [k], on the source's device: the rows to copy; None for all.
+        rows: The modified ones, as they lie in the copy; None if all must be stored.
+        scheme: What they are encoded by first; None if values are copied.
+        is_live: Whether it is not copied, for want of room, but written before training goes on.
+    """
+
+    key: ShardKey
+    source: Tensor
+    numbers: Tensor | None
+    rows: StagedRows | None
+    scheme: Scheme | None = None
+    is_live: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the copy."""
+        sizes = tuple(self.source.shape)
+        return sizes if self.numbers is None else (len(self.numbers), *sizes[1:])
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the copy, but for rows that codes cannot represent."""
+        if self.scheme is None:
+            return padded_bytes(self.shape, self.source.dtype)
+        row_bytes = self.scheme.row_bytes(self.shape[1], self.source.dtype)
+        return padded_bytes((self.shape[0], row_bytes), torch.uint8)
+
+    @property
+    def memory(self) -> object:
+        """The same for shards that are one memory under several names."""
+        return memory_key(self.source) or self.key, id(self.numbers), self.scheme
+
+
+def plan_staging(live: Mapping[str, Any], cut: Cut, rules: SchemeRules, max_bytes: int) -> list[ShardCopy]:
+    """What a save needs of a state dict.
+
+    Args:
+        live: The state dict, flattened.
+        cut: What is known of it.
+        rules: How rows will be quantized.
+        max_bytes: Copies take no more than that; the largest tables stay live instead.
+    """
+    copies = [replace(wanted, scheme=_scheme_of(wanted, cut, rules)) for wanted in _copies(live, cut)]
+    over = _over(max_bytes, copies, cut)
+    masks: dict[int, StagedRows] = {}
+    return [_live(wanted, cut, masks) if wanted.key in over else wanted for wanted in copies]
+
+
+def _copies(live: Mapping[str, Any], cut: Cut) -> list[ShardCopy]:
+    selected: dict[int, tuple[Tensor | None, StagedRows]] = {}
+    copies = []
+    since = _since(cut)
+    is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+    for fqn, value in live.items():
+        for shard in local_shards(value):
+            key, source = (fqn, shard.box.offsets), shard.tensor.detach()
+            item = cut.items.get(key)
+            if item is None or item.is_replaced or since is Since.EVER or not isinstance(item.rows, ModifiedRows):
+                copies.append(ShardCopy(key, source, None, None))
+                continue
+            if item.group not in selected:
+                # Ranks may disagree about the modified rows of what they all hold, and must then store all.
+                is_whole = Since.EVER in (cut.staged or ()) or (is_replicated(value) and not is_alone)
+                selected[item.group] = (None, _masks(item, cut)) if is_whole else _lists(item, cut)
+            copies.append(ShardCopy(key, source, *selected[item.group]))
+    return copies
+
+
+def _since(cut: Cut) -> Since:
+    """What the rows of a delta were modified since; ``EVER`` if it can be a baseline only."""
+    return next((since for since in cut.staged or () if since is not Since.EVER), Since.EVER)
+
+
+def _masks(item: TrackedItem, cut: Cut) -> StagedRows:
+    """Modified rows among all rows."""
+    since, touched = _since(cut), item.touched()
+    parts = _modified(item).select_parts(since, cut.is_by_heat(since))
+    digest = RowMask.union(parts).digest() + (touched.digest() if touched is not None else b"")
+    return StagedRows(since, parts, digest, touched)
+
+
+def _lists(item: TrackedItem, cut: Cut) -> tuple[Tensor, StagedRows]:
+    """Modified rows as they will lie one behind the other, and where."""
+    since = _since(cut)
+    parts = _modified(item).select_numbers(since, cut.is_by_heat(since))
+    lists, first = [], 0
+    for numbers in parts:
+        lists.append(RowList(numbers.cpu(), first))
+        first += len(numbers)
+    return torch.cat(parts) if len(parts) > 1 else parts[0], StagedRows(since, tuple(lists), b"", item.touched())
+
+
+def _modified(item: TrackedItem) -> ModifiedRows:
+    assert isinstance(item.rows, ModifiedRows)  # else no rows are selected
+    return item.rows
+
+
+def _over(max_bytes: int, copies: Sequence[ShardCopy], cut: Cut) -> frozenset[ShardKey]:
+    """What exceeds the budget: the largest tables, each with its state."""
+    groups: dict[object, list[ShardCopy]] = {}
+    for wanted in copies:
+        item = cut.items.get(wanted.key)
+        groups.setdefault(wanted.key if item is None else item.group, []).append(wanted)
+    over: set[ShardKey] = set()
+    sizes = [(sum(wanted.num_bytes for wanted in group), group) for group in groups.values()]
+    num_bytes = sum(size for size, _ in sizes)
+    for size, group in sorted(sizes, key=lambda sized: -sized[0]):
+        if num_bytes <= max_bytes:
+            break
+        over.update(wanted.key for wanted in group)
+        num_bytes -= size
+    return frozenset(over)
+
+
+def _live(wanted: ShardCopy, cut: Cut, masks: dict[int, StagedRows]) -> ShardCopy:
+    """A shard that is not copied has its modified rows where they are."""
+    rows = wanted.rows
+    if wanted.numbers is not None:
+        item = cut.items[wanted.key]
+        rows = masks.get(item.group) or _masks(item, cut)
+        masks[item.group] = rows
+    return replace(wanted, numbers=None, rows=rows, scheme=None, is_live=True)
+
+
+def _scheme_of(wanted: ShardCopy, cut: Cut, rules: SchemeRules) -> Scheme | None:
+    """What rows of a tracked shard are encoded by before they are copied, if they are."""
+    source, item = wanted.source, cut.items.get(wanted.key)
+    is_table = source.dim() == 2 and source.stride(1) == 1 and math.prod(wanted.shape) > 0
+    if item is None or not is_table or not is_quantized_first(source):
+        return None
+    rule = rules.rule_for(item.fqn, source.dtype, item.is_table)
+    if isinstance(rule, NoQuantization):
+        return None
+    scheme = chosen_scheme(rule, sampled_rows(source, wanted.numbers), cut.num_restores)
+    return scheme if has_kernel(scheme) else None
+
+
+STAGING_BYTES = 8 << 30
+
+
+class Staging:
+    """What a writer stages; one save at a time.
+
+    Attributes:
+        live: Shards of the last save that were not copied.
+
+    Args:
+        rules: How rows will be quantized.
+        staging_bytes: Copy no more than that.
+        timeout_secs: How long to wait for the save before.
+    """
+
+    def __init__(
+        self, rules: SchemeRules, staging_bytes: int, timeout_secs: float, phases: SavePhases | None = None
+    ) -> None:
+        self._rules = rules
+        self.live: frozenset[ShardKey] = frozenset()
+        self._phases = phases
+        self._staging_bytes = staging_bytes
+        self._timeout_secs = timeout_secs
+        self._arena = Arena()
+        self._cuts: Cuts | None = None
+        self._released = threading.Event()
+
+    def wait(self, live: Mapping[str, Any], log: RowLog | None) -> None:
+        """Wait for the save before.
+
+        Args:
+            live: What will be saved, flattened.
+            log: That of the writer.
+
+        Raises:
+            ConfigurationError: It holds tables of several trackers.
+            SaveError: The save before has not ended in time.
+        """
+        self._cuts, self.live = _cuts_of(live), frozenset()
+        if self._cuts is not None:
+            self._cuts.log = log
+            self._cuts.flight.timeout_secs = self._timeout_secs
+            self._cuts.wait()
+
+    def stage(self, live: Mapping[str, Any]) -> dict[str, Any]:
+        """Cut, and copy what the save will hold: flattened values that are saved in the place of the live ones."""
+        if self._cuts is None:
+            return {fqn: copied(value) for fqn, value in live.items()}
+        return self._stage(live, self._cuts)
+
+    def _stage(self, live: Mapping[str, Any], cuts: Cuts) -> dict[str, Any]:
+        cut, began = cuts.cut(live), time.monotonic()
+        cut = replace(cut, staged=cuts.next_staged(), flight=cuts.flight)
+        copies = plan_staging(live, cut, self._rules, self._staging_bytes)
+        self.live = frozenset(wanted.key for wanted in copies if wanted.is_live)
+        values = self._copied([wanted for wanted in copies if not wanted.is_live])
+        values |= {wanted.key: wanted.source for wanted in copies if wanted.is_live}
+        items = {
+            wanted.key: replace(cut.items[wanted.key], values=values[wanted.key], rows=wanted.rows)
+            for wanted in copies
+            if wanted.key in cut.items
+        }
+        self._released.clear()
+        cuts.staged = replace(cut, items=items, is_complete=not self.live)
+        cuts.flight.is_staged()
+        self._phases = SavePhases(time.monotonic() - began, self._arena.taken_bytes)
+        return _stand_ins(live, values, cuts.staged)
+
+    def _copied(self, copies: Sequence[ShardCopy]) -> dict[ShardKey, Staged]:
+        """Copies of everything, each memory once."""
+        by_memory: dict[object, Staged] = {}
+        unique: dict[object, ShardCopy] = {}
+        for wanted in copies:
+            unique.setdefault(wanted.memory, wanted)
+        is_on_device = any(wanted.source.device.type == "cuda" for wanted in unique.values())
+        self._arena.clear(sum(wanted.num_bytes for wanted in unique.values()), is_pinned=is_on_device)
+        for memory, wanted in unique.items():
+            by_memory[memory] = self._copy(wanted)
+        if is_on_device:
+            torch.cuda.synchronize()
+        return {wanted.key: by_memory[wanted.memory] for wanted in copies}
+
+    def _copy(self, wanted: ShardCopy) -> Staged:
+        source, numbers = wanted.source, wanted.numbers
+        if source.layout is not torch.strided or dtype_name(source) not in DTYPES:
+            return source.to("cpu", copy=True)  # which the writer will refuse, by name
+        if wanted.scheme is not None:
+            return stage_codes(source, numbers, wanted.scheme, self._arena.take)
+        taken = self._arena.take(wanted.shape, source.dtype)
+        target = taken.tensor()
+        if numbers is None:
+            target.copy_(source, non_blocking=True)
+        elif source.device.type == "cpu":
+            gather_rows(source, numbers, target)
+        else:
+            block_rows = max(1, BLOCK_BYTES // max(1, source[:1].nbytes))
+            for place, rows in zip(target.split(block_rows), numbers.split(block_rows), strict=True):
+                place.copy_(source.index_select(0, rows), non_blocking=True)
+        return taken
+
+    def take_phases(self) -> SavePhases | None:
+        """What the copy of rows took, told once: to the save that it was made for; None if no rows were staged."""
+        phases, self._phases = self._phases, None
+        return phases
+
+    def release(self) -> None:
+        """All that was not copied is written: training may go on."""
+        self.live = frozenset()
+        self._released.set()
+
+    def synchronize(self) -> None:
+        """Wait until training may go on: until all that was not copied is written, or the save has failed."""
+        if self._cuts is not None and self.live:
+            while not (self._released.wait(0.01) or self._cuts.flight.has_ended):
+                pass
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._arena.free()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In another process nothing is staged."""
+        return Staging, (self._rules, self._staging_bytes, self._timeout_secs, self.take_phases())
+
+
+def _cuts_of(live: Mapping[str, Any]) -> Cuts | None:
+    """Of the tracker whose tables are in a state dict; None if there is no such tracker with a planner.
+
+    Raises:
+        ConfigurationError: There are several.
+    """
+    found = [tracked for tracked in tracking(_tensors(live)) if tracked.cuts is not None]
+    if not found:  # a rank may have no shard of any table
+        found = [tracked for tracked in all_tracked() if tracked.cuts is not None and not tracked.has_rows]
+    if len(found) > 1:
+        raise ConfigurationError(
+            f"{len(found)} trackers with a planner know tables of this state dict, and dcp.async_save does not say "
+            "which of them it is for: close the others, or track all tables by one"
+        )
+    cuts: Cuts | None = found[0].cuts if found else None
+    return cuts
+
+
+def _tensors(live: Mapping[str, Any]) -> Iterable[Tensor]:
+    return (shard.tensor for value in live.values() for shard in local_shards(value))
+
+
+def _stand_ins(live: Mapping[str, Any], values: Mapping[ShardKey, Staged], cut: Cut) -> dict[str, Any]:
+    """The state dict, with what was staged in the place of its tensors."""
+    tensors = {fqn: value for fqn, value in live.items() if isinstance(value, Tensor)}
+    write_items: dict[str, list[WriteItem]] = {}
+    for item in create_default_local_save_plan(tensors, is_coordinator=False).items:
+        write_items.setdefault(item.index.fqn, []).append(item)
+    staged: dict[str, Any] = {}
+    for fqn, value in live.items():
+        if fqn not in tensors:
+            staged[fqn] = copy.deepcopy(value)
+            continue
+        keys = [(fqn, shard.box.offsets) for shard in local_shards(value)]
+        shards = {key[1]: values[key] for key in keys if key not in cut.items}
+        staged[fqn] = StagedTensor(cut.number, tuple(write_items.get(fqn, ())), is_replicated(value), shards)
+    return staged

@@ -1,0 +1,311 @@
+"""The storage writer: HOW and WHERE a checkpoint is stored. Quantization, packs, commit.
+
+Who calls what, on which rank, in one ``dcp.save``:
+
+    1. storage_meta           all ranks    a new save begins: a new save id
+    2. set_up_storage_writer  all ranks    learn the rank
+    3. prepare_local_plan     all ranks    refuse an id that is taken, make the directory; the coordinator takes a lease
+    4. prepare_global_plan    coordinator  refuse to save beside a later job; give its save id to all ranks
+    5. write_data             all ranks    encode every item of the plan into packs
+    6. finish                 coordinator  check all results against the plan, then commit: write the manifest, and
+                                           release the lease
+
+Before that, in ``dcp.async_save``, it is the stager as well. Its ranges in torch's profiler are ``torchrec_cnr.stage``,
+``.encode``, ``.upload`` and ``.commit``.
+
+Nothing is ever overwritten: packs bear the save id in their names, and the manifest is put only where none is.
+"""
+
+import os
+import time
+import uuid
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+from torch.profiler import record_function
+
+from torchrec_cnr.errors import CheckpointExistsError, ConfigurationError
+from torchrec_cnr.format.manifest import FILE_NAME, Manifest
+from torchrec_cnr.gc_pause import paused_collector
+from torchrec_cnr.kernels.cpu.compiling import one_thread
+from torchrec_cnr.policies import Since
+from torchrec_cnr.progress import Count, Progress, SavePhases
+from torchrec_cnr.quantization import NoQuantization, Quantization, SchemeRules
+from torchrec_cnr.saving.block_writer import BlockWriter, Predecessor, forget_superseded, predecessor
+from torchrec_cnr.saving.commit import ManifestFile, assemble, commit, file_of, manifest_of
+from torchrec_cnr.saving.cut import TIMEOUT_SECS
+from torchrec_cnr.saving.decision import Decision
+from torchrec_cnr.saving.plug_in_messages import CNRStorageMeta, SaveMetadata
+from torchrec_cnr.saving.rank_agreement import RankData
+from torchrec_cnr.saving.rank_writer import RankWriter
+from torchrec_cnr.saving.staging import STAGING_BYTES, Staging
+from torchrec_cnr.sharding import shard_key
+from torchrec_cnr.storage.fences import Fence, fence_of
+from torchrec_cnr.storage.leases import Lease
+from torchrec_cnr.storage.pack_writer import PACK_BYTES, PackWriter, check_pack_bytes, check_thread_count
+from torchrec_cnr.storage.row_log import BlockTarget, PackTarget, RowLog, root_id
+from torchrec_cnr.storage.store import Store
+from torchrec_cnr.throttling import Bandwidth, Pace, check_cpu_share
+
+_LOG_PACK_BYTES = 4 << 20  # no file: the sooner the first is sent, the more goes on at once
+
+
+class CNRStorageWriter(StorageWriter, AsyncStager):
+    """Writes checkpoints of quantized rows to any fsspec file system.
+
+    With ``CNRSavePlanner(tracker)`` a checkpoint may be a delta; with any other planner it is a baseline. For
+    ``dcp.async_save`` it is its own stager, which copies nothing but the rows that will be stored; pass no other.
+
+    Args:
+        path: Directory of the checkpoint, a path or fsspec URL; ``checkpoint_id`` of ``dcp.save`` replaces it.
+        quantization: One scheme for all tables, or a mapping from FQN patterns (``fnmatch``, first match wins) to
+            schemes, for tables and all other tensors. Whatever gets no scheme is stored exactly.
+        thread_count: Packs written at once. Each takes up to 24 MiB of memory.
+        sync_files: Force local files to disk before the checkpoint counts as committed.
+        pack_bytes: Size of the files that rows are written to, roughly. Small ones suit models of a few megabytes.
+        staging_bytes: How much an asynchronous save copies. Of what exceeds it, the largest tables are not copied:
+            training waits until they are written.
+        cpu_share: How much of a core each rank's asynchronous save may take to encode, from more than 0 to 1: it does
+            that in one thread, and rests in between.
+        timeout_secs: How long an asynchronous save waits for the one before, if that is still under way.
+        max_bytes_per_sec: What each rank may write a second, averaged over packs.
+        rows: A log that the rows of deltas go to, and markers that commit: ``KafkaRows``. By default, both are files.
+        overwrite: Only False: a checkpoint that is there is never overwritten.
+        progress: Told how many of how many shards and objects this rank has written.
+
+    Raises:
+        ConfigurationError: An argument cannot work, or a topic of the log would lose rows.
+        StoreError: The log does not answer in time.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        quantization: Quantization | Mapping[str, Quantization] | None = None,
+        thread_count: int = 1,
+        sync_files: bool = True,
+        pack_bytes: int = PACK_BYTES,
+        staging_bytes: int = STAGING_BYTES,
+        cpu_share: float = 1.0,
+        timeout_secs: float = TIMEOUT_SECS,
+        max_bytes_per_sec: float | None = None,
+        rows: RowLog | None = None,
+        overwrite: bool = False,
+        progress: Progress | None = None,
+    ) -> None:
+        super().__init__()
+        if overwrite:
+            raise ConfigurationError(
+                "'overwrite' must be False: a checkpoint is written once; save under another checkpoint_id"
+            )
+        check_thread_count(thread_count)
+        check_pack_bytes(pack_bytes)
+        check_cpu_share(cpu_share)
+        self._cpu_share = cpu_share
+        self._pack_bytes = pack_bytes
+        self._staged: SavePhases | None = None  # what this save's staging took
+        self._failure: Exception | None = None  # of staging
+        self._progress = progress
+        self._sync_files = sync_files
+        self._thread_count = thread_count
+        self._rules = SchemeRules.of(quantization if quantization is not None else NoQuantization())
+        self._staging = Staging(self._rules, staging_bytes, timeout_secs)
+        self._bandwidth = Bandwidth(max_bytes_per_sec)
+        self._log = rows
+        self._target: PackTarget | BlockTarget | None = None  # of this save's rows
+        self._store = self._opened(path)
+        if rows is not None:
+            rows.open(may_make=True)
+        self._save_id = ""
+        self._rank = 0
+        self._started = time.monotonic()
+        self._is_coordinator = False
+        self._lease: Lease | None = None
+        self._fence: Fence | None = None  # of this save, if it has a lineage
+        self._sent_fence: Fence | None = None  # of the job, if that is another process
+        self._warned: set[str] = set()  # FQNs of which it was said that rows are stored exactly
+
+    def stage(self, state_dict: dict[str, Any], **_: Any) -> dict[str, Any]:
+        """Cut, and copy what an asynchronous save will hold; waits for the save before.
+
+        If that fails, the save does, on all ranks: were it raised here, other ranks would wait for this one.
+
+        Raises:
+            SaveError: The save before has not ended in time.
+        """
+        live, paths = flatten_state_dict(dict(state_dict))
+        self._staging.wait(live, self._log)
+        try:
+            with record_function("torchrec_cnr.stage"):
+                return dict(unflatten_state_dict(self._staging.stage(live), paths))
+        except Exception as error:  # noqa: BLE001 - raised by the save
+            self._failure = error
+            return {}
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """Whether DCP waits, once the save has begun, for what was not staged."""
+        return True
+
+    def synchronize_staging(self) -> None:
+        """Wait until training may go on: at once, but where 'staging_bytes' was too little for all rows."""
+        self._staging.synchronize()
+
+    def close(self) -> None:
+        """Give the memory back that rows were staged in."""
+        self._staging.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """In another process it writes what was staged here, for the same job, and tells nobody how far it is."""
+        return {**self.__dict__, "_progress": None, "_target": None, "_sent_fence": fence_of(self._store)}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Another checkpoint id; DCP calls this only if it was given one."""
+        if checkpoint_id is not None:
+            self._store = self._opened(checkpoint_id)
+
+    def _opened(self, path: str | os.PathLike[str]) -> Store:
+        return replace(Store.open(path, self._sync_files, self._log), bandwidth=self._bandwidth)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Learn the rank; DCP passes it only to a parameter that is called ``kwargs``."""
+        self._is_coordinator = is_coordinator
+        self._rank = kwargs.get("rank") or 0
+        if not kwargs.get("use_collectives", True):
+            raise ConfigurationError("use_collectives=False is not supported: one commit holds all ranks' data")
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Refuse an id that is taken; make the directory, and let nobody prune it."""
+        if self._staged is not None and not isinstance(plan.planner_data, RankData):
+            raise ConfigurationError(
+                "tables of this state are tracked, and their modified rows were staged for the tracker's "
+                "CNRSavePlanner: pass that to dcp.async_save; with another planner, use dcp.save"
+            )
+        if self._store.exists(FILE_NAME):
+            raise CheckpointExistsError(
+                f"{self._store.url} holds a committed checkpoint already; save under another checkpoint_id"
+            )
+        self._store.make()
+        if self._is_coordinator:
+            self._lease = Lease.take(self._store, "save")
+        if self._log is not None:  # before the coordinator learns whether a later job has begun
+            if self._is_coordinator and self._log.block_bytes is not None and isinstance(plan.planner_data, RankData):
+                self._own_fence().check()  # for now: who is late should not disturb the other; only it knows its fence
+            self._target = self._log.target(root_id(self._store.at("..").url), self._rank, self._is_coordinator)
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Give this save's id to all ranks. Of jobs with lineages, only the latest may save to a root."""
+        self._fence = None
+        if isinstance(plans[0].planner_data, Decision):
+            self._fence = self._own_fence()
+            self._fence.claim()
+        if self._log is not None:
+            self._log.begin(root_id(self._store.at("..").url))
+        return [replace(plan, storage_data=self._save_id) for plan in plans]
+
+    def _own_fence(self) -> Fence:
+        sent = self._sent_fence
+        return sent if sent is not None and sent.root == self._store.at("..") else fence_of(self._store)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Encode and write this rank's items."""
+        began = time.monotonic()
+        packs = self._pack_writer(self._store, f"{plan.storage_data}-{self._rank}", self._pack_bytes)
+        row_packs, blocks = self._row_writer(plan)
+        try:
+            count = Count(len(plan.items), self._progress)
+            writer = RankWriter(packs, planner, self._rules, self._warned, count, row_packs, blocks)
+            live = self._staging.live
+            if live:
+                writer.write([item for item in plan.items if shard_key(item) in live])
+                for each in filter(None, (packs, row_packs)):
+                    each.flush()
+                self._staging.release()
+            if self._staged is not None:
+                for each in filter(None, (packs, row_packs)):
+                    each.pace = Pace(self._cpu_share)
+            with one_thread() if self._staged is not None else nullcontext():  # behind training
+                writer.write([item for item in plan.items if shard_key(item) not in live])
+            results = writer.finish(replace(self._staged or SavePhases(), plan_secs=began - self._started))
+        finally:
+            for each in filter(None, (packs, row_packs)):
+                each.close()
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def _pack_writer(self, target: PackTarget, prefix: str, pack_bytes: int) -> PackWriter:
+        return PackWriter(target, prefix, self._thread_count, pack_bytes)
+
+    def _row_writer(self, plan: SavePlan) -> tuple[PackWriter | None, BlockWriter | None]:
+        """Of the rows of a delta, where there is a log; its packs have names of their own."""
+        log, target, prefix = self._log, self._target, f"{plan.storage_data}-{self._rank}-rows"
+        if log is None or target is None:
+            return None, None
+        if not isinstance(target, BlockTarget):
+            return self._pack_writer(target, prefix, min(self._pack_bytes, _LOG_PACK_BYTES)), None
+        decision = plan.planner_data
+        before = predecessor(log, decision) if isinstance(decision, Decision) else Predecessor(None, frozenset())
+        # A block is a pack, whatever its size; what is none, such as a tensor without columns, goes to files.
+        packs = PackWriter(self._store, prefix, self._thread_count, pack_bytes=1 << 62, buffer_bytes=1 << 62)
+        return packs, BlockWriter(packs, target, before)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commit."""
+        began = time.monotonic()
+        decision = metadata.decision if isinstance(metadata, SaveMetadata) else None
+        if decision is None:
+            decision = Decision(self._save_id, Since.EVER, policy="Full")
+        with record_function("torchrec_cnr.saving.commit"):
+            manifest, file, rank_phases = self._manifest_file(decision, metadata, results)
+            commit(self._store, file, self._lease, self._fence)
+        if self._log is not None and self._log.block_bytes is not None and self._fence is not None:
+            forget_superseded(self._store, self._log, decision, manifest)
+        if isinstance(metadata, SaveMetadata):
+            commit_secs = time.monotonic() - began
+            metadata.phases = tuple(replace(phases, commit_secs=commit_secs) for phases in rank_phases)
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
+
+    @paused_collector()  # to its end: then all that was made here is gone, and need not be looked through
+    def _manifest_file(
+        self, decision: Decision, metadata: Metadata, results: list[list[WriteResult]]
+    ) -> tuple[Manifest, ManifestFile, tuple[SavePhases, ...]]:
+        """The manifest, its file, and what each rank took."""
+        parts = assemble(metadata, results)
+        manifest = manifest_of(self._store, decision, parts, metadata, self._save_id)
+        return manifest, file_of(manifest, self._store), parts.phases
+
+    def storage_meta(self) -> StorageMeta:
+        """Where this save goes, for the planner; the first call of every save, and the only one that draws its id."""
+        self._staged = self._staging.take_phases()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+        if self._lease is not None:  # the save before committed nothing
+            self._lease.lapse()
+            self._lease = None
+        self._save_id = uuid.uuid4().hex[:16]
+        self._started = time.monotonic()
+        return CNRStorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id, store=self._store)
+
+    @property
+    def checkpoint_id(self) -> str:
+        """Path or URL of the checkpoint."""
+        return self._store.url
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this writer could save there."""
+        return Store.can_open(checkpoint_id)

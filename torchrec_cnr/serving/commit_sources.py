@@ -1,0 +1,195 @@
+"""Commits: which checkpoints there are to be applied, told by a root directory, or by whatever else hears of them.
+
+Who calls what, one thread at a time: ``wait`` until there may be a new one, then ``newest_first`` for all there are.
+``RootCommits`` looks at a directory. Looking is cheap: a manifest's first bytes are read once, when it turns up, and a
+local directory is listed only after its time of modification has moved.
+
+Commits that a log tells of: markers wake a subscriber up, a moment after a checkpoint is committed.
+
+What is there to be applied, the root says, as ever; so a checkpoint that was committed before there was a log counts
+too, and so does one whose marker the log has forgotten.
+"""
+
+import errno
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torchrec_cnr.errors import DamagedError, StoreError
+from torchrec_cnr.format.manifest import FILE_NAME
+from torchrec_cnr.lineage.latest import committed_ns
+from torchrec_cnr.lineage.marker_commit import settle
+from torchrec_cnr.storage.row_log import Marker, RowLog, root_id
+from torchrec_cnr.storage.store import Store
+
+logger = logging.getLogger(__name__)
+
+_SETTLED_NS = 10**9  # after which a directory's time of modification tells of the next change, however coarse it is
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A checkpoint that was committed.
+
+    Attributes:
+        path: Its path or URL.
+        created_ns: When, as its first manifest has it, in Unix nanoseconds; infinity if that cannot be told.
+    """
+
+    path: str
+    created_ns: float
+
+
+class Commits(Protocol):
+    """A source of commits. It may forget those older than the newest that was applied."""
+
+    def newest_first(self) -> Sequence[Commit]:
+        """All that is there to be applied, the newest first.
+
+        Raises:
+            StoreError: The source does not answer.
+        """
+        ...
+
+    def wait(self, timeout_secs: float) -> None:
+        """Return when there may be a new one, after a time, or as soon as the source is closed."""
+        ...
+
+    def close(self) -> None:
+        """End a wait, in another thread; there will be no other call."""
+        ...
+
+
+class RootCommits:
+    """The checkpoints directly under a root.
+
+    Args:
+        root: A path or fsspec URL.
+    """
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self._root = Store.open(root)
+        self._commits: dict[str, Commit] = {}
+        self._pending: set[str] = set()  # directories without a manifest
+        self._stamps: dict[str, int] = {}  # of local directories, the root's under ""
+        self._is_closed = threading.Event()
+
+    def newest_first(self) -> Sequence[Commit]:
+        """See `Commits`."""
+        for name in sorted(self._pending | self._changed_names()):
+            self._look_at(name)
+        return sorted(self._commits.values(), key=lambda commit: (commit.created_ns, commit.path), reverse=True)
+
+    def wait(self, timeout_secs: float) -> None:
+        """See `Commits`; a directory does not tell, so this is a pause."""
+        self._is_closed.wait(timeout_secs)
+
+    def close(self) -> None:
+        """See `Commits`."""
+        self._is_closed.set()
+
+    def _changed_names(self) -> set[str]:
+        """Directories that may hold another manifest than when they were looked at last."""
+        if not self._has_changed(""):
+            return set()
+        listing = self._root.listing()
+        names = {*listing.directories, *listing.links}
+        for gone in (self._commits.keys() | self._pending) - names:
+            self._commits.pop(gone, None)
+            self._stamps.pop(gone, None)
+            self._pending.discard(gone)
+        if self._root.is_local:
+            return {name for name in names if self._has_changed(name)}
+        newest = max(self._commits, key=lambda name: self._commits[name].created_ns, default=None)
+        return {name for name in names if name not in self._commits or name == newest}
+
+    def _has_changed(self, name: str) -> bool:
+        """Whether names in a directory came or went since this was asked last; True where that cannot be told."""
+        if not self._root.is_local:
+            return True
+        try:
+            stamp = os.stat(self._root.child(name)).st_mtime_ns
+        except OSError:
+            self._stamps.pop(name, None)
+            return True
+        if self._stamps.get(name) == stamp:
+            return False
+        if time.time_ns() - stamp > _SETTLED_NS:
+            self._stamps[name] = stamp
+        return True
+
+    def _look_at(self, name: str) -> None:
+        try:
+            at_ns = committed_ns(self._root.at(name))
+        except StoreError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM):
+                raise
+            logger.info("passed over until it can be read: %s", error)
+            at_ns = None
+        except DamagedError as error:
+            logger.info("passed over: %s", error)
+            at_ns = None
+        known = self._commits.get(name)
+        if at_ns is None:
+            self._commits.pop(name, None)
+            self._pending.add(name)
+        else:
+            self._pending.discard(name)
+            if known is None or at_ns != float("inf"):  # what was applied may be damaged afterwards
+                self._commits[name] = Commit(self._root.at(name).url, at_ns)
+
+
+_SLICE_SECS = 0.1  # within which a wait notices that it was ended
+
+
+class MarkerCommits:
+    """The checkpoints directly under a root, whose commits a log tells of.
+
+    Args:
+        root: A path or fsspec URL.
+        log: The log.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], log: RowLog) -> None:
+        self._root = Store.open(root, log=log)
+        self._log = log
+        self._commits = RootCommits(root)
+        self._next: int | None = None  # offset of the first marker that was not seen
+        self._is_closed = threading.Event()
+
+    def newest_first(self) -> Sequence[Commit]:
+        """See `Commits`."""
+        if self._next is None:
+            settle(self._root)
+            self._see(self._log.markers(root_id(self._root.url), 1))
+        return self._commits.newest_first()
+
+    def wait(self, timeout_secs: float) -> None:
+        """See `Commits`; returns as soon as there is a marker."""
+        left_secs = timeout_secs
+        while left_secs > 0 and self._next is not None and not self._is_closed.is_set():
+            try:
+                found = self._log.markers_from(self._next, min(left_secs, _SLICE_SECS))
+            except DamagedError:  # so far behind that the log has forgotten what comes next
+                self._next = None
+                return
+            if found:
+                self._see(found)
+                return
+            left_secs -= _SLICE_SECS
+
+    def close(self) -> None:
+        """See `Commits`."""
+        self._is_closed.set()
+        self._commits.close()
+
+    def _see(self, markers: Sequence[Marker]) -> None:
+        """Markers come a moment before manifests get their names."""
+        own = [marker for marker in markers if marker.root == root_id(self._root.url)]
+        if any(not self._root.at(marker.name).exists(FILE_NAME) for marker in own):
+            settle(self._root)
+        self._next = max((marker.offset + 1 for marker in markers), default=self._next or 0)

@@ -1,0 +1,88 @@
+"""Targets: the tensors of a model that a checkpoint's go to, fitted to it as a load fits them.
+
+Each process finds those that it holds, its own shards, without a word to the others.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+from torchrec_cnr.errors import StateMismatchError
+from torchrec_cnr.format.boxes import Box
+from torchrec_cnr.lineage.checkpoint import Checkpoint
+from torchrec_cnr.loading.fitting import QUANTIZED, Layout, Wanted, fit, listed
+from torchrec_cnr.loading.inference_tables import TargetTables
+from torchrec_cnr.loading.read_items import wanted_item
+from torchrec_cnr.loading.torchrec_inference import quantized_tables
+from torchrec_cnr.quantization.fbgemm_rows import InferenceRow
+from torchrec_cnr.sharding import local_shards
+
+TargetKey = tuple[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """A shard of a tensor of a model.
+
+    Attributes:
+        fqn: The tensor.
+        box: Of the shard, in the tensor's indices.
+        tensor: Its memory, of the box's size; of a quantized table uint8 [num_rows, row_bytes], whole rows.
+        row: How a quantized table keeps a row.
+    """
+
+    fqn: str
+    box: Box
+    tensor: Tensor
+    row: InferenceRow | None = None
+
+    @property
+    def key(self) -> TargetKey:
+        """Tells it from others, also when they are found anew."""
+        return self.fqn, self.box.offsets
+
+
+def find_targets(model: nn.Module, key: str | None, newest: Checkpoint, *, allow_partial: bool) -> list[Target]:
+    """What of a model this process holds.
+
+    Args:
+        model: The model.
+        key: What its state dict was saved under; None if it was saved as it is.
+        newest: What is to be applied.
+        allow_partial: Whether a tensor that checkpoints do not have is left as it is, unless it is a quantized table.
+
+    Raises:
+        StateMismatchError: A tensor is not in the checkpoint, or of another size or dtype.
+        ConfigurationError: The model has quantized tables that nothing can be loaded into.
+    """
+    state, planner, url = model.state_dict(), DefaultLoadPlanner(), newest.store.url
+    planner.set_up_planner(state if key is None else {key: state}, is_coordinator=True)
+    tensors = {fqn: value for fqn, value in planner.state_dict.items() if isinstance(value, Tensor)}
+    tables = TargetTables(list(quantized_tables(model)))
+    wanted = frozenset(_wanted(fqn, value, planner, tables) for fqn, value in tensors.items())
+    found = fit(wanted, newest.manifest, url, allow_partial=True)
+    if found.report.missing and not allow_partial:
+        raise StateMismatchError(
+            f"{url}: {len(found.report.missing)} of the model not in the checkpoint: {listed(found.report.missing)}; "
+            "pass the 'key' that its state dict was saved under, or allow_partial_load=True to leave these as they are"
+        )
+    targets: list[Target] = []
+    for fqn, source in found.sources.items():
+        if source.layout is not Layout.SAME:
+            raise StateMismatchError(
+                f"{url}: {fqn!r} is optimizer state, which is not served; leave it out of the model"
+            )
+        table = tables.find(tensors[fqn])
+        if table is not None:
+            targets.append(Target(source.fqn, Box.whole(table.size), table.rows.detach(), table.row))
+        else:
+            shards = local_shards(tensors[fqn])
+            targets += (Target(source.fqn, shard.box, shard.tensor.detach()) for shard in shards)
+    return targets
+
+
+def _wanted(fqn: str, value: Any, planner: DefaultLoadPlanner, tables: TargetTables) -> Wanted:
+    table, item = tables.find(value), wanted_item(fqn, value, planner.mappings[fqn])
+    return item if table is None else replace(item, size=table.size, dtype=QUANTIZED)

@@ -1,0 +1,145 @@
+"""The served model: a checkpoint is staged while lookups go on, and swapped in while they are held off, or not at all.
+
+Until the swap nothing of the model has changed. Where several ways lead to a checkpoint, the next one is tried if
+something on the first is gone, or does not tell what the rows will be.
+"""
+
+import logging
+import time
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from torchrec_cnr.errors import DamagedError, StoreError
+from torchrec_cnr.serving.commit_sources import Commit
+from torchrec_cnr.serving.forward_lock import Lookups, share_forwards
+from torchrec_cnr.serving.model_tensors import find_targets
+from torchrec_cnr.serving.update import Staged, Touched, stage, touch
+from torchrec_cnr.serving.update_path import Ground, Links, Standing, read_links
+from torchrec_cnr.serving.updates_report import Applied
+from torchrec_cnr.storage.leases import leased
+from torchrec_cnr.storage.row_log import RowLog
+from torchrec_cnr.storage.store import Store
+from torchrec_cnr.tracking.tracked_tables import forget_overwritten
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _State:
+    """What the model has.
+
+    Attributes:
+        commit: The checkpoint, as the source of commits names it.
+        standing: The same, and its baseline, by digests.
+        touched: Rows that were overwritten since the baseline.
+    """
+
+    commit: Commit
+    standing: Standing
+    touched: Touched
+
+
+class ServedModel:
+    """A model whose forwards share a lock, and what it has.
+
+    Args:
+        model: The model.
+        key: What its state dict was saved under; None if it was saved as it is.
+        allow_partial: Whether tensors that checkpoints do not have are left as they are.
+        thread_count: Requests in flight at once.
+        log: That rows of deltas go to, if they do.
+    """
+
+    def __init__(
+        self, model: nn.Module, key: str | None, *, allow_partial: bool, thread_count: int, log: RowLog | None = None
+    ) -> None:
+        self._model = model
+        self._key = key
+        self._allow_partial = allow_partial
+        self._thread_count = thread_count
+        self._log = log
+        self._state: _State | None = None
+        self._lookups = Lookups()
+        self._hooks = share_forwards(model, self._lookups)
+
+    @property
+    def commit(self) -> Commit | None:
+        """What is applied."""
+        state = self._state
+        return None if state is None else state.commit
+
+    def looking_up(self) -> AbstractContextManager[None]:
+        """Nothing is swapped in meanwhile."""
+        return self._lookups.shared()
+
+    def close(self) -> None:
+        """Unwrap the model's forwards."""
+        self._hooks.remove()
+
+    def apply(self, commit: Commit) -> Applied | None:
+        """Bring the model to a checkpoint.
+
+        Returns:
+            What was done; None if it has that one, which was known by another name or time.
+
+        Raises:
+            CNRError: It cannot be read, or does not fit; the model stays as it is.
+        """
+        started_secs = time.perf_counter()
+        before = self._state
+        store = Store.open(commit.path, log=self._log)
+        with leased(store, "load"):
+            found = self._staged(store, before)
+        if found is None:
+            self._state = None if before is None else replace(before, commit=commit)
+            return None
+        links, staged = found
+        head = links.lineage.newest
+        forget_overwritten([part.tensor for part in staged.parts])
+        with self._lookups.exclusive():
+            swap_secs = time.perf_counter()
+            self._state = None  # if the swap fails half-way, everything must be read again
+            staged.swap_in()
+            if links.is_delta:
+                touch(staged.touched, staged.rows)
+            self._state = _State(commit, _standing(links, before), staged.touched)
+            done_secs = time.perf_counter()
+        if before is not None and not links.is_delta and head.kind == "delta":
+            logger.info("%s does not stand on %s: everything was read again", commit.path, before.commit.path)
+        return Applied(
+            path=head.store.url,
+            sha256=head.sha256,
+            kind="delta" if links.is_delta else "baseline",
+            num_checkpoints=len(links.lineage.checkpoints),
+            num_rows=staged.num_rows,
+            num_bytes=staged.num_bytes,
+            read_secs=swap_secs - started_secs,
+            apply_secs=done_secs - swap_secs,
+            committed_to_applied_secs=time.time() - head.created_ns / 1e9,
+        )
+
+    def _staged(self, store: Store, before: _State | None) -> tuple[Links, Staged] | None:
+        """The first way to a checkpoint that can be gone, and what it leads to; None if the model is there."""
+        for links in read_links(store, None if before is None else before.standing):
+            if before is not None and links.lineage.newest.sha256 == before.standing.head:
+                return None
+            targets = find_targets(self._model, self._key, links.lineage.newest, allow_partial=self._allow_partial)
+            try:
+                staged = stage(links, targets, {} if before is None else before.touched, self._thread_count)
+            except (DamagedError, StoreError) as error:
+                if not links.is_delta:
+                    raise
+                logger.info("%s: another way to it is tried: %s", store.url, error)
+                continue
+            if staged is not None:
+                return links, staged
+        raise DamagedError(f"{store.url}: nothing leads to it; use another checkpoint")
+
+
+def _standing(links: Links, before: _State | None) -> Standing:
+    oldest, newest = links.lineage.checkpoints[0].sha256, links.lineage.newest.sha256
+    if before is None or links.ground is Ground.NOTHING:
+        return Standing(newest, baseline=oldest)
+    return Standing(newest, before.standing.baseline)

@@ -1,0 +1,221 @@
+"""Staging: links are folded, as a load folds a lineage, into memory beside the model; nothing of the model is touched.
+
+A tensor that links hold whole gets a second copy; of any other, only the rows that links hold are staged.
+
+Touched rows: which rows of a model's tables deltas have overwritten since the baseline that it was folded on.
+
+A delta that stands on that baseline, and not on what is applied, brings a model up to date if it holds all of these.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from torchrec_cnr.format.boxes import Box
+from torchrec_cnr.format.manifest import DTYPES
+from torchrec_cnr.lineage.checkpoint import Lineage
+from torchrec_cnr.reading.fold import fold
+from torchrec_cnr.reading.inference_regions import inference_regions, turns
+from torchrec_cnr.reading.plan import CheckpointReads, held, plan_fold
+from torchrec_cnr.reading.regions import Block, Region, TensorRegion
+from torchrec_cnr.serving.model_tensors import Target, TargetKey
+from torchrec_cnr.serving.update_path import Ground, Links
+from torchrec_cnr.serving.update_rows import StagedRows
+
+
+@dataclass(eq=False)
+class TouchedRows:
+    """Rows of a table's region that come from deltas. As a region of a fold, it notes which, and takes no values.
+
+    Attributes:
+        fqn: The table.
+        box: The region, in the table's indices.
+        is_touched: bool [num_rows].
+    """
+
+    fqn: str
+    box: Box
+    is_touched: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.is_touched = torch.zeros(self.box.num_rows, dtype=torch.bool)
+
+    def write(self, block: Block) -> None:
+        """Note the rows of a delta."""
+        found = block.rows.within(self.box) if block.is_delta else None
+        if found is not None and block.box.intersect(self.box) is not None:
+            self.is_touched[found[1]] = True
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
+
+
+Touched = Mapping[TargetKey, TouchedRows]
+
+
+def are_overwritten(touched: Touched, staged: Mapping[TargetKey, StagedRows]) -> bool:
+    """Whether what is staged overwrites all that was touched, whole rows of it."""
+    for key, rows in staged.items():
+        if key not in touched or not rows.has_whole_rows:
+            return False
+        is_left = touched[key].is_touched.clone()
+        is_left[rows.rows.cpu()] = False
+        if bool(is_left.any()):
+            return False
+    return True
+
+
+def touch(touched: Touched, staged: Mapping[TargetKey, StagedRows]) -> None:
+    """What was staged is applied now."""
+    for key, rows in touched.items():
+        if key in staged:
+            rows.is_touched[staged[key].rows.cpu()] = True
+        else:
+            rows.is_touched[:] = True  # all of it was replaced
+
+
+@dataclass(frozen=True, eq=False)
+class StagedTensor:
+    """A tensor that is replaced as a whole.
+
+    Attributes:
+        tensor: The served one.
+        values: What it will be; in host memory.
+        num_rows: Of a table, its rows here; 0 of any other.
+    """
+
+    tensor: Tensor
+    values: Tensor
+    num_rows: int
+
+    def swap_in(self) -> None:
+        """Overwrite the served values."""
+        self.tensor.copy_(self.values)
+
+
+@dataclass(frozen=True, eq=False)
+class Staged:
+    """What is ready to be swapped in.
+
+    Attributes:
+        rows: Of tables of which links hold some rows.
+        tensors: What is replaced as a whole.
+        touched: Rows that were overwritten since the baseline, up to now.
+        num_bytes: Bytes of packs that it was read from.
+    """
+
+    rows: Mapping[TargetKey, StagedRows]
+    tensors: Sequence[StagedTensor]
+    touched: Touched
+    num_bytes: int
+
+    @property
+    def parts(self) -> Sequence[StagedRows | StagedTensor]:
+        """All of it."""
+        return *self.rows.values(), *self.tensors
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of tables."""
+        return sum(part.num_rows for part in self.parts)
+
+    def swap_in(self) -> None:
+        """Overwrite what is served, while no lookup happens."""
+        devices = {part.tensor.device for part in self.parts if part.tensor.device.type == "cuda"}
+        _wait_for(devices)
+        with torch.inference_mode():  # also tables that were made in it can be written to
+            for part in self.parts:
+                part.swap_in()
+        _wait_for(devices)
+
+
+def stage(links: Links, targets: Sequence[Target], touched: Touched, thread_count: int) -> Staged | None:
+    """Read, verify and decode links.
+
+    Args:
+        links: What is to be applied.
+        targets: What of the model it goes to.
+        touched: Rows of the model that were overwritten since the baseline.
+        thread_count: Requests in flight at once.
+
+    Returns:
+        None if the links alone do not tell what the rows will be, so that the whole lineage must be read.
+
+    Raises:
+        DamagedError: Bytes are not what was committed.
+        StoreError: A pack cannot be read.
+        StateMismatchError: A tensor is of another size or dtype.
+    """
+    rows: dict[TargetKey, StagedRows] = {}
+    tensors: list[StagedTensor] = []
+    regions: list[Region] = []
+    for target in targets:
+        if links.is_delta and not _is_whole(links.lineage, target.fqn):
+            if not _is_made_of_rows(links.lineage, target):
+                return None
+            rows[target.key] = _staged_rows(links.lineage, target)
+            regions.append(rows[target.key])
+        else:
+            tensors.append(_staged_tensor(links.lineage, target))
+            regions += _whole_regions(links.lineage, target, tensors[-1].values)
+    if not links.is_delta:
+        touched = _untouched(links.lineage, targets)
+        regions += touched.values()
+    num_bytes = 0
+    for turn in turns(regions):
+        plans = plan_fold(links.lineage, turn)
+        fold(plans, turn, thread_count, are_complete=not links.is_delta)
+        num_bytes += sum(map(_read_bytes, plans))
+    is_right = links.ground is not Ground.BASELINE or are_overwritten(touched, rows)
+    if not is_right or not all(part.is_complete for part in rows.values()):
+        return None
+    return Staged(rows, tensors, touched, num_bytes)
+
+
+def _untouched(lineage: Lineage, targets: Sequence[Target]) -> Touched:
+    rows = (target for target in targets if _is_made_of_rows(lineage, target))
+    return {target.key: TouchedRows(target.fqn, target.box) for target in rows}
+
+
+def _is_whole(lineage: Lineage, fqn: str) -> bool:
+    """Whether some link holds all of a tensor."""
+    return any(entry.is_whole for _, entry in held(lineage.checkpoints, fqn))
+
+
+def _is_made_of_rows(lineage: Lineage, target: Target) -> bool:
+    """Whether a delta may hold some of its rows, that can be applied by themselves."""
+    entry = lineage.newest.manifest.tensors[target.fqn]
+    return entry.table is None and len(entry.size) == 2
+
+
+def _staged_rows(lineage: Lineage, target: Target) -> StagedRows:
+    dtype = DTYPES[lineage.newest.manifest.tensors[target.fqn].dtype]
+    shards = tuple(lineage.shards(target.fqn))
+    return StagedRows(target.fqn, target.box, target.tensor, target.row, dtype, shards)
+
+
+def _staged_tensor(lineage: Lineage, target: Target) -> StagedTensor:
+    is_table = lineage.newest.manifest.tensors[target.fqn].is_table
+    values = torch.empty(target.tensor.shape, dtype=target.tensor.dtype)
+    return StagedTensor(target.tensor, values, len(values) if is_table else 0)
+
+
+def _whole_regions(lineage: Lineage, target: Target, values: Tensor) -> list[Region]:
+    if target.row is None:
+        return [TensorRegion(target.fqn, target.box, values)]
+    dtype = DTYPES[lineage.newest.manifest.tensors[target.fqn].dtype]
+    return inference_regions(target.fqn, values, target.row, dtype, lineage.shards(target.fqn))
+
+
+def _read_bytes(plan: CheckpointReads) -> int:
+    blobs = [read.blob for read in plan.reads.values()]
+    blobs += [block.blob for block in plan.row_blocks.values() if block.blob is not None]
+    return sum(blob.num_bytes for blob in blobs)
+
+
+def _wait_for(devices: set[torch.device]) -> None:
+    """What was started on GPUs, lookups or copies, is done."""
+    for device in devices:
+        torch.cuda.synchronize(device)

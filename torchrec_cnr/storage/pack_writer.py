@@ -1,0 +1,233 @@
+"""Packs: the data files of a checkpoint.
+
+A pack is a safetensors file of bounded size, put together in memory and written once, with one request. Blobs of wider
+elements come first, so that every tensor in it is aligned without padding.
+"""
+
+import json
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from awscrt import checksums
+from torch.profiler import record_function
+
+from torchrec_cnr.errors import ConfigurationError
+from torchrec_cnr.format.manifest import Pack
+from torchrec_cnr.format.row_sets import Blob
+from torchrec_cnr.storage.row_log import PackTarget
+from torchrec_cnr.storage.store import Bytes
+from torchrec_cnr.throttling import Pace
+
+PACK_BYTES = 16 << 20
+BLOCK_BYTES = 8 << 20
+BUFFER_BYTES = 64 << 20
+
+SAFETENSORS = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+_ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+
+
+def crc32c(data: Bytes | bytes, before: int = 0) -> int:
+    """Castagnoli's CRC of a buffer, or of all up to its end where ``before`` is that of what comes before it.
+
+    AWS's implementation takes 64 bytes a step where a processor can, and lets other threads run meanwhile.
+    """
+    return int(checksums.crc32c(data, before))
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """A blob on its way into a pack; ``number`` is what ``PackWriter.add`` returned."""
+
+    number: int
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: Bytes
+
+
+class PackWriter:
+    """Fills packs with blobs and writes each when it is full, up to ``thread_count`` at once.
+
+    Args:
+        store: Where to; a directory, or a log.
+        prefix: Begins their names.
+        thread_count: Packs written at once.
+        pack_bytes: When one is full.
+        buffer_bytes: Of all packs being filled. If that is exceeded, the fullest is written as it is.
+
+    Attributes:
+        pace: Rests after each blob; None does not.
+        wait_secs: How long the caller has waited for packs to be written.
+        upload_secs: How long all threads together took to write them.
+    """
+
+    def __init__(
+        self,
+        store: PackTarget,
+        prefix: str,
+        thread_count: int,
+        pack_bytes: int = PACK_BYTES,
+        buffer_bytes: int = BUFFER_BYTES,
+    ) -> None:
+        self.pace: Pace | None = None
+        self._store = store
+        self._prefix = prefix
+        self._pack_bytes = pack_bytes
+        self._buffer_bytes = buffer_bytes
+        self._thread_count = thread_count
+        self._threads = ThreadPoolExecutor(thread_count, thread_name_prefix="cnr-write")
+        self._writes: deque[Future[_WrittenPack]] = deque()
+        self._parts: dict[tuple[int, int], list[_Part]] = {}
+        self._filled_bytes: dict[tuple[int, int], int] = {}
+        self._num_blobs = 0
+        self._packs: list[Pack] = []
+        self._blobs: dict[int, Blob] = {}
+        self.wait_secs = 0.0
+        self.upload_secs = 0.0
+
+    def add(self, name: str, dtype: str, shape: tuple[int, ...], data: Bytes, heat: int = 0, age: int = 0) -> int:
+        """Take a blob; its bytes must not change afterwards.
+
+        Args:
+            heat: Of its rows. Only blobs of one heat and age share a pack.
+            age: Of its rows.
+
+        Returns:
+            Its number among the blobs that :meth:`finish` returns.
+        """
+        kind = (heat, age)
+        if self._filled_bytes.get(kind, 0) + data.nbytes > self._pack_bytes:
+            self._write_pack(kind)
+        if sum(self._filled_bytes.values()) + data.nbytes > self._buffer_bytes and self._filled_bytes:
+            self._write_pack(max(self._filled_bytes, key=lambda kind: self._filled_bytes[kind]))
+        number = self._num_blobs
+        self._num_blobs += 1
+        self._parts.setdefault(kind, []).append(_Part(number, name, SAFETENSORS[dtype], shape, data))
+        self._filled_bytes[kind] = self._filled_bytes.get(kind, 0) + data.nbytes
+        if self.pace is not None:
+            self.pace.rest()
+        return number
+
+    def flush(self) -> None:
+        """Write what there is, and wait for it."""
+        for kind in list(self._parts):
+            self._write_pack(kind)
+        while self._writes:
+            self._take_written()
+
+    def end_pack(self, target: PackTarget) -> None:
+        """Write the pack that is being filled, of rows without heat or age, to a place of its own."""
+        self._write_pack((0, 0), target)
+
+    def finish(self) -> tuple[tuple[Pack, ...], tuple[Blob, ...]]:
+        """Write what is left and wait: all packs of this rank, and all blobs by number."""
+        self.flush()
+        return tuple(self._packs), tuple(self._blobs[number] for number in range(self._num_blobs))
+
+    @property
+    def block_bytes(self) -> int:
+        """How many bytes of values a blob should hold; quantized, they take a quarter of that or less."""
+        return min(BLOCK_BYTES, 2 * self._pack_bytes)
+
+    def close(self) -> None:
+        """Stop the threads; packs that are not being written yet are dropped."""
+        self._threads.shutdown(cancel_futures=True)
+
+    def _write_pack(self, kind: tuple[int, int], target: PackTarget | None = None) -> None:
+        parts = self._parts.pop(kind, [])
+        if not parts:
+            return
+        del self._filled_bytes[kind]
+        while len(self._writes) >= self._thread_count:
+            self._take_written()
+        index = len(self._packs) + len(self._writes)
+        stem = f"{self._prefix}-{index}"
+        self._writes.append(self._threads.submit(_write_pack, target or self._store, stem, index, parts, kind[0]))
+
+    def _take_written(self) -> None:
+        began = time.monotonic()
+        written = self._writes.popleft().result()
+        self.wait_secs += time.monotonic() - began
+        self.upload_secs += written.secs
+        self._packs.append(written.pack)
+        self._blobs.update(written.blobs)
+
+
+@dataclass(frozen=True)
+class _WrittenPack:
+    """A pack, the blobs in it by number, and how long it took to write."""
+
+    pack: Pack
+    blobs: Mapping[int, Blob]
+    secs: float
+
+
+def _write_pack(store: PackTarget, stem: str, index: int, parts: list[_Part], heat: int) -> _WrittenPack:
+    began = time.monotonic()
+    parts = sorted(parts, key=lambda part: -_ITEM_BYTES[part.dtype])
+    tensors = ((part.name, part.dtype, part.shape, part.data.nbytes) for part in parts)
+    header = safetensors_header(tensors, {"format": "torchrec_cnr"})
+    blobs = {}
+    end = len(header)
+    for part in parts:
+        blobs[part.number] = Blob(index, end, part.data.nbytes, crc32c(part.data))
+        end += part.data.nbytes
+    name = f"{stem}.safetensors"
+    with record_function("torchrec_cnr.upload"):
+        log = store.put(name, [header, *(part.data.data for part in parts)])
+    pack = Pack(name, end, len(header), crc32c(header), heat=heat, log=log)
+    return _WrittenPack(pack, blobs, time.monotonic() - began)
+
+
+def safetensors_header(tensors: Iterable[tuple[str, str, Sequence[int], int]], metadata: Mapping[str, str]) -> bytes:
+    """A safetensors header: its length, then JSON, filled up with blanks to a multiple of eight bytes.
+
+    Args:
+        tensors: Name, dtype as safetensors calls it, shape, and size in bytes of each, in their order in the file. A
+            name that was there before gets a tilde.
+        metadata: What is said of the file.
+    """
+    entries: dict[str, object] = {"__metadata__": metadata}
+    end = 0
+    for name, dtype, shape, num_bytes in tensors:
+        start, end = end, end + num_bytes
+        while name in entries:
+            name += "~"
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def check_thread_count(thread_count: int) -> None:
+    """Refuse what is no number of threads.
+
+    Raises:
+        ConfigurationError: It is less than 1.
+    """
+    if thread_count < 1:
+        raise ConfigurationError(f"'thread_count' must be at least 1 (got {thread_count})")
+
+
+def check_pack_bytes(pack_bytes: int) -> None:
+    """Refuse packs that are no files, or that would not fit in memory.
+
+    Raises:
+        ConfigurationError: It is less than 1 KiB or more than 1 GiB.
+    """
+    if not 1 << 10 <= pack_bytes <= 1 << 30:
+        raise ConfigurationError(f"'pack_bytes' must be from 1024 to 1073741824 (got {pack_bytes})")

@@ -1,0 +1,178 @@
+"""Row logs: where the rows of deltas may lie beside a checkpoint's directory, and where checkpoints are announced.
+
+A log takes packs, as a directory does, and markers. A checkpoint whose store has a log is committed by its marker: it
+comes when everything else of the checkpoint is durable, and only then does its manifest get its name. So whoever
+follows the log sees committed checkpoints only, in the order of their commits; and whoever looks at directories sees
+the same ones, a moment later.
+
+A log keeps all packs for a time, or the newest pack of each row block for ever; see ``row_blocks``.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrec_cnr.format.manifest import LogRange
+from torchrec_cnr.storage.files import Buffer
+from torchrec_cnr.storage.urls import without_client
+
+if TYPE_CHECKING:  # stores need no torch
+    from torchrec_cnr.format.manifest import Pack
+
+
+@dataclass(frozen=True)
+class Marker:
+    """What says that a checkpoint is committed.
+
+    Attributes:
+        root: Tells roots apart that share a log: :func:`root_id` of its URL.
+        name: Of the checkpoint's directory, in its root.
+        save_id: Of the save that wrote it.
+        sha256: Digest of its manifest.
+        parent_sha256: Digest of its parent's; None for a baseline.
+        created_ns: Unix time of its commit, in nanoseconds.
+        offset: Its place among the markers of its log; they are in the order of their commits.
+    """
+
+    root: str
+    name: str
+    save_id: str
+    sha256: str
+    parent_sha256: str | None
+    created_ns: int
+    offset: int = -1
+
+
+def root_id(url: str) -> str:
+    """A short name for the directory that checkpoints' directories lie in, by its URL, whatever client that names."""
+    return hashlib.sha256(without_client(url).encode()).hexdigest()[:16]
+
+
+class PackTarget(Protocol):
+    """What packs are written to."""
+
+    def put(self, name: str, parts: Sequence[Buffer]) -> LogRange | None:
+        """Write a pack whose name nobody else uses; returns where in a log it lies, None for a file."""
+        ...
+
+
+@runtime_checkable
+class BlockTarget(Protocol):
+    """What packs of row blocks are written to.
+
+    Its ``owner`` begins the keys of what this rank writes.
+    """
+
+    @property
+    def owner(self) -> str: ...
+
+    def keyed(self, key: str, most_bytes: int) -> PackTarget:
+        """Where to write a pack that takes the place of the one with that key.
+
+        Args:
+            key: What the keys of its records begin with.
+            most_bytes: What any pack with that key may take.
+        """
+        ...
+
+
+class RowLog(Protocol):
+    """A log; a value that survives pickling."""
+
+    @property
+    def topic(self) -> str:
+        """What manifests call it."""
+        ...
+
+    @property
+    def block_bytes(self) -> int | None:
+        """How many bytes of values a row block has, if it keeps the newest pack of each; None if it keeps all."""
+        ...
+
+    def open(self, *, may_make: bool) -> bool:
+        """See that it is as it must be, and make it if it is missing and whoever asks may.
+
+        Raises:
+            StoreError: It does not answer in time.
+            ConfigurationError: It is set up in a way that would lose rows.
+        """
+        ...
+
+    def target(self, root: str, rank: int, is_coordinator: bool = False) -> PackTarget | BlockTarget:
+        """What one save of one rank writes to; made by all ranks before any of them writes.
+
+        Args:
+            root: Its :func:`root_id`.
+            rank: Of the process.
+            is_coordinator: Whether it will commit.
+
+        Raises:
+            StoreError: It does not answer in time.
+        """
+        ...
+
+    def read(self, name: str, num_bytes: int, place: LogRange, start: int, stop: int) -> npt.NDArray[np.uint8]:
+        """Bytes of a pack, from ``start`` to ``stop``.
+
+        Raises:
+            DamagedError: Records of it are missing, doubled, out of order, or were removed.
+            StoreError: The log does not answer in time.
+        """
+        ...
+
+    def begin(self, root: str) -> None:
+        """A save begins that will end with a marker: whoever began to write markers for this root before is shut out.
+
+        Args:
+            root: Its :func:`root_id`.
+
+        Raises:
+            StoreError: The log does not answer in time.
+        """
+        ...
+
+    def mark(self, marker: Marker, check: Callable[[], None]) -> None:
+        """Commit.
+
+        Args:
+            marker: Of the checkpoint.
+            check: Raises if this job may not commit; asked if another one has begun to write markers since.
+
+        Raises:
+            StoreError: It was not written, or nobody can tell yet whether it was.
+        """
+        ...
+
+    def forget(self, root: str, packs: "Sequence[Pack]") -> None:
+        """Remove packs by their keys, right after a commit by :meth:`mark`; what is newer under these keys goes too.
+
+        Raises:
+            FencedError: Another job writes markers for this root now.
+            StoreError: It was not done.
+        """
+        ...
+
+    def markers_from(self, offset: int, timeout_secs: float) -> tuple[Marker, ...]:
+        """Markers from an offset on; waits so long for the first.
+
+        Raises:
+            DamagedError: The log has forgotten that offset.
+            StoreError: The log does not answer in time.
+        """
+        ...
+
+    def markers(self, root: str, most: int) -> tuple[Marker, ...]:
+        """The newest markers of a root, oldest first. Returns once it is certain that no older one will come.
+
+        Args:
+            root: Its :func:`root_id`.
+            most: How many.
+
+        Raises:
+            StoreError: That takes too long.
+        """
+        ...

@@ -1,0 +1,367 @@
+"""Where checkpoints lie: a directory in any fsspec file system.
+
+A store writes files once and whole. ``put_new`` is the commit primitive: the name either holds all bytes, durably, or
+does not exist, and of several writers one wins. Every failure becomes a ``StoreError`` that names the file.
+
+Files that are read as a whole, whoever wrote them: no longer than they may be.
+"""
+
+import errno
+import os
+import posixpath
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import fsspec
+import numpy as np
+import numpy.typing as npt
+from fsspec.implementations.local import LocalFileSystem
+
+from torchrec_cnr.errors import CheckpointExistsError, CNRError, ConfigurationError, DamagedError, StoreError
+from torchrec_cnr.storage import local_files
+from torchrec_cnr.storage.files import Buffer, Listing, Stream, give_up
+from torchrec_cnr.storage.local_files import link_new, missing_above, open_plain, pass_over, sync_directory
+from torchrec_cnr.storage.retries import Result, is_object_store, is_refused, put_whole, tried_again
+from torchrec_cnr.storage.row_log import RowLog
+from torchrec_cnr.storage.urls import checked_url, without_client
+from torchrec_cnr.throttling import Bandwidth
+
+Bytes = npt.NDArray[np.uint8]
+
+_NOT_THERE = (errno.ENOENT, errno.ENOTDIR)
+_one_at_a_time = threading.Lock()
+_ERRNO: dict[type[Exception], int] = {
+    FileNotFoundError: errno.ENOENT,
+    FileExistsError: errno.EEXIST,
+    NotADirectoryError: errno.ENOTDIR,
+    PermissionError: errno.EACCES,
+}
+
+
+@dataclass(frozen=True)
+class Store:
+    """A directory.
+
+    Attributes:
+        fs: Its fsspec file system.
+        path: Its path there, without the protocol and without a trailing slash.
+        sync_files: Whether local files are forced to disk before a write counts as done.
+        bandwidth: What puts and reads of arrays take.
+        log: Where packs of its checkpoints may lie that are no files.
+    """
+
+    fs: Any
+    path: str
+    sync_files: bool = True
+    bandwidth: Bandwidth = field(default_factory=Bandwidth, compare=False)
+    log: RowLog | None = field(default=None, compare=False)
+
+    @classmethod
+    def open(cls, url: "str | os.PathLike[str] | Store", sync_files: bool = True, log: RowLog | None = None) -> "Store":
+        """The directory at a local path or fsspec URL, or what is one already; nothing is created.
+
+        Raises:
+            ConfigurationError: The URL's protocol is unknown, or its package is not installed; or see ``checked_url``.
+        """
+        if isinstance(url, Store):
+            return url
+        name = checked_url(url)
+        try:
+            fs, path = fsspec.core.url_to_fs(name)
+        except (ValueError, ImportError) as error:
+            raise ConfigurationError(f"{name!r}: not a path or URL that fsspec can open ({error})") from error
+        return cls(fs, str(path).rstrip("/") or "/", sync_files, log=log)
+
+    @classmethod
+    def can_open(cls, url: str | os.PathLike[str]) -> bool:
+        """Whether :meth:`open` would succeed."""
+        try:
+            cls.open(url)
+        except (ConfigurationError, TypeError):
+            return False
+        return True
+
+    @property
+    def url(self) -> str:
+        """The full name, protocol included where it is not the local file system."""
+        return self.path if isinstance(self.fs, LocalFileSystem) else str(self.fs.unstrip_protocol(self.path))
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is on this machine's file systems."""
+        return isinstance(self.fs, LocalFileSystem)
+
+    def at(self, path: str) -> "Store":
+        """Another directory of the same file system, by a path relative to this one."""
+        return replace(self, path=posixpath.normpath(posixpath.join(self.path, path)))
+
+    def is_beside(self, other: "Store") -> bool:
+        """Whether both are in one file system, so that one can name the other by a relative path."""
+        ours, theirs = self.fs, other.fs  # which fsspec calls different where they were opened by different threads
+        same_arguments = (ours.storage_args, ours.storage_options) == (theirs.storage_args, theirs.storage_options)
+        return same_arguments and (type(ours) is type(theirs) or self._service == other._service)
+
+    @property
+    def _service(self) -> str:
+        return without_client(self.url).partition("://")[0]
+
+    def child(self, name: str) -> str:
+        """The path of a file in this directory."""
+        return f"{self.path.rstrip('/')}/{name}"
+
+    def make(self) -> None:
+        """Create the directory and its parents, where the file system has directories."""
+        if is_object_store(self.fs):
+            return
+        with self._errors("create", ""):
+            above = missing_above(self.path) if self.is_local and self.sync_files else []
+            self.fs.makedirs(self.path, exist_ok=True)
+            for path in above:
+                sync_directory(path)
+
+    def exists(self, name: str) -> bool:
+        """Whether a file is there.
+
+        Raises:
+            StoreError: The file system does not tell, which fsspec's own ``exists`` takes for a no.
+        """
+        return self._size(name) is not None
+
+    def _size(self, name: str) -> int | None:
+        """Bytes of a file; None if it is not there."""
+        try:
+            return int(self._try("look up", name, lambda: self._fresh().info(self.child(name)))["size"] or 0)
+        except StoreError as error:
+            if error.errno in _NOT_THERE:
+                return None
+            raise
+
+    def _check_whole(self, name: str, num_bytes: int) -> None:
+        """What was written must be there: not every file system says so when it is not."""
+        if (found := self._size(name)) != num_bytes:
+            raise self._not_whole(name, num_bytes, found)
+
+    def _not_whole(self, name: str, num_bytes: int, found: int | None) -> StoreError:
+        there = "it is not there" if found is None else f"{found} are there"
+        return StoreError(f"cannot write {self.url}/{name}: {num_bytes} bytes were written, and {there}")
+
+    def is_directory(self) -> bool:
+        """Whether the directory is there; in an object store, whether something is in it."""
+        return bool(self._try("look up", "", lambda: self._fresh().isdir(self.path)))
+
+    def names(self) -> list[str]:
+        """Names in the directory, sorted; empty where there is no directory."""
+        return self.listing().names
+
+    def listing(self) -> Listing:
+        """What is in the directory; nothing where there is no directory."""
+        return Listing.of(self._entries(), self.path)
+
+    def _entries(self) -> list[Mapping[str, Any]]:
+        try:
+            return list(self._try("list", "", lambda: self._fresh().ls(self.path, detail=True)))
+        except StoreError as error:
+            if error.errno in _NOT_THERE:
+                return []
+            raise
+
+    def modified_ns(self, name: str = "") -> int:
+        """Unix time in nanoseconds when a file, or the directory itself, was written last, by the store's clock."""
+        found = self._try("look up", name, lambda: self._fresh().modified(self.child(name).rstrip("/")))
+        return int(found.timestamp() * 1e9)
+
+    def remove(self, name: str, is_durable: bool = False) -> None:
+        """Remove a file; that it is gone already is no error.
+
+        Args:
+            name: The file.
+            is_durable: Whether it must not be there again after a power failure.
+        """
+        try:
+            self._try("remove", name, lambda: self.fs.rm_file(self.child(name)))
+        except StoreError as error:
+            if error.errno != errno.ENOENT:
+                raise
+        if is_durable and self.sync_files and self.is_local:  # also if another process has only just removed it
+            with self._errors("remove", name), suppress(FileNotFoundError):  # it may have removed the directory, too
+                sync_directory(self.path)
+
+    @property
+    def has_directories(self) -> bool:
+        """Whether a directory is there although nothing is in it."""
+        return self.is_local
+
+    def remove_directory(self) -> None:
+        """Remove the directory if it is empty, where the file system has directories."""
+        if self.has_directories:
+            with self._errors("remove", ""):
+                local_files.remove_empty(self.path)
+
+    def read(self, name: str, start: int | None = None, stop: int | None = None) -> bytes:
+        """A file's bytes, or those from ``start`` to ``stop``; fewer where it is shorter.
+
+        Raises:
+            StoreError: It cannot be read; its ``errno`` is ``ENOENT`` where it does not exist.
+            DamagedError: It is a link or a pipe where a file should be.
+        """
+        read = local_files.cat_file if self.is_local else self.fs.cat_file
+        try:
+            return bytes(self._try("read", name, lambda: read(self.child(name), start=start, end=stop)))
+        except StoreError as error:
+            # Servers refuse a range behind the end.
+            if start is not None and error.errno == errno.EINVAL and (self._size(name) or 0) <= start:
+                return b""
+            raise
+
+    def read_array(self, name: str, start: int, stop: int, on_piece: Callable[[Bytes], None] = pass_over) -> Bytes:
+        """As :meth:`read`, into an array of its own that may be written to; ``on_piece`` is given it as it fills."""
+        self.bandwidth.wait(stop - start)
+        if self.is_local:
+            with self._errors("read", name):
+                return local_files.read_array(self.child(name), start, stop, on_piece)
+        on_piece(array := np.frombuffer(bytearray(self.read(name, start, stop)), dtype=np.uint8))
+        return array
+
+    @contextmanager
+    def open_file(self, name: str) -> Iterator[Any]:
+        """A file to read from and to seek in; errors are those of :meth:`read`."""
+        opened = open_plain if self.is_local else self.fs.open
+        with self._try("read", name, lambda: opened(self.child(name), "rb")) as file:
+            yield file
+
+    def put(self, name: str, parts: Sequence[Buffer], is_durable: bool = True) -> None:
+        """Write a file whose name nobody else uses.
+
+        Raises:
+            StoreError: It was not written, or, if it must be durable, not whole.
+        """
+        self.bandwidth.wait(sum(memoryview(part).nbytes for part in parts))
+        if self.is_local:
+            with self._errors("write", name), open(self.child(name), "wb") as file:
+                for part in parts:
+                    file.write(part)
+                if is_durable:
+                    self._sync(file)
+        else:
+            self._try("write", name, lambda: put_whole(self.fs, self.child(name), parts))
+        if is_durable:
+            self._check_whole(name, sum(memoryview(part).nbytes for part in parts))
+
+    @contextmanager
+    def create(self, name: str) -> Iterator[Stream]:
+        """Write a file piece by piece, in the place of one of that name.
+
+        A local file has its name once it is whole; elsewhere, one that failed may be there in part.
+        """
+        is_local, path = self.is_local, self.child(name)
+        partial = f"{path}.{uuid.uuid4().hex[:16]}.partial" if is_local else path
+        with ExitStack() as stack:
+            with self._errors("write", name):
+                file = open(partial, "xb") if is_local else self.fs.open(partial, "wb")  # noqa: SIM115 - the stack does
+            stack.callback(give_up, file, partial if is_local else None)
+            stream = Stream(self, name, file, lambda: self._errors("write", name))
+            yield stream
+            with self._errors("write", name):
+                self._sync(file)
+                file.close()
+                if is_local:
+                    os.replace(partial, path)
+                    if self.sync_files:
+                        sync_directory(self.path)
+            stack.pop_all()
+        self._check_whole(name, stream.num_bytes)
+
+    def put_new(self, name: str, data: bytes, save_id: str) -> None:
+        """Write a file atomically, unless the name exists.
+
+        A local file is written under a name of its own and then linked. Elsewhere, an exclusive create has to do.
+
+        Raises:
+            CheckpointExistsError: The name exists, with other bytes: who tries again finds what it has written itself.
+            StoreError: It was not written, or not whole.
+        """
+        is_ours = True
+        try:
+            if self.is_local:
+                unlinked, path = self.child(f"{save_id}.{name}"), self.child(name)
+                with self._errors("write", name):
+                    link_new(path, data, unlinked, self.sync_files, lambda: self._create_new(name, data))
+            else:
+                self._try("write", name, lambda: self._create_new(name, data))
+        except StoreError as error:
+            if not is_refused(error) or not self.exists(name):
+                raise
+            is_ours = False  # another one's file, too, may be there before its bytes are
+        # Of several writers some stores let the last one win, and not every one says so when a write did not happen.
+        if (found := self._read_there(name)) == data:
+            return
+        if found is None or (data.startswith(found) and (is_ours or save_id.encode() in found)):
+            if found is not None:
+                self.remove(name)  # nobody must take it for a damaged one
+            raise self._not_whole(name, len(data), None if found is None else len(found))
+        raise CheckpointExistsError(f"{self.url}: another save committed here first; save under another checkpoint_id")
+
+    def _read_there(self, name: str) -> bytes | None:
+        """A file's bytes; None if it is not there."""
+        try:
+            return self.read(name)
+        except StoreError as error:
+            if error.errno in _NOT_THERE:
+                return None
+            raise
+
+    def _create_new(self, name: str, data: bytes) -> None:
+        # memory:// looks first and creates then; it is one process's own, so that a lock makes it atomic.
+        turn: AbstractContextManager[object] = nullcontext() if is_object_store(self.fs) else _one_at_a_time
+        with turn, self.fs.open(self.child(name), "xb") as file:
+            file.write(data)
+
+    def _sync(self, file: Any) -> None:
+        if self.sync_files and self.is_local:
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _fresh(self) -> Any:
+        """The file system, which forgets what it has listed here before."""
+        self.fs.invalidate_cache(self.path)
+        return self.fs
+
+    def _try(self, action: str, name: str, call: Callable[[], Result]) -> Result:
+        """Do something that may be done twice, again and again where it fails by what may pass."""
+        with self._errors(action, name):
+            return call() if self.is_local else tried_again(call, f"{action} {self.url}/{name}")
+
+    @contextmanager
+    def _errors(self, action: str, name: str) -> Iterator[None]:
+        """File systems raise whatever they like; callers see one type, with the cause and its errno."""
+        try:
+            yield
+        except CNRError:
+            raise
+        except Exception as error:
+            where = self.url if not name else f"{self.url}/{name}"
+            failure = StoreError(f"cannot {action} {where}: {type(error).__name__}: {error}")
+            failure.errno = getattr(error, "errno", None) or _ERRNO.get(type(error))
+            raise failure from error
+
+
+def read_whole(store: Store, name: str, most_bytes: int) -> bytes:
+    """All bytes of a file.
+
+    Raises:
+        DamagedError: It has more than ``most_bytes``, or is a link or a pipe.
+        StoreError: It cannot be read; its ``errno`` is ``ENOENT`` where it does not exist.
+    """
+    num_bytes = 0
+    if store.is_local:
+        with suppress(OSError):  # which is told when it is read
+            num_bytes = os.stat(store.child(name), follow_symlinks=False).st_size
+    if num_bytes <= most_bytes:
+        data = store.read(name, 0, most_bytes + 1)
+        if len(data) <= most_bytes:
+            return data
+    raise DamagedError(f"{store.url}/{name}: more than the {most_bytes} bytes it may have; use another checkpoint")

@@ -1,0 +1,122 @@
+"""What a tracker hangs into a model: everything in one place, so that all of it can be taken out again.
+
+Hooks of ``load_state_dict``: what is copied onto itself was not written to.
+
+DCP loads in place, and has modules take what was loaded as from anywhere: they copy their own tensors onto themselves.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import wraps
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+
+from torchrec_cnr.sharding import local_shards, memory_key
+from torchrec_cnr.tracking.tracked_tables import TrackedShard
+
+_WRAPPERS = ("_dmp_wrapped_module", "module")  # parts of a module's path that are in no FQN
+
+
+class Hooks:
+    """Hooks and replaced methods."""
+
+    def __init__(self) -> None:
+        self._removals: list[Callable[[], None]] = []
+
+    def add(self, handle: RemovableHandle) -> None:
+        """Remove a hook later."""
+        self._removals.append(handle.remove)
+
+    def around(self, owner: nn.Module, method: str, around: Callable[..., Any]) -> None:
+        """Have ``around(original, *args, **kwargs)`` called instead of a module's method, which offers no hook.
+
+        Several may do so, and stop in any order: one that is not the last stays in the chain, and passes calls on.
+        """
+        original, own = getattr(owner, method), owner.__dict__.get(method)
+        is_active = True
+
+        @wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return around(original, *args, **kwargs) if is_active else original(*args, **kwargs)
+
+        def remove() -> None:
+            nonlocal is_active
+            is_active = False
+            if owner.__dict__.get(method) is replacement:
+                owner.__dict__.pop(method)
+                owner.__dict__.update({} if own is None else {method: own})
+
+        owner.__dict__[method] = replacement
+        self._removals.append(remove)
+
+    def remove(self) -> None:
+        """Take everything out, the last thing first."""
+        while self._removals:
+            self._removals.pop()()
+
+
+def on_gradient(output: Tensor, act: Callable[[], None]) -> None:
+    """Act when the gradient of a lookup's output arrives, if ever."""
+    if output.requires_grad:
+        output.register_hook(lambda _: act())
+
+
+def modules_below(module: nn.Module, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
+    """All modules with their FQNs, each once; nothing below TorchRec's sharded collections.
+
+    TorchRec's sharded modules name only themselves in ``named_modules``, so towers would hide their tables there.
+    """
+    seen = set() if seen is None else seen
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    yield path, module
+    if isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
+        return
+    for name, child in module._modules.items():
+        if child is not None:
+            below = path if name in _WRAPPERS else f"{path}.{name}".removeprefix(".")
+            yield from modules_below(child, below, seen)
+
+
+def watch_loads(module: nn.Module, shards: Sequence[tuple[str, TrackedShard]], hooks: Hooks) -> None:
+    """Watch what a module with these shards loads, each with the key of its weights in the module's state dict."""
+    loads = _Loads(shards)
+    first = module.register_load_state_dict_pre_hook(loads.before)
+    # Before TorchRec's own hook, which puts other tensors in the place of the state dict's.
+    order: Any = module._load_state_dict_pre_hooks  # an OrderedDict
+    order.move_to_end(first.id, last=False)
+    hooks.add(first)
+    hooks.add(module.register_load_state_dict_post_hook(loads.after))
+
+
+class _Loads:
+    def __init__(self, shards: Sequence[tuple[str, TrackedShard]]) -> None:
+        self._shards = shards
+        self._is_own = False
+
+    def before(self, _: nn.Module, state_dict: Mapping[str, Any], prefix: str, *__: Any) -> None:
+        """See whether all that the module takes is its own."""
+        for _key, shard in self._shards:
+            shard.check_writes()
+        taken = [(shard, state_dict[f"{prefix}{key}"]) for key, shard in self._shards if f"{prefix}{key}" in state_dict]
+        self._is_own = all(_is_own(shard, value) for shard, value in taken)
+        if self._is_own:
+            for shard, _value in taken:
+                for _key, other in self._shards:
+                    if other.shares_storage(shard):
+                        other.expect_copy()
+
+    def after(self, *_: Any) -> None:
+        """The module has taken it; DistributedModelParallel does not always have this called."""
+        if self._is_own:
+            for _key, shard in self._shards:
+                shard.accept_weight()
+
+
+def _is_own(shard: TrackedShard, value: Any) -> bool:
+    key = memory_key(shard.weight)
+    return key is None or key in [memory_key(local.tensor) for local in local_shards(value)]

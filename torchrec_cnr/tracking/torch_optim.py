@@ -1,0 +1,156 @@
+"""Tables that a ``torch.optim`` optimizer modifies, rather than a fused kernel.
+
+They are marked when an optimizer steps, from the gradient that it used: that may have come from elsewhere than a lookup
+just made (another rank, a regularizer, an earlier batch). An optimizer that also moves rows without a gradient (by
+momentum or weight decay) marks all rows. Which optimizer it is, and so where its state lies, shows at the first step.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import ReferenceType, WeakMethod, finalize, ref
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from torchrec_cnr.sharding import memory_key
+from torchrec_cnr.tracking.modified_rows import ModifiedRows
+from torchrec_cnr.tracking.tracked_tables import TrackedShard
+
+
+@dataclass(eq=False)
+class SteppedState:
+    """The state of a table's rows, in the optimizer that was last seen to step it."""
+
+    num_rows: int
+    optimizer: ReferenceType[Optimizer] | None = None
+    parameter: Tensor | None = None
+
+    def __call__(self) -> Sequence[Tensor]:
+        optimizer = self.optimizer() if self.optimizer else None
+        if optimizer is None or self.parameter is None:
+            return ()
+        states = optimizer.state.get(self.parameter, {}).values()
+        return [state for state in states if has_rows(state, self.num_rows)]
+
+
+@dataclass(frozen=True, eq=False)
+class SteppedTable:
+    """One table, and the state of its rows."""
+
+    shard: TrackedShard
+    state: SteppedState
+
+    def mark_gradient(self, gradient: Tensor) -> None:
+        """Mark the rows in which a gradient is not zero."""
+        if gradient.is_sparse:
+            self.shard.rows.mark(gradient._indices()[0])
+        else:
+            self.shard.rows.mark_where((gradient != 0).any(dim=1))
+
+
+class SteppedTables:
+    """All such tables of a model.
+
+    Args:
+        rows_with_gradient_only: Optimizers, besides PyTorch's, that leave rows without a gradient alone as long as they
+            have neither momentum nor weight decay. Subclasses are not trusted to.
+        passing_on: Optimizers, and their subclasses, that have others make their steps.
+    """
+
+    def __init__(
+        self,
+        rows_with_gradient_only: tuple[type[Optimizer], ...] = (),
+        passing_on: tuple[type[Optimizer], ...] = (),
+    ) -> None:
+        self._tables: list[SteppedTable] = []
+        self._passing_on = passing_on
+        self._rows_with_gradient_only = (SGD, Adagrad, *rows_with_gradient_only)
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    def add(self, rows: ModifiedRows, weight: Tensor) -> TrackedShard:
+        """Track a table."""
+        state = SteppedState(rows.box.num_rows)
+        shard = TrackedShard(rows, weight, state, is_state_replaceable=True)
+        self._tables.append(SteppedTable(shard, state))
+        return shard
+
+    def watch(self) -> tuple[RemovableHandle, RemovableHandle]:
+        """Be told of every optimizer's steps, without this being what keeps the tables alive."""
+        handles: tuple[RemovableHandle, RemovableHandle] = (
+            register_optimizer_step_pre_hook(_weakly(self.stepping)),
+            register_optimizer_step_post_hook(_weakly(self.stepped)),
+        )
+        for handle in handles:
+            finalize(self, handle.remove)
+        return handles
+
+    def stepping(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to make a step: writes up to now are not its own."""
+        for _, _, table in self._tables_of(optimizer):
+            table.shard.check_writes()
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """An optimizer has made a step."""
+        if isinstance(optimizer, self._passing_on):
+            return
+        for group, parameter, table in self._tables_of(optimizer):
+            is_whole = memory_key(table.shard.weight) == memory_key(parameter)
+            if is_whole:
+                table.state.optimizer, table.state.parameter = ref(optimizer), parameter
+            if not is_whole or not self._moves_rows_with_gradient_only(optimizer, group):
+                table.shard.rows.mark_all()
+            elif parameter.grad is not None:
+                table.mark_gradient(parameter.grad)
+            table.shard.accept_writes()
+
+    def _tables_of(self, optimizer: Optimizer) -> list[tuple[Mapping[str, Any], Tensor, SteppedTable]]:
+        """The tables of an optimizer, with group and parameter, which may be a storage of several tables.
+
+        Parameters are known by their memory: modules replace their tensors.
+        """
+        by_memory = {memory_key(table.shard.weight): table for table in self._tables}
+        by_storage: dict[int, list[SteppedTable]] = {}
+        for table in self._tables:
+            by_storage.setdefault(table.shard.weight.untyped_storage().data_ptr(), []).append(table)
+        found: list[tuple[Mapping[str, Any], Tensor, SteppedTable]] = []
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                in_storage = by_storage.get(parameter.untyped_storage().data_ptr()) if _is_dense(parameter) else None
+                if in_storage:
+                    own = by_memory.get(memory_key(parameter))
+                    found += ((group, parameter, table) for table in (in_storage if own is None else [own]))
+        return found
+
+    def _moves_rows_with_gradient_only(self, optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+        if type(optimizer) is SparseAdam:
+            return True
+        # Adagrad without eps makes NaN of rows without a gradient, and maximize turns -0.0 of theirs into 0.0.
+        is_plain = not any(group.get(name) for name in ("weight_decay", "momentum", "maximize")) and group.get("eps", 1)
+        return is_plain and type(optimizer) in self._rows_with_gradient_only
+
+
+def _is_dense(parameter: Any) -> bool:
+    return isinstance(parameter, Tensor) and parameter.layout is torch.strided
+
+
+def _weakly(method: Callable[[Optimizer], None]) -> Callable[..., None]:
+    """A hook that does not keep the method's object alive."""
+    weak = WeakMethod(method)
+
+    def hook(optimizer: Optimizer, *_: Any) -> None:
+        alive = weak()
+        if alive is not None:
+            alive(optimizer)
+
+    return hook
+
+
+def has_rows(state: Any, num_rows: int) -> bool:
+    """Whether optimizer state has the shape of a table's rows."""
+    return isinstance(state, Tensor) and state.dim() > 0 and len(state) == num_rows

@@ -1,0 +1,269 @@
+"""Tracked tables: the shards on this rank, the checkpoint their marks relate to, and writes that nobody marked.
+
+Training marks the rows it modifies. Whatever else writes to a table in place, such as ``load_state_dict``,
+``reset_parameters`` or an assignment to some rows, moves the version counter by which autograd notices such writes;
+fused kernels write beneath it. So a counter that moved between two points that account for every write of training
+tells that there was another one. It does not tell which rows, so all of them count as modified.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+from weakref import ReferenceType, WeakSet, ref
+
+import torch
+from torch import Tensor
+
+from torchrec_cnr.errors import ConfigurationError
+from torchrec_cnr.lineage.checkpoint import Head
+from torchrec_cnr.sharding import MemoryKey, memory_key
+from torchrec_cnr.tracking.modified_rows import ModifiedRows
+from torchrec_cnr.tracking.row_digests import digest_rows
+
+logger = logging.getLogger(__name__)
+
+_PAGE_BYTES = 16 << 10
+_LENGTH_BYTES = 8
+
+
+class TrackedShard:
+    """A shard of a table whose modified rows are known.
+
+    Attributes:
+        rows: Its modified rows.
+        weight: Its values [num_rows, num_cols], shared with the model.
+        state: The optimizer state of its rows, each [num_rows, ...], shared with the optimizer.
+        is_state_replaceable: Whether the optimizer may put other tensors in its place, all of whose rows are then new.
+        is_told: Whether its writes until the next cut are marked by whoever makes them.
+        was_written: Whether something unknown has written to it since the last cut.
+    """
+
+    def __init__(
+        self,
+        rows: ModifiedRows,
+        weight: Tensor,
+        state: Callable[[], Sequence[Tensor]],
+        is_state_replaceable: bool = False,
+    ) -> None:
+        self.rows = rows
+        self.weight = weight
+        self.state = state
+        self.is_state_replaceable = is_state_replaceable
+        self.is_told = False
+        self.was_written = False
+        self._restored_state: int | None = None
+        self.accept_writes()
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Weights and optimizer state."""
+        return (self.weight, *self.state())
+
+    def shares_storage(self, other: "TrackedShard") -> bool:
+        """Whether both lie in one storage, and so have one version counter."""
+        return self.weight.untyped_storage().data_ptr() == other.weight.untyped_storage().data_ptr()
+
+    def accept_writes(self) -> None:
+        """All writes up to now are accounted for by marks."""
+        self.accept_weight()
+        self._state_versions = self._versions_of_state()
+        self._restored_state = None
+
+    def accept_weight(self) -> None:
+        """Writes to the weights up to now are accounted for."""
+        self._weight_version = self.weight._version
+
+    def expect_copy(self) -> None:
+        """The weights, or others in their storage, are about to be copied onto themselves."""
+        self._weight_version += 1
+
+    def check_writes(self) -> None:
+        """Mark all rows if something has written to them that accounted for nothing."""
+        versions = self._versions_of_state()
+        has_moved = any(versions.get(key, version) != version for key, version in self._state_versions.items())
+        if has_moved and self._restored_state is not None and self._restored_state == self._digest_of_state():
+            has_moved = False
+        if (has_moved or self.weight._version != self._weight_version) and not self.is_told:
+            self.rows.mark_all()
+            self.was_written = True
+        self._state_versions = versions
+        self.accept_weight()
+
+    def restored(self) -> None:
+        """The shard was loaded.
+
+        Optimizer state may be copied onto itself afterwards, as loading ``Stateful`` objects does, which is no write:
+        so it is remembered what it was. Modules have hooks that tell of theirs.
+        """
+        self.accept_writes()
+        self._restored_state = self._digest_of_state()
+
+    def check_restored(self) -> None:
+        """Training is about to modify the shard: see what was written since it was loaded, while that can be told."""
+        if self._restored_state is not None:
+            self.check_writes()
+            self._restored_state = None
+
+    def _versions_of_state(self) -> dict[MemoryKey, int]:
+        keys = ((memory_key(tensor), tensor._version) for tensor in self.state())
+        return {key: version for key, version in keys if key is not None}
+
+    def _digest_of_state(self) -> int:
+        total = 0
+        for tensor in self.state():
+            for rows, digests in digest_rows(tensor):
+                places = torch.arange(rows.start, rows.stop, device=digests.device)
+                total = hash((total, int((digests * (2 * places + 1)).sum())))
+        return total
+
+
+class Pending:
+    """A save whose fate is not known yet.
+
+    Where it goes is announced when it is planned, which may happen in another process. It is written into memory,
+    therefore, that both share: a tensor that goes to another process takes its memory along.
+    """
+
+    def __init__(self) -> None:
+        self._page = torch.zeros(_PAGE_BYTES, dtype=torch.uint8)
+
+    def announce(self, path: str, save_id: str) -> None:
+        """From now on, rows are written.
+
+        Args:
+            path: Full path of its checkpoint.
+            save_id: The save.
+
+        Raises:
+            ConfigurationError: The path is too long.
+        """
+        data = json.dumps([path, save_id]).encode()
+        if len(data) > _PAGE_BYTES - _LENGTH_BYTES:
+            raise ConfigurationError(f"checkpoint_id is too long: {path[:80]!r}...")
+        self._page[_LENGTH_BYTES : _LENGTH_BYTES + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self._page[:_LENGTH_BYTES].view(torch.int64)[0] = len(data)  # last: until then nothing is there
+
+    @property
+    def place(self) -> tuple[str, str] | None:
+        """Path of its checkpoint, and the save; None if it was not planned."""
+        num_bytes = int(self._page[:_LENGTH_BYTES].view(torch.int64)[0])
+        if num_bytes == 0:
+            return None
+        path, save_id = json.loads(self._page[_LENGTH_BYTES : _LENGTH_BYTES + num_bytes].numpy().tobytes())
+        return path, save_id
+
+
+_all_tracked: "WeakSet[TrackedRows]" = WeakSet()
+
+
+class TrackedRows:
+    """All shards of tables on this rank, and the checkpoint that their marks relate to.
+
+    Attributes:
+        shards: The shards.
+        head: The checkpoint that ``marked`` rows were modified since, or None: then only a baseline is right.
+        pending: The save whose rows are frozen.
+        num_restores: Restores from a checkpoint that the tables have been through.
+    """
+
+    def __init__(self, shards: Sequence[TrackedShard]) -> None:
+        self.shards = tuple(shards)
+        self.head: Head | None = None
+        self.pending: Pending | None = None
+        self._cuts: ReferenceType[Any] | None = None
+        self.num_restores = 0
+        _all_tracked.add(self)
+
+    @property
+    def cuts(self) -> Any:
+        """What makes the cuts of saves, as long as there is a planner with this tracker; else None."""
+        return self._cuts() if self._cuts is not None else None
+
+    @cuts.setter
+    def cuts(self, cuts: Any) -> None:
+        self._cuts = ref(cuts) if cuts is not None else None
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether this rank has any row of the tables."""
+        return any(shard.rows.box.num_rows for shard in self.shards)
+
+    @property
+    def num_modified(self) -> int:
+        """Rows marked on this rank since the last cut."""
+        return sum(int(shard.rows.marked.count_nonzero()) for shard in self.shards)
+
+    def freeze(self) -> None:
+        """Cut every shard at once."""
+        for shard in self.shards:
+            shard.rows.freeze()
+        self.pending = Pending()
+
+    def check_writes(self) -> None:
+        """Mark tables that something unknown has written to, all their rows, and say so."""
+        for shard in self.shards:
+            shard.check_writes()
+        written = sorted({shard.rows.name for shard in self.shards if shard.was_written})
+        if written and self.head is not None:
+            logger.warning(
+                "%s: written to in place by something else than training (load_state_dict, reset_parameters, an "
+                "assignment), or shares a kernel with a table that was: all rows count as modified; to have only some, "
+                "call tracker.mark(table, rows) right after such a write",
+                ", ".join(written),
+            )
+        for shard in self.shards:
+            shard.is_told = shard.was_written = False
+
+    def commit(self, head: Head, has_heat: bool = True) -> None:
+        """The save in flight became ``head``; ``has_heat`` says whether rows of different heat will be kept apart."""
+        for shard in self.shards:
+            shard.rows.commit(len(head.lineage) == 1, has_heat)
+        self.head, self.pending = head, None
+
+    def rollback(self) -> None:
+        """The save in flight failed."""
+        for shard in self.shards:
+            shard.rows.rollback()
+        self.pending = None
+
+    def forget(self) -> None:
+        """The tables are about to be overwritten: until :meth:`restore`, only a baseline is right."""
+        self.head = self.pending = None
+
+    def restore(self, head: Head) -> None:
+        """The tables hold what ``head`` holds; whoever loaded it has told the rows of its deltas."""
+        self.head, self.pending = head, None
+        self.num_restores = head.num_restores + 1
+        for shard in self.shards:
+            shard.restored()
+
+    def restore_partly(self, head: Head) -> None:
+        """The tables hold some of what ``head`` holds: they have been through its restores, and this one."""
+        self.num_restores = max(self.num_restores, head.num_restores + 1)
+
+
+def all_tracked() -> list[TrackedRows]:
+    """Everything that is tracked in this process."""
+    return list(_all_tracked)
+
+
+def forget_overwritten(targets: Iterable[Tensor]) -> None:
+    """Tensors are about to be loaded: whoever tracks one of them knows its rows no longer.
+
+    A load planner that has the tracker restores it afterwards. Any other load, with DCP's own planner say, would
+    otherwise leave rows that are modified and not marked, and the next delta would lack them.
+    """
+    for tracked in tracking(targets):
+        tracked.forget()
+
+
+def tracking(tensors: Iterable[Tensor]) -> list[TrackedRows]:
+    """Whoever tracks memory that one of the tensors lies in."""
+    storages = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}
+    return [
+        tracked
+        for tracked in _all_tracked
+        if any(
+            tensor.untyped_storage().data_ptr() in storages for shard in tracked.shards for tensor in shard.tensors()
+        )
+    ]

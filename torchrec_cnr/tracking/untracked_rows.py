@@ -1,0 +1,144 @@
+"""The check that every modified row is marked: what is not marked must be, bit for bit, what it was at the last cut."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor
+
+from torchrec_cnr.errors import UntrackedRowsError
+from torchrec_cnr.tracking.row_digests import digest_rows
+from torchrec_cnr.tracking.tracked_tables import TrackedShard
+
+_NUM_NAMED = 10  # rows of a tensor that a message names
+
+
+@dataclass(frozen=True, eq=False)
+class _Reference:
+    """The rows of one tensor as they were at the last cut.
+
+    Attributes:
+        tensor: The tensor.
+        kind: Its shape and dtype.
+        digests: int64 [num_rows], on the device of the marks.
+    """
+
+    tensor: ReferenceType[Tensor]
+    kind: tuple[torch.Size, torch.dtype]
+    digests: Tensor
+
+    @classmethod
+    def of(cls, tensor: Tensor, device: torch.device) -> "_Reference":
+        """A reference to what a tensor is now."""
+        digests = torch.empty(len(tensor), dtype=torch.int64, device=device)
+        for rows, block in digest_rows(tensor):
+            digests[rows] = block
+        return cls(ref(tensor), _kind(tensor), digests)
+
+    def update(self, tensor: Tensor, marked: Tensor) -> "_Changes":
+        """Take marked rows as they are now, and find out which others have changed; those are left as they were."""
+        num_rows = 0
+        first: list[int] = []
+        for rows, block in digest_rows(tensor):
+            old, new = self.digests[rows], block.to(marked.device)
+            is_untracked = (old != new) & ~marked[rows]
+            num_found = int(is_untracked.count_nonzero())
+            if num_found and len(first) < _NUM_NAMED:
+                found = is_untracked.nonzero().squeeze(1)[: _NUM_NAMED - len(first)]
+                first += (found + rows.start).tolist()
+            num_rows += num_found
+            self.digests[rows] = torch.where(is_untracked, old, new)
+        return _Changes(num_rows, first)
+
+
+@dataclass(frozen=True)
+class _Changes:
+    """Rows of a tensor that were modified, but not marked.
+
+    Attributes:
+        num_rows: How many.
+        first: The first of them, numbered within the shard.
+    """
+
+    num_rows: int
+    first: list[int]
+
+
+class ReferenceDigests:
+    """What the rows of all shards on this rank were at the last cut, in 8 bytes a row and tensor.
+
+    The tensors are the weights, and every row-shaped optimizer state. One that was not there at the last cut, because
+    the optimizer has made or replaced it since, is compared with nothing: it is stored whole.
+    """
+
+    def __init__(self, shards: Sequence[TrackedShard]) -> None:
+        self._shards = tuple(shards)
+        self._references: list[list[_Reference]] = [[] for _ in self._shards]
+
+    def drop(self) -> None:
+        """The tables are overwritten: whatever comes next is right."""
+        self._references = [[] for _ in self._shards]
+
+    def take(self) -> None:
+        """Refer to what the tables are now."""
+        self.drop()
+        self.check()
+
+    def check(self) -> None:
+        """Compare the rows that are not marked with the last cut; if all are what they were, this is the last cut.
+
+        One pass over the tables does both: rows that are marked are taken even if the check then fails. They stay
+        marked, so they are not compared before a check that passes has taken them again.
+
+        Raises:
+            UntrackedRowsError: Some have changed.
+        """
+        references: list[list[_Reference]] = []
+        complaints: list[str] = []
+        for shard, last in zip(self._shards, self._references, strict=True):
+            tensors = (shard.weight, *shard.state())
+            references.append([])
+            for number, tensor in enumerate(tensors):
+                reference = _find(last, shard, number, tensor)
+                if reference is None:
+                    reference = _Reference.of(tensor, shard.rows.marked.device)
+                else:
+                    changes = reference.update(tensor, shard.rows.marked)
+                    if changes.num_rows:
+                        complaints.append(_complaint(shard, changes, _part(number, len(tensors) - 1)))
+                references[-1].append(reference)
+        if complaints:
+            raise UntrackedRowsError(
+                "rows have changed since the last save without being marked, so that a delta would lack them: "
+                f"{'; '.join(complaints)}; nothing was saved and no mark was lost: call tracker.mark(table, rows) or "
+                "tracker.mark_all(table), then save again"
+            )
+        self._references = references
+
+
+def _find(last: Sequence[_Reference], shard: TrackedShard, number: int, tensor: Tensor) -> _Reference | None:
+    """The reference to a tensor, by place where it cannot be replaced, as fused kernels always give new views."""
+    if shard.is_state_replaceable:
+        found = [reference for reference in last if reference.tensor() is tensor]
+    else:
+        found = list(last[number : number + 1])
+    return found[0] if found and found[0].kind == _kind(tensor) else None
+
+
+def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
+
+
+def _part(number: int, num_states: int) -> str:
+    """What a table's tensor is called in messages: the first is its weights."""
+    if number == 0:
+        return "weights"
+    return "optimizer state" if num_states == 1 else f"optimizer state ({number} of {num_states})"
+
+
+def _complaint(shard: TrackedShard, changes: _Changes, part: str) -> str:
+    name, box = shard.rows.name, shard.rows.box
+    rows = ", ".join(str(box.offsets[0] + row) for row in changes.first)
+    more = ", ..." if changes.num_rows > len(changes.first) else ""
+    return f"table {name!r}: {changes.num_rows} of its {box.num_rows} rows on this rank ({rows}{more}), in their {part}"
