@@ -28,7 +28,7 @@ def broker(setup: Setup) -> Iterator[str | None]:
 def _server(setup: Setup) -> Any:
     # By name, because benchmarks do without the tests, and without what they need, where there is a broker.
     try:
-        kafka_server = importlib.import_module("tests.kafka_server")
+        kafka_server = importlib.import_module("tests.servers.kafka_server")
     except ModuleNotFoundError as error:
         setup.say(f"no broker: {error}")
         return None

@@ -25,7 +25,7 @@ def bucket(setup: Setup) -> Iterator[str | None]:
         return
     # By name, because benchmarks do without the tests, and without what they need, where there is a bucket.
     try:
-        s3_servers = importlib.import_module("tests.s3_servers")
+        s3_servers = importlib.import_module("tests.servers.s3_servers")
     except ModuleNotFoundError as error:
         setup.say(f"no S3: {error}")
         yield None

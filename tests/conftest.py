@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import torchrec_cnr
-from tests.ranks import RankPools, disconnect_from_kafka
+from tests.support.ranks import RankPools, disconnect_from_kafka
 
 if TYPE_CHECKING:
-    from tests.kafka_server import Broker
+    from tests.servers.kafka_server import Broker
 
 # No deadline: the first example pays for imports and for caches that are cold.
 # A change is judged by the same examples whenever it is; new ones are looked for by `make test-full`.
@@ -36,10 +36,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 # Files that take a minute or more come first: who tests two at a time would else wait for the last one.
 LONG = (
-    "test_benchmarks", "test_matrix", "test_snippets", "test_kafka", "test_kafka_faults", "test_kafka_compacted",
-    "test_subscriber", "test_kafka_kills", "test_kafka_tools", "test_example_continuous", "test_lifecycle",
-    "test_kernels_gpu", "test_compaction", "test_kafka_server", "test_format", "test_example_train", "test_manifest",
-    "test_report_page", "test_faults", "test_ranks",
+    "test_benchmarks", "test_matrix", "test_snippets", "test_save_and_load", "test_kafka_faults", "test_compacted_topics",
+    "test_subscriber", "test_kafka_kills", "test_maintenance_of_kafka_runs", "test_example_continuous", "test_lifecycle",
+    "test_gpu_kernels", "test_compact", "test_broker", "test_documented_format", "test_example_train", "test_manifest",
+    "test_report_page", "test_save_faults", "test_rank_harness",
 )  # fmt: skip
 
 
@@ -68,7 +68,7 @@ def open_folder() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def rank_pool() -> Iterator[RankPools]:
-    """Call it with a world size for a pool of ranks that other tests use too, see `tests.ranks.RankPool`."""
+    """Call it with a world size for a pool of ranks that other tests use too, see `tests.support.ranks.RankPool`."""
     pools = RankPools()
     yield pools
     pools.close()
@@ -84,7 +84,7 @@ def _connections_end() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def kafka(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Broker]":
     """A broker that many tests use, each with topics of its own; none may kill it."""
-    kafka_server = pytest.importorskip("tests.kafka_server", exc_type=ModuleNotFoundError)
+    kafka_server = pytest.importorskip("tests.servers.kafka_server", exc_type=ModuleNotFoundError)
     bootstrap = request.config.getoption("--kafka")
     folder = tmp_path_factory.mktemp("kafka")
     with kafka_server.offered(bootstrap) if bootstrap else kafka_server.running(folder) as broker:

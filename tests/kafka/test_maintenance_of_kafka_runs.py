@@ -1,0 +1,469 @@
+"""Tools on a run whose rows went to Kafka: they read them there, say where they lie, and never lose a commit."""
+
+import json
+import re
+import shutil
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from confluent_kafka import Producer
+from confluent_kafka.admin import NewTopic
+from typer.testing import CliRunner, Result
+
+import torchrec_cnr as cnr
+from tests.golden import log_v5
+from tests.servers.kafka_server import ADMIN_SECS, Broker
+from tests.support import models, runs
+from tests.support.models import Whole
+from tests.support.without_us import differing, load_torch
+from torchrec_cnr.cli import options
+from torchrec_cnr.cli.app import app
+from torchrec_cnr.format import manifest_json
+from torchrec_cnr.format.manifest import FILE_NAME, Pack
+from torchrec_cnr.lineage import marker_commit
+from torchrec_cnr.lineage.checkpoint import read_checkpoint
+from torchrec_cnr.maintenance.background_upkeep import Upkeep
+from torchrec_cnr.maintenance.catalog import read_catalog
+from torchrec_cnr.maintenance.comparison.compare import compare
+from torchrec_cnr.maintenance.export.export import export
+from torchrec_cnr.maintenance.file_names import log_bytes
+from torchrec_cnr.maintenance.read_run_history import run_history
+from torchrec_cnr.maintenance.verification.verify import verify
+from torchrec_cnr.storage.row_log import root_id
+from torchrec_cnr.storage.store import Store
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+
+NAMES = ("step-1", "step-2", "step-3")
+TABLE = "model.bag.weight"
+SECRET = "open-sesame"
+LONG_SECS = 3 * 3600
+
+
+class Run:
+    """A run with rows in Kafka, in a root of its own; what it held at each save."""
+
+    def __init__(self, root: Path, rows: cnr.KafkaRows, held: dict[str, Whole]) -> None:
+        self.root = root
+        self.rows = rows
+        self.held = held
+
+    @property
+    def option(self) -> str:
+        """For the command line."""
+        return f"--kafka={self.rows.bootstrap}/{self.rows.topic}"
+
+    def packs_in_log(self, name: str) -> list[Pack]:
+        """Of a checkpoint as it is now."""
+        return [pack for pack in read_checkpoint(self.root / name).manifest.packs if pack.log is not None]
+
+    def copy(self, folder: Path) -> "Run":
+        """The same, whose files may be changed."""
+        shutil.copytree(self.root, folder / "run")
+        return Run(folder / "run", self.rows, self.held)
+
+    def unpublish(self, name: str) -> None:
+        """As if its job had died between the marker and the manifest's name, some time ago."""
+        place = self.root / name
+        manifest, _ = manifest_json.loads((place / FILE_NAME).read_bytes(), name)
+        (place / FILE_NAME).rename(place / marker_commit.uncommitted_name(manifest.save_id))
+        (place / f"{'0' * 16}.{1:020d}.save.lease").touch()
+
+
+@pytest.fixture(scope="module")
+def run(kafka: Broker, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A baseline and two deltas, whose rows are in Kafka, cut into small records; tests leave it as it is."""
+    root = tmp_path_factory.mktemp("logged")
+    rows = cnr.KafkaRows(kafka.bootstrap, f"rows-{uuid.uuid4().hex}", num_partitions=2, part_bytes=200)
+    held = runs.save_run(root, NAMES, quantization=cnr.Asymmetric(8), log=rows)
+    found = Run(root, rows, dict(zip(NAMES, held, strict=True)))
+    assert [len(found.packs_in_log(name)) for name in NAMES] == [0, 1, 1]
+    return found
+
+
+@pytest.fixture
+def died(run: Run, tmp_path: Path) -> Run:
+    """Another run, whose job died when the marker of its last checkpoint was there, and the manifest's name was not."""
+    runs.save_run(tmp_path / "died", NAMES, quantization=cnr.Asymmetric(8), log=run.rows)
+    found = Run(tmp_path / "died", run.rows, {})
+    found.unpublish("step-3")
+    return found
+
+
+def _cnr(*args: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(arg) for arg in args])
+
+
+def _text(*args: str | Path) -> str:
+    result = _cnr(*args)
+    assert (result.exit_code, result.stderr) == (0, ""), result.output
+    return result.stdout
+
+
+def _loaded(path: Path, rows: cnr.KafkaRows | None) -> Whole:
+    """All that a checkpoint holds, by a load into another job."""
+    state = models.state(models.plain_job(7, "rowwise_adagrad", rows=(40, 12)), position=0)
+    reader = cnr.CNRStorageReader(path, rows=rows)
+    torch.distributed.checkpoint.load(state, storage_reader=reader, planner=cnr.CNRLoadPlanner(), no_dist=True)
+    return models.whole(state)
+
+
+# Reading
+
+
+def test_a_table_is_read_out_of_the_log(run: Run) -> None:
+    """With the log, a table is what a load of it gives; without, the error says what to pass."""
+    loaded = _loaded(run.root / "step-3", run.rows)
+    assert torch.equal(cnr.load_table(run.root / "step-3", TABLE, log=run.rows), loaded[TABLE])
+    assert not torch.equal(cnr.load_table(run.root / "step-1", TABLE), loaded[TABLE])
+    with pytest.raises(cnr.ConfigurationError, match=rf"KafkaRows\(bootstrap, '{run.rows.topic}'\).*--kafka HOST:PORT"):
+        cnr.load_table(run.root / "step-3", TABLE)
+
+
+def test_another_topic_is_refused(run: Run) -> None:
+    """Rows are not looked for where they are not."""
+    other = replace(run.rows, topic="another")
+    with pytest.raises(cnr.ConfigurationError, match=f"rows lie in topic '{run.rows.topic}'.*'another'"):
+        cnr.load_table(run.root / "step-3", TABLE, log=other)
+
+
+def test_a_lineage_in_the_log_is_right(run: Run) -> None:
+    """All of it is read, also where the root is given."""
+    for path in (run.root / "step-3", run.root):
+        report = verify(path, rows=run.rows)
+        assert report.problems == ()
+        assert len(report.checkpoints) == 3
+    with pytest.raises(cnr.ConfigurationError, match="its rows lie in the topic"):
+        verify(run.root / "step-3")
+
+
+def _change_pack(run: Run, name: str, change: Callable[[Pack], Pack]) -> Pack:
+    """Have a manifest say something else of its pack in the log; returns that."""
+    path = run.root / name / FILE_NAME
+    manifest, _ = manifest_json.loads(path.read_bytes(), name)
+    packs = tuple(change(pack) if pack.log is not None else pack for pack in manifest.packs)
+    path.write_bytes(manifest_json.dumps(replace(manifest, packs=packs))[0])
+    return run.packs_in_log(name)[0]
+
+
+def _moved(pack: Pack, num_offsets: int) -> Pack:
+    assert pack.log is not None
+    first, last = pack.log.first + num_offsets, pack.log.last + num_offsets
+    return replace(pack, log=replace(pack.log, first=first, last=last))
+
+
+def test_a_missing_record_is_found_and_named(run: Run, tmp_path: Path) -> None:
+    """Where one of a pack's records is not there, verification names topic, partition and offsets, and goes on."""
+    damaged = run.copy(tmp_path)
+    pack = _change_pack(damaged, "step-3", lambda pack: _moved(pack, 1))
+    report = verify(damaged.root / "step-3", rows=run.rows)
+    assert pack.log is not None
+    place = f"topic '{pack.log.topic}' partition {pack.log.partition} offsets {pack.log.first} to {pack.log.last}"
+    assert report.problems
+    assert {problem.file for problem in report.problems} == {f"{damaged.root}/step-3: {pack.name} in {place}"}
+    assert all(re.search(r"part \d+ of .* is missing|expected part \d", found.message) for found in report.problems)
+    result = _cnr("verify", damaged.root / "step-3", run.option)
+    assert result.exit_code == 1
+    assert place in result.stdout
+
+
+def test_an_altered_record_is_found_and_named(run: Run, tmp_path: Path) -> None:
+    """Bytes in the log that are not those of the manifest's digests: the blob is named, and where it lies."""
+    damaged = run.copy(tmp_path)
+    path = damaged.root / "step-3" / FILE_NAME
+    manifest, _ = manifest_json.loads(path.read_bytes(), "step-3")
+    entry = manifest.tensors[TABLE]
+    blob = replace(entry.shards[0].blobs[0], crc32c=entry.shards[0].blobs[0].crc32c ^ 1)
+    shard = replace(entry.shards[0], blobs=(blob, *entry.shards[0].blobs[1:]))
+    tensors = {**manifest.tensors, TABLE: replace(entry, shards=(shard, *entry.shards[1:]))}
+    path.write_bytes(manifest_json.dumps(replace(manifest, tensors=tensors))[0])
+    (problem,) = verify(damaged.root / "step-3", rows=run.rows).problems
+    (pack,) = damaged.packs_in_log("step-3")
+    assert problem.blob == f"blob '{TABLE}' box [0, 0] block 0"
+    assert problem.file is not None
+    assert problem.file.endswith(str(pack.log))
+    assert "crc32c" in problem.message
+
+
+def test_exports_and_comparisons_read_the_log(run: Run, tmp_path: Path) -> None:
+    """What is exported is what a load gives; what differs is told with the rows out of the log."""
+    loaded = _loaded(run.root / "step-3", run.rows)
+    export(run.root / "step-3", tmp_path / "model.pt", to="torch", rows=run.rows)
+    found = load_torch(tmp_path / "model.pt", {})
+    tensors = {fqn: value for fqn, value in loaded.items() if isinstance(value, torch.Tensor)}
+    assert differing({fqn: found[fqn] for fqn in tensors}, tensors) == []
+    before = compare(run.root / "step-1", run.root / "step-3", rows=run.rows)
+    table = next(tensor for tensor in before.tensors if tensor.fqn == TABLE)
+    first = _loaded(run.root / "step-1", None)
+    assert table.num_differing == int((first[TABLE] != loaded[TABLE]).any(1).sum()) > 0
+
+
+def test_the_golden_log_is_read_by_kafka(kafka: Broker, tmp_path: Path) -> None:
+    """The golden checkpoints of version 5 load by a real broker that has the golden log's records."""
+    folder = shutil.copytree(Path(__file__).parents[1] / "golden" / "v5", tmp_path / "run")
+    records = log_v5.KeptLog(folder / "log.json").records()
+    admin = kafka.admin()
+    admin.create_topics([NewTopic(log_v5.TOPIC, 1, 1)])[log_v5.TOPIC].result(ADMIN_SECS)
+    producer = Producer({"bootstrap.servers": kafka.bootstrap})
+    for record in records:
+        headers = [("part", record["part"].encode())]
+        producer.produce(log_v5.TOPIC, bytes.fromhex(record["value"]), record["key"], partition=0, headers=headers)
+    assert producer.flush(ADMIN_SECS) == 0
+    rows = cnr.KafkaRows(kafka.bootstrap, log_v5.TOPIC)
+    kept = log_v5.KeptLog(folder / "log.json")
+    fqns = list(read_checkpoint(folder / "step-3").manifest.tensors)
+    try:
+        for fqn in fqns:
+            path = folder / "step-3"
+            found, expected = (cnr.load_table(path, fqn, log=log).reshape(-1) for log in (rows, kept))
+            assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8)), fqn
+    finally:
+        admin.delete_topics([log_v5.TOPIC])[log_v5.TOPIC].result(ADMIN_SECS)
+
+
+def test_markers_are_read_again_and_again(run: Run) -> None:
+    """Whoever has read to the end of the markers, and comes back when there are no more, gets the same at once."""
+    rows = replace(run.rows, timeout_secs=5)
+    first = rows.markers(root_id(str(run.root)), 8)
+    assert [marker.name for marker in first] == list(NAMES)
+    assert [rows.markers(root_id(str(run.root)), 8) for _ in range(3)] == [first] * 3
+
+
+# Compaction
+
+
+def test_compaction_may_leave_rows_in_the_log(run: Run, tmp_path: Path) -> None:
+    """Packs that are worth keeping stay in the log; the new manifest says where, and loads as before."""
+    compacted = run.copy(tmp_path)
+    before = _loaded(compacted.root / "step-3", run.rows)
+    found = cnr.compact(compacted.root / "step-3", max_ratio=100, rows=run.rows)
+    assert found.is_compacted
+    assert found.kind == "baseline"
+    assert {pack.name for pack in compacted.packs_in_log("step-3")} == {
+        pack.name for name in NAMES for pack in run.packs_in_log(name)
+    }
+    assert differing(_loaded(compacted.root / "step-3", run.rows), before) == []
+    assert verify(compacted.root / "step-3", rows=run.rows).is_right
+    again = cnr.compact(compacted.root / "step-3", self_contained=True, rows=run.rows)
+    assert log_bytes(again.manifest) == 0
+    assert differing(_loaded(compacted.root / "step-3", None), before) == []
+
+
+def test_a_self_contained_compaction_needs_no_log(run: Run, tmp_path: Path) -> None:
+    """All rows are in files then: it loads and verifies without Kafka, also when all else is pruned."""
+    compacted = run.copy(tmp_path)
+    before = _loaded(compacted.root / "step-3", run.rows)
+    plan = cnr.plan_compaction(compacted.root / "step-3", self_contained=True, rows=run.rows)
+    assert cnr.execute(plan).kind == "baseline"
+    assert compacted.packs_in_log("step-3") == []
+    assert differing(_loaded(compacted.root / "step-3", None), before) == []
+    assert verify(compacted.root / "step-3").is_right
+    result = cnr.execute(cnr.plan_prune(compacted.root, cnr.Keep(last=1)))
+    assert result.removed == ("step-2", "step-1")
+    assert verify(compacted.root / "step-3").is_right
+    assert differing(_loaded(compacted.root / "step-3", None), before) == []
+
+
+def test_upkeep_compacts_and_prunes_a_run_in_the_log(run: Run, tmp_path: Path) -> None:
+    """As a manager's thread does it: the newest is a baseline that loads as before, what it does not need is gone."""
+    kept = run.copy(tmp_path)
+    before = _loaded(kept.root / "step-3", run.rows)
+    Upkeep(str(kept.root), cnr.Keep(last=1), compacts=True, rows=run.rows).run_for(
+        read_checkpoint(kept.root / "step-3")
+    )
+    assert read_checkpoint(kept.root / "step-3").kind == "baseline"
+    assert list(read_catalog(kept.root).checkpoints) == ["step-3"]
+    assert differing(_loaded(kept.root / "step-3", run.rows), before) == []
+
+
+# What a marker has committed
+
+
+def test_what_a_marker_committed_is_found(run: Run, died: Run) -> None:
+    """A checkpoint that has its marker and not yet its name is seen by whoever is given the log."""
+    assert list(read_catalog(died.root).checkpoints) == ["step-1", "step-2"]
+    assert list(read_catalog(died.root, rows=run.rows).checkpoints) == list(NAMES)
+    assert list(read_catalog(died.root).checkpoints) == list(NAMES)
+    died.unpublish("step-3")
+    assert verify(died.root / "step-3", rows=run.rows).is_right
+
+
+def test_prune_does_not_remove_what_a_marker_may_have_committed(run: Run, died: Run) -> None:
+    """Without the log it stays, and the plan says why; with it, it is a checkpoint, or goes if it has no marker."""
+    plan = cnr.plan_prune(died.root, cnr.Keep(last=5))
+    assert "--kafka" in plan.stays["step-3"][0]
+    assert plan.removals == ()
+    shutil.copytree(died.root / "step-3", died.root / "step-4")  # which no marker names
+    assert "step-4" in cnr.plan_prune(died.root, cnr.Keep(last=5)).stays
+    with pytest.raises(cnr.ConfigurationError, match="no topic 'mistyped'"):
+        cnr.plan_prune(died.root, cnr.Keep(last=5), rows=replace(run.rows, topic="mistyped"))
+    plan = cnr.plan_prune(died.root, cnr.Keep(last=5), rows=run.rows)
+    assert plan.died == ("step-4",)
+    assert plan.pruned == ()
+    assert "step-3" in plan.catalog.checkpoints
+    assert cnr.execute(plan).failed == {}
+    assert verify(died.root / "step-3", rows=run.rows).is_right
+
+
+def test_a_save_under_way_is_left_alone(run: Run, tmp_path: Path) -> None:
+    """While a lease holds, a manifest that waits for its marker stays, with or without the log."""
+    saving = run.copy(tmp_path)
+    shutil.copytree(saving.root / "step-3", saving.root / "step-4")
+    saving.unpublish("step-4")
+    marker_less = next((saving.root / "step-4").glob("*.uncommitted.json"))
+    marker_less.rename(marker_less.with_name(f"{'a' * 16}.uncommitted.json"))
+    (saving.root / "step-4" / f"{'1' * 16}.{2**62}.save.lease").touch()
+    for rows in (None, run.rows):
+        assert cnr.plan_prune(saving.root, cnr.Keep(last=5), rows=rows).removals == ()
+
+
+def test_prune_asks_for_no_file_of_a_pack_in_the_log(run: Run, tmp_path: Path) -> None:
+    """Checkpoints with rows in the log are whole without files of them; those that go leave the log as it is."""
+    pruned = run.copy(tmp_path)
+    models_held = _loaded(run.root / "step-2", run.rows)
+    plan = cnr.plan_prune(pruned.root, cnr.Keep(last=1))
+    assert plan.removals == ()  # it is a delta of all others
+    cnr.compact(pruned.root / "step-3", max_ratio=100, rows=run.rows)
+    result = cnr.execute(cnr.plan_prune(pruned.root, cnr.Keep(last=1)))
+    assert (result.failed, result.removed) == ({}, ("step-2", "step-1"))
+    (told,) = [found for found in read_catalog(pruned.root).pruned if found.name == "step-2"]
+    assert told.log_bytes == run.packs_in_log("step-2")[0].num_bytes
+    assert differing(_loaded(run.root / "step-2", run.rows), models_held) == []
+
+
+# What people are told
+
+
+def test_sizes_tell_files_from_the_log(run: Run) -> None:
+    """What lies in a directory, and what in Kafka, is told apart, and both where a run's history is told."""
+    document = json.loads(_text("ls", run.root, "--json"))
+    in_log = [pack.num_bytes for name in NAMES[1:] for pack in run.packs_in_log(name)]
+    assert [found["log_bytes"] for found in document["checkpoints"]] == [0, *in_log]
+    for found in document["checkpoints"]:
+        files = sum(path.stat().st_size for path in (run.root / found["name"]).iterdir())
+        assert found["num_bytes"] == files
+    assert "in Kafka" in _text("ls", run.root)
+    history = run_history(read_catalog(run.root))
+    assert history.log_bytes == sum(in_log)
+    assert history.vanished_bytes == 0
+    assert history.written_bytes == history.kept_bytes
+
+
+def test_inspect_says_where_a_pack_lies(run: Run) -> None:
+    """Topic, partition and offsets, for people and for programs; no Kafka is needed for that."""
+    (pack,) = run.packs_in_log("step-3")
+    assert pack.log is not None
+    text = _text("inspect", run.root / "step-3")
+    assert (
+        f"topic '{pack.log.topic}' partition {pack.log.partition} offsets {pack.log.first} to {pack.log.last}" in text
+    )
+    assert "more in Kafka" in text
+    document: dict[str, Any] = json.loads(_text("inspect", run.root / "step-3", "--json"))
+    logs = [found["log"] for found in document["packs"] if found["log"] is not None]
+    assert [(log["topic"], log["first"], log["last"]) for log in logs] == [
+        (pack.log.topic, pack.log.first, pack.log.last)
+    ]
+    assert document["log_bytes"] == pack.num_bytes
+
+
+@pytest.mark.parametrize("command", ["verify", "diff", "export", "compact", "ls", "prune", "inspect", "report"])
+def test_every_command_knows_the_log(run: Run, tmp_path: Path, command: str) -> None:
+    """Each takes --kafka, and works with it; those that read rows say what to pass where it is missing."""
+    copy = run.copy(tmp_path)
+    args = {
+        "diff": [copy.root / "step-1", copy.root],
+        "export": [copy.root, tmp_path / "plain", "--to", "safetensors"],
+        "report": [copy.root, "-o", tmp_path / "report.html"],
+    }.get(command, [copy.root])
+    if command in ("verify", "diff", "export", "compact"):
+        refused = _cnr(command, *args)
+        assert refused.exit_code == 2
+        assert f"--kafka HOST:PORT/{run.rows.topic}" in refused.stderr
+        assert len(refused.stderr.splitlines()) == 1
+    assert _text(command, *args, run.option)
+
+
+def test_the_newest_of_a_root_is_what_a_marker_says(run: Run, died: Run) -> None:
+    """Commands that look for the newest see one that waits for its name."""
+    assert re.search("step-3 .*unfinished.*--kafka tells", _text("ls", died.root))
+    assert json.loads(_text("inspect", died.root, run.option, "--json"))["checkpoint_id"] == "step-3"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--kafka=nonsense"], "HOST:PORT/TOPIC"),
+        (["--kafka=localhost:1/"], "HOST:PORT/TOPIC"),
+        (["-X", "a=b"], "no use without --kafka"),
+        (["--kafka=localhost:1/t", "-X", SECRET], "KEY=VALUE"),
+        (["--kafka=localhost:1/t", "-F", "/nowhere"], "cannot be read"),
+        (["--kafka=localhost:1/t", "-X", "no.such.setting=1"], "no.such.setting"),
+        (["--kafka=localhost:1/not a topic"], "'topic' must be"),
+    ],
+)
+def test_wrong_options_are_refused_in_a_line(run: Run, args: list[str], message: str) -> None:
+    """What is wrong is said, and no value of a setting."""
+    result = _cnr("ls", run.root, *args)
+    assert result.exit_code in (1, 2)
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert SECRET not in result.output
+
+
+def test_a_topic_that_is_not_there_is_not_made(run: Run, kafka: Broker) -> None:
+    """Who mistypes a topic is told so, and finds no empty topic later."""
+    result = _cnr("ls", run.root, f"--kafka={kafka.bootstrap}/mistyped")
+    assert result.exit_code == 2
+    assert "there is no topic 'mistyped'" in result.stderr
+    assert not {"mistyped", "mistyped-markers"} & set(kafka.admin().list_topics(timeout=30).topics)
+
+
+def test_a_topic_of_any_settings_is_read(kafka: Broker) -> None:
+    """Tools write nothing: it is none of their business how long a topic keeps rows, and how many partitions it has."""
+    rows = cnr.KafkaRows(kafka.bootstrap, f"short-{uuid.uuid4().hex}", num_partitions=1, retention_secs=LONG_SECS)
+    rows.open()
+    with pytest.raises(cnr.ConfigurationError, match="would lose rows"):
+        cnr.KafkaRows(rows.bootstrap, rows.topic).open()
+    assert options.rows_log(f"{rows.bootstrap}/{rows.topic}", None, None) is not None
+
+
+def test_settings_come_from_options_and_a_file(run: Run, tmp_path: Path) -> None:
+    """Lines of a file, and options, which count more; what they say reaches Kafka, and no message."""
+    file = tmp_path / "client.properties"
+    file.write_text(f"# who we are\nclient.id = a\nsasl.password={SECRET}\n\nclient.rack=x=y\n")
+    rows = options.rows_log(f"{run.rows.bootstrap}/{run.rows.topic}", ["client.id=b"], file)
+    assert isinstance(rows, cnr.KafkaRows)
+    assert dict(rows.config) == {"client.id": "b", "sasl.password": SECRET, "client.rack": "x=y"}
+    assert SECRET not in repr(rows)
+    assert "in Kafka" in _text("ls", run.root, run.option, "-F", file, "-X", "client.id=b")
+
+
+def test_a_broker_that_does_not_answer_is_an_error(run: Run) -> None:
+    """One line, and no traceback."""
+    result = _cnr("verify", run.root, "--kafka=127.0.0.1:1/rows")
+    assert result.exit_code == 1
+    assert re.fullmatch(r"cnr: error: cannot .* of Kafka at 127.0.0.1:1: .*\n", result.stderr)
+
+
+def test_without_confluent_kafka_it_says_what_to_install(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The extra is named."""
+    monkeypatch.setattr(cnr, "KafkaRows", None)
+    monkeypatch.delattr(cnr, "KafkaRows")
+    monkeypatch.setitem(__import__("sys").modules, "confluent_kafka", None)
+    for name in [name for name in __import__("sys").modules if name.startswith("torchrec_cnr.kafka")]:
+        monkeypatch.delitem(__import__("sys").modules, name)
+    result = _cnr("ls", run.root, run.option)
+    assert result.exit_code == 2
+    assert "pip install 'torchrec-cnr[kafka]'" in result.stderr
+
+
+def test_the_log_follows_a_store(run: Run) -> None:
+    """A store with a log is taken wherever a path is."""
+    store = Store.open(run.root, log=run.rows)
+    assert verify(store).is_right
+    assert list(read_catalog(store).checkpoints) == list(NAMES)

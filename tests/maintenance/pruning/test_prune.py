@@ -1,0 +1,601 @@
+"""Pruning: what is kept loads, bit for bit, whatever is removed, whoever works there, and whenever a prune dies."""
+
+import dataclasses
+import errno
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import torchrec_cnr as cnr
+from tests.saving.test_save_faults import small_disk
+from tests.support.killing import every_kill, in_child
+from tests.support.roots import HOUR_NS, NUM_COLS, NUM_ROWS, TABLE, File, Root, newest
+from torchrec_cnr.errors import StoreError
+from torchrec_cnr.format.manifest import FILE_NAME
+from torchrec_cnr.maintenance import journal
+from torchrec_cnr.maintenance.catalog import Entry, read_catalog, read_journal
+from torchrec_cnr.maintenance.pruning.execute import PruneResult, run_prune
+from torchrec_cnr.maintenance.pruning.plan import plan_prune
+from torchrec_cnr.maintenance.pruning.retention import Best, Keep
+from torchrec_cnr.maintenance.tags_and_metrics import tag, write_metrics
+from torchrec_cnr.storage.leases import is_lease
+from torchrec_cnr.storage.pack_reader import PackReader
+from torchrec_cnr.storage.store import Store
+
+numbers = count()
+DAY_NS = 24 * HOUR_NS
+
+
+def prune(root: Root | str, keep: Keep | None = None, now_ns: int | None = None) -> PruneResult:
+    """Plan and execute."""
+    return run_prune(plan_prune(root if isinstance(root, str) else root.url, keep, now_ns=now_ns))
+
+
+# Any root, pruned by any rules, against a model.
+
+
+class Model:
+    """What must be left of a root, from what was written there."""
+
+    def __init__(self, root: Root, now_ns: int) -> None:
+        self.root = root
+        self.now_ns = now_ns
+        self.there: set[str] = set()  # checkpoints
+        self.tags: dict[str, str] = {}
+        self.metrics: dict[str, float] = {}
+        self.leased: set[str] = set()
+        self.saving = False
+        self.foreign: set[File] = set()
+        self.ours: set[File] = set()  # that no checkpoint needs: to go, unless somebody works in the directory
+        self.beside: dict[str, set[str]] = {}  # annotations, by checkpoint
+
+    def wanted(self, keep: Keep) -> set[str]:
+        """Checkpoints that retention wants."""
+        order = newest(self.root, self.there)
+        wanted = set(order[: keep.last])
+        by_day: dict[int, str] = {}
+        for name in order:
+            by_day.setdefault(self.root.checkpoints[name].created_ns // DAY_NS, name)
+        days = sorted(by_day, reverse=True)
+        wanted |= {by_day[day] for day in (days if keep.daily == "all" else days[: keep.daily])}
+        if keep.best is not None:
+            sign = 1 if keep.best.largest else -1
+            valued = [name for name in order if not math.isnan(self.metrics.get(name, math.nan))]
+            wanted |= set(sorted(valued, key=lambda name: -sign * self.metrics[name])[: keep.best.n])
+        return wanted | ({name for name in self.there if name in self.tags} if keep.tagged else set())
+
+    def kept(self, keep: Keep) -> tuple[set[str], set[File]]:
+        """Checkpoints that stay, and packs."""
+        roots = self.wanted(keep) | (self.leased & self.there)
+        if self.saving:
+            of_lineage: dict[str, str] = {}
+            for name in reversed(newest(self.root, self.there)):
+                links = list(self.root.saved_on(name))
+                first_gone = next((n for n, link in enumerate(links) if link not in self.there), len(links))
+                of_lineage[links[first_gone - 1]] = name
+            roots |= set(of_lineage.values())
+        names: set[str] = set()
+        packs: set[File] = set()
+        for name in roots:
+            needed, used = self.root.needs(name, self.there, by_any=name in self.leased)
+            names, packs = names | needed, packs | used
+        return names, packs
+
+    def files(self, kept: Collection[str], packs: set[File], before: Collection[File]) -> set[File]:
+        """All files that stay."""
+        stay = set(packs) | self.foreign
+        stay |= {file for file in before if file[0] in self.leased}
+        for name in kept:
+            written = self.root.checkpoints[name]
+            manifests = {FILE_NAME, *(f"manifest-{sha256}.json" for sha256 in written.sha256s[:-1])}
+            stay |= {(name, file) for file in manifests | self.beside.get(name, set())}
+        return stay & set(before)
+
+
+def _draw_checkpoints(draw: Callable[[st.SearchStrategy[Any]], Any], model: Model, num: int, first_ns: int) -> None:
+    """Baselines and deltas, of which some are compacted, once or twice."""
+    root, at_ns = model.root, first_ns
+    for _ in range(num):
+        at_ns += draw(st.sampled_from([1, 7, 26])) * HOUR_NS
+        name = f"step-{len(root.checkpoints)}"
+        parent = draw(st.sampled_from([None, *sorted(model.there)])) if model.there else None
+        first = draw(st.integers(0, NUM_ROWS - 1))
+        root.save(name, at_ns, parent, range(first, draw(st.integers(first + 1, NUM_ROWS))))
+        model.there.add(name)
+    for name in draw(st.lists(st.sampled_from(sorted(model.there)), max_size=3)):
+        above = list(root.lineage(name))[:-1]
+        since = draw(st.sampled_from([None, *above]))
+        root.compact(name, since, 0 if since else draw(st.integers(0, len(above) + 1)))
+
+
+def _draw_annotations(draw: Callable[[st.SearchStrategy[Any]], Any], model: Model) -> None:
+    some = st.sets(st.sampled_from(sorted(model.there)), max_size=2)
+    for name in draw(some):
+        model.tags[name] = draw(st.sampled_from(["release", "v1.0"]))
+        tag(model.root.at(name), model.tags[name])
+    for name in draw(some):
+        model.metrics[name] = draw(st.sampled_from([0.5, 0.75, -1.0, math.nan]))
+        write_metrics(model.root.at(name), {"auc": model.metrics[name], "loss": 1.0})
+    for name in model.there:
+        found = model.root.store.at(name).names()
+        model.beside[name] = {file for file in found if file.startswith("metrics-") or file.endswith(".tag")}
+
+
+def _draw_others(draw: Callable[[st.SearchStrategy[Any]], Any], model: Model) -> None:
+    """Leases, and what belongs to no checkpoint: of ours, and of somebody else."""
+    root, now_ns = model.root, model.now_ns
+    some = st.sets(st.sampled_from(sorted(model.there)), max_size=2)
+    for name in draw(some):
+        root.lease(name, now_ns + HOUR_NS, draw(st.sampled_from(["save", "load", "compact"])))
+        model.leased.add(name)
+    for name in draw(some):
+        model.ours.add((name, root.lease(name, now_ns - HOUR_NS)))
+        model.ours.add((name, root.put_pack(name)))
+        model.ours.add((name, root.put(name, f"{root.new_id()}.manifest.json")))
+    for name in draw(some):
+        model.foreign.add((name, root.put(name, f"notes-{next(numbers)}.txt")))
+    if draw(st.booleans()):
+        name = f"died-{next(numbers)}"
+        model.ours.add((name, root.put_pack(name)))
+        model.ours.add((name, root.lease(name, now_ns - 1, "save")))
+    if draw(st.integers(0, 3)) == 0:
+        name = f"saving-{next(numbers)}"
+        root.put_pack(name)
+        root.lease(name, now_ns + HOUR_NS, "save")
+        model.leased.add(name)
+        model.saving = True
+    if draw(st.booleans()):
+        name = f"logs-{next(numbers)}"
+        model.foreign.add((name, root.put_pack(name)))
+        model.foreign.add((name, root.put(name, "events.log")))
+
+
+keeps = st.builds(
+    Keep,
+    last=st.integers(1, 3),
+    daily=st.sampled_from([0, 0, 1, 2, "all"]),
+    best=st.none() | st.builds(Best, st.just("auc"), st.integers(1, 2), st.booleans()),
+    tagged=st.booleans(),
+)
+
+
+def _prune_and_compare(model: Model, keep: Keep) -> None:
+    root = model.root
+    before = root.files()
+    kept, packs = model.kept(keep)
+    expected = model.files(kept, packs, before)
+    plan = plan_prune(root.url, keep, now_ns=model.now_ns)
+    assert str(plan).count("\n") >= len(plan.removals)
+    assert {checkpoint.name for checkpoint in plan.pruned} == model.there - kept
+    assert model.there.intersection(plan.stays) >= kept
+    assert {removal.files[0] for removal in plan.removals if removal.pruned} <= {FILE_NAME}
+    assert root.files() == before, "a plan changes nothing"
+    result = run_prune(plan)
+    after = root.files()
+    assert set(after) == expected, (
+        sorted(set(after) - expected),
+        sorted(expected - set(after)),
+        str(plan),
+        str(result),
+    )
+    assert result.failed == {}
+    assert set(result.removed) == model.there - kept
+    assert result.freed_bytes == plan.freed_bytes == sum(before.values()) - sum(after.values())
+    assert plan.left_bytes == sum(after.values())
+    assert root.directories() >= {directory for directory, _ in after if directory}
+    if root.store.has_directories:
+        assert root.directories() == {directory for directory, _ in after if directory}
+    root.assert_loads(kept)
+    again = plan_prune(root.url, keep, now_ns=model.now_ns)
+    assert again.is_empty, str(again)
+    assert read_journal(read_catalog(root.url)) == list(again.catalog.pruned)
+    assert model.there - kept <= {checkpoint.name for checkpoint in again.catalog.pruned}
+    model.there = kept
+
+
+@settings(max_examples=40)
+@given(data=st.data(), keep=keeps, later=keeps)
+@pytest.mark.parametrize("where", ["local", "memory"])
+def test_a_prune_leaves_what_is_kept_and_nothing_else_of_ours(
+    tmp_path_factory: pytest.TempPathFactory, where: str, data: st.DataObject, keep: Keep, later: Keep
+) -> None:
+    """Twice, with checkpoints in between: what stays, loads; what goes, is gone; what is not ours, is untouched."""
+    url = str(tmp_path_factory.mktemp("root")) if where == "local" else f"memory://prune-{next(numbers)}"
+    now_ns = time.time_ns()
+    model = Model(Root(url), now_ns)
+    try:
+        for round_, rules in enumerate((keep, later)):
+            _draw_checkpoints(data.draw, model, data.draw(st.integers(1, 5)), now_ns - (20 - 10 * round_) * DAY_NS)
+            _draw_annotations(data.draw, model)
+            _draw_others(data.draw, model)
+            _prune_and_compare(model, rules)
+    finally:
+        model.root.store.fs.rm(model.root.store.path, recursive=True)
+
+
+# Killed at any operation.
+
+KEEP = Keep(last=2, best=Best("auc"))
+
+
+def _busy_root(url: str) -> Root:
+    """Something of all that a prune may find: lineages, packs of others, what was pruned before, what died."""
+    root, at_ns = Root(url), iter(range(time.time_ns() - 9 * DAY_NS, time.time_ns(), HOUR_NS))
+    for name, parent in [("a-0", None), ("a-1", "a-0"), ("a-2", "a-1"), ("b-0", None), ("b-1", "b-0"), ("b-2", "b-1")]:
+        root.save(name, next(at_ns), parent, range(4, 20) if name == "a-1" else range(3))
+    root.compact("a-2")
+    prune(root, Keep(last=4))
+    assert root.directories() == {"a-0", "a-1", "a-2", "b-0", "b-1", "b-2"}
+    assert {name for name in root.directories() if root.store.at(name).exists(FILE_NAME)} == {
+        "a-2",
+        "b-0",
+        "b-1",
+        "b-2",
+    }
+    root.compact("a-2", num_moved=1)  # nobody uses the packs in a-0 and a-1 any more
+    root.compact("b-2")  # of b-0 it uses packs
+    for name, parent in [("c-0", None), ("c-1", "c-0"), ("c-2", "c-1"), ("d-0", "b-2"), ("d-1", "d-0")]:
+        root.save(name, next(at_ns), parent, range(8))
+    root.compact("d-1", since="b-2")
+    write_metrics(root.at("c-1"), {"auc": 0.75})
+    write_metrics(root.at("a-2"), {"auc": 0.5})
+    tag(root.at("c-0"), "release")
+    for name in ("c-1", "c-2", "d-1"):
+        root.put_pack(name)
+        root.put(name, f"{root.new_id()}.manifest.json")
+        root.lease(name, time.time_ns() - 1)
+    root.put("c-2", "notes.txt")
+    for name in ("died-0", "died-1"):
+        root.put_pack(name)
+        root.lease(name, time.time_ns() - 1, "save")
+    for number in range(journal.NUM_FOLDED - 1):
+        journal.write_file(
+            root.store.at("journal"), journal.Journal(died=frozenset({f"died-before-{number}"})), time.time_ns()
+        )
+    return root
+
+
+def _prune_by_keep(root: str) -> None:
+    assert run_prune(plan_prune(root, KEEP)).failed == {}
+
+
+def _copy(source: Path, target: Path) -> str:
+    shutil.copytree(source, target, copy_function=os.link)  # files are written once
+    return str(target)
+
+
+def test_a_prune_that_is_killed_before_any_operation(tmp_path: Path) -> None:
+    """Every checkpoint that is kept then loads, and the next prune ends where an undisturbed one does."""
+    root = _busy_root(str(tmp_path / "job"))
+    done = root.moved(_copy(tmp_path / "job", tmp_path / "done"))
+    plan = plan_prune(done.url, KEEP)
+    assert {checkpoint.name for checkpoint in plan.pruned} == {"a-2", "b-0", "b-1", "c-2"}
+    assert len(plan.removals) >= 8
+    assert plan.folds_journal
+    _prune_by_keep(done.url)
+    kept = set(done.checkpoints) - {checkpoint.name for checkpoint in read_journal(done.url)}
+    assert kept == {"b-2", "c-0", "c-1", "d-0", "d-1"}
+    assert done.files() != root.files()
+    seen: set[Any] = set()
+    for kill in every_kill(lambda number: _copy(tmp_path / "job", tmp_path / str(number)), _prune_by_keep):
+        left = root.moved(kill.root)
+        state = (frozenset(left.files()), frozenset(left.directories()), frozenset(left.store.at("journal").names()))
+        if state not in seen:
+            seen.add(state)
+            left.assert_loads(kept)
+            _prune_by_keep(kill.root)
+            assert left.files() == done.files()
+            assert left.directories() == done.directories()
+            assert read_names(kill.root) == read_names(done.url)
+            assert plan_prune(kill.root, KEEP).is_empty
+        shutil.rmtree(kill.root)
+    assert len(seen) > len(root.files()) - len(done.files()), "each file that goes makes another state"
+
+
+def read_names(root: str) -> list[str]:
+    """What a journal tells was pruned."""
+    return [checkpoint.name for checkpoint in read_journal(root)]
+
+
+# Others at work.
+
+
+def _load_slowly(path: str, folder: str) -> bool:
+    """Load by DCP, and wait between the manifests and the packs until a file is there; whether it is what was saved."""
+    read = PackReader.read
+
+    def wait_and_read(self: PackReader, *turns: Any, **options: Any) -> Iterator[Any]:
+        Path(folder, "reading").touch()
+        wait_for(Path(folder, "go on"))
+        return read(self, *turns, **options)
+
+    target = torch.zeros(NUM_ROWS, NUM_COLS)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(PackReader, "read", wait_and_read)
+        dcp.load({TABLE: target}, storage_reader=cnr.CNRStorageReader(path), no_dist=True)
+    return torch.equal(target, torch.load(f"{folder}/expected"))
+
+
+def wait_for(path: Path) -> None:
+    """Until a file is there."""
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} is not written"
+        time.sleep(0.01)
+
+
+@contextmanager
+def _loading(root: Root, name: str, folder: Path) -> Iterator["Future[bool | int]"]:
+    """Somebody else loads a checkpoint, has read its manifests, and goes on when this is left."""
+    folder.mkdir()
+    torch.save(root.checkpoints[name].values, folder / "expected")
+    with ThreadPoolExecutor(1) as threads:
+        try:
+            outcome = threads.submit(in_child, _load_slowly, root.at(name), str(folder))
+            wait_for(folder / "reading")
+            yield outcome
+        finally:
+            (folder / "go on").touch()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed")
+def test_a_checkpoint_that_is_being_loaded_stays(tmp_path: Path) -> None:
+    """With all that it needs, until the load has ended; then it goes."""
+    root, at_ns = Root(tmp_path / "job"), time.time_ns() - DAY_NS
+    for number, name in enumerate(["old-0", "old-1", "old-2", "new-0"]):
+        root.save(name, at_ns + number, f"old-{number - 1}" if name in ("old-1", "old-2") else None)
+    with _loading(root, "old-1", tmp_path / "signals") as outcome:
+        plan = plan_prune(root.url, Keep(last=1))
+        assert plan.stays["old-1"][0].startswith("leased (a load, until ")
+        assert plan.stays["old-0"] == ("needed by old-1",)
+        assert run_prune(plan).removed == ("old-2",)
+    assert outcome.result() is True
+    assert set(prune(root, Keep(last=1)).removed) == {"old-0", "old-1"}
+    assert root.directories() == {"new-0"}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed")
+@pytest.mark.parametrize("planned", ["before", "after"])
+def test_a_load_by_a_manifest_that_was_replaced_ends(tmp_path: Path, planned: str) -> None:
+    """Who began before a compaction finds the packs of that time, also if the prune was planned before he began."""
+    root, at_ns = Root(tmp_path / "job"), time.time_ns() - DAY_NS
+    root.save("step-0", at_ns)
+    root.save("step-1", at_ns + 1, "step-0", range(NUM_ROWS))
+    catalogs = []
+    with _loading(root, "step-1", tmp_path / "signals") as outcome:
+        root.compact("step-1", num_moved=2)
+        catalogs.append(read_catalog(root.url))
+        plan = plan_prune(catalogs[0], Keep(last=1))
+        assert plan.removals == ()
+        if planned == "before":  # as if the lease had been taken only now
+            entries = {name: _without_leases(entry) for name, entry in catalogs[0].entries.items()}
+            plan = plan_prune(dataclasses.replace(catalogs[0], entries=entries), Keep(last=1))
+            assert plan.removals != ()
+        result = run_prune(plan)
+        assert result.removed == ()
+        assert all("leased (a load" in reason for reasons in result.failed.values() for reason in reasons)
+    assert outcome.result() is True
+    assert prune(root, Keep(last=1)).removed == ("step-0",)
+    assert root.directories() == {"step-1"}
+    root.assert_loads(["step-1"])
+
+
+def _without_leases(entry: Entry) -> Entry:
+    return dataclasses.replace(entry, files={name: size for name, size in entry.files.items() if not is_lease(name)})
+
+
+def _three_with_a_branch(url: Path | str) -> Root:
+    root, at_ns = Root(url), time.time_ns() - DAY_NS
+    for number, (name, parent) in enumerate([("a-0", None), ("a-1", "a-0"), ("b-0", None)]):
+        root.save(name, at_ns + number, parent, range(5))
+    return root
+
+
+@pytest.mark.parametrize(
+    "what", ["lease on the head", "tag", "compaction", "child", "child that is compacted", "save", "damage"]
+)
+@pytest.mark.parametrize("where", ["local", "memory"])
+def test_what_is_wanted_since_the_plan_was_made_stays(tmp_path: Path, where: str, what: str) -> None:
+    """A lease, a tag, a new child or a save that begins: what they need stays although it was to go."""
+    url = str(tmp_path / "job") if where == "local" else f"memory://prune-{next(numbers)}"
+    root = _three_with_a_branch(url)
+    plan = plan_prune(root.url, Keep(last=1))
+    assert [checkpoint.name for checkpoint in plan.pruned] == ["a-1", "a-0"]
+    if what == "lease on the head":
+        root.lease("a-1", time.time_ns() + HOUR_NS, "load")
+    elif what == "tag":
+        tag(root.at("a-1"), "release")
+    elif what == "compaction":
+        root.compact("a-1", num_moved=2)
+    elif what == "save":
+        root.put_pack("a-2")
+        root.lease("a-2", time.time_ns() + HOUR_NS, "save")
+    elif what == "damage":
+        root.put("a-2", FILE_NAME, b"no manifest")
+    else:
+        root.save("a-2", time.time_ns(), "a-1", range(2))
+        if what == "child that is compacted":
+            root.compact("a-2")
+    result = run_prune(plan)
+    assert result.removed == ()
+    assert set(result.failed) == {"a-0", "a-1"}
+    root.assert_loads(root.checkpoints)
+    assert read_names(root.url) == [], "what is still there was not pruned"
+    if where == "memory":
+        root.store.fs.rm(root.store.path, recursive=True)
+
+
+def test_a_checkpoint_of_the_same_name_is_not_taken_for_the_one_that_was_to_go(tmp_path: Path) -> None:
+    """Who made a plan, and executes it when another has done so and the job has saved again, removes nothing new."""
+    root = _three_with_a_branch(tmp_path / "job")
+    root.put_pack("a-2")
+    root.lease("a-2", time.time_ns() - 1, "save")
+    old = plan_prune(root.url, Keep(last=1))
+    prune(root, Keep(last=1))
+    assert root.directories() == {"b-0"}
+    root.save("a-0", time.time_ns())
+    root.save("a-1", time.time_ns() + 1, "a-0", range(2))
+    root.save("a-2", time.time_ns() + 2, "a-1", range(2))
+    before = root.files()
+    result = run_prune(old)
+    assert result.removed == ()
+    assert set(result.failed) == {"a-0", "a-1", "a-2"}
+    assert root.files() == before
+    root.assert_loads(root.checkpoints)
+
+
+def test_what_a_checkpoint_of_the_same_name_stands_on_stays(tmp_path: Path) -> None:
+    """Although the one that was there when the plan was made stood on another."""
+    root, at_ns = Root(tmp_path / "job"), time.time_ns() - DAY_NS
+    for number, (name, parent) in enumerate([("c-0", None), ("a-0", None), ("a-1", "a-0"), ("b-0", None)]):
+        root.save(name, at_ns + number, parent, range(5))
+    old = plan_prune(root.url, Keep(last=1))
+    assert [checkpoint.name for checkpoint in old.pruned] == ["a-1", "a-0", "c-0"]
+    shutil.rmtree(tmp_path / "job" / "a-1")
+    root.save("a-1", time.time_ns(), "c-0", range(2))
+    assert set(run_prune(old).failed) == {"a-1", "a-0", "c-0"}
+    root.assert_loads(["a-1"])
+
+
+def _prune_in_turn(root: str, keep: Keep, folder: str) -> PruneResult:
+    plan = plan_prune(root, keep)
+    Path(folder, f"planned-{os.getpid()}").touch()
+    wait_for(Path(folder, "go on"))
+    return run_prune(plan)
+
+
+@pytest.mark.parametrize("other", [Keep(last=2), Keep(last=3, best=Best("auc"))], ids=["same", "other"])
+def test_two_prunes_at_once(tmp_path: Path, other: Keep) -> None:
+    """What both keep is there, and loads; what either removes is gone; no file is missed as a failure."""
+    root = _busy_root(str(tmp_path / "job"))
+    keeps = (Keep(last=2), other)
+    kept = set.intersection(*({*plan_prune(root.url, keep).stays} & set(root.checkpoints) for keep in keeps))
+    kept -= {name for keep in keeps for name in (pruned.name for pruned in plan_prune(root.url, keep).pruned)}
+    with ThreadPoolExecutor(2) as threads:
+        outcomes = [threads.submit(in_child, _prune_in_turn, root.url, keep, str(tmp_path)) for keep in keeps]
+        while len(list(tmp_path.glob("planned-*"))) < 2:
+            time.sleep(0.01)
+        (tmp_path / "go on").touch()
+        for outcome in outcomes:
+            result = outcome.result()
+            assert isinstance(result, PruneResult)
+            assert result.failed == {}
+    assert set(read_catalog(root.url).checkpoints) == kept
+    root.assert_loads(kept)
+    prune(root, keeps[0])
+    prune(root, keeps[1])
+    assert plan_prune(root.url, keeps[1]).is_empty
+
+
+# Stores that refuse.
+
+
+def _prune_as_nobody(root: str, keep: Keep) -> PruneResult:
+    """Without the privileges by which a test may write everywhere."""
+    if os.geteuid() == 0:
+        os.setegid(65534)
+        os.seteuid(65534)
+    return prune(root, keep)
+
+
+def give_to_nobody(root: Path) -> None:
+    """Make a directory that of a user without privileges."""
+    for path in (root, *root.rglob("*")):
+        if os.geteuid() == 0:
+            os.chown(path, 65534, 65534)
+
+
+def test_a_directory_that_cannot_be_written_is_pruned_later(open_folder: Path) -> None:
+    """What is in it stays with all that it needs, and is told; the rest goes. Once it can be written it goes, too."""
+    root, at_ns = Root(open_folder / "job"), time.time_ns() - DAY_NS
+    parents = {"a-0": None, "a-1": "a-0", "b-0": None, "b-1": "b-0", "c-0": None}
+    for number, (name, parent) in enumerate(parents.items()):
+        root.save(name, at_ns + number, parent, range(5))
+    give_to_nobody(open_folder / "job")
+    (open_folder / "job" / "a-1").chmod(0o555)
+    result = in_child(_prune_as_nobody, root.url, Keep(last=1))
+    assert isinstance(result, PruneResult)
+    assert set(result.removed) == {"b-0", "b-1"}
+    assert "cannot remove" in result.failed["a-1"][0]
+    assert result.failed["a-0"] == ("needed by a-1, which stays",)
+    root.assert_loads(["a-0", "a-1", "c-0"])
+    assert read_names(root.url) == ["b-0", "b-1"], "what is still there was not pruned"
+    (open_folder / "job" / "a-1").chmod(0o755)
+    assert set(prune(root, Keep(last=1)).removed) == {"a-0", "a-1"}
+    assert root.directories() == {"c-0"}
+
+
+def test_packs_that_cannot_be_removed_are_removed_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a checkpoint's packs nor those of a save that died are forgotten when their removal fails once."""
+    root = _three_with_a_branch(tmp_path / "job")
+    root.put_pack("died")
+    root.lease("died", time.time_ns() - 1, "save")
+    remove = Store.remove
+
+    def refuse_packs(self: Store, name: str, is_durable: bool = False) -> None:
+        if name.endswith(".safetensors"):
+            raise StoreError(f"cannot remove {name}: the store has a bad day")
+        remove(self, name, is_durable)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "remove", refuse_packs)
+        result = prune(root, Keep(last=1))
+    assert set(result.failed) == {"a-0", "a-1", "died"}
+    assert set(result.removed) == {"a-0", "a-1"}
+    assert root.directories() == {"a-0", "a-1", "b-0", "died"}
+    again = prune(root, Keep(last=1))
+    assert again.removed == ()
+    assert again.failed == {}
+    assert root.directories() == {"b-0"}
+
+
+def _prune_on_a_full_disk(folder: str) -> str:
+    try:
+        with small_disk(f"{folder}/disk", 256 << 10):
+            root = _three_with_a_branch(f"{folder}/disk/job")
+            with suppress(OSError), open(f"{folder}/disk/filler", "wb", buffering=0) as filler:
+                while True:
+                    filler.write(bytes(4096))
+            before = root.files()
+            with pytest.raises(StoreError) as raised:
+                prune(root, Keep(last=1))
+            assert raised.value.errno == errno.ENOSPC
+            assert root.files() == before
+            root.assert_loads(root.checkpoints)
+            os.unlink(f"{folder}/disk/filler")
+            assert set(prune(root, Keep(last=1)).removed) == {"a-0", "a-1"}
+            assert root.directories() == {"b-0"}
+    except PermissionError as error:
+        return f"no disk to fill here: {error}"
+    return "done"
+
+
+def test_nothing_is_removed_where_the_journal_cannot_be_written(tmp_path: Path) -> None:
+    """On a full disk a prune fails before it has removed anything; with room for the journal it works."""
+    outcome = in_child(_prune_on_a_full_disk, str(tmp_path))
+    if outcome != "done":
+        pytest.skip(str(outcome))
+
+
+def test_progress_is_told(tmp_path: Path) -> None:
+    """From the first directory to the last, in files."""
+    root = _busy_root(str(tmp_path))
+    told: list[tuple[int, int]] = []
+    plan = plan_prune(root.url, KEEP)
+    run_prune(plan, progress=lambda done, of: told.append((done, of)))
+    assert len(told) == len(plan.removals)
+    assert told == sorted(told)
+    assert told[-1] == (told[-1][1], sum(len(removal.files) for removal in plan.removals))

@@ -1,0 +1,393 @@
+"""Imports: a stock checkpoint becomes a baseline with the same values, and nothing in it runs or is believed unseen."""
+
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+
+import torchrec_cnr as cnr
+from tests.maintenance.test_export import full_disk
+from tests.support import models, without_us
+from tests.support.models import Whole, state, torchrec_job, train, whole
+from tests.support.ranks import RankPools
+from torchrec_cnr.format.manifest import DTYPES
+from torchrec_cnr.maintenance.dcp_import.import_checkpoint import import_checkpoint
+from torchrec_cnr.maintenance.export import contents
+from torchrec_cnr.maintenance.export.export import export
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+
+
+def _loaded(path: Path | str, like: dict[str, Any]) -> Whole:
+    """What a strict load of everything gives, by FQN."""
+    target = torch.utils._pytree.tree_map(lambda v: torch.zeros_like(v) if isinstance(v, Tensor) else "?", like)
+    dcp.load(target, storage_reader=cnr.CNRStorageReader(path), planner=cnr.CNRLoadPlanner())
+    return flatten_state_dict(target)[0]
+
+
+def _save(path: Path, saved: dict[str, Any], **options: Any) -> None:
+    dcp.save(saved, storage_writer=FileSystemWriter(path, sync_files=False, **options))
+
+
+def _tensor(dtype: torch.dtype, size: tuple[int, ...], seed: int, is_view: bool) -> Tensor:
+    """A random one; a view has rows that do not follow one another in memory."""
+    values = torch.randint(-99, 99, size, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return values.t().contiguous().t() if is_view and values.dim() == 2 else values
+
+
+sizes = st.lists(st.integers(0, 6), max_size=3).map(tuple)
+tensors = st.builds(_tensor, st.sampled_from(list(DTYPES.values())), sizes, st.integers(0, 99), st.booleans())
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=2) | st.tuples(inner, inner),
+    max_leaves=3,
+)
+names = st.text("abcé_ 1", min_size=1, max_size=3)
+states = st.dictionaries(
+    names,
+    # Without empty dictionaries: DCP does not load a list that has one.
+    st.recursive(
+        tensors | plain, lambda inner: st.dictionaries(names, inner, min_size=1) | st.lists(inner, max_size=3)
+    ),
+    max_size=4,
+)
+
+
+@settings(max_examples=30)
+@given(states, st.integers(1, 400))
+def test_any_state_comes_back_both_ways(
+    tmp_path_factory: pytest.TempPathFactory, saved: dict[str, Any], held_bytes: int
+) -> None:
+    """Stock checkpoint, import, export, import: all load as the nested state that was saved, bit for bit."""
+    folder = tmp_path_factory.mktemp("both-ways")
+    expected, paths = flatten_state_dict(saved)
+    _save(folder / "stock", saved)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(contents, "HELD_BYTES", held_bytes)
+        import_checkpoint(folder / "stock", folder / "0")
+        export(folder / "0", folder / "exported", to="dcp")
+        import_checkpoint(folder / "exported", folder / "1")
+        export(folder / "1", folder / "exported.pt", to="torch")
+    for path in (folder / "0", folder / "1"):
+        assert without_us.differing(_loaded(path, saved), expected) == []
+    assert without_us.differing(without_us.load_dcp(folder / "exported", saved), expected) == []
+    assert without_us.differing(without_us.load_torch(folder / "exported.pt", saved), expected) == []
+    assert FileSystemReader(folder / "exported").read_metadata().planner_data == paths
+    assert flatten_state_dict(torch.load(folder / "exported.pt", weights_only=True))[1] == paths
+
+
+def _save_stock(rank: int, path: str, sharding: str) -> Whole:
+    """A stock checkpoint of a sharded model; what it holds."""
+    job = torchrec_job(1, sharding)
+    train(job, 1)
+    saved = {**state(job, place=7), "betas": (0.9, 0.99)}
+    dcp.save(saved, storage_writer=FileSystemWriter(path, thread_count=2, sync_files=False))
+    return whole(saved)
+
+
+def _load_imported(rank: int, path: str, sharding: str) -> Whole:
+    """What an import loads as, on ranks; the tracker goes on with a delta of it, which is loaded in turn."""
+    job = torchrec_job(2, sharding)
+    tracker = cnr.RowTracker(job.model)
+    loaded = {**state(job, place=0), "betas": None}
+    dcp.load(loaded, storage_reader=cnr.CNRStorageReader(path), planner=cnr.CNRLoadPlanner(tracker))
+    found = whole(loaded)
+    train(job, 2)
+    end = whole(state(job))
+    dcp.save(state(job), storage_writer=models.writer(f"{path}-delta"), planner=cnr.CNRSavePlanner(tracker))
+    tracker.close()
+    assert cnr.read_checkpoint(f"{path}-delta").kind == "delta"
+    again = state(torchrec_job(3, sharding))
+    planner = cnr.CNRLoadPlanner()
+    dcp.load(again, storage_reader=cnr.CNRStorageReader(f"{path}-delta"), planner=planner)
+    assert models.differing(whole(again), end) == []
+    return found
+
+
+@pytest.mark.parametrize("sharding", ["mixed", "column"])
+def test_stock_checkpoints_of_ranks_are_imported(
+    sharding: str, tmp_path: Path, rank_pool: RankPools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sharded tables, row-wise optimizer state, dense parts and objects, in chunks of a few rows."""
+    expected = rank_pool(2).run(_save_stock, str(tmp_path / "stock"), sharding)[0]
+    monkeypatch.setattr(contents, "HELD_BYTES", 150)
+    imported = import_checkpoint(tmp_path / "stock", tmp_path / "0", thread_count=2)
+    assert imported.kind == "baseline"
+    assert {fqn for fqn, entry in imported.manifest.tensors.items() if entry.is_table} == {
+        fqn for fqn in expected if fqn.startswith("model.e") and fqn.endswith(".weight")
+    }
+    assert models.differing(rank_pool(2).run(_load_imported, str(tmp_path / "0"), sharding)[0], expected) == []
+
+
+def test_tables_are_quantized_as_in_any_save(tmp_path: Path) -> None:
+    """By TorchRec's names or by patterns; an import in one chunk has the bytes that a save of the same values has."""
+    torch.manual_seed(1)
+    saved = {"ebc.embedding_bags.t.weight": torch.rand(300, 16), "mine": torch.rand(300, 16), "bias": torch.rand(9)}
+    _save(tmp_path / "stock", saved)
+    for number, quantization in enumerate((cnr.AdaptiveAsymmetric(4), {"mine": cnr.KMeans(2)})):
+        path = tmp_path / str(number)
+        found = import_checkpoint(tmp_path / "stock", path, quantization=quantization)
+        dcp.save(saved, storage_writer=models.writer(f"{path}-saved", quantization=quantization))
+        assert cnr.read_checkpoint(f"{path}-saved").num_bytes - found.num_bytes in range(-9, 10)  # of ids of saves
+        assert without_us.differing(_loaded(path, saved), _loaded(f"{path}-saved", saved)) == []
+        exact = [fqn for fqn in saved if torch.equal(cnr.load_table(path, fqn), saved[fqn])]
+        assert exact == (["mine", "bias"] if number == 0 else ["ebc.embedding_bags.t.weight", "bias"])
+
+
+def test_rows_that_lie_apart_are_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transposed tensors and those with channels last stay one shard; views and others are divided."""
+    base = torch.rand(40, 6)
+    saved = {
+        "transposed": base.t(),
+        "channels": torch.rand(5, 3, 4, 4).to(memory_format=torch.channels_last),
+        "rows": base[10:30],
+        "columns": base[:, 2:5],
+        "expanded": torch.rand(1, 3).expand(7, 3),
+        "scalar": base[3, 3],
+    }
+    assert not saved["transposed"].is_contiguous()
+    _save(tmp_path / "stock", saved)
+    monkeypatch.setattr(contents, "HELD_BYTES", 100)
+    found = import_checkpoint(tmp_path / "stock", tmp_path / "0")
+    assert without_us.differing(_loaded(tmp_path / "0", saved), saved) == []
+    num_shards = {fqn: len(entry.shards) for fqn, entry in found.manifest.tensors.items()}
+    assert num_shards["transposed"] == num_shards["channels"] == num_shards["scalar"] == 1
+    assert num_shards["rows"] == 5
+
+
+def test_views_of_larger_memory_are_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DCP saves no more memory than a tensor has; where another writer did, its rows are found all the same."""
+    base = torch.rand(40, 6)
+    saved = {"rows": base[10:30], "columns": base[:, 2:5], "row": base[7]}
+    _save(tmp_path / "stock", saved)
+    file = tmp_path / "stock" / "__0_0.distcp"
+    for fqn, value in saved.items():
+        start = file.stat().st_size
+        with file.open("ab") as stream:
+            torch.save(value, stream)
+        place = {"offset": start, "length": file.stat().st_size - start}
+        _change(tmp_path / "stock", lambda metadata, fqn=fqn, place=place: _info(metadata, fqn, **place))
+    monkeypatch.setattr(contents, "HELD_BYTES", 100)
+    import_checkpoint(tmp_path / "stock", tmp_path / "0")
+    assert without_us.differing(_loaded(tmp_path / "0", saved), saved) == []
+
+
+def test_other_file_systems_are_read(tmp_path: Path) -> None:
+    """A checkpoint that DCP wrote to memory is imported to memory."""
+    saved = {"a": {"t": torch.rand(30, 4)}, "o": [1, "x"]}
+    dcp.save(saved, storage_writer=FsspecWriter(f"memory://{tmp_path}/stock", sync_files=False))
+    import_checkpoint(f"memory://{tmp_path}/stock", f"memory://{tmp_path}/0")
+    assert without_us.differing(_loaded(f"memory://{tmp_path}/0", saved), flatten_state_dict(saved)[0]) == []
+
+
+def test_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It grows to the number of bytes of all tensors."""
+    monkeypatch.setattr(contents, "HELD_BYTES", 64)
+    _save(tmp_path / "stock", {"a": torch.rand(40, 4), "b": torch.ones(3), "o": 1})
+    told: list[tuple[int, int]] = []
+    import_checkpoint(tmp_path / "stock", tmp_path / "0", progress=lambda done, total: told.append((done, total)))
+    assert len(told) > 10
+    assert told == sorted(told)
+    assert {total for _, total in told} == {40 * 4 * 4 + 12}
+    assert told[-1][0] == 40 * 4 * 4 + 12
+
+
+def test_a_checkpoint_that_is_there_stays(tmp_path: Path) -> None:
+    """Nothing is imported over it."""
+    _save(tmp_path / "stock", {"t": torch.ones(2)})
+    import_checkpoint(tmp_path / "stock", tmp_path / "0")
+    before = {file: file.read_bytes() for file in (tmp_path / "0").iterdir()}
+    with pytest.raises(cnr.CheckpointExistsError):
+        import_checkpoint(tmp_path / "stock", tmp_path / "0")
+    assert {file: file.read_bytes() for file in (tmp_path / "0").iterdir()} == before
+
+
+def test_a_full_disk_commits_nothing(tmp_path: Path) -> None:
+    """The error is typed, and the next import goes to the same place."""
+    saved = {"t": torch.rand(1000, 16)}
+    _save(tmp_path / "stock", saved)
+    with full_disk(20_000), pytest.raises(cnr.StoreError):
+        import_checkpoint(tmp_path / "stock", tmp_path / "0")
+    assert cnr.latest(tmp_path) is None
+    import_checkpoint(tmp_path / "stock", tmp_path / "0")
+    assert without_us.differing(_loaded(tmp_path / "0", saved), saved) == []
+
+
+class _Runs:
+    """What runs when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+class _Foreign:
+    """A class of somebody's own."""
+
+
+def _change(path: Path, change: Callable[[Metadata], Any]) -> None:
+    """Rewrite the metadata, or put something in its place."""
+    file = path / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    file.write_bytes(pickle.dumps(change(metadata) or metadata))
+
+
+@pytest.mark.parametrize("place", ["state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"])
+def test_metadata_runs_no_code(place: str, tmp_path: Path) -> None:
+    """Whatever a pickle wants to call, and wherever: nothing but DCP's classes is given to it."""
+    _save(tmp_path / "stock", {"t": torch.ones(2)})
+    ran = tmp_path / "ran"
+    values = {
+        "posix.mkdir": _Runs(ran),
+        "tests.maintenance.test_import_checkpoint._Foreign": _Foreign(),
+        "torch.serialization.load": torch.load,
+    }
+    for name, value in values.items():
+        _change(tmp_path / "stock", lambda metadata, value=value: setattr(metadata, place, {"t": value}))
+        with pytest.raises(cnr.DamagedError, match=f"it names {name}, which"):
+            import_checkpoint(tmp_path / "stock", tmp_path / "0")
+        assert not ran.exists()
+        (tmp_path / "stock" / ".metadata").unlink()
+        _save(tmp_path / "stock", {"t": torch.ones(2)})
+    pickle.loads(pickle.dumps(_Runs(ran)))
+    assert ran.exists()
+
+
+def test_objects_run_no_code(tmp_path: Path) -> None:
+    """One that would is refused, and nothing is committed."""
+    _save(tmp_path / "stock", {"t": torch.ones(2), "o": _Runs(tmp_path / "ran")})
+    with pytest.raises(cnr.ConfigurationError, match=r"'o' .*add_safe_globals"):
+        import_checkpoint(tmp_path / "stock", tmp_path / "0")
+    assert not (tmp_path / "ran").exists()
+    assert cnr.latest(tmp_path) is None
+
+
+def test_what_cannot_be_stored_is_refused(tmp_path: Path) -> None:
+    """Dtypes that the format does not have, and files written through DCP's extensions."""
+    _save(tmp_path / "complex", {"c": torch.ones(2, dtype=torch.complex64)})
+    _save(tmp_path / "extended", {"t": torch.ones(2)})
+    _change(tmp_path / "extended", lambda metadata: _info(metadata, "t", transform_descriptors=["stream.zstd/1"]))
+    for name, words in (("complex", "'c' of torch.complex64"), ("extended", "'t' .*extensions .stream.zstd")):
+        with pytest.raises(cnr.ConfigurationError, match=words):
+            import_checkpoint(tmp_path / name, tmp_path / "0")
+    assert not (tmp_path / "0").exists()
+
+
+def _info(metadata: Metadata, fqn: str, **values: Any) -> None:
+    for index, info in metadata.storage_data.items():
+        if index.fqn == fqn:
+            vars(info).update(values)
+
+
+def _entry(metadata: Metadata, **values: Any) -> None:
+    vars(metadata.state_dict_metadata["t"]).update(values)
+
+
+def _chunk(offsets: list[int], sizes: list[int]) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+
+
+LIES: dict[str, tuple[Callable[[Metadata], Any], str]] = {
+    "a hole": (lambda m: _entry(m, chunks=[_chunk([0, 0], [4, 4])]), "'t' do not fill its size .5, 4."),
+    "an overlap": (lambda m: _entry(m, chunks=[_chunk([0, 0], [5, 4]), _chunk([4, 0], [1, 4])]), "do not fill"),
+    "outside": (lambda m: _entry(m, chunks=[_chunk([1, 0], [5, 4])]), "do not fill"),
+    "negative": (lambda m: _entry(m, chunks=[_chunk([-1, 0], [6, 4])]), "do not fill"),
+    "no chunks": (lambda m: _entry(m, chunks=None), "no sound metadata"),
+    "another shape": (
+        lambda m: _entry(m, size=torch.Size([4, 5]), chunks=[_chunk([0, 0], [4, 5])]),
+        r"\[5, 4\] of torch.float32, expected \[4, 5\] of torch.float32",
+    ),
+    "another dtype": (
+        lambda m: vars(m.state_dict_metadata["t"].properties).update(dtype=torch.int32),
+        r"torch.float32, expected .* torch.int32",
+    ),
+    "neither": (lambda m: m.state_dict_metadata.update(t=None), "neither tensor nor object"),
+    "names": (lambda m: m.state_dict_metadata.update({3: m.state_dict_metadata["t"]}), "names that are no strings"),
+    "nowhere": (lambda m: m.storage_data.clear(), "no sound metadata"),
+    "anything": (lambda m: m.storage_data.update({MetadataIndex("t", [0, 0]): 3}), "where 't' lies"),
+    "above": (lambda m: _info(m, "t", relative_path="../secret"), "no file beside it"),
+    "absolute": (lambda m: _info(m, "t", relative_path="/etc/passwd"), "no file beside it"),
+    "missing": (lambda m: _info(m, "t", relative_path="__1_0.distcp"), "__1_0.distcp"),
+    "before": (lambda m: _info(m, "t", offset=-1), "where 't' lies"),
+    "elsewhere": (lambda m: _info(m, "t", offset=3), "no tensor that torch.save wrote"),
+    "another's": (lambda m: _info(m, "t", offset=0), "no dense tensor"),
+    "short": (lambda m: _info(m, "t", length=700), "no tensor that torch.save wrote"),
+    "an object elsewhere": (lambda m: _info(m, "o", offset=3), "object 'o': not what torch.save wrote"),
+    "no path": (lambda m: m.planner_data.update(t=()), "no path"),
+    "a path of numbers": (lambda m: m.planner_data.update(t=(1,)), "no path"),
+    "a path of fractions": (lambda m: m.planner_data.update(t=("t", 1.5)), "no path"),
+    "paths": (lambda m: setattr(m, "planner_data", 5), "no sound metadata"),
+    "a dictionary": (lambda m: {"t": 1}, "expected DCP's Metadata, got dict"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_metadata_is_not_believed(lie: str, tmp_path: Path) -> None:
+    """What contradicts itself or the files is refused, with what is wrong, before anything is committed."""
+    change, words = LIES[lie]
+    _save(tmp_path / "stock", {"t": torch.rand(5, 4), "o": 1})
+    import_checkpoint(tmp_path / "stock", tmp_path / "truth" / "0")
+    _change(tmp_path / "stock", change)
+    with pytest.raises(cnr.DamagedError, match=words):
+        import_checkpoint(tmp_path / "stock", tmp_path / "0")
+    assert cnr.latest(tmp_path) is None
+
+
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
+    """Missing, cut off, garbage, and a bool that is none: each is a typed error that names the file."""
+    _save(tmp_path / "stock", {"t": torch.rand(50, 4), "flags": torch.ones(200).bool(), "o": 1})
+    metadata, data = tmp_path / "stock" / ".metadata", tmp_path / "stock" / "__0_0.distcp"
+    whole_data, whole_metadata = data.read_bytes(), metadata.read_bytes()
+    no_bools = whole_data.replace(b"\1" * 200, b"\1" * 199 + b"\7")
+    assert no_bools != whole_data
+    for bad in (whole_data[: len(whole_data) // 2], b"", b"x" * len(whole_data), no_bools):
+        data.write_bytes(bad)
+        with pytest.raises(cnr.DamagedError, match=r"__0_0.distcp"):
+            import_checkpoint(tmp_path / "stock", tmp_path / "0")
+    data.unlink()
+    with pytest.raises(cnr.DamagedError, match=r"missing.*__0_0.distcp"):
+        import_checkpoint(tmp_path / "stock", tmp_path / "0")
+    data.write_bytes(whole_data)
+    for bad in (whole_metadata[:-20], b"", b"x" * 100, whole_data):
+        metadata.write_bytes(bad)
+        with pytest.raises(cnr.DamagedError, match=r".metadata"):
+            import_checkpoint(tmp_path / "stock", tmp_path / "0")
+    metadata.unlink()
+    for source in (tmp_path / "stock", tmp_path / "nowhere", data):
+        with pytest.raises(cnr.CheckpointNotFoundError, match=r".metadata"):
+            import_checkpoint(source, tmp_path / "0")
+    assert cnr.latest(tmp_path) is None
+
+
+def test_a_run_goes_on_from_an_import(tmp_path: Path) -> None:
+    """Of tables that no name tells: a tracker's deltas on top of it load."""
+    model = nn.ModuleDict({"t": nn.EmbeddingBag(40, 4)})
+    _save(tmp_path / "stock", model.state_dict())
+    import_checkpoint(tmp_path / "stock", tmp_path / "0")
+    tracker = cnr.RowTracker(model)
+    dcp.load(
+        model.state_dict(), storage_reader=cnr.CNRStorageReader(tmp_path / "0"), planner=cnr.CNRLoadPlanner(tracker)
+    )
+    planner = cnr.CNRSavePlanner(tracker, policy=cnr.Consecutive())
+    for number in (1, 2):
+        with torch.no_grad():
+            model["t"].weight[number] += 1
+        tracker.mark("t", torch.tensor([number]))
+        dcp.save(model.state_dict(), storage_writer=models.writer(tmp_path / str(number)), planner=planner)
+    tracker.close()
+    assert [cnr.read_checkpoint(tmp_path / str(number)).num_rows for number in (1, 2)] == [40, 1]
+    assert without_us.differing(_loaded(tmp_path / "2", model.state_dict()), model.state_dict()) == []

@@ -1,0 +1,190 @@
+"""Reader state: a run that was killed, however often, has trained every sample exactly once in the end."""
+
+import os
+import random
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import torchrec_cnr as cnr
+from tests.support import models
+from tests.support.counted_samples import BATCH, PIPELINES, CountedSamples, NumberedSamples, Samples, batches_of
+from tests.support.killing import in_child
+from tests.support.ranks import RankPools
+
+NUM_SAMPLES, WORLD_SIZE = 600, 2
+KILLED_SECS = 5.0  # within which a rank that is to be killed is
+
+
+def _reader(kind: str, rank: int) -> cnr.ReaderState[Samples]:
+    match kind:
+        case "function":
+            return cnr.ReaderState(lambda first: batches_of(rank, WORLD_SIZE, NUM_SAMPLES, first))
+        case "iterable":
+            return cnr.ReaderState(list(batches_of(rank, WORLD_SIZE, NUM_SAMPLES)))
+        case _:
+            samples = NumberedSamples(rank, WORLD_SIZE, NUM_SAMPLES)
+            return cnr.ReaderState(StatefulDataLoader(samples, batch_size=BATCH, collate_fn=Samples.of))
+
+
+def _live(rank: int, root: str, group: str, pipeline: str, reader_kind: str, kill_after: int | None) -> list[int]:
+    """Resume, and train to the end of the data, or until killed after so many microseconds: counts of samples."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{group}", rank=rank, world_size=WORLD_SIZE, timeout=timedelta(seconds=20)
+    )
+    job, reader = CountedSamples(NUM_SAMPLES), _reader(reader_kind, rank)
+    tracker = cnr.RowTracker(job.model)
+    state: dict[str, Any] = {"model": job.model.state_dict(), "reader": reader}
+    manager = cnr.CheckpointManager(root, tracker, every_steps=2, keep=cnr.Keep(last=2))
+    step = manager.restore(state) or 0
+    dist.barrier()
+    if kill_after is not None:
+        threading.Timer(kill_after / 1e6, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    try:
+        for _ in reader.train(job.pipeline(pipeline)):
+            step += 1
+            manager.async_save(step, state)
+        manager.close()
+    except (RuntimeError, cnr.SaveError, CheckpointException):
+        if kill_after is not None:
+            time.sleep(KILLED_SECS)  # the other rank was killed a moment before, and this one is about to be
+        raise
+    assert step == -(-NUM_SAMPLES // WORLD_SIZE // BATCH)
+    return job.counts()
+
+
+def _train_to_the_end(tmp_path: Path, pipeline: str, reader_kind: str, num_kills: int, seed: int) -> None:
+    rng = random.Random(seed)
+    counts: list[Any] = []
+    with ThreadPoolExecutor(WORLD_SIZE) as threads:
+        for life in range(num_kills + 1):
+            kill_after = rng.randrange(500_000) if life < num_kills else None
+            place = (str(tmp_path / "root"), str(tmp_path / f"group-{life}"))
+            lives = [
+                threads.submit(in_child, _live, rank, *place, pipeline, reader_kind, kill_after)
+                for rank in range(WORLD_SIZE)
+            ]
+            ends = [life.result(timeout=100) for life in lives]
+            assert kill_after is not None or all(isinstance(end, list) for end in ends)
+            if all(isinstance(end, list) for end in ends):
+                counts = [count for end in ends if isinstance(end, list) for count in end]
+                break
+    assert counts == [1] * NUM_SAMPLES
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "reader_kind"),
+    [("SparseDist", "loader"), ("SemiSync", "function")],
+)
+def test_every_sample_is_trained_once(tmp_path: Path, pipeline: str, reader_kind: str) -> None:
+    """Killed twice at random moments, and resumed: no sample is missing, none was trained twice."""
+    _train_to_the_end(tmp_path, pipeline, reader_kind, num_kills=2, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reader_kind", ["loader", "function", "iterable"])
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_every_sample_is_trained_once_under_each_pipeline(tmp_path: Path, pipeline: str, reader_kind: str) -> None:
+    """As above, with each pipeline, killed at moments that change from run to run."""
+    _train_to_the_end(tmp_path, pipeline, reader_kind, num_kills=12, seed=random.randrange(10**9))
+
+
+def _quotas(rank: int, pipeline_name: str) -> tuple[list[int], list[int]]:
+    """Intervals of five batches: how many were trained in each, and the counts in the end."""
+    job = CountedSamples(NUM_SAMPLES)
+    reader, pipeline = _reader("function", rank), job.pipeline(pipeline_name)
+    intervals = []
+    while True:
+        batches, num_trained = reader.quota(5), 0
+        while True:
+            try:
+                pipeline.progress(batches)
+            except StopIteration:
+                break
+            reader.trained()
+            num_trained += 1
+        if not num_trained:
+            return intervals, job.counts()
+        assert reader.num_in_flight == 0
+        intervals.append(num_trained)
+        if pipeline_name == "Base":
+            pipeline.reset()  # it takes no other iterator before that
+
+
+@pytest.mark.parametrize("pipeline", ["Base", "SparseDist", "SemiSync"])
+def test_a_quota_leaves_nothing_in_flight(rank_pool: RankPools, pipeline: str) -> None:
+    """The paper's way: a pipeline gets exactly so many batches, trains them all, and goes on with the next quota."""
+    found = rank_pool(WORLD_SIZE).run(_quotas, pipeline)
+    assert [intervals for intervals, _ in found] == [[5] * 15] * WORLD_SIZE
+    assert [count for _, counts in found for count in counts] == [1] * NUM_SAMPLES
+
+
+def _save_positions(rank: int, path: str) -> None:
+    reader = cnr.ReaderState(list(range(rank * 100, rank * 100 + 50)))
+    batches = iter(reader)
+    for _ in range(5 + rank):
+        next(batches)
+    reader.trained(3 + rank)
+    dcp.save({"reader": reader}, storage_writer=models.writer(path))
+
+
+def _load_positions(rank: int, path: str, divide: bool) -> list[int] | str:
+    def reshard(states: Any, rank: int, world_size: int) -> Any:
+        assert world_size == dist.get_world_size()
+        return states[rank % len(states)]
+
+    reader = cnr.ReaderState(list(range(rank * 100, rank * 100 + 50)), reshard=reshard if divide else None)
+    state = {"reader": reader}
+    try:
+        dcp.load(state, storage_reader=cnr.CNRStorageReader(path), planner=cnr.CNRLoadPlanner())
+    except cnr.StateMismatchError as error:
+        return str(error)
+    return list(reader)[:2]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_positions_of_other_ranks(tmp_path: Path, rank_pool: RankPools, world_size: int) -> None:
+    """Each rank goes on where it was; more or fewer ranks need somebody to divide the positions, or are told so."""
+    path = str(tmp_path / "0")
+    rank_pool(2).run(_save_positions, path)
+    assert rank_pool(2).run(_load_positions, path, False) == [[3, 4], [104, 105]]
+    refused = rank_pool(world_size).run(_load_positions, path, False)
+    assert all(f"saved by 2 ranks, and there are {world_size} now" in str(message) for message in refused)
+    expected = [[3, 4], [104, 105], [203, 204]]
+    assert rank_pool(world_size).run(_load_positions, path, True) == expected[:world_size]
+
+
+def test_what_was_trained_is_what_was_reported() -> None:
+    """A position is that of the last batch reported, over passes; what was not handed out cannot be reported."""
+    reader = cnr.ReaderState(["a", "b", "c"])
+    beginning = reader.state_dict()
+    with pytest.raises(cnr.ConfigurationError, match="1 batches cannot have been trained: 0 were handed out"):
+        reader.trained()
+    assert list(reader) == ["a", "b", "c"]
+    assert reader.state_dict() == beginning
+    reader.trained(3)
+    assert list(reader) == ["a", "b", "c"]
+    reader.trained(2)
+    again = cnr.ReaderState(["a", "b", "c"])
+    again.load_state_dict(reader.state_dict())
+    assert list(again) == ["c"]
+    assert list(again) == ["a", "b", "c"]
+    again.load_state_dict(beginning)
+    assert list(again) == ["a", "b", "c"]
+
+
+def test_batches_that_nobody_reports_are_noticed() -> None:
+    """No pipeline holds so many: whoever forgets to report would train everything twice after a restart."""
+    reader = cnr.ReaderState(range(1000))
+    with pytest.raises(cnr.ConfigurationError, match=r"call trained\(\) after each step"):
+        list(reader)

@@ -1,0 +1,118 @@
+"""The documentation is built as a site: whole, from this checkout alone, and without a link that leads nowhere."""
+
+import html
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import torchrec_cnr
+import torchrec_cnr.testing
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("mkdocs", "material", "mkdocstrings", "mkdocstrings_handlers")
+PAGES = sorted(page.relative_to(ROOT / "docs") for page in (ROOT / "docs").rglob("*.md"))
+LIMIT_SECS = 120
+FETCHED = re.compile(r'<(?:script|img|iframe)[^>]*\ssrc="(?:https?:)?//|<link[^>]*rel="(?:style|pre)[^>]*//')
+LEFT_OVER = re.compile(r"<p>(?:[^<]|<(?!/p>))*?\n(?:[-*] |\||```)")  # Markdown that only GitHub understands
+Spoil = Callable[[Path], object]
+
+pytestmark = pytest.mark.skipif(
+    any(importlib.util.find_spec(package) is None for package in PACKAGES),
+    reason="mkdocs-material or mkdocstrings is not installed; they are in requirements/cpu.txt",
+)
+
+
+def build(project: Path, site: Path) -> "subprocess.CompletedProcess[str]":
+    """Build the site of a project, as ``make docs`` does."""
+    # Without --quiet: of what is not said, nothing is an error.
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
+    return subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=LIMIT_SECS, check=False)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site of this checkout."""
+    folder = tmp_path_factory.mktemp("site")
+    done = build(ROOT, folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.mark.parametrize("page", PAGES, ids=Path.as_posix)
+def test_page_is_in_the_site(site: Path, page: Path) -> None:
+    """Each page of docs/ is a page of the site, with its own title, and nothing is left of its Markdown."""
+    text = (site / page.with_suffix(".html")).read_text()
+    title = (ROOT / "docs" / page).read_text().splitlines()[0].removeprefix("# ")
+    assert f">{html.escape(title, quote=False)}<" in text
+    assert LEFT_OVER.search(text) is None
+
+
+def test_nothing_is_fetched_by_who_reads(site: Path) -> None:
+    """No page takes scripts, styles, fonts or pictures from elsewhere."""
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > len(PAGES)
+    assert [page.name for page in pages if FETCHED.search(page.read_text())] == []
+
+
+@pytest.mark.parametrize("module", [torchrec_cnr, torchrec_cnr.testing], ids=lambda module: module.__name__)
+def test_public_names_are_in_the_reference(site: Path, module: object) -> None:
+    """The reference has each public name, by its docstring."""
+    text = (site / "api.html").read_text()
+    names = [name for name in module.__all__ if not name.startswith("__")]
+    assert [name for name in names if f'id="{module.__name__}.{name}"' not in text] == []
+    assert ":func:" not in text
+
+
+@pytest.mark.parametrize("name", ["save.svg", "load.svg"])
+def test_drawings_are_legible_on_any_background(site: Path, name: str) -> None:
+    """A drawing lies on white, whatever the page's colours, and says in words what it shows."""
+    text = (site / name).read_text()
+    assert re.search(r'<rect width="\d+" height="\d+" fill="#ffffff"/>', text)
+    assert "<title>" in text
+    assert "<desc>" in text
+
+
+def test_figures_of_policies_are_the_measured_ones() -> None:
+    """The page on choosing repeats figures of policies; they are those of the page of figures."""
+    choosing, measured = ((ROOT / "docs" / page).read_text() for page in ("choosing.md", "figures.md"))
+    chosen = re.findall(r"^\| `(\w+)` \| ([\d.]+) \| ([\d.]+) \| ([\d.]+)", choosing, re.M)
+    assert len(chosen) == 5
+    for policy, *figures in chosen:
+        written, capacity, restore = figures
+        assert re.search(rf"^{policy} +{written} +[\d.]+ +{capacity} +{restore} ", measured, re.M), policy
+
+
+def _append(page: str, text: str) -> Spoil:
+    def spoil(docs: Path) -> None:
+        (docs / page).write_text((docs / page).read_text() + text)
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (lambda docs: (docs / "glossary.md").unlink(), "glossary.md"),
+        (_append("index.md", "\n[gone](nowhere.md)\n"), "nowhere.md"),
+        (_append("index.md", "\n[gone](cli.md#nowhere)\n"), "#nowhere"),
+        (_append("index.md", "\n[outside](../README.md)\n"), "../README.md"),
+        (lambda docs: (docs / "forgotten.md").write_text("# Forgotten\n"), "forgotten.md"),
+        (_append("api.md", "\n::: torchrec_cnr.nothing\n"), "torchrec_cnr.nothing"),
+    ],
+    ids=["page is gone", "link to no page", "link to no section", "link out of docs", "in no navigation", "no name"],
+)
+def test_what_leads_nowhere_fails_the_build(tmp_path: Path, spoil: Spoil, told: str) -> None:
+    """A link, a section, a page or a name that is not there is an error that names it."""
+    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    (tmp_path / "torchrec_cnr").symlink_to(ROOT / "torchrec_cnr")
+    spoil(tmp_path / "docs")
+    done = build(tmp_path, tmp_path / "site")
+    assert done.returncode != 0
+    assert told in done.stdout + done.stderr

@@ -1,0 +1,199 @@
+"""How many restores a checkpoint's state has been through: counted along saves and loads, and handed to the ranks."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+
+import torchrec_cnr as cnr
+from tests.support import models
+from tests.support.models import plain_job, state, torchrec_job, train
+from tests.support.ranks import RankPools
+from torchrec_cnr.saving.plug_in_messages import ShardData
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+
+
+class _Training:
+    """A job that starts afresh, as every process does, and saves deltas where it can."""
+
+    def __init__(self) -> None:
+        self.job = plain_job(1)
+        self.tracker = cnr.RowTracker(self.job.model)
+        self.num_saves = 0
+
+    def save(self, path: Path, quantization: cnr.Quantization | None = None) -> cnr.Checkpoint:
+        """Train, and save."""
+        self.num_saves += 1
+        train(self.job, self.num_saves)
+        planner = cnr.CNRSavePlanner(self.tracker, policy=cnr.Consecutive())
+        writer = models.writer(path, quantization=quantization)
+        dcp.save(state(self.job), storage_writer=writer, planner=planner)
+        return cnr.read_checkpoint(path)
+
+    def load(self, path: Path, leave_out: str | None = None) -> None:
+        """Load, but for the weight of one module."""
+        target = state(self.job)
+        if leave_out is not None:
+            del target["model"][f"{leave_out}.weight"]
+        planner = cnr.CNRLoadPlanner(self.tracker, allow_partial_load=leave_out is not None)
+        dcp.load(target, storage_reader=cnr.CNRStorageReader(path), planner=planner)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[], _Training]]:
+    """Starts jobs, and ends them."""
+    started: list[_Training] = []
+
+    def start_one() -> _Training:
+        started.append(_Training())
+        return started[-1]
+
+    yield start_one
+    for training in started:
+        training.tracker.close()
+
+
+def test_each_restore_is_counted_once(tmp_path: Path, start: Callable[[], _Training]) -> None:
+    """Saves leave the count as it is, and each job that resumes from another's checkpoint adds one."""
+    counts, before = [], None
+    for resumption in range(3):
+        training = start()
+        if before is not None:
+            training.load(before)
+        for number in range(2):
+            checkpoint = training.save(tmp_path / f"{resumption}-{number}")
+            assert (checkpoint.parent is None) == (before is None)
+            counts.append(checkpoint.num_restores)
+            before = tmp_path / f"{resumption}-{number}"
+    assert counts == [0, 0, 1, 1, 2, 2]
+
+
+def test_more_restores_than_expected_take_8_bits(tmp_path: Path, start: Callable[[], _Training]) -> None:
+    """Where one restore is expected, tables take 2 bits until there was a second one, and 8 bits from then on."""
+    quantization = cnr.ByExpectedRestores(1)
+    bits = []
+    for number in range(5):
+        training = start()
+        if number:
+            training.load(tmp_path / f"step-{number - 1}")
+        manifest = training.save(tmp_path / f"step-{number}", quantization).manifest
+        tables = [entry for entry in manifest.tensors.values() if entry.is_table]
+        bits.append({shard.scheme.to_json()["bits"] for table in tables for shard in table.shards})
+    assert bits == [{2}, {2}, {8}, {8}, {8}]
+
+
+def test_a_fork_counts_from_the_checkpoint_that_was_loaded(tmp_path: Path, start: Callable[[], _Training]) -> None:
+    """What a job went through before it loaded an older checkpoint is not in its tables any more."""
+    first = start()
+    first.save(tmp_path / "start")
+    resumed = start()
+    resumed.load(tmp_path / "start")
+    resumed.save(tmp_path / "resumed")
+    again = start()
+    again.load(tmp_path / "resumed")
+    assert again.save(tmp_path / "again").num_restores == 2
+    again.load(tmp_path / "start")
+    fork = again.save(tmp_path / "fork")
+    assert (fork.num_restores, fork.parent) == (1, str(tmp_path / "start"))
+    first.load(tmp_path / "start")  # the job that saved it
+    assert first.save(tmp_path / "back").num_restores == 1
+
+
+def test_a_load_that_fails_is_not_counted(tmp_path: Path, start: Callable[[], _Training]) -> None:
+    """Before anything was read or in the middle of it: the count stays, and the next save is a baseline with it."""
+    training = start()
+    training.save(tmp_path / "0")
+    training.load(tmp_path / "0")
+    checkpoint = training.save(tmp_path / "1")
+    assert checkpoint.num_restores == 1
+    (pack,) = checkpoint.manifest.packs
+    data = bytearray((tmp_path / "1" / pack.name).read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "1" / pack.name).write_bytes(data)
+    with pytest.raises(CheckpointException, match="crc32c"):
+        training.load(tmp_path / "1")
+    assert (training.tracker.num_restores, training.tracker.head) == (1, None)
+    with pytest.raises(CheckpointException, match="nothing was committed"):
+        training.load(tmp_path / "missing")
+    after = training.save(tmp_path / "2")
+    assert (after.num_restores, after.parent) == (1, None)
+
+
+def test_a_save_that_fails_is_not_counted(tmp_path: Path, start: Callable[[], _Training]) -> None:
+    """A save that never committed changes nothing about what the tables have been through."""
+    training = start()
+    training.save(tmp_path / "0")
+    training.load(tmp_path / "0")
+    planner, writer = cnr.CNRSavePlanner(training.tracker), models.writer(tmp_path / "1")
+    with models.failing(planner, writer, "finish", "before", rank=0), pytest.raises(CheckpointException):
+        dcp.save(state(training.job), storage_writer=writer, planner=planner)
+    assert training.save(tmp_path / "2").num_restores == 1
+
+
+def test_a_partial_load_is_a_restore_too(tmp_path: Path, start: Callable[[], _Training]) -> None:
+    """Tables that hold values of several origins have been through as many restores as the most travelled of them."""
+    training = start()
+    training.save(tmp_path / "0")
+    training.load(tmp_path / "0")
+    training.save(tmp_path / "1")
+
+    fresh = start()
+    fresh.load(tmp_path / "1", leave_out="item")
+    mixed = fresh.save(tmp_path / "mixed")
+    assert (mixed.num_restores, mixed.parent) == (2, None)
+    fresh.load(tmp_path / "0", leave_out="item")
+    assert fresh.save(tmp_path / "mixed again").num_restores == 2
+    fresh.load(tmp_path / "mixed", leave_out="item")
+    assert fresh.save(tmp_path / "mixed thrice").num_restores == 3
+
+
+def test_loads_and_saves_without_a_tracker_count_nothing(tmp_path: Path, start: Callable[[], _Training]) -> None:
+    """Nobody is there to count: a save then says 0, and a tracker that is passed by keeps its count."""
+    training = start()
+    training.save(tmp_path / "0")
+    training.load(tmp_path / "0")
+    reader = cnr.CNRStorageReader(tmp_path / "0")
+    dcp.load(state(training.job), storage_reader=reader, planner=DefaultLoadPlanner())
+    assert training.save(tmp_path / "1").num_restores == 1
+    for number, planner in enumerate([DefaultSavePlanner(), cnr.CNRSavePlanner()]):
+        path = tmp_path / f"without-{number}"
+        dcp.save(state(training.job), storage_writer=models.writer(path), planner=planner)
+        assert cnr.read_checkpoint(path).num_restores == 0
+
+
+class _Watched(cnr.CNRSavePlanner):
+    """Notes the counts that tracked shards are handed over with."""
+
+    def __init__(self, tracker: cnr.RowTracker) -> None:
+        super().__init__(tracker)
+        self.counts: set[int] = set()
+
+    def resolve_data(self, write_item: Any) -> Any:
+        data = super().resolve_data(write_item)
+        if isinstance(data, ShardData):
+            self.counts.add(data.num_restores)
+        return data
+
+
+def _save_with_other_counts(rank: int, root: str) -> set[int]:
+    job = torchrec_job(1)
+    tracker = cnr.RowTracker(job.model)
+    tracker.num_restores = 3 + rank
+    train(job, 1)
+    planner = _Watched(tracker)
+    dcp.save(state(job), storage_writer=models.writer(f"{root}/0"), planner=planner)
+    tracker.close()
+    dist.barrier()
+    return planner.counts
+
+
+def test_all_ranks_encode_for_the_coordinators_count(tmp_path: Path, rank_pool: RankPools) -> None:
+    """The count that the manifest states is the one that every rank chose its schemes by."""
+    assert rank_pool(2).run(_save_with_other_counts, str(tmp_path)) == [{3}, {3}]
+    assert cnr.read_checkpoint(tmp_path / "0").num_restores == 3

@@ -1,0 +1,122 @@
+"""Rows that are quantized when they are staged: the same bytes as of rows that are quantized in the background."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+import torchrec_cnr as cnr
+from tests.support import models
+from tests.support.models import Whole, differing, state, torchrec_job, train
+from tests.support.ranks import RankPools
+from torchrec_cnr.progress import SavePhases
+from torchrec_cnr.quantization import HalfPrecision
+from torchrec_cnr.saving import staging
+from torchrec_cnr.saving.staged_values import Arena, stage_codes
+from torchrec_cnr.sharding import local_shards
+
+SCHEMES: list[Any] = [
+    cnr.Asymmetric(4),
+    cnr.AdaptiveAsymmetric.best(3),
+    cnr.Symmetric(8),
+    HalfPrecision(torch.bfloat16),
+]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+@settings(deadline=None)
+@given(seed=st.integers(0, 2**31), num_rows=st.integers(1, 60), num_bad=st.integers(0, 5), is_part=st.booleans())
+def test_any_rows_of_codes_are_those_of_the_scheme(
+    scheme: Any, device: str, seed: int, num_rows: int, num_bad: int, is_part: bool
+) -> None:
+    """Also where some cannot be represented."""
+    generator = torch.Generator().manual_seed(seed)
+    table = torch.randn(num_rows, 7, generator=generator)
+    table[torch.randint(num_rows, (num_bad,), generator=generator)] = float("nan")
+    numbers = torch.randperm(num_rows, generator=generator)[: num_rows // 2 + 1].sort().values if is_part else None
+    arena = Arena()
+    arena.clear(1 << 16, is_pinned=False)
+    staged = stage_codes(table.to(device), numbers if numbers is None else numbers.to(device), scheme, arena.take)
+    rows = table if numbers is None else table[numbers]
+    assert staged.tensor().shape == rows.shape
+
+    some = torch.randperm(len(rows), generator=generator)[: len(rows) // 2 + 1].sort().values
+    found, exact_values = staged.encoded(some)
+    wanted = scheme.encode(rows[some])
+    assert torch.equal(found.codes, wanted.codes.cpu())
+    assert torch.equal(found.exact, wanted.exact.cpu())
+    assert torch.equal(exact_values.view(torch.int32), rows[some][wanted.exact.cpu()].view(torch.int32))
+
+
+@contextmanager
+def _quantized_first() -> Iterator[None]:
+    """As where tables lie on a GPU."""
+    original = staging.is_quantized_first
+    staging.is_quantized_first = lambda source: True
+    try:
+        yield
+    finally:
+        staging.is_quantized_first = original
+
+
+def _save(rank: int, root: str, name: str, policy: cnr.Policy, executor: Any, staging_bytes: int) -> list[SavePhases]:
+    """Save behind training; what each save took."""
+    job = torchrec_job(1)
+    for shard in (shard for value in job.model.state_dict().values() for shard in local_shards(value)):
+        if shard.tensor.dim() == 2:
+            shard.tensor.detach()[0] = 1.0001  # which fp16 does not hold
+    tracker = cnr.RowTracker(job.model)
+    planner = cnr.CNRSavePlanner(tracker, policy=policy)
+    writer = models.writer(root, staging_bytes=staging_bytes, quantization={"*t*.weight": cnr.Asymmetric(4)})
+    group = dist.new_group(backend="gloo")
+    found = []
+    for number in range(4):
+        train(job, number)
+        with _quantized_first() if name == "codes" else nullcontext():
+            place = f"{root}/{name}-{number}"
+            future = models.save_behind(state(job), place, writer, planner, group=group, executor=executor)
+        train(job, 1000 + number)
+        found.append(future.result(timeout=100).phases[rank])
+    writer.close()
+    tracker.close()
+    return found
+
+
+def _loaded(rank: int, root: str, name: str) -> list[Whole]:
+    job = torchrec_job(2)
+    return [models.load(job, f"{root}/{name}-{number}") for number in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("executor", "staging_bytes"),
+    [
+        (AsyncCheckpointerType.THREAD, 1 << 30),
+        (AsyncCheckpointerType.THREAD, 700),
+        (AsyncCheckpointerType.PROCESS, 1 << 30),
+    ],
+)
+@pytest.mark.parametrize("policy", [cnr.Consecutive(), cnr.Compacted()], ids=lambda policy: type(policy).__name__)
+def test_staged_codes_are_saved_as_staged_values_are(
+    tmp_path: Path, rank_pool: RankPools, policy: cnr.Policy, executor: AsyncCheckpointerType, staging_bytes: int
+) -> None:
+    """Training goes on at once; fewer bytes are copied; what is loaded is the same, bit for bit."""
+    ranks, loaded = rank_pool(2), {}
+    staged: dict[str, list[list[SavePhases]]] = {}
+    for name in ("codes", "values"):
+        staged[name] = ranks.run(_save, str(tmp_path), name, policy, executor, staging_bytes)
+        loaded[name] = ranks.run(_loaded, str(tmp_path), name)[0]
+    for codes, values in zip(loaded["codes"], loaded["values"], strict=True):
+        assert differing(codes, values) == []
+    assert differing(loaded["codes"][0], loaded["codes"][-1])
+    if staging_bytes > 700:
+        for codes, values in zip(staged["codes"][0], staged["values"][0], strict=True):
+            assert 0 < codes.staged_bytes < values.staged_bytes

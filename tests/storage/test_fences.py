@@ -1,0 +1,208 @@
+"""Fences: of several jobs that save to one root, the one that came last goes on, and the others are told."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch.distributed.checkpoint as dcp
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+import torchrec_cnr as cnr
+from tests.support import models
+from tests.support.killing import in_child
+from tests.support.ranks import RankPools
+from torchrec_cnr.errors import FencedError
+from torchrec_cnr.maintenance.verification.verify import verify
+from torchrec_cnr.storage import fences
+from torchrec_cnr.storage.store import Store
+
+
+class Job:
+    """A job of its own, although it shares this process with others."""
+
+    def __init__(self, root: Path, patch: Callable[[object], None]) -> None:
+        self.root = root
+        self.job = models.plain_job(0)
+        self.tracker = cnr.RowTracker(self.job.model)
+        self.planner = cnr.CNRSavePlanner(self.tracker, policy=cnr.Consecutive())
+        self.saved: dict[str, models.Whole] = {}
+        self._fences = fences._Jobs()
+        self._patch = patch
+
+    def save(self, name: str, **options: object) -> None:
+        """Train a little, and save."""
+        self._patch(self._fences)
+        models.train(self.job, len(self.saved))
+        whole = models.whole(models.state(self.job))
+        path = self.root / name
+        dcp.save(models.state(self.job), storage_writer=models.writer(path, **options), planner=self.planner)
+        self.saved[name] = whole
+
+    def restore(self) -> None:
+        """Go on from the newest checkpoint."""
+        self._patch(self._fences)
+        newest = cnr.latest(self.root)
+        assert newest is not None
+        models.load(self.job, newest, self.tracker)
+
+
+@pytest.fixture
+def new_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Job]:
+    """Makes jobs that save to one root."""
+    return lambda: Job(tmp_path / "run", lambda jobs: monkeypatch.setattr(fences, "_jobs", jobs))
+
+
+def assert_fenced(job: Job, name: str) -> None:
+    """A save is refused, and has committed nothing."""
+    with pytest.raises(CheckpointException) as caught:
+        job.save(name)
+    (error,) = models.causes(caught.value).values()
+    assert isinstance(error, FencedError)
+    assert not (job.root / name / "manifest.json").exists()
+
+
+def test_a_zombie_is_refused_once_its_replacement_saves(new_job: Callable[[], Job]) -> None:
+    """It is told at its next save, by whom; all that was committed verifies and loads."""
+    zombie = new_job()
+    zombie.save("1")
+    replacement = new_job()
+    replacement.restore()
+    zombie.save("2")  # nobody else has saved yet
+    replacement.save("3")
+    assert_fenced(zombie, "4")
+    assert_fenced(zombie, "5")
+    replacement.save("6")
+    for job in (zombie, replacement):
+        for name, saved in job.saved.items():
+            assert not verify(job.root / name).problems
+            target = models.plain_job(1)
+            assert models.differing(models.load(target, str(job.root / name)), saved) == []
+    assert cnr.latest(zombie.root) == str(zombie.root / "6")
+
+
+def test_a_zombie_that_never_saved_does_not_push_its_replacement_out(new_job: Callable[[], Job]) -> None:
+    """What counts is what a job knew when it was restored, not when it saves for the first time."""
+    new_job().save("1")
+    zombie, replacement = new_job(), new_job()
+    zombie.restore()
+    replacement.restore()
+    replacement.save("2")
+    assert_fenced(zombie, "3")
+    replacement.save("4")
+
+
+def test_who_loads_again_may_go_on(new_job: Callable[[], Job]) -> None:
+    """A job that was refused is no zombie any more once it has loaded what the other one saved."""
+    first, second = new_job(), new_job()
+    first.save("1")
+    second.restore()
+    second.save("2")
+    assert_fenced(first, "3")
+    first.restore()
+    first.save("4")
+    assert_fenced(second, "5")
+
+
+def test_a_job_that_comes_in_mid_save_wins(new_job: Callable[[], Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save that has begun already commits nothing; its rows go into the next one, after a load or not."""
+    zombie, replacement = new_job(), new_job()
+    zombie.save("1")
+    replacement.restore()
+    write = cnr.CNRStorageWriter.write_data
+
+    def late(*args: object) -> object:
+        monkeypatch.setattr(cnr.CNRStorageWriter, "write_data", write)
+        replacement.save("2")
+        return write(*args)
+
+    monkeypatch.setattr(cnr.CNRStorageWriter, "write_data", late)
+    assert_fenced(zombie, "3")
+
+
+@hypothesis.settings(max_examples=30)
+@hypothesis.given(
+    moves=st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["save", "restore", "begin"])), max_size=20)
+)
+def test_at_most_one_job_goes_on(tmp_path_factory: pytest.TempPathFactory, moves: list[tuple[int, str]]) -> None:
+    """Jobs begin, load and save in any order: a model of three numbers says whose saves are refused."""
+    root = Store.open(tmp_path_factory.mktemp("root"), sync_files=False)
+    jobs = [fences._Jobs() for _ in range(3)]
+    owner, knows = 0, [-1, -1, -1]  # how often the owner has changed; as of when each job goes on, or was owner
+    for number, move in moves:
+        if move == "begin":
+            jobs[number], knows[number] = fences._Jobs(), -1
+        elif move == "restore":
+            jobs[number].fence(root, is_new=True)
+            knows[number] = owner
+        else:
+            if knows[number] == -1:
+                knows[number] = owner
+            expected = knows[number] in (owner, -owner - 1)
+            try:
+                jobs[number].fence(root).claim()
+            except FencedError:
+                assert not expected
+            else:
+                assert expected
+                if knows[number] >= 0:
+                    owner += 1
+                    knows[number] = -owner - 1
+    assert fences.highest(root) == owner
+
+
+@pytest.mark.parametrize("num_fences", [0, 1, 2, 3, 7, 8, 9, 100])
+def test_the_highest_fence_is_found_without_listing(tmp_path: Path, num_fences: int) -> None:
+    """Whatever their number."""
+    root = Store.open(tmp_path, sync_files=False)
+    for _ in range(num_fences):
+        fences._Jobs().fence(root).claim()
+    assert fences.highest(root) == num_fences == len(root.names())
+
+
+def test_a_process_that_saves_for_a_job_is_no_other_job(tmp_path: Path, rank_pool: RankPools) -> None:
+    """Saves of one job in its own process and in DCP's, in turn, stand behind one fence; a replacement stops both."""
+    assert rank_pool(1).run(_save_here_and_there, tmp_path / "run") == [["fence-00000001.json"]]
+
+
+def _save_here_and_there(_: int, root: Path) -> list[str]:
+    job = models.plain_job(0)
+    planner = cnr.CNRSavePlanner(cnr.RowTracker(job.model), policy=cnr.Consecutive())
+    writer = models.writer(root / "unused")
+
+    def save(name: str, is_there: bool) -> None:
+        models.train(job, int(name))
+        state, path = models.state(job), str(root / name)
+        if is_there:
+            future = models.save_behind(state, path, writer, planner, executor=AsyncCheckpointerType.PROCESS)
+            future.result(timeout=100)
+        else:
+            dcp.save(state, checkpoint_id=path, storage_writer=writer, planner=planner)
+
+    for name, is_there in (("1", True), ("2", False), ("3", True), ("4", True)):
+        save(name, is_there)
+    found = [found.name for found in root.glob("fence-*")]
+    fences._Jobs().fence(Store.open(root)).claim()
+    for is_there in (True, False):
+        with pytest.raises(CheckpointException, match="another job saves here"):
+            save("5", is_there)
+    return found
+
+
+def test_a_forked_process_is_another_job(new_job: Callable[[], Job], tmp_path: Path) -> None:
+    """It has the memory of its parent, but is not it."""
+    fence = fences.fence_of(Store.open(tmp_path / "run/1"))
+    assert in_child(_owner, str(tmp_path / "run/1")) != fence.owner
+
+
+def _owner(path: str) -> bytes:
+    return fences.fence_of(Store.open(path)).owner
+
+
+def test_savers_without_a_lineage_need_no_fence(tmp_path: Path) -> None:
+    """Checkpoints by DCP's own planner stand alone, and several jobs may write them."""
+    job = models.plain_job(0)
+    dcp.save(models.state(job), storage_writer=models.writer(tmp_path / "run/1"))
+    assert [found.name for found in (tmp_path / "run").iterdir()] == ["1"]

@@ -1,0 +1,328 @@
+"""Leases: saves and loads keep what they work on from being pruned, and leave nothing behind when they have ended."""
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+import torchrec_cnr as cnr
+from tests.maintenance.pruning.test_prune import give_to_nobody, prune
+from tests.support import models
+from tests.support.killing import in_child
+from tests.support.models import Whole, differing, plain_job, state, torchrec_job, train, whole
+from tests.support.ranks import RankPools
+from tests.support.roots import NUM_COLS, NUM_ROWS, TABLE, Root
+from torchrec_cnr.format.manifest import FILE_NAME
+from torchrec_cnr.maintenance.pruning.plan import plan_prune
+from torchrec_cnr.maintenance.pruning.retention import Keep
+from torchrec_cnr.storage import leases
+from torchrec_cnr.storage.leases import LEASE_SECS, Lease, holds, in_force, is_lease, leased
+from torchrec_cnr.storage.pack_reader import PackReader
+from torchrec_cnr.storage.store import Store
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+
+
+def held(path: str | Path, purpose: str) -> int:
+    """How many leases hold in a directory; none of them for anything else."""
+    found = in_force(Store.open(path), Store.open(path).names(), time.time_ns())
+    assert {lease.purpose for lease in found} <= {purpose}
+    return len(found)
+
+
+def files(path: str | Path) -> list[str]:
+    """Leases in a directory, also those that have run out."""
+    return [name for name in Store.open(path).names() if is_lease(name)]
+
+
+class Trainer:
+    """A job that saves deltas on deltas."""
+
+    def __init__(self, root: Path | str) -> None:
+        self.root = root
+        self.job = plain_job(1, "adagrad")
+        self.tracker = cnr.RowTracker(self.job.model)
+        self.planner = cnr.CNRSavePlanner(self.tracker, policy=cnr.Consecutive())
+        self.num_trained = 0
+
+    def save(self, name: str, before: Callable[[], None] | None = None, phase: str = "write_data") -> Whole:
+        """Train and save; returns what the checkpoint holds.
+
+        Args:
+            name: Of the checkpoint.
+            before: Called before the writer does a phase.
+            phase: Which.
+        """
+        self.num_trained += 1
+        train(self.job, self.num_trained)
+        writer = models.writer(f"{self.root}/{name}")
+        if before is not None:
+            act_before(writer, phase, before)
+        cut = whole(state(self.job))
+        dcp.save(state(self.job), storage_writer=writer, planner=self.planner)
+        return cut
+
+    def assert_loads(self, name: str, expected: Whole) -> None:
+        """Another job gets from a checkpoint what it holds."""
+        job = plain_job(99, "adagrad")
+        assert differing(whole(state(job)), expected)
+        assert differing(models.load(job, f"{self.root}/{name}"), expected) == []
+
+
+def act_before(target: Any, method: str, act: Callable[[], None]) -> None:
+    """Have an object do something before a method's work."""
+    original = getattr(target, method)
+
+    def act_then(*args: Any, **kwargs: Any) -> Any:
+        act()
+        return original(*args, **kwargs)
+
+    models.replace_method(target, method, act_then)
+
+
+# Saves
+
+
+def test_a_save_holds_a_lease_until_it_is_committed(tmp_path: Path) -> None:
+    """From before its first pack to behind its manifest."""
+    trainer, seen = Trainer(tmp_path), []
+
+    def look() -> None:
+        seen.append(held(tmp_path / "0", "save"))
+
+    trainer.save("0", look)
+    trainer.save("1", lambda: seen.append(held(tmp_path / "1", "save")), "finish")
+    assert seen == [1, 1]
+    assert files(tmp_path / "0") == files(tmp_path / "1") == []
+
+
+def test_what_is_being_saved_is_not_pruned(tmp_path: Path) -> None:
+    """A prune in mid-save touches neither its packs nor what it stands on; once it is committed, retention decides."""
+    trainer, plans = Trainer(tmp_path), []
+    cuts = {name: trainer.save(name) for name in ("0", "1")}
+    other = Trainer(tmp_path)
+    cuts["other"] = other.save("other")
+
+    def prune_all_but_the_last() -> None:
+        plans.append(plan_prune(tmp_path, Keep(last=1)))
+        prune(str(tmp_path), Keep(last=1))
+
+    cuts["2"] = trainer.save("2", prune_all_but_the_last, "finish")
+    assert plans[0].stays["2"][0].startswith("leased (a save, until ")
+    assert plans[0].stays["1"] == ("newest of its lineage, which 2 may stand on",)
+    assert cnr.read_checkpoint(tmp_path / "2").parent == str(tmp_path / "1")
+    for name, cut in cuts.items():
+        trainer.assert_loads(name, cut)
+    assert prune(str(tmp_path), Keep(last=1)).removed == ("other",)
+    trainer.assert_loads("2", cuts["2"])
+
+
+@pytest.mark.parametrize("what", ["parent", "lease"])
+def test_a_save_is_not_committed_on_what_may_have_been_pruned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Its parent is gone, or it took longer than its lease: it fails, loses nothing, and the next save works."""
+    trainer = Trainer(tmp_path)
+    trainer.save("0")
+
+    def prune_parent() -> None:
+        if what == "parent":
+            os.unlink(tmp_path / "0" / FILE_NAME)
+
+    monkeypatch.setattr(leases, "LEASE_SECS", 0 if what == "lease" else LEASE_SECS)
+    with pytest.raises(CheckpointException) as raised:
+        trainer.save("1", prune_parent, "finish")
+    monkeypatch.undo()
+    (cause,) = models.causes(raised.value).values()
+    assert isinstance(cause, cnr.SaveError)
+    expected = f"its parent {tmp_path}/0 was pruned meanwhile; save again" if what == "parent" else "took longer than"
+    assert expected in str(cause)
+    assert not (tmp_path / "1" / FILE_NAME).exists()
+    cut = trainer.save("2")
+    assert cnr.read_checkpoint(tmp_path / "2").kind == ("baseline" if what == "parent" else "delta")
+    trainer.assert_loads("2", cut)
+
+
+def test_what_a_failed_save_left_is_pruned_once_its_writer_goes_on(tmp_path: Path) -> None:
+    """At once if the same writer begins another save, else when the lease has run out; never while it holds."""
+    trainer = Trainer(tmp_path)
+    writer = models.writer(tmp_path / "failed")
+    trainer.save("0")
+    with models.failing(trainer.planner, writer, "finish", "before", 0), pytest.raises(CheckpointException):
+        dcp.save(state(trainer.job), storage_writer=writer, planner=trainer.planner)
+    num_files = len(list((tmp_path / "failed").iterdir()))
+    assert num_files >= 2
+    assert held(tmp_path / "failed", "save") == 1
+    assert plan_prune(tmp_path).removals == ()
+    later_ns = time.time_ns() + LEASE_SECS * 10**9
+    assert [len(removal.files) for removal in plan_prune(tmp_path, now_ns=later_ns).removals] == [num_files]
+    dcp.save(state(trainer.job), storage_writer=writer, planner=trainer.planner, checkpoint_id=tmp_path / "1")
+    assert held(tmp_path / "failed", "save") == 0
+    assert len(files(tmp_path / "failed")) == 1
+    assert files(tmp_path / "1") == []
+    prune(str(tmp_path))
+    assert not (tmp_path / "failed").exists()
+
+
+# Loads
+
+
+@contextmanager
+def _looking(path: str | Path, seen: list[int]) -> Any:
+    """Count leases for loads while packs are read."""
+    read = PackReader.read
+
+    def look_and_read(self: PackReader, *turns: Any, **options: Any) -> Any:
+        seen.append(held(path, "load"))
+        return read(self, *turns, **options)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(PackReader, "read", look_and_read)
+        yield
+
+
+def test_a_load_holds_a_lease_on_its_head(tmp_path: Path) -> None:
+    """While it reads packs, of parents too; also a load of one table; and none afterwards."""
+    root, seen = Root(tmp_path), list[int]()
+    root.save("0", 1)
+    root.save("1", 2, "0", range(3))
+    target = torch.zeros(NUM_ROWS, NUM_COLS)
+    with _looking(tmp_path / "1", seen):
+        dcp.load({TABLE: target}, storage_reader=cnr.CNRStorageReader(tmp_path / "1"))
+        cnr.load_table(tmp_path / "1", TABLE)
+    assert set(seen) == {1}
+    assert len(seen) >= 4
+    assert torch.equal(target, root.checkpoints["1"].values)
+    assert files(tmp_path / "0") == files(tmp_path / "1") == []
+
+
+def test_a_load_that_fails_leaves_no_lease(tmp_path: Path) -> None:
+    """While it reads, while it plans, or before; a reader that is used again ends the lease that it had."""
+    root = Root(tmp_path)
+    root.save("0", 1)
+    reader = cnr.CNRStorageReader(tmp_path / "0")
+    with pytest.raises(CheckpointException):
+        dcp.load({"missing": torch.zeros(1)}, storage_reader=reader, planner=cnr.CNRLoadPlanner())
+    target = torch.zeros(NUM_ROWS, NUM_COLS)
+    dcp.load({TABLE: target}, storage_reader=reader, checkpoint_id=tmp_path / "0")
+    assert files(tmp_path / "0") == []
+    os.unlink(tmp_path / "0" / sorted(root.checkpoints["0"].packs)[0])
+    with pytest.raises(CheckpointException):
+        dcp.load({TABLE: target}, storage_reader=cnr.CNRStorageReader(tmp_path / "0"))
+    for fqn, error in ((TABLE, cnr.DamagedError), ("missing", cnr.StateMismatchError)):
+        with pytest.raises(error):
+            cnr.load_table(tmp_path / "0", fqn)
+    assert files(tmp_path / "0") == []
+    with pytest.raises(cnr.CheckpointNotFoundError):
+        cnr.load_table(tmp_path / "missing", TABLE)
+    assert not (tmp_path / "missing").exists()
+
+
+def _load_as_nobody(path: str) -> list[Any]:
+    """Load where nothing may be written."""
+    if os.geteuid() == 0:
+        os.seteuid(65534)
+    with pytest.raises(PermissionError):
+        Path(path, "file").touch()
+    target = torch.zeros(NUM_ROWS, NUM_COLS)
+    dcp.load({TABLE: target}, storage_reader=cnr.CNRStorageReader(path), no_dist=True)
+    return [target.tolist(), cnr.load_table(path, TABLE).tolist()]
+
+
+def test_a_load_needs_no_lease(open_folder: Path) -> None:
+    """Where nothing can be written, it goes on without one."""
+    root = Root(open_folder / "job")
+    root.save("0", 1)
+    give_to_nobody(open_folder / "job")
+    (open_folder / "job" / "0").chmod(0o555)
+    assert in_child(_load_as_nobody, root.at("0")) == [root.checkpoints["0"].values.tolist()] * 2
+    (open_folder / "job" / "0").chmod(0o755)
+    assert files(open_folder / "job" / "0") == []
+
+
+def _count_leases(rank: int, root: str) -> list[int]:
+    """Of a save and of a load of all ranks."""
+    seen: list[int] = []
+    job = torchrec_job(1)
+    writer = models.writer(f"{root}/0")
+    act_before(writer, "write_data", lambda: seen.append(held(f"{root}/0", "save")))
+    dcp.save(state(job), storage_writer=writer, planner=cnr.CNRSavePlanner())
+    reader = cnr.CNRStorageReader(f"{root}/0")
+
+    def look() -> None:
+        dist.barrier()
+        seen.append(held(f"{root}/0", "load"))
+        dist.barrier()
+
+    act_before(reader, "read_data", look)
+    dcp.load(state(job), storage_reader=reader, planner=cnr.CNRLoadPlanner())
+    dist.barrier()
+    return [*seen, len(files(f"{root}/0"))]
+
+
+def test_of_a_save_one_rank_holds_a_lease_of_a_load_each_does(tmp_path: Path, rank_pool: RankPools) -> None:
+    """The coordinator ends a save; a load ends on each rank by itself."""
+    assert rank_pool(2).run(_count_leases, str(tmp_path), timeout_secs=60.0) == [[1, 2, 0]] * 2
+
+
+# Files
+
+
+def test_names_say_until_when(tmp_path: Path) -> None:
+    """A lease holds until then and not longer; what is named otherwise is none."""
+    store = Store.open(tmp_path)
+    lease = Lease.take(store, "compact")
+    assert lease is not None
+    assert store.names() == [lease.name]
+    assert is_lease(lease.name)
+    assert not lease.has_run_out
+    assert abs(lease.until_ns - time.time_ns() - LEASE_SECS * 10**9) < 60 * 10**9
+    assert in_force(store, store.names(), lease.until_ns - 1) == [lease]
+    assert (holds(store.names(), lease.until_ns - 1), holds(store.names(), lease.until_ns)) == (True, False)
+    assert in_force(store, store.names(), lease.until_ns) == []
+    lease.release()
+    lease.release()
+    assert store.names() == []
+    for name in ("a.lease", f"{'0' * 16}.1.lease", f"{'0' * 16}.x.load.lease", f"{'0' * 16}.1.Load.lease\n", ".lease"):
+        assert not is_lease(name)
+        assert not holds([name], 0)
+    assert holds([f"{'0' * 16}.{'9' * 20}.later.lease"], time.time_ns()), "versions to come may have other purposes"
+
+
+def test_a_lease_is_held_for_a_while(tmp_path: Path) -> None:
+    """And released if what it is held for fails."""
+
+    def fail_with_a_lease() -> None:
+        with leased(Store.open(tmp_path), "compact"):
+            assert held(tmp_path, "compact") == 1
+            raise models.InjectedError
+
+    with pytest.raises(models.InjectedError):
+        fail_with_a_lease()
+    assert files(tmp_path) == []
+
+
+def test_a_lease_that_lapses_has_run_out(tmp_path: Path) -> None:
+    """One is left that says that there was one."""
+    lease = Lease.take(Store.open(tmp_path), "save")
+    assert lease is not None
+    lease.lapse()
+    (name,) = files(tmp_path)
+    assert name != lease.name
+    assert not holds([name], time.time_ns())
+
+
+def test_a_lease_that_cannot_be_written_is_none(tmp_path: Path) -> None:
+    """Nor does it make a directory."""
+    assert Lease.take(Store.open(tmp_path / "missing"), "load") is None
+    assert not (tmp_path / "missing").exists()
+    Lease.until(Store.open(tmp_path / "missing"), "load", 1).lapse()
+    assert not (tmp_path / "missing").exists()

@@ -1,0 +1,420 @@
+"""Checkpoints on S3: real servers on loopback, killed, slow and failing ones among them."""
+
+import logging
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from typer.testing import CliRunner
+
+import torchrec_cnr as cnr
+from tests.servers import s3_servers
+from tests.servers.flaky_proxy import FAULTS, flaky
+from tests.servers.radosgw import Radosgw
+from tests.servers.s3_servers import BUCKET, S3Server
+from tests.support import models
+from tests.support.ranks import RankPools
+from torchrec_cnr.cli.app import app
+from torchrec_cnr.errors import CheckpointExistsError, StoreError
+from torchrec_cnr.maintenance.verification.verify import verify
+from torchrec_cnr.storage import retries
+from torchrec_cnr.storage.fences import is_fence
+from torchrec_cnr.storage.store import Store
+from torchrec_cnr.testing import ConformanceCheck, conformance_checks
+
+numbers = count()
+
+
+SERVERS = [
+    pytest.param(s3_servers.Moto, id="moto"),
+    pytest.param(s3_servers.Swift, id="swift"),
+    pytest.param(Radosgw, id="radosgw", marks=pytest.mark.slow),
+]
+
+
+@pytest.fixture(scope="module", params=SERVERS)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """A server, and S3 clients of this process that know of it."""
+    with (
+        s3_servers.running(request.param(tmp_path_factory.mktemp("server"))) as found,
+        s3_servers.configured(found.variables()),
+    ):
+        yield found
+
+
+@pytest.fixture
+def moto(tmp_path: Path) -> Iterator[S3Server]:
+    """An empty server of the test's own."""
+    with s3_servers.running(s3_servers.Moto(tmp_path)) as found, s3_servers.configured(found.variables()):
+        yield found
+
+
+@pytest.fixture(params=s3_servers.PROTOCOLS)
+def root(request: pytest.FixtureRequest) -> str:
+    """A place that nobody has used, by each of the clients."""
+    return f"{request.param}://{BUCKET}/{next(numbers)}/job"
+
+
+class Run:
+    """A job that trains and saves."""
+
+    def __init__(self, root: str, rows: tuple[int, int] = (40, 12), **options: object) -> None:
+        self.root = root
+        self.job = models.plain_job(0, rows=rows)
+        self.tracker = cnr.RowTracker(self.job.model)
+        self.planner = cnr.CNRSavePlanner(self.tracker, policy=cnr.Consecutive())
+        self.writer = cnr.CNRStorageWriter(f"{root}/unused", **options)
+        self.saved: dict[str, models.Whole] = {}
+
+    def save(self, name: str) -> None:
+        """Train a little, and save."""
+        models.train(self.job, len(self.saved))
+        state = models.whole(models.state(self.job))
+        dcp.save(
+            models.state(self.job),
+            checkpoint_id=f"{self.root}/{name}",
+            storage_writer=self.writer,
+            planner=self.planner,
+        )
+        self.saved[name] = state
+
+    def check(self, name: str) -> None:
+        """A checkpoint loads as what was saved, into a model that held something else."""
+        target = models.plain_job(1, rows=(self.job.model.bag.num_embeddings, self.job.model.item.num_embeddings))
+        before = models.whole(models.state(target))
+        after = models.load(target, f"{self.root}/{name}")
+        assert models.differing(before, self.saved[name])
+        assert models.differing(after, self.saved[name]) == []
+
+
+def test_a_run_on_s3(server: S3Server, root: str) -> None:
+    """Baseline, deltas, compaction and prune: everything loads as it was saved, and verifies."""
+    run = Run(root, thread_count=2)
+    for name in ("1", "2", "3"):
+        run.save(name)
+    future = models.save_behind(models.state(run.job), f"{root}/4", run.writer, run.planner)
+    run.saved["4"] = models.whole(models.state(run.job))
+    future.result()
+    for name in run.saved:
+        run.check(name)
+    assert cnr.latest(root) == f"{root}/4"
+    cnr.compact(f"{root}/4", self_contained=True)
+    run.check("4")
+    removed = cnr.execute(cnr.plan_prune(root, cnr.Keep(last=1)))
+    assert removed.removed
+    run.check("4")
+    assert not verify(f"{root}/4").problems
+    run.save("5")
+    run.check("5")
+    for command in (["ls", root], ["inspect", f"{root}/5"], ["verify", root], ["prune", root, "--last", "1"]):
+        result = CliRunner().invoke(app, command)
+        assert (result.exit_code, result.stderr) == (0, ""), command
+
+
+@pytest.mark.parametrize(("first", "second"), [s3_servers.PROTOCOLS, s3_servers.PROTOCOLS[::-1]])
+def test_clients_take_turns(moto: S3Server, first: str, second: str) -> None:
+    """What one has saved, the other goes on from, within one job and after a restore; the fence is the same one."""
+    path = f"{BUCKET}/{next(numbers)}/job"
+    run = Run(f"{first}://{path}")
+    run.save("0")
+    run.root = f"{second}://{path}"
+    run.save("1")
+    assert [name for name in Store.open(run.root).listing().files if is_fence(name)] == ["fence-00000001.json"]
+    other = Run(f"{first}://{path}")
+    dcp.load(
+        models.state(other.job),
+        storage_reader=cnr.CNRStorageReader(f"{second}://{path}/1"),
+        planner=cnr.CNRLoadPlanner(other.tracker),
+    )
+    other.save("2")
+    for name, saved in {**run.saved, **other.saved}.items():
+        assert (cnr.read_checkpoint(f"{first}://{path}/{name}").parent is None) == (name == "0")
+        for protocol in s3_servers.PROTOCOLS:
+            other.root, other.saved[name] = f"{protocol}://{path}", saved
+            other.check(name)
+
+
+def _ranks_save(_: int, root: str, variables: Mapping[str, str]) -> list[str]:
+    with s3_servers.configured(variables):
+        return _saved_and_loaded(root)
+
+
+def _saved_and_loaded(root: str) -> list[str]:
+    job = models.torchrec_job(0, "row")
+    planner = cnr.CNRSavePlanner(cnr.RowTracker(job.model), policy=cnr.Consecutive())
+    writer = cnr.CNRStorageWriter(f"{root}/0")
+    for name in ("0", "1"):
+        models.train(job, int(name))
+        dcp.save(models.state(job), checkpoint_id=f"{root}/{name}", storage_writer=writer, planner=planner)
+    saved = models.whole(models.state(job))
+    target = models.torchrec_job(1, "row")
+    return models.differing(models.load(target, f"{root}/1"), saved)
+
+
+def test_ranks_save_to_one_bucket(server: S3Server, root: str, rank_pool: RankPools) -> None:
+    """Two processes write one checkpoint, and load it."""
+    assert rank_pool(2).run(_ranks_save, root, server.variables()) == [[], []]
+
+
+CHECKS = [
+    pytest.param(check, marks=[pytest.mark.slow] if check.name.startswith("round trip,") else [], id=str(check))
+    for check in conformance_checks(num_faults=1, large_bytes=8 << 20)
+]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_s3_keeps_what_checkpoints_are_built_on(server: S3Server, root: str, check: ConformanceCheck) -> None:
+    """The suite that users run on stores of their own; Swift lets several writers win that race."""
+    if check.name == "one winner" and isinstance(server, s3_servers.Swift):
+        pytest.skip("a conditional write of OpenStack Swift is not atomic")
+    check(root)
+
+
+# Large files
+
+
+def test_large_files_go_in_parts(server: S3Server, root: str) -> None:
+    """What is written piece by piece comes back whole, and ranges of it are read alone."""
+    store, piece = Store.open(root), os.urandom(1 << 20)
+    with store.create("large") as stream:
+        for _ in range(60):
+            stream.write(piece)
+    store.put("put", [piece] * 110)
+    for name, num_pieces in (("large", 60), ("put", 110)):
+        etag = server.client().head_object(Bucket=BUCKET, Key=f"{store.path.removeprefix(BUCKET + '/')}/{name}")["ETag"]
+        assert "-" in etag, "written by one request"
+        assert store.listing().files[name] == num_pieces << 20
+        assert bytes(store.read_array(name, 50 << 20, 51 << 20)) == piece
+        assert store.read(name, (num_pieces << 20) - 3, (num_pieces << 20) + 5) == piece[-3:]
+        assert store.read(name, num_pieces << 20, (num_pieces << 20) + 5) == b""
+
+
+def test_an_upload_that_failed_leaves_nothing(server: S3Server, root: str) -> None:
+    """Neither a file without its end, nor parts that somebody pays for."""
+    store = Store.open(root)
+    with pytest.raises(ZeroDivisionError), store.create("file") as stream:  # noqa: PT012 - what is written before
+        for _ in range(60):
+            stream.write(bytes(1 << 20))
+        stream.write(bytes(1 // 0))
+    assert store.names() == []
+    assert not server.client().list_multipart_uploads(Bucket=BUCKET).get("Uploads")
+
+
+# Who comes first
+
+
+def test_a_name_is_taken_once(server: S3Server, root: str) -> None:
+    """Who comes second is told so; who asks again for what he has written is not."""
+    store = Store.open(root)
+    for _ in range(2):
+        store.put_new("manifest.json", b"one", "id")
+    with pytest.raises(CheckpointExistsError):
+        store.put_new("manifest.json", b"two", "id")
+    assert store.read("manifest.json") == b"one"
+
+
+def test_of_many_writers_one_wins(server: S3Server, root: str) -> None:
+    """Whatever the number of writers, and however they race."""
+    if isinstance(server, s3_servers.Swift):
+        pytest.skip("a conditional write of OpenStack Swift is not atomic")
+    store, start = Store.open(root), threading.Barrier(8)
+    with ThreadPoolExecutor(8) as threads:
+        for name in ("a", "b", "c", "d", "e", "f", "g", "h"):
+            found = threads.map(partial(_race, store, start, name), (b"%d" % number for number in range(8)))
+            assert [data for data in found if data is not None] == [store.read(name)]
+
+
+def _race(store: Store, start: threading.Barrier, name: str, data: bytes) -> bytes | None:
+    start.wait()
+    try:
+        store.put_new(name, data, "id")
+    except CheckpointExistsError:
+        return None
+    return data
+
+
+def test_bandwidth_is_limited(moto: S3Server, root: str) -> None:
+    """Threads of one writer, or one reader, together take no more than they may: the clock cannot run faster."""
+    run = Run(root, rows=(22_000, 12), thread_count=4, pack_bytes=1 << 14, max_bytes_per_sec=400_000)
+    began = time.monotonic()
+    run.save("0")
+    num_bytes = sum(Store.open(f"{root}/0").listing().files.values())
+    assert num_bytes > 300_000
+    assert time.monotonic() - began >= (num_bytes - (1 << 16)) / 400_000
+    began, target = time.monotonic(), models.state(run.job)
+    dcp.load(target, storage_reader=cnr.CNRStorageReader(f"{root}/0", thread_count=4, max_bytes_per_sec=400_000))
+    assert time.monotonic() - began >= (num_bytes - (1 << 19)) / 400_000
+    with pytest.raises(cnr.ConfigurationError, match="max_bytes_per_sec"):
+        cnr.CNRStorageWriter(root, max_bytes_per_sec=0)
+
+
+# Servers that fail
+
+
+def test_a_server_that_is_killed_and_restarted_in_mid_save(tmp_path: Path, root: str) -> None:
+    """The save waits for it and commits; nothing is lost."""
+    with s3_servers.running(s3_servers.Swift(tmp_path)) as server, s3_servers.configured(server.variables()):
+        run = Run(root, rows=(4000, 12), pack_bytes=1024)
+        run.save("0")
+        outage = threading.Thread(target=_outage, args=(server, Store.open(f"{root}/1")))
+        outage.start()
+        run.save("1")
+        outage.join()
+        for name in run.saved:
+            run.check(name)
+        run.save("2")
+        run.check("2")
+
+
+def _outage(server: S3Server, checkpoint: Store) -> None:
+    while not any(name.endswith(".safetensors") for name in checkpoint.names()):
+        time.sleep(0.01)
+    assert not checkpoint.exists("manifest.json")
+    server.kill()
+    time.sleep(0.5)
+    server.start()
+
+
+def test_requests_that_fail_are_made_again(moto: S3Server, root: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A fifth of all requests is refused, delayed, lost, or answered by half: every save and load is as ever."""
+    with flaky(moto.port, seed=0) as proxy, s3_servers.configured(moto.variables(proxy.endpoint)):
+        run = Run(root, rows=(400, 12), pack_bytes=1024)
+        proxy.share = 0.2
+        with caplog.at_level(logging.WARNING, logger="torchrec_cnr"):
+            for name in ("0", "1", "2"):
+                run.save(name)
+        for name in run.saved:
+            run.check(name)
+        assert set(proxy.tried) == set(FAULTS)
+
+
+def test_a_server_that_is_busy_for_a_while(moto: S3Server, root: str) -> None:
+    """For longer than the clients try by themselves."""
+    with flaky(moto.port, seed=0) as proxy, s3_servers.configured(moto.variables(proxy.endpoint)):
+        proxy.share, proxy.faults, proxy.most = 1.0, ("busy",), 9
+        run = Run(root)
+        run.save("0")
+        run.check("0")
+        assert proxy.tried.total() == 9
+
+
+def test_a_server_that_is_gone_fails_the_save(moto: S3Server, root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the time that is set for it, with an error that says where; its rows ride in the next save."""
+    variables = {**moto.variables(), "AWS_MAX_ATTEMPTS": "1"}
+    with flaky(moto.port, seed=0) as proxy, s3_servers.configured({**variables, "AWS_ENDPOINT_URL_S3": proxy.endpoint}):
+        monkeypatch.setattr(retries, "RETRY_SECS", 0.5)
+        run = Run(root)
+        run.save("0")
+        proxy.share, proxy.faults = 1.0, ("busy", "no request")
+        with pytest.raises(CheckpointException) as caught:
+            run.save("1")
+        assert any(isinstance(error, StoreError) for error in models.causes(caught.value).values())
+        proxy.share = 0.0
+        run.save("2")
+        for name in ("0", "2"):
+            run.check(name)
+        assert not Store.open(f"{root}/1").exists("manifest.json")
+
+
+def test_what_cannot_pass_is_not_tried_again(moto: S3Server, root: str) -> None:
+    """A bucket that is not there is refused at once, and not made."""
+    with flaky(moto.port, seed=0) as proxy, s3_servers.configured(moto.variables(proxy.endpoint)):
+        with pytest.raises(StoreError, match=r"s3://no-such-bucket/job/0/x: .*bucket does not exist"):
+            Store.open("s3://no-such-bucket/job/0").put("x", [b"x"])
+        assert proxy.num_requests <= 2
+        assert [found["Name"] for found in moto.client().list_buckets()["Buckets"]] == [BUCKET]
+
+
+# Credentials
+
+
+def test_credentials_are_nowhere(tmp_path: Path, root: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither in a file, nor in a log, nor in an error of a server that refuses them."""
+    with s3_servers.running(s3_servers.Swift(tmp_path)) as server:
+        with s3_servers.configured(server.variables()), caplog.at_level(logging.DEBUG, logger="torchrec_cnr"):
+            run = Run(root)
+            run.save("0")
+            run.save("1")
+            stored = [Store.open(f"{root}/{name}") for name in ("0", "1")]
+            files = [store.read(name) for store in [*stored, Store.open(root)] for name in store.listing().files]
+        wrong = {**server.variables(), "AWS_SECRET_ACCESS_KEY": "canary-of-a-secret"}
+        with s3_servers.configured(wrong), pytest.raises(StoreError, match="PermissionError") as caught:
+            Store.open(f"{root}/0").read("manifest.json")
+    told = "".join(traceback.format_exception(caught.value))
+    assert len(files) >= 5
+    for secret in (server.key, server.secret, "canary-of-a-secret"):
+        assert not any(secret.encode() in data for data in files)
+        assert secret not in caplog.text
+        assert secret not in told
+
+
+def test_urls_with_a_password_are_refused() -> None:
+    """It would be in every manifest's log line and error; the refusal does not repeat it."""
+    with pytest.raises(cnr.ConfigurationError, match="credentials") as caught:
+        Store.open("s3://key:canary@bucket/job")
+    assert "canary" not in str(caught.value)
+
+
+# obstore
+
+
+def test_endpoint_and_keys_of_a_profile(moto: S3Server, root: str, tmp_path: Path) -> None:
+    """Both clients take them from the files that S3 clients are configured by, as they do from the environment."""
+    config, keys = tmp_path / "config", tmp_path / "credentials"
+    config.write_text(f"[default]\nregion = us-east-1\nendpoint_url = {moto.endpoint}\n")
+    keys.write_text(f"[default]\naws_access_key_id = {moto.key}\naws_secret_access_key = {moto.secret}\n")
+    files = {"AWS_CONFIG_FILE": str(config), "AWS_SHARED_CREDENTIALS_FILE": str(keys)}
+    with pytest.MonkeyPatch.context() as patch:
+        for name in moto.variables():
+            patch.delenv(name)
+        with s3_servers.configured(files):
+            run = Run(root)
+            run.save("0")
+            run.check("0")
+
+
+def test_an_object_is_not_appended_to(moto: S3Server) -> None:
+    """An upload would take its place."""
+    store = Store.open(f"s3+obstore://{BUCKET}/{next(numbers)}")
+    store.put("file", [b"kept"])
+    with pytest.raises(ValueError, match="not ab"):
+        store.fs.open(store.child("file"), "ab")
+    assert store.read("file") == b"kept"
+
+
+@pytest.mark.parametrize(
+    ("statement", "told"),
+    [
+        ("sys.modules['obstore'] = None", r'pip install "torchrec_cnr\[obstore\]"'),
+        ("sys.modules['boto3'] = None", r'pip install "torchrec_cnr\[obstore\]"'),
+        ("", "no AWS credentials were found"),
+    ],
+)
+def test_what_obstore_needs_is_told(statement: str, told: str, tmp_path: Path) -> None:
+    """A package that is not installed, and credentials that are not there, without a look at anything of ours."""
+    program = (
+        f"import sys; {statement}\nfrom torchrec_cnr.storage.store import Store\nStore.open('s3+obstore://bucket/job')"
+    )
+    surroundings = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+    nowhere = {"AWS_EC2_METADATA_DISABLED": "true", "HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=surroundings | nowhere,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert re.search(f"ConfigurationError: 's3\\+obstore://bucket/job': .*{told}", done.stderr)

@@ -1,0 +1,290 @@
+"""Jobs whose rows go to Kafka: a small model that saves under a root, and what each of its checkpoints must hold."""
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaException, Message, Producer, TopicPartition
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+import torchrec_cnr as cnr
+from tests.servers.kafka_server import Broker, KafkaServer
+from tests.support import models
+from tests.support.models import InjectedError, Job, Whole, differing, plain_job, state, train, whole
+from torchrec_cnr.format.manifest import FILE_NAME, LogRange
+from torchrec_cnr.kafka.pack_targets import KafkaTarget
+from torchrec_cnr.storage.store import Store
+
+SECS = 30.0
+
+
+class KafkaJob:
+    """A job that saves under a root, its rows to a log.
+
+    Attributes:
+        root: The root.
+        saved: What its checkpoints must hold, by name; of saves that failed, too.
+        build: Makes such a model of other weights.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        rows: cnr.KafkaRows,
+        seed: int = 1,
+        policy: cnr.Policy | None = None,
+        build: Callable[[int], Job] = lambda seed: plain_job(seed, "adagrad"),
+        **options: Any,
+    ) -> None:
+        self.root = str(root)
+        self.rows = rows
+        self.build = build
+        self.job = build(seed)
+        self.tracker = cnr.RowTracker(self.job.model)
+        self.planner = cnr.CNRSavePlanner(self.tracker, policy=policy if policy is not None else cnr.Consecutive())
+        self.writer = models.writer(f"{self.root}/unused", rows=rows, **options)
+        self.saved: dict[str, Whole] = {}
+
+    def save(self, name: str) -> Whole:
+        """Save; what the checkpoint must hold."""
+        self.saved[name] = whole(state(self.job))
+        path = f"{self.root}/{name}"
+        dcp.save(
+            state(self.job),
+            checkpoint_id=path,
+            storage_writer=self.writer,
+            planner=self.planner,
+            no_dist=not dist.is_initialized(),
+        )
+        return self.saved[name]
+
+    def save_behind(
+        self,
+        name: str,
+        executor: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
+        group: dist.ProcessGroup | None = None,
+    ) -> "Future[Any]":
+        """Begin a save behind training."""
+        self.saved[name] = whole(state(self.job))
+        return models.save_behind(
+            state(self.job), f"{self.root}/{name}", self.writer, self.planner, group=group, executor=executor
+        )
+
+    def train_and_save(self, *names: str) -> None:
+        """Train a batch and save, for each name."""
+        for name in names:
+            train(self.job, len(self.saved) + 1)
+            self.save(name)
+
+    def failure(self, name: str) -> BaseException:
+        """What a save fails with."""
+        try:
+            self.save(name)
+        except CheckpointException as error:
+            (cause,) = set(models.causes(error).values())
+            return cause
+        saved = cnr.read_checkpoint(f"{self.root}/{name}")
+        raise AssertionError(f"{name} was saved on {saved.parent}, {[pack.log for pack in saved.manifest.packs]}")
+
+    def restore(self, name: str | None = None) -> str:
+        """Go on from a checkpoint, by default the newest; its name."""
+        path = f"{self.root}/{name}" if name is not None else cnr.latest(self.root, rows=self.rows)
+        assert path is not None
+        self.saved[Path(path).name] = models.load(self.job, path, self.tracker, rows=self.rows)
+        return Path(path).name
+
+    def assert_loads(self, name: str, saved: Whole | None = None, **options: Any) -> None:
+        """Another job gets from a checkpoint what was saved, bit for bit."""
+        saved = self.saved[name] if saved is None else saved
+        target = self.build(99)
+        assert differing(whole(state(target)), saved)
+        assert differing(models.load(target, f"{self.root}/{name}", rows=self.rows, **options), saved) == []
+
+    def close(self) -> None:
+        """Give back what it took."""
+        self.writer.close()
+        self.tracker.close()
+
+
+def large_job(seed: int) -> Job:
+    """A model whose deltas fill several packs of 1 KiB."""
+    return plain_job(seed, "adagrad", rows=(400, 300), dims=(16, 8))
+
+
+def ranges(path: str | Path) -> list[LogRange]:
+    """Where the packs of a checkpoint lie in the log; nothing of a checkpoint that has files only."""
+    return [pack.log for pack in cnr.read_checkpoint(path).manifest.packs if pack.log is not None]
+
+
+def marked(rows: cnr.KafkaRows) -> list[str]:
+    """Names of committed checkpoints, in the order of their markers, as a plain consumer sees them."""
+    found = records(Broker(rows.bootstrap), f"{rows.topic}-markers", isolation="read_committed")
+    return [json.loads(message.value() or b"")["name"] for message in found if message.key()]
+
+
+def records(broker: Broker, topic: str, partition: int = 0, isolation: str = "read_uncommitted") -> list[Message]:
+    """All records of a partition, but not what ends transactions."""
+    settings: dict[str, Any] = {
+        "bootstrap.servers": broker.bootstrap,
+        "group.id": "tests",
+        "enable.partition.eof": True,
+    }
+    settings["fetch.wait.max.ms"] = 10  # or there is no end for as long as somebody writes
+    consumer = Consumer({**settings, "isolation.level": isolation, "log_level": 2})
+    consumer.assign([TopicPartition(topic, partition, OFFSET_BEGINNING)])
+    found: list[Message] = []
+    deadline = time.monotonic() + SECS
+    while time.monotonic() < deadline:
+        message = consumer.poll(1.0)
+        if message is not None and message.error() is not None:
+            consumer.close()
+            return found
+        if message is not None:
+            found.append(message)
+    raise AssertionError(f"no end of {topic}")
+
+
+def produce(
+    broker: Broker, topic: str, *sent: tuple[bytes, bytes, list[tuple[str, bytes]]], partition: int = 0
+) -> None:
+    """Send records without a transaction: keys, values and headers."""
+    producer = Producer({"bootstrap.servers": broker.bootstrap, "log_level": 2})
+    for key, value, headers in sent:
+        producer.produce(topic, value, key, partition, headers=headers)
+        assert producer.flush(SECS) == 0  # one at a time: they must lie in this order
+
+
+def rewrite(broker: Broker, topic: str, found: dict[int, tuple[bytes, bytes, list[tuple[str, bytes]]]]) -> None:
+    """Delete a topic of one partition and make it anew with other records, by offset; others lie in between."""
+    admin = broker.admin()
+    admin.delete_topics([topic])[topic].result(SECS)
+    deadline = time.monotonic() + SECS
+    while topic in admin.list_topics(timeout=SECS).topics:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    while True:  # the broker goes on deleting it
+        try:
+            broker.make_topic(topic)
+        except KafkaException:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        else:
+            break
+    filler = (b"", b"", [])
+    produce(broker, topic, *(found.get(offset, filler) for offset in range(max(found, default=-1) + 1)))
+
+
+def part(message: Message) -> tuple[bytes, bytes, list[tuple[str, bytes]]]:
+    """What a record was sent with."""
+    return message.key() or b"", message.value() or b"", list(message.headers() or [])  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def failing_commit(
+    when: str, error: Exception | None = None, num_times: int = 1 << 30, act: Callable[[], object] = lambda: None
+) -> Iterator[None]:
+    """Saves of this process fail ``before`` their marker is sent, or ``after`` that, before the manifest has its name.
+
+    Args:
+        when: Of the two.
+        error: What they fail with.
+        num_times: How many do.
+        act: Done then.
+    """
+    left, is_marked = num_times, False
+    mark, put_new = cnr.KafkaRows.mark, Store.put_new
+
+    def fail() -> None:
+        nonlocal left
+        if left > 0:
+            left -= 1
+            act()
+            raise error if error is not None else InjectedError(f"failed {when} the marker")
+
+    def failing_mark(rows: cnr.KafkaRows, *rest: Any) -> None:
+        nonlocal is_marked
+        if when == "before":
+            fail()
+        mark(rows, *rest)
+        is_marked = True
+
+    def failing_put_new(store: Store, name: str, *rest: Any) -> None:
+        if name == FILE_NAME and is_marked:  # and none whose save was before
+            fail()
+        put_new(store, name, *rest)
+
+    with (
+        mock.patch.object(cnr.KafkaRows, "mark", failing_mark),
+        mock.patch.object(Store, "put_new", failing_put_new),
+    ):
+        yield
+
+
+def with_timeout(rows: cnr.KafkaRows, timeout_secs: float) -> cnr.KafkaRows:
+    """The same log, with less patience."""
+    return replace(rows, timeout_secs=timeout_secs)
+
+
+@contextlib.contextmanager
+def absent_at(moment: str, server: KafkaServer, how: str) -> Iterator[None]:
+    """The broker of this process's saves is killed or frozen at a moment, and there again when the block is left.
+
+    Args:
+        moment: "begin" of the save, before "rows" are sent, before the "marker" is, or before the manifest's "name".
+        how: "killed" or "frozen".
+    """
+    with contextlib.ExitStack() as stack:
+        stack.callback(wait_until_well, server)
+        stack.callback(server.start)
+        gone = []
+
+        def vanish() -> None:
+            if gone:
+                return
+            gone.append(True)
+            if how == "killed":
+                server.kill()
+            else:
+                stack.enter_context(server.frozen())
+
+        owner, name = _MOMENTS[moment]
+        original = getattr(owner, name)
+
+        def act(self: Any, *rest: Any, **more: Any) -> Any:
+            if moment != "name" or rest[0] == FILE_NAME:
+                vanish()
+            return original(self, *rest, **more)
+
+        stack.enter_context(mock.patch.object(owner, name, act))
+        yield
+        assert gone, f"no {moment}"
+
+
+def wait_until_well(server: KafkaServer) -> None:
+    """Until a broker that was away does all of its work again."""
+    deadline = time.monotonic() + SECS
+    while True:
+        try:
+            server.new_topic()
+        except KafkaException:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        else:
+            return
+
+
+_MOMENTS: dict[str, tuple[type, str]] = {
+    "begin": (cnr.KafkaRows, "begin"),
+    "rows": (KafkaTarget, "put"),
+    "marker": (cnr.KafkaRows, "mark"),
+    "name": (Store, "put_new"),
+}
