@@ -203,7 +203,8 @@ def is_absent(bootstrap: str) -> bool:
 def test_a_broker_ends_with_those_who_started_it(tmp_path: Path) -> None:
     """When a test run is killed, its broker ends too."""
     start = (
-        "import sys, time, pathlib; from tests.servers.kafka_server import KafkaServer; s = KafkaServer(pathlib.Path(sys.argv[1]))"
+        "import sys, time, pathlib; from tests.servers.kafka_server import KafkaServer; "
+        "s = KafkaServer(pathlib.Path(sys.argv[1]))"
     )
     say = "s.start(); print(s.bootstrap, flush=True); time.sleep(600)"
     command = [sys.executable, "-c", f"{start}; {say}", str(tmp_path)]
