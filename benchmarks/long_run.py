@@ -16,7 +16,7 @@ from benchmarks.models import one_rank
 from benchmarks.policy_runs import DIM, Step, modified_rows, saved, simulated
 from benchmarks.report import Figure, Report, Table
 from benchmarks.rounds import Setup
-from torchrec_cnr.format.row_sets import encode_rows
+from torchrec_cnr.format.row_sets import encode_row_numbers
 
 SCHEME = cnr.Asymmetric(4)
 NUM_ROWS, NUM_QUICK_ROWS = 400_000, 4_000
@@ -100,4 +100,4 @@ def _compacted(setup: Setup, num_rows: int, num_checkpoints: int) -> tuple[Cours
 
 
 def _coded_bytes(rows: NDArray[np.int64]) -> int:
-    return len(encode_rows(rows).data)
+    return len(encode_row_numbers(rows).data)

@@ -15,7 +15,7 @@ from benchmarks.models import TableModel, TableSizes, one_rank
 from benchmarks.report import Figure, Report
 from benchmarks.rounds import Setup
 from torchrec_cnr.quantization import Scheme
-from torchrec_cnr.saving.encoding import Source, write_all_rows
+from torchrec_cnr.saving.encoding import EncodingInput, write_all_rows
 from torchrec_cnr.saving.scheme_choice import sampled_rows
 from torchrec_cnr.storage.pack_writer import PackWriter
 from torchrec_cnr.storage.store import Store
@@ -93,7 +93,7 @@ def _encoding_figures(setup: Setup) -> Iterator[Figure]:
             store = Store.open(setup.folder / "encoded")
             store.make()
             packs = PackWriter(store, "large", 1)
-            write_all_rows(packs, [Source("table", table, "float32", settled)])
+            write_all_rows(packs, [EncodingInput("table", table, "float32", settled)])
             packs.finish()
             packs.close()
 

@@ -16,9 +16,9 @@ from benchmarks.many_ranks import SCHEME, ManyRanks, gathered
 from benchmarks.peak_memory import peak_mib, resident_mib
 from benchmarks.report import Figure, Report, Table
 from benchmarks.rounds import Setup
-from torchrec_cnr.format.manifest import FILE_NAME
+from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.format.manifest_json import forget
-from torchrec_cnr.gc_pause import paused_collector
+from torchrec_cnr.gc_pause import paused_gc
 from torchrec_cnr.lineage.checkpoint import Head, read_lineage
 from torchrec_cnr.loading.reader import CNRStorageReader
 from torchrec_cnr.reading.plan import plan_fold
@@ -70,7 +70,7 @@ def run(setup: Setup) -> Report:
             path = setup.folder / f"{kind}-{has_state}"
             costs = _Costs()
             plans_mib, results_mib = _save(job, path, head, costs)
-            file_mb = (path / FILE_NAME).stat().st_size / 1e6
+            file_mb = (path / MANIFEST_FILE).stat().st_size / 1e6
             forget()
             head = costs.of("reading manifests", lambda path=path: read_lineage(path)).head  # type: ignore[misc]
             forget()
@@ -135,5 +135,5 @@ def _plan_load(job: ManyRanks, path: Path) -> None:
         if job.has_state:
             bounds = (0, table.dim)
             regions.append(RowStateRegion(table.momentum_fqn, box, torch.empty(0), bounds))
-    with paused_collector():
+    with paused_gc():
         plan_fold(lineage, regions)

@@ -115,17 +115,17 @@ def _follow(setup: Setup, sizes: TableSizes, root: Path, rows: KafkaRows | None)
     num_rounds = NUM_QUICK_ROUNDS if setup.quick else NUM_ROUNDS
     model = TableModel(sizes)
     planner = cnr.CNRSavePlanner(cnr.RowTracker(model.sharded), policy=cnr.Consecutive())
-    model.save(cnr.CNRStorageWriter(root / "baseline", quantization=SCHEME, rows=rows), planner)
+    model.save(cnr.CNRStorageWriter(root / "baseline", quantization=SCHEME, row_log=rows), planner)
     served = quantized_tables(sizes)
     ids = torch.arange(0, sizes.num_rows, max(1, sizes.num_rows // NUM_LOOKED_UP))
     found = _Followed(Lookups(served, model.batch([ids])))
     applied: list[cnr.Applied] = []
-    with cnr.RowSubscriber(served, root, rows=rows, on_applied=applied.append), found.lookups.going_on():
+    with cnr.RowSubscriber(served, root, row_log=rows, on_applied=applied.append), found.lookups.going_on():
         for number in range(num_rounds + 1):
             setup.say(f"following rows in {root.name}: {round_name(number, num_rounds)}")
             model.modify(SHARE)
             path = root / f"delta-{number}"
-            model.save(cnr.CNRStorageWriter(path, quantization=SCHEME, rows=rows), planner)
+            model.save(cnr.CNRStorageWriter(path, quantization=SCHEME, row_log=rows), planner)
             answered_at_secs = found.lookups.next_change(number)
             if number:
                 found.lags.append(answered_at_secs - cnr.read_checkpoint(path).created_ns / 1e9)

@@ -95,7 +95,7 @@ class _Lineage:
     def __post_init__(self) -> None:
         self.tracker = cnr.RowTracker(self.model.sharded)
         self._planner = cnr.CNRSavePlanner(self.tracker, policy=cnr.Consecutive())
-        self._writer = cnr.CNRStorageWriter(self.folder, quantization=SCHEME, sync_files=False, rows=self.rows)
+        self._writer = cnr.CNRStorageWriter(self.folder, quantization=SCHEME, sync_files=False, row_log=self.rows)
 
     def save(self) -> None:
         """Save the next checkpoint, and wait for it."""
@@ -164,9 +164,9 @@ def _time_loads(setup: Setup, saved: Mapping[str, _Lineage], rows: Callable[[int
     def candidate(lineage: _Lineage) -> Candidate:
         def load(number: int) -> None:
             log = None if lineage.rows is None else rows(number)
-            head = cnr.latest(lineage.folder, rows=log)
+            head = cnr.latest(lineage.folder, row_log=log)
             assert head is not None
-            lineage.model.load(cnr.CNRStorageReader(head, rows=log), cnr.CNRLoadPlanner(lineage.tracker))
+            lineage.model.load(cnr.CNRStorageReader(head, row_log=log), cnr.CNRLoadPlanner(lineage.tracker))
 
         return Candidate(run=load, before=lambda number: lineage.model.clear())
 

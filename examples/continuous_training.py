@@ -75,7 +75,7 @@ def train(options: argparse.Namespace) -> None:
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         rows = None if options.kafka is None else kafka_rows(options.kafka, may_make=options.command == "save")
-        check_begin(options, cnr.latest(options.root, rows=rows))
+        check_begin(options, cnr.latest(options.root, row_log=rows))
         run(options, rows, *read_samples(options))
     except (cnr.CNRError, CheckpointException, ImportError) as error:
         raise DataError(explained(error)) from error
@@ -115,7 +115,7 @@ def run(options: argparse.Namespace, rows: Any, stream: Stream, samples: Samples
         cnr.RowTracker(training.trainer.model),
         policy=cnr.Consecutive(),  # each checkpoint holds the rows modified since the one before
         every_steps=options.every,
-        rows=rows,
+        row_log=rows,
         on_saved=lambda saved: say_saved(saved, "files" if rows is None or saved.kind == "baseline" else "Kafka"),
     )
     first = manager.restore(training.state()) or 0

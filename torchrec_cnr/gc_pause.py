@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def paused_collector() -> Iterator[None]:
+def paused_gc() -> Iterator[None]:
     """No garbage is looked for. Threads may do this at the same time: then the first to end resumes it for all."""
     was_enabled = gc.isenabled()
     gc.disable()

@@ -7,7 +7,7 @@ import time
 from torchrec_cnr.errors import ConfigurationError
 
 
-class Pace:
+class CpuThrottle:
     """Rests between pieces of work, as long as the calling thread's share of a core asks for.
 
     Args:

@@ -22,7 +22,7 @@ from tests.attacks.draft import INT, Draft, archive_of
 from tests.attacks.walk import load_state
 from tests.format.test_manifest import DELETE, REPEAT, VALUES, changed, nodes
 from torchrec_cnr.format import safe_pickle
-from torchrec_cnr.format.row_sets import CodedRows, decode_rows
+from torchrec_cnr.format.row_sets import CodedRows, decode_row_numbers
 from torchrec_cnr.lineage.checkpoint import read_lineage
 from torchrec_cnr.maintenance.verification.verify import verify
 
@@ -137,7 +137,7 @@ def _fuzz_row_codes(coded_rows: tuple[Any, int, int, int, bytes]) -> None:
     coding, first, span, num_rows, code = coded_rows
     coded = CodedRows(coding, first, span, code)
     try:
-        rows = decode_rows(coded, num_rows, "here")
+        rows = decode_row_numbers(coded, num_rows, "here")
     except cnr.DamagedError:
         return
     assert (len(rows), rows[0], rows[-1]) == (num_rows, first, first + span - 1)

@@ -28,7 +28,7 @@ from torchrec_cnr.human_text import bytes_text
 from torchrec_cnr.lineage.checkpoint import read_lineage
 from torchrec_cnr.maintenance.catalog import read_catalog
 from torchrec_cnr.maintenance.compaction.plan import plan_compaction
-from torchrec_cnr.maintenance.read_run_history import run_history
+from torchrec_cnr.maintenance.read_run_history import read_run_history
 from torchrec_cnr.maintenance.tags_and_metrics import tag, write_metrics
 from torchrec_cnr.storage.store import Store
 
@@ -638,7 +638,7 @@ def test_report_tells_programs_the_same(run: Path, tmp_path: Path, monkeypatch: 
     before = _files(tmp_path)
     document = _json("report", run)
     assert _files(tmp_path) == before
-    assert document == json.loads(json.dumps(asdict(run_history(read_catalog(run)))))
+    assert document == json.loads(json.dumps(asdict(read_run_history(read_catalog(run)))))
     assert list(document) == ["root", "events", "kept", "left_bytes", "unreadable"]
     assert [(event["kind"], event["name"]) for event in document["events"]] == [
         ("baseline", "step-1"), ("delta", "step-2"), ("delta", "step-3"), ("delta", "step-4"),

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.coverage import Coverage
-from torchrec_cnr.format.row_sets import Rows
+from torchrec_cnr.format.row_sets import RowNumbers
 
 TABLE = (12, 7)
 Elements = npt.NDArray[np.bool_]
@@ -23,7 +23,7 @@ def _boxes(draw: st.DrawFn, within: Box | None = None) -> Box:
 
 
 @st.composite
-def _rows(draw: st.DrawFn, box: Box) -> Rows | slice:
+def _rows(draw: st.DrawFn, box: Box) -> RowNumbers | slice:
     """Rows of a box, by their numbers in it: consecutive, or any."""
     numbers = st.integers(0, box.num_rows)
     if draw(st.booleans()):
@@ -31,7 +31,7 @@ def _rows(draw: st.DrawFn, box: Box) -> Rows | slice:
     return np.array(sorted(draw(st.sets(numbers.filter(lambda row: row < box.num_rows)))) if box.num_rows else [], int)
 
 
-def _elements(box: Box, rows: Rows | slice) -> Elements:
+def _elements(box: Box, rows: RowNumbers | slice) -> Elements:
     """What of the table these rows of a box are."""
     found = np.zeros(TABLE, dtype=np.bool_)
     found[box.slices(Box.whole(TABLE))][rows] = True

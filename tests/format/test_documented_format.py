@@ -41,7 +41,7 @@ from torchrec_cnr.format.manifest import DTYPES as DTYPE_OF
 from torchrec_cnr.format.manifest import TensorEntry
 from torchrec_cnr.format.split_blobs import split
 from torchrec_cnr.maintenance.catalog import read_catalog
-from torchrec_cnr.maintenance.read_run_history import run_history
+from torchrec_cnr.maintenance.read_run_history import read_run_history
 from torchrec_cnr.quantization import scheme_from_json
 from torchrec_cnr.storage.pack_writer import crc32c
 from torchrec_cnr.tracking.modified_rows import ModifiedRows
@@ -342,9 +342,9 @@ def test_golden_checkpoints_with_rows_in_a_log_load_bit_equal(step: str, tmp_pat
     """The library reads them, too, by whatever log it is given."""
     path, rows = shutil.copytree(LOGGED, tmp_path / "run") / step, log_v5.KeptLog(LOGGED / "log.json")
     state = _target(step)
-    load(state, storage_reader=cnr.CNRStorageReader(path, rows=rows), planner=cnr.CNRLoadPlanner(), no_dist=True)
+    load(state, storage_reader=cnr.CNRStorageReader(path, row_log=rows), planner=cnr.CNRLoadPlanner(), no_dist=True)
     assert _loaded(state) == _expected(step)
-    assert _as_json(cnr.load_table(path, T0, log=rows)) == EXPECTED[step]["tensors"][T0]
+    assert _as_json(cnr.load_table(path, T0, row_log=rows)) == EXPECTED[step]["tensors"][T0]
 
 
 def test_golden_checkpoints_with_rows_in_a_log_hold_every_kind(tmp_path: Path) -> None:
@@ -366,7 +366,7 @@ def test_golden_checkpoints_with_rows_in_a_log_hold_every_kind(tmp_path: Path) -
 
 def test_packs_in_a_log_are_no_files_of_a_run(tmp_path: Path) -> None:
     """Whatever a pack in a log is called, its bytes count as the log's, and not as those of the directory."""
-    history = run_history(read_catalog(shutil.copytree(LOGGED, tmp_path / "run")))
+    history = read_run_history(read_catalog(shutil.copytree(LOGGED, tmp_path / "run")))
     num_bytes = sum(path.stat().st_size for path in LOGGED.glob("step-*/*"))
     assert history.written_bytes == history.kept_bytes == num_bytes
     packs = [pack for step in log_v5.STEPS for pack in cnr.read_checkpoint(LOGGED / step).manifest.packs]
@@ -667,10 +667,10 @@ def test_row_codes_of_the_page_are_right() -> None:
         block = reader.RowBlock(coding, rows[0], rows[-1] - rows[0] + 1, len(rows), blob)
         assert reader.decode_rows(block, _hex(frame)).tolist() == rows
         coded = row_sets.CodedRows(coding, rows[0], block.span, _hex(frame))
-        assert row_sets.decode_rows(coded, len(rows), "page").tolist() == rows
+        assert row_sets.decode_row_numbers(coded, len(rows), "page").tolist() == rows
     for _, _, frame in (found[0], found[2]):
         rows = [3, 4, 7, 12] if frame == found[0][2] else [0, 300, 301]
-        assert row_sets.encode_rows(np.array(rows)).data == _hex(frame)
+        assert row_sets.encode_row_numbers(np.array(rows)).data == _hex(frame)
 
 
 def test_rows_of_the_page_are_right() -> None:

@@ -31,7 +31,7 @@ from torchrec_cnr.format.manifest import (
     Shard,
     TensorEntry,
 )
-from torchrec_cnr.format.manifest_json import packed
+from torchrec_cnr.format.manifest_json import compressed_body
 from torchrec_cnr.format.row_sets import Blob, RowBlock, RowSet
 from torchrec_cnr.quantization import Asymmetric, KMeans, NoQuantization, Scheme, exact_row_bytes, scheme_from_json
 
@@ -146,7 +146,7 @@ def logged(manifest: Manifest) -> Manifest:
     """The same with its first pack in a log, and what else lies in its own directory, too, in other partitions."""
     own = [pack for pack in manifest.packs if pack.directory is None]
     ranges = {pack.name: LogRange("rows.of-1", n, 2**40, 2**40 + 9, 50) for n, pack in enumerate(own)}
-    packs = tuple(replace(p, log=ranges[p.name]) if p.directory is None else p for p in manifest.packs)
+    packs = tuple(replace(p, row_log=ranges[p.name]) if p.directory is None else p for p in manifest.packs)
     return replace(manifest, packs=packs)
 
 
@@ -687,14 +687,14 @@ def test_any_manifest_with_packs_in_a_log_comes_back(data: st.DataObject) -> Non
             last = first + -(-pack.num_bytes // part_bytes) - 1 + data.draw(st.integers(0, 99))
             key = data.draw(st.none() | st.just(f"{pack.name}/rows"))
             log = LogRange(data.draw(topics), data.draw(partitions), first, last, part_bytes, key)
-            packs.append(replace(pack, log=log))
+            packs.append(replace(pack, row_log=log))
         else:
             packs.append(pack)
     manifest = replace(manifest, packs=tuple(packs))
     body = body_of(manifest)
     assert body["version"] == (6 if manifest.has_split_blobs else 5)
     assert loads(body) == manifest
-    assert loads(packed(json.dumps(body, separators=(",", ":")).encode(), manifest.created_ns)) == manifest
+    assert loads(compressed_body(json.dumps(body, separators=(",", ":")).encode(), manifest.created_ns)) == manifest
     assert _of_reader(file_of(body)) == "good"
 
 
@@ -1159,7 +1159,7 @@ def test_foreign_files_are_refused(data: bytes) -> None:
 
 def packed_body(body: bytes, **changes: Json) -> Json:
     """A packed body, with some of it changed."""
-    return packed(body, 7) | {"created_ns": json.loads(body)["created_ns"]} | changes
+    return compressed_body(body, 7) | {"created_ns": json.loads(body)["created_ns"]} | changes
 
 
 @pytest.mark.parametrize("size", [-1, 0, 1])

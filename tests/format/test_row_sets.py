@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from torchrec_cnr.errors import DamagedError
 from torchrec_cnr.format.boxes import Box, fills
-from torchrec_cnr.format.row_sets import CodedRows, Rows, decode_rows, encode_rows
+from torchrec_cnr.format.row_sets import CodedRows, RowNumbers, decode_row_numbers, encode_row_numbers
 
 MAX_ROW = 2**62  # the largest integer that a manifest holds
 FRAME_BYTES = 18  # what zstd adds to a small block, at most
@@ -24,7 +24,7 @@ def _compressed(data: bytes) -> bytes:
 
 
 @st.composite
-def _rows(draw: st.DrawFn) -> Rows:
+def _rows(draw: st.DrawFn) -> RowNumbers:
     """Strictly increasing rows: dense, sparse, or with gaps of any size."""
     largest = draw(st.sampled_from([0, 1, 7, 255, 256, 257, 65_536, 2**24, 2**40, MAX_ROW]))
     members = draw(st.sets(st.integers(0, largest), min_size=1, max_size=60))
@@ -37,11 +37,11 @@ def _rows(draw: st.DrawFn) -> Rows:
 
 
 @hypothesis.given(_rows())
-def test_rows_come_back(rows: Rows) -> None:
+def test_rows_come_back(rows: RowNumbers) -> None:
     """Decoding gives the rows that were encoded, whatever lies between them."""
-    coded = encode_rows(rows)
+    coded = encode_row_numbers(rows)
     assert (coded.first, coded.span) == (rows[0], rows[-1] - rows[0] + 1)
-    decoded = decode_rows(coded, len(rows), "here")
+    decoded = decode_row_numbers(coded, len(rows), "here")
     assert decoded.dtype == np.int64
     assert decoded.tolist() == rows.tolist()
 
@@ -51,8 +51,8 @@ def test_rows_come_back(rows: Rows) -> None:
 def test_a_full_range_costs_next_to_nothing(first: int, num_rows: int) -> None:
     """Consecutive rows, as when all are modified, come back and take a few bytes."""
     rows = np.arange(first, first + num_rows, dtype=np.int64)
-    coded = encode_rows(rows)
-    assert decode_rows(coded, num_rows, "here").tolist() == rows.tolist()
+    coded = encode_row_numbers(rows)
+    assert decode_row_numbers(coded, num_rows, "here").tolist() == rows.tolist()
     assert len(coded.data) <= FRAME_BYTES + num_rows // 4000
 
 
@@ -73,9 +73,9 @@ def test_gaps_take_the_fewest_whole_bytes(rows: list[int], span: int) -> None:
     expected = {1: 1, 2: 1, 257: 1, 258: 2, 65_537: 2, 65_538: 3, 2**62 + 1: 8}[span]
     largest = max(span - 2, 0).to_bytes(expected, "little") * (len(rows) - 1)
     coded = CodedRows("gaps", rows[0], span, _compressed(largest))
-    assert decode_rows(coded, len(rows), "here").tolist() == rows
+    assert decode_row_numbers(coded, len(rows), "here").tolist() == rows
     with pytest.raises(DamagedError):
-        decode_rows(replace(coded, data=_compressed(largest + b"\0" * (len(rows) - 1 or 1))), len(rows), "here")
+        decode_row_numbers(replace(coded, data=_compressed(largest + b"\0" * (len(rows) - 1 or 1))), len(rows), "here")
 
 
 @pytest.mark.parametrize("density", [0.001, 0.003, 0.01, 0.03, 0.1, 0.26, 0.5, 0.7, 0.9])
@@ -84,30 +84,30 @@ def test_random_rows_are_coded_near_their_entropy(density: float) -> None:
     num_rows = 400_000
     rows = np.flatnonzero(np.random.default_rng(1).random(num_rows) < density)
     entropy = -(density * math.log2(density) + (1 - density) * math.log2(1 - density)) * num_rows / 8
-    assert 0.97 * entropy <= len(encode_rows(rows).data) <= ENTROPY_FACTOR * entropy + FRAME_BYTES
+    assert 0.97 * entropy <= len(encode_row_numbers(rows).data) <= ENTROPY_FACTOR * entropy + FRAME_BYTES
 
 
 def test_almost_full_blocks_take_a_fraction_of_a_bit() -> None:
     """Where nearly all rows are modified, a row takes less than .15 bits."""
     rows = np.flatnonzero(np.random.default_rng(1).random(400_000) < 0.99)
-    assert len(encode_rows(rows).data) * 8 < 0.15 * len(rows)
+    assert len(encode_row_numbers(rows).data) * 8 < 0.15 * len(rows)
 
 
 @hypothesis.given(_rows())
-def test_the_smaller_coding_is_taken(rows: Rows) -> None:
+def test_the_smaller_coding_is_taken(rows: RowNumbers) -> None:
     """No other coding would have been smaller, unless the rows are so sparse that a bitmap is not tried."""
     span = int(rows[-1] - rows[0]) + 1
     hypothesis.assume(span <= 64 * len(rows))
     mask = np.zeros(span, dtype=np.bool_)
     mask[rows - rows[0]] = True
     bitmap = zstandard.ZstdCompressor(level=1).compress(np.packbits(mask, bitorder="little").tobytes())
-    assert len(encode_rows(rows).data) <= len(bitmap)
+    assert len(encode_row_numbers(rows).data) <= len(bitmap)
 
 
 @hypothesis.given(_rows(), st.data())
-def test_damaged_codes_are_refused_or_decode_validly(rows: Rows, data: st.DataObject) -> None:
+def test_damaged_codes_are_refused_or_decode_validly(rows: RowNumbers, data: st.DataObject) -> None:
     """Whatever bytes stand for a code, decoding gives strictly increasing rows of the stated span, or a typed error."""
-    coded = encode_rows(rows)
+    coded = encode_row_numbers(rows)
     code = bytearray(coded.data)
     for _ in range(data.draw(st.integers(1, 3))):
         code[data.draw(st.integers(0, len(code) - 1))] ^= data.draw(st.integers(1, 255))
@@ -132,7 +132,7 @@ def test_foreign_codes_are_refused_or_decode_validly(
 
 def _decodes_validly_or_fails(coded: CodedRows, num_rows: int) -> None:
     try:
-        rows = decode_rows(coded, num_rows, "here").tolist()
+        rows = decode_row_numbers(coded, num_rows, "here").tolist()
     except DamagedError:
         return
     assert len(rows) == num_rows
@@ -140,7 +140,7 @@ def _decodes_validly_or_fails(coded: CodedRows, num_rows: int) -> None:
     assert all(a < b for a, b in itertools.pairwise(rows))
 
 
-GOOD = encode_rows(np.array([3, 4, 7, 12]))  # a bitmap of two bytes
+GOOD = encode_row_numbers(np.array([3, 4, 7, 12]))  # a bitmap of two bytes
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ GOOD = encode_rows(np.array([3, 4, 7, 12]))  # a bitmap of two bytes
 def test_each_kind_of_damage_is_refused(coded: CodedRows, num_rows: int) -> None:
     """A code that is not exactly what a writer makes is refused with an error that names the block."""
     with pytest.raises(DamagedError, match="row set 7"):
-        decode_rows(coded, num_rows, "row set 7")
+        decode_row_numbers(coded, num_rows, "row set 7")
 
 
 def test_gaps_that_overflow_are_refused() -> None:
@@ -185,7 +185,7 @@ def test_gaps_that_overflow_are_refused() -> None:
     planes = gaps.view(np.uint8).reshape(4, 8).T
     coded = CodedRows("gaps", 0, span, _compressed(np.ascontiguousarray(planes).tobytes()))
     with pytest.raises(DamagedError):
-        decode_rows(coded, 5, "here")
+        decode_row_numbers(coded, 5, "here")
 
 
 # Boxes

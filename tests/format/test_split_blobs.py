@@ -31,7 +31,7 @@ class Rows:
 
     def joined(self, blob: Bytes) -> Bytes:
         """What a reader makes of a blob of as many rows."""
-        return split_blobs.joined(blob, *self.values.shape, self.tail_bytes, "here")
+        return split_blobs.join(blob, *self.values.shape, self.tail_bytes, "here")
 
 
 @st.composite
@@ -94,7 +94,7 @@ def test_whatever_a_split_blob_holds(rows: Rows, data: st.DataObject) -> None:
 def test_frames_of_something_else_are_refused(frame: bytes, reason: str) -> None:
     """What a blob has behind the heads is one frame of all tails, or it is damaged."""
     with pytest.raises(DamagedError, match=f"here: tails .*{reason}"):
-        split_blobs.joined(np.frombuffer(bytes(128) + frame, np.uint8), 128, 5, 4, "here")
+        split_blobs.join(np.frombuffer(bytes(128) + frame, np.uint8), 128, 5, 4, "here")
 
 
 def test_rows_that_are_all_alike_are_not_split() -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_cnr.format import manifest_json
-from torchrec_cnr.format.manifest import FILE_NAME, CheckpointRef, LogRange, Pack
+from torchrec_cnr.format.manifest import MANIFEST_FILE, CheckpointRef, LogRange, Pack
 from torchrec_cnr.storage.row_log import Marker
 
 STEPS = ("step-1", "step-2", "step-3")
@@ -33,14 +33,14 @@ def write_golden(golden: Path, folder: Path) -> None:
     records: list[dict[str, Any]] = []
     for step in STEPS:
         shutil.copytree(golden / step, folder / step)
-        manifest, old = manifest_json.loads((golden / step / FILE_NAME).read_bytes(), step)
+        manifest, old = manifest_json.loads((golden / step / MANIFEST_FILE).read_bytes(), step)
         if manifest.parent is not None:
             parent = CheckpointRef(manifest.parent.path, digests[manifest.parent.sha256])
             packs = tuple(_moved(pack, folder / step, records) for pack in manifest.packs)
             manifest = replace(manifest, parent=parent, packs=packs)
         with patch.object(manifest_json, "PLAIN_BYTES", 0 if step == STEPS[-1] else manifest_json.PLAIN_BYTES):
             data, digests[old] = manifest_json.dumps(manifest)
-        (folder / step / FILE_NAME).write_bytes(data)
+        (folder / step / MANIFEST_FILE).write_bytes(data)
     (folder / "log.json").write_text(json.dumps(records, indent=1) + "\n")
     expected = json.loads((golden / "expected.json").read_text())
     (folder / "expected.json").write_text(json.dumps({step: expected[step] for step in STEPS}, indent=1) + "\n")

@@ -11,7 +11,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from torchrec_cnr.format import manifest_json
-from torchrec_cnr.format.manifest import FILE_NAME, CheckpointRef
+from torchrec_cnr.format.manifest import MANIFEST_FILE, CheckpointRef
 
 STEPS = ("step-1", "step-2", "step-3")
 
@@ -21,13 +21,13 @@ def pack_golden(golden: Path, folder: Path) -> None:
     digests: dict[str, str] = {}
     for step in STEPS:
         shutil.copytree(golden / step, folder / step)
-        manifest, old = manifest_json.loads((golden / step / FILE_NAME).read_bytes(), step)
+        manifest, old = manifest_json.loads((golden / step / MANIFEST_FILE).read_bytes(), step)
         if manifest.parent is not None:
             parent = CheckpointRef(manifest.parent.path, digests[manifest.parent.sha256])
             manifest = replace(manifest, parent=parent)
         with patch.object(manifest_json, "PLAIN_BYTES", 0):
             data, digests[old] = manifest_json.dumps(manifest)
-        (folder / step / FILE_NAME).write_bytes(data)
+        (folder / step / MANIFEST_FILE).write_bytes(data)
     expected = json.loads((golden / "expected.json").read_text())
     text = json.dumps({step: expected[step] for step in STEPS}, indent=1)
     (folder / "expected.json").write_text(text + "\n")

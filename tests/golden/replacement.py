@@ -15,7 +15,7 @@ from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.coverage import Coverage
 from torchrec_cnr.format.manifest import CheckpointRef, History, Manifest, Pack, Shard, TensorEntry
 from torchrec_cnr.format.manifest import replacement_name as name_of_replacement
-from torchrec_cnr.format.row_sets import Blob, CodedRows, RowBlock, Rows, RowSet, decode_rows
+from torchrec_cnr.format.row_sets import Blob, CodedRows, RowBlock, RowNumbers, RowSet, decode_row_numbers
 from torchrec_cnr.lineage.checkpoint import Checkpoint, read_lineage, relative_path
 from torchrec_cnr.storage.pack_reader import PackReader
 from torchrec_cnr.storage.pack_writer import PackWriter
@@ -108,11 +108,11 @@ def _blocks(shard: Shard) -> Iterable[tuple[RowBlock, Blob]]:
     return zip(shard.rows.blocks, shard.blobs, strict=True) if shard.blobs else ()
 
 
-def _numbers(link: Checkpoint, rows: RowBlock) -> Rows | slice:
+def _numbers(link: Checkpoint, rows: RowBlock) -> RowNumbers | slice:
     if rows.coding == "all" or rows.blob is None:
         return slice(rows.first, rows.first + rows.span)
     data = _bytes(link, rows.blob)
-    return decode_rows(CodedRows(rows.coding, rows.first, rows.span, data), rows.num_rows, "row block")
+    return decode_row_numbers(CodedRows(rows.coding, rows.first, rows.span, data), rows.num_rows, "row block")
 
 
 def _bytes(link: Checkpoint, blob: Blob) -> bytes:

@@ -17,9 +17,18 @@ from tests.golden import mixed
 from tests.golden.state import EXP_AVG, MOMENTUM, T0, T8, TABLES, paths_of, scheme_of
 from torchrec_cnr.format import manifest_json
 from torchrec_cnr.format.boxes import Box
-from torchrec_cnr.format.manifest import FILE_NAME, CheckpointRef, History, Manifest, Pack, Place, Shard, TensorEntry
+from torchrec_cnr.format.manifest import (
+    MANIFEST_FILE,
+    CheckpointRef,
+    History,
+    Manifest,
+    Pack,
+    Place,
+    Shard,
+    TensorEntry,
+)
 from torchrec_cnr.format.row_sets import Blob, RowSet
-from torchrec_cnr.saving.encoding import EncodedRowSet, EncodedShard, Source, write_all_rows, write_rows
+from torchrec_cnr.saving.encoding import EncodedRowSet, EncodedShard, EncodingInput, write_all_rows, write_rows
 from torchrec_cnr.sharding import dtype_name
 from torchrec_cnr.storage import pack_writer
 from torchrec_cnr.storage.pack_writer import PackWriter
@@ -35,7 +44,7 @@ Rows = list[int] | None  # of a box, to be stored; None for all
 class Rank:
     """What one rank has written, with its own numbers of packs."""
 
-    pack_writer: PackWriter
+    packs: PackWriter
     shards: list[tuple[str, Place, RowSet | EncodedRowSet, EncodedShard]] = field(default_factory=list)
     objects: dict[str, int] = field(default_factory=dict)
 
@@ -91,29 +100,29 @@ class Save:
         data = np.frombuffer(stream.getvalue(), dtype=np.uint8)
         self.ranks[rank].objects[fqn] = self.ranks[rank].packs.add(fqn, "uint8", data.shape, data)
 
-    def _source(self, fqn: str, box: Box) -> Source:
+    def _source(self, fqn: str, box: Box) -> EncodingInput:
         values = self.state[fqn]
         values = values[box.slices(Box.whole(tuple(values.shape)))]
         name = f"{fqn}{list(box.offsets)}"
-        return Source(name, values, dtype_name(values), scheme_of(self.number, fqn, box))
+        return EncodingInput(name, values, dtype_name(values), scheme_of(self.number, fqn, box))
 
     def commit(self, history: History | None) -> History:
         """Write the manifest; returns the bytes of its lineage."""
-        pack_writer: list[Pack] = []
+        packs: list[Pack] = []
         shards: dict[str, list[Shard]] = {}
         objects: dict[str, Blob] = {}
         for rank in self.ranks:
             own_packs, own_blobs = rank.packs.finish()
             rank.packs.close()
-            blobs = [replace(blob, pack=blob.pack + len(pack_writer)) for blob in own_blobs]
+            blobs = [replace(blob, pack=blob.pack + len(packs)) for blob in own_blobs]
             for fqn, place, row_set, encoded in rank.shards:
                 rows = row_set if isinstance(row_set, RowSet) else row_set.located(blobs)
                 codes = tuple(blobs[number] for number in encoded.blobs)
                 scheme = scheme_of(self.number, fqn, place.box)
                 shards.setdefault(fqn, []).append(Shard(place.box, rows, codes, scheme, place.table_box))
             objects |= {fqn: blobs[number] for fqn, number in rank.objects.items()}
-            pack_writer += own_packs
-        num_bytes = sum(pack.num_bytes for pack in pack_writer)
+            packs += own_packs
+        num_bytes = sum(pack.num_bytes for pack in packs)
         total = (
             History(num_bytes) if history is None else replace(history, delta_bytes=(*history.delta_bytes, num_bytes))
         )
@@ -127,19 +136,19 @@ class Save:
             num_restores=int(self.number > 2),
             world_size=self.num_ranks,
             writer="torchrec_cnr 0.1.0",
-            packs=tuple(pack_writer),
+            packs=tuple(packs),
             tensors={fqn: self._entry(fqn, found) for fqn, found in sorted(shards.items())},
             objects=dict(sorted(objects.items())),
             paths=dict(sorted(paths_of([*shards, *objects]).items())),
         )
-        self.store.put_new(FILE_NAME, manifest_json.dumps(manifest)[0], self.save_id)
+        self.store.put_new(MANIFEST_FILE, manifest_json.dumps(manifest)[0], self.save_id)
         return total
 
     def _parent(self) -> CheckpointRef | None:
         if self.number == 1:
             return None
         path = f"../step-{self.number - 1}"
-        data = self.store.at(path).read(FILE_NAME)
+        data = self.store.at(path).read(MANIFEST_FILE)
         return CheckpointRef(path, manifest_json.loads(data, path)[1])
 
     def _entry(self, fqn: str, shards: list[Shard]) -> TensorEntry:

@@ -42,7 +42,7 @@ from tests.golden.state import (
     values_of,
 )
 from torchrec_cnr.format.boxes import Box
-from torchrec_cnr.format.manifest import FILE_NAME, History, Place
+from torchrec_cnr.format.manifest import MANIFEST_FILE, History, Place
 from torchrec_cnr.quantization import NoQuantization, Scheme
 from torchrec_cnr.sharding import dtype_name
 
@@ -232,7 +232,7 @@ def write(folder: Path) -> None:
 
 def remove(folder: Path, kept: Collection[str]) -> None:
     """Remove a checkpoint, but for some of its packs."""
-    Path(folder, FILE_NAME).unlink()
+    Path(folder, MANIFEST_FILE).unlink()
     for path in folder.glob("*.safetensors"):
         if path.name not in kept:
             path.unlink()

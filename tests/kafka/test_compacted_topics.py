@@ -120,7 +120,7 @@ class Run:
         self.job = plain_job(seed, self.optimizer)
         self.tracker = cnr.RowTracker(self.job.model)
         self.planner = cnr.CNRSavePlanner(self.tracker, policy=self.policy)
-        self.writer = models.writer(self.root, rows=self.rows, quantization=self.quantization)
+        self.writer = models.writer(self.root, row_log=self.rows, quantization=self.quantization)
 
     def train(self) -> None:
         self.num_seeds += 1
@@ -147,7 +147,7 @@ class Run:
     def load(self, path: str | None = None, tracker: Any = None, job: Job | None = None) -> Whole:
         job = job if job is not None else plain_job(99, self.optimizer)
         state = models.state(job, place=-1)
-        reader = cnr.CNRStorageReader(path or str(cnr.latest(self.root, rows=self.rows)), rows=self.rows)
+        reader = cnr.CNRStorageReader(path or str(cnr.latest(self.root, row_log=self.rows)), row_log=self.rows)
         dcp.load(state, storage_reader=reader, planner=cnr.CNRLoadPlanner(tracker), no_dist=True)
         for name, optimizer in job.optimizers.items():
             models._take_values(optimizer, state[f"{name}_optimizer"]["state"])
@@ -161,7 +161,7 @@ class Run:
 
     def packs(self) -> list[Pack]:
         """Those of the newest checkpoint that lie in the topic."""
-        manifest = read_checkpoint(str(cnr.latest(self.root, rows=self.rows))).manifest
+        manifest = read_checkpoint(str(cnr.latest(self.root, row_log=self.rows))).manifest
         return [pack for pack in manifest.packs if pack.log is not None]
 
     def check(self) -> None:
@@ -473,12 +473,12 @@ def _train_ranks(rank: int, root: str, rows: KafkaRows, sharding: str, num: int)
     """Go on from the newest checkpoint, if there is one, and save some more."""
     job = torchrec_job(seed=num, sharding=sharding)
     tracker = cnr.RowTracker(job.model)
-    path = cnr.latest(root, rows=rows)
+    path = cnr.latest(root, row_log=rows)
     if path is not None:
-        reader = cnr.CNRStorageReader(path, rows=rows)
+        reader = cnr.CNRStorageReader(path, row_log=rows)
         dcp.load(models.state(job, place=0), storage_reader=reader, planner=cnr.CNRLoadPlanner(tracker))
     planner = cnr.CNRSavePlanner(tracker, policy=cnr.OneShot())
-    writer = models.writer(root, rows=rows)
+    writer = models.writer(root, row_log=rows)
     first = 0 if path is None else int(path.rsplit("-", 1)[1])
     for step in range(first + 1, first + 4):
         train(job, seed=step)
@@ -492,7 +492,7 @@ def _train_ranks(rank: int, root: str, rows: KafkaRows, sharding: str, num: int)
 def _load_ranks(rank: int, root: str, rows: KafkaRows, sharding: str) -> Whole:
     job = torchrec_job(seed=77, sharding=sharding)
     state = models.state(job, place=0)
-    reader = cnr.CNRStorageReader(str(cnr.latest(root, rows=rows)), rows=rows)
+    reader = cnr.CNRStorageReader(str(cnr.latest(root, row_log=rows)), row_log=rows)
     dcp.load(state, storage_reader=reader, planner=cnr.CNRLoadPlanner())
     return whole(state)
 
@@ -510,7 +510,7 @@ def test_ranks_save_and_shard_anew(tmp_path: Path, kafka: Broker, rank_pool: Ran
             loaded, _ = pool.run(_load_ranks, root, rows, target)
             assert not tables & set(differing(loaded, committed))
             assert target != sharding or differing(loaded, committed) == []
-    deltas = read_checkpoint(str(cnr.latest(root, rows=rows))).manifest
+    deltas = read_checkpoint(str(cnr.latest(root, row_log=rows))).manifest
     assert {str(pack.log and pack.log.key).split("/")[0][-2:] for pack in deltas.packs if pack.log} == {".0", ".1"}
 
 
@@ -549,7 +549,7 @@ def test_deltas_of_deltas_are_refused(tmp_path: Path, kafka: Broker, policy: Pol
         run.save()
     assert "keeps the newest rows only" in str(raised.value.failures)
     with pytest.raises(ConfigurationError, match="keeps the newest rows only"):
-        cnr.CheckpointManager(tmp_path, run.tracker, policy=policy, rows=run.rows)
+        cnr.CheckpointManager(tmp_path, run.tracker, policy=policy, row_log=run.rows)
     run.tracker.close()
 
 
@@ -557,7 +557,7 @@ def test_a_manager_needs_no_policy(tmp_path: Path, kafka: Broker) -> None:
     """With rows in a compacted topic, deltas are of the last baseline."""
     job = plain_job(1, "sgd")
     tracker, rows = cnr.RowTracker(job.model), compacted(kafka)
-    manager = cnr.CheckpointManager(tmp_path, tracker, rows=rows)
+    manager = cnr.CheckpointManager(tmp_path, tracker, row_log=rows)
     for step in range(3):
         train(job, step)
         manager.save(step, models.state(job))
@@ -572,11 +572,11 @@ def test_two_packs_with_one_key_are_refused(run: Run) -> None:
     """Of two records with one key the topic keeps the last, so a manifest that names both is damaged."""
     run.train()
     run.save()
-    manifest = read_checkpoint(str(cnr.latest(run.root, rows=run.rows))).manifest
+    manifest = read_checkpoint(str(cnr.latest(run.root, row_log=run.rows))).manifest
     data, _ = manifest_json.dumps(manifest)
     assert manifest_json.loads(data, "here")[0] == manifest
     key = next(pack.log.key for pack in manifest.packs if pack.log is not None)
-    same = [pack if pack.log is None else replace(pack, log=replace(pack.log, key=key)) for pack in manifest.packs]
+    same = [pack if pack.log is None else replace(pack, row_log=replace(pack.log, key=key)) for pack in manifest.packs]
     data, _ = manifest_json.dumps(replace(manifest, packs=tuple(same)))
     with pytest.raises(DamagedError, match="two packs have one key"):
         manifest_json.loads(data, "here")

@@ -91,10 +91,10 @@ def test_jobs_do_not_begin_without_a_broker(tmp_path: Path) -> None:
     job = models.plain_job(1)
     tracker = cnr.RowTracker(job.model)
     acts: list[Callable[[], object]] = [
-        lambda: cnr.CNRStorageWriter(tmp_path / "0", rows=rows),
-        lambda: cnr.CheckpointManager(tmp_path, tracker, rows=rows),
-        lambda: cnr.latest(tmp_path, rows=rows),
-        lambda: cnr.restore_newest(tmp_path, state(job), rows=rows),
+        lambda: cnr.CNRStorageWriter(tmp_path / "0", row_log=rows),
+        lambda: cnr.CheckpointManager(tmp_path, tracker, row_log=rows),
+        lambda: cnr.latest(tmp_path, row_log=rows),
+        lambda: cnr.restore_newest(tmp_path, state(job), row_log=rows),
     ]
     for act in acts:
         began = time.monotonic()
@@ -142,15 +142,15 @@ def test_a_broker_that_hangs_fails_loads_and_looks(tmp_path: Path, server: Kafka
     with ExitStack() as stack:
         stack.callback(wait_until_well, server)
         stack.enter_context(server.frozen())
-        for act in (lambda: cnr.latest(tmp_path, rows=impatient), lambda: impatient.markers_from(0, 0)):
+        for act in (lambda: cnr.latest(tmp_path, row_log=impatient), lambda: impatient.markers_from(0, 0)):
             with pytest.raises(cnr.StoreError, match=server.bootstrap):
                 act()
         with pytest.raises(CheckpointException) as raised:
-            models.load(job.build(2), f"{tmp_path}/2", rows=other)
+            models.load(job.build(2), f"{tmp_path}/2", row_log=other)
         assert {type(cause) for cause in models.causes(raised.value).values()} == {cnr.StoreError}
     job.rows = rows
     job.assert_loads("2")
-    assert cnr.latest(tmp_path, rows=rows) == f"{tmp_path}/2"
+    assert cnr.latest(tmp_path, row_log=rows) == f"{tmp_path}/2"
     job.close()
 
 
@@ -188,7 +188,7 @@ def test_a_marker_that_is_not_acknowledged_is_looked_for(
 def test_a_manager_tries_again(tmp_path: Path, rows: cnr.KafkaRows, when: str) -> None:
     """A save that was refused is tried again; one whose marker was there already is committed, and no failure."""
     job = models.plain_job(1, "adagrad")
-    manager = cnr.CheckpointManager(tmp_path, cnr.RowTracker(job.model), rows=rows, policy=cnr.Consecutive())
+    manager = cnr.CheckpointManager(tmp_path, cnr.RowTracker(job.model), row_log=rows, policy=cnr.Consecutive())
     manager.save(1, state(job))
     train(job, 2)
     cut = whole(state(job))
@@ -200,7 +200,7 @@ def test_a_manager_tries_again(tmp_path: Path, rows: cnr.KafkaRows, when: str) -
     assert manager.save(3, state(job)) is not None
     manager.close()
     assert cnr.read_checkpoint(tmp_path / "step-3").parent == f"{tmp_path}/step-2"
-    assert differing(models.load(models.plain_job(2, "adagrad"), f"{tmp_path}/step-2", rows=rows), cut) == []
+    assert differing(models.load(models.plain_job(2, "adagrad"), f"{tmp_path}/step-2", row_log=rows), cut) == []
 
 
 # Processes that die
@@ -239,7 +239,7 @@ def test_a_process_that_dies_in_its_commit(
 
 def _restore_on_ranks(rank: int, root: str, rows: cnr.KafkaRows) -> str:
     job = models.plain_job(7, "adagrad")
-    found = cnr.restore_newest(root, state(job), rows=rows)
+    found = cnr.restore_newest(root, state(job), row_log=rows)
     assert found is not None
     return found[0]
 
@@ -250,7 +250,7 @@ def test_other_roots_do_not_hide_what_was_committed(tmp_path: Path, rows: cnr.Ka
     job.train_and_save("0", "1")
     assert in_child(_die_in_commit, job.root, rows, "after") == 9
     other.train_and_save(*(str(number) for number in range(12)))
-    assert cnr.latest(job.root, rows=rows) == f"{job.root}/2"
+    assert cnr.latest(job.root, row_log=rows) == f"{job.root}/2"
     other.close()
 
 
@@ -261,7 +261,7 @@ def _fail_on_ranks(rank: int, root: str, rows: cnr.KafkaRows, when: str) -> tupl
     with failing_commit(when) if rank == 0 else ExitStack(), pytest.raises(CheckpointException) as raised:
         job.save("2")
     assert set(models.causes(raised.value)) == {0}
-    newest = [cnr.latest(root, rows=rows) or ""]
+    newest = [cnr.latest(root, row_log=rows) or ""]
     dist.barrier()
     train(job.job, 8)
     job.save("3")
@@ -282,7 +282,7 @@ def test_all_ranks_see_the_same_fate_of_a_save(
 
 
 def _differing_on_ranks(rank: int, path: str, rows: cnr.KafkaRows, saved: Whole) -> list[str]:
-    return differing(models.load(torchrec_job(9), path, rows=rows), saved)
+    return differing(models.load(torchrec_job(9), path, row_log=rows), saved)
 
 
 # Jobs that were thought dead
@@ -342,7 +342,7 @@ def test_a_zombie_commits_nothing(tmp_path: Path, rows: cnr.KafkaRows, moment: s
         assert successor.result(LIMIT_SECS) is None
         assert zombie.result(LIMIT_SECS) == "FencedError"
     assert marked(rows) == [*"01234567"]
-    assert cnr.latest(root, rows=rows) == f"{root}/7"
+    assert cnr.latest(root, row_log=rows) == f"{root}/7"
     assert not (tmp_path / "zombie/manifest.json").exists()
 
 
@@ -423,7 +423,7 @@ def test_records_that_lie_are_damage(
     rewrite(server, rows.topic, found)
     rows = with_timeout(rows, SECS)  # with connections that do not know the topic that was deleted
     with pytest.raises(CheckpointException) as raised:
-        models.load(job.build(2), f"{tmp_path}/1", rows=rows)
+        models.load(job.build(2), f"{tmp_path}/1", row_log=rows)
     (cause,) = models.causes(raised.value).values()
     assert isinstance(cause, cnr.DamagedError)
     assert re.search(CASES[case].says, str(cause)), cause
@@ -431,7 +431,7 @@ def test_records_that_lie_are_damage(
     assert "partition 0" in str(cause)
     assert re.search(r"offsets? \d+", str(cause))
     target = job.build(3)
-    assert (cnr.restore_newest(tmp_path, state(target), rows=rows) or ("",))[0] == f"{tmp_path}/0"
+    assert (cnr.restore_newest(tmp_path, state(target), row_log=rows) or ("",))[0] == f"{tmp_path}/0"
     job.close()
 
 
@@ -456,7 +456,7 @@ def test_records_of_strangers_are_passed_over(
     data = rows.read(pack.name, pack.num_bytes, longer, 0, pack.num_bytes)
     assert data.tobytes() == b"".join(found[offset][1] for offset in sorted(found))
     assert "no part of a pack" in caplog.text
-    assert cnr.latest(tmp_path, rows=rows) == f"{tmp_path}/1"
+    assert cnr.latest(tmp_path, row_log=rows) == f"{tmp_path}/1"
     assert "no marker of ours" in caplog.text
     assert marked(rows) == ["0", "1"]
     job.close()
@@ -471,9 +471,9 @@ def test_rows_that_retention_has_removed_are_damage(tmp_path: Path, server: Kafk
     cut = TopicPartition(rows.topic, 0, place.first)
     admin.delete_records([cut])[cut].result(SECS)
     with pytest.raises(CheckpointException, match="removed by the topic's retention") as raised:
-        models.load(job.build(2), f"{tmp_path}/2", rows=rows)
+        models.load(job.build(2), f"{tmp_path}/2", row_log=rows)
     assert {type(cause) for cause in models.causes(raised.value).values()} == {cnr.DamagedError}
-    assert (cnr.restore_newest(tmp_path, state(job.build(3)), rows=rows) or ("",))[0] == f"{tmp_path}/0"
+    assert (cnr.restore_newest(tmp_path, state(job.build(3)), row_log=rows) or ("",))[0] == f"{tmp_path}/0"
     job.close()
 
 
@@ -487,7 +487,7 @@ def test_markers_that_retention_has_removed_are_not_missed(
     cut = TopicPartition(f"{rows.topic}-markers", 0, rows.markers_from(0, 0)[-1].offset)
     admin.delete_records([cut])[cut].result(SECS)
     assert marked(rows) == ["2"]
-    assert cnr.latest(tmp_path, rows=rows) == f"{tmp_path}/2"
+    assert cnr.latest(tmp_path, row_log=rows) == f"{tmp_path}/2"
     job.train_and_save("3")
     job.assert_loads("3")
     job.close()
@@ -514,7 +514,7 @@ def test_a_topic_that_would_lose_rows_is_refused(tmp_path: Path, server: KafkaSe
     name = server.new_name()
     server.make_topic(name + suffix, **{"num_partitions": 1} | settings)
     with pytest.raises(cnr.ConfigurationError, match=says) as raised:
-        cnr.CNRStorageWriter(tmp_path / "0", rows=cnr.KafkaRows(server.bootstrap, name, num_partitions=1))
+        cnr.CNRStorageWriter(tmp_path / "0", row_log=cnr.KafkaRows(server.bootstrap, name, num_partitions=1))
     assert f"topic {name + suffix!r}" in str(raised.value)
     assert "kafka-configs" in str(raised.value) or "use another topic" in str(raised.value)
     assert not (tmp_path / "0").exists()
@@ -677,7 +677,7 @@ class Life:
     def check(self) -> None:
         """The newest checkpoint is one that may be it, and gives the job exactly what was saved."""
         self.land()
-        newest = cnr.latest(self.root, rows=self.rows)
+        newest = cnr.latest(self.root, row_log=self.rows)
         assert (newest and Path(newest).name) in self.newest
         if newest is not None:
             name = self.job.restore()

@@ -66,9 +66,9 @@ def live(root: str, bootstrap: str, topic: str, journal: str) -> None:
             file.write(json.dumps(line) + "\n")
             file.flush()
 
-        newest = cnr.latest(root, rows=rows)
+        newest = cnr.latest(root, row_log=rows)
         if newest is not None:
-            models.load(job.job, newest, job.tracker, rows=rows)
+            models.load(job.job, newest, job.tracker, row_log=rows)
         write(restored=newest and Path(newest).name, digest=digest(whole(state(job.job))), pid=os.getpid())
         while True:
             train(job.job, int.from_bytes(os.urandom(3)))
@@ -156,7 +156,7 @@ def run(server: KafkaServer, folder: Path, schedule: Schedule, threads: ThreadPo
         wait_until_well(server)
         digests |= {line["name"]: line["digest"] for line in _lines(journal) if "name" in line}
         rows = cnr.KafkaRows(server.bootstrap, topic, num_partitions=2, timeout_secs=TIMEOUT_SECS + number)
-        cnr.latest(root, rows=rows)  # waits until it is certain what was committed
+        cnr.latest(root, row_log=rows)  # waits until it is certain what was committed
         before, committed = committed, marked(rows)
         assert committed[: len(before)] == before, "once and for all"
         _assert_nothing_strange(journal)

@@ -24,7 +24,7 @@ from tests.support.without_us import differing, load_torch
 from torchrec_cnr.cli import options
 from torchrec_cnr.cli.app import app
 from torchrec_cnr.format import manifest_json
-from torchrec_cnr.format.manifest import FILE_NAME, Pack
+from torchrec_cnr.format.manifest import MANIFEST_FILE, Pack
 from torchrec_cnr.lineage import marker_commit
 from torchrec_cnr.lineage.checkpoint import read_checkpoint
 from torchrec_cnr.maintenance.background_upkeep import Upkeep
@@ -32,7 +32,7 @@ from torchrec_cnr.maintenance.catalog import read_catalog
 from torchrec_cnr.maintenance.comparison.compare import compare
 from torchrec_cnr.maintenance.export.export import export
 from torchrec_cnr.maintenance.file_names import log_bytes
-from torchrec_cnr.maintenance.read_run_history import run_history
+from torchrec_cnr.maintenance.read_run_history import read_run_history
 from torchrec_cnr.maintenance.verification.verify import verify
 from torchrec_cnr.storage.row_log import root_id
 from torchrec_cnr.storage.store import Store
@@ -70,8 +70,8 @@ class Run:
     def unpublish(self, name: str) -> None:
         """As if its job had died between the marker and the manifest's name, some time ago."""
         place = self.root / name
-        manifest, _ = manifest_json.loads((place / FILE_NAME).read_bytes(), name)
-        (place / FILE_NAME).rename(place / marker_commit.uncommitted_name(manifest.save_id))
+        manifest, _ = manifest_json.loads((place / MANIFEST_FILE).read_bytes(), name)
+        (place / MANIFEST_FILE).rename(place / marker_commit.uncommitted_name(manifest.save_id))
         (place / f"{'0' * 16}.{1:020d}.save.lease").touch()
 
 
@@ -80,7 +80,7 @@ def run(kafka: Broker, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A baseline and two deltas, whose rows are in Kafka, cut into small records; tests leave it as it is."""
     root = tmp_path_factory.mktemp("logged")
     rows = cnr.KafkaRows(kafka.bootstrap, f"rows-{uuid.uuid4().hex}", num_partitions=2, part_bytes=200)
-    held = runs.save_run(root, NAMES, quantization=cnr.Asymmetric(8), log=rows)
+    held = runs.save_run(root, NAMES, quantization=cnr.Asymmetric(8), row_log=rows)
     found = Run(root, rows, dict(zip(NAMES, held, strict=True)))
     assert [len(found.packs_in_log(name)) for name in NAMES] == [0, 1, 1]
     return found
@@ -89,7 +89,7 @@ def run(kafka: Broker, tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.fixture
 def died(run: Run, tmp_path: Path) -> Run:
     """Another run, whose job died when the marker of its last checkpoint was there, and the manifest's name was not."""
-    runs.save_run(tmp_path / "died", NAMES, quantization=cnr.Asymmetric(8), log=run.rows)
+    runs.save_run(tmp_path / "died", NAMES, quantization=cnr.Asymmetric(8), row_log=run.rows)
     found = Run(tmp_path / "died", run.rows, {})
     found.unpublish("step-3")
     return found
@@ -108,7 +108,7 @@ def _text(*args: str | Path) -> str:
 def _loaded(path: Path, rows: cnr.KafkaRows | None) -> Whole:
     """All that a checkpoint holds, by a load into another job."""
     state = models.state(models.plain_job(7, "rowwise_adagrad", rows=(40, 12)), position=0)
-    reader = cnr.CNRStorageReader(path, rows=rows)
+    reader = cnr.CNRStorageReader(path, row_log=rows)
     torch.distributed.checkpoint.load(state, storage_reader=reader, planner=cnr.CNRLoadPlanner(), no_dist=True)
     return models.whole(state)
 
@@ -119,7 +119,7 @@ def _loaded(path: Path, rows: cnr.KafkaRows | None) -> Whole:
 def test_a_table_is_read_out_of_the_log(run: Run) -> None:
     """With the log, a table is what a load of it gives; without, the error says what to pass."""
     loaded = _loaded(run.root / "step-3", run.rows)
-    assert torch.equal(cnr.load_table(run.root / "step-3", TABLE, log=run.rows), loaded[TABLE])
+    assert torch.equal(cnr.load_table(run.root / "step-3", TABLE, row_log=run.rows), loaded[TABLE])
     assert not torch.equal(cnr.load_table(run.root / "step-1", TABLE), loaded[TABLE])
     with pytest.raises(cnr.ConfigurationError, match=rf"KafkaRows\(bootstrap, '{run.rows.topic}'\).*--kafka HOST:PORT"):
         cnr.load_table(run.root / "step-3", TABLE)
@@ -129,13 +129,13 @@ def test_another_topic_is_refused(run: Run) -> None:
     """Rows are not looked for where they are not."""
     other = replace(run.rows, topic="another")
     with pytest.raises(cnr.ConfigurationError, match=f"rows lie in topic '{run.rows.topic}'.*'another'"):
-        cnr.load_table(run.root / "step-3", TABLE, log=other)
+        cnr.load_table(run.root / "step-3", TABLE, row_log=other)
 
 
 def test_a_lineage_in_the_log_is_right(run: Run) -> None:
     """All of it is read, also where the root is given."""
     for path in (run.root / "step-3", run.root):
-        report = verify(path, rows=run.rows)
+        report = verify(path, row_log=run.rows)
         assert report.problems == ()
         assert len(report.checkpoints) == 3
     with pytest.raises(cnr.ConfigurationError, match="its rows lie in the topic"):
@@ -144,7 +144,7 @@ def test_a_lineage_in_the_log_is_right(run: Run) -> None:
 
 def _change_pack(run: Run, name: str, change: Callable[[Pack], Pack]) -> Pack:
     """Have a manifest say something else of its pack in the log; returns that."""
-    path = run.root / name / FILE_NAME
+    path = run.root / name / MANIFEST_FILE
     manifest, _ = manifest_json.loads(path.read_bytes(), name)
     packs = tuple(change(pack) if pack.log is not None else pack for pack in manifest.packs)
     path.write_bytes(manifest_json.dumps(replace(manifest, packs=packs))[0])
@@ -154,14 +154,14 @@ def _change_pack(run: Run, name: str, change: Callable[[Pack], Pack]) -> Pack:
 def _moved(pack: Pack, num_offsets: int) -> Pack:
     assert pack.log is not None
     first, last = pack.log.first + num_offsets, pack.log.last + num_offsets
-    return replace(pack, log=replace(pack.log, first=first, last=last))
+    return replace(pack, row_log=replace(pack.log, first=first, last=last))
 
 
 def test_a_missing_record_is_found_and_named(run: Run, tmp_path: Path) -> None:
     """Where one of a pack's records is not there, verification names topic, partition and offsets, and goes on."""
     damaged = run.copy(tmp_path)
     pack = _change_pack(damaged, "step-3", lambda pack: _moved(pack, 1))
-    report = verify(damaged.root / "step-3", rows=run.rows)
+    report = verify(damaged.root / "step-3", row_log=run.rows)
     assert pack.log is not None
     place = f"topic '{pack.log.topic}' partition {pack.log.partition} offsets {pack.log.first} to {pack.log.last}"
     assert report.problems
@@ -175,14 +175,14 @@ def test_a_missing_record_is_found_and_named(run: Run, tmp_path: Path) -> None:
 def test_an_altered_record_is_found_and_named(run: Run, tmp_path: Path) -> None:
     """Bytes in the log that are not those of the manifest's digests: the blob is named, and where it lies."""
     damaged = run.copy(tmp_path)
-    path = damaged.root / "step-3" / FILE_NAME
+    path = damaged.root / "step-3" / MANIFEST_FILE
     manifest, _ = manifest_json.loads(path.read_bytes(), "step-3")
     entry = manifest.tensors[TABLE]
     blob = replace(entry.shards[0].blobs[0], crc32c=entry.shards[0].blobs[0].crc32c ^ 1)
     shard = replace(entry.shards[0], blobs=(blob, *entry.shards[0].blobs[1:]))
     tensors = {**manifest.tensors, TABLE: replace(entry, shards=(shard, *entry.shards[1:]))}
     path.write_bytes(manifest_json.dumps(replace(manifest, tensors=tensors))[0])
-    (problem,) = verify(damaged.root / "step-3", rows=run.rows).problems
+    (problem,) = verify(damaged.root / "step-3", row_log=run.rows).problems
     (pack,) = damaged.packs_in_log("step-3")
     assert problem.blob == f"blob '{TABLE}' box [0, 0] block 0"
     assert problem.file is not None
@@ -193,11 +193,11 @@ def test_an_altered_record_is_found_and_named(run: Run, tmp_path: Path) -> None:
 def test_exports_and_comparisons_read_the_log(run: Run, tmp_path: Path) -> None:
     """What is exported is what a load gives; what differs is told with the rows out of the log."""
     loaded = _loaded(run.root / "step-3", run.rows)
-    export(run.root / "step-3", tmp_path / "model.pt", to="torch", rows=run.rows)
+    export(run.root / "step-3", tmp_path / "model.pt", to="torch", row_log=run.rows)
     found = load_torch(tmp_path / "model.pt", {})
     tensors = {fqn: value for fqn, value in loaded.items() if isinstance(value, torch.Tensor)}
     assert differing({fqn: found[fqn] for fqn in tensors}, tensors) == []
-    before = compare(run.root / "step-1", run.root / "step-3", rows=run.rows)
+    before = compare(run.root / "step-1", run.root / "step-3", row_log=run.rows)
     table = next(tensor for tensor in before.tensors if tensor.fqn == TABLE)
     first = _loaded(run.root / "step-1", None)
     assert table.num_differing == int((first[TABLE] != loaded[TABLE]).any(1).sum()) > 0
@@ -220,7 +220,7 @@ def test_the_golden_log_is_read_by_kafka(kafka: Broker, tmp_path: Path) -> None:
     try:
         for fqn in fqns:
             path = folder / "step-3"
-            found, expected = (cnr.load_table(path, fqn, log=log).reshape(-1) for log in (rows, kept))
+            found, expected = (cnr.load_table(path, fqn, row_log=log).reshape(-1) for log in (rows, kept))
             assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8)), fqn
     finally:
         admin.delete_topics([log_v5.TOPIC])[log_v5.TOPIC].result(ADMIN_SECS)
@@ -241,15 +241,15 @@ def test_compaction_may_leave_rows_in_the_log(run: Run, tmp_path: Path) -> None:
     """Packs that are worth keeping stay in the log; the new manifest says where, and loads as before."""
     compacted = run.copy(tmp_path)
     before = _loaded(compacted.root / "step-3", run.rows)
-    found = cnr.compact(compacted.root / "step-3", max_ratio=100, rows=run.rows)
+    found = cnr.compact(compacted.root / "step-3", max_ratio=100, row_log=run.rows)
     assert found.is_compacted
     assert found.kind == "baseline"
     assert {pack.name for pack in compacted.packs_in_log("step-3")} == {
         pack.name for name in NAMES for pack in run.packs_in_log(name)
     }
     assert differing(_loaded(compacted.root / "step-3", run.rows), before) == []
-    assert verify(compacted.root / "step-3", rows=run.rows).is_right
-    again = cnr.compact(compacted.root / "step-3", self_contained=True, rows=run.rows)
+    assert verify(compacted.root / "step-3", row_log=run.rows).is_right
+    again = cnr.compact(compacted.root / "step-3", self_contained=True, row_log=run.rows)
     assert log_bytes(again.manifest) == 0
     assert differing(_loaded(compacted.root / "step-3", None), before) == []
 
@@ -258,7 +258,7 @@ def test_a_self_contained_compaction_needs_no_log(run: Run, tmp_path: Path) -> N
     """All rows are in files then: it loads and verifies without Kafka, also when all else is pruned."""
     compacted = run.copy(tmp_path)
     before = _loaded(compacted.root / "step-3", run.rows)
-    plan = cnr.plan_compaction(compacted.root / "step-3", self_contained=True, rows=run.rows)
+    plan = cnr.plan_compaction(compacted.root / "step-3", self_contained=True, row_log=run.rows)
     assert cnr.execute(plan).kind == "baseline"
     assert compacted.packs_in_log("step-3") == []
     assert differing(_loaded(compacted.root / "step-3", None), before) == []
@@ -273,7 +273,7 @@ def test_upkeep_compacts_and_prunes_a_run_in_the_log(run: Run, tmp_path: Path) -
     """As a manager's thread does it: the newest is a baseline that loads as before, what it does not need is gone."""
     kept = run.copy(tmp_path)
     before = _loaded(kept.root / "step-3", run.rows)
-    Upkeep(str(kept.root), cnr.Keep(last=1), compacts=True, rows=run.rows).run_for(
+    Upkeep(str(kept.root), cnr.Keep(last=1), compacts=True, row_log=run.rows).run_for(
         read_checkpoint(kept.root / "step-3")
     )
     assert read_checkpoint(kept.root / "step-3").kind == "baseline"
@@ -287,10 +287,10 @@ def test_upkeep_compacts_and_prunes_a_run_in_the_log(run: Run, tmp_path: Path) -
 def test_what_a_marker_committed_is_found(run: Run, died: Run) -> None:
     """A checkpoint that has its marker and not yet its name is seen by whoever is given the log."""
     assert list(read_catalog(died.root).checkpoints) == ["step-1", "step-2"]
-    assert list(read_catalog(died.root, rows=run.rows).checkpoints) == list(NAMES)
+    assert list(read_catalog(died.root, row_log=run.rows).checkpoints) == list(NAMES)
     assert list(read_catalog(died.root).checkpoints) == list(NAMES)
     died.unpublish("step-3")
-    assert verify(died.root / "step-3", rows=run.rows).is_right
+    assert verify(died.root / "step-3", row_log=run.rows).is_right
 
 
 def test_prune_does_not_remove_what_a_marker_may_have_committed(run: Run, died: Run) -> None:
@@ -301,13 +301,13 @@ def test_prune_does_not_remove_what_a_marker_may_have_committed(run: Run, died: 
     shutil.copytree(died.root / "step-3", died.root / "step-4")  # which no marker names
     assert "step-4" in cnr.plan_prune(died.root, cnr.Keep(last=5)).stays
     with pytest.raises(cnr.ConfigurationError, match="no topic 'mistyped'"):
-        cnr.plan_prune(died.root, cnr.Keep(last=5), rows=replace(run.rows, topic="mistyped"))
-    plan = cnr.plan_prune(died.root, cnr.Keep(last=5), rows=run.rows)
+        cnr.plan_prune(died.root, cnr.Keep(last=5), row_log=replace(run.rows, topic="mistyped"))
+    plan = cnr.plan_prune(died.root, cnr.Keep(last=5), row_log=run.rows)
     assert plan.died == ("step-4",)
     assert plan.pruned == ()
     assert "step-3" in plan.catalog.checkpoints
     assert cnr.execute(plan).failed == {}
-    assert verify(died.root / "step-3", rows=run.rows).is_right
+    assert verify(died.root / "step-3", row_log=run.rows).is_right
 
 
 def test_a_save_under_way_is_left_alone(run: Run, tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def test_a_save_under_way_is_left_alone(run: Run, tmp_path: Path) -> None:
     marker_less.rename(marker_less.with_name(f"{'a' * 16}.uncommitted.json"))
     (saving.root / "step-4" / f"{'1' * 16}.{2**62}.save.lease").touch()
     for rows in (None, run.rows):
-        assert cnr.plan_prune(saving.root, cnr.Keep(last=5), rows=rows).removals == ()
+        assert cnr.plan_prune(saving.root, cnr.Keep(last=5), row_log=rows).removals == ()
 
 
 def test_prune_asks_for_no_file_of_a_pack_in_the_log(run: Run, tmp_path: Path) -> None:
@@ -328,7 +328,7 @@ def test_prune_asks_for_no_file_of_a_pack_in_the_log(run: Run, tmp_path: Path) -
     models_held = _loaded(run.root / "step-2", run.rows)
     plan = cnr.plan_prune(pruned.root, cnr.Keep(last=1))
     assert plan.removals == ()  # it is a delta of all others
-    cnr.compact(pruned.root / "step-3", max_ratio=100, rows=run.rows)
+    cnr.compact(pruned.root / "step-3", max_ratio=100, row_log=run.rows)
     result = cnr.execute(cnr.plan_prune(pruned.root, cnr.Keep(last=1)))
     assert (result.failed, result.removed) == ({}, ("step-2", "step-1"))
     (told,) = [found for found in read_catalog(pruned.root).pruned if found.name == "step-2"]
@@ -348,7 +348,7 @@ def test_sizes_tell_files_from_the_log(run: Run) -> None:
         files = sum(path.stat().st_size for path in (run.root / found["name"]).iterdir())
         assert found["num_bytes"] == files
     assert "in Kafka" in _text("ls", run.root)
-    history = run_history(read_catalog(run.root))
+    history = read_run_history(read_catalog(run.root))
     assert history.log_bytes == sum(in_log)
     assert history.vanished_bytes == 0
     assert history.written_bytes == history.kept_bytes
@@ -464,6 +464,6 @@ def test_without_confluent_kafka_it_says_what_to_install(run: Run, monkeypatch: 
 
 def test_the_log_follows_a_store(run: Run) -> None:
     """A store with a log is taken wherever a path is."""
-    store = Store.open(run.root, log=run.rows)
+    store = Store.open(run.root, row_log=run.rows)
     assert verify(store).is_right
     assert list(read_catalog(store).checkpoints) == list(NAMES)

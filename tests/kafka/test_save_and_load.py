@@ -91,9 +91,9 @@ def test_who_does_not_know_the_log_is_told(tmp_path: Path, rows: cnr.KafkaRows, 
     job.train_and_save("0", "1")
     for other in (None, cnr.KafkaRows(kafka.bootstrap, f"{rows.topic}-other")):
         with pytest.raises(dcp.api.CheckpointException, match=rows.topic) as raised:
-            models.load(plain_job(2, "adagrad"), f"{tmp_path}/1", rows=other)
+            models.load(plain_job(2, "adagrad"), f"{tmp_path}/1", row_log=other)
         assert {type(cause) for cause in models.causes(raised.value).values()} == {cnr.ConfigurationError}
-        assert differing(models.load(plain_job(2, "adagrad"), f"{tmp_path}/0", rows=other), job.saved["0"]) == []
+        assert differing(models.load(plain_job(2, "adagrad"), f"{tmp_path}/0", row_log=other), job.saved["0"]) == []
     job.close()
 
 
@@ -106,10 +106,10 @@ def test_rows_of_four_bits_are_those_that_files_hold(tmp_path: Path, rows: cnr.K
         root = tmp_path / ("files" if log is None else "log")
         for name in ("0", "1", "2"):
             train(job, int(name))
-            writer = models.writer(root / name, rows=log, quantization=cnr.Asymmetric(4))
+            writer = models.writer(root / name, row_log=log, quantization=cnr.Asymmetric(4))
             dcp.save(state(job), storage_writer=writer, planner=planner)
         target = plain_job(2, "sgd", rows=(300, 200), dims=(16, 8))
-        found[log is None] = models.load(target, str(root / "2"), rows=log)
+        found[log is None] = models.load(target, str(root / "2"), row_log=log)
     exact = whole(state(job))
     assert differing(found[True], found[False]) == []
     assert "model.bag.weight" in differing(found[True], exact)
@@ -163,7 +163,7 @@ def _load_on_ranks(rank: int, root: str, rows: cnr.KafkaRows, sharding: str, sav
     for number, (name, expected) in enumerate(saved.items()):
         job = torchrec_job(90 + number, sharding, fused=RowWiseAdagrad)
         assert differing(whole(state(job)), expected)
-        assert differing(models.load(job, f"{root}/{name}", rows=rows), expected) == []
+        assert differing(models.load(job, f"{root}/{name}", row_log=rows), expected) == []
 
 
 def test_ranks_of_any_sharding_load_what_others_saved(
@@ -192,7 +192,7 @@ def test_two_roots_share_a_topic(tmp_path: Path, rows: cnr.KafkaRows) -> None:
             job.save(str(number))
     assert marked(rows) == [str(number) for number in range(4) for _ in jobs]
     for job in jobs:
-        assert cnr.latest(job.root, rows=rows) == f"{job.root}/3"
+        assert cnr.latest(job.root, row_log=rows) == f"{job.root}/3"
         for name in job.saved:
             job.assert_loads(name)
         job.close()
@@ -220,7 +220,7 @@ def _manage(root: str, rows: cnr.KafkaRows, seed: int, steps: range, **options: 
     """Restore, train and save as a manager does; the step that it went on from, and what the last checkpoint holds."""
     job = plain_job(seed, "adagrad")
     values = state(job)
-    manager = cnr.CheckpointManager(root, cnr.RowTracker(job.model), rows=rows, **options)
+    manager = cnr.CheckpointManager(root, cnr.RowTracker(job.model), row_log=rows, **options)
     restored = manager.restore(values)
     saved: Whole = {}
     for step in steps:
@@ -240,7 +240,7 @@ def test_a_manager_saves_to_the_log_and_restores_from_it(tmp_path: Path, rows: c
     restored, saved = _manage(root, rows, 2, range(9, 14), every_steps=2, policy=cnr.Consecutive())
     assert restored == 8
     assert marked(rows) == [f"step-{step}" for step in (2, 4, 6, 8, 10, 12)]
-    assert differing(models.load(plain_job(3, "adagrad"), f"{root}/step-12", rows=rows), saved) == []
+    assert differing(models.load(plain_job(3, "adagrad"), f"{root}/step-12", row_log=rows), saved) == []
     assert len(read_lineage(f"{root}/step-12").checkpoints) == 6
 
 
@@ -260,22 +260,22 @@ def test_lineages_in_the_log_are_compacted_and_pruned(tmp_path: Path, rows: cnr.
     root = str(tmp_path / "run")
     options: dict[str, Any] = {"policy": cnr.Compacted(), "keep": cnr.Keep(last=2)}
     _, before = _manage(root, rows, 1, range(1, 9), **options)
-    newest = cnr.latest(root, rows=rows)
+    newest = cnr.latest(root, row_log=rows)
     assert newest == f"{root}/step-8"
     assert len(read_lineage(newest).checkpoints) < 8, "it was compacted"
     assert len([name for name in os.listdir(root) if name.startswith("step-")]) < 8, "and pruned"
-    assert differing(models.load(plain_job(3, "adagrad"), newest, rows=rows), before) == []
+    assert differing(models.load(plain_job(3, "adagrad"), newest, row_log=rows), before) == []
     restored, after = _manage(root, rows, 2, range(9, 13), **options)
     assert restored == 8
     assert differing(before, after)
-    assert differing(models.load(plain_job(3, "adagrad"), f"{root}/step-12", rows=rows), after) == []
+    assert differing(models.load(plain_job(3, "adagrad"), f"{root}/step-12", row_log=rows), after) == []
 
 
 def test_compacted_by_hand_it_stands_on_files_and_log(tmp_path: Path, rows: cnr.KafkaRows) -> None:
     """A compaction that is given the log loses no row of it."""
     job = KafkaJob(tmp_path, rows)
     job.train_and_save(*"01234")
-    upkeep = Upkeep(str(tmp_path), None, compacts=True, rows=rows, max_ratio=1.0, pack_bytes=1024)
+    upkeep = Upkeep(str(tmp_path), None, compacts=True, row_log=rows, max_ratio=1.0, pack_bytes=1024)
     upkeep.run_for(cnr.read_checkpoint(tmp_path / "4"))
     assert len(read_lineage(tmp_path / "4").checkpoints) == 1
     job.assert_loads("4")

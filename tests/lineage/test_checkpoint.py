@@ -25,7 +25,7 @@ from torchrec_cnr.errors import (
 from torchrec_cnr.format import manifest_json
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.manifest import (
-    FILE_NAME,
+    MANIFEST_FILE,
     CheckpointRef,
     History,
     Manifest,
@@ -76,17 +76,17 @@ class Run:
         self.put(name, manifest_json.dumps(manifest)[0], replacement_name(before.manifest_sha256))
         return manifest
 
-    def put(self, name: str, data: bytes, file: str = FILE_NAME) -> None:
+    def put(self, name: str, data: bytes, file: str = MANIFEST_FILE) -> None:
         """Write a manifest file, whatever is in it."""
         place = self.store.at(name)
         place.make()
         place.put(file, [data])
 
-    def read(self, name: str, file: str = FILE_NAME) -> bytes:
+    def read(self, name: str, file: str = MANIFEST_FILE) -> bytes:
         """A manifest file's bytes."""
         return self.store.at(name).read(file)
 
-    def remove(self, name: str, file: str = FILE_NAME) -> None:
+    def remove(self, name: str, file: str = MANIFEST_FILE) -> None:
         """Remove one file of a checkpoint."""
         self.store.fs.rm(self.store.at(name).child(file))
 
@@ -295,7 +295,7 @@ def test_replacement_is_read_instead(run: Run) -> None:
     assert after.manifest_sha256 != after.sha256
     assert (after.kind, after.parent, after.created_ns) == ("baseline", None, before.created_ns)
     assert after.head(()).history == History(77)
-    sizes = [len(run.read("step-2", file)) for file in (FILE_NAME, replacement_name(before.sha256))]
+    sizes = [len(run.read("step-2", file)) for file in (MANIFEST_FILE, replacement_name(before.sha256))]
     assert after.num_bytes == sum(sizes)
 
 
@@ -311,7 +311,7 @@ def test_replacements_are_followed_to_the_last(run: Run) -> None:
         digests.append(found.manifest_sha256)
     assert found.sha256 == digests[0]
     assert found.num_bytes == sum(
-        len(run.read("step-1", name)) for name in (FILE_NAME, *map(replacement_name, digests[:-1]))
+        len(run.read("step-1", name)) for name in (MANIFEST_FILE, *map(replacement_name, digests[:-1]))
     )
 
 
@@ -420,7 +420,7 @@ def test_replacement_that_cannot_be_read_is_not_passed_over(run: Run, monkeypatc
     read = Store.read
 
     def fail(self: Store, name: str, start: int | None = None, stop: int | None = None) -> bytes:
-        if name != FILE_NAME:
+        if name != MANIFEST_FILE:
             raise StoreError("cannot read: connection lost")
         return read(self, name, start, stop)
 

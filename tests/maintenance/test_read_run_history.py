@@ -17,14 +17,14 @@ from torchrec_cnr.maintenance.catalog import read_catalog
 from torchrec_cnr.maintenance.pruning.execute import PruneResult, run_prune
 from torchrec_cnr.maintenance.pruning.plan import plan_prune
 from torchrec_cnr.maintenance.pruning.retention import Keep
-from torchrec_cnr.maintenance.read_run_history import run_history
+from torchrec_cnr.maintenance.read_run_history import read_run_history
 from torchrec_cnr.maintenance.restore_bytes import restore_bytes
 from torchrec_cnr.maintenance.run_history import Event, RunHistory
 from torchrec_cnr.maintenance.tags_and_metrics import tag, write_metrics
 
 
 def _history(root: Root) -> RunHistory:
-    return run_history(read_catalog(root.url))
+    return read_run_history(read_catalog(root.url))
 
 
 def _events(history: RunHistory) -> list[tuple[str, str]]:
@@ -262,7 +262,7 @@ def test_with_all_removed_a_model_is_what_the_last_baselines_were(root: Root) ->
 def test_an_empty_root_has_no_history(tmp_path: Path) -> None:
     """Nor one that has never been."""
     for path in (tmp_path, tmp_path / "nothing"):
-        assert run_history(read_catalog(path)) == RunHistory(str(path), (), ())
+        assert read_run_history(read_catalog(path)) == RunHistory(str(path), (), ())
 
 
 @pytest.mark.parametrize("num_stored", [0, 5, 100])
@@ -272,7 +272,7 @@ def test_a_model_is_a_baseline_quantized_alike(num_stored: int, tmp_path: Path) 
     first = hand_made.write(tmp_path / "0", {"t": hand_made.whole(values, is_table=True, scheme=scheme)})
     rows = list(range(num_stored))
     delta = hand_made.write(tmp_path / "1", {"t": hand_made.some_rows(values, rows, scheme=scheme)}, parent=first)
-    history = run_history(read_catalog(tmp_path))
+    history = read_run_history(read_catalog(tmp_path))
     assert delta.kind == "delta"
     assert history.events[1].modified_share == num_stored / 100
     assert history.events[1].model_bytes == pytest.approx(first.manifest.blob_bytes, rel=0.05)

@@ -261,10 +261,8 @@ def test_what_is_right_is_read_once(run: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(Store, "read_array", counted)
     report = verify(run / "step-3")
-    pack_writer = [
-        pack for checkpoint in read_lineage(run / "step-3").checkpoints for pack in checkpoint.manifest.packs
-    ]
-    assert report.num_bytes <= num_read <= report.num_bytes + 3 * sum(pack.header_bytes for pack in pack_writer)
+    packs = [pack for checkpoint in read_lineage(run / "step-3").checkpoints for pack in checkpoint.manifest.packs]
+    assert report.num_bytes <= num_read <= report.num_bytes + 3 * sum(pack.header_bytes for pack in packs)
 
 
 def test_a_store_in_memory_is_verified(tmp_path: Path) -> None:

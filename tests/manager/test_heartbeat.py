@@ -7,19 +7,19 @@ import pytest
 import torch.distributed as dist
 
 from torchrec_cnr.manager import ranks
-from torchrec_cnr.manager.ranks import Pulse
+from torchrec_cnr.manager.ranks import Heartbeat
 
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dist.FileStore:
     """A store of three ranks, whose pulses are fast."""
-    monkeypatch.setattr(ranks, "BEAT_SECS", 0.05)
+    monkeypatch.setattr(ranks, "HEARTBEAT_SECS", 0.05)
     return dist.FileStore(str(tmp_path / "store"), 3)
 
 
-def _pulses(store: dist.FileStore, monkeypatch: pytest.MonkeyPatch) -> list[Pulse]:
+def _pulses(store: dist.FileStore, monkeypatch: pytest.MonkeyPatch) -> list[Heartbeat]:
     monkeypatch.setattr(ranks, "_instances", iter([0, 0, 0]))  # as in processes of their own
-    return [Pulse(rank, 3, store) for rank in range(3)]
+    return [Heartbeat(rank, 3, store) for rank in range(3)]
 
 
 def test_ranks_that_stop_are_missed(store: dist.FileStore, monkeypatch: pytest.MonkeyPatch) -> None:

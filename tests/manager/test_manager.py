@@ -19,7 +19,7 @@ from torchrec_cnr.errors import StoreError
 from torchrec_cnr.lineage.checkpoint import read_lineage
 from torchrec_cnr.maintenance.background_upkeep import Upkeep
 from torchrec_cnr.maintenance.catalog import read_catalog
-from torchrec_cnr.manager.schedule import Due
+from torchrec_cnr.manager.schedule import Schedule
 from torchrec_cnr.storage.store import Store
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -117,7 +117,7 @@ def test_time_is_asked_for_at_few_steps() -> None:
         asked.append(value)
         return value
 
-    due, saves = Due(None, 0.25, share), []
+    due, saves = Schedule(None, 0.25, share), []
     started = time.monotonic()
     number = 0
     while time.monotonic() - started < 1.1:

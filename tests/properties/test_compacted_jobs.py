@@ -277,10 +277,10 @@ def test_deltas_of_the_baseline_after_a_compaction(
         train(job, number)
         cut = _save(job, tmp_path / str(number), planner)
     if job_is == "between saves":
-        planner.settle()
+        planner.resolve_last_save()
     compact(tmp_path / "4", since=tmp_path / str(num_kept - 1) if num_kept else None, max_ratio=1.0)
     if job_is == "saving":
-        planner.settle()
+        planner.resolve_last_save()
     if job_is == "restored":
         tracker.close()
         job = plain_job(2, "adagrad")

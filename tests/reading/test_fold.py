@@ -41,8 +41,8 @@ def test_windows_of_any_size_load_the_same(
         world.save(operation)
     with (
         mock.patch.object(fold_module, "_EARLY_BYTES", early_bytes),
-        mock.patch.object(fold_module, "MOST_TURNS", most_turns),
-        mock.patch.object(fold_module, "_LEAST_COLS", 1),
+        mock.patch.object(fold_module, "MAX_TURNS", most_turns),
+        mock.patch.object(fold_module, "_MIN_COLS", 1),
     ):
         world.check(world.names[:2])
 

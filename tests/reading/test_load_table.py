@@ -180,7 +180,7 @@ def test_a_tracked_table_is_known_to_be_overwritten(tmp_path: Path) -> None:
     planner = cnr.CNRSavePlanner(tracker, policy=cnr.Consecutive())
     for number in range(2):
         dcp.save(model.state_dict(), storage_writer=models.writer(tmp_path / str(number)), planner=planner)
-    planner.settle()
+    planner.resolve_last_save()
     assert tracker.head is not None
     cnr.load_table(tmp_path / "0", "weight", rows=range(3), out=model.weight[:3])
     assert tracker.head is None

@@ -18,8 +18,8 @@ from tests.support import models
 from tests.support.models import Job, Whole, differing, plain_job, state, torchrec_job, train, whole
 from tests.support.ranks import RankPools
 from torchrec_cnr.kernels.cpu import compiling
-from torchrec_cnr.saving.background_save import Flight
-from torchrec_cnr.throttling import Pace
+from torchrec_cnr.saving.background_save import BackgroundSave
+from torchrec_cnr.throttling import CpuThrottle
 
 POLICIES = [cnr.Full(), cnr.OneShot(), cnr.Consecutive(), cnr.Intermittent(), cnr.Compacted()]
 EXECUTORS = [AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS]
@@ -54,7 +54,7 @@ def _save_while_training(
         assert differing(cuts[-1], whole(state(job)))
     for future in futures:
         future.result(timeout=100)
-    planner.settle()
+    planner.resolve_last_save()
     assert tracker.head is not None
     assert tracker.head.ref.path == f"{root}/{num_saves - 1}"
     writer.close()
@@ -199,7 +199,7 @@ def test_a_share_of_a_core_is_kept_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "sleep", rests.append)
     for share, least in ((0.25, 0.6), (1.0, None)):
         rests.clear()
-        pace, worked = Pace(share), time.thread_time()
+        pace, worked = CpuThrottle(share), time.thread_time()
         while time.thread_time() - worked < 0.21:
             sum(range(10_000))
             pace.rest()
@@ -251,7 +251,7 @@ def test_a_profile_names_the_phases(tmp_path: Path) -> None:
 
 def test_a_save_that_never_began_is_not_waited_for() -> None:
     """No thread is younger than the staging: DCP has failed before it could begin."""
-    flight = Flight(30.0)
+    flight = BackgroundSave(30.0)
     assert flight.has_ended
     flight.is_staged()
     began = time.monotonic()
@@ -263,12 +263,12 @@ def test_a_save_in_flight_is_waited_for() -> None:
     """Until its thread ends, or its checkpoint is there, or the time is up."""
     release = threading.Event()
 
-    def save(flight: Flight) -> None:
+    def save(flight: BackgroundSave) -> None:
         flight.board()
         release.wait(30)
 
-    def staged(timeout_secs: float) -> tuple[Flight, threading.Thread]:
-        flight = Flight(timeout_secs)
+    def staged(timeout_secs: float) -> tuple[BackgroundSave, threading.Thread]:
+        flight = BackgroundSave(timeout_secs)
         flight.is_staged()
         thread = threading.Thread(target=save, args=(flight,))
         thread.start()

@@ -19,7 +19,7 @@ from tests.support.ranks import RankPools
 from torchrec_cnr.progress import SavePhases
 from torchrec_cnr.quantization import HalfPrecision
 from torchrec_cnr.saving import staging
-from torchrec_cnr.saving.staged_values import Arena, stage_codes
+from torchrec_cnr.saving.staged_values import StagingBuffer, stage_codes
 from torchrec_cnr.sharding import local_shards
 
 SCHEMES: list[Any] = [
@@ -43,7 +43,7 @@ def test_any_rows_of_codes_are_those_of_the_scheme(
     table = torch.randn(num_rows, 7, generator=generator)
     table[torch.randint(num_rows, (num_bad,), generator=generator)] = float("nan")
     numbers = torch.randperm(num_rows, generator=generator)[: num_rows // 2 + 1].sort().values if is_part else None
-    arena = Arena()
+    arena = StagingBuffer()
     arena.clear(1 << 16, is_pinned=False)
     staged = stage_codes(table.to(device), numbers if numbers is None else numbers.to(device), scheme, arena.take)
     rows = table if numbers is None else table[numbers]

@@ -11,7 +11,7 @@ from torch import nn
 
 import torchrec_cnr as cnr
 from tests.servers.kafka_server import Broker
-from torchrec_cnr.format.manifest import FILE_NAME
+from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.kafka import KafkaRows
 from torchrec_cnr.lineage.marker_commit import uncommitted_name
 from torchrec_cnr.serving.commit_sources import MarkerCommits
@@ -29,7 +29,7 @@ class Job:
         self.model = nn.EmbeddingBag(2000, 16, mode="sum", sparse=True)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
         self.planner = cnr.CNRSavePlanner(cnr.RowTracker(self.model), policy=cnr.Consecutive())
-        self.writer = cnr.CNRStorageWriter(root / "step-0", rows=rows)
+        self.writer = cnr.CNRStorageWriter(root / "step-0", row_log=rows)
 
     def save(self, step: int) -> None:
         """Train some rows, and save."""
@@ -53,7 +53,7 @@ def test_markers_wake_a_subscriber_up(job: Job) -> None:
     served = nn.EmbeddingBag(2000, 16, mode="sum")
     woken = threading.Semaphore(0)
     with cnr.RowSubscriber(
-        served, job.root, rows=job.rows, interval_secs=10 * SECS, on_applied=lambda _: woken.release()
+        served, job.root, row_log=job.rows, interval_secs=10 * SECS, on_applied=lambda _: woken.release()
     ) as subscriber:
         assert woken.acquire(timeout=SECS)
         for step in range(1, 4):
@@ -72,12 +72,12 @@ def test_what_a_marker_has_committed_is_applied_before_its_manifest_has_its_name
     job.save(1)
     last = job.root / "step-1"
     save_id = cnr.read_checkpoint(last).committed.save_id
-    (last / FILE_NAME).rename(last / uncommitted_name(save_id))
+    (last / MANIFEST_FILE).rename(last / uncommitted_name(save_id))
     served = nn.EmbeddingBag(2000, 16, mode="sum")
-    with cnr.RowSubscriber(served, job.root, rows=job.rows) as subscriber:
+    with cnr.RowSubscriber(served, job.root, row_log=job.rows) as subscriber:
         assert str(subscriber.applied).endswith("step-1")
         assert torch.equal(served.weight, job.model.weight)
-    assert (last / FILE_NAME).exists()
+    assert (last / MANIFEST_FILE).exists()
 
 
 def test_markers_of_other_roots_are_not_ours(job: Job, tmp_path: Path) -> None:

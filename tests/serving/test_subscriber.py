@@ -30,8 +30,8 @@ from tests.support.ranks import RankPools
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.lineage.checkpoint import Checkpoint
 from torchrec_cnr.quantization import NoQuantization, Scheme
-from torchrec_cnr.serving.forward_lock import Lookups
-from torchrec_cnr.serving.update_rows import StagedRows
+from torchrec_cnr.serving.forward_lock import ForwardLock
+from torchrec_cnr.serving.update_rows import UpdateRows
 from torchrec_cnr.storage.store import Store
 
 pytestmark = [
@@ -239,7 +239,7 @@ def _save_step(root: Path, step: int, parent: Checkpoint | None) -> Checkpoint:
     return hand_made.write(root / f"step-{step}", contents, parent=parent)
 
 
-def _swap_in_halves(self: StagedRows) -> None:
+def _swap_in_halves(self: UpdateRows) -> None:
     """As it is, but slowly enough that a lookup which does not wait falls in between."""
     half = len(self.rows) // 2
     self.tensor.index_copy_(0, self.rows[:half], self.values[:half])
@@ -281,7 +281,7 @@ def _torn_lookups(root: Path, model: nn.Module, num_steps: int, look_up: Callabl
 @pytest.mark.parametrize("kind", ["float", "quantized", "a module within"])
 def test_no_lookup_sees_two_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Hundreds of deltas while all rows are looked up: each lookup is of one step, in both tables."""
-    monkeypatch.setattr(StagedRows, "swap_in", _swap_in_halves)
+    monkeypatch.setattr(UpdateRows, "swap_in", _swap_in_halves)
     model = quantize_embeddings(Served(), torch.qint8, inplace=False) if kind == "quantized" else Served()
     features = _all_rows()
     look_up = (lambda: model.ebc(features).values()) if kind == "a module within" else (lambda: model(features))
@@ -292,8 +292,8 @@ def test_no_lookup_sees_two_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_without_the_lock_lookups_are_torn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above sees what it looks for: with nothing to hold lookups off, some see two steps."""
-    monkeypatch.setattr(StagedRows, "swap_in", _swap_in_halves)
-    monkeypatch.setattr(Lookups, "exclusive", lambda self: nullcontext())
+    monkeypatch.setattr(UpdateRows, "swap_in", _swap_in_halves)
+    monkeypatch.setattr(ForwardLock, "exclusive", lambda self: nullcontext())
     model, features = Served(), _all_rows()
     assert _torn_lookups(tmp_path, model, 60, lambda: model(features))[1] > 0
 
@@ -637,7 +637,7 @@ def test_a_forward_that_fails_holds_nothing_off(tmp_path: Path) -> None:
 
 def test_a_lookup_may_wait_for_another_one() -> None:
     """A lookup that one which has begun waits for, in another thread, is not held off for ever."""
-    lookups, done = Lookups(), []
+    lookups, done = ForwardLock(), []
 
     def swap() -> None:
         with lookups.exclusive():
@@ -666,7 +666,7 @@ def test_a_swap_that_fails_is_made_good(tmp_path: Path, monkeypatch: pytest.Monk
         subscriber.update()
         _save_tables(tmp_path / "1", 1, SCHEMES[2], first, 0.5)
         with monkeypatch.context() as patch:
-            patch.setattr(StagedRows, "swap_in", models.raising("swap"))
+            patch.setattr(UpdateRows, "swap_in", models.raising("swap"))
             with pytest.raises(models.InjectedError):
                 subscriber.update()
         applied = subscriber.update()

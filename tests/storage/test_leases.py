@@ -20,7 +20,7 @@ from tests.support.killing import in_child
 from tests.support.models import Whole, differing, plain_job, state, torchrec_job, train, whole
 from tests.support.ranks import RankPools
 from tests.support.roots import NUM_COLS, NUM_ROWS, TABLE, Root
-from torchrec_cnr.format.manifest import FILE_NAME
+from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.maintenance.pruning.plan import plan_prune
 from torchrec_cnr.maintenance.pruning.retention import Keep
 from torchrec_cnr.storage import leases
@@ -135,7 +135,7 @@ def test_a_save_is_not_committed_on_what_may_have_been_pruned(
 
     def prune_parent() -> None:
         if what == "parent":
-            os.unlink(tmp_path / "0" / FILE_NAME)
+            os.unlink(tmp_path / "0" / MANIFEST_FILE)
 
     monkeypatch.setattr(leases, "LEASE_SECS", 0 if what == "lease" else LEASE_SECS)
     with pytest.raises(CheckpointException) as raised:
@@ -145,7 +145,7 @@ def test_a_save_is_not_committed_on_what_may_have_been_pruned(
     assert isinstance(cause, cnr.SaveError)
     expected = f"its parent {tmp_path}/0 was pruned meanwhile; save again" if what == "parent" else "took longer than"
     assert expected in str(cause)
-    assert not (tmp_path / "1" / FILE_NAME).exists()
+    assert not (tmp_path / "1" / MANIFEST_FILE).exists()
     cut = trainer.save("2")
     assert cnr.read_checkpoint(tmp_path / "2").kind == ("baseline" if what == "parent" else "delta")
     trainer.assert_loads("2", cut)

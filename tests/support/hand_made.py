@@ -19,11 +19,11 @@ from torch import Tensor
 
 from torchrec_cnr.format import manifest_json
 from torchrec_cnr.format.boxes import Box
-from torchrec_cnr.format.manifest import FILE_NAME, CheckpointRef, History, Manifest, Pack, Shard, TensorEntry
+from torchrec_cnr.format.manifest import MANIFEST_FILE, CheckpointRef, History, Manifest, Pack, Shard, TensorEntry
 from torchrec_cnr.format.row_sets import Blob, RowSet
 from torchrec_cnr.lineage.checkpoint import Checkpoint, read_checkpoint, relative_path
 from torchrec_cnr.quantization import NoQuantization, Scheme
-from torchrec_cnr.saving.encoding import EncodedRowSet, EncodedShard, Source, write_all_rows, write_rows
+from torchrec_cnr.saving.encoding import EncodedRowSet, EncodedShard, EncodingInput, write_all_rows, write_rows
 from torchrec_cnr.sharding import dtype_name
 from torchrec_cnr.storage import pack_writer
 from torchrec_cnr.storage.pack_writer import PackWriter
@@ -140,7 +140,7 @@ def write(
     )
     data, _ = manifest_json.dumps(manifest)
     manifest_json.loads(data, store.url)
-    store.put_new(FILE_NAME, data, save_id)
+    store.put_new(MANIFEST_FILE, data, save_id)
     return read_checkpoint(path)
 
 
@@ -166,9 +166,9 @@ def _encode(writer: PackWriter, tensors: Mapping[str, Content]) -> _Encoded:
     return [found[id(part)] for _, part in parts]
 
 
-def _source(fqn: str, part: Part) -> Source:
+def _source(fqn: str, part: Part) -> EncodingInput:
     assert tuple(part.values.shape) == part.box.sizes, (fqn, part.values.shape, part.box)
-    return Source(f"{fqn}{list(part.box.offsets)}", part.values, dtype_name(part.values), part.scheme)
+    return EncodingInput(f"{fqn}{list(part.box.offsets)}", part.values, dtype_name(part.values), part.scheme)
 
 
 def _located(tensors: Mapping[str, Content], encoded: _Encoded, blobs: Sequence[Blob]) -> dict[str, TensorEntry]:

@@ -20,7 +20,7 @@ import torchrec_cnr as cnr
 from tests.servers.kafka_server import Broker, KafkaServer
 from tests.support import models
 from tests.support.models import InjectedError, Job, Whole, differing, plain_job, state, train, whole
-from torchrec_cnr.format.manifest import FILE_NAME, LogRange
+from torchrec_cnr.format.manifest import MANIFEST_FILE, LogRange
 from torchrec_cnr.kafka.pack_targets import KafkaTarget
 from torchrec_cnr.storage.store import Store
 
@@ -51,7 +51,7 @@ class KafkaJob:
         self.job = build(seed)
         self.tracker = cnr.RowTracker(self.job.model)
         self.planner = cnr.CNRSavePlanner(self.tracker, policy=policy if policy is not None else cnr.Consecutive())
-        self.writer = models.writer(f"{self.root}/unused", rows=rows, **options)
+        self.writer = models.writer(f"{self.root}/unused", row_log=rows, **options)
         self.saved: dict[str, Whole] = {}
 
     def save(self, name: str) -> Whole:
@@ -97,9 +97,9 @@ class KafkaJob:
 
     def restore(self, name: str | None = None) -> str:
         """Go on from a checkpoint, by default the newest; its name."""
-        path = f"{self.root}/{name}" if name is not None else cnr.latest(self.root, rows=self.rows)
+        path = f"{self.root}/{name}" if name is not None else cnr.latest(self.root, row_log=self.rows)
         assert path is not None
-        self.saved[Path(path).name] = models.load(self.job, path, self.tracker, rows=self.rows)
+        self.saved[Path(path).name] = models.load(self.job, path, self.tracker, row_log=self.rows)
         return Path(path).name
 
     def assert_loads(self, name: str, saved: Whole | None = None, **options: Any) -> None:
@@ -107,7 +107,7 @@ class KafkaJob:
         saved = self.saved[name] if saved is None else saved
         target = self.build(99)
         assert differing(whole(state(target)), saved)
-        assert differing(models.load(target, f"{self.root}/{name}", rows=self.rows, **options), saved) == []
+        assert differing(models.load(target, f"{self.root}/{name}", row_log=self.rows, **options), saved) == []
 
     def close(self) -> None:
         """Give back what it took."""
@@ -218,7 +218,7 @@ def failing_commit(
         is_marked = True
 
     def failing_put_new(store: Store, name: str, *rest: Any) -> None:
-        if name == FILE_NAME and is_marked:  # and none whose save was before
+        if name == MANIFEST_FILE and is_marked:  # and none whose save was before
             fail()
         put_new(store, name, *rest)
 
@@ -260,7 +260,7 @@ def absent_at(moment: str, server: KafkaServer, how: str) -> Iterator[None]:
         original = getattr(owner, name)
 
         def act(self: Any, *rest: Any, **more: Any) -> Any:
-            if moment != "name" or rest[0] == FILE_NAME:
+            if moment != "name" or rest[0] == MANIFEST_FILE:
                 vanish()
             return original(self, *rest, **more)
 

@@ -370,7 +370,7 @@ def load(
     path: str,
     tracker: cnr.RowTracker | None = None,
     *,
-    rows: RowLog | None = None,
+    row_log: RowLog | None = None,
     thread_count: int = 1,
     **reader: Any,
 ) -> Whole:
@@ -379,7 +379,7 @@ def load(
     Tensors are those of the live job, not of the state dict that was loaded.
     """
     target = state(job, **reader)
-    storage_reader = cnr.CNRStorageReader(path, thread_count=thread_count, rows=rows)
+    storage_reader = cnr.CNRStorageReader(path, thread_count=thread_count, row_log=row_log)
     dcp.load(target, storage_reader=storage_reader, planner=cnr.CNRLoadPlanner(tracker))
     for name, optimizer in job.optimizers.items():
         _take_values(optimizer, target[f"{name}_optimizer"]["state"])

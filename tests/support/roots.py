@@ -17,7 +17,7 @@ import torchrec_cnr as cnr
 from torchrec_cnr.format import manifest_json
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.manifest import (
-    FILE_NAME,
+    MANIFEST_FILE,
     CheckpointRef,
     History,
     Manifest,
@@ -234,7 +234,7 @@ class Root:
             replaces=replaces,
         )
         data, sha256 = manifest_json.dumps(manifest)
-        store.put_new(FILE_NAME if replaces is None else replacement_name(replaces), data, save_id)
+        store.put_new(MANIFEST_FILE if replaces is None else replacement_name(replaces), data, save_id)
         written.parents.append(parent)
         written.stored.append(stored)
         written.sha256s.append(sha256)

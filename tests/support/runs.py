@@ -22,7 +22,7 @@ def save_run(
     seed: int = 1,
     quantization: cnr.Quantization | None = None,
     rows: tuple[int, int] = (40, 12),
-    log: RowLog | None = None,
+    row_log: RowLog | None = None,
 ) -> list[Whole]:
     """Train and save a job in this process, one checkpoint for each name: deltas on what is loaded, or on a baseline.
 
@@ -33,7 +33,7 @@ def save_run(
         seed: Of weights and training.
         quantization: None for exact values.
         rows: Of the two tables, which are ``model.bag.weight`` and ``model.item.weight``.
-        log: Where the rows of deltas go, if not to files.
+        row_log: Where the rows of deltas go, if not to files.
 
     Returns:
         What the job held at each save.
@@ -47,7 +47,7 @@ def save_run(
     for number, name in enumerate(names):
         train(job, 100 * seed + number)
         saved = state(job, position=100 * seed + number)
-        options = {"quantization": quantization or cnr.NoQuantization(), "rows": log}
+        options = {"quantization": quantization or cnr.NoQuantization(), "row_log": row_log}
         writer = models.writer(f"{root}/{name}", **options)
         dcp.save(saved, storage_writer=writer, planner=planner)
         held.append(whole(saved))

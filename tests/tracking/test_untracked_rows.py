@@ -189,7 +189,7 @@ class Copies:
             case Load() if self.committed:
                 self.load(operation)
             case Heed():
-                self.planner.settle()
+                self.planner.resolve_last_save()
                 self.settle()
                 for (table, _), rows in self.untracked().items():
                     self.mark(table, rows)

@@ -21,7 +21,7 @@ _MANY_LINKS = 3
 
 
 @dataclass(frozen=True)
-class PackUse:
+class PackSummary:
     """A pack, and what a checkpoint uses of it.
 
     Attributes:
@@ -41,13 +41,13 @@ class PackUse:
     log: LogRange | None = None
 
 
-def pack_uses(manifest: Manifest) -> list[PackUse]:
+def pack_summaries(manifest: Manifest) -> list[PackSummary]:
     """All packs that a manifest names, in its order."""
     blobs: list[list[int]] = [[] for _ in manifest.packs]
     for _, blob in manifest.blobs():
         blobs[blob.pack].append(blob.num_bytes)
     return [
-        PackUse(pack.name, pack.directory, pack.num_bytes, len(own), sum(own), pack.log)
+        PackSummary(pack.name, pack.directory, pack.num_bytes, len(own), sum(own), pack.log)
         for pack, own in zip(manifest.packs, blobs, strict=True)
     ]
 
@@ -65,7 +65,7 @@ def print_contents(
     _print_tables(console, manifest, tables)
     _print_tensors(console, manifest, others, everything)
     _print_objects(console, manifest, everything)
-    _print_packs(console, pack_uses(manifest), everything)
+    _print_packs(console, pack_summaries(manifest), everything)
 
 
 def _facts(checkpoint: Checkpoint, lineage: Lineage | None, problem: str | None) -> Table:
@@ -166,7 +166,7 @@ def _print_objects(console: Console, manifest: Manifest, everything: bool) -> No
         console.print(line)
 
 
-def _print_packs(console: Console, uses: Sequence[PackUse], everything: bool) -> None:
+def _print_packs(console: Console, uses: Sequence[PackSummary], everything: bool) -> None:
     if not uses:
         return
     shown = uses if everything else uses[:_LINES]

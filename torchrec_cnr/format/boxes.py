@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-MOST_DIVIDED = 8  # dimensions of a tensor that its boxes divide
+MAX_DIVIDED_DIMS = 8  # dimensions of a tensor that its boxes divide
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def fills(size: tuple[int, ...], boxes: list[Box]) -> bool:
     How often each element is covered is a function of its index, and a function is told by its differences along all
     dimensions. Those of a box are 1 and -1 at its corners, and 0 elsewhere. So the corners of all boxes must add up to
     those of the tensor: that takes time in proportion to the boxes, however they lie. Boxes that divide more than
-    ``MOST_DIVIDED`` dimensions have too many corners, and do not count as covering anything.
+    ``MAX_DIVIDED_DIMS`` dimensions have too many corners, and do not count as covering anything.
     """
     if _are_stacked(size, boxes):
         return True
@@ -73,7 +73,7 @@ def fills(size: tuple[int, ...], boxes: list[Box]) -> bool:
     if 0 in size:
         return True
     divided = [number for number, length in enumerate(size) if any(box.sizes[number] != length for box in boxes)]
-    if len(divided) > MOST_DIVIDED:
+    if len(divided) > MAX_DIVIDED_DIMS:
         return False
     differences: Counter[tuple[int, ...]] = Counter()
     for box, sign in [(Box.whole(size), -1), *((box, 1) for box in boxes)]:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from torchrec_cnr.errors import LoadError
 from torchrec_cnr.format.boxes import Box
-from torchrec_cnr.format.row_sets import Rows
+from torchrec_cnr.format.row_sets import RowNumbers
 
 Mask = npt.NDArray[np.bool_]
 
@@ -46,7 +46,7 @@ class Coverage:
                 "load fewer rows"
             ) from error
 
-    def add(self, box: Box, rows: Rows | slice) -> None:
+    def add(self, box: Box, rows: RowNumbers | slice) -> None:
         """Rows of a shard's box, numbered within it, are stored."""
         ranges, own = self._ranges(box), self._own(box, rows)
         if not isinstance(own, slice):
@@ -54,7 +54,7 @@ class Coverage:
         for number in range(ranges.start, ranges.stop):
             self._covered[number, own] = True
 
-    def parts(self, box: Box, rows: Rows | slice) -> Mask:
+    def parts(self, box: Box, rows: RowNumbers | slice) -> Mask:
         """bool [k, n]: for each range of a shard's columns, which rows of its box are covered; all must lie in this."""
         covered: Mask = self._covered[self._ranges(box)][:, self._own(box, rows)]
         return covered
@@ -69,7 +69,7 @@ class Coverage:
         first, last = np.searchsorted(self._edges, (max(start, self._edges[0]), min(stop, self._edges[-1])))
         return slice(int(first), int(last))
 
-    def _own(self, box: Box, rows: Rows | slice) -> Rows | slice:
+    def _own(self, box: Box, rows: RowNumbers | slice) -> RowNumbers | slice:
         shift = box.first_row - self._box.first_row
         if not isinstance(rows, slice):
             return rows + shift

@@ -47,9 +47,9 @@ class LogRange:
         return -(-num_bytes // self.part_bytes)
 
 
-FILE_NAME = "manifest.json"
+MANIFEST_FILE = "manifest.json"
 
-Kind = Literal["baseline", "delta"]
+CheckpointKind = Literal["baseline", "delta"]
 
 _DTYPE_NAMES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
 DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPE_NAMES}
@@ -241,7 +241,7 @@ class Manifest:
     replaces: str | None = None
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> CheckpointKind:
         """``baseline`` or ``delta``."""
         return "delta" if self.parent else "baseline"
 

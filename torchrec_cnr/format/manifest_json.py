@@ -46,9 +46,9 @@ from torchrec_cnr.format.manifest_versions import (
     log_range_json,
 )
 from torchrec_cnr.format.row_sets import Blob, RowSet
-from torchrec_cnr.gc_pause import paused_collector
+from torchrec_cnr.gc_pause import paused_gc
 
-_MOST_SHARDS = 1 << 18  # of all that is kept; each takes about one KiB
+_MAX_SHARDS = 1 << 18  # of all that is kept; each takes about one KiB
 
 
 class KnownManifests:
@@ -58,7 +58,7 @@ class KnownManifests:
         most_shards: How many shards, packs and row sets those that are kept have, together.
     """
 
-    def __init__(self, most_shards: int = _MOST_SHARDS) -> None:
+    def __init__(self, most_shards: int = _MAX_SHARDS) -> None:
         self._most_shards = most_shards
         self._lock = threading.Lock()
         self._found: OrderedDict[str, tuple[Manifest, int]] = OrderedDict()
@@ -95,14 +95,14 @@ _PIECE_BYTES = 1 << 10  # of a frame; what one becomes is some tens of MiB at mo
 _KEYS = ("format", "version", "created_ns", "zstd")
 
 
-def packed(body: bytes, created_ns: int) -> dict[str, Any]:
+def compressed_body(body: bytes, created_ns: int) -> dict[str, Any]:
     """What stands for a body of the version before."""
     frame = zstandard.ZstdCompressor(write_content_size=True).compress(body)
     values = (FORMAT, PACKED_VERSION, created_ns, base64.b64encode(frame).decode())
     return dict(zip(_KEYS, values, strict=True))
 
 
-def unpacked(value: Mapping[str, Any], where: str) -> bytes:
+def decompressed_body(value: Mapping[str, Any], where: str) -> bytes:
     """The body that was packed.
 
     Args:
@@ -132,7 +132,7 @@ def unpacked(value: Mapping[str, Any], where: str) -> bytes:
     return bytes(body)
 
 
-MOST_BYTES = 1 << 30  # of a manifest; one of so many describes some 80 TB of rows
+MAX_MANIFEST_BYTES = 1 << 30  # of a manifest; one of so many describes some 80 TB of rows
 _FRAME = re.compile(rb'\{"sha256":"([0-9a-f]{64})","manifest":(.*)\}\n', re.DOTALL)
 _PARSERS = {
     1: Version1,
@@ -148,7 +148,7 @@ _CREATED = re.compile(rb'"created_ns":(\d{1,20})\b')
 
 def dumps(manifest: Manifest) -> tuple[bytes, str]:
     """The file's bytes, and the manifest's digest."""
-    with paused_collector():
+    with paused_gc():
         return _framed(_to_json(manifest))
 
 
@@ -162,7 +162,7 @@ def dumps_valid(manifest: Manifest, where: str) -> tuple[bytes, str]:
     Raises:
         DamagedError: It would.
     """
-    with paused_collector():
+    with paused_gc():
         value = _to_json(manifest)
         parsed = _PARSERS[value["version"]](where).manifest(value)
         data, digest = _framed(value)
@@ -181,9 +181,9 @@ def loads(data: bytes, where: str) -> tuple[Manifest, str]:
         DamagedError: It is not what was committed, or contradicts itself.
         VersionError: It was written in a newer version of the format.
     """
-    if len(data) > MOST_BYTES:
+    if len(data) > MAX_MANIFEST_BYTES:
         raise DamagedError(
-            f"{where}: more than the {MOST_BYTES} bytes that a manifest may have; use another checkpoint"
+            f"{where}: more than the {MAX_MANIFEST_BYTES} bytes that a manifest may have; use another checkpoint"
         )
     frame = _FRAME.fullmatch(data)
     if frame is None:
@@ -195,11 +195,11 @@ def loads(data: bytes, where: str) -> tuple[Manifest, str]:
     known = _KNOWN.get(digest)
     if known is not None:
         return known, digest
-    with paused_collector():
+    with paused_gc():
         version, value = _parsed(body, where)
         if version == PACKED_VERSION:
             created_ns = value.get("created_ns")
-            version, value = _parsed(unpacked(value, where), where)
+            version, value = _parsed(decompressed_body(value, where), where)
             if version not in _PACKABLE or value.get("created_ns") != created_ns:
                 raise DamagedError(f"{where}: what is packed in it is another manifest; use another checkpoint")
         manifest = _PARSERS[version](where).manifest(value)
@@ -238,7 +238,7 @@ def _framed(value: dict[str, Any]) -> tuple[bytes, str]:
     """The file with this body, packed if it is large, and the body's digest."""
     body = _body(value)
     if len(body) > PLAIN_BYTES:
-        body = _body(packed(body, value["created_ns"]))
+        body = _body(compressed_body(body, value["created_ns"]))
     digest = hashlib.sha256(body).hexdigest()
     return b'{"sha256":"%s","manifest":%s}\n' % (digest.encode(), body), digest
 

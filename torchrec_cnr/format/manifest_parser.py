@@ -16,9 +16,9 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 
 from torchrec_cnr.errors import DamagedError
-from torchrec_cnr.format.boxes import MOST_DIVIDED, Box, fills, lies_within
+from torchrec_cnr.format.boxes import MAX_DIVIDED_DIMS, Box, fills, lies_within
 from torchrec_cnr.format.manifest import DTYPES, CheckpointRef, History, Manifest, Pack, Place, Shard, TensorEntry
-from torchrec_cnr.format.row_sets import MOST_CODED_ROWS, MOST_ROWS_PER_MEMBER, Blob, RowBlock, RowSet
+from torchrec_cnr.format.row_sets import MAX_CODED_ROWS, MAX_ROWS_PER_MEMBER, Blob, RowBlock, RowSet
 from torchrec_cnr.format.split_blobs import may_be_split
 from torchrec_cnr.quantization import Scheme, exact_row_bytes, scheme_from_json
 
@@ -146,9 +146,9 @@ class ManifestParser:
             self.integer(num_rows, what, low=1),
             self.optional(self.blob, blob, what),
         )
-        if coding != "all" and block.num_rows > MOST_CODED_ROWS:
-            self.fail(f"{what}: a block of {block.num_rows} rows, expected {MOST_CODED_ROWS} at most")
-        if coding == "bitmap" and block.span > MOST_ROWS_PER_MEMBER * block.num_rows:
+        if coding != "all" and block.num_rows > MAX_CODED_ROWS:
+            self.fail(f"{what}: a block of {block.num_rows} rows, expected {MAX_CODED_ROWS} at most")
+        if coding == "bitmap" and block.span > MAX_ROWS_PER_MEMBER * block.num_rows:
             self.fail(f"{what}: a bitmap of {block.span} bits for {block.num_rows} rows")
         if (coding == "all") != (blob is None):
             self.fail(f"{what}: coding {coding!r} {'without' if blob is None else 'with'} a blob")
@@ -177,7 +177,7 @@ class ManifestParser:
         if not fills(entry.size, [place.box for place in entry.sharding]):
             self.fail(
                 f"{what}: its boxes do not fill its size {list(entry.size)} exactly, or divide more than "
-                f"{MOST_DIVIDED} dimensions"
+                f"{MAX_DIVIDED_DIMS} dimensions"
             )
         for shard in entry.shards:
             if entry.folded is not None:  # else this follows from their filling the tensor

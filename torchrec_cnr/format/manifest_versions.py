@@ -98,7 +98,7 @@ class Version1(Version2):
 
 
 TOPIC = re.compile(r"(?!\.\.?$)[A-Za-z0-9._-]{1,249}")  # Kafka's rule
-_MOST_PART_BYTES = 1 << 30
+_MAX_PART_BYTES = 1 << 30
 _KEY = re.compile(r"[^\x00-\x1f]{1,16384}")
 
 
@@ -133,7 +133,7 @@ class LoggedManifestParser(ManifestParser):
             self.integer(partition, what, high=2**31 - 1),
             self.integer(first, what),
             self.integer(last, what),
-            self.integer(part_bytes, what, low=1, high=_MOST_PART_BYTES),
+            self.integer(part_bytes, what, low=1, high=_MAX_PART_BYTES),
             self.optional(partial(self.string, pattern=_KEY), key, what),
         )
         if found.last - found.first + 1 < found.num_parts(num_bytes):

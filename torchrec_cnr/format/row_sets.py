@@ -23,11 +23,11 @@ import numpy.typing as npt
 from torchrec_cnr.errors import DamagedError
 from torchrec_cnr.format.zstd_frames import compressed, decompressed
 
-Rows = npt.NDArray[np.int64]
+RowNumbers = npt.NDArray[np.int64]
 Coding = Literal["bitmap", "gaps"]
 
-MOST_CODED_ROWS = 1 << 24  # in a block; blocks are cut by bytes, long before
-MOST_ROWS_PER_MEMBER = 64  # in a bitmap; in a sparser one gaps are always smaller
+MAX_CODED_ROWS = 1 << 24  # in a block; blocks are cut by bytes, long before
+MAX_ROWS_PER_MEMBER = 64  # in a bitmap; in a sparser one gaps are always smaller
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class CodedRows:
     data: bytes
 
 
-def encode_rows(rows: Rows) -> CodedRows:
+def encode_row_numbers(rows: RowNumbers) -> CodedRows:
     """Code one block of row numbers.
 
     Args:
@@ -58,7 +58,7 @@ def encode_rows(rows: Rows) -> CodedRows:
     width = _gap_width(span)
     planes = np.ascontiguousarray(gaps.astype("<u8").view(np.uint8).reshape(-1, 8)[:, :width].T)
     best = CodedRows("gaps", first, span, compressed(planes.tobytes()))
-    if span <= MOST_ROWS_PER_MEMBER * len(rows):
+    if span <= MAX_ROWS_PER_MEMBER * len(rows):
         mask = np.zeros(span, dtype=np.bool_)
         mask[rows - first] = True
         bitmap = compressed(np.packbits(mask, bitorder="little").tobytes())
@@ -67,7 +67,7 @@ def encode_rows(rows: Rows) -> CodedRows:
     return best
 
 
-def decode_rows(coded: CodedRows, num_rows: int, where: str) -> Rows:
+def decode_row_numbers(coded: CodedRows, num_rows: int, where: str) -> RowNumbers:
     """The inverse of :func:`encode_rows`; what does not code exactly ``num_rows`` rows of ``span`` is refused.
 
     Args:
@@ -163,7 +163,7 @@ class RowSet:
 
     @classmethod
     def all(cls, num_rows: int, block_rows: int) -> "RowSet":
-        """Rows from the first on, in blocks of one size but the last."""
+        """RowNumbers from the first on, in blocks of one size but the last."""
         starts = range(0, num_rows, block_rows)
         sizes = (min(block_rows, num_rows - start) for start in starts)
         return cls(tuple(RowBlock("all", start, size, size, None) for start, size in zip(starts, sizes, strict=True)))

@@ -19,11 +19,11 @@ import torch
 
 from torchrec_cnr.errors import DamagedError
 
-_MOST_DEPTH = 500  # of tuples; hashing one of more may overflow the stack
+_MAX_DEPTH = 500  # of tuples; hashing one of more may overflow the stack
 _FREE_WORK = 1 << 24  # values to be hashed, in any pickle
 _WORK_PER_BYTE = 16
-_MOST_WEIGHT = 1 << 62  # nobody needs to know it more closely
-_MOST_OF_A_TENSOR = 1 << 20  # bytes of its pickle, without its values
+_MAX_WEIGHT = 1 << 62  # nobody needs to know it more closely
+_MAX_TENSOR_WEIGHT = 1 << 20  # bytes of its pickle, without its values
 _PUTS = ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE")
 _GETS = ("GET", "BINGET", "LONG_BINGET")
 _CALLS = ("REDUCE", "NEWOBJ", "NEWOBJ_EX", "OBJ", "INST")
@@ -93,7 +93,7 @@ def check_archive(file: IO[bytes] | io.RawIOBase) -> None:
     with zipfile.ZipFile(file) as archive:
         for entry in archive.infolist():
             if entry.filename.endswith(".pkl"):
-                if not _is_stored(entry) or entry.file_size > _MOST_OF_A_TENSOR:
+                if not _is_stored(entry) or entry.file_size > _MAX_TENSOR_WEIGHT:
                     raise _Costly(f"{entry.file_size} bytes of a pickle, perhaps compressed")
                 check_pickle(archive.read(entry))
 
@@ -167,7 +167,7 @@ def _hashed(name: str, taken: Sequence[_Value]) -> int:
 def _given(opcode: pickletools.OpcodeInfo, argument: object, taken: Sequence[_Value]) -> list[_Value]:
     """What an instruction puts onto the stack."""
     name = opcode.name
-    weight = min(1 + sum(value.weight for value in taken), _MOST_WEIGHT)
+    weight = min(1 + sum(value.weight for value in taken), _MAX_WEIGHT)
     depth = 1 + max((value.depth for value in taken), default=-1)
     if not opcode.stack_after:
         return []
@@ -182,7 +182,7 @@ def _given(opcode: pickletools.OpcodeInfo, argument: object, taken: Sequence[_Va
             raise _Costly(f"the instruction {name}")
         _check_call(taken[0], taken[1].items)
         return [_Value(weight, depth, taken[0].name)]
-    if name.startswith("TUPLE") and depth > _MOST_DEPTH:
+    if name.startswith("TUPLE") and depth > _MAX_DEPTH:
         raise _Costly("tuples within tuples without end")
     items = tuple(taken) if name.startswith("TUPLE") else ()
     return [_Value(weight, depth, items=items)]
@@ -208,7 +208,7 @@ def _check_call(called: _Value, arguments: Sequence[_Value]) -> None:
         raise _Costly(f"a call of {called.name} that no state needs")
 
 
-def refused(where: str, error: Exception) -> DamagedError:
+def unpickling_error(where: str, error: Exception) -> DamagedError:
     """The error of a pickle that was not loaded."""
     if isinstance(error, _Costly):
         return DamagedError(f"{where}: takes memory or time out of proportion: {error}; use another checkpoint")

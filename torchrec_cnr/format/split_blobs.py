@@ -12,12 +12,12 @@ would let a small file ask for any amount of memory.
 import numpy as np
 import numpy.typing as npt
 
-from torchrec_cnr.format.row_sets import MOST_CODED_ROWS
+from torchrec_cnr.format.row_sets import MAX_CODED_ROWS
 from torchrec_cnr.format.zstd_frames import compressed, decompressed
 
 Bytes = npt.NDArray[np.uint8]
 
-_MOST_RATIO = 64  # of rows and a blob: a reader makes room by what manifests say, and no more than a file warrants
+_MAX_RATIO = 64  # of rows and a blob: a reader makes room by what manifests say, and no more than a file warrants
 
 
 def split(rows: Bytes, tail_bytes: int) -> Bytes | None:
@@ -40,7 +40,7 @@ def split(rows: Bytes, tail_bytes: int) -> Bytes | None:
     return data
 
 
-def joined(data: Bytes, num_rows: int, row_bytes: int, tail_bytes: int, where: str) -> Bytes:
+def join(data: Bytes, num_rows: int, row_bytes: int, tail_bytes: int, where: str) -> Bytes:
     """The rows of a blob, whether it is split or not, and what lies behind them.
 
     Args:
@@ -71,4 +71,4 @@ def may_be_split(num_bytes: int, num_rows: int, row_bytes: int, tail_bytes: int)
     """Whether a blob of this size is one of so many rows, split."""
     most = num_rows * row_bytes
     is_between = most - num_rows * tail_bytes < num_bytes < most
-    return is_between and num_bytes * _MOST_RATIO >= most and num_rows <= MOST_CODED_ROWS
+    return is_between and num_bytes * _MAX_RATIO >= most and num_rows <= MAX_CODED_ROWS

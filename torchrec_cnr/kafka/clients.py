@@ -15,7 +15,7 @@ except ImportError as error:
 logger = logging.getLogger("torchrec_cnr.kafka")
 
 FENCED = frozenset({KafkaError._FENCED, KafkaError.INVALID_PRODUCER_EPOCH, KafkaError.PRODUCER_FENCED})
-MOST_RECORD_BYTES = 1 << 20
+MAX_RECORD_BYTES = 1 << 20
 BATCH_BYTES = 1_000_000  # of records that are sent together; what brokers take by default is a little more
 # On these, what is promised of the log stands.
 OWN_SETTINGS = frozenset(
@@ -56,7 +56,7 @@ class Cluster:
             "reconnect.backoff.ms": 20,  # half of it passes before a client that has found the cluster asks it anything
             "reconnect.backoff.max.ms": 1000,
             "log_level": 2,  # connections come and go; what matters is raised
-            "message.max.bytes": 2 * MOST_RECORD_BYTES,
+            "message.max.bytes": 2 * MAX_RECORD_BYTES,
             "batch.size": BATCH_BYTES,
             **more,
             **dict(self.config),

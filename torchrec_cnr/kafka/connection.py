@@ -14,7 +14,7 @@ from torchrec_cnr.format.manifest import LogRange, Pack
 from torchrec_cnr.kafka.clients import Cluster, logger
 from torchrec_cnr.kafka.consumers import consumers_of
 from torchrec_cnr.kafka.marker_topic import MarkerTopic
-from torchrec_cnr.kafka.pack_targets import KafkaBlocks, KafkaTarget, Rows, tombstones
+from torchrec_cnr.kafka.pack_targets import KafkaBlocks, KafkaTarget, RowTopic, tombstones
 from torchrec_cnr.kafka.producers import Producing, Record
 from torchrec_cnr.kafka.records import pack_name, part_number
 from torchrec_cnr.kafka.topics import TopicRules, Topics
@@ -22,7 +22,7 @@ from torchrec_cnr.storage.row_log import Marker
 
 MARKER_SUFFIX = "-markers"
 _MARKERS = "markers"  # in the place of a rank
-_MOST_TOMBSTONES = 1 << 16  # in one transaction
+_MAX_TOMBSTONES = 1 << 16  # in one transaction
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class KafkaLog:
     def target(self, root: str, rank: int, is_coordinator: bool) -> KafkaTarget | KafkaBlocks:
         """What one save of one rank writes to."""
         rules, producing = self.rules, self._producer(root, str(rank))
-        rows = Rows(rules.cluster, rules.rows.name, self.open(may_make=True), rules.part_bytes)
+        rows = RowTopic(rules.cluster, rules.rows.name, self.open(may_make=True), rules.part_bytes)
         if not rules.rows.is_compacted:
             return KafkaTarget(rows, producing, rank)
         with rules.cluster.errors(f"begin to write to topic {rules.rows.name!r}"):
@@ -95,10 +95,10 @@ class KafkaLog:
             if log is not None and log.key is not None and log.topic == self.rules.rows.name:
                 parts = tombstones(log.key, range(log.num_parts(pack.num_bytes)))
                 by_partition.setdefault(log.partition, []).extend(parts)
-        rows = Rows(self.rules.cluster, self.rules.rows.name, self.open(may_make=False), self.rules.part_bytes)
+        rows = RowTopic(self.rules.cluster, self.rules.rows.name, self.open(may_make=False), self.rules.part_bytes)
         for partition, found in by_partition.items():
-            for start in range(0, len(found), _MOST_TOMBSTONES):
-                records = found[start : start + _MOST_TOMBSTONES]
+            for start in range(0, len(found), _MAX_TOMBSTONES):
+                records = found[start : start + _MAX_TOMBSTONES]
                 rows.send(self._producer(root, _MARKERS), partition, records, "remove packs from", is_held=True)
 
     def markers(self, root: str, most: int) -> tuple[Marker, ...]:

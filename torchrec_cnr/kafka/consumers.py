@@ -19,8 +19,8 @@ from torchrec_cnr.kafka.clients import Cluster, Settings, logger
 
 _POLL_SECS = 0.1
 _QUEUED_BYTES = 16 << 20
-_MOST_SKIPPED = 32  # offsets: records that are fetched before they are asked for, tombstones, what compaction removed
-_MOST_IDLE = 4  # consumers: each goes on asking for records
+_MAX_SKIPPED = 32  # offsets: records that are fetched before they are asked for, tombstones, what compaction removed
+_MAX_IDLE = 4  # consumers: each goes on asking for records
 _KEPT_BYTES = 17 << 20  # a pack: its row numbers are read first, and then all of it
 _GONE = (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE)
 
@@ -155,7 +155,7 @@ class RangeConsumer:
         if self._kept_from(topic, partition, start):
             return 0
         distance = start - self.place[2]
-        return distance if 0 <= distance <= _MOST_SKIPPED else None
+        return distance if 0 <= distance <= _MAX_SKIPPED else None
 
     def close(self) -> None:
         """Leave."""
@@ -210,8 +210,8 @@ class Consumers:
             raise
         with self._lock:
             self._idle.append(consumer)
-            surplus = self._idle[:-_MOST_IDLE]
-            del self._idle[:-_MOST_IDLE]
+            surplus = self._idle[:-_MAX_IDLE]
+            del self._idle[:-_MAX_IDLE]
         for idle in surplus:
             idle.close()
 

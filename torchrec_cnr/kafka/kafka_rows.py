@@ -10,7 +10,7 @@ import numpy.typing as npt
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.format.manifest import LogRange, Pack
 from torchrec_cnr.format.manifest_versions import TOPIC
-from torchrec_cnr.kafka.clients import BATCH_BYTES, MOST_RECORD_BYTES, OWN_SETTINGS, Cluster
+from torchrec_cnr.kafka.clients import BATCH_BYTES, MAX_RECORD_BYTES, OWN_SETTINGS, Cluster
 from torchrec_cnr.kafka.connection import MARKER_SUFFIX, KafkaLog, LogRules, forget_logs, log_of
 from torchrec_cnr.kafka.consumers import forget_consumers
 from torchrec_cnr.kafka.pack_targets import KafkaBlocks, KafkaTarget
@@ -18,8 +18,8 @@ from torchrec_cnr.kafka.topics import TopicRules
 from torchrec_cnr.storage.row_log import Marker
 
 _ENVELOPE_BYTES = 4 << 10  # of a record, beside its value
-_MOST_TIMEOUT_SECS = 900.0  # the longest transaction that brokers let be, by default
-_MOST_BLOCK_BYTES = 64 << 20
+_MAX_TIMEOUT_SECS = 900.0  # the longest transaction that brokers let be, by default
+_MAX_BLOCK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ class KafkaRows:
             raise ConfigurationError("'bootstrap' is empty; pass 'host:port' of a broker")
         if not TOPIC.fullmatch(self.topic) or len(self.topic) > 240:
             raise ConfigurationError(f"'topic' must be up to 240 of a-z, A-Z, 0-9, '.', '_', '-' (got {self.topic!r})")
-        if not 0 < self.timeout_secs <= _MOST_TIMEOUT_SECS:
+        if not 0 < self.timeout_secs <= _MAX_TIMEOUT_SECS:
             raise ConfigurationError(
-                f"'timeout_secs' must be more than 0, and {_MOST_TIMEOUT_SECS} or less (got {self.timeout_secs})"
+                f"'timeout_secs' must be more than 0, and {_MAX_TIMEOUT_SECS} or less (got {self.timeout_secs})"
             )
         if self.num_partitions < 1:
             raise ConfigurationError(f"'num_partitions' must be at least 1 (got {self.num_partitions})")
@@ -79,12 +79,12 @@ class KafkaRows:
             raise ConfigurationError(f"'retention_secs' must be more than 0, or None (got {self.retention_secs})")
         if own := sorted(self.config.keys() & OWN_SETTINGS):
             raise ConfigurationError(f"'config' may not have {', '.join(own)}: KafkaRows sets it itself")
-        if not 1 <= self.row_block_bytes <= _MOST_BLOCK_BYTES:
+        if not 1 <= self.row_block_bytes <= _MAX_BLOCK_BYTES:
             raise ConfigurationError(
-                f"'row_block_bytes' must be from 1 to {_MOST_BLOCK_BYTES} (got {self.row_block_bytes})"
+                f"'row_block_bytes' must be from 1 to {_MAX_BLOCK_BYTES} (got {self.row_block_bytes})"
             )
-        if not 1 <= self.part_bytes <= MOST_RECORD_BYTES:
-            raise ConfigurationError(f"'part_bytes' must be from 1 to {MOST_RECORD_BYTES} (got {self.part_bytes})")
+        if not 1 <= self.part_bytes <= MAX_RECORD_BYTES:
+            raise ConfigurationError(f"'part_bytes' must be from 1 to {MAX_RECORD_BYTES} (got {self.part_bytes})")
 
     @property
     def _log(self) -> KafkaLog:

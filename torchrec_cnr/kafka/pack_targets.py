@@ -19,7 +19,7 @@ from torchrec_cnr.storage.files import Buffer
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowTopic:
     """Where rows go.
 
     Attributes:
@@ -57,7 +57,7 @@ class KafkaTarget:
         rank: Spreads ranks over partitions.
     """
 
-    def __init__(self, rows: Rows, producing: Producing, rank: int) -> None:
+    def __init__(self, rows: RowTopic, producing: Producing, rank: int) -> None:
         self._rows = rows
         self._producing = producing
         self._rank = rank
@@ -83,7 +83,7 @@ class KafkaBlocks:
         owner: Begins keys.
     """
 
-    rows: Rows
+    rows: RowTopic
     producing: Producing
     owner: str
 

@@ -18,7 +18,7 @@ from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, Resourc
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.kafka.clients import Cluster, logger
 
-_MOST_REPLICAS = 3
+_MAX_REPLICAS = 3
 _LOOK_SECS = 0.1
 
 
@@ -114,7 +114,7 @@ class Topics:
 
     def _make(self, rules: TopicRules, num_brokers: int, may_make: bool) -> int | None:
         """How many partitions it has now; None if it is there already. Only this is certain to tell which."""
-        num_replicas = rules.num_replicas or max(1, min(_MOST_REPLICAS, num_brokers))
+        num_replicas = rules.num_replicas or max(1, min(_MAX_REPLICAS, num_brokers))
         topic = NewTopic(rules.name, rules.num_partitions, num_replicas, config=rules.settings)
         future = self._admin.create_topics(
             [topic],

@@ -12,9 +12,17 @@ from dataclasses import dataclass, replace
 
 from torchrec_cnr.errors import CheckpointNotFoundError, DamagedError, LoadError, StoreError
 from torchrec_cnr.format import manifest_json
-from torchrec_cnr.format.manifest import FILE_NAME, CheckpointRef, History, Kind, Manifest, Shard, replacement_name
+from torchrec_cnr.format.manifest import (
+    MANIFEST_FILE,
+    CheckpointKind,
+    CheckpointRef,
+    History,
+    Manifest,
+    Shard,
+    replacement_name,
+)
 from torchrec_cnr.format.manifest_parser import PARENT_PATH
-from torchrec_cnr.lineage.marker_commit import settle
+from torchrec_cnr.lineage.marker_commit import publish_marked
 from torchrec_cnr.storage.store import Store, read_whole
 from torchrec_cnr.throttling import Bandwidth
 
@@ -74,7 +82,7 @@ class Checkpoint:
     between: tuple[Manifest, ...] = ()
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> CheckpointKind:
         """``baseline`` or ``delta``."""
         return self.manifest.kind
 
@@ -146,19 +154,19 @@ def read_checkpoint(path: str | os.PathLike[str] | Store) -> Checkpoint:
 
 def read_at(store: Store) -> Checkpoint:
     """As :func:`read_checkpoint`, of a store that is open."""
-    found = _read_manifest(store, FILE_NAME)
-    if found is None and store.log is not None:
-        settle(store.at(".."))
-        found = _read_manifest(store, FILE_NAME)
+    found = _read_manifest(store, MANIFEST_FILE)
+    if found is None and store.row_log is not None:
+        publish_marked(store.at(".."))
+        found = _read_manifest(store, MANIFEST_FILE)
     if found is None:
         raise CheckpointNotFoundError(
-            f"{store.url}: no {FILE_NAME}: nothing was committed here (a save that died leaves packs without one); "
+            f"{store.url}: no {MANIFEST_FILE}: nothing was committed here (a save that died leaves packs without one); "
             "torchrec_cnr.latest(root) names the newest checkpoint"
         )
     committed, sha256, num_bytes = found
     if committed.replaces is not None:
         raise DamagedError(
-            f"{store.url}/{FILE_NAME}: it replaces manifest {committed.replaces}, expected one that replaces none; "
+            f"{store.url}/{MANIFEST_FILE}: it replaces manifest {committed.replaces}, expected one that replaces none; "
             "use another checkpoint"
         )
     manifest, last = committed, sha256
@@ -200,7 +208,7 @@ def _items(manifest: Manifest) -> dict[str, object]:
 def _read_manifest(store: Store, name: str) -> tuple[Manifest, str, int] | None:
     """A manifest, its digest and its size; None if it is not there."""
     try:
-        data = read_whole(store, name, manifest_json.MOST_BYTES)
+        data = read_whole(store, name, manifest_json.MAX_MANIFEST_BYTES)
     except StoreError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             return None

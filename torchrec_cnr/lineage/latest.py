@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 from torchrec_cnr.errors import DamagedError, StoreError
 from torchrec_cnr.format import manifest_json
-from torchrec_cnr.format.manifest import FILE_NAME
+from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.lineage.checkpoint import Checkpoint, read_at
-from torchrec_cnr.lineage.marker_commit import settle
+from torchrec_cnr.lineage.marker_commit import publish_marked
 from torchrec_cnr.storage.fences import is_fence
 from torchrec_cnr.storage.row_log import RowLog
 from torchrec_cnr.storage.store import Store
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 _START_BYTES = 512  # enough of a manifest file to hold its time of commit
 
 
-def latest(root: str | os.PathLike[str], *, rows: RowLog | None = None) -> str | None:
+def latest(root: str | os.PathLike[str], *, row_log: RowLog | None = None) -> str | None:
     """The newest committed checkpoint directly under ``root``, by the time of its commit.
 
     If rows go to a log (``KafkaRows``), pass that: a job that died may have left a marker of its last commit there, but
@@ -36,18 +36,18 @@ def latest(root: str | os.PathLike[str], *, rows: RowLog | None = None) -> str |
         VersionError: The newest was written by a newer version: resuming from an older one would lose work silently.
         StoreError: ``root`` cannot be listed.
     """
-    return next((checkpoint.store.url for checkpoint in newest_first(root, rows)), None)
+    return next((checkpoint.store.url for checkpoint in newest_first(root, row_log)), None)
 
 
-def newest_first(root: str | os.PathLike[str], rows: RowLog | None = None) -> Iterator[Checkpoint]:
+def newest_first(root: str | os.PathLike[str], row_log: RowLog | None = None) -> Iterator[Checkpoint]:
     """The committed checkpoints directly under ``root``, the newest first; see :func:`latest` for what is passed over.
 
     Raises:
         VersionError: One was written by a newer version.
         StoreError: ``root`` cannot be listed.
     """
-    directory = Store.open(root, log=rows)
-    settle(directory)
+    directory = Store.open(root, row_log=row_log)
+    publish_marked(directory)
     candidates = []
     for name in directory.names():
         if is_fence(name):
@@ -79,7 +79,7 @@ def committed_ns(store: Store) -> float | None:
         StoreError: It cannot be read.
     """
     try:
-        start = store.read(FILE_NAME, 0, _START_BYTES)
+        start = store.read(MANIFEST_FILE, 0, _START_BYTES)
     except StoreError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
             return None

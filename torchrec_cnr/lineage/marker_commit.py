@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from torchrec_cnr.errors import CheckpointExistsError, DamagedError, StoreError
 from torchrec_cnr.format import manifest_json
-from torchrec_cnr.format.manifest import FILE_NAME
+from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.storage.row_log import Marker, RowLog, root_id
 from torchrec_cnr.storage.store import Store, read_whole
 
@@ -26,7 +26,7 @@ def uncommitted_name(save_id: str) -> str:
     return f"{save_id}.uncommitted.json"
 
 
-def commit_marked(store: Store, log: RowLog, marker: Marker, data: bytes, check: Callable[[], None]) -> None:
+def commit_marked(store: Store, row_log: RowLog, marker: Marker, data: bytes, check: Callable[[], None]) -> None:
     """Commit a checkpoint by its marker.
 
     Args:
@@ -41,29 +41,29 @@ def commit_marked(store: Store, log: RowLog, marker: Marker, data: bytes, check:
         FencedError: Another job saves there.
         StoreError: Store or log refused.
     """
-    if store.exists(FILE_NAME):
+    if store.exists(MANIFEST_FILE):
         raise CheckpointExistsError(f"{store.url}: another save committed here first; save under another checkpoint_id")
     with store.create(uncommitted_name(marker.save_id)) as file:
         file.write(data)
-    log.mark(marker, check)
+    row_log.mark(marker, check)
     _publish(store, marker, data, marker.save_id)
 
 
-def settle(root: Store) -> None:
+def publish_marked(root: Store) -> None:
     """Give checkpoints that a marker has committed their manifest's name, where they have none yet.
 
     Raises:
         StoreError: Store or log do not answer.
     """
-    if root.log is None:
+    if root.row_log is None:
         return
-    for marker in root.log.markers(root_id(root.url), _NUM_LOOKED_AT):
+    for marker in root.row_log.markers(root_id(root.url), _NUM_LOOKED_AT):
         store = root.at(marker.name)
-        if store.exists(FILE_NAME):
+        if store.exists(MANIFEST_FILE):
             continue
         where = f"{store.url}/{uncommitted_name(marker.save_id)}"
         try:
-            data = read_whole(store, uncommitted_name(marker.save_id), manifest_json.MOST_BYTES)
+            data = read_whole(store, uncommitted_name(marker.save_id), manifest_json.MAX_MANIFEST_BYTES)
             _, sha256 = manifest_json.loads(data, where)
         except StoreError as error:
             if error.errno in (errno.ENOENT, errno.ENOTDIR):
@@ -83,5 +83,5 @@ def settle(root: Store) -> None:
 
 def _publish(store: Store, marker: Marker, data: bytes, own_id: str) -> None:
     """Several processes may do this at once, each under an id of its own."""
-    store.put_new(FILE_NAME, data, own_id)
+    store.put_new(MANIFEST_FILE, data, own_id)
     store.remove(uncommitted_name(marker.save_id))

@@ -57,4 +57,4 @@ def unpickled(data: bytes, where: str) -> Any:
     try:
         return safe_pickle.load_state(data)
     except Exception as error:  # bytes that are no pickle may make the unpickler raise anything
-        raise safe_pickle.refused(where, error) from error
+        raise safe_pickle.unpickling_error(where, error) from error

@@ -87,7 +87,7 @@ class Layout(Enum):
 
 
 @dataclass(frozen=True)
-class Source:
+class SavedItem:
     """Where an item comes from.
 
     Attributes:
@@ -113,7 +113,7 @@ class Fit:
     """
 
     report: LoadReport
-    sources: Mapping[str, Source]
+    sources: Mapping[str, SavedItem]
     left_out: frozenset[str]
 
 
@@ -156,14 +156,14 @@ def fit(wanted: Collection[Wanted], manifest: Manifest, url: str, *, allow_parti
     if not allow_partial:
         mismatches.missing += map(repr, sorted((missing & left_out) - quantized))
         mismatches.unexpected += map(repr, sorted(unexpected & left_out))
-    sources: dict[str, Source] = {}
+    sources: dict[str, SavedItem] = {}
     reshaped = {}
     for item in sorted((item for item in wanted if item.fqn not in missing), key=lambda item: item.fqn):
         origin = pairing.renamed.get(item.fqn, item.fqn)
         entry = manifest.tensors.get(origin)
         source = _source(item, origin, entry, tables)
         _compare(item, entry, source, mismatches)
-        sources[item.fqn] = source or Source(origin)
+        sources[item.fqn] = source or SavedItem(origin)
         if entry is not None and item.size is not None and item.size != entry.size:
             reshaped[item.fqn] = (entry.size, item.size)
     lines = list(_lines(mismatches))
@@ -205,25 +205,25 @@ class _Tables:
         return next((table for table in found if len(found) == 1 and self.num_rows[table] == num_rows), None)
 
 
-def _source(item: Wanted, saved: str, entry: TensorEntry | None, tables: _Tables) -> Source | None:
+def _source(item: Wanted, saved: str, entry: TensorEntry | None, tables: _Tables) -> SavedItem | None:
     """Where an item comes from, or None if its size is not that of what was saved."""
     if entry is None or item.size is None:
-        return Source(saved)
+        return SavedItem(saved)
     if item.size != entry.size and len(item.size) <= 1 and len(entry.size) <= 1 and is_count(item.fqn, saved):
-        return Source(saved, Layout.VALUE)
+        return SavedItem(saved, Layout.VALUE)
     if entry.table in tables.fitting and len(item.size) == 1:
         # Row-wise state is as large as its table's sharding makes it; the table's boxes place it.
-        return Source(saved, Layout.ROWS, entry.table)
+        return SavedItem(saved, Layout.ROWS, entry.table)
     if item.size == entry.size and entry.table is None:
-        return Source(saved)
+        return SavedItem(saved)
     if saved != item.fqn and _is_row_wise(item.size) and _is_row_wise(entry.size):
         num_rows = entry.size[0] if entry.table is None else tables.num_rows[entry.table]
         table = tables.placing(item.fqn, num_rows)
         if len(item.size) == 1 and table in tables.fitting:
-            return Source(saved, Layout.ROWS, table)
+            return SavedItem(saved, Layout.ROWS, table)
         if item.size[0] == num_rows:
-            return Source(saved, Layout.ROWS)
-    return Source(saved) if item.size == entry.size else None
+            return SavedItem(saved, Layout.ROWS)
+    return SavedItem(saved) if item.size == entry.size else None
 
 
 def _is_row_wise(size: Size) -> bool:
@@ -231,7 +231,7 @@ def _is_row_wise(size: Size) -> bool:
     return len(size) == 1 or (len(size) == 2 and size[1] == 1)
 
 
-def _compare(item: Wanted, entry: TensorEntry | None, source: Source | None, mismatches: _Mismatches) -> None:
+def _compare(item: Wanted, entry: TensorEntry | None, source: SavedItem | None, mismatches: _Mismatches) -> None:
     if (entry is None) != (item.size is None):
         side = "the state dict" if entry is None else "the checkpoint"
         mismatches.kinds.append(f"{item.fqn!r} (in {side})")

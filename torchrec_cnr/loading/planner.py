@@ -30,9 +30,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from torchrec_cnr.errors import ConfigurationError, LoadError
-from torchrec_cnr.format.safe_pickle import refused
+from torchrec_cnr.format.safe_pickle import unpickling_error
 from torchrec_cnr.lineage.checkpoint import Lineage
-from torchrec_cnr.loading.fitting import QUANTIZED, Fit, LoadReport, Source, Wanted, fit
+from torchrec_cnr.loading.fitting import QUANTIZED, Fit, LoadReport, SavedItem, Wanted, fit
 from torchrec_cnr.loading.inference_tables import TargetTables
 from torchrec_cnr.loading.ranked_objects import saved_by_others
 from torchrec_cnr.loading.read_items import InferenceReadItem, LoadMetadata, read_items, wanted_item
@@ -55,7 +55,7 @@ class _Decision:
     """
 
     report: LoadReport
-    sources: Mapping[str, Source]
+    sources: Mapping[str, SavedItem]
     ranked: Mapping[str, tuple[str, ...]]
     is_complete: bool
 
@@ -160,7 +160,7 @@ class CNRLoadPlanner(DefaultLoadPlanner):
                 items += read_items(fqn, source, self.state_dict, self._opened, self._lineage.newest.manifest)
         for fqn in decision.ranked.keys() & self.state_dict.keys():
             for name in decision.ranked[fqn]:
-                items += read_items(fqn, Source(name), self.state_dict, self._opened, self._lineage.newest.manifest)
+                items += read_items(fqn, SavedItem(name), self.state_dict, self._opened, self._lineage.newest.manifest)
         self._ranked = {}
         return replace(new_plan, items=items)
 
@@ -170,7 +170,7 @@ class CNRLoadPlanner(DefaultLoadPlanner):
         try:
             found = torch.load(value, weights_only=True)
         except Exception as error:  # what a pickle names may be named otherwise when it is pickled again
-            raise refused(f"object {fqn!r}", error) from error
+            raise unpickling_error(f"object {fqn!r}", error) from error
         names = self._decision.ranked.get(fqn, ()) if self._decision is not None else ()
         if names:
             self._ranked[read_item.storage_index.fqn] = found

@@ -14,7 +14,7 @@ from torchrec_cnr.errors import StateMismatchError
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.manifest import Manifest
 from torchrec_cnr.lineage.checkpoint import Lineage
-from torchrec_cnr.loading.fitting import Layout, Source, Wanted
+from torchrec_cnr.loading.fitting import Layout, SavedItem, Wanted
 from torchrec_cnr.quantization.fbgemm_rows import InferenceRow
 from torchrec_cnr.sharding import LocalShard, dtype_name, local_shards
 
@@ -75,7 +75,7 @@ def wanted_item(fqn: str, value: Any, path: Sequence[str | int]) -> Wanted:
 
 
 def read_items(
-    fqn: str, source: Source, state_dict: Mapping[str, Any], metadata: LoadMetadata, manifest: Manifest
+    fqn: str, source: SavedItem, state_dict: Mapping[str, Any], metadata: LoadMetadata, manifest: Manifest
 ) -> list[ReadItem]:
     """The reads that fill this rank's part of an item.
 
@@ -104,7 +104,7 @@ def read_items(
 
 
 def _table_boxes(
-    fqn: str, source: Source, shards: Sequence[LocalShard], state_dict: Mapping[str, Any], manifest: Manifest
+    fqn: str, source: SavedItem, shards: Sequence[LocalShard], state_dict: Mapping[str, Any], manifest: Manifest
 ) -> list[Box]:
     """The box of the table that each shard of its row-wise state belongs to."""
     if source.table is None:

@@ -46,7 +46,7 @@ class CNRStorageReader(StorageReader):
         path: The checkpoint, a path or fsspec URL; usually ``latest(root)``.
         thread_count: Requests in flight at once. Each takes up to 16 MiB of memory.
         max_bytes_per_sec: What each rank may read a second, averaged over requests.
-        rows: The log that rows of deltas went to, if they did: ``KafkaRows``.
+        row_log: The log that rows of deltas went to, if they did: ``KafkaRows``.
         progress: Told how many of how many bytes of rows this rank has read; once more from the beginning where
             inference tables are converted in several turns.
 
@@ -62,7 +62,7 @@ class CNRStorageReader(StorageReader):
         *,
         thread_count: int = 2,
         max_bytes_per_sec: float | None = None,
-        rows: RowLog | None = None,
+        row_log: RowLog | None = None,
         progress: Progress | None = None,
     ) -> None:
         super().__init__()
@@ -70,9 +70,9 @@ class CNRStorageReader(StorageReader):
         self._thread_count = thread_count
         self._bandwidth = Bandwidth(max_bytes_per_sec)
         self._progress = progress
-        self._log = rows
-        if rows is not None:
-            rows.open(may_make=False)
+        self._log = row_log
+        if row_log is not None:
+            row_log.open(may_make=False)
         self._url = Store.open(existing(path)).url
         self._lineage: Lineage | None = None
         self._failure: CNRError | None = None
@@ -94,7 +94,7 @@ class CNRStorageReader(StorageReader):
         meta = StorageMeta(checkpoint_id=self._url, load_id=self._load_id)
         self._lineage = self._failure = None
         try:
-            self._lineage = read_lineage(Store.open(self._url, log=self._log)).limited(self._bandwidth)
+            self._lineage = read_lineage(Store.open(self._url, row_log=self._log)).limited(self._bandwidth)
         except CNRError as error:
             self._failure = error
             return LoadMetadata({}, storage_meta=meta)

@@ -37,7 +37,7 @@ class Upkeep:
         compacts: Whether the newest lineage is compacted.
         max_ratio: How much a restore may read, of what it needs.
         pack_bytes: Size of new files, roughly.
-        rows: The log that rows of deltas went to, if they did.
+        row_log: The log that rows of deltas went to, if they did.
         progress: Told what is done of what, in "compact" (bytes) and "prune" (files).
     """
 
@@ -48,11 +48,11 @@ class Upkeep:
         compacts: bool,
         max_ratio: float = MAX_RATIO,
         pack_bytes: int = PACK_BYTES,
-        rows: RowLog | None = None,
+        row_log: RowLog | None = None,
         progress: Callable[[str, int, int], None] = lambda what, done, total: None,
     ) -> None:
         self._root = root
-        self._log = rows
+        self._log = row_log
         self._keep = keep
         self._compacts = compacts
         self._max_ratio = max_ratio
@@ -113,7 +113,7 @@ class Upkeep:
         """Deltas that are kept for themselves, newest first."""
         if self._keep is None or not self._compacts:
             return []
-        catalog = read_catalog(self._root, rows=self._log)
+        catalog = read_catalog(self._root, row_log=self._log)
         there = catalog.checkpoints
         wanted = self._keep.choose([(catalog.entries[name], checkpoint) for name, checkpoint in there.items()])
         return [there[name] for name in reversed(list(there)) if name in wanted and there[name].kind == "delta"]
@@ -128,7 +128,7 @@ class Upkeep:
     def compact_some(self, checkpoint: Checkpoint) -> bool:
         """Copy a part of what is to be copied, so that little room is taken at a time; whether that was all."""
         with leased(checkpoint.store, "compact"):
-            plan = plan_compaction(checkpoint.store.url, max_ratio=self._max_ratio, empties_log=True, rows=self._log)
+            plan = plan_compaction(checkpoint.store.url, max_ratio=self._max_ratio, empties_log=True, row_log=self._log)
             max_moved_bytes = round(MOVED_SHARE * plan.live_bytes)
             if plan.moved_bytes > max_moved_bytes:
                 plan = plan.restricted(max_moved_bytes)
@@ -138,6 +138,6 @@ class Upkeep:
     def prune(self) -> None:
         """Remove what need not stay."""
         if self._keep is not None:
-            plan = plan_prune(self._root, self._keep, rows=self._log)
+            plan = plan_prune(self._root, self._keep, row_log=self._log)
             for failure in run_prune(plan, progress=partial(self._progress, "prune")).failed:
                 logger.warning("could not be removed yet: %s", failure)

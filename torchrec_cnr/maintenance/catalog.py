@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from torchrec_cnr.errors import CheckpointNotFoundError, CNRError, ConfigurationError, StoreError
-from torchrec_cnr.format.manifest import FILE_NAME
+from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.lineage.checkpoint import Checkpoint, Lineage, read_checkpoint
 from torchrec_cnr.lineage.latest import latest
-from torchrec_cnr.lineage.marker_commit import settle
+from torchrec_cnr.lineage.marker_commit import publish_marked
 from torchrec_cnr.maintenance import journal, tags_and_metrics
 from torchrec_cnr.maintenance.journal import Journal, PrunedCheckpoint
 from torchrec_cnr.progress import Progress
@@ -134,7 +134,7 @@ class Catalog:
 
 
 def read_catalog(
-    root: str | os.PathLike[str] | Store, progress: Progress | None = None, rows: RowLog | None = None
+    root: str | os.PathLike[str] | Store, progress: Progress | None = None, row_log: RowLog | None = None
 ) -> Catalog:
     """List a root and read all manifests.
 
@@ -143,14 +143,14 @@ def read_catalog(
     Args:
         root: A directory of checkpoints, path or fsspec URL.
         progress: Told how many of how many directories were read.
-        rows: The log that rows of deltas went to, if they did: ``KafkaRows``. Without it, a checkpoint is not seen that
+        row_log: The log that rows of deltas went to, if they did: ``KafkaRows``. Without it, one is not seen that
             was committed by a job which died before it could give the manifest its name.
 
     Raises:
         StoreError: The root cannot be listed, its journal cannot be read, or the log does not answer in time.
     """
-    store = Store.open(root, log=rows)
-    settle(store)
+    store = Store.open(root, row_log=row_log)
+    publish_marked(store)
     listed = store.listing()
     names = sorted({*listed.directories, *listed.links})
     entries: dict[str, Entry] = {}
@@ -182,7 +182,7 @@ def _read_entry(store: Store, name: str, is_link: bool) -> Entry:
         return Entry(store, name, {}, problem=error, modified_ns=_modified_ns(store, ""), is_link=is_link)
     files = {} if is_link else listed.files
     there = Entry(store, name, files, directories=(*listed.directories, *listed.links), is_link=is_link)
-    if FILE_NAME not in listed.files:
+    if MANIFEST_FILE not in listed.files:
         return there
     try:
         found = read_checkpoint(store)
@@ -191,7 +191,7 @@ def _read_entry(store: Store, name: str, is_link: bool) -> Entry:
         return Entry(store, name, {}, is_link=is_link)
     except CNRError as error:
         return Entry(
-            store, name, files, None, error, there.directories, {}, _modified_ns(store, FILE_NAME), is_link=is_link
+            store, name, files, None, error, there.directories, {}, _modified_ns(store, MANIFEST_FILE), is_link=is_link
         )
     return Entry(store, name, files, found, None, there.directories, metrics, is_link=is_link)
 
@@ -223,12 +223,12 @@ _PACK_SUFFIX = ".safetensors"
 
 def is_checkpoint(store: Store) -> bool:
     """Whether a manifest lies there, or a marker in the store's log says that one is to."""
-    if not store.exists(FILE_NAME):
-        settle(store.at(".."))
-    return store.exists(FILE_NAME)
+    if not store.exists(MANIFEST_FILE):
+        publish_marked(store.at(".."))
+    return store.exists(MANIFEST_FILE)
 
 
-def checkpoint_at(path: str | os.PathLike[str], rows: RowLog | None = None) -> Store:
+def checkpoint_at(path: str | os.PathLike[str], row_log: RowLog | None = None) -> Store:
     """The checkpoint at a path, and of a root its newest checkpoint; its store has the log that rows went to.
 
     Raises:
@@ -236,13 +236,13 @@ def checkpoint_at(path: str | os.PathLike[str], rows: RowLog | None = None) -> S
         VersionError: The newest was written by a newer version.
         StoreError: The place cannot be read.
     """
-    store = Store.open(path, log=rows)
+    store = Store.open(path, row_log=row_log)
     if is_checkpoint(store):
         return store
-    newest = latest(path, rows=rows)
+    newest = latest(path, row_log=row_log)
     if newest is None:
         raise no_checkpoint(store)
-    return Store.open(newest, log=rows)
+    return Store.open(newest, row_log=row_log)
 
 
 def check_root(catalog: Catalog) -> None:
@@ -254,7 +254,7 @@ def check_root(catalog: Catalog) -> None:
         StoreError: The place cannot be looked up.
     """
     root = catalog.root
-    if FILE_NAME in catalog.files:
+    if MANIFEST_FILE in catalog.files:
         raise ConfigurationError(f"{root.url}: a checkpoint, no root; give the directory that it lies in")
     if not catalog.entries and not catalog.journal.files and (catalog.files or not root.is_directory()):
         raise no_checkpoint(root)
@@ -268,7 +268,7 @@ def no_checkpoint(store: Store) -> CheckpointNotFoundError:
     """
     names = store.names()
     if any(name.endswith(_PACK_SUFFIX) for name in names):
-        why = f"packs, but no {FILE_NAME}: a save that died, or is not done yet"
+        why = f"packs, but no {MANIFEST_FILE}: a save that died, or is not done yet"
     elif names:
         why = "no checkpoint is here, nor in a directory of it"
     else:

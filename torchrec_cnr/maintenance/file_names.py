@@ -6,7 +6,7 @@ Whatever is not named like one of ours is somebody else's and stays.
 import re
 from collections.abc import Iterable, Mapping
 
-from torchrec_cnr.format.manifest import FILE_NAME, Manifest, replacement_name
+from torchrec_cnr.format.manifest import MANIFEST_FILE, Manifest, replacement_name
 from torchrec_cnr.lineage.checkpoint import Checkpoint
 from torchrec_cnr.maintenance.tags_and_metrics import is_annotation
 from torchrec_cnr.storage.leases import is_lease
@@ -41,7 +41,7 @@ def is_replacement(name: str) -> bool:
 
 def is_beside_packs(name: str) -> bool:
     """Whether a file is named like any of ours but a pack."""
-    return name == FILE_NAME or is_replacement(name) or is_temporary(name) or is_annotation(name) or is_lease(name)
+    return name == MANIFEST_FILE or is_replacement(name) or is_temporary(name) or is_annotation(name) or is_lease(name)
 
 
 def save_id(pack: str) -> str:
@@ -87,7 +87,7 @@ def in_order(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _rank(name: str) -> int:
-    if name == FILE_NAME:
+    if name == MANIFEST_FILE:
         return 0
     if is_replacement(name):
         return 1

@@ -14,7 +14,7 @@ from dataclasses import astuple, dataclass, fields
 from typing import Any, get_args
 
 from torchrec_cnr.errors import DamagedError, StoreError
-from torchrec_cnr.format.manifest import Kind
+from torchrec_cnr.format.manifest import CheckpointKind
 from torchrec_cnr.storage.leases import LEASE_SECS
 from torchrec_cnr.storage.store import Store, read_whole
 
@@ -51,7 +51,7 @@ class PrunedCheckpoint:
 
     name: str
     created_ns: int
-    kind: Kind
+    kind: CheckpointKind
     num_bytes: int
     num_rows: int
     num_table_rows: int
@@ -204,7 +204,7 @@ def _checkpoint(value: Any) -> PrunedCheckpoint:
         and (named["restore_bytes"] is None or _are_counts(named["restore_bytes"]))
         and isinstance(named["name"], str)
         and isinstance(named["parent"], str | None)
-        and named["kind"] in get_args(Kind)
+        and named["kind"] in get_args(CheckpointKind)
         and _is_list_of(str, named["save_ids"])
         and _is_list_of(list, named["compactions"])
         and all(len(pair) == 2 and _are_counts(*pair) for pair in named["compactions"])

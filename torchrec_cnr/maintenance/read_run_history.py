@@ -6,7 +6,7 @@ not remove is told anew by the next one, and counts twice. Links are no checkpoi
 
 from collections.abc import Iterator, Sequence
 
-from torchrec_cnr.format.manifest import DTYPES, Kind, Manifest, TensorEntry
+from torchrec_cnr.format.manifest import DTYPES, CheckpointKind, Manifest, TensorEntry
 from torchrec_cnr.lineage.checkpoint import Checkpoint
 from torchrec_cnr.maintenance.catalog import Catalog, Entry
 from torchrec_cnr.maintenance.file_names import log_bytes, written_bytes
@@ -16,7 +16,7 @@ from torchrec_cnr.maintenance.run_history import Event, KeptCheckpoint, RunHisto
 from torchrec_cnr.quantization import NoQuantization
 
 
-def run_history(catalog: Catalog) -> RunHistory:
+def read_run_history(catalog: Catalog) -> RunHistory:
     """All that is known to have happened under a root."""
     restore_bytes = all_restore_bytes(catalog)
     events: list[Event] = []
@@ -72,7 +72,7 @@ def _pruned_events(pruned: PrunedCheckpoint, model: int) -> Iterator[Event]:
 
 def _written(
     name: str,
-    kind: Kind,
+    kind: CheckpointKind,
     written: Sequence[tuple[int, int]],
     share: float,
     restore_bytes: int | None,

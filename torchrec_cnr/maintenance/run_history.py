@@ -15,7 +15,7 @@ from torchrec_cnr.errors import ConfigurationError
 EventKind = Literal["baseline", "delta", "compaction", "prune"]
 CheckpointKind = Literal["baseline", "delta"]
 
-_MOST = 1 << 62  # of any count, as in a manifest
+_MAX_COUNT = 1 << 62  # of any count, as in a manifest
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ class RunHistory:
 
 
 def _check_count(where: str, name: str, value: object, least: int = 0) -> None:
-    if type(value) is not int or not least <= value <= _MOST:
+    if type(value) is not int or not least <= value <= _MAX_COUNT:
         raise ConfigurationError(f"{where}: {name!r} must be a whole number from {least} to 2^62 (got {value!r})")
 
 

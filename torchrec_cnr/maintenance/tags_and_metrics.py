@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Iterable, Mapping
 
 from torchrec_cnr.errors import CheckpointNotFoundError, ConfigurationError, DamagedError
-from torchrec_cnr.format.manifest import FILE_NAME
+from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.storage.store import Store, read_whole
 
 logger = logging.getLogger(__name__)
@@ -137,8 +137,8 @@ def _tag_file(name: str) -> str:
 
 def _committed(path: str | os.PathLike[str]) -> Store:
     store = Store.open(path)
-    if not store.exists(FILE_NAME):
+    if not store.exists(MANIFEST_FILE):
         raise CheckpointNotFoundError(
-            f"{store.url}: no {FILE_NAME}: nothing was committed here that could be annotated"
+            f"{store.url}: no {MANIFEST_FILE}: nothing was committed here that could be annotated"
         )
     return store

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from torchrec_cnr.errors import CheckpointExistsError, CNRError, ConfigurationError, SaveError, StoreError
-from torchrec_cnr.format.manifest import FILE_NAME
+from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.lineage.checkpoint import read_checkpoint
 from torchrec_cnr.loading.fitting import LoadReport
 from torchrec_cnr.maintenance.background_upkeep import Upkeep
@@ -27,7 +27,7 @@ from torchrec_cnr.maintenance.file_names import log_bytes
 from torchrec_cnr.maintenance.pruning.retention import Keep
 from torchrec_cnr.manager.ranks import RunRanks
 from torchrec_cnr.manager.restore import restore_newest
-from torchrec_cnr.manager.schedule import Due
+from torchrec_cnr.manager.schedule import Schedule
 from torchrec_cnr.policies import MAX_RATIO, Compacted, OneShot, Policy
 from torchrec_cnr.progress import Saved, SavePhases
 from torchrec_cnr.quantization import Quantization
@@ -42,7 +42,7 @@ from torchrec_cnr.tracking.tracked_tables import TrackedRows
 
 logger = logging.getLogger(__name__)
 
-State = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
+StateSource = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 _NAME = re.compile(r"step-(\d{1,18})(?:-\d{1,9})?")
 
 
@@ -70,7 +70,7 @@ class CheckpointManager:
         cpu_share: Of a core, for saves in the background; see ``CNRStorageWriter``.
         staging_bytes: How much such a save copies; see ``CNRStorageWriter``.
         timeout_secs: How long a rank waits for the others in a save; one that is missing is named then.
-        rows: A log that the rows of deltas go to, and markers that commit (``KafkaRows``). By default, both are files.
+        row_log: Where rows of deltas and markers that commit go (``KafkaRows``). By default, both are files.
         on_saved: Called on every rank with each checkpoint that was committed.
         on_progress: Called from any thread with what is being done ("save", "restore", "compact" or "prune") and how
             much is done of how much: shards of a save, files of a prune, bytes of others.
@@ -93,15 +93,15 @@ class CheckpointManager:
         cpu_share: float = 1.0,
         staging_bytes: int = STAGING_BYTES,
         timeout_secs: float = 1800.0,
-        rows: RowLog | None = None,
+        row_log: RowLog | None = None,
         on_saved: Callable[[Saved], None] | None = None,
         on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
     ) -> None:
         if policy is None:
-            policy = Compacted() if rows is None or rows.block_bytes is None else OneShot()
-        refuse_policy(policy, rows)
+            policy = Compacted() if row_log is None or row_log.block_bytes is None else OneShot()
+        refuse_policy(policy, row_log)
         self._root = Store.open(root).url
-        self._log = rows
+        self._log = row_log
         self._ranks = RunRanks(timeout_secs)
         self._tracker = tracker
         self._planner = CNRSavePlanner(tracker, policy=policy)
@@ -113,12 +113,12 @@ class CheckpointManager:
             staging_bytes=staging_bytes,
             cpu_share=cpu_share,
             timeout_secs=timeout_secs,
-            rows=rows,
+            row_log=row_log,
             progress=partial(on_progress, "save"),
         )
         self._when_busy = when_busy
         self._thread_count = thread_count
-        self._due = Due(every_steps, every_secs, self._ranks.decide)
+        self._due = Schedule(every_steps, every_secs, self._ranks.decide)
         self._num_retries = num_retries
         self._on_saved = on_saved
         self._in_flight: tuple[int, float, float, Future[Any]] | None = None
@@ -126,14 +126,14 @@ class CheckpointManager:
         is_coordinator = self._ranks.rank == 0
         max_ratio = policy.max_ratio if isinstance(policy, Compacted) else MAX_RATIO
         self._upkeep = (
-            Upkeep(self._root, keep, does_compact, max_ratio, rows=rows, progress=on_progress)
+            Upkeep(self._root, keep, does_compact, max_ratio, row_log=row_log, progress=on_progress)
             if is_coordinator
             else None
         )
         self.report: LoadReport | None = None
         self._passed_over: frozenset[str] = frozenset()
 
-    def save(self, step: int, state: State, *, force: bool = False) -> Saved | None:
+    def save(self, step: int, state: StateSource, *, force: bool = False) -> Saved | None:
         """Save if a checkpoint is due; returns once it is committed.
 
         Args:
@@ -166,7 +166,7 @@ class CheckpointManager:
                 secs = time.monotonic() - started
                 return self._finish(step, metadata, secs, secs, num_retries)
 
-    def async_save(self, step: int, state: State, *, force: bool = False) -> Future[Any] | None:
+    def async_save(self, step: int, state: StateSource, *, force: bool = False) -> Future[Any] | None:
         """Copy what a checkpoint needs if it is due, and save that in the background.
 
         How it ended shows at the next call of anything here, :meth:`wait` at the latest.
@@ -202,7 +202,7 @@ class CheckpointManager:
     def _is_busy(self) -> bool:
         return self._in_flight is not None and not self._in_flight[-1].done()
 
-    def _save(self, how: Callable[..., Any], step: int, state: State) -> Any:
+    def _save(self, how: Callable[..., Any], step: int, state: StateSource) -> Any:
         return how(
             dict(state() if callable(state) else state),
             checkpoint_id=self._path(step),
@@ -227,7 +227,7 @@ class CheckpointManager:
         self, step: int, metadata: SaveMetadata | None, stall_secs: float, secs: float, num_retries: int
     ) -> Saved:
         self._due.saved(step)
-        self._planner.settle()
+        self._planner.resolve_last_save()
         checkpoint = read_checkpoint(self._writer.checkpoint_id)
         saved = Saved(
             step=step,
@@ -246,7 +246,7 @@ class CheckpointManager:
             self._on_saved(saved)
         return saved
 
-    def restore(self, state: State) -> int | None:
+    def restore(self, state: StateSource) -> int | None:
         """Load the newest checkpoint that can be read; see :func:`restore_newest`.
 
         Args:
@@ -266,7 +266,7 @@ class CheckpointManager:
             self._tracker,
             group=self._ranks.group,
             thread_count=self._thread_count,
-            rows=self._log,
+            row_log=self._log,
             progress=partial(self._progress, "restore"),
         )
         if found is None:
@@ -296,7 +296,7 @@ def _names_behind(root: str, step: int) -> frozenset[str] | CNRError:
     store = Store.open(root)
     try:
         later = [name for name in store.names() if (found := _NAME.fullmatch(name)) and int(found[1]) > step]
-        return frozenset(name for name in later if store.at(name).exists(FILE_NAME))
+        return frozenset(name for name in later if store.at(name).exists(MANIFEST_FILE))
     except CNRError as error:  # for all ranks
         return error
 

@@ -24,12 +24,12 @@ from torchrec_cnr.manager.restore import shared
 
 logger = logging.getLogger(__name__)
 
-BEAT_SECS = 1.0
+HEARTBEAT_SECS = 1.0
 _MAX_MISSED = 5  # beats, since a process may hold the interpreter's lock for a while
 _instances = iter(range(1 << 62))  # ranks make theirs in one order
 
 
-class Pulse:
+class Heartbeat:
     """This rank's pulse, from now on; all ranks make theirs alike.
 
     Args:
@@ -50,7 +50,7 @@ class Pulse:
         self._stop = weakref.finalize(self, _stop, self._is_closed, self._thread)
 
     @classmethod
-    def of_world(cls) -> "Pulse":
+    def of_world(cls) -> "Heartbeat":
         """That of this rank of the default group."""
         return cls(dist.get_rank(), dist.get_world_size(), _get_default_store())
 
@@ -59,13 +59,13 @@ class Pulse:
         found: list[int] = []
         looking = threading.Thread(target=lambda: found.extend(self._missing()), name="cnr-pulse-look", daemon=True)
         looking.start()
-        looking.join(3 * _MAX_MISSED * BEAT_SECS)  # a store whose process was stopped keeps its clients waiting
+        looking.join(3 * _MAX_MISSED * HEARTBEAT_SECS)  # a store whose process was stopped keeps its clients waiting
         return self._others() if looking.is_alive() else found
 
     def _missing(self) -> Sequence[int]:
         try:
             before = self._beats()
-            time.sleep(_MAX_MISSED * BEAT_SECS)
+            time.sleep(_MAX_MISSED * HEARTBEAT_SECS)
             after = self._beats()
         except (RuntimeError, OSError) as error:
             logger.warning("the group's store does not answer: %s", error)
@@ -85,7 +85,7 @@ class Pulse:
                 self._store.add(f"{self._prefix}/{self._rank}", 1)
             except (RuntimeError, OSError):  # whoever has the store is gone: the next collective will tell
                 return
-            if self._is_closed.wait(BEAT_SECS):
+            if self._is_closed.wait(HEARTBEAT_SECS):
                 return
 
     def _beats(self) -> list[int]:
@@ -94,7 +94,7 @@ class Pulse:
 
 def _stop(is_closed: threading.Event, thread: threading.Thread) -> None:
     is_closed.set()
-    thread.join(BEAT_SECS)
+    thread.join(HEARTBEAT_SECS)
 
 
 class RunRanks:
@@ -114,13 +114,13 @@ class RunRanks:
         self.rank = 0
         self.group: dist.ProcessGroup | None = None
         self._deciding: dist.ProcessGroup | None = None
-        self._pulse: Pulse | None = None
+        self._pulse: Heartbeat | None = None
         if dist.is_initialized():
             timeout = timedelta(seconds=timeout_secs)
             self.rank = dist.get_rank()
             self.group = dist.new_group(backend="gloo", timeout=timeout)
             self._deciding = dist.new_group(backend="gloo", timeout=timeout)
-            self._pulse = Pulse.of_world()
+            self._pulse = Heartbeat.of_world()
 
     def decide(self, value: Any) -> Any:
         """What rank 0 has, on all ranks."""

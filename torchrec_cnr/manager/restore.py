@@ -38,7 +38,7 @@ def restore_newest(
     *,
     group: dist.ProcessGroup | None = None,
     thread_count: int = 2,
-    rows: RowLog | None = None,
+    row_log: RowLog | None = None,
     progress: Progress | None = None,
 ) -> tuple[str, LoadReport] | None:
     """Load the newest checkpoint under a root whose bytes are what was committed.
@@ -51,7 +51,7 @@ def restore_newest(
         tracker: The next save continues the lineage.
         group: The ranks that load together; by default all of the default group, if there is one.
         thread_count: Requests in flight at once.
-        rows: The log that rows of deltas went to, if they did: ``KafkaRows``.
+        row_log: The log that rows of deltas went to, if they did: ``KafkaRows``.
         progress: Told how many of how many bytes of rows this rank has read.
 
     Returns:
@@ -66,9 +66,9 @@ def restore_newest(
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
     passed_over = []
-    for path in _candidates(root, group, rows):
+    for path in _candidates(root, group, row_log):
         planner = CNRLoadPlanner(tracker)
-        reader = CNRStorageReader(path, thread_count=thread_count, rows=rows, progress=progress)
+        reader = CNRStorageReader(path, thread_count=thread_count, row_log=row_log, progress=progress)
         try:
             load(state, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
         except CheckpointException as error:
@@ -84,9 +84,9 @@ def restore_newest(
     return None
 
 
-def _candidates(root: str | os.PathLike[str], group: dist.ProcessGroup | None, rows: RowLog | None) -> Iterator[str]:
+def _candidates(root: str | os.PathLike[str], group: dist.ProcessGroup | None, row_log: RowLog | None) -> Iterator[str]:
     """Paths of checkpoints, newest first: rank 0's view of them, on all ranks."""
-    found = newest_first(root, rows)
+    found = newest_first(root, row_log)
     is_first = group is None or dist.get_rank(group) == 0
     while (path := shared(_next_path(found) if is_first else None, group)) is not None:
         yield path

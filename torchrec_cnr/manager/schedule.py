@@ -15,7 +15,7 @@ Share = Callable[[int], int]  # what the coordinator says, on all ranks
 
 
 @dataclass
-class Due:
+class Schedule:
     """Whether a checkpoint is due.
 
     Attributes:

@@ -17,7 +17,7 @@ from torchrec_cnr.quantization.scheme import Sample, Scheme, is_quantizable
 from torchrec_cnr.quantization.uniform import BITS, AdaptiveAsymmetric, Asymmetric, relative_error
 from torchrec_cnr.quantization.unquantized import NoQuantization
 
-_MOST_RESTORES = ((1, 2), (3, 3), (20, 4))  # up to so many restores, so many bits; 8 bits beyond
+_MAX_RESTORES = ((1, 2), (3, 3), (20, 4))  # up to so many restores, so many bits; 8 bits beyond
 
 
 def expected_restores(failures_per_node_hour: float, num_nodes: int, job_hours: float) -> float:
@@ -65,7 +65,7 @@ class ByExpectedRestores:
 
     def choose(self, sample: Sample, num_restores: int) -> Scheme:
         """Adaptive with 2 to 4 bits, from least to greatest value with 8."""
-        fitting = [bits for most, bits in _MOST_RESTORES if self.num_restores <= most]
+        fitting = [bits for most, bits in _MAX_RESTORES if self.num_restores <= most]
         bits = 8 if num_restores > self.num_restores or not fitting else fitting[0]
         return _with(bits).choose(sample, num_restores)
 

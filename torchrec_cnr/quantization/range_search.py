@@ -9,9 +9,9 @@ import numpy as np
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.kernels.search_plan import GREEDY, LEAST_SQUARES, SearchPlan, search_plan
 
-_MOST_BINS = 10_000
-MOST_CUTS = 64
-_MOST_ROUNDS = 1_000
+_MAX_BINS = 10_000
+MAX_CUTS = 64
+_MAX_ROUNDS = 1_000
 
 
 def _check_whole(name: str, value: int, least: int, most: int) -> None:
@@ -39,7 +39,7 @@ class GreedySearch:
     name: ClassVar[str] = "greedy"
 
     def __post_init__(self) -> None:
-        _check_whole("num_bins", self.num_bins, 1, _MOST_BINS)
+        _check_whole("num_bins", self.num_bins, 1, _MAX_BINS)
         if type(self.ratio) not in (int, float) or not 0.0 < self.ratio <= 1.0:
             raise ConfigurationError(f"'ratio' must be above 0 and at most 1 (got {self.ratio!r})")
 
@@ -81,13 +81,13 @@ class LeastSquares:
 
     def __post_init__(self) -> None:
         cuts: Any = self.cuts  # whatever was given
-        is_tuple = isinstance(cuts, tuple) and 1 <= len(cuts) <= MOST_CUTS
+        is_tuple = isinstance(cuts, tuple) and 1 <= len(cuts) <= MAX_CUTS
         if not is_tuple or not all(type(cut) in (int, float) and 0.0 <= cut < 0.5 for cut in cuts):
             got = str(cuts)[:80]
-            raise ConfigurationError(f"'cuts' must be a tuple of 1 to {MOST_CUTS} parts from 0 to below .5 (got {got})")
-        _check_whole("rounds", self.rounds, 1, _MOST_ROUNDS)
-        _check_whole("kept", self.kept, 1, MOST_CUTS)
-        _check_whole("polish", self.polish, 0, _MOST_ROUNDS)
+            raise ConfigurationError(f"'cuts' must be a tuple of 1 to {MAX_CUTS} parts from 0 to below .5 (got {got})")
+        _check_whole("rounds", self.rounds, 1, _MAX_ROUNDS)
+        _check_whole("kept", self.kept, 1, MAX_CUTS)
+        _check_whole("polish", self.polish, 0, _MAX_ROUNDS)
 
     @property
     def plan(self) -> SearchPlan:

@@ -11,7 +11,7 @@ import torch
 from torchrec_cnr.errors import ConfigurationError, DamagedError
 from torchrec_cnr.quantization.choose_bits import ByErrorBudget, ByExpectedRestores
 from torchrec_cnr.quantization.kmeans import KMeans
-from torchrec_cnr.quantization.range_search import MOST_CUTS, GreedySearch, LeastSquares, Search
+from torchrec_cnr.quantization.range_search import MAX_CUTS, GreedySearch, LeastSquares, Search
 from torchrec_cnr.quantization.scheme import Quantization, Scheme
 from torchrec_cnr.quantization.uniform import AdaptiveAsymmetric, Asymmetric, Symmetric
 from torchrec_cnr.quantization.unquantized import HalfPrecision, NoQuantization
@@ -95,7 +95,7 @@ def _parsed_search(value: Mapping[str, Any]) -> Search | None:
         case {"name": "greedy", "num_bins": num_bins, "ratio": str(ratio)}:
             return GreedySearch(num_bins, _decimal(ratio))
         case {"name": "least_squares", "cuts": [*cuts], "rounds": rounds, "kept": kept, "polish": polish}:
-            return LeastSquares(tuple(_decimal(cut) for cut in cuts[: MOST_CUTS + 1]), rounds, kept, polish)
+            return LeastSquares(tuple(_decimal(cut) for cut in cuts[: MAX_CUTS + 1]), rounds, kept, polish)
     return None
 
 

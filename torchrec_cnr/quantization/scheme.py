@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_MOST_TAIL_BYTES = 16  # of a row; wide rows of values would take longer to pack than it is worth
+_MAX_TAIL_BYTES = 16  # of a row; wide rows of values would take longer to pack than it is worth
 Sample = Callable[[], Tensor]  # gathers some rows of a table, [n, num_cols]; called only where a choice needs them
 
 
@@ -137,7 +137,7 @@ def positions(mask: Tensor) -> Tensor:
 
 def tail_of(num_bytes: int) -> int:
     """The tail of a row that has so many bytes behind its codes."""
-    return num_bytes if num_bytes <= _MOST_TAIL_BYTES else 0
+    return num_bytes if num_bytes <= _MAX_TAIL_BYTES else 0
 
 
 def exact_row_bytes(num_cols: int, itemsize: int) -> int:

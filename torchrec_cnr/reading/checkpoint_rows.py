@@ -9,8 +9,8 @@ from torch import Tensor
 
 from torchrec_cnr.errors import DamagedError
 from torchrec_cnr.format.manifest import DTYPES
-from torchrec_cnr.format.row_sets import CodedRows, RowBlock, Rows, decode_rows
-from torchrec_cnr.format.split_blobs import joined
+from torchrec_cnr.format.row_sets import CodedRows, RowBlock, RowNumbers, decode_row_numbers
+from torchrec_cnr.format.split_blobs import join
 from torchrec_cnr.quantization import exact_row_bytes
 from torchrec_cnr.reading.plan import BlobRead, CheckpointReads
 from torchrec_cnr.reading.regions import Block, PlacedRows
@@ -18,7 +18,7 @@ from torchrec_cnr.storage.pack_reader import PackReader
 from torchrec_cnr.storage.store import Bytes
 
 
-class RowNumbers:
+class BlockRowNumbers:
     """Row numbers of blocks, decoded when they are needed; the last one is kept for the table's optimizer state.
 
     Args:
@@ -31,16 +31,16 @@ class RowNumbers:
         self._keys = {block: key for key, block in blocks.items()}
         self._codes = codes
         self._where = where
-        self._last: tuple[RowBlock | None, Rows] = (None, np.empty(0, dtype=np.int64))
+        self._last: tuple[RowBlock | None, RowNumbers] = (None, np.empty(0, dtype=np.int64))
 
-    def of(self, block: RowBlock) -> Rows | None:
+    def of(self, block: RowBlock) -> RowNumbers | None:
         """int64 [num_rows], or None for consecutive rows."""
         if block.coding == "all":
             return None
         if self._last[0] != block:
             key = self._keys[block]
             coded = CodedRows(block.coding, block.first, block.span, self._codes[key].tobytes())
-            self._last = (block, decode_rows(coded, block.num_rows, f"{self._where}: {key}"))
+            self._last = (block, decode_row_numbers(coded, block.num_rows, f"{self._where}: {key}"))
         return self._last[1]
 
 
@@ -72,7 +72,7 @@ class CheckpointRows:
             wanted += [(key, read.blob) for key, read in plan.reads.items() if plan.is_in_log(read.blob)]
         self._held = dict(self._packs.read(wanted))
         codes = {key: self._held.pop(key) for key in plan.row_blocks}
-        self._numbers = RowNumbers(plan.row_blocks, codes, store.url)
+        self._numbers = BlockRowNumbers(plan.row_blocks, codes, store.url)
 
     def placed(self) -> Iterator[tuple[int, BlobRead, PlacedRows]]:
         """Which rows they are, turn by turn, with the turn's number."""
@@ -101,7 +101,7 @@ class CheckpointRows:
         num_cols, dtype = read.shard.box.num_cols, DTYPES[read.entry.dtype]
         row_bytes = read.shard.scheme.row_bytes(num_cols, dtype)
         tail_bytes = read.shard.scheme.tail_bytes(num_cols, dtype)
-        return joined(data, read.rows.num_rows, row_bytes, tail_bytes, self._where(key))
+        return join(data, read.rows.num_rows, row_bytes, tail_bytes, self._where(key))
 
     def _where(self, key: str) -> str:
         return f"{self.plan.checkpoint.store.url}: {key}"

@@ -28,11 +28,11 @@ from torchrec_cnr.reading.checkpoint_rows import CheckpointRows
 from torchrec_cnr.reading.plan import CheckpointReads
 from torchrec_cnr.reading.regions import Block, PlacedRows, Region
 
-_LEAST_COLS = 8  # narrower rows are written as fast as they are looked up
-MOST_TURNS = 1 << 15
+_MIN_COLS = 8  # narrower rows are written as fast as they are looked up
+MAX_TURNS = 1 << 15
 
 
-class LastTurns:
+class LatestWriter:
     """Of each row of some regions, the last turn that holds all of its columns; two bytes a row.
 
     Args:
@@ -40,7 +40,7 @@ class LastTurns:
     """
 
     def __init__(self, regions: Iterable[Region]) -> None:
-        wide = [region for region in regions if len(region.box.sizes) == 2 and region.box.num_cols >= _LEAST_COLS]
+        wide = [region for region in regions if len(region.box.sizes) == 2 and region.box.num_cols >= _MIN_COLS]
         self._turns = {id(region): torch.zeros(region.box.num_rows, dtype=torch.int16) for region in wide}
 
     @property
@@ -132,7 +132,7 @@ def _windows(plans: Iterable[CheckpointReads]) -> Iterator[list[CheckpointReads]
     window: list[CheckpointReads] = []
     num_bytes = num_turns = 0
     for plan in plans:
-        is_full = num_bytes + plan.early_bytes > _EARLY_BYTES or num_turns + plan.num_turns >= MOST_TURNS
+        is_full = num_bytes + plan.early_bytes > _EARLY_BYTES or num_turns + plan.num_turns >= MAX_TURNS
         if window and is_full:
             yield window
             window, num_bytes, num_turns = [], 0, 0
@@ -142,7 +142,7 @@ def _windows(plans: Iterable[CheckpointReads]) -> Iterator[list[CheckpointReads]
         yield window
 
 
-def _last_turns(checkpoints: Sequence[CheckpointRows]) -> LastTurns:
+def _last_turns(checkpoints: Sequence[CheckpointRows]) -> LatestWriter:
     """When rows of tables are overwritten for the last time, in regions of which several checkpoints hold some rows."""
     regions: dict[int, Region] = {}
     times: Counter[int] = Counter()
@@ -151,7 +151,7 @@ def _last_turns(checkpoints: Sequence[CheckpointRows]) -> LastTurns:
         found = {id(region): region for read in reads for region in read.regions}
         regions |= found
         times.update(found.keys())
-    turns = LastTurns(regions[number] for number, count in times.items() if count > 1)
+    turns = LatestWriter(regions[number] for number, count in times.items() if count > 1)
     for checkpoint in checkpoints if turns.num_regions else ():
         for turn, read, rows in checkpoint.placed():
             for region in read.regions:

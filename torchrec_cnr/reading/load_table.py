@@ -29,7 +29,7 @@ def load_table(
     *,
     rows: range | slice | None = None,
     out: Tensor | None = None,
-    log: RowLog | None = None,
+    row_log: RowLog | None = None,
     thread_count: int = 2,
 ) -> Tensor:
     """Read one tensor of a checkpoint, as its whole lineage has it. Only the bytes that it needs are read.
@@ -42,7 +42,7 @@ def load_table(
         fqn: The tensor's name in it: a table's, or any other's.
         rows: Which indices of the first dimension, without steps; by default all.
         out: Where to: a tensor of the size and dtype of what is read, on any device.
-        log: The log that rows of deltas went to, if they did: ``KafkaRows``. Elsewhere it is called ``rows``.
+        row_log: The log that rows of deltas went to, if they did: ``KafkaRows``. Elsewhere it is called ``rows``.
         thread_count: Requests in flight at once. Each takes up to 16 MiB of memory.
 
     Returns:
@@ -55,7 +55,7 @@ def load_table(
         LoadError: It does not fit into memory.
     """
     check_thread_count(thread_count)
-    place = Store.open(existing(path), log=log)
+    place = Store.open(existing(path), row_log=row_log)
     with leased(place, "load"):
         lineage = read_lineage(place)
         entry = _entry(lineage, fqn)

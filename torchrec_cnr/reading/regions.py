@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.manifest import Shard
-from torchrec_cnr.format.row_sets import Rows
+from torchrec_cnr.format.row_sets import RowNumbers
 from torchrec_cnr.quantization import NoQuantization, Scheme
 
 
@@ -33,7 +33,7 @@ class PlacedRows:
     numbers: Tensor | None
 
     @property
-    def index(self) -> Rows | slice:
+    def index(self) -> RowNumbers | slice:
         """int64 [num_rows], row numbers within the box, or the slice that they are."""
         return slice(self.first, self.first + self.num_rows) if self.numbers is None else self.numbers.numpy()
 

@@ -1,4 +1,4 @@
-"""Flights: whether the save that was staged before still runs, which DCP tells nobody but whoever holds its future.
+"""Background saves: whether the save that was staged before still runs. DCP tells only who holds its future.
 
 Until it has ended, nothing may be staged again: its rows would be overwritten in memory, and its marks settled too
 early. DCP runs each asynchronous save in a thread of its own, which ends with it. With threads that is where the
@@ -18,7 +18,7 @@ _LOOK_SECS = 0.5  # between two looks into the store
 _BEGIN_SECS = 120.0  # until a save begins: it may have to start a process first; what begins later is refused
 
 
-class Flight:
+class BackgroundSave:
     """The save that was staged last.
 
     Args:
@@ -32,24 +32,24 @@ class Flight:
         self._thread: threading.Thread | None = None
         self._older: frozenset[threading.Thread] = frozenset()
 
-    def is_staged(self) -> None:
+    def staged(self) -> None:
         """From now on a save is in flight, although DCP may not have begun it yet."""
         self._began.clear()
         self._thread = None
         self._older = frozenset(threading.enumerate())
 
-    def board(self) -> None:
+    def started(self) -> None:
         """The save runs, in the thread that calls this."""
         self._thread = threading.current_thread()
         self._began.set()
 
-    def end(self) -> None:
+    def finished(self) -> None:
         """Nothing of it runs any more."""
         self._thread = None
         self._began.set()
 
     @property
-    def has_ended(self) -> bool:
+    def has_finished(self) -> bool:
         """Whether nothing of it runs any more."""
         if self._began.is_set():
             return self._thread is None or not self._thread.is_alive()
@@ -65,7 +65,7 @@ class Flight:
             SaveError: That took too long.
         """
         began = look = time.monotonic()
-        while not self.has_ended and self._thread is not threading.current_thread():
+        while not self.has_finished and self._thread is not threading.current_thread():
             now = time.monotonic()
             if now > look + _LOOK_SECS:
                 if is_committed():
@@ -82,8 +82,8 @@ class Flight:
                 self._began.wait(0.01)
             else:
                 self._thread.join(0.01)
-        self.end()
+        self.finished()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        self.board()
-        return Flight, (self.timeout_secs,)
+        self.started()
+        return BackgroundSave, (self.timeout_secs,)

@@ -26,12 +26,12 @@ from torchrec_cnr.lineage.checkpoint import read_checkpoint
 from torchrec_cnr.policies import Since
 from torchrec_cnr.quantization import Scheme
 from torchrec_cnr.saving.decision import Decision
-from torchrec_cnr.saving.encoding import EncodedRowSet, EncodedShard, Source, most_block_bytes, write_row_blocks
+from torchrec_cnr.saving.encoding import EncodedRowSet, EncodedShard, EncodingInput, most_block_bytes, write_row_blocks
 from torchrec_cnr.saving.row_blocks import BlockKey, CommittedBlocks, KeptBlock, Member, TouchedBlocks, superseded
 from torchrec_cnr.storage.pack_writer import PackWriter
 from torchrec_cnr.storage.row_log import BlockTarget, PackTarget, RowLog, root_id
 from torchrec_cnr.storage.store import Store
-from torchrec_cnr.tracking.modified_rows import Rows
+from torchrec_cnr.tracking.modified_rows import SelectedRows
 
 _Block = tuple[RowBlock, tuple[Blob, ...]]
 
@@ -125,7 +125,7 @@ class BlockWriter:
         self.kept_packs: tuple[Pack, ...] = ()
 
     def write(
-        self, members: Sequence[Member], sources: Sequence[Source], rows: Rows, touched: TouchedBlocks
+        self, members: Sequence[Member], sources: Sequence[EncodingInput], rows: SelectedRows, touched: TouchedBlocks
     ) -> tuple[WrittenBlocks, Sequence[EncodedShard]]:
         """Encode the blocks that must be, and take over the others.
 
@@ -168,7 +168,7 @@ class BlockWriter:
 
 logger = logging.getLogger(__name__)
 
-_MOST_REMEMBERED = 3
+_MAX_REMEMBERED = 3
 
 
 class _Remembered:
@@ -187,18 +187,18 @@ class _Remembered:
         """Remember, and forget what was put first."""
         with self._lock:
             self._blocks[key] = blocks
-            while len(self._blocks) > _MOST_REMEMBERED:
+            while len(self._blocks) > _MAX_REMEMBERED:
                 self._blocks.popitem(last=False)
 
 
 _remembered = _Remembered()
 
 
-def predecessor(log: RowLog, decision: Decision) -> Predecessor:
+def predecessor(row_log: RowLog, decision: Decision) -> Predecessor:
     """What a save goes on from.
 
     Args:
-        log: Where its rows go.
+        row_log: Where its rows go.
         decision: What it holds.
 
     Raises:
@@ -207,41 +207,41 @@ def predecessor(log: RowLog, decision: Decision) -> Predecessor:
     """
     if decision.since is Since.EVER or decision.head is None or decision.parent is None:
         return Predecessor(None, frozenset())
-    head = _committed_blocks(log, decision.head)
+    head = _committed_blocks(row_log, decision.head)
     used = head.keys
     if decision.newest is not None:
         try:
-            used |= _committed_blocks(log, decision.newest).keys
+            used |= _committed_blocks(row_log, decision.newest).keys
         except LoadError as error:
             logger.warning("cannot be loaded, and is not kept until this save is committed: %s", error)
     return Predecessor(head if head.parent_sha256 == decision.parent.sha256 else None, used)
 
 
-def forget_superseded(store: Store, log: RowLog, decision: Decision, manifest: Manifest) -> None:
+def forget_superseded(store: Store, row_log: RowLog, decision: Decision, manifest: Manifest) -> None:
     """Remove what nothing needs any more from the log, after a commit; what is not removed now stays.
 
     Args:
         store: The checkpoint.
-        log: Where its rows lie.
+        row_log: Where its rows lie.
         decision: What it holds.
         manifest: What was committed.
     """
     try:
         refs = [ref for ref in (decision.head, decision.newest) if ref is not None]
-        gone = superseded([_committed_blocks(log, ref) for ref in refs], manifest)
+        gone = superseded([_committed_blocks(row_log, ref) for ref in refs], manifest)
         if gone:
-            log.forget(root_id(store.at("..").url), gone)
+            row_log.forget(root_id(store.at("..").url), gone)
     except CNRError as error:
-        logger.warning("rows that nothing needs any more stay in the topic %r: %s", log.topic, error)
+        logger.warning("rows that nothing needs any more stay in the topic %r: %s", row_log.topic, error)
 
 
-def _committed_blocks(log: RowLog, ref: CheckpointRef) -> CommittedBlocks:
-    key = (ref.sha256, log.topic)
+def _committed_blocks(row_log: RowLog, ref: CheckpointRef) -> CommittedBlocks:
+    key = (ref.sha256, row_log.topic)
     found = _remembered.get(key)
     if found is None:
-        checkpoint = read_checkpoint(Store.open(ref.path, log=log))
+        checkpoint = read_checkpoint(Store.open(ref.path, row_log=row_log))
         if checkpoint.sha256 != ref.sha256:
             raise SaveError(f"{ref.path}: it was replaced while a save went on from it; save again")
-        found = CommittedBlocks(checkpoint.committed, log.topic)
+        found = CommittedBlocks(checkpoint.committed, row_log.topic)
         _remembered.put(key, found)
     return found

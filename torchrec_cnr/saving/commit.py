@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torchrec_cnr.errors import LoadError, SaveError
 from torchrec_cnr.format import manifest_json
 from torchrec_cnr.format.boxes import Box
-from torchrec_cnr.format.manifest import FILE_NAME, CheckpointRef, History, Manifest, Pack, Shard, TensorEntry
+from torchrec_cnr.format.manifest import MANIFEST_FILE, CheckpointRef, History, Manifest, Pack, Shard, TensorEntry
 from torchrec_cnr.format.renumbering import Renumbering
 from torchrec_cnr.format.row_sets import Blob
 from torchrec_cnr.lineage.checkpoint import relative_path
@@ -201,7 +201,7 @@ def file_of(manifest: Manifest, store: Store) -> ManifestFile:
         SaveError: It could not be loaded again.
     """
     try:
-        data, sha256 = manifest_json.dumps_valid(manifest, f"{store.url}/{FILE_NAME}")
+        data, sha256 = manifest_json.dumps_valid(manifest, f"{store.url}/{MANIFEST_FILE}")
     except LoadError as error:
         raise SaveError(f"nothing was committed, because it could not be loaded again: {error}") from error
     root, name, parent = root_id(store.at("..").url), posixpath.basename(store.path), manifest.parent
@@ -226,7 +226,7 @@ def commit(store: Store, file: ManifestFile, lease: Lease | None, fence: Fence |
         SaveError: Something that it needs may have been pruned.
         StoreError: Store or log refused.
     """
-    if file.parent is not None and not store.at(file.parent.path).exists(FILE_NAME):
+    if file.parent is not None and not store.at(file.parent.path).exists(MANIFEST_FILE):
         raise SaveError(
             f"{store.url}: nothing was committed, because its parent {store.at(file.parent.path).url} was pruned "
             "meanwhile; save again: the next save will be a baseline"
@@ -238,10 +238,10 @@ def commit(store: Store, file: ManifestFile, lease: Lease | None, fence: Fence |
         )
     check = fence.check if fence is not None else _no_check
     check()
-    if store.log is not None:
-        commit_marked(store, store.log, file.marker, file.data, check)
+    if store.row_log is not None:
+        commit_marked(store, store.row_log, file.marker, file.data, check)
     else:
-        store.put_new(FILE_NAME, file.data, file.marker.save_id)
+        store.put_new(MANIFEST_FILE, file.data, file.marker.save_id)
 
 
 def _no_check() -> None:

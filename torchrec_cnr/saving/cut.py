@@ -16,13 +16,13 @@ from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.lineage.checkpoint import Checkpoint, Head, committed
 from torchrec_cnr.policies import Compacted, Policy, Since
-from torchrec_cnr.saving.background_save import Flight
+from torchrec_cnr.saving.background_save import BackgroundSave
 from torchrec_cnr.saving.row_blocks import TouchedBlocks, block_rows_of
-from torchrec_cnr.saving.staged_values import Staged
+from torchrec_cnr.saving.staged_values import StagedValue
 from torchrec_cnr.sharding import ShardKey, local_shards, memory_key
 from torchrec_cnr.storage.row_log import RowLog
 from torchrec_cnr.storage.store import Store
-from torchrec_cnr.tracking.modified_rows import ModifiedRows, RowList, Rows
+from torchrec_cnr.tracking.modified_rows import ModifiedRows, RowList, SelectedRows
 from torchrec_cnr.tracking.tracked_tables import Pending, TrackedRows, TrackedShard
 
 TIMEOUT_SECS = 1800.0
@@ -40,7 +40,7 @@ class StagedRows:
     """
 
     since: Since
-    parts: tuple[Rows, ...]
+    parts: tuple[SelectedRows, ...]
     digest: bytes
     touched: TouchedBlocks | None = None
 
@@ -64,7 +64,7 @@ class TrackedItem:
     table: str
     table_box: Box
     group: int
-    values: Staged
+    values: StagedValue
     rows: ModifiedRows | StagedRows | None
     is_replaced: bool = False
     block_rows: int | None = None
@@ -118,7 +118,7 @@ class Cut:
         items: What the tracker knows of the state dict.
         pending: Learns where the checkpoint goes.
         staged: What the save can be a delta of with what was staged; None if the state dict is live.
-        flight: Of a save whose rows were staged.
+        background_save: Of a save whose rows were staged.
         is_complete: Whether all of them were staged, rather than some left to be written first.
     """
 
@@ -129,7 +129,7 @@ class Cut:
     items: Mapping[ShardKey, TrackedItem]
     pending: Pending
     staged: frozenset[Since] | None = None
-    flight: Flight | None = None
+    background_save: BackgroundSave | None = None
     is_complete: bool = True
 
     def is_by_heat(self, since: Since) -> bool:
@@ -144,16 +144,16 @@ class Cuts:
     Attributes:
         tracker: The tracker.
         policy: That of its planner.
-        flight: The save in the background, if there is one.
+        background_save: The save in the background, if there is one.
         staged: The last cut whose rows were staged.
         log: That of the writer, where markers say what was committed.
     """
 
     tracker: TrackedRows
     policy: Policy
-    flight: Flight = field(default_factory=lambda: Flight(TIMEOUT_SECS))
+    background_save: BackgroundSave = field(default_factory=lambda: BackgroundSave(TIMEOUT_SECS))
     staged: Cut | None = None
-    log: RowLog | None = None
+    row_log: RowLog | None = None
     _num_cuts: int = 0
     _is_baseline_due: bool = False
     _frozen_states: dict[ShardKey, ReferenceType[Tensor]] = field(default_factory=dict)
@@ -179,7 +179,7 @@ class Cuts:
             StoreError: The store does not answer.
             SaveError: A save in the background does not end.
         """
-        self.settle()
+        self.resolve_last_save()
         items = self._find(live)
         self.tracker.freeze()
         pending = self.tracker.pending
@@ -204,9 +204,9 @@ class Cuts:
         Raises:
             SaveError: It does not end in time.
         """
-        self.flight.wait(lambda: self._landed() is not None)
+        self.background_save.wait(lambda: self._landed() is not None)
 
-    def settle(self) -> None:
+    def resolve_last_save(self) -> None:
         """Wait for a save in the background, then commit its rows, or mark them again."""
         self.wait()
         checkpoint, pending = self._landed(), self.tracker.pending
@@ -225,7 +225,7 @@ class Cuts:
     def _landed(self) -> Checkpoint | None:
         """What the pending save has committed."""
         place = self.tracker.pending.place if self.tracker.pending is not None else None
-        return committed(Store.open(place[0], log=self.log), place[1]) if place is not None else None
+        return committed(Store.open(place[0], row_log=self.row_log), place[1]) if place is not None else None
 
     def _head_of(self, checkpoint: Checkpoint) -> Head:
         """The head that a committed save is, on top of the head before."""
@@ -266,7 +266,7 @@ class Cuts:
         return found
 
     def _block_rows(self, shard: TrackedShard) -> int | None:
-        block_bytes = self.log.block_bytes if self.log is not None else None
+        block_bytes = self.row_log.block_bytes if self.row_log is not None else None
         if block_bytes is None:
             return None
         return block_rows_of(shard.rows.box.num_cols, shard.weight.element_size(), block_bytes)

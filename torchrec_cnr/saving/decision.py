@@ -134,26 +134,32 @@ def newest_beside(store: Store, head: CheckpointRef | None) -> CheckpointRef | N
         StoreError: Store or log do not answer.
     """
     root = store.at("..")
-    for marker in reversed(store.log.markers(root_id(root.url), _NUM_LOOKED_AT) if store.log is not None else ()):
+    for marker in reversed(
+        store.row_log.markers(root_id(root.url), _NUM_LOOKED_AT) if store.row_log is not None else ()
+    ):
         if head is not None and marker.sha256 == head.sha256:
             return None
         found = committed(root.at(marker.name), marker.save_id)
         if found is not None and found.sha256 == marker.sha256:
             return found.ref
-    newest = next(newest_first(root.url, store.log), None)
+    newest = next(newest_first(root.url, store.row_log), None)
     return None if newest is None or (head is not None and newest.sha256 == head.sha256) else newest.ref
 
 
-def refuse_policy(policy: Policy, log: RowLog | None) -> None:
+def refuse_policy(policy: Policy, row_log: RowLog | None) -> None:
     """A log of row blocks holds what was modified since the baseline, and nothing else.
 
     Raises:
         ConfigurationError: The policy makes other deltas.
     """
-    if log is not None and log.block_bytes is not None and not isinstance(policy, OneShot | Intermittent | Full):
+    if (
+        row_log is not None
+        and row_log.block_bytes is not None
+        and not isinstance(policy, OneShot | Intermittent | Full)
+    ):
         raise ConfigurationError(
-            f"the policy {type(policy).__name__} makes deltas of deltas, but the topic {log.topic!r} is compacted and "
-            "keeps the newest rows only: use OneShot, Intermittent or Full, or a topic that is not compacted"
+            f"the policy {type(policy).__name__} makes deltas of deltas, but the topic {row_log.topic!r} is compacted "
+            "and keeps the newest rows only: use OneShot, Intermittent or Full, or a topic that is not compacted"
         )
 
 

@@ -14,21 +14,21 @@ import torch
 from torch import Tensor
 
 from torchrec_cnr.format.manifest import DTYPES
-from torchrec_cnr.format.row_sets import Blob, CodedRows, RowBlock, RowSet, encode_rows
+from torchrec_cnr.format.row_sets import Blob, CodedRows, RowBlock, RowSet, encode_row_numbers
 from torchrec_cnr.format.split_blobs import split
 from torchrec_cnr.quantization import Encoded, NoQuantization, Scheme
 from torchrec_cnr.saving.staged_values import StagedCodes
 from torchrec_cnr.storage.pack_writer import PackWriter
 from torchrec_cnr.storage.row_log import PackTarget
 from torchrec_cnr.storage.store import Bytes
-from torchrec_cnr.tracking.modified_rows import RowList, Rows
+from torchrec_cnr.tracking.modified_rows import RowList, SelectedRows
 
 _ROW_BYTES = 16  # more than a row number takes, coded, or the position of an exact row
 _HEADER_BYTES = 1 << 10  # of a pack, for each blob
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class EncodingInput:
     """An item to be encoded.
 
     Attributes:
@@ -97,7 +97,7 @@ class EncodedRowSet:
         )
 
 
-def write_all_rows(packs: PackWriter, sources: Sequence[Source]) -> tuple[RowSet, Sequence[EncodedShard]]:
+def write_all_rows(packs: PackWriter, sources: Sequence[EncodingInput]) -> tuple[RowSet, Sequence[EncodedShard]]:
     """Encode every row of a shard, for every source at once: all have as many rows."""
     block_rows = _block_rows(sources, packs.block_bytes)
     num_rows = len(sources[0].rows) if sources[0].values.numel() else 0
@@ -115,7 +115,7 @@ def write_all_rows(packs: PackWriter, sources: Sequence[Source]) -> tuple[RowSet
 
 
 def write_rows(
-    packs: PackWriter, sources: Sequence[Source], rows: Rows, heat: int = 0
+    packs: PackWriter, sources: Sequence[EncodingInput], rows: SelectedRows, heat: int = 0
 ) -> tuple[EncodedRowSet, Sequence[EncodedShard]]:
     """Encode some rows, for every source at once, into packs of this heat."""
     block_rows = _block_rows(sources, packs.block_bytes)
@@ -128,7 +128,7 @@ def write_rows(
 
 
 def write_row_blocks(
-    packs: PackWriter, sources: Sequence[Source], blocks: Iterable[tuple[int, Tensor, int | None, PackTarget]]
+    packs: PackWriter, sources: Sequence[EncodingInput], blocks: Iterable[tuple[int, Tensor, int | None, PackTarget]]
 ) -> tuple[EncodedRowSet, Sequence[EncodedShard]]:
     """Encode some rows, for every source at once, each block of them into a pack of its own.
 
@@ -145,7 +145,7 @@ def write_row_blocks(
     return _joined(written, len(sources))
 
 
-def most_block_bytes(sources: Sequence[Source], num_rows: int) -> int:
+def most_block_bytes(sources: Sequence[EncodingInput], num_rows: int) -> int:
     """What a pack of that many rows may take, however they are encoded: codes take less than values, with all exact."""
     names_bytes = sum(_HEADER_BYTES + len(source.name.encode()) for source in (sources[0], *sources))
     widths = [(math.prod(source.rows.shape[1:]), source.values.element_size()) for source in sources]
@@ -162,10 +162,10 @@ class _WrittenBlock:
 
 
 def _write_block(
-    packs: PackWriter, sources: Sequence[Source], number: int, rows: Tensor, place: int | None, heat: int
+    packs: PackWriter, sources: Sequence[EncodingInput], number: int, rows: Tensor, place: int | None, heat: int
 ) -> _WrittenBlock:
     """Encode one block of rows, which lie at their own numbers, or where they were copied to."""
-    coded = encode_rows(rows.cpu().numpy())
+    coded = encode_row_numbers(rows.cpu().numpy())
     data = np.frombuffer(coded.data, dtype=np.uint8)
     blob = packs.add(f"{sources[0].name}/rows/{number}", "uint8", data.shape, data, heat)
     places = rows if place is None else torch.arange(place, place + len(rows))
@@ -190,17 +190,19 @@ def _encoded(written: Sequence[tuple[int, int]]) -> EncodedShard:
     return EncodedShard(tuple(blob for blob, _ in written), sum(num_exact for _, num_exact in written))
 
 
-def _block_rows(sources: Sequence[Source], block_bytes: int) -> int:
+def _block_rows(sources: Sequence[EncodingInput], block_bytes: int) -> int:
     widest = max(math.prod(source.rows.shape[1:]) * source.values.element_size() for source in sources)
     return max(1, block_bytes // max(1, widest))
 
 
-def _write_values(packs: PackWriter, source: Source, number: int, values: Tensor, heat: int = 0) -> tuple[int, int]:
+def _write_values(
+    packs: PackWriter, source: EncodingInput, number: int, values: Tensor, heat: int = 0
+) -> tuple[int, int]:
     """One blob: rows as they are."""
     return _add(packs, source, number, _bytes(values), source.dtype, tuple(values.shape), heat), 0
 
 
-def _write_codes(packs: PackWriter, source: Source, number: int, rows: Tensor, heat: int = 0) -> tuple[int, int]:
+def _write_codes(packs: PackWriter, source: EncodingInput, number: int, rows: Tensor, heat: int = 0) -> tuple[int, int]:
     """One blob: the codes of rows, then the rows that they cannot represent, and how many these are."""
     encoded, exact_values = _encode(source, rows) if source.codes is None else source.codes.encoded(rows)
     data = _bytes(encoded.codes)
@@ -212,7 +214,7 @@ def _write_codes(packs: PackWriter, source: Source, number: int, rows: Tensor, h
 
 
 def _add(
-    packs: PackWriter, source: Source, number: int, data: Bytes, dtype: str, shape: tuple[int, ...], heat: int
+    packs: PackWriter, source: EncodingInput, number: int, data: Bytes, dtype: str, shape: tuple[int, ...], heat: int
 ) -> int:
     """A blob of rows, none of them exact: split, if that makes it smaller."""
     tail_bytes = source.scheme.tail_bytes(math.prod(source.rows.shape[1:]), DTYPES[source.dtype])
@@ -222,7 +224,7 @@ def _add(
     return packs.add(f"{source.name}/{number}", dtype, shape, data, heat)
 
 
-def _encode(source: Source, rows: Tensor) -> tuple[Encoded, Tensor]:
+def _encode(source: EncodingInput, rows: Tensor) -> tuple[Encoded, Tensor]:
     """Rows as their scheme encodes them, and the values of those among them that it cannot represent."""
     table = source.table()
     if table is None:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from torchrec_cnr.errors import ConfigurationError, SaveError
-from torchrec_cnr.gc_pause import paused_collector
+from torchrec_cnr.gc_pause import paused_gc
 from torchrec_cnr.policies import Full, Intermittent, Policy, Since
 from torchrec_cnr.saving.cut import Cut, Cuts, StagedRows, TrackedItem
 from torchrec_cnr.saving.decision import Decision, RowTensor, choose_base, newest_beside, refuse_policy, stored_whole
@@ -40,7 +40,7 @@ from torchrec_cnr.saving.rank_agreement import (
 from torchrec_cnr.saving.row_blocks import TouchedBlocks
 from torchrec_cnr.saving.staged_values import StagedCodes
 from torchrec_cnr.sharding import ShardKey, is_replicated, shard_key
-from torchrec_cnr.tracking.modified_rows import ModifiedRows, Rows
+from torchrec_cnr.tracking.modified_rows import ModifiedRows, SelectedRows
 from torchrec_cnr.tracking.tracked_tables import Pending, TrackedRows
 
 
@@ -64,7 +64,7 @@ class CNRSavePlanner(DefaultSavePlanner):
         self._sent: Cut | None = None
         self._cut = self._untracked()
         self._meta: CNRStorageMeta | None = None
-        self._parts: dict[int, tuple[Rows, ...]] = {}
+        self._parts: dict[int, tuple[SelectedRows, ...]] = {}
         self._touched: dict[int, TouchedBlocks | None] = {}
         self._decision: Decision | None = None
 
@@ -80,14 +80,14 @@ class CNRSavePlanner(DefaultSavePlanner):
         self._parts, self._touched = {}, {}
         self._meta = storage_meta if isinstance(storage_meta, CNRStorageMeta) else None
         store = self._meta.store if self._meta is not None else None
-        refuse_policy(self._policy, store.log if store is not None else None)
+        refuse_policy(self._policy, store.row_log if store is not None else None)
         self._cut = self._staged() or self._untracked()
         if self._cut.staged is None and self._cuts is not None:
             if self._meta is None:
                 raise ConfigurationError(
                     "CNRSavePlanner(tracker) saves only some rows: pass a CNRStorageWriter as storage_writer"
                 )
-            self._cuts.log = store.log if store is not None else None
+            self._cuts.row_log = store.row_log if store is not None else None
             self._cut = self._cuts.cut(self.state_dict)
 
     def _untracked(self) -> Cut:
@@ -105,22 +105,22 @@ class CNRSavePlanner(DefaultSavePlanner):
                 "what was staged is not for this planner: pass dcp.async_save the one that was made last with the "
                 "tracker of these tables"
             )
-        if cut.flight is not None and cut is not self._sent:
-            cut.flight.board()
+        if cut.background_save is not None and cut is not self._sent:
+            cut.background_save.started()
         return cut
 
     def __reduce__(self) -> tuple[Any, ...]:
         """In another process it knows the cut, but no tracker."""
         cut = self._cuts.staged if self._cuts is not None else None
-        if cut is not None and cut.flight is not None and not cut.is_complete:
-            cut.flight.board()
+        if cut is not None and cut.background_save is not None and not cut.is_complete:
+            cut.background_save.started()
             raise ConfigurationError(
                 "rows of the largest tables exceed the writer's 'staging_bytes' and were not staged, so that no other "
                 "process can save them: raise 'staging_bytes', or let a thread save (AsyncCheckpointerType.THREAD)"
             )
         return _sent, (self._policy, cut)
 
-    def settle(self) -> None:
+    def resolve_last_save(self) -> None:
         """Learn from the store how the last save ended: commit its rows, or mark them again.
 
         Every save begins with this; call it yourself to have ``tracker.head`` up to date. Waits for a save in the
@@ -131,7 +131,7 @@ class CNRSavePlanner(DefaultSavePlanner):
             StoreError: The store does not answer; try again.
         """
         if self._cuts is not None:
-            self._cuts.settle()
+            self._cuts.resolve_last_save()
 
     def create_local_plan(self) -> SavePlan:
         """DCP's own plan of full boxes, and this rank's head."""
@@ -166,7 +166,7 @@ class CNRSavePlanner(DefaultSavePlanner):
         is_one_of_many = value.is_replicated if isinstance(value, StagedTensor) else is_replicated(value)
         return dist.is_initialized() and dist.get_world_size() > 1 and is_one_of_many
 
-    @paused_collector()
+    @paused_gc()
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Decide for all ranks."""
         data: list[RankData] = [plan.planner_data for plan in all_plans]
@@ -176,7 +176,7 @@ class CNRSavePlanner(DefaultSavePlanner):
         plans, metadata = super().create_global_plan(plans)
         head, meta = self._cut.head, self._meta
         store = meta.store if meta is not None else None
-        keeps_blocks = store is not None and store.log is not None and store.log.block_bytes is not None
+        keeps_blocks = store is not None and store.row_log is not None and store.row_log.block_bytes is not None
         decision = Decision(
             save_id=str(meta.save_id) if meta else "",
             since=Since.EVER,
@@ -240,7 +240,7 @@ class CNRSavePlanner(DefaultSavePlanner):
             self._touched[item.group] = item.touched()
         return self._touched[item.group]
 
-    def _rows_of(self, item: TrackedItem, key: ShardKey, decision: Decision) -> tuple[Rows, ...] | None:
+    def _rows_of(self, item: TrackedItem, key: ShardKey, decision: Decision) -> tuple[SelectedRows, ...] | None:
         if decision.since is Since.EVER or key in decision.whole:
             return None
         match item.rows:

@@ -15,9 +15,9 @@ from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.progress import SavePhases
 from torchrec_cnr.saving.decision import Decision
 from torchrec_cnr.saving.row_blocks import TouchedBlocks
-from torchrec_cnr.saving.staged_values import Staged, StagedCodes
+from torchrec_cnr.saving.staged_values import StagedCodes, StagedValue
 from torchrec_cnr.storage.store import Store
-from torchrec_cnr.tracking.modified_rows import RowList, Rows
+from torchrec_cnr.tracking.modified_rows import RowList, SelectedRows
 
 
 @dataclass
@@ -52,7 +52,7 @@ class StagedTensor:
     cut: int
     write_items: tuple[WriteItem, ...]
     is_replicated: bool
-    shards: Mapping[tuple[int, ...], Staged]
+    shards: Mapping[tuple[int, ...], StagedValue]
 
     def __create_write_items__(self, fqn: str, value: object) -> list[WriteItem]:
         """DCP's protocol for what is no tensor."""
@@ -83,7 +83,7 @@ class ShardData:
     """
 
     values: Tensor
-    rows: tuple[Rows, ...] | None
+    rows: tuple[SelectedRows, ...] | None
     is_table: bool
     table: str | None = None
     table_box: Box | None = None

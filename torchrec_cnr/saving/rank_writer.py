@@ -24,13 +24,13 @@ from torchrec_cnr.progress import Count, SavePhases
 from torchrec_cnr.quantization import NoQuantization, Scheme, SchemeRules
 from torchrec_cnr.saving.block_writer import BlockWriter, WrittenBlocks
 from torchrec_cnr.saving.commit import RANK_RECORD, ObjectRecord, RankRecord, ShardRecord
-from torchrec_cnr.saving.encoding import EncodedRowSet, EncodedShard, Source, write_all_rows, write_rows
+from torchrec_cnr.saving.encoding import EncodedRowSet, EncodedShard, EncodingInput, write_all_rows, write_rows
 from torchrec_cnr.saving.plug_in_messages import ShardData
 from torchrec_cnr.saving.row_blocks import Member
 from torchrec_cnr.saving.scheme_choice import chosen_scheme, sampled_rows
 from torchrec_cnr.sharding import dtype_name
 from torchrec_cnr.storage.pack_writer import PackWriter
-from torchrec_cnr.tracking.modified_rows import RowMask, Rows
+from torchrec_cnr.tracking.modified_rows import RowMask, SelectedRows
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class _Item:
 
     item: WriteItem
     data: ShardData
-    source: Source
+    source: EncodingInput
 
     def described(self) -> tuple[Place, ShardRecord]:
         """Where it lies, and its record without any blob."""
@@ -151,7 +151,7 @@ class RankWriter:
             place, record = member.described()
             self._shards.append(_Written(member.item, place, member.source.scheme, record, tuple(own)))
 
-    def _write_blocks(self, members: Sequence[_Item], sources: Sequence[Source], blocks: BlockWriter) -> None:
+    def _write_blocks(self, members: Sequence[_Item], sources: Sequence[EncodingInput], blocks: BlockWriter) -> None:
         """Items whose rows are stored together, in row blocks."""
         described = [member.described() for member in members]
         fqns = [member.item.index.fqn for member in members]
@@ -171,12 +171,12 @@ class RankWriter:
             return data
         return ShardData(data.detach(), rows=None, is_table=is_table_name(item.index.fqn) and data.dim() == 2)
 
-    def _source(self, item: WriteItem, data: ShardData) -> Source:
+    def _source(self, item: WriteItem, data: ShardData) -> EncodingInput:
         fqn, dtype = item.index.fqn, dtype_name(data.values)
         if dtype not in DTYPES or data.values.layout is not torch.strided:
             raise ConfigurationError(f"tensor {fqn!r}: {data.values.layout} of {dtype} cannot be stored")
         name = f"{fqn}{list(item.index.offset or ())}"
-        return Source(name, data.values, dtype, self._scheme(fqn, data), data.codes)
+        return EncodingInput(name, data.values, dtype, self._scheme(fqn, data), data.codes)
 
     def _scheme(self, fqn: str, data: ShardData) -> Scheme:
         """What was chosen for a shard, unless codes and exact rows take more room than values, by those of a sample."""
@@ -262,7 +262,7 @@ def _located(
     return tuple(parts)
 
 
-def _mask_of(rows: tuple[Rows, ...] | None) -> RowMask | None:
+def _mask_of(rows: tuple[SelectedRows, ...] | None) -> RowMask | None:
     """Which of the values are to be stored; None for all of them."""
     masks = tuple(part for part in rows or () if isinstance(part, RowMask))
     return RowMask.union(masks) if masks else None

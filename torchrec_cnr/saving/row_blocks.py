@@ -26,18 +26,18 @@ from torch import Tensor
 
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.manifest import Manifest, Pack, Place
-from torchrec_cnr.format.row_sets import MOST_CODED_ROWS, Blob, RowBlock
+from torchrec_cnr.format.row_sets import MAX_CODED_ROWS, Blob, RowBlock
 from torchrec_cnr.quantization import Scheme
 from torchrec_cnr.tracking.modified_rows import RowMask
 
 _KEY = re.compile(r"(?P<block>.*/(?P<block_rows>\d{1,9})x(?P<number>\d{1,18}))/(?P<slot>\d{1,9})", re.DOTALL)
 
-_MOST_NAME = 512  # characters of a key
+_MAX_NAME = 512  # characters of a key
 
 
 def block_rows_of(num_cols: int, itemsize: int, block_bytes: int) -> int:
     """How many rows a block has; the same for ever, as long as a shard has these columns."""
-    return min(MOST_CODED_ROWS, max(1, block_bytes // max(1, num_cols * itemsize)))
+    return min(MAX_CODED_ROWS, max(1, block_bytes // max(1, num_cols * itemsize)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +91,7 @@ class BlockKey:
     def free(cls, owner: str, touched: TouchedBlocks, number: int, used: Collection[str]) -> "BlockKey":
         """The first of a block's keys that is not in use."""
         table = touched.table
-        if len(table) > _MOST_NAME:
+        if len(table) > _MAX_NAME:
             table = hashlib.sha256(table.encode()).hexdigest()
         place = f"{table}{list(touched.box.offsets)}"
         block = f"{owner}/{place}/{touched.block_rows}x{number}"

@@ -21,7 +21,7 @@ _SLACK = 1.25  # rows modified differ from save to save
 
 
 @dataclass(frozen=True, eq=False)
-class ArenaTensor:
+class BufferTensor:
     """A tensor in an arena.
 
     Attributes:
@@ -47,7 +47,7 @@ def padded_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
 
-class Arena:
+class StagingBuffer:
     """Hands out tensors in one piece of host memory.
 
     Attributes:
@@ -65,9 +65,9 @@ class Arena:
             self.free()
             self._memory = torch.empty(round(_SLACK * num_bytes), dtype=torch.uint8, pin_memory=is_pinned)
 
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> ArenaTensor:
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> BufferTensor:
         """A tensor that nobody else has."""
-        taken = ArenaTensor(self._memory, self.taken_bytes, shape, dtype)
+        taken = BufferTensor(self._memory, self.taken_bytes, shape, dtype)
         self.taken_bytes += padded_bytes(shape, dtype)
         return taken
 
@@ -92,7 +92,7 @@ class StagedCodes:
     shape: tuple[int, ...]
     dtype: torch.dtype
     scheme: Scheme
-    codes: ArenaTensor
+    codes: BufferTensor
     exact: Tensor
     exact_values: Tensor
 
@@ -112,7 +112,7 @@ class StagedCodes:
         return Encoded(codes, is_exact.nonzero().squeeze(1)), self.exact_values[num_before[is_exact]]
 
 
-Staged = Tensor | ArenaTensor | StagedCodes
+StagedValue = Tensor | BufferTensor | StagedCodes
 
 
 def is_quantized_first(source: Tensor) -> bool:
@@ -126,7 +126,7 @@ def has_kernel(scheme: Scheme) -> bool:
 
 
 def stage_codes(
-    source: Tensor, numbers: Tensor | None, scheme: Scheme, take: Callable[[tuple[int, ...], torch.dtype], ArenaTensor]
+    source: Tensor, numbers: Tensor | None, scheme: Scheme, take: Callable[[tuple[int, ...], torch.dtype], BufferTensor]
 ) -> StagedCodes:
     """Encode rows of a table where it lies, and copy the codes to the host.
 

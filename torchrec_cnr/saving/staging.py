@@ -34,7 +34,14 @@ from torchrec_cnr.quantization import NoQuantization, Scheme, SchemeRules
 from torchrec_cnr.saving.cut import Cut, Cuts, StagedRows, TrackedItem
 from torchrec_cnr.saving.plug_in_messages import StagedTensor
 from torchrec_cnr.saving.scheme_choice import chosen_scheme, sampled_rows
-from torchrec_cnr.saving.staged_values import Arena, Staged, has_kernel, is_quantized_first, padded_bytes, stage_codes
+from torchrec_cnr.saving.staged_values import (
+    StagedValue,
+    StagingBuffer,
+    has_kernel,
+    is_quantized_first,
+    padded_bytes,
+    stage_codes,
+)
 from torchrec_cnr.sharding import ShardKey, copied, dtype_name, is_replicated, local_shards, memory_key
 from torchrec_cnr.storage.pack_writer import BLOCK_BYTES
 from torchrec_cnr.storage.row_log import RowLog
@@ -209,11 +216,11 @@ class Staging:
         self._phases = phases
         self._staging_bytes = staging_bytes
         self._timeout_secs = timeout_secs
-        self._arena = Arena()
+        self._arena = StagingBuffer()
         self._cuts: Cuts | None = None
         self._released = threading.Event()
 
-    def wait(self, live: Mapping[str, Any], log: RowLog | None) -> None:
+    def wait(self, live: Mapping[str, Any], row_log: RowLog | None) -> None:
         """Wait for the save before.
 
         Args:
@@ -226,8 +233,8 @@ class Staging:
         """
         self._cuts, self.live = _cuts_of(live), frozenset()
         if self._cuts is not None:
-            self._cuts.log = log
-            self._cuts.flight.timeout_secs = self._timeout_secs
+            self._cuts.row_log = row_log
+            self._cuts.background_save.timeout_secs = self._timeout_secs
             self._cuts.wait()
 
     def stage(self, live: Mapping[str, Any]) -> dict[str, Any]:
@@ -238,7 +245,7 @@ class Staging:
 
     def _stage(self, live: Mapping[str, Any], cuts: Cuts) -> dict[str, Any]:
         cut, began = cuts.cut(live), time.monotonic()
-        cut = replace(cut, staged=cuts.next_staged(), flight=cuts.flight)
+        cut = replace(cut, staged=cuts.next_staged(), background_save=cuts.background_save)
         copies = plan_staging(live, cut, self._rules, self._staging_bytes)
         self.live = frozenset(wanted.key for wanted in copies if wanted.is_live)
         values = self._copied([wanted for wanted in copies if not wanted.is_live])
@@ -250,13 +257,13 @@ class Staging:
         }
         self._released.clear()
         cuts.staged = replace(cut, items=items, is_complete=not self.live)
-        cuts.flight.is_staged()
+        cuts.background_save.staged()
         self._phases = SavePhases(time.monotonic() - began, self._arena.taken_bytes)
         return _stand_ins(live, values, cuts.staged)
 
-    def _copied(self, copies: Sequence[ShardCopy]) -> dict[ShardKey, Staged]:
+    def _copied(self, copies: Sequence[ShardCopy]) -> dict[ShardKey, StagedValue]:
         """Copies of everything, each memory once."""
-        by_memory: dict[object, Staged] = {}
+        by_memory: dict[object, StagedValue] = {}
         unique: dict[object, ShardCopy] = {}
         for wanted in copies:
             unique.setdefault(wanted.memory, wanted)
@@ -268,7 +275,7 @@ class Staging:
             torch.cuda.synchronize()
         return {wanted.key: by_memory[wanted.memory] for wanted in copies}
 
-    def _copy(self, wanted: ShardCopy) -> Staged:
+    def _copy(self, wanted: ShardCopy) -> StagedValue:
         source, numbers = wanted.source, wanted.numbers
         if source.layout is not torch.strided or dtype_name(source) not in DTYPES:
             return source.to("cpu", copy=True)  # which the writer will refuse, by name
@@ -299,7 +306,7 @@ class Staging:
     def synchronize(self) -> None:
         """Wait until training may go on: until all that was not copied is written, or the save has failed."""
         if self._cuts is not None and self.live:
-            while not (self._released.wait(0.01) or self._cuts.flight.has_ended):
+            while not (self._released.wait(0.01) or self._cuts.background_save.has_finished):
                 pass
 
     def close(self) -> None:
@@ -333,7 +340,7 @@ def _tensors(live: Mapping[str, Any]) -> Iterable[Tensor]:
     return (shard.tensor for value in live.values() for shard in local_shards(value))
 
 
-def _stand_ins(live: Mapping[str, Any], values: Mapping[ShardKey, Staged], cut: Cut) -> dict[str, Any]:
+def _stand_ins(live: Mapping[str, Any], values: Mapping[ShardKey, StagedValue], cut: Cut) -> dict[str, Any]:
     """The state dict, with what was staged in the place of its tensors."""
     tensors = {fqn: value for fqn, value in live.items() if isinstance(value, Tensor)}
     write_items: dict[str, list[WriteItem]] = {}

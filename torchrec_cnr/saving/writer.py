@@ -33,8 +33,8 @@ from torch.futures import Future
 from torch.profiler import record_function
 
 from torchrec_cnr.errors import CheckpointExistsError, ConfigurationError
-from torchrec_cnr.format.manifest import FILE_NAME, Manifest
-from torchrec_cnr.gc_pause import paused_collector
+from torchrec_cnr.format.manifest import MANIFEST_FILE, Manifest
+from torchrec_cnr.gc_pause import paused_gc
 from torchrec_cnr.kernels.cpu.compiling import one_thread
 from torchrec_cnr.policies import Since
 from torchrec_cnr.progress import Count, Progress, SavePhases
@@ -53,7 +53,7 @@ from torchrec_cnr.storage.leases import Lease
 from torchrec_cnr.storage.pack_writer import PACK_BYTES, PackWriter, check_pack_bytes, check_thread_count
 from torchrec_cnr.storage.row_log import BlockTarget, PackTarget, RowLog, root_id
 from torchrec_cnr.storage.store import Store
-from torchrec_cnr.throttling import Bandwidth, Pace, check_cpu_share
+from torchrec_cnr.throttling import Bandwidth, CpuThrottle, check_cpu_share
 
 _LOG_PACK_BYTES = 4 << 20  # no file: the sooner the first is sent, the more goes on at once
 
@@ -77,7 +77,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
             that in one thread, and rests in between.
         timeout_secs: How long an asynchronous save waits for the one before, if that is still under way.
         max_bytes_per_sec: What each rank may write a second, averaged over packs.
-        rows: A log that the rows of deltas go to, and markers that commit: ``KafkaRows``. By default, both are files.
+        row_log: Where rows of deltas and markers that commit go (``KafkaRows``). By default, both are files.
         overwrite: Only False: a checkpoint that is there is never overwritten.
         progress: Told how many of how many shards and objects this rank has written.
 
@@ -98,7 +98,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         cpu_share: float = 1.0,
         timeout_secs: float = TIMEOUT_SECS,
         max_bytes_per_sec: float | None = None,
-        rows: RowLog | None = None,
+        row_log: RowLog | None = None,
         overwrite: bool = False,
         progress: Progress | None = None,
     ) -> None:
@@ -120,11 +120,11 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         self._rules = SchemeRules.of(quantization if quantization is not None else NoQuantization())
         self._staging = Staging(self._rules, staging_bytes, timeout_secs)
         self._bandwidth = Bandwidth(max_bytes_per_sec)
-        self._log = rows
+        self._log = row_log
         self._target: PackTarget | BlockTarget | None = None  # of this save's rows
         self._store = self._opened(path)
-        if rows is not None:
-            rows.open(may_make=True)
+        if row_log is not None:
+            row_log.open(may_make=True)
         self._save_id = ""
         self._rank = 0
         self._started = time.monotonic()
@@ -190,7 +190,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
                 "tables of this state are tracked, and their modified rows were staged for the tracker's "
                 "CNRSavePlanner: pass that to dcp.async_save; with another planner, use dcp.save"
             )
-        if self._store.exists(FILE_NAME):
+        if self._store.exists(MANIFEST_FILE):
             raise CheckpointExistsError(
                 f"{self._store.url} holds a committed checkpoint already; save under another checkpoint_id"
             )
@@ -233,7 +233,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
                 self._staging.release()
             if self._staged is not None:
                 for each in filter(None, (packs, row_packs)):
-                    each.pace = Pace(self._cpu_share)
+                    each.pace = CpuThrottle(self._cpu_share)
             with one_thread() if self._staged is not None else nullcontext():  # behind training
                 writer.write([item for item in plan.items if shard_key(item) not in live])
             results = writer.finish(replace(self._staged or SavePhases(), plan_secs=began - self._started))
@@ -278,7 +278,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
             self._lease.release()
             self._lease = None
 
-    @paused_collector()  # to its end: then all that was made here is gone, and need not be looked through
+    @paused_gc()  # to its end: then all that was made here is gone, and need not be looked through
     def _manifest_file(
         self, decision: Decision, metadata: Metadata, results: list[list[WriteResult]]
     ) -> tuple[Manifest, ManifestFile, tuple[SavePhases, ...]]:

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from torchrec_cnr.errors import DamagedError, StoreError
-from torchrec_cnr.format.manifest import FILE_NAME
+from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.lineage.latest import committed_ns
-from torchrec_cnr.lineage.marker_commit import settle
+from torchrec_cnr.lineage.marker_commit import publish_marked
 from torchrec_cnr.storage.row_log import Marker, RowLog, root_id
 from torchrec_cnr.storage.store import Store
 
@@ -151,12 +151,12 @@ class MarkerCommits:
 
     Args:
         root: A path or fsspec URL.
-        log: The log.
+        row_log: The log.
     """
 
-    def __init__(self, root: str | os.PathLike[str], log: RowLog) -> None:
-        self._root = Store.open(root, log=log)
-        self._log = log
+    def __init__(self, root: str | os.PathLike[str], row_log: RowLog) -> None:
+        self._root = Store.open(root, row_log=row_log)
+        self._log = row_log
         self._commits = RootCommits(root)
         self._next: int | None = None  # offset of the first marker that was not seen
         self._is_closed = threading.Event()
@@ -164,7 +164,7 @@ class MarkerCommits:
     def newest_first(self) -> Sequence[Commit]:
         """See `Commits`."""
         if self._next is None:
-            settle(self._root)
+            publish_marked(self._root)
             self._see(self._log.markers(root_id(self._root.url), 1))
         return self._commits.newest_first()
 
@@ -190,6 +190,6 @@ class MarkerCommits:
     def _see(self, markers: Sequence[Marker]) -> None:
         """Markers come a moment before manifests get their names."""
         own = [marker for marker in markers if marker.root == root_id(self._root.url)]
-        if any(not self._root.at(marker.name).exists(FILE_NAME) for marker in own):
-            settle(self._root)
+        if any(not self._root.at(marker.name).exists(MANIFEST_FILE) for marker in own):
+            publish_marked(self._root)
         self._next = max((marker.offset + 1 for marker in markers), default=self._next or 0)

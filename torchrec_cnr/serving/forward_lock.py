@@ -31,7 +31,7 @@ _WITH_TABLES = (
 )
 
 
-class Lookups:
+class ForwardLock:
     """A lock that lookups share, also within one another, and a swap has for itself.
 
     A swap that waits goes first, so that lookups without a pause do not keep it waiting for ever. But a lookup may be
@@ -88,7 +88,7 @@ class Lookups:
                 self._changed.notify_all()
 
 
-def share_forwards(model: nn.Module, lookups: Lookups) -> Hooks:
+def share_forwards(model: nn.Module, lookups: ForwardLock) -> Hooks:
     """Have every forward of a model, and of each module with tables in it, share ``lookups``."""
 
     def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -19,11 +19,11 @@ from torchrec_cnr.loading.torchrec_inference import quantized_tables
 from torchrec_cnr.quantization.fbgemm_rows import InferenceRow
 from torchrec_cnr.sharding import local_shards
 
-TargetKey = tuple[str, tuple[int, ...]]
+ModelTensorKey = tuple[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, eq=False)
-class Target:
+class ModelTensor:
     """A shard of a tensor of a model.
 
     Attributes:
@@ -39,12 +39,14 @@ class Target:
     row: InferenceRow | None = None
 
     @property
-    def key(self) -> TargetKey:
+    def key(self) -> ModelTensorKey:
         """Tells it from others, also when they are found anew."""
         return self.fqn, self.box.offsets
 
 
-def find_targets(model: nn.Module, key: str | None, newest: Checkpoint, *, allow_partial: bool) -> list[Target]:
+def find_model_tensors(
+    model: nn.Module, key: str | None, newest: Checkpoint, *, allow_partial: bool
+) -> list[ModelTensor]:
     """What of a model this process holds.
 
     Args:
@@ -68,7 +70,7 @@ def find_targets(model: nn.Module, key: str | None, newest: Checkpoint, *, allow
             f"{url}: {len(found.report.missing)} of the model not in the checkpoint: {listed(found.report.missing)}; "
             "pass the 'key' that its state dict was saved under, or allow_partial_load=True to leave these as they are"
         )
-    targets: list[Target] = []
+    targets: list[ModelTensor] = []
     for fqn, source in found.sources.items():
         if source.layout is not Layout.SAME:
             raise StateMismatchError(
@@ -76,10 +78,10 @@ def find_targets(model: nn.Module, key: str | None, newest: Checkpoint, *, allow
             )
         table = tables.find(tensors[fqn])
         if table is not None:
-            targets.append(Target(source.fqn, Box.whole(table.size), table.rows.detach(), table.row))
+            targets.append(ModelTensor(source.fqn, Box.whole(table.size), table.rows.detach(), table.row))
         else:
             shards = local_shards(tensors[fqn])
-            targets += (Target(source.fqn, shard.box, shard.tensor.detach()) for shard in shards)
+            targets += (ModelTensor(source.fqn, shard.box, shard.tensor.detach()) for shard in shards)
     return targets
 
 

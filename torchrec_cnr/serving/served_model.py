@@ -13,10 +13,10 @@ from torch import nn
 
 from torchrec_cnr.errors import DamagedError, StoreError
 from torchrec_cnr.serving.commit_sources import Commit
-from torchrec_cnr.serving.forward_lock import Lookups, share_forwards
-from torchrec_cnr.serving.model_tensors import find_targets
-from torchrec_cnr.serving.update import Staged, Touched, stage, touch
-from torchrec_cnr.serving.update_path import Ground, Links, Standing, read_links
+from torchrec_cnr.serving.forward_lock import ForwardLock, share_forwards
+from torchrec_cnr.serving.model_tensors import find_model_tensors
+from torchrec_cnr.serving.update import Touched, Update, prepare_update, touch
+from torchrec_cnr.serving.update_path import AppliedState, UpdateBase, UpdatePath, read_update_paths
 from torchrec_cnr.serving.updates_report import Applied
 from torchrec_cnr.storage.leases import leased
 from torchrec_cnr.storage.row_log import RowLog
@@ -37,7 +37,7 @@ class _State:
     """
 
     commit: Commit
-    standing: Standing
+    standing: AppliedState
     touched: Touched
 
 
@@ -53,15 +53,21 @@ class ServedModel:
     """
 
     def __init__(
-        self, model: nn.Module, key: str | None, *, allow_partial: bool, thread_count: int, log: RowLog | None = None
+        self,
+        model: nn.Module,
+        key: str | None,
+        *,
+        allow_partial: bool,
+        thread_count: int,
+        row_log: RowLog | None = None,
     ) -> None:
         self._model = model
         self._key = key
         self._allow_partial = allow_partial
         self._thread_count = thread_count
-        self._log = log
+        self._log = row_log
         self._state: _State | None = None
-        self._lookups = Lookups()
+        self._lookups = ForwardLock()
         self._hooks = share_forwards(model, self._lookups)
 
     @property
@@ -89,7 +95,7 @@ class ServedModel:
         """
         started_secs = time.perf_counter()
         before = self._state
-        store = Store.open(commit.path, log=self._log)
+        store = Store.open(commit.path, row_log=self._log)
         with leased(store, "load"):
             found = self._staged(store, before)
         if found is None:
@@ -120,14 +126,16 @@ class ServedModel:
             committed_to_applied_secs=time.time() - head.created_ns / 1e9,
         )
 
-    def _staged(self, store: Store, before: _State | None) -> tuple[Links, Staged] | None:
+    def _staged(self, store: Store, before: _State | None) -> tuple[UpdatePath, Update] | None:
         """The first way to a checkpoint that can be gone, and what it leads to; None if the model is there."""
-        for links in read_links(store, None if before is None else before.standing):
+        for links in read_update_paths(store, None if before is None else before.standing):
             if before is not None and links.lineage.newest.sha256 == before.standing.head:
                 return None
-            targets = find_targets(self._model, self._key, links.lineage.newest, allow_partial=self._allow_partial)
+            targets = find_model_tensors(
+                self._model, self._key, links.lineage.newest, allow_partial=self._allow_partial
+            )
             try:
-                staged = stage(links, targets, {} if before is None else before.touched, self._thread_count)
+                staged = prepare_update(links, targets, {} if before is None else before.touched, self._thread_count)
             except (DamagedError, StoreError) as error:
                 if not links.is_delta:
                     raise
@@ -138,8 +146,8 @@ class ServedModel:
         raise DamagedError(f"{store.url}: nothing leads to it; use another checkpoint")
 
 
-def _standing(links: Links, before: _State | None) -> Standing:
+def _standing(links: UpdatePath, before: _State | None) -> AppliedState:
     oldest, newest = links.lineage.checkpoints[0].sha256, links.lineage.newest.sha256
-    if before is None or links.ground is Ground.NOTHING:
-        return Standing(newest, baseline=oldest)
-    return Standing(newest, before.standing.baseline)
+    if before is None or links.ground is UpdateBase.NOTHING:
+        return AppliedState(newest, baseline=oldest)
+    return AppliedState(newest, before.standing.baseline)

@@ -25,7 +25,7 @@ from torchrec_cnr.storage.row_log import RowLog
 
 logger = logging.getLogger(__name__)
 
-_MOST_PATIENCE_SECS = 30.0  # between two attempts at one checkpoint that cannot be applied
+_MAX_PATIENCE_SECS = 30.0  # between two attempts at one checkpoint that cannot be applied
 
 
 class RowSubscriber:
@@ -45,7 +45,7 @@ class RowSubscriber:
         on_applied: Told of each update, in the thread that did it, when lookups go on already.
         allow_partial_load: Leave tensors of the model that checkpoints do not have as they are.
         thread_count: Requests in flight at once.
-        rows: The log that rows of deltas go to, if they do (``KafkaRows``); its markers tell of commits at once.
+        row_log: The log that rows of deltas go to, if they do (``KafkaRows``); its markers tell of commits at once.
 
     Raises:
         ConfigurationError: An argument cannot work.
@@ -61,12 +61,12 @@ class RowSubscriber:
         on_applied: Callable[[Applied], None] | None = None,
         allow_partial_load: bool = False,
         thread_count: int = 2,
-        rows: RowLog | None = None,
+        row_log: RowLog | None = None,
     ) -> None:
         check_thread_count(thread_count)
         if not 0 < interval_secs < math.inf:
             raise ConfigurationError(f"'interval_secs' must be more than 0 (got {interval_secs})")
-        self._commits = _commits(root, rows)
+        self._commits = _commits(root, row_log)
         self._interval_secs = interval_secs
         self._on_applied = on_applied
         self._known: Sequence[Commit] = ()
@@ -77,7 +77,9 @@ class RowSubscriber:
         self._turn = threading.RLock()
         self._is_closed = threading.Event()
         self._thread: threading.Thread | None = None
-        self._served = ServedModel(model, key, allow_partial=allow_partial_load, thread_count=thread_count, log=rows)
+        self._served = ServedModel(
+            model, key, allow_partial=allow_partial_load, thread_count=thread_count, row_log=row_log
+        )
 
     def update(self) -> Applied | None:
         """Apply the newest checkpoint, if it is not applied yet.
@@ -194,7 +196,7 @@ class RowSubscriber:
             self._failure = error
             num_failures = self._failed[1] + 1 if newest == self._failed[0] else 1
             self._failed = (newest, num_failures)
-            patience_secs = min(_MOST_PATIENCE_SECS, self._interval_secs * 2.0 ** min(num_failures, 20))
+            patience_secs = min(_MAX_PATIENCE_SECS, self._interval_secs * 2.0 ** min(num_failures, 20))
             self._retry_at_secs = time.monotonic() + patience_secs
             raise
         self._failure, self._untold, self._failed = None, None, (None, 0)
@@ -215,7 +217,7 @@ class RowSubscriber:
         return None
 
 
-def _commits(root: str | os.PathLike[str] | Commits, log: RowLog | None) -> Commits:
+def _commits(root: str | os.PathLike[str] | Commits, row_log: RowLog | None) -> Commits:
     if not isinstance(root, str | os.PathLike):
         return root
-    return RootCommits(root) if log is None else MarkerCommits(root, log)
+    return RootCommits(root) if row_log is None else MarkerCommits(root, row_log)

@@ -20,9 +20,9 @@ from torchrec_cnr.reading.fold import fold
 from torchrec_cnr.reading.inference_regions import inference_regions, turns
 from torchrec_cnr.reading.plan import CheckpointReads, held, plan_fold
 from torchrec_cnr.reading.regions import Block, Region, TensorRegion
-from torchrec_cnr.serving.model_tensors import Target, TargetKey
-from torchrec_cnr.serving.update_path import Ground, Links
-from torchrec_cnr.serving.update_rows import StagedRows
+from torchrec_cnr.serving.model_tensors import ModelTensor, ModelTensorKey
+from torchrec_cnr.serving.update_path import UpdateBase, UpdatePath
+from torchrec_cnr.serving.update_rows import UpdateRows
 
 
 @dataclass(eq=False)
@@ -52,10 +52,10 @@ class TouchedRows:
         """Nothing is left to do."""
 
 
-Touched = Mapping[TargetKey, TouchedRows]
+Touched = Mapping[ModelTensorKey, TouchedRows]
 
 
-def are_overwritten(touched: Touched, staged: Mapping[TargetKey, StagedRows]) -> bool:
+def are_overwritten(touched: Touched, staged: Mapping[ModelTensorKey, UpdateRows]) -> bool:
     """Whether what is staged overwrites all that was touched, whole rows of it."""
     for key, rows in staged.items():
         if key not in touched or not rows.has_whole_rows:
@@ -67,7 +67,7 @@ def are_overwritten(touched: Touched, staged: Mapping[TargetKey, StagedRows]) ->
     return True
 
 
-def touch(touched: Touched, staged: Mapping[TargetKey, StagedRows]) -> None:
+def touch(touched: Touched, staged: Mapping[ModelTensorKey, UpdateRows]) -> None:
     """What was staged is applied now."""
     for key, rows in touched.items():
         if key in staged:
@@ -77,7 +77,7 @@ def touch(touched: Touched, staged: Mapping[TargetKey, StagedRows]) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class StagedTensor:
+class UpdateTensor:
     """A tensor that is replaced as a whole.
 
     Attributes:
@@ -96,7 +96,7 @@ class StagedTensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Staged:
+class Update:
     """What is ready to be swapped in.
 
     Attributes:
@@ -106,13 +106,13 @@ class Staged:
         num_bytes: Bytes of packs that it was read from.
     """
 
-    rows: Mapping[TargetKey, StagedRows]
-    tensors: Sequence[StagedTensor]
+    rows: Mapping[ModelTensorKey, UpdateRows]
+    tensors: Sequence[UpdateTensor]
     touched: Touched
     num_bytes: int
 
     @property
-    def parts(self) -> Sequence[StagedRows | StagedTensor]:
+    def parts(self) -> Sequence[UpdateRows | UpdateTensor]:
         """All of it."""
         return *self.rows.values(), *self.tensors
 
@@ -131,7 +131,9 @@ class Staged:
         _wait_for(devices)
 
 
-def stage(links: Links, targets: Sequence[Target], touched: Touched, thread_count: int) -> Staged | None:
+def prepare_update(
+    links: UpdatePath, targets: Sequence[ModelTensor], touched: Touched, thread_count: int
+) -> Update | None:
     """Read, verify and decode links.
 
     Args:
@@ -148,8 +150,8 @@ def stage(links: Links, targets: Sequence[Target], touched: Touched, thread_coun
         StoreError: A pack cannot be read.
         StateMismatchError: A tensor is of another size or dtype.
     """
-    rows: dict[TargetKey, StagedRows] = {}
-    tensors: list[StagedTensor] = []
+    rows: dict[ModelTensorKey, UpdateRows] = {}
+    tensors: list[UpdateTensor] = []
     regions: list[Region] = []
     for target in targets:
         if links.is_delta and not _is_whole(links.lineage, target.fqn):
@@ -168,13 +170,13 @@ def stage(links: Links, targets: Sequence[Target], touched: Touched, thread_coun
         plans = plan_fold(links.lineage, turn)
         fold(plans, turn, thread_count, are_complete=not links.is_delta)
         num_bytes += sum(map(_read_bytes, plans))
-    is_right = links.ground is not Ground.BASELINE or are_overwritten(touched, rows)
+    is_right = links.ground is not UpdateBase.BASELINE or are_overwritten(touched, rows)
     if not is_right or not all(part.is_complete for part in rows.values()):
         return None
-    return Staged(rows, tensors, touched, num_bytes)
+    return Update(rows, tensors, touched, num_bytes)
 
 
-def _untouched(lineage: Lineage, targets: Sequence[Target]) -> Touched:
+def _untouched(lineage: Lineage, targets: Sequence[ModelTensor]) -> Touched:
     rows = (target for target in targets if _is_made_of_rows(lineage, target))
     return {target.key: TouchedRows(target.fqn, target.box) for target in rows}
 
@@ -184,25 +186,25 @@ def _is_whole(lineage: Lineage, fqn: str) -> bool:
     return any(entry.is_whole for _, entry in held(lineage.checkpoints, fqn))
 
 
-def _is_made_of_rows(lineage: Lineage, target: Target) -> bool:
+def _is_made_of_rows(lineage: Lineage, target: ModelTensor) -> bool:
     """Whether a delta may hold some of its rows, that can be applied by themselves."""
     entry = lineage.newest.manifest.tensors[target.fqn]
     return entry.table is None and len(entry.size) == 2
 
 
-def _staged_rows(lineage: Lineage, target: Target) -> StagedRows:
+def _staged_rows(lineage: Lineage, target: ModelTensor) -> UpdateRows:
     dtype = DTYPES[lineage.newest.manifest.tensors[target.fqn].dtype]
     shards = tuple(lineage.shards(target.fqn))
-    return StagedRows(target.fqn, target.box, target.tensor, target.row, dtype, shards)
+    return UpdateRows(target.fqn, target.box, target.tensor, target.row, dtype, shards)
 
 
-def _staged_tensor(lineage: Lineage, target: Target) -> StagedTensor:
+def _staged_tensor(lineage: Lineage, target: ModelTensor) -> UpdateTensor:
     is_table = lineage.newest.manifest.tensors[target.fqn].is_table
     values = torch.empty(target.tensor.shape, dtype=target.tensor.dtype)
-    return StagedTensor(target.tensor, values, len(values) if is_table else 0)
+    return UpdateTensor(target.tensor, values, len(values) if is_table else 0)
 
 
-def _whole_regions(lineage: Lineage, target: Target, values: Tensor) -> list[Region]:
+def _whole_regions(lineage: Lineage, target: ModelTensor, values: Tensor) -> list[Region]:
     if target.row is None:
         return [TensorRegion(target.fqn, target.box, values)]
     dtype = DTYPES[lineage.newest.manifest.tensors[target.fqn].dtype]

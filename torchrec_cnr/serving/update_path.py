@@ -18,7 +18,7 @@ from torchrec_cnr.storage.store import Store
 logger = logging.getLogger(__name__)
 
 
-class Ground(Enum):
+class UpdateBase(Enum):
     """What links stand on."""
 
     APPLIED = "applied"
@@ -30,7 +30,7 @@ class Ground(Enum):
 
 
 @dataclass(frozen=True)
-class Links:
+class UpdatePath:
     """Checkpoints to apply.
 
     Attributes:
@@ -39,23 +39,23 @@ class Links:
     """
 
     lineage: Lineage
-    ground: Ground
+    ground: UpdateBase
 
     @property
     def is_delta(self) -> bool:
         """Whether something stays as it is where they hold nothing."""
-        return self.ground is not Ground.NOTHING
+        return self.ground is not UpdateBase.NOTHING
 
 
 @dataclass(frozen=True)
-class Standing:
+class AppliedState:
     """What a model has, by digests of manifests: a checkpoint, and the baseline that it was folded on."""
 
     head: str
     baseline: str
 
 
-def read_links(path: str | Store, standing: Standing | None) -> Iterator[Links]:
+def read_update_paths(path: str | Store, standing: AppliedState | None) -> Iterator[UpdatePath]:
     """The ways to a checkpoint: what reads least first, and its whole lineage last, if it was not the first.
 
     Args:
@@ -66,21 +66,21 @@ def read_links(path: str | Store, standing: Standing | None) -> Iterator[Links]:
         LoadError, StoreError: As ``read_lineage``.
     """
     if standing is None:
-        yield Links(read_lineage(path), Ground.NOTHING)
+        yield UpdatePath(read_lineage(path), UpdateBase.NOTHING)
         return
     lineage = read_lineage(path, since=standing.head)
     if lineage.checkpoints[0].manifest.parent is not None:
-        yield Links(lineage, Ground.APPLIED)
+        yield UpdatePath(lineage, UpdateBase.APPLIED)
         lineage = read_lineage(path)
     elif any(checkpoint.is_compacted for checkpoint in lineage.checkpoints):
         yield from _as_committed(path, standing)
     baseline, *deltas = lineage.checkpoints
     if deltas and baseline.sha256 == standing.baseline:
-        yield Links(Lineage(tuple(deltas)), Ground.BASELINE)
-    yield Links(lineage, Ground.NOTHING)
+        yield UpdatePath(Lineage(tuple(deltas)), UpdateBase.BASELINE)
+    yield UpdatePath(lineage, UpdateBase.NOTHING)
 
 
-def _as_committed(path: str | Store, standing: Standing) -> Iterator[Links]:
+def _as_committed(path: str | Store, standing: AppliedState) -> Iterator[UpdatePath]:
     """A way that was there before a compaction."""
     try:
         lineage = read_lineage(path, since=standing.head, is_as_committed=True)
@@ -88,4 +88,4 @@ def _as_committed(path: str | Store, standing: Standing) -> Iterator[Links]:
         logger.info("%s was compacted, and what it was committed as is gone: %s", path, error)
         return
     if lineage.checkpoints[0].manifest.parent is not None:
-        yield Links(lineage, Ground.APPLIED)
+        yield UpdatePath(lineage, UpdateBase.APPLIED)

@@ -27,7 +27,7 @@ class _Found:
 
 
 @dataclass(eq=False)
-class StagedRows:
+class UpdateRows:
     """The rows of a table's region that some links hold. As a region of a fold, it is written to and finished.
 
     Attributes:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchrec_cnr.format.manifest import Kind
+from torchrec_cnr.format.manifest import CheckpointKind
 from torchrec_cnr.serving.commit_sources import Commit
 
 
@@ -26,7 +26,7 @@ class Applied:
 
     path: str
     sha256: str
-    kind: Kind
+    kind: CheckpointKind
     num_checkpoints: int
     num_rows: int
     num_bytes: int

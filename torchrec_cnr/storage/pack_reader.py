@@ -171,7 +171,7 @@ def place_of(store: Store, pack: Pack) -> str:
 
 def _read_log(store: Store, pack: Pack, span: Span) -> Bytes:
     assert pack.log is not None
-    if store.log is None:
+    if store.row_log is None:
         raise ConfigurationError(
             f"{store.url}: {pack.name}: its rows lie in the topic {pack.log.topic!r} of Kafka; pass "
             f"KafkaRows(bootstrap, {pack.log.topic!r}) as 'rows' (of load_table: as 'log'), or on the command line "
@@ -179,7 +179,7 @@ def _read_log(store: Store, pack: Pack, span: Span) -> Bytes:
         )
     store.bandwidth.wait(span.stop - span.start)
     try:
-        return store.log.read(pack.name, pack.num_bytes, pack.log, span.start, span.stop)
+        return store.row_log.read(pack.name, pack.num_bytes, pack.log, span.start, span.stop)
     except (DamagedError, StoreError) as error:
         raise type(error)(f"{place_of(store, pack)}: {error}") from error
 

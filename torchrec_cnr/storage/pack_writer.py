@@ -19,7 +19,7 @@ from torchrec_cnr.format.manifest import Pack
 from torchrec_cnr.format.row_sets import Blob
 from torchrec_cnr.storage.row_log import PackTarget
 from torchrec_cnr.storage.store import Bytes
-from torchrec_cnr.throttling import Pace
+from torchrec_cnr.throttling import CpuThrottle
 
 PACK_BYTES = 16 << 20
 BLOCK_BYTES = 8 << 20
@@ -83,7 +83,7 @@ class PackWriter:
         pack_bytes: int = PACK_BYTES,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
-        self.pace: Pace | None = None
+        self.pace: CpuThrottle | None = None
         self._store = store
         self._prefix = prefix
         self._pack_bytes = pack_bytes

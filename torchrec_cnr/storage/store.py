@@ -51,17 +51,19 @@ class Store:
         path: Its path there, without the protocol and without a trailing slash.
         sync_files: Whether local files are forced to disk before a write counts as done.
         bandwidth: What puts and reads of arrays take.
-        log: Where packs of its checkpoints may lie that are no files.
+        row_log: Where packs of its checkpoints may lie that are no files.
     """
 
     fs: Any
     path: str
     sync_files: bool = True
     bandwidth: Bandwidth = field(default_factory=Bandwidth, compare=False)
-    log: RowLog | None = field(default=None, compare=False)
+    row_log: RowLog | None = field(default=None, compare=False)
 
     @classmethod
-    def open(cls, url: "str | os.PathLike[str] | Store", sync_files: bool = True, log: RowLog | None = None) -> "Store":
+    def open(
+        cls, url: "str | os.PathLike[str] | Store", sync_files: bool = True, row_log: RowLog | None = None
+    ) -> "Store":
         """The directory at a local path or fsspec URL, or what is one already; nothing is created.
 
         Raises:
@@ -74,7 +76,7 @@ class Store:
             fs, path = fsspec.core.url_to_fs(name)
         except (ValueError, ImportError) as error:
             raise ConfigurationError(f"{name!r}: not a path or URL that fsspec can open ({error})") from error
-        return cls(fs, str(path).rstrip("/") or "/", sync_files, log=log)
+        return cls(fs, str(path).rstrip("/") or "/", sync_files, row_log=row_log)
 
     @classmethod
     def can_open(cls, url: str | os.PathLike[str]) -> bool:

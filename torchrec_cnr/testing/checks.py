@@ -54,7 +54,7 @@ def _shown(value: object) -> str:
 
 
 @contextmanager
-def refused(kind: type[StoreError] | type[CheckpointExistsError], what: str) -> Iterator[Any]:
+def must_raise(kind: type[StoreError] | type[CheckpointExistsError], what: str) -> Iterator[Any]:
     """What is done in it must raise.
 
     Raises:
@@ -96,8 +96,8 @@ def again(store: Store) -> Store:
 # Reading and writing.
 
 
-def whole(store: Store) -> None:
-    """What was put is read back whole, by others too."""
+def whole_files(store: Store) -> None:
+    """What was put is read back whole_files, by others too."""
     files: dict[str, list[Buffer]] = {
         "pack": [b"one ", memoryview(b"two "), b"", b"three"],
         "empty": [],
@@ -148,7 +148,7 @@ def absence(store: Store) -> None:
     expect(store.at("no-such-directory").is_directory(), False, "whether a directory is there, which is not")
     store.put("pack", [b"x"])
     expect(store.exists("pack"), True, "whether a file is there, which is")
-    with FaultyStore(store.url) as faulty, refused(StoreError, "a look-up that nobody answers"):
+    with FaultyStore(store.url) as faulty, must_raise(StoreError, "a look-up that nobody answers"):
         faulty.faults[1] = Fault.FAIL
         Store.open(faulty.url).exists("pack")
 
@@ -229,9 +229,9 @@ def exclusive(store: Store) -> None:
     store.put_new(_NAME, b"first", "save-1")
     for data in (b"second, and longer", b"2nd", b"first, and more"):
         for seen in (store, again(store)):
-            with refused(CheckpointExistsError, f"a commit of {data!r} where there is one"):
+            with must_raise(CheckpointExistsError, f"a commit of {data!r} where there is one"):
                 seen.put_new(_NAME, data, "save-2")
-            expect(seen.read(_NAME), b"first", "the bytes of a commit, after another one was refused")
+            expect(seen.read(_NAME), b"first", "the bytes of a commit, after another one was must_raise")
     expect(store.names(), [_NAME], "the names after commits")
 
 
@@ -254,5 +254,5 @@ def _commit_spoiled(store: Store, fault: Fault, data: bytes, what: str) -> None:
     with FaultyStore(store.url) as faulty:
         place = Store.open(faulty.url)
         faulty.faults[1] = fault
-        with refused(StoreError, what):
+        with must_raise(StoreError, what):
             place.put_new(_NAME, data, "save-1")

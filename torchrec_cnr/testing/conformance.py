@@ -29,7 +29,7 @@ NUM_FAULTS = 8
 Act = Callable[[Store], object]
 
 _PROMISES: Sequence[tuple[str, Act]] = (
-    ("whole files", checks.whole),
+    ("whole files", checks.whole_files),
     ("ranged reads", checks.ranges),
     ("listing after a write", checks.listings),
     ("absent or no answer", checks.absence),

@@ -23,7 +23,7 @@ ResultT = TypeVar("ResultT")
 
 PROTOCOL = "faulty"
 
-Kind = Literal["read", "put", "put new", "look up", "list", "remove", "make"]
+OperationKind = Literal["read", "put", "put new", "look up", "list", "remove", "make"]
 CHANGES = frozenset({"put", "put new", "remove"})  # what may be done later: they return nothing
 
 
@@ -44,7 +44,7 @@ class Fault(Enum):
     REORDER = "reorder"
     CRASH = "crash"
 
-    def spoils(self, kind: Kind) -> bool:
+    def spoils(self, kind: OperationKind) -> bool:
         """Whether it makes a difference to an operation of some kind; one that it does not is done as it should be."""
         if self is Fault.TRUNCATE:
             return kind in ("read", "put", "put new")
@@ -61,7 +61,7 @@ class Operation:
         num_bytes: How many were to be put; 0 for other kinds.
     """
 
-    kind: Kind
+    kind: OperationKind
     path: str
     num_bytes: int = 0
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractFileSystem
 
-from torchrec_cnr.testing.faults import PROTOCOL, FaultyStore, Kind, Operation, open_stores
+from torchrec_cnr.testing.faults import PROTOCOL, FaultyStore, Operation, OperationKind, open_stores
 
 
 class FaultyFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
@@ -91,7 +91,7 @@ class FaultyFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has 
             raise NotImplementedError(f"mode {mode!r}: files are read ('rb') or written whole ('wb', 'xb')")
         return _Upload(path, is_new=mode == "xb")
 
-    def _do(self, kind: Kind, path: str, act: Any) -> Any:
+    def _do(self, kind: OperationKind, path: str, act: Any) -> Any:
         store, inner = _place(path)
         return store.do(Operation(kind, posixpath.relpath(inner, store.root)), act)
 
@@ -111,7 +111,7 @@ class _Upload(io.BytesIO):
         data = self.getvalue()
         super().close()
         store, inner = _place(self._path)
-        kind: Kind = "put new" if self._is_new else "put"
+        kind: OperationKind = "put new" if self._is_new else "put"
 
         def put(half: bool) -> None:
             _put(store, inner, data[: len(data) // 2] if half else data, self._is_new)

@@ -35,7 +35,7 @@ from torchrec_cnr.tracking.row_tracker import RowTracker
 ResultT = TypeVar("ResultT")
 
 NUM_SAVES = 3
-PACK_BYTES = 1 << 10  # the least there is
+TRIP_PACK_BYTES = 1 << 10  # the least there is
 _NUM_ROWS, _DIM, _NUM_LOOKED_UP = 64, 8, 20
 
 
@@ -95,7 +95,7 @@ class _Job:
         self._optimizer = torch.optim.SGD(self._table.parameters(), lr=0.5)
         self._tracker = RowTracker(nn.ModuleDict({"table": self._table}))
         self._planner = CNRSavePlanner(self._tracker, policy=Consecutive())
-        self._writer = CNRStorageWriter(root, pack_bytes=PACK_BYTES)
+        self._writer = CNRStorageWriter(root, pack_bytes=TRIP_PACK_BYTES)
         self._generator = generator
 
     def run(self) -> None:
@@ -105,7 +105,7 @@ class _Job:
             self._save(f"step-{number}")
             self._expect_all()
         head = _twice(lambda: latest(self._root)) or ""
-        _twice(lambda: compact(head, max_ratio=1.0, pack_bytes=PACK_BYTES))
+        _twice(lambda: compact(head, max_ratio=1.0, pack_bytes=TRIP_PACK_BYTES))
         self._expect_all()
         _twice(self._prune)
         self._expect_all()

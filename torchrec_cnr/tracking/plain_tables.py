@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.tracking.hooks import Hooks, modules_below, on_gradient, watch_loads
 from torchrec_cnr.tracking.modified_rows import ModifiedRows
-from torchrec_cnr.tracking.torch_optim import SteppedTables
+from torchrec_cnr.tracking.torch_optim import OptimizerTables
 from torchrec_cnr.tracking.tracked_tables import TrackedShard
 
 
-def track_plain(model: nn.Module, hooks: Hooks, stepped: SteppedTables) -> Iterator[TrackedShard]:
+def track_plain(model: nn.Module, hooks: Hooks, stepped: OptimizerTables) -> Iterator[TrackedShard]:
     """Track all such tables; modules may share one."""
     found: dict[int, TrackedShard] = {}
     for path, module in modules_below(model):

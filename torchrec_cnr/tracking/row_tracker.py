@@ -14,7 +14,7 @@ from torchrec_cnr.tracking.managed_collisions import IdMaps, track_evictions
 from torchrec_cnr.tracking.plain_tables import track_plain
 from torchrec_cnr.tracking.replicas import track_replicas
 from torchrec_cnr.tracking.sharded_tables import sharded_collections, track_collection
-from torchrec_cnr.tracking.torch_optim import SteppedTables
+from torchrec_cnr.tracking.torch_optim import OptimizerTables
 from torchrec_cnr.tracking.tracked_tables import TrackedRows, TrackedShard
 from torchrec_cnr.tracking.untracked_rows import ReferenceDigests
 
@@ -49,7 +49,7 @@ class RowTracker(TrackedRows):
         self._hooks = Hooks()
         self._is_closed = False
         self._sharded_tables: set[str] = set()
-        stepped = SteppedTables(rows_with_gradient_only=(RowWiseAdagrad,), passing_on=(KeyedOptimizer,))
+        stepped = OptimizerTables(rows_with_gradient_only=(RowWiseAdagrad,), passing_on=(KeyedOptimizer,))
         sharded: list[TrackedShard] = []
         for path, module in sharded_collections(model):
             self._sharded_tables.update(f"{path}.{table}" for table in module.module_sharding_plan)

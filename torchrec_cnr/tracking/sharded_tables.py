@@ -18,7 +18,7 @@ from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.tracking.hooks import Hooks, modules_below, on_gradient, watch_loads
 from torchrec_cnr.tracking.modified_rows import ModifiedRows
-from torchrec_cnr.tracking.torch_optim import SteppedTables, has_rows
+from torchrec_cnr.tracking.torch_optim import OptimizerTables, has_rows
 from torchrec_cnr.tracking.tracked_tables import TrackedShard
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,9 @@ def sharded_collections(model: nn.Module) -> Iterator[tuple[str, ShardedCollecti
             yield f"{path}.{tables}".removeprefix("."), module
 
 
-def track_collection(path: str, module: ShardedCollection, hooks: Hooks, stepped: SteppedTables) -> list[TrackedShard]:
+def track_collection(
+    path: str, module: ShardedCollection, hooks: Hooks, stepped: OptimizerTables
+) -> list[TrackedShard]:
     """Track the shards that this rank has of a collection's tables.
 
     Raises:
@@ -52,7 +54,7 @@ def track_collection(path: str, module: ShardedCollection, hooks: Hooks, stepped
     return shards
 
 
-def _track_kernel(path: str, kernel: Any, hooks: Hooks, stepped: SteppedTables) -> list[TrackedShard]:
+def _track_kernel(path: str, kernel: Any, hooks: Hooks, stepped: OptimizerTables) -> list[TrackedShard]:
     tables, weights = kernel._config.embedding_tables, kernel.split_embedding_weights()
     for table, weight in zip(tables, weights, strict=True):
         if type(weight) not in (Tensor, nn.Parameter):

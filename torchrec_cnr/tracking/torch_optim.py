@@ -22,7 +22,7 @@ from torchrec_cnr.tracking.tracked_tables import TrackedShard
 
 
 @dataclass(eq=False)
-class SteppedState:
+class OptimizerTableState:
     """The state of a table's rows, in the optimizer that was last seen to step it."""
 
     num_rows: int
@@ -38,11 +38,11 @@ class SteppedState:
 
 
 @dataclass(frozen=True, eq=False)
-class SteppedTable:
+class OptimizerTable:
     """One table, and the state of its rows."""
 
     shard: TrackedShard
-    state: SteppedState
+    state: OptimizerTableState
 
     def mark_gradient(self, gradient: Tensor) -> None:
         """Mark the rows in which a gradient is not zero."""
@@ -52,7 +52,7 @@ class SteppedTable:
             self.shard.rows.mark_where((gradient != 0).any(dim=1))
 
 
-class SteppedTables:
+class OptimizerTables:
     """All such tables of a model.
 
     Args:
@@ -66,7 +66,7 @@ class SteppedTables:
         rows_with_gradient_only: tuple[type[Optimizer], ...] = (),
         passing_on: tuple[type[Optimizer], ...] = (),
     ) -> None:
-        self._tables: list[SteppedTable] = []
+        self._tables: list[OptimizerTable] = []
         self._passing_on = passing_on
         self._rows_with_gradient_only = (SGD, Adagrad, *rows_with_gradient_only)
 
@@ -75,9 +75,9 @@ class SteppedTables:
 
     def add(self, rows: ModifiedRows, weight: Tensor) -> TrackedShard:
         """Track a table."""
-        state = SteppedState(rows.box.num_rows)
+        state = OptimizerTableState(rows.box.num_rows)
         shard = TrackedShard(rows, weight, state, is_state_replaceable=True)
-        self._tables.append(SteppedTable(shard, state))
+        self._tables.append(OptimizerTable(shard, state))
         return shard
 
     def watch(self) -> tuple[RemovableHandle, RemovableHandle]:
@@ -109,16 +109,16 @@ class SteppedTables:
                 table.mark_gradient(parameter.grad)
             table.shard.accept_writes()
 
-    def _tables_of(self, optimizer: Optimizer) -> list[tuple[Mapping[str, Any], Tensor, SteppedTable]]:
+    def _tables_of(self, optimizer: Optimizer) -> list[tuple[Mapping[str, Any], Tensor, OptimizerTable]]:
         """The tables of an optimizer, with group and parameter, which may be a storage of several tables.
 
         Parameters are known by their memory: modules replace their tensors.
         """
         by_memory = {memory_key(table.shard.weight): table for table in self._tables}
-        by_storage: dict[int, list[SteppedTable]] = {}
+        by_storage: dict[int, list[OptimizerTable]] = {}
         for table in self._tables:
             by_storage.setdefault(table.shard.weight.untyped_storage().data_ptr(), []).append(table)
-        found: list[tuple[Mapping[str, Any], Tensor, SteppedTable]] = []
+        found: list[tuple[Mapping[str, Any], Tensor, OptimizerTable]] = []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 in_storage = by_storage.get(parameter.untyped_storage().data_ptr()) if _is_dense(parameter) else None

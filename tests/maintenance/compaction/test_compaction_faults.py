@@ -32,7 +32,7 @@ from torchrec_cnr.errors import (
     StoreError,
 )
 from torchrec_cnr.format import manifest_json
-from torchrec_cnr.format.manifest import FILE_NAME
+from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.lineage.checkpoint import Checkpoint, read_lineage
 from torchrec_cnr.maintenance.compaction.compact import compact, run_compaction
 from torchrec_cnr.maintenance.compaction.plan import plan_compaction
@@ -101,7 +101,7 @@ def test_nothing_to_compact(tmp_path: Path) -> None:
 
 def test_missing_parents(run: Run) -> None:
     """A lineage with a missing link cannot be folded below it, but above."""
-    Path(run.path).with_name("step-1").joinpath(FILE_NAME).unlink()
+    Path(run.path).with_name("step-1").joinpath(MANIFEST_FILE).unlink()
     with pytest.raises(DamagedError, match="step-1 is missing"):
         compact(run.path)
     assert not read_checkpoint(run.path).is_compacted

@@ -24,7 +24,7 @@ from tests.saving.test_save_faults import small_disk
 from tests.support.killing import every_kill, in_child
 from tests.support.roots import HOUR_NS, NUM_COLS, NUM_ROWS, TABLE, File, Root, newest
 from torchrec_cnr.errors import StoreError
-from torchrec_cnr.format.manifest import FILE_NAME
+from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.maintenance import journal
 from torchrec_cnr.maintenance.catalog import Entry, read_catalog, read_journal
 from torchrec_cnr.maintenance.pruning.execute import PruneResult, run_prune
@@ -100,7 +100,7 @@ class Model:
         stay |= {file for file in before if file[0] in self.leased}
         for name in kept:
             written = self.root.checkpoints[name]
-            manifests = {FILE_NAME, *(f"manifest-{sha256}.json" for sha256 in written.sha256s[:-1])}
+            manifests = {MANIFEST_FILE, *(f"manifest-{sha256}.json" for sha256 in written.sha256s[:-1])}
             stay |= {(name, file) for file in manifests | self.beside.get(name, set())}
         return stay & set(before)
 
@@ -181,7 +181,7 @@ def _prune_and_compare(model: Model, keep: Keep) -> None:
     assert str(plan).count("\n") >= len(plan.removals)
     assert {checkpoint.name for checkpoint in plan.pruned} == model.there - kept
     assert model.there.intersection(plan.stays) >= kept
-    assert {removal.files[0] for removal in plan.removals if removal.pruned} <= {FILE_NAME}
+    assert {removal.files[0] for removal in plan.removals if removal.pruned} <= {MANIFEST_FILE}
     assert root.files() == before, "a plan changes nothing"
     result = run_prune(plan)
     after = root.files()
@@ -239,7 +239,7 @@ def _busy_root(url: str) -> Root:
     root.compact("a-2")
     prune(root, Keep(last=4))
     assert root.directories() == {"a-0", "a-1", "a-2", "b-0", "b-1", "b-2"}
-    assert {name for name in root.directories() if root.store.at(name).exists(FILE_NAME)} == {
+    assert {name for name in root.directories() if root.store.at(name).exists(MANIFEST_FILE)} == {
         "a-2",
         "b-0",
         "b-1",
@@ -424,7 +424,7 @@ def test_what_is_wanted_since_the_plan_was_made_stays(tmp_path: Path, where: str
         root.put_pack("a-2")
         root.lease("a-2", time.time_ns() + HOUR_NS, "save")
     elif what == "damage":
-        root.put("a-2", FILE_NAME, b"no manifest")
+        root.put("a-2", MANIFEST_FILE, b"no manifest")
     else:
         root.save("a-2", time.time_ns(), "a-1", range(2))
         if what == "child that is compacted":

@@ -23,7 +23,7 @@ from tests.maintenance.pruning.test_prune import DAY_NS, give_to_nobody, prune, 
 from tests.support.killing import in_child
 from tests.support.roots import HOUR_NS, NUM_COLS, NUM_ROWS, Root
 from torchrec_cnr.errors import CheckpointNotFoundError, ConfigurationError, StoreError
-from torchrec_cnr.format.manifest import FILE_NAME
+from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.format.manifest_parser import VERSION
 from torchrec_cnr.human_text import bytes_text, count_text, instant_text, name_text
 from torchrec_cnr.lineage.checkpoint import read_lineage
@@ -236,8 +236,8 @@ def test_what_cannot_be_read_stays_and_what_is_older(root: Root, monkeypatch: py
     """It may stand on any of these; what was committed since it was written goes, and all once it is gone."""
     for number, name in enumerate(["old-0", "old-1", "bad"]):
         root.save(name, time.time_ns() + number)
-    root.put("bad", FILE_NAME, DAMAGES[damage](root.store.at("bad").read(FILE_NAME)))
-    written_ns = root.store.at("bad").modified_ns(FILE_NAME)
+    root.put("bad", MANIFEST_FILE, DAMAGES[damage](root.store.at("bad").read(MANIFEST_FILE)))
+    written_ns = root.store.at("bad").modified_ns(MANIFEST_FILE)
     for number in range(3):
         root.save(f"new-{number}", written_ns + 2 * DAY_NS + number)
     dead = [root.put_pack("old-0"), root.put_pack("new-2")]
@@ -274,14 +274,14 @@ def test_packs_that_what_cannot_be_read_may_use_stay(tmp_path: Path) -> None:
     root.compact("1")
     assert prune(root, Keep(last=1)).removed == ("0",)
     assert root.directories() == {"0", "1"}
-    good = root.store.at("1").read(FILE_NAME)
-    (tmp_path / "1" / FILE_NAME).write_bytes(b"damaged")
+    good = root.store.at("1").read(MANIFEST_FILE)
+    (tmp_path / "1" / MANIFEST_FILE).write_bytes(b"damaged")
     root.save("2", time.time_ns() + 9 * DAY_NS)
     root.save("3", time.time_ns() + 10 * DAY_NS)
     plan = plan_prune(root.url, Keep(last=1))
     assert plan.stays["0"] == ("a checkpoint that cannot be read may need its packs",)
     assert execute(plan).removed == ("2",)
-    (tmp_path / "1" / FILE_NAME).write_bytes(good)
+    (tmp_path / "1" / MANIFEST_FILE).write_bytes(good)
     root.assert_loads(["1", "3"])
 
 
@@ -343,7 +343,7 @@ def test_links_and_what_they_lead_to_stay(tmp_path: Path) -> None:
     os.unlink(tmp_path / "job" / "best")
     os.unlink(tmp_path / "job" / "3")
     assert set(prune(root, Keep(last=1)).removed) == {"0", "1", "2"}
-    assert (tmp_path / "elsewhere" / FILE_NAME).exists()
+    assert (tmp_path / "elsewhere" / MANIFEST_FILE).exists()
 
 
 def _prune_as_nobody(root: str) -> tuple[dict[str, tuple[str, ...]], PruneResult]:
@@ -360,7 +360,7 @@ def test_what_one_may_not_read_keeps_what_it_stands_on(open_folder: Path, closed
     for number, parent in enumerate([None, "0", None, None]):
         root.save(str(number), time.time_ns() + number * (9 * DAY_NS if number > 1 else 1), parent, range(3))
     give_to_nobody(open_folder / "job")
-    (open_folder / "job" / "1" / ("" if closed == "directory" else FILE_NAME)).chmod(0)
+    (open_folder / "job" / "1" / ("" if closed == "directory" else MANIFEST_FILE)).chmod(0)
     outcome = in_child(_prune_as_nobody, root.url)
     assert not isinstance(outcome, int)
     stays, result = outcome
@@ -368,7 +368,7 @@ def test_what_one_may_not_read_keeps_what_it_stands_on(open_folder: Path, closed
     assert stays["0"] == ("1, which cannot be read, may need it",)
     assert result.removed == ("2",)
     assert result.failed == {}
-    (open_folder / "job" / "1" / ("" if closed == "directory" else FILE_NAME)).chmod(0o755)
+    (open_folder / "job" / "1" / ("" if closed == "directory" else MANIFEST_FILE)).chmod(0o755)
     root.assert_loads(["0", "1", "3"])
 
 

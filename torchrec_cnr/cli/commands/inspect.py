@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from torchrec_cnr.cli.contents import pack_uses, print_contents
+from torchrec_cnr.cli.contents import pack_summaries, print_contents
 from torchrec_cnr.cli.options import AsJson, Everything, Kafka, KafkaFile, KafkaSettings, rows_log
 from torchrec_cnr.cli.output import print_json, stdout
 from torchrec_cnr.errors import LoadError
@@ -75,7 +75,7 @@ def _document(checkpoint: Checkpoint, lineage: Lineage | None, problem: str | No
         "restore_bytes": None if lineage is None else restore_bytes(lineage),
         "tensors": [_tensor(fqn, entry, num_bytes[fqn]) for fqn, entry in manifest.tensors.items()],
         "objects": [{"fqn": fqn, "num_bytes": blob.num_bytes} for fqn, blob in manifest.objects.items()],
-        "packs": [dataclasses.asdict(use) for use in pack_uses(manifest)],
+        "packs": [dataclasses.asdict(use) for use in pack_summaries(manifest)],
     }
 
 

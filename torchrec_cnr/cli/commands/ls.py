@@ -118,10 +118,10 @@ def visible(lines: Sequence[Line], shown: Collection[str]) -> Iterator[Line | Ga
         yield Gap(tuple(hidden))
 
 
-State = Literal["damaged", "newer", "unreadable", "pruned", "unfinished", "empty", "foreign"]
+EntryState = Literal["damaged", "newer", "unreadable", "pruned", "unfinished", "empty", "foreign"]
 
 _LINES = 40  # what fits on a screen
-_MEANINGS: Mapping[State, str] = {
+_MEANINGS: Mapping[EntryState, str] = {
     "damaged": "damaged",
     "newer": "of a newer version",
     "unreadable": "unreadable",
@@ -130,7 +130,7 @@ _MEANINGS: Mapping[State, str] = {
     "empty": "empty",
     "foreign": "no checkpoint",
 }
-_NOTES: Mapping[State, str] = {
+_NOTES: Mapping[EntryState, str] = {
     "pruned": "; compacted checkpoints use them, or the next prune removes them",
     "unfinished": "; a save that died, or is not done yet",
 }
@@ -212,7 +212,7 @@ def _others(catalog: Catalog) -> list[Entry]:
     return [entry for _, entry in sorted(catalog.entries.items()) if entry.checkpoint is None]
 
 
-def _state(entry: Entry, catalog: Catalog) -> State:
+def _state(entry: Entry, catalog: Catalog) -> EntryState:
     """Why a directory is no checkpoint."""
     if isinstance(entry.problem, DamagedError):
         return "damaged"
@@ -248,12 +248,12 @@ def _print(console: Console, catalog: Catalog, shown: set[str]) -> None:
         console.print(table)
 
 
-def _why(entry: Entry, state: State) -> Text:
+def _why(entry: Entry, state: EntryState) -> Text:
     if entry.problem is not None:
         return name_cell(str(entry.problem).removeprefix(f"{entry.store.url}/"))
     size = f"{count_text(len(entry.files), 'file')}, {bytes_text(entry.num_bytes)}" if entry.files else ""
     note = _NOTES.get(state, "")
-    if entry.store.log is None and any(map(is_uncommitted, entry.files)):
+    if entry.store.row_log is None and any(map(is_uncommitted, entry.files)):
         note = "; a marker in Kafka may have committed it: --kafka tells"
     return Text(size + note, "dim")
 

@@ -12,7 +12,7 @@ from torchrec_cnr.cli.report.page import BEGINNING, render
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.human_text import count_text, name_text
 from torchrec_cnr.maintenance.catalog import check_root, read_catalog
-from torchrec_cnr.maintenance.read_run_history import run_history
+from torchrec_cnr.maintenance.read_run_history import read_run_history
 from torchrec_cnr.storage.store import Store
 
 
@@ -43,7 +43,7 @@ def report(
     with progress_bar("reading manifests", not as_json) as progress:
         catalog = read_catalog(root, progress, rows)
     check_root(catalog)
-    history = run_history(catalog)
+    history = read_run_history(catalog)
     if as_json:
         print_json(asdict(history))
         return

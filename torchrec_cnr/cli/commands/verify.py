@@ -35,7 +35,7 @@ def verify(
     """
     rows = rows_log(kafka, kafka_settings, kafka_file)
     with progress_bar("verifying", not as_json) as report:
-        found = verify_checkpoints(path, all_heads=all_heads, rows=rows, progress=report, thread_count=threads)
+        found = verify_checkpoints(path, all_heads=all_heads, row_log=rows, progress=report, thread_count=threads)
     if as_json:
         print_json({"is_right": found.is_right, **dataclasses.asdict(found)})
     else:

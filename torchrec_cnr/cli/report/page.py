@@ -16,7 +16,7 @@ from torchrec_cnr.cli.report.svg import PALETTE, inline_svg
 from torchrec_cnr.human_text import bytes_text, instant_text, models_text, name_text
 from torchrec_cnr.maintenance.run_history import KeptCheckpoint, RunHistory
 
-MOST_LINES = 50  # of the table of kept checkpoints
+MAX_LINES = 50  # of the table of kept checkpoints
 BEGINNING = b"<!DOCTYPE html>"  # of a page
 
 
@@ -100,7 +100,7 @@ class _Line:
 
 def render(history: RunHistory) -> str:
     """The report as the text of an HTML file, to be written as UTF-8; the same history gives the same text."""
-    newest, older = history.newest_first[:MOST_LINES], history.newest_first[MOST_LINES:]
+    newest, older = history.newest_first[:MAX_LINES], history.newest_first[MAX_LINES:]
     is_empty = not history.events and not history.kept
     environment = Environment(
         loader=PackageLoader("torchrec_cnr.cli.report"),

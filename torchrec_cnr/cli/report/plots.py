@@ -108,8 +108,8 @@ Floats = NDArray[np.float64]
 
 GOAL_MODELS = 1.2  # what a restore should read at most
 _NUM_COLUMNS = 400  # about as many as the axes are wide
-_MOST_STEMS = 200  # that can be told apart
-_LEAST_NS = 10 * 10**9  # of an axis of time: in less, ticks would need parts of a second
+_MAX_STEMS = 200  # that can be told apart
+_MIN_NS = 10 * 10**9  # of an axis of time: in less, ticks would need parts of a second
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def draw_capacity(history: RunHistory) -> Figure:
         for num_bytes in (at.before_bytes, at.peak_bytes, at.after_bytes)
     ]
     (first, before), (last, after) = levels[0], levels[-1]
-    room = max((last - first) // 50, (_LEAST_NS - (last - first)) // 2)
+    room = max((last - first) // 50, (_MIN_NS - (last - first)) // 2)
     levels = [(first - room, before), *levels, (last + room, after)]
     all_days: Floats = date2num(np.array([at_ns for at_ns, _ in levels], "datetime64[ns]"))
     all_models = np.array([models for _, models in levels])
@@ -294,7 +294,7 @@ def _draw_amounts(axes: Axes, history: RunHistory, amount: Callable[[Event], flo
     drawn = _draw_events(axes, history, amount)
     num_marks = sum(len(marks.places) for marks in drawn)
     for look, places, values, order in drawn:
-        if num_marks <= _MOST_STEMS:
+        if num_marks <= _MAX_STEMS:
             width = float(np.clip(120 / num_marks, 0.8, 2.0))
             axes.vlines(places, 0, values, color=look.color, linewidth=width, zorder=order - 0.6)
         elif look.kind == "delta":

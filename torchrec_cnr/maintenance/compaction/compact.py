@@ -74,7 +74,7 @@ def replacement_of(
         raise SaveError(f"nothing was compacted, because it could not be loaded again: {error}") from error
 
 
-def commit(newest: Checkpoint, data: bytes, save_id: str) -> None:
+def commit_replacement(newest: Checkpoint, data: bytes, save_id: str) -> None:
     """Put the new manifest's file.
 
     Raises:
@@ -148,7 +148,7 @@ def compact(
     max_ratio: float = MAX_RATIO,
     max_moved_bytes: int | None = None,
     self_contained: bool = False,
-    rows: RowLog | None = None,
+    row_log: RowLog | None = None,
     thread_count: int = 2,
     pack_bytes: int = PACK_BYTES,
     progress: Progress | None = None,
@@ -168,7 +168,7 @@ def compact(
         CheckpointExistsError: Another compaction of the same checkpoint was faster; nothing was changed.
         ConfigurationError, LoadError, StoreError: As :func:`plan_compaction`.
     """
-    newest = read_checkpoint(Store.open(path, log=rows))
+    newest = read_checkpoint(Store.open(path, row_log=row_log))
     with leased(newest.store, "compact"):
         plan = plan_compaction(
             newest.store,
@@ -208,7 +208,7 @@ def _rewrite(plan: CompactionPlan, save_id: str, thread_count: int, pack_bytes: 
     finally:
         packs.close()
     try:
-        commit(plan.newest, data, save_id)
+        commit_replacement(plan.newest, data, save_id)
     except BaseException:
         if not may_have_committed(plan.newest, save_id):
             packs.discard()

@@ -12,7 +12,7 @@ from torchrec_cnr.format.manifest import DTYPES, Shard, TensorEntry
 from torchrec_cnr.format.renumbering import Renumbering
 from torchrec_cnr.format.row_sets import Blob, RowBlock, RowSet
 from torchrec_cnr.maintenance.compaction.live_rows import LiveRows, Piece, live_rows, pieces_of, windows
-from torchrec_cnr.maintenance.compaction.new_packs import Kind, NewPacks, Typed
+from torchrec_cnr.maintenance.compaction.new_packs import NewPacks, RowGroupKey, RowLayout
 from torchrec_cnr.maintenance.compaction.plan import CompactionPlan
 from torchrec_cnr.maintenance.compaction.row_groups import CACHE_BYTES, BlobCache, CodedBlock, Group
 from torchrec_cnr.quantization import NoQuantization
@@ -26,7 +26,7 @@ class _Moved:
     """A new shard: what it is like, the last shard that it takes rows from, their blobs' sizes, what was written."""
 
     group: Group
-    kind: Kind
+    kind: RowGroupKey
     behind: int = 0
     source_bytes: int = 0
     blocks: list[tuple[RowBlock, Blob]] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Copying:
 
     def _copy_blobs(self) -> None:
         """Copy what victims hold that stays as it is: tensors that are not folded, objects, row numbers of others."""
-        wanted: dict[str, tuple[Blob, Typed | None]] = {}
+        wanted: dict[str, tuple[Blob, RowLayout | None]] = {}
         for fqn, blob in self._plan.flat.objects.items():
             wanted[f"object '{fqn}'"] = (blob, None)
         for fqn, entry in self._plan.flat.tensors.items():
@@ -179,7 +179,7 @@ class Copying:
         return self._row_sets.setdefault(rows, rows)
 
 
-def _typed(dtype: str, shard: Shard, num_rows: int, num_bytes: int) -> Typed | None:
+def _typed(dtype: str, shard: Shard, num_rows: int, num_bytes: int) -> RowLayout | None:
     """What rows of a shard are in a pack, if they are stored as values, and not split."""
     is_plain = num_bytes == num_rows * shard.box.num_cols * DTYPES[dtype].itemsize
     has_values = is_plain and isinstance(shard.scheme, NoQuantization)

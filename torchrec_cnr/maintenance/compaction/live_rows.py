@@ -16,10 +16,10 @@ from torchrec_cnr.errors import DamagedError
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.coverage import Coverage
 from torchrec_cnr.format.manifest import Pack, TensorEntry, name_of
-from torchrec_cnr.format.row_sets import Blob, RowBlock, Rows
+from torchrec_cnr.format.row_sets import Blob, RowBlock, RowNumbers
 from torchrec_cnr.lineage.checkpoint import Checkpoint
 from torchrec_cnr.maintenance.compaction.flatten import Flat
-from torchrec_cnr.reading.checkpoint_rows import RowNumbers
+from torchrec_cnr.reading.checkpoint_rows import BlockRowNumbers
 from torchrec_cnr.storage.pack_reader import PackReader
 
 WINDOW_ROWS = 1 << 21  # looked at at once: a byte for each range of columns
@@ -60,8 +60,8 @@ class LiveRows:
     """
 
     piece: Piece
-    positions: Rows
-    rows: Rows
+    positions: RowNumbers
+    rows: RowNumbers
     is_partial: bool
 
 
@@ -124,11 +124,11 @@ def live_rows(
         raise DamagedError(f"{where}: row {hole} is nowhere stored; use another checkpoint")
 
 
-def _row_numbers(pieces: Sequence[Piece], reader: PackReader, where: str) -> RowNumbers:
+def _row_numbers(pieces: Sequence[Piece], reader: PackReader, where: str) -> BlockRowNumbers:
     coded = {piece.rows: piece for piece in pieces if piece.rows.blob is not None}
     blocks = {f"rows of {piece.key}": piece.rows for piece in coded.values()}
     blobs = [(key, block.blob) for key, block in blocks.items() if block.blob is not None]
-    return RowNumbers(blocks, dict(reader.read(blobs)), where)
+    return BlockRowNumbers(blocks, dict(reader.read(blobs)), where)
 
 
 def _overlaps(piece: Piece, window: Box) -> bool:

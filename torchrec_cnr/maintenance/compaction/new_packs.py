@@ -12,7 +12,7 @@ import numpy as np
 
 from torchrec_cnr.errors import StoreError
 from torchrec_cnr.format.manifest import Pack
-from torchrec_cnr.format.row_sets import Blob, RowBlock, Rows, encode_rows
+from torchrec_cnr.format.row_sets import Blob, RowBlock, RowNumbers, encode_row_numbers
 from torchrec_cnr.maintenance.compaction.plan import CompactionPlan
 from torchrec_cnr.progress import Progress
 from torchrec_cnr.storage.pack_writer import PackWriter
@@ -20,8 +20,8 @@ from torchrec_cnr.storage.store import Bytes
 
 logger = logging.getLogger(__name__)
 
-Kind = tuple[int, int]  # of rows: their heat, and the logarithm of their age
-Typed = tuple[str, tuple[int, ...]]  # dtype and shape
+RowGroupKey = tuple[int, int]  # of rows: their heat, and the logarithm of their age
+RowLayout = tuple[str, tuple[int, ...]]  # dtype and shape
 
 
 class NewPacks:
@@ -47,8 +47,8 @@ class NewPacks:
         self._store = plan.newest.store
         self._writer = PackWriter(self._store, f"{save_id}-0", thread_count, pack_bytes)
         self._kind_of = [(use.pack.heat, math.floor(math.log2(plan.age(use) + 1))) for use in plan.uses]
-        self._kinds: list[Kind] = []
-        self._rows: dict[tuple[Kind, bytes], RowBlock] = {}
+        self._kinds: list[RowGroupKey] = []
+        self._rows: dict[tuple[RowGroupKey, bytes], RowBlock] = {}
         self._num_bytes = 0
 
     @property
@@ -56,11 +56,11 @@ class NewPacks:
         """How many bytes of values a blob should hold."""
         return self._writer.block_bytes
 
-    def kind_of(self, blob: Blob) -> Kind:
+    def kind_of(self, blob: Blob) -> RowGroupKey:
         """Of an old blob's rows."""
         return self._kind_of[blob.pack]
 
-    def add(self, kind: Kind, name: str, data: Bytes, typed: Typed | None = None) -> Blob:
+    def add(self, kind: RowGroupKey, name: str, data: Bytes, typed: RowLayout | None = None) -> Blob:
         """Take a blob; ``typed`` says of one that holds values how other readers of packs see it."""
         self._num_bytes += data.nbytes
         if self._progress is not None:
@@ -70,14 +70,14 @@ class NewPacks:
         number = self._writer.add(name, dtype, shape, data, *kind)
         return Blob(len(self._plan.flat.packs), number, data.nbytes, 0)
 
-    def add_rows(self, kind: Kind, name: str, rows: Rows) -> RowBlock:
+    def add_rows(self, kind: RowGroupKey, name: str, rows: RowNumbers) -> RowBlock:
         """Take row numbers, int64 [n], strictly increasing: once where a table and its state have the same."""
         first, span = int(rows[0]), int(rows[-1] - rows[0]) + 1
         if span == len(rows):
             return RowBlock("all", first, span, len(rows), None)
         key = (kind, hashlib.sha256(rows.tobytes()).digest())
         if key not in self._rows:
-            coded = encode_rows(rows)
+            coded = encode_row_numbers(rows)
             blob = self.add(kind, name, np.frombuffer(coded.data, dtype=np.uint8))
             self._rows[key] = RowBlock(coded.coding, first, span, len(rows), blob)
         return self._rows[key]

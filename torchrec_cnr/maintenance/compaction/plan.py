@@ -122,7 +122,7 @@ def plan_compaction(
     max_moved_bytes: int | None = None,
     self_contained: bool = False,
     empties_log: bool = False,
-    rows: RowLog | None = None,
+    row_log: RowLog | None = None,
     thread_count: int = 2,
 ) -> CompactionPlan:
     """Work out how to fold a lineage, or the newest deltas of it, into one checkpoint. Reads row numbers only.
@@ -135,7 +135,7 @@ def plan_compaction(
             files that are no longer needed can be pruned, so that less room is taken at a time.
         self_contained: Copy all that lies in other checkpoints' directories or in a log, too, so that these are needed
             no more.
-        rows: The log that rows of deltas went to, if they did: ``KafkaRows``.
+        row_log: The log that rows of deltas went to, if they did: ``KafkaRows``.
         empties_log: Copy all that lies in a log, which forgets it one day, whatever is needed of it.
         thread_count: Requests in flight at once. Each takes up to 16 MiB of memory.
 
@@ -146,7 +146,7 @@ def plan_compaction(
     """
     check_max_ratio(max_ratio)
     check_thread_count(thread_count)
-    lineage = read_lineage(Store.open(path, log=rows)).checkpoints
+    lineage = read_lineage(Store.open(path, row_log=row_log)).checkpoints
     parent, run = _split(lineage, since)
     flat = flatten(run)
     reader = PackReader(run[-1].store, flat.packs, thread_count)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from torchrec_cnr.format import split_blobs
 from torchrec_cnr.format.manifest import DTYPES, Shard
-from torchrec_cnr.format.row_sets import Rows
+from torchrec_cnr.format.row_sets import RowNumbers
 from torchrec_cnr.maintenance.compaction.live_rows import LiveRows, Piece
 from torchrec_cnr.quantization import exact_row_bytes
 from torchrec_cnr.storage.pack_reader import PackReader
@@ -37,7 +37,7 @@ class CodedBlock:
         exact_values: uint8 [k, value_bytes].
     """
 
-    rows: Rows
+    rows: RowNumbers
     codes: Bytes
     exact: Positions
     exact_values: Bytes
@@ -54,7 +54,7 @@ class CodedBlock:
         return np.concatenate((self.codes.reshape(-1), positions, self.exact_values.reshape(-1)))
 
 
-def joined(blocks: Sequence[CodedBlock]) -> CodedBlock:
+def concatenated(blocks: Sequence[CodedBlock]) -> CodedBlock:
     """Blocks one behind the other."""
     starts = np.cumsum([0, *map(len, blocks)])
     return CodedBlock(
@@ -151,10 +151,10 @@ class Group:
     def flush(self) -> Iterator[CodedBlock]:
         """What is left is a block, too."""
         if self.waiting:
-            block, self.waiting = joined(self.waiting), []
+            block, self.waiting = concatenated(self.waiting), []
             yield block
 
-    def _gathered(self, found: Sequence[LiveRows], rows: Rows) -> CodedBlock:
+    def _gathered(self, found: Sequence[LiveRows], rows: RowNumbers) -> CodedBlock:
         """The codes of some rows, strictly increasing, out of all pieces that have some of them."""
         num_cols, itemsize = self.shard.box.num_cols, DTYPES[self.dtype].itemsize
         row_bytes = self.shard.scheme.row_bytes(num_cols, DTYPES[self.dtype])
@@ -167,9 +167,7 @@ class Group:
             part = wanted[id(piece)]
             places = np.searchsorted(rows, part.rows)
             num_code_bytes = piece.rows.num_rows * row_bytes
-            data = split_blobs.joined(
-                data, piece.rows.num_rows, row_bytes, self.tail_bytes, f"{self.where}: {piece.key}"
-            )
+            data = split_blobs.join(data, piece.rows.num_rows, row_bytes, self.tail_bytes, f"{self.where}: {piece.key}")
             _copy_rows(data[:num_code_bytes].reshape(-1, row_bytes), part.positions, codes, places)
             own, own_values = _exact_rows(data[num_code_bytes:], value_bytes)
             if len(own):

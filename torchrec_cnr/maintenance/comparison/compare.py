@@ -108,7 +108,7 @@ def compare(
     a: str | os.PathLike[str] | Store,
     b: str | os.PathLike[str] | Store,
     *,
-    rows: RowLog | None = None,
+    row_log: RowLog | None = None,
     progress: Progress | None = None,
     thread_count: int = 2,
 ) -> Comparison:
@@ -117,7 +117,7 @@ def compare(
     Args:
         a: The first, a path or fsspec URL.
         b: The second.
-        rows: The log that rows of deltas went to, if they did: ``KafkaRows``.
+        row_log: The log that rows of deltas went to, if they did: ``KafkaRows``.
         progress: Told how many of how many bytes of tensors were compared.
         thread_count: Requests in flight at once. Each takes up to 16 MiB of memory.
 
@@ -126,7 +126,7 @@ def compare(
         ConfigurationError: An argument cannot work.
     """
     check_thread_count(thread_count)
-    lineages = read_lineage(Store.open(a, log=rows)), read_lineage(Store.open(b, log=rows))
+    lineages = read_lineage(Store.open(a, row_log=row_log)), read_lineage(Store.open(b, row_log=row_log))
     manifests = lineages[0].newest.manifest, lineages[1].newest.manifest
     tensors_a, tensors_b = manifests[0].tensors, manifests[1].tensors
     objects_a, objects_b = manifests[0].objects, manifests[1].objects

@@ -26,7 +26,7 @@ from torchrec_cnr.errors import CNRError, ConfigurationError, DamagedError, Stor
 from torchrec_cnr.format.boxes import Box, fills
 from torchrec_cnr.format.manifest import DTYPES
 from torchrec_cnr.format.safe_pickle import check_archive, load_state
-from torchrec_cnr.maintenance.dcp_import.dcp_metadata import FILE_NAME, read_stock_metadata
+from torchrec_cnr.maintenance.dcp_import.dcp_metadata import METADATA_FILE, read_dcp_metadata
 from torchrec_cnr.maintenance.export.contents import Chunk, split_rows
 from torchrec_cnr.storage.store import Bytes, Store
 
@@ -49,7 +49,7 @@ class Extent:
 
 
 @dataclass(frozen=True)
-class StockChunk:
+class DCPChunk:
     """Rows of a tensor, and where they lie.
 
     Attributes:
@@ -68,7 +68,7 @@ class StockChunk:
 
 
 @dataclass(frozen=True)
-class StockCheckpoint:
+class DCPCheckpoint:
     """What a checkpoint in DCP's own format holds.
 
     Attributes:
@@ -79,11 +79,11 @@ class StockCheckpoint:
     """
 
     store: Store
-    chunks: tuple[StockChunk, ...]
+    chunks: tuple[DCPChunk, ...]
     objects: Mapping[str, Extent]
     paths: Mapping[str, tuple[str | int, ...]]
 
-    def read(self, found: StockChunk) -> Tensor:
+    def read(self, found: DCPChunk) -> Tensor:
         """The values of rows, on the host.
 
         Raises:
@@ -143,7 +143,7 @@ def missing_is_damage() -> Iterator[None]:
         raise DamagedError(f"a file that the metadata names is missing: {error}") from error
 
 
-def read_stock_checkpoint(source: str | os.PathLike[str]) -> StockCheckpoint:
+def read_dcp_checkpoint(source: str | os.PathLike[str]) -> DCPCheckpoint:
     """Learn what a checkpoint in DCP's own format holds, and where. No values are read.
 
     Raises:
@@ -153,21 +153,23 @@ def read_stock_checkpoint(source: str | os.PathLike[str]) -> StockCheckpoint:
         StoreError: It cannot be read.
     """
     store = Store.open(source)
-    metadata = read_stock_metadata(store)
+    metadata = read_dcp_metadata(store)
     try:
         return _opened(store, metadata)
     except CNRError:
         raise
     except (TypeError, ValueError, AttributeError, LookupError) as error:  # what a pickle says may be of any type
-        raise DamagedError(f"{store.url}/{FILE_NAME}: no sound metadata ({type(error).__name__}: {error})") from error
+        raise DamagedError(
+            f"{store.url}/{METADATA_FILE}: no sound metadata ({type(error).__name__}: {error})"
+        ) from error
 
 
-def _opened(store: Store, metadata: Metadata) -> StockCheckpoint:
+def _opened(store: Store, metadata: Metadata) -> DCPCheckpoint:
     known = set(metadata.state_dict_metadata)
     if any(type(fqn) is not str for fqn in known):
-        raise DamagedError(f"{store.url}/{FILE_NAME}: names that are no strings")
+        raise DamagedError(f"{store.url}/{METADATA_FILE}: names that are no strings")
     wanted: list[tuple[Chunk, tuple[int, ...], _StorageInfo]] = []
-    chunks: list[StockChunk] = []
+    chunks: list[DCPChunk] = []
     objects: dict[str, Extent] = {}
     for fqn, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, BytesStorageMetadata):
@@ -175,10 +177,10 @@ def _opened(store: Store, metadata: Metadata) -> StockCheckpoint:
             objects[fqn] = Extent(info.relative_path, info.offset, info.length)
             continue
         if not isinstance(entry, TensorStorageMetadata):
-            raise DamagedError(f"{store.url}/{FILE_NAME}: {fqn!r} is neither tensor nor object")
+            raise DamagedError(f"{store.url}/{METADATA_FILE}: {fqn!r} is neither tensor nor object")
         size, boxes, dtype = _checked(store, fqn, entry)
         if 0 in size:
-            chunks.append(StockChunk(Chunk(fqn, Box.whole(size), dtype), size, Extent("", 0, 0)))
+            chunks.append(DCPChunk(Chunk(fqn, Box.whole(size), dtype), size, Extent("", 0, 0)))
             continue
         for box in boxes:
             info = _info(store, metadata, MetadataIndex(fqn, box.offsets))
@@ -186,7 +188,7 @@ def _opened(store: Store, metadata: Metadata) -> StockCheckpoint:
     wanted.sort(key=lambda item: (item[2].relative_path, item[2].offset))
     for name, of_file in groupby(wanted, key=lambda item: item[2].relative_path):
         chunks += _open_chunks(store, name, list(of_file))
-    return StockCheckpoint(store, tuple(chunks), objects, _paths(store, metadata, known))
+    return DCPCheckpoint(store, tuple(chunks), objects, _paths(store, metadata, known))
 
 
 def _checked(store: Store, fqn: str, entry: TensorStorageMetadata) -> tuple[tuple[int, ...], list[Box], torch.dtype]:
@@ -200,7 +202,9 @@ def _checked(store: Store, fqn: str, entry: TensorStorageMetadata) -> tuple[tupl
     boxes = [box for box in boxes if 0 not in box.sizes]
     negative = min((0, *size, *(number for box in boxes for number in (*box.offsets, *box.sizes)))) < 0
     if negative or not (0 in size or fills(size, boxes)):
-        raise DamagedError(f"{store.url}/{FILE_NAME}: the chunks of {fqn!r} do not fill its size {list(size)} exactly")
+        raise DamagedError(
+            f"{store.url}/{METADATA_FILE}: the chunks of {fqn!r} do not fill its size {list(size)} exactly"
+        )
     return size, boxes, dtype
 
 
@@ -208,14 +212,16 @@ def _info(store: Store, metadata: Metadata, index: MetadataIndex) -> _StorageInf
     """Where an item lies: in a file of the checkpoint's own directory."""
     info = metadata.storage_data[index]
     if not isinstance(info, _StorageInfo) or min(info.offset, info.length) < 0:
-        raise DamagedError(f"{store.url}/{FILE_NAME}: it does not say where {index.fqn!r} lies")
+        raise DamagedError(f"{store.url}/{METADATA_FILE}: it does not say where {index.fqn!r} lies")
     if info.transform_descriptors:
         raise ConfigurationError(
             f"{store.url}: {index.fqn!r} was written through extensions ({', '.join(info.transform_descriptors)}): "
             "dcp.load it, and save it without"
         )
     if not info.relative_path or "/" in info.relative_path or info.relative_path in (".", ".."):
-        raise DamagedError(f"{store.url}/{FILE_NAME}: {index.fqn!r} lies in {info.relative_path!r}, no file beside it")
+        raise DamagedError(
+            f"{store.url}/{METADATA_FILE}: {index.fqn!r} lies in {info.relative_path!r}, no file beside it"
+        )
     return info
 
 
@@ -223,15 +229,15 @@ def _paths(store: Store, metadata: Metadata, known: set[str]) -> dict[str, tuple
     paths = {fqn: tuple(path) for fqn, path in (metadata.planner_data or {}).items() if fqn in known}
     for fqn, path in paths.items():
         if not path or type(path[0]) is not str or any(type(key) not in (str, int) for key in path):
-            raise DamagedError(f"{store.url}/{FILE_NAME}: {fqn!r} has no path of keys and indices, but {path!r}")
+            raise DamagedError(f"{store.url}/{METADATA_FILE}: {fqn!r} has no path of keys and indices, but {path!r}")
     return paths
 
 
 def _open_chunks(
     store: Store, name: str, wanted: Sequence[tuple[Chunk, tuple[int, ...], _StorageInfo]]
-) -> list[StockChunk]:
+) -> list[DCPChunk]:
     """Find the values of chunks that lie in one file."""
-    found: list[StockChunk] = []
+    found: list[DCPChunk] = []
     with missing_is_damage(), store.open_file(name) as file:
         for chunk, size, info in wanted:
             where = f"{store.url}/{name}: {chunk.fqn!r} at byte {info.offset}"
@@ -279,7 +285,7 @@ class _Part(io.RawIOBase):
         return data
 
 
-def _located(where: str, chunk: Chunk, size: tuple[int, ...], info: _StorageInfo, opened: Any) -> list[StockChunk]:
+def _located(where: str, chunk: Chunk, size: tuple[int, ...], info: _StorageInfo, opened: Any) -> list[DCPChunk]:
     """Rows of a chunk, divided so that each part can be held. Where rows do not follow one another, it stays whole."""
     if not isinstance(opened, Tensor) or opened.layout is not torch.strided:
         raise DamagedError(f"{where}: no dense tensor")
@@ -294,10 +300,10 @@ def _located(where: str, chunk: Chunk, size: tuple[int, ...], info: _StorageInfo
         raise DamagedError(f"{where}: it ends before its values do")
     if not opened.is_contiguous():
         extent = Extent(info.relative_path, info.offset + start, storage.nbytes())
-        return [StockChunk(chunk, size, extent, opened.stride(), first)]
+        return [DCPChunk(chunk, size, extent, opened.stride(), first)]
     start += info.offset + first * itemsize
-    parts: list[StockChunk] = []
+    parts: list[DCPChunk] = []
     for part in split_rows(chunk, chunk.box.num_cols * itemsize):
-        parts.append(StockChunk(part, size, Extent(info.relative_path, start, part.num_bytes)))
+        parts.append(DCPChunk(part, size, Extent(info.relative_path, start, part.num_bytes)))
         start += part.num_bytes
     return parts

@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.serialization import _get_layout
 
 from torchrec_cnr.errors import CheckpointNotFoundError, DamagedError, StoreError
-from torchrec_cnr.format.manifest_json import MOST_BYTES
+from torchrec_cnr.format.manifest_json import MAX_MANIFEST_BYTES
 from torchrec_cnr.format.safe_pickle import check_pickle
 from torchrec_cnr.storage.store import Store, read_whole
 
-FILE_NAME = ".metadata"
+METADATA_FILE = ".metadata"
 
 _CLASSES = (
     metadata.BytesStorageMetadata,
@@ -46,7 +46,7 @@ _KNOWN: dict[tuple[str, str], Any] = {
 }
 
 
-def read_stock_metadata(store: Store) -> Metadata:
+def read_dcp_metadata(store: Store) -> Metadata:
     """Read what DCP's ``FileSystemWriter`` says of a checkpoint. Nothing in it is checked but its type.
 
     Raises:
@@ -54,9 +54,9 @@ def read_stock_metadata(store: Store) -> Metadata:
         DamagedError: It is no pickle of DCP's metadata, or needs something that this does not.
         StoreError: It cannot be read.
     """
-    url = f"{store.url}/{FILE_NAME}"
+    url = f"{store.url}/{METADATA_FILE}"
     try:
-        data = read_whole(store, FILE_NAME, MOST_BYTES)
+        data = read_whole(store, METADATA_FILE, MAX_MANIFEST_BYTES)
     except StoreError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             raise CheckpointNotFoundError(

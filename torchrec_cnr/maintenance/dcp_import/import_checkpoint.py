@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.lineage.checkpoint import Checkpoint, read_checkpoint
-from torchrec_cnr.maintenance.dcp_import.dcp_checkpoint import StockCheckpoint, StockChunk, read_stock_checkpoint
+from torchrec_cnr.maintenance.dcp_import.dcp_checkpoint import DCPCheckpoint, DCPChunk, read_dcp_checkpoint
 from torchrec_cnr.maintenance.single_process_save import save
 from torchrec_cnr.progress import Progress
 from torchrec_cnr.quantization import NoQuantization, Quantization, SchemeRules
@@ -62,14 +62,14 @@ def import_checkpoint(
         SaveError, StoreError: Nothing was committed.
     """
     writer = CNRStorageWriter(path, quantization=quantization, thread_count=thread_count)
-    stock = read_stock_checkpoint(source)
+    stock = read_dcp_checkpoint(source)
     _check_quantized(stock, SchemeRules.of(quantization if quantization is not None else NoQuantization()))
     planner = _ImportPlanner(stock, progress)
     save(writer, [planner.whole_plan()], planner, stock.paths)
     return read_checkpoint(path)
 
 
-def _check_quantized(stock: StockCheckpoint, rules: SchemeRules) -> None:
+def _check_quantized(stock: DCPCheckpoint, rules: SchemeRules) -> None:
     """Who asks for codes gets some: names may be other than TorchRec's."""
     asked = [pattern for pattern, scheme in rules.patterns if not isinstance(scheme, NoQuantization)]
     if not asked and isinstance(rules.tables, NoQuantization):
@@ -90,7 +90,7 @@ def _check_quantized(stock: StockCheckpoint, rules: SchemeRules) -> None:
 class _ImportPlanner(DefaultSavePlanner):
     """Plans a save of all that a source holds, and reads it item by item."""
 
-    def __init__(self, stock: StockCheckpoint, progress: Progress | None) -> None:
+    def __init__(self, stock: DCPCheckpoint, progress: Progress | None) -> None:
         super().__init__()
         self._stock = stock
         self._chunks = {_index(found): found for found in stock.chunks}
@@ -115,11 +115,11 @@ class _ImportPlanner(DefaultSavePlanner):
         return values
 
 
-def _index(found: StockChunk) -> MetadataIndex:
+def _index(found: DCPChunk) -> MetadataIndex:
     return MetadataIndex(found.chunk.fqn, found.chunk.box.offsets)
 
 
-def _item(found: StockChunk) -> WriteItem:
+def _item(found: DCPChunk) -> WriteItem:
     chunk = found.chunk
     box = ChunkStorageMetadata(torch.Size(chunk.box.offsets), torch.Size(chunk.box.sizes))
     data = TensorWriteData(box, TensorProperties(dtype=chunk.dtype), torch.Size(found.size))

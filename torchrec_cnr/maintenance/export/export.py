@@ -49,7 +49,7 @@ def export(
     out: str | os.PathLike[str],
     *,
     to: Format,
-    rows: RowLog | None = None,
+    row_log: RowLog | None = None,
     thread_count: int = 2,
     progress: Progress | None = None,
 ) -> Export:
@@ -74,7 +74,7 @@ def export(
         out: Where to, a path or fsspec URL: a directory that is empty or not there, or for ``"torch"`` a file that is
             not there.
         to: The format.
-        rows: The log that rows of deltas went to, if they did: ``KafkaRows``.
+        row_log: The log that rows of deltas went to, if they did: ``KafkaRows``.
         thread_count: Requests in flight at once. Each takes up to 16 MiB of memory.
         progress: Called now and then with the bytes of tensors that were written, and that there are.
 
@@ -86,6 +86,6 @@ def export(
     check_thread_count(thread_count)
     if to not in _FORMATS:
         raise ConfigurationError(f"'to' must be one of {', '.join(map(repr, _FORMATS))} (got {to!r})")
-    contents = Contents(read_lineage(Store.open(existing(path), log=rows)), thread_count, progress)
+    contents = Contents(read_lineage(Store.open(existing(path), row_log=row_log)), thread_count, progress)
     store, names, left_out = _FORMATS[to](contents, out)
     return Export(tuple(store.at(name).url for name in names), contents.num_bytes, left_out)

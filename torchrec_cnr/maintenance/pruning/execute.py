@@ -19,13 +19,13 @@ from itertools import groupby
 from threading import Lock
 
 from torchrec_cnr.errors import CheckpointNotFoundError, CNRError, StoreError
-from torchrec_cnr.format.manifest import FILE_NAME
+from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.human_text import bytes_text, count_text, name_text
 from torchrec_cnr.lineage.checkpoint import Checkpoint, read_checkpoint
 from torchrec_cnr.maintenance import journal
 from torchrec_cnr.maintenance.file_names import PACK_SUFFIX
 from torchrec_cnr.maintenance.journal import Journal
-from torchrec_cnr.maintenance.pruning.kept import Pack, lease_text, needed_by, newest_of_lineages
+from torchrec_cnr.maintenance.pruning.kept import PackPath, lease_text, needed_by, newest_of_lineages
 from torchrec_cnr.maintenance.pruning.plan import PrunePlan, Removal
 from torchrec_cnr.progress import Progress
 from torchrec_cnr.storage.leases import holds, in_force, is_lease
@@ -102,7 +102,7 @@ class _Execution:
         self._plan = plan
         self._threads = threads
         self._wanted: dict[str, str] = {}  # checkpoints that stay after all, and why
-        self._wanted_packs: set[Pack] = set()
+        self._wanted_packs: set[PackPath] = set()
         self._counting = Lock()
         entries = plan.catalog.entries.items()
         self._known = {name for name, entry in entries if entry.checkpoint is not None or entry.problem is not None}
@@ -120,7 +120,7 @@ class _Execution:
         store, name = removal.entry.store, removal.entry.name
         reason = self._why_not(removal)
         if reason is None and removal.pruned is not None:
-            reason = self._remove_file(removal, FILE_NAME)
+            reason = self._remove_file(removal, MANIFEST_FILE)
         if reason is not None:
             self.fail(name, reason)
             if removal.pruned is not None:
@@ -138,7 +138,7 @@ class _Execution:
     def _remove_files(self, removal: Removal) -> None:
         """All but the manifest. Packs are in no order among themselves; leases stay if anything else does."""
         name = removal.entry.name
-        files = [file for file in removal.files if file != FILE_NAME]
+        files = [file for file in removal.files if file != MANIFEST_FILE]
         unwanted = [file for file in files if (name, file) not in self._wanted_packs]
         if len(unwanted) < len(files):
             self.fail(name, "its packs are needed by a checkpoint that stays after all")
@@ -157,7 +157,7 @@ class _Execution:
     def _remove_file(self, removal: Removal, file: str) -> str | None:
         """Remove a file; returns why it could not be removed."""
         try:
-            removal.entry.store.remove(file, is_durable=file == FILE_NAME)
+            removal.entry.store.remove(file, is_durable=file == MANIFEST_FILE)
         except StoreError as error:
             return str(error)
         with self._counting:
@@ -209,7 +209,7 @@ class _Execution:
         listed = root.listing()
         for name in {*listed.directories, *listed.links} - self._known:
             names = root.at(name).names()
-            if FILE_NAME not in names:
+            if MANIFEST_FILE not in names:
                 if holds(names, self._now_ns):
                     newest = newest_of_lineages(self._plan.catalog)
                     self._want(newest, f"{name_text(name)}, which is being saved, may stand on it")

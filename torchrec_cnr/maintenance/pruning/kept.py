@@ -30,7 +30,7 @@ from torchrec_cnr.maintenance.catalog import Catalog, Entry
 from torchrec_cnr.maintenance.pruning.retention import Keep
 from torchrec_cnr.storage.leases import Lease
 
-Pack = tuple[str, str]  # directory under the root, and file in it
+PackPath = tuple[str, str]  # directory under the root, and file in it
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Needs:
     """
 
     checkpoints: Mapping[str, str]
-    packs: Mapping[Pack, str]
+    packs: Mapping[PackPath, str]
 
 
 def needed_by(catalog: Catalog, names: Iterable[str], loading: Collection[str] = ()) -> Needs:
@@ -55,7 +55,7 @@ def needed_by(catalog: Catalog, names: Iterable[str], loading: Collection[str] =
         loading: Those of ``names`` that may be read by manifests that were replaced.
     """
     checkpoints: dict[str, str] = {}
-    packs: dict[Pack, str] = {}
+    packs: dict[PackPath, str] = {}
     seen: set[tuple[str, bool]] = set()
     for head in names:
         waiting, by_any = [head], head in loading
@@ -135,7 +135,7 @@ _PURPOSES = {"save": "a save", "load": "a load", "compact": "a compaction"}
 
 
 @dataclass(frozen=True)
-class Staying:
+class Kept:
     """What stays.
 
     Attributes:
@@ -151,7 +151,7 @@ class Staying:
     horizon_ns: float
 
 
-def what_stays(catalog: Catalog, keep: Keep, now_ns: int) -> Staying:
+def find_kept(catalog: Catalog, keep: Keep, now_ns: int) -> Kept:
     """Work out what stays of a catalog.
 
     Raises:
@@ -184,7 +184,7 @@ def what_stays(catalog: Catalog, keep: Keep, now_ns: int) -> Staying:
     links = {name for name, entry in catalog.entries.items() if entry.is_link}
     unreadables = {name for name, entry in catalog.entries.items() if entry.problem is not None}
     untouched = frozenset({*broken, *older, *links, *unreadables, *(name for name in leases if leases[name])})
-    return Staying({name: tuple(found) for name, found in reasons.items()}, needs, untouched, horizon_ns)
+    return Kept({name: tuple(found) for name, found in reasons.items()}, needs, untouched, horizon_ns)
 
 
 def lease_text(lease: Lease, now_ns: int) -> str:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from torchrec_cnr.errors import ConfigurationError
-from torchrec_cnr.format.manifest import FILE_NAME
+from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.human_text import bytes_text, count_text, instant_text, name_text
 from torchrec_cnr.lineage.checkpoint import Checkpoint
 from torchrec_cnr.maintenance import journal
@@ -38,7 +38,7 @@ from torchrec_cnr.maintenance.file_names import (
     written_bytes,
 )
 from torchrec_cnr.maintenance.journal import Journal, Prune, PrunedCheckpoint
-from torchrec_cnr.maintenance.pruning.kept import Needs, Staying, lease_text, needed_by, what_stays
+from torchrec_cnr.maintenance.pruning.kept import Kept, Needs, find_kept, lease_text, needed_by
 from torchrec_cnr.maintenance.pruning.retention import Keep
 from torchrec_cnr.maintenance.restore_bytes import all_restore_bytes
 from torchrec_cnr.storage.leases import is_lease
@@ -157,7 +157,7 @@ def plan_prune(
     root: str | os.PathLike[str] | Catalog,
     keep: Keep | None = None,
     *,
-    rows: RowLog | None = None,
+    row_log: RowLog | None = None,
     now_ns: int | None = None,
 ) -> PrunePlan:
     """Work out what to remove.
@@ -167,7 +167,7 @@ def plan_prune(
     Args:
         root: A directory of checkpoints, path or fsspec URL; or its catalog, from which everything is worked out.
         keep: Which checkpoints are wanted; by default the last three, and those that are tagged.
-        rows: The log that rows of deltas went to, if they did: ``KafkaRows``. It tells what was committed; nothing is
+        row_log: The log that rows of deltas went to, if they did: ``KafkaRows``. It tells what was committed; none is
             removed from it. Without it, what it may have committed stays. A catalog was read with it.
         now_ns: Unix time in nanoseconds by which leases have run out or not; by default the present.
 
@@ -175,12 +175,14 @@ def plan_prune(
         ConfigurationError: There are checkpoints, and none of them would be kept; or there is no such log.
         StoreError: The root cannot be listed, or the log does not answer in time.
     """
-    if rows is not None and not rows.open(may_make=False):  # it would say of no save that it was committed
-        raise ConfigurationError(f"'rows': there is no topic {rows.topic!r}; pass the one that rows went to, or None")
-    catalog = root if isinstance(root, Catalog) else read_catalog(root, rows=rows)
+    if row_log is not None and not row_log.open(may_make=False):  # it would say of no save that it was committed
+        raise ConfigurationError(
+            f"'rows': there is no topic {row_log.topic!r}; pass the one that rows went to, or None"
+        )
+    catalog = root if isinstance(root, Catalog) else read_catalog(root, row_log=row_log)
     keep = Keep() if keep is None else keep
     now_ns = time.time_ns() if now_ns is None else now_ns
-    return _Planner(catalog, what_stays(catalog, keep, now_ns), now_ns).plan(keep)
+    return _Planner(catalog, find_kept(catalog, keep, now_ns), now_ns).plan(keep)
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,7 @@ class _Planner:
     """What a plan is worked out from."""
 
     catalog: Catalog
-    staying: Staying
+    staying: Kept
     now_ns: int
 
     def plan(self, keep: Keep) -> PrunePlan:
@@ -244,7 +246,7 @@ class _Planner:
 
     def may_be_committed(self, entry: Entry) -> bool:
         """Whether a marker may say so, in a log that was not looked at."""
-        return self.catalog.root.log is None and any(is_uncommitted(name) for name in entry.files)
+        return self.catalog.root.row_log is None and any(is_uncommitted(name) for name in entry.files)
 
     def was_ours(self, entry: Entry) -> bool:
         """Whether the journal tells of a directory."""
@@ -271,7 +273,7 @@ class _Planner:
         return tuple(
             name
             for name, needs in self.needs_before.items()
-            if (FILE_NAME in files and entry.name in needs.checkpoints) or not packs.isdisjoint(needs.packs)
+            if (MANIFEST_FILE in files and entry.name in needs.checkpoints) or not packs.isdisjoint(needs.packs)
         )
 
     @cached_property

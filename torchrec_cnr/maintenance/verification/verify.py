@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torchrec_cnr.errors import DamagedError, LoadError, StoreError, VersionError
-from torchrec_cnr.format.manifest import FILE_NAME
+from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.lineage.checkpoint import Checkpoint, Lineage, read_checkpoint, read_lineage
 from torchrec_cnr.maintenance.catalog import Catalog, is_checkpoint, no_checkpoint, read_catalog
 from torchrec_cnr.maintenance.verification.damage import Problem, find_contradictions, find_damage, find_dead_damage
@@ -48,7 +48,7 @@ def verify(
     path: str | os.PathLike[str] | Store,
     *,
     all_heads: bool = False,
-    rows: RowLog | None = None,
+    row_log: RowLog | None = None,
     progress: Progress | None = None,
     thread_count: int = 2,
 ) -> VerifyReport:
@@ -61,7 +61,7 @@ def verify(
         path: A checkpoint, path or fsspec URL; or a root, which stands for its newest checkpoint. A manifest under a
             root that cannot be read is a problem too: it might be the newest.
         all_heads: Of a root, verify all lineages, that is, all checkpoints.
-        rows: The log that rows of deltas went to, if they did: ``KafkaRows``.
+        row_log: The log that rows of deltas went to, if they did: ``KafkaRows``.
         progress: Told how many of how many bytes were verified.
         thread_count: Requests in flight at once. Each takes up to 16 MiB of memory.
 
@@ -71,9 +71,9 @@ def verify(
         ConfigurationError: An argument cannot work, or rows lie in a log that was not given.
     """
     check_thread_count(thread_count)
-    if rows is not None:
-        rows.open(may_make=False)  # or each part that cannot be read would be waited for
-    place = Store.open(path, log=rows)
+    if row_log is not None:
+        row_log.open(may_make=False)  # or each part that cannot be read would be waited for
+    place = Store.open(path, row_log=row_log)
     if is_checkpoint(place):
         return _verify([_read_links(place)], (), progress, thread_count)
     catalog = read_catalog(place)
@@ -178,4 +178,4 @@ def _readable(store: Store) -> Iterator[Checkpoint]:
 def _manifest_in(message: str, url: str) -> str:
     """The manifest file of a checkpoint that a message is about."""
     named = re.match(rf"{re.escape(url)}/manifest(-[0-9a-f]+)?\.json(?=: )", message)
-    return named[0] if named else f"{url}/{FILE_NAME}"
+    return named[0] if named else f"{url}/{MANIFEST_FILE}"
