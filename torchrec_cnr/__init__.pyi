@@ -19,13 +19,19 @@ from .loading.fitting import LoadReport
 from .loading.planner import CNRLoadPlanner
 from .loading.reader import CNRStorageReader
 from .loading.torchrec_inference import InferenceTables
+from .maintenance.catalog import read_journal
 from .maintenance.compaction.compact import compact
 from .maintenance.compaction.plan import CompactionPlan, plan_compaction
+from .maintenance.comparison.compare import Comparison, compare
+from .maintenance.dcp_import.import_checkpoint import import_checkpoint
 from .maintenance.execute import execute
+from .maintenance.export.export import Export, export
+from .maintenance.journal import Prune, PrunedCheckpoint
 from .maintenance.pruning.execute import PruneResult
 from .maintenance.pruning.plan import PrunePlan, plan_prune
 from .maintenance.pruning.retention import Best, Keep
 from .maintenance.tags_and_metrics import tag, untag, write_metrics
+from .maintenance.verification.verify import VerifyReport, verify
 from .manager.manager import CheckpointManager
 from .manager.reader_state import ReaderState
 from .manager.restore import restore_newest
@@ -73,9 +79,11 @@ __all__ = [
     "Commits",
     "Compacted",
     "CompactionPlan",
+    "Comparison",
     "ConfigurationError",
     "Consecutive",
     "DamagedError",
+    "Export",
     "FencedError",
     "Full",
     "GreedySearch",
@@ -92,8 +100,10 @@ __all__ = [
     "NoQuantization",
     "OneShot",
     "Policy",
+    "Prune",
     "PrunePlan",
     "PruneResult",
+    "PrunedCheckpoint",
     "Quantization",
     "ReaderState",
     "RootCommits",
@@ -106,18 +116,24 @@ __all__ = [
     "StoreError",
     "Symmetric",
     "UntrackedRowsError",
+    "VerifyReport",
     "VersionError",
     "__version__",
     "compact",
+    "compare",
     "execute",
     "expected_restores",
+    "export",
+    "import_checkpoint",
     "latest",
     "load_table",
     "plan_compaction",
     "plan_prune",
     "read_checkpoint",
+    "read_journal",
     "restore_newest",
     "tag",
     "untag",
+    "verify",
     "write_metrics",
 ]

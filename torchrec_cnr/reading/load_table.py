@@ -42,7 +42,7 @@ def load_table(
         fqn: The tensor's name in it: a table's, or any other's.
         rows: Which indices of the first dimension, without steps; by default all.
         out: Where to: a tensor of the size and dtype of what is read, on any device.
-        row_log: The log that rows of deltas went to, if they did: ``KafkaRows``. Elsewhere it is called ``rows``.
+        row_log: The log that rows of deltas went to, if they did: ``KafkaRows``.
         thread_count: Requests in flight at once. Each takes up to 16 MiB of memory.
 
     Returns:

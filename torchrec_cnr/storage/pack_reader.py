@@ -174,7 +174,7 @@ def _read_log(store: Store, pack: Pack, span: Span) -> Bytes:
     if store.row_log is None:
         raise ConfigurationError(
             f"{store.url}: {pack.name}: its rows lie in the topic {pack.log.topic!r} of Kafka; pass "
-            f"KafkaRows(bootstrap, {pack.log.topic!r}) as 'rows' (of load_table: as 'log'), or on the command line "
+            f"KafkaRows(bootstrap, {pack.log.topic!r}) as 'row_log', or on the command line "
             f"--kafka HOST:PORT/{pack.log.topic}"
         )
     store.bandwidth.wait(span.stop - span.start)

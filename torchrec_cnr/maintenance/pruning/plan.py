@@ -177,7 +177,7 @@ def plan_prune(
     """
     if row_log is not None and not row_log.open(may_make=False):  # it would say of no save that it was committed
         raise ConfigurationError(
-            f"'rows': there is no topic {row_log.topic!r}; pass the one that rows went to, or None"
+            f"'row_log': there is no topic {row_log.topic!r}; pass the one that rows went to, or None"
         )
     catalog = root if isinstance(root, Catalog) else read_catalog(root, row_log=row_log)
     keep = Keep() if keep is None else keep
