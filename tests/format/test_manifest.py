@@ -146,7 +146,7 @@ def logged(manifest: Manifest) -> Manifest:
     """The same with its first pack in a log, and what else lies in its own directory, too, in other partitions."""
     own = [pack for pack in manifest.packs if pack.directory is None]
     ranges = {pack.name: LogRange("rows.of-1", n, 2**40, 2**40 + 9, 50) for n, pack in enumerate(own)}
-    packs = tuple(replace(p, row_log=ranges[p.name]) if p.directory is None else p for p in manifest.packs)
+    packs = tuple(replace(p, log=ranges[p.name]) if p.directory is None else p for p in manifest.packs)
     return replace(manifest, packs=packs)
 
 
@@ -687,7 +687,7 @@ def test_any_manifest_with_packs_in_a_log_comes_back(data: st.DataObject) -> Non
             last = first + -(-pack.num_bytes // part_bytes) - 1 + data.draw(st.integers(0, 99))
             key = data.draw(st.none() | st.just(f"{pack.name}/rows"))
             log = LogRange(data.draw(topics), data.draw(partitions), first, last, part_bytes, key)
-            packs.append(replace(pack, row_log=log))
+            packs.append(replace(pack, log=log))
         else:
             packs.append(pack)
     manifest = replace(manifest, packs=tuple(packs))

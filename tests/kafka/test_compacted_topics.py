@@ -576,7 +576,7 @@ def test_two_packs_with_one_key_are_refused(run: Run) -> None:
     data, _ = manifest_json.dumps(manifest)
     assert manifest_json.loads(data, "here")[0] == manifest
     key = next(pack.log.key for pack in manifest.packs if pack.log is not None)
-    same = [pack if pack.log is None else replace(pack, row_log=replace(pack.log, key=key)) for pack in manifest.packs]
+    same = [pack if pack.log is None else replace(pack, log=replace(pack.log, key=key)) for pack in manifest.packs]
     data, _ = manifest_json.dumps(replace(manifest, packs=tuple(same)))
     with pytest.raises(DamagedError, match="two packs have one key"):
         manifest_json.loads(data, "here")

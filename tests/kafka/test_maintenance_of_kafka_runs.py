@@ -154,7 +154,7 @@ def _change_pack(run: Run, name: str, change: Callable[[Pack], Pack]) -> Pack:
 def _moved(pack: Pack, num_offsets: int) -> Pack:
     assert pack.log is not None
     first, last = pack.log.first + num_offsets, pack.log.last + num_offsets
-    return replace(pack, row_log=replace(pack.log, first=first, last=last))
+    return replace(pack, log=replace(pack.log, first=first, last=last))
 
 
 def test_a_missing_record_is_found_and_named(run: Run, tmp_path: Path) -> None:
