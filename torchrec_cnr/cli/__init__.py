@@ -1,7 +1,15 @@
-"""The command line ``cnr``: what lies under a root, whether it is right, and what differs.
+"""The command line ``cnr``: list, inspect, verify, compare, prune, compact, export, import and plot checkpoints.
 
-``app`` holds the table of commands, each of which is a function in a module of its own, imported when it is called.
-Nothing else in the package imports this one. It needs the extra ``cli``.
+It needs the extra ``cli``. A command's module is imported only when the command runs, because importing torch takes
+seconds.
+
+- ``__main__``: makes ``python -m torchrec_cnr.cli`` the same as ``cnr``.
+- ``app``: the table of commands, and what all of them share: help, errors as one line on stderr, exit status.
+- ``commands/``: one module for each command.
+- ``options``: arguments and options that several commands accept.
+- ``output``: text and JSON on stdout, progress bars and errors on stderr.
+- ``contents``: prints what one checkpoint contains; used by ``cnr inspect``.
+- ``report/``: the HTML page that ``cnr report`` writes.
 """
 
 import sys

@@ -1,10 +1,27 @@
-"""The Kafka store: rows of deltas go to a topic, and markers in another one commit checkpoints.
+"""Rows of deltas in a Kafka topic. A commit record in a second topic commits each checkpoint.
 
-A pack of rows is a run of records in one partition, sent in one transaction; the manifest names partition and offsets.
-Baselines, the dense part and reader state are files as ever. A checkpoint is committed by a marker, which the
-coordinator sends in a transaction of its own once all packs and the manifest are durable. Producers have transactional
-ids that stay the same from job to job, so that the broker itself refuses what a job sends whose successor has begun.
-See docs/design/005-kafka.md.
+A data file becomes a run of records in one partition, sent in one transaction; the manifest names partition and
+offsets. Baselines, dense tensors and data loader state remain files. The coordinator sends the commit record in a
+transaction of its own, after all rows and the manifest are durable. The transactional ids of producers do not change
+from job to job, so the broker refuses what a job sends after its successor has started. See docs/design/005-kafka.md.
+
+- ``kafka_rows``: ``KafkaRows``, the argument that names brokers and topics; ``disconnect`` closes all connections.
+- ``connection``: the connections of one process to a cluster: rows and commit records, written and read.
+- ``topics``: creates the topics, and refuses those whose settings would lose rows.
+- ``producers``: transactional producers: records are sent all or none, and only once.
+- ``consumers``: consumers that read ranges of records by offset, without subscriptions.
+- ``pack_targets``: where one save of one rank sends its data files.
+- ``marker_topic``: the topic of commit records, and how a save learns whether it was committed.
+- ``records``: the layout of the records, with its validation.
+- ``clients``: settings of the Kafka clients, and their errors as ours.
+
+Words of this package:
+
+- *pack*: a data file; here, a run of records.
+- *part*: one record of a pack.
+- *marker*: the commit record of a checkpoint.
+- *fenced producer*: a producer that the broker refuses because a newer one uses its transactional id.
+- *tombstone*: a record without a value, which removes a key from a compacted topic.
 """
 
 from torchrec_cnr.kafka.kafka_rows import KafkaRows, disconnect

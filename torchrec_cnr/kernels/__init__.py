@@ -1,7 +1,17 @@
-"""Kernels: from rows of a table to codes and back, in one pass, on the device where the table lies.
+"""Compiled code that encodes and decodes rows in one pass, on the device that holds the table.
 
-``reference`` says in plain torch what is computed; ``fused`` and ``search`` compute it on CPUs (numba), ``gpu`` on GPUs
-(Triton), both with the same bytes. Schemes choose what to compute, and know nothing of devices.
+The functions of this module choose the device. The kernels of all devices write the same bytes; the tests compare them
+with a reference in plain PyTorch. Schemes say what to compute and know nothing about devices.
+
+- ``search_plan``: how the range of a row is searched, as numbers that compiled code can read.
+- ``cpu/``: kernels for CPUs, compiled by numba.
+- ``gpu/``: kernels for GPUs, in Triton.
+
+Words of this package:
+
+- *fused row*: the codes of a row, lowest bits first, then scale and bias in fp16, as in FBGEMM.
+- *closed range*: a range that encoding finds again after decoding, so that repeated saves change nothing.
+- *lane*: one of the 16 elements of a vector on a CPU, or of the 32 of a warp on a GPU. Each holds another row.
 """
 
 from collections.abc import Callable

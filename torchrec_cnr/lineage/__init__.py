@@ -1,1 +1,14 @@
-"""Committed checkpoints, and what each is based on."""
+"""Committed checkpoints, what each one is based on, and which one is the latest.
+
+- ``checkpoint``: ``Checkpoint``, ``Lineage`` and ``Head``: reads a manifest, and the chain back to its baseline.
+- ``latest``: ``latest``: the newest committed checkpoint under a root.
+- ``objects``: values of a checkpoint that are not tensors, read without running code.
+- ``marker_commit``: the commit of a checkpoint whose rows are in a Kafka topic: by a commit record, not by the
+  manifest.
+
+Words of this package:
+
+- *head*: the checkpoint that a running job is based on: the last one that it saved or loaded.
+- *committed manifest*, *replacement*: the manifest that a save wrote, and one that a compaction put in its place.
+- *marker*: the commit record.
+"""

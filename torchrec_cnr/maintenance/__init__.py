@@ -1,7 +1,29 @@
-"""What keeps a run of months in order: compaction, retention, verification, and ways in and out.
+"""What is done to checkpoints after they were written. Needs neither TorchRec nor a model.
 
-Pruning, from the bottom: ``catalog`` reads what lies under a root, with ``annotations`` (metrics, tags) and the
-``journal`` (what was pruned before). ``retention`` says what is wanted; ``staying`` adds what that needs, by
-``dependencies``, and what somebody works on. ``pruning`` works out what goes, by ``own_files``, as a ``prune_plan``,
-which ``prune_execution`` executes.
+Everything is planned from a catalog, a value that needs no further I/O, so that a plan can be shown before it is
+executed.
+
+- ``catalog``: reads what a root contains, once: checkpoints, what cannot be read, and other files.
+- ``file_names``: which files of a directory are ours, by their names, and in which order they may be removed.
+- ``tags_and_metrics``: metrics and tags of a checkpoint, small files next to its manifest.
+- ``journal``: files under the root that record what was pruned.
+- ``execute``: ``execute``, which does what a compaction plan or a prune plan says.
+- ``compaction/``: merges a checkpoint chain, or its newest deltas, into one checkpoint.
+- ``pruning/``: retention rules, and the removal of checkpoints that need not be kept.
+- ``background_upkeep``: the manager's thread, which compacts and prunes after each commit.
+- ``verification/``: finds corrupt or missing bytes of a checkpoint chain.
+- ``comparison/``: finds what differs between two checkpoints.
+- ``export/``: writes a checkpoint as plain files: safetensors, ``torch.save`` or DCP's own format.
+- ``dcp_import/``: makes a baseline of a checkpoint in DCP's own format.
+- ``single_process_save``: a save by one process that acts as all ranks; used by exports and imports.
+- ``restore_bytes``: the bytes that a restore of a checkpoint reads, from manifests alone.
+- ``run_history``: what happened under a root, as a value: saves, compactions, prunes, bytes stored.
+- ``read_run_history``: builds a run history from the manifests and the journal.
+
+Words of this package:
+
+- *annotation*: a file that holds metrics or a tag.
+- *event*: a save, a compaction or a prune.
+- *capacity*: the bytes stored under a root around an event.
+- *model*: as a unit of size, one full checkpoint at the same quantization.
 """

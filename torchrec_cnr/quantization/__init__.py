@@ -1,4 +1,24 @@
-"""Quantization schemes: how the rows of a table become bytes, and bytes rows again."""
+"""Quantization schemes: turn the rows of a table into bytes, and bytes into rows. Schemes are frozen values.
+
+- ``scheme``: what every scheme offers, and what one encoded block of rows is.
+- ``unquantized``: ``NoQuantization`` and ``HalfPrecision``, which store each value by itself.
+- ``uniform``: ``Symmetric``, ``Asymmetric`` and ``AdaptiveAsymmetric``, which store evenly spaced codes.
+- ``range_search``: ``GreedySearch`` and ``LeastSquares``, which search the range that the codes of a row cover.
+- ``kmeans``: ``KMeans``, which stores a codebook with each row.
+- ``choose_bits``: ``ByExpectedRestores`` and ``ByErrorBudget``, which choose a scheme for each shard.
+- ``rules``: which scheme each tensor gets, and schemes as manifests record them. Knows every scheme.
+- ``fbgemm_rows``: codes as FBGEMM's inference kernels store them.
+
+Words of this package:
+
+- *codes*: the small integers that represent the values of a row; for ``HalfPrecision``, its values in 16 bits.
+- *scale*, *bias*: what turns codes into values: ``code × scale + bias``.
+- *range*: the values from code 0 to the largest code of a row.
+- *codebook*: the values that the codes of a row stand for in k-means.
+- *tail*: the bytes of a row after its codes, if they are few enough to be worth compressing.
+- *exact row*: a row that codes cannot represent (NaN, infinity, out of range), stored in full after the codes.
+- *sample*: some of the rows to be stored, by which a rule chooses.
+"""
 
 from torchrec_cnr.quantization.choose_bits import ByErrorBudget, ByExpectedRestores, expected_restores
 from torchrec_cnr.quantization.kmeans import KMeans

@@ -1,1 +1,17 @@
-"""Reading a lineage: its checkpoints merged into tensors."""
+"""Merges the checkpoints of a chain into tensors, oldest first. Knows neither DCP's plans nor TorchRec.
+
+- ``load_table``: ``load_table``, which reads one table, or a range of its rows, without DCP.
+- ``plan``: which blobs of which checkpoints are needed for the wanted regions, without I/O.
+- ``fold``: executes a plan: reads, verifies, and writes each row from the newest checkpoint that has it.
+- ``checkpoint_rows``: what is read of one checkpoint: row numbers first, then the rows.
+- ``regions``: the wanted parts of tensors, and how rows of a block are decoded into them.
+- ``inference_regions``: the same for tables that inference kernels keep quantized, which take codes without decoding.
+
+Words of this package:
+
+- *fold*: merge a checkpoint chain: rows of newer checkpoints overwrite those of older ones.
+- *region*: a wanted part of a tensor, and where its values go.
+- *turn*: the position of a block in the order of overwriting; a row is decoded from the last turn that has it.
+- *window*: the checkpoints whose row numbers are read before any rows.
+- *exact row*: a row that codes cannot represent, stored in full after the codes.
+"""

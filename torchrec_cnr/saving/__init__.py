@@ -1,1 +1,35 @@
-"""DCP's save plug-ins, and what they are made of."""
+"""The plug-ins for ``dcp.save`` and ``dcp.async_save``: decide what a checkpoint contains, copy, encode, write, commit.
+
+The planner says *what* is saved, the writer *how* and *where*. The docstrings of these two modules list the calls of
+one save in order.
+
+- ``planner``: ``CNRSavePlanner``, DCP's save planner: which rows are saved, and on which parent they are based.
+- ``cut``: freezes the modified rows when a save begins, finds them in the state dict, and learns how the last save
+  ended.
+- ``rank_agreement``: what each rank tells the coordinator, and the check that replicas modified the same rows.
+- ``decision``: the coordinator's decision for all ranks: baseline or delta, and of which parent.
+- ``writer``: ``CNRStorageWriter``, DCP's storage writer and stager.
+- ``staging``: what an asynchronous save copies before training goes on, and the copy.
+- ``staged_values``: the staging buffer, and rows that a GPU quantizes before they are copied to the host.
+- ``background_save``: whether the previous asynchronous save is still running.
+- ``plug_in_messages``: the objects that planner and writer send each other through DCP.
+- ``rank_writer``: writes the items of one rank's plan, and records them for the coordinator.
+- ``scheme_choice``: the quantization scheme of a shard, chosen by a sample of its rows.
+- ``encoding``: turns rows into blobs of data files, a block of rows at a time.
+- ``block_writer``: the same for a compacted Kafka topic, where blocks that did not change are not written again.
+- ``row_blocks``: the fixed row blocks of a compacted Kafka topic, and the keys under which they are stored.
+- ``commit``: checks the records of all ranks against the plan, builds the manifest and puts it.
+
+Words of this package:
+
+- *cut*: the moment that a save captures: the set of modified rows is frozen, and the rows are located in the state
+  dict.
+- *pending*: a save whose outcome is not known yet. The next cut reads it from the store.
+- *blob*: a block of rows of one shard in a data file.
+- *heat*: how often a row was in recent deltas, from 0 to 3. A data file holds rows of one heat.
+- *row mask*: which rows of a shard are saved; a table and its optimizer state share it.
+- *row block*: a fixed range of rows of a shard, stored as a whole under one key of a compacted topic.
+- *touched block*: a row block with a row that was modified since the latest checkpoint.
+- *slot*: one of the keys of a row block. Two versions of a block can exist at a time, so that a failed save replaces
+  nothing that is still needed.
+"""

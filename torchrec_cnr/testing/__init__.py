@@ -1,4 +1,4 @@
-"""For tests of whatever stores checkpoints: a file system that fails when it is told to, and checks of any other.
+"""Tests for any file system that should hold checkpoints: checks of its guarantees, and faults on demand.
 
 ::
 
@@ -11,7 +11,22 @@
     for check in conformance_checks():
         check("s3://bucket/tests")
 
-Names are imported when they are asked for: processes that only race for a commit need no torch.
+Each name is imported on first use, because processes that only race to commit a file need no torch.
+
+- ``__main__``: ``python -m torchrec_cnr.testing <url>`` runs the checks on a file system.
+- ``conformance``: ``conformance_checks`` and ``run_conformance``: the list of checks, and how to run them.
+- ``checks``: the storage requirements, each with the check that a file system meets it.
+- ``racing``: several processes create the same file at once, and exactly one must succeed.
+- ``trips``: a small job saves, compacts and prunes while one operation of its file system fails.
+- ``faults``: ``FaultyStore``, which counts operations and injects faults into those that a test names.
+- ``file_system``: the fsspec file system that a ``FaultyStore`` registers.
+
+Words of this package:
+
+- *operation*: one request to a file system.
+- *fault*: what goes wrong with an operation: it fails, is lost, cut short, doubled or delayed.
+- *trip*: a run of the small job with one fault.
+- *racer*: a process that takes part in a race.
 """
 
 import lazy_loader

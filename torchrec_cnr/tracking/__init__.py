@@ -1,14 +1,34 @@
-"""The row tracker: notices which rows of a model's tables are modified. The only package that knows TorchRec.
+"""``RowTracker``: records which rows of a model's embedding tables are modified. Knows TorchRec.
 
-Rows are marked when the gradient of their lookup arrives, by a hook on the lookup's output. That is the moment at
-which TorchRec's fused optimizers modify them: evaluation marks nothing, and pipelines that look the next batch up
-before the present one is trained cannot lose an update to a cut in between. The hooks sit on TorchRec's lookup kernels,
-not in the one slot of ``register_post_lookup_tracker_fn``: a tracker registered there, before or after, keeps working.
+Rows are marked when the gradient of their lookup arrives, by a hook on the output of the lookup. TorchRec's fused
+optimizers modify the rows at that moment, so evaluation marks nothing, and a pipeline that looks up the next batch
+early loses no update to a save in between. The hooks are on TorchRec's lookup kernels and not in the single slot of
+``register_post_lookup_tracker_fn``: a tracker that is registered there keeps working.
 
-Rows are modified otherwise, too:
+Rows are modified in other ways, too: by a ``torch.optim`` optimizer (``torch_optim``), by a managed-collision module
+that evicts ids (``managed_collisions``), by the synchronization of a 2-D parallel model (``replicas``), and by writes
+in place such as ``load_state_dict`` (``tracked_tables``).
 
-- tables that a ``torch.optim`` optimizer modifies are marked once more when it steps; see ``stepped``;
-- rows that a managed-collision module evicts are marked when it does; see ``collisions``;
-- replicas of a 2-D parallel model take over one another's rows when they are synchronised; see ``replicas``;
-- whatever else writes to a table in place (``load_state_dict``, ``reset_parameters``) is noticed; see ``tracked``.
+- ``row_tracker``: ``RowTracker``: finds the tables of a model, and offers ``mark`` for rows that it cannot notice.
+- ``modified_rows``: the sets of modified rows of one shard, and the life of a row in them.
+- ``tracked_tables``: all shards on this rank, the checkpoint that their marks refer to, and writes in place.
+- ``sharded_tables``: tables in TorchRec's sharded collections.
+- ``plain_tables``: ``nn.EmbeddingBag`` and ``nn.Embedding``.
+- ``torch_optim``: tables that a ``torch.optim`` optimizer modifies.
+- ``managed_collisions``: rows that are reset because their ids were evicted, and the id maps.
+- ``replicas``: replicas of a 2-D parallel model, which are averaged from time to time.
+- ``hooks``: everything that a tracker attaches to a model, so that all of it can be removed.
+- ``untracked_rows``: the optional check that no row was modified without being marked.
+- ``row_digests``: the digests of 8 bytes for each row that this check compares.
+
+Words of this package:
+
+- *mark*: record that a row was modified.
+- *freeze*: take the marks for a save that begins. Rows marked later belong to the next save.
+- *commit*: drop the frozen marks, because the manifest of their save is in the store.
+- *rollback*: mark the frozen rows again, because their save failed.
+- *since baseline*: the rows in committed deltas since the last full checkpoint.
+- *heat*: how often a row was committed lately, from 0 to 3.
+- *reference*: the digests of a tensor's rows at the last cut.
+- *untracked row*: a row that was modified without being marked.
 """

@@ -1,1 +1,11 @@
-"""The commands of ``cnr``: the name of a file is the name of its command."""
+"""The commands of ``cnr``, one module for each. The name of the module is the name of the command.
+
+- ``ls``: lists the checkpoints under a root and draws which one is based on which.
+- ``inspect``: shows what one checkpoint contains, from its manifest.
+- ``verify``: reads a whole checkpoint chain and reports every corrupt byte.
+- ``diff``: shows what differs between two checkpoints.
+- ``prune``: removes the checkpoints that need not be kept.
+- ``compact``: merges a checkpoint chain into one checkpoint.
+- ``export``: two commands, ``cnr export`` and ``cnr import``: to plain files, and from DCP's own format.
+- ``report``: writes a page that shows what a run has written, kept and read.
+"""

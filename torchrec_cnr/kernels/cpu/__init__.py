@@ -1,4 +1,21 @@
-"""Fused rows on CPUs: tensors handed to the compiled kernels, on as many threads as torch uses."""
+"""Kernels for CPUs, compiled by numba, on as many threads as torch uses.
+
+The functions of this module pass tensors to the compiled kernels.
+
+- ``compiling``: compiles kernels and caches the machine code, and runs them on several threads.
+- ``lanes``: vectors of 16 values for numba, with one row in each lane.
+- ``memory``: moves lanes and single values between memory and registers.
+- ``fused_rows``: encodes rows with uniform codes, and decodes them.
+- ``range_search``: searches the range of 16 rows at a time.
+- ``kmeans``: clusters rows and encodes them with a codebook; decodes them.
+- ``gather_rows``: copies scattered rows of a table into contiguous memory.
+- ``bitsets``: sets of rows with one bit for each row.
+
+Words of this package:
+
+- *tile*: 16 rows, transposed so that each column is one vector.
+- *scratch*: memory that a kernel works in; compiled code allocates nothing.
+"""
 
 from collections.abc import Callable
 from functools import partial

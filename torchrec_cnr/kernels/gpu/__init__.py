@@ -1,1 +1,9 @@
-"""Kernels for GPUs, in Triton."""
+"""Kernels for GPUs, in Triton. They write the same bytes as the kernels for CPUs.
+
+- ``fused_rows``: encodes rows with uniform codes, and decodes them.
+- ``range_search``: searches the range of 32 rows at a time, one in each lane of a warp.
+
+Words of this package:
+
+- *tile*: a transposed copy of some rows in global memory, small enough to stay in the cache.
+"""

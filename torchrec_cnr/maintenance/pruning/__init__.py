@@ -1,1 +1,12 @@
-"""Pruning: what is kept, and what is removed."""
+"""Pruning: decides which checkpoints of a root are kept, and removes the others.
+
+- ``retention``: ``Keep`` and ``Best``, the rules that say which checkpoints are wanted.
+- ``kept``: what must be kept besides: what wanted checkpoints need, what is in use, and what cannot be read.
+- ``plan``: ``plan_prune``, which works out what will be removed, in which order, and why the rest is kept.
+- ``execute``: removes what a plan says, and checks right before each removal that it is still right.
+
+Words of this package:
+
+- *need*: a checkpoint needs its parents, and the directories whose data files it uses.
+- *horizon*: the time up to which everything is kept because a checkpoint that cannot be read may depend on it.
+"""
