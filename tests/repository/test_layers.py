@@ -10,33 +10,13 @@ from pathlib import Path
 import pytest
 
 import torchrec_cnr
+from tests.repository.package_order import ORDER, RANK_OF
 
 PACKAGE = "torchrec_cnr"
 FOLDER = Path(torchrec_cnr.__file__).parent
 MAX_MODULE_LINES = 450
 MAX_FUNCTION_LINES = 60
 MAX_SIBLINGS = 16
-
-# What may import what: a package, or a module at the top, imports from rows above its own in this table, and nothing
-# from its own row but itself.
-ORDER = (
-    {"errors", "version"},
-    {"human_text", "progress", "throttling", "gc_pause"},
-    {"kernels"},
-    {"quantization"},
-    {"format"},
-    {"policies", "sharding"},
-    {"storage"},
-    {"lineage", "kafka"},
-    {"tracking"},
-    {"reading"},
-    {"saving", "loading"},
-    {"maintenance"},
-    {"manager", "serving"},
-    {"__init__"},
-    {"cli", "testing"},
-)
-RANK_OF = {unit: rank for rank, units in enumerate(ORDER) for unit in units}
 
 # The packages and modules that may import these libraries.
 FOREIGN = {

@@ -1,0 +1,22 @@
+"""The order of packages: what may import what."""
+
+# A package, or a module at the top, imports from rows above its own in this table, and nothing from its own row but
+# itself.
+ORDER = (
+    {"errors", "version"},
+    {"human_text", "progress", "throttling", "gc_pause"},
+    {"kernels"},
+    {"quantization"},
+    {"format"},
+    {"policies", "sharding"},
+    {"storage"},
+    {"lineage", "kafka"},
+    {"tracking"},
+    {"reading"},
+    {"saving", "loading"},
+    {"maintenance"},
+    {"manager", "serving"},
+    {"__init__"},
+    {"cli", "testing"},
+)
+RANK_OF = {unit: rank for rank, units in enumerate(ORDER) for unit in units}
