@@ -266,7 +266,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         decision = metadata.decision if isinstance(metadata, SaveMetadata) else None
         if decision is None:
             decision = Decision(self._save_id, Since.EVER, policy="Full")
-        with record_function("torchrec_cnr.saving.commit"):
+        with record_function("torchrec_cnr.commit"):
             manifest, file, rank_phases = self._manifest_file(decision, metadata, results)
             commit(self._store, file, self._lease, self._fence)
         if self._log is not None and self._log.block_bytes is not None and self._fence is not None:
