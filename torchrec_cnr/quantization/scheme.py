@@ -56,7 +56,7 @@ class Scheme(Quantization, Protocol):
         ...
 
     def tail_bytes(self, num_cols: int, dtype: torch.dtype) -> int:
-        """Bytes of a row behind its codes, as far as they are worth being packed; see ``tails``."""
+        """Bytes of a row behind its codes, as far as they are worth being packed; see ``split_blobs``."""
         ...
 
     def encode(self, table: Tensor, rows: Tensor | None = None) -> Encoded:

@@ -1,7 +1,7 @@
 """S3 by obstore, a client in Rust: what URLs that begin with ``s3+obstore://`` are opened by.
 
 A file system of fsspec's, made of obstore's own, which leaves out what a commit needs: a put unless the name exists. It
-is registered with fsspec in ``store_urls``, and takes endpoint, region and credentials from boto3, as s3fs takes them
+is registered with fsspec in ``urls``, and takes endpoint, region and credentials from boto3, as s3fs takes them
 from botocore: of one bucket, ``s3://`` and ``s3+obstore://`` can be used in turns.
 """
 

@@ -9,7 +9,7 @@ The life of a modified row::
 ``freeze`` is the cut of a save: rows marked later belong to the next one. ``commit`` follows when the save's manifest
 is in the store, ``rollback`` when it is not. Marks are one bool a row on the table's own device: marking is then one
 ``index_fill_``, which no other representation came near (a set of row numbers grows without bound). The other two sets
-are ``row_bits``.
+are ``RowBits``.
 
 Row bits: a set of rows of one shard that is kept from save to save, a bit for each row on the host.
 
@@ -37,7 +37,7 @@ class RowBits:
 
     Attributes:
         num_rows: Rows of the shard.
-        held: On the host int64 [num_rows / 64], the words of ``kernels.selecting``; on a device bool [num_rows].
+        held: On the host int64 [num_rows / 64], the words of ``kernels.cpu.bitsets``; on a device bool [num_rows].
     """
 
     num_rows: int

@@ -1,7 +1,7 @@
 """The plots of a run's history. Each is 480 wide, so that it is read on a phone as well as in one of two columns.
 
 Plots by checkpoint count the checkpoints that the job saved, from 1 on; a compaction stands between the checkpoint that
-it followed and the next. Of many points, those are drawn that can be told apart, and all extremes; see ``thinning``. No
+it followed and the next. Of many points, those are drawn that can be told apart, and all extremes; see ``thin``. No
 name of the store appears in a plot.
 
 The axes of a plot: what they count, where their ticks stand, and the legend above them.

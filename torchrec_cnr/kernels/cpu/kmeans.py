@@ -255,7 +255,7 @@ def _cluster(num_cols, num_clusters, scratch):
 
 @Kernel
 def encode(table, row_stride, rows, num_cols, bits, row_bytes, codes, is_exact, scratch):
-    """Encode rows of a table; see ``fused.encode``, but there is no plan, and ``scratch`` is a ``ClusterScratch``."""
+    """Encode rows of a table as ``fused_rows.encode`` does, but without a plan; ``scratch`` is a ``ClusterScratch``."""
     num_clusters = 1 << bits
     offsets, places, codebook, flags = scratch.offsets, scratch.places, scratch.codebook, scratch.flags
     zero, one = spread(0.0), spread(1.0)
@@ -278,7 +278,7 @@ def encode(table, row_stride, rows, num_cols, bits, row_bytes, codes, is_exact, 
 
 @Kernel
 def decode(codes, row_bytes, positions, bits, first_col, target, row_stride, rows, num_cols):
-    """Decode rows into a target; the arguments are those of ``fused.decode``."""
+    """Decode rows into a target; the arguments are those of ``fused_rows.decode``."""
     for number in range(len(positions)):
         start = positions[number] * row_bytes
         codebook = start + row_bytes - 2 * (1 << bits)

@@ -7,7 +7,7 @@ Every range that is chosen is *closed*: decoding and encoding again finds the sa
 greatest value is always among the candidates and comes first, so a decoded row, which lies on its grid without any
 error, keeps it, and saving and restoring again and again changes nothing. See docs/quantization.md.
 
-These functions are compiled by numba and are bit for bit those of ``reference``.
+These functions are compiled by numba and are bit for bit those of the reference in the tests.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""Fused rows on GPUs: ``fused`` in Triton, which says what a row looks like, and the same bytes.
+"""Fused rows on GPUs: ``cpu.fused_rows`` in Triton, which says what a row looks like, and the same bytes.
 
 Encoding reads rows by their numbers straight from the table: one row in each of a warp's lanes while their ranges are
 searched, several lanes to a row while it is read first and put last. Decoding writes straight into the target's rows.

@@ -1,12 +1,12 @@
-"""Searching the range of a row on GPUs: ``search`` in Triton, with one row in each of a warp's 32 lanes.
+"""Searching the range of a row on GPUs: ``cpu.range_search`` in Triton, with one row in each of a warp's 32 lanes.
 
-Names, order and arithmetic are those of ``search`` and ``reference``, and so are the bits: every row is summed from its
-first column to its last, and divisions are rounded as IEEE 754 says.
+Names, order and arithmetic are those of ``cpu.range_search``, and so are the bits: every row is summed from its first
+column to its last, and divisions are rounded as IEEE 754 says.
 
 A warp searches rows in a *tile*, a copy of them in global memory that lies transposed: its lanes read a column side by
 side, once for each pass of a search, and tiles are small enough to stay in the cache.
 
-Lanes on GPUs: ``lanes`` in Triton, the arithmetic of ``gpu_search``, with one row in each of a warp's 32 lanes.
+Lanes on GPUs: ``cpu.lanes`` in Triton, the arithmetic of the search, with one row in each of a warp's 32 lanes.
 
 Every function rounds as IEEE 754 says, as the CPU's lanes do; kernels are compiled without fused multiply-add.
 
@@ -192,7 +192,7 @@ def _better(tile, num_cols, scale, bias, low, high, top, best, best_scale, best_
 
 @triton.jit
 def _mirrored(tile, num_cols, low, high, top):
-    """Symmetric ranges: see ``search``."""
+    """Symmetric ranges: see ``cpu.range_search``."""
     magnitude = tl.where(high > 0.0 - low, high, 0.0 - low)
     wanted = tl.div_rn(magnitude + magnitude, top)
     scale = half_below(half_below(half_below(0.0 - _half_floor(0.0 - wanted))))
@@ -320,7 +320,7 @@ def find_range(tile, num_cols, low, high, is_number, top, plan, method: tl.const
         kept: Of the ``SearchPlan``.
 
     Returns:
-        Scale, bias, and a mask of the rows that they can represent; see ``search``.
+        Scale, bias, and a mask of the rows that they can represent; see ``cpu.range_search``.
     """
     if method == _MIRRORED:
         scale, bias, is_right = _mirrored(tile, num_cols, low, high, top)

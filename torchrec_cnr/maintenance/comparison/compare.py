@@ -1,7 +1,7 @@
 """Comparison: what differs between two checkpoints, each as its whole lineage has it.
 
 Tensors are read in ranges of rows, so that memory is bounded whatever their size. Rows are compared bit for bit; how
-far they moved, ``movement`` measures.
+far they moved, ``row_distance`` measures.
 """
 
 import os

@@ -2,7 +2,7 @@
 
 What goes is
 
-- each checkpoint that does not stay, see ``staying``: its manifests, and its packs, but for those that others use;
+- each checkpoint that does not stay, see ``kept``: its manifests, and its packs, but for those that others use;
 - packs that nobody uses any more, in directories of checkpoints that stay, and of those that were pruned before;
 - what saves and compactions that died have left: in a directory with a manifest, or with a lease that has run out.
 
