@@ -1,7 +1,6 @@
 """What is done to checkpoints after they were written. Needs neither TorchRec nor a model.
 
-Everything is planned from a catalog, a value that needs no further I/O, so that a plan can be shown before it is
-executed.
+A compaction or a prune is planned first. The plan is a value, so that it can be shown before it is executed.
 
 - ``catalog``: reads what a root contains, once: checkpoints, what cannot be read, and other files.
 - ``file_names``: which files of a directory are ours, by their names, and in which order they may be removed.
