@@ -252,8 +252,8 @@ def test_a_profile_names_the_phases(tmp_path: Path) -> None:
 def test_a_save_that_never_began_is_not_waited_for() -> None:
     """No thread is younger than the staging: DCP has failed before it could begin."""
     flight = BackgroundSave(30.0)
-    assert flight.has_ended
-    flight.is_staged()
+    assert flight.has_finished
+    flight.staged()
     began = time.monotonic()
     flight.wait(lambda: False)
     assert time.monotonic() - began < 5
@@ -264,12 +264,12 @@ def test_a_save_in_flight_is_waited_for() -> None:
     release = threading.Event()
 
     def save(flight: BackgroundSave) -> None:
-        flight.board()
+        flight.started()
         release.wait(30)
 
     def staged(timeout_secs: float) -> tuple[BackgroundSave, threading.Thread]:
         flight = BackgroundSave(timeout_secs)
-        flight.is_staged()
+        flight.staged()
         thread = threading.Thread(target=save, args=(flight,))
         thread.start()
         return flight, thread

@@ -31,7 +31,7 @@ def commit_marked(store: Store, row_log: RowLog, marker: Marker, data: bytes, ch
 
     Args:
         store: The checkpoint.
-        log: Gets the marker.
+        row_log: Gets the marker.
         marker: The marker.
         data: The manifest as a file.
         check: Raises if this job may not commit.

@@ -55,7 +55,7 @@ class CheckpointManager:
     Args:
         root: Where the checkpoints lie, a path or fsspec URL.
         tracker: Knows the modified rows of the model.
-        policy: What each checkpoint is a delta of; by default ``Compacted``, or ``OneShot`` where ``rows`` go to a
+        policy: What each checkpoint is a delta of; by default ``Compacted``, or ``OneShot`` where rows go to a
             compacted topic.
         quantization: How rows are stored; see ``CNRStorageWriter``.
         every_steps: ``save`` saves at every multiple of this number.

@@ -49,7 +49,7 @@ class ServedModel:
         key: What its state dict was saved under; None if it was saved as it is.
         allow_partial: Whether tensors that checkpoints do not have are left as they are.
         thread_count: Requests in flight at once.
-        log: That rows of deltas go to, if they do.
+        row_log: That rows of deltas go to, if they do.
     """
 
     def __init__(

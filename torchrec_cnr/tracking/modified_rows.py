@@ -205,7 +205,7 @@ class ModifiedRows:
         self._since_baseline.clear()
 
     def restore_rows(self, rows: Tensor) -> None:
-        """SelectedRows came from a delta of that checkpoint, int64 [k], numbered within the box."""
+        """Rows came from a delta of that checkpoint, int64 [k], numbered within the box."""
         self._since_baseline.add_numbers(rows.to(self.marked.device))
 
     def unite(self, united: Callable[[Tensor], Tensor]) -> None:
