@@ -1,7 +1,7 @@
 """Measure the structure of the library: its modules, their imports and names, and what its operations pass through.
 
-Run ``python -m tests.repository.structure`` in a checkout, or run this file with ``--root`` for any other checkout. The
-operations use only public names, so that checkouts of different layouts can be compared. The table's terms:
+Run ``python -m tests.repository.structure``, with ``--root`` for another checkout. The operations use only
+public names, so that checkouts of different layouts can be compared. The table's terms:
 
 - A module is a ``.py`` file. An ``__init__.py`` is one only if it defines a function or a class.
 - A unit is a module at the top level of the library, or a package there with all that is in it.
@@ -9,7 +9,8 @@ operations use only public names, so that checkouts of different layouts can be 
 - Lines are counted as ``wc -l`` does. The lines of the library are those of all ``.py`` files.
 - An import edge is a pair of files. An import statement anywhere in the first names the second, or a name in it. The
   packages that Python imports on the way, stubs, and imports by a string are not counted. An edge points up if the
-  second file is on a higher floor than the first, and sideways if it is in another unit of the same floor.
+  unit of the second file is in a later row of ``package_order`` than that of the first, and sideways if it is another
+  unit of the same row.
 - An import cycle is a set of files, each of which reaches all others by import edges.
 - A public name is a class, function or type alias, defined at the top level of a file, that has no leading underscore.
 - An operation passes through a module if any thread calls a Python function of the module meanwhile. Code that runs at
@@ -42,15 +43,10 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
+from tests.repository.package_order import RANK_OF
+
 PACKAGE = "torchrec_cnr"
 MIN_LINES = 60
-# From the lowest floor to the highest. A unit imports only from floors below its own.
-ORDER = (
-    "errors version progress throttling gc_pause human_text < kernels < quantization < format < policies sharding"
-    " < storage < lineage kafka < tracking < reading < saving loading < maintenance < manager serving < cli testing"
-    " < __init__"
-)
-FLOORS = [set(units.split()) for units in ORDER.split(" < ")]
 
 
 class SourceFile:
@@ -146,10 +142,9 @@ class Library:
         yield "units", len({file.unit for file in files})
         yield "pairs of units with import edges", len(self.unit_edges)
         yield "import edges", sum(map(len, self.edges.values()))
-        floor_of = {unit: number for number, units in enumerate(FLOORS) for unit in units}
-        unknown = {file.unit for file in files} - set(floor_of)
-        note = f"unknown: {len(unknown)} units are on no floor" if unknown else ""
-        steps = [floor_of.get(b, 0) - floor_of.get(a, 0) for a, b in self.unit_edges.elements()]
+        unknown = {file.unit for file in files} - set(RANK_OF)
+        note = f"unknown: {len(unknown)} units have no place in the order" if unknown else ""
+        steps = [RANK_OF.get(b, 0) - RANK_OF.get(a, 0) for a, b in self.unit_edges.elements()]
         yield "import edges that point up", note or sum(step > 0 for step in steps)
         yield "import edges that point sideways", note or sum(step == 0 for step in steps)
         yield "import cycles", len(self.cycles)
