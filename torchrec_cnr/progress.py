@@ -1,7 +1,4 @@
-"""Progress: how much of how much is done, told to whoever draws it or logs it.
-
-Phases: what a save took, by what it was spent on; and what a checkpoint manager tells of each that it took.
-"""
+"""Progress of an operation, the phases of a save, and what a manager reports of each checkpoint."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

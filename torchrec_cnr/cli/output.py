@@ -1,10 +1,9 @@
-"""Output: text for people, JSON for programs, both on stdout; progress bars and errors on stderr.
+"""Output: text for people and JSON for programs on stdout; progress bars and errors on stderr.
 
 Text is laid out for the width of the terminal. Where stdout is no terminal, lines are as long as they need to be, so
-that what other programs get is never wrapped. Names come from stores and may hold anything: they are shown as ``Text``,
-never as markup, with escapes for what does not print.
-
-Names with dots, as state dicts have them: long, much alike, and to be broken where they have their joints.
+that the input of another program is never wrapped. Names come from stores and may hold anything: they are shown as
+``Text``, never as markup, with escapes for characters that do not print. Long dotted names, as state dicts have them,
+are broken at their dots.
 """
 
 import json

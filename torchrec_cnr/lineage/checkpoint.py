@@ -1,7 +1,4 @@
-"""Committed checkpoints, and the lineage from a head back to its baseline.
-
-The head: what a running job stands on.
-"""
+"""Committed checkpoints, the chain (lineage) from a checkpoint back to its baseline, and the head that a job continues."""
 
 import errno
 import logging

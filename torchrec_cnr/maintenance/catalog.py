@@ -1,9 +1,7 @@
-"""The catalog: all that lies under a root, read once and then only looked at.
+"""The catalog: all that is under a root, read once; and what a path that a user gave refers to.
 
 Every directory of the root is in it: checkpoints with their manifests, those that cannot be read with the reason, and
-whatever else is there. Upkeep plans from a catalog alone, without I/O, so that what it will do can be shown before.
-
-Places: what a path that somebody gave stands for, and what to say of one where no checkpoint is.
+everything else. Maintenance plans from a catalog alone, without I/O, so that a plan can be shown before it is executed.
 """
 
 import os

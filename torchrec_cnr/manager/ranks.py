@@ -1,10 +1,8 @@
-"""The pulse: which ranks are still there.
+"""The ranks of a run: their process groups for saves and decisions, and a heartbeat that names a missing rank.
 
-A collective that fails or runs out of time tells that some rank is missing, not which. So every rank counts up a number
-in the group's store, once a second, from a thread of its own, whatever else it does. One whose number stands still is
-dead or stopped.
-
-The ranks of a run: groups of their own for saves and for decisions, and the name of a rank that is missing.
+A collective that fails or times out tells that some rank is missing, not which. So every rank counts up a number in the
+group's store, once a second, from a thread of its own, whatever else it does. A rank whose number stops is dead or
+stopped.
 """
 
 import logging

@@ -1,13 +1,11 @@
-"""Commits: which checkpoints there are to be applied, told by a root directory, or by whatever else hears of them.
+"""Sources of commits: which checkpoints there are to be applied, as a root directory or a Kafka topic tells.
 
-Who calls what, one thread at a time: ``wait`` until there may be a new one, then ``newest_first`` for all there are.
-``RootCommits`` looks at a directory. Looking is cheap: a manifest's first bytes are read once, when it turns up, and a
-local directory is listed only after its time of modification has moved.
+Who calls what, one thread at a time: ``wait`` until there may be a new checkpoint, then ``newest_first`` for all there
+are. ``RootCommits`` looks at a directory. Looking is cheap: a manifest's first bytes are read once, when it appears, and
+a local directory is listed only after its modification time has changed.
 
-Commits that a log tells of: markers wake a subscriber up, a moment after a checkpoint is committed.
-
-What is there to be applied, the root says, as ever; so a checkpoint that was committed before there was a log counts
-too, and so does one whose marker the log has forgotten.
+``MarkerCommits`` is woken by markers in a topic, a moment after a checkpoint is committed. The root still decides what
+there is: so a checkpoint counts that was committed before there was a topic, or whose marker the topic no longer has.
 """
 
 import errno

@@ -1,7 +1,4 @@
-"""Streams: files that are written piece by piece.
-
-Listings: what is in a directory, as any fsspec file system tells it.
-"""
+"""Files that are written piece by piece, and listings of directories, on any fsspec file system."""
 
 import os
 import posixpath

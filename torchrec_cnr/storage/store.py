@@ -1,9 +1,8 @@
-"""Where checkpoints lie: a directory in any fsspec file system.
+"""Stores: a directory in any fsspec file system, where checkpoints are.
 
 A store writes files once and whole. ``put_new`` is the commit primitive: the name either holds all bytes, durably, or
-does not exist, and of several writers one wins. Every failure becomes a ``StoreError`` that names the file.
-
-Files that are read as a whole, whoever wrote them: no longer than they may be.
+does not exist, and of several writers one wins. Every failure becomes a ``StoreError`` that names the file. A file that
+is read whole has a maximum size, since its writer is not trusted.
 """
 
 import errno

@@ -1,8 +1,7 @@
-"""What a tracker hangs into a model: everything in one place, so that all of it can be taken out again.
+"""The hooks that a tracker puts into a model, all in one place, so that all of them can be removed.
 
-Hooks of ``load_state_dict``: what is copied onto itself was not written to.
-
-DCP loads in place, and has modules take what was loaded as from anywhere: they copy their own tensors onto themselves.
+DCP loads in place, and then has modules take over their own tensors: a ``load_state_dict`` that copies a tensor onto
+itself is no write, and is told apart from one that overwrites a table.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

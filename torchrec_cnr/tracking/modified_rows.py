@@ -6,15 +6,12 @@ The life of a modified row::
                ^                   │
                └─────rollback──────┘
 
-``freeze`` is the cut of a save: rows marked later belong to the next one. ``commit`` follows when the save's manifest
-is in the store, ``rollback`` when it is not. Marks are one bool a row on the table's own device: marking is then one
-``index_fill_``, which no other representation came near (a set of row numbers grows without bound). The other two sets
-are ``RowBits``.
+``freeze`` takes the snapshot of a save: rows marked later belong to the next one. ``commit`` follows when the save's
+manifest is in the store, ``rollback`` when it is not.
 
-Row bits: a set of rows of one shard that is kept from save to save, a bit for each row on the host.
-
-All of them are read at every cut, while training waits, so that what they take is time. Marks are bytes all the same,
-since whoever marks rows writes to them one by one. On devices there is a bool for each row, as PyTorch has it.
+Marks are one bool per row on the table's own device: marking is then one ``index_fill_``, which no other representation
+came near (a set of row numbers grows without bound). The other two sets are ``RowBits``, a bit per row on the host and a
+bool per row on devices: all of them are read at every snapshot, while training waits, so their size is time.
 """
 
 import hashlib

@@ -1,10 +1,8 @@
-"""``cnr ls``: the checkpoints under a root.
+"""``cnr ls``: list the checkpoints under a root.
 
-Lineages as lines of text: what stands on what.
-
-A chain goes straight down, however long it is: a checkpoint stands on the one above it. Where several stand on one,
-each begins a branch, but for the one that leads to the newest checkpoint, with which the chain goes on; if that is not
-yet anybody's parent, all of them are branches.
+Checkpoint chains are drawn as lines of text. A chain goes straight down, however long it is: a checkpoint is based on
+the one above it. Where several are based on one, each begins a branch, except the one that leads to the newest
+checkpoint, which continues the chain. If the newest has no child yet, all of them are branches.
 
     step-10
     step-20

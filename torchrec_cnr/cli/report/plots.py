@@ -1,16 +1,10 @@
-"""The plots of a run's history. Each is 480 wide, so that it is read on a phone as well as in one of two columns.
+"""The plots of a run's history. Each is 480 wide, so that it can be read on a phone and in one of two columns.
 
-Plots by checkpoint count the checkpoints that the job saved, from 1 on; a compaction stands between the checkpoint that
-it followed and the next. Of many points, those are drawn that can be told apart, and all extremes; see ``thin``. No
-name of the store appears in a plot.
+Plots by checkpoint number the checkpoints that the job saved, from 1 on; a compaction is drawn between the checkpoint
+that it followed and the next. No name of the store appears in a plot.
 
-The axes of a plot: what they count, where their ticks stand, and the legend above them.
-
-Fewer points for the same picture.
-
-A line of many points looks the same if, in each column of the picture, only the first, last, lowest and highest point
-are kept (M4 aggregation, Jugel et al., VLDB 2014). So a plot stays small however long a run was, and no extreme is
-lost.
+A line of many points is thinned: in each column of the picture only the first, last, lowest and highest point are kept
+(M4 aggregation, Jugel et al., VLDB 2014). So a plot stays small however long a run was, and no extreme is lost.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,12 +1,12 @@
-"""Compiled once: numba keeps the machine code of a kernel beside its source, or in the user's cache directory.
+"""Compilation of CPU kernels, and the threads that run them.
 
-numba tells from the one file that a kernel stands in whether what it kept is still right, but kernels are made of
-functions from all files of this folder. What is kept therefore bears the digest of them all: no upgrade runs old code.
+numba keeps the machine code of a kernel beside its source, or in the user's cache directory. It decides by the one file
+that defines the kernel whether this code is still valid, but kernels call functions from all files of the package.
+Cached code is therefore keyed by the digest of all of them, so that an upgrade never runs old code.
 
-Threads for compiled kernels, which release the interpreter's lock: as many as torch uses.
-
-numba's own parallel loops are not used: its portable threading layer ends the process when two Python threads enter it
-at once, as a save in the background and a load may, and none of its layers survives a fork for certain.
+Kernels release the GIL and run in as many threads as torch uses. numba's own parallel loops are not used: its portable
+threading layer ends the process when two Python threads enter it at once, as a background save and a load may, and none
+of its layers is safe after a fork.
 """
 
 import hashlib

@@ -1,12 +1,9 @@
-"""Fused rows, compiled for CPUs: the codes of a row, lowest bits first, then its scale and bias in fp16.
+"""Fused rows on CPUs: the codes of a row, lowest bits first, then its scale and bias in fp16.
 
-With 2, 4 and 8 bits these are FBGEMM's fused row-wise layout (``FloatToFusedNBitRowwiseQuantizedSBHalf``), whose codes
-fill pairs of bytes; with 3 bits, which FBGEMM does not have, eight codes take three bytes. Encoding reads rows by their
-numbers straight from the table; decoding writes them straight into the target's rows. Nothing is allocated here.
-
-Packing: the codes of 16 rows, one a lane, into the bytes of each, lowest bits first.
-
-Memory that kernels work in: a thread makes it and hands it to them, because compiled code allocates nothing.
+With 2, 4 and 8 bits this is FBGEMM's fused row-wise layout (``FloatToFusedNBitRowwiseQuantizedSBHalf``), whose codes
+fill pairs of bytes. With 3 bits, which FBGEMM does not have, eight codes take three bytes. Encoding reads rows by their
+numbers straight from the table; decoding writes them straight into the target's rows. Sixteen rows are packed at once,
+one per lane. Compiled code allocates nothing: a thread makes the scratch memory and passes it in.
 """
 
 from typing import Any, NamedTuple

@@ -1,11 +1,10 @@
-"""Clustering rows: the best clusters of 16 rows at once, one in each lane.
+"""K-means of rows on CPUs: codes, lowest bits first, then a codebook of fp16 values in increasing order.
 
-Values on a line have one best clustering, and dynamic programming finds it: the best k clusters of the first i values
-end with a cluster that begins no earlier than it does for the first i - 1, nor than for k - 1 clusters (Wang and Song,
-"Ckmeans.1d.dp", The R Journal 3(2), 2011). So there are no starts to choose, nothing is random, and no other clustering
-has a smaller error. Sums are float64: what lies close together must stay apart beside one value that lies far away.
-
-K-means of rows, compiled for CPUs: codes, lowest bits first, then a codebook of fp16 values in increasing order.
+Sixteen rows are clustered at once, one per lane. Values on a line have one best clustering, and dynamic programming
+finds it: the best k clusters of the first i values end with a cluster that begins no earlier than it does for the first
+i - 1, nor than for k - 1 clusters (Wang and Song, "Ckmeans.1d.dp", The R Journal 3(2), 2011). So there are no starts to
+choose, nothing is random, and no other clustering has a smaller error. Sums are float64, so that close values stay
+apart beside a distant one.
 """
 
 from typing import NamedTuple

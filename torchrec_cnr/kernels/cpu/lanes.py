@@ -1,15 +1,13 @@
-"""Lanes: a vector of 16 values for numba, one lane for each of 16 rows.
+"""Lanes: a vector of 16 values for numba, one lane for each of 16 rows, made of LLVM instructions.
 
 Compilers vectorise the loop over a row's columns, and then wait at the end of every pass for the sums across the
 vector. With one row in each lane there is nothing to sum across: a search runs over 16 rows at once, its state stays in
-registers, and every row is summed from its first column to its last, on any machine in the same order. A pass over a
-row became seven times faster that way.
+registers, and every row is summed from its first column to its last, on any machine in the same order. This made a pass
+over a row seven times faster.
 
-The functions here emit one or two LLVM instructions each; LLVM splits them where a machine's vectors are narrower.
-None of them leaves it to the machine whether a product is rounded, but where it has no need to be: results are the same
-bits everywhere.
-
-What the lanes are made of: LLVM instructions on vectors, as functions that emit them.
+Each function emits one or two LLVM instructions, which LLVM splits where a machine's vectors are narrower. None of them
+leaves it to the machine whether a product is rounded, unless it makes no difference: results are the same bits
+everywhere.
 """
 
 import operator

@@ -1,17 +1,12 @@
-"""Searching the range of a row on GPUs: ``cpu.range_search`` in Triton, with one row in each of a warp's 32 lanes.
+"""The search for the range of a row on GPUs: ``cpu.range_search`` in Triton, with one row in each of a warp's 32 lanes.
 
-Names, order and arithmetic are those of ``cpu.range_search``, and so are the bits: every row is summed from its first
-column to its last, and divisions are rounded as IEEE 754 says.
+Names, order and arithmetic are those of ``cpu.range_search`` and ``cpu.lanes``, and so are the bits: every row is summed
+from its first column to its last, every function rounds as IEEE 754 says, and kernels are compiled without fused
+multiply-add.
 
-A warp searches rows in a *tile*, a copy of them in global memory that lies transposed: its lanes read a column side by
-side, once for each pass of a search, and tiles are small enough to stay in the cache.
-
-Lanes on GPUs: ``cpu.lanes`` in Triton, the arithmetic of the search, with one row in each of a warp's 32 lanes.
-
-Every function rounds as IEEE 754 says, as the CPU's lanes do; kernels are compiled without fused multiply-add.
-
-Tables of bf16 come as int16, their bits: Triton's interpreter, which the tests run in, does not round to bf16 as it
-should.
+A warp searches rows in a *tile*, a transposed copy of them in global memory: its lanes read a column side by side, once
+for each pass of a search, and tiles are small enough to stay in the cache. Tables of bf16 come as the int16 of their
+bits: Triton's interpreter, in which the tests run, does not round to bf16 correctly.
 """
 
 from typing import Any, NamedTuple

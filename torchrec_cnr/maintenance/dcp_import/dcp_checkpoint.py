@@ -1,9 +1,8 @@
-"""How a checkpoint in DCP's own format is opened: metadata and files are compared, and no values are read.
+"""A checkpoint in DCP's own format: where its values are, and how rows of them are read.
 
-Each chunk of a tensor is what ``torch.save`` made of it, somewhere in a file. It is opened on the device ``meta``: that
-reads no values but tells where they begin, so that then rows are read by themselves, however large the chunk.
-
-A checkpoint in DCP's own format: where its values lie, and how rows of them are read.
+Metadata and files are compared when it is opened, and no values are read. Each chunk of a tensor is a ``torch.save``
+archive somewhere in a file. It is opened on the device ``meta``, which reads no values but tells where they begin, so
+that rows can then be read by themselves, however large the chunk is.
 """
 
 import errno

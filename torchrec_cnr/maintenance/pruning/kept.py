@@ -1,23 +1,22 @@
-"""Which checkpoints stay when a root is pruned, and why.
+"""Which checkpoints are kept when a root is pruned, and why.
 
-Beside those that retention wants, these stay, with all that they need:
+Besides those that retention keeps, these are kept, with all that they need:
 
-- those with a lease in their directory, which somebody is saving, loading or compacting;
-- while a save is in progress, which may stand on any of them, the newest of each lineage;
-- those that cannot be loaded, since somebody may mend them: a parent or a pack is missing;
+- those with a lease in their directory, which some process is saving, loading or compacting;
+- while a save is in progress, which may be based on any of them, the newest of each lineage;
+- those that cannot be loaded because a parent or a pack is missing, since it may be put back;
 - symbolic links, and what they lead to.
 
-A checkpoint that cannot be read (damaged, of a newer version, forbidden, or the store did not answer) stays. Its parent
-is unknown; so all stays that was committed before its manifest was written, by the store's clock and a day more, since
-clocks differ; or simply all, where the store does not tell when. Who can read it, now or once it is mended, then finds
-all that it stands on. What came later cannot be among that, and goes as retention says: so pruning is not blocked for
-ever, since what such a checkpoint holds back does not grow. The plan says what is held back by which, until somebody
-mends or removes it.
+A checkpoint needs the parents that its manifest names, and the packs that it uses in directories of others. A load that
+began before a compaction still reads by the manifest that was replaced: of a checkpoint that may be loaded, all
+manifests count.
 
-What checkpoints need of one another: their lineages, and packs in the directories of others.
-
-A checkpoint needs the parents that its manifest names, and the packs that it uses. A load that began before a
-compaction still reads by the manifest that was replaced: of a checkpoint that somebody may load, all manifests count.
+A checkpoint that cannot be read (corrupt, of a newer version, forbidden, or the store did not answer) is kept. Its
+parent is unknown. So everything is kept that was committed before its manifest was written, by the store's clock and a
+day more, since clocks differ; or simply everything, where the store does not tell when. Whoever can read it, now or
+once it is repaired, then finds all that it is based on. What came later cannot be among that, and retention decides on
+it: so pruning is not blocked forever, since what such a checkpoint holds back does not grow. The plan says which
+checkpoint holds back what, until a user repairs or removes it.
 """
 
 import math

@@ -1,15 +1,13 @@
-"""Pruning: what of a root is not needed any more, worked out from a catalog without I/O.
+"""The plan of a prune: what will be removed, in which order, and what is kept and why. Its text is a dry run.
 
-What goes is
+It is computed from a catalog without I/O. These will be removed:
 
-- each checkpoint that does not stay, see ``kept``: its manifests, and its packs, but for those that others use;
-- packs that nobody uses any more, in directories of checkpoints that stay, and of those that were pruned before;
+- each checkpoint that is not kept, see ``kept``: its manifests, and its packs, except those that others use;
+- packs that no checkpoint uses any more, in directories of checkpoints that are kept or were pruned before;
 - what saves and compactions that died have left: in a directory with a manifest, or with a lease that has run out.
 
-Whatever else is there stays: files of other names, and directories that are not recognised as ours. A directory in
-which somebody has a lease, since he works there, is left alone entirely.
-
-The plan of a prune, as a value: what goes, in which order, and what stays and why. Its text is a dry run.
+Everything else is kept: files of other names, and directories that are not recognised as ours. A directory with a lease
+in force is left alone entirely.
 """
 
 import math
