@@ -1,4 +1,4 @@
-"""Committed checkpoints, the chain (lineage) from a checkpoint back to its baseline, and the head that a job continues."""
+"""Committed checkpoints, the chain (lineage) from one back to its baseline, and the head that a job continues."""
 
 import errno
 import logging

@@ -1,8 +1,8 @@
 """Sources of commits: which checkpoints there are to be applied, as a root directory or a Kafka topic tells.
 
 Who calls what, one thread at a time: ``wait`` until there may be a new checkpoint, then ``newest_first`` for all there
-are. ``RootCommits`` looks at a directory. Looking is cheap: a manifest's first bytes are read once, when it appears, and
-a local directory is listed only after its modification time has changed.
+are. ``RootCommits`` looks at a directory. Looking is cheap: a manifest's first bytes are read once, when it appears,
+and a local directory is listed only after its modification time has changed.
 
 ``MarkerCommits`` is woken by markers in a topic, a moment after a checkpoint is committed. The root still decides what
 there is: so a checkpoint counts that was committed before there was a topic, or whose marker the topic no longer has.

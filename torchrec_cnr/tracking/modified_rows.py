@@ -10,8 +10,8 @@ The life of a modified row::
 manifest is in the store, ``rollback`` when it is not.
 
 Marks are one bool per row on the table's own device: marking is then one ``index_fill_``, which no other representation
-came near (a set of row numbers grows without bound). The other two sets are ``RowBits``, a bit per row on the host and a
-bool per row on devices: all of them are read at every snapshot, while training waits, so their size is time.
+came near (a set of row numbers grows without bound). The other two sets are ``RowBits``, a bit per row on the host and
+a bool per row on devices: all of them are read at every snapshot, while training waits, so their size is time.
 """
 
 import hashlib

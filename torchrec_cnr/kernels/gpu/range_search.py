@@ -1,7 +1,7 @@
 """The search for the range of a row on GPUs: ``cpu.range_search`` in Triton, with one row in each of a warp's 32 lanes.
 
-Names, order and arithmetic are those of ``cpu.range_search`` and ``cpu.lanes``, and so are the bits: every row is summed
-from its first column to its last, every function rounds as IEEE 754 says, and kernels are compiled without fused
+Names, order and arithmetic are those of ``cpu.range_search`` and ``cpu.lanes``, and so are the bits: every row is
+summed from its first column to its last, every function rounds as IEEE 754 says, and kernels are compiled without fused
 multiply-add.
 
 A warp searches rows in a *tile*, a transposed copy of them in global memory: its lanes read a column side by side, once
