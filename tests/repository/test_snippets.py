@@ -8,6 +8,7 @@ A Python block that begins with the name of a file, ``# train.py``, is that file
 there for the bash blocks.
 """
 
+import itertools
 import os
 import re
 import shlex
@@ -31,6 +32,20 @@ FENCE = re.compile(r"^(?P<indent> *)(?P<fence>```+|~~~+)\s*(?P<info>[^`]*?)\s*$"
 # What may be code; of these, only plain ``python`` and ``bash`` are seen by the tests.
 CODE = {"python", "py", "python3", "pycon", "ipython", "bash", "sh", "shell", "console", "zsh"}
 FILE = re.compile(r"# (?P<name>\w+\.py)")  # the first line of a block that is a file
+# A line that is one call of the command line, with nothing for the shell to expand but quotes.
+CNR_LINE = re.compile(r"cnr( [\w./:=,'-]+)+")
+# Several such lines in one process: most of the time of each would go into its imports.
+CNR_LINES = """
+import shlex, sys
+from torchrec_cnr.cli import main
+for line in sys.stdin.read().splitlines():
+    sys.argv = shlex.split(line)
+    try:
+        main()
+    except SystemExit as end:
+        if end.code:
+            raise
+"""
 KAFKA = "localhost:9092"  # where pages take a broker for granted
 # Commands of the README besides `make`: each begins with one of these, or is a file of the repository.
 ALLOWED = ("git clone ", "cd ", "pip install ", "python -m pip install ")
@@ -134,6 +149,17 @@ def _script(page: Path) -> str:
     return "" if page == README else "\n".join(line for block in _blocks(page, "bash") for line in block.lines)
 
 
+def in_one_process(script: str) -> str:
+    """Have runs of plain calls of the command line share a process; all else stays as it is."""
+    lines: list[str] = []
+    for is_call, group in itertools.groupby(
+        filter(str.strip, script.splitlines()), lambda line: CNR_LINE.fullmatch(line) is not None
+    ):
+        calls = list(group)
+        lines += ["cnr-lines <<'END'", *calls, "END"] if is_call and len(calls) > 1 else calls
+    return "\n".join(lines)
+
+
 def _run(command: list[str], page: Path, folder: Path, environment: Mapping[str, str]) -> str:
     """Run a part of a page, and return what it printed."""
     environment = {**os.environ, **environment}
@@ -164,7 +190,8 @@ def test_code_of_a_page_runs(page: Path, tmp_path: Path, request: pytest.Fixture
         _run([sys.executable, str(program)], page, folder, environment)
         if _script(page):
             path = f"{_make_commands(tmp_path)}:{os.environ.get('PATH', os.defpath)}"
-            assert _run(["bash", "-euo", "pipefail", "-c", _script(page)], page, folder, {**environment, "PATH": path})
+            script = in_one_process(_script(page))
+            assert _run(["bash", "-euo", "pipefail", "-c", script], page, folder, {**environment, "PATH": path})
 
 
 @contextmanager
@@ -183,9 +210,14 @@ def _make_commands(tmp_path: Path) -> Path:
     """A folder with the commands that pages use: this Python, and the package's scripts as pip would install them."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    commands = {"python": "", "cnr": " -m torchrec_cnr.cli", "torchrun": " -m torch.distributed.run"}
+    commands = {
+        "python": [],
+        "cnr": ["-m", "torchrec_cnr.cli"],
+        "torchrun": ["-m", "torch.distributed.run"],
+        "cnr-lines": ["-c", CNR_LINES],
+    }
     for name, args in commands.items():
-        (folder / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)}{args} "$@"\n')
+        (folder / name).write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, *args])} "$@"\n')
         (folder / name).chmod(0o755)
     return folder
 
@@ -224,6 +256,13 @@ def test_commands_are_split() -> None:
     """Commands end at line ends and operators, and go on over a backslash; comments are none."""
     script = "# set up\ncd a && make test # all\n\nmake \\\n  demo; pip install 'b==1'\n"
     assert split_commands(script) == [["cd", "a"], ["make", "test"], ["make", "demo"], ["pip", "install", "b==1"]]
+
+
+def test_calls_of_the_command_line_share_a_process() -> None:
+    """Only those that the shell would pass on as they are, and only where several follow one another."""
+    script = "cnr ls a\n\ncnr verify a --all\ncnr ls $a\ncnr ls b\ncnr ls a | wc"
+    shared = ["cnr-lines <<'END'", "cnr ls a", "cnr verify a --all", "END", "cnr ls $a", "cnr ls b", "cnr ls a | wc"]
+    assert in_one_process(script).splitlines() == shared
 
 
 def test_program_keeps_line_numbers_and_names() -> None:
