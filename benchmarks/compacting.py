@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torchrec_cnr as cnr
 from benchmarks.models import TableModel, TableSizes, num_bytes, one_rank
-from benchmarks.peak_memory import peak_mib
+from benchmarks.process_memory import peak_mib
 from benchmarks.report import Figure, Report
 from benchmarks.rounds import Candidate, Setup, interleave, ratios, round_name, times_table
 

@@ -1,10 +1,7 @@
 """Memory: how much a save takes beyond the state that it saves, at its peak, and whether that grows with the tables."""
 
-import ctypes
-import gc
-import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -12,6 +9,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 
 import torchrec_cnr as cnr
 from benchmarks.models import TableModel, TableSizes, one_rank
+from benchmarks.process_memory import peak_mib
 from benchmarks.report import Figure, Report
 from benchmarks.rounds import Setup
 from torchrec_cnr.quantization import Scheme
@@ -109,21 +107,3 @@ def _stock_figures(model: TableModel, setup: Setup) -> Iterator[Figure]:
     yield Figure("stock save of the whole state", peak_mib(lambda: model.save(FileSystemWriter(folder))), "MiB")
     yield Figure("stock load of it", peak_mib(lambda: model.load(FileSystemReader(folder))), "MiB")
     shutil.rmtree(folder)
-
-
-def peak_mib(act: Callable[[], object]) -> float:
-    """How far this process's resident memory rises while something is done; Linux counts it."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts anew, from now
-    before_mib = resident_mib()
-    act()
-    return max(0.0, resident_mib("VmHWM") - before_mib)
-
-
-def resident_mib(field: str = "VmRSS") -> float:
-    """This process's resident memory now, or at its highest since the last peak was asked for (``VmHWM``)."""
-    found = re.search(rf"^{field}:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    if found is None:
-        raise OSError(f"/proc/self/status has no {field}; this benchmark needs Linux")
-    return int(found[1]) / 1024

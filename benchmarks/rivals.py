@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from benchmarks.models import TableModel, TableSizes, one_rank
-from benchmarks.peak_memory import peak_mib
+from benchmarks.process_memory import peak_mib
 from benchmarks.report import Figure, Report, Table, number, quartiles
 from benchmarks.rivals_plot import draw
 from benchmarks.rounds import Candidate, Setup, Timings, interleave, ratios, round_name

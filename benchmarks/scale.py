@@ -13,7 +13,7 @@ import torch
 
 import torchrec_cnr as cnr
 from benchmarks.many_ranks import SCHEME, ManyRanks, gathered
-from benchmarks.peak_memory import peak_mib, resident_mib
+from benchmarks.process_memory import peak_mib, resident_mib
 from benchmarks.report import Figure, Report, Table
 from benchmarks.rounds import Setup
 from torchrec_cnr.format.manifest import MANIFEST_FILE

@@ -1,6 +1,6 @@
 """Asynchronous saves of larger tables: whether training stands still for the rows modified, or for all there are."""
 
-from benchmarks.behind_training import FULL, QUICK, SCHEMES, SHARE, Lineage, time_saves
+from benchmarks.async_saves import FULL, QUICK, SCHEMES, SHARE, Lineage, time_saves
 from benchmarks.models import TableModel, TableSizes, one_rank
 from benchmarks.report import Figure, Report
 from benchmarks.rounds import Setup, ratios, times_table
