@@ -9,63 +9,61 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import (
-    accuracy,
-    bandwidth,
-    behind_training,
-    coding,
-    compacting,
-    delta_cost,
-    disk_bytes,
-    gpu_kernels,
-    integrity,
-    long_run,
-    modified_rows,
-    movement,
-    peak_memory,
-    quantization_error,
-    reading,
-    rivals,
-    s3_clients,
-    save_and_load,
-    scale,
-    searching,
-    serving,
-    stall_growth,
-    streaming,
-    tracking,
-    training,
-)
-from benchmarks.process import BenchmarkError, Progress, run_alone
-from benchmarks.report import Report, machine, text_of
-from benchmarks.rounds import Setup
+from benchmarks.runners.loading import integrity as integrity_
+from benchmarks.runners.loading import reading as reading_
+from benchmarks.runners.loading import serving as serving_
+from benchmarks.runners.maintenance import bandwidth as bandwidth_
+from benchmarks.runners.maintenance import compaction as compacting_
+from benchmarks.runners.maintenance import policies as long_run_
+from benchmarks.runners.quantization import accuracy as accuracy_
+from benchmarks.runners.quantization import coding as coding_
+from benchmarks.runners.quantization import error as quantization_error_
+from benchmarks.runners.quantization import gpu as gpu_kernels_
+from benchmarks.runners.quantization import movement as movement_
+from benchmarks.runners.quantization import search as searching_
+from benchmarks.runners.saving import alternatives as rivals_
+from benchmarks.runners.saving import async_ as behind_training_
+from benchmarks.runners.saving import bytes as disk_bytes_
+from benchmarks.runners.saving import cost as delta_cost_
+from benchmarks.runners.saving import growth as stall_growth_
+from benchmarks.runners.saving import memory as peak_memory_
+from benchmarks.runners.saving import scale as scale_
+from benchmarks.runners.saving import time as save_and_load_
+from benchmarks.runners.saving import training as training_
+from benchmarks.runners.storage import kafka as streaming_
+from benchmarks.runners.storage import s3 as s3_clients_
+from benchmarks.runners.tracking import modified as modified_rows_
+from benchmarks.runners.tracking import tracker as tracking_
+from benchmarks.support.processes import BenchmarkError, Progress, run_alone
+from benchmarks.support.report import Report, machine, text_of
+from benchmarks.support.rounds import Setup
 
 BENCHMARKS: Mapping[str, Callable[[Setup], Report]] = {
-    "modified": modified_rows.run,
-    "bytes": disk_bytes.run,
-    "bandwidth": bandwidth.run,
-    "time": save_and_load.run,
-    "rivals": rivals.run,
-    "cost": delta_cost.run,
-    "reading": reading.run,
-    "integrity": integrity.run,
-    "memory": peak_memory.run,
-    "scale": scale.run,
-    "async": behind_training.run,
-    "growth": stall_growth.run,
-    "training": training.run,
-    "compaction": compacting.run,
-    "policies": long_run.run,
-    "serving": serving.run,
-    "kafka": streaming.run,
-    "s3": s3_clients.run,
-    "tracker": tracking.run,
-    "error": quantization_error.run,
-    "search": searching.run,
-    "coding": coding.run,
-    "accuracy": accuracy.run,
-    "movement": movement.run,
-    "gpu": gpu_kernels.run,
+    "modified": modified_rows_.run,
+    "bytes": disk_bytes_.run,
+    "bandwidth": bandwidth_.run,
+    "time": save_and_load_.run,
+    "rivals": rivals_.run,
+    "cost": delta_cost_.run,
+    "reading": reading_.run,
+    "integrity": integrity_.run,
+    "memory": peak_memory_.run,
+    "scale": scale_.run,
+    "async": behind_training_.run,
+    "growth": stall_growth_.run,
+    "training": training_.run,
+    "compaction": compacting_.run,
+    "policies": long_run_.run,
+    "serving": serving_.run,
+    "kafka": streaming_.run,
+    "s3": s3_clients_.run,
+    "tracker": tracking_.run,
+    "error": quantization_error_.run,
+    "search": searching_.run,
+    "coding": coding_.run,
+    "accuracy": accuracy_.run,
+    "movement": movement_.run,
+    "gpu": gpu_kernels_.run,
 }
 # Not run unless they are named, or with --full: each takes some minutes, and the run of 2,000 checkpoints half an hour.
 LONG = ("bandwidth", "rivals", "async", "training", "compaction", "policies", "accuracy", "movement")

@@ -8,7 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import torchrec_cnr as cnr
-from benchmarks.reading import (
+from benchmarks.runners.loading.reading import (
     AT_MOST,
     DIM,
     NUM_TABLES,

@@ -16,15 +16,14 @@ from torch import Tensor, nn
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 import torchrec_cnr as cnr
-from benchmarks import click_samples
-from benchmarks import clicks as clicks_module
-from benchmarks.accuracy import check_same
-from benchmarks.click_model import ADAGRAD_EPSILON, TABLE_LEARNING_RATE, ClickModel, labels, update_rows
-from benchmarks.click_samples import BATCH_CLICKS, Batch, Clicks, Lookup, batches, read_clicks
-from benchmarks.intervals import num_seeds_for, relative_change
-from benchmarks.movement import movement
-from benchmarks.residuals import ResidualReader, Tally, entropy, plain_codes
-from benchmarks.restored_runs import (
+from benchmarks.runners.quantization.accuracy import check_same
+from benchmarks.runners.quantization.movement import movement
+from benchmarks.support.confidence_intervals import num_seeds_for, relative_change
+from benchmarks.support.data import click_samples
+from benchmarks.support.data import clicks as clicks_module
+from benchmarks.support.data.click_model import ADAGRAD_EPSILON, TABLE_LEARNING_RATE, ClickModel, labels, update_rows
+from benchmarks.support.data.click_samples import BATCH_CLICKS, Batch, Clicks, Lookup, batches, read_clicks
+from benchmarks.support.jobs.restored_runs import (
     Restores,
     auc_of,
     decoded_rows,
@@ -32,6 +31,7 @@ from benchmarks.restored_runs import (
     train,
     with_other_last_bits,
 )
+from benchmarks.support.residuals import ResidualReader, Tally, entropy, plain_codes
 
 SCHEMES = [cnr.AdaptiveAsymmetric(2), cnr.AdaptiveAsymmetric(3), cnr.AdaptiveAsymmetric(4), cnr.Asymmetric(8)]
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from benchmarks.__main__ import BENCHMARKS
-from benchmarks.report import Figure, Report, Table, text_of
-from benchmarks.rounds import Candidate, Setup, Taken, interleave, ratios
+from benchmarks.support.report import Figure, Report, Table, text_of
+from benchmarks.support.rounds import Candidate, Setup, Taken, interleave, ratios
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_SECS = 240

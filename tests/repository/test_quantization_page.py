@@ -6,8 +6,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import quantization_plot
-from benchmarks.quantization_plot import SERIES, WIDTHS, Point, draw, error_table, measure, restore_table, save
+from benchmarks.plots import quantization
+from benchmarks.plots.quantization import SERIES, WIDTHS, Point, draw, error_table, measure, restore_table, save
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "quantization.md"
@@ -64,7 +64,7 @@ def test_script_writes_plot_tables_and_figures(tmp_path: Path, capsys: pytest.Ca
     """The command line writes the plot and the figures, prints the tables, and tells on stderr what goes on."""
     plot, figures = tmp_path / "plot.svg", tmp_path / "figures.json"
     arguments = ["--rows", str(NUM_ROWS), "--output", str(plot), "--json", str(figures)]
-    assert quantization_plot.main(arguments) == 0
+    assert quantization.main(arguments) == 0
     said = capsys.readouterr()
     assert plot.read_text().startswith("<?xml")
     content = json.loads(figures.read_text())
@@ -83,12 +83,12 @@ def test_script_refuses_what_cannot_work(
 ) -> None:
     """Arguments are checked before anything is measured."""
     with pytest.raises(SystemExit, match="2"):
-        quantization_plot.main(arguments)
+        quantization.main(arguments)
     assert message in capsys.readouterr().err
 
 
 def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     """The help tells what the script writes by default."""
     with pytest.raises(SystemExit, match="0"):
-        quantization_plot.main(["--help"])
-    assert "python -m benchmarks.quantization_plot --rows 500" in capsys.readouterr().out
+        quantization.main(["--help"])
+    assert "python -m benchmarks.plots.quantization --rows 500" in capsys.readouterr().out

@@ -1,0 +1,81 @@
+"""The plot of accuracy after restores: the change of each measure, by restores and bits."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.support.confidence_intervals import Interval
+
+COLORS = {"2": "#d55e00", "3": "#e69f00", "4": "#009e73", "8": "#0072b2"}
+
+
+class Compared(Protocol):
+    """What is drawn of a kind of run, each a change in per cent."""
+
+    @property
+    def log_loss(self) -> Interval: ...
+
+    @property
+    def auc(self) -> Interval: ...
+
+    @property
+    def training(self) -> Interval: ...
+
+
+def draw(compared: Mapping[tuple[str, int], Compared], bar: float, path: Path) -> None:
+    """Write an SVG of a plot for each measure.
+
+    Args:
+        compared: By bits and number of restores; what has no bits is left out.
+        bar: The change that is allowed, per cent.
+        path: Where to.
+    """
+    with mpl.rc_context(
+        {
+            "svg.fonttype": "none",
+            "svg.hashsalt": "torchrec_cnr",
+            "font.size": 10,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+        }
+    ):
+        figure = Figure(figsize=(11, 3.8), layout="constrained")
+        log_loss, auc, training = figure.subplots(1, 3)
+        for number, bits in enumerate(COLORS):
+            cells = {restores: found for (scheme, restores), found in compared.items() if scheme == bits}
+            shift = 1.08 ** (number - 1.5)  # side by side, so that bars do not cover each other
+            _draw_line(log_loss, bits, shift, {restores: found.log_loss for restores, found in cells.items()})
+            _draw_line(auc, bits, shift, {restores: found.auc for restores, found in cells.items()})
+            _draw_line(training, bits, shift, {restores: found.training for restores, found in cells.items()})
+        numbers = sorted({restores for _, restores in compared})
+        titles = ("Log loss on later clicks", "AUC on later clicks", "Loss while training")
+        for axes, title in zip((log_loss, auc, training), titles, strict=True):
+            axes.axhspan(-bar, bar, color="#888888", alpha=0.4, linewidth=0)
+            axes.axhline(0, color="#888888", linewidth=0.8)
+            axes.set(title=title, xlabel="restores", ylabel="change from bit-exact, %", xscale="log")
+            axes.set_yscale("symlog", linthresh=0.1)
+            axes.set_xticks(numbers, [str(number) for number in numbers])
+            axes.minorticks_off()
+        figure.legend(
+            *log_loss.get_legend_handles_labels(), loc="outside lower center", ncols=len(COLORS), frameon=False
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, metadata={"Date": None})
+
+
+def _draw_line(axes: Axes, bits: str, shift: float, changes: Mapping[int, Interval]) -> None:
+    axes.errorbar(
+        [restores * shift for restores in changes],
+        [change.mean for change in changes.values()],
+        yerr=[change.half_width for change in changes.values()],
+        color=COLORS[bits],
+        marker="o",
+        markersize=4,
+        capsize=2,
+        linewidth=1.2,
+        label=f"{bits} bits",
+    )

@@ -1,0 +1,74 @@
+"""The plot of movement: how far rows moved between checkpoints, and what residuals of them would take."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from benchmarks.support.residuals import SCALE_AND_BIAS_BITS, Tally
+
+COLORS = ("#0072b2", "#009e73", "#d55e00")
+NUM_POINTS = 200
+
+
+class Course(Protocol):
+    """What is drawn of a distance between checkpoints, a part ``share`` of the clicks."""
+
+    dim: int
+    share: float
+
+    def moved(self, *kinds: str) -> NDArray[np.float32]: ...
+
+    def tally(self, bits: int) -> Tally: ...
+
+
+def draw(courses: Sequence[Course], bits: Sequence[int], kinds: tuple[str, str], path: Path) -> None:
+    """Write an SVG of two plots.
+
+    Args:
+        courses: Of one width.
+        bits: Qualities of residuals.
+        kinds: Of rows that were touched before, and of those that were not.
+        path: Where to.
+    """
+    with mpl.rc_context(
+        {
+            "svg.fonttype": "none",
+            "svg.hashsalt": "torchrec_cnr",
+            "font.size": 10,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+        }
+    ):
+        figure = Figure(figsize=(10, 4), layout="constrained")
+        moved, stored = figure.subplots(1, 2)
+        for color, course in zip(COLORS, courses, strict=False):
+            _draw_movement(moved, course, kinds, color)
+            tallies = [course.tally(number) for number in bits]
+            taken = [tally.residual_bits + tally.step_bits for tally in tallies]
+            stored.plot(bits, taken, color=color, marker="o", label=f"residuals, each {course.share:.0%}")
+        plain = [number + SCALE_AND_BIAS_BITS / courses[0].dim for number in bits]
+        stored.plot(bits, plain, color="#555555", marker="s", linestyle="--", label="plain codes")
+        moved.set(title="Modified rows", xlabel="movement since the checkpoint before, ||x - y|| / ||x||", xscale="log")
+        moved.set(ylabel="% of rows that moved no further", xlim=(1e-3, 3))
+        stored.set(title="Entropy of what is stored", xlabel="quality: bits of the plain code", xticks=list(bits))
+        stored.set(ylabel="bits an element, scale or step included", ylim=(0, None))
+        for axes in (moved, stored):
+            axes.legend(frameon=False)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, metadata={"Date": None})
+
+
+def _draw_movement(axes: Axes, course: Course, kinds: tuple[str, str], color: str) -> None:
+    """How many rows moved no further than that; solid for those touched before, dotted for the others."""
+    percents = np.linspace(0, 100, NUM_POINTS)
+    for kind, line in zip(kinds, ("-", ":"), strict=True):
+        found = course.moved(kind)
+        if len(found):
+            label = f"each {course.share:.0%}, {kind}"
+            axes.plot(np.percentile(found, percents), percents, color=color, linestyle=line, label=label)

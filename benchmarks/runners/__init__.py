@@ -1,0 +1,9 @@
+"""The benchmarks, in a folder for each subject.
+
+- ``loading``: reads of tables and ranges, integrity, serving.
+- ``maintenance``: compaction, and bytes over a run by policy.
+- ``quantization``: errors, speed and accuracy.
+- ``saving``: bytes, time, memory and stalls of saves.
+- ``storage``: Kafka and S3.
+- ``tracking``: modified rows, and the cost of tracking them.
+"""

@@ -1,0 +1,196 @@
+"""Bytes read: one table of many, or a range of its rows, out of a lineage; every byte counted, manifests too."""
+
+import logging
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+from unittest.mock import patch
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+import torchrec_cnr as cnr
+from benchmarks.support.jobs.table_models import one_rank
+from benchmarks.support.report import Figure, Report, Table
+from benchmarks.support.rounds import Setup
+from torchrec_cnr.storage.store import Store
+
+SizedT = TypeVar("SizedT", bound=Sized)
+
+DIM = 64
+NUM_DELTAS = 2
+SHARE = 0.2  # of each table's rows is modified before each delta
+RANGE_SHARE = 0.01
+AT_MOST = 1.2  # times the bytes wanted
+SCHEMES: Mapping[str, cnr.Scheme] = {"4 bits": cnr.AdaptiveAsymmetric(4), "exact": cnr.NoQuantization()}
+FULL = (1_000, 10_000, 150_000)  # rows of the smallest table, of the largest but one, and of the largest
+QUICK = (10, 100, 500)
+NUM_TABLES = 26
+
+
+@dataclass
+class Counted:
+    """What was read from stores.
+
+    Attributes:
+        num_bytes: Bytes.
+        num_requests: Reads.
+    """
+
+    num_bytes: int = 0
+    num_requests: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def counting(self, read: Callable[..., SizedT]) -> Callable[..., SizedT]:
+        """A method that reads, counted."""
+
+        def counted(*args: Any) -> SizedT:
+            data = read(*args)
+            with self._lock:
+                self.num_requests += 1
+                self.num_bytes += len(data)
+            return data
+
+        return counted
+
+
+@contextmanager
+def counted_reads() -> Iterator[Counted]:
+    """Counts everything that this process reads from local checkpoints: the store has no other ways to read a file."""
+    counted = Counted()
+    with (
+        patch.object(Store, "read", counted.counting(Store.read)),
+        patch.object(Store, "read_array", counted.counting(Store.read_array)),
+    ):
+        yield counted
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one read took.
+
+    Attributes:
+        what: That was read, and how.
+        wanted_bytes: Of the blobs that hold it and of their row numbers, in all checkpoints.
+        num_bytes: Read.
+        num_requests: Reads.
+    """
+
+    what: str
+    wanted_bytes: int
+    num_bytes: int
+    num_requests: int
+
+    @property
+    def ratio(self) -> float:
+        """Bytes read, of those wanted."""
+        return self.num_bytes / self.wanted_bytes
+
+
+def table_rows(smallest: int, second: int, largest: int) -> list[int]:
+    """Rows of each table: all sizes from ``smallest`` to ``second``, and one table that is larger."""
+    ratio = (second / smallest) ** (1 / (NUM_TABLES - 2))
+    return [*(round(smallest * ratio**index) for index in range(NUM_TABLES - 1)), largest]
+
+
+def save_lineage(root: Path, scheme: cnr.Scheme, num_rows: Sequence[int]) -> str:
+    """A baseline and deltas on top of it, of tables with row-wise Adagrad; the head's path."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({f"t{index}": nn.EmbeddingBag(rows, DIM) for index, rows in enumerate(num_rows)})
+    optimizer = RowWiseAdagrad(model.parameters(), lr=0.1)
+    tracker = cnr.RowTracker(model)
+    planner = cnr.CNRSavePlanner(tracker, policy=cnr.Consecutive())
+    for number in range(NUM_DELTAS + 1):
+        if number:
+            ids = [torch.randperm(rows)[: round(SHARE * rows)] for rows in num_rows]
+            sum(table(rows[:, None]).sum() for table, rows in zip(model.values(), ids, strict=True)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        states = {name: optimizer.state[table.weight] for name, table in model.items()}
+        saved = {"model": model.state_dict(), "optim": {"state": states}}
+        writer = cnr.CNRStorageWriter(root / str(number), quantization=scheme, sync_files=False)
+        dcp.save(saved, storage_writer=writer, planner=planner)  # type: ignore[attr-defined]
+    tracker.close()
+    return str(root / str(NUM_DELTAS))
+
+
+def wanted_bytes(head: str, fqn: str, rows: range) -> int:
+    """Bytes of the blobs that hold rows of a table, and of the numbers of these rows, in a lineage."""
+    total, path = 0, head
+    while path:
+        checkpoint = cnr.read_checkpoint(path)
+        for shard in checkpoint.manifest.tensors[fqn].shards:
+            for blob, block in zip(shard.blobs, shard.rows.blocks, strict=True):
+                if block.first < rows.stop and block.first + block.span > rows.start:
+                    total += blob.num_bytes + (block.blob.num_bytes if block.blob else 0)
+        path = checkpoint.parent or ""
+    return total
+
+
+def measure(head: str, num_rows: Sequence[int], tables: Sequence[int]) -> list[Reading]:
+    """Read some tables, each in both ways, and a range of rows of the last; what it took."""
+    found = []
+    for index in tables:
+        fqn, whole = f"model.t{index}.weight", range(num_rows[index])
+        size = f"a table of {num_rows[index]:,} rows"
+        found.append(_read(f"{size}, load_table", head, fqn, whole, partial(cnr.load_table, head, fqn)))
+        target = {"model": {f"t{index}.weight": torch.zeros(num_rows[index], DIM)}}
+        found.append(_read(f"{size}, dcp.load", head, fqn, whole, partial(_load, head, target)))
+    index = tables[-1]
+    count = max(1, round(RANGE_SHARE * num_rows[index]))
+    rows = range(num_rows[index] // 2, num_rows[index] // 2 + count)
+    fqn = f"model.t{index}.weight"
+    found.append(
+        _read(
+            f"{len(rows):,} of these {num_rows[index]:,} rows",
+            head,
+            fqn,
+            rows,
+            partial(cnr.load_table, head, fqn, rows=rows),
+        )
+    )
+    return found
+
+
+def _read(what: str, head: str, fqn: str, rows: range, read: Callable[[], object]) -> Reading:
+    with counted_reads() as counted:
+        read()
+    return Reading(what, wanted_bytes(head, fqn, rows), counted.num_bytes, counted.num_requests)
+
+
+def _load(head: str, target: dict[str, dict[str, Tensor]]) -> None:
+    planner = cnr.CNRLoadPlanner(allow_partial_load=True)
+    with patch.object(logging.getLogger("torchrec_cnr.loading.planner"), "disabled", new=True):  # it warns of the rest
+        dcp.load(target, storage_reader=cnr.CNRStorageReader(head), planner=planner)  # type: ignore[attr-defined]
+
+
+def run(setup: Setup) -> Report:
+    """Read a table in the middle, and the largest, of each lineage."""
+    num_rows = table_rows(*(QUICK if setup.quick else FULL))
+    figures, rows = [], []
+    with one_rank(setup.folder):
+        for name, scheme in SCHEMES.items():
+            setup.say(f"saving {NUM_TABLES} tables, {name}, and reading two of them")
+            head = save_lineage(setup.folder / name, scheme, num_rows)
+            for reading in measure(head, num_rows, (NUM_TABLES - 2, NUM_TABLES - 1)):
+                figures.append(Figure(f"{reading.what}, {name}", reading.ratio, "×", at_most=AT_MOST))
+                counts = (f"{reading.wanted_bytes:,}", f"{reading.num_bytes:,}", str(reading.num_requests))
+                rows.append((f"{reading.what}, {name}", *counts))
+            shutil.rmtree(setup.folder / name)
+    return Report(
+        title=f"bytes read of {NUM_TABLES} tables of {min(num_rows):,} to {max(num_rows):,} × {DIM} fp32",
+        notes=(
+            f"Of a baseline and {NUM_DELTAS} deltas of {100 * SHARE:g} % of the rows each, saved by one rank.",
+            "Every byte read from the store counts, those of manifests and headers too. What is wanted are the blobs",
+            "that hold the table, or the range of its rows, and the numbers of these rows.",
+        ),
+        figures=tuple(figures),
+        tables=(Table(("read", "bytes wanted", "bytes read", "requests"), tuple(rows)),),
+    )

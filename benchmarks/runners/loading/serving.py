@@ -1,0 +1,178 @@
+"""Lag of a model that follows a job: from the commit of a delta to the first lookup that is answered with its rows."""
+
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
+from torchrec.quant.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+import torchrec_cnr as cnr
+from benchmarks.support.jobs.table_models import TableModel, TableSizes, one_rank
+from benchmarks.support.kafka_broker import broker
+from benchmarks.support.report import Figure, Report, Table, quartiles
+from benchmarks.support.rounds import Setup, round_name
+from torchrec_cnr.kafka import KafkaRows
+
+SCHEME = cnr.AdaptiveAsymmetric(4)
+SHARE = 0.1  # of the rows is in each delta
+FULL, QUICK = TableSizes(1, 1_000_000, 64), TableSizes(1, 2_000, 64)
+NUM_ROUNDS, NUM_QUICK_ROUNDS = 15, 2
+NUM_LOOKED_UP = 1_000  # rows a lookup
+PAUSE_SECS = 0.001  # between two lookups
+LIMIT_SECS = 60.0
+AT_MOST_SECS = 1.0
+
+
+class Lookups:
+    """Looks the same rows up, again and again, in a thread of its own.
+
+    Attributes:
+        num_lookups: How many there were.
+        longest_secs: What the longest took.
+    """
+
+    def __init__(self, model: nn.Module, features: KeyedJaggedTensor) -> None:
+        self._model = model
+        self._features = features
+        self._changes: list[float] = []
+        self._is_over = threading.Event()
+        self.num_lookups = 0
+        self.longest_secs = 0.0
+
+    def run(self) -> None:
+        """Until it is over."""
+        before = self._look_up()
+        while not self._is_over.wait(PAUSE_SECS):
+            started = time.perf_counter()
+            rows = self._look_up()
+            self.longest_secs = max(self.longest_secs, time.perf_counter() - started)
+            self.num_lookups += 1
+            if not torch.equal(rows, before):
+                self._changes.append(time.time())
+                before = rows
+
+    def _look_up(self) -> Tensor:
+        with torch.no_grad():
+            return torch.as_tensor(self._model(self._features).values())
+
+    def next_change(self, num_before: int) -> float:
+        """Unix time of the first answer that was another one, after so many of them."""
+        deadline = time.monotonic() + LIMIT_SECS
+        while len(self._changes) <= num_before:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no lookup was answered with new rows within {LIMIT_SECS:.0f} s")
+            time.sleep(PAUSE_SECS)
+        return self._changes[num_before]
+
+    @contextmanager
+    def going_on(self) -> Iterator[None]:
+        """As long as this lasts."""
+        thread = threading.Thread(target=self.run, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._is_over.set()
+            thread.join()
+
+
+@dataclass
+class _Followed:
+    """What was seen of a model that follows a job.
+
+    Attributes:
+        lookups: Of the model.
+        lags: Seconds from each delta's commit to the first answer with its rows; the first delta does not count.
+        applied: What was told of these deltas.
+    """
+
+    lookups: Lookups
+    lags: list[float] = field(default_factory=list)
+    applied: list[cnr.Applied] = field(default_factory=list)
+
+
+def run(setup: Setup) -> Report:
+    """Save deltas while a quantized model follows and is looked up: with rows in files, and then in Kafka."""
+    sizes = QUICK if setup.quick else FULL
+    with broker(setup) as bootstrap, one_rank(setup.folder):
+        followed = {"files": _follow(setup, sizes, setup.folder / "files", None)}
+        if bootstrap is not None:
+            rows = KafkaRows(bootstrap, f"benchmark-{uuid.uuid4().hex}")
+            followed["Kafka"] = _follow(setup, sizes, setup.folder / "kafka", rows)
+    return _report(sizes, followed)
+
+
+def _follow(setup: Setup, sizes: TableSizes, root: Path, rows: KafkaRows | None) -> _Followed:
+    setup.say(f"making {sizes}")
+    num_rounds = NUM_QUICK_ROUNDS if setup.quick else NUM_ROUNDS
+    model = TableModel(sizes)
+    planner = cnr.CNRSavePlanner(cnr.RowTracker(model.sharded), policy=cnr.Consecutive())
+    model.save(cnr.CNRStorageWriter(root / "baseline", quantization=SCHEME, row_log=rows), planner)
+    served = quantized_tables(sizes)
+    ids = torch.arange(0, sizes.num_rows, max(1, sizes.num_rows // NUM_LOOKED_UP))
+    found = _Followed(Lookups(served, model.batch([ids])))
+    applied: list[cnr.Applied] = []
+    with cnr.RowSubscriber(served, root, row_log=rows, on_applied=applied.append), found.lookups.going_on():
+        for number in range(num_rounds + 1):
+            setup.say(f"following rows in {root.name}: {round_name(number, num_rounds)}")
+            model.modify(SHARE)
+            path = root / f"delta-{number}"
+            model.save(cnr.CNRStorageWriter(path, quantization=SCHEME, row_log=rows), planner)
+            answered_at_secs = found.lookups.next_change(number)
+            if number:
+                found.lags.append(answered_at_secs - cnr.read_checkpoint(path).created_ns / 1e9)
+    found.applied += [update for update in applied if update.kind == "delta"][1:]
+    return found
+
+
+def quantized_tables(sizes: TableSizes) -> nn.Module:
+    """A model of the same tables, of 4 bits and no rows."""
+    tables = [
+        EmbeddingBagConfig(
+            name=f"t{index}",
+            embedding_dim=sizes.dim,
+            num_embeddings=sizes.num_rows,
+            feature_names=[f"f_t{index}"],
+            data_type=DataType.INT4,
+        )
+        for index in range(sizes.num_tables)
+    ]
+    return nn.Sequential(EmbeddingBagCollection(tables, is_weighted=False, device=torch.device("cpu")))
+
+
+def _report(sizes: TableSizes, followed: Mapping[str, _Followed]) -> Report:
+    figures, cells = [], []
+    for place, found in followed.items():
+        held_off = [1e3 * update.apply_secs for update in found.applied]
+        what = f"commit of a delta in {place} to the first lookup of its rows"
+        figures.append(Figure.over_rounds(what, found.lags, "s", at_most=AT_MOST_SECS))
+        figures.append(Figure.over_rounds(f"lookups held off, rows in {place}", held_off, "ms"))
+        rows = {
+            f"{place}: commit to the first answer with new rows": found.lags,
+            f"{place}: of that, to read, verify and decode": [update.read_secs for update in found.applied],
+            f"{place}: of that, to swap in, lookups held off": [update.apply_secs for update in found.applied],
+        }
+        for name, secs in rows.items():
+            low, median, high = (1e3 * value for value in quartiles(secs))
+            cells.append((name, f"{median:,.1f}", f"{low:,.1f} to {high:,.1f}"))
+    num_deltas = len(followed["files"].lags)
+    num_lookups = sum(found.lookups.num_lookups for found in followed.values())
+    longest_ms = 1e3 * max(found.lookups.longest_secs for found in followed.values())
+    return Report(
+        title=f"lag of 4-bit tables behind deltas of {round(SHARE * sizes.num_rows):,} rows of {sizes.dim} values",
+        notes=(
+            f"{num_deltas} deltas after a warm-up, saved by the same process. A root is looked at every 0.2 s; markers",
+            f"in Kafka come by themselves. Of {num_lookups:,} lookups of {NUM_LOOKED_UP:,} rows, 1 ms apart, the",
+            f"longest took {longest_ms:,.1f} ms. The commit is when the manifest says: just before it was written.",
+        ),
+        figures=tuple(figures),
+        tables=(Table(("", "median ms", "quartiles"), tuple(cells)),),
+    )

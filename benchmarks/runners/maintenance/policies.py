@@ -1,0 +1,103 @@
+"""A run of 2,000 checkpoints whose rows are modified as Check-N-Run's were: bytes written, kept and restored by policy.
+
+``Compacted`` is run for real, with saves, compactions and prunes in a file system in memory. The bytes of the other
+policies follow from the same rows: codes by their number, row numbers coded for real.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+import torchrec_cnr as cnr
+from benchmarks.plots.policies import draw
+from benchmarks.support.jobs.policy_runs import DIM, Step, modified_rows, saved, simulated
+from benchmarks.support.jobs.table_models import one_rank
+from benchmarks.support.report import Figure, Report, Table
+from benchmarks.support.rounds import Setup
+from torchrec_cnr.format.row_sets import encode_row_numbers
+
+SCHEME = cnr.Asymmetric(4)
+NUM_ROWS, NUM_QUICK_ROWS = 400_000, 4_000
+NUM_CHECKPOINTS, NUM_QUICK_CHECKPOINTS = 2_000, 12
+PACK_BYTES = 512 << 10  # of a model of 16 MB: as 16 MiB are of one of 512 MB
+MIN_REDUCTION, MAX_CAPACITY, MAX_RESTORE = 2.6, 1.6, 1.2
+
+
+@dataclass
+class Course:
+    """What a policy came to, checkpoint by checkpoint; all in full checkpoints, quantized alike.
+
+    Attributes:
+        written: Bytes written for it, its compaction included.
+        capacity: Most that lay in the store, from the commit until what it replaced was removed.
+        restore: What a load of it reads, once it was compacted.
+        fresh: What a load of it reads before that.
+    """
+
+    written: list[float] = field(default_factory=list)
+    capacity: list[float] = field(default_factory=list)
+    restore: list[float] = field(default_factory=list)
+    fresh: list[float] = field(default_factory=list)
+
+    def extend(self, steps: Iterable[Step], full_bytes: int) -> None:
+        """Add what came next."""
+        for step in steps:
+            self.written.append(step.written / full_bytes)
+            self.capacity.append(step.capacity / full_bytes)
+            self.restore.append(step.restore / full_bytes)
+            self.fresh.append(step.fresh / full_bytes)
+
+    def row(self, name: str) -> tuple[str, ...]:
+        """A row of the table."""
+        mean = float(np.mean(self.written))
+        numbers = (mean, 1 / mean, max(self.capacity), max(self.restore), max(self.fresh))
+        return (name, *(f"{value:,.2f}" for value in numbers))
+
+
+def run(setup: Setup) -> Report:
+    """Run all policies on the same rows."""
+    num_rows = NUM_QUICK_ROWS if setup.quick else NUM_ROWS
+    num_checkpoints = NUM_QUICK_CHECKPOINTS if setup.quick else NUM_CHECKPOINTS
+    with one_rank(setup.folder):
+        compacted, full_bytes = _compacted(setup, num_rows, num_checkpoints)
+    courses = {"Compacted": compacted}
+    for policy in (cnr.Full(), cnr.OneShot(), cnr.Intermittent(), cnr.Consecutive()):
+        name = type(policy).__name__
+        setup.say(f"{name}: {num_checkpoints:,} checkpoints by their bytes")
+        courses[name] = Course()
+        steps = simulated(policy, full_bytes, modified_rows(num_rows, num_checkpoints), _coded_bytes)
+        courses[name].extend(steps, full_bytes)
+    if setup.plots is not None:
+        draw(courses, setup.plots / "policies.svg")
+    reduction = len(compacted.written) / sum(compacted.written)
+    columns = ("policy", "written a checkpoint", "less than full by", "capacity", "restore", "before compaction")
+    return Report(
+        title=f"{num_checkpoints:,} checkpoints of a table of {num_rows:,} × {DIM} with row-wise state, 4 bits",
+        notes=(
+            f"All in full checkpoints of as many bits, of {full_bytes:,} bytes; capacity and restores at their most.",
+            "One checkpoint is kept. Capacity counts the moment when the new one is there and the old one still is.",
+            "Compacted was run for real, with compaction's bytes and all manifests; the others by their bytes.",
+        ),
+        figures=(
+            Figure("written by Compacted, less than full by", reduction, "×", at_least=MIN_REDUCTION),
+            Figure("capacity, at its most", max(compacted.capacity), "models", at_most=MAX_CAPACITY),
+            Figure("restore of a kept head, at its most", max(compacted.restore), "models", at_most=MAX_RESTORE),
+        ),
+        tables=(Table(columns, tuple(course.row(name) for name, course in courses.items())),),
+    )
+
+
+def _compacted(setup: Setup, num_rows: int, num_checkpoints: int) -> tuple[Course, int]:
+    course, full_bytes = Course(), 0
+    for number, step in enumerate(saved(cnr.Compacted(), SCHEME, modified_rows(num_rows, num_checkpoints), PACK_BYTES)):
+        full_bytes = full_bytes or step.kept
+        course.extend([step], full_bytes)
+        if number % 100 == 0:
+            setup.say(f"Compacted: {number:,} of {num_checkpoints:,} checkpoints")
+    return course, full_bytes
+
+
+def _coded_bytes(rows: NDArray[np.int64]) -> int:
+    return len(encode_row_numbers(rows).data)

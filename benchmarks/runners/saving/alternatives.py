@@ -1,0 +1,145 @@
+"""Side by side with what people use instead: stall, time to save and to restore, and memory, as tables grow.
+
+A quarter of the rows is modified by training before each round. The rivals are ``torch.save`` of the state, DCP's own
+``save`` and ``async_save``, and deltas written by hand: the rows that TorchRec's ``ModelDeltaTracker`` gives, with
+their optimizer state, by ``torch.save`` on top of a whole one.
+"""
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from benchmarks.plots.alternatives import draw
+from benchmarks.support.jobs.save_methods import OURS, OWN_DELTAS, STOCK, STOCK_ASYNC, TORCH_SAVE, Way, ways
+from benchmarks.support.jobs.table_models import TableModel, TableSizes, one_rank
+from benchmarks.support.process_memory import peak_mib
+from benchmarks.support.report import Figure, Report, Table, number, quartiles
+from benchmarks.support.rounds import Candidate, Setup, Timings, interleave, ratios, round_name
+
+SHARE = 0.26  # of the rows is modified between two checkpoints
+DIM = 16  # so that 64 million rows and a copy of them fit into 24 GiB
+MILLIONS, ALL_MILLIONS = (1, 4, 16), (1, 4, 16, 64)
+NUM_QUICK_ROWS = 4_000
+NUM_ROUNDS, NUM_QUICK_ROUNDS = 3, 1
+MAX_LOAD_ERROR = 0.1
+PHASES = ("stall", "save", "restore")
+
+
+def run(setup: Setup) -> Report:
+    """Measure everything at every size."""
+    num_rounds = NUM_QUICK_ROUNDS if setup.quick else NUM_ROUNDS
+    millions = ALL_MILLIONS if setup.all_cases else MILLIONS
+    sizes = (NUM_QUICK_ROWS,) if setup.quick else tuple(million * 1_000_000 for million in millions)
+    timings: dict[int, Mapping[str, Timings]] = {}
+    memory: dict[int, Mapping[str, float]] = {}
+    for num_rows in sizes:
+        with one_rank(setup.folder):
+            timings[num_rows], memory[num_rows] = _measured(setup, num_rows, num_rounds)
+        (setup.folder / "group").unlink(missing_ok=True)
+    if setup.plots is not None:
+        draw(timings, memory, setup.plots / "rivals.svg")
+    return Report(
+        title=f"saves and restores of a table of rows × {DIM} fp32 with row-wise Adagrad, 26 % modified by training",
+        notes=(
+            f"{num_rounds} rounds after a warm-up at each size, all in turns. A stall ends when training may go on, a",
+            "save when the checkpoint is there: in the page cache, for no file is forced to disk. A restore of deltas",
+            "loads the whole state that they stand on, too. Restored rows were compared with what was saved.",
+            "Ours has 4 bits a value, the others are exact. Memory is the peak of a save beyond the state, ours",
+            "that of an asynchronous one, with the staged rows, whose memory is kept from one save to the next.",
+        ),
+        figures=tuple(_figures(timings, memory)),
+        tables=(*(_times(phase, timings) for phase in PHASES), _memory(memory)),
+    )
+
+
+def _measured(setup: Setup, num_rows: int, num_rounds: int) -> tuple[Mapping[str, Timings], Mapping[str, float]]:
+    folder = setup.folder / str(num_rows)
+    setup.say(f"making a table of {num_rows:,} rows")
+    model = TableModel(TableSizes(1, num_rows, DIM))
+    all_ways = ways(model, folder)
+    memory: dict[str, float] = {}
+
+    def before_round(number: int) -> None:
+        setup.say(f"{num_rows:,} rows: saves, {round_name(number, num_rounds)}")
+        model.modify(SHARE)
+
+    stalls = interleave({name: _stalling(way) for name, way in all_ways.items()}, num_rounds, before_round)
+    saves = interleave({name: _whole(way) for name, way in all_ways.items()}, num_rounds, before_round)
+    for name, way in all_ways.items():
+        setup.say(f"{num_rows:,} rows: memory of {name}")
+        model.modify(SHARE)
+        memory[name] = peak_mib(lambda way=way: (way.begin(), way.finish()))  # type: ignore[misc]  # bound now
+        memory[name] += way.held_bytes / 2**20
+    _close(all_ways, folder)
+    all_ways = ways(model, folder)
+    model.modify(SHARE)
+    saved = model.sampled_rows()
+    for way in all_ways.values():
+        way.begin()
+        way.finish()
+    restores = interleave(
+        {name: _restored(model, way, saved) for name, way in all_ways.items() if name != STOCK_ASYNC},
+        num_rounds,
+        lambda number: setup.say(f"{num_rows:,} rows: restores, {round_name(number, num_rounds)}"),
+    )
+    _close(all_ways, folder)
+    return {"stall": stalls, "save": saves, "restore": restores}, memory
+
+
+def _close(all_ways: Mapping[str, Way], folder: Path) -> None:
+    for way in all_ways.values():
+        way.close()
+    shutil.rmtree(folder)
+
+
+def _stalling(way: Way) -> Candidate:
+    return Candidate(run=lambda number: way.begin(), before=lambda number: os.sync(), after=lambda number: way.finish())
+
+
+def _whole(way: Way) -> Candidate:
+    def act(number: int) -> None:
+        way.begin()
+        way.finish()
+
+    return Candidate(run=act, before=lambda number: os.sync())
+
+
+def _restored(model: TableModel, way: Way, saved: Tensor) -> Candidate:
+    def check(number: int) -> None:
+        error = float((model.sampled_rows() - saved).norm() / saved.norm())
+        if error > MAX_LOAD_ERROR:
+            raise RuntimeError(f"what was restored is not what was saved: the rows differ by {error:.1%} of their norm")
+
+    return Candidate(run=lambda number: way.restore(), before=lambda number: model.clear(), after=check)
+
+
+def _figures(timings: Mapping[int, Mapping[str, Timings]], memory: Mapping[int, Mapping[str, float]]) -> list[Figure]:
+    figures = []
+    for num_rows, phases in timings.items():
+        for phase, found in phases.items():
+            for rival in (name for name in found if name != OURS):
+                what = f"{phase}, {rival}, of ours, {num_rows:,} rows"
+                figures.append(Figure.over_rounds(what, ratios(found, rival, OURS), "×"))
+        for rival in (TORCH_SAVE, STOCK, STOCK_ASYNC, OWN_DELTAS):
+            what = f"memory, {rival}, of ours, {num_rows:,} rows"
+            figures.append(Figure(what, memory[num_rows][rival] / max(1.0, memory[num_rows][OURS]), "×"))
+    return figures
+
+
+def _times(phase: str, timings: Mapping[int, Mapping[str, Timings]]) -> Table:
+    def cell(found: Timings, name: str) -> str:
+        low, median, high = (1e3 * value for value in quartiles([took.secs for took in found[name]]))
+        return f"{number(median)} ({number(low)} to {number(high)})"
+
+    names = list(next(iter(timings.values()))[phase])
+    rows = tuple((name, *(cell(phases[phase], name) for phases in timings.values())) for name in names)
+    return Table((f"{phase}, ms", *(f"{num_rows:,} rows" for num_rows in timings)), rows)
+
+
+def _memory(memory: Mapping[int, Mapping[str, float]]) -> Table:
+    names = list(next(iter(memory.values())))
+    rows = tuple((name, *(number(found[name]) for found in memory.values())) for name in names)
+    return Table(("memory, MiB", *(f"{num_rows:,} rows" for num_rows in memory)), rows)

@@ -1,0 +1,147 @@
+"""How many rows training modifies, in each interval and since the first: of real data, any file, the paper's curve.
+
+A row is modified when a sample has its id. Shares are of the rows that the whole stream modifies, so that they can be
+compared with those of Check-N-Run: 26 % in half an hour, 52 % in eleven times that (NSDI '22, section 3.2).
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.plots.modified import draw
+from benchmarks.support.data.clicks import CLICKS
+from benchmarks.support.jobs.policy_runs import FIRST_SHARE, GROWTH, modified_rows
+from benchmarks.support.report import Figure, Report, Table
+from benchmarks.support.rounds import Setup
+from torchrec_cnr.format.coverage import Mask
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
+
+from click_data import open_stream
+from samples import Stream, table_rows
+from synthetic_clicks import SyntheticClicks
+
+NUM_INTERVALS = 11  # after which the paper tells how many rows were modified
+INTERVALS = (0.01, 0.02, 0.05, 0.08)  # parts of the samples
+MOST_SAMPLES, MADE_UP_SAMPLES, NUM_QUICK_SAMPLES = 20_000_000, 2_000_000, 20_000
+NUM_ROWS, NUM_QUICK_ROWS = 1_000_000, 20_000  # of the generator
+HASHED_ROWS = 1 << 24
+GENERATOR = "the paper's curve"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Rows modified in intervals of one length, as shares of all rows.
+
+    Attributes:
+        each: In each interval.
+        since: Since the beginning of the first of them, after each.
+    """
+
+    each: NDArray[np.float64]
+    since: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, masks: Iterator[Mask]) -> "Curve":
+        """Of the rows that each interval modifies, bool [num_rows]."""
+        each, since, modified = [], [], None
+        for mask in masks:
+            modified = mask if modified is None else modified | mask
+            each.append(mask.mean())
+            since.append(modified.mean())
+        return cls(np.array(each), np.array(since))
+
+    def row(self, name: str, interval: str) -> tuple[str, ...]:
+        """A row of the table."""
+        last = min(NUM_INTERVALS, len(self.since)) - 1
+        spread = f"{100 * self.each.min():.1f} to {100 * self.each.max():.1f}"
+        later = f"{100 * self.since[last]:.1f} after {last + 1}"
+        known = 100 * float((self.each / self.since)[len(self.since) // 5 :].mean())
+        return (name, interval, f"{len(self.each)}", f"{100 * self.each.mean():.1f}", spread, f"{known:.1f}", later)
+
+
+def run(setup: Setup) -> Report:
+    """Count what a stream modifies, and what the generator that other benchmarks use does."""
+    name, stream = _stream(setup)
+    setup.say(f"reading {name}")
+    ids = _row_numbers(stream, NUM_QUICK_SAMPLES if setup.quick else MOST_SAMPLES)
+    curves: dict[str, Curve] = {}
+    rows: list[tuple[str, ...]] = []
+    for share in INTERVALS:
+        length = max(1, round(share * len(ids)))
+        setup.say(f"intervals of {length:,} samples")
+        curve = Curve.of(_masks(ids, length))
+        curves[f"{name}, {100 * share:g} % of the samples"] = curve
+        rows.append(curve.row(name, f"{length:,} samples, {100 * share:g} %"))
+    num_rows = NUM_QUICK_ROWS if setup.quick else NUM_ROWS
+    curves[GENERATOR] = Curve.of(modified_rows(num_rows, 4 * NUM_INTERVALS))
+    rows.append(curves[GENERATOR].row(GENERATOR, "half an hour"))
+    if setup.plots is not None:
+        draw(curves, setup.plots / "modified-rows.svg")
+    found = curves[GENERATOR].since
+    expected = FIRST_SHARE + GROWTH * np.log(np.arange(1, len(found) + 1))
+    columns = (
+        "rows of",
+        "interval",
+        "intervals",
+        "modified in each, %",
+        "from, to",
+        "of those so far, %",
+        "since the first, %",
+    )
+    return Report(
+        title=f"rows that {len(ids):,} samples of {name} modify, of {int(ids.max()) + 1:,} in all",
+        notes=(
+            "Shares are of all rows that the whole stream modifies, of all its features together; of the rows",
+            "modified so far, they are means without the first fifth.",
+            f"The generator draws rows so that i intervals modify {FIRST_SHARE} + {GROWTH} ln i of them.",
+        ),
+        figures=(
+            Figure("modified in an interval, by the generator", 100 * curves[GENERATOR].each.mean(), "%"),
+            Figure(f"in {NUM_INTERVALS} intervals", 100 * found[NUM_INTERVALS - 1], "%"),
+            Figure("farthest from the curve, in 44 intervals", 100 * float(np.abs(found - expected).max()), "points"),
+        ),
+        tables=(Table(columns, tuple(rows)),),
+    )
+
+
+def _stream(setup: Setup) -> tuple[str, Stream]:
+    """The file that was asked for, or real clicks where they are, or made-up ones."""
+    if setup.data is not None:
+        return f"{setup.data[1].name}", open_stream(setup.data[0], setup.data[1], seed=0)
+    if CLICKS.exists():
+        return "real news clicks", open_stream("clicks", CLICKS, seed=0)
+    return "made-up clicks", SyntheticClicks(seed=0)
+
+
+def _row_numbers(stream: Stream, most: int) -> NDArray[np.int64]:
+    """Rows of the samples in time order, int64 [N, ids of a sample]: those of all tables, numbered through."""
+    parts: list[NDArray[np.int64]] = []
+    num_read = 0
+    is_endless = isinstance(stream, SyntheticClicks)
+    for block in stream.samples(0) if is_endless else stream.one_pass():  # type: ignore[attr-defined]  # files have it
+        parts.append(table_rows(block.ids, HASHED_ROWS))
+        num_read += len(block)
+        if num_read >= (min(most, MADE_UP_SAMPLES) if is_endless else most):
+            break
+    hashed = np.concatenate(parts)[:most]
+    numbers = np.empty_like(hashed)
+    first = column = 0
+    for feature in stream.features:
+        own = slice(column, column + feature.num_ids)
+        distinct, inverse = np.unique(hashed[:, own], return_inverse=True)
+        numbers[:, own] = inverse.reshape(len(hashed), -1) + first
+        first, column = first + len(distinct), own.stop
+    return numbers
+
+
+def _masks(ids: NDArray[np.int64], length: int) -> Iterator[Mask]:
+    """Which rows each whole interval modifies."""
+    for first in range(0, len(ids) - length + 1, length):
+        mask = np.zeros(int(ids.max()) + 1, dtype=np.bool_)
+        mask[ids[first : first + length].ravel()] = True
+        yield mask

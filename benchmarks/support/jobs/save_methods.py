@@ -1,0 +1,213 @@
+"""Ways to save and restore a model of tables: ours, and what people use instead."""
+
+import itertools
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torchrec.distributed.model_tracker.model_delta_tracker import ModelDeltaTrackerTrec
+
+import torchrec_cnr as cnr
+from benchmarks.support.jobs.table_models import TableModel
+
+OURS = "torchrec_cnr"
+TORCH_SAVE, STOCK, STOCK_ASYNC = "torch.save", "dcp.save", "dcp.async_save"
+OWN_DELTAS = "ModelDeltaTracker, by hand"
+
+
+class Way(Protocol):
+    """One way; each save takes the place of the one before, but for what that one stands on.
+
+    Attributes:
+        held_bytes: Of the memory that a save takes, what is kept from one save to the next.
+    """
+
+    held_bytes: int
+
+    def begin(self) -> None:
+        """Save, at least until training may go on."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until the checkpoint is there."""
+        ...
+
+    def restore(self) -> None:
+        """Load the last checkpoint into the model."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the model."""
+        ...
+
+
+def ways(model: TableModel, folder: Path) -> Mapping[str, Way]:
+    """All of them, with what deltas stand on saved."""
+    folder.mkdir(parents=True)
+    return {
+        OURS: Ours(model, folder / "ours"),
+        TORCH_SAVE: Whole(model, folder / "whole.pt"),
+        STOCK: Stock(model, folder / "stock"),
+        STOCK_ASYNC: StockAsync(model, folder / "stock-async"),
+        OWN_DELTAS: OwnDeltas(model, folder / "own"),
+    }
+
+
+def tensors(model: TableModel) -> dict[str, Tensor]:
+    """The live tables and their optimizer state, as plain tensors."""
+    found = {f"t{index}": table for index, table in enumerate(model.tables())}
+    for name, values in model.sharded.fused_optimizer.state_dict()["state"].items():
+        found |= {f"{name}.{key}": value.local_shards()[0].tensor for key, value in values.items()}
+    return found
+
+
+class Ours:
+    """Deltas of 4 bits on a baseline, behind training."""
+
+    def __init__(self, model: TableModel, folder: Path) -> None:
+        self._model = model
+        self._folder = folder
+        self._tracker = cnr.RowTracker(model.sharded)
+        self._planner = cnr.CNRSavePlanner(self._tracker, policy=cnr.Consecutive())
+        self._writer = cnr.CNRStorageWriter(folder, quantization=cnr.Asymmetric(4), sync_files=False)
+        self._numbers = itertools.count()
+        self._saving: Future[Any] | None = None
+        self.held_bytes = 0
+        self.begin()
+        self.finish()
+
+    def begin(self) -> None:
+        place = self._folder / str(next(self._numbers))
+        self._saving = dcp.async_save(  # type: ignore[assignment, attr-defined]  # torch does not mark it as exported
+            self._model.state(), checkpoint_id=place, storage_writer=self._writer, planner=self._planner
+        )
+
+    def finish(self) -> None:
+        if self._saving is not None:
+            self.held_bytes = self._saving.result().phases[0].staged_bytes
+
+    def restore(self) -> None:
+        reader = cnr.CNRStorageReader(cnr.latest(self._folder))
+        self._model.load(reader, cnr.CNRLoadPlanner())
+
+    def close(self) -> None:
+        self._writer.close()
+        self._tracker.close()
+
+
+class Whole:
+    """``torch.save`` of the whole state."""
+
+    held_bytes = 0
+
+    def __init__(self, model: TableModel, path: Path) -> None:
+        self._tensors = tensors(model)
+        self._path = path
+
+    def begin(self) -> None:
+        torch.save(self._tensors, self._path)
+
+    def finish(self) -> None:
+        """It is there."""
+
+    def restore(self) -> None:
+        _copy(torch.load(self._path, mmap=True, weights_only=True), self._tensors)
+
+    def close(self) -> None:
+        self._tensors = {}
+
+
+class Stock:
+    """``dcp.save`` of the whole state by DCP's own writer."""
+
+    held_bytes = 0
+
+    def __init__(self, model: TableModel, folder: Path) -> None:
+        self._model = model
+        self._folder = folder
+
+    def begin(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._model.save(FileSystemWriter(self._folder, sync_files=False))
+
+    def finish(self) -> None:
+        """It is there."""
+
+    def restore(self) -> None:
+        self._model.load(FileSystemReader(self._folder))
+
+    def close(self) -> None:
+        """It holds nothing."""
+
+
+class StockAsync:
+    """``dcp.async_save`` of the whole state; as plain tensors, since the stock stager cannot copy TorchRec's."""
+
+    held_bytes = 0
+
+    def __init__(self, model: TableModel, folder: Path) -> None:
+        self._tensors = tensors(model)
+        self._folder = folder
+        self._saving: Future[Any] | None = None
+
+    def begin(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+        writer = FileSystemWriter(self._folder, sync_files=False)
+        self._saving = dcp.async_save(self._tensors, storage_writer=writer)  # type: ignore[assignment, attr-defined]
+
+    def finish(self) -> None:
+        if self._saving is not None:
+            self._saving.result()
+
+    def restore(self) -> None:
+        dcp.load(self._tensors, storage_reader=FileSystemReader(self._folder))  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        self._tensors = {}
+
+
+class OwnDeltas:
+    """What one writes with TorchRec's tracker: the rows it gives, and their state, on a whole one.
+
+    Only the newest delta is kept: it restores what was saved if it is the first.
+    """
+
+    held_bytes = 0
+
+    def __init__(self, model: TableModel, folder: Path) -> None:
+        folder.mkdir()
+        self._tensors = tensors(model)
+        self._folder = folder
+        self._tracker = ModelDeltaTrackerTrec(model.sharded)
+        torch.save(self._tensors, folder / "whole.pt")
+        self._tracker.clear()
+
+    def begin(self) -> None:
+        (ids,) = self._tracker.get_unique_ids().values()
+        self._tracker.step()  # what is looked up from now on is of the next delta
+        rows = {name: value[ids] for name, value in self._tensors.items()}
+        torch.save((ids, rows), self._folder / "delta.pt")
+
+    def finish(self) -> None:
+        """It is there."""
+
+    def restore(self) -> None:
+        _copy(torch.load(self._folder / "whole.pt", mmap=True, weights_only=True), self._tensors)
+        ids, rows = torch.load(self._folder / "delta.pt", mmap=True, weights_only=True)
+        for name, values in rows.items():
+            self._tensors[name][ids] = values
+
+    def close(self) -> None:
+        self._tracker.clear()
+        self._tensors = {}
+
+
+def _copy(values: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
+    for name, target in targets.items():
+        target.copy_(values[name])
