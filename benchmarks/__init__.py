@@ -1,7 +1,8 @@
 """Benchmarks: where the project's figures come from. ``python -m benchmarks --help`` tells how to run them.
 
-A benchmark's ``run`` takes a ``Setup`` and returns a ``Report``. A figure is a ratio of things measured in one run, in
-turns, because absolute times say more about the machine than about the code.
+Each module in a folder of ``runners`` is one benchmark: its ``run`` takes a ``Setup`` and returns a ``Report``. A
+figure is a ratio of things measured in one run, in turns, because absolute times say more about the machine than about
+the code.
 
 - ``__main__``: the command line.
 - ``runners``: the benchmarks.

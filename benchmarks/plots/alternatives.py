@@ -1,4 +1,4 @@
-"""The plot of rivals: stall, time to save and to restore, and memory, by the number of rows."""
+"""The plot of the alternatives: stall, time to save and to restore, and memory, by the number of rows."""
 
 from collections.abc import Mapping
 from pathlib import Path

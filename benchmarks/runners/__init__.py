@@ -1,5 +1,8 @@
 """The benchmarks, in a folder for each subject.
 
+A file's name is the benchmark's name on the command line, without a trailing underscore: ``async_`` has one because
+``async`` is a keyword. Each module ends with its ``BENCHMARK``, by which the registry finds it.
+
 - ``loading``: reads of tables and ranges, integrity, serving.
 - ``maintenance``: compaction, and bytes over a run by policy.
 - ``quantization``: errors, speed and accuracy.

@@ -5,6 +5,7 @@
 - ``kafka_producer``: a bare Kafka producer to compare with.
 - ``process_memory``: resident memory now and at its peak.
 - ``processes``: a benchmark in a process of its own.
+- ``registry``: the benchmarks, found in the folder of runners.
 - ``report``: what a benchmark returns, and how it is printed.
 - ``residuals``: rows stored as differences from the checkpoint before.
 - ``rounds``: candidates timed in turns, and the setup that each benchmark gets.

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +12,15 @@ import pytest
 import torch
 
 from benchmarks.__main__ import BENCHMARKS
+from benchmarks.support.registry import find_benchmarks
 from benchmarks.support.report import Figure, Report, Table, text_of
 from benchmarks.support.rounds import Candidate, Setup, Taken, interleave, ratios
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_SECS = 240
+FOLDERS = sorted(path.parent for path in (ROOT / "benchmarks").rglob("__init__.py"))
+MAX_SIBLINGS = 16
+MAX_MODULE_LINES = 450
 
 
 def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -33,7 +38,7 @@ def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-SLOW = ("training", "search", "coding", "time", "async", "rivals", "bandwidth")  # the longest
+SLOW = ("training", "search", "coding", "time", "async", "alternatives", "bandwidth")  # the longest
 
 
 @pytest.mark.parametrize(
@@ -44,7 +49,7 @@ def test_benchmark_gives_its_figures(name: str, tmp_path: Path, request: pytest.
     """Each benchmark says what it does, and gives positive figures that print as a table."""
     said: list[str] = []
     kafka = request.getfixturevalue("kafka").bootstrap if name == "kafka" else None
-    report = BENCHMARKS[name](Setup(tmp_path, quick=True, num_threads=1, say=said.append, kafka=kafka))
+    report = BENCHMARKS[name].run(Setup(tmp_path, quick=True, num_threads=1, say=said.append, kafka=kafka))
     assert said
     assert report.figures or (name == "gpu" and not torch.cuda.is_available())
     assert all(figure.value >= 0 for figure in report.figures)
@@ -58,7 +63,7 @@ def test_benchmark_gives_its_figures(name: str, tmp_path: Path, request: pytest.
 @pytest.mark.parametrize("name", ["accuracy", "movement"])
 def test_plots_name_their_units(name: str, tmp_path: Path) -> None:
     """Asked for plots, a benchmark draws one, whose axes say what they show and in which unit."""
-    BENCHMARKS[name](Setup(tmp_path, quick=True, num_threads=1, say=lambda _: None, plots=tmp_path / "plots"))
+    BENCHMARKS[name].run(Setup(tmp_path, quick=True, num_threads=1, say=lambda _: None, plots=tmp_path / "plots"))
     plot = (tmp_path / "plots" / f"{name}.svg").read_text()
     labels = {
         "accuracy": ("restores", "change from bit-exact, %"),
@@ -89,6 +94,64 @@ def test_unknown_name_is_refused() -> None:
     done = run("speed")
     assert done.returncode == 2
     assert f"no benchmark speed; there are {', '.join(BENCHMARKS)}" in done.stderr
+
+
+def test_help_names_every_benchmark() -> None:
+    """The help has a line for each, with what it measures; long ones are marked."""
+    lines = [line.strip() for line in run("--help").stdout.splitlines()]
+    for name, benchmark in BENCHMARKS.items():
+        assert f"{name:12} {'*' if benchmark.is_long else ' '} {benchmark.description}" in lines
+
+
+RUNNER = """
+from benchmarks.support.registry import Benchmark
+from benchmarks.support.registry import find_benchmarks
+from benchmarks.support.report import Report
+
+BENCHMARK = Benchmark(lambda setup: Report(__name__, (), ()), "made up")
+"""
+
+
+def made_runners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *names: str) -> Path:
+    """A folder of runners with these files, in a package that can be imported."""
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = tmp_path / f"made_{tmp_path.name}" / "runners"
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(RUNNER)
+    return folder
+
+
+def test_registry_is_read_from_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file's name is the benchmark's: underscores are dashes; the one that a keyword needs at its end is left out."""
+    folder = made_runners(tmp_path, monkeypatch, "x/__init__.py", "x/row_bytes.py", "y/async_.py")
+    assert list(find_benchmarks(folder)) == ["row-bytes", "async"]
+
+
+def test_registry_refuses_two_of_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which of them the command line meant could not be told."""
+    folder = made_runners(tmp_path, monkeypatch, "x/time.py", "y/time.py")
+    with pytest.raises(ValueError, match="another benchmark is named 'time' too"):
+        find_benchmarks(folder)
+
+
+def test_registry_refuses_a_module_without_a_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that cannot be run belongs elsewhere."""
+    folder = made_runners(tmp_path, monkeypatch, "x/time.py")
+    (folder / "x" / "time.py").write_text("")
+    with pytest.raises(TypeError, match="expected BENCHMARK to be a Benchmark, got None"):
+        find_benchmarks(folder)
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.relative_to(ROOT)))
+def test_folders_are_narrow_and_described(folder: Path) -> None:
+    """A folder has at most 16 modules of at most 450 lines, and its docstring names each of them and its folders."""
+    modules = [path for path in folder.glob("*.py") if path.stem != "__init__"]
+    assert len(modules) <= MAX_SIBLINGS
+    assert [path for path in modules if len(path.read_text().splitlines()) > MAX_MODULE_LINES] == []
+    described = re.findall(r"^- ``(\w+)``: \w", (folder / "__init__.py").read_text(), re.MULTILINE)
+    packages = [path.parent.name for path in folder.glob("*/__init__.py")]
+    assert sorted(described) == sorted([*(path.stem for path in modules), *packages])
 
 
 def test_rounds_are_interleaved_and_the_first_is_a_warm_up() -> None:

@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import torchrec_cnr as cnr
 from benchmarks.support.jobs.table_models import TableModel, TableSizes, one_rank
+from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report, Table
 from benchmarks.support.rounds import Candidate, Setup, interleave, processor_ratios, ratios, times_table
 from torchrec_cnr.storage.pack_reader import Span
@@ -115,3 +116,6 @@ def _checked(load: partial[None], _: int) -> None:
 def _unchecked(load: partial[None], _: int) -> None:
     with unchecked():
         load()
+
+
+BENCHMARK = Benchmark(run, "share of the time of a load that the comparison of digests takes")

@@ -18,6 +18,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 import torchrec_cnr as cnr
 from benchmarks.support.jobs.table_models import one_rank
+from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report, Table
 from benchmarks.support.rounds import Setup
 from torchrec_cnr.storage.store import Store
@@ -194,3 +195,6 @@ def run(setup: Setup) -> Report:
         figures=tuple(figures),
         tables=(Table(("read", "bytes wanted", "bytes read", "requests"), tuple(rows)),),
     )
+
+
+BENCHMARK = Benchmark(run, "bytes read for one table of many, or for a range of its rows, of the bytes that store it")

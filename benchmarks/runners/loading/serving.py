@@ -17,6 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import torchrec_cnr as cnr
 from benchmarks.support.jobs.table_models import TableModel, TableSizes, one_rank
 from benchmarks.support.kafka_broker import broker
+from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report, Table, quartiles
 from benchmarks.support.rounds import Setup, round_name
 from torchrec_cnr.kafka import KafkaRows
@@ -176,3 +177,8 @@ def _report(sizes: TableSizes, followed: Mapping[str, _Followed]) -> Report:
         figures=tuple(figures),
         tables=(Table(("", "median ms", "quartiles"), tuple(cells)),),
     )
+
+
+BENCHMARK = Benchmark(
+    run, "lag of a model that follows a job: from the commit of a delta to the first lookup of its rows"
+)

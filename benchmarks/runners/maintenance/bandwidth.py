@@ -17,6 +17,7 @@ import torchrec_cnr as cnr
 from benchmarks.plots.bandwidth import draw
 from benchmarks.support.jobs.policy_runs import DIM, EXACT, FULL_ROW_BYTES, Step, modified_rows, saved, simulated
 from benchmarks.support.jobs.table_models import num_bytes, one_rank
+from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report, Table
 from benchmarks.support.rounds import Setup
 
@@ -180,3 +181,8 @@ def _table(
     widths = tuple(widths)
     rows = tuple((name, *(text(cells[name, width]) for width in widths)) for name in names)
     return Table((heading, *widths), rows)
+
+
+BENCHMARK = Benchmark(
+    run, "bytes written and kept over a run, by policy and bits, against fp32 and the paper's own bytes", is_long=True
+)

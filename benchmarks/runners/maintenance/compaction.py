@@ -7,6 +7,7 @@ from pathlib import Path
 import torchrec_cnr as cnr
 from benchmarks.support.jobs.table_models import TableModel, TableSizes, num_bytes, one_rank
 from benchmarks.support.process_memory import peak_mib
+from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report
 from benchmarks.support.rounds import Candidate, Setup, interleave, ratios, round_name, times_table
 
@@ -83,3 +84,8 @@ def _copy(source: Path, target: Path) -> None:
                 shutil.copyfileobj(file, copy, COPY_BYTES)
                 copy.flush()
                 os.fsync(copy.fileno())
+
+
+BENCHMARK = Benchmark(
+    run, "speed of compacting gigabytes of deltas, against a copy of the files, and its memory", is_long=True
+)

@@ -14,6 +14,7 @@ import torchrec_cnr as cnr
 from benchmarks.plots.policies import draw
 from benchmarks.support.jobs.policy_runs import DIM, Step, modified_rows, saved, simulated
 from benchmarks.support.jobs.table_models import one_rank
+from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report, Table
 from benchmarks.support.rounds import Setup
 from torchrec_cnr.format.row_sets import encode_row_numbers
@@ -101,3 +102,8 @@ def _compacted(setup: Setup, num_rows: int, num_checkpoints: int) -> tuple[Cours
 
 def _coded_bytes(rows: NDArray[np.int64]) -> int:
     return len(encode_row_numbers(rows).data)
+
+
+BENCHMARK = Benchmark(
+    run, "bytes written, kept and restored over 2,000 checkpoints, by policy; takes half an hour", is_long=True
+)

@@ -24,6 +24,7 @@ from benchmarks.support.jobs.restored_runs import (
     train,
     with_other_last_bits,
 )
+from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report, Table, number
 from benchmarks.support.rounds import Setup
 from torchrec_cnr.quantization.uniform import BITS
@@ -251,3 +252,6 @@ def _rule_table(compared: Mapping[Cell, Compared]) -> Table:
         "greatest without",
     )
     return Table(columns, tuple(rows))
+
+
+BENCHMARK = Benchmark(run, "log loss and AUC that restores from quantized checkpoints cost a small model", is_long=True)

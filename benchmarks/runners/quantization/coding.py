@@ -14,6 +14,7 @@ from torch import Tensor
 
 import torchrec_cnr as cnr
 from benchmarks.support.data.embedding_rows import drawn_rows, trained_rows
+from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report, Table
 from benchmarks.support.rounds import Candidate, Setup, interleave, ratios, times_table
 from torchrec_cnr.storage.pack_writer import BLOCK_BYTES
@@ -147,3 +148,6 @@ def _sklearn_l2(rows: NDArray[np.float32]) -> float:
     with threadpool_limits(1):  # with more threads than that it is slower: a row is little work
         inertias = [KMeans(n_clusters=16, random_state=0).fit(row[:, None]).inertia_ for row in rows]
     return float(np.sqrt(inertias).mean())
+
+
+BENCHMARK = Benchmark(run, "speed of plain quantization and of k-means, against FBGEMM and scikit-learn")

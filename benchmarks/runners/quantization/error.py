@@ -9,6 +9,7 @@ from torch import Tensor
 
 from benchmarks.plots.quantization import BASE, SERIES, WIDTHS, Point, draw, measure, save
 from benchmarks.support.data.embedding_rows import trained_on, trained_rows
+from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report, Table, number
 from benchmarks.support.rounds import Setup
 from torchrec_cnr.quantization import Scheme
@@ -76,3 +77,6 @@ def _row_errors(scheme: Scheme, rows: Tensor) -> Tensor:
     decoded[encoded.exact] = rows[encoded.exact]
     errors: Tensor = (decoded.double() - rows.double()).norm(dim=1)
     return errors
+
+
+BENCHMARK = Benchmark(run, "error of every scheme and number of bits on trained tables, by bytes per row")

@@ -6,6 +6,7 @@ import fbgemm_gpu  # noqa: F401  registers the operators used here
 import torch
 from torch import Tensor
 
+from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report, Table
 from benchmarks.support.rounds import Candidate, Setup, interleave, ratios, times_table
 from torchrec_cnr import kernels
@@ -124,3 +125,6 @@ def _repeat(call: Call) -> None:
     for _ in range(CALLS_PER_ROUND):
         call()
     torch.cuda.synchronize()
+
+
+BENCHMARK = Benchmark(run, "speed of the kernels on a CUDA device, against FBGEMM and a copy")

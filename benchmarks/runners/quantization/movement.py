@@ -18,6 +18,7 @@ from benchmarks.plots.movement import draw
 from benchmarks.support.data.click_model import ClickModel
 from benchmarks.support.data.click_samples import BATCH_CLICKS, TABLES, Clicks, batches, read_clicks
 from benchmarks.support.data.clicks import trained_on
+from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report, Table
 from benchmarks.support.residuals import SCALE_AND_BIAS_BITS, STEP_BITS, ResidualReader, Tally
 from benchmarks.support.rounds import Setup
@@ -222,3 +223,8 @@ def _classes_table(courses: Sequence[Course]) -> Table:
             lines.append((f"{course.dim}", f"{course.share:.0%}", name, f"{share:.1%}", *cells))
     told = (f"{bits} bits, steps told" for bits in BITS)
     return Table(("columns", "each", "touched before, moved", "of all modified", *told), tuple(lines))
+
+
+BENCHMARK = Benchmark(
+    run, "how far rows move between checkpoints, and the bytes that storing them as residuals would take", is_long=True
+)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import torchrec_cnr as cnr
 from benchmarks.support.data.embedding_rows import DISTRIBUTIONS, drawn_rows, trained_on, trained_rows
+from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report, Table
 from benchmarks.support.rounds import Candidate, Setup, interleave, ratios, times_table
 from torchrec_cnr.quantization import Scheme
@@ -145,3 +146,8 @@ def _torch_greedy(rows: Tensor, bits: int, num_bins: int) -> Tensor:
     bias = low.half().float()[:, None]
     scale = ((high[:, None] - bias) / top).half().float()
     return ((rows - bias) / scale).round().clamp(0, top) * scale + bias
+
+
+BENCHMARK = Benchmark(
+    run, "error and speed of adaptive quantization, against the greedy search of the paper and of PyTorch"
+)

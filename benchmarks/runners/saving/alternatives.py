@@ -1,7 +1,7 @@
 """Side by side with what people use instead: stall, time to save and to restore, and memory, as tables grow.
 
-A quarter of the rows is modified by training before each round. The rivals are ``torch.save`` of the state, DCP's own
-``save`` and ``async_save``, and deltas written by hand: the rows that TorchRec's ``ModelDeltaTracker`` gives, with
+A quarter of the rows is modified by training before each round. The alternatives are ``torch.save`` of the state, DCP's
+own ``save`` and ``async_save``, and deltas written by hand: the rows that TorchRec's ``ModelDeltaTracker`` gives, with
 their optimizer state, by ``torch.save`` on top of a whole one.
 """
 
@@ -16,6 +16,7 @@ from benchmarks.plots.alternatives import draw
 from benchmarks.support.jobs.save_methods import OURS, OWN_DELTAS, STOCK, STOCK_ASYNC, TORCH_SAVE, Way, ways
 from benchmarks.support.jobs.table_models import TableModel, TableSizes, one_rank
 from benchmarks.support.process_memory import peak_mib
+from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report, Table, number, quartiles
 from benchmarks.support.rounds import Candidate, Setup, Timings, interleave, ratios, round_name
 
@@ -40,7 +41,7 @@ def run(setup: Setup) -> Report:
             timings[num_rows], memory[num_rows] = _measured(setup, num_rows, num_rounds)
         (setup.folder / "group").unlink(missing_ok=True)
     if setup.plots is not None:
-        draw(timings, memory, setup.plots / "rivals.svg")
+        draw(timings, memory, setup.plots / "alternatives.svg")
     return Report(
         title=f"saves and restores of a table of rows × {DIM} fp32 with row-wise Adagrad, 26 % modified by training",
         notes=(
@@ -120,12 +121,12 @@ def _figures(timings: Mapping[int, Mapping[str, Timings]], memory: Mapping[int, 
     figures = []
     for num_rows, phases in timings.items():
         for phase, found in phases.items():
-            for rival in (name for name in found if name != OURS):
-                what = f"{phase}, {rival}, of ours, {num_rows:,} rows"
-                figures.append(Figure.over_rounds(what, ratios(found, rival, OURS), "×"))
-        for rival in (TORCH_SAVE, STOCK, STOCK_ASYNC, OWN_DELTAS):
-            what = f"memory, {rival}, of ours, {num_rows:,} rows"
-            figures.append(Figure(what, memory[num_rows][rival] / max(1.0, memory[num_rows][OURS]), "×"))
+            for other in (name for name in found if name != OURS):
+                what = f"{phase}, {other}, of ours, {num_rows:,} rows"
+                figures.append(Figure.over_rounds(what, ratios(found, other, OURS), "×"))
+        for other in (TORCH_SAVE, STOCK, STOCK_ASYNC, OWN_DELTAS):
+            what = f"memory, {other}, of ours, {num_rows:,} rows"
+            figures.append(Figure(what, memory[num_rows][other] / max(1.0, memory[num_rows][OURS]), "×"))
     return figures
 
 
@@ -143,3 +144,10 @@ def _memory(memory: Mapping[int, Mapping[str, float]]) -> Table:
     names = list(next(iter(memory.values())))
     rows = tuple((name, *(number(found[name]) for found in memory.values())) for name in names)
     return Table(("memory, MiB", *(f"{num_rows:,} rows" for num_rows in memory)), rows)
+
+
+BENCHMARK = Benchmark(
+    run,
+    "stalls, saves, restores and memory as tables grow, beside torch.save, DCP and hand-written deltas",
+    is_long=True,
+)

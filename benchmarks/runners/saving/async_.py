@@ -6,6 +6,7 @@ from typing import Any
 from benchmarks.support.jobs.async_saves import FULL, QUICK, SCHEMES, SHARE, STOCK, Lineage, Stock, time_saves
 from benchmarks.support.jobs.table_models import TableModel, one_rank
 from benchmarks.support.process_memory import peak_mib, resident_mib
+from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report
 from benchmarks.support.rounds import Setup, Timings, ratios, times_table
 
@@ -101,3 +102,8 @@ def _memory(model: TableModel, setup: Setup) -> list[Figure]:
             "MiB",
         ),
     ]
+
+
+BENCHMARK = Benchmark(
+    run, "stalls, rate and memory of asynchronous saves, against DCP's own writer and stager", is_long=True
+)

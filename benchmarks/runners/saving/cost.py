@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torchrec_cnr as cnr
 from benchmarks.support.jobs.table_models import TableModel, TableSizes, num_bytes, one_rank
+from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report, Table, quartiles
 from benchmarks.support.rounds import Candidate, Setup, Timings, interleave, ratios, round_name
 
@@ -74,3 +75,6 @@ def _table(timings: Timings, bytes_of: Mapping[str, int]) -> Table:
         rows.append((name, *times, f"{bytes_of[name]:,}", f"{byte_share:.3%}"))
     columns = ("modified", "median ms", "quartiles", "of a baseline", "bytes", "of a baseline")
     return Table(columns, tuple(rows))
+
+
+BENCHMARK = Benchmark(run, "time and bytes of a delta, by the share of rows modified")

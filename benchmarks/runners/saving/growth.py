@@ -2,6 +2,7 @@
 
 from benchmarks.support.jobs.async_saves import FULL, QUICK, SCHEMES, SHARE, Lineage, time_saves
 from benchmarks.support.jobs.table_models import TableModel, TableSizes, one_rank
+from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report
 from benchmarks.support.rounds import Setup, ratios, times_table
 
@@ -34,3 +35,8 @@ def run(setup: Setup) -> Report:
         figures=(Figure.over_rounds(what, ratios(stalls, large, small), "×", at_most=MAX_GROWTH),),
         tables=(times_table("stall", stalls),),
     )
+
+
+BENCHMARK = Benchmark(
+    run, "stall of an asynchronous save if tables have 8 times as many rows, and as many are modified"
+)

@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 import torchrec_cnr as cnr
 from benchmarks.support.jobs.table_models import TableModel, TableSizes, one_rank
 from benchmarks.support.process_memory import peak_mib
+from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report
 from benchmarks.support.rounds import Setup
 from torchrec_cnr.quantization import Scheme
@@ -107,3 +108,6 @@ def _stock_figures(model: TableModel, setup: Setup) -> Iterator[Figure]:
     yield Figure("stock save of the whole state", peak_mib(lambda: model.save(FileSystemWriter(folder))), "MiB")
     yield Figure("stock load of it", peak_mib(lambda: model.load(FileSystemReader(folder))), "MiB")
     shutil.rmtree(folder)
+
+
+BENCHMARK = Benchmark(run, "memory that a save takes beyond the state that it saves")

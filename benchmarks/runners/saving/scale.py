@@ -14,6 +14,7 @@ import torch
 import torchrec_cnr as cnr
 from benchmarks.support.jobs.simulated_ranks import SCHEME, ManyRanks, gathered
 from benchmarks.support.process_memory import peak_mib, resident_mib
+from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report, Table
 from benchmarks.support.rounds import Setup
 from torchrec_cnr.format.manifest import MANIFEST_FILE
@@ -137,3 +138,8 @@ def _plan_load(job: ManyRanks, path: Path) -> None:
             regions.append(RowStateRegion(table.momentum_fqn, box, torch.empty(0), bounds))
     with paused_gc():
         plan_fold(lineage, regions)
+
+
+BENCHMARK = Benchmark(
+    run, "what a thousand tables on 128 ranks cost the coordinator: time, memory, size of the manifest"
+)

@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 
 import torchrec_cnr as cnr
 from benchmarks.support.jobs.table_models import TableModel, TableSizes, one_rank
+from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report
 from benchmarks.support.rounds import Candidate, Setup, Timings, interleave, ratios, round_name, times_table
 
@@ -163,3 +164,6 @@ def _delta(name: str) -> str:
 
 def _lineage(name: str) -> str:
     return f"baseline and delta, {name}"
+
+
+BENCHMARK = Benchmark(run, "time to save a delta and to load a lineage, against DCP's own writer and reader")

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report, Table, number
 from benchmarks.support.rounds import Setup, round_name
 
@@ -82,3 +83,8 @@ def _rate(root: Path, num_steps: int, options: Sequence[str]) -> float:
     if found is None:
         raise RuntimeError(f"{' '.join(command)} ended with status {done.returncode}:\n{done.stderr[-2000:]}")
     return float(found[1])
+
+
+BENCHMARK = Benchmark(
+    run, "throughput of training that asynchronous saves cost, on 2 ranks of the example", is_long=True
+)

@@ -17,6 +17,7 @@ from benchmarks.support.data.clicks import NUM_COLUMNS, click_ids, trained_on
 from benchmarks.support.jobs.table_models import TableModel, TableSizes, one_rank
 from benchmarks.support.kafka_broker import broker
 from benchmarks.support.kafka_producer import BareProducer
+from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report
 from benchmarks.support.rounds import Candidate, Setup, Taken, Timings, interleave, ratios, round_name, times_table
 from torchrec_cnr.kafka import KafkaRows
@@ -229,3 +230,6 @@ def _run_figures(saved: Mapping[str, _Lineage]) -> list[Figure]:
         Figure("bytes of a delta to Kafka", kafka.num_bytes(in_log=True) / num_deltas / 1e6, "MB"),
         Figure("and to files", kafka.num_bytes(in_log=False) / num_deltas / 1e6, "MB"),
     ]
+
+
+BENCHMARK = Benchmark(run, "saves, stalls and loads with rows in Kafka, against files, and the rate of rows")

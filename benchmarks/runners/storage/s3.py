@@ -9,6 +9,7 @@ from torch import Tensor
 
 import torchrec_cnr as cnr
 from benchmarks.support.jobs.table_models import TableModel, TableSizes, one_rank
+from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report, Table
 from benchmarks.support.rounds import Candidate, Setup, interleave, processor_ratios, ratios, round_name, times_table
 from benchmarks.support.s3_server import bucket
@@ -107,3 +108,6 @@ class _Client:
 def _remove(url: str) -> None:
     fs, path = fsspec.core.url_to_fs(url)
     fs.rm(path, recursive=True)
+
+
+BENCHMARK = Benchmark(run, "saves and loads by each of the two clients of S3")

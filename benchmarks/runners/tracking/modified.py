@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from benchmarks.plots.modified import draw
 from benchmarks.support.data.clicks import CLICKS
 from benchmarks.support.jobs.policy_runs import FIRST_SHARE, GROWTH, modified_rows
+from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report, Table
 from benchmarks.support.rounds import Setup
 from torchrec_cnr.format.coverage import Mask
@@ -145,3 +146,8 @@ def _masks(ids: NDArray[np.int64], length: int) -> Iterator[Mask]:
         mask = np.zeros(int(ids.max()) + 1, dtype=np.bool_)
         mask[ids[first : first + length].ravel()] = True
         yield mask
+
+
+BENCHMARK = Benchmark(
+    run, "rows that training modifies, in each interval and since the first; --data names your own file"
+)

@@ -8,6 +8,7 @@ from torchrec.distributed.model_tracker.model_delta_tracker import ModelDeltaTra
 
 import torchrec_cnr as cnr
 from benchmarks.support.jobs.table_models import TableModel, TableSizes, one_rank
+from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report
 from benchmarks.support.rounds import Candidate, Setup, interleave, processor_ratios, times_table
 from torchrec_cnr.policies import Since
@@ -105,3 +106,6 @@ def _delta_tracking(model: TableModel, auto_compact: bool, is_read: bool) -> _Tr
 
 def _nothing() -> None:
     pass
+
+
+BENCHMARK = Benchmark(run, "time that tracking adds to a training step: ours, and TorchRec's own")

@@ -1,0 +1,58 @@
+"""The registry of benchmarks, read from the folder of runners."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import groupby
+from pathlib import Path
+
+from benchmarks.support.report import Report
+from benchmarks.support.rounds import Setup
+
+RUNNERS = Path(__file__).parents[1] / "runners"
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One benchmark: each module in a folder of ``runners`` defines one, ``BENCHMARK``, at its end.
+
+    Attributes:
+        run: Measures, and returns the figures.
+        description: What is measured, in one line of ``--help``.
+        is_long: Whether it takes minutes, and runs only if it is named or with ``--full``.
+    """
+
+    run: Callable[[Setup], Report]
+    description: str
+    is_long: bool = False
+
+
+def find_benchmarks(folder: Path = RUNNERS) -> Mapping[str, Benchmark]:
+    """Import all runners, and return their benchmarks by name, in the order of the paths.
+
+    Raises:
+        ValueError: Two files have the same name.
+        TypeError: A module has no ``BENCHMARK``.
+    """
+    benchmarks: dict[str, Benchmark] = {}
+    for path in sorted(folder.glob("*/[!_]*.py")):
+        name = path.stem.rstrip("_").replace("_", "-")
+        module = import_module(".".join(path.relative_to(folder.parents[1]).with_suffix("").parts))
+        benchmark: object = getattr(module, "BENCHMARK", None)
+        if not isinstance(benchmark, Benchmark):
+            raise TypeError(f"{path}: expected BENCHMARK to be a Benchmark, got {benchmark!r}")
+        if name in benchmarks:
+            raise ValueError(f"{path}: another benchmark is named {name!r} too; rename one of the files")
+        benchmarks[name] = benchmark
+    return benchmarks
+
+
+def help_text(benchmarks: Mapping[str, Benchmark]) -> str:
+    """The benchmarks by folder, each with its description; a star marks the long ones."""
+    lines = []
+    for group, names in groupby(benchmarks, lambda name: benchmarks[name].run.__module__.split(".")[-2]):
+        lines.append(f"{group}:")
+        for name in names:
+            benchmark = benchmarks[name]
+            lines.append(f"  {name:12} {'*' if benchmark.is_long else ' '} {benchmark.description}")
+    return "\n".join(lines)
