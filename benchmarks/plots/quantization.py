@@ -21,7 +21,8 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from torch import Tensor
 
 import torchrec_cnr as cnr
-from benchmarks.support.data.embedding_rows import trained_on, trained_rows
+from benchmarks.support.data.clicks import trained_on
+from benchmarks.support.data.embedding_rows import trained_rows
 from benchmarks.support.processes import Progress
 from benchmarks.support.report import number
 from torchrec_cnr.quantization import Scheme, exact_row_bytes

@@ -1,15 +1,13 @@
 """What benchmarks share.
 
 - ``confidence_intervals``: means over seeds, and how far they can be trusted.
-- ``kafka_broker``: a Kafka broker, named or started.
-- ``kafka_producer``: a bare Kafka producer to compare with.
 - ``process_memory``: resident memory now and at its peak.
 - ``processes``: a benchmark in a process of its own.
 - ``registry``: the benchmarks, found in the folder of runners.
 - ``report``: what a benchmark returns, and how it is printed.
 - ``residuals``: rows stored as differences from the checkpoint before.
 - ``rounds``: candidates timed in turns, and the setup that each benchmark gets.
-- ``s3_server``: an S3 bucket, named or started.
+- ``servers``: a Kafka broker and an S3 bucket, named or started.
 - ``data``: clicks, models that learn from them, and rows to quantize.
 - ``jobs``: training jobs and the saves that are measured.
 """

@@ -19,10 +19,9 @@ import torchrec_cnr as cnr
 from benchmarks.runners.quantization.accuracy import check_same
 from benchmarks.runners.quantization.movement import movement
 from benchmarks.support.confidence_intervals import num_seeds_for, relative_change
-from benchmarks.support.data import click_samples
 from benchmarks.support.data import clicks as clicks_module
 from benchmarks.support.data.click_model import ADAGRAD_EPSILON, TABLE_LEARNING_RATE, ClickModel, labels, update_rows
-from benchmarks.support.data.click_samples import BATCH_CLICKS, Batch, Clicks, Lookup, batches, read_clicks
+from benchmarks.support.data.clicks import BATCH_CLICKS, Batch, Clicks, Lookup, batches, read_clicks
 from benchmarks.support.jobs.restored_runs import (
     Restores,
     auc_of,
@@ -218,7 +217,7 @@ def test_clicks_are_read_from_their_file(tmp_path: Path, monkeypatch: pytest.Mon
     path = tmp_path / "clicks.csv.gz"
     lines = "7,1,50,1500000000500,4,1,17,1,25,2\n9,2,60,1500000001000,4,3,17,1,4,2\n"
     path.write_bytes(gzip.compress((HEADER + lines).encode()))
-    monkeypatch.setattr(click_samples, "CLICKS", path)
+    monkeypatch.setattr(clicks_module, "CLICKS", path)
     clicks = read_clicks(10)
     assert clicks.num_rows() == (10, 61, 8)
     assert (clicks.readers.tolist(), clicks.articles.tolist()) == ([7, 9], [50, 60])
@@ -228,8 +227,7 @@ def test_clicks_are_read_from_their_file(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_made_up_clicks_are_the_same_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no file, half of the clicks are on what the context leads to."""
-    for module in (click_samples, clicks_module):
-        monkeypatch.setattr(module, "CLICKS", tmp_path / "none")
+    monkeypatch.setattr(clicks_module, "CLICKS", tmp_path / "none")
     clicks, again = read_clicks(2000), read_clicks(2000)
     assert np.array_equal(clicks.articles, again.articles)
     assert 0.5 < (clicks.articles % 8 == clicks.context[:, 0]).mean() < 0.65

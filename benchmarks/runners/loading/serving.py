@@ -16,10 +16,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_cnr as cnr
 from benchmarks.support.jobs.table_models import TableModel, TableSizes, one_rank
-from benchmarks.support.kafka_broker import broker
 from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report, Table, quartiles
 from benchmarks.support.rounds import Setup, round_name
+from benchmarks.support.servers import broker
 from torchrec_cnr.kafka import KafkaRows
 
 SCHEME = cnr.AdaptiveAsymmetric(4)

@@ -13,8 +13,7 @@ import torchrec_cnr as cnr
 from benchmarks.plots.accuracy import draw
 from benchmarks.support.confidence_intervals import CONFIDENCE, Interval, num_seeds_for, relative_change
 from benchmarks.support.data.click_model import ClickModel
-from benchmarks.support.data.click_samples import BATCH_CLICKS, Batch, Clicks, batches, read_clicks
-from benchmarks.support.data.clicks import trained_on
+from benchmarks.support.data.clicks import BATCH_CLICKS, Batch, Clicks, batches, read_clicks, trained_on
 from benchmarks.support.jobs.restored_runs import (
     Decode,
     Outcome,

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from benchmarks.plots.quantization import BASE, SERIES, WIDTHS, Point, draw, measure, save
-from benchmarks.support.data.embedding_rows import trained_on, trained_rows
+from benchmarks.support.data.clicks import trained_on
+from benchmarks.support.data.embedding_rows import trained_rows
 from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report, Table, number
 from benchmarks.support.rounds import Setup

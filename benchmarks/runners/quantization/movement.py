@@ -16,8 +16,7 @@ from torch import Tensor
 
 from benchmarks.plots.movement import draw
 from benchmarks.support.data.click_model import ClickModel
-from benchmarks.support.data.click_samples import BATCH_CLICKS, TABLES, Clicks, batches, read_clicks
-from benchmarks.support.data.clicks import trained_on
+from benchmarks.support.data.clicks import BATCH_CLICKS, TABLES, Clicks, batches, read_clicks, trained_on
 from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report, Table
 from benchmarks.support.residuals import SCALE_AND_BIAS_BITS, STEP_BITS, ResidualReader, Tally

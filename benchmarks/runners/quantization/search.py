@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 import torchrec_cnr as cnr
-from benchmarks.support.data.embedding_rows import DISTRIBUTIONS, drawn_rows, trained_on, trained_rows
+from benchmarks.support.data.clicks import trained_on
+from benchmarks.support.data.embedding_rows import DISTRIBUTIONS, drawn_rows, trained_rows
 from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report, Table
 from benchmarks.support.rounds import Candidate, Setup, interleave, ratios, times_table

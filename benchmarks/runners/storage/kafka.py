@@ -1,5 +1,6 @@
 """Rows in Kafka: what saves, stalls and loads take, against files, and how fast rows stream there."""
 
+import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -10,16 +11,16 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from confluent_kafka import Producer
 from torch import Tensor
 
 import torchrec_cnr as cnr
 from benchmarks.support.data.clicks import NUM_COLUMNS, click_ids, trained_on
 from benchmarks.support.jobs.table_models import TableModel, TableSizes, one_rank
-from benchmarks.support.kafka_broker import broker
-from benchmarks.support.kafka_producer import BareProducer
 from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report
 from benchmarks.support.rounds import Candidate, Setup, Taken, Timings, interleave, ratios, round_name, times_table
+from benchmarks.support.servers import broker
 from torchrec_cnr.kafka import KafkaRows
 
 FILES, KAFKA, BARE = "files", "Kafka", "bare producer"
@@ -34,6 +35,9 @@ SHARE = 0.26  # of the rows that are streamed is modified between two saves
 NUM_SAVES, NUM_QUICK_SAVES = 7, 1
 SCHEME = cnr.AdaptiveAsymmetric(4)
 MIN_ROWS_A_SEC, MAX_LOAD_TIMES = 500_000, 1.5
+BARE_RECORD_BYTES = 512 << 10
+BARE_IN_FLIGHT_BYTES = 16 << 20
+BARE_SECS = 60.0
 NO_BROKER = "no Kafka here: nothing was timed"
 
 
@@ -230,6 +234,41 @@ def _run_figures(saved: Mapping[str, _Lineage]) -> list[Figure]:
         Figure("bytes of a delta to Kafka", kafka.num_bytes(in_log=True) / num_deltas / 1e6, "MB"),
         Figure("and to files", kafka.num_bytes(in_log=False) / num_deltas / 1e6, "MB"),
     ]
+
+
+class BareProducer:
+    """What a Kafka client can do at its best: it sends random bytes, each transaction to one partition.
+
+    Args:
+        bootstrap: Of the broker.
+        topic: Where to.
+        sizes: Of each transaction.
+    """
+
+    def __init__(self, bootstrap: str, topic: str, sizes: Sequence[int]) -> None:
+        settings: dict[str, str | int | float | bool] = {
+            "bootstrap.servers": bootstrap,
+            "transactional.id": f"bare-{uuid.uuid4()}",
+            "message.max.bytes": 2 * BARE_RECORD_BYTES,
+            "queue.buffering.max.kbytes": 4 * BARE_IN_FLIGHT_BYTES >> 10,
+            "linger.ms": 0,
+        }
+        self._producer = Producer(settings)
+        self._producer.init_transactions(BARE_SECS)
+        self._topic = topic
+        self._num_partitions = len(self._producer.list_topics(topic, BARE_SECS).topics[topic].partitions)
+        self._transactions = [
+            [os.urandom(min(BARE_RECORD_BYTES, size - at)) for at in range(0, size, BARE_RECORD_BYTES)]
+            for size in sizes
+        ]
+
+    def send(self) -> None:
+        """Send all of it; returns when it is committed."""
+        for number, values in enumerate(self._transactions):
+            self._producer.begin_transaction()
+            for value in values:
+                self._producer.produce(self._topic, value, partition=number % self._num_partitions)
+            self._producer.commit_transaction(BARE_SECS)
 
 
 BENCHMARK = Benchmark(run, "saves, stalls and loads with rows in Kafka, against files, and the rate of rows")

@@ -12,7 +12,7 @@ from benchmarks.support.jobs.table_models import TableModel, TableSizes, one_ran
 from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report, Table
 from benchmarks.support.rounds import Candidate, Setup, interleave, processor_ratios, ratios, round_name, times_table
-from benchmarks.support.s3_server import bucket
+from benchmarks.support.servers import bucket
 
 FULL, QUICK = TableSizes(8, 100_000, 64), TableSizes(2, 500, 64)
 NUM_ROUNDS, QUICK_ROUNDS = 11, 1

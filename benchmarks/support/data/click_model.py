@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from benchmarks.support.data.click_samples import NUM_DENSE, Batch
+from benchmarks.support.data.clicks import NUM_DENSE, Batch
 
 TABLE_LEARNING_RATE = 0.05  # that of examples/dlrm_model.py
 # The example's is 0.01. With it, runs that differ in the last bits of their rows end a thousandth of log loss apart,

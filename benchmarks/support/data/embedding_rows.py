@@ -4,15 +4,14 @@ import csv
 import gzip
 from collections.abc import Callable, Mapping
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-# Real clicks, where they lie beside the project; else made-up ones with the same skew.
-CLICKS = Path(__file__).parents[4] / "shared" / "data" / "clicks.csv.gz"
+from benchmarks.support.data.clicks import CLICKS
+
 NUM_CLICKS = 200_000
 BATCH_CLICKS = 4096
 NUM_EPOCHS = 2
@@ -41,11 +40,6 @@ def trained_rows(num_rows: int, num_cols: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     halves = [table[torch.randint(len(table), (num_rows // 2 + 1,), generator=generator)] for table in tables]
     return torch.cat(halves)[torch.randperm(2 * (num_rows // 2 + 1), generator=generator)[:num_rows]]
-
-
-def trained_on() -> str:
-    """What the trained rows were trained on."""
-    return "real news clicks" if CLICKS.exists() else "made-up clicks"
 
 
 @cache

@@ -14,7 +14,7 @@ from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
 
 from benchmarks.support.data.click_model import ClickModel, labels
-from benchmarks.support.data.click_samples import Batch
+from benchmarks.support.data.clicks import Batch
 from torchrec_cnr.quantization import Quantization
 from torchrec_cnr.saving.scheme_choice import sampled_rows
 

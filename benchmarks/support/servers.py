@@ -1,14 +1,48 @@
-"""A bucket to measure with: one that was named on the command line, or one of a server that the tests start."""
+"""Servers to measure with, named on the command line or started as the tests do: a Kafka broker, an S3 bucket."""
 
 import importlib
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import fsspec
 
 from benchmarks.support.rounds import Setup
 from torchrec_cnr.storage.urls import without_client
+
+
+@contextmanager
+def broker(setup: Setup) -> Iterator[str | None]:
+    """``host:port`` of a broker; None where there is none, and none can be started."""
+    if setup.kafka is not None:
+        yield setup.kafka
+        return
+    server = _kafka_server(setup)
+    if server is None:
+        yield None
+        return
+    try:
+        server.start()
+        yield str(server.bootstrap)
+    finally:
+        server.kill_all()
+
+
+def _kafka_server(setup: Setup) -> Any:
+    # By name, because benchmarks do without the tests, and without what they need, where a server is named.
+    try:
+        kafka_server = importlib.import_module("tests.servers.kafka_server")
+    except ModuleNotFoundError as error:
+        setup.say(f"no broker: {error}")
+        return None
+    folder = setup.folder / "broker"
+    folder.mkdir()
+    try:
+        return kafka_server.KafkaServer(folder)
+    except kafka_server.kafka_release.UnavailableError as error:
+        setup.say(f"no broker: {error}")
+        return None
 
 
 @contextmanager
@@ -23,7 +57,6 @@ def bucket(setup: Setup) -> Iterator[str | None]:
             if fs.exists(path):
                 fs.rm(path, recursive=True)
         return
-    # By name, because benchmarks do without the tests, and without what they need, where there is a bucket.
     try:
         s3_servers = importlib.import_module("tests.servers.s3_servers")
     except ModuleNotFoundError as error:
