@@ -7,7 +7,8 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks.plots import quantization
-from benchmarks.plots.quantization import SERIES, WIDTHS, Point, draw, error_table, measure, restore_table, save
+from benchmarks.plots.quantization import draw, save
+from benchmarks.support.quantization_errors import SERIES, WIDTHS, Point, error_table, measure, restore_table
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "quantization.md"

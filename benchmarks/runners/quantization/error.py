@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from benchmarks.plots.quantization import BASE, SERIES, WIDTHS, Point, draw, measure, save
+from benchmarks.plots.quantization import draw, save
 from benchmarks.support.data.clicks import trained_on
 from benchmarks.support.data.embedding_rows import trained_rows
+from benchmarks.support.quantization_errors import BASE, DEFAULT, SERIES, WIDTHS, Point, measure
 from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report, Table, number
 from benchmarks.support.rounds import Setup
@@ -17,7 +18,6 @@ from torchrec_cnr.quantization import Scheme
 
 NUM_ROWS, NUM_QUICK_ROWS = 50_000, 500
 DIM = 64
-DEFAULT = "AdaptiveAsymmetric"
 
 
 def run(setup: Setup) -> Report:
