@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-import matplotlib as mpl
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
+from benchmarks.plots.style import svg_figure
 from benchmarks.support.confidence_intervals import Interval
 
 COLORS = {"2": "#d55e00", "3": "#e69f00", "4": "#009e73", "8": "#0072b2"}
@@ -34,16 +33,7 @@ def draw(compared: Mapping[tuple[str, int], Compared], bar: float, path: Path) -
         bar: The change that is allowed, per cent.
         path: Where to.
     """
-    with mpl.rc_context(
-        {
-            "svg.fonttype": "none",
-            "svg.hashsalt": "torchrec_cnr",
-            "font.size": 10,
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-        }
-    ):
-        figure = Figure(figsize=(11, 3.8), layout="constrained")
+    with svg_figure(path, 11, 3.8) as figure:
         log_loss, auc, training = figure.subplots(1, 3)
         for number, bits in enumerate(COLORS):
             cells = {restores: found for (scheme, restores), found in compared.items() if scheme == bits}
@@ -63,8 +53,6 @@ def draw(compared: Mapping[tuple[str, int], Compared], bar: float, path: Path) -
         figure.legend(
             *log_loss.get_legend_handles_labels(), loc="outside lower center", ncols=len(COLORS), frameon=False
         )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Date": None})
 
 
 def _draw_line(axes: Axes, bits: str, shift: float, changes: Mapping[int, Interval]) -> None:

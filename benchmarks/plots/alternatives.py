@@ -4,9 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 
-import matplotlib as mpl
-from matplotlib.figure import Figure
-
+from benchmarks.plots.style import svg_figure
 from benchmarks.support.jobs.save_methods import OURS, OWN_DELTAS, STOCK, STOCK_ASYNC, TORCH_SAVE
 from benchmarks.support.rounds import Timings
 
@@ -15,10 +13,7 @@ COLORS = {OURS: "#0072b2", TORCH_SAVE: "#e69f00", STOCK: "#555555", STOCK_ASYNC:
 
 def draw(timings: Mapping[int, Mapping[str, Timings]], memory: Mapping[int, Mapping[str, float]], path: Path) -> None:
     """Write an SVG of four plots, with logarithmic axes."""
-    with mpl.rc_context(
-        {"svg.fonttype": "none", "font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
-    ):
-        figure = Figure(figsize=(12, 3.8), layout="constrained")
+    with svg_figure(path, 12, 3.8) as figure:
         *timed, last = figure.subplots(1, 4)
         titles = {"stall": "Stall", "save": "Save", "restore": "Restore"}
         for axes, (phase, title) in zip(timed, titles.items(), strict=True):
@@ -32,5 +27,3 @@ def draw(timings: Mapping[int, Mapping[str, Timings]], memory: Mapping[int, Mapp
             )
         last.set(title="Memory beyond the state", ylabel="MiB", xlabel="rows", xscale="log", yscale="log")
         figure.legend(*last.get_legend_handles_labels(), loc="outside lower center", ncols=len(COLORS), frameon=False)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-import matplotlib as mpl
 import numpy as np
-from matplotlib.figure import Figure
+
+from benchmarks.plots.style import svg_figure
 
 COLORS = {
     "Compacted": "#0072b2",
@@ -32,10 +32,7 @@ class Cell(Protocol):
 
 def draw(cells: Mapping[tuple[str, str], Cell], widths: Sequence[str], path: Path) -> None:
     """Write an SVG of two plots: bars by width, a color for each policy."""
-    with mpl.rc_context(
-        {"svg.fonttype": "none", "font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
-    ):
-        figure = Figure(figsize=(11, 4.5), layout="constrained")
+    with svg_figure(path, 11, 4.5) as figure:
         titles = {"written": "Written in all", "capacity": "Kept, at its most"}
         bar_width = 0.8 / len(COLORS)
         places = np.arange(len(widths))
@@ -52,5 +49,3 @@ def draw(cells: Mapping[tuple[str, str], Cell], widths: Sequence[str], path: Pat
             axes.set_xticks(places, widths)
         handles = axes.get_legend_handles_labels()
         figure.legend(*handles, loc="outside lower center", ncols=4, frameon=False)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-import matplotlib as mpl
 import numpy as np
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
+
+from benchmarks.plots.style import svg_figure
 
 COLORS = ("#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#0072b2", "#555555")
 REPORTED = ((1, 26.0), (11, 52.0))  # intervals and per cent; NSDI '22, section 3.2
@@ -25,10 +25,7 @@ class Curve(Protocol):
 
 def draw(curves: Mapping[str, Curve], path: Path) -> None:
     """Write an SVG of two plots."""
-    with mpl.rc_context(
-        {"svg.fonttype": "none", "font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
-    ):
-        figure = Figure(figsize=(11, 4.2), layout="constrained")
+    with svg_figure(path, 11, 4.2) as figure:
         each, since = figure.subplots(1, 2)
         for color, (name, curve) in zip(COLORS, curves.items(), strict=False):
             each.plot(np.linspace(0, 100, len(curve.each)), 100 * curve.each, color=color, label=name)
@@ -39,5 +36,3 @@ def draw(curves: Mapping[str, Curve], path: Path) -> None:
         each.set(title="Modified in each interval", xlabel="time, % of the run", ylabel="rows, %", ylim=(0, None))
         since.set(title="Modified since the first", xlabel="intervals", ylabel="rows, %", xscale="log", ylim=(0, 100))
         figure.legend(loc="outside lower center", ncols=3, frameon=False)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)

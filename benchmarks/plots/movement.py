@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from benchmarks.plots.style import svg_figure
 from benchmarks.support.residuals import SCALE_AND_BIAS_BITS, Tally
 
 COLORS = ("#0072b2", "#009e73", "#d55e00")
@@ -36,16 +35,7 @@ def draw(courses: Sequence[Course], bits: Sequence[int], kinds: tuple[str, str],
         kinds: Of rows that were touched before, and of those that were not.
         path: Where to.
     """
-    with mpl.rc_context(
-        {
-            "svg.fonttype": "none",
-            "svg.hashsalt": "torchrec_cnr",
-            "font.size": 10,
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-        }
-    ):
-        figure = Figure(figsize=(10, 4), layout="constrained")
+    with svg_figure(path, 10, 4) as figure:
         moved, stored = figure.subplots(1, 2)
         for color, course in zip(COLORS, courses, strict=False):
             _draw_movement(moved, course, kinds, color)
@@ -60,8 +50,6 @@ def draw(courses: Sequence[Course], bits: Sequence[int], kinds: tuple[str, str],
         stored.set(ylabel="bits an element, scale or step included", ylim=(0, None))
         for axes in (moved, stored):
             axes.legend(frameon=False)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Date": None})
 
 
 def _draw_movement(axes: Axes, course: Course, kinds: tuple[str, str], color: str) -> None:

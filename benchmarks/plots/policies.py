@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-import matplotlib as mpl
 import numpy as np
-from matplotlib.figure import Figure
+
+from benchmarks.plots.style import svg_figure
 
 COLORS = {
     "Compacted": "#0072b2",
@@ -27,10 +27,7 @@ class Course(Protocol):
 
 def draw(courses: Mapping[str, Course], path: Path) -> None:
     """Write an SVG of three plots."""
-    with mpl.rc_context(
-        {"svg.fonttype": "none", "font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
-    ):
-        figure = Figure(figsize=(11, 3.8), layout="constrained")
+    with svg_figure(path, 11, 3.8) as figure:
         written, capacity, restore = figure.subplots(1, 3)
         for name, course in courses.items():
             steps = np.arange(1, len(course.written) + 1)
@@ -53,5 +50,3 @@ def draw(courses: Mapping[str, Course], path: Path) -> None:
         figure.legend(
             *written.get_legend_handles_labels(), loc="outside lower center", ncols=len(courses), frameon=False
         )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
