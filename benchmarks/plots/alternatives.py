@@ -5,10 +5,10 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.plots.style import svg_figure
-from benchmarks.support.jobs.save_methods import OURS, OWN_DELTAS, STOCK, STOCK_ASYNC, TORCH_SAVE
+from benchmarks.support.jobs.save_methods import DCP, DCP_ASYNC, OURS, OWN_DELTAS, TORCH_SAVE
 from benchmarks.support.rounds import Timings
 
-COLORS = {OURS: "#0072b2", TORCH_SAVE: "#e69f00", STOCK: "#555555", STOCK_ASYNC: "#cc79a7", OWN_DELTAS: "#009e73"}
+COLORS = {OURS: "#0072b2", TORCH_SAVE: "#e69f00", DCP: "#555555", DCP_ASYNC: "#cc79a7", OWN_DELTAS: "#009e73"}
 
 
 def draw(timings: Mapping[int, Mapping[str, Timings]], memory: Mapping[int, Mapping[str, float]], path: Path) -> None:

@@ -9,8 +9,8 @@ import torch.distributed.checkpoint as dcp
 
 import torchrec_cnr as cnr
 from benchmarks.runners.loading.reading import (
-    AT_MOST,
     DIM,
+    MAX_RATIO,
     NUM_TABLES,
     SCHEMES,
     Reading,
@@ -38,7 +38,7 @@ def test_one_table_costs_its_own_bytes(head: str) -> None:
     """A table, by either way of reading, and a hundredth of a large one's rows: at most 1.2 times what holds them."""
     readings = measure(head, NUM_ROWS, (NUM_TABLES - 2, NUM_TABLES - 1))
     assert len(readings) == 5
-    assert {reading.what: reading.ratio for reading in readings if not 1 <= reading.ratio <= AT_MOST} == {}
+    assert {reading.what: reading.ratio for reading in readings if not 1 <= reading.ratio <= MAX_RATIO} == {}
     part, whole = readings[-1], readings[-2]
     assert part.num_bytes < whole.num_bytes * 0.7
     total = sum(path.stat().st_size for path in Path(head).parent.rglob("*") if path.is_file())
@@ -67,7 +67,7 @@ def test_scattered_tables_are_not_read_with_all_between_them(head: str) -> None:
     planner = cnr.CNRLoadPlanner(allow_partial_load=True)
     with counted_reads() as counted:
         dcp.load(target, storage_reader=cnr.CNRStorageReader(head), planner=planner)
-    assert counted.num_bytes <= AT_MOST * wanted
+    assert counted.num_bytes <= MAX_RATIO * wanted
     assert all(bool(table.any()) for table in target["model"].values())
 
 

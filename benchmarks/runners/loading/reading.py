@@ -29,7 +29,7 @@ DIM = 64
 NUM_DELTAS = 2
 SHARE = 0.2  # of each table's rows is modified before each delta
 RANGE_SHARE = 0.01
-AT_MOST = 1.2  # times the bytes wanted
+MAX_RATIO = 1.2  # times the bytes wanted
 SCHEMES: Mapping[str, cnr.Scheme] = {"4 bits": cnr.AdaptiveAsymmetric(4), "exact": cnr.NoQuantization()}
 FULL = (1_000, 10_000, 150_000)  # rows of the smallest table, of the largest but one, and of the largest
 QUICK = (10, 100, 500)
@@ -181,7 +181,7 @@ def run(setup: Setup) -> Report:
             setup.say(f"saving {NUM_TABLES} tables, {name}, and reading two of them")
             head = save_lineage(setup.folder / name, scheme, num_rows)
             for reading in measure(head, num_rows, (NUM_TABLES - 2, NUM_TABLES - 1)):
-                figures.append(Figure(f"{reading.what}, {name}", reading.ratio, "×", at_most=AT_MOST))
+                figures.append(Figure(f"{reading.what}, {name}", reading.ratio, "×", at_most=MAX_RATIO))
                 counts = (f"{reading.wanted_bytes:,}", f"{reading.num_bytes:,}", str(reading.num_requests))
                 rows.append((f"{reading.what}, {name}", *counts))
             shutil.rmtree(setup.folder / name)

@@ -29,7 +29,7 @@ NUM_ROUNDS, NUM_QUICK_ROUNDS = 15, 2
 NUM_LOOKED_UP = 1_000  # rows a lookup
 PAUSE_SECS = 0.001  # between two lookups
 LIMIT_SECS = 60.0
-AT_MOST_SECS = 1.0
+MAX_LAG_SECS = 1.0
 
 
 class Lookups:
@@ -154,7 +154,7 @@ def _report(sizes: TableSizes, followed: Mapping[str, _Followed]) -> Report:
     for place, found in followed.items():
         held_off = [1e3 * update.apply_secs for update in found.applied]
         what = f"commit of a delta in {place} to the first lookup of its rows"
-        figures.append(Figure.over_rounds(what, found.lags, "s", at_most=AT_MOST_SECS))
+        figures.append(Figure.over_rounds(what, found.lags, "s", at_most=MAX_LAG_SECS))
         figures.append(Figure.over_rounds(f"lookups held off, rows in {place}", held_off, "ms"))
         rows = {
             f"{place}: commit to the first answer with new rows": found.lags,

@@ -24,7 +24,7 @@ WIDTHS = (16, 32, 64, 128)
 BITS = (2, 3, 4)
 NUM_ERROR_ROWS, NUM_QUICK_ERROR_ROWS = 2000, 50
 BINS = {2: 25, 3: 25, 4: 45}  # the paper's
-MOST_BINS = 200
+MAX_BINS = 200
 PREPACK: dict[int, Callable[..., Tensor]] = {
     2: torch.ops.quantized.embedding_bag_2bit_prepack,
     4: torch.ops.quantized.embedding_bag_4bit_prepack,
@@ -67,18 +67,18 @@ def _throughput(setup: Setup, bits: int, kind: str) -> tuple[list[Figure], Table
     rows = _rows(kind, num_rows, DIM)
     slow_rows = rows[: min(num_rows, NUM_SLOW_ROWS)].clone()
     best = cnr.AdaptiveAsymmetric.best(bits)
-    names = f"prepack, {BINS[bits]} bins", f"prepack, {MOST_BINS} bins"
+    names = f"prepack, {BINS[bits]} bins", f"prepack, {MAX_BINS} bins"
     settings = {"optimized_qparams": True, "ratio": 1.0}
     candidates = {
         names[0]: Candidate(lambda _: PREPACK[bits](rows, nbins=BINS[bits], **settings)),
         "default": Candidate(lambda _: _chosen(bits, rows).encode(rows)),
-        names[1]: Candidate(lambda _: PREPACK[bits](slow_rows, nbins=MOST_BINS, **settings)),
+        names[1]: Candidate(lambda _: PREPACK[bits](slow_rows, nbins=MAX_BINS, **settings)),
         "best": Candidate(lambda _: best.encode(slow_rows)),
     }
     timings = interleave(candidates, NUM_QUICK_ROUNDS if setup.quick else NUM_ROUNDS)
     targets = {} if kind != TRAINED else {"default": 40.0, "best": 10.0}
     figures = []
-    for ours, theirs, data, bins in (("default", names[0], rows, BINS[bits]), ("best", names[1], slow_rows, MOST_BINS)):
+    for ours, theirs, data, bins in (("default", names[0], rows, BINS[bits]), ("best", names[1], slow_rows, MAX_BINS)):
         what = f"{bits} bits, {kind} rows, {ours} against {theirs}"
         figures.append(
             Figure.over_rounds(
@@ -100,7 +100,7 @@ def _errors(setup: Setup) -> tuple[list[Figure], Table]:
     worst = {"default": 0.0, "best": 0.0}
     for width, kind, bits in product(WIDTHS, (*DISTRIBUTIONS, TRAINED), BITS):
         rows = _rows(kind, num_rows, width)
-        few, many = (_greedy_error(rows, bits, bins) for bins in (BINS[bits], MOST_BINS))
+        few, many = (_greedy_error(rows, bits, bins) for bins in (BINS[bits], MAX_BINS))
         default = _mean_l2(rows, _decoded(_chosen(bits, rows), rows))
         best = _mean_l2(rows, _decoded(cnr.AdaptiveAsymmetric.best(bits), rows))
         worst["default"] = max(worst["default"], default / few)
@@ -110,9 +110,9 @@ def _errors(setup: Setup) -> tuple[list[Figure], Table]:
     what = f"the worst of {len(lines)} kinds of rows: mean l2 of"
     figures = [
         Figure(f"{what} the default, of greedy's with 25 or 45 bins", worst["default"], "×", at_most=1.01),
-        Figure(f"{what} the best, of greedy's with {MOST_BINS} bins", worst["best"], "×", at_most=1.0),
+        Figure(f"{what} the best, of greedy's with {MAX_BINS} bins", worst["best"], "×", at_most=1.0),
     ]
-    columns = ("rows", "greedy", "default / greedy", f"greedy, {MOST_BINS} bins", "best / that")
+    columns = ("rows", "greedy", "default / greedy", f"greedy, {MAX_BINS} bins", "best / that")
     return figures, Table(columns, tuple(lines))
 
 

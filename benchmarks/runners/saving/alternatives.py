@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from benchmarks.plots.alternatives import draw
-from benchmarks.support.jobs.save_methods import OURS, OWN_DELTAS, STOCK, STOCK_ASYNC, TORCH_SAVE, Way, ways
+from benchmarks.support.jobs.save_methods import DCP, DCP_ASYNC, OURS, OWN_DELTAS, TORCH_SAVE, SaveMethod, save_methods
 from benchmarks.support.jobs.table_models import TableModel, TableSizes, one_rank
 from benchmarks.support.process_memory import peak_mib
 from benchmarks.support.registry import Benchmark
@@ -60,61 +60,63 @@ def _measured(setup: Setup, num_rows: int, num_rounds: int) -> tuple[Mapping[str
     folder = setup.folder / str(num_rows)
     setup.say(f"making a table of {num_rows:,} rows")
     model = TableModel(TableSizes(1, num_rows, DIM))
-    all_ways = ways(model, folder)
+    methods = save_methods(model, folder)
     memory: dict[str, float] = {}
 
     def before_round(number: int) -> None:
         setup.say(f"{num_rows:,} rows: saves, {round_name(number, num_rounds)}")
         model.modify(SHARE)
 
-    stalls = interleave({name: _stalling(way) for name, way in all_ways.items()}, num_rounds, before_round)
-    saves = interleave({name: _whole(way) for name, way in all_ways.items()}, num_rounds, before_round)
-    for name, way in all_ways.items():
+    stalls = interleave({name: _stalling(method) for name, method in methods.items()}, num_rounds, before_round)
+    saves = interleave({name: _whole(method) for name, method in methods.items()}, num_rounds, before_round)
+    for name, method in methods.items():
         setup.say(f"{num_rows:,} rows: memory of {name}")
         model.modify(SHARE)
-        memory[name] = peak_mib(lambda way=way: (way.begin(), way.finish()))  # type: ignore[misc]  # bound now
-        memory[name] += way.held_bytes / 2**20
-    _close(all_ways, folder)
-    all_ways = ways(model, folder)
+        memory[name] = peak_mib(lambda method=method: (method.begin(), method.finish()))  # type: ignore[misc]  # bound now
+        memory[name] += method.held_bytes / 2**20
+    _close(methods, folder)
+    methods = save_methods(model, folder)
     model.modify(SHARE)
     saved = model.sampled_rows()
-    for way in all_ways.values():
-        way.begin()
-        way.finish()
+    for method in methods.values():
+        method.begin()
+        method.finish()
     restores = interleave(
-        {name: _restored(model, way, saved) for name, way in all_ways.items() if name != STOCK_ASYNC},
+        {name: _restored(model, method, saved) for name, method in methods.items() if name != DCP_ASYNC},
         num_rounds,
         lambda number: setup.say(f"{num_rows:,} rows: restores, {round_name(number, num_rounds)}"),
     )
-    _close(all_ways, folder)
+    _close(methods, folder)
     return {"stall": stalls, "save": saves, "restore": restores}, memory
 
 
-def _close(all_ways: Mapping[str, Way], folder: Path) -> None:
-    for way in all_ways.values():
-        way.close()
+def _close(methods: Mapping[str, SaveMethod], folder: Path) -> None:
+    for method in methods.values():
+        method.close()
     shutil.rmtree(folder)
 
 
-def _stalling(way: Way) -> Candidate:
-    return Candidate(run=lambda number: way.begin(), before=lambda number: os.sync(), after=lambda number: way.finish())
+def _stalling(method: SaveMethod) -> Candidate:
+    return Candidate(
+        run=lambda number: method.begin(), before=lambda number: os.sync(), after=lambda number: method.finish()
+    )
 
 
-def _whole(way: Way) -> Candidate:
+def _whole(method: SaveMethod) -> Candidate:
     def act(number: int) -> None:
-        way.begin()
-        way.finish()
+        method.begin()
+        method.finish()
 
     return Candidate(run=act, before=lambda number: os.sync())
 
 
-def _restored(model: TableModel, way: Way, saved: Tensor) -> Candidate:
+def _restored(model: TableModel, method: SaveMethod, saved: Tensor) -> Candidate:
     def check(number: int) -> None:
         error = float((model.sampled_rows() - saved).norm() / saved.norm())
         if error > MAX_LOAD_ERROR:
             raise RuntimeError(f"what was restored is not what was saved: the rows differ by {error:.1%} of their norm")
 
-    return Candidate(run=lambda number: way.restore(), before=lambda number: model.clear(), after=check)
+    return Candidate(run=lambda number: method.restore(), before=lambda number: model.clear(), after=check)
 
 
 def _figures(timings: Mapping[int, Mapping[str, Timings]], memory: Mapping[int, Mapping[str, float]]) -> list[Figure]:
@@ -124,7 +126,7 @@ def _figures(timings: Mapping[int, Mapping[str, Timings]], memory: Mapping[int, 
             for other in (name for name in found if name != OURS):
                 what = f"{phase}, {other}, of ours, {num_rows:,} rows"
                 figures.append(Figure.over_rounds(what, ratios(found, other, OURS), "×"))
-        for other in (TORCH_SAVE, STOCK, STOCK_ASYNC, OWN_DELTAS):
+        for other in (TORCH_SAVE, DCP, DCP_ASYNC, OWN_DELTAS):
             what = f"memory, {other}, of ours, {num_rows:,} rows"
             figures.append(Figure(what, memory[num_rows][other] / max(1.0, memory[num_rows][OURS]), "×"))
     return figures

@@ -3,7 +3,7 @@
 import gc
 from typing import Any
 
-from benchmarks.support.jobs.async_saves import FULL, QUICK, SCHEMES, SHARE, STOCK, Lineage, Stock, time_saves
+from benchmarks.support.jobs.async_saves import DCP, FULL, QUICK, SCHEMES, SHARE, DCPSaves, Lineage, time_saves
 from benchmarks.support.jobs.table_models import TableModel, one_rank
 from benchmarks.support.process_memory import peak_mib, resident_mib
 from benchmarks.support.registry import Benchmark
@@ -23,7 +23,7 @@ def run(setup: Setup) -> Report:
         setup.say(f"making {sizes}")
         model = TableModel(sizes)
         memory = _memory(model, setup)
-        saves: dict[str, Stock | Lineage] = {STOCK: Stock(model, setup.folder / "stock")}
+        saves: dict[str, DCPSaves | Lineage] = {DCP: DCPSaves(model, setup.folder / "stock")}
         for name, scheme in SCHEMES.items():
             saves[name] = Lineage(TableModel(sizes), setup.folder / name, scheme, SHARE)
         rates = time_saves(saves, setup, num_rounds, waits=True)
@@ -47,7 +47,7 @@ def run(setup: Setup) -> Report:
 def _stall_figures(stalls: Timings) -> list[Figure]:
     return [
         Figure.over_rounds(
-            f"stall, {name}, shorter than the stock", ratios(stalls, STOCK, name), "×", at_least=MIN_STALL_RATIO
+            f"stall, {name}, shorter than the stock", ratios(stalls, DCP, name), "×", at_least=MIN_STALL_RATIO
         )
         for name in SCHEMES
     ]
@@ -57,7 +57,7 @@ def _rate_figures(rates: Timings) -> list[Figure]:
     return [
         Figure.over_rounds(
             f"saves a minute, {name}, of the stock's",
-            ratios(rates, STOCK, name),
+            ratios(rates, DCP, name),
             "×",
             at_least=MIN_RATE_RATIO if name == "4 bits" else None,
         )

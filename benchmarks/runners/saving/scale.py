@@ -1,4 +1,4 @@
-"""Scale: what a thousand tables on 128 ranks cost the coordinator, and whoever loads them.
+"""Scale: what a thousand tables on 128 ranks cost the coordinator, and a process that loads them.
 
 Everything that the coordinator does is run, on the plans and results of all ranks; what ranks do side by side is not.
 """

@@ -15,7 +15,7 @@ from benchmarks.support.report import Figure, Report
 from benchmarks.support.rounds import Candidate, Setup, Timings, interleave, ratios, round_name, times_table
 
 SHARE = 0.26  # of the rows is modified between two checkpoints
-STOCK = "stock, whole state"
+DCP = "stock, whole state"
 SCHEMES: Mapping[str, cnr.Scheme] = {"4 bits": cnr.AdaptiveAsymmetric(4), "exact": cnr.NoQuantization()}
 SAVE_TARGETS = {"4 bits": 3.0}  # times faster than the stock save
 MAX_LOAD_ERROR = 0.1
@@ -63,7 +63,7 @@ def _time_saves(model: TableModel, setup: Setup, num_rounds: int, sync_files: bo
     """Each round trains, then saves the whole state, a delta and a baseline."""
     folder = setup.folder / f"saves-{sync_files}"
     stock = _stock_save(model, sync_files)
-    candidates = {STOCK: _candidate(folder / "stock", stock, is_kept=False)}
+    candidates = {DCP: _candidate(folder / "stock", stock, is_kept=False)}
     trackers = {name: cnr.RowTracker(model.sharded) for name in SCHEMES}
     for name, scheme in SCHEMES.items():
         setup.say(f"saving the baseline of all deltas, {name}")
@@ -106,7 +106,7 @@ def _time_loads(model: TableModel, setup: Setup, num_rounds: int) -> Timings:
     def lineage(path: Path) -> Candidate:
         return candidate(lambda: model.load(cnr.CNRStorageReader(path), cnr.CNRLoadPlanner(tracker)))
 
-    candidates = {STOCK: candidate(lambda: model.load(FileSystemReader(folder / "stock")))}
+    candidates = {DCP: candidate(lambda: model.load(FileSystemReader(folder / "stock")))}
     candidates |= {_lineage(name): lineage(folder / name / "delta") for name in SCHEMES}
     return interleave(candidates, num_rounds, lambda number: setup.say(f"loading: {round_name(number, num_rounds)}"))
 
@@ -138,7 +138,7 @@ def _save_figures(timings: Timings, condition: str, has_targets: bool = True) ->
     return [
         Figure.over_rounds(
             f"save of a delta, {name}, faster than the stock{condition}",
-            ratios(timings, STOCK, _delta(name)),
+            ratios(timings, DCP, _delta(name)),
             "×",
             at_least=SAVE_TARGETS.get(name) if has_targets else None,
         )
@@ -150,7 +150,7 @@ def _load_figures(timings: Timings) -> list[Figure]:
     return [
         Figure.over_rounds(
             f"load of baseline and delta, {name}, as long as the stock",
-            ratios(timings, _lineage(name), STOCK),
+            ratios(timings, _lineage(name), DCP),
             "×",
             at_most=MAX_LOAD_TIMES,
         )

@@ -1,4 +1,4 @@
-"""Training while checkpoints are taken behind it: the example's throughput, against the same without any save."""
+"""Training with asynchronous saves: the example's throughput, against the same without any save."""
 
 import os
 import re
@@ -24,7 +24,7 @@ NONE, ASYNC, SYNC = "none", "asynchronous", "synchronous"
 
 
 def run(setup: Setup) -> Report:
-    """Run the example without saves, with saves behind training, and with saves that training waits for, in turns."""
+    """Run the example without saves, with asynchronous saves, and with saves that training waits for, in turns."""
     num_steps = NUM_QUICK_STEPS if setup.quick else NUM_STEPS
     num_rounds = NUM_QUICK_ROUNDS if setup.quick else NUM_ROUNDS
     ways: Mapping[str, Sequence[str]] = {

@@ -120,7 +120,7 @@ class _Lineage:
         )
 
     def checkpoint(self, number: int) -> None:
-        """Save, behind training or not by turns; the baseline, and the first delta of each kind, do not count."""
+        """Save, asynchronously or not by turns; the baseline, and the first delta of each kind, do not count."""
         start, processor_start = time.perf_counter(), time.process_time()
         is_async = number % 2 == 0
         future = None

@@ -28,7 +28,7 @@ from synthetic_clicks import SyntheticClicks
 
 NUM_INTERVALS = 11  # after which the paper tells how many rows were modified
 INTERVALS = (0.01, 0.02, 0.05, 0.08)  # parts of the samples
-MOST_SAMPLES, MADE_UP_SAMPLES, NUM_QUICK_SAMPLES = 20_000_000, 2_000_000, 20_000
+MAX_SAMPLES, MADE_UP_SAMPLES, NUM_QUICK_SAMPLES = 20_000_000, 2_000_000, 20_000
 NUM_ROWS, NUM_QUICK_ROWS = 1_000_000, 20_000  # of the generator
 HASHED_ROWS = 1 << 24
 GENERATOR = "the paper's curve"
@@ -69,7 +69,7 @@ def run(setup: Setup) -> Report:
     """Count what a stream modifies, and what the generator that other benchmarks use does."""
     name, stream = _stream(setup)
     setup.say(f"reading {name}")
-    ids = _row_numbers(stream, NUM_QUICK_SAMPLES if setup.quick else MOST_SAMPLES)
+    ids = _row_numbers(stream, NUM_QUICK_SAMPLES if setup.quick else MAX_SAMPLES)
     curves: dict[str, Curve] = {}
     rows: list[tuple[str, ...]] = []
     for share in INTERVALS:

@@ -21,12 +21,12 @@ SCHEMES: Mapping[str, cnr.Scheme] = {
     "4 bits adaptive": cnr.AdaptiveAsymmetric(4),
     "exact": cnr.NoQuantization(),
 }
-STOCK = "stock, whole state"
+DCP = "stock, whole state"
 FULL, QUICK = TableSizes(2, 2_000_000, 64), TableSizes(2, 2_000, 64)
 
 
 class Lineage:
-    """Deltas of a model, saved behind training."""
+    """Deltas of a model, saved asynchronously."""
 
     def __init__(self, model: TableModel, folder: Path, scheme: cnr.Scheme, share: float) -> None:
         self._model = model
@@ -62,7 +62,7 @@ class Lineage:
         shutil.rmtree(self._folder)
 
 
-class Stock:
+class DCPSaves:
     """Saves of the whole state by DCP's own writer."""
 
     def __init__(self, model: TableModel, folder: Path) -> None:
@@ -89,11 +89,11 @@ class Stock:
         shutil.rmtree(self._folder)
 
 
-def time_saves(saves: "Mapping[str, Stock | Lineage]", setup: Setup, num_rounds: int, *, waits: bool) -> Timings:
+def time_saves(saves: "Mapping[str, DCPSaves | Lineage]", setup: Setup, num_rounds: int, *, waits: bool) -> Timings:
     """Time each kind of save until it returns, or until it is committed."""
     saving: dict[str, Future[Any]] = {}
 
-    def candidate(name: str, lineage: Stock | Lineage) -> Candidate:
+    def candidate(name: str, lineage: DCPSaves | Lineage) -> Candidate:
         def before(number: int) -> None:
             lineage.modify()
             os.sync()

@@ -1,4 +1,4 @@
-"""Ways to save and restore a model of tables: ours, and what people use instead."""
+"""Methods to save and restore a model of tables: ours, and what people use instead."""
 
 import itertools
 import shutil
@@ -17,12 +17,12 @@ import torchrec_cnr as cnr
 from benchmarks.support.jobs.table_models import TableModel
 
 OURS = "torchrec_cnr"
-TORCH_SAVE, STOCK, STOCK_ASYNC = "torch.save", "dcp.save", "dcp.async_save"
+TORCH_SAVE, DCP, DCP_ASYNC = "torch.save", "dcp.save", "dcp.async_save"
 OWN_DELTAS = "ModelDeltaTracker, by hand"
 
 
-class Way(Protocol):
-    """One way; each save takes the place of the one before, but for what that one stands on.
+class SaveMethod(Protocol):
+    """One method; each save takes the place of the one before, but for what that one stands on.
 
     Attributes:
         held_bytes: Of the memory that a save takes, what is kept from one save to the next.
@@ -47,14 +47,14 @@ class Way(Protocol):
         ...
 
 
-def ways(model: TableModel, folder: Path) -> Mapping[str, Way]:
+def save_methods(model: TableModel, folder: Path) -> Mapping[str, SaveMethod]:
     """All of them, with what deltas stand on saved."""
     folder.mkdir(parents=True)
     return {
         OURS: Ours(model, folder / "ours"),
         TORCH_SAVE: Whole(model, folder / "whole.pt"),
-        STOCK: Stock(model, folder / "stock"),
-        STOCK_ASYNC: StockAsync(model, folder / "stock-async"),
+        DCP: DCPSave(model, folder / "dcp"),
+        DCP_ASYNC: DCPAsyncSave(model, folder / "dcp-async"),
         OWN_DELTAS: OwnDeltas(model, folder / "own"),
     }
 
@@ -68,7 +68,7 @@ def tensors(model: TableModel) -> dict[str, Tensor]:
 
 
 class Ours:
-    """Deltas of 4 bits on a baseline, behind training."""
+    """Deltas of 4 bits on a baseline, saved asynchronously."""
 
     def __init__(self, model: TableModel, folder: Path) -> None:
         self._model = model
@@ -123,7 +123,7 @@ class Whole:
         self._tensors = {}
 
 
-class Stock:
+class DCPSave:
     """``dcp.save`` of the whole state by DCP's own writer."""
 
     held_bytes = 0
@@ -146,7 +146,7 @@ class Stock:
         """It holds nothing."""
 
 
-class StockAsync:
+class DCPAsyncSave:
     """``dcp.async_save`` of the whole state; as plain tensors, since the stock stager cannot copy TorchRec's."""
 
     held_bytes = 0
