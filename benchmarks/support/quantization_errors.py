@@ -12,7 +12,7 @@ from benchmarks.support.data.embedding_rows import trained_rows
 from benchmarks.support.report import number
 from torchrec_cnr.quantization import Scheme, exact_row_bytes
 from torchrec_cnr.quantization.uniform import BITS, mean_error, relative_error
-from torchrec_cnr.saving.scheme_choice import sampled_rows
+from torchrec_cnr.saving.encoding import sampled_rows
 
 WIDTHS = (64, 16)
 BASE, DEFAULT = "Asymmetric", "AdaptiveAsymmetric"

@@ -1,4 +1,4 @@
-"""Encoding: the rows of a shard become blobs in packs, block by block.
+"""Encoding: a shard's scheme is chosen by a sample of its rows, and they become blobs in packs, block by block.
 
 Items that share a row mask (a table and the optimizer state of its rows) are written together: each block of row
 numbers is worked out and coded once, then every item's rows of that block are encoded, straight from the shard. Memory
@@ -16,13 +16,16 @@ from torch import Tensor
 from torchrec_cnr.format.manifest import DTYPES
 from torchrec_cnr.format.row_sets import Blob, CodedRows, RowBlock, RowSet, encode_row_numbers
 from torchrec_cnr.format.split_blobs import split
-from torchrec_cnr.quantization import Encoded, NoQuantization, Scheme
+from torchrec_cnr.quantization import Encoded, NoQuantization, Scheme, SchemeRules, exact_row_bytes
 from torchrec_cnr.saving.staged_values import StagedCodes
-from torchrec_cnr.storage.pack_writer import PackWriter
+from torchrec_cnr.storage.pack_writer import BLOCK_BYTES, PackWriter
 from torchrec_cnr.storage.row_log import PackTarget
 from torchrec_cnr.storage.store import Bytes
-from torchrec_cnr.tracking.modified_rows import RowList, SelectedRows
+from torchrec_cnr.tracking.modified_rows import RowList, RowMask, SelectedRows
 
+SAMPLE_ROWS = 512  # of a shard; the errors of different schemes on them differ by more than chance
+
+_GOLDEN_RATIO = (5**0.5 - 1) / 2
 _ROW_BYTES = 16  # more than a row number takes, coded, or the position of an exact row
 _HEADER_BYTES = 1 << 10  # of a pack, for each blob
 
@@ -95,6 +98,72 @@ class EncodedRowSet:
                 for coded, num_rows, number in self.blocks
             )
         )
+
+
+def choose_scheme(
+    rules: SchemeRules,
+    fqn: str,
+    is_table: bool,
+    values: Tensor,
+    rows: Sequence[SelectedRows] | Tensor | None,
+    num_restores: int,
+) -> Scheme:
+    """Choose how to quantize a shard: as its rule says, unless codes and exact rows take more room than values.
+
+    Args:
+        rules: How to quantize.
+        fqn: The shard's tensor.
+        is_table: Whether that is a table.
+        values: [num_rows, ...], the shard.
+        rows: Those to be stored: in parts, as the planner resolves them, or by their numbers, int64 [k] on the shard's
+            device; None for all.
+        num_restores: Restores that the state has been through.
+    """
+    rule = rules.rule_for(fqn, values.dtype, is_table)
+    if isinstance(rule, NoQuantization) or values.numel() == 0:
+        return NoQuantization()
+    sample = sampled_rows(values, rows if isinstance(rows, Tensor) else _mask_of(rows))
+    scheme = rule.choose(lambda: sample, num_restores)
+    num_cols, itemsize = sample.shape[1], sample.dtype.itemsize
+    exact_share = len(scheme.encode(sample).exact) / max(1, len(sample))
+    row_bytes = scheme.row_bytes(num_cols, sample.dtype) + exact_share * exact_row_bytes(num_cols, itemsize)
+    return scheme if row_bytes < num_cols * itemsize else NoQuantization()
+
+
+def sampled_rows(values: Tensor, rows: RowMask | Tensor | None) -> Tensor:
+    """Some of the rows that are to be stored, always the same ones.
+
+    Args:
+        values: [num_rows, ...], the shard.
+        rows: Those to be stored, as a mask or as numbers, int64 [k] on the shard's device; None for all.
+
+    Returns:
+        [n, num_cols], n being ``SAMPLE_ROWS`` or less.
+    """
+    num_cols = math.prod(values.shape[1:])
+    most = min(SAMPLE_ROWS, max(1, BLOCK_BYTES // max(1, num_cols * values.element_size())))
+    numbers = _spread(len(rows) if isinstance(rows, Tensor) else len(values))
+    if isinstance(rows, Tensor):
+        numbers = rows.index_select(0, numbers[:most].to(rows.device))
+    elif rows is not None:
+        numbers = numbers[rows.mask[numbers.to(rows.mask.device)].cpu()]
+        if len(numbers) < SAMPLE_ROWS // 8:  # a hundredth of a percent is stored, or less
+            numbers = next(rows.blocks(SAMPLE_ROWS), numbers)
+    found = values.index_select(0, numbers[:most].to(values.device))
+    return found.reshape(len(found), num_cols)
+
+
+def _mask_of(rows: Sequence[SelectedRows] | None) -> RowMask | None:
+    """Which of the values are to be stored; None for all of them."""
+    masks = tuple(part for part in rows or () if isinstance(part, RowMask))
+    return RowMask.union(masks) if masks else None
+
+
+def _spread(num_rows: int) -> Tensor:
+    """Numbers of rows, all or many of them: multiples of the golden ratio have no period that rows could share."""
+    if num_rows <= SAMPLE_ROWS:
+        return torch.arange(num_rows)
+    return ((torch.arange(64 * SAMPLE_ROWS, dtype=torch.float64) * _GOLDEN_RATIO).frac() * num_rows).long()
 
 
 def write_all_rows(packs: PackWriter, sources: Sequence[EncodingInput]) -> tuple[RowSet, Sequence[EncodedShard]]:

@@ -21,16 +21,21 @@ from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.manifest import DTYPES, Place, Shard
 from torchrec_cnr.format.row_sets import Blob, RowSet
 from torchrec_cnr.progress import Count, SavePhases
-from torchrec_cnr.quantization import NoQuantization, Scheme, SchemeRules
+from torchrec_cnr.quantization import Scheme, SchemeRules
 from torchrec_cnr.saving.block_writer import BlockWriter, WrittenBlocks
 from torchrec_cnr.saving.commit import RANK_RECORD, ObjectRecord, RankRecord, ShardRecord
-from torchrec_cnr.saving.encoding import EncodedRowSet, EncodedShard, EncodingInput, write_all_rows, write_rows
+from torchrec_cnr.saving.encoding import (
+    EncodedRowSet,
+    EncodedShard,
+    EncodingInput,
+    choose_scheme,
+    write_all_rows,
+    write_rows,
+)
 from torchrec_cnr.saving.plug_in_messages import ShardData
 from torchrec_cnr.saving.row_blocks import Member
-from torchrec_cnr.saving.scheme_choice import chosen_scheme, sampled_rows
 from torchrec_cnr.sharding import dtype_name
 from torchrec_cnr.storage.pack_writer import PackWriter
-from torchrec_cnr.tracking.modified_rows import RowMask, SelectedRows
 
 logger = logging.getLogger(__name__)
 
@@ -179,14 +184,11 @@ class RankWriter:
         return EncodingInput(name, data.values, dtype, self._scheme(fqn, data), data.codes)
 
     def _scheme(self, fqn: str, data: ShardData) -> Scheme:
-        """What was chosen for a shard, unless codes and exact rows take more room than values, by those of a sample."""
+        """What a shard was encoded by already, or else what is chosen for it."""
         if data.codes is not None:
             return data.codes.scheme
         values = data.values if data.values.dim() else data.values[None]
-        rule = self._rules.rule_for(fqn, values.dtype, data.is_table)
-        if isinstance(rule, NoQuantization) or values.numel() == 0:
-            return NoQuantization()
-        return chosen_scheme(rule, sampled_rows(values, _mask_of(data.rows)), data.num_restores)
+        return choose_scheme(self._rules, fqn, data.is_table, values, data.rows, data.num_restores)
 
     def _write_object(self, item: WriteItem) -> int:
         stream: Any = self._planner.resolve_data(item)
@@ -260,12 +262,6 @@ def _located(
         place = written.place
         parts.append(Shard(place.box, located[id(rows)], codes, written.scheme, place.table_box))
     return tuple(parts)
-
-
-def _mask_of(rows: tuple[SelectedRows, ...] | None) -> RowMask | None:
-    """Which of the values are to be stored; None for all of them."""
-    masks = tuple(part for part in rows or () if isinstance(part, RowMask))
-    return RowMask.union(masks) if masks else None
 
 
 def _place(item: WriteItem, data: ShardData) -> tuple[tuple[int, ...], Box]:

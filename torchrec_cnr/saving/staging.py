@@ -30,10 +30,10 @@ from torchrec_cnr.format.manifest import DTYPES
 from torchrec_cnr.kernels.cpu.gather_rows import gather_rows
 from torchrec_cnr.policies import Since
 from torchrec_cnr.progress import SavePhases
-from torchrec_cnr.quantization import NoQuantization, Scheme, SchemeRules
+from torchrec_cnr.quantization import Scheme, SchemeRules
 from torchrec_cnr.saving.cut import Cut, Cuts, StagedRows, TrackedItem
+from torchrec_cnr.saving.encoding import choose_scheme
 from torchrec_cnr.saving.plug_in_messages import StagedTensor
-from torchrec_cnr.saving.scheme_choice import chosen_scheme, sampled_rows
 from torchrec_cnr.saving.staged_values import (
     StagedValue,
     StagingBuffer,
@@ -186,10 +186,7 @@ def _scheme_of(wanted: ShardCopy, cut: Cut, rules: SchemeRules) -> Scheme | None
     is_table = source.dim() == 2 and source.stride(1) == 1 and math.prod(wanted.shape) > 0
     if item is None or not is_table or not is_quantized_first(source):
         return None
-    rule = rules.rule_for(item.fqn, source.dtype, item.is_table)
-    if isinstance(rule, NoQuantization):
-        return None
-    scheme = chosen_scheme(rule, sampled_rows(source, wanted.numbers), cut.num_restores)
+    scheme = choose_scheme(rules, item.fqn, item.is_table, source, wanted.numbers, cut.num_restores)
     return scheme if has_kernel(scheme) else None
 
 

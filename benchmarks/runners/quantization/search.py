@@ -14,7 +14,7 @@ from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report, Table
 from benchmarks.support.rounds import Candidate, Setup, interleave, ratios, times_table
 from torchrec_cnr.quantization import Scheme
-from torchrec_cnr.saving.scheme_choice import sampled_rows
+from torchrec_cnr.saving.encoding import sampled_rows
 
 DIM = 64
 NUM_ROWS, NUM_QUICK_ROWS = 1 << 16, 1 << 9

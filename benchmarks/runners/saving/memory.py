@@ -14,8 +14,7 @@ from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report
 from benchmarks.support.rounds import Setup
 from torchrec_cnr.quantization import Scheme
-from torchrec_cnr.saving.encoding import EncodingInput, write_all_rows
-from torchrec_cnr.saving.scheme_choice import sampled_rows
+from torchrec_cnr.saving.encoding import EncodingInput, sampled_rows, write_all_rows
 from torchrec_cnr.storage.pack_writer import PackWriter
 from torchrec_cnr.storage.store import Store
 

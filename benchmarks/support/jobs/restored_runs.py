@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from benchmarks.support.data.click_model import ClickModel, labels
 from benchmarks.support.data.clicks import Batch
 from torchrec_cnr.quantization import Quantization
-from torchrec_cnr.saving.scheme_choice import sampled_rows
+from torchrec_cnr.saving.encoding import sampled_rows
 
 Decode = Callable[[Tensor, Tensor], Tensor]  # a table and int64 [n], numbers of its rows: their values, [n, dim]
 
