@@ -18,7 +18,7 @@ from tests.support import models
 from tests.support.models import Job, Whole, differing, plain_job, state, torchrec_job, train, whole
 from tests.support.ranks import RankPools
 from torchrec_cnr.kernels.cpu import compiling
-from torchrec_cnr.saving.background_save import BackgroundSave
+from torchrec_cnr.saving.cut import BackgroundSave
 from torchrec_cnr.throttling import CpuThrottle
 
 POLICIES = [cnr.Full(), cnr.OneShot(), cnr.Consecutive(), cnr.Intermittent(), cnr.Compacted()]

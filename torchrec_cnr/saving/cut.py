@@ -5,18 +5,19 @@ marked again. Of a save that runs in the background, rows are copied in the same
 copies is then all that planning needs, in whatever thread or process it happens.
 """
 
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import ReferenceType, ref
 
 from torch import Tensor
 
-from torchrec_cnr.errors import ConfigurationError
+from torchrec_cnr.errors import ConfigurationError, SaveError
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.lineage.checkpoint import Checkpoint, Head, committed
 from torchrec_cnr.policies import Compacted, Policy, Since
-from torchrec_cnr.saving.background_save import BackgroundSave
 from torchrec_cnr.saving.row_blocks import TouchedBlocks, block_rows_of
 from torchrec_cnr.saving.staged_values import StagedValue
 from torchrec_cnr.sharding import ShardKey, local_shards, memory_key
@@ -26,6 +27,85 @@ from torchrec_cnr.tracking.modified_rows import ModifiedRows, RowList, SelectedR
 from torchrec_cnr.tracking.tracked_tables import Pending, TrackedRows, TrackedShard
 
 TIMEOUT_SECS = 1800.0
+_LOOK_SECS = 0.5  # between two looks into the store
+_BEGIN_SECS = 120.0  # until a save begins: it may have to start a process first; what begins later is refused
+
+
+class BackgroundSave:
+    """The save that was staged last: whether it still runs. DCP tells only who holds its future.
+
+    Until it has ended, nothing may be staged again: its rows would be overwritten in memory, and its marks settled too
+    early. DCP runs each asynchronous save in a thread of its own, which ends with it. With threads that is where the
+    planner is set up; with a process it is the thread that sends the save there and waits for the answer, and so the
+    one that pickles this. If DCP fails before that, no thread is left that is younger than the staging. A checkpoint
+    that is committed tells as well, for executors of other kinds.
+
+    Args:
+        timeout_secs: How long to wait for its end.
+    """
+
+    def __init__(self, timeout_secs: float) -> None:
+        self.timeout_secs = timeout_secs
+        self._began = threading.Event()
+        self._began.set()
+        self._thread: threading.Thread | None = None
+        self._older: frozenset[threading.Thread] = frozenset()
+
+    def staged(self) -> None:
+        """From now on a save is in flight, although DCP may not have begun it yet."""
+        self._began.clear()
+        self._thread = None
+        self._older = frozenset(threading.enumerate())
+
+    def started(self) -> None:
+        """The save runs, in the thread that calls this."""
+        self._thread = threading.current_thread()
+        self._began.set()
+
+    def finished(self) -> None:
+        """Nothing of it runs any more."""
+        self._thread = None
+        self._began.set()
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether nothing of it runs any more."""
+        if self._began.is_set():
+            return self._thread is None or not self._thread.is_alive()
+        return self._older.issuperset(threading.enumerate()) and not self._began.is_set()
+
+    def wait(self, is_committed: Callable[[], bool]) -> None:
+        """Wait for its end.
+
+        Args:
+            is_committed: Whether its checkpoint is in the store.
+
+        Raises:
+            SaveError: That took too long.
+        """
+        began = look = time.monotonic()
+        while not self.has_finished and self._thread is not threading.current_thread():
+            now = time.monotonic()
+            if now > look + _LOOK_SECS:
+                if is_committed():
+                    break
+                look = now
+            if self._thread is None and now > began + _BEGIN_SECS:
+                break
+            if now > began + self.timeout_secs:
+                raise SaveError(
+                    f"the save before has not ended within {self.timeout_secs:g} s, so that no other can be staged: "
+                    "wait for the future that dcp.async_save returned, or give the writer a longer 'timeout_secs'"
+                )
+            if self._thread is None:
+                self._began.wait(0.01)
+            else:
+                self._thread.join(0.01)
+        self.finished()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self.started()
+        return BackgroundSave, (self.timeout_secs,)
 
 
 @dataclass(frozen=True, eq=False)

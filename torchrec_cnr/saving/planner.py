@@ -27,16 +27,21 @@ from torchrec_cnr.errors import ConfigurationError, SaveError
 from torchrec_cnr.gc_pause import paused_gc
 from torchrec_cnr.policies import Full, Intermittent, Policy, Since
 from torchrec_cnr.saving.cut import Cut, Cuts, StagedRows, TrackedItem
-from torchrec_cnr.saving.decision import Decision, RowTensor, choose_base, newest_beside, refuse_policy, stored_whole
-from torchrec_cnr.saving.plug_in_messages import CNRStorageMeta, SaveMetadata, ShardData, StagedTensor
-from torchrec_cnr.saving.rank_agreement import (
+from torchrec_cnr.saving.decision import (
+    Decision,
     RankData,
+    RowTensor,
     agree,
+    choose_base,
+    newest_beside,
     policy_of_all,
     ranks_of_shards,
     refuse_missing_rows,
+    refuse_policy,
     refuse_unsharded_state,
+    stored_whole,
 )
+from torchrec_cnr.saving.plug_in_messages import CNRStorageMeta, SaveMetadata, ShardData, StagedTensor
 from torchrec_cnr.saving.row_blocks import TouchedBlocks
 from torchrec_cnr.saving.staged_values import StagedCodes
 from torchrec_cnr.sharding import ShardKey, is_replicated, shard_key

@@ -42,9 +42,8 @@ from torchrec_cnr.quantization import NoQuantization, Quantization, SchemeRules
 from torchrec_cnr.saving.block_writer import BlockWriter, Predecessor, forget_superseded, predecessor
 from torchrec_cnr.saving.commit import ManifestFile, assemble, commit, file_of, manifest_of
 from torchrec_cnr.saving.cut import TIMEOUT_SECS
-from torchrec_cnr.saving.decision import Decision
+from torchrec_cnr.saving.decision import Decision, RankData
 from torchrec_cnr.saving.plug_in_messages import CNRStorageMeta, SaveMetadata
-from torchrec_cnr.saving.rank_agreement import RankData
 from torchrec_cnr.saving.rank_writer import RankWriter
 from torchrec_cnr.saving.staging import STAGING_BYTES, Staging
 from torchrec_cnr.sharding import shard_key
