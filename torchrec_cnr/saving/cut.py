@@ -24,7 +24,7 @@ from torchrec_cnr.sharding import ShardKey, local_shards, memory_key
 from torchrec_cnr.storage.row_log import RowLog
 from torchrec_cnr.storage.store import Store
 from torchrec_cnr.tracking.modified_rows import ModifiedRows, RowList, SelectedRows
-from torchrec_cnr.tracking.tracked_tables import Pending, TrackedRows, TrackedShard
+from torchrec_cnr.tracking.tracked_tables import Pending, TrackedRows, TrackedShard, trackers
 
 TIMEOUT_SECS = 1800.0
 _LOOK_SECS = 0.5  # between two looks into the store
@@ -242,10 +242,9 @@ class Cuts:
     @classmethod
     def of(cls, tracker: TrackedRows, policy: Policy) -> "Cuts":
         """The one of a tracker, which serves this policy from now on."""
-        found = tracker.cuts
-        cuts: Cuts = found if found is not None else cls(tracker, policy)
+        cuts = trackers.planned(tracker, cls) or cls(tracker, policy)
         cuts.policy = policy
-        tracker.cuts = cuts
+        trackers.plan(tracker, cuts)
         return cuts
 
     def cut(self, live: Mapping[str, Any]) -> Cut:

@@ -15,7 +15,7 @@ import copy
 import math
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,7 +46,7 @@ from torchrec_cnr.sharding import ShardKey, copied, dtype_name, is_replicated, l
 from torchrec_cnr.storage.pack_writer import BLOCK_BYTES
 from torchrec_cnr.storage.row_log import RowLog
 from torchrec_cnr.tracking.modified_rows import ModifiedRows, RowList, RowMask
-from torchrec_cnr.tracking.tracked_tables import all_tracked, tracking
+from torchrec_cnr.tracking.tracked_tables import trackers
 
 
 @dataclass(frozen=True, eq=False)
@@ -321,20 +321,13 @@ def _cuts_of(live: Mapping[str, Any]) -> Cuts | None:
     Raises:
         ConfigurationError: There are several.
     """
-    found = [tracked for tracked in tracking(_tensors(live)) if tracked.cuts is not None]
-    if not found:  # a rank may have no shard of any table
-        found = [tracked for tracked in all_tracked() if tracked.cuts is not None and not tracked.has_rows]
+    found = trackers.planned_for((shard.tensor for value in live.values() for shard in local_shards(value)), Cuts)
     if len(found) > 1:
         raise ConfigurationError(
             f"{len(found)} trackers with a planner know tables of this state dict, and dcp.async_save does not say "
             "which of them it is for: close the others, or track all tables by one"
         )
-    cuts: Cuts | None = found[0].cuts if found else None
-    return cuts
-
-
-def _tensors(live: Mapping[str, Any]) -> Iterable[Tensor]:
-    return (shard.tensor for value in live.values() for shard in local_shards(value))
+    return found[0] if found else None
 
 
 def _stand_ins(live: Mapping[str, Any], values: Mapping[ShardKey, StagedValue], cut: Cut) -> dict[str, Any]:

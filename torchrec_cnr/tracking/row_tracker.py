@@ -15,7 +15,7 @@ from torchrec_cnr.tracking.plain_tables import track_plain
 from torchrec_cnr.tracking.replicas import track_replicas
 from torchrec_cnr.tracking.sharded_tables import sharded_collections, track_collection
 from torchrec_cnr.tracking.torch_optim import OptimizerTables
-from torchrec_cnr.tracking.tracked_tables import TrackedRows, TrackedShard
+from torchrec_cnr.tracking.tracked_tables import TrackedRows, TrackedShard, trackers
 from torchrec_cnr.tracking.untracked_rows import ReferenceDigests
 
 _TOWERS = (ShardedEmbeddingTower, ShardedEmbeddingTowerCollection)  # some ranks know nothing of their tables
@@ -136,7 +136,7 @@ class RowTracker(TrackedRows):
     def close(self) -> None:
         """Remove all hooks; nothing is marked from here on, and nothing can be saved with this tracker."""
         self._is_closed = True
-        self.cuts = None
+        trackers.plan(self, None)
         self._references = ReferenceDigests(())
         self._hooks.remove()
 

@@ -9,8 +9,8 @@ tells that there was another one. It does not tell which rows, so all of them co
 import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
-from weakref import ReferenceType, WeakSet, ref
+from typing import TypeVar
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 _PAGE_BYTES = 16 << 10
 _LENGTH_BYTES = 8
+
+_T = TypeVar("_T")
 
 
 class TrackedShard:
@@ -153,9 +155,6 @@ class Pending:
         return path, save_id
 
 
-_all_tracked: "WeakSet[TrackedRows]" = WeakSet()
-
-
 class TrackedRows:
     """All shards of tables on this rank, and the checkpoint that their marks relate to.
 
@@ -170,18 +169,8 @@ class TrackedRows:
         self.shards = tuple(shards)
         self.head: Head | None = None
         self.pending: Pending | None = None
-        self._cuts: ReferenceType[Any] | None = None
         self.num_restores = 0
-        _all_tracked.add(self)
-
-    @property
-    def cuts(self) -> Any:
-        """What makes the cuts of saves, as long as there is a planner with this tracker; else None."""
-        return self._cuts() if self._cuts is not None else None
-
-    @cuts.setter
-    def cuts(self, cuts: Any) -> None:
-        self._cuts = ref(cuts) if cuts is not None else None
+        trackers.add(self)
 
     @property
     def has_rows(self) -> bool:
@@ -242,9 +231,57 @@ class TrackedRows:
         self.num_restores = max(self.num_restores, head.num_restores + 1)
 
 
-def all_tracked() -> list[TrackedRows]:
-    """Everything that is tracked in this process."""
-    return list(_all_tracked)
+class TrackerRegistry:
+    """The trackers of this process, found by the memory that their tables lie in.
+
+    DCP hands a stager and a reader nothing but tensors. So this is how a stager finds the tracker that they belong to,
+    and what its planner has registered for it; and how a reader finds the trackers whose rows it overwrites. It keeps
+    neither alive.
+    """
+
+    def __init__(self) -> None:
+        self._planned: WeakKeyDictionary[TrackedRows, ReferenceType[object] | None] = WeakKeyDictionary()
+
+    def add(self, tracker: TrackedRows) -> None:
+        """From now on a tracker is found."""
+        self._planned[tracker] = None
+
+    def plan(self, tracker: TrackedRows, cuts: object | None) -> None:
+        """Register what makes the cuts of a tracker's saves, as long as a planner holds it; None for nothing."""
+        self._planned[tracker] = ref(cuts) if cuts is not None else None
+
+    def planned(self, tracker: TrackedRows, kind: type[_T]) -> _T | None:
+        """What was registered for a tracker, if there is a planner with it."""
+        registered = self._planned.get(tracker)
+        cuts = registered() if registered is not None else None
+        return cuts if isinstance(cuts, kind) else None
+
+    def planned_for(self, tensors: Iterable[Tensor], kind: type[_T]) -> list[_T]:
+        """What was registered for the trackers of some memory.
+
+        If none of them has a planner, that of trackers of no rows: a rank may have no shard of any table.
+        """
+        found = [cuts for tracker in self.tracking(tensors) if (cuts := self.planned(tracker, kind)) is not None]
+        if not found:
+            empty = [tracker for tracker in self._planned if not tracker.has_rows]
+            found = [cuts for tracker in empty if (cuts := self.planned(tracker, kind)) is not None]
+        return found
+
+    def tracking(self, tensors: Iterable[Tensor]) -> list[TrackedRows]:
+        """The trackers of memory that one of the tensors lies in."""
+        storages = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}
+        return [
+            tracker
+            for tracker in self._planned
+            if any(
+                tensor.untyped_storage().data_ptr() in storages
+                for shard in tracker.shards
+                for tensor in shard.tensors()
+            )
+        ]
+
+
+trackers = TrackerRegistry()
 
 
 def forget_overwritten(targets: Iterable[Tensor]) -> None:
@@ -253,17 +290,5 @@ def forget_overwritten(targets: Iterable[Tensor]) -> None:
     A load planner that has the tracker restores it afterwards. Any other load, with DCP's own planner say, would
     otherwise leave rows that are modified and not marked, and the next delta would lack them.
     """
-    for tracked in tracking(targets):
-        tracked.forget()
-
-
-def tracking(tensors: Iterable[Tensor]) -> list[TrackedRows]:
-    """Whoever tracks memory that one of the tensors lies in."""
-    storages = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}
-    return [
-        tracked
-        for tracked in _all_tracked
-        if any(
-            tensor.untyped_storage().data_ptr() in storages for shard in tracked.shards for tensor in shard.tensors()
-        )
-    ]
+    for tracker in trackers.tracking(targets):
+        tracker.forget()
