@@ -31,11 +31,10 @@ from torchrec_cnr.manager.schedule import Schedule
 from torchrec_cnr.policies import MAX_RATIO, Compacted, OneShot, Policy
 from torchrec_cnr.progress import Saved, SavePhases
 from torchrec_cnr.quantization import Quantization
-from torchrec_cnr.saving.decision import refuse_policy
 from torchrec_cnr.saving.planner import CNRSavePlanner
 from torchrec_cnr.saving.plug_in_messages import SaveMetadata
 from torchrec_cnr.saving.staging import STAGING_BYTES
-from torchrec_cnr.saving.writer import CNRStorageWriter
+from torchrec_cnr.saving.writer import CNRStorageWriter, destination_of
 from torchrec_cnr.storage.row_log import RowLog
 from torchrec_cnr.storage.store import Store
 from torchrec_cnr.tracking.tracked_tables import TrackedRows
@@ -99,7 +98,7 @@ class CheckpointManager:
     ) -> None:
         if policy is None:
             policy = Compacted() if row_log is None or row_log.block_bytes is None else OneShot()
-        refuse_policy(policy, row_log)
+        destination_of(row_log).refuse_policy(policy)
         self._root = Store.open(root).url
         self._log = row_log
         self._ranks = RunRanks(timeout_secs)

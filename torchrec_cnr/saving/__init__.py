@@ -4,19 +4,19 @@ The planner says *what* is saved, the writer *how* and *where*. The docstrings o
 one save in order.
 
 - ``planner``: ``CNRSavePlanner``, DCP's save planner: which rows are saved, and on which parent they are based.
-- ``cut``: freezes the modified rows when a save begins, finds them in the state dict, and learns how the last save
-  ended.
-- ``rank_agreement``: what each rank tells the coordinator, and the check that replicas modified the same rows.
-- ``decision``: the coordinator's decision for all ranks: baseline or delta, and of which parent.
+- ``cut``: freezes the modified rows when a save begins, finds them in the state dict, waits for the asynchronous save
+  before it, and learns how that ended.
+- ``decision``: what each rank tells the coordinator, the check that replicas modified the same rows, and the decision
+  for all ranks: baseline or delta, and of which parent.
 - ``writer``: ``CNRStorageWriter``, DCP's storage writer and stager.
 - ``staging``: what an asynchronous save copies before training goes on, and the copy.
 - ``staged_values``: the staging buffer, and rows that a GPU quantizes before they are copied to the host.
-- ``background_save``: whether the previous asynchronous save is still running.
 - ``plug_in_messages``: the objects that planner and writer send each other through DCP.
 - ``rank_writer``: writes the items of one rank's plan, and records them for the coordinator.
-- ``scheme_choice``: the quantization scheme of a shard, chosen by a sample of its rows.
-- ``encoding``: turns rows into blobs of data files, a block of rows at a time.
-- ``block_writer``: the same for a compacted Kafka topic, where blocks that did not change are not written again.
+- ``encoding``: chooses the quantization scheme of a shard by a sample of its rows, and turns rows into blobs of data
+  files, a block of rows at a time.
+- ``sinks``: where the encoded rows of one rank are written: to files, to a Kafka topic, or to a compacted one.
+- ``block_writer``: the sink of a compacted Kafka topic, where blocks that did not change are not written again.
 - ``row_blocks``: the fixed row blocks of a compacted Kafka topic, and the keys under which they are stored.
 - ``commit``: checks the records of all ranks against the plan, builds the manifest and puts it.
 

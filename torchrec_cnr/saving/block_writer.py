@@ -10,28 +10,66 @@ save that failed, here or elsewhere, cannot make it wrong.
 """
 
 import logging
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import ClassVar
 
-from torch import Tensor
+from torch.profiler import record_function
 
-from torchrec_cnr.errors import CNRError, LoadError, SaveError
+from torchrec_cnr.errors import CNRError, ConfigurationError, LoadError, SaveError
+from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.manifest import CheckpointRef, Manifest, Pack, Shard
 from torchrec_cnr.format.renumbering import moved_block
 from torchrec_cnr.format.row_sets import Blob, RowBlock, RowSet
-from torchrec_cnr.lineage.checkpoint import read_checkpoint
-from torchrec_cnr.policies import Since
+from torchrec_cnr.lineage.checkpoint import committed, read_checkpoint
+from torchrec_cnr.lineage.latest import newest_first
+from torchrec_cnr.policies import Full, Intermittent, OneShot, Policy, Since
 from torchrec_cnr.quantization import Scheme
 from torchrec_cnr.saving.decision import Decision
-from torchrec_cnr.saving.encoding import EncodedRowSet, EncodedShard, EncodingInput, most_block_bytes, write_row_blocks
-from torchrec_cnr.saving.row_blocks import BlockKey, CommittedBlocks, KeptBlock, Member, TouchedBlocks, superseded
+from torchrec_cnr.saving.encoding import (
+    EncodedRowSet,
+    EncodedShard,
+    EncodingInput,
+    WrittenBlock,
+    join_blocks,
+    write_block,
+)
+from torchrec_cnr.saving.row_blocks import (
+    BlockKey,
+    CommittedBlocks,
+    KeptBlock,
+    Member,
+    TouchedBlocks,
+    block_rows_of,
+    superseded,
+)
+from torchrec_cnr.saving.sinks import (
+    Captured,
+    OpenSink,
+    OwnFence,
+    PackSettings,
+    PackSink,
+    Places,
+    PlainTopic,
+    SinkRecords,
+    SinkShard,
+)
 from torchrec_cnr.storage.pack_writer import PackWriter
-from torchrec_cnr.storage.row_log import BlockTarget, PackTarget, RowLog, root_id
+from torchrec_cnr.storage.row_log import BlockTarget, RowLog, root_id
 from torchrec_cnr.storage.store import Store
-from torchrec_cnr.tracking.modified_rows import SelectedRows
+from torchrec_cnr.tracking.modified_rows import ModifiedRows, SelectedRows
+
+logger = logging.getLogger(__name__)
+
+_MAX_REMEMBERED = 3
+_NUM_LOOKED_AT = 8  # of the newest markers
+_ROW_BYTES = 16  # more than a row number takes, coded, or the position of an exact row
+_HEADER_BYTES = 1 << 10  # of a pack, for each blob
+_NO_LIMIT = 1 << 62
 
 _Block = tuple[RowBlock, tuple[Blob, ...]]
 
@@ -106,69 +144,145 @@ def _in_pack(pack: int, blob: Blob) -> Blob:
     return Blob(pack, blob.offset, blob.num_bytes, blob.crc32c)
 
 
-class BlockWriter:
-    """Writes the row blocks of one rank.
+@dataclass(frozen=True, eq=False)
+class _WrittenMember:
+    """One of the tensors whose row blocks were written together."""
+
+    blocks: WrittenBlocks
+    number: int
+
+    @property
+    def num_exact(self) -> int:
+        return self.blocks.codes[self.number].num_exact
+
+    def shards(self, places: Places) -> tuple[Shard, ...]:
+        return self.blocks.shards(places.row_blobs, places.num_packs)[self.number]
+
+
+class BlockSink(PackSink):
+    """Takes what one rank writes in one save, and the rows of deltas block by block.
 
     Args:
-        packs: Fills packs.
-        target: Takes them.
+        files: Fills packs that are files.
+        rows: Fills packs with row blocks; what cannot be divided into blocks, such as a tensor without columns, goes to
+            files.
+        target: Takes row blocks.
         before: What the save goes on from.
-
-    Attributes:
-        kept_packs: Those of the head that were taken over.
     """
 
-    def __init__(self, packs: PackWriter, target: BlockTarget, before: Predecessor) -> None:
-        self._packs = packs
+    def __init__(self, files: PackWriter, rows: PackWriter, target: BlockTarget, before: Predecessor) -> None:
+        super().__init__(files, rows)
         self._target = target
         self._before = before
-        self.kept_packs: tuple[Pack, ...] = ()
+        self._kept_packs: list[Pack] = []
 
     def write(
-        self, members: Sequence[Member], sources: Sequence[EncodingInput], rows: SelectedRows, touched: TouchedBlocks
-    ) -> tuple[WrittenBlocks, Sequence[EncodedShard]]:
-        """Encode the blocks that must be, and take over the others.
+        self, shards: Sequence[SinkShard], rows: Sequence[SelectedRows] | None, captured: Captured | None
+    ) -> None:
+        """Encode the blocks that must be, and take over the others."""
+        if rows is None or not isinstance(captured, TouchedBlocks) or not shards[0].source.values.numel():
+            super().write(shards, rows, captured)
+            return
+        (selected,) = rows
+        with record_function("torchrec_cnr.encode"):
+            written = self._write_blocks(shards, selected, captured)
+        self._written += [_WrittenMember(written, number) for number in range(len(shards))]
 
-        Args:
-            members: The tensors.
-            sources: Their values.
-            rows: Those modified since the baseline.
-            touched: Where some were modified since the head.
-
-        Returns:
-            The blocks, and what of each source was encoded.
-        """
+    def _write_blocks(self, shards: Sequence[SinkShard], rows: SelectedRows, touched: TouchedBlocks) -> WrittenBlocks:
+        members = tuple(Member(shard.fqn, shard.source.dtype, shard.place) for shard in shards)
+        sources = [shard.source for shard in shards]
+        most_bytes = _most_bytes(sources, min(touched.block_rows, touched.box.num_rows))
         kept: list[tuple[KeptBlock, int]] = []
-        new: list[tuple[int, Tensor, int | None]] = []
+        new: list[WrittenBlock] = []
         for number, is_touched in enumerate(touched.are_touched.tolist()):
             first = number * touched.block_rows
             numbers, place = rows.between(first, first + touched.block_rows)
             found = None if is_touched else self._found(members, touched, number, len(numbers))
             if found is not None:
-                kept.append((found, len(self.kept_packs)))
-                self.kept_packs += (found.pack,)
+                kept.append((found, len(self._kept_packs)))
+                self._kept_packs.append(found.pack)
             elif len(numbers):
-                new.append((number, numbers, place))
-        most_bytes = most_block_bytes(sources, min(touched.block_rows, touched.box.num_rows))
-        targets = (self._slot(touched, number, most_bytes) for number, _, _ in new)
-        blocks = ((*block, target) for block, target in zip(new, targets, strict=True))
-        encoded_rows, encoded = write_row_blocks(self._packs, sources, blocks)
-        schemes = tuple(source.scheme for source in sources)
-        return WrittenBlocks(tuple(members), schemes, encoded_rows, encoded, tuple(kept)), encoded
+                new.append(write_block(self._rows, sources, number, numbers, place, heat=0))
+                key = BlockKey.free(self._target.owner, touched, number, self._before.used)
+                self._rows.end_pack(self._target.keyed(str(key), most_bytes))
+        encoded_rows, encoded = join_blocks(new, len(sources))
+        return WrittenBlocks(members, tuple(source.scheme for source in sources), encoded_rows, encoded, tuple(kept))
 
     def _found(self, members: Sequence[Member], touched: TouchedBlocks, number: int, num_rows: int) -> KeptBlock | None:
         if self._before.head is None or num_rows == 0:
             return None
         return self._before.head.kept(members, touched.block_rows, number, num_rows)
 
-    def _slot(self, touched: TouchedBlocks, number: int, most_bytes: int) -> PackTarget:
-        key = BlockKey.free(self._target.owner, touched, number, self._before.used)
-        return self._target.keyed(str(key), most_bytes)
+    def finish(self) -> SinkRecords:
+        """Behind the packs that were written come those of the head that were taken over."""
+        records = super().finish()
+        return replace(records, packs=(*records.packs, *self._kept_packs))
 
 
-logger = logging.getLogger(__name__)
+def _most_bytes(sources: Sequence[EncodingInput], num_rows: int) -> int:
+    """What a pack of that many rows may take, however they are encoded: codes take less than values, with all exact."""
+    names_bytes = sum(_HEADER_BYTES + len(source.name.encode()) for source in (sources[0], *sources))
+    widths = [(math.prod(source.rows.shape[1:]), source.values.element_size()) for source in sources]
+    row_bytes = _ROW_BYTES + sum(2 * num_cols * itemsize + _ROW_BYTES for num_cols, itemsize in widths)
+    return names_bytes + num_rows * row_bytes
 
-_MAX_REMEMBERED = 3
+
+@dataclass(frozen=True)
+class CompactedTopic(PlainTopic):
+    """A topic that keeps the newest pack of each row block, and nothing else.
+
+    Attributes:
+        block_bytes: How many bytes of values a row block has.
+    """
+
+    block_bytes: int
+    compared: ClassVar = frozenset({Since.HEAD})  # what a block was touched since
+
+    def refuse_policy(self, policy: Policy) -> None:
+        """Row blocks hold what was modified since the baseline, and nothing else."""
+        if not isinstance(policy, OneShot | Intermittent | Full):
+            raise ConfigurationError(
+                f"the policy {type(policy).__name__} makes deltas of deltas, but the topic {self.row_log.topic!r} is "
+                "compacted and keeps the newest rows only: use OneShot, Intermittent or Full, or a topic that is not "
+                "compacted"
+            )
+
+    def capture(self, table: str, box: Box, row_bytes: int, rows: ModifiedRows) -> TouchedBlocks:
+        """The row blocks that were touched since the head."""
+        return TouchedBlocks.of(table, box, block_rows_of(row_bytes, self.block_bytes), rows.select(Since.HEAD))
+
+    def loadable_besides(self, store: Store, head: CheckpointRef | None) -> CheckpointRef | None:
+        """The newest committed checkpoint of a job's root, if it is not its head; this job does not go on from it."""
+        root = store.at("..")
+        for marker in reversed(self.row_log.markers(root_id(root.url), _NUM_LOOKED_AT)):
+            if head is not None and marker.sha256 == head.sha256:
+                return None
+            found = committed(root.at(marker.name), marker.save_id)
+            if found is not None and found.sha256 == marker.sha256:
+                return found.ref
+        newest = next(newest_first(root.url, self.row_log), None)
+        return None if newest is None or (head is not None and newest.sha256 == head.sha256) else newest.ref
+
+    def prepare(self, store: Store, rank: int, is_coordinator: bool, own_fence: OwnFence | None) -> OpenSink:
+        """Take the ids of producers over, unless a later job has begun already: who is late should not disturb it."""
+        if own_fence is not None:
+            own_fence().check()
+        target = self.row_log.target(root_id(store.at("..").url), rank, is_coordinator)
+        assert isinstance(target, BlockTarget)  # its log has row blocks
+        return partial(_block_sink, store, self.row_log, target)
+
+    def committed(self, store: Store, decision: Decision, manifest: Manifest) -> None:
+        """Forget what nothing needs any more."""
+        forget_superseded(store, self.row_log, decision, manifest)
+
+
+def _block_sink(
+    store: Store, row_log: RowLog, target: BlockTarget, settings: PackSettings, decision: Decision | None
+) -> BlockSink:
+    before = predecessor(row_log, decision) if decision is not None else Predecessor(None, frozenset())
+    # A block is a pack, whatever its size.
+    rows = PackWriter(store, f"{settings.prefix}-rows", settings.thread_count, _NO_LIMIT, _NO_LIMIT)
+    return BlockSink(settings.writer(store), rows, target, before)
 
 
 class _Remembered:
@@ -209,9 +323,9 @@ def predecessor(row_log: RowLog, decision: Decision) -> Predecessor:
         return Predecessor(None, frozenset())
     head = _committed_blocks(row_log, decision.head)
     used = head.keys
-    if decision.newest is not None:
+    if decision.loadable_besides is not None:
         try:
-            used |= _committed_blocks(row_log, decision.newest).keys
+            used |= _committed_blocks(row_log, decision.loadable_besides).keys
         except LoadError as error:
             logger.warning("cannot be loaded, and is not kept until this save is committed: %s", error)
     return Predecessor(head if head.parent_sha256 == decision.parent.sha256 else None, used)
@@ -227,7 +341,7 @@ def forget_superseded(store: Store, row_log: RowLog, decision: Decision, manifes
         manifest: What was committed.
     """
     try:
-        refs = [ref for ref in (decision.head, decision.newest) if ref is not None]
+        refs = [ref for ref in (decision.head, decision.loadable_besides) if ref is not None]
         gone = superseded([_committed_blocks(row_log, ref) for ref in refs], manifest)
         if gone:
             row_log.forget(root_id(store.at("..").url), gone)

@@ -184,14 +184,20 @@ class ManifestFile:
     """A manifest that is ready to be put.
 
     Attributes:
+        manifest: The manifest.
         data: The file's bytes.
-        marker: What tells of it in a log.
-        parent: The checkpoint's parent.
+        sha256: Their digest.
     """
 
+    manifest: Manifest
     data: bytes
-    marker: Marker
-    parent: CheckpointRef | None
+    sha256: str
+
+    def marker(self, store: Store) -> Marker:
+        """What tells of it in a log."""
+        root, name, manifest = root_id(store.at("..").url), posixpath.basename(store.path), self.manifest
+        parent_sha256 = None if manifest.parent is None else manifest.parent.sha256
+        return Marker(root, name, manifest.save_id, self.sha256, parent_sha256, manifest.created_ns)
 
 
 def file_of(manifest: Manifest, store: Store) -> ManifestFile:
@@ -204,11 +210,7 @@ def file_of(manifest: Manifest, store: Store) -> ManifestFile:
         data, sha256 = manifest_json.dumps_valid(manifest, f"{store.url}/{MANIFEST_FILE}")
     except LoadError as error:
         raise SaveError(f"nothing was committed, because it could not be loaded again: {error}") from error
-    root, name, parent = root_id(store.at("..").url), posixpath.basename(store.path), manifest.parent
-    marker = Marker(
-        root, name, manifest.save_id, sha256, None if parent is None else parent.sha256, manifest.created_ns
-    )
-    return ManifestFile(data, marker, parent)
+    return ManifestFile(manifest, data, sha256)
 
 
 def commit(store: Store, file: ManifestFile, lease: Lease | None, fence: Fence | None) -> None:
@@ -226,9 +228,10 @@ def commit(store: Store, file: ManifestFile, lease: Lease | None, fence: Fence |
         SaveError: Something that it needs may have been pruned.
         StoreError: Store or log refused.
     """
-    if file.parent is not None and not store.at(file.parent.path).exists(MANIFEST_FILE):
+    parent = file.manifest.parent
+    if parent is not None and not store.at(parent.path).exists(MANIFEST_FILE):
         raise SaveError(
-            f"{store.url}: nothing was committed, because its parent {store.at(file.parent.path).url} was pruned "
+            f"{store.url}: nothing was committed, because its parent {store.at(parent.path).url} was pruned "
             "meanwhile; save again: the next save will be a baseline"
         )
     if lease is not None and lease.has_run_out:
@@ -239,9 +242,9 @@ def commit(store: Store, file: ManifestFile, lease: Lease | None, fence: Fence |
     check = fence.check if fence is not None else _no_check
     check()
     if store.row_log is not None:
-        commit_marked(store, store.row_log, file.marker, file.data, check)
+        commit_marked(store, store.row_log, file.marker(store), file.data, check)
     else:
-        store.put_new(MANIFEST_FILE, file.data, file.marker.save_id)
+        store.put_new(MANIFEST_FILE, file.data, file.manifest.save_id)
 
 
 def _no_check() -> None:

@@ -18,10 +18,9 @@ from torchrec_cnr.errors import ConfigurationError, SaveError
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.lineage.checkpoint import Checkpoint, Head, committed
 from torchrec_cnr.policies import Compacted, Policy, Since
-from torchrec_cnr.saving.row_blocks import TouchedBlocks, block_rows_of
+from torchrec_cnr.saving.sinks import FILES, Captured, RowDestination
 from torchrec_cnr.saving.staged_values import StagedValue
 from torchrec_cnr.sharding import ShardKey, local_shards, memory_key
-from torchrec_cnr.storage.row_log import RowLog
 from torchrec_cnr.storage.store import Store
 from torchrec_cnr.tracking.modified_rows import ModifiedRows, RowList, SelectedRows
 from torchrec_cnr.tracking.tracked_tables import Pending, TrackedRows, TrackedShard, trackers
@@ -116,13 +115,13 @@ class StagedRows:
         since: What they were modified since.
         parts: By their heat, if the policy divides them by it.
         digest: Tells whether another rank, which has the same shard, has the same rows.
-        touched: Where rows were modified since the head, if the log that rows go to keeps row blocks.
+        captured: What the sink must know besides.
     """
 
     since: Since
     parts: tuple[SelectedRows, ...]
     digest: bytes
-    touched: TouchedBlocks | None = None
+    captured: Captured | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +136,7 @@ class TrackedItem:
         values: [num_rows, ...], shared with the model; or what was staged: all rows, or those of ``rows`` only.
         rows: The modified ones; None if all were staged and must be stored.
         is_replaced: Whether it took the place of what the head holds, so that all its rows must be stored.
-        block_rows: Rows of a row block, if the log that rows go to keeps these.
+        table_row_bytes: Of the values of a row of its table.
     """
 
     fqn: str
@@ -147,7 +146,7 @@ class TrackedItem:
     values: StagedValue
     rows: ModifiedRows | StagedRows | None
     is_replaced: bool = False
-    block_rows: int | None = None
+    table_row_bytes: int = 0
 
     @property
     def is_table(self) -> bool:
@@ -168,12 +167,6 @@ class TrackedItem:
     def dtype(self) -> str:
         """As manifests name it."""
         return str(self.values.dtype).removeprefix("torch.")
-
-    def touched(self) -> TouchedBlocks | None:
-        """Where rows were modified since the head, if the log that rows go to keeps row blocks."""
-        if isinstance(self.rows, ModifiedRows) and self.block_rows is not None:
-            return TouchedBlocks.of(self.table, self.table_box, self.block_rows, self.rows.select(Since.HEAD))
-        return self.rows.touched if isinstance(self.rows, StagedRows) else None
 
     def digests(self) -> Mapping[Since, bytes]:
         """Of its modified rows, by what they may be a delta of."""
@@ -200,6 +193,7 @@ class Cut:
         staged: What the save can be a delta of with what was staged; None if the state dict is live.
         background_save: Of a save whose rows were staged.
         is_complete: Whether all of them were staged, rather than some left to be written first.
+        destination: Where the rows of a delta go.
     """
 
     number: int
@@ -211,6 +205,17 @@ class Cut:
     staged: frozenset[Since] | None = None
     background_save: BackgroundSave | None = None
     is_complete: bool = True
+    destination: RowDestination = FILES
+
+    def captured(self, item: TrackedItem) -> Captured | None:
+        """What the sink must know of an item, besides its modified rows."""
+        match item.rows:
+            case ModifiedRows() as rows:
+                return self.destination.capture(item.table, item.table_box, item.table_row_bytes, rows)
+            case StagedRows() as rows:
+                return rows.captured
+            case None:
+                return None
 
     def is_by_heat(self, since: Since) -> bool:
         """Whether rows of different heat are kept apart."""
@@ -226,14 +231,14 @@ class Cuts:
         policy: That of its planner.
         background_save: The save in the background, if there is one.
         staged: The last cut whose rows were staged.
-        log: That of the writer, where markers say what was committed.
+        destination: That of the writer; if it is a log, markers in it say what was committed.
     """
 
     tracker: TrackedRows
     policy: Policy
     background_save: BackgroundSave = field(default_factory=lambda: BackgroundSave(TIMEOUT_SECS))
     staged: Cut | None = None
-    row_log: RowLog | None = None
+    destination: RowDestination = FILES
     _num_cuts: int = 0
     _is_baseline_due: bool = False
     _frozen_states: dict[ShardKey, ReferenceType[Tensor]] = field(default_factory=dict)
@@ -264,7 +269,8 @@ class Cuts:
         pending = self.tracker.pending
         assert pending is not None  # frozen just now
         self._num_cuts += 1
-        return Cut(self._num_cuts, self.policy, self.tracker.head, self.tracker.num_restores, items, pending)
+        head, num_restores = self.tracker.head, self.tracker.num_restores
+        return Cut(self._num_cuts, self.policy, head, num_restores, items, pending, destination=self.destination)
 
     def next_staged(self) -> frozenset[Since]:
         """What the next save should be a delta of, as far as this rank knows: all ranks alike.
@@ -304,7 +310,9 @@ class Cuts:
     def _landed(self) -> Checkpoint | None:
         """What the pending save has committed."""
         place = self.tracker.pending.place if self.tracker.pending is not None else None
-        return committed(Store.open(place[0], row_log=self.row_log), place[1]) if place is not None else None
+        if place is None:
+            return None
+        return committed(Store.open(place[0], row_log=self.destination.row_log), place[1])
 
     def _head_of(self, checkpoint: Checkpoint) -> Head:
         """The head that a committed save is, on top of the head before."""
@@ -335,20 +343,13 @@ class Cuts:
                     "passed to dcp.async_save); pass the live state dict, no async_stager, or a tracker of a smaller "
                     "model"
                 )
-            block_rows = self._block_rows(shard)
-            found |= {key: _item(shard, key, aliases[0], shards[key], block_rows) for key in aliases}
+            found |= {key: _item(shard, key, aliases[0], shards[key]) for key in aliases}
             for state in shard.state():
                 for key in by_memory.get(memory_key(state), []):
-                    item = _item(shard, key, aliases[0], shards[key], block_rows)
+                    item = _item(shard, key, aliases[0], shards[key])
                     found[key] = replace(item, is_replaced=self._is_replaced(shard, key, state))
                     self._frozen_states[key] = ref(state)
         return found
-
-    def _block_rows(self, shard: TrackedShard) -> int | None:
-        block_bytes = self.row_log.block_bytes if self.row_log is not None else None
-        if block_bytes is None:
-            return None
-        return block_rows_of(shard.rows.box.num_cols, shard.weight.element_size(), block_bytes)
 
     def _is_replaced(self, shard: TrackedShard, key: ShardKey, state: Tensor) -> bool:
         committed_state = self._committed_states.get(key)
@@ -356,6 +357,6 @@ class Cuts:
         return shard.is_state_replaceable and not is_same
 
 
-def _item(shard: TrackedShard, key: ShardKey, table: ShardKey, values: Tensor, block_rows: int | None) -> TrackedItem:
-    rows = shard.rows
-    return TrackedItem(key[0], table[0], rows.box, id(shard), values.detach(), rows, block_rows=block_rows)
+def _item(shard: TrackedShard, key: ShardKey, table: ShardKey, values: Tensor) -> TrackedItem:
+    rows, row_bytes = shard.rows, shard.rows.box.num_cols * shard.weight.element_size()
+    return TrackedItem(key[0], table[0], rows.box, id(shard), values.detach(), rows, table_row_bytes=row_bytes)

@@ -17,16 +17,12 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from torchrec_cnr.errors import ConfigurationError, LoadError, SaveError
 from torchrec_cnr.format.manifest import CheckpointRef, History, Manifest
-from torchrec_cnr.lineage.checkpoint import Head, Lineage, committed, read_lineage, relative_path
-from torchrec_cnr.lineage.latest import newest_first
-from torchrec_cnr.policies import Full, Intermittent, OneShot, Policy, Since
+from torchrec_cnr.lineage.checkpoint import Head, Lineage, read_lineage, relative_path
+from torchrec_cnr.policies import Policy, Since
 from torchrec_cnr.sharding import ShardKey, shard_key
-from torchrec_cnr.storage.row_log import RowLog, root_id
 from torchrec_cnr.storage.store import Store
 
 logger = logging.getLogger(__name__)
-
-_NUM_LOOKED_AT = 8  # of the newest markers
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,7 @@ class Decision:
         whole: Shards that are stored with all their rows all the same.
         num_restores: Restores from a checkpoint that the state has been through.
         head: The checkpoint that the ranks stand on, by full path, if they all do.
-        newest: The newest checkpoint that was committed, if that is another one and rows go to a log of row blocks.
+        loadable_besides: Another checkpoint that may be loaded until this save commits, if its sinks must know of it.
     """
 
     save_id: str
@@ -55,7 +51,7 @@ class Decision:
     whole: frozenset[ShardKey] = frozenset()
     num_restores: int = 0
     head: CheckpointRef | None = None
-    newest: CheckpointRef | None = None
+    loadable_besides: CheckpointRef | None = None
 
 
 @dataclass(frozen=True)
@@ -154,44 +150,6 @@ def choose_base(
         logger.info("%s cannot be named by a relative path from %s: it is a baseline", parent.store.url, store.url)
         return None
     return Base(since, head, parent.manifest, parent.ref, history)
-
-
-def newest_beside(store: Store, head: CheckpointRef | None) -> CheckpointRef | None:
-    """The newest committed checkpoint of a job's root, if it is not its head.
-
-    It may be loaded until the next one is committed, although this job does not go on from it.
-
-    Raises:
-        StoreError: Store or log do not answer.
-    """
-    root = store.at("..")
-    for marker in reversed(
-        store.row_log.markers(root_id(root.url), _NUM_LOOKED_AT) if store.row_log is not None else ()
-    ):
-        if head is not None and marker.sha256 == head.sha256:
-            return None
-        found = committed(root.at(marker.name), marker.save_id)
-        if found is not None and found.sha256 == marker.sha256:
-            return found.ref
-    newest = next(newest_first(root.url, store.row_log), None)
-    return None if newest is None or (head is not None and newest.sha256 == head.sha256) else newest.ref
-
-
-def refuse_policy(policy: Policy, row_log: RowLog | None) -> None:
-    """A log of row blocks holds what was modified since the baseline, and nothing else.
-
-    Raises:
-        ConfigurationError: The policy makes other deltas.
-    """
-    if (
-        row_log is not None
-        and row_log.block_bytes is not None
-        and not isinstance(policy, OneShot | Intermittent | Full)
-    ):
-        raise ConfigurationError(
-            f"the policy {type(policy).__name__} makes deltas of deltas, but the topic {row_log.topic!r} is compacted "
-            "and keeps the newest rows only: use OneShot, Intermittent or Full, or a topic that is not compacted"
-        )
 
 
 def stored_whole(tensors: Mapping[str, RowTensor], metadata: Metadata, parent: Manifest) -> set[str]:

@@ -6,7 +6,7 @@ is that of one block and of the packs in flight, whatever the size of the shard.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,15 +19,12 @@ from torchrec_cnr.format.split_blobs import split
 from torchrec_cnr.quantization import Encoded, NoQuantization, Scheme, SchemeRules, exact_row_bytes
 from torchrec_cnr.saving.staged_values import StagedCodes
 from torchrec_cnr.storage.pack_writer import BLOCK_BYTES, PackWriter
-from torchrec_cnr.storage.row_log import PackTarget
 from torchrec_cnr.storage.store import Bytes
 from torchrec_cnr.tracking.modified_rows import RowList, RowMask, SelectedRows
 
 SAMPLE_ROWS = 512  # of a shard; the errors of different schemes on them differ by more than chance
 
 _GOLDEN_RATIO = (5**0.5 - 1) / 2
-_ROW_BYTES = 16  # more than a row number takes, coded, or the position of an exact row
-_HEADER_BYTES = 1 << 10  # of a pack, for each blob
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,50 +186,24 @@ def write_rows(
     """Encode some rows, for every source at once, into packs of this heat."""
     block_rows = _block_rows(sources, packs.block_bytes)
     place = rows.first if isinstance(rows, RowList) else None
-    blocks: list[_WrittenBlock] = []
+    blocks: list[WrittenBlock] = []
     for number, block in enumerate(rows.blocks(block_rows)):
-        blocks.append(_write_block(packs, sources, number, block, place, heat))
+        blocks.append(write_block(packs, sources, number, block, place, heat))
         place = None if place is None else place + len(block)
-    return _joined(blocks, len(sources))
-
-
-def write_row_blocks(
-    packs: PackWriter, sources: Sequence[EncodingInput], blocks: Iterable[tuple[int, Tensor, int | None, PackTarget]]
-) -> tuple[EncodedRowSet, Sequence[EncodedShard]]:
-    """Encode some rows, for every source at once, each block of them into a pack of its own.
-
-    Args:
-        packs: Where to.
-        sources: The items.
-        blocks: The number of each block, its rows, int64 [k], increasing, where they lie among the values if these are
-            copies, and where its pack goes.
-    """
-    written = []
-    for number, rows, place, target in blocks:
-        written.append(_write_block(packs, sources, number, rows, place, heat=0))
-        packs.end_pack(target)
-    return _joined(written, len(sources))
-
-
-def most_block_bytes(sources: Sequence[EncodingInput], num_rows: int) -> int:
-    """What a pack of that many rows may take, however they are encoded: codes take less than values, with all exact."""
-    names_bytes = sum(_HEADER_BYTES + len(source.name.encode()) for source in (sources[0], *sources))
-    widths = [(math.prod(source.rows.shape[1:]), source.values.element_size()) for source in sources]
-    row_bytes = _ROW_BYTES + sum(2 * num_cols * itemsize + _ROW_BYTES for num_cols, itemsize in widths)
-    return names_bytes + num_rows * row_bytes
+    return join_blocks(blocks, len(sources))
 
 
 @dataclass(frozen=True)
-class _WrittenBlock:
+class WrittenBlock:
     """A coded block of row numbers, the number of its blob; and of each source, its blob's and how many are exact."""
 
     rows: tuple[CodedRows, int, int]
     codes: tuple[tuple[int, int], ...]
 
 
-def _write_block(
+def write_block(
     packs: PackWriter, sources: Sequence[EncodingInput], number: int, rows: Tensor, place: int | None, heat: int
-) -> _WrittenBlock:
+) -> WrittenBlock:
     """Encode one block of rows, which lie at their own numbers, or where they were copied to."""
     coded = encode_row_numbers(rows.cpu().numpy())
     data = np.frombuffer(coded.data, dtype=np.uint8)
@@ -247,10 +218,11 @@ def _write_block(
             codes.append(_write_values(packs, source, number, values, heat))
         else:  # copied already
             codes.append(_write_values(packs, source, number, source.rows[place : place + len(rows)], heat))
-    return _WrittenBlock((coded, len(rows), blob), tuple(codes))
+    return WrittenBlock((coded, len(rows), blob), tuple(codes))
 
 
-def _joined(blocks: Sequence[_WrittenBlock], num_sources: int) -> tuple[EncodedRowSet, Sequence[EncodedShard]]:
+def join_blocks(blocks: Sequence[WrittenBlock], num_sources: int) -> tuple[EncodedRowSet, Sequence[EncodedShard]]:
+    """Blocks of rows that follow one another, as the rows and shards that they make up."""
     shards = [_encoded([block.codes[index] for block in blocks]) for index in range(num_sources)]
     return EncodedRowSet(tuple(block.rows for block in blocks)), shards
 

@@ -33,16 +33,14 @@ from torchrec_cnr.saving.decision import (
     RowTensor,
     agree,
     choose_base,
-    newest_beside,
     policy_of_all,
     ranks_of_shards,
     refuse_missing_rows,
-    refuse_policy,
     refuse_unsharded_state,
     stored_whole,
 )
 from torchrec_cnr.saving.plug_in_messages import CNRStorageMeta, SaveMetadata, ShardData, StagedTensor
-from torchrec_cnr.saving.row_blocks import TouchedBlocks
+from torchrec_cnr.saving.sinks import FILES, Captured, RowDestination
 from torchrec_cnr.saving.staged_values import StagedCodes
 from torchrec_cnr.sharding import ShardKey, is_replicated, shard_key
 from torchrec_cnr.tracking.modified_rows import ModifiedRows, SelectedRows
@@ -70,7 +68,7 @@ class CNRSavePlanner(DefaultSavePlanner):
         self._cut = self._untracked()
         self._meta: CNRStorageMeta | None = None
         self._parts: dict[int, tuple[SelectedRows, ...]] = {}
-        self._touched: dict[int, TouchedBlocks | None] = {}
+        self._captured: dict[int, Captured | None] = {}
         self._decision: Decision | None = None
 
     def set_up_planner(
@@ -82,18 +80,22 @@ class CNRSavePlanner(DefaultSavePlanner):
         """Settle the save before, and cut; or take the cut that was made when rows were staged."""
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         self._decision = None
-        self._parts, self._touched = {}, {}
+        self._parts, self._captured = {}, {}
         self._meta = storage_meta if isinstance(storage_meta, CNRStorageMeta) else None
-        store = self._meta.store if self._meta is not None else None
-        refuse_policy(self._policy, store.row_log if store is not None else None)
+        destination = self._destination
+        destination.refuse_policy(self._policy)
         self._cut = self._staged() or self._untracked()
         if self._cut.staged is None and self._cuts is not None:
             if self._meta is None:
                 raise ConfigurationError(
                     "CNRSavePlanner(tracker) saves only some rows: pass a CNRStorageWriter as storage_writer"
                 )
-            self._cuts.row_log = store.row_log if store is not None else None
+            self._cuts.destination = destination
             self._cut = self._cuts.cut(self.state_dict)
+
+    @property
+    def _destination(self) -> RowDestination:
+        return self._meta.destination if self._meta is not None else FILES
 
     def _untracked(self) -> Cut:
         """A cut of nothing that is tracked, which a baseline is made of."""
@@ -179,17 +181,16 @@ class CNRSavePlanner(DefaultSavePlanner):
         refuse_unsharded_state(ranks_of, data)
         plans = [replace(plan, planner_data=rank.paths) for plan, rank in zip(all_plans, data, strict=True)]
         plans, metadata = super().create_global_plan(plans)
-        head, meta = self._cut.head, self._meta
-        store = meta.store if meta is not None else None
-        keeps_blocks = store is not None and store.row_log is not None and store.row_log.block_bytes is not None
+        head, meta, destination = self._cut.head, self._meta, self._destination
+        store, head_ref = meta.store if meta is not None else None, head.ref if head is not None else None
         decision = Decision(
             save_id=str(meta.save_id) if meta else "",
             since=Since.EVER,
             policy=type(self._policy).__name__,
             after_ns=head.created_ns if head else 0,
             num_restores=self._cut.num_restores,
-            head=head.ref if head else None,
-            newest=newest_beside(store, head.ref if head else None) if store is not None and keeps_blocks else None,
+            head=head_ref,
+            loadable_besides=destination.loadable_besides(store, head_ref) if store is not None else None,
         )
         policy = policy_of_all(self._policy, data)
         base = choose_base(policy, head, [rank.head for rank in data], store)
@@ -201,7 +202,7 @@ class CNRSavePlanner(DefaultSavePlanner):
             whole |= {
                 key
                 for key, ranks in ranks_of.items()
-                for since in {base.since, Since.HEAD if keeps_blocks else base.since}
+                for since in {base.since, *destination.compared}
                 if not agree(key, since, [data[r] for r in ranks])
             }
             decision = replace(decision, since=base.since, parent=base.ref, history=base.history, whole=whole)
@@ -237,13 +238,13 @@ class CNRSavePlanner(DefaultSavePlanner):
             num_restores=self._decision.num_restores,
             group=item.group,
             codes=item.values if isinstance(item.values, StagedCodes) else None,
-            touched=self._touched_of(item),
+            captured=self._captured_of(item),
         )
 
-    def _touched_of(self, item: TrackedItem) -> TouchedBlocks | None:
-        if item.group not in self._touched:
-            self._touched[item.group] = item.touched()
-        return self._touched[item.group]
+    def _captured_of(self, item: TrackedItem) -> Captured | None:
+        if item.group not in self._captured:
+            self._captured[item.group] = self._cut.captured(item)
+        return self._captured[item.group]
 
     def _rows_of(self, item: TrackedItem, key: ShardKey, decision: Decision) -> tuple[SelectedRows, ...] | None:
         if decision.since is Since.EVER or key in decision.whole:

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.progress import SavePhases
 from torchrec_cnr.saving.decision import Decision
-from torchrec_cnr.saving.row_blocks import TouchedBlocks
+from torchrec_cnr.saving.sinks import FILES, Captured, RowDestination
 from torchrec_cnr.saving.staged_values import StagedCodes, StagedValue
 from torchrec_cnr.storage.store import Store
 from torchrec_cnr.tracking.modified_rows import RowList, SelectedRows
@@ -22,9 +22,10 @@ from torchrec_cnr.tracking.modified_rows import RowList, SelectedRows
 
 @dataclass
 class CNRStorageMeta(StorageMeta):
-    """What the writer tells the planner: where this save goes. ``save_id`` is set."""
+    """What the writer tells the planner: where this save goes, and its rows. ``save_id`` is set."""
 
     store: Store | None = None
+    destination: RowDestination = FILES
 
 
 @dataclass
@@ -75,7 +76,7 @@ class ShardData:
             numbers.
         group: A number that a table's shard and the optimizer state of its rows have in common, if it is tracked.
         codes: What the values were encoded as, if that is all that was staged.
-        touched: Where rows were modified since the head, if the log that rows go to keeps row blocks.
+        captured: What the sink must know besides.
         is_table: Whether it is a table, rather than its optimizer state.
         table: For row-wise optimizer state, the FQN of its table.
         table_box: And the box of the table's shard.
@@ -90,7 +91,7 @@ class ShardData:
     num_restores: int = 0
     group: int | None = None
     codes: StagedCodes | None = None
-    touched: TouchedBlocks | None = None
+    captured: Captured | None = None
 
     @property
     def has_rows_only(self) -> bool:

@@ -35,9 +35,9 @@ _KEY = re.compile(r"(?P<block>.*/(?P<block_rows>\d{1,9})x(?P<number>\d{1,18}))/(
 _MAX_NAME = 512  # characters of a key
 
 
-def block_rows_of(num_cols: int, itemsize: int, block_bytes: int) -> int:
+def block_rows_of(row_bytes: int, block_bytes: int) -> int:
     """How many rows a block has; the same for ever, as long as a shard has these columns."""
-    return min(MAX_CODED_ROWS, max(1, block_bytes // max(1, num_cols * itemsize)))
+    return min(MAX_CODED_ROWS, max(1, block_bytes // max(1, row_bytes)))
 
 
 @dataclass(frozen=True, eq=False)

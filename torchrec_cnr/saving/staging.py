@@ -34,6 +34,7 @@ from torchrec_cnr.quantization import Scheme, SchemeRules
 from torchrec_cnr.saving.cut import Cut, Cuts, StagedRows, TrackedItem
 from torchrec_cnr.saving.encoding import choose_scheme
 from torchrec_cnr.saving.plug_in_messages import StagedTensor
+from torchrec_cnr.saving.sinks import RowDestination
 from torchrec_cnr.saving.staged_values import (
     StagedValue,
     StagingBuffer,
@@ -44,7 +45,6 @@ from torchrec_cnr.saving.staged_values import (
 )
 from torchrec_cnr.sharding import ShardKey, copied, dtype_name, is_replicated, local_shards, memory_key
 from torchrec_cnr.storage.pack_writer import BLOCK_BYTES
-from torchrec_cnr.storage.row_log import RowLog
 from torchrec_cnr.tracking.modified_rows import ModifiedRows, RowList, RowMask
 from torchrec_cnr.tracking.tracked_tables import trackers
 
@@ -131,10 +131,10 @@ def _since(cut: Cut) -> Since:
 
 def _masks(item: TrackedItem, cut: Cut) -> StagedRows:
     """Modified rows among all rows."""
-    since, touched = _since(cut), item.touched()
+    since, captured = _since(cut), cut.captured(item)
     parts = _modified(item).select_parts(since, cut.is_by_heat(since))
-    digest = RowMask.union(parts).digest() + (touched.digest() if touched is not None else b"")
-    return StagedRows(since, parts, digest, touched)
+    digest = RowMask.union(parts).digest() + (captured.digest() if captured is not None else b"")
+    return StagedRows(since, parts, digest, captured)
 
 
 def _lists(item: TrackedItem, cut: Cut) -> tuple[Tensor, StagedRows]:
@@ -145,7 +145,7 @@ def _lists(item: TrackedItem, cut: Cut) -> tuple[Tensor, StagedRows]:
     for numbers in parts:
         lists.append(RowList(numbers.cpu(), first))
         first += len(numbers)
-    return torch.cat(parts) if len(parts) > 1 else parts[0], StagedRows(since, tuple(lists), b"", item.touched())
+    return torch.cat(parts) if len(parts) > 1 else parts[0], StagedRows(since, tuple(lists), b"", cut.captured(item))
 
 
 def _modified(item: TrackedItem) -> ModifiedRows:
@@ -217,12 +217,12 @@ class Staging:
         self._cuts: Cuts | None = None
         self._released = threading.Event()
 
-    def wait(self, live: Mapping[str, Any], row_log: RowLog | None) -> None:
+    def wait(self, live: Mapping[str, Any], destination: RowDestination) -> None:
         """Wait for the save before.
 
         Args:
             live: What will be saved, flattened.
-            log: That of the writer.
+            destination: That of the writer.
 
         Raises:
             ConfigurationError: It holds tables of several trackers.
@@ -230,7 +230,7 @@ class Staging:
         """
         self._cuts, self.live = _cuts_of(live), frozenset()
         if self._cuts is not None:
-            self._cuts.row_log = row_log
+            self._cuts.destination = destination
             self._cuts.background_save.timeout_secs = self._timeout_secs
             self._cuts.wait()
 

@@ -20,7 +20,7 @@ import os
 import time
 import uuid
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -33,28 +33,35 @@ from torch.futures import Future
 from torch.profiler import record_function
 
 from torchrec_cnr.errors import CheckpointExistsError, ConfigurationError
-from torchrec_cnr.format.manifest import MANIFEST_FILE, Manifest
+from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.gc_pause import paused_gc
 from torchrec_cnr.kernels.cpu.compiling import one_thread
 from torchrec_cnr.policies import Since
 from torchrec_cnr.progress import Count, Progress, SavePhases
 from torchrec_cnr.quantization import NoQuantization, Quantization, SchemeRules
-from torchrec_cnr.saving.block_writer import BlockWriter, Predecessor, forget_superseded, predecessor
+from torchrec_cnr.saving.block_writer import CompactedTopic
 from torchrec_cnr.saving.commit import ManifestFile, assemble, commit, file_of, manifest_of
 from torchrec_cnr.saving.cut import TIMEOUT_SECS
 from torchrec_cnr.saving.decision import Decision, RankData
 from torchrec_cnr.saving.plug_in_messages import CNRStorageMeta, SaveMetadata
 from torchrec_cnr.saving.rank_writer import RankWriter
+from torchrec_cnr.saving.sinks import FILES, OpenSink, PackSettings, PlainTopic, RowDestination
 from torchrec_cnr.saving.staging import STAGING_BYTES, Staging
 from torchrec_cnr.sharding import shard_key
 from torchrec_cnr.storage.fences import Fence, fence_of
 from torchrec_cnr.storage.leases import Lease
-from torchrec_cnr.storage.pack_writer import PACK_BYTES, PackWriter, check_pack_bytes, check_thread_count
-from torchrec_cnr.storage.row_log import BlockTarget, PackTarget, RowLog, root_id
+from torchrec_cnr.storage.pack_writer import PACK_BYTES, check_pack_bytes, check_thread_count
+from torchrec_cnr.storage.row_log import RowLog
 from torchrec_cnr.storage.store import Store
-from torchrec_cnr.throttling import Bandwidth, CpuThrottle, check_cpu_share
+from torchrec_cnr.throttling import Bandwidth, check_cpu_share
 
-_LOG_PACK_BYTES = 4 << 20  # no file: the sooner the first is sent, the more goes on at once
+
+def destination_of(row_log: RowLog | None) -> RowDestination:
+    """Where the rows of deltas go: the one place that asks of which kind a log is."""
+    if row_log is None:
+        return FILES
+    block_bytes = row_log.block_bytes
+    return PlainTopic(row_log) if block_bytes is None else CompactedTopic(row_log, block_bytes)
 
 
 class CNRStorageWriter(StorageWriter, AsyncStager):
@@ -119,8 +126,8 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         self._rules = SchemeRules.of(quantization if quantization is not None else NoQuantization())
         self._staging = Staging(self._rules, staging_bytes, timeout_secs)
         self._bandwidth = Bandwidth(max_bytes_per_sec)
-        self._log = row_log
-        self._target: PackTarget | BlockTarget | None = None  # of this save's rows
+        self._destination = destination_of(row_log)
+        self._open_sink: OpenSink | None = None  # of this save
         self._store = self._opened(path)
         if row_log is not None:
             row_log.open(may_make=True)
@@ -142,7 +149,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
             SaveError: The save before has not ended in time.
         """
         live, paths = flatten_state_dict(dict(state_dict))
-        self._staging.wait(live, self._log)
+        self._staging.wait(live, self._destination)
         try:
             with record_function("torchrec_cnr.stage"):
                 return dict(unflatten_state_dict(self._staging.stage(live), paths))
@@ -165,7 +172,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
 
     def __getstate__(self) -> dict[str, Any]:
         """In another process it writes what was staged here, for the same job, and tells nobody how far it is."""
-        return {**self.__dict__, "_progress": None, "_target": None, "_sent_fence": fence_of(self._store)}
+        return {**self.__dict__, "_progress": None, "_open_sink": None, "_sent_fence": fence_of(self._store)}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Another checkpoint id; DCP calls this only if it was given one."""
@@ -173,7 +180,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
             self._store = self._opened(checkpoint_id)
 
     def _opened(self, path: str | os.PathLike[str]) -> Store:
-        return replace(Store.open(path, self._sync_files, self._log), bandwidth=self._bandwidth)
+        return replace(Store.open(path, self._sync_files, self._destination.row_log), bandwidth=self._bandwidth)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Learn the rank; DCP passes it only to a parameter that is called ``kwargs``."""
@@ -196,10 +203,9 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         self._store.make()
         if self._is_coordinator:
             self._lease = Lease.take(self._store, "save")
-        if self._log is not None:  # before the coordinator learns whether a later job has begun
-            if self._is_coordinator and self._log.block_bytes is not None and isinstance(plan.planner_data, RankData):
-                self._own_fence().check()  # for now: who is late should not disturb the other; only it knows its fence
-            self._target = self._log.target(root_id(self._store.at("..").url), self._rank, self._is_coordinator)
+        is_fenced = self._is_coordinator and isinstance(plan.planner_data, RankData)  # only it knows its job's fence
+        own_fence = self._own_fence if is_fenced else None
+        self._open_sink = self._destination.prepare(self._store, self._rank, self._is_coordinator, own_fence)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -208,8 +214,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         if isinstance(plans[0].planner_data, Decision):
             self._fence = self._own_fence()
             self._fence.claim()
-        if self._log is not None:
-            self._log.begin(root_id(self._store.at("..").url))
+        self._destination.begin(self._store)
         return [replace(plan, storage_data=self._save_id) for plan in plans]
 
     def _own_fence(self) -> Fence:
@@ -218,46 +223,24 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Encode and write this rank's items."""
-        began = time.monotonic()
-        packs = self._pack_writer(self._store, f"{plan.storage_data}-{self._rank}", self._pack_bytes)
-        row_packs, blocks = self._row_writer(plan)
-        try:
-            count = Count(len(plan.items), self._progress)
-            writer = RankWriter(packs, planner, self._rules, self._warned, count, row_packs, blocks)
+        began, decision = time.monotonic(), plan.planner_data
+        assert self._open_sink is not None  # made when this rank's plan was
+        settings = PackSettings(f"{plan.storage_data}-{self._rank}", self._thread_count, self._pack_bytes)
+        with closing(self._open_sink(settings, decision if isinstance(decision, Decision) else None)) as sink:
+            writer = RankWriter(sink, planner, self._rules, self._warned, Count(len(plan.items), self._progress))
             live = self._staging.live
             if live:
                 writer.write([item for item in plan.items if shard_key(item) in live])
-                for each in filter(None, (packs, row_packs)):
-                    each.flush()
+                sink.flush()
                 self._staging.release()
             if self._staged is not None:
-                for each in filter(None, (packs, row_packs)):
-                    each.pace = CpuThrottle(self._cpu_share)
+                sink.throttle(self._cpu_share)
             with one_thread() if self._staged is not None else nullcontext():  # behind training
                 writer.write([item for item in plan.items if shard_key(item) not in live])
             results = writer.finish(replace(self._staged or SavePhases(), plan_secs=began - self._started))
-        finally:
-            for each in filter(None, (packs, row_packs)):
-                each.close()
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
-
-    def _pack_writer(self, target: PackTarget, prefix: str, pack_bytes: int) -> PackWriter:
-        return PackWriter(target, prefix, self._thread_count, pack_bytes)
-
-    def _row_writer(self, plan: SavePlan) -> tuple[PackWriter | None, BlockWriter | None]:
-        """Of the rows of a delta, where there is a log; its packs have names of their own."""
-        log, target, prefix = self._log, self._target, f"{plan.storage_data}-{self._rank}-rows"
-        if log is None or target is None:
-            return None, None
-        if not isinstance(target, BlockTarget):
-            return self._pack_writer(target, prefix, min(self._pack_bytes, _LOG_PACK_BYTES)), None
-        decision = plan.planner_data
-        before = predecessor(log, decision) if isinstance(decision, Decision) else Predecessor(None, frozenset())
-        # A block is a pack, whatever its size; what is none, such as a tensor without columns, goes to files.
-        packs = PackWriter(self._store, prefix, self._thread_count, pack_bytes=1 << 62, buffer_bytes=1 << 62)
-        return packs, BlockWriter(packs, target, before)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit."""
@@ -266,10 +249,10 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         if decision is None:
             decision = Decision(self._save_id, Since.EVER, policy="Full")
         with record_function("torchrec_cnr.commit"):
-            manifest, file, rank_phases = self._manifest_file(decision, metadata, results)
+            file, rank_phases = self._manifest_file(decision, metadata, results)
             commit(self._store, file, self._lease, self._fence)
-        if self._log is not None and self._log.block_bytes is not None and self._fence is not None:
-            forget_superseded(self._store, self._log, decision, manifest)
+        if self._fence is not None:
+            self._destination.committed(self._store, decision, file.manifest)
         if isinstance(metadata, SaveMetadata):
             commit_secs = time.monotonic() - began
             metadata.phases = tuple(replace(phases, commit_secs=commit_secs) for phases in rank_phases)
@@ -280,11 +263,11 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
     @paused_gc()  # to its end: then all that was made here is gone, and need not be looked through
     def _manifest_file(
         self, decision: Decision, metadata: Metadata, results: list[list[WriteResult]]
-    ) -> tuple[Manifest, ManifestFile, tuple[SavePhases, ...]]:
-        """The manifest, its file, and what each rank took."""
+    ) -> tuple[ManifestFile, tuple[SavePhases, ...]]:
+        """The manifest as a file, and what each rank took."""
         parts = assemble(metadata, results)
         manifest = manifest_of(self._store, decision, parts, metadata, self._save_id)
-        return manifest, file_of(manifest, self._store), parts.phases
+        return file_of(manifest, self._store), parts.phases
 
     def storage_meta(self) -> StorageMeta:
         """Where this save goes, for the planner; the first call of every save, and the only one that draws its id."""
@@ -297,7 +280,12 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
             self._lease = None
         self._save_id = uuid.uuid4().hex[:16]
         self._started = time.monotonic()
-        return CNRStorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id, store=self._store)
+        return CNRStorageMeta(
+            checkpoint_id=self.checkpoint_id,
+            save_id=self._save_id,
+            store=self._store,
+            destination=self._destination,
+        )
 
     @property
     def checkpoint_id(self) -> str:

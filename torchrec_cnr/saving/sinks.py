@@ -1,0 +1,317 @@
+"""Sinks: where one rank's part of a save goes.
+
+Baselines and the dense part go to files of the checkpoint. The rows of deltas go to the job's destination, which is one
+of three kinds: files (``RowDestination``), a topic that keeps everything (``PlainTopic``), or one that is compacted
+(``block_writer.CompactedTopic``). The writer has one destination, and makes a sink of it for each save. Whatever else
+takes part in a save asks the destination, and does not know of which kind it is.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import ClassVar, Protocol
+
+from torch.profiler import record_function
+
+from torchrec_cnr.format.boxes import Box
+from torchrec_cnr.format.manifest import CheckpointRef, Manifest, Pack, Place, Shard
+from torchrec_cnr.format.row_sets import Blob, RowSet
+from torchrec_cnr.policies import Policy, Since
+from torchrec_cnr.quantization import Scheme
+from torchrec_cnr.saving.decision import Decision
+from torchrec_cnr.saving.encoding import EncodedRowSet, EncodedShard, EncodingInput, write_all_rows, write_rows
+from torchrec_cnr.storage.fences import Fence
+from torchrec_cnr.storage.pack_writer import PackWriter
+from torchrec_cnr.storage.row_log import BlockTarget, PackTarget, RowLog, root_id
+from torchrec_cnr.storage.store import Bytes, Store
+from torchrec_cnr.throttling import CpuThrottle
+from torchrec_cnr.tracking.modified_rows import ModifiedRows, SelectedRows
+
+_LOG_PACK_BYTES = 4 << 20  # no file: the sooner the first is sent, the more goes on at once
+
+
+class Captured(Protocol):
+    """What a destination must know of a table's shard at the cut, besides its modified rows.
+
+    The cut carries it to the sink, and nothing in between looks into it.
+    """
+
+    def digest(self) -> bytes:
+        """Tells whether another rank, which has the same shard, has captured the same."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class SinkShard:
+    """A shard that is to be written: its tensor, its place there, and its values."""
+
+    fqn: str
+    place: Place
+    source: EncodingInput
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where everything is that a sink has written.
+
+    Attributes:
+        blobs: Those in files, by number.
+        row_blobs: Those of rows of deltas, by number.
+        num_packs: How many packs were written.
+        row_sets: Those that were located already, by their identity: items that share one go on sharing it.
+    """
+
+    blobs: Sequence[Blob]
+    row_blobs: Sequence[Blob]
+    num_packs: int
+    row_sets: dict[int, RowSet]
+
+    def row_set(self, rows: RowSet | EncodedRowSet) -> RowSet:
+        """A row set as a manifest holds it."""
+        if id(rows) not in self.row_sets:
+            self.row_sets[id(rows)] = rows.located(self.row_blobs) if isinstance(rows, EncodedRowSet) else rows
+        return self.row_sets[id(rows)]
+
+
+class WrittenShard(Protocol):
+    """What a sink keeps of a shard that it has written: all but the places of its blobs, and no values."""
+
+    @property
+    def num_exact(self) -> int:
+        """Rows that its scheme cannot represent."""
+        ...
+
+    def shards(self, places: Places) -> tuple[Shard, ...]:
+        """Its parts, as a manifest holds them."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class _WrittenParts:
+    """A shard in parts, each with its rows."""
+
+    place: Place
+    scheme: Scheme
+    parts: tuple[tuple[RowSet | EncodedRowSet, EncodedShard], ...]
+
+    @property
+    def num_exact(self) -> int:
+        return sum(encoded.num_exact for _, encoded in self.parts)
+
+    def shards(self, places: Places) -> tuple[Shard, ...]:
+        return tuple(self._shard(rows, encoded, places) for rows, encoded in self.parts)
+
+    def _shard(self, rows: RowSet | EncodedRowSet, encoded: EncodedShard, places: Places) -> Shard:
+        blobs = places.row_blobs if isinstance(rows, EncodedRowSet) else places.blobs
+        codes = tuple(blobs[number] for number in encoded.blobs)
+        return Shard(self.place.box, places.row_set(rows), codes, self.scheme, self.place.table_box)
+
+
+@dataclass(frozen=True)
+class SinkRecords:
+    """What a sink has written.
+
+    Attributes:
+        packs: All packs that a manifest must name.
+        objects: The blobs of objects, in the order in which they were written.
+        shards: The parts of shards, likewise; and how many rows of each its scheme cannot represent.
+        num_bytes: Of the packs that were written.
+        wait_secs: How long the caller has waited for packs to be written.
+        upload_secs: How long all threads together took to write them.
+    """
+
+    packs: tuple[Pack, ...]
+    objects: tuple[Blob, ...]
+    shards: tuple[tuple[tuple[Shard, ...], int], ...]
+    num_bytes: int
+    wait_secs: float
+    upload_secs: float
+
+
+class PackSink:
+    """Takes what one rank writes in one save, and fills packs with it.
+
+    Args:
+        files: Fills packs that are files.
+        rows: Fills those of the rows of deltas; the same one, if they are files too.
+    """
+
+    def __init__(self, files: PackWriter, rows: PackWriter) -> None:
+        self._files = files
+        self._rows = rows
+        self._writers = (files,) if rows is files else (files, rows)
+        self._objects: list[int] = []
+        self._written: list[WrittenShard] = []
+
+    def write_object(self, name: str, data: Bytes) -> None:
+        """Take an object, as uint8 [n]."""
+        self._objects.append(self._files.add(name, "uint8", data.shape, data))
+
+    def write(
+        self, shards: Sequence[SinkShard], rows: Sequence[SelectedRows] | None, captured: Captured | None
+    ) -> None:
+        """Encode shards whose rows are stored together, and write packs that are full.
+
+        Args:
+            shards: These.
+            rows: The rows to store, by their heat; None for all.
+            captured: What the destination has captured of them.
+        """
+        sources = [shard.source for shard in shards]
+        parts: list[list[tuple[RowSet | EncodedRowSet, EncodedShard]]] = [[] for _ in shards]
+        for heat, selected in enumerate(rows or (None,)):
+            written: RowSet | EncodedRowSet
+            with record_function("torchrec_cnr.encode"):
+                if selected is None:
+                    written, encoded = write_all_rows(self._files, sources)
+                else:
+                    written, encoded = write_rows(self._rows, sources, selected, heat)
+            for own, shard in zip(parts, encoded, strict=True):
+                own.append((written, shard))
+        for item, own in zip(shards, parts, strict=True):
+            self._written.append(_WrittenParts(item.place, item.source.scheme, tuple(own)))
+
+    def throttle(self, cpu_share: float) -> None:
+        """From now on, rest so that no more than a share of a core is taken."""
+        for writer in self._writers:
+            writer.pace = CpuThrottle(cpu_share)
+
+    def flush(self) -> None:
+        """Write what there is, and wait for it."""
+        for writer in self._writers:
+            writer.flush()
+
+    def finish(self) -> SinkRecords:
+        """Write what is left, wait, and tell where it lies."""
+        packs, blobs = self._files.finish()
+        row_blobs = blobs
+        if self._rows is not self._files:
+            row_packs, row_blobs = self._rows.finish()
+            row_blobs = tuple(replace(blob, pack=blob.pack + len(packs)) for blob in row_blobs)
+            packs += row_packs
+        places = Places(blobs, row_blobs, len(packs), {})
+        return SinkRecords(
+            packs,
+            tuple(blobs[number] for number in self._objects),
+            tuple((written.shards(places), written.num_exact) for written in self._written),
+            num_bytes=sum(pack.num_bytes for pack in packs),
+            wait_secs=sum(writer.wait_secs for writer in self._writers),
+            upload_secs=sum(writer.upload_secs for writer in self._writers),
+        )
+
+    def close(self) -> None:
+        """Stop writing; packs that are not being written yet are dropped."""
+        for writer in self._writers:
+            writer.close()
+
+
+@dataclass(frozen=True)
+class PackSettings:
+    """How a sink writes packs: what their names begin with, how many at once, and how large."""
+
+    prefix: str
+    thread_count: int
+    pack_bytes: int
+
+    def writer(self, target: PackTarget) -> PackWriter:
+        """What fills packs that are files."""
+        return PackWriter(target, self.prefix, self.thread_count, self.pack_bytes)
+
+
+OpenSink = Callable[[PackSettings, Decision | None], PackSink]
+OwnFence = Callable[[], Fence]
+
+
+@dataclass(frozen=True)
+class RowDestination:
+    """Where the rows of a job's deltas go: here, to files of the checkpoint. A value that survives pickling.
+
+    Attributes:
+        row_log: The log that they go to, if they do.
+        compared: Ranks that hold one and the same shard must have modified the same rows of it since then, too.
+    """
+
+    row_log: RowLog | None
+    compared: ClassVar[frozenset[Since]] = frozenset()
+
+    def refuse_policy(self, policy: Policy) -> None:
+        """See that the deltas of a policy can go there.
+
+        Raises:
+            ConfigurationError: They cannot.
+        """
+
+    def capture(self, table: str, box: Box, row_bytes: int, rows: ModifiedRows) -> Captured | None:
+        """What the sink must know of a table's shard, with its frozen rows.
+
+        Args:
+            table: FQN of the table.
+            box: Of the shard.
+            row_bytes: Of the values of a row.
+            rows: The modified ones.
+        """
+        return None
+
+    def loadable_besides(self, store: Store, head: CheckpointRef | None) -> CheckpointRef | None:
+        """A checkpoint that may be loaded until the next save commits, as the head may, if the sink must know of it.
+
+        Raises:
+            StoreError: Store or log do not answer.
+        """
+        return None
+
+    def prepare(self, store: Store, rank: int, is_coordinator: bool, own_fence: OwnFence | None) -> OpenSink:
+        """Get ready for a save, before the coordinator learns whether a later job has begun.
+
+        Args:
+            store: The checkpoint.
+            rank: Of this process.
+            is_coordinator: Whether it will commit.
+            own_fence: Gives the fence of the job, if this is the coordinator of a save with a lineage.
+
+        Returns:
+            What makes the sink of the save, on this rank.
+
+        Raises:
+            FencedError: A later job saves there.
+            StoreError: The log does not answer in time.
+        """
+        return partial(_file_sink, store)
+
+    def begin(self, store: Store) -> None:
+        """On the coordinator, which may save: shut out whoever saved there before."""
+
+    def committed(self, store: Store, decision: Decision, manifest: Manifest) -> None:
+        """A save is committed."""
+
+
+FILES = RowDestination(None)
+
+
+def _file_sink(store: Store, settings: PackSettings, decision: Decision | None) -> PackSink:
+    writer = settings.writer(store)
+    return PackSink(writer, writer)
+
+
+@dataclass(frozen=True)
+class PlainTopic(RowDestination):
+    """A topic that keeps everything for a time."""
+
+    row_log: RowLog
+
+    def prepare(self, store: Store, rank: int, is_coordinator: bool, own_fence: OwnFence | None) -> OpenSink:
+        """See ``RowDestination``."""
+        target = self.row_log.target(root_id(store.at("..").url), rank, is_coordinator)
+        assert not isinstance(target, BlockTarget)  # it keeps everything
+        return partial(_topic_sink, store, target)
+
+    def begin(self, store: Store) -> None:
+        """See ``RowDestination``."""
+        self.row_log.begin(root_id(store.at("..").url))
+
+
+def _topic_sink(store: Store, target: PackTarget, settings: PackSettings, decision: Decision | None) -> PackSink:
+    """The packs of rows have names of their own."""
+    pack_bytes = min(settings.pack_bytes, _LOG_PACK_BYTES)
+    rows = PackWriter(target, f"{settings.prefix}-rows", settings.thread_count, pack_bytes)
+    return PackSink(settings.writer(store), rows)
