@@ -106,20 +106,15 @@ class WrittenBlocks:
     kept: tuple[tuple[KeptBlock, int], ...]
     _shards: tuple[tuple[Shard, ...], ...] = field(default=(), init=False)
 
-    def shards(self, blobs: Sequence[Blob], num_packs: int) -> tuple[tuple[Shard, ...], ...]:
-        """Of each member, its rows: one shard for each choice of schemes among the blocks.
-
-        Args:
-            blobs: Those that were written, by number.
-            num_packs: How many packs of this rank come before those that were taken over.
-        """
+    def shards_of(self, number: int, places: Places) -> tuple[Shard, ...]:
+        """The rows of a member: one shard for each choice of schemes among the blocks."""
         if not self._shards:
             parts: dict[tuple[Scheme, ...], list[_Block]] = {}
-            for schemes, block in (*self._new(blobs), *self._kept(num_packs)):
+            for schemes, block in (*self._new(places.row_blobs), *self._kept(places.num_packs)):
                 parts.setdefault(schemes, []).append(block)
             found = [self._part(schemes, blocks) for schemes, blocks in parts.items()] or [self._part(self.schemes, [])]
             self._shards = tuple(zip(*found, strict=True))
-        return self._shards
+        return self._shards[number]
 
     def _part(self, schemes: tuple[Scheme, ...], blocks: list[_Block]) -> tuple[Shard, ...]:
         blocks.sort(key=lambda block: block[0].first)
@@ -142,21 +137,6 @@ class WrittenBlocks:
 
 def _in_pack(pack: int, blob: Blob) -> Blob:
     return Blob(pack, blob.offset, blob.num_bytes, blob.crc32c)
-
-
-@dataclass(frozen=True, eq=False)
-class _WrittenMember:
-    """One of the tensors whose row blocks were written together."""
-
-    blocks: WrittenBlocks
-    number: int
-
-    @property
-    def num_exact(self) -> int:
-        return self.blocks.codes[self.number].num_exact
-
-    def shards(self, places: Places) -> tuple[Shard, ...]:
-        return self.blocks.shards(places.row_blobs, places.num_packs)[self.number]
 
 
 class BlockSink(PackSink):
@@ -186,7 +166,8 @@ class BlockSink(PackSink):
         (selected,) = rows
         with record_function("torchrec_cnr.encode"):
             written = self._write_blocks(shards, selected, captured)
-        self._written += [_WrittenMember(written, number) for number in range(len(shards))]
+        for number, encoded in enumerate(written.codes):
+            self._written.append((partial(written.shards_of, number), encoded.num_exact))
 
     def _write_blocks(self, shards: Sequence[SinkShard], rows: SelectedRows, touched: TouchedBlocks) -> WrittenBlocks:
         members = tuple(Member(shard.fqn, shard.source.dtype, shard.place) for shard in shards)

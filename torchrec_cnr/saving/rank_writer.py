@@ -5,7 +5,7 @@ import logging
 import pickle
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -34,15 +34,6 @@ TABLE_PATTERNS = ("*embedding_bags.*.weight", "*embeddings.*.weight")  # TorchRe
 def is_table_name(fqn: str) -> bool:
     """Whether TorchRec names tables so."""
     return any(fnmatchcase(fqn, pattern) for pattern in TABLE_PATTERNS)
-
-
-@dataclass(frozen=True, eq=False)
-class _Item:
-    """An item to be written, with its values."""
-
-    item: WriteItem
-    data: ShardData
-    source: EncodingInput
 
 
 class RankWriter:
@@ -75,32 +66,31 @@ class RankWriter:
 
     def write(self, items: Sequence[WriteItem]) -> None:
         """Encode items, and write packs that are full."""
-        together: dict[object, list[_Item]] = {}
+        together: dict[object, list[tuple[WriteItem, ShardData]]] = {}
         for item in items:
             if item.type is WriteItemType.BYTE_IO:
                 self._write_object(item)
                 self._count.add(1)
                 continue
             data = self._resolve(item)
-            source = self._source(item, data)
-            if data.group is None or source.values.numel() == 0:
-                self._write_together([_Item(item, data, source)])  # at once: its values may be needed by nobody else
+            if data.group is None or data.values.numel() == 0:
+                self._write_together([(item, data)])  # at once: its values may be needed by nobody else
                 self._count.add(1)
             else:
-                together.setdefault((data.group, id(data.rows)), []).append(_Item(item, data, source))
+                together.setdefault((data.group, id(data.rows)), []).append((item, data))
         for members in together.values():
             self._write_together(members)
             self._count.add(len(members))
 
-    def _write_together(self, members: Sequence[_Item]) -> None:
+    def _write_together(self, members: Sequence[tuple[WriteItem, ShardData]]) -> None:
         """Items whose rows are stored together."""
         shards = []
-        for member in members:
-            size, box = _place(member.item, member.data)
-            fqn, data, source = member.item.index.fqn, member.data, member.source
-            shards.append(SinkShard(fqn, Place(box, data.table_box), source))
-            self._shards.append((member.item, ShardRecord(size, source.dtype, data.is_table, data.table, ())))
-        self._sink.write(shards, members[0].data.rows, members[0].data.captured)
+        for item, data in members:
+            source, (size, box) = self._source(item, data), _place(item, data)
+            shards.append(SinkShard(item.index.fqn, Place(box, data.table_box), source))
+            self._shards.append((item, ShardRecord(size, source.dtype, data.is_table, data.table, ())))
+        _, data = members[0]
+        self._sink.write(shards, data.rows, data.captured)
 
     def _resolve(self, item: WriteItem) -> ShardData:
         data: Any = self._planner.resolve_data(item)

@@ -52,7 +52,7 @@ class SinkShard:
 
 @dataclass(frozen=True)
 class Places:
-    """Where everything is that a sink has written.
+    """Where everything lies that a sink has written.
 
     Attributes:
         blobs: Those in files, by number.
@@ -73,38 +73,17 @@ class Places:
         return self.row_sets[id(rows)]
 
 
-class WrittenShard(Protocol):
-    """What a sink keeps of a shard that it has written: all but the places of its blobs, and no values."""
-
-    @property
-    def num_exact(self) -> int:
-        """Rows that its scheme cannot represent."""
-        ...
-
-    def shards(self, places: Places) -> tuple[Shard, ...]:
-        """Its parts, as a manifest holds them."""
-        ...
+Parts = tuple[tuple[RowSet | EncodedRowSet, EncodedShard], ...]
+Located = Callable[[Places], tuple[Shard, ...]]  # the parts of a shard, as a manifest holds them
 
 
-@dataclass(frozen=True, eq=False)
-class _WrittenParts:
-    """A shard in parts, each with its rows."""
-
-    place: Place
-    scheme: Scheme
-    parts: tuple[tuple[RowSet | EncodedRowSet, EncodedShard], ...]
-
-    @property
-    def num_exact(self) -> int:
-        return sum(encoded.num_exact for _, encoded in self.parts)
-
-    def shards(self, places: Places) -> tuple[Shard, ...]:
-        return tuple(self._shard(rows, encoded, places) for rows, encoded in self.parts)
-
-    def _shard(self, rows: RowSet | EncodedRowSet, encoded: EncodedShard, places: Places) -> Shard:
+def _located(place: Place, scheme: Scheme, parts: Parts, places: Places) -> tuple[Shard, ...]:
+    shards = []
+    for rows, encoded in parts:
         blobs = places.row_blobs if isinstance(rows, EncodedRowSet) else places.blobs
         codes = tuple(blobs[number] for number in encoded.blobs)
-        return Shard(self.place.box, places.row_set(rows), codes, self.scheme, self.place.table_box)
+        shards.append(Shard(place.box, places.row_set(rows), codes, scheme, place.table_box))
+    return tuple(shards)
 
 
 @dataclass(frozen=True)
@@ -141,7 +120,7 @@ class PackSink:
         self._rows = rows
         self._writers = (files,) if rows is files else (files, rows)
         self._objects: list[int] = []
-        self._written: list[WrittenShard] = []
+        self._written: list[tuple[Located, int]] = []  # no values, and how many rows are exact
 
     def write_object(self, name: str, data: Bytes) -> None:
         """Take an object, as uint8 [n]."""
@@ -169,7 +148,8 @@ class PackSink:
             for own, shard in zip(parts, encoded, strict=True):
                 own.append((written, shard))
         for item, own in zip(shards, parts, strict=True):
-            self._written.append(_WrittenParts(item.place, item.source.scheme, tuple(own)))
+            num_exact = sum(encoded_part.num_exact for _, encoded_part in own)
+            self._written.append((partial(_located, item.place, item.source.scheme, tuple(own)), num_exact))
 
     def throttle(self, cpu_share: float) -> None:
         """From now on, rest so that no more than a share of a core is taken."""
@@ -193,7 +173,7 @@ class PackSink:
         return SinkRecords(
             packs,
             tuple(blobs[number] for number in self._objects),
-            tuple((written.shards(places), written.num_exact) for written in self._written),
+            tuple((located(places), num_exact) for located, num_exact in self._written),
             num_bytes=sum(pack.num_bytes for pack in packs),
             wait_secs=sum(writer.wait_secs for writer in self._writers),
             upload_secs=sum(writer.upload_secs for writer in self._writers),
@@ -235,29 +215,14 @@ class RowDestination:
     compared: ClassVar[frozenset[Since]] = frozenset()
 
     def refuse_policy(self, policy: Policy) -> None:
-        """See that the deltas of a policy can go there.
-
-        Raises:
-            ConfigurationError: They cannot.
-        """
+        """Raise a ConfigurationError if the deltas of a policy cannot go there."""
 
     def capture(self, table: str, box: Box, row_bytes: int, rows: ModifiedRows) -> Captured | None:
-        """What the sink must know of a table's shard, with its frozen rows.
-
-        Args:
-            table: FQN of the table.
-            box: Of the shard.
-            row_bytes: Of the values of a row.
-            rows: The modified ones.
-        """
+        """What the sink must know of a table's shard, whose rows take so many bytes as values, at the cut."""
         return None
 
     def loadable_besides(self, store: Store, head: CheckpointRef | None) -> CheckpointRef | None:
-        """A checkpoint that may be loaded until the next save commits, as the head may, if the sink must know of it.
-
-        Raises:
-            StoreError: Store or log do not answer.
-        """
+        """Another checkpoint than the head that may be loaded until a save commits, if its sinks must know of it."""
         return None
 
     def prepare(self, store: Store, rank: int, is_coordinator: bool, own_fence: OwnFence | None) -> OpenSink:
