@@ -161,12 +161,12 @@ class Copies:
     num_saves: int = 0
 
     def tensors(self, table: str) -> list[Tensor]:
-        """The live weights, and the row-shaped optimizer state."""
+        """The live weights, and the row-shaped optimizer state; writes to them move no counter of versions."""
         weight = self.job.model.get_parameter(f"{table}.weight")
         states = [
             value for optimizer in self.job.optimizers.values() for value in optimizer.state.get(weight, {}).values()
         ]
-        return [weight.data, *(value for value in states if isinstance(value, Tensor) and value.dim())]
+        return [weight.data, *(value.data for value in states if isinstance(value, Tensor) and value.dim())]
 
     def run(self, operation: Operation) -> None:
         """Do one operation."""
