@@ -11,7 +11,9 @@ import re
 import uuid
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, fields
-from typing import Any, get_args
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
 
 from torchrec_cnr.errors import DamagedError, StoreError
 from torchrec_cnr.format.manifest import CheckpointKind
@@ -25,8 +27,9 @@ NUM_FOLDED = 16  # as many files become one
 _NAME = re.compile(r"\d{20}-[0-9a-f]{16}\.json")
 _TEMPORARY = re.compile(r"[0-9a-f]{16}\.(?P<at_ns>\d{20})-[0-9a-f]{16}\.json")
 _FORMAT, _VERSION = "torchrec_cnr journal", 1
-_MAX_INT = 1 << 62
 _MAX_BYTES = 1 << 28  # of a file; one of so many tells of a million checkpoints
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
 
 @dataclass(frozen=True)
@@ -50,17 +53,17 @@ class PrunedCheckpoint:
     """
 
     name: str
-    created_ns: int
+    created_ns: Count
     kind: CheckpointKind
-    num_bytes: int
-    num_rows: int
-    num_table_rows: int
+    num_bytes: Count
+    num_rows: Count
+    num_table_rows: Count
     parent: str | None
-    restore_bytes: int | None
-    removed_ns: int
+    restore_bytes: Count | None
+    removed_ns: Count
     save_ids: tuple[str, ...] = ()
-    compactions: tuple[tuple[int, int], ...] = ()
-    log_bytes: int = 0
+    compactions: tuple[tuple[Count, Count], ...] = ()
+    log_bytes: Count = 0
 
 
 @dataclass(frozen=True)
@@ -73,9 +76,9 @@ class Prune:
         freed_bytes: Bytes of the files that it removes.
     """
 
-    at_ns: int
+    at_ns: Count
     name: str
-    freed_bytes: int
+    freed_bytes: Count
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,19 @@ class Journal:
     prunes: tuple[Prune, ...] = ()
     files: tuple[str, ...] = ()
     abandoned: tuple[str, ...] = ()
+
+
+class _File(msgspec.Struct):
+    """What a file holds. A record is a list of its fields' values: without names it takes half of the room."""
+
+    format: Literal["torchrec_cnr journal"]
+    version: Literal[1]
+    pruned: list[list[Any]]
+    died: frozenset[str]
+    prunes: list[list[Any]]
+
+
+_Record = TypeVar("_Record", PrunedCheckpoint, Prune)
 
 
 def is_journal_file(name: str) -> bool:
@@ -177,55 +193,15 @@ def _each_once(checkpoints: Iterable[PrunedCheckpoint]) -> tuple[PrunedCheckpoin
 
 
 def _parsed(data: bytes) -> Journal:
-    value = json.loads(data)
-    if not isinstance(value, dict) or (value.get("format"), value.get("version")) != (_FORMAT, _VERSION):
-        raise ValueError("not a journal of this version")
-    pruned, died, prunes = (value.get(key) for key in ("pruned", "died", "prunes"))
-    if not (isinstance(pruned, list) and isinstance(died, list) and isinstance(prunes, list)):
-        raise ValueError("it lacks what was pruned")
-    if not _is_list_of(str, died):
-        raise ValueError("no directories of saves that died")
-    return Journal(tuple(map(_checkpoint, pruned)), frozenset(died), tuple(map(_prune, prunes)))
+    # Not by msgspec's own decoder, which refuses lone surrogates: a directory's name may have some.
+    file = msgspec.convert(json.loads(data), _File)
+    pruned = tuple(_record(PrunedCheckpoint, values, num_optional=1) for values in file.pruned)
+    return Journal(pruned, file.died, tuple(_record(Prune, values) for values in file.prunes))
 
 
-def _prune(value: Any) -> Prune:
-    named = _named(value, Prune)
-    if not isinstance(named["name"], str) or not _are_counts(named["at_ns"], named["freed_bytes"]):
-        raise ValueError(f"no prune: {str(value)[:80]!r}")
-    return Prune(**named)
-
-
-def _checkpoint(value: Any) -> PrunedCheckpoint:
-    has_log = isinstance(value, list) and len(value) == len(fields(PrunedCheckpoint))
-    named = _named(value if has_log or not isinstance(value, list) else [*value, 0], PrunedCheckpoint)
-    counts = ("created_ns", "num_bytes", "num_rows", "num_table_rows", "removed_ns", "log_bytes")
-    good = (
-        _are_counts(*(named[name] for name in counts))
-        and (named["restore_bytes"] is None or _are_counts(named["restore_bytes"]))
-        and isinstance(named["name"], str)
-        and isinstance(named["parent"], str | None)
-        and named["kind"] in get_args(CheckpointKind)
-        and _is_list_of(str, named["save_ids"])
-        and _is_list_of(list, named["compactions"])
-        and all(len(pair) == 2 and _are_counts(*pair) for pair in named["compactions"])
-    )
-    if not good:
-        raise ValueError(f"no pruned checkpoint: {str(value)[:80]!r}")
-    lists = {"save_ids": tuple(named["save_ids"]), "compactions": tuple(map(tuple, named["compactions"]))}
-    return PrunedCheckpoint(**{**named, **lists})
-
-
-def _named(value: Any, kind: type[Prune] | type[PrunedCheckpoint]) -> dict[str, Any]:
-    """A list of a value's fields, in their order: without names it takes half of the room."""
+def _record(kind: type[_Record], values: list[Any], num_optional: int = 0) -> _Record:
+    """From the values of its fields, in their order; those of the last ones may be missing."""
     names = [field.name for field in fields(kind)]
-    if not isinstance(value, list) or len(value) != len(names):
-        raise ValueError(f"not the fields {', '.join(names)}: {str(value)[:80]!r}")
-    return dict(zip(names, value, strict=True))
-
-
-def _is_list_of(kind: type, value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, kind) for item in value)
-
-
-def _are_counts(*values: Any) -> bool:
-    return all(type(value) is int and 0 <= value <= _MAX_INT for value in values)
+    if not len(names) - num_optional <= len(values) <= len(names):
+        raise ValueError(f"not the fields {', '.join(names)}: {str(values)[:80]!r}")
+    return msgspec.convert(dict(zip(names, values, strict=False)), kind)

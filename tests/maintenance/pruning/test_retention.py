@@ -589,6 +589,13 @@ def test_hostile_records_are_refused(root: Root) -> None:
     assert read_names(root.url) == ["0"]
 
 
+def test_a_journal_holds_names_that_are_not_utf8(root: Root) -> None:
+    """A directory's name is bytes; Python reads those that are not UTF-8 as lone surrogates."""
+    directory = root.store.at("journal")
+    name = journal.write_file(directory, journal.Journal(died=frozenset({"run-\udc80"})), NOON_NS)
+    assert journal.read_files(directory, [name], NOON_NS).died == {"run-\udc80"}
+
+
 def test_what_a_prune_left_half_written_goes_later(root: Root) -> None:
     """A file of the journal that never got its name stays while somebody may be writing it."""
     _hourly(root, 2)
