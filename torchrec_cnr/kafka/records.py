@@ -3,7 +3,10 @@
 import json
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import asdict
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from torchrec_cnr.storage.files import Buffer
 from torchrec_cnr.storage.row_log import Marker
@@ -11,10 +14,20 @@ from torchrec_cnr.storage.row_log import Marker
 PART, PACK = "part", "pack"
 _PART = re.compile(rb"(\d{1,9})/(\d{1,9})")
 _FORMAT, _VERSION = "torchrec_cnr marker", 1
-_ROOT = re.compile(r"[0-9a-f]{16}")
-_NAME = re.compile(r"[^/\\\x00-\x1f]{1,1024}")
-_SAVE_ID = re.compile(r"[A-Za-z0-9._-]{1,200}")
-_HEX = re.compile(r"[0-9a-f]{64}")
+_Digest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+
+
+class _MarkerRecord(msgspec.Struct):
+    """A marker as a record's value; ``name`` is that of a directory."""
+
+    format: Literal["torchrec_cnr marker"]
+    version: Literal[1]
+    root: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
+    name: Annotated[str, msgspec.Meta(pattern=r"\A(?!\.{1,2}\Z)[^/\\\x00-\x1f]{1,1024}\Z")]
+    save_id: Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9._-]{1,200}\Z")]
+    sha256: _Digest
+    parent_sha256: _Digest | None
+    created_ns: int
 
 
 def parts_of(buffers: Sequence[Buffer], part_bytes: int) -> Iterator[bytes]:
@@ -64,39 +77,15 @@ def part_number(headers: Any) -> tuple[int, int] | None:
 
 def marker_json(marker: Marker) -> bytes:
     """A marker as a record's value."""
-    return json.dumps(
-        {
-            "format": _FORMAT,
-            "version": _VERSION,
-            "root": marker.root,
-            "name": marker.name,
-            "save_id": marker.save_id,
-            "sha256": marker.sha256,
-            "parent_sha256": marker.parent_sha256,
-            "created_ns": marker.created_ns,
-        },
-        separators=(",", ":"),
-    ).encode()
+    fields = asdict(marker)
+    del fields["offset"]
+    return json.dumps({"format": _FORMAT, "version": _VERSION, **fields}, separators=(",", ":")).encode()
 
 
 def marker_of(value: Any, offset: int) -> Marker | None:
     """A marker from a record's value; None if it is none that can be made sense of."""
     try:
-        found = json.loads(value)
-        if (found["format"], found["version"]) != (_FORMAT, _VERSION):
-            return None
-        parent = found["parent_sha256"]
-        is_valid = (
-            _ROOT.fullmatch(found["root"])
-            and _NAME.fullmatch(found["name"])
-            and found["name"] not in (".", "..")
-            and _SAVE_ID.fullmatch(found["save_id"])
-            and _HEX.fullmatch(found["sha256"])
-            and (parent is None or _HEX.fullmatch(parent))
-            and type(found["created_ns"]) is int
-        )
-    except (ValueError, TypeError, KeyError, RecursionError):
+        found = msgspec.convert(json.loads(value), _MarkerRecord)
+    except (ValueError, TypeError, RecursionError):
         return None
-    if not is_valid:
-        return None
-    return Marker(found["root"], found["name"], found["save_id"], found["sha256"], parent, found["created_ns"], offset)
+    return Marker(found.root, found.name, found.save_id, found.sha256, found.parent_sha256, found.created_ns, offset)
