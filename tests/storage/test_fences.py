@@ -162,6 +162,17 @@ def test_the_highest_fence_is_found_without_listing(tmp_path: Path, num_fences: 
     assert fences.highest(root) == num_fences == len(root.names())
 
 
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff", b"[]", b'{"host": "h"}', b'{"host": "h", "pid": 1e999}', b"[" * 100_000], ids=range(6)
+)
+def test_a_fence_of_which_nobody_can_tell_whose_it_is_holds(tmp_path: Path, content: bytes) -> None:
+    """What is in it is for the message alone."""
+    root = Store.open(tmp_path, sync_files=False)
+    (tmp_path / "fence-00000001.json").write_bytes(content)
+    with pytest.raises(FencedError, match="does not tell whose"):
+        fences.Fence(root, 0, b"ours").claim()
+
+
 def test_a_process_that_saves_for_a_job_is_no_other_job(tmp_path: Path, rank_pool: RankPools) -> None:
     """Saves of one job in its own process and in DCP's, in turn, stand behind one fence; a replacement stops both."""
     assert rank_pool(1).run(_save_here_and_there, tmp_path / "run") == [["fence-00000001.json"]]

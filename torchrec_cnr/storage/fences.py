@@ -15,6 +15,8 @@ import time
 import uuid
 from dataclasses import dataclass
 
+import msgspec
+
 from torchrec_cnr.errors import CheckpointExistsError, FencedError
 from torchrec_cnr.storage.store import Store
 from torchrec_cnr.storage.urls import without_client
@@ -131,6 +133,13 @@ def _name(number: int) -> str:
     return f"fence-{number:08d}.json"
 
 
+class _Owner(msgspec.Struct):
+    """What a message tells of whoever put a fence."""
+
+    host: str
+    pid: int
+
+
 def _owner() -> bytes:
     owner = {"job": uuid.uuid4().hex, "host": socket.gethostname(), "pid": os.getpid(), "since_ns": time.time_ns()}
     return json.dumps(owner).encode()
@@ -139,7 +148,7 @@ def _owner() -> bytes:
 def _told(root: Store, number: int) -> str:
     """Who put a fence, for a message; what stands in it is not trusted."""
     try:
-        owner = json.loads(root.read(_name(number)))
-        return f"host {str(owner['host'])[:80]!r}, process {int(owner['pid'])}"
-    except (OSError, ValueError, TypeError, KeyError):
+        owner = msgspec.json.decode(root.read(_name(number)), type=_Owner)
+        return f"host {owner.host[:80]!r}, process {owner.pid}"
+    except (OSError, ValueError, RecursionError):
         return "it does not tell whose"
