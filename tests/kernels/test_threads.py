@@ -50,7 +50,7 @@ def test_nothing_runs_once_an_error_has_come_out() -> None:
 
 def test_a_child_of_a_fork_has_threads_of_its_own() -> None:
     """After the parent has used its threads, a forked child works too."""
-    in_parallel(lambda start, stop: None, 4, chunk_rows=1)
+    in_parallel(lambda start, stop: time.sleep(0.1), 4, chunk_rows=1)  # so long that no thread does two ranges
     child = os.fork()
     if child == 0:
         done: list[int] = []

@@ -1,5 +1,6 @@
 """Fences: of several jobs that save to one root, the one that came last goes on, and the others are told."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -202,14 +203,24 @@ def _save_here_and_there(_: int, root: Path) -> list[str]:
     return found
 
 
-def test_a_forked_process_is_another_job(new_job: Callable[[], Job], tmp_path: Path) -> None:
+def test_a_forked_process_is_another_job(tmp_path: Path) -> None:
     """It has the memory of its parent, but is not it."""
-    fence = fences.fence_of(Store.open(tmp_path / "run/1"))
-    assert in_child(_owner, str(tmp_path / "run/1")) != fence.owner
+    own, again, forked = in_child(_owners, str(tmp_path / "run/1"))
+    assert own == again != forked
 
 
-def _owner(path: str) -> bytes:
-    return fences.fence_of(Store.open(path)).owner
+def _owners(path: str) -> tuple[bytes, bytes, bytes]:
+    """This process's, before and after a fork of it, and that of the fork."""
+    own = fences.fence_of(Store.open(path)).owner
+    receiving, sending = os.pipe()
+    if os.fork() == 0:
+        os.write(sending, fences.fence_of(Store.open(path)).owner)
+        os._exit(0)
+    os.close(sending)
+    with os.fdopen(receiving, "rb") as pipe:
+        forked = pipe.read()
+    os.wait()
+    return own, fences.fence_of(Store.open(path)).owner, forked
 
 
 def test_savers_without_a_lineage_need_no_fence(tmp_path: Path) -> None:

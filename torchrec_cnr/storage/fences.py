@@ -75,16 +75,17 @@ class Fence:
 
 
 class _Jobs:
-    """The fences of this process, by root: a child that was forked is a job of its own."""
+    """The fences of this process, by root."""
 
     def __init__(self) -> None:
-        self._pid = 0
         self._fences: dict[str, Fence] = {}
+
+    def forget(self) -> None:
+        """A child that was forked is a job of its own."""
+        self._fences = {}
 
     def fence(self, root: Store, is_new: bool = False) -> Fence:
         """That of a root; made anew if so asked."""
-        if self._pid != os.getpid():
-            self._pid, self._fences = os.getpid(), {}
         place = without_client(root.url)
         found = self._fences.get(place)
         if found is None or is_new:
@@ -93,6 +94,7 @@ class _Jobs:
 
 
 _jobs = _Jobs()
+os.register_at_fork(after_in_child=_jobs.forget)
 
 
 def fence_of(checkpoint: Store) -> Fence:

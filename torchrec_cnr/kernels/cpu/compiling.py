@@ -102,20 +102,25 @@ def _check_cpu() -> None:
 
 
 class _Pool:
-    """The pool of this process: threads do not survive a fork, and a child makes its own."""
+    """The pool of this process."""
 
     def __init__(self) -> None:
-        self._made: tuple[int, int, ThreadPoolExecutor] | None = None  # by which process, for how many threads
+        self._made: tuple[int, ThreadPoolExecutor] | None = None  # for how many threads
 
     def of(self, num_threads: int) -> ThreadPoolExecutor:
         made = self._made
-        if made is None or made[0] != os.getpid() or made[1] < num_threads:
+        if made is None or made[0] < num_threads:
             executor = ThreadPoolExecutor(num_threads, thread_name_prefix="torchrec_cnr-kernel")
-            self._made = made = (os.getpid(), num_threads, executor)
-        return made[2]
+            self._made = made = (num_threads, executor)
+        return made[1]
+
+    def forget(self) -> None:
+        """Threads do not survive a fork: the child makes its own."""
+        self._made = None
 
 
 _pool = _Pool()
+os.register_at_fork(after_in_child=_pool.forget)
 
 
 class _Callers(threading.local):
