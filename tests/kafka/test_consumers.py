@@ -1,9 +1,12 @@
 """Packs in Kafka are read in any pieces and any order, and each gives the bytes that were written."""
 
 import itertools
+import os
+import pickle
 import random
 import time
 import uuid
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,8 +17,9 @@ pytest.importorskip("confluent_kafka")
 
 from confluent_kafka import Producer
 
+from tests.support.killing import in_child
 from torchrec_cnr.format.manifest import LogRange
-from torchrec_cnr.kafka import KafkaRows, consumers
+from torchrec_cnr.kafka import KafkaRows, consumers, disconnect
 from torchrec_cnr.kafka.clients import Cluster
 from torchrec_cnr.kafka.consumers import RangeConsumer
 
@@ -129,3 +133,41 @@ def test_kept_records_are_of_their_topic(kafka: "Broker") -> None:
         found = [message.value() for message in consumer.records(topic, partition, start, stop)]
         assert found == [f"{topic} {partition} {number}".encode() for number in range(start, stop)]
     consumer.close()
+
+
+def test_a_forked_child_has_connections_of_its_own(kafka: "Broker") -> None:
+    """It reads and writes although its parent did before, and the parent goes on with its own."""
+    assert in_child(use_in_fork, kafka.bootstrap, f"forked-{uuid.uuid4()}") == (0, [b"parent", b"child", b"again"])
+
+
+def use_in_fork(bootstrap: str, topic: str) -> tuple[int, list[bytes]]:
+    """The exit code of a fork of this process that reads and writes, and what three saves wrote."""
+    rows = KafkaRows(bootstrap, topic, num_partitions=1, timeout_secs=10)
+
+    def put(content: bytes) -> LogRange:
+        return rows.target("root", 0).put("pack", [content])
+
+    def read(content: bytes, place: LogRange) -> bytes:
+        return bytes(rows.read("pack", len(content), place, 0, len(content)))
+
+    places = {b"parent": put(b"parent")}
+    assert read(b"parent", places[b"parent"]) == b"parent"
+    assert rows.markers("root", 1) == ()
+    receiving, sending = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with suppress(BaseException):
+            assert read(b"parent", places[b"parent"]) == b"parent"
+            assert rows.markers("root", 1) == ()
+            os.write(sending, pickle.dumps(put(b"child")))
+            disconnect()
+            os._exit(0)
+        os._exit(1)
+    os.close(sending)
+    with os.fdopen(receiving, "rb") as pipe:
+        found = pipe.read()
+    exitcode = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if found:
+        places[b"child"] = pickle.loads(found)
+    places[b"again"] = rows.target("root", 1).put("pack", [b"again"])
+    return exitcode, [read(content, place) for content, place in places.items()]

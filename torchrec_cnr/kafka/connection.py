@@ -178,18 +178,16 @@ def _part_of(message: Message, name: str, place: LogRange, num_bytes: int, where
 
 
 class _Logs:
-    """The connections of this process: a child that was forked has its own."""
+    """The connections of this process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._pid = 0
         self._logs: dict[LogRules, KafkaLog] = {}
+        self._of_parents: list[object] = []
 
     def log(self, rules: LogRules) -> KafkaLog:
         """Those to a log."""
         with self._lock:
-            if self._pid != os.getpid():
-                self._pid, self._logs = os.getpid(), {}
             if rules not in self._logs:
                 self._logs[rules] = KafkaLog(rules)
             return self._logs[rules]
@@ -198,13 +196,17 @@ class _Logs:
         """Have the producers of all logs leave."""
         with self._lock:
             logs, self._logs = self._logs, {}
-            if self._pid != os.getpid():  # they are the parent's
-                return
         for log in logs.values():
             log.close()
 
+    def begin_child(self) -> None:
+        """A child that was forked has its own; those of its parent are kept, as ending them crashes librdkafka."""
+        self._of_parents.append(self._logs)
+        self._lock, self._logs = threading.Lock(), {}
+
 
 _logs = _Logs()
+os.register_at_fork(after_in_child=_logs.begin_child)
 
 
 def log_of(rules: LogRules) -> KafkaLog:

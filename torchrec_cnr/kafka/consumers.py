@@ -224,31 +224,33 @@ class Consumers:
 
 
 class _OfProcess:
-    """The consumers of this process, of all logs of a cluster: a child that was forked has its own."""
+    """The consumers of this process, of all logs of a cluster."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._pid = 0
         self._consumers: dict[tuple[Cluster, str], Consumers] = {}
+        self._of_parents: list[object] = []
 
     def consumers(self, cluster: Cluster, isolation: str) -> Consumers:
         """Those of a cluster."""
         with self._lock:
-            if self._pid != os.getpid():
-                self._pid, self._consumers = os.getpid(), {}
             return self._consumers.setdefault((cluster, isolation), Consumers(cluster, isolation))
 
     def forget(self) -> None:
         """Have those that are idle leave."""
         with self._lock:
             consumers, self._consumers = self._consumers, {}
-            if self._pid != os.getpid():  # they are the parent's
-                return
         for each in consumers.values():
             each.close()
 
+    def begin_child(self) -> None:
+        """A child that was forked has its own; those of its parent are kept, as ending them crashes librdkafka."""
+        self._of_parents.append(self._consumers)
+        self._lock, self._consumers = threading.Lock(), {}
+
 
 _of_process = _OfProcess()
+os.register_at_fork(after_in_child=_of_process.begin_child)
 
 
 def consumers_of(cluster: Cluster, isolation: str) -> Consumers:
