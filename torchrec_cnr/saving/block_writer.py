@@ -12,12 +12,12 @@ save that failed, here or elsewhere, cannot make it wrong.
 import logging
 import math
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
 
+from cachetools import LRUCache, cached
 from torch.profiler import record_function
 
 from torchrec_cnr.errors import CNRError, ConfigurationError, LoadError, SaveError
@@ -266,27 +266,7 @@ def _block_sink(
     return BlockSink(settings.writer(store), rows, target, before)
 
 
-class _Remembered:
-    """Blocks of the manifests that were read or written last, by their digests and their log."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._blocks: OrderedDict[tuple[str, str], CommittedBlocks] = OrderedDict()
-
-    def get(self, key: tuple[str, str]) -> CommittedBlocks | None:
-        """What was put under a key, if it was not long ago."""
-        with self._lock:
-            return self._blocks.get(key)
-
-    def put(self, key: tuple[str, str], blocks: CommittedBlocks) -> None:
-        """Remember, and forget what was put first."""
-        with self._lock:
-            self._blocks[key] = blocks
-            while len(self._blocks) > _MAX_REMEMBERED:
-                self._blocks.popitem(last=False)
-
-
-_remembered = _Remembered()
+_MAX_REMEMBERED = 3  # manifests, those that were used last
 
 
 def predecessor(row_log: RowLog, decision: Decision) -> Predecessor:
@@ -330,13 +310,9 @@ def forget_superseded(store: Store, row_log: RowLog, decision: Decision, manifes
         logger.warning("rows that nothing needs any more stay in the topic %r: %s", row_log.topic, error)
 
 
+@cached(LRUCache(_MAX_REMEMBERED), key=lambda row_log, ref: (ref.sha256, row_log.topic), lock=threading.Lock())
 def _committed_blocks(row_log: RowLog, ref: CheckpointRef) -> CommittedBlocks:
-    key = (ref.sha256, row_log.topic)
-    found = _remembered.get(key)
-    if found is None:
-        checkpoint = read_checkpoint(Store.open(ref.path, row_log=row_log))
-        if checkpoint.sha256 != ref.sha256:
-            raise SaveError(f"{ref.path}: it was replaced while a save went on from it; save again")
-        found = CommittedBlocks(checkpoint.committed, row_log.topic)
-        _remembered.put(key, found)
-    return found
+    checkpoint = read_checkpoint(Store.open(ref.path, row_log=row_log))
+    if checkpoint.sha256 != ref.sha256:
+        raise SaveError(f"{ref.path}: it was replaced while a save went on from it; save again")
+    return CommittedBlocks(checkpoint.committed, row_log.topic)
