@@ -13,9 +13,10 @@ bits a row, and within a few per cent where deltas usually are, around p = .26.
 Row sets: which rows of a shard are stored, block by block, and where the code of their numbers lies.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NewType
 
 import numpy as np
 import numpy.typing as npt
@@ -123,6 +124,14 @@ class Blob:
     num_bytes: int
     crc32c: int
 
+    def in_pack(self, pack: int) -> "Blob":
+        """The same bytes, where the pack has another index."""
+        return Blob(pack, self.offset, self.num_bytes, self.crc32c)
+
+
+# A blob that a pack writer has taken, and whose pack may not be written yet: its number among those of the writer.
+UnplacedBlob = NewType("UnplacedBlob", int)
+
 
 @dataclass(frozen=True)
 class RowBlock:
@@ -141,6 +150,22 @@ class RowBlock:
     span: int
     num_rows: int
     blob: Blob | None
+
+
+@dataclass(frozen=True)
+class UnplacedRowBlock:
+    """A row block whose code a pack writer has taken; the attributes are those of :class:`RowBlock`."""
+
+    coding: Coding | Literal["all"]
+    first: int
+    span: int
+    num_rows: int
+    blob: UnplacedBlob | None
+
+    def placed(self, place: Callable[[UnplacedBlob], Blob]) -> RowBlock:
+        """The row block, with its code where ``place`` says that it is."""
+        blob = None if self.blob is None else place(self.blob)
+        return RowBlock(self.coding, self.first, self.span, self.num_rows, blob)
 
 
 @dataclass(frozen=True)

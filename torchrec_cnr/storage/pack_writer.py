@@ -16,7 +16,7 @@ from torch.profiler import record_function
 
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.format.manifest import Pack
-from torchrec_cnr.format.row_sets import Blob
+from torchrec_cnr.format.row_sets import Blob, UnplacedBlob
 from torchrec_cnr.storage.row_log import PackTarget
 from torchrec_cnr.storage.store import Bytes
 from torchrec_cnr.throttling import CpuThrottle
@@ -52,7 +52,7 @@ def crc32c(data: Bytes | bytes, before: int = 0) -> int:
 class _Part:
     """A blob on its way into a pack; ``number`` is what ``PackWriter.add`` returned."""
 
-    number: int
+    number: UnplacedBlob
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -95,11 +95,13 @@ class PackWriter:
         self._filled_bytes: dict[tuple[int, int], int] = {}
         self._num_blobs = 0
         self._packs: list[Pack] = []
-        self._blobs: dict[int, Blob] = {}
+        self._blobs: dict[UnplacedBlob, Blob] = {}
         self.wait_secs = 0.0
         self.upload_secs = 0.0
 
-    def add(self, name: str, dtype: str, shape: tuple[int, ...], data: Bytes, heat: int = 0, age: int = 0) -> int:
+    def add(
+        self, name: str, dtype: str, shape: tuple[int, ...], data: Bytes, heat: int = 0, age: int = 0
+    ) -> UnplacedBlob:
         """Take a blob; its bytes must not change afterwards.
 
         Args:
@@ -107,14 +109,14 @@ class PackWriter:
             age: Of its rows.
 
         Returns:
-            Its number among the blobs that :meth:`finish` returns.
+            The blob, whose place :meth:`finish` returns under this number.
         """
         kind = (heat, age)
         if self._filled_bytes.get(kind, 0) + data.nbytes > self._pack_bytes:
             self._write_pack(kind)
         if sum(self._filled_bytes.values()) + data.nbytes > self._buffer_bytes and self._filled_bytes:
             self._write_pack(max(self._filled_bytes, key=lambda kind: self._filled_bytes[kind]))
-        number = self._num_blobs
+        number = UnplacedBlob(self._num_blobs)
         self._num_blobs += 1
         self._parts.setdefault(kind, []).append(_Part(number, name, SAFETENSORS[dtype], shape, data))
         self._filled_bytes[kind] = self._filled_bytes.get(kind, 0) + data.nbytes
@@ -136,7 +138,7 @@ class PackWriter:
     def finish(self) -> tuple[tuple[Pack, ...], tuple[Blob, ...]]:
         """Write what is left and wait: all packs of this rank, and all blobs by number."""
         self.flush()
-        return tuple(self._packs), tuple(self._blobs[number] for number in range(self._num_blobs))
+        return tuple(self._packs), tuple(blob for _, blob in sorted(self._blobs.items()))
 
     @property
     def block_bytes(self) -> int:
@@ -172,7 +174,7 @@ class _WrittenPack:
     """A pack, the blobs in it by number, and how long it took to write."""
 
     pack: Pack
-    blobs: Mapping[int, Blob]
+    blobs: Mapping[UnplacedBlob, Blob]
     secs: float
 
 

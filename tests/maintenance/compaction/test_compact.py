@@ -46,7 +46,7 @@ from torchrec_cnr.errors import (
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.row_sets import Blob, RowBlock, RowSet
 from torchrec_cnr.lineage.checkpoint import Checkpoint, read_lineage
-from torchrec_cnr.maintenance.compaction import copy_rows, live_rows, row_groups
+from torchrec_cnr.maintenance.compaction import copy_rows, live_rows
 from torchrec_cnr.maintenance.compaction.compact import compact, run_compaction
 from torchrec_cnr.maintenance.compaction.live_rows import pieces_of
 from torchrec_cnr.maintenance.compaction.plan import CompactionPlan, plan_compaction
@@ -113,7 +113,7 @@ class Sizes:
                 (pack_writer, "BLOCK_BYTES", self.block_bytes),
                 (pack_reader, "_SPAN_BYTES", self.span_bytes),
                 (live_rows, "WINDOW_ROWS", self.window_rows),
-                (copy_rows, "BlobCache", partial(row_groups.BlobCache, max_bytes=self.cache_bytes)),
+                (copy_rows, "BlobCache", partial(copy_rows.BlobCache, max_bytes=self.cache_bytes)),
                 (copy_rows, "CACHE_BYTES", self.cache_bytes),
                 (copy_rows, "_MAX_WAITING", self.max_waiting),
             ):
@@ -350,7 +350,7 @@ def test_blobs_are_kept_for_the_next_block(tmp_path: Path) -> None:
         yield from PackReader.read(reader, blobs)
 
     with mock.patch.object(reader, "read", read):
-        cache = row_groups.BlobCache(reader, max_bytes=4000)
+        cache = copy_rows.BlobCache(reader, max_bytes=4000)
         uses = [(pieces[:3], 0, 3), (pieces[:3], 0, 1), (pieces[1:], 0, 2), (pieces[1:], 400, 1)]
         for part, next_row, num_reads in uses:
             wanted.clear()

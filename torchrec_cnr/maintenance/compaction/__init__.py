@@ -5,12 +5,9 @@ many overwritten rows are rewritten: their live rows are copied, without decodin
 pruning does that.
 
 - ``plan``: ``plan_compaction``, which chooses the data files to rewrite by benefit and cost.
-- ``flatten``: a run of checkpoints as if one checkpoint had stored all of it.
-- ``live_rows``: which stored rows a load still sees, from row numbers alone.
-- ``compact``: ``compact`` and ``run_compaction``, which copy the rows, then write and commit the new manifest.
-- ``copy_rows``: goes through the tables, a range of rows at a time, and copies the live rows.
-- ``row_groups``: copies rows that belong together (one box, scheme and age) into new blocks.
-- ``new_packs``: the new data files, each with rows of one heat and about one age.
+- ``live_rows``: the merged checkpoints as if one had stored all rows, and which of these a load still sees.
+- ``copy_rows``: copies the live rows, a range of rows of a table at a time, into new shards and data files.
+- ``compact``: ``compact`` and ``run_compaction``, which have the rows copied, then write and commit the new manifest.
 
 Words of this package:
 

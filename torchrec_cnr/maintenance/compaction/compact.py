@@ -1,23 +1,20 @@
-"""Replacing: a checkpoint's new manifest is put together, checked as a reader would, and committed.
-
-Rewriting: the second half of a compaction. Copies what is live in victims, then commits the new manifest.
-"""
+"""Running a compaction: copy the live rows of victims, then build, check and commit the new manifest."""
 
 import os
 import posixpath
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from torchrec_cnr.errors import CheckpointExistsError, CNRError, LoadError, SaveError
 from torchrec_cnr.format import manifest_json
-from torchrec_cnr.format.manifest import CheckpointRef, History, Manifest, Pack, TensorEntry, replacement_name
-from torchrec_cnr.format.renumbering import Renumbering
-from torchrec_cnr.format.row_sets import Blob
+from torchrec_cnr.format.manifest import CheckpointRef, History, Manifest, Pack, Shard, TensorEntry, replacement_name
+from torchrec_cnr.format.renumbering import Renumbering, moved_block
+from torchrec_cnr.format.row_sets import Blob, RowBlock, RowSet, UnplacedBlob
 from torchrec_cnr.lineage.checkpoint import Checkpoint, read_checkpoint
-from torchrec_cnr.maintenance.compaction.copy_rows import Copying
-from torchrec_cnr.maintenance.compaction.new_packs import NewPacks
+from torchrec_cnr.maintenance.compaction.copy_rows import Copied, Copying, NewPacks, UnplacedShard
+from torchrec_cnr.maintenance.compaction.live_rows import Piece, pieces_of
 from torchrec_cnr.maintenance.compaction.plan import CompactionPlan, plan_compaction
 from torchrec_cnr.policies import MAX_RATIO
 from torchrec_cnr.progress import Progress
@@ -30,31 +27,22 @@ from torchrec_cnr.version import __version__
 
 
 def replacement_of(
-    plan: CompactionPlan,
-    save_id: str,
-    tensors: Mapping[str, TensorEntry],
-    objects: Mapping[str, Blob],
-    packs: Sequence[Pack],
-    blobs: Sequence[Blob],
+    plan: CompactionPlan, save_id: str, copied: Copied, packs: Sequence[Pack], blobs: Sequence[Blob]
 ) -> bytes:
     """The new manifest's file.
 
     Args:
         plan: The compaction.
         save_id: Its own, which new packs' names begin with.
-        tensors: What the new manifest holds. New blobs have a pack behind all old ones, and their number as offset.
-        objects: The same.
+        copied: What was copied.
         packs: New packs.
-        blobs: New blobs, by number.
+        blobs: Places of the new blobs, by number.
 
     Raises:
         SaveError: It could not be read.
     """
     newest = plan.newest
-    places = _Places(plan.flat.packs, packs, blobs)
-    renumbered = Renumbering(places.of)
-    new_tensors = {fqn: renumbered.tensor(entry) for fqn, entry in tensors.items()}
-    new_objects = {fqn: renumbered.blob(blob) for fqn, blob in objects.items()}
+    contents = _NewContents(plan, copied, packs, blobs)
     manifest = replace(
         newest.manifest,
         created_ns=time.time_ns(),
@@ -63,9 +51,9 @@ def replacement_of(
         replaces=newest.manifest_sha256,
         history=History(0),
         writer=f"torchrec_cnr {__version__}",
-        packs=tuple(places.packs),
-        tensors=new_tensors,
-        objects=new_objects,
+        packs=tuple(contents.packs),
+        tensors=contents.tensors,
+        objects=contents.objects,
     )
     manifest = replace(manifest, history=_history(plan, manifest))
     try:
@@ -118,27 +106,69 @@ def _history(plan: CompactionPlan, manifest: Manifest) -> History:
     return History(below.baseline_bytes, (*below.delta_bytes, manifest.blob_bytes))
 
 
-class _Places:
-    """Where each blob lies in the end; packs are numbered in the order in which they are asked for."""
+class _NewContents:
+    """What the new manifest holds, with every blob in its place.
 
-    def __init__(self, old: Sequence[Pack], new: Sequence[Pack], blobs: Sequence[Blob]) -> None:
-        self._old = old
-        self._new = new
-        self._blobs = blobs
-        self._numbers: dict[Pack, int] = {}
+    Attributes:
+        tensors: By FQN.
+        objects: By FQN.
+    """
+
+    def __init__(self, plan: CompactionPlan, copied: Copied, packs: Sequence[Pack], blobs: Sequence[Blob]) -> None:
+        self._plan = plan
+        self._copied = copied
+        self._new_packs = packs
+        self._new_blobs = blobs
+        self._numbers: dict[Pack, int] = {}  # of packs, in the order in which blobs need them
+        self._row_sets: dict[RowSet, RowSet] = {}
+        self._renumbered = Renumbering(self._place)
+        self.tensors = {fqn: self._tensor(fqn, entry) for fqn, entry in plan.flat.tensors.items()}
+        self.objects = {fqn: self._place(blob) for fqn, blob in plan.flat.objects.items()}
 
     @property
     def packs(self) -> list[Pack]:
+        """The packs that hold all of it."""
         return list(self._numbers)
 
-    def of(self, blob: Blob) -> Blob:
-        if blob.pack < len(self._old):
-            return replace(blob, pack=self._number(self._old[blob.pack]))
-        place = self._blobs[blob.offset]
-        return replace(place, pack=self._number(self._new[place.pack]))
+    def _place(self, blob: Blob) -> Blob:
+        """Where an old blob is now."""
+        copy = self._copied.blobs.get(blob)
+        return blob.in_pack(self._number(self._plan.flat.packs[blob.pack])) if copy is None else self._new_place(copy)
+
+    def _new_place(self, blob: UnplacedBlob) -> Blob:
+        place = self._new_blobs[blob]
+        return place.in_pack(self._number(self._new_packs[place.pack]))
 
     def _number(self, pack: Pack) -> int:
         return self._numbers.setdefault(pack, len(self._numbers))
+
+    def _tensor(self, fqn: str, entry: TensorEntry) -> TensorEntry:
+        if entry.folded is None:
+            return self._renumbered.tensor(entry)
+        return replace(entry, shards=tuple(self._shards(fqn, entry)))
+
+    def _shards(self, fqn: str, entry: TensorEntry) -> Iterator[Shard]:
+        """Old shards without what is dead or was moved, and each new one after the last that it took rows from."""
+        stay: dict[int, list[Piece]] = {}
+        for piece in pieces_of(fqn, entry):
+            if self._plan.stays(piece):
+                stay.setdefault(piece.shard, []).append(piece)
+        for index, shard in enumerate(entry.shards):
+            if index in stay:
+                rows = self._row_set(moved_block(piece.rows, self._place) for piece in stay[index])
+                yield replace(shard, rows=rows, blobs=tuple(self._place(piece.blob) for piece in stay[index]))
+            for new in self._copied.shards[fqn]:
+                if new.after == index:
+                    yield self._new_shard(new)
+
+    def _new_shard(self, new: UnplacedShard) -> Shard:
+        rows = self._row_set(block.placed(self._new_place) for block, _ in new.blocks)
+        return replace(new.source, rows=rows, blobs=tuple(self._new_place(blob) for _, blob in new.blocks))
+
+    def _row_set(self, blocks: Iterable[RowBlock]) -> RowSet:
+        """One object for shards that share all blocks."""
+        rows = RowSet(tuple(blocks))
+        return self._row_sets.setdefault(rows, rows)
 
 
 def compact(
@@ -201,7 +231,7 @@ def _rewrite(plan: CompactionPlan, save_id: str, thread_count: int, pack_bytes: 
     packs = NewPacks(plan, save_id, thread_count, pack_bytes, progress)
     try:
         copied = Copying(plan, packs, PackReader(plan.newest.store, plan.flat.packs, thread_count)).run()
-        data = replacement_of(plan, save_id, *copied, *packs.finish())
+        data = replacement_of(plan, save_id, copied, *packs.finish())
     except BaseException:
         packs.discard()
         raise

@@ -1,28 +1,105 @@
-"""Liveness: which stored rows a load would still see, and which later ones have overwritten.
+"""What the checkpoints of a compaction hold, and which of it is live: what a load still sees.
 
-Worked out from row numbers alone, window of rows by window, newest shard first; no codes are read for it. A row is dead
-once all its columns were stored again later. A row of which only some were is live, but must stay where it is: moved
-behind what overwrote the others, it would overwrite them in turn.
+:func:`flatten` lists the tensors and packs of several checkpoints as if one checkpoint had stored all of them. The
+shards of a tensor are in the order in which they were stored, so that later ones overwrite earlier ones as before. The
+directories of packs are relative to the newest checkpoint's.
 
-What the packs of a lineage are worth: how much of each a load still sees. Row numbers are all that is read.
+:func:`live_rows` finds the rows that no later checkpoint has overwritten. It needs only row numbers, and looks at one
+window of rows at a time, newest shard first; no codes are read for it. A row is dead once all its columns were stored
+again later. A row of which only some columns were stored again is live, but must stay where it is: if it were moved to
+a later shard, it would overwrite the newer columns.
+
+:func:`survey` and :func:`uses_of` count how much of each pack is live.
 """
 
+import posixpath
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from torchrec_cnr.errors import DamagedError
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.coverage import Coverage
-from torchrec_cnr.format.manifest import Pack, TensorEntry, name_of
+from torchrec_cnr.format.manifest import Pack, Shard, TensorEntry, name_of
+from torchrec_cnr.format.renumbering import Renumbering
 from torchrec_cnr.format.row_sets import Blob, RowBlock, RowNumbers
 from torchrec_cnr.lineage.checkpoint import Checkpoint
-from torchrec_cnr.maintenance.compaction.flatten import Flat
 from torchrec_cnr.reading.checkpoint_rows import BlockRowNumbers
+from torchrec_cnr.reading.plan import held
 from torchrec_cnr.storage.pack_reader import PackReader
 
 WINDOW_ROWS = 1 << 21  # looked at at once: a byte for each range of columns
+
+PieceKey = tuple[str, int, int]  # FQN, index of the shard, number of the blob
+
+
+@dataclass(frozen=True)
+class Flat:
+    """A run of checkpoints, flattened.
+
+    Attributes:
+        packs: All packs; directories are relative to the newest checkpoint's.
+        written_ns: For each pack, when the newest of its rows was stored first: Unix time in nanoseconds.
+        tensors: Of the newest checkpoint, with the shards of all.
+        objects: Of the newest checkpoint.
+    """
+
+    packs: tuple[Pack, ...]
+    written_ns: tuple[int, ...]
+    tensors: Mapping[str, TensorEntry]
+    objects: Mapping[str, Blob]
+
+    def row_space(self, entry: TensorEntry) -> tuple[int, ...]:
+        """The size whose rows a tensor's are: its own, or its table's."""
+        return entry.size if entry.table is None else self.tensors[entry.table].size
+
+
+def flatten(run: Sequence[Checkpoint]) -> Flat:
+    """Flatten checkpoints of one lineage, oldest first, each the parent of the next.
+
+    Raises:
+        DamagedError: A checkpoint lacks a tensor that a later one has a delta of, or has it otherwise.
+    """
+    newest = run[-1]
+    numbering = _Numbering(newest)
+    renumbered = [Renumbering(partial(numbering.blob, checkpoint)) for checkpoint in run]
+    in_newest = renumbered[-1]
+    tensors = {}
+    for fqn, head in newest.manifest.tensors.items():
+        shards: list[Shard] = []
+        for number, entry in held(run, fqn):
+            shards[:0] = [renumbered[number].shard(shard) for shard in entry.shards if shard.blobs]
+        is_folded = not head.is_whole
+        tensors[fqn] = replace(head, shards=tuple(shards), folded=head.places) if is_folded else in_newest.tensor(head)
+    objects = {fqn: in_newest.blob(blob) for fqn, blob in newest.manifest.objects.items()}
+    return Flat(tuple(numbering.packs), tuple(numbering.written_ns), tensors, objects)
+
+
+class _Numbering:
+    """Packs as the newest checkpoint names them, each once."""
+
+    def __init__(self, newest: Checkpoint) -> None:
+        self._newest = newest
+        self._numbers: dict[tuple[str, str], int] = {}
+        self.packs: list[Pack] = []
+        self.written_ns: list[int] = []
+
+    def blob(self, checkpoint: Checkpoint, blob: Blob) -> Blob:
+        return blob.in_pack(self._number_of(checkpoint, checkpoint.manifest.packs[blob.pack]))
+
+    def _number_of(self, checkpoint: Checkpoint, pack: Pack) -> int:
+        store = checkpoint.store if pack.directory is None else checkpoint.store.at(pack.directory)
+        key = ("" if pack.log is not None else store.path, pack.name)
+        if key not in self._numbers:
+            self._numbers[key] = len(self.packs)
+            above = None
+            if pack.log is None and store.path != self._newest.store.path:
+                above = posixpath.relpath(store.path, self._newest.store.path)
+            self.packs.append(replace(pack, directory=above))
+            self.written_ns.append(checkpoint.created_ns if pack.written_ns is None else pack.written_ns)
+        return self._numbers[key]
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,9 +213,6 @@ def _overlaps(piece: Piece, window: Box) -> bool:
     return first < window.first_row + window.num_rows and first + piece.rows.span > window.first_row
 
 
-PieceKey = tuple[str, int, int]  # FQN, index of the shard, number of the blob
-
-
 @dataclass(frozen=True)
 class PackUse:
     """What a pack of a lineage is worth.
@@ -184,7 +258,7 @@ def survey(
         StoreError: A pack cannot be read.
     """
     num_live: dict[PieceKey, int] = {}
-    partial: set[tuple[str, int]] = set()
+    partly_dead: set[tuple[str, int]] = set()
     for fqn, entry in flat.tensors.items():
         if entry.folded is None:
             continue
@@ -194,8 +268,8 @@ def survey(
             for found in live_rows(pieces, window, reader, f"{newest.store.url}: tensor {fqn!r}", is_filled):
                 num_live[fqn, found.piece.shard, found.piece.number] += len(found.rows)
                 if found.is_partial:
-                    partial.add((fqn, found.piece.shard))
-    return num_live, frozenset(partial)
+                    partly_dead.add((fqn, found.piece.shard))
+    return num_live, frozenset(partly_dead)
 
 
 def uses_of(flat: Flat, num_live: Mapping[PieceKey, int]) -> tuple[PackUse, ...]:

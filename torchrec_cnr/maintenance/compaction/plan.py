@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 
 from torchrec_cnr.errors import CheckpointNotFoundError
 from torchrec_cnr.lineage.checkpoint import Checkpoint, read_lineage
-from torchrec_cnr.maintenance.compaction.flatten import Flat, flatten
-from torchrec_cnr.maintenance.compaction.live_rows import PackUse, PieceKey, survey, uses_of
+from torchrec_cnr.maintenance.compaction.live_rows import Flat, PackUse, Piece, PieceKey, flatten, survey, uses_of
 from torchrec_cnr.policies import MAX_RATIO, check_max_ratio
 from torchrec_cnr.storage.pack_reader import PackReader
 from torchrec_cnr.storage.pack_writer import check_thread_count
@@ -96,6 +95,11 @@ class CompactionPlan:
     def restricted(self, max_moved_bytes: int) -> "CompactionPlan":
         """A part of the plan that copies no more than that, or one file."""
         return replace(self, victims=_victims(self, max_moved_bytes, self_contained=False))
+
+    def stays(self, piece: Piece) -> bool:
+        """Whether the new manifest uses a piece of a folded tensor where it is: it has live rows, and is not moved."""
+        is_live = self.num_live[piece.fqn, piece.shard, piece.number] > 0
+        return is_live and piece.blob.pack not in self.victims
 
     def age(self, use: PackUse) -> float:
         """Of a pack's rows, in intervals between checkpoints."""
