@@ -4,8 +4,13 @@ Three digits are enough to compare by. Names come from a store that anybody may 
 turns the direction of writing, is shown as an escape.
 """
 
+import re
+from dataclasses import MISSING, fields
 from datetime import UTC, datetime
+from typing import Any
 
+_CREDENTIALS = re.compile(r"://[^/]*@")
+_MAX_URL_CHARS = 60
 UNITS = ("B", "KB", "MB", "GB", "TB", "PB", "EB")
 _SECS = (("day", 86_400), ("hour", 3_600), ("minute", 60), ("second", 1))
 
@@ -93,3 +98,26 @@ def age_text(num_ns: int) -> str:
 def name_text(name: str) -> str:
     """A name with escapes for what does not print, such as line breaks, lone surrogates and marks of direction."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in name)
+
+
+def url_text(url: str) -> str:
+    """A path or URL on one short line: its end if it is long, and neither the user nor the query of a URL."""
+    if "://" in url:
+        url = _CREDENTIALS.sub("://", url).partition("?")[0]
+    text = name_text(url)
+    return text if len(text) <= _MAX_URL_CHARS else f"…{text[1 - _MAX_URL_CHARS :]}"
+
+
+def given_text(value: Any, *shown: str) -> str:
+    """The expression that makes a dataclass's value, without arguments that are the default, unless they are named.
+
+    Args:
+        value: An instance of a dataclass.
+        shown: Fields that are there even if they are the default.
+    """
+    given = []
+    for field in fields(value):
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        if field.repr and (field.name in shown or getattr(value, field.name) != default):
+            given.append(f"{field.name}={getattr(value, field.name)!r}")
+    return f"{type(value).__name__}({', '.join(given)})"

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torchrec_cnr.human_text import bytes_text, count_text, number_text, url_text
+
 Progress = Callable[[int, int], None]  # what is done, of what
 
 
@@ -76,3 +78,7 @@ class Saved:
     secs: float
     phases: SavePhases
     num_retries: int
+
+    def __repr__(self) -> str:
+        size = f"{count_text(self.num_rows, 'row')}, {bytes_text(self.num_bytes)}"
+        return f"Saved(step {self.step}, {self.kind}, {size}, {number_text(self.secs)} s, {url_text(self.path)})"

@@ -3,8 +3,8 @@
 # A package, or a module at the top, imports from rows above its own in this table, and nothing from its own row but
 # itself.
 ORDER = (
-    {"errors", "version"},
-    {"human_text", "progress", "throttling", "gc_pause"},
+    {"errors", "version", "human_text"},
+    {"progress", "throttling", "gc_pause"},
     {"kernels"},
     {"quantization"},
     {"format"},

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.format.manifest import LogRange, Pack
 from torchrec_cnr.format.manifest_versions import TOPIC
+from torchrec_cnr.human_text import given_text
 from torchrec_cnr.kafka.clients import BATCH_BYTES, MAX_RECORD_BYTES, OWN_SETTINGS, Cluster
 from torchrec_cnr.kafka.connection import MARKER_SUFFIX, KafkaLog, LogRules, forget_logs, log_of
 from torchrec_cnr.kafka.consumers import forget_consumers
@@ -61,6 +62,9 @@ class KafkaRows:
     compacted: bool = False
     row_block_bytes: int = 8 << 20
     config: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    def __repr__(self) -> str:
+        return given_text(self)
 
     def __post_init__(self) -> None:
         if not self.bootstrap:

@@ -19,6 +19,7 @@ from torchrec_cnr.format.manifest import (
     replacement_name,
 )
 from torchrec_cnr.format.manifest_parser import PARENT_PATH
+from torchrec_cnr.human_text import bytes_text, count_text, url_text
 from torchrec_cnr.lineage.marker_commit import publish_marked
 from torchrec_cnr.storage.store import Store, read_whole
 from torchrec_cnr.throttling import Bandwidth
@@ -77,6 +78,10 @@ class Checkpoint:
     manifest_bytes: int
     manifest_sha256: str
     between: tuple[Manifest, ...] = ()
+
+    def __repr__(self) -> str:
+        size = f"{count_text(self.num_rows, 'row')}, {bytes_text(self.num_bytes)}"
+        return f"Checkpoint({self.kind}, {size}, {url_text(self.store.url)})"
 
     @property
     def kind(self) -> CheckpointKind:

@@ -12,6 +12,7 @@ from enum import Enum
 
 from torchrec_cnr.errors import StateMismatchError
 from torchrec_cnr.format.manifest import DTYPES, Manifest, TensorEntry
+from torchrec_cnr.human_text import url_text
 from torchrec_cnr.loading.optimizer_state import Size, StateName, is_count, pair, weight_of
 
 _NUM_LISTED = 5
@@ -36,6 +37,16 @@ class LoadReport:
     unexpected: tuple[str, ...] = ()
     reshaped: Mapping[str, tuple[Size, Size]] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        parts = {
+            "missing": self.missing,
+            "unexpected": self.unexpected,
+            "reshaped": self.reshaped,
+            "renamed": self.renamed,
+        }
+        counts = [f"{len(self.loaded):,} loaded", *(f"{len(found):,} {what}" for what, found in parts.items() if found)]
+        return f"LoadReport({', '.join(counts)}, {url_text(self.url)})"
 
     def __str__(self) -> str:
         lines = [f"{len(self.loaded)} loaded from {self.url}"]

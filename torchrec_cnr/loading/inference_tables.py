@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType
 
+from torchrec_cnr.human_text import count_text
 from torchrec_cnr.loading.read_items import InferenceReadItem
 from torchrec_cnr.quantization.fbgemm_rows import InferenceRow
 from torchrec_cnr.sharding import memory_key
@@ -48,11 +49,20 @@ class InferenceTable:
 
 
 class TargetTables:
-    """The tables of inference kernels that a load may write to."""
+    """The tables of inference kernels that a load may write to.
+
+    Attributes:
+        tables: The tables.
+    """
 
     def __init__(self, tables: Sequence[InferenceTable]) -> None:
+        self.tables = tuple(tables)
         self._by_memory = {memory_key(view): table for table in tables for view in table.views}
         self._by_memory.pop(None, None)  # a table without rows has no memory
+
+    def __repr__(self) -> str:
+        num_rows = sum(table.size[0] for table in self.tables)
+        return f"{type(self).__name__}({count_text(len(self.tables), 'table')}, {count_text(num_rows, 'row')})"
 
     def find(self, value: Any) -> InferenceTable | None:
         """The table that an item of a state dict shows, whatever its key."""

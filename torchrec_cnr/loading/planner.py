@@ -98,6 +98,14 @@ class CNRLoadPlanner(DefaultLoadPlanner):
         self._ranked: dict[str, Any] = {}
         self._report: LoadReport | None = None
 
+    def __repr__(self) -> str:
+        parts = ["no tracker" if self._tracker is None else "with a tracker"]
+        if self._inference.tables:
+            parts.append(f"inference={self._inference!r}")
+        if self.allow_partial_load:
+            parts.append("allow_partial_load=True")
+        return f"CNRLoadPlanner({', '.join(parts)})"
+
     @property
     def report(self) -> LoadReport:
         """What the last load did, the same on all ranks.

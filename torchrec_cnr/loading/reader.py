@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from torchrec_cnr.errors import CNRError, LoadError
+from torchrec_cnr.human_text import url_text
 from torchrec_cnr.lineage.checkpoint import Lineage, existing, read_lineage
 from torchrec_cnr.lineage.objects import read_objects, serialized
 from torchrec_cnr.loading.item_regions import item_regions, load_metadata
@@ -79,6 +80,9 @@ class CNRStorageReader(StorageReader):
         self._load_id = ""
         self._lease: Lease | None = None
         self.reset()
+
+    def __repr__(self) -> str:
+        return f"CNRStorageReader({url_text(self._url)})"
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new load."""

@@ -17,6 +17,7 @@ import msgspec
 
 from torchrec_cnr.errors import DamagedError, StoreError
 from torchrec_cnr.format.manifest import CheckpointKind
+from torchrec_cnr.human_text import bytes_text, count_text, name_text
 from torchrec_cnr.storage.leases import LEASE_SECS
 from torchrec_cnr.storage.store import Store, read_whole
 
@@ -64,6 +65,10 @@ class PrunedCheckpoint:
     save_ids: tuple[str, ...] = ()
     compactions: tuple[tuple[Count, Count], ...] = ()
     log_bytes: Count = 0
+
+    def __repr__(self) -> str:
+        size = f"{count_text(self.num_rows, 'row')}, {bytes_text(self.num_bytes)}"
+        return f"PrunedCheckpoint({name_text(self.name)}, {self.kind}, {size})"
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from torchrec_cnr.errors import CheckpointExistsError, CNRError, ConfigurationError, SaveError, StoreError
 from torchrec_cnr.format.manifest import MANIFEST_FILE
+from torchrec_cnr.human_text import url_text
 from torchrec_cnr.lineage.checkpoint import read_checkpoint
 from torchrec_cnr.loading.fitting import LoadReport
 from torchrec_cnr.maintenance.background_upkeep import Upkeep
@@ -116,6 +117,7 @@ class CheckpointManager:
             progress=partial(on_progress, "save"),
         )
         self._when_busy = when_busy
+        self._keep = keep
         self._thread_count = thread_count
         self._due = Schedule(every_steps, every_secs, self._ranks.decide)
         self._num_retries = num_retries
@@ -131,6 +133,11 @@ class CheckpointManager:
         )
         self.report: LoadReport | None = None
         self._passed_over: frozenset[str] = frozenset()
+
+    def __repr__(self) -> str:
+        head = self._tracker.head
+        newest = "nothing saved yet" if head is None else f"newest {url_text(posixpath.basename(head.ref.path))}"
+        return f"CheckpointManager({url_text(self._root)}, {newest}, keep={self._keep!r})"
 
     def save(self, step: int, state: StateSource, *, force: bool = False) -> Saved | None:
         """Save if a checkpoint is due; returns once it is committed.

@@ -113,6 +113,9 @@ class ReaderState(Generic[Batch]):
         """Batches that were handed out and not trained yet."""
         return len(self._ahead)
 
+    def __repr__(self) -> str:
+        return f"ReaderState(batches in flight: {self.num_in_flight})"
+
     def __iter__(self) -> Iterator[Batch]:
         if self._trained is None:
             self._trained = self._loader.state_dict()

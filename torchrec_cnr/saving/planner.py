@@ -71,6 +71,9 @@ class CNRSavePlanner(DefaultSavePlanner):
         self._captured: dict[int, Captured | None] = {}
         self._decision: Decision | None = None
 
+    def __repr__(self) -> str:
+        return f"CNRSavePlanner({'no tracker' if self._cuts is None else 'with a tracker'}, policy={self._policy!r})"
+
     def set_up_planner(
         self,
         state_dict: dict[str, Any],

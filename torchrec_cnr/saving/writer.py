@@ -35,6 +35,7 @@ from torch.profiler import record_function
 from torchrec_cnr.errors import CheckpointExistsError, ConfigurationError
 from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.gc_pause import paused_gc
+from torchrec_cnr.human_text import count_text, url_text
 from torchrec_cnr.kernels.cpu.compiling import one_thread
 from torchrec_cnr.policies import Since
 from torchrec_cnr.progress import Count, Progress, SavePhases
@@ -139,6 +140,11 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         self._fence: Fence | None = None  # of this save, if it has a lineage
         self._sent_fence: Fence | None = None  # of the job, if that is another process
         self._warned: set[str] = set()  # FQNs of which it was said that rows are stored exactly
+
+    def __repr__(self) -> str:
+        patterns = self._rules.patterns
+        quantization = count_text(len(patterns), "pattern") if patterns else repr(self._rules.tables)
+        return f"CNRStorageWriter({url_text(self._store.url)}, {quantization})"
 
     def stage(self, state_dict: dict[str, Any], **_: Any) -> dict[str, Any]:
         """Cut, and copy what an asynchronous save will hold; waits for the save before.

@@ -19,6 +19,7 @@ from typing import Protocol
 
 from torchrec_cnr.errors import DamagedError, StoreError
 from torchrec_cnr.format.manifest import MANIFEST_FILE
+from torchrec_cnr.human_text import instant_text, url_text
 from torchrec_cnr.lineage.latest import committed_ns
 from torchrec_cnr.lineage.marker_commit import publish_marked
 from torchrec_cnr.storage.row_log import Marker, RowLog, root_id
@@ -26,6 +27,7 @@ from torchrec_cnr.storage.store import Store
 
 logger = logging.getLogger(__name__)
 
+_FAR_NS = 1 << 63  # some 250 years after now
 _SETTLED_NS = 10**9  # after which a directory's time of modification tells of the next change, however coarse it is
 
 
@@ -40,6 +42,10 @@ class Commit:
 
     path: str
     created_ns: float
+
+    def __repr__(self) -> str:
+        when = instant_text(int(self.created_ns)) if 0 <= self.created_ns < _FAR_NS else "at an unknown time"
+        return f"Commit({url_text(self.path)}, {when})"
 
 
 class Commits(Protocol):
@@ -75,6 +81,9 @@ class RootCommits:
         self._pending: set[str] = set()  # directories without a manifest
         self._stamps: dict[str, int] = {}  # of local directories, the root's under ""
         self._is_closed = threading.Event()
+
+    def __repr__(self) -> str:
+        return f"RootCommits({url_text(self._root.url)})"
 
     def newest_first(self) -> Sequence[Commit]:
         """See `Commits`."""

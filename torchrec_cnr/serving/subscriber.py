@@ -17,6 +17,7 @@ from typing import Self
 from torch import nn
 
 from torchrec_cnr.errors import CheckpointNotFoundError, CNRError, ConfigurationError, DamagedError
+from torchrec_cnr.human_text import url_text
 from torchrec_cnr.serving.commit_sources import Commit, Commits, MarkerCommits, RootCommits
 from torchrec_cnr.serving.served_model import ServedModel
 from torchrec_cnr.serving.updates_report import Applied, Lag, lag_of
@@ -80,6 +81,11 @@ class RowSubscriber:
         self._served = ServedModel(
             model, key, allow_partial=allow_partial_load, thread_count=thread_count, row_log=row_log
         )
+
+    def __repr__(self) -> str:
+        applied = "nothing applied" if self.applied is None else url_text(self.applied)
+        state = "closed" if self._is_closed.is_set() else "not started" if self._thread is None else "following"
+        return f"RowSubscriber({applied}, {self.lag}, {state})"
 
     def update(self) -> Applied | None:
         """Apply the newest checkpoint, if it is not applied yet.

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchrec_cnr.format.manifest import CheckpointKind
+from torchrec_cnr.human_text import bytes_text, count_text, number_text, url_text
 from torchrec_cnr.serving.commit_sources import Commit
 
 
@@ -34,6 +35,11 @@ class Applied:
     apply_secs: float
     committed_to_applied_secs: float
 
+    def __repr__(self) -> str:
+        size = f"{count_text(self.num_rows, 'row')}, {bytes_text(self.num_bytes)}"
+        secs = f"read in {number_text(self.read_secs)} s, applied in {number_text(self.apply_secs)} s"
+        return f"Applied({self.kind}, {size}, {secs}, {url_text(self.path)})"
+
 
 @dataclass(frozen=True)
 class Lag:
@@ -48,6 +54,11 @@ class Lag:
     num_checkpoints: int
     waiting_secs: float
     age_secs: float | None
+
+    def __repr__(self) -> str:
+        age = "nothing applied" if self.age_secs is None else f"applied commit is {number_text(self.age_secs)} s old"
+        behind = f"{count_text(self.num_checkpoints, 'checkpoint')} behind for {number_text(self.waiting_secs)} s"
+        return f"Lag({behind}, {age})"
 
 
 def lag_of(applied: Commit | None, known: Sequence[Commit]) -> Lag:

@@ -15,7 +15,7 @@ a bool per row on devices: all of them are read at every snapshot, while trainin
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -111,6 +111,15 @@ def numbers_of(mask: Tensor) -> Tensor:
     if mask.device.type == "cpu":
         return torch.from_numpy(selected(mask.numpy()))
     return mask.nonzero().squeeze(1)
+
+
+def count_rows(masks: Iterable[Tensor]) -> int:
+    """How many rows masks have in all. Waits once for each device."""
+    counts: dict[torch.device, Tensor] = {}
+    for mask in masks:
+        count = mask.count_nonzero()
+        counts[mask.device] = counts[mask.device] + count if mask.device in counts else count
+    return sum(map(int, counts.values()))
 
 
 MAX_HEAT = 3

@@ -8,6 +8,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from torchrec_cnr.errors import ConfigurationError
+from torchrec_cnr.human_text import count_text
 from torchrec_cnr.lineage.checkpoint import Head
 from torchrec_cnr.tracking.hooks import Hooks, modules_below
 from torchrec_cnr.tracking.managed_collisions import IdMaps, track_evictions
@@ -66,6 +67,16 @@ class RowTracker(TrackedRows):
         if stepped:
             for handle in stepped.watch():
                 self._hooks.add(handle)
+
+    def __repr__(self) -> str:
+        num_tables = len({shard.rows.name for shard in self.shards})
+        num_rows = sum(shard.rows.box.num_rows for shard in self.shards)
+        try:
+            modified = f"{self.num_modified:,}"
+        except RuntimeError:  # such as a device that has failed: a repr shows what it can
+            modified = "?"
+        closed = ", closed" if self._is_closed else ""
+        return f"RowTracker({count_text(num_tables, 'table')}, {modified} of {num_rows:,} rows modified{closed})"
 
     @property
     def num_modified(self) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.lineage.checkpoint import Head
 from torchrec_cnr.sharding import MemoryKey, memory_key
-from torchrec_cnr.tracking.modified_rows import ModifiedRows
+from torchrec_cnr.tracking.modified_rows import ModifiedRows, count_rows
 from torchrec_cnr.tracking.row_digests import digest_rows
 
 logger = logging.getLogger(__name__)
@@ -180,7 +180,7 @@ class TrackedRows:
     @property
     def num_modified(self) -> int:
         """Rows marked on this rank since the last cut."""
-        return sum(int(shard.rows.marked.count_nonzero()) for shard in self.shards)
+        return count_rows(shard.rows.marked for shard in self.shards)
 
     def freeze(self) -> None:
         """Cut every shard at once."""

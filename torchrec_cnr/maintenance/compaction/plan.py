@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torchrec_cnr.errors import CheckpointNotFoundError
+from torchrec_cnr.human_text import bytes_text, count_text, url_text
 from torchrec_cnr.lineage.checkpoint import Checkpoint, read_lineage
 from torchrec_cnr.maintenance.compaction.live_rows import Flat, PackUse, Piece, PieceKey, flatten, survey, uses_of
 from torchrec_cnr.policies import MAX_RATIO, check_max_ratio
@@ -104,6 +105,12 @@ class CompactionPlan:
     def age(self, use: PackUse) -> float:
         """Of a pack's rows, in intervals between checkpoints."""
         return max(0, self.now_ns - use.written_ns) / self.interval_ns
+
+    def __repr__(self) -> str:
+        merged = f"merges {count_text(len(self.run), 'checkpoint')}" if self.is_needed else "nothing to compact"
+        files = f"rewrites {len(self.victims):,} of {count_text(len(self.uses), 'file')}"
+        copied = f"copies {bytes_text(self.moved_bytes)}"
+        return f"CompactionPlan({merged}, {files}, {copied}, {url_text(self.newest.store.url)})"
 
     def __str__(self) -> str:
         if not self.is_needed:

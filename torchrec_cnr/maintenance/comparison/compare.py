@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.manifest import DTYPES, Manifest, TensorEntry
+from torchrec_cnr.human_text import count_text, url_text
 from torchrec_cnr.lineage.checkpoint import Checkpoint, Lineage, read_lineage
 from torchrec_cnr.maintenance.comparison.row_distance import Movement, MovementMeter
 from torchrec_cnr.progress import Progress
@@ -96,6 +97,13 @@ class Comparison:
     only_in_b: tuple[str, ...]
     objects: tuple[str, ...]
     differing_objects: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        num_differing = sum(tensor.num_differing > 0 for tensor in self.tensors)
+        tensors = f"{num_differing:,} of {count_text(len(self.tensors), 'tensor')} differ"
+        others = len(self.reshaped) + len(self.only_in_a) + len(self.only_in_b) + len(self.differing_objects)
+        others_text = f", {count_text(others, 'other difference')}" if others else ""
+        return f"Comparison({url_text(self.a)}, {url_text(self.b)}: {tensors}{others_text})"
 
     @property
     def is_same(self) -> bool:

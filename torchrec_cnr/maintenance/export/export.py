@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torchrec_cnr.errors import ConfigurationError
+from torchrec_cnr.human_text import bytes_text, count_text
 from torchrec_cnr.lineage.checkpoint import existing, read_lineage
 from torchrec_cnr.maintenance.export.contents import Contents
 from torchrec_cnr.maintenance.export.to_dcp import write_dcp
@@ -42,6 +43,10 @@ class Export:
     files: tuple[str, ...]
     num_bytes: int
     left_out: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        left_out = f", {len(self.left_out):,} left out" if self.left_out else ""
+        return f"Export({count_text(len(self.files), 'file')}, {bytes_text(self.num_bytes)}{left_out})"
 
 
 def export(

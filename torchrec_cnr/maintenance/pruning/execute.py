@@ -48,6 +48,10 @@ class PruneResult:
     freed_bytes: int
     failed: Mapping[str, tuple[str, ...]]
 
+    def __repr__(self) -> str:
+        done = f"{count_text(len(self.removed), 'checkpoint')} removed, {bytes_text(self.freed_bytes)} freed"
+        return f"PruneResult({done}, {len(self.failed):,} failed)" if self.failed else f"PruneResult({done})"
+
     def __str__(self) -> str:
         lines = [f"{count_text(len(self.removed), 'checkpoint')} removed, {bytes_text(self.freed_bytes)} freed"]
         lines += [f"  not removed  {name_text(name)}: {'; '.join(why)}" for name, why in self.failed.items()]

@@ -19,7 +19,7 @@ from functools import cached_property
 
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.format.manifest import MANIFEST_FILE
-from torchrec_cnr.human_text import bytes_text, count_text, instant_text, name_text
+from torchrec_cnr.human_text import bytes_text, count_text, instant_text, name_text, url_text
 from torchrec_cnr.lineage.checkpoint import Checkpoint
 from torchrec_cnr.maintenance import journal
 from torchrec_cnr.maintenance.catalog import Catalog, Entry, read_catalog, total_bytes
@@ -138,6 +138,10 @@ class PrunePlan:
         """Bytes of all files that stay in the root and its directories, the journal's not counted."""
         there = total_bytes(self.catalog.entries.values()) + sum(self.catalog.files.values())
         return there - self.freed_bytes
+
+    def __repr__(self) -> str:
+        removed = f"removes {count_text(len(self.pruned), 'checkpoint')}, frees {bytes_text(self.freed_bytes)}"
+        return f"PrunePlan({removed}, leaves {bytes_text(self.left_bytes)}, {url_text(self.catalog.root.url)})"
 
     def __str__(self) -> str:
         lines = [f"{name_text(self.catalog.root.url)}: keep {self.keep}"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torchrec_cnr.errors import ConfigurationError
-from torchrec_cnr.human_text import instant, name_text
+from torchrec_cnr.human_text import given_text, instant, name_text
 from torchrec_cnr.lineage.checkpoint import Checkpoint
 from torchrec_cnr.maintenance.catalog import Entry
 
@@ -34,6 +34,9 @@ class Best:
         if not self.metric:
             raise ConfigurationError(f"'metric' must be the name of a metric (got {self.metric!r})")
         _check_count("n", self.n, least=1)
+
+    def __repr__(self) -> str:
+        return given_text(self)
 
     def __str__(self) -> str:
         which = "the best" if self.n == 1 else f"the best {self.n}"
@@ -72,6 +75,9 @@ class Keep:
             _check_count("daily", self.daily)
         if not (self.last or self.daily or self.best or self.tagged):
             raise ConfigurationError("nothing would be kept: give 'last', 'daily', 'best' or 'tagged'")
+
+    def __repr__(self) -> str:
+        return given_text(self, "last")
 
     def __str__(self) -> str:
         days = "each day" if self.daily == "all" else f"each of the last {self.daily} days that have one"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torchrec_cnr.errors import DamagedError, LoadError, StoreError, VersionError
 from torchrec_cnr.format.manifest import MANIFEST_FILE
+from torchrec_cnr.human_text import bytes_text, count_text
 from torchrec_cnr.lineage.checkpoint import Checkpoint, Lineage, read_checkpoint, read_lineage
 from torchrec_cnr.maintenance.catalog import Catalog, is_checkpoint, no_checkpoint, read_catalog
 from torchrec_cnr.maintenance.verification.damage import Problem, find_contradictions, find_damage, find_dead_damage
@@ -37,6 +38,10 @@ class VerifyReport:
     num_blobs: int
     num_bytes: int
     problems: tuple[Problem, ...]
+
+    def __repr__(self) -> str:
+        size = f"{count_text(len(self.checkpoints), 'checkpoint')}, {bytes_text(self.num_bytes)}"
+        return f"VerifyReport({size}, {count_text(len(self.problems), 'problem')})"
 
     @property
     def is_right(self) -> bool:
