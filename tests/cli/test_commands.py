@@ -27,6 +27,7 @@ from typer.testing import CliRunner, Result
 
 import torchrec_cnr as cnr
 from tests.support import runs
+from tests.support.faults import flip
 from torchrec_cnr.cli import app as application
 from torchrec_cnr.cli.app import COMMANDS, Command, app
 from torchrec_cnr.cli.commands import ls
@@ -484,9 +485,7 @@ def test_verify_says_whether_all_is_right(run: Path, tmp_path: Path) -> None:
     root = tmp_path / "run"
     shutil.copytree(run, root)
     (pack,) = (root / "step-2").glob("*.safetensors")
-    data = bytearray(pack.read_bytes())
-    data[-1] ^= 1
-    pack.write_bytes(data)
+    flip(pack, -1)
     result = _cnr("verify", root / "step-3")
     assert (result.exit_code, result.stderr) == (1, "")
     lines = result.stdout.splitlines()

@@ -20,6 +20,7 @@ from typer.testing import CliRunner, Result
 
 import torchrec_cnr as cnr
 from tests.support import runs
+from tests.support.faults import flip, flip_middle
 from tests.support.lineages import is_same, objects_of
 from tests.support.roots import HOUR_NS, Root
 from torchrec_cnr.cli.app import app
@@ -218,9 +219,7 @@ def test_prune_leaves_alone_what_is_not_ours(root: Root) -> None:
     root.put("notes", "todo.txt")
     root.put("a", "mine.txt")
     file = Path(root.at("c"), "manifest.json")
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
+    flip_middle(file)
     before = _files(Path(root.url))
     text = _text("prune", root.url, "--last", 1, "--execute")
     assert re.search(r"stays .* notes +not recognised", text)
@@ -590,9 +589,7 @@ def test_import_refuses_what_is_damaged(stock: dict[str, Any], tmp_path: Path, d
     """Nothing is left of it, and the file is named."""
     metadata, values = tmp_path / "stock" / ".metadata", tmp_path / "stock" / "__0_0.distcp"
     if damage == "flipped":
-        data = bytearray(metadata.read_bytes())
-        data[0] ^= 1
-        metadata.write_bytes(data)
+        flip(metadata, 0)
     elif damage == "truncated":
         values.write_bytes(values.read_bytes()[:-900])
     else:
@@ -720,9 +717,7 @@ def broken(saved_run: Path, tmp_path: Path) -> Path:
     for name in ("manifest", "pack"):
         shutil.copytree(saved_run / "step-1", tmp_path / name)
     file = tmp_path / "manifest" / "manifest.json"
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
+    flip_middle(file)
     (pack,) = (tmp_path / "pack").glob("*.safetensors")
     pack.write_bytes(pack.read_bytes()[:-1000])
     return tmp_path
@@ -769,9 +764,7 @@ def test_damage_further_down_is_told(run: Path, tmp_path: Path, damage: str) -> 
         words = f"{pack}: truncated"
     elif damage == "manifest":
         file = run / "step-2" / "manifest.json"
-        data = bytearray(file.read_bytes())
-        data[len(data) // 2] ^= 1
-        file.write_bytes(data)
+        flip_middle(file)
         words = f"{file}: sha256 is"
     else:
         (run / "step-2" / "manifest.json").unlink()

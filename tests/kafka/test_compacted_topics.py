@@ -16,18 +16,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import torchrec_cnr as cnr
 from tests.support import models
-from tests.support.models import (
-    InjectedError,
-    Job,
-    Whole,
-    differing,
-    plain_job,
-    raising,
-    save_behind,
-    torchrec_job,
-    train,
-    whole,
-)
+from tests.support.faults import InjectedError, raising
+from tests.support.models import Job, Whole, differing, plain_job, save_behind, torchrec_job, train, whole
 from tests.support.ranks import RankPool, RankPools
 from torchrec_cnr.errors import ConfigurationError, DamagedError, FencedError, StoreError
 from torchrec_cnr.format import manifest_json

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import torchrec_cnr as cnr
 from tests.servers import kafka_server
 from tests.servers.kafka_server import KafkaServer
-from tests.support import models
+from tests.support import faults, models
 from tests.support.kafka_jobs import (
     SECS,
     KafkaJob,
@@ -147,7 +147,7 @@ def test_a_broker_that_hangs_fails_loads_and_looks(tmp_path: Path, server: Kafka
                 act()
         with pytest.raises(CheckpointException) as raised:
             models.load(job.build(2), f"{tmp_path}/2", row_log=other)
-        assert {type(cause) for cause in models.causes(raised.value).values()} == {cnr.StoreError}
+        assert {type(cause) for cause in faults.causes(raised.value).values()} == {cnr.StoreError}
     job.rows = rows
     job.assert_loads("2")
     assert cnr.latest(tmp_path, row_log=rows) == f"{tmp_path}/2"
@@ -260,7 +260,7 @@ def _fail_on_ranks(rank: int, root: str, rows: cnr.KafkaRows, when: str) -> tupl
     train(job.job, 7)
     with failing_commit(when) if rank == 0 else ExitStack(), pytest.raises(CheckpointException) as raised:
         job.save("2")
-    assert set(models.causes(raised.value)) == {0}
+    assert set(faults.causes(raised.value)) == {0}
     newest = [cnr.latest(root, row_log=rows) or ""]
     dist.barrier()
     train(job.job, 8)
@@ -303,7 +303,7 @@ def _be_zombie(root: str, rows: cnr.KafkaRows, moment: str) -> str:
     def stop(*args: Any, **kwargs: Any) -> Any:
         setattr(owner, name, original)
         Path(root, "stopped").touch()
-        _wait_for(Path(root, "succeeded"))
+        faults.wait_for(Path(root, "succeeded"))
         return original(*args, **kwargs)
 
     setattr(owner, name, stop)
@@ -312,15 +312,8 @@ def _be_zombie(root: str, rows: cnr.KafkaRows, moment: str) -> str:
     return type(cause).__name__
 
 
-def _wait_for(path: Path) -> None:
-    deadline = time.monotonic() + LIMIT_SECS
-    while not path.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def _succeed(root: str, rows: cnr.KafkaRows) -> None:
-    _wait_for(Path(root, "stopped"))
+    faults.wait_for(Path(root, "stopped"))
     job = KafkaJob(root, rows, seed=3)
     assert job.restore() == "1"
     train(job.job, 9)
@@ -424,7 +417,7 @@ def test_records_that_lie_are_damage(
     rows = with_timeout(rows, SECS)  # with connections that do not know the topic that was deleted
     with pytest.raises(CheckpointException) as raised:
         models.load(job.build(2), f"{tmp_path}/1", row_log=rows)
-    (cause,) = models.causes(raised.value).values()
+    (cause,) = faults.causes(raised.value).values()
     assert isinstance(cause, cnr.DamagedError)
     assert re.search(CASES[case].says, str(cause)), cause
     assert rows.topic in str(cause)
@@ -472,7 +465,7 @@ def test_rows_that_retention_has_removed_are_damage(tmp_path: Path, server: Kafk
     admin.delete_records([cut])[cut].result(SECS)
     with pytest.raises(CheckpointException, match="removed by the topic's retention") as raised:
         models.load(job.build(2), f"{tmp_path}/2", row_log=rows)
-    assert {type(cause) for cause in models.causes(raised.value).values()} == {cnr.DamagedError}
+    assert {type(cause) for cause in faults.causes(raised.value).values()} == {cnr.DamagedError}
     assert (cnr.restore_newest(tmp_path, state(job.build(3)), row_log=rows) or ("",))[0] == f"{tmp_path}/0"
     job.close()
 
@@ -652,7 +645,7 @@ class Life:
                 self.saved[name] = self.job.saved[name]
             case ["fail", when]:
                 with failing_commit(when):
-                    assert isinstance(self.job.failure(name), models.InjectedError)
+                    assert isinstance(self.job.failure(name), faults.InjectedError)
                 self.saved[name] = self.job.saved[name]
                 self.newest = [name] if when == "after" else self.newest
             case [("killed" | "frozen") as how, moment]:

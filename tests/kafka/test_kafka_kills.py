@@ -27,6 +27,7 @@ import torchrec_cnr as cnr
 from tests.servers import kafka_server
 from tests.servers.kafka_server import KafkaServer
 from tests.support import models
+from tests.support.faults import act_before
 from tests.support.kafka_jobs import SECS, KafkaJob, marked, wait_until_well
 from tests.support.killing import in_child
 from tests.support.models import Whole, state, train, whole
@@ -86,13 +87,7 @@ def live(root: str, bootstrap: str, topic: str, journal: str) -> None:
 
 def _linger(owner: Any, name: str) -> None:
     """Have a moment last that is over too soon to be hit."""
-    original = getattr(owner, name)
-
-    def act(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(random.uniform(0, 0.1))
-        return original(*args, **kwargs)
-
-    setattr(owner, name, act)
+    act_before(owner, name, lambda: time.sleep(random.uniform(0, 0.1)))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torchrec.optim import RowWiseAdagrad
 import torchrec_cnr as cnr
 from tests.kafka.test_broker import transactional
 from tests.servers.kafka_server import Broker
-from tests.support import models
+from tests.support import faults, models
 from tests.support.kafka_jobs import KafkaJob, large_job, marked, ranges
 from tests.support.killing import in_child
 from tests.support.models import Whole, differing, plain_job, state, torchrec_job, train, whole
@@ -92,7 +92,7 @@ def test_who_does_not_know_the_log_is_told(tmp_path: Path, rows: cnr.KafkaRows, 
     for other in (None, cnr.KafkaRows(kafka.bootstrap, f"{rows.topic}-other")):
         with pytest.raises(dcp.api.CheckpointException, match=rows.topic) as raised:
             models.load(plain_job(2, "adagrad"), f"{tmp_path}/1", row_log=other)
-        assert {type(cause) for cause in models.causes(raised.value).values()} == {cnr.ConfigurationError}
+        assert {type(cause) for cause in faults.causes(raised.value).values()} == {cnr.ConfigurationError}
         assert differing(models.load(plain_job(2, "adagrad"), f"{tmp_path}/0", row_log=other), job.saved["0"]) == []
     job.close()
 

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 import torchrec_cnr as cnr
 from tests.golden.replacement import replace_manifest
-from tests.support import models
+from tests.support import faults, models
 from tests.support.models import Job, Whole, differing, plain_job, state, torchrec_job, train, whole
 from tests.support.ranks import RankPools
 from torchrec_cnr.format.manifest_parser import VERSION
@@ -104,7 +104,7 @@ def failure_of(act: Callable[[], object]) -> BaseException:
     """What made DCP fail."""
     with pytest.raises(CheckpointException) as raised:
         act()
-    (cause,) = models.causes(raised.value).values()
+    (cause,) = faults.causes(raised.value).values()
     return cause
 
 
@@ -211,7 +211,7 @@ def _async_save_copies(rank: int, root: str, build: Callable[[int], Job], stager
     assert isinstance(future, Future)
     with pytest.raises(CheckpointException) as raised:
         future.result(timeout=60)
-    causes = models.causes(raised.value)
+    causes = faults.causes(raised.value)
     assert all(isinstance(cause, cnr.ConfigurationError) for cause in causes.values())
     assert any("async_save" in str(cause) for cause in causes.values())
     assert cnr.latest(root) == f"{root}/0"
@@ -570,7 +570,7 @@ def _replace_by_sibling(run: Run, number: int) -> None:
 
 
 def _damage_manifest(run: Run, number: int) -> None:
-    _flip(run.manifest(number), 8 * (run.manifest(number).stat().st_size // 2))
+    faults.flip_middle(run.manifest(number))
 
 
 def _empty_manifest(run: Run, number: int) -> None:
@@ -598,10 +598,6 @@ def test_a_spoiled_parent_is_refused_and_the_next_save_does_not_build_on_it(
             assert message.startswith("DamagedError")
             assert run.path(number) in message
     run.goes_on(last=None if number == 0 else 0)
-
-
-def _damage_middle(path: Path) -> None:
-    _flip(path, 8 * (path.stat().st_size // 2))
 
 
 def test_a_lineage_of_links_that_do_not_fit_each_other_is_refused(run: Run, tmp_path: Path) -> None:
@@ -638,12 +634,6 @@ def _other_dtype(model: nn.Module) -> nn.Module:
 # Damaged bytes.
 
 
-def _flip(path: Path, bit: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[bit // 8] ^= 1 << bit % 8
-    path.write_bytes(data)
-
-
 def _files(root: str, number: int) -> list[Path]:
     return sorted(Path(root, str(number)).iterdir())
 
@@ -676,13 +666,13 @@ def _flip_bits(root: str, cuts: list[Whole], seed: int, num_flips: int) -> None:
         size = file.stat().st_size
         # Every file's first bytes, its header's length for one, are worth a look each.
         bit = rng.randrange(8 * min(size, 16)) if index % 4 == 0 else rng.randrange(8 * size)
-        _flip(file, bit)
+        faults.flip(file, bit // 8, bit % 8)
         where = f"bit {bit} of {file}"
         message = load_failure(f"{root}/{number}", target=state(target))
         assert message.startswith(("DamagedError", "VersionError")), where
         assert str(file) in message, where
         _load_head_or_refuse(root, file, cuts[2], where)
-        _flip(file, bit)
+        faults.flip(file, bit // 8, bit % 8)
 
 
 def _load_head_or_refuse(root: str, file: Path, expected: Whole, where: str) -> None:
@@ -691,7 +681,7 @@ def _load_head_or_refuse(root: str, file: Path, expected: Whole, where: str) -> 
     try:
         got = models.load(job, f"{root}/2")
     except CheckpointException as error:
-        (cause,) = models.causes(error).values()
+        (cause,) = faults.causes(error).values()
         assert isinstance(cause, cnr.DamagedError), where
         assert str(file) in str(cause), where
     else:
@@ -806,7 +796,7 @@ def _loads_or_is_refused(path: str, target: dict[str, Any], where: str) -> None:
     try:
         dcp.load(target, storage_reader=reader, planner=cnr.CNRLoadPlanner(allow_partial_load=True))
     except CheckpointException as error:
-        for cause in models.causes(error).values():
+        for cause in faults.causes(error).values():
             assert isinstance(cause, cnr.CNRError), f"{where}: {cause!r}"
 
 
@@ -962,7 +952,7 @@ def test_a_file_that_is_no_manifest_is_refused(run: Run, text: bytes | None, wor
 
 def test_loading_from_a_damaged_checkpoint_by_keys_is_a_typed_error(run: Run) -> None:
     """DCP's way to load without a target gets the same errors."""
-    _damage_middle(run.manifest(2))
+    faults.flip_middle(run.manifest(2))
     cause = failure_of(lambda: _load_state_dict_from_keys(storage_reader=cnr.CNRStorageReader(run.path(2))))
     assert isinstance(cause, cnr.DamagedError)
     assert str(run.manifest(2)) in str(cause)

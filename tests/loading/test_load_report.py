@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torchrec_cnr as cnr
-from tests.support import models
+from tests.support import faults, models
 from tests.support.models import differing, plain_job, state, torchrec_job, train, whole
 from tests.support.ranks import RankPools
 from torchrec_cnr.format.boxes import Box
@@ -41,7 +41,7 @@ def _refusal(target: dict[str, Any], path: str | Path, **options: Any) -> str:
     """The one message with which a load is refused."""
     with pytest.raises(CheckpointException) as raised:
         _load(target, path, **options)
-    causes = models.causes(raised.value)
+    causes = faults.causes(raised.value)
     assert [type(cause) for cause in causes.values()] == [cnr.StateMismatchError]
     assert list(causes) == [0], "the coordinator refuses, for all"
     return str(causes[0])

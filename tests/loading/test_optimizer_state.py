@@ -40,7 +40,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import torchrec_cnr as cnr
-from tests.support import models
+from tests.support import faults, models
 from tests.support.models import Whole, differing, whole
 from tests.support.ranks import RankPools
 from torchrec_cnr.loading.optimizer_state import Pairing, StateName, pair
@@ -237,7 +237,7 @@ def _load(target: dict[str, Any], path: str | Path, **options: Any) -> cnr.LoadR
 def _refusal(target: dict[str, Any], path: str | Path, **options: Any) -> str:
     with pytest.raises(CheckpointException) as raised:
         _load(target, path, **options)
-    (cause,) = models.causes(raised.value).values()
+    (cause,) = faults.causes(raised.value).values()
     assert isinstance(cause, cnr.StateMismatchError)
     return str(cause)
 
@@ -367,7 +367,7 @@ class _Trained:
         return found | {"optim": combined.state_dict()}
 
     def train(self, seed: int) -> None:
-        generator = torch.Generator().manual_seed(10 * seed + models.own_rank())
+        generator = torch.Generator().manual_seed(10 * seed + faults.own_rank())
         ids = [torch.randint(0, rows, (6,), generator=generator) for rows in ROWS_OF.values()]
         features = KeyedJaggedTensor.from_lengths_sync(list(ROWS_OF), torch.cat(ids), torch.full((6,), 2))
         out = self.model.module.over(self.model.module.ebc(features).values())

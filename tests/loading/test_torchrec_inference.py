@@ -32,7 +32,8 @@ from torchrec.quant.embedding_modules import quant_prep_enable_quant_state_dict_
 
 import torchrec_cnr as cnr
 from tests.support import models
-from tests.support.models import TorchRecModel, causes, state, torchrec_job, train, whole
+from tests.support.faults import causes
+from tests.support.models import TorchRecModel, state, torchrec_job, train, whole
 from tests.support.ranks import RankPools
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.manifest import Shard

@@ -1,14 +1,11 @@
 """Exports: what plain files hold is what a load gives, whatever the lineage; and they are whole, or not there."""
 
-import contextlib
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import torchrec_cnr as cnr
 from tests.support import models, without_us
+from tests.support.faults import flip_middle, small_files
 from tests.support.models import Whole, differing, state, torchrec_job, train, whole
 from tests.support.ranks import RankPools
 from torchrec_cnr.format.boxes import fills
@@ -353,17 +351,6 @@ def _lineage_of_two(root: Path) -> None:
     tracker.close()
 
 
-@contextlib.contextmanager
-def full_disk(num_bytes: int) -> Iterator[None]:
-    """No file may become larger."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 @every_format
 @pytest.mark.parametrize("is_there", [False, True], ids=["new", "there"])
 def test_nothing_is_left_of_an_export_that_fails(
@@ -384,18 +371,15 @@ def test_nothing_is_left_of_an_export_that_fails(
     with pytest.raises(ValueError, match="stop"):
         export(tmp_path / "1", out, to=to, progress=stop)
     assert sorted(tmp_path.rglob("*")) == before
-    with full_disk(20_000 if to != "dcp" else 3_000), pytest.raises(cnr.StoreError, match="cannot write"):
+    with small_files(20_000 if to != "dcp" else 3_000), pytest.raises(cnr.StoreError, match="cannot write"):
         export(tmp_path / "1", out, to=to)
     assert sorted(tmp_path.rglob("*")) == before
     pack = max((tmp_path / "0").glob("*.safetensors"), key=lambda file: file.stat().st_size)
-    data = bytearray(pack.read_bytes())
-    data[len(data) // 2] ^= 1
-    pack.write_bytes(data)
+    flip_middle(pack)
     with pytest.raises(cnr.DamagedError, match=pack.name):
         export(tmp_path / "1", out, to=to)
     assert sorted(tmp_path.rglob("*")) == before
-    data[len(data) // 2] ^= 1
-    pack.write_bytes(data)
+    flip_middle(pack)
     export(tmp_path / "1", out, to=to)
     assert out.exists()
 

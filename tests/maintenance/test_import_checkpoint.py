@@ -18,8 +18,8 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 import torchrec_cnr as cnr
-from tests.maintenance.test_export import full_disk
 from tests.support import models, without_us
+from tests.support.faults import small_files
 from tests.support.models import Whole, state, torchrec_job, train, whole
 from tests.support.ranks import RankPools
 from torchrec_cnr.format.manifest import DTYPES
@@ -218,7 +218,7 @@ def test_a_full_disk_commits_nothing(tmp_path: Path) -> None:
     """The error is typed, and the next import goes to the same place."""
     saved = {"t": torch.rand(1000, 16)}
     _save(tmp_path / "stock", saved)
-    with full_disk(20_000), pytest.raises(cnr.StoreError):
+    with small_files(20_000), pytest.raises(cnr.StoreError):
         import_checkpoint(tmp_path / "stock", tmp_path / "0")
     assert cnr.latest(tmp_path) is None
     import_checkpoint(tmp_path / "stock", tmp_path / "0")

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import torchrec_cnr as cnr
 from tests.support import runs
+from tests.support.faults import flip
 from tests.support.ranks import RankPools
 from torchrec_cnr.format.row_sets import Blob
 from torchrec_cnr.lineage.checkpoint import read_lineage
@@ -51,20 +52,11 @@ def run(tmp_path: Path) -> Path:
 @contextmanager
 def _flipped(path: Path, offset: int, bit: int = 0) -> Iterator[None]:
     """A file with one bit flipped, for as long as the context lasts."""
-    data = path.read_bytes()
-    damaged = bytearray(data)
-    damaged[offset] ^= 1 << bit
-    path.write_bytes(damaged)
+    flip(path, offset, bit)
     try:
         yield
     finally:
-        path.write_bytes(data)
-
-
-def _flip(path: Path, offset: int) -> None:
-    with _flipped(path, offset):
-        damaged = path.read_bytes()
-    path.write_bytes(damaged)
+        flip(path, offset, bit)
 
 
 def _files(root: Path) -> list[Path]:
@@ -130,7 +122,7 @@ def test_all_that_is_wrong_is_listed(run: Path) -> None:
     chosen = [named[0], named[len(named) // 2], named[-1]]
     first = run / "step-1" / manifest.packs[0].name
     for _, blob in chosen:
-        _flip(first, blob.offset)
+        flip(first, blob.offset)
     (second,) = _packs(run, "step-2")
     second.write_bytes(second.read_bytes()[:-1])
     (third,) = _packs(run, "step-3")
@@ -151,8 +143,8 @@ def test_all_that_is_wrong_is_listed(run: Path) -> None:
 def test_damaged_manifests_do_not_hide_other_damage(run: Path) -> None:
     """What stands on a checkpoint that cannot be read is verified all the same."""
     (pack,) = _packs(run, "step-3")
-    _flip(pack, pack.stat().st_size - 1)
-    _flip(run / "step-2" / "manifest.json", 100)
+    flip(pack, pack.stat().st_size - 1)
+    flip(run / "step-2" / "manifest.json", 100)
     report = verify(run / "step-3")
     assert [problem.file for problem in report.problems] == [str(run / "step-2" / "manifest.json"), str(pack)]
     assert report.checkpoints == (str(run / "step-3"),)
@@ -160,7 +152,7 @@ def test_damaged_manifests_do_not_hide_other_damage(run: Path) -> None:
     report = verify(run / "step-3")
     assert [problem.file for problem in report.problems] == [str(run / "step-2" / "manifest.json"), str(pack)]
     assert "its parent" in report.problems[0].message
-    _flip(run / "step-3" / "manifest.json", 100)
+    flip(run / "step-3" / "manifest.json", 100)
     report = verify(run / "step-3")
     assert [problem.file for problem in report.problems] == [str(run / "step-3" / "manifest.json")]
     assert report.checkpoints == ()
@@ -225,7 +217,7 @@ def test_a_root_stands_for_its_newest_checkpoint(run: Path) -> None:
     names = ("alone", "step-1", "step-2", "step-2-again", "step-3")
     assert sorted(report.checkpoints) == [str(run / name) for name in names]
     (pack,) = _packs(run, "step-1")
-    _flip(pack, pack.stat().st_size - 1)
+    flip(pack, pack.stat().st_size - 1)
     assert verify(run).is_right
     report = verify(run, all_heads=True)
     assert [problem.file for problem in report.problems] == [str(pack)]
@@ -233,7 +225,7 @@ def test_a_root_stands_for_its_newest_checkpoint(run: Path) -> None:
 
 def test_an_unreadable_manifest_under_a_root_is_a_problem(run: Path) -> None:
     """It might be the newest: a root is right only if all of its manifests can be read."""
-    _flip(run / "step-3" / "manifest.json", 200)
+    flip(run / "step-3" / "manifest.json", 200)
     report = verify(run)
     assert report.heads == (str(run / "step-2"),)
     assert [problem.file for problem in report.problems] == [str(run / "step-3" / "manifest.json")]
@@ -242,7 +234,7 @@ def test_an_unreadable_manifest_under_a_root_is_a_problem(run: Path) -> None:
 def test_groups_of_tensors_change_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoded one by one, tensors give the same report, of what is right and of what is not."""
     (pack,) = _packs(run, "step-2")
-    _flip(pack, pack.stat().st_size // 2)
+    flip(pack, pack.stat().st_size // 2)
     expected = [verify(run / name) for name in ("step-1", "step-3")]
     monkeypatch.setattr(damage, "_GROUP_ROWS", 1)
     assert [verify(run / name) for name in ("step-1", "step-3")] == expected

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torchrec_cnr as cnr
-from tests.support import models
+from tests.support import faults, models
 from tests.support.models import backward, differing, plain_job, state, step, torchrec_job, train, whole
 from tests.support.ranks import RankPools
 from torchrec_cnr.errors import StoreError
@@ -25,18 +25,12 @@ from torchrec_cnr.storage.store import Store
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 
-def _flip_byte(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
 def _damage(checkpoint: Path) -> None:
     """Flip a byte in each of a checkpoint's own packs."""
     packs = list(checkpoint.glob("*.safetensors"))
     assert packs
     for pack in packs:
-        _flip_byte(pack)
+        faults.flip_middle(pack)
 
 
 def _run(root: Path, first: int, last: int, **options: Any) -> tuple[list[cnr.Saved | None], models.Whole]:
@@ -267,7 +261,7 @@ def test_a_copy_that_could_not_be_saved_loses_nothing(tmp_path: Path, monkeypatc
     manager.save(1, state(job))
     train(job, 2)
     with monkeypatch.context() as patch:
-        patch.setattr(Store, "put_new", models.raising("put_new"))
+        patch.setattr(Store, "put_new", faults.raising("put_new"))
         manager.async_save(2, state(job))
         with pytest.raises(CheckpointException):
             manager.wait()

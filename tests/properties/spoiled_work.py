@@ -37,7 +37,7 @@ from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 import torchrec_cnr as cnr
-from tests.support import models
+from tests.support import faults, models
 from tests.support.killing import in_child
 from tests.support.models import Job, Whole, differing, state, train, whole
 from tests.support.ranks import RankPool
@@ -335,7 +335,7 @@ def _errors_of(act: Callable[[], None]) -> dict[int, BaseException]:
     try:
         act()
     except CheckpointException as error:
-        return models.causes(error)
+        return faults.causes(error)
     except cnr.CNRError as error:
         return {dist.get_rank(): error}
     return {}

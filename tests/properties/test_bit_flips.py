@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import torchrec_cnr as cnr
 from tests.golden.replacement import replace_manifest
-from tests.support import models, runs
+from tests.support import faults, models, runs
 from tests.support.models import Whole, differing, plain_job, state, whole
 from torchrec_cnr.lineage.checkpoint import read_lineage
 from torchrec_cnr.maintenance.verification.verify import verify
@@ -77,10 +77,8 @@ def _files(root: Path) -> list[Path]:
 def _flip(root: Path, expected: Whole, draw: random.Random, files: list[Path]) -> Damaged:
     """Flip a bit of any byte, each as likely as any other, look at what comes of it, and flip it back."""
     file = draw.choices(files, [path.stat().st_size for path in files])[0]
-    data = bytearray(file.read_bytes())
-    place, bit = draw.randrange(len(data)), draw.randrange(8)
-    data[place] ^= 1 << bit
-    file.write_bytes(data)
+    place, bit = draw.randrange(file.stat().st_size), draw.randrange(8)
+    faults.flip(file, place, bit)
     try:
         problems = verify(root / "step-4").problems
         is_found = {problem.file for problem in problems} == {str(file)} and all(
@@ -88,8 +86,7 @@ def _flip(root: Path, expected: Whole, draw: random.Random, files: list[Path]) -
         )
         refusal = _refusal(root / "step-4", expected)
     finally:
-        data[place] ^= 1 << bit
-        file.write_bytes(data)
+        faults.flip(file, place, bit)
     parts = ("blob '", "row set", "object '", "header of ")
     is_refused = str(file) in refusal and (file.suffix == ".json" or any(part in refusal for part in parts))
     return Damaged(f"bit {bit} of byte {place} of {file}", is_found, is_refused, not refusal)
@@ -102,7 +99,7 @@ def _refusal(path: Path, expected: Whole) -> str:
     try:
         dcp.load(target, storage_reader=cnr.CNRStorageReader(path), planner=cnr.CNRLoadPlanner())
     except CheckpointException as error:
-        (cause,) = models.causes(error).values()
+        (cause,) = faults.causes(error).values()
         return str(cause) if isinstance(cause, cnr.DamagedError) else f"no damage: {cause!r}"
     return "".join(differing(whole(target), expected))
 

@@ -18,7 +18,7 @@ from torchrec.optim import RowWiseAdagrad
 
 import torchrec_cnr as cnr
 from tests.properties.test_lifecycle import Evaluate, Life, Operation, Restart, Rewind, Save, Train
-from tests.support import models
+from tests.support import faults, models
 from tests.support.lineages import remove_all_but
 from tests.support.models import Job, Whole, differing, plain_job, state, torchrec_job, train, whole
 from tests.support.ranks import RankPools
@@ -63,7 +63,7 @@ class CompactedLife(Life):
         path = self._path(operation.num_back)
         if dist.is_initialized():
             dist.barrier()  # another rank may still look for the latest, which may go
-        if models.own_rank() == 0:
+        if faults.own_rank() == 0:
             _upkeep(path, operation)
         if dist.is_initialized():
             dist.barrier()

@@ -31,8 +31,9 @@ from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 import torchrec_cnr as cnr
-from tests.support import models
-from tests.support.models import InjectedError, Job, Whole, differing, plain_job, state, torchrec_job, train, whole
+from tests.support import faults, models
+from tests.support.faults import InjectedError
+from tests.support.models import Job, Whole, differing, plain_job, state, torchrec_job, train, whole
 from tests.support.ranks import RankPools
 
 POLICIES: Mapping[str, cnr.Policy] = {
@@ -206,12 +207,12 @@ class Life:
         planner = cnr.CNRSavePlanner(self.tracker, policy=POLICIES[operation.policy])
         writer = models.writer(path)
         with (
-            models.failing(planner, writer, operation.phase, operation.when, operation.rank),
+            faults.failing(planner, writer, operation.phase, operation.when, operation.rank),
             pytest.raises(CheckpointException) as raised,
         ):
             dcp.save(self.state(), checkpoint_id=path, storage_writer=writer, planner=planner)
-        assert [type(cause) for cause in models.causes(raised.value).values()] == [InjectedError]
-        if models.has_committed(operation.phase, operation.when):
+        assert [type(cause) for cause in faults.causes(raised.value).values()] == [InjectedError]
+        if faults.has_committed(operation.phase, operation.when):
             self.committed[path] = cut
             self.is_on_head = True
         else:
@@ -239,7 +240,7 @@ class Life:
             dcp.load(self.state(), storage_reader=reader, planner=planner)
         models.agree(self.job)
         self.is_on_head = False
-        assert [type(cause) for cause in models.causes(raised.value).values()] == [InjectedError]
+        assert [type(cause) for cause in faults.causes(raised.value).values()] == [InjectedError]
 
     def state(self) -> dict[str, Any]:
         """What is saved of the job now."""
@@ -257,8 +258,8 @@ class Life:
 @contextmanager
 def _failing_load(planner: cnr.CNRLoadPlanner, operation: FailedLoad) -> Iterator[None]:
     """Have a phase of a load fail on one rank."""
-    if models.own_rank() == operation.rank:
-        models.replace_method(planner, operation.phase, models.raising(operation.phase))
+    if faults.own_rank() == operation.rank:
+        faults.replace_method(planner, operation.phase, faults.raising(operation.phase))
     yield
 
 
@@ -283,7 +284,7 @@ def operations(num_ranks: int, *, has_steps: bool) -> st.SearchStrategy[list[Ope
     deltas = st.sampled_from(["Consecutive", "Consecutive", "OneShot", "Intermittent"])
     trains = st.builds(Train, seeds)
     failed_saves = st.builds(
-        FailedSave, deltas | policies, st.sampled_from(models.PHASES), st.sampled_from(["before", "after"]), ranks
+        FailedSave, deltas | policies, st.sampled_from(faults.PHASES), st.sampled_from(["before", "after"]), ranks
     )
     failed_loads = st.builds(FailedLoad, back, st.sampled_from(LOAD_PHASES), ranks)
     saves = st.builds(Save, deltas, st.booleans())
@@ -447,11 +448,11 @@ def _train_in_flight(rank: int, root: str, build: Callable[[int], Job], fails: b
         train(job, 2)
         return results
 
-    models.replace_method(writer, "write_data", write_then_train)
+    faults.replace_method(writer, "write_data", write_then_train)
     planner = cnr.CNRSavePlanner(tracker, policy=cnr.Consecutive())
     with ExitStack() as stack:
         if fails:
-            stack.enter_context(models.failing(planner, writer, "finish", "before", 0))
+            stack.enter_context(faults.failing(planner, writer, "finish", "before", 0))
             stack.enter_context(pytest.raises(CheckpointException))
         dcp.save(state(job), checkpoint_id=f"{root}/1", storage_writer=writer, planner=planner)
     end = whole(state(job))

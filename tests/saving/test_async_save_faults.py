@@ -2,12 +2,11 @@
 
 import multiprocessing
 import os
-import resource
 import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,41 +16,18 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import torchrec_cnr as cnr
-from tests.support import models
+from tests.support import faults, models
+from tests.support.faults import InjectedError
 from tests.support.killing import in_child
-from tests.support.models import InjectedError, Job, differing, plain_job, state, torchrec_job, train, whole
+from tests.support.models import Job, differing, plain_job, state, torchrec_job, train, whole
 from tests.support.ranks import RankPools
-from torchrec_cnr.saving.staging import Staging
 
 CELLS = [
     (phase, when, rank)
-    for phase in (*models.PHASES, "stage")
+    for phase in (*faults.PHASES, "stage")
     for when in ("before", "after")
-    for rank in ((0,) if phase in models.COORDINATOR_PHASES else (0, 1))
+    for rank in ((0,) if phase in faults.COORDINATOR_PHASES else (0, 1))
 ]
-
-
-@contextmanager
-def _failing(
-    planner: cnr.CNRSavePlanner, writer: cnr.CNRStorageWriter, phase: str, when: str, rank: int
-) -> Iterator[None]:
-    """Have a phase of an asynchronous save fail on one rank."""
-    if phase != "stage":
-        with models.failing(planner, writer, phase, when, rank):
-            yield
-        return
-    original = Staging.stage
-
-    def fail(self: Staging, live: Any) -> Any:
-        if models.own_rank() != rank:
-            return original(self, live)
-        if when == "after":
-            original(self, live)
-        raise InjectedError(f"staging failed on rank {rank}")
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Staging, "stage", fail)
-        yield
 
 
 class _Run:
@@ -73,7 +49,7 @@ class _Run:
         """What a save failed with, by rank."""
         with pytest.raises(CheckpointException) as raised:
             future.result(timeout=100)
-        return dict(models.causes(raised.value))
+        return dict(faults.causes(raised.value))
 
     def close(self) -> None:
         """Give back what it took."""
@@ -87,11 +63,11 @@ def _fail_and_go_on(rank: int, root: str, cells: list[tuple[str, str, int]]) -> 
         run.save("0").result(timeout=60)
         train(run.job, 1)
         before = whole(state(run.job))
-        with _failing(run.planner, run.writer, phase, when, failing_rank):
+        with faults.failing(run.planner, run.writer, phase, when, failing_rank):
             causes = run.failures(run.save("1"))
         assert list(causes) == [failing_rank], (phase, when, failing_rank)
         assert all(isinstance(cause, InjectedError) for cause in causes.values())
-        newest = f"{run.root}/{int(models.has_committed(phase, when))}"
+        newest = f"{run.root}/{int(faults.has_committed(phase, when))}"
         assert cnr.latest(run.root) == newest
         train(run.job, 2)
         after = whole(state(run.job))
@@ -101,11 +77,11 @@ def _fail_and_go_on(rank: int, root: str, cells: list[tuple[str, str, int]]) -> 
         assert checkpoint.parent in (None, newest)
         assert differing(before, after)
         assert differing(models.load(torchrec_job(2), f"{run.root}/2"), after) == []
-        if models.has_committed(phase, when):
+        if faults.has_committed(phase, when):
             assert differing(models.load(torchrec_job(2), newest), before) == []
 
 
-@pytest.mark.parametrize("phase", [*models.PHASES, "stage"])
+@pytest.mark.parametrize("phase", [*faults.PHASES, "stage"])
 def test_a_save_that_fails_gives_its_rows_back(tmp_path: Path, rank_pool: RankPools, phase: str) -> None:
     """An exception in any phase, before or after its work, on any rank: all ranks get it, and the next save goes on."""
     cells = [cell for cell in CELLS if cell[0] == phase]
@@ -127,12 +103,9 @@ def _live_until(rank: int, root: str, group: str, victim: int, how: str, phase: 
     manager.save(1, lambda: state(job))
     train(job, 2)
     if rank == victim:
-        target: Any = manager._planner if phase in models.PLANNER_PHASES else manager._writer
-
-        def vanish(*args: Any, **kwargs: Any) -> Any:
-            os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
-
-        models.replace_method(target, phase, vanish)
+        target = manager._planner if phase in faults.PLANNER_PHASES else manager._writer
+        end = signal.SIGKILL if how == "killed" else signal.SIGSTOP
+        faults.act_before(target, phase, lambda: os.kill(os.getpid(), end))
     manager.async_save(2, lambda: state(job))
     began = time.monotonic()
     try:
@@ -160,8 +133,8 @@ def _resume(rank: int, root: str, group: str) -> bool:
 
 def _deaths() -> Iterator[Any]:
     """Every phase on the coordinator and on another rank; one of them in every run."""
-    for phase in (*models.PHASES, "stage"):
-        for victim in (0,) if phase in models.COORDINATOR_PHASES else (0, 2):
+    for phase in (*faults.PHASES, "stage"):
+        for victim in (0,) if phase in faults.COORDINATOR_PHASES else (0, 2):
             for how in ("killed", "stopped"):
                 is_common = (victim, how, phase) == (2, "stopped", "write_data")
                 yield pytest.param(
@@ -201,14 +174,12 @@ def _kill_stopped() -> None:
 
 def _fill_disk(root: str) -> None:
     """Files may not grow beyond a few bytes, as on a full disk, and then they may."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     run = _Run(root, plain_job(1, "adagrad"))
     run.save("0").result(timeout=100)
     for number in range(1, 3):
         train(run.job, number)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
-        causes = run.failures(run.save(f"full-{number}"))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        with faults.small_files(100):
+            causes = run.failures(run.save(f"full-{number}"))
         assert [type(cause) for cause in causes.values()] == [cnr.StoreError]
     assert cnr.latest(root) == f"{root}/0"
     train(run.job, 3)

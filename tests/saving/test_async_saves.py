@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import torchrec_cnr as cnr
-from tests.support import models
+from tests.support import faults, models
 from tests.support.models import Job, Whole, differing, plain_job, state, torchrec_job, train, whole
 from tests.support.ranks import RankPools
 from torchrec_cnr.kernels.cpu import compiling
@@ -120,7 +120,7 @@ def _save_while_busy(rank: int, root: str, when_busy: Any) -> tuple[list[int | N
         held.wait(30 if rank == 0 else 0)
         return original(plan, planner)
 
-    models.replace_method(writer, "write_data", hold)
+    faults.replace_method(writer, "write_data", hold)
     train(job, 2)
     manager.async_save(2, lambda: state(job))
     train(job, 3)
@@ -184,7 +184,7 @@ def test_rows_are_not_staged_for_another_planner(tmp_path: Path) -> None:
         future = dcp.async_save(state(job), storage_writer=models.writer(tmp_path / "0"), planner=other)
         with pytest.raises(CheckpointException) as raised:
             future.result()  # type: ignore[union-attr]
-        assert all(isinstance(cause, cnr.ConfigurationError) for cause in models.causes(raised.value).values())
+        assert all(isinstance(cause, cnr.ConfigurationError) for cause in faults.causes(raised.value).values())
     writer = models.writer(tmp_path / "1")
     dcp.async_save(state(job), storage_writer=writer, planner=planner).result()  # type: ignore[union-attr]
     dcp.save(state(job), checkpoint_id=str(tmp_path / "2"), storage_writer=writer)

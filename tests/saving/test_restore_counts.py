@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
 import torchrec_cnr as cnr
-from tests.support import models
+from tests.support import faults, models
 from tests.support.models import plain_job, state, torchrec_job, train
 from tests.support.ranks import RankPools
 from torchrec_cnr.saving.plug_in_messages import ShardData
@@ -113,9 +113,7 @@ def test_a_load_that_fails_is_not_counted(tmp_path: Path, start: Callable[[], _T
     checkpoint = training.save(tmp_path / "1")
     assert checkpoint.num_restores == 1
     (pack,) = checkpoint.manifest.packs
-    data = bytearray((tmp_path / "1" / pack.name).read_bytes())
-    data[-1] ^= 1
-    (tmp_path / "1" / pack.name).write_bytes(data)
+    faults.flip(tmp_path / "1" / pack.name, -1)
     with pytest.raises(CheckpointException, match="crc32c"):
         training.load(tmp_path / "1")
     assert (training.tracker.num_restores, training.tracker.head) == (1, None)
@@ -131,7 +129,7 @@ def test_a_save_that_fails_is_not_counted(tmp_path: Path, start: Callable[[], _T
     training.save(tmp_path / "0")
     training.load(tmp_path / "0")
     planner, writer = cnr.CNRSavePlanner(training.tracker), models.writer(tmp_path / "1")
-    with models.failing(planner, writer, "finish", "before", rank=0), pytest.raises(CheckpointException):
+    with faults.failing(planner, writer, "finish", "before", rank=0), pytest.raises(CheckpointException):
         dcp.save(state(training.job), storage_writer=writer, planner=planner)
     assert training.save(tmp_path / "2").num_restores == 1
 

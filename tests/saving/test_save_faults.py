@@ -5,7 +5,6 @@ so that a process may die at each of its file operations in turn.
 """
 
 import contextlib
-import ctypes
 import errno
 import itertools
 import multiprocessing
@@ -15,7 +14,7 @@ import resource
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torchrec_cnr as cnr
-from tests.support import models
+from tests.support import faults, models
+from tests.support.faults import InjectedError, small_disk
 from tests.support.killing import in_child
-from tests.support.models import InjectedError, Job, Whole, differing, plain_job, state, torchrec_job, train, whole
+from tests.support.models import Job, Whole, differing, plain_job, state, torchrec_job, train, whole
 from tests.support.ranks import RankPools, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -91,7 +91,7 @@ def _kill_in_save(rank: int, root: str, phase: str, when: str, victims: Collecti
         writer = models.writer(path)
         if rank == 0:
             torch.save(cut, f"{root}-expected-{number}")
-        if number == 2 and rank == (0 if phase in models.COORDINATOR_PHASES else 1):
+        if number == 2 and rank == (0 if phase in faults.COORDINATOR_PHASES else 1):
             _kill_at(writer, phase, when, [pids[victim] for victim in victims])
         try:
             dcp.save(state(job), storage_writer=writer, planner=planner)
@@ -111,7 +111,7 @@ def _kill_at(writer: cnr.CNRStorageWriter, phase: str, when: str, pids: list[int
             os.kill(pid, signal.SIGKILL)
         return result
 
-    models.replace_method(writer, phase, kill)
+    faults.replace_method(writer, phase, kill)
 
 
 def _goes_on_after_kill(rank: int, root: str, number: int) -> None:
@@ -137,7 +137,7 @@ def test_ranks_killed_in_mid_save_leave_the_last_committed_state(
 ) -> None:
     """New processes load what was committed last, bit for bit; the next save and load work."""
     root = str(tmp_path / "job")
-    killer = 0 if phase in models.COORDINATOR_PHASES else 1
+    killer = 0 if phase in faults.COORDINATOR_PHASES else 1
     victims = [0, 1] if kills_all else [killer]
     told = run_ranks(2, _kill_in_save, root, phase, when, victims, timeout_secs=60.0, expect_killed=victims)
     if not kills_all:
@@ -262,20 +262,20 @@ def _fail_everywhere(rank: int, root: str, build: Callable[[int], Job]) -> None:
     tracker, planner = _saver(job)
     _save(job, planner, f"{root}/0")
     numbers = itertools.count(1)
-    for phase, when, culprit in itertools.product(models.PHASES, ("before", "after"), range(dist.get_world_size())):
-        if phase in models.COORDINATOR_PHASES and culprit != 0:
+    for phase, when, culprit in itertools.product(faults.PHASES, ("before", "after"), range(dist.get_world_size())):
+        if phase in faults.COORDINATOR_PHASES and culprit != 0:
             continue
         train(job, next(numbers))
         path = f"{root}/{next(numbers)}"
         writer = models.writer(path)
-        with models.failing(planner, writer, phase, when, culprit), pytest.raises(CheckpointException) as raised:
+        with faults.failing(planner, writer, phase, when, culprit), pytest.raises(CheckpointException) as raised:
             dcp.save(state(job), storage_writer=writer, planner=planner)
-        causes = models.causes(raised.value)
+        causes = faults.causes(raised.value)
         assert set(causes) == {culprit}, (phase, when, culprit)
         assert isinstance(causes[culprit], InjectedError)
         assert str(causes[culprit]) == f"{phase} failed on rank {culprit}"
         is_committed = cnr.latest(root) == path
-        assert is_committed == models.has_committed(phase, when)
+        assert is_committed == faults.has_committed(phase, when)
         train(job, next(numbers))
         path = f"{root}/{next(numbers)}"
         cut = _save(job, planner, path)
@@ -298,7 +298,7 @@ def _raise_typed_errors(rank: int, root: str) -> None:
     def causes_of(path: str, saved: dict[str, Any]) -> dict[int, BaseException]:
         with pytest.raises(CheckpointException) as raised:
             dcp.save(saved, storage_writer=models.writer(path), planner=planner)
-        return models.causes(raised.value)
+        return faults.causes(raised.value)
 
     causes = causes_of(f"{root}/0", state(job))
     assert set(causes) == {0, 1}
@@ -341,7 +341,7 @@ def _fail_to_load(rank: int, root: str) -> None:
     train(job, 1)
     with pytest.raises(CheckpointException) as raised:
         models.load(torchrec_job(2), f"{root}/nothing here")
-    assert [type(cause) for cause in models.causes(raised.value).values()] == [cnr.CheckpointNotFoundError] * 2
+    assert [type(cause) for cause in faults.causes(raised.value).values()] == [cnr.CheckpointNotFoundError] * 2
     pack = next(Path(root, "0").glob("*-1-0.safetensors"))
     dist.barrier()
     if rank == 0:
@@ -349,7 +349,7 @@ def _fail_to_load(rank: int, root: str) -> None:
     dist.barrier()
     with pytest.raises(CheckpointException) as raised:
         models.load(torchrec_job(2), f"{root}/0")
-    causes = models.causes(raised.value)
+    causes = faults.causes(raised.value)
     assert all(isinstance(cause, cnr.DamagedError) for cause in causes.values())
     assert any(pack.name in str(cause) for cause in causes.values())
     dist.barrier()
@@ -386,13 +386,13 @@ def _race(root: str, seed: int, barrier: Any, sender: Connection) -> None:
             barrier.wait(CHILD_SECS)
             finish(*args, **kwargs)
 
-        models.replace_method(writer, "finish", meet_then_finish)
+        faults.replace_method(writer, "finish", meet_then_finish)
         cut = whole(state(job))
         try:
             dcp.save(state(job), storage_writer=writer)
             outcomes.append(cut)
         except CheckpointException as error:
-            outcomes.append([f"{type(cause).__name__}: {cause}" for cause in models.causes(error).values()])
+            outcomes.append([f"{type(cause).__name__}: {cause}" for cause in faults.causes(error).values()])
         barrier.wait(CHILD_SECS)
     sender.send_bytes(pickle.dumps(outcomes))
 
@@ -435,7 +435,7 @@ def test_of_two_writers_of_one_id_exactly_one_commits(tmp_path: Path) -> None:
 def _save_where_it_fails(job: Job, planner: cnr.CNRSavePlanner, path: str) -> cnr.StoreError:
     with pytest.raises(CheckpointException) as raised:
         dcp.save(state(job), storage_writer=models.writer(path), planner=planner)
-    (cause,) = models.causes(raised.value).values()
+    (cause,) = faults.causes(raised.value).values()
     assert isinstance(cause, cnr.StoreError)
     assert path in str(cause)
     return cause
@@ -459,34 +459,11 @@ def _save_elsewhere_after(root: str, fail: Callable[[Job, cnr.CNRSavePlanner], N
 
 def _exceed_file_size(root: str) -> None:
     def fail(job: Job, planner: cnr.CNRSavePlanner) -> None:
-        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (700, hard))  # Python ignores SIGXFSZ: a write fails instead
-        try:
+        with faults.small_files(700):
             cause = _save_where_it_fails(job, planner, f"{root}/big")
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
         assert cause.errno == errno.EFBIG
 
     _save_elsewhere_after(root, fail)
-
-
-@contextlib.contextmanager
-def small_disk(path: str, num_bytes: int) -> Iterator[None]:
-    """Mount a file system of this size, seen by this process only; raise OSError where that is not allowed."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    os.makedirs(path)
-    namespace, private, recursive = 0x00020000, 0x40000, 0x4000
-    is_mounted = (
-        libc.unshare(namespace) == 0
-        and libc.mount(b"none", b"/", None, private | recursive, None) == 0
-        and libc.mount(b"tmpfs", path.encode(), b"tmpfs", 0, f"size={num_bytes}".encode()) == 0
-    )
-    if not is_mounted:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    try:
-        yield
-    finally:
-        libc.umount2(path.encode(), 0)
 
 
 def _fill_disk(root: str, at: str) -> str:
@@ -501,10 +478,10 @@ def _fill_disk(root: str, at: str) -> str:
                         filler.write(bytes(4096))
                 return original(*args, **kwargs)
 
-            models.replace_method(writer, at, fill_then)
+            faults.replace_method(writer, at, fill_then)
             with pytest.raises(CheckpointException) as raised:
                 dcp.save(state(job), storage_writer=writer, planner=planner)
-            (cause,) = models.causes(raised.value).values()
+            (cause,) = faults.causes(raised.value).values()
             assert isinstance(cause, cnr.StoreError)
             assert cause.errno == errno.ENOSPC
             assert f"{root}/disk/full" in str(cause)

@@ -22,7 +22,8 @@ from torchrec.inference.modules import quantize_embeddings
 
 import torchrec_cnr as cnr
 from tests.loading.test_torchrec_inference import float_model, load, load_quantized, looked_up, quantized, step_of
-from tests.support import hand_made, lineages, models
+from tests.support import faults, hand_made, lineages, models
+from tests.support.faults import flip
 from tests.support.hand_made import Content, Part, some_rows
 from tests.support.lineages import E, Q, Save, T, W, World, is_same
 from tests.support.models import differing, torchrec_job, train, whole
@@ -357,13 +358,6 @@ def test_a_sharded_model_follows_a_job_that_is_sharded_otherwise(
         assert kinds == ["baseline", "delta", "delta", "delta"]
 
 
-def _flip_byte(path: Path) -> None:
-    pack = next(path.glob("*.safetensors"))
-    data = bytearray(pack.read_bytes())
-    data[-3] ^= 1
-    pack.write_bytes(data)
-
-
 def test_a_damaged_delta_leaves_the_model_as_it_is(tmp_path: Path) -> None:
     """It is named in a typed error, as often as it is tried; the next one on a good parent is applied."""
     model = quantized(float_model(1), torch.qint8)
@@ -372,7 +366,7 @@ def test_a_damaged_delta_leaves_the_model_as_it_is(tmp_path: Path) -> None:
         subscriber.update()
         before = looked_up(model)
         bad = _save_tables(tmp_path / "1", 1, SCHEMES[0], good, 0.5)
-        _flip_byte(tmp_path / "1")
+        flip(next((tmp_path / "1").glob("*.safetensors")), -3)
         for _ in range(2):
             with pytest.raises(cnr.DamagedError, match="crc32c"):
                 subscriber.update()
@@ -579,7 +573,7 @@ def test_lag_is_what_is_not_applied(tmp_path: Path) -> None:
         newest = first
         for number in range(1, 4):
             newest = _save_tables(tmp_path / str(number), number, SCHEMES[2], newest, 0.5)
-            _flip_byte(tmp_path / str(number))
+            flip(next((tmp_path / str(number)).glob("*.safetensors")), -3)
         with pytest.raises(cnr.DamagedError):
             subscriber.update()
         assert subscriber.lag.num_checkpoints == 3
@@ -666,8 +660,8 @@ def test_a_swap_that_fails_is_made_good(tmp_path: Path, monkeypatch: pytest.Monk
         subscriber.update()
         _save_tables(tmp_path / "1", 1, SCHEMES[2], first, 0.5)
         with monkeypatch.context() as patch:
-            patch.setattr(UpdateRows, "swap_in", models.raising("swap"))
-            with pytest.raises(models.InjectedError):
+            patch.setattr(UpdateRows, "swap_in", faults.raising("swap"))
+            with pytest.raises(faults.InjectedError):
                 subscriber.update()
         applied = subscriber.update()
         assert applied is not None

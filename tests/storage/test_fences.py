@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import torchrec_cnr as cnr
-from tests.support import models
+from tests.support import faults, models
 from tests.support.killing import in_child
 from tests.support.ranks import RankPools
 from torchrec_cnr.errors import FencedError
@@ -60,7 +60,7 @@ def assert_fenced(job: Job, name: str) -> None:
     """A save is refused, and has committed nothing."""
     with pytest.raises(CheckpointException) as caught:
         job.save(name)
-    (error,) = models.causes(caught.value).values()
+    (error,) = faults.causes(caught.value).values()
     assert isinstance(error, FencedError)
     assert not (job.root / name / "manifest.json").exists()
 

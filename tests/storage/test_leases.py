@@ -14,8 +14,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torchrec_cnr as cnr
-from tests.maintenance.pruning.test_prune import give_to_nobody, prune
-from tests.support import models
+from tests.maintenance.pruning.test_prune import prune
+from tests.support import faults, models
+from tests.support.faults import give_to_nobody
 from tests.support.killing import in_child
 from tests.support.models import Whole, differing, plain_job, state, torchrec_job, train, whole
 from tests.support.ranks import RankPools
@@ -65,7 +66,7 @@ class Trainer:
         train(self.job, self.num_trained)
         writer = models.writer(f"{self.root}/{name}")
         if before is not None:
-            act_before(writer, phase, before)
+            faults.act_before(writer, phase, before)
         cut = whole(state(self.job))
         dcp.save(state(self.job), storage_writer=writer, planner=self.planner)
         return cut
@@ -75,17 +76,6 @@ class Trainer:
         job = plain_job(99, "adagrad")
         assert differing(whole(state(job)), expected)
         assert differing(models.load(job, f"{self.root}/{name}"), expected) == []
-
-
-def act_before(target: Any, method: str, act: Callable[[], None]) -> None:
-    """Have an object do something before a method's work."""
-    original = getattr(target, method)
-
-    def act_then(*args: Any, **kwargs: Any) -> Any:
-        act()
-        return original(*args, **kwargs)
-
-    models.replace_method(target, method, act_then)
 
 
 # Saves
@@ -141,7 +131,7 @@ def test_a_save_is_not_committed_on_what_may_have_been_pruned(
     with pytest.raises(CheckpointException) as raised:
         trainer.save("1", prune_parent, "finish")
     monkeypatch.undo()
-    (cause,) = models.causes(raised.value).values()
+    (cause,) = faults.causes(raised.value).values()
     assert isinstance(cause, cnr.SaveError)
     expected = f"its parent {tmp_path}/0 was pruned meanwhile; save again" if what == "parent" else "took longer than"
     assert expected in str(cause)
@@ -156,7 +146,7 @@ def test_what_a_failed_save_left_is_pruned_once_its_writer_goes_on(tmp_path: Pat
     trainer = Trainer(tmp_path)
     writer = models.writer(tmp_path / "failed")
     trainer.save("0")
-    with models.failing(trainer.planner, writer, "finish", "before", 0), pytest.raises(CheckpointException):
+    with faults.failing(trainer.planner, writer, "finish", "before", 0), pytest.raises(CheckpointException):
         dcp.save(state(trainer.job), storage_writer=writer, planner=trainer.planner)
     num_files = len(list((tmp_path / "failed").iterdir()))
     assert num_files >= 2
@@ -228,8 +218,7 @@ def test_a_load_that_fails_leaves_no_lease(tmp_path: Path) -> None:
 
 def _load_as_nobody(path: str) -> list[Any]:
     """Load where nothing may be written."""
-    if os.geteuid() == 0:
-        os.seteuid(65534)
+    faults.become_nobody()
     with pytest.raises(PermissionError):
         Path(path, "file").touch()
     target = torch.zeros(NUM_ROWS, NUM_COLS)
@@ -253,7 +242,7 @@ def _count_leases(rank: int, root: str) -> list[int]:
     seen: list[int] = []
     job = torchrec_job(1)
     writer = models.writer(f"{root}/0")
-    act_before(writer, "write_data", lambda: seen.append(held(f"{root}/0", "save")))
+    faults.act_before(writer, "write_data", lambda: seen.append(held(f"{root}/0", "save")))
     dcp.save(state(job), storage_writer=writer, planner=cnr.CNRSavePlanner())
     reader = cnr.CNRStorageReader(f"{root}/0")
 
@@ -262,7 +251,7 @@ def _count_leases(rank: int, root: str) -> list[int]:
         seen.append(held(f"{root}/0", "load"))
         dist.barrier()
 
-    act_before(reader, "read_data", look)
+    faults.act_before(reader, "read_data", look)
     dcp.load(state(job), storage_reader=reader, planner=cnr.CNRLoadPlanner())
     dist.barrier()
     return [*seen, len(files(f"{root}/0"))]
@@ -303,9 +292,9 @@ def test_a_lease_is_held_for_a_while(tmp_path: Path) -> None:
     def fail_with_a_lease() -> None:
         with leased(Store.open(tmp_path), "compact"):
             assert held(tmp_path, "compact") == 1
-            raise models.InjectedError
+            raise faults.InjectedError
 
-    with pytest.raises(models.InjectedError):
+    with pytest.raises(faults.InjectedError):
         fail_with_a_lease()
     assert files(tmp_path) == []
 

@@ -13,6 +13,7 @@ import torch
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from tests.support.faults import flip
 from torchrec_cnr.errors import DamagedError, StoreError
 from torchrec_cnr.format.manifest import DTYPES, Pack
 from torchrec_cnr.format.row_sets import Blob
@@ -108,9 +109,7 @@ def test_packs_are_full_before_the_next_begins(written: Written) -> None:
 def test_only_wanted_blobs_and_their_packs_headers_are_read(written: Written) -> None:
     """Blobs that nobody asked for may be damaged without harm, and so may packs that have nothing else."""
     written.path(1).unlink()
-    data = bytearray(written.path(0).read_bytes())
-    data[written.blobs[1].offset] ^= 1
-    written.path(0).write_bytes(data)
+    flip(written.path(0), written.blobs[1].offset)
     assert written.read([0, 2, 6]) == {str(n): written.contents[n] for n in (0, 2, 6)}
     with pytest.raises(DamagedError):
         written.read([0, 1, 2])
@@ -132,9 +131,7 @@ def test_headers_are_checked_once_of_packs_that_are_read_from(
     for number in (3, 2, 6):
         assert [key for key, _ in reader.read([("it", written.blobs[number])])] == ["it"]
     assert [name for name, start in reads if start == 0] == [written.packs[0].name, written.packs[2].name]
-    data = bytearray(written.path(1).read_bytes())
-    data[9] ^= 1
-    written.path(1).write_bytes(data)
+    flip(written.path(1), 9)
     assert [key for key, _ in reader.read([("it", written.blobs[0])])] == ["it"]
     with pytest.raises(DamagedError, match=r"header of save-0-1\.safetensors: crc32c"):
         list(reader.read([("it", written.blobs[4])]))
@@ -341,9 +338,7 @@ def test_any_flipped_bit_is_noticed(
 ) -> None:
     """A bit flipped in a header or a blob is noticed, and the error names the pack."""
     written = _write(_new_store(tmp_path_factory, "local"), [300, 100, 300, 300, 2000, 500, 7])
-    data = bytearray(written.path(pack).read_bytes())
-    data[int(place * len(data))] ^= 1 << bit
-    written.path(pack).write_bytes(data)
+    flip(written.path(pack), int(place * written.path(pack).stat().st_size), bit)
     with pytest.raises(DamagedError, match=rf"save-0-{pack}\.safetensors.*crc32c is 0x\w+, the manifest says"):
         written.read()
 

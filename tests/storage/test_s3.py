@@ -24,7 +24,7 @@ from tests.servers import s3_servers
 from tests.servers.flaky_proxy import FAULTS, flaky
 from tests.servers.radosgw import Radosgw
 from tests.servers.s3_servers import BUCKET, S3Server
-from tests.support import models
+from tests.support import faults, models
 from tests.support.ranks import RankPools
 from torchrec_cnr.cli.app import app
 from torchrec_cnr.errors import CheckpointExistsError, StoreError
@@ -320,7 +320,7 @@ def test_a_server_that_is_gone_fails_the_save(moto: S3Server, root: str, monkeyp
         proxy.share, proxy.faults = 1.0, ("busy", "no request")
         with pytest.raises(CheckpointException) as caught:
             run.save("1")
-        assert any(isinstance(error, StoreError) for error in models.causes(caught.value).values())
+        assert any(isinstance(error, StoreError) for error in faults.causes(caught.value).values())
         proxy.share = 0.0
         run.save("2")
         for name in ("0", "2"):

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from tests.support.faults import become_nobody
 from tests.support.killing import in_child
 from torchrec_cnr.errors import CheckpointExistsError, CNRError, ConfigurationError, StoreError
 from torchrec_cnr.storage.store import Listing, Store
@@ -139,8 +140,7 @@ def test_directories_that_cannot_be_listed_are_no_empty_ones(open_folder: Path) 
 
 
 def _list_as_nobody(path: str) -> int | None:
-    if os.geteuid() == 0:
-        os.seteuid(65534)
+    become_nobody()
     try:
         Store.open(path).listing()
     except StoreError as error:

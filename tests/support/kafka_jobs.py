@@ -18,8 +18,9 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import torchrec_cnr as cnr
 from tests.servers.kafka_server import Broker, KafkaServer
-from tests.support import models
-from tests.support.models import InjectedError, Job, Whole, differing, plain_job, state, train, whole
+from tests.support import faults, models
+from tests.support.faults import InjectedError
+from tests.support.models import Job, Whole, differing, plain_job, state, train, whole
 from torchrec_cnr.format.manifest import MANIFEST_FILE, LogRange
 from torchrec_cnr.kafka.pack_targets import KafkaTarget
 from torchrec_cnr.storage.store import Store
@@ -90,7 +91,7 @@ class KafkaJob:
         try:
             self.save(name)
         except CheckpointException as error:
-            (cause,) = set(models.causes(error).values())
+            (cause,) = set(faults.causes(error).values())
             return cause
         saved = cnr.read_checkpoint(f"{self.root}/{name}")
         raise AssertionError(f"{name} was saved on {saved.parent}, {[pack.log for pack in saved.manifest.packs]}")

@@ -1,4 +1,4 @@
-"""Small models with tables: built, trained, and looked at as a whole; and saves that fail where a test wants them to.
+"""Small models with tables: built, trained, and looked at as a whole.
 
 A ``Job`` is a model with its optimizers. ``plain_job`` has torch's own tables and one ``torch.optim`` optimizer,
 ``torchrec_job`` has sharded TorchRec tables with fused optimizers beside a dense part, on the ranks of the present gloo
@@ -6,11 +6,9 @@ group. ``state`` is what a training script passes to DCP, and ``whole`` what all
 share no memory with it: the perfect model that a checkpoint is compared with.
 """
 
-import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +18,6 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Adam, Optimizer, SparseAdam
@@ -393,73 +390,3 @@ def _take_values(optimizer: Optimizer, loaded: Mapping[str, Mapping[str, Any]]) 
     for number, states in loaded.items():
         own = optimizer.state[parameters[int(number)]]
         own.update({name: value for name, value in states.items() if not isinstance(value, Tensor)})
-
-
-PLANNER_PHASES = ("set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "resolve_data")
-WRITER_PHASES = ("prepare_local_plan", "prepare_global_plan", "write_data", "finish")
-COORDINATOR_PHASES = frozenset({"create_global_plan", "prepare_global_plan", "finish"})
-PHASES = (*PLANNER_PHASES, *WRITER_PHASES)
-
-
-class InjectedError(RuntimeError):
-    """What a save of a test fails with."""
-
-
-def has_committed(phase: str, when: str) -> bool:
-    """Whether a save that fails there leaves a checkpoint."""
-    return (phase, when) == ("finish", "after")
-
-
-def own_rank() -> int:
-    """This process's rank, 0 where there is no group."""
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def raising(name: str) -> Callable[..., Any]:
-    """A function that fails."""
-
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise InjectedError(f"{name} failed on rank {own_rank()}")
-
-    return fail
-
-
-def replace_method(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
-    """Give one object another method of the same signature, since DCP looks at the names of parameters."""
-    setattr(owner, name, functools.wraps(getattr(owner, name))(replacement))
-
-
-@contextmanager
-def failing(
-    planner: cnr.CNRSavePlanner, writer: cnr.CNRStorageWriter, phase: str, when: str, rank: int
-) -> Iterator[None]:
-    """Have a phase of saves fail on one rank, ``before`` it does its work or ``after``.
-
-    Phases that only the coordinator has fail there. ``resolve_data`` fails at its second item.
-    """
-    target: Any = planner if phase in PLANNER_PHASES else writer
-    if own_rank() != (0 if phase in COORDINATOR_PHASES else rank):
-        yield
-        return
-    original = getattr(target, phase)
-    num_calls = 0
-
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        nonlocal num_calls
-        num_calls += 1
-        if phase == "resolve_data" and num_calls == 1:
-            return original(*args, **kwargs)
-        if when == "after":
-            original(*args, **kwargs)
-        return raising(phase)()
-
-    replace_method(target, phase, fail)
-    try:
-        yield
-    finally:
-        delattr(target, phase)
-
-
-def causes(error: CheckpointException) -> dict[int, BaseException]:
-    """What failed on which rank, as DCP reports it on every rank."""
-    return {rank: failure[0] for rank, failure in error.failures.items()}

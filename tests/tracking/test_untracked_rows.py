@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torchrec_cnr as cnr
-from tests.support import models
-from tests.support.models import InjectedError, Job, Whole, differing, plain_job, state, torchrec_job, train, whole
+from tests.support import faults, models
+from tests.support.faults import InjectedError
+from tests.support.models import Job, Whole, differing, plain_job, state, torchrec_job, train, whole
 from tests.support.ranks import RankPools
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.tracking import untracked_rows
@@ -73,7 +74,7 @@ def _failed_save(job: Job, tracker: cnr.RowTracker, path: Path | str) -> dict[in
         _save(job, tracker, path)
     with pytest.raises(cnr.CheckpointNotFoundError):
         cnr.read_checkpoint(path)
-    return models.causes(raised.value)
+    return faults.causes(raised.value)
 
 
 def _changed(before: Tensor, after: Tensor) -> list[int]:
@@ -226,7 +227,7 @@ class Copies:
             try:
                 dcp.save(state(self.job), checkpoint_id=str(path), storage_writer=writer, planner=self.planner)
             except CheckpointException as error:
-                errors = list(models.causes(error).values())
+                errors = list(faults.causes(error).values())
         if is_checked and expected:
             (error,) = errors
             assert _complaints(error) == expected
@@ -237,7 +238,7 @@ class Copies:
             self.frozen, self.marked = self.marked, {name: set() for name in NUM_ROWS}
             self.copy()
             assert self.tracker.num_modified == 0
-        if failing is None or models.has_committed(*failing):
+        if failing is None or faults.has_committed(*failing):
             self.committed[path] = cut
             self.in_flight = True
         return True
@@ -289,7 +290,7 @@ def _maybe_failing(
     if failing is None:
         yield
         return
-    with models.failing(planner, writer, *failing, rank=0):
+    with faults.failing(planner, writer, *failing, rank=0):
         yield
 
 
@@ -307,7 +308,7 @@ def _operations() -> st.SearchStrategy[list[Operation]]:
         )
 
     marks = tables.flatmap(lambda table: st.builds(Mark, st.just(table), rows_of(table) | st.none()))
-    failing = st.tuples(st.sampled_from(models.PHASES), st.sampled_from(["before", "after"]))
+    failing = st.tuples(st.sampled_from(faults.PHASES), st.sampled_from(["before", "after"]))
     saves = st.builds(Save)
     # Each is as likely as its share of this list.
     kinds: list[st.SearchStrategy[Operation]] = [st.builds(Train, st.integers(1, 10**6))] * 4 + [saves] * 6

@@ -7,7 +7,6 @@ that die at any of their file operations.
 import errno
 import multiprocessing
 import os
-import resource
 import signal
 import sys
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support import hand_made
+from tests.support import faults, hand_made
 from tests.support.hand_made import mask_of, some_rows, whole
 from tests.support.lineages import PACK_BYTES, ROWS, Run, family, is_same, own_packs
 from torchrec_cnr import load_table, read_checkpoint
@@ -112,10 +111,7 @@ def _flip(checkpoint: Checkpoint, fqn: str, of_rows: bool) -> None:
     shard = next(shard for shard in checkpoint.manifest.tensors[fqn].shards if shard.blobs)
     blob = shard.rows.blocks[0].blob if of_rows else shard.blobs[0]
     assert blob is not None
-    path = Path(checkpoint.store.child(checkpoint.manifest.packs[blob.pack].name))
-    data = bytearray(path.read_bytes())
-    data[blob.offset] ^= 1
-    path.write_bytes(data)
+    faults.flip(checkpoint.store.child(checkpoint.manifest.packs[blob.pack].name), blob.offset)
 
 
 @pytest.mark.parametrize("of_rows", [False, True], ids=["codes", "row numbers"])
@@ -233,10 +229,9 @@ def test_saves_and_compactions_of_one_lineage_do_not_meet(run: Run) -> None:
 
 def _compact_where_files_are_small(path: str, num_bytes: int) -> str:
     torch.set_num_threads(1)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
     try:
-        compact(path, max_ratio=1.0, pack_bytes=PACK_BYTES)
+        with faults.small_files(num_bytes):
+            compact(path, max_ratio=1.0, pack_bytes=PACK_BYTES)
     except StoreError as error:
         return errno.errorcode[error.errno or 0]
     return "done"

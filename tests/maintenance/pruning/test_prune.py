@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchrec_cnr as cnr
-from tests.saving.test_save_faults import small_disk
+from tests.support.faults import become_nobody, give_to_nobody, small_disk, wait_for
 from tests.support.killing import every_kill, in_child
 from tests.support.roots import HOUR_NS, NUM_COLS, NUM_ROWS, TABLE, File, Root, newest
 from torchrec_cnr.errors import StoreError
@@ -329,14 +329,6 @@ def _load_slowly(path: str, folder: str) -> bool:
     return torch.equal(target, torch.load(f"{folder}/expected"))
 
 
-def wait_for(path: Path) -> None:
-    """Until a file is there."""
-    deadline = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path} is not written"
-        time.sleep(0.01)
-
-
 @contextmanager
 def _loading(root: Root, name: str, folder: Path) -> Iterator["Future[bool | int]"]:
     """Somebody else loads a checkpoint, has read its manifests, and goes on when this is left."""
@@ -505,17 +497,8 @@ def test_two_prunes_at_once(tmp_path: Path, other: Keep) -> None:
 
 def _prune_as_nobody(root: str, keep: Keep) -> PruneResult:
     """Without the privileges by which a test may write everywhere."""
-    if os.geteuid() == 0:
-        os.setegid(65534)
-        os.seteuid(65534)
+    become_nobody()
     return prune(root, keep)
-
-
-def give_to_nobody(root: Path) -> None:
-    """Make a directory that of a user without privileges."""
-    for path in (root, *root.rglob("*")):
-        if os.geteuid() == 0:
-            os.chown(path, 65534, 65534)
 
 
 def test_a_directory_that_cannot_be_written_is_pruned_later(open_folder: Path) -> None:

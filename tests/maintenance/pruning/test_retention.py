@@ -19,7 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torchrec_cnr as cnr
-from tests.maintenance.pruning.test_prune import DAY_NS, give_to_nobody, prune, read_names
+from tests.maintenance.pruning.test_prune import DAY_NS, prune, read_names
+from tests.support.faults import become_nobody, give_to_nobody
 from tests.support.killing import in_child
 from tests.support.roots import HOUR_NS, NUM_COLS, NUM_ROWS, Root
 from torchrec_cnr.errors import CheckpointNotFoundError, ConfigurationError, StoreError
@@ -347,8 +348,7 @@ def test_links_and_what_they_lead_to_stay(tmp_path: Path) -> None:
 
 
 def _prune_as_nobody(root: str) -> tuple[dict[str, tuple[str, ...]], PruneResult]:
-    if os.geteuid() == 0:
-        os.seteuid(65534)
+    become_nobody()
     plan = plan_prune(root, Keep(last=1))
     return dict(plan.stays), execute(plan)
 
