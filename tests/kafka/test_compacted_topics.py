@@ -4,7 +4,8 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torchrec_cnr as cnr
-from tests.support import models
-from tests.support.faults import InjectedError, raising
-from tests.support.models import Job, Whole, differing, plain_job, save_behind, torchrec_job, train, whole
+from tests.support import faults, models
+from tests.support.jobs import SavingJob
+from tests.support.models import Whole, differing, plain_job, torchrec_job, train, whole
 from tests.support.ranks import RankPool, RankPools
 from torchrec_cnr.errors import ConfigurationError, DamagedError, FencedError, StoreError
 from torchrec_cnr.format import manifest_json
@@ -88,137 +89,112 @@ def live(rows: KafkaRows) -> list[bytes]:
     return [key for key, value in dict(records(rows)).items() if value is not None]
 
 
-@dataclass
-class Run:
-    """A job that saves to a root, and what its last committed checkpoint must hold."""
+class TopicJob(SavingJob):
+    """A job whose rows are in a compacted topic, and what its last committed checkpoint must hold."""
 
-    root: Path
-    rows: KafkaRows
-    policy: Policy = field(default_factory=cnr.OneShot)
-    quantization: Any = None
-    optimizer: str = "rowwise_adagrad"
-    job: Job = field(init=False)
-    num_saves: int = 0
-    num_seeds: int = 0
-    committed: Whole | None = None
+    def __init__(
+        self,
+        root: Path,
+        rows: KafkaRows,
+        policy: Policy | None = None,
+        optimizer: str = "rowwise_adagrad",
+        **writer: Any,
+    ) -> None:
+        build = partial(plain_job, optimizer=optimizer)
+        super().__init__(root, build, policy=policy or cnr.OneShot(), row_log=rows, **writer)
+        self.committed: Whole = {}
 
-    def __post_init__(self) -> None:
-        self.begin(seed=1)
-
-    def begin(self, seed: int) -> None:
-        """A new process, as far as it matters."""
-        self.job = plain_job(seed, self.optimizer)
-        self.tracker = cnr.RowTracker(self.job.model)
-        self.planner = cnr.CNRSavePlanner(self.tracker, policy=self.policy)
-        self.writer = models.writer(self.root, row_log=self.rows, quantization=self.quantization)
-
-    def train(self) -> None:
-        self.num_seeds += 1
-        train(self.job, self.num_seeds)
-
-    def save(self, planner: Any = None) -> str:
-        self.num_saves += 1
-        path = str(self.root / f"step-{self.num_saves}")
-        state = models.state(self.job, place=self.num_saves)
-        options = {"storage_writer": self.writer, "planner": planner or self.planner}
-        dcp.save(state, checkpoint_id=path, no_dist=True, **options)
-        self.committed = whole(state)
-        return path
+    def commit(self, planner: cnr.CNRSavePlanner | None = None, *, asynchronously: bool = False) -> None:
+        """Save under the next name, with a value that no other checkpoint has."""
+        number = len(self.saved) + 1
+        if asynchronously:
+            self.async_save(f"step-{number}", place=number).result()
+        else:
+            self.save(f"step-{number}", planner=planner, place=number)
+        self.committed = self.saved[f"step-{number}"]
 
     def fail(self) -> None:
         """A save that fails, right before its marker at the latest."""
-        committed = self.committed
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(KafkaLog, "mark", raising("mark"))
-            with pytest.raises(CheckpointException):
-                self.save()
-        self.committed = committed
+            patch.setattr(KafkaLog, "mark", faults.raising("mark"))
+            faults.failures_of(self.commit)
 
-    def load(self, path: str | None = None, tracker: Any = None, job: Job | None = None) -> Whole:
-        job = job if job is not None else plain_job(99, self.optimizer)
-        state = models.state(job, place=-1)
-        reader = cnr.CNRStorageReader(path or str(cnr.latest(self.root, row_log=self.rows)), row_log=self.rows)
-        dcp.load(state, storage_reader=reader, planner=cnr.CNRLoadPlanner(tracker), no_dist=True)
-        for name, optimizer in job.optimizers.items():
-            models._take_values(optimizer, state[f"{name}_optimizer"]["state"])
-        return whole(state)
+    @property
+    def newest(self) -> str:
+        """The newest checkpoint."""
+        return str(cnr.latest(self.root, row_log=self.row_log))
 
-    def restart(self) -> None:
-        """Another process goes on from the newest checkpoint."""
-        self.tracker.close()
-        self.begin(seed=2)
-        self.load(tracker=self.tracker, job=self.job)
+    def load(self) -> Whole:
+        """What the newest checkpoint gives another job."""
+        return models.load(self.build(99), self.newest, row_log=self.row_log, place=-1)
 
     def packs(self) -> list[Pack]:
-        """Those of the newest checkpoint that lie in the topic."""
-        manifest = read_checkpoint(str(cnr.latest(self.root, row_log=self.rows))).manifest
-        return [pack for pack in manifest.packs if pack.log is not None]
+        """Those of the newest checkpoint that are in the topic."""
+        return [pack for pack in read_checkpoint(self.newest).manifest.packs if pack.log is not None]
 
     def check(self) -> None:
         """The newest checkpoint is the one that was committed last, bit for bit."""
-        assert self.committed is not None
         assert differing(self.load(), self.committed) == []
 
 
 @pytest.fixture
-def run(tmp_path: Path, kafka: Broker) -> Iterator[Run]:
+def run(tmp_path: Path, kafka: Broker) -> Iterator[TopicJob]:
     """A job whose first checkpoint, a baseline, is committed."""
-    found = Run(tmp_path, compacted(kafka))
-    found.save()
-    yield found
-    found.tracker.close()
+    with TopicJob(tmp_path, compacted(kafka)) as found:
+        found.commit()
+        yield found
 
 
-def test_a_compacted_topic_holds_the_newest_checkpoint(run: Run) -> None:
+def test_a_compacted_topic_holds_the_newest_checkpoint(run: TopicJob) -> None:
     """After many saves the broker has removed most records, and the newest checkpoint loads bit for bit."""
     for _ in range(6):
         run.train()
-        run.save()
-    before, after = compact(run.rows)
+        run.commit()
+    before, after = compact(run.row_log)
     assert after < before
     run.check()
     fresh = whole(models.state(plain_job(99, "rowwise_adagrad"), place=-1))
-    assert differing(fresh, run.committed or {})
+    assert differing(fresh, run.committed)
 
 
-def test_blocks_that_were_not_touched_are_taken_over(run: Run) -> None:
+def test_blocks_that_were_not_touched_are_taken_over(run: TopicJob) -> None:
     """A save writes the row blocks that were touched since the head, and names packs of earlier saves for others."""
     for _ in range(4):
         run.train()
-        run.save()
+        run.commit()
     saves = {pack.name.split("-")[0] for pack in run.packs()}
     assert len(saves) > 1
     before = {pack.name for pack in run.packs()}
-    run.save()  # nothing was trained
+    run.commit()  # nothing was trained
     assert {pack.name for pack in run.packs()} == before
-    compact(run.rows)
+    compact(run.row_log)
     run.check()
 
 
-def test_a_failed_save_overwrites_nothing_that_is_committed(run: Run) -> None:
+def test_a_failed_save_overwrites_nothing_that_is_committed(run: TopicJob) -> None:
     """Records of a save that died before its marker take the place of no record that the head needs."""
     run.train()
-    run.save()
+    run.commit()
     for _ in range(3):
         run.train()
         run.fail()
-    before, after = compact(run.rows)
+    before, after = compact(run.row_log)
     assert after < before
     run.check()
-    run.save()
-    compact(run.rows)
+    run.commit()
+    compact(run.row_log)
     run.check()
 
 
-def test_without_slots_a_failed_save_would_destroy_the_head(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_slots_a_failed_save_would_destroy_the_head(run: TopicJob, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test before relies on them: with one slot, compaction removes what the head needs, and a load says so."""
     run.train()
-    run.save()
+    run.commit()
     free = BlockKey.free
     monkeypatch.setattr(BlockKey, "free", lambda *args: replace(free(*args), slot=0))
     run.train()
     run.fail()
-    compact(run.rows)
+    compact(run.row_log)
     with pytest.raises(CheckpointException) as raised:
         run.load()
     assert any(isinstance(error, DamagedError) for error, _ in raised.value.failures.values())
@@ -236,7 +212,7 @@ def puts_that_fail(num: int) -> Iterator[None]:
 
     def put_or_fail(*args: Any) -> Any:
         if next(count, None) is None:
-            raise InjectedError("no more")
+            raise faults.InjectedError("no more")
         return put(*args)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -254,39 +230,39 @@ def test_the_newest_checkpoint_is_what_was_committed_last(
     tmp_path_factory: pytest.TempPathFactory, kafka: Broker, steps: Sequence[str], num_puts: int, optimizer: str
 ) -> None:
     """Whatever trains, saves, fails, starts again and is compacted: the newest checkpoint equals the perfect model."""
-    run = Run(tmp_path_factory.mktemp("run"), compacted(kafka), optimizer=optimizer)
-    run.save()
+    run = TopicJob(tmp_path_factory.mktemp("run"), compacted(kafka), optimizer=optimizer)
+    run.commit()
     for step in (*steps, "train", "fail", "compact"):
         match step:
             case "save":
                 run.train()
-                run.save()
+                run.commit()
             case "half":
                 run.train()
                 with puts_that_fail(num_puts):
                     run.fail()
             case "behind":
                 run.train()
-                run.num_saves += 1
-                run.committed = whole(state := models.state(run.job, place=run.num_saves))
-                save_behind(state, str(run.root / f"step-{run.num_saves}"), run.writer, run.planner).result()
+                run.commit(asynchronously=True)
             case "compact":
-                compact(run.rows)
+                compact(run.row_log)
                 run.check()
+            case "restart":
+                run.restart(2, place=-1)
             case _:
                 getattr(run, step)()
     run.check()
-    run.tracker.close()
+    run.close()
 
 
-def test_the_topic_does_not_grow(run: Run) -> None:
+def test_the_topic_does_not_grow(run: TopicJob) -> None:
     """However many saves, no more than two packs of each row block are there, and no part of any other."""
     num_blocks = 10 + 3  # of both tables
     for _ in range(15):
         run.train()
-        run.save()
-    compact(run.rows)
-    slots = {key.rsplit(b"/", 1)[0] for key in live(run.rows)}
+        run.commit()
+    compact(run.row_log)
+    slots = {key.rsplit(b"/", 1)[0] for key in live(run.row_log)}
     assert len({slot.rsplit(b"/", 1)[0] for slot in slots}) == num_blocks
     assert num_blocks < len(slots) <= 2 * num_blocks
     run.check()
@@ -294,100 +270,99 @@ def test_the_topic_does_not_grow(run: Run) -> None:
     assert used < slots
 
 
-def test_a_smaller_pack_leaves_no_parts_of_a_larger_one(run: Run) -> None:
+def test_a_smaller_pack_leaves_no_parts_of_a_larger_one(run: TopicJob) -> None:
     """Tombstones take the place of what an earlier pack of the same slot had besides."""
-    target = run.rows.target("0" * 16, 0, True)
+    target = run.row_log.target("0" * 16, 0, True)
     key = target.keyed("0/t/1x0/0", 10 * PART_BYTES)  # type: ignore[union-attr] - the topic is compacted
     key.put("large.safetensors", [bytes(5 * PART_BYTES)])
-    assert len(live(run.rows)) == 5
+    assert len(live(run.row_log)) == 5
     key.put("small.safetensors", [bytes(2 * PART_BYTES)])
-    assert sorted(live(run.rows)) == [b"0/t/1x0/0/0", b"0/t/1x0/0/1"]
+    assert sorted(live(run.row_log)) == [b"0/t/1x0/0/0", b"0/t/1x0/0/1"]
 
 
-def test_a_new_baseline_removes_the_rows_before_it(run: Run) -> None:
+def test_a_new_baseline_removes_the_rows_before_it(run: TopicJob) -> None:
     """Once a baseline is committed, nothing is left of the rows of older deltas; and the next deltas are right."""
     for _ in range(4):
         run.train()
-        run.save()
-    assert live(run.rows)
-    run.save(cnr.CNRSavePlanner(run.tracker, policy=cnr.Full()))
-    assert live(run.rows) == []
-    compact(run.rows)
+        run.commit()
+    assert live(run.row_log)
+    run.commit(cnr.CNRSavePlanner(run.tracker, policy=cnr.Full()))
+    assert live(run.row_log) == []
+    compact(run.row_log)
     run.check()
     run.planner = cnr.CNRSavePlanner(run.tracker, policy=cnr.OneShot())
     for _ in range(2):
         run.train()
-        run.save()
-    compact(run.rows)
+        run.commit()
+    compact(run.row_log)
     run.check()
 
 
 def test_a_job_that_was_restarted_takes_over_blocks(tmp_path: Path, kafka: Broker) -> None:
     """After a load, too, only touched blocks are written, and the others stay those of the job before."""
-    run = Run(tmp_path, compacted(kafka), optimizer="sgd")
-    run.save()
+    run = TopicJob(tmp_path, compacted(kafka), optimizer="sgd")
+    run.commit()
     for _ in range(3):
         run.train()
-        run.save()
+        run.commit()
     before = {pack.name for pack in run.packs()}
-    run.restart()
+    run.restart(2, place=-1)
     run.train()
-    run.save()
+    run.commit()
     after = {pack.name for pack in run.packs()}
     assert before & after
     assert after - before
-    compact(run.rows)
+    compact(run.row_log)
     run.check()
-    run.tracker.close()
+    run.close()
 
 
-def test_a_job_that_goes_on_from_an_older_checkpoint_leaves_the_newest_alone(run: Run) -> None:
+def test_a_job_that_goes_on_from_an_older_checkpoint_leaves_the_newest_alone(run: TopicJob) -> None:
     """Until it has committed, the newest checkpoint can still be loaded, although that is not what it goes on from."""
-    baseline = str(run.root / "step-1")
     for _ in range(3):
         run.train()
-        run.save()
+        run.commit()
     newest = run.committed
-    run.tracker.close()
+    run.close()
     run.begin(seed=3)
-    run.load(baseline, tracker=run.tracker, job=run.job)
+    run.restore("step-1", place=-1)
     run.train()
     run.fail()
-    compact(run.rows)
-    assert differing(run.load(), newest or {}) == []
-    run.save()
-    compact(run.rows)
+    compact(run.row_log)
+    assert differing(run.load(), newest) == []
+    run.commit()
+    compact(run.row_log)
     run.check()
 
 
-def test_who_was_overtaken_writes_nothing(run: Run) -> None:
+def test_who_was_overtaken_writes_nothing(run: TopicJob) -> None:
     """A later job shuts an earlier one out before it writes: its packs, its markers and its tombstones are refused."""
-    early = replace(run.rows, timeout_secs=9.0)  # with connections of its own
+    early = replace(run.row_log, timeout_secs=9.0)  # with connections of its own
     begun = early.target("0" * 16, 0, True)
-    run.rows.target("0" * 16, 0, True)
+    run.row_log.target("0" * 16, 0, True)
     with pytest.raises(FencedError):
         begun.keyed("0/t/1x0/0", 100).put("late.safetensors", [b"late"])  # type: ignore[union-attr] - as above
     with pytest.raises(StoreError):  # nor does it take the id back by itself
         begun.keyed("0/t/1x0/0", 100).put("later.safetensors", [b"later"])  # type: ignore[union-attr] - as above
     run.train()
-    run.save()
+    run.commit()
     with pytest.raises(FencedError):
         early.forget("0" * 16, run.packs())
-    assert b"0/t/1x0/0/0" not in live(run.rows)
+    assert b"0/t/1x0/0/0" not in live(run.row_log)
     run.check()
 
 
-def test_who_comes_late_does_not_disturb_a_later_job(run: Run) -> None:
+def test_who_comes_late_does_not_disturb_a_later_job(run: TopicJob) -> None:
     """A job that tries to save after another has begun is refused, and the other writes on."""
-    (run.root / "fence-00000002.json").write_text("{}")
-    later = replace(run.rows, timeout_secs=7.0)  # with connections of its own
-    target = later.target(root_id(str(run.root)), 0, True)
+    Path(run.root, "fence-00000002.json").write_text("{}")
+    later = replace(run.row_log, timeout_secs=7.0)  # with connections of its own
+    target = later.target(root_id(run.root), 0, True)
     run.train()
     with pytest.raises(CheckpointException) as raised:
-        run.save()
+        run.commit()
     assert any(isinstance(error, FencedError) for error, _ in raised.value.failures.values())
     target.keyed("0/t/1x0/0", 100).put("of-the-later.safetensors", [b"later"])  # type: ignore[union-attr] - as above
-    assert b"0/t/1x0/0/0" in live(run.rows)
+    assert b"0/t/1x0/0/0" in live(run.row_log)
 
 
 @pytest.fixture(scope="module")
@@ -400,13 +375,13 @@ def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaServer]:
 @pytest.mark.slow
 def test_a_broker_that_is_killed_loses_nothing(tmp_path: Path, mortal: KafkaServer) -> None:
     """A save during which the broker dies fails; when it is back, the head is there, and the next save has all rows."""
-    run = Run(tmp_path, compacted(mortal, timeout_secs=4.0))
-    run.save()
+    run = TopicJob(tmp_path, compacted(mortal, timeout_secs=4.0))
+    run.commit()
     for _ in range(2):
         run.train()
-        run.save()
+        run.commit()
     run.train()
-    mark, committed = KafkaLog.mark, run.committed
+    mark = KafkaLog.mark
 
     def mark_of_the_dead(*args: Any) -> None:
         mortal.kill()
@@ -415,32 +390,31 @@ def test_a_broker_that_is_killed_loses_nothing(tmp_path: Path, mortal: KafkaServ
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(KafkaLog, "mark", mark_of_the_dead)
         with pytest.raises(CheckpointException):
-            run.save()
-    run.committed = committed
+            run.commit()
     mortal.start()
-    compact(run.rows)
+    compact(run.row_log)
     run.check()
     run.train()
-    run.save()
-    compact(run.rows)
+    run.commit()
+    compact(run.row_log)
     run.check()
-    run.tracker.close()
+    run.close()
 
 
-def test_packs_are_read_in_the_order_in_which_they_lie(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packs_are_read_in_the_order_in_which_they_lie(run: TopicJob, monkeypatch: pytest.MonkeyPatch) -> None:
     """A load goes through each partition in one direction, so that most packs are reached without another request."""
     for _ in range(12):
         run.train()
-    run.save()
+    run.commit()
     sought: list[int] = []
 
     class Counted(confluent_kafka.Consumer):  # type: ignore[misc] - the package has no types
         def assign(self, places: list[Any]) -> None:
-            sought.extend(place.offset for place in places if place.topic == run.rows.topic)
+            sought.extend(place.offset for place in places if place.topic == run.row_log.topic)
             super().assign(places)
 
     monkeypatch.setattr(consumers, "Consumer", Counted)
-    run.rows = replace(run.rows, config={"client.id": uuid.uuid4().hex})  # with consumers of its own
+    run.row_log = replace(run.row_log, config={"client.id": uuid.uuid4().hex})  # with consumers of its own
     run.check()
     assert len(run.packs()) == 13
     assert 0 < len(sought) < len(run.packs())  # each is read several times
@@ -448,15 +422,15 @@ def test_packs_are_read_in_the_order_in_which_they_lie(run: Run, monkeypatch: py
 
 def test_quantized_rows_stay_what_they_were_stored_as(tmp_path: Path, kafka: Broker) -> None:
     """Blocks that are taken over keep their codes, whatever scheme others have meanwhile."""
-    run = Run(tmp_path, compacted(kafka), quantization=cnr.AdaptiveAsymmetric(4))
-    run.save()
+    run = TopicJob(tmp_path, compacted(kafka), quantization=cnr.AdaptiveAsymmetric(4))
+    run.commit()
     for _ in range(4):
         run.train()
-        run.save()
+        run.commit()
     before = run.load()
-    compact(run.rows)
+    compact(run.row_log)
     assert differing(run.load(), before) == []
-    run.tracker.close()
+    run.close()
 
 
 def _train_ranks(rank: int, root: str, rows: KafkaRows, sharding: str, num: int) -> Whole:
@@ -534,13 +508,13 @@ def test_a_topic_that_is_missing_is_made_compacted(kafka: Broker) -> None:
 @pytest.mark.parametrize("policy", [cnr.Consecutive(), cnr.Compacted()], ids=lambda policy: type(policy).__name__)
 def test_deltas_of_deltas_are_refused(tmp_path: Path, kafka: Broker, policy: Policy) -> None:
     """Their rows would be gone; a manager says so when it is made, a planner at the first save."""
-    run = Run(tmp_path, compacted(kafka), policy)
+    run = TopicJob(tmp_path, compacted(kafka), policy)
     with pytest.raises(CheckpointException) as raised:
-        run.save()
+        run.commit()
     assert "keeps the newest rows only" in str(raised.value.failures)
     with pytest.raises(ConfigurationError, match="keeps the newest rows only"):
-        cnr.CheckpointManager(tmp_path, run.tracker, policy=policy, row_log=run.rows)
-    run.tracker.close()
+        cnr.CheckpointManager(tmp_path, run.tracker, policy=policy, row_log=run.row_log)
+    run.close()
 
 
 def test_a_manager_needs_no_policy(tmp_path: Path, kafka: Broker) -> None:
@@ -558,11 +532,11 @@ def test_a_manager_needs_no_policy(tmp_path: Path, kafka: Broker) -> None:
     tracker.close()
 
 
-def test_two_packs_with_one_key_are_refused(run: Run) -> None:
+def test_two_packs_with_one_key_are_refused(run: TopicJob) -> None:
     """Of two records with one key the topic keeps the last, so a manifest that names both is damaged."""
     run.train()
-    run.save()
-    manifest = read_checkpoint(str(cnr.latest(run.root, row_log=run.rows))).manifest
+    run.commit()
+    manifest = read_checkpoint(run.newest).manifest
     data, _ = manifest_json.dumps(manifest)
     assert manifest_json.loads(data, "here")[0] == manifest
     key = next(pack.log.key for pack in manifest.packs if pack.log is not None)

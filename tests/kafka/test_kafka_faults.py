@@ -24,9 +24,9 @@ import torchrec_cnr as cnr
 from tests.servers import kafka_server
 from tests.servers.kafka_server import KafkaServer
 from tests.support import faults, models
+from tests.support.jobs import SavingJob
 from tests.support.kafka_jobs import (
     SECS,
-    KafkaJob,
     absent_at,
     failing_commit,
     large_job,
@@ -111,7 +111,7 @@ def test_a_broker_that_is_gone_costs_nothing_but_the_save(
     tmp_path: Path, server: KafkaServer, rows: cnr.KafkaRows, moment: str, how: str
 ) -> None:
     """At whatever moment of a save: it fails with a StoreError, or its marker was there; the next has its rows."""
-    job = KafkaJob(tmp_path, with_timeout(rows, IMPATIENT_SECS))
+    job = SavingJob(tmp_path, row_log=with_timeout(rows, IMPATIENT_SECS))
     job.train_and_save("0", "1")
     train(job.job, 5)
     with absent_at(moment, server, how):
@@ -134,7 +134,7 @@ def test_a_broker_that_is_gone_costs_nothing_but_the_save(
 def test_a_broker_that_hangs_fails_loads_and_looks(tmp_path: Path, server: KafkaServer, rows: cnr.KafkaRows) -> None:
     """Typed, on time, and not as damage; when it is back, all is there."""
     impatient = with_timeout(rows, IMPATIENT_SECS)
-    job = KafkaJob(tmp_path, impatient)
+    job = SavingJob(tmp_path, row_log=impatient)
     job.train_and_save("0", "1", "2")
     job.assert_loads("2")
     other = with_timeout(rows, 1.5)  # which has no records at hand
@@ -148,7 +148,7 @@ def test_a_broker_that_hangs_fails_loads_and_looks(tmp_path: Path, server: Kafka
         with pytest.raises(CheckpointException) as raised:
             models.load(job.build(2), f"{tmp_path}/2", row_log=other)
         assert {type(cause) for cause in faults.causes(raised.value).values()} == {cnr.StoreError}
-    job.rows = rows
+    job.row_log = rows
     job.assert_loads("2")
     assert cnr.latest(tmp_path, row_log=rows) == f"{tmp_path}/2"
     job.close()
@@ -159,7 +159,7 @@ def test_a_marker_that_is_not_acknowledged_is_looked_for(
     tmp_path: Path, rows: cnr.KafkaRows, monkeypatch: pytest.MonkeyPatch, is_sent: bool
 ) -> None:
     """Where the broker does not say whether it has the marker, the topic does: that is the fate of the save."""
-    job = KafkaJob(tmp_path, rows)
+    job = SavingJob(tmp_path, row_log=rows)
     job.train_and_save("0", "1")
     transact = Producing._transact
 
@@ -208,7 +208,7 @@ def test_a_manager_tries_again(tmp_path: Path, rows: cnr.KafkaRows, when: str) -
 
 def _die_in_commit(root: str, rows: cnr.KafkaRows, when: str) -> None:
     """Go on from the newest checkpoint, train, and die in the commit of the next."""
-    job = KafkaJob(root, rows, seed=5)
+    job = SavingJob(root, row_log=rows, seed=5)
     job.restore()
     train(job.job, 10)
     with failing_commit(when, act=lambda: os._exit(9)):
@@ -220,7 +220,7 @@ def test_a_process_that_dies_in_its_commit(
     tmp_path: Path, rows: cnr.KafkaRows, rank_pool: RankPools, when: str
 ) -> None:
     """Before the marker, nothing was committed; behind it, the next who looks gives the manifest its name."""
-    job = KafkaJob(tmp_path, rows)
+    job = SavingJob(tmp_path, row_log=rows)
     job.train_and_save("0", "1")
     assert in_child(_die_in_commit, str(tmp_path), rows, when) == 9
     newest = "2" if when == "after" else "1"
@@ -230,7 +230,7 @@ def test_a_process_that_dies_in_its_commit(
     assert cnr.latest(tmp_path) == f"{tmp_path}/{newest}", "now it has its name"
     train(job.job, 10)
     job.assert_loads(newest, whole(state(job.job)) if when == "after" else job.saved["1"])
-    following = KafkaJob(tmp_path, rows, seed=6)
+    following = SavingJob(tmp_path, row_log=rows, seed=6)
     assert following.restore() == newest
     following.train_and_save("3")
     following.assert_loads("3")
@@ -246,7 +246,7 @@ def _restore_on_ranks(rank: int, root: str, rows: cnr.KafkaRows) -> str:
 
 def test_other_roots_do_not_hide_what_was_committed(tmp_path: Path, rows: cnr.KafkaRows) -> None:
     """However many markers others have written since: a checkpoint that lacks its name is found."""
-    job, other = KafkaJob(tmp_path / "a", rows), KafkaJob(tmp_path / "b", rows)
+    job, other = SavingJob(tmp_path / "a", row_log=rows), SavingJob(tmp_path / "b", row_log=rows)
     job.train_and_save("0", "1")
     assert in_child(_die_in_commit, job.root, rows, "after") == 9
     other.train_and_save(*(str(number) for number in range(12)))
@@ -255,7 +255,7 @@ def test_other_roots_do_not_hide_what_was_committed(tmp_path: Path, rows: cnr.Ka
 
 
 def _fail_on_ranks(rank: int, root: str, rows: cnr.KafkaRows, when: str) -> tuple[list[str], Whole]:
-    job = KafkaJob(root, rows, build=torchrec_job)
+    job = SavingJob(root, row_log=rows, build=torchrec_job)
     job.train_and_save("0", "1")
     train(job.job, 7)
     with failing_commit(when) if rank == 0 else ExitStack(), pytest.raises(CheckpointException) as raised:
@@ -290,7 +290,7 @@ def _differing_on_ranks(rank: int, path: str, rows: cnr.KafkaRows, saved: Whole)
 
 def _be_zombie(root: str, rows: cnr.KafkaRows, moment: str) -> str:
     """Save, and stop in the next save at a moment until a successor has saved; how that save ends."""
-    job = KafkaJob(root, rows)
+    job = SavingJob(root, row_log=rows)
     job.train_and_save("0", "1")
     owner, name = {
         "begin": (cnr.KafkaRows, "begin"),
@@ -314,7 +314,7 @@ def _be_zombie(root: str, rows: cnr.KafkaRows, moment: str) -> str:
 
 def _succeed(root: str, rows: cnr.KafkaRows) -> None:
     faults.wait_for(Path(root, "stopped"))
-    job = KafkaJob(root, rows, seed=3)
+    job = SavingJob(root, row_log=rows, seed=3)
     assert job.restore() == "1"
     train(job.job, 9)
     job.save("2")
@@ -403,7 +403,7 @@ def test_records_that_lie_are_damage(
 ) -> None:
     """What is missing, doubled, cut or in another order is told by topic, partition, offset and part."""
     rows = cnr.KafkaRows(server.bootstrap, server.new_name(), num_partitions=1, part_bytes=200)
-    job = KafkaJob(tmp_path, rows, build=large_job)
+    job = SavingJob(tmp_path, row_log=rows, build=large_job)
     job.train_and_save("0", "1")
     (place,) = ranges(tmp_path / "1")
     assert place.last - place.first >= 4
@@ -434,7 +434,7 @@ def test_records_of_strangers_are_passed_over(
     """Among rows and among markers: they are warned of, and change nothing."""
     strange = (b"", b"knows", [("part", b"one of two")])
     rows = replace(rows, part_bytes=200)
-    job = KafkaJob(tmp_path, rows, build=large_job)
+    job = SavingJob(tmp_path, row_log=rows, build=large_job)
     job.train_and_save("0")
     produce(server, f"{rows.topic}-markers", strange, (b"", b"", []), (b"", b'{"format": "torchrec_cnr marker"}', []))
     job.train_and_save("1")
@@ -457,7 +457,7 @@ def test_records_of_strangers_are_passed_over(
 
 def test_rows_that_retention_has_removed_are_damage(tmp_path: Path, server: KafkaServer, rows: cnr.KafkaRows) -> None:
     """It is said that they were removed; a restore goes back to what is there."""
-    job = KafkaJob(tmp_path, rows)
+    job = SavingJob(tmp_path, row_log=rows)
     job.train_and_save("0", "1", "2")
     (place,) = ranges(tmp_path / "2")
     admin = server.admin()
@@ -474,7 +474,7 @@ def test_markers_that_retention_has_removed_are_not_missed(
     tmp_path: Path, server: KafkaServer, rows: cnr.KafkaRows
 ) -> None:
     """Manifests have their names by then."""
-    job = KafkaJob(tmp_path, rows)
+    job = SavingJob(tmp_path, row_log=rows)
     job.train_and_save("0", "1", "2")
     admin = server.admin()
     cut = TopicPartition(f"{rows.topic}-markers", 0, rows.markers_from(0, 0)[-1].offset)
@@ -627,7 +627,7 @@ class Life:
     _in_flight: "Future[Any] | None" = None
 
     def __post_init__(self) -> None:
-        self.job = KafkaJob(self.root, self.rows)
+        self.job = SavingJob(self.root, row_log=self.rows)
 
     def run(self, operation: str, seed: int) -> None:
         """Train, and do one operation."""
@@ -641,7 +641,7 @@ class Life:
                 self.saved[name] = self.job.save(name)
                 self.newest = [name]
             case ["save", "behind"]:
-                self._in_flight = self.job.save_behind(name)
+                self._in_flight = self.job.async_save(name)
                 self.saved[name] = self.job.saved[name]
             case ["fail", when]:
                 with failing_commit(when):
@@ -657,7 +657,7 @@ class Life:
                 self.check()
             case ["restart"]:
                 self.job.close()
-                self.job = KafkaJob(self.root, self.rows, seed)
+                self.job = SavingJob(self.root, row_log=self.rows, seed=seed)
                 self.check()
 
     def land(self) -> None:
@@ -674,7 +674,7 @@ class Life:
         assert (newest and Path(newest).name) in self.newest
         if newest is not None:
             name = self.job.restore()
-            assert differing(self.job.saved[name], self.saved[name]) == []
+            assert differing(whole(state(self.job.job)), self.saved[name]) == []
             self.newest = [name]
 
 

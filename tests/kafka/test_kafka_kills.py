@@ -28,7 +28,8 @@ from tests.servers import kafka_server
 from tests.servers.kafka_server import KafkaServer
 from tests.support import models
 from tests.support.faults import act_before
-from tests.support.kafka_jobs import SECS, KafkaJob, marked, wait_until_well
+from tests.support.jobs import SavingJob
+from tests.support.kafka_jobs import SECS, marked, wait_until_well
 from tests.support.killing import in_child
 from tests.support.models import Whole, state, train, whole
 from torchrec_cnr.storage.store import Store
@@ -60,7 +61,7 @@ def live(root: str, bootstrap: str, topic: str, journal: str) -> None:
     rows = cnr.KafkaRows(bootstrap, topic, num_partitions=2, timeout_secs=TIMEOUT_SECS)
     _linger(cnr.KafkaRows, "mark")
     _linger(Store, "put_new")
-    job = KafkaJob(root, rows, seed=int.from_bytes(os.urandom(3)))
+    job = SavingJob(root, row_log=rows, seed=int.from_bytes(os.urandom(3)))
     with Path(journal).open("a") as file:
 
         def write(**line: Any) -> None:
@@ -79,7 +80,7 @@ def live(root: str, bootstrap: str, topic: str, journal: str) -> None:
                 if len(name) % 2:
                     job.save(name)
                 else:
-                    job.save_behind(name).result()
+                    job.async_save(name).result()
             except Exception as error:  # noqa: BLE001 - the parent looks at it
                 write(failed=name, says=f"{type(error).__name__}: {error}"[-300:])
                 time.sleep(0.05)

@@ -17,7 +17,8 @@ import torchrec_cnr as cnr
 from tests.kafka.test_broker import transactional
 from tests.servers.kafka_server import Broker
 from tests.support import faults, models
-from tests.support.kafka_jobs import KafkaJob, large_job, marked, ranges
+from tests.support.jobs import SavingJob
+from tests.support.kafka_jobs import large_job, marked, ranges
 from tests.support.killing import in_child
 from tests.support.models import Whole, differing, plain_job, state, torchrec_job, train, whole
 from tests.support.ranks import RankPools
@@ -45,14 +46,14 @@ def rows(kafka: Broker) -> cnr.KafkaRows:
 
 
 def _save_in_every_way(rank: int, root: str, rows: cnr.KafkaRows, ways: tuple[str, ...]) -> list[str]:
-    job = KafkaJob(root, rows, build=large_job, thread_count=3, pack_bytes=1024)
+    job = SavingJob(root, row_log=rows, build=large_job, thread_count=3, pack_bytes=1024)
     for number, way in enumerate(ways):
         for batch in range(20):
             train(job.job, 20 * number + batch)
         if way == "save":
             job.save(str(number))
         else:
-            future = job.save_behind(str(number), AsyncCheckpointerType[way])
+            future = job.async_save(str(number), AsyncCheckpointerType[way])
             train(job.job, 100 + number)
             future.result(timeout=100)
     for name in job.saved:
@@ -87,7 +88,7 @@ def test_rows_take_a_round_trip_however_they_are_saved(
 
 def test_who_does_not_know_the_log_is_told(tmp_path: Path, rows: cnr.KafkaRows, kafka: Broker) -> None:
     """A reader without it, or with another one, says which topic it needs; a baseline needs none."""
-    job = KafkaJob(tmp_path, rows)
+    job = SavingJob(tmp_path, row_log=rows)
     job.train_and_save("0", "1")
     for other in (None, cnr.KafkaRows(kafka.bootstrap, f"{rows.topic}-other")):
         with pytest.raises(dcp.api.CheckpointException, match=rows.topic) as raised:
@@ -122,7 +123,7 @@ def test_rows_of_four_bits_are_those_that_files_hold(tmp_path: Path, rows: cnr.K
 def test_packs_of_many_records_in_several_partitions(tmp_path: Path, kafka: Broker) -> None:
     """Threads write and read packs at once, each of many records; all partitions have some."""
     rows = cnr.KafkaRows(kafka.bootstrap, kafka.new_name(), num_partitions=3, part_bytes=300)
-    job = KafkaJob(tmp_path, rows, build=large_job, thread_count=4, pack_bytes=1024)
+    job = SavingJob(tmp_path, row_log=rows, build=large_job, thread_count=4, pack_bytes=1024)
     job.save("0")
     for name in ("1", "2"):
         for number in range(60):
@@ -139,8 +140,10 @@ def test_packs_of_many_records_in_several_partitions(tmp_path: Path, kafka: Brok
 # Ranks
 
 
-def _rank_job(root: str, rows: cnr.KafkaRows, sharding: str, seed: int) -> KafkaJob:
-    return KafkaJob(root, rows, seed, build=lambda seed: torchrec_job(seed, sharding, fused=RowWiseAdagrad))
+def _rank_job(root: str, rows: cnr.KafkaRows, sharding: str, seed: int) -> SavingJob:
+    return SavingJob(
+        root, row_log=rows, seed=seed, build=lambda seed: torchrec_job(seed, sharding, fused=RowWiseAdagrad)
+    )
 
 
 def _live_on_ranks(rank: int, root: str, rows: cnr.KafkaRows, sharding: str, first: int) -> dict[str, Whole]:
@@ -152,7 +155,7 @@ def _live_on_ranks(rank: int, root: str, rows: cnr.KafkaRows, sharding: str, fir
         train(job.job, number)
         job.save(str(number))
     train(job.job, first + 2)
-    future = job.save_behind(str(first + 2), group=dist.new_group(backend="gloo"))
+    future = job.async_save(str(first + 2), group=dist.new_group(backend="gloo"))
     train(job.job, first + 3)
     future.result(timeout=60)
     job.close()
@@ -185,7 +188,7 @@ def test_ranks_of_any_sharding_load_what_others_saved(
 
 def test_two_roots_share_a_topic(tmp_path: Path, rows: cnr.KafkaRows) -> None:
     """Each has its own newest checkpoint, names and rows, though names are the same."""
-    jobs = [KafkaJob(tmp_path / name, rows, seed) for seed, name in enumerate(("a", "b"))]
+    jobs = [SavingJob(tmp_path / name, row_log=rows, seed=seed) for seed, name in enumerate(("a", "b"))]
     for number in range(4):
         for job in jobs:
             train(job.job, 10 * number + jobs.index(job))
@@ -207,7 +210,7 @@ def test_an_open_transaction_of_others_hides_no_rows(tmp_path: Path, rows: cnr.K
         other.begin_transaction()
         other.produce(rows.topic, b"open", partition=partition)
         other.flush(30)
-    job = KafkaJob(tmp_path, rows)
+    job = SavingJob(tmp_path, row_log=rows)
     job.train_and_save("0", "1", "2")
     job.assert_loads("2")
     for other in others:
@@ -247,7 +250,7 @@ def test_a_manager_saves_to_the_log_and_restores_from_it(tmp_path: Path, rows: c
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_may_keep_rows_in_the_log(tmp_path: Path, rows: cnr.KafkaRows, policy: str) -> None:
     """Each checkpoint of its lineage loads."""
-    job = KafkaJob(tmp_path, rows, policy=POLICIES[policy])
+    job = SavingJob(tmp_path, row_log=rows, policy=POLICIES[policy])
     job.train_and_save(*"012345")
     assert any(ranges(tmp_path / name) for name in job.saved)
     for name in job.saved:
@@ -273,7 +276,7 @@ def test_lineages_in_the_log_are_compacted_and_pruned(tmp_path: Path, rows: cnr.
 
 def test_compacted_by_hand_it_stands_on_files_and_log(tmp_path: Path, rows: cnr.KafkaRows) -> None:
     """A compaction that is given the log loses no row of it."""
-    job = KafkaJob(tmp_path, rows)
+    job = SavingJob(tmp_path, row_log=rows)
     job.train_and_save(*"01234")
     upkeep = Upkeep(str(tmp_path), None, compacts=True, row_log=rows, max_ratio=1.0, pack_bytes=1024)
     upkeep.run_for(cnr.read_checkpoint(tmp_path / "4"))
@@ -310,7 +313,7 @@ def _client_threads() -> int:
 
 def _disconnect(root: Path, rows: cnr.KafkaRows) -> None:
     assert _client_threads() == 0
-    job = KafkaJob(root, rows)
+    job = SavingJob(root, row_log=rows)
     job.train_and_save("0", "1")
     job.assert_loads("1")
     assert _client_threads() > 0

@@ -1,7 +1,6 @@
 """Wrong calls, wrong targets, damaged and hostile checkpoints: a typed error that helps, and nothing is lost by it.
 
-A ``Run`` is a job with three checkpoints behind it: a baseline, a delta, and a delta of that. After each mishap it must
-go on: the last checkpoint loads, and the next save works and loads.
+After each mishap the job must go on: its last checkpoint loads, and the next save works and loads.
 """
 
 import hashlib
@@ -13,7 +12,6 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +30,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 import torchrec_cnr as cnr
 from tests.golden.replacement import replace_manifest
 from tests.support import faults, models
+from tests.support.jobs import SavingJob, assert_loads, load_into, save
 from tests.support.models import Job, Whole, differing, plain_job, state, torchrec_job, train, whole
 from tests.support.ranks import RankPools
 from torchrec_cnr.format.manifest_parser import VERSION
@@ -39,80 +38,34 @@ from torchrec_cnr.format.manifest_parser import VERSION
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 
-@dataclass
-class Run:
-    """A job in training.
-
-    Attributes:
-        root: Where its checkpoints are: 0, a baseline; 1, a delta of it; 2, a delta of that.
-        job: The model, trained further since.
-        tracker: Its tracker.
-        cuts: What each checkpoint holds.
-    """
-
-    root: str
-    job: Job
-    tracker: cnr.RowTracker
-    cuts: list[Whole]
-
-    def path(self, number: int) -> str:
-        """A checkpoint."""
-        return f"{self.root}/{number}"
-
-    def manifest(self, number: int) -> Path:
-        """A checkpoint's manifest."""
-        return Path(self.path(number), "manifest.json")
-
-    def save(self, path: str, policy: cnr.Policy | None = None, **options: Any) -> Whole:
-        """Save the job, by default as a delta of the last checkpoint."""
-        cut = whole(state(self.job))
-        planner = cnr.CNRSavePlanner(self.tracker, policy=policy if policy is not None else cnr.Consecutive())
-        dcp.save(state(self.job), storage_writer=models.writer(path, **options), planner=planner)
-        return cut
-
-    def goes_on(self, last: int | None = 2) -> None:
-        """The last checkpoint loads, and the job's next save does; it holds all that was trained."""
-        if last is not None:
-            assert_loads(self.path(last), self.cuts[last])
-        train(self.job, 50)
-        path = f"{self.root}/next"
-        assert_loads(path, self.save(path))
-
-
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    """A run with three checkpoints, which has been trained since."""
-    job = plain_job(1, "adagrad")
-    run = Run(str(tmp_path / "run"), job, cnr.RowTracker(job.model), [])
-    for number in range(3):
-        train(job, number)
-        run.cuts.append(run.save(run.path(number)))
-    assert [cnr.read_checkpoint(run.path(number)).kind for number in range(3)] == ["baseline", "delta", "delta"]
-    train(job, 3)
-    yield run
-    run.tracker.close()
+def run(tmp_path: Path) -> Iterator[SavingJob]:
+    """A job with three checkpoints, a baseline, a delta, and a delta of that, which has been trained since."""
+    with SavingJob(tmp_path / "run") as run:
+        run.train_and_save(0, 1, 2)
+        assert [cnr.read_checkpoint(run.path(number)).kind for number in range(3)] == ["baseline", "delta", "delta"]
+        run.train()
+        yield run
 
 
-def assert_loads(path: str, expected: Whole) -> None:
-    """A job of other weights gets exactly these."""
-    job = plain_job(99, "adagrad")
-    assert differing(whole(state(job)), expected)
-    assert differing(models.load(job, path), expected) == []
+def manifest(run: SavingJob, number: int) -> Path:
+    """A checkpoint's manifest."""
+    return Path(run.path(number), "manifest.json")
 
 
-def failure_of(act: Callable[[], object]) -> BaseException:
-    """What made DCP fail."""
-    with pytest.raises(CheckpointException) as raised:
-        act()
-    (cause,) = faults.causes(raised.value).values()
-    return cause
+def goes_on(run: SavingJob, last: int | None = 2) -> None:
+    """The last checkpoint loads, and the job's next save does; it holds all that was trained."""
+    if last is not None:
+        run.assert_loads(last)
+    run.train_and_save("next")
+    run.assert_loads("next")
 
 
 def load_failure(path: str, planner: LoadPlanner | None = None, target: dict[str, Any] | None = None) -> str:
     """Load a checkpoint that must be refused; the error's type and message."""
     target = target if target is not None else state(plain_job(99, "adagrad"))
     reader = cnr.CNRStorageReader(path)
-    cause = failure_of(lambda: dcp.load(target, storage_reader=reader, planner=planner or cnr.CNRLoadPlanner()))
+    cause = faults.failure_of(lambda: dcp.load(target, storage_reader=reader, planner=planner or cnr.CNRLoadPlanner()))
     assert isinstance(cause, cnr.CNRError), f"not one of ours: {cause!r}"
     return f"{type(cause).__name__}: {cause}"
 
@@ -141,17 +94,18 @@ def adopt(child: str, digest: str) -> str:
 # Wrong calls.
 
 
-def test_an_id_that_exists_is_refused(run: Run) -> None:
+def test_an_id_that_exists_is_refused(run: SavingJob) -> None:
     """A checkpoint is never overwritten: the error names it, and what it holds stays."""
-    cause = failure_of(lambda: run.save(run.path(1)))
+    saved = run.saved["1"]
+    cause = run.failure(1)
     assert isinstance(cause, cnr.CheckpointExistsError)
     assert run.path(1) in str(cause)
     assert "checkpoint_id" in str(cause)
-    assert_loads(run.path(1), run.cuts[1])
-    run.goes_on()
+    run.assert_loads(1, saved)
+    goes_on(run)
 
 
-def test_arguments_that_cannot_work_are_refused(run: Run) -> None:
+def test_arguments_that_cannot_work_are_refused(run: SavingJob) -> None:
     """The error names the argument."""
     arguments: dict[str, Any] = {"overwrite": True, "thread_count": 0, "quantization": "4 bits"}
     for name, value in arguments.items():
@@ -165,19 +119,19 @@ def test_arguments_that_cannot_work_are_refused(run: Run) -> None:
         models.writer("nosuchprotocol://bucket/step")
     with pytest.raises(cnr.ConfigurationError, match="no embedding table"):
         cnr.RowTracker(nn.Linear(2, 2))
-    run.goes_on()
+    goes_on(run)
 
 
-def test_a_tracker_needs_our_writer_and_reader(run: Run, tmp_path: Path) -> None:
+def test_a_tracker_needs_our_writer_and_reader(run: SavingJob, tmp_path: Path) -> None:
     """With DCP's own writer a delta would be a checkpoint with holes; with its reader nothing would be validated."""
     planner = cnr.CNRSavePlanner(run.tracker)
-    cause = failure_of(
+    cause = faults.failure_of(
         lambda: dcp.save(state(run.job), storage_writer=dcp.FileSystemWriter(tmp_path / "stock"), planner=planner)
     )
     assert isinstance(cause, cnr.ConfigurationError)
     assert "CNRStorageWriter" in str(cause)
     dcp.save(state(run.job), storage_writer=dcp.FileSystemWriter(tmp_path / "theirs"))
-    cause = failure_of(
+    cause = faults.failure_of(
         lambda: dcp.load(
             state(plain_job(2, "adagrad")),
             storage_reader=dcp.FileSystemReader(tmp_path / "theirs"),
@@ -186,18 +140,17 @@ def test_a_tracker_needs_our_writer_and_reader(run: Run, tmp_path: Path) -> None
     )
     assert isinstance(cause, cnr.ConfigurationError)
     assert "CNRStorageReader" in str(cause)
-    run.goes_on()
+    goes_on(run)
 
 
-def test_a_state_dict_without_a_tracked_table_is_refused(run: Run) -> None:
+def test_a_state_dict_without_a_tracked_table_is_refused(run: SavingJob) -> None:
     """A table that is tracked but not saved would lose its rows."""
     saved = state(run.job)
     del saved["model"]["item.weight"]
-    planner = cnr.CNRSavePlanner(run.tracker, policy=cnr.Consecutive())
-    cause = failure_of(lambda: dcp.save(saved, storage_writer=models.writer(run.path(3)), planner=planner))
+    cause = faults.failure_of(lambda: save(saved, run.path(3), run.planner))
     assert isinstance(cause, cnr.ConfigurationError)
     assert "'item'" in str(cause)
-    run.goes_on()
+    goes_on(run)
 
 
 def _async_save_copies(rank: int, root: str, build: Callable[[int], Job], stager: AsyncStager) -> None:
@@ -235,15 +188,14 @@ class Opaque:
     """A value of a type that a weights-only unpickler does not know."""
 
 
-def test_an_object_that_could_not_be_loaded_again_is_refused_at_save(run: Run) -> None:
+def test_an_object_that_could_not_be_loaded_again_is_refused_at_save(run: SavingJob) -> None:
     """What cannot be unpickled without running code is refused when it is saved, by name, not when it is needed."""
     saved = state(run.job, of_a_type_of_mine=Opaque())
-    planner = cnr.CNRSavePlanner(run.tracker, policy=cnr.Consecutive())
-    cause = failure_of(lambda: dcp.save(saved, storage_writer=models.writer(run.path(3)), planner=planner))
+    cause = faults.failure_of(lambda: save(saved, run.path(3), run.planner))
     assert isinstance(cause, cnr.ConfigurationError)
     assert "reader.of_a_type_of_mine" in str(cause)
     assert "add_safe_globals" in str(cause)
-    run.goes_on()
+    goes_on(run)
 
 
 @pytest.mark.parametrize(
@@ -251,20 +203,19 @@ def test_an_object_that_could_not_be_loaded_again_is_refused_at_save(run: Run) -
     [torch.zeros(2, dtype=torch.complex64), torch.eye(3).to_sparse(), torch.zeros(2).to(torch.float8_e4m3fn)],
     ids=["complex", "sparse", "float8"],
 )
-def test_a_tensor_that_cannot_be_stored_is_refused_at_save(run: Run, value: Tensor) -> None:
+def test_a_tensor_that_cannot_be_stored_is_refused_at_save(run: SavingJob, value: Tensor) -> None:
     """Tensors of other layouts and dtypes: the error names the tensor and what it is."""
     saved = state(run.job, value=value)
-    planner = cnr.CNRSavePlanner(run.tracker, policy=cnr.Consecutive())
-    cause = failure_of(lambda: dcp.save(saved, storage_writer=models.writer(run.path(3)), planner=planner))
+    cause = faults.failure_of(lambda: save(saved, run.path(3), run.planner))
     assert isinstance(cause, cnr.ConfigurationError)
     assert "reader.value" in str(cause)
-    run.goes_on()
+    goes_on(run)
 
 
 # Wrong places.
 
 
-def test_there_is_nothing_to_load(run: Run, tmp_path: Path) -> None:
+def test_there_is_nothing_to_load(run: SavingJob, tmp_path: Path) -> None:
     """No path, no directory, a file, or a directory without a manifest: the error says that nothing is there."""
     with pytest.raises(cnr.CheckpointNotFoundError, match="no committed checkpoint"):
         cnr.CNRStorageReader(cnr.latest(tmp_path / "nowhere"))
@@ -279,15 +230,15 @@ def test_there_is_nothing_to_load(run: Run, tmp_path: Path) -> None:
         with pytest.raises(cnr.CheckpointNotFoundError, match=str(place)):
             cnr.read_checkpoint(place)
     assert cnr.latest(run.root) == run.path(2)
-    run.goes_on()
+    goes_on(run)
 
 
-def test_latest_passes_over_damaged_manifests_but_not_over_newer_versions(run: Run) -> None:
+def test_latest_passes_over_damaged_manifests_but_not_over_newer_versions(run: SavingJob) -> None:
     """A damaged head must not end a job; a head that only a newer version reads must."""
-    body = run.manifest(2).read_bytes()
-    run.manifest(2).write_bytes(body[:-20])
+    body = manifest(run, 2).read_bytes()
+    manifest(run, 2).write_bytes(body[:-20])
     assert cnr.latest(run.root) == run.path(1)
-    run.manifest(2).write_bytes(body)
+    manifest(run, 2).write_bytes(body)
     forge(run.path(2), lambda manifest: manifest.update(version=VERSION + 1))
     with pytest.raises(cnr.VersionError, match="upgrade"):
         cnr.latest(run.root)
@@ -300,17 +251,17 @@ def test_latest_passes_over_damaged_manifests_but_not_over_newer_versions(run: R
         *["a;b", "back\\slash", "a::b", "new\nline", "...", "a&b", "$HOME", "é" * 60],
     ],
 )
-def test_paths_of_all_kinds(run: Run, name: str) -> None:
+def test_paths_of_all_kinds(run: SavingJob, name: str) -> None:
     """Whatever the names of directories: a lineage there loads, unless the name was refused at once."""
     root = f"{run.root}/{name}"
     try:
-        baseline = run.save(f"{root}/{name} 0", cnr.Full())
+        baseline = save(run.job, f"{root}/{name} 0", cnr.CNRSavePlanner(run.tracker, policy=cnr.Full()))
     except cnr.ConfigurationError as error:
         assert "path or URL" in str(error)  # noqa: PT017 - only some names may be refused
-        run.goes_on()
+        goes_on(run)
         return
     train(run.job, 4)
-    delta = run.save(f"{root}/{name} 1")
+    delta = save(run.job, f"{root}/{name} 1", run.planner)
     assert Path(root, f"{name} 1", "manifest.json").exists()
     assert cnr.read_checkpoint(f"{root}/{name} 1").parent == f"{root}/{name} 0"
     assert cnr.latest(root) == f"{root}/{name} 1"
@@ -320,20 +271,20 @@ def test_paths_of_all_kinds(run: Run, name: str) -> None:
     assert_loads(f"{run.root}-moved {name}/{name} 1", delta)
 
 
-def test_a_store_in_memory(run: Run) -> None:
+def test_a_store_in_memory(run: SavingJob) -> None:
     """Any fsspec file system will do: a lineage in memory, with the same refusals."""
     root = "memory://" + run.root
-    baseline = run.save(f"{root}/0")
+    baseline = save(run.job, f"{root}/0", run.planner)
     assert cnr.read_checkpoint(f"{root}/0").kind == "baseline", "no relative path leads from one store to another"
     train(run.job, 4)
-    delta = run.save(f"{root}/1")
+    delta = save(run.job, f"{root}/1", run.planner)
     assert cnr.read_checkpoint(f"{root}/1").parent == f"{root}/0"
     assert cnr.latest(root) == f"{root}/1"
     assert_loads(f"{root}/0", baseline)
     assert_loads(f"{root}/1", delta)
-    assert isinstance(failure_of(lambda: run.save(f"{root}/1")), cnr.CheckpointExistsError)
+    assert isinstance(faults.failure_of(lambda: save(run.job, f"{root}/1", run.planner)), cnr.CheckpointExistsError)
     assert load_failure(f"{root}/2").startswith("CheckpointNotFoundError")
-    run.goes_on()
+    goes_on(run)
 
 
 # Wrong targets.
@@ -360,7 +311,7 @@ def _with(change: Callable[[nn.Module], None]) -> dict[str, Any]:
 )
 @pytest.mark.parametrize("partial", [False, True], ids=["strict", "partial"])
 def test_a_tensor_of_another_shape_or_dtype_is_refused(
-    run: Run, fqn: str, value: Any, words: list[str], partial: bool
+    run: SavingJob, fqn: str, value: Any, words: list[str], partial: bool
 ) -> None:
     """The error names the tensor, what the checkpoint has, and what the target has; also in a partial load."""
     target = state(plain_job(99, "adagrad"))
@@ -369,10 +320,10 @@ def test_a_tensor_of_another_shape_or_dtype_is_refused(
     assert message.startswith("StateMismatchError")
     assert f"model.{fqn}" in message
     assert all(word in message for word in words)
-    run.goes_on()
+    goes_on(run)
 
 
-def test_what_only_the_target_has_is_refused_or_left_alone(run: Run) -> None:
+def test_what_only_the_target_has_is_refused_or_left_alone(run: SavingJob) -> None:
     """A strict load names what the checkpoint lacks; a partial one loads the rest and leaves it as it was."""
     target = state(plain_job(99, "adagrad"))
     target["model"]["new.weight"] = torch.full((3, 2), 7.0)
@@ -380,15 +331,14 @@ def test_what_only_the_target_has_is_refused_or_left_alone(run: Run) -> None:
     assert message.startswith("StateMismatchError")
     assert "'model.new.weight'" in message
     assert "allow_partial_load" in message
-    planner = cnr.CNRLoadPlanner(allow_partial_load=True)
-    dcp.load(target, storage_reader=cnr.CNRStorageReader(run.path(2)), planner=planner)
+    load_into(target, run.path(2), allow_partial_load=True)
     loaded = whole(target)
     assert bool((loaded.pop("model.new.weight") == 7.0).all())
-    assert differing(loaded, run.cuts[2]) == []
-    run.goes_on()
+    assert differing(loaded, run.saved["2"]) == []
+    goes_on(run)
 
 
-def test_what_only_the_checkpoint_has_is_refused_or_left_out(run: Run) -> None:
+def test_what_only_the_checkpoint_has_is_refused_or_left_out(run: SavingJob) -> None:
     """A strict load names what the target lacks; a partial one loads the rest."""
     for fqn in ("model.item.weight", "all_optimizer.state.0.sum", "all_optimizer.param_groups.0.lr"):
         target = state(plain_job(99, "adagrad"))
@@ -401,25 +351,20 @@ def test_what_only_the_checkpoint_has_is_refused_or_left_out(run: Run) -> None:
         assert message.startswith("StateMismatchError")
         assert f"'{fqn}'" in message
         assert "allow_partial_load" in message
-        planner = cnr.CNRLoadPlanner(allow_partial_load=True)
-        dcp.load(target, storage_reader=cnr.CNRStorageReader(run.path(2)), planner=planner)
-        assert differing(whole(target), run.cuts[2]) == [fqn]
-    run.goes_on()
+        load_into(target, run.path(2), allow_partial_load=True)
+        assert differing(whole(target), run.saved["2"]) == [fqn]
+    goes_on(run)
 
 
-def test_a_table_that_a_partial_load_left_out_is_in_the_next_save(run: Run) -> None:
+def test_a_table_that_a_partial_load_left_out_is_in_the_next_save(run: SavingJob) -> None:
     """A job whose table the checkpoint lacks, or did not load, saves all of it next."""
-    job = plain_job(7, "adagrad")
-    tracker = cnr.RowTracker(job.model)
-    target = state(job)
-    del target["model"]["item.weight"]
-    planner = cnr.CNRLoadPlanner(tracker, allow_partial_load=True)
-    dcp.load(target, storage_reader=cnr.CNRStorageReader(run.path(2)), planner=planner)
-    train(job, 8)
-    forked = Run(run.root, job, tracker, run.cuts)
-    assert_loads(f"{run.root}/forked", forked.save(f"{run.root}/forked"))
-    tracker.close()
-    run.goes_on()
+    with SavingJob(run.root, seed=7) as fork:
+        target = state(fork.job)
+        del target["model"]["item.weight"]
+        load_into(target, run.path(2), tracker=fork.tracker, allow_partial_load=True)
+        fork.train_and_save("forked")
+        fork.assert_loads("forked")
+    goes_on(run)
 
 
 class _OneTable(nn.Module):
@@ -443,7 +388,7 @@ def test_two_tables_of_one_name_are_kept_apart(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     tracker = cnr.RowTracker(model)
     planner = cnr.CNRSavePlanner(tracker, policy=cnr.Consecutive())
-    dcp.save(model.state_dict(), storage_writer=models.writer(tmp_path / "0"), planner=planner)
+    save(model.state_dict(), tmp_path / "0", planner)
     model.users.table(torch.tensor([[1, 2], [2, 3]])).sum().backward()
     optimizer.step()
     assert tracker.num_modified == 3
@@ -453,11 +398,11 @@ def test_two_tables_of_one_name_are_kept_apart(tmp_path: Path) -> None:
     assert tracker.num_modified == 4
     with pytest.raises(cnr.ConfigurationError, match="users"):
         tracker.mark("sellers.table", torch.tensor([5]))
-    dcp.save(model.state_dict(), storage_writer=models.writer(tmp_path / "1"), planner=planner)
+    save(model.state_dict(), tmp_path / "1", planner)
     assert cnr.read_checkpoint(tmp_path / "1").num_rows == 4
     other = _TwoOfOneName()
     assert not torch.equal(other.users.table.weight, model.users.table.weight)
-    dcp.load(other.state_dict(), storage_reader=cnr.CNRStorageReader(tmp_path / "1"), planner=cnr.CNRLoadPlanner())
+    load_into(other.state_dict(), tmp_path / "1")
     assert differing(whole(other.state_dict()), whole(model.state_dict())) == []
     tracker.close()
 
@@ -465,15 +410,15 @@ def test_two_tables_of_one_name_are_kept_apart(tmp_path: Path) -> None:
 # Unusual contents.
 
 
-def test_an_empty_delta(run: Run) -> None:
+def test_an_empty_delta(run: SavingJob) -> None:
     """Nothing was trained: the delta holds no row, loads as its parent, and another may follow."""
-    run.save(run.path(3))
+    run.save(3)
     for number in (4, 5):
-        cut = run.save(run.path(number))
+        run.save(number)
         checkpoint = cnr.read_checkpoint(run.path(number))
         assert (checkpoint.kind, checkpoint.num_rows) == ("delta", 0)
-        assert_loads(run.path(number), cut)
-    run.goes_on()
+        run.assert_loads(number)
+    goes_on(run)
 
 
 def test_tensors_of_all_kinds(tmp_path: Path) -> None:
@@ -492,7 +437,7 @@ def test_tensors_of_all_kinds(tmp_path: Path) -> None:
     }
     for dtype in ("float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"):
         values[dtype] = torch.randint(0, 2, (3, 2)).to(getattr(torch, dtype))
-    dcp.save(values, storage_writer=models.writer(tmp_path / "0"), planner=cnr.CNRSavePlanner())
+    save(values, tmp_path / "0")
     for planner in (cnr.CNRLoadPlanner(), DefaultLoadPlanner()):
         target = {name: torch.full(value.shape, 1).to(value.dtype) for name, value in values.items()}
         target["transposed"] = torch.zeros(5, 4).t()
@@ -516,9 +461,9 @@ def test_keys_of_all_kinds(tmp_path: Path, names: list[str]) -> None:
     values = {name: f"value {i}" for i, name in enumerate(names)}
     for number, saved in enumerate((tensors, values, {"tensors": tensors, "values": values})):
         path = tmp_path / str(number)
-        dcp.save(saved, storage_writer=models.writer(path), planner=cnr.CNRSavePlanner())
+        save(saved, path)
         target = _emptied(saved)
-        dcp.load(target, storage_reader=cnr.CNRStorageReader(path), planner=cnr.CNRLoadPlanner())
+        load_into(target, path)
         assert differing(whole(target), whole(saved)) == []
         for pack in path.glob("*.safetensors"):
             safetensors.torch.load_file(pack)
@@ -527,9 +472,9 @@ def test_keys_of_all_kinds(tmp_path: Path, names: list[str]) -> None:
 def test_an_object_that_is_called_as_its_neighbour_is_stored(tmp_path: Path) -> None:
     """A value whose key looks like the name of a tensor's blob takes nothing from it."""
     saved = {"a": torch.ones(2, 2), "a[0, 0]/0": "value", "__metadata__": "value"}
-    dcp.save(saved, storage_writer=models.writer(tmp_path / "0"), planner=cnr.CNRSavePlanner())
+    save(saved, tmp_path / "0")
     target = _emptied(saved)
-    dcp.load(target, storage_reader=cnr.CNRStorageReader(tmp_path / "0"), planner=cnr.CNRLoadPlanner())
+    load_into(target, tmp_path / "0")
     assert differing(whole(target), whole(saved)) == []
     for pack in (tmp_path / "0").glob("*.safetensors"):
         safetensors.torch.load_file(pack)
@@ -549,36 +494,34 @@ def _emptied(saved: dict[str, Any]) -> dict[str, Any]:
 # Broken lineages.
 
 
-def _remove(run: Run, number: int) -> None:
+def _remove(run: SavingJob, number: int) -> None:
     shutil.rmtree(run.path(number))
 
 
-def _replace_by_foreign(run: Run, number: int) -> None:
+def _replace_by_foreign(run: SavingJob, number: int) -> None:
     """Another run's checkpoint, of the same model, under the same name."""
     _remove(run, number)
-    job = plain_job(77, "adagrad")
-    tracker = cnr.RowTracker(job.model)
-    Run(run.root, job, tracker, []).save(run.path(number))
-    tracker.close()
+    with SavingJob(run.root, seed=77) as foreign:
+        foreign.save(number)
     forge(run.path(number), lambda body: body.update(created_ns=1 + number))  # older than its child
 
 
-def _replace_by_sibling(run: Run, number: int) -> None:
+def _replace_by_sibling(run: SavingJob, number: int) -> None:
     """A checkpoint of the same run under the name of another."""
     _remove(run, number)
     shutil.copytree(run.path(2), run.path(number))
 
 
-def _damage_manifest(run: Run, number: int) -> None:
-    faults.flip_middle(run.manifest(number))
+def _damage_manifest(run: SavingJob, number: int) -> None:
+    faults.flip_middle(manifest(run, number))
 
 
-def _empty_manifest(run: Run, number: int) -> None:
-    run.manifest(number).write_bytes(b"")
+def _empty_manifest(run: SavingJob, number: int) -> None:
+    manifest(run, number).write_bytes(b"")
 
 
-def _remove_manifest(run: Run, number: int) -> None:
-    run.manifest(number).unlink()
+def _remove_manifest(run: SavingJob, number: int) -> None:
+    manifest(run, number).unlink()
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=["baseline", "middle"])
@@ -588,7 +531,7 @@ def _remove_manifest(run: Run, number: int) -> None:
     ids=lambda spoil: spoil.__name__.strip("_").replace("_", " "),
 )
 def test_a_spoiled_parent_is_refused_and_the_next_save_does_not_build_on_it(
-    run: Run, spoil: Callable[[Run, int], None], number: int
+    run: SavingJob, spoil: Callable[[SavingJob, int], None], number: int
 ) -> None:
     """Loading the head names the parent; a job that still runs saves a checkpoint that loads."""
     spoil(run, number)
@@ -597,10 +540,10 @@ def test_a_spoiled_parent_is_refused_and_the_next_save_does_not_build_on_it(
             message = load_failure(path)
             assert message.startswith("DamagedError")
             assert run.path(number) in message
-    run.goes_on(last=None if number == 0 else 0)
+    goes_on(run, last=None if number == 0 else 0)
 
 
-def test_a_lineage_of_links_that_do_not_fit_each_other_is_refused(run: Run, tmp_path: Path) -> None:
+def test_a_lineage_of_links_that_do_not_fit_each_other_is_refused(run: SavingJob, tmp_path: Path) -> None:
     """Digests may be right and yet a parent's table be smaller, or of another dtype: nothing is half filled."""
     for number, change in enumerate((_fewer_rows, _fewer_columns, _other_dtype)):
         root = tmp_path / f"forged-{number}"
@@ -608,13 +551,13 @@ def test_a_lineage_of_links_that_do_not_fit_each_other_is_refused(run: Run, tmp_
         model = change(plain_job(1, "adagrad").model)
         shutil.rmtree(root / "0")
         saved = state(Job(model, {"all": torch.optim.Adagrad(model.parameters())}, lambda _: None))
-        dcp.save(saved, storage_writer=models.writer(root / "0"), planner=cnr.CNRSavePlanner())
+        save(saved, root / "0")
         digest = forge(str(root / "0"), lambda body: body.update(created_ns=1))  # a parent is older
         adopt(f"{root}/2", adopt(f"{root}/1", digest))
         message = load_failure(f"{root}/2")
         assert message.startswith("DamagedError")
         assert re.search(r"/0: tensor '(model|all_optimizer)\..* of it; use another checkpoint", message), message
-    run.goes_on()
+    goes_on(run)
 
 
 def _fewer_rows(model: nn.Module) -> nn.Module:
@@ -638,7 +581,7 @@ def _files(root: str, number: int) -> list[Path]:
     return sorted(Path(root, str(number)).iterdir())
 
 
-def test_a_truncated_pack_is_refused(run: Run) -> None:
+def test_a_truncated_pack_is_refused(run: SavingJob) -> None:
     """A pack that is short by one byte, half gone, or gone: the error names it."""
     for number in (0, 2):
         (pack,) = (file for file in _files(run.root, number) if file.suffix == ".safetensors")
@@ -652,10 +595,10 @@ def test_a_truncated_pack_is_refused(run: Run) -> None:
             assert message.startswith("DamagedError")
             assert str(pack) in message
             pack.write_bytes(content)
-    run.goes_on()
+    goes_on(run)
 
 
-def _flip_bits(root: str, cuts: list[Whole], seed: int, num_flips: int) -> None:
+def _flip_bits(root: str, head: Whole, seed: int, num_flips: int) -> None:
     """Flip bits all over a lineage, one at a time, as many in each file."""
     files = [(number, file) for number in range(3) for file in _files(root, number)]
     assert len(files) == 6
@@ -671,7 +614,7 @@ def _flip_bits(root: str, cuts: list[Whole], seed: int, num_flips: int) -> None:
         message = load_failure(f"{root}/{number}", target=state(target))
         assert message.startswith(("DamagedError", "VersionError")), where
         assert str(file) in message, where
-        _load_head_or_refuse(root, file, cuts[2], where)
+        _load_head_or_refuse(root, file, head, where)
         faults.flip(file, bit // 8, bit % 8)
 
 
@@ -689,17 +632,17 @@ def _load_head_or_refuse(root: str, file: Path, expected: Whole, where: str) -> 
         assert differing(got, expected) == [], where
 
 
-def test_a_flipped_bit_is_noticed(run: Run) -> None:
+def test_a_flipped_bit_is_noticed(run: SavingJob) -> None:
     """One flipped bit anywhere in manifests and packs, headers too: the checkpoint is refused, the file is named."""
-    _flip_bits(run.root, run.cuts, seed=1, num_flips=150)
-    run.goes_on()
+    _flip_bits(run.root, run.saved["2"], seed=1, num_flips=150)
+    goes_on(run)
 
 
 @pytest.mark.slow
-def test_many_flipped_bits_are_noticed(run: Run) -> None:
+def test_many_flipped_bits_are_noticed(run: SavingJob) -> None:
     """As above, at 1,000 places that change from run to run."""
-    _flip_bits(run.root, run.cuts, seed=random.randrange(10**9), num_flips=1_000)
-    run.goes_on()
+    _flip_bits(run.root, run.saved["2"], seed=random.randrange(10**9), num_flips=1_000)
+    goes_on(run)
 
 
 # Hostile checkpoints: every digest is right.
@@ -707,7 +650,7 @@ def test_many_flipped_bits_are_noticed(run: Run) -> None:
 
 @pytest.mark.parametrize("version", [VERSION + 1, 999])
 @pytest.mark.parametrize("number", [2, 0], ids=["head", "parent"])
-def test_another_format_version_is_a_version_error(run: Run, version: Any, number: int) -> None:
+def test_another_format_version_is_a_version_error(run: SavingJob, version: Any, number: int) -> None:
     """A manifest of another version, with whatever a later version may have in it, is named as such."""
     shutil.copytree(run.root, run.root + "-kept")
 
@@ -724,7 +667,7 @@ def test_another_format_version_is_a_version_error(run: Run, version: Any, numbe
     assert "upgrade" in message
     shutil.rmtree(run.root)
     shutil.move(run.root + "-kept", run.root)
-    run.goes_on()
+    goes_on(run)
 
 
 def _leave_mark(path: str) -> str:
@@ -742,14 +685,14 @@ class _Evil:
         return _leave_mark, (str(self.path),)
 
 
-def test_a_pickle_that_would_run_code_runs_none(run: Run, tmp_path: Path) -> None:
+def test_a_pickle_that_would_run_code_runs_none(run: SavingJob, tmp_path: Path) -> None:
     """A checkpoint made by hand, with code in an object: refused by every way to load, and nothing ran."""
     mark = tmp_path / "mark"
     path = str(tmp_path / "evil")
     with torch.serialization.safe_globals([_leave_mark]):  # the hand that makes it
-        run.save(path + "-harmless", cnr.Full())
+        save(run.job, path + "-harmless", cnr.CNRSavePlanner(run.tracker, policy=cnr.Full()))
         evil = state(run.job, batch=_Evil(mark))
-        dcp.save(evil, storage_writer=models.writer(path), planner=cnr.CNRSavePlanner())
+        save(evil, path)
     mark.unlink()
     target = state(plain_job(2, "adagrad"), batch=None)
     for planner in (cnr.CNRLoadPlanner(), DefaultLoadPlanner()):
@@ -757,10 +700,10 @@ def test_a_pickle_that_would_run_code_runs_none(run: Run, tmp_path: Path) -> Non
         assert message.startswith("DamagedError")
         assert "reader.batch" in message
         assert not mark.exists()
-    cause = failure_of(lambda: _load_state_dict_from_keys(storage_reader=cnr.CNRStorageReader(path)))
+    cause = faults.failure_of(lambda: _load_state_dict_from_keys(storage_reader=cnr.CNRStorageReader(path)))
     assert isinstance(cause, cnr.DamagedError)
     assert not mark.exists()
-    run.goes_on()
+    goes_on(run)
 
 
 def _replace_bytes(pack: Path, offset: int, content: bytes) -> int:
@@ -803,7 +746,7 @@ def _loads_or_is_refused(path: str, target: dict[str, Any], where: str) -> None:
 def _save_values(path: str) -> None:
     seen = [1, 2.5, "three", {"four": (5, None, True)}, b"six", torch.ones(2)]
     saved = {"reader": {"seen": tuple(seen)}}  # a tuple is one object to DCP
-    dcp.save(saved, storage_writer=models.writer(path), planner=cnr.CNRSavePlanner())
+    save(saved, path)
 
 
 def test_a_changed_pickle_is_refused_or_loads(tmp_path: Path) -> None:
@@ -834,22 +777,22 @@ def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
             yield from _places(inner, (*path, key))
 
 
-def _fuzz_manifest(run: Run, number: int, seed: int, num_changes: int) -> None:
+def _fuzz_manifest(run: SavingJob, number: int, seed: int, num_changes: int) -> None:
     """Replace, drop, swap and repeat values of a manifest, digests being right: loads, or one of our errors."""
-    original = run.manifest(number).read_bytes()
-    kept = {child: run.manifest(child).read_bytes() for child in range(3)}
+    original = manifest(run, number).read_bytes()
+    kept = {child: manifest(run, child).read_bytes() for child in range(3)}
     target = plain_job(98, "adagrad")
     for body in _changed_bodies(original, seed, num_changes):
-        digest = write_manifest(run.manifest(number), body)
+        digest = write_manifest(manifest(run, number), body)
         for child in range(number + 1, 3):
             digest = adopt(run.path(child), digest)
-        changed = run.manifest(number).read_text()
+        changed = manifest(run, number).read_text()
         _loads_or_is_refused(run.path(2), state(target), changed[:3_000])
         for child, content in kept.items():
-            run.manifest(child).write_bytes(content)
+            manifest(run, child).write_bytes(content)
 
 
-def _fuzz_replacement(run: Run, number: int, base: str | None, seed: int, num_changes: int) -> None:
+def _fuzz_replacement(run: SavingJob, number: int, base: str | None, seed: int, num_changes: int) -> None:
     """As above, with the manifest that a checkpoint's lineage was folded into."""
     replaces = replace_manifest(Path(run.path(number)), base).replaces
     file = Path(run.path(number), f"manifest-{replaces}.json")
@@ -894,33 +837,33 @@ def _change_somewhere(body: Any, places: list[tuple[Any, ...]], rng: random.Rand
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_a_forged_manifest_is_refused_or_loads(run: Run, number: int) -> None:
+def test_a_forged_manifest_is_refused_or_loads(run: SavingJob, number: int) -> None:
     """Whatever a manifest says, its digest being right: one of our errors, or a load; no other error."""
     _fuzz_manifest(run, number, seed=number, num_changes=150)
-    run.goes_on()
+    goes_on(run)
 
 
 @pytest.mark.parametrize(("number", "base"), [(1, None), (2, None), (2, "0")])
-def test_a_forged_replacement_is_refused_or_loads(run: Run, number: int, base: str | None) -> None:
+def test_a_forged_replacement_is_refused_or_loads(run: SavingJob, number: int, base: str | None) -> None:
     """So too with a replacement, of the head or of its parent; and who stands on the head goes on."""
     _fuzz_replacement(run, number, base, seed=number, num_changes=150)
-    run.goes_on()
+    goes_on(run)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "base"), [(1, None), (2, None), (2, "0")])
-def test_many_forged_replacements_are_refused_or_load(run: Run, number: int, base: str | None) -> None:
+def test_many_forged_replacements_are_refused_or_load(run: SavingJob, number: int, base: str | None) -> None:
     """As above, with changes that differ from run to run."""
     _fuzz_replacement(run, number, base, seed=random.randrange(10**9), num_changes=2_000)
-    run.goes_on()
+    goes_on(run)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_many_forged_manifests_are_refused_or_load(run: Run, number: int) -> None:
+def test_many_forged_manifests_are_refused_or_load(run: SavingJob, number: int) -> None:
     """As above, with changes that differ from run to run."""
     _fuzz_manifest(run, number, seed=random.randrange(10**9), num_changes=4_000)
-    run.goes_on()
+    goes_on(run)
 
 
 @pytest.mark.parametrize(
@@ -938,25 +881,25 @@ def test_many_forged_manifests_are_refused_or_load(run: Run, number: int) -> Non
         (b'{"format":"torchrec_cnr","version":' + b"9" * 10_000 + b"}", ""),
     ],
 )
-def test_a_file_that_is_no_manifest_is_refused(run: Run, text: bytes | None, words: str) -> None:
+def test_a_file_that_is_no_manifest_is_refused(run: SavingJob, text: bytes | None, words: str) -> None:
     """Nothing, a pickle, other JSON, JSON to break parsers with: refused, with the file's name."""
     body = b"\xff\xfe" if text is None else text
     framed = b'{"sha256":"%s","manifest":%s}\n' % (hashlib.sha256(body).hexdigest().encode(), body)
-    run.manifest(2).write_bytes(text if text is not None and words == "no complete manifest" else framed)
+    manifest(run, 2).write_bytes(text if text is not None and words == "no complete manifest" else framed)
     message = load_failure(run.path(2))
     assert message.startswith("DamagedError" if words else ("DamagedError", "VersionError"))
-    assert str(run.manifest(2)) in message
+    assert str(manifest(run, 2)) in message
     assert words in message
-    run.goes_on(last=1)
+    goes_on(run, last=1)
 
 
-def test_loading_from_a_damaged_checkpoint_by_keys_is_a_typed_error(run: Run) -> None:
+def test_loading_from_a_damaged_checkpoint_by_keys_is_a_typed_error(run: SavingJob) -> None:
     """DCP's way to load without a target gets the same errors."""
-    faults.flip_middle(run.manifest(2))
-    cause = failure_of(lambda: _load_state_dict_from_keys(storage_reader=cnr.CNRStorageReader(run.path(2))))
+    faults.flip_middle(manifest(run, 2))
+    cause = faults.failure_of(lambda: _load_state_dict_from_keys(storage_reader=cnr.CNRStorageReader(run.path(2))))
     assert isinstance(cause, cnr.DamagedError)
-    assert str(run.manifest(2)) in str(cause)
-    cause = failure_of(lambda: _load_state_dict_from_keys(storage_reader=cnr.CNRStorageReader(run.path(9))))
+    assert str(manifest(run, 2)) in str(cause)
+    cause = faults.failure_of(lambda: _load_state_dict_from_keys(storage_reader=cnr.CNRStorageReader(run.path(9))))
     assert isinstance(cause, cnr.CheckpointNotFoundError)
 
 
@@ -976,12 +919,12 @@ def _saved(value: Any) -> bytes:
     return stream.getvalue()
 
 
-def test_a_file_system_that_refuses_to_be_read_is_a_store_error(run: Run) -> None:
+def test_a_file_system_that_refuses_to_be_read_is_a_store_error(run: SavingJob) -> None:
     """A manifest that is a directory stands for what cannot be read, though it is there."""
-    content = run.manifest(2).read_bytes()
-    run.manifest(2).unlink()
-    os.mkdir(run.manifest(2))
+    content = manifest(run, 2).read_bytes()
+    manifest(run, 2).unlink()
+    os.mkdir(manifest(run, 2))
     assert load_failure(run.path(2)).startswith("StoreError")
-    os.rmdir(run.manifest(2))
-    run.manifest(2).write_bytes(content)
-    run.goes_on()
+    os.rmdir(manifest(run, 2))
+    manifest(run, 2).write_bytes(content)
+    goes_on(run)

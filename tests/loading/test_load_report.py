@@ -1,7 +1,6 @@
 """Reports of loads: what was loaded and what was not, known on every rank, and told at once where it is refused."""
 
 import dataclasses
-import logging
 import pickle
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torchrec_cnr as cnr
-from tests.support import faults, models
+from tests.support import models
+from tests.support.jobs import load_into, refusal, save, warnings
 from tests.support.models import differing, plain_job, state, torchrec_job, train, whole
 from tests.support.ranks import RankPools
 from torchrec_cnr.format.boxes import Box
@@ -27,52 +27,14 @@ from torchrec_cnr.quantization import NoQuantization
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 
-def _save(saved: dict[str, Any], path: str | Path, planner: cnr.CNRSavePlanner | None = None) -> None:
-    dcp.save(saved, storage_writer=models.writer(path), planner=planner or cnr.CNRSavePlanner())
-
-
-def _load(target: dict[str, Any], path: str | Path, **options: Any) -> cnr.LoadReport:
-    planner = cnr.CNRLoadPlanner(**options)
-    dcp.load(target, storage_reader=cnr.CNRStorageReader(path), planner=planner)
-    return planner.report
-
-
-def _refusal(target: dict[str, Any], path: str | Path, **options: Any) -> str:
-    """The one message with which a load is refused."""
-    with pytest.raises(CheckpointException) as raised:
-        _load(target, path, **options)
-    causes = faults.causes(raised.value)
-    assert [type(cause) for cause in causes.values()] == [cnr.StateMismatchError]
-    assert list(causes) == [0], "the coordinator refuses, for all"
-    return str(causes[0])
-
-
-class _Warnings(logging.Handler):
-    """Keeps what the package warns of."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-
-    def __enter__(self) -> list[str]:
-        logging.getLogger("torchrec_cnr").addHandler(self)
-        return self.messages
-
-    def __exit__(self, *_: object) -> None:
-        logging.getLogger("torchrec_cnr").removeHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
 def _all_loaded(rank: int, root: str, sharding: str) -> cnr.LoadReport:
     job = torchrec_job(1, "table")
     train(job, 1)
-    _save(state(job, seen=1), f"{root}/0")
-    with _Warnings() as warnings:
-        report = _load(state(torchrec_job(2, sharding), seen=0), f"{root}/0")
+    save(state(job, seen=1), f"{root}/0")
+    with warnings() as messages:
+        report = load_into(state(torchrec_job(2, sharding), seen=0), f"{root}/0")
     assert report.loaded == tuple(sorted(whole(state(job, seen=1))))
-    assert warnings == []
+    assert messages == []
     return report
 
 
@@ -88,9 +50,9 @@ def test_a_strict_load_reports_everything_as_loaded(tmp_path: Path, rank_pool: R
 def _reshaped(rank: int, root: str, with_tracker: bool) -> cnr.LoadReport:
     job = torchrec_job(1, "row")
     tracker = cnr.RowTracker(job.model)
-    _save(state(job), f"{root}/0", cnr.CNRSavePlanner(tracker))
+    save(state(job), f"{root}/0", cnr.CNRSavePlanner(tracker))
     tracker.close()
-    return _load(state(torchrec_job(2, "column")), f"{root}/0")
+    return load_into(state(torchrec_job(2, "column")), f"{root}/0")
 
 
 def test_state_that_changed_its_size_is_reported(tmp_path: Path, rank_pool: RankPools) -> None:
@@ -107,7 +69,7 @@ def _with_other_keys(rank: int, root: str) -> tuple[list[str], str, cnr.LoadRepo
     job = torchrec_job(1, "table")
     train(job, 1)
     cut = whole(state(job, seen=1))
-    _save(state(job, seen=1), f"{root}/0")
+    save(state(job, seen=1), f"{root}/0")
 
     def target() -> dict[str, Any]:
         """What both ranks want less of, and each something that the other does not."""
@@ -119,17 +81,17 @@ def _with_other_keys(rank: int, root: str) -> tuple[list[str], str, cnr.LoadRepo
 
     refused = target()
     before = whole(refused)
-    message = _refusal(refused, f"{root}/0")
+    message = refusal(refused, f"{root}/0")
     changed = differing(whole(refused), before)
     partial = target()
-    with _Warnings() as warnings:
-        report = _load(partial, f"{root}/0", allow_partial_load=True)
+    with warnings() as messages:
+        report = load_into(partial, f"{root}/0", allow_partial_load=True)
     extra = partial.pop("extra")
     assert bool((extra[f"of_rank_{rank}"] == 7.0).all())
     loaded = whole(partial)
     assert set(report.unexpected) == set(cut) - set(loaded)
     assert differing(loaded, {fqn: cut[fqn] for fqn in loaded}) == []
-    return changed, message, report, warnings
+    return changed, message, report, messages
 
 
 def test_ranks_with_different_keys_decide_together(tmp_path: Path, rank_pool: RankPools) -> None:
@@ -154,9 +116,9 @@ def test_ranks_with_different_keys_decide_together(tmp_path: Path, rank_pool: Ra
 
 def test_a_refusal_lists_everything_but_only_so_much(tmp_path: Path) -> None:
     """All that is missing or unexpected is in one message: the first five of each, and how many there are."""
-    _save({"old": {f"{i}": torch.ones(2) for i in range(7)}, "both": torch.ones(1), "more": {"x": 1}}, tmp_path / "0")
+    save({"old": {f"{i}": torch.ones(2) for i in range(7)}, "both": torch.ones(1), "more": {"x": 1}}, tmp_path / "0")
     target = {"new": {f"{i}": torch.zeros(2) for i in range(6)}, "both": torch.zeros(1), "more": {"x": 0, "y": 0}}
-    message = _refusal(target, tmp_path / "0")
+    message = refusal(target, tmp_path / "0")
     assert f"does not fit {tmp_path}/0:" in message
     assert "7 not in the checkpoint: 'more.y', 'new.0', 'new.1', 'new.2', 'new.3', ...\n" in message
     assert "7 not in the state dict: 'old.0', 'old.1', 'old.2', 'old.3', 'old.4', ...\n" in message
@@ -167,7 +129,7 @@ def test_a_refusal_lists_everything_but_only_so_much(tmp_path: Path) -> None:
 @pytest.mark.parametrize("partial", [False, True], ids=["strict", "partial"])
 def test_all_other_sizes_and_dtypes_are_listed_in_either_mode(tmp_path: Path, partial: bool) -> None:
     """Tensors that cannot be loaded are listed together, beside what is missing only where that is refused too."""
-    _save({"a": torch.ones(4, 2), "b": torch.ones(5), "c": torch.ones(3), "d": 1, "e": torch.ones(1)}, tmp_path / "0")
+    save({"a": torch.ones(4, 2), "b": torch.ones(5), "c": torch.ones(3), "d": 1, "e": torch.ones(1)}, tmp_path / "0")
     target = {
         "a": torch.zeros(6, 2),
         "b": torch.zeros(1, 5),
@@ -175,7 +137,7 @@ def test_all_other_sizes_and_dtypes_are_listed_in_either_mode(tmp_path: Path, pa
         "d": torch.zeros(()),
         "f": 1,
     }
-    message = _refusal(target, tmp_path / "0", allow_partial_load=partial)
+    message = refusal(target, tmp_path / "0", allow_partial_load=partial)
     assert "2 of another size: 'a' (saved [4, 2], wanted [6, 2]), 'b' (saved [5], wanted [1, 5])\n" in message
     assert "1 of another dtype: 'c' (saved float32, wanted float16)\n" in message
     assert "1 a tensor on one side only: 'd' (in the state dict)\n" in message
@@ -188,9 +150,9 @@ def test_a_table_with_more_rows_is_refused_together_with_its_state(tmp_path: Pat
     job = plain_job(1, "rowwise_adagrad")
     tracker = cnr.RowTracker(job.model)
     train(job, 1)
-    _save(state(job), tmp_path / "0", cnr.CNRSavePlanner(tracker))
+    save(state(job), tmp_path / "0", cnr.CNRSavePlanner(tracker))
     tracker.close()
-    message = _refusal(state(plain_job(2, "rowwise_adagrad", rows=(41, 12))), tmp_path / "0", allow_partial_load=True)
+    message = refusal(state(plain_job(2, "rowwise_adagrad", rows=(41, 12))), tmp_path / "0", allow_partial_load=True)
     assert (
         "2 of another size: 'model.bag.weight' (saved [40, 4], wanted [41, 4]), 'tables_optimizer.state.0.sum'"
         in message
@@ -202,14 +164,14 @@ def test_a_refused_load_leaves_the_tracker_on_its_head(tmp_path: Path) -> None:
     job = plain_job(1)
     tracker = cnr.RowTracker(job.model)
     planner = cnr.CNRSavePlanner(tracker, policy=cnr.Consecutive())
-    _save(state(job), tmp_path / "0", planner)
+    save(state(job), tmp_path / "0", planner)
     train(job, 1)
     num_modified = tracker.num_modified
     assert num_modified
-    _refusal({**state(job), "extra": torch.zeros(1)}, tmp_path / "0", tracker=tracker)
+    refusal({**state(job), "extra": torch.zeros(1)}, tmp_path / "0", tracker=tracker)
     assert tracker.num_modified == num_modified
     end = whole(state(job))
-    _save(state(job), tmp_path / "1", planner)
+    save(state(job), tmp_path / "1", planner)
     tracker.close()
     assert cnr.read_checkpoint(tmp_path / "1").parent == f"{tmp_path}/0"
     assert differing(models.load(plain_job(2), str(tmp_path / "1")), end) == []
@@ -218,7 +180,7 @@ def test_a_refused_load_leaves_the_tracker_on_its_head(tmp_path: Path) -> None:
 def test_a_report_is_there_after_a_load_only(tmp_path: Path) -> None:
     """A planner that has loaded nothing, or whose last load failed, has none; one that loads again has the last."""
     model = nn.Linear(2, 1)
-    _save(model.state_dict(), tmp_path / "0")
+    save(model.state_dict(), tmp_path / "0")
     planner = cnr.CNRLoadPlanner()
     reader = cnr.CNRStorageReader(tmp_path / "0")
     with pytest.raises(cnr.LoadError, match="no report"):

@@ -4,7 +4,6 @@ First the pairing of names, then loads in one process, from every kind of state 
 models on gloo ranks, whose tables change between data-parallel and every other sharding.
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,6 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Adagrad
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -41,6 +39,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import torchrec_cnr as cnr
 from tests.support import faults, models
+from tests.support.jobs import load_into, refusal, warnings
 from tests.support.models import Whole, differing, whole
 from tests.support.ranks import RankPools
 from torchrec_cnr.loading.optimizer_state import Pairing, StateName, pair
@@ -228,20 +227,6 @@ def test_two_candidates_are_ambiguous() -> None:
 # Loads in one process.
 
 
-def _load(target: dict[str, Any], path: str | Path, **options: Any) -> cnr.LoadReport:
-    planner = cnr.CNRLoadPlanner(**options)
-    dcp.load(target, storage_reader=cnr.CNRStorageReader(path), planner=planner)
-    return planner.report
-
-
-def _refusal(target: dict[str, Any], path: str | Path, **options: Any) -> str:
-    with pytest.raises(CheckpointException) as raised:
-        _load(target, path, **options)
-    (cause,) = faults.causes(raised.value).values()
-    assert isinstance(cause, cnr.StateMismatchError)
-    return str(cause)
-
-
 def _state_dict(style: str, states: Mapping[str, Tensor], is_fused: bool, fill: float | None = None) -> dict[str, Any]:
     """A state dict with one table and the state of its optimizer, which may be filled with one value."""
     entry, own = STYLES[style][0 if is_fused else 1]
@@ -277,7 +262,7 @@ def test_state_loads_under_its_other_name(tmp_path: Path, family: str, style: st
         _state_dict(style, old, not to_fused), storage_writer=models.writer(tmp_path), planner=cnr.CNRSavePlanner()
     )
     target = _state_dict(style, new, to_fused, fill=-9.0)
-    report = _load(target, tmp_path)
+    report = load_into(target, tmp_path)
     loaded = whole(target)
     expected = whole(_state_dict(style, new, to_fused))
     has_iter = family == "counter"
@@ -299,7 +284,7 @@ def test_counts_of_steps_take_the_largest(tmp_path: Path) -> None:
     dcp.save(_state_dict("two entries", fused, True), storage_writer=models.writer(tmp_path))
     for num_shards in (1, 3):
         target = _state_dict("two entries", {**fused, "iter": torch.zeros(num_shards, dtype=torch.int64)}, True)
-        report = _load(target, tmp_path)
+        report = load_into(target, tmp_path)
         fqn = f"fused.state.{TABLE}.t0.iter"
         assert whole(target)[fqn].tolist() == [5] * num_shards
         assert report.reshaped == {fqn: ((2,), (num_shards,))}
@@ -311,10 +296,10 @@ def test_sizes_and_dtypes_are_compared_under_other_names_too(tmp_path: Path) -> 
     saved = _state_dict("two entries", STATES["element-wise"][1], False)
     dcp.save(saved, storage_writer=models.writer(tmp_path))
     rows = _state_dict("two entries", {"momentum1": ROWS}, True)
-    message = _refusal(rows, tmp_path, allow_partial_load=True)
+    message = refusal(rows, tmp_path, allow_partial_load=True)
     assert f"1 of another size: 'fused.state.{TABLE}.t0.momentum1' (saved [6, 4], wanted [6])" in message
     halves = _state_dict("two entries", {"momentum1": CELLS.half()}, True)
-    assert "1 of another dtype: 'fused.state" in _refusal(halves, tmp_path)
+    assert "1 of another dtype: 'fused.state" in refusal(halves, tmp_path)
 
 
 def test_two_candidates_are_refused_by_name(tmp_path: Path) -> None:
@@ -324,7 +309,7 @@ def test_two_candidates_are_refused_by_name(tmp_path: Path) -> None:
     dcp.save(saved, storage_writer=models.writer(tmp_path))
     for partial in (False, True):
         target = _state_dict("two entries", STATES["row-wise"][0], True)
-        message = _refusal(target, tmp_path, allow_partial_load=partial)
+        message = refusal(target, tmp_path, allow_partial_load=partial)
         assert f"(may be 'dense.state.{TABLE}.sum' or 'other.state.{TABLE}.sum')" in message
 
 
@@ -333,7 +318,7 @@ def test_a_missing_state_of_another_table_is_not_tolerated(tmp_path: Path) -> No
     saved = _state_dict("two entries", STATES["row-wise"][1], False)
     saved["dense"]["state"]["over.weight"] = {"step": STEP, "sum": ROWS}
     dcp.save(saved, storage_writer=models.writer(tmp_path))
-    message = _refusal(_state_dict("two entries", STATES["row-wise"][0], True), tmp_path)
+    message = refusal(_state_dict("two entries", STATES["row-wise"][0], True), tmp_path)
     assert "2 not in the state dict: 'dense.state.over.weight.step', 'dense.state.over.weight.sum'\n" in message
 
 
@@ -447,9 +432,8 @@ def _change_sharding(
     assert cnr.read_checkpoint(f"{root}/1").kind == "delta"
     loaded = _build(2, family, {"t0": new, "t1": "row"})
     tracker = cnr.RowTracker(loaded.model)
-    logging.getLogger("torchrec_cnr").addHandler(handler := _Messages())
-    report = _load(loaded.state(style), f"{root}/1", tracker=tracker)
-    logging.getLogger("torchrec_cnr").removeHandler(handler)
+    with warnings() as messages:
+        report = load_into(loaded.state(style), f"{root}/1", tracker=tracker)
     assert_same(whole(loaded.state(style)), whole(saved.state(style)), report)
     loaded.train(2)
     planner = cnr.CNRSavePlanner(tracker, policy=policy)
@@ -458,12 +442,12 @@ def _change_sharding(
     assert cnr.read_checkpoint(f"{root}/2").kind == "delta"
     again = _build(3, family, {"t0": old, "t1": "row"})
     tracker = cnr.RowTracker(again.model)
-    back = _load(again.state(style), f"{root}/2", tracker=tracker)
+    back = load_into(again.state(style), f"{root}/2", tracker=tracker)
     assert_same(whole(again.state(style)), whole(loaded.state(style)), back)
     assert tracker.head is None, "a delta would go on from state that the baseline has under the same name"
     tracker.close()
     assert {*back.renamed.items()} == {(fqn, name) for name, fqn in report.renamed.items()}
-    return report, handler.messages
+    return report, messages
 
 
 def assert_same(got: Whole, expected: Whole, report: cnr.LoadReport) -> None:
@@ -476,17 +460,6 @@ def assert_same(got: Whole, expected: Whole, report: cnr.LoadReport) -> None:
             values[key], wanted[key], rtol=1e-6, atol=0.0, msg=lambda text, key=key: f"{key}: {text}"
         )
     assert any(key.endswith("sum") and bool(wanted[key].any()) for key in wanted)
-
-
-class _Messages(logging.Handler):
-    """Keeps warnings."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
 
 
 CHANGES = [(old, new) for old in SHARDINGS for new in SHARDINGS if (old == "data") != (new == "data")]

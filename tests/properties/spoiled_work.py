@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from os.path import normpath
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 
 import torchrec_cnr as cnr
 from tests.support import faults, models
+from tests.support.jobs import SavingJob
 from tests.support.killing import in_child
 from tests.support.models import Job, Whole, differing, state, train, whole
 from tests.support.ranks import RankPool
@@ -158,34 +159,9 @@ def new_job(place: Place) -> Job:
 # The work.
 
 
-class Run:
-    """A job that saves under a root, which may fail."""
-
-    def __init__(self, job: Job, url: str) -> None:
-        self.job = job
-        self.url = url
-        self.tracker = cnr.RowTracker(job.model)
-        self.planner = cnr.CNRSavePlanner(self.tracker, policy=cnr.Consecutive())
-        self.writer = models.writer(url, pack_bytes=PACK_BYTES)
-
-    def restore(self, name: str) -> None:
-        """Go on from a checkpoint."""
-        reader = CNRStorageReader(f"{self.url}/{name}")
-        dcp.load(state(self.job), storage_reader=reader, planner=cnr.CNRLoadPlanner(self.tracker))
-
-    def save(self, name: str, *, is_async: bool = False) -> None:
-        """Save what there is."""
-        arguments: dict[str, Any] = {"storage_writer": self.writer, "planner": self.planner}
-        arguments["checkpoint_id"] = f"{self.url}/{name}"
-        if is_async:
-            dcp.async_save(state(self.job), **arguments).result()  # type: ignore[union-attr]
-        else:
-            dcp.save(state(self.job), **arguments)
-
-    def close(self) -> None:
-        """Give back what it took."""
-        self.writer.close()
-        self.tracker.close()
+def saving(job: Job, url: str) -> SavingJob:
+    """A job that saves under a root, which may fail; the model is made once for many cells."""
+    return SavingJob(url, lambda _: job, pack_bytes=PACK_BYTES)
 
 
 def compact(url: str) -> None:
@@ -201,9 +177,9 @@ def prune(url: str) -> None:
         raise cnr.StoreError(str(result))
 
 
-SAVES: dict[str, Callable[[Run], None]] = {
+SAVES: dict[str, Callable[[SavingJob], object]] = {
     "save": lambda run: run.save(NEXT),
-    "async save": lambda run: run.save(NEXT, is_async=True),
+    "async save": lambda run: run.async_save(NEXT).result(),
 }
 UPKEEP: dict[str, Callable[[str], None]] = {"compaction": compact, "prune": prune}
 WORK = (*SAVES, *UPKEEP)
@@ -228,7 +204,7 @@ class _Bench:
     @cache  # for as long as the process lives
     def at(cls, place: Place) -> "_Bench":
         """Make the roots, and train as cells will do."""
-        run = Run(new_job(place), place.begun("save"))
+        run = saving(new_job(place), place.begun("save"))
         for number in range(NUM_SAVED):
             train(run.job, number)
             run.save(f"step-{number}")
@@ -297,7 +273,7 @@ def _try(rank: int, place: Place, work: str, cell: Cell | None) -> list[Operatio
         shutil.copytree(place.begun(work), root)
     dist.barrier()
     with FaultyStore(root, name="spoiled", delay_secs=0.01) as store:
-        run = Run(bench.job, store.url)
+        run = saving(bench.job, store.url)
         if work in SAVES:
             run.restore(HEAD)
             train(run.job, NUM_SAVED)
@@ -323,11 +299,11 @@ def _try(rank: int, place: Place, work: str, cell: Cell | None) -> list[Operatio
     return found
 
 
-def _work(work: str, run: Run) -> None:
+def _work(work: str, run: SavingJob) -> None:
     if work in SAVES:
         SAVES[work](run)
     elif dist.get_rank() == 0:
-        UPKEEP[work](run.url)
+        UPKEEP[work](run.root)
 
 
 def _errors_of(act: Callable[[], None]) -> dict[int, BaseException]:
@@ -341,25 +317,25 @@ def _errors_of(act: Callable[[], None]) -> dict[int, BaseException]:
     return {}
 
 
-def _go_on(rank: int, bench: _Bench, run: Run, root: str, batches: tuple[int, ...]) -> None:
+def _go_on(rank: int, bench: _Bench, run: SavingJob, root: str, batches: tuple[int, ...]) -> None:
     """The newest checkpoint from before is what it was; the next save has all rows, and a prune leaves nothing else.
 
     Args:
         batches: What the job has trained since that checkpoint.
     """
     if rank == 1:
-        assert loads(f"{run.url}/{HEAD}", bench.cuts[()])
+        assert loads(f"{run.root}/{HEAD}", bench.cuts[()])
     train(run.job, NUM_SAVED + 1)
     run.save(LAST)
     run.close()
     if rank == 0:
-        prune(run.url)
-        assert cnr.latest(run.url) == f"{run.url}/{LAST}"
-        found = left_over(root, run.url)
+        prune(run.root)
+        assert cnr.latest(run.root) == f"{run.root}/{LAST}"
+        found = left_over(root, run.root)
         assert not found, found
     dist.barrier()
     if rank == 1:
-        assert loads(f"{run.url}/{LAST}", bench.cuts[*batches, NUM_SAVED + 1])
+        assert loads(f"{run.root}/{LAST}", bench.cuts[*batches, NUM_SAVED + 1])
     dist.barrier()
     if rank == 0:
         shutil.rmtree(root)
@@ -429,7 +405,7 @@ def _live(rank: int, place: Place, group: str, cell: Cell) -> str:
 def _start_again(rank: int, place: Place, cell: Cell) -> str:
     """Start the job again where a rank died; the checkpoint that it went on from."""
     bench, root = _Bench.at(place), place.root
-    run = Run(bench.job, root)
+    run = saving(bench.job, root)
     if cell.work in UPKEEP:
         _work(cell.work, run)
         dist.barrier()

@@ -1,6 +1,6 @@
 """Jobs that save, restore and train on while their lineages are compacted, and while files are removed behind them.
 
-Random lives as in ``test_lifecycle``, with two operations more, in one process and on gloo ranks with changing
+Random lives as in ``lives``, with two operations more, in one process and on gloo ranks with changing
 sharding; and the one story that must hold, step by step.
 """
 
@@ -10,17 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from torch.optim import Optimizer
-from torchrec.optim import RowWiseAdagrad
 
 import torchrec_cnr as cnr
-from tests.properties.test_lifecycle import Evaluate, Life, Operation, Restart, Rewind, Save, Train
+from tests.properties.lives import Evaluate, Life, Operation, Restart, Rewind, Save, Segment, Train, live_segments
 from tests.support import faults, models
+from tests.support.jobs import assert_loads, save
 from tests.support.lineages import remove_all_but
-from tests.support.models import Job, Whole, differing, plain_job, state, torchrec_job, train, whole
+from tests.support.models import differing, plain_job, train
 from tests.support.ranks import RankPools
 from torchrec_cnr.lineage.checkpoint import read_lineage
 from torchrec_cnr.maintenance.compaction.compact import compact
@@ -141,33 +139,6 @@ def test_many_lives_of_compacted_lineages(
 # On ranks
 
 
-@dataclass(frozen=True)
-class Segment:
-    """A part of a life that one group of ranks lives.
-
-    Attributes:
-        sharding: One of `models.SHARDINGS`.
-        num_back: Which checkpoint it starts from.
-        operations: What it does then.
-    """
-
-    sharding: str
-    num_back: int
-    operations: list[Operation | Compact | Remove]
-
-
-def _live_segment(
-    rank: int, root: str, segment: Segment, committed: dict[str, Whole], num_saves: int
-) -> tuple[dict[str, Whole], int]:
-    fused: type[Optimizer] = RowWiseAdagrad
-    life = CompactedLife(root, lambda seed: torchrec_job(seed, segment.sharding, fused=fused), committed, num_saves)
-    life.start(segment.num_back)
-    for operation in segment.operations:
-        life.run(operation)
-    life.tracker.close()
-    return (life.committed if rank == 0 else {}), life.num_saves
-
-
 @st.composite
 def segments(draw: st.DrawFn) -> list[tuple[int, Segment]]:
     """Lives on changing groups of ranks, the first of which saves at least once."""
@@ -176,17 +147,14 @@ def segments(draw: st.DrawFn) -> list[tuple[int, Segment]]:
         first: list[Operation | Compact | Remove] = [Train(1), Save("Compacted")] if number == 0 else []
         program = draw(operations(ALL_POLICIES))
         sharding, num_back = draw(st.sampled_from(models.SHARDINGS)), draw(st.integers(0, 1))
-        found.append((draw(st.sampled_from([1, 2, 2])), Segment(sharding, num_back, first + program)))
+        segment = Segment(sharding, num_back, first + program, life=CompactedLife)
+        found.append((draw(st.sampled_from([1, 2, 2])), segment))
     return found
 
 
 def _live_on_ranks(rank_pool: RankPools, root: Path, program: list[tuple[int, Segment]]) -> None:
-    committed: dict[str, Whole] = {}
-    num_saves = 0
-    for world_size, segment in [*program, (2, Segment("row", 0, [])), (2, Segment("column", 1, []))]:
-        pool = rank_pool(world_size)
-        results = pool.run(_live_segment, str(root), segment, committed, num_saves, timeout_secs=SEGMENT_SECS)
-        committed, num_saves = results[0]
+    ends = [(2, Segment(sharding, back, [], life=CompactedLife)) for sharding, back in (("row", 0), ("column", 1))]
+    live_segments(rank_pool, root, [*program, *ends])
 
 
 @settings(
@@ -217,18 +185,6 @@ def test_many_lives_of_compacted_sharded_models(
 # The story
 
 
-def _save(job: Job, path: Path, planner: cnr.CNRSavePlanner) -> Whole:
-    cut = whole(state(job))
-    dcp.save(state(job), storage_writer=models.writer(path), planner=planner)
-    return cut
-
-
-def _assert_loads(path: Path, expected: Whole) -> None:
-    job = plain_job(99, "adagrad")
-    assert differing(whole(state(job)), expected)
-    assert differing(models.load(job, str(path)), expected) == []
-
-
 def test_a_job_goes_on_on_top_of_what_was_compacted(tmp_path: Path) -> None:
     """Neither the job nor one restored from its checkpoints notices that the lineage below was folded and removed."""
     job = plain_job(1, "adagrad")
@@ -236,20 +192,20 @@ def test_a_job_goes_on_on_top_of_what_was_compacted(tmp_path: Path) -> None:
     planner = cnr.CNRSavePlanner(tracker, policy=cnr.Compacted())
     for number in range(6):
         train(job, number)
-        cut = _save(job, tmp_path / str(number), planner)
+        cut = save(job, tmp_path / str(number), planner)
     assert cnr.read_checkpoint(tmp_path / "5").parent == str(tmp_path / "4")
     plan = plan_compaction(tmp_path / "5", max_ratio=1.0)
     assert {use.pack.heat for use in plan.uses} == {0, 1, 2, 3}
     compact(tmp_path / "5", max_ratio=1.0, pack_bytes=PACK_BYTES)
     assert remove_all_but(str(tmp_path / "5")) == ["5"]
-    _assert_loads(tmp_path / "5", cut)
+    assert_loads(str(tmp_path / "5"), cut)
 
     train(job, 6)
-    cut = _save(job, tmp_path / "6", planner)
+    cut = save(job, tmp_path / "6", planner)
     newest = cnr.read_checkpoint(tmp_path / "6")
     assert (newest.kind, newest.parent) == ("delta", str(tmp_path / "5"))
     assert newest.manifest.history.delta_bytes == (newest.manifest.pack_bytes,)
-    _assert_loads(tmp_path / "6", cut)
+    assert_loads(str(tmp_path / "6"), cut)
     tracker.close()
 
     restored = plain_job(2, "adagrad")
@@ -257,9 +213,9 @@ def test_a_job_goes_on_on_top_of_what_was_compacted(tmp_path: Path) -> None:
     assert differing(models.load(restored, str(tmp_path / "6"), tracker), cut) == []
     planner = cnr.CNRSavePlanner(tracker, policy=cnr.Compacted())
     train(restored, 7)
-    cut = _save(restored, tmp_path / "7", planner)
+    cut = save(restored, tmp_path / "7", planner)
     assert cnr.read_checkpoint(tmp_path / "7").parent == str(tmp_path / "6")
-    _assert_loads(tmp_path / "7", cut)
+    assert_loads(str(tmp_path / "7"), cut)
     tracker.close()
 
 
@@ -275,7 +231,7 @@ def test_deltas_of_the_baseline_after_a_compaction(
     planner = cnr.CNRSavePlanner(tracker, policy=cnr.Compacted())
     for number in range(5):
         train(job, number)
-        cut = _save(job, tmp_path / str(number), planner)
+        cut = save(job, tmp_path / str(number), planner)
     if job_is == "between saves":
         planner.resolve_last_save()
     compact(tmp_path / "4", since=tmp_path / str(num_kept - 1) if num_kept else None, max_ratio=1.0)
@@ -290,17 +246,17 @@ def test_deltas_of_the_baseline_after_a_compaction(
     parents = []
     for number in (5, 6):
         train(job, number)
-        cut = _save(job, tmp_path / str(number), planner)
+        cut = save(job, tmp_path / str(number), planner)
         parents.append(cnr.read_checkpoint(tmp_path / str(number)).parent)
-        _assert_loads(tmp_path / str(number), cut)
+        assert_loads(str(tmp_path / str(number)), cut)
     baseline = str(tmp_path / ("0" if num_kept or job_is == "between saves" else "4"))
     if policy == cnr.OneShot():
         assert parents == [baseline, baseline]
     assert set(parents) <= {baseline, None, str(tmp_path / "5")}
     remove_all_but(str(tmp_path / "4"))
     train(job, 7)
-    cut = _save(job, tmp_path / "7", planner)
-    _assert_loads(tmp_path / "7", cut)
+    cut = save(job, tmp_path / "7", planner)
+    assert_loads(str(tmp_path / "7"), cut)
     tracker.close()
 
 
@@ -312,7 +268,7 @@ def test_policy_takes_a_baseline_where_nobody_compacts(tmp_path: Path) -> None:
     kinds = []
     for number in range(11):
         train(job, number)
-        _save(job, tmp_path / str(number), planner)
+        save(job, tmp_path / str(number), planner)
         kinds.append(cnr.read_checkpoint(tmp_path / str(number)).kind)
         if number == 5:
             compact(tmp_path / "5")

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 import torchrec_cnr as cnr
 from tests.support import models
+from tests.support.jobs import adagrad_job
 from tests.support.models import Job, Whole, differing, plain_job, state, torchrec_job, train, whole
 from tests.support.ranks import RankPools
 from torchrec_cnr.format.manifest import Shard
@@ -309,11 +310,7 @@ def _lineage(rank: int, root: str, build: Callable[[int], Job], bits: int, polic
 @pytest.mark.parametrize("bits", BITS)
 def test_a_quantized_lineage_of_a_plain_model(tmp_path: Path, bits: int, policy: cnr.Policy) -> None:
     """Modified rows are within the bound of the cut; all others are exactly as the baseline decodes them."""
-    _lineage(0, str(tmp_path), _adagrad_job, bits, policy)
-
-
-def _adagrad_job(seed: int) -> Job:
-    return plain_job(seed, "adagrad")
+    _lineage(0, str(tmp_path), adagrad_job, bits, policy)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -468,7 +465,7 @@ def test_fbgemm_decodes_the_bytes_in_a_pack(tmp_path: Path, bits: int, width: in
 @pytest.mark.parametrize("planner", [None, DefaultSavePlanner, cnr.CNRSavePlanner], ids=["none", "DCP's", "ours"])
 def test_the_writer_alone_saves_a_baseline(tmp_path: Path, planner: type[DefaultSavePlanner] | None) -> None:
     """Dropped into an existing ``dcp.save``: each save is a baseline, and all of it comes back."""
-    job = _adagrad_job(1)
+    job = adagrad_job(1)
     for number in range(2):
         train(job, number)
         cut = whole(state(job))
@@ -476,7 +473,7 @@ def test_the_writer_alone_saves_a_baseline(tmp_path: Path, planner: type[Default
         dcp.save(state(job), storage_writer=models.writer(path), planner=None if planner is None else planner())
         assert cnr.read_checkpoint(path).kind == "baseline"
         for load_planner in (DefaultLoadPlanner(), cnr.CNRLoadPlanner()):
-            target = state(_adagrad_job(2))
+            target = state(adagrad_job(2))
             assert differing(whole(target), cut)
             dcp.load(target, storage_reader=cnr.CNRStorageReader(path), planner=load_planner)
             assert differing(whole(target), cut) == []
@@ -529,7 +526,7 @@ def _nested(job: Job) -> dict[str, Any]:
 
 def test_loading_by_keys_without_a_target(tmp_path: Path) -> None:
     """DCP makes tensors and values from the checkpoint alone: of a whole lineage, or of the keys asked for."""
-    job = _adagrad_job(1)
+    job = adagrad_job(1)
     tracker = cnr.RowTracker(job.model)
     planner = cnr.CNRSavePlanner(tracker, policy=cnr.Consecutive())
     for number in range(2):

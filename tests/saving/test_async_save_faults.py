@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import torchrec_cnr as cnr
 from tests.support import faults, models
 from tests.support.faults import InjectedError
+from tests.support.jobs import SavingJob
 from tests.support.killing import in_child
-from tests.support.models import Job, differing, plain_job, state, torchrec_job, train, whole
+from tests.support.models import differing, plain_job, state, torchrec_job, train, whole
 from tests.support.ranks import RankPools
 
 CELLS = [
@@ -30,48 +30,25 @@ CELLS = [
 ]
 
 
-class _Run:
-    """A job that saves behind its training, consecutive deltas under one root."""
-
-    def __init__(self, root: str, job: Job, **options: Any) -> None:
-        self.root = root
-        self.job = job
-        self.tracker = cnr.RowTracker(job.model)
-        self.planner = cnr.CNRSavePlanner(self.tracker, policy=cnr.Consecutive())
-        self.writer = models.writer(root, **options)
-
-    def save(self, name: str, executor: AsyncCheckpointerType = AsyncCheckpointerType.THREAD) -> "Future[Any]":
-        """Begin a save."""
-        place = f"{self.root}/{name}"
-        return models.save_behind(state(self.job), place, self.writer, self.planner, executor=executor)
-
-    def failures(self, future: "Future[Any]") -> dict[int, BaseException]:
-        """What a save failed with, by rank."""
-        with pytest.raises(CheckpointException) as raised:
-            future.result(timeout=100)
-        return dict(faults.causes(raised.value))
-
-    def close(self) -> None:
-        """Give back what it took."""
-        self.writer.close()
-        self.tracker.close()
+def _failures(future: "Future[Any]") -> dict[int, BaseException]:
+    return faults.failures_of(lambda: future.result(timeout=100))
 
 
 def _fail_and_go_on(rank: int, root: str, cells: list[tuple[str, str, int]]) -> None:
     for number, (phase, when, failing_rank) in enumerate(cells):
-        run = _Run(f"{root}/{number}", torchrec_job(1))
-        run.save("0").result(timeout=60)
+        run = SavingJob(f"{root}/{number}", torchrec_job)
+        run.async_save("0").result(timeout=60)
         train(run.job, 1)
         before = whole(state(run.job))
         with faults.failing(run.planner, run.writer, phase, when, failing_rank):
-            causes = run.failures(run.save("1"))
+            causes = _failures(run.async_save("1"))
         assert list(causes) == [failing_rank], (phase, when, failing_rank)
         assert all(isinstance(cause, InjectedError) for cause in causes.values())
         newest = f"{run.root}/{int(faults.has_committed(phase, when))}"
         assert cnr.latest(run.root) == newest
         train(run.job, 2)
         after = whole(state(run.job))
-        run.save("2").result(timeout=60)
+        run.async_save("2").result(timeout=60)
         run.close()
         checkpoint = cnr.read_checkpoint(f"{run.root}/2")
         assert checkpoint.parent in (None, newest)
@@ -174,17 +151,17 @@ def _kill_stopped() -> None:
 
 def _fill_disk(root: str) -> None:
     """Files may not grow beyond a few bytes, as on a full disk, and then they may."""
-    run = _Run(root, plain_job(1, "adagrad"))
-    run.save("0").result(timeout=100)
+    run = SavingJob(root)
+    run.async_save("0").result(timeout=100)
     for number in range(1, 3):
         train(run.job, number)
         with faults.small_files(100):
-            causes = run.failures(run.save(f"full-{number}"))
+            causes = _failures(run.async_save(f"full-{number}"))
         assert [type(cause) for cause in causes.values()] == [cnr.StoreError]
     assert cnr.latest(root) == f"{root}/0"
     train(run.job, 3)
     end = whole(state(run.job))
-    run.save("1").result(timeout=100)
+    run.async_save("1").result(timeout=100)
     assert cnr.read_checkpoint(f"{root}/1").kind == "delta"
     assert differing(models.load(plain_job(2, "adagrad"), f"{root}/1"), end) == []
 
@@ -198,20 +175,20 @@ def test_a_full_disk_costs_nothing_but_the_save(tmp_path: Path) -> None:
 
 
 def _fail_in_process(rank: int, root: str) -> None:
-    run, process = _Run(root, torchrec_job(1)), AsyncCheckpointerType.PROCESS
-    run.save("0", process).result(timeout=100)
+    run, process = SavingJob(root, torchrec_job), AsyncCheckpointerType.PROCESS
+    run.async_save("0", process).result(timeout=100)
     train(run.job, 1)
-    causes = run.failures(run.save("0", process))
+    causes = _failures(run.async_save("0", process))
     assert {type(cause) for cause in causes.values()} == {cnr.CheckpointExistsError}
     train(run.job, 2)
     if rank == 0:
         Path(root, "1").write_text("no directory")
     dist.barrier()
-    causes = run.failures(run.save("1", process))
+    causes = _failures(run.async_save("1", process))
     assert {type(cause) for cause in causes.values()} == {cnr.StoreError}
     train(run.job, 3)
     end = whole(state(run.job))
-    run.save("2", process).result(timeout=100)
+    run.async_save("2", process).result(timeout=100)
     assert cnr.read_checkpoint(f"{root}/2").parent in (None, f"{root}/0")
     assert differing(models.load(torchrec_job(2), f"{root}/2"), end) == []
     run.close()
@@ -223,10 +200,10 @@ def test_what_fails_in_another_process_is_told(tmp_path: Path, rank_pool: RankPo
 
 
 def _exceed_budget(rank: int, root: str) -> None:
-    run = _Run(root, plain_job(1, "adagrad"), staging_bytes=100)
+    run = SavingJob(root, staging_bytes=100)
     with pytest.raises(cnr.ConfigurationError, match="'staging_bytes'"):
-        run.save("0", AsyncCheckpointerType.PROCESS).result(timeout=100)
-    run.save("1").result(timeout=100)
+        run.async_save("0", AsyncCheckpointerType.PROCESS).result(timeout=100)
+    run.async_save("1").result(timeout=100)
     assert differing(models.load(plain_job(2, "adagrad"), f"{root}/1"), whole(state(run.job))) == []
     run.close()
 

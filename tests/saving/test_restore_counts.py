@@ -1,6 +1,7 @@
 """How many restores a checkpoint's state has been through: counted along saves and loads, and handed to the ranks."""
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,51 +13,36 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 
 import torchrec_cnr as cnr
 from tests.support import faults, models
-from tests.support.models import plain_job, state, torchrec_job, train
+from tests.support.jobs import SavingJob, load_into, save
+from tests.support.models import state, torchrec_job, train
 from tests.support.ranks import RankPools
 from torchrec_cnr.saving.plug_in_messages import ShardData
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 
-class _Training:
+class _Training(SavingJob):
     """A job that starts afresh, as every process does, and saves deltas where it can."""
 
-    def __init__(self) -> None:
-        self.job = plain_job(1)
-        self.tracker = cnr.RowTracker(self.job.model)
-        self.num_saves = 0
-
-    def save(self, path: Path, quantization: cnr.Quantization | None = None) -> cnr.Checkpoint:
+    def commit(self, name: str, quantization: cnr.Quantization | None = None) -> cnr.Checkpoint:
         """Train, and save."""
-        self.num_saves += 1
-        train(self.job, self.num_saves)
-        planner = cnr.CNRSavePlanner(self.tracker, policy=cnr.Consecutive())
-        writer = models.writer(path, quantization=quantization)
-        dcp.save(state(self.job), storage_writer=writer, planner=planner)
-        return cnr.read_checkpoint(path)
+        self.train()
+        save(self.job, self.path(name), self.planner, quantization=quantization)
+        return cnr.read_checkpoint(self.path(name))
 
-    def load(self, path: Path, leave_out: str | None = None) -> None:
+    def load(self, name: str, leave_out: str | None = None) -> None:
         """Load, but for the weight of one module."""
         target = state(self.job)
         if leave_out is not None:
             del target["model"][f"{leave_out}.weight"]
-        planner = cnr.CNRLoadPlanner(self.tracker, allow_partial_load=leave_out is not None)
-        dcp.load(target, storage_reader=cnr.CNRStorageReader(path), planner=planner)
+        load_into(target, self.path(name), tracker=self.tracker, allow_partial_load=leave_out is not None)
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[[], _Training]]:
+def start(tmp_path: Path) -> Iterator[Callable[[], _Training]]:
     """Starts jobs, and ends them."""
-    started: list[_Training] = []
-
-    def start_one() -> _Training:
-        started.append(_Training())
-        return started[-1]
-
-    yield start_one
-    for training in started:
-        training.tracker.close()
+    with ExitStack() as started:
+        yield lambda: started.enter_context(_Training(tmp_path))
 
 
 def test_each_restore_is_counted_once(tmp_path: Path, start: Callable[[], _Training]) -> None:
@@ -67,10 +53,10 @@ def test_each_restore_is_counted_once(tmp_path: Path, start: Callable[[], _Train
         if before is not None:
             training.load(before)
         for number in range(2):
-            checkpoint = training.save(tmp_path / f"{resumption}-{number}")
+            checkpoint = training.commit(f"{resumption}-{number}")
             assert (checkpoint.parent is None) == (before is None)
             counts.append(checkpoint.num_restores)
-            before = tmp_path / f"{resumption}-{number}"
+            before = f"{resumption}-{number}"
     assert counts == [0, 0, 1, 1, 2, 2]
 
 
@@ -81,8 +67,8 @@ def test_more_restores_than_expected_take_8_bits(tmp_path: Path, start: Callable
     for number in range(5):
         training = start()
         if number:
-            training.load(tmp_path / f"step-{number - 1}")
-        manifest = training.save(tmp_path / f"step-{number}", quantization).manifest
+            training.load(f"step-{number - 1}")
+        manifest = training.commit(f"step-{number}", quantization).manifest
         tables = [entry for entry in manifest.tensors.values() if entry.is_table]
         bits.append({shard.scheme.to_json()["bits"] for table in tables for shard in table.shards})
     assert bits == [{2}, {2}, {8}, {8}, {8}]
@@ -91,74 +77,74 @@ def test_more_restores_than_expected_take_8_bits(tmp_path: Path, start: Callable
 def test_a_fork_counts_from_the_checkpoint_that_was_loaded(tmp_path: Path, start: Callable[[], _Training]) -> None:
     """What a job went through before it loaded an older checkpoint is not in its tables any more."""
     first = start()
-    first.save(tmp_path / "start")
+    first.commit("start")
     resumed = start()
-    resumed.load(tmp_path / "start")
-    resumed.save(tmp_path / "resumed")
+    resumed.load("start")
+    resumed.commit("resumed")
     again = start()
-    again.load(tmp_path / "resumed")
-    assert again.save(tmp_path / "again").num_restores == 2
-    again.load(tmp_path / "start")
-    fork = again.save(tmp_path / "fork")
+    again.load("resumed")
+    assert again.commit("again").num_restores == 2
+    again.load("start")
+    fork = again.commit("fork")
     assert (fork.num_restores, fork.parent) == (1, str(tmp_path / "start"))
-    first.load(tmp_path / "start")  # the job that saved it
-    assert first.save(tmp_path / "back").num_restores == 1
+    first.load("start")  # the job that saved it
+    assert first.commit("back").num_restores == 1
 
 
 def test_a_load_that_fails_is_not_counted(tmp_path: Path, start: Callable[[], _Training]) -> None:
     """Before anything was read or in the middle of it: the count stays, and the next save is a baseline with it."""
     training = start()
-    training.save(tmp_path / "0")
-    training.load(tmp_path / "0")
-    checkpoint = training.save(tmp_path / "1")
+    training.commit("0")
+    training.load("0")
+    checkpoint = training.commit("1")
     assert checkpoint.num_restores == 1
     (pack,) = checkpoint.manifest.packs
     faults.flip(tmp_path / "1" / pack.name, -1)
     with pytest.raises(CheckpointException, match="crc32c"):
-        training.load(tmp_path / "1")
+        training.load("1")
     assert (training.tracker.num_restores, training.tracker.head) == (1, None)
     with pytest.raises(CheckpointException, match="nothing was committed"):
-        training.load(tmp_path / "missing")
-    after = training.save(tmp_path / "2")
+        training.load("missing")
+    after = training.commit("2")
     assert (after.num_restores, after.parent) == (1, None)
 
 
 def test_a_save_that_fails_is_not_counted(tmp_path: Path, start: Callable[[], _Training]) -> None:
     """A save that never committed changes nothing about what the tables have been through."""
     training = start()
-    training.save(tmp_path / "0")
-    training.load(tmp_path / "0")
+    training.commit("0")
+    training.load("0")
     planner, writer = cnr.CNRSavePlanner(training.tracker), models.writer(tmp_path / "1")
     with faults.failing(planner, writer, "finish", "before", rank=0), pytest.raises(CheckpointException):
         dcp.save(state(training.job), storage_writer=writer, planner=planner)
-    assert training.save(tmp_path / "2").num_restores == 1
+    assert training.commit("2").num_restores == 1
 
 
 def test_a_partial_load_is_a_restore_too(tmp_path: Path, start: Callable[[], _Training]) -> None:
     """Tables that hold values of several origins have been through as many restores as the most travelled of them."""
     training = start()
-    training.save(tmp_path / "0")
-    training.load(tmp_path / "0")
-    training.save(tmp_path / "1")
+    training.commit("0")
+    training.load("0")
+    training.commit("1")
 
     fresh = start()
-    fresh.load(tmp_path / "1", leave_out="item")
-    mixed = fresh.save(tmp_path / "mixed")
+    fresh.load("1", leave_out="item")
+    mixed = fresh.commit("mixed")
     assert (mixed.num_restores, mixed.parent) == (2, None)
-    fresh.load(tmp_path / "0", leave_out="item")
-    assert fresh.save(tmp_path / "mixed again").num_restores == 2
-    fresh.load(tmp_path / "mixed", leave_out="item")
-    assert fresh.save(tmp_path / "mixed thrice").num_restores == 3
+    fresh.load("0", leave_out="item")
+    assert fresh.commit("mixed again").num_restores == 2
+    fresh.load("mixed", leave_out="item")
+    assert fresh.commit("mixed thrice").num_restores == 3
 
 
 def test_loads_and_saves_without_a_tracker_count_nothing(tmp_path: Path, start: Callable[[], _Training]) -> None:
     """Nobody is there to count: a save then says 0, and a tracker that is passed by keeps its count."""
     training = start()
-    training.save(tmp_path / "0")
-    training.load(tmp_path / "0")
+    training.commit("0")
+    training.load("0")
     reader = cnr.CNRStorageReader(tmp_path / "0")
     dcp.load(state(training.job), storage_reader=reader, planner=DefaultLoadPlanner())
-    assert training.save(tmp_path / "1").num_restores == 1
+    assert training.commit("1").num_restores == 1
     for number, planner in enumerate([DefaultSavePlanner(), cnr.CNRSavePlanner()]):
         path = tmp_path / f"without-{number}"
         dcp.save(state(training.job), storage_writer=models.writer(path), planner=planner)

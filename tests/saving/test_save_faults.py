@@ -28,8 +28,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 import torchrec_cnr as cnr
 from tests.support import faults, models
 from tests.support.faults import InjectedError, small_disk
+from tests.support.jobs import adagrad_job, assert_loads, save
 from tests.support.killing import in_child
-from tests.support.models import Job, Whole, differing, plain_job, state, torchrec_job, train, whole
+from tests.support.models import Job, Whole, differing, state, torchrec_job, train, whole
 from tests.support.ranks import RankPools, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -45,20 +46,6 @@ def _saver(job: Job, policy: cnr.Policy | None = None) -> tuple[cnr.RowTracker, 
     return tracker, cnr.CNRSavePlanner(tracker, policy=policy if policy is not None else cnr.Consecutive())
 
 
-def _save(job: Job, planner: cnr.CNRSavePlanner, path: str | Path) -> Whole:
-    """Save, and return what the checkpoint must hold."""
-    cut = whole(state(job))
-    dcp.save(state(job), storage_writer=models.writer(path), planner=planner)
-    return cut
-
-
-def _assert_loads(build: Callable[[int], Job], path: str, expected: Whole) -> None:
-    """A job of other weights gets exactly these from a checkpoint."""
-    job = build(99)
-    assert differing(whole(state(job)), expected)
-    assert differing(models.load(job, path), expected) == []
-
-
 def _assert_goes_on(build: Callable[[int], Job], root: str, expected: Whole) -> None:
     """The latest checkpoint is the expected one, and a job goes on from it: its next save works, and loads."""
     path = cnr.latest(root)
@@ -68,11 +55,11 @@ def _assert_goes_on(build: Callable[[int], Job], root: str, expected: Whole) -> 
     assert differing(whole(state(job)), expected)
     assert differing(models.load(job, path, tracker), expected) == []
     train(job, 97)
-    end = _save(job, planner, f"{root}/next")
+    end = save(job, f"{root}/next", planner)
     tracker.close()
     assert cnr.latest(root) == f"{root}/next"
     assert cnr.read_checkpoint(f"{root}/next").parent == path
-    _assert_loads(build, f"{root}/next", end)
+    assert_loads(f"{root}/next", end, build)
 
 
 # Ranks that are killed.
@@ -149,13 +136,9 @@ def test_ranks_killed_in_mid_save_leave_the_last_committed_state(
 # One process that dies at any of its file operations.
 
 
-def _adagrad_job(seed: int) -> Job:
-    return plain_job(seed, "adagrad")
-
-
 def _resume_and_save(root: str, act: Callable[[str], None] | None = None) -> Whole:
     """Load the latest checkpoint, train, and save ``root``/2; the same each time."""
-    job = _adagrad_job(5)
+    job = adagrad_job(5)
     tracker, planner = _saver(job)
     path = cnr.latest(root)
     assert path is not None
@@ -163,17 +146,17 @@ def _resume_and_save(root: str, act: Callable[[str], None] | None = None) -> Who
     train(job, 3)
     if act is not None:
         act(root)
-    return _save(job, planner, f"{root}/2")
+    return save(job, f"{root}/2", planner)
 
 
 def _two_checkpoints(root: str) -> Whole:
     """A baseline and a delta; what the delta holds."""
-    job = _adagrad_job(1)
+    job = adagrad_job(1)
     tracker, planner = _saver(job)
     train(job, 1)
-    _save(job, planner, f"{root}/0")
+    save(job, f"{root}/0", planner)
     train(job, 2)
-    cut = _save(job, planner, f"{root}/1")
+    cut = save(job, f"{root}/1", planner)
     tracker.close()
     return cut
 
@@ -237,7 +220,7 @@ def test_a_process_that_dies_at_any_file_operation_of_a_save(tmp_path: Path) -> 
         shutil.copytree(base, root)
         assert in_child(_die_at_write, root, number) == -signal.SIGKILL
         found.append(cnr.latest(root) == f"{root}/2")
-        _assert_goes_on(_adagrad_job, root, after if found[-1] else before)
+        _assert_goes_on(adagrad_job, root, after if found[-1] else before)
     assert found == sorted(found), "committed once and for all"
     assert not found[0]
 
@@ -251,7 +234,7 @@ def test_a_process_that_dies_while_it_writes_a_file(tmp_path: Path, num_bytes: i
     assert cnr.latest(root) == f"{root}/1"
     partial = [path.stat().st_size for path in Path(root, "2").iterdir()]
     assert num_bytes in partial
-    _assert_goes_on(_adagrad_job, root, before)
+    _assert_goes_on(adagrad_job, root, before)
 
 
 # A rank that raises.
@@ -260,7 +243,7 @@ def test_a_process_that_dies_while_it_writes_a_file(tmp_path: Path, num_bytes: i
 def _fail_everywhere(rank: int, root: str, build: Callable[[int], Job]) -> None:
     job, target = build(1), build(2)
     tracker, planner = _saver(job)
-    _save(job, planner, f"{root}/0")
+    save(job, f"{root}/0", planner)
     numbers = itertools.count(1)
     for phase, when, culprit in itertools.product(faults.PHASES, ("before", "after"), range(dist.get_world_size())):
         if phase in faults.COORDINATOR_PHASES and culprit != 0:
@@ -278,7 +261,7 @@ def _fail_everywhere(rank: int, root: str, build: Callable[[int], Job]) -> None:
         assert is_committed == faults.has_committed(phase, when)
         train(job, next(numbers))
         path = f"{root}/{next(numbers)}"
-        cut = _save(job, planner, path)
+        cut = save(job, path, planner)
         assert cnr.read_checkpoint(path).kind == "delta"
         assert differing(whole(state(target)), cut)
         assert differing(models.load(target, path), cut) == []
@@ -293,7 +276,7 @@ def test_every_rank_is_told_what_failed_in_which_phase(tmp_path: Path, rank_pool
 def _raise_typed_errors(rank: int, root: str) -> None:
     job = torchrec_job(1)
     tracker, planner = _saver(job)
-    cut = _save(job, planner, f"{root}/0")
+    cut = save(job, f"{root}/0", planner)
 
     def causes_of(path: str, saved: dict[str, Any]) -> dict[int, BaseException]:
         with pytest.raises(CheckpointException) as raised:
@@ -322,11 +305,11 @@ def _raise_typed_errors(rank: int, root: str) -> None:
         assert "a file" in str(cause)
 
     assert cnr.latest(root) == f"{root}/0"
-    _assert_loads(torchrec_job, f"{root}/0", cut)
+    assert_loads(f"{root}/0", cut, torchrec_job)
     train(job, 1)
-    end = _save(job, planner, f"{root}/3")
+    end = save(job, f"{root}/3", planner)
     tracker.close()
-    _assert_loads(torchrec_job, f"{root}/3", end)
+    assert_loads(f"{root}/3", end, torchrec_job)
 
 
 def test_typed_errors_reach_every_rank(tmp_path: Path, rank_pool: RankPools) -> None:
@@ -337,7 +320,7 @@ def test_typed_errors_reach_every_rank(tmp_path: Path, rank_pool: RankPools) -> 
 def _fail_to_load(rank: int, root: str) -> None:
     job = torchrec_job(1)
     tracker, planner = _saver(job)
-    cut = _save(job, planner, f"{root}/0")
+    cut = save(job, f"{root}/0", planner)
     train(job, 1)
     with pytest.raises(CheckpointException) as raised:
         models.load(torchrec_job(2), f"{root}/nothing here")
@@ -356,11 +339,11 @@ def _fail_to_load(rank: int, root: str) -> None:
     if rank == 0:
         Path(root, "hidden").rename(pack)
     dist.barrier()
-    _assert_loads(torchrec_job, f"{root}/0", cut)
-    end = _save(job, planner, f"{root}/1")
+    assert_loads(f"{root}/0", cut, torchrec_job)
+    end = save(job, f"{root}/1", planner)
     assert cnr.read_checkpoint(f"{root}/1").kind == "delta"
     tracker.close()
-    _assert_loads(torchrec_job, f"{root}/1", end)
+    assert_loads(f"{root}/1", end, torchrec_job)
 
 
 def test_a_load_that_fails_tells_every_rank(tmp_path: Path, rank_pool: RankPools) -> None:
@@ -375,7 +358,7 @@ def _race(root: str, seed: int, barrier: Any, sender: Connection) -> None:
     """Save several times, without a lineage, to ids that another process uses at the same time; send who was how."""
     torch.set_num_threads(1)
     outcomes: list[Any] = []
-    job = _adagrad_job(seed)
+    job = adagrad_job(seed)
     for number in range(_NUM_RACES):
         train(job, number)
         path = f"{root}/{number}"
@@ -426,7 +409,7 @@ def test_of_two_writers_of_one_id_exactly_one_commits(tmp_path: Path) -> None:
         assert len(loser) == 1
         assert loser[0].startswith("CheckpointExistsError")
         assert path in loser[0]
-        _assert_loads(_adagrad_job, path, winner)
+        assert_loads(path, winner, adagrad_job)
 
 
 # Stores that refuse.
@@ -443,18 +426,18 @@ def _save_where_it_fails(job: Job, planner: cnr.CNRSavePlanner, path: str) -> cn
 
 def _save_elsewhere_after(root: str, fail: Callable[[Job, cnr.CNRSavePlanner], None]) -> None:
     """Fail, then save elsewhere: a delta that holds what was trained before the failure and after it."""
-    job = _adagrad_job(1)
+    job = adagrad_job(1)
     tracker, planner = _saver(job)
-    cut = _save(job, planner, f"{root}/0")
+    cut = save(job, f"{root}/0", planner)
     train(job, 1)
     fail(job, planner)
     assert cnr.latest(root) == f"{root}/0"
-    _assert_loads(_adagrad_job, f"{root}/0", cut)
+    assert_loads(f"{root}/0", cut, adagrad_job)
     train(job, 2)
-    end = _save(job, planner, f"{root}/1")
+    end = save(job, f"{root}/1", planner)
     tracker.close()
     assert cnr.read_checkpoint(f"{root}/1").kind == "delta"
-    _assert_loads(_adagrad_job, f"{root}/1", end)
+    assert_loads(f"{root}/1", end, adagrad_job)
 
 
 def _exceed_file_size(root: str) -> None:

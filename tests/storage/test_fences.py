@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -12,8 +13,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import torchrec_cnr as cnr
-from tests.support import faults, models
+from tests.support import models
+from tests.support.jobs import SavingJob
 from tests.support.killing import in_child
+from tests.support.models import Whole
 from tests.support.ranks import RankPools
 from torchrec_cnr.errors import FencedError
 from torchrec_cnr.maintenance.verification.verify import verify
@@ -21,51 +24,40 @@ from torchrec_cnr.storage import fences
 from torchrec_cnr.storage.store import Store
 
 
-class Job:
+class OtherJob(SavingJob):
     """A job of its own, although it shares this process with others."""
 
     def __init__(self, root: Path, patch: Callable[[object], None]) -> None:
-        self.root = root
-        self.job = models.plain_job(0)
-        self.tracker = cnr.RowTracker(self.job.model)
-        self.planner = cnr.CNRSavePlanner(self.tracker, policy=cnr.Consecutive())
-        self.saved: dict[str, models.Whole] = {}
         self._fences = fences._Jobs()
         self._patch = patch
+        super().__init__(root)
 
-    def save(self, name: str, **options: object) -> None:
+    def save(self, name: str | int, **options: Any) -> Whole:
         """Train a little, and save."""
         self._patch(self._fences)
-        models.train(self.job, len(self.saved))
-        whole = models.whole(models.state(self.job))
-        path = self.root / name
-        dcp.save(models.state(self.job), storage_writer=models.writer(path, **options), planner=self.planner)
-        self.saved[name] = whole
+        self.train()
+        return super().save(name, **options)
 
-    def restore(self) -> None:
+    def restore(self, name: str | int | None = None, **options: Any) -> str:
         """Go on from the newest checkpoint."""
         self._patch(self._fences)
-        newest = cnr.latest(self.root)
-        assert newest is not None
-        models.load(self.job, newest, self.tracker)
+        return super().restore(name, **options)
 
 
 @pytest.fixture
-def new_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Job]:
+def new_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], OtherJob]:
     """Makes jobs that save to one root."""
-    return lambda: Job(tmp_path / "run", lambda jobs: monkeypatch.setattr(fences, "_jobs", jobs))
+    return lambda: OtherJob(tmp_path / "run", lambda jobs: monkeypatch.setattr(fences, "_jobs", jobs))
 
 
-def assert_fenced(job: Job, name: str) -> None:
+def assert_fenced(job: SavingJob, name: str) -> None:
     """A save is refused, and has committed nothing."""
-    with pytest.raises(CheckpointException) as caught:
-        job.save(name)
-    (error,) = faults.causes(caught.value).values()
-    assert isinstance(error, FencedError)
-    assert not (job.root / name / "manifest.json").exists()
+    assert isinstance(job.failure(name), FencedError)
+    assert not Path(job.path(name), "manifest.json").exists()
+    del job.saved[name]
 
 
-def test_a_zombie_is_refused_once_its_replacement_saves(new_job: Callable[[], Job]) -> None:
+def test_a_zombie_is_refused_once_its_replacement_saves(new_job: Callable[[], OtherJob]) -> None:
     """It is told at its next save, by whom; all that was committed verifies and loads."""
     zombie = new_job()
     zombie.save("1")
@@ -77,14 +69,13 @@ def test_a_zombie_is_refused_once_its_replacement_saves(new_job: Callable[[], Jo
     assert_fenced(zombie, "5")
     replacement.save("6")
     for job in (zombie, replacement):
-        for name, saved in job.saved.items():
-            assert not verify(job.root / name).problems
-            target = models.plain_job(1)
-            assert models.differing(models.load(target, str(job.root / name)), saved) == []
-    assert cnr.latest(zombie.root) == str(zombie.root / "6")
+        for name in job.saved:
+            assert not verify(job.path(name)).problems
+            job.assert_loads(name)
+    assert cnr.latest(zombie.root) == zombie.path("6")
 
 
-def test_a_zombie_that_never_saved_does_not_push_its_replacement_out(new_job: Callable[[], Job]) -> None:
+def test_a_zombie_that_never_saved_does_not_push_its_replacement_out(new_job: Callable[[], OtherJob]) -> None:
     """What counts is what a job knew when it was restored, not when it saves for the first time."""
     new_job().save("1")
     zombie, replacement = new_job(), new_job()
@@ -95,7 +86,7 @@ def test_a_zombie_that_never_saved_does_not_push_its_replacement_out(new_job: Ca
     replacement.save("4")
 
 
-def test_who_loads_again_may_go_on(new_job: Callable[[], Job]) -> None:
+def test_who_loads_again_may_go_on(new_job: Callable[[], OtherJob]) -> None:
     """A job that was refused is no zombie any more once it has loaded what the other one saved."""
     first, second = new_job(), new_job()
     first.save("1")
@@ -107,7 +98,7 @@ def test_who_loads_again_may_go_on(new_job: Callable[[], Job]) -> None:
     assert_fenced(second, "5")
 
 
-def test_a_job_that_comes_in_mid_save_wins(new_job: Callable[[], Job], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_comes_in_mid_save_wins(new_job: Callable[[], OtherJob], monkeypatch: pytest.MonkeyPatch) -> None:
     """A save that has begun already commits nothing; its rows go into the next one, after a load or not."""
     zombie, replacement = new_job(), new_job()
     zombie.save("1")
@@ -180,18 +171,14 @@ def test_a_process_that_saves_for_a_job_is_no_other_job(tmp_path: Path, rank_poo
 
 
 def _save_here_and_there(_: int, root: Path) -> list[str]:
-    job = models.plain_job(0)
-    planner = cnr.CNRSavePlanner(cnr.RowTracker(job.model), policy=cnr.Consecutive())
-    writer = models.writer(root / "unused")
+    job = SavingJob(root)
 
     def save(name: str, is_there: bool) -> None:
-        models.train(job, int(name))
-        state, path = models.state(job), str(root / name)
+        job.train()
         if is_there:
-            future = models.save_behind(state, path, writer, planner, executor=AsyncCheckpointerType.PROCESS)
-            future.result(timeout=100)
+            job.async_save(name, AsyncCheckpointerType.PROCESS).result(timeout=100)
         else:
-            dcp.save(state, checkpoint_id=path, storage_writer=writer, planner=planner)
+            job.save(name)
 
     for name, is_there in (("1", True), ("2", False), ("3", True), ("4", True)):
         save(name, is_there)

@@ -17,8 +17,9 @@ import torchrec_cnr as cnr
 from tests.maintenance.pruning.test_prune import prune
 from tests.support import faults, models
 from tests.support.faults import give_to_nobody
+from tests.support.jobs import SavingJob
 from tests.support.killing import in_child
-from tests.support.models import Whole, differing, plain_job, state, torchrec_job, train, whole
+from tests.support.models import Whole, state, torchrec_job
 from tests.support.ranks import RankPools
 from tests.support.roots import NUM_COLS, NUM_ROWS, TABLE, Root
 from torchrec_cnr.format.manifest import MANIFEST_FILE
@@ -44,38 +45,14 @@ def files(path: str | Path) -> list[str]:
     return [name for name in Store.open(path).names() if is_lease(name)]
 
 
-class Trainer:
-    """A job that saves deltas on deltas."""
-
-    def __init__(self, root: Path | str) -> None:
-        self.root = root
-        self.job = plain_job(1, "adagrad")
-        self.tracker = cnr.RowTracker(self.job.model)
-        self.planner = cnr.CNRSavePlanner(self.tracker, policy=cnr.Consecutive())
-        self.num_trained = 0
-
-    def save(self, name: str, before: Callable[[], None] | None = None, phase: str = "write_data") -> Whole:
-        """Train and save; returns what the checkpoint holds.
-
-        Args:
-            name: Of the checkpoint.
-            before: Called before the writer does a phase.
-            phase: Which.
-        """
-        self.num_trained += 1
-        train(self.job, self.num_trained)
-        writer = models.writer(f"{self.root}/{name}")
-        if before is not None:
-            faults.act_before(writer, phase, before)
-        cut = whole(state(self.job))
-        dcp.save(state(self.job), storage_writer=writer, planner=self.planner)
-        return cut
-
-    def assert_loads(self, name: str, expected: Whole) -> None:
-        """Another job gets from a checkpoint what it holds."""
-        job = plain_job(99, "adagrad")
-        assert differing(whole(state(job)), expected)
-        assert differing(models.load(job, f"{self.root}/{name}"), expected) == []
+def save_and_act(trainer: SavingJob, name: str, phase: str, act: Callable[[], object]) -> Whole:
+    """Train and save, and do something before the writer does a phase; what the checkpoint must hold."""
+    trainer.train()
+    faults.act_before(trainer.writer, phase, act)
+    try:
+        return trainer.save(name)
+    finally:
+        delattr(trainer.writer, phase)
 
 
 # Saves
@@ -83,29 +60,29 @@ class Trainer:
 
 def test_a_save_holds_a_lease_until_it_is_committed(tmp_path: Path) -> None:
     """From before its first pack to behind its manifest."""
-    trainer, seen = Trainer(tmp_path), []
+    trainer, seen = SavingJob(tmp_path), []
 
     def look() -> None:
         seen.append(held(tmp_path / "0", "save"))
 
-    trainer.save("0", look)
-    trainer.save("1", lambda: seen.append(held(tmp_path / "1", "save")), "finish")
+    save_and_act(trainer, "0", "write_data", look)
+    save_and_act(trainer, "1", "finish", lambda: seen.append(held(tmp_path / "1", "save")))
     assert seen == [1, 1]
     assert files(tmp_path / "0") == files(tmp_path / "1") == []
 
 
 def test_what_is_being_saved_is_not_pruned(tmp_path: Path) -> None:
     """A prune in mid-save touches neither its packs nor what it stands on; once it is committed, retention decides."""
-    trainer, plans = Trainer(tmp_path), []
-    cuts = {name: trainer.save(name) for name in ("0", "1")}
-    other = Trainer(tmp_path)
-    cuts["other"] = other.save("other")
+    trainer, plans = SavingJob(tmp_path), []
+    cuts = {name: trainer.train_and_save(name) for name in ("0", "1")}
+    other = SavingJob(tmp_path)
+    cuts["other"] = other.train_and_save("other")
 
     def prune_all_but_the_last() -> None:
         plans.append(plan_prune(tmp_path, Keep(last=1)))
         prune(str(tmp_path), Keep(last=1))
 
-    cuts["2"] = trainer.save("2", prune_all_but_the_last, "finish")
+    cuts["2"] = save_and_act(trainer, "2", "finish", prune_all_but_the_last)
     assert plans[0].stays["2"][0].startswith("leased (a save, until ")
     assert plans[0].stays["1"] == ("newest of its lineage, which 2 may stand on",)
     assert cnr.read_checkpoint(tmp_path / "2").parent == str(tmp_path / "1")
@@ -120,8 +97,8 @@ def test_a_save_is_not_committed_on_what_may_have_been_pruned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """Its parent is gone, or it took longer than its lease: it fails, loses nothing, and the next save works."""
-    trainer = Trainer(tmp_path)
-    trainer.save("0")
+    trainer = SavingJob(tmp_path)
+    trainer.train_and_save("0")
 
     def prune_parent() -> None:
         if what == "parent":
@@ -129,23 +106,23 @@ def test_a_save_is_not_committed_on_what_may_have_been_pruned(
 
     monkeypatch.setattr(leases, "LEASE_SECS", 0 if what == "lease" else LEASE_SECS)
     with pytest.raises(CheckpointException) as raised:
-        trainer.save("1", prune_parent, "finish")
+        save_and_act(trainer, "1", "finish", prune_parent)
     monkeypatch.undo()
     (cause,) = faults.causes(raised.value).values()
     assert isinstance(cause, cnr.SaveError)
     expected = f"its parent {tmp_path}/0 was pruned meanwhile; save again" if what == "parent" else "took longer than"
     assert expected in str(cause)
     assert not (tmp_path / "1" / MANIFEST_FILE).exists()
-    cut = trainer.save("2")
+    cut = trainer.train_and_save("2")
     assert cnr.read_checkpoint(tmp_path / "2").kind == ("baseline" if what == "parent" else "delta")
     trainer.assert_loads("2", cut)
 
 
 def test_what_a_failed_save_left_is_pruned_once_its_writer_goes_on(tmp_path: Path) -> None:
     """At once if the same writer begins another save, else when the lease has run out; never while it holds."""
-    trainer = Trainer(tmp_path)
+    trainer = SavingJob(tmp_path)
     writer = models.writer(tmp_path / "failed")
-    trainer.save("0")
+    trainer.train_and_save("0")
     with faults.failing(trainer.planner, writer, "finish", "before", 0), pytest.raises(CheckpointException):
         dcp.save(state(trainer.job), storage_writer=writer, planner=trainer.planner)
     num_files = len(list((tmp_path / "failed").iterdir()))

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed.checkpoint as dcp
@@ -25,6 +26,7 @@ from tests.servers.flaky_proxy import FAULTS, flaky
 from tests.servers.radosgw import Radosgw
 from tests.servers.s3_servers import BUCKET, S3Server
 from tests.support import faults, models
+from tests.support.jobs import SavingJob
 from tests.support.ranks import RankPools
 from torchrec_cnr.cli.app import app
 from torchrec_cnr.errors import CheckpointExistsError, StoreError
@@ -67,57 +69,35 @@ def root(request: pytest.FixtureRequest) -> str:
     return f"{request.param}://{BUCKET}/{next(numbers)}/job"
 
 
-class Run:
-    """A job that trains and saves."""
+class TrainingJob(SavingJob):
+    """A job that trains before each save."""
 
-    def __init__(self, root: str, rows: tuple[int, int] = (40, 12), **options: object) -> None:
-        self.root = root
-        self.job = models.plain_job(0, rows=rows)
-        self.tracker = cnr.RowTracker(self.job.model)
-        self.planner = cnr.CNRSavePlanner(self.tracker, policy=cnr.Consecutive())
-        self.writer = cnr.CNRStorageWriter(f"{root}/unused", **options)
-        self.saved: dict[str, models.Whole] = {}
+    def __init__(self, root: str, rows: tuple[int, int] = (40, 12), **writer: Any) -> None:
+        super().__init__(root, partial(models.plain_job, rows=rows), **{"sync_files": True} | writer)
 
-    def save(self, name: str) -> None:
+    def save(self, name: str | int, **options: Any) -> models.Whole:
         """Train a little, and save."""
-        models.train(self.job, len(self.saved))
-        state = models.whole(models.state(self.job))
-        dcp.save(
-            models.state(self.job),
-            checkpoint_id=f"{self.root}/{name}",
-            storage_writer=self.writer,
-            planner=self.planner,
-        )
-        self.saved[name] = state
-
-    def check(self, name: str) -> None:
-        """A checkpoint loads as what was saved, into a model that held something else."""
-        target = models.plain_job(1, rows=(self.job.model.bag.num_embeddings, self.job.model.item.num_embeddings))
-        before = models.whole(models.state(target))
-        after = models.load(target, f"{self.root}/{name}")
-        assert models.differing(before, self.saved[name])
-        assert models.differing(after, self.saved[name]) == []
+        self.train()
+        return super().save(name, **options)
 
 
 def test_a_run_on_s3(server: S3Server, root: str) -> None:
     """Baseline, deltas, compaction and prune: everything loads as it was saved, and verifies."""
-    run = Run(root, thread_count=2)
+    run = TrainingJob(root, thread_count=2)
     for name in ("1", "2", "3"):
         run.save(name)
-    future = models.save_behind(models.state(run.job), f"{root}/4", run.writer, run.planner)
-    run.saved["4"] = models.whole(models.state(run.job))
-    future.result()
+    run.async_save("4").result()
     for name in run.saved:
-        run.check(name)
+        run.assert_loads(name)
     assert cnr.latest(root) == f"{root}/4"
     cnr.compact(f"{root}/4", self_contained=True)
-    run.check("4")
+    run.assert_loads("4")
     removed = cnr.execute(cnr.plan_prune(root, cnr.Keep(last=1)))
     assert removed.removed
-    run.check("4")
+    run.assert_loads("4")
     assert not verify(f"{root}/4").problems
     run.save("5")
-    run.check("5")
+    run.assert_loads("5")
     for command in (["ls", root], ["inspect", f"{root}/5"], ["verify", root], ["prune", root, "--last", "1"]):
         result = CliRunner().invoke(app, command)
         assert (result.exit_code, result.stderr) == (0, ""), command
@@ -127,12 +107,12 @@ def test_a_run_on_s3(server: S3Server, root: str) -> None:
 def test_clients_take_turns(moto: S3Server, first: str, second: str) -> None:
     """What one has saved, the other goes on from, within one job and after a restore; the fence is the same one."""
     path = f"{BUCKET}/{next(numbers)}/job"
-    run = Run(f"{first}://{path}")
+    run = TrainingJob(f"{first}://{path}")
     run.save("0")
     run.root = f"{second}://{path}"
     run.save("1")
     assert [name for name in Store.open(run.root).listing().files if is_fence(name)] == ["fence-00000001.json"]
-    other = Run(f"{first}://{path}")
+    other = TrainingJob(f"{first}://{path}")
     dcp.load(
         models.state(other.job),
         storage_reader=cnr.CNRStorageReader(f"{second}://{path}/1"),
@@ -143,7 +123,7 @@ def test_clients_take_turns(moto: S3Server, first: str, second: str) -> None:
         assert (cnr.read_checkpoint(f"{first}://{path}/{name}").parent is None) == (name == "0")
         for protocol in s3_servers.PROTOCOLS:
             other.root, other.saved[name] = f"{protocol}://{path}", saved
-            other.check(name)
+            other.assert_loads(name)
 
 
 def _ranks_save(_: int, root: str, variables: Mapping[str, str]) -> list[str]:
@@ -247,7 +227,7 @@ def _race(store: Store, start: threading.Barrier, name: str, data: bytes) -> byt
 
 def test_bandwidth_is_limited(moto: S3Server, root: str) -> None:
     """Threads of one writer, or one reader, together take no more than they may: the clock cannot run faster."""
-    run = Run(root, rows=(22_000, 12), thread_count=4, pack_bytes=1 << 14, max_bytes_per_sec=400_000)
+    run = TrainingJob(root, rows=(22_000, 12), thread_count=4, pack_bytes=1 << 14, max_bytes_per_sec=400_000)
     began = time.monotonic()
     run.save("0")
     num_bytes = sum(Store.open(f"{root}/0").listing().files.values())
@@ -266,16 +246,16 @@ def test_bandwidth_is_limited(moto: S3Server, root: str) -> None:
 def test_a_server_that_is_killed_and_restarted_in_mid_save(tmp_path: Path, root: str) -> None:
     """The save waits for it and commits; nothing is lost."""
     with s3_servers.running(s3_servers.Swift(tmp_path)) as server, s3_servers.configured(server.variables()):
-        run = Run(root, rows=(4000, 12), pack_bytes=1024)
+        run = TrainingJob(root, rows=(4000, 12), pack_bytes=1024)
         run.save("0")
         outage = threading.Thread(target=_outage, args=(server, Store.open(f"{root}/1")))
         outage.start()
         run.save("1")
         outage.join()
         for name in run.saved:
-            run.check(name)
+            run.assert_loads(name)
         run.save("2")
-        run.check("2")
+        run.assert_loads("2")
 
 
 def _outage(server: S3Server, checkpoint: Store) -> None:
@@ -290,13 +270,13 @@ def _outage(server: S3Server, checkpoint: Store) -> None:
 def test_requests_that_fail_are_made_again(moto: S3Server, root: str, caplog: pytest.LogCaptureFixture) -> None:
     """A fifth of all requests is refused, delayed, lost, or answered by half: every save and load is as ever."""
     with flaky(moto.port, seed=0) as proxy, s3_servers.configured(moto.variables(proxy.endpoint)):
-        run = Run(root, rows=(400, 12), pack_bytes=1024)
+        run = TrainingJob(root, rows=(400, 12), pack_bytes=1024)
         proxy.share = 0.2
         with caplog.at_level(logging.WARNING, logger="torchrec_cnr"):
             for name in ("0", "1", "2"):
                 run.save(name)
         for name in run.saved:
-            run.check(name)
+            run.assert_loads(name)
         assert set(proxy.tried) == set(FAULTS)
 
 
@@ -304,9 +284,9 @@ def test_a_server_that_is_busy_for_a_while(moto: S3Server, root: str) -> None:
     """For longer than the clients try by themselves."""
     with flaky(moto.port, seed=0) as proxy, s3_servers.configured(moto.variables(proxy.endpoint)):
         proxy.share, proxy.faults, proxy.most = 1.0, ("busy",), 9
-        run = Run(root)
+        run = TrainingJob(root)
         run.save("0")
-        run.check("0")
+        run.assert_loads("0")
         assert proxy.tried.total() == 9
 
 
@@ -315,7 +295,7 @@ def test_a_server_that_is_gone_fails_the_save(moto: S3Server, root: str, monkeyp
     variables = {**moto.variables(), "AWS_MAX_ATTEMPTS": "1"}
     with flaky(moto.port, seed=0) as proxy, s3_servers.configured({**variables, "AWS_ENDPOINT_URL_S3": proxy.endpoint}):
         monkeypatch.setattr(retries, "RETRY_SECS", 0.5)
-        run = Run(root)
+        run = TrainingJob(root)
         run.save("0")
         proxy.share, proxy.faults = 1.0, ("busy", "no request")
         with pytest.raises(CheckpointException) as caught:
@@ -324,7 +304,7 @@ def test_a_server_that_is_gone_fails_the_save(moto: S3Server, root: str, monkeyp
         proxy.share = 0.0
         run.save("2")
         for name in ("0", "2"):
-            run.check(name)
+            run.assert_loads(name)
         assert not Store.open(f"{root}/1").exists("manifest.json")
 
 
@@ -344,7 +324,7 @@ def test_credentials_are_nowhere(tmp_path: Path, root: str, caplog: pytest.LogCa
     """Neither in a file, nor in a log, nor in an error of a server that refuses them."""
     with s3_servers.running(s3_servers.Swift(tmp_path)) as server:
         with s3_servers.configured(server.variables()), caplog.at_level(logging.DEBUG, logger="torchrec_cnr"):
-            run = Run(root)
+            run = TrainingJob(root)
             run.save("0")
             run.save("1")
             stored = [Store.open(f"{root}/{name}") for name in ("0", "1")]
@@ -380,9 +360,9 @@ def test_endpoint_and_keys_of_a_profile(moto: S3Server, root: str, tmp_path: Pat
         for name in moto.variables():
             patch.delenv(name)
         with s3_servers.configured(files):
-            run = Run(root)
+            run = TrainingJob(root)
             run.save("0")
-            run.check("0")
+            run.assert_loads("0")
 
 
 def test_an_object_is_not_appended_to(moto: S3Server) -> None:

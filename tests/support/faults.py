@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -35,6 +36,19 @@ class InjectedError(RuntimeError):
 def causes(error: CheckpointException) -> dict[int, BaseException]:
     """What failed on which rank, as DCP reports it on every rank."""
     return {rank: failure[0] for rank, failure in error.failures.items()}
+
+
+def failures_of(act: Callable[[], object]) -> dict[int, BaseException]:
+    """What makes a save or a load fail, by rank."""
+    with pytest.raises(CheckpointException) as raised:
+        act()
+    return causes(raised.value)
+
+
+def failure_of(act: Callable[[], object]) -> BaseException:
+    """The one thing that makes a save or a load fail."""
+    (cause,) = failures_of(act).values()
+    return cause
 
 
 def own_rank() -> int:

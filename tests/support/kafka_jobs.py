@@ -1,119 +1,25 @@
-"""Jobs whose rows go to Kafka: a small model that saves under a root, and what each of its checkpoints must hold."""
+"""Jobs whose rows go to Kafka: what their topics hold, and saves whose broker vanishes or forgets."""
 
 import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaException, Message, Producer, TopicPartition
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import torchrec_cnr as cnr
 from tests.servers.kafka_server import Broker, KafkaServer
-from tests.support import faults, models
 from tests.support.faults import InjectedError
-from tests.support.models import Job, Whole, differing, plain_job, state, train, whole
+from tests.support.models import Job, plain_job
 from torchrec_cnr.format.manifest import MANIFEST_FILE, LogRange
 from torchrec_cnr.kafka.pack_targets import KafkaTarget
 from torchrec_cnr.storage.store import Store
 
 SECS = 30.0
-
-
-class KafkaJob:
-    """A job that saves under a root, its rows to a log.
-
-    Attributes:
-        root: The root.
-        saved: What its checkpoints must hold, by name; of saves that failed, too.
-        build: Makes such a model of other weights.
-    """
-
-    def __init__(
-        self,
-        root: str | Path,
-        rows: cnr.KafkaRows,
-        seed: int = 1,
-        policy: cnr.Policy | None = None,
-        build: Callable[[int], Job] = lambda seed: plain_job(seed, "adagrad"),
-        **options: Any,
-    ) -> None:
-        self.root = str(root)
-        self.rows = rows
-        self.build = build
-        self.job = build(seed)
-        self.tracker = cnr.RowTracker(self.job.model)
-        self.planner = cnr.CNRSavePlanner(self.tracker, policy=policy if policy is not None else cnr.Consecutive())
-        self.writer = models.writer(f"{self.root}/unused", row_log=rows, **options)
-        self.saved: dict[str, Whole] = {}
-
-    def save(self, name: str) -> Whole:
-        """Save; what the checkpoint must hold."""
-        self.saved[name] = whole(state(self.job))
-        path = f"{self.root}/{name}"
-        dcp.save(
-            state(self.job),
-            checkpoint_id=path,
-            storage_writer=self.writer,
-            planner=self.planner,
-            no_dist=not dist.is_initialized(),
-        )
-        return self.saved[name]
-
-    def save_behind(
-        self,
-        name: str,
-        executor: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
-        group: dist.ProcessGroup | None = None,
-    ) -> "Future[Any]":
-        """Begin a save behind training."""
-        self.saved[name] = whole(state(self.job))
-        return models.save_behind(
-            state(self.job), f"{self.root}/{name}", self.writer, self.planner, group=group, executor=executor
-        )
-
-    def train_and_save(self, *names: str) -> None:
-        """Train a batch and save, for each name."""
-        for name in names:
-            train(self.job, len(self.saved) + 1)
-            self.save(name)
-
-    def failure(self, name: str) -> BaseException:
-        """What a save fails with."""
-        try:
-            self.save(name)
-        except CheckpointException as error:
-            (cause,) = set(faults.causes(error).values())
-            return cause
-        saved = cnr.read_checkpoint(f"{self.root}/{name}")
-        raise AssertionError(f"{name} was saved on {saved.parent}, {[pack.log for pack in saved.manifest.packs]}")
-
-    def restore(self, name: str | None = None) -> str:
-        """Go on from a checkpoint, by default the newest; its name."""
-        path = f"{self.root}/{name}" if name is not None else cnr.latest(self.root, row_log=self.rows)
-        assert path is not None
-        self.saved[Path(path).name] = models.load(self.job, path, self.tracker, row_log=self.rows)
-        return Path(path).name
-
-    def assert_loads(self, name: str, saved: Whole | None = None, **options: Any) -> None:
-        """Another job gets from a checkpoint what was saved, bit for bit."""
-        saved = self.saved[name] if saved is None else saved
-        target = self.build(99)
-        assert differing(whole(state(target)), saved)
-        assert differing(models.load(target, f"{self.root}/{name}", row_log=self.rows, **options), saved) == []
-
-    def close(self) -> None:
-        """Give back what it took."""
-        self.writer.close()
-        self.tracker.close()
 
 
 def large_job(seed: int) -> Job:
