@@ -23,13 +23,13 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from typer.testing import CliRunner, Result
 
 import torchrec_cnr as cnr
 from tests.support import runs
+from tests.support.command_line import cnr_json, cnr_result, cnr_text
 from tests.support.faults import flip
 from torchrec_cnr.cli import app as application
-from torchrec_cnr.cli.app import COMMANDS, Command, app
+from torchrec_cnr.cli.app import COMMANDS, Command
 from torchrec_cnr.cli.commands import ls
 from torchrec_cnr.cli.commands.ls import Gap, Line, draw, visible
 from torchrec_cnr.cli.output import Dotted, common_prefix
@@ -59,21 +59,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def _cnr(*args: str | Path) -> Result:
-    return CliRunner().invoke(app, [str(arg) for arg in args])
-
-
-def _text(*args: str | Path) -> str:
-    """What a command prints that succeeds; nothing on stderr."""
-    result = _cnr(*args)
-    assert (result.exit_code, result.stderr) == (0, ""), result.output
-    return result.stdout
-
-
-def _json(*args: str | Path) -> Any:
-    return json.loads(_text(*args, "--json"))
-
-
 def _commit(root: Path, name: str, created_ns: int, parent: tuple[str, str] | None = None) -> tuple[str, str]:
     """Commit a checkpoint without tensors; returns how others refer to it."""
     ref = parent and CheckpointRef(f"../{parent[0]}", parent[1])
@@ -101,16 +86,16 @@ def test_every_command_explains_itself() -> None:
     for name, command in COMMANDS.items():
         lines = (resolve_name(command.function).__doc__ or "").splitlines()
         assert lines[0] == command.summary
-        assert f"cnr {name} " in _text(name, "--help")
+        assert f"cnr {name} " in cnr_text(name, "--help")
 
 
 def test_without_a_command_there_is_help() -> None:
     """All commands are listed."""
-    for text in (_text(), _text("--help")):
+    for text in (cnr_text(), cnr_text("--help")):
         assert {name for name in COMMANDS if re.search(rf"\b{name}\b +{COMMANDS[name].summary[:10]}", text)} == set(
             COMMANDS
         )
-    assert _text("--version") == f"cnr {cnr.__version__}\n"
+    assert cnr_text("--version") == f"cnr {cnr.__version__}\n"
 
 
 def test_help_needs_no_torch() -> None:
@@ -142,7 +127,7 @@ def test_without_the_extra_it_says_what_to_install(missing: str) -> None:
 def test_a_command_may_need_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """A package that only one command needs is named when that command is called."""
     monkeypatch.setattr(application, "COMMANDS", {**COMMANDS, "ls": Command("no_such_package.x:ls", "")})
-    result = _cnr("ls", "x")
+    result = cnr_result("ls", "x")
     assert result.exit_code == 1
     assert result.stderr == "cnr: error: no_such_package is not installed: pip install 'torchrec-cnr[cli]'\n"
 
@@ -152,7 +137,7 @@ def test_a_command_may_need_more(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ls_draws_lineages(run: Path) -> None:
     """Each checkpoint once, below what it stands on, branches apart, with its size, rows and what a restore reads."""
-    lines = _text("ls", run).splitlines()
+    lines = cnr_text("ls", run).splitlines()
     assert [line.split("  ")[0] for line in lines[1:6]] == ["step-1", "step-2", "├─ step-3", "branch-3", "branch-4"]
     assert re.search(r"baseline +52 +100\.0% +[\d.]+ KB +[\d.]+ KB +\d+ s", lines[1])
     assert re.search(r"delta +\d+ +\d+\.\d%", lines[2])
@@ -162,7 +147,7 @@ def test_ls_draws_lineages(run: Path) -> None:
 
 def test_ls_tells_programs_the_same(run: Path) -> None:
     """The document's keys are fixed; its values are those of the catalog."""
-    document = _json("ls", run)
+    document = cnr_json("ls", run)
     assert list(document) == ["root", "checkpoints", "others"]
     assert (document["root"], document["others"]) == (str(run), [])
     assert [entry["name"] for entry in document["checkpoints"]] == list(NAMES)
@@ -233,7 +218,7 @@ def test_ls_tells_apart_what_is_no_checkpoint(run: Path, tmp_path: Path) -> None
     (root / "unfinished" / "5a7e-0-0.safetensors").write_bytes(b"12345")
     (root / "foreign" / "notes").write_bytes(b"123")
     (root / "file").write_bytes(b"")
-    document = _json("ls", root)
+    document = cnr_json("ls", root)
     assert [entry["name"] for entry in document["checkpoints"]] == list(NAMES)
     assert {entry["name"]: entry["state"] for entry in document["others"]} == {
         name: name for name in ("damaged", "newer", "unfinished", "empty", "foreign")
@@ -247,7 +232,7 @@ def test_ls_tells_apart_what_is_no_checkpoint(run: Path, tmp_path: Path) -> None
     messages = {entry["name"]: entry["message"] for entry in document["others"]}
     assert "version 99" in messages["newer"]
     assert "no complete manifest" in messages["damaged"]
-    text = _text("ls", root)
+    text = cnr_text("ls", root)
     for words in (
         r"damaged +damaged +.*no complete",
         "newer +of a newer version",
@@ -260,10 +245,10 @@ def test_ls_tells_of_parents_that_are_not_here(run: Path, tmp_path: Path) -> Non
     """A delta whose parent is gone begins a tree, and says so; nobody can tell what a restore reads."""
     shutil.copytree(run / "step-2", tmp_path / "step-2")
     shutil.copytree(run / "step-3", tmp_path / "step-3")
-    lines = _text("ls", tmp_path).splitlines()
+    lines = cnr_text("ls", tmp_path).splitlines()
     assert re.search(r"^step-2 +delta of none here .* \? ", lines[1])
     assert re.search(r"^step-3 +delta  .* \? ", lines[2])
-    first, second = _json("ls", tmp_path)["checkpoints"]
+    first, second = cnr_json("ls", tmp_path)["checkpoints"]
     assert (first["is_parent_here"], first["restore_bytes"]) == (False, None)
     assert (second["is_parent_here"], second["restore_bytes"]) == (True, None)
 
@@ -274,9 +259,9 @@ def test_ls_tells_of_compacted_checkpoints(run: Path, tmp_path: Path) -> None:
     checkpoint = cnr.read_checkpoint(tmp_path / "step-1")
     data, _ = manifest_json.dumps(replace(checkpoint.manifest, replaces=checkpoint.sha256))
     (tmp_path / "step-1" / replacement_name(checkpoint.sha256)).write_bytes(data)
-    assert "compacted baseline" in _text("ls", tmp_path)
-    assert [entry["is_compacted"] for entry in _json("ls", tmp_path)["checkpoints"]] == [True]
-    assert "compacted baseline" in _text("inspect", tmp_path / "step-1").splitlines()[0]
+    assert "compacted baseline" in cnr_text("ls", tmp_path)
+    assert [entry["is_compacted"] for entry in cnr_json("ls", tmp_path)["checkpoints"]] == [True]
+    assert "compacted baseline" in cnr_text("inspect", tmp_path / "step-1").splitlines()[0]
 
 
 def test_ls_tells_what_is_left_of_the_pruned(tmp_path: Path) -> None:
@@ -289,29 +274,29 @@ def test_ls_tells_what_is_left_of_the_pruned(tmp_path: Path) -> None:
     cnr.execute(cnr.plan_prune(root, cnr.Keep(last=1)))
     (root / "step-0").mkdir()
     (root / "step-0" / "5a7e-0-0.safetensors").write_bytes(b"12345")
-    (other,) = _json("ls", root)["others"]
+    (other,) = cnr_json("ls", root)["others"]
     assert (other["name"], other["state"]) == ("step-0", "pruned")
-    assert _text("ls", root).rstrip().endswith("compacted checkpoints use them, or the next prune removes them")
+    assert cnr_text("ls", root).rstrip().endswith("compacted checkpoints use them, or the next prune removes them")
 
 
 def test_ls_of_nothing(tmp_path: Path) -> None:
     """An empty root is no error."""
-    assert _text("ls", tmp_path) == f"no checkpoints under {tmp_path}\n"
-    assert _json("ls", tmp_path) == {"root": str(tmp_path), "checkpoints": [], "others": []}
+    assert cnr_text("ls", tmp_path) == f"no checkpoints under {tmp_path}\n"
+    assert cnr_json("ls", tmp_path) == {"root": str(tmp_path), "checkpoints": [], "others": []}
 
 
 def test_a_long_run_fits_on_a_screen(long_run: Path) -> None:
     """Of 2,000 checkpoints the newest are shown, with where they come from; all of them on demand."""
-    lines = _text("ls", long_run).splitlines()
+    lines = cnr_text("ls", long_run).splitlines()
     assert len(lines) == 1 + 1 + 1 + 40 + 2
     assert lines[1].startswith("step-0 ")
     assert re.search(r"^⋮  1,959 checkpoints .* KB", lines[2])
     assert [line.split()[0] for line in lines[3:43]] == [f"step-{number}" for number in range(1960, 2000)]
     assert max(map(len, lines)) < 80
-    assert len(_text("ls", long_run, "--all").splitlines()) == 1 + 2000 + 2
-    assert len(_text("ls", long_run, "--last", "3").splitlines()) == 1 + 1 + 1 + 3 + 2
-    assert len(_json("ls", long_run)["checkpoints"]) == 2000
-    names = [entry["name"] for entry in json.loads(_text("ls", long_run, "--last", "2", "--json"))["checkpoints"]]
+    assert len(cnr_text("ls", long_run, "--all").splitlines()) == 1 + 2000 + 2
+    assert len(cnr_text("ls", long_run, "--last", "3").splitlines()) == 1 + 1 + 1 + 3 + 2
+    assert len(cnr_json("ls", long_run)["checkpoints"]) == 2000
+    names = [entry["name"] for entry in json.loads(cnr_text("ls", long_run, "--last", "2", "--json"))["checkpoints"]]
     assert names == ["step-1998", "step-1999"]
 
 
@@ -377,7 +362,7 @@ def test_chains_and_branches_look_different() -> None:
 
 def test_inspect_tells_what_a_checkpoint_holds(run: Path) -> None:
     """Facts of the manifest, its tables, other tensors, objects and packs."""
-    text = _text("inspect", run / "step-3")
+    text = cnr_text("inspect", run / "step-3")
     checkpoint = cnr.read_checkpoint(run / "step-3")
     assert text.splitlines()[0] == f"{run}/step-3  delta"
     for words in (
@@ -394,12 +379,12 @@ def test_inspect_tells_what_a_checkpoint_holds(run: Path) -> None:
         re.escape(checkpoint.manifest.packs[0].name),
     ):
         assert re.search(words, text), words
-    assert "stands on  nothing: a baseline" in _text("inspect", run / "step-1")
+    assert "stands on  nothing: a baseline" in cnr_text("inspect", run / "step-1")
 
 
 def test_inspect_tells_programs_the_same(run: Path) -> None:
     """The document's keys are fixed; bytes of tensors and objects are all that is stored."""
-    document = _json("inspect", run / "step-3")
+    document = cnr_json("inspect", run / "step-3")
     checkpoint = cnr.read_checkpoint(run / "step-3")
     manifest = checkpoint.manifest
     assert {key: document[key] for key in list(document)[:20]} == {
@@ -453,14 +438,14 @@ def test_inspect_tells_programs_the_same(run: Path) -> None:
 
 def test_inspect_of_a_root_shows_its_newest(run: Path) -> None:
     """As all commands for one checkpoint do."""
-    assert _json("inspect", run)["path"] == f"{run}/branch-4"
+    assert cnr_json("inspect", run)["path"] == f"{run}/branch-4"
 
 
 def test_inspect_works_without_the_parent(run: Path, tmp_path: Path) -> None:
     """What is known of a checkpoint is shown, with what is wrong below it."""
     shutil.copytree(run / "step-3", tmp_path / "step-3")
-    assert re.search(r"stands on +.*its parent .*/step-2 is missing", _text("inspect", tmp_path / "step-3"))
-    document = _json("inspect", tmp_path / "step-3")
+    assert re.search(r"stands on +.*its parent .*/step-2 is missing", cnr_text("inspect", tmp_path / "step-3"))
+    document = cnr_json("inspect", tmp_path / "step-3")
     assert (document["lineage"], document["restore_bytes"]) == (None, None)
     assert "is missing" in document["lineage_problem"]
 
@@ -468,11 +453,11 @@ def test_inspect_works_without_the_parent(run: Path, tmp_path: Path) -> None:
 def test_long_lists_are_cut_and_say_so(tmp_path: Path) -> None:
     """Of many tensors the largest are shown; with --all, all."""
     runs.save_state(tmp_path / "many", {f"t{number}": torch.zeros(1, number + 1) for number in range(30)})
-    text = _text("inspect", tmp_path / "many")
+    text = cnr_text("inspect", tmp_path / "many")
     assert "… 20 more tensors; --all shows them" in text
     assert "t29 " in text
     assert "t0 " not in text
-    assert all(f"t{number} " in _text("inspect", tmp_path / "many", "--all") for number in range(30))
+    assert all(f"t{number} " in cnr_text("inspect", tmp_path / "many", "--all") for number in range(30))
 
 
 # verify and diff
@@ -480,19 +465,19 @@ def test_long_lists_are_cut_and_say_so(tmp_path: Path) -> None:
 
 def test_verify_says_whether_all_is_right(run: Path, tmp_path: Path) -> None:
     """In words, in JSON, and by its exit status."""
-    assert re.fullmatch(r"✓ all right: 3 checkpoints, \d+ blobs, [\d.]+ KB\n", _text("verify", run / "step-3"))
-    assert "5 checkpoints" in _text("verify", run, "--all", "--threads", "3")
+    assert re.fullmatch(r"✓ all right: 3 checkpoints, \d+ blobs, [\d.]+ KB\n", cnr_text("verify", run / "step-3"))
+    assert "5 checkpoints" in cnr_text("verify", run, "--all", "--threads", "3")
     root = tmp_path / "run"
     shutil.copytree(run, root)
     (pack,) = (root / "step-2").glob("*.safetensors")
     flip(pack, -1)
-    result = _cnr("verify", root / "step-3")
+    result = cnr_result("verify", root / "step-3")
     assert (result.exit_code, result.stderr) == (1, "")
     lines = result.stdout.splitlines()
     assert lines[0] == str(pack)
     assert re.match(r"✗  .*: crc32c is 0x[0-9a-f]{8}, the manifest says 0x[0-9a-f]{8}", lines[1])
     assert lines[-1].startswith("1 problem in 3 checkpoints, ")
-    result = _cnr("verify", root / "step-3", "--json")
+    result = cnr_result("verify", root / "step-3", "--json")
     assert (result.exit_code, result.stderr) == (1, "")
     document = json.loads(result.stdout)
     assert list(document) == ["is_right", "heads", "checkpoints", "num_blobs", "num_bytes", "problems"]
@@ -503,21 +488,21 @@ def test_verify_says_whether_all_is_right(run: Path, tmp_path: Path) -> None:
 
 def test_diff_says_what_differs(run: Path) -> None:
     """By table, and of the rest what differs."""
-    text = _text("diff", run / "step-1", run / "step-3")
+    text = cnr_text("diff", run / "step-1", run / "step-3")
     lines = text.splitlines()
     assert lines[:3] == [f"a  {run}/step-1", f"b  {run}/step-3", "b stands on a, with 2 deltas"]
     found = {tensor.fqn: tensor for tensor in compare(run / "step-1", run / "step-3").tensors}
     bag = found["model.bag.weight"]
     assert re.search(rf"bag\.weight +40 +{bag.num_differing} +\d+\.\d% +{bag.num_stored} +[\d.]+ +[\d.]+ +[\d.]+", text)
     assert "objects that differ\nreader.position" in text
-    assert _text("diff", run / "step-3", run / "step-3").splitlines()[-1] == "no difference"
-    assert "both stand on" in _text("diff", run / "step-3", run / "branch-3")
-    assert "a stands on b, with 2 deltas" in _text("diff", run / "step-3", run / "step-1")
+    assert cnr_text("diff", run / "step-3", run / "step-3").splitlines()[-1] == "no difference"
+    assert "both stand on" in cnr_text("diff", run / "step-3", run / "branch-3")
+    assert "a stands on b, with 2 deltas" in cnr_text("diff", run / "step-3", run / "step-1")
 
 
 def test_diff_tells_programs_the_same(run: Path) -> None:
     """The document's keys are fixed."""
-    document = _json("diff", run / "step-1", run)
+    document = cnr_json("diff", run / "step-1", run)
     assert list(document) == [
         "is_same", "a", "b", "common", "num_own_a", "num_own_b", "tensors", "reshaped", "only_in_a", "only_in_b",
         "objects", "differing_objects",
@@ -533,11 +518,11 @@ def test_all_works_on_any_store(tmp_path: Path) -> None:
     """Every command reads a store in memory."""
     root = f"memory://{tmp_path}/run"
     runs.save_run(root, NAMES[:2])
-    assert [entry["path"] for entry in _json("ls", root)["checkpoints"]] == [f"{root}/{name}" for name in NAMES[:2]]
-    assert _json("inspect", f"{root}/step-2")["path"] == f"{root}/step-2"
-    assert _json("verify", root)["is_right"]
-    assert not _json("diff", f"{root}/step-1", root)["is_same"]
-    result = _cnr("ls", f"{root}/nothing")
+    assert [entry["path"] for entry in cnr_json("ls", root)["checkpoints"]] == [f"{root}/{name}" for name in NAMES[:2]]
+    assert cnr_json("inspect", f"{root}/step-2")["path"] == f"{root}/step-2"
+    assert cnr_json("verify", root)["is_right"]
+    assert not cnr_json("diff", f"{root}/step-1", root)["is_same"]
+    result = cnr_result("ls", f"{root}/nothing")
     assert (result.exit_code, result.stderr) == (1, f"cnr: error: {root}/nothing: nothing is there\n")
 
 
@@ -581,7 +566,7 @@ def test_failures_are_one_line(broken: Path, place: str, command: str) -> None:
     words, statuses = FAILURES[place]
     args = [broken / "right", broken / place] if command == "diff" else [broken / place]
     for options in ([], ["--json"]):
-        result = _cnr(command, *args, *options)
+        result = cnr_result(command, *args, *options)
         assert result.exit_code == statuses[command], result.output
         if result.exit_code == 0 or (command, place) in (("verify", "manifest"), ("verify", "pack")):
             assert result.stderr == ""  # a finding is no failure
@@ -606,7 +591,7 @@ def test_failures_are_one_line(broken: Path, place: str, command: str) -> None:
 )
 def test_wrong_usage_has_its_own_status(args: list[str], words: str) -> None:
     """What is wrong with the command line is said in one line, too."""
-    result = _cnr(*args)
+    result = cnr_result(*args)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith("cnr: error: ")
     assert words in result.stderr
@@ -620,7 +605,7 @@ def test_messages_are_one_line_whatever_they_hold(monkeypatch: pytest.MonkeyPatc
         raise cnr.DamagedError("first\n  second \x1b[31mred [bold]not bold")
 
     monkeypatch.setattr(ls, "read_catalog", fail)
-    result = _cnr("ls", "x")
+    result = cnr_result("ls", "x")
     assert result.stderr == "cnr: error: first second \\x1b[31mred [bold]not bold\n"
 
 
@@ -628,7 +613,7 @@ def test_names_are_shown_as_they_are(tmp_path: Path) -> None:
     """Names that look like markup, and those with escape sequences, are names."""
     _commit(tmp_path, "[red]x[", 1)
     (tmp_path / "y\x1b[31m").mkdir()
-    text = _text("ls", tmp_path)
+    text = cnr_text("ls", tmp_path)
     assert "[red]x[ " in text
     assert "y\\x1b[31m  empty" in text
     assert "\x1b" not in text
@@ -639,7 +624,7 @@ def test_warnings_are_lines_on_stderr(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, tmp_path / "run")
     file = tmp_path / "run" / "branch-4" / "manifest.json"
     file.write_bytes(file.read_bytes()[:-1])
-    result = _cnr("inspect", tmp_path / "run")
+    result = cnr_result("inspect", tmp_path / "run")
     assert result.exit_code == 0
     assert result.stderr.startswith("cnr: warning: passed over while looking for the latest checkpoint")
     assert f"{tmp_path}/run/branch-3" in result.stdout
@@ -652,7 +637,7 @@ def test_bugs_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr(ls, "read_catalog", fail)
-    assert isinstance(_cnr("ls", "x").exception, ZeroDivisionError)
+    assert isinstance(cnr_result("ls", "x").exception, ZeroDivisionError)
 
 
 # As root everything may be read. Nobody may not even be able to import, so that a first round, as root, does it.
@@ -744,7 +729,7 @@ def test_nobody_needs_to_read_everything(long_run: Path) -> None:
 def test_nothing_is_cut_off(run: Path, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     """On a terminal of usual width, every number and name is there in full."""
     wide = [("ls", run), ("inspect", run / "step-3"), ("verify", run), ("diff", run / "step-1", run / "step-3")]
-    expected = [_text(*args) for args in wide]
+    expected = [cnr_text(*args) for args in wide]
 
     def console() -> Console:
         return Console(highlight=False, markup=False, emoji=False, width=width)
@@ -752,7 +737,7 @@ def test_nothing_is_cut_off(run: Path, monkeypatch: pytest.MonkeyPatch, width: i
     for module in ("ls", "inspect", "verify", "diff"):
         monkeypatch.setattr(f"torchrec_cnr.cli.commands.{module}.stdout", console)
     for args, text in zip(wide, expected, strict=True):
-        narrow = _text(*args)
+        narrow = cnr_text(*args)
         assert max(map(len, narrow.splitlines())) <= width
         assert sorted(_letters(narrow)) == sorted(_letters(text))
 
@@ -802,7 +787,7 @@ def test_a_terminal_gets_colours_and_a_bar(run: Path) -> None:
     assert "verifying" in text
     assert "\x1b[2K" in text, "the bar's line is erased"
     assert "\x1b[1;32m✓ all right" in text
-    assert "\x1b" not in _text("verify", run)
+    assert "\x1b" not in cnr_text("verify", run)
 
 
 def test_quantities_are_short() -> None:

@@ -16,14 +16,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from typer.testing import CliRunner, Result
 
 import torchrec_cnr as cnr
 from tests.support import runs
+from tests.support.command_line import cnr_json, cnr_result, cnr_text
 from tests.support.faults import flip, flip_middle
 from tests.support.lineages import is_same, objects_of
 from tests.support.roots import HOUR_NS, Root
-from torchrec_cnr.cli.app import app
 from torchrec_cnr.errors import StoreError
 from torchrec_cnr.human_text import bytes_text
 from torchrec_cnr.lineage.checkpoint import read_lineage
@@ -41,26 +40,11 @@ FORMATS = ("dcp", "safetensors", "torch")
 Files = dict[str, bytes | None]
 
 
-def _cnr(*args: str | Path | int) -> Result:
-    return CliRunner().invoke(app, [str(arg) for arg in args])
-
-
-def _text(*args: str | Path | int) -> str:
-    """What a command prints that succeeds; nothing on stderr."""
-    result = _cnr(*args)
-    assert (result.exit_code, result.stderr) == (0, ""), result.output
-    return result.stdout
-
-
-def _json(*args: str | Path | int) -> Any:
-    return json.loads(_text(*args, "--json"))
-
-
 def _refused(folder: Path, *args: str | Path | int, status: int = 1) -> str:
     """The one line on stderr of a command that fails, with and without --json, and changes nothing in a folder."""
     before, lines = _files(folder), set()
     for options in ([], ["--json"]):
-        result = _cnr(*args, *options)
+        result = cnr_result(*args, *options)
         assert (result.exit_code, result.stdout) == (status, ""), result.output
         assert re.fullmatch(r"cnr: error: .*\n", result.stderr)
         assert _files(folder) == before
@@ -125,7 +109,7 @@ def test_prune_says_what_it_would_do(root: Root, tmp_path: Path) -> None:
     """Without --execute, every checkpoint is listed with its size and why it stays, and nothing is touched."""
     before = _files(tmp_path)
     sizes = {name: _num_bytes(Path(root.at(name))) for name in root.checkpoints}
-    text = _text("prune", root.url, "--last", 1, "--no-tagged")
+    text = cnr_text("prune", root.url, "--last", 1, "--no-tagged")
     assert re.match(r"keep the last\n", text)
     goes = re.findall(r"goes +(\S+ \S+) +(\S+)", text)
     assert goes == [(bytes_text(sizes[name]), name) for name in ("b", "a-1", "a")]
@@ -135,7 +119,7 @@ def test_prune_says_what_it_would_do(root: Root, tmp_path: Path) -> None:
     last = f"3 checkpoints would go, {bytes_text(freed)} be freed, {bytes_text(left)} be left; --execute does it"
     assert text.splitlines()[-1] == last
 
-    document = _json("prune", root.url, "--last", 1, "--no-tagged")
+    document = cnr_json("prune", root.url, "--last", 1, "--no-tagged")
     assert document == {
         "keep": "the last",
         "goes": [{"name": name, "bytes": sizes[name]} for name in ("b", "a-1", "a")],
@@ -150,20 +134,20 @@ def test_prune_says_what_it_would_do(root: Root, tmp_path: Path) -> None:
 
 def test_prune_does_what_it_said(root: Root) -> None:
     """With --execute exactly that goes; what is left loads, and another prune finds nothing to do."""
-    said = _json("prune", root.url, "--last", 1, "--no-tagged")
+    said = cnr_json("prune", root.url, "--last", 1, "--no-tagged")
     assert root.directories() == set(root.checkpoints)
-    done = _json("prune", root.url, "--last", 1, "--no-tagged", "--execute")
+    done = cnr_json("prune", root.url, "--last", 1, "--no-tagged", "--execute")
     assert done == {**said, "executed": True}
     assert root.directories() == {"c", "c-1"} == set(done["stays"])
     assert sum(root.files().values()) == done["left_bytes"]
     root.assert_loads(["c", "c-1"])
-    text = _text("prune", root.url, "--last", 1, "--no-tagged", "--execute")
+    text = cnr_text("prune", root.url, "--last", 1, "--no-tagged", "--execute")
     assert text.splitlines()[-1] == "✓ 0 checkpoints removed, 0 B freed"
 
 
 def test_prune_says_what_it_did(root: Root) -> None:
     """In text, too."""
-    text = _text("prune", root.url, "--last", 1, "--execute")
+    text = cnr_text("prune", root.url, "--last", 1, "--execute")
     assert root.directories() == {"b", "c", "c-1"}
     assert re.search(r"goes .* a-1 *\ngoes .* a *\nstays .* b +tagged 'release'", text)
     assert re.match(r"✓ 2 checkpoints removed, [\d.]+ KB freed", text.splitlines()[-1])
@@ -186,7 +170,7 @@ def test_prune_says_what_it_did(root: Root) -> None:
 )
 def test_prune_keeps_what_it_is_told(root: Root, options: list[str], wanted: set[str]) -> None:
     """By number, by day, by a metric, by tags; with what these need."""
-    _text("prune", root.url, *options, "--execute")
+    cnr_text("prune", root.url, *options, "--execute")
     assert root.directories() == wanted
     root.assert_loads(wanted)
 
@@ -201,12 +185,12 @@ def test_prune_tells_what_could_not_be_removed(root: Root, monkeypatch: pytest.M
         remove(store, name, is_durable)
 
     monkeypatch.setattr(Store, "remove", refuse)
-    result = _cnr("prune", root.url, "--last", 1, "--execute")
+    result = cnr_result("prune", root.url, "--last", 1, "--execute")
     assert (result.exit_code, result.stderr) == (1, "")
     assert "not removed: a-1  cannot remove manifest.json: PermissionError\n" in result.stdout
     assert root.directories() == {"a", "a-1", "b", "c", "c-1"}
     b_bytes = _num_bytes(Path(root.at("b")))
-    result = _cnr("prune", root.url, "--last", 1, "--no-tagged", "--execute", "--json")
+    result = cnr_result("prune", root.url, "--last", 1, "--no-tagged", "--execute", "--json")
     document = json.loads(result.stdout)
     assert (result.exit_code, list(document["failed"])) == (1, ["a-1", "a"])
     assert document["freed_bytes"] == b_bytes
@@ -221,7 +205,7 @@ def test_prune_leaves_alone_what_is_not_ours(root: Root) -> None:
     file = Path(root.at("c"), "manifest.json")
     flip_middle(file)
     before = _files(Path(root.url))
-    text = _text("prune", root.url, "--last", 1, "--execute")
+    text = cnr_text("prune", root.url, "--last", 1, "--execute")
     assert re.search(r"stays .* notes +not recognised", text)
     assert re.search(r"stays .* c +cannot be read: .*sha256", text)
     assert re.search(r"stays .* a +.*c, which cannot be read, may need it", text)
@@ -250,7 +234,7 @@ def test_prune_refuses_what_cannot_work(
 
 def test_prune_of_an_empty_root_has_nothing_to_do(tmp_path: Path) -> None:
     """A run that has saved nothing yet is no error, whatever is to be kept."""
-    assert _json("prune", tmp_path, "--execute", "--best", "auc")["goes"] == []
+    assert cnr_json("prune", tmp_path, "--execute", "--best", "auc")["goes"] == []
 
 
 # compact
@@ -262,14 +246,14 @@ def test_compact_says_what_it_would_do(run: Path, tmp_path: Path) -> None:
     plan = plan_compaction(run / "step-4")
     assert len(plan.run) == 4
     assert 0 < len(plan.victims) < len(plan.uses)
-    lines = _text("compact", run, "--dry-run").splitlines()
+    lines = cnr_text("compact", run, "--dry-run").splitlines()
     assert lines == [
         f"{run}/step-4: 4 checkpoints would become one",
         f"rewritten: {len(plan.victims)} of {len(plan.uses)} files, {bytes_text(plan.moved_bytes)} copied",
         f"a restore reads {plan.bytes_after / plan.live_bytes:.2f} times what it needs, "
         f"before {plan.bytes_before / plan.live_bytes:.2f} times",
     ]
-    assert _json("compact", run, "--dry-run") == {
+    assert cnr_json("compact", run, "--dry-run") == {
         "checkpoint": f"{run}/step-4",
         "folded": [f"{run}/{name}" for name in NAMES],
         "rewritten_files": len(plan.victims),
@@ -287,8 +271,8 @@ def test_compact_does_what_it_said(run: Path) -> None:
     """The checkpoint stands alone and loads as before, from as many bytes as were told; then there is nothing to do."""
     tensors, objects = _tensors(run / "step-4"), objects_of(cnr.read_checkpoint(run / "step-4"))
     others = {name: _files(run / name) for name in NAMES[:3]}
-    said = _json("compact", run, "--dry-run")
-    assert _json("compact", run) == {**said, "executed": True}
+    said = cnr_json("compact", run, "--dry-run")
+    assert cnr_json("compact", run) == {**said, "executed": True}
     checkpoint = cnr.read_checkpoint(run / "step-4")
     assert (checkpoint.kind, checkpoint.is_compacted) == ("baseline", True)
     assert _differing(_tensors(run / "step-4"), tensors) == []
@@ -301,16 +285,16 @@ def test_compact_does_what_it_said(run: Path) -> None:
     assert said["bytes_after"] < 0.5 * said["bytes_before"]
     assert {name: _files(run / name) for name in NAMES[:3]} == others
     assert not list(run.glob("*/*.lease"))
-    assert _text("compact", run) == f"{run}/step-4: nothing to compact\n"
-    assert not _json("compact", run)["executed"]
+    assert cnr_text("compact", run) == f"{run}/step-4: nothing to compact\n"
+    assert not cnr_json("compact", run)["executed"]
 
 
 def test_compact_says_what_it_did(run: Path) -> None:
     """In text, too; and again, where less room is to be left than the first time."""
-    lines = _text("compact", run / "step-3", "--max-ratio", "99").splitlines()
+    lines = cnr_text("compact", run / "step-3", "--max-ratio", "99").splitlines()
     assert lines[0] == f"{run}/step-3: 3 checkpoints became one"
     assert lines[1] == "rewritten: 0 of 3 files, 0 B copied"
-    lines = _text("compact", run / "step-3").splitlines()
+    lines = cnr_text("compact", run / "step-3").splitlines()
     assert lines[0] == f"{run}/step-3: was compacted"
     assert re.fullmatch(r"rewritten: [12] of 3 files, [\d.]+ KB copied", lines[1])
 
@@ -318,7 +302,7 @@ def test_compact_says_what_it_did(run: Path) -> None:
 def test_compact_since_an_ancestor(run: Path) -> None:
     """Only what lies above it is folded, and stands on it."""
     before = _tensors(run / "step-4")
-    document = _json("compact", run, "--since", run / "step-2")
+    document = cnr_json("compact", run, "--since", run / "step-2")
     assert document["folded"] == [f"{run}/step-3", f"{run}/step-4"]
     assert [one.store.url for one in read_lineage(run / "step-4").checkpoints] == [
         f"{run}/{name}" for name in ("step-1", "step-2", "step-4")
@@ -330,7 +314,7 @@ def test_compact_since_an_ancestor(run: Path) -> None:
 def test_compact_self_contained(run: Path, is_self_contained: bool) -> None:
     """Without the others, only a checkpoint that was compacted so loads."""
     before = _tensors(run / "step-4")
-    _text("compact", run, "--max-ratio", "99", *(["--self-contained"] if is_self_contained else []))
+    cnr_text("compact", run, "--max-ratio", "99", *(["--self-contained"] if is_self_contained else []))
     assert _differing(_tensors(run / "step-4"), before) == []
     for name in NAMES[:3]:
         shutil.rmtree(run / name)
@@ -394,7 +378,7 @@ def test_exports_load_by_stock_means(saved_run: Path, tmp_path: Path, to: str) -
     out = tmp_path / "new" / "plain"
     expected = _tensors(saved_run / "step-3")
     assert _differing(expected, _tensors(saved_run / "step-4")) != []
-    document = _json("export", saved_run / "step-3", out, "--to", to)
+    document = cnr_json("export", saved_run / "step-3", out, "--to", to)
     files = [out] if to == "torch" else sorted(out.iterdir())
     assert document == {
         "checkpoint": f"{saved_run}/step-3",
@@ -409,19 +393,19 @@ def test_exports_load_by_stock_means(saved_run: Path, tmp_path: Path, to: str) -
 def test_export_says_what_it_did(saved_run: Path, tmp_path: Path) -> None:
     """Of a root its newest checkpoint, which is named."""
     size = bytes_text(sum(value.nbytes for value in _tensors(saved_run / "step-4").values()))
-    text = _text("export", saved_run, tmp_path / "model.pt", "--to", "torch")
+    text = cnr_text("export", saved_run, tmp_path / "model.pt", "--to", "torch")
     assert text == f"{saved_run}/step-4: {size} of values in 1 file\n"
     (tmp_path / "empty").mkdir()
-    assert _text("export", saved_run, tmp_path / "empty", "--to", "dcp").endswith(" in 2 files\n")
+    assert cnr_text("export", saved_run, tmp_path / "empty", "--to", "dcp").endswith(" in 2 files\n")
 
 
 def test_export_tells_what_a_format_cannot_hold(tmp_path: Path) -> None:
     """Objects that JSON would change are left out of safetensors files, and named."""
     runs.save_state(tmp_path / "odd", {"weight": torch.ones(3), "seen": {1, 2}, "epoch": 4})
-    lines = _text("export", tmp_path / "odd", tmp_path / "plain", "--to", "safetensors").splitlines()
+    lines = cnr_text("export", tmp_path / "odd", tmp_path / "plain", "--to", "safetensors").splitlines()
     assert lines[1:] == ["left out, because safetensors cannot hold them: seen"]
-    assert _json("export", tmp_path / "odd", tmp_path / "more", "--to", "safetensors")["left_out"] == ["seen"]
-    assert _json("export", tmp_path / "odd", tmp_path / "all", "--to", "torch")["left_out"] == []
+    assert cnr_json("export", tmp_path / "odd", tmp_path / "more", "--to", "safetensors")["left_out"] == ["seen"]
+    assert cnr_json("export", tmp_path / "odd", tmp_path / "all", "--to", "torch")["left_out"] == []
 
 
 @pytest.mark.parametrize("to", FORMATS)
@@ -455,7 +439,7 @@ def test_export_of_a_root_tells_what_it_passed_over(run: Path, tmp_path: Path) -
     """Where the newest cannot be read, the one before is exported, and both are named."""
     file = run / "step-4" / "manifest.json"
     file.write_bytes(file.read_bytes()[:-1])
-    result = _cnr("export", run, tmp_path / "model.pt", "--to", "torch")
+    result = cnr_result("export", run, tmp_path / "model.pt", "--to", "torch")
     assert result.exit_code == 0
     assert re.fullmatch(rf"cnr: warning: passed over .*{re.escape(str(file))}.*\n", result.stderr)
     assert result.stdout.startswith(f"{run}/step-3: ")
@@ -487,7 +471,7 @@ def _stock_tensors(state: dict[str, Any]) -> dict[str, Tensor]:
 def test_import_and_back_is_exact(stock: dict[str, Any], tmp_path: Path) -> None:
     """A stock checkpoint becomes a baseline, and that a stock checkpoint again, bit for bit, objects included."""
     expected, path = _stock_tensors(stock), tmp_path / "runs" / "b" / "step-0"
-    document = _json("import", tmp_path / "stock", path)
+    document = cnr_json("import", tmp_path / "stock", path)
     assert document == {
         "checkpoint": str(path),
         "bytes": _num_bytes(path),
@@ -497,7 +481,7 @@ def test_import_and_back_is_exact(stock: dict[str, Any], tmp_path: Path) -> None
     }
     assert cnr.read_checkpoint(path).kind == "baseline"
     assert _differing(_tensors(path), expected) == []
-    _text("export", path.parent, tmp_path / "back", "--to", "dcp")
+    cnr_text("export", path.parent, tmp_path / "back", "--to", "dcp")
     target = {
         "ebc": {"embedding_bags": {"t": {"weight": torch.zeros(300, 16)}}},
         "mine": {"weight": torch.zeros(200, 16)},
@@ -524,9 +508,9 @@ def test_import_quantizes_tables(
 ) -> None:
     """By TorchRec's names or by patterns: they are smaller and close, and all else is exact."""
     expected, path = _stock_tensors(stock), tmp_path / "step-0"
-    _text("import", tmp_path / "stock", tmp_path / "exact")
+    cnr_text("import", tmp_path / "stock", tmp_path / "exact")
     options = [word for pattern in tables for word in ("--table", pattern)]
-    assert _json("import", tmp_path / "stock", path, "--bits", bits, *options)["quantized"] == quantized
+    assert cnr_json("import", tmp_path / "stock", path, "--bits", bits, *options)["quantized"] == quantized
     found = _tensors(path)
     assert _differing(found, expected) == quantized
     for fqn in quantized:
@@ -541,7 +525,7 @@ def test_import_quantizes_tables(
 def test_import_says_what_it_did(stock: dict[str, Any], tmp_path: Path) -> None:
     """In text, too."""
     path = tmp_path / "step-0"
-    text = _text("import", tmp_path / "stock", path, "--bits", 4)
+    text = cnr_text("import", tmp_path / "stock", path, "--bits", 4)
     assert text == f"{path}: a baseline, 3 tensors, 1 of them quantized, {bytes_text(_num_bytes(path))}\n"
 
 
@@ -604,21 +588,21 @@ def test_import_refuses_what_is_damaged(stock: dict[str, Any], tmp_path: Path, d
 def test_report_writes_a_page_of_the_facts(run: Path, tmp_path: Path) -> None:
     """Names, kinds and figures of what is kept, and of what was compacted and pruned; figures that JSON has exactly."""
     page = tmp_path / "new" / "folder" / "page.html"
-    assert _text("report", run, "-o", page) == f"{page}: 4 events, 4 checkpoints kept\n"
+    assert cnr_text("report", run, "-o", page) == f"{page}: 4 events, 4 checkpoints kept\n"
     first = page.read_text()
     assert f"<bdi>{run}</bdi>" in first
     assert all(f"<bdi>{name}</bdi>" in first for name in NAMES)
     assert "1 baseline and 3 deltas; 4 are kept" in first
     assert "lay here before" not in first
 
-    _text("compact", run)
-    _text("prune", run, "--last", 1, "--execute")
-    assert _text("report", run, "--out", page) == f"{page}: 6 events, 1 checkpoint kept\n"
+    cnr_text("compact", run)
+    cnr_text("prune", run, "--last", 1, "--execute")
+    assert cnr_text("report", run, "--out", page) == f"{page}: 6 events, 1 checkpoint kept\n"
     second = page.read_text()
     assert "1 baseline and 3 deltas; 1 is kept" in second
     assert "<bdi>step-4</bdi>" in second
     assert "<bdi>step-1</bdi>" not in second
-    document = _json("report", run)
+    document = cnr_json("report", run)
     for num_bytes in (
         sum(event["written_bytes"] for event in document["events"]),
         sum(kept["num_bytes"] for kept in document["kept"]),
@@ -633,7 +617,7 @@ def test_report_tells_programs_the_same(run: Path, tmp_path: Path, monkeypatch: 
     """The document is the history, with keys that are fixed; no page is written."""
     monkeypatch.chdir(tmp_path)
     before = _files(tmp_path)
-    document = _json("report", run)
+    document = cnr_json("report", run)
     assert _files(tmp_path) == before
     assert document == json.loads(json.dumps(asdict(read_run_history(read_catalog(run)))))
     assert list(document) == ["root", "events", "kept", "left_bytes", "unreadable"]
@@ -644,29 +628,29 @@ def test_report_tells_programs_the_same(run: Path, tmp_path: Path, monkeypatch: 
         checkpoint = cnr.read_checkpoint(run / kept["name"])
         assert kept["created_ns"] == checkpoint.created_ns
         assert kept["num_bytes"] == checkpoint.num_bytes == _num_bytes(run / kept["name"])
-    _text("report", run)
+    cnr_text("report", run)
     assert (tmp_path / "report.html").exists()
 
 
 def test_report_tells_what_cannot_be_read(run: Path, tmp_path: Path) -> None:
     """On the page and beside it; what is left of the run is drawn."""
     (run / "step-2" / "manifest.json").write_bytes(b"{}")
-    text = _text("report", run, "-o", tmp_path / "page.html")
+    text = cnr_text("report", run, "-o", tmp_path / "page.html")
     assert text.endswith("3 events, 3 checkpoints kept, 1 that cannot be read\n")
     page = (tmp_path / "page.html").read_text()
     assert "What cannot be read is not in this report: step-2." in page
     assert "its parent is not here" in page
-    assert _json("report", run)["unreadable"] == ["step-2"]
+    assert cnr_json("report", run)["unreadable"] == ["step-2"]
 
 
 def test_report_counts_packs_that_outlive_their_checkpoint(root: Root, tmp_path: Path) -> None:
     """What lies there is all that lies there, though no checkpoint is in its directory any more."""
     root.compact("c-1")
-    _text("prune", root.url, "--last", 1, "--no-tagged", "--execute")
+    cnr_text("prune", root.url, "--last", 1, "--no-tagged", "--execute")
     left = sum(num_bytes for (directory, _), num_bytes in root.files().items() if directory == "c")
-    document = _json("report", root.url)
+    document = cnr_json("report", root.url)
     assert document["left_bytes"] == left > 0
-    _text("report", root.url, "-o", tmp_path / "page.html")
+    cnr_text("report", root.url, "-o", tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert f"{bytes_text(left)} of checkpoints that were removed lie here still, in packs that others use." in page
     assert f"{bytes_text(sum(root.files().values()))}; at most" in page
@@ -677,7 +661,7 @@ def test_report_of_an_empty_root_says_so(tmp_path: Path) -> None:
     """A run that has saved nothing yet is no error."""
     (tmp_path / "run").mkdir()
     out = tmp_path / "page.html"
-    assert _text("report", tmp_path / "run", "-o", out) == f"{out}: 0 events, 0 checkpoints kept\n"
+    assert cnr_text("report", tmp_path / "run", "-o", out) == f"{out}: 0 events, 0 checkpoints kept\n"
     assert "No checkpoints yet" in out.read_text()
 
 
@@ -692,14 +676,14 @@ def test_report_replaces_nothing_but_pages(run: Path, tmp_path: Path) -> None:
         ("no-such-protocol://x", 2, "not a path or URL that fsspec can open"),
     ):
         before = _files(tmp_path)
-        result = _cnr("report", run, "-o", out)
+        result = cnr_result("report", run, "-o", out)
         assert (result.exit_code, result.stdout) == (status, "")
         assert re.fullmatch(rf"cnr: error: .*{words}.*\n", result.stderr)
         assert _files(tmp_path) == before
-    result = _cnr("report", run, "-o", tmp_path / "file" / "page.html")
+    result = cnr_result("report", run, "-o", tmp_path / "file" / "page.html")
     assert (result.exit_code, result.stdout) == (1, "")
     assert re.fullmatch(r"cnr: error: cannot create .*\n", result.stderr)
-    _text("report", run, "-o", tmp_path / "empty")
+    cnr_text("report", run, "-o", tmp_path / "empty")
     assert (tmp_path / "empty").stat().st_size > 1000
 
 
@@ -788,27 +772,27 @@ def test_all_works_on_any_store(tmp_path: Path) -> None:
     root, fs = f"{home}/run", fsspec.filesystem("memory")
     runs.save_run(root, NAMES[:3], quantization=cnr.Asymmetric(4), rows=(400, 12))
     expected = _tensors(f"{root}/step-3")
-    assert _json("compact", root, "--dry-run")["folded"] == [f"{root}/{name}" for name in NAMES[:3]]
-    assert _json("prune", root, "--last", 1)["goes"] == []
-    assert _json("compact", root)["executed"]
-    assert _json("prune", root, "--last", 1)["goes"] != []
+    assert cnr_json("compact", root, "--dry-run")["folded"] == [f"{root}/{name}" for name in NAMES[:3]]
+    assert cnr_json("prune", root, "--last", 1)["goes"] == []
+    assert cnr_json("compact", root)["executed"]
+    assert cnr_json("prune", root, "--last", 1)["goes"] != []
     assert fs.exists(f"{root}/step-1/manifest.json")
-    document = _json("prune", root, "--last", 1, "--execute")
+    document = cnr_json("prune", root, "--last", 1, "--execute")
     assert [removal["name"] for removal in document["goes"]] == ["step-2", "step-1"]
     assert not fs.exists(f"{root}/step-1/manifest.json")
     assert _differing(_tensors(f"{root}/step-3"), expected) == []
 
-    _text("export", root, tmp_path / "plain", "--to", "dcp")
+    cnr_text("export", root, tmp_path / "plain", "--to", "dcp")
     assert _differing(_exported(tmp_path / "plain", "dcp", expected), expected) == []
     for to in FORMATS:
-        assert _json("export", root, f"{home}/plain-{to}", "--to", to)["files"][0].startswith(home)
-    assert _json("import", f"{home}/plain-dcp", f"{home}/other/step-0")["checkpoint"] == f"{home}/other/step-0"
+        assert cnr_json("export", root, f"{home}/plain-{to}", "--to", to)["files"][0].startswith(home)
+    assert cnr_json("import", f"{home}/plain-dcp", f"{home}/other/step-0")["checkpoint"] == f"{home}/other/step-0"
     assert _differing(_tensors(f"{home}/other/step-0"), expected) == []
 
     page = f"{home}/pages/page.html"
-    assert _text("report", root, "-o", page) == f"{page}: 5 events, 1 checkpoint kept\n"
+    assert cnr_text("report", root, "-o", page) == f"{page}: 5 events, 1 checkpoint kept\n"
     assert f"<bdi>{root}</bdi>" in fs.cat(page).decode()
-    assert [event["kind"] for event in _json("report", root)["events"]][-2:] == ["compaction", "prune"]
+    assert [event["kind"] for event in cnr_json("report", root)["events"]][-2:] == ["compaction", "prune"]
 
 
 def test_wrong_places_of_any_store_are_told(tmp_path: Path) -> None:
@@ -829,5 +813,5 @@ def test_wrong_places_of_any_store_are_told(tmp_path: Path) -> None:
         runs.save_state(tmp_path / to, {"weight": torch.ones(3)})
         out = f"{home}/foreign/notes" if to == "torch" else f"{home}/foreign"
         assert "is there already" in _refused(tmp_path, "export", tmp_path / to, out, "--to", to, status=2)
-    assert "no page" in _cnr("report", tmp_path, "-o", f"{home}/foreign/notes").stderr
+    assert "no page" in cnr_result("report", tmp_path, "-o", f"{home}/foreign/notes").stderr
     assert fs.cat(f"{home}/foreign/notes") == b"mine"

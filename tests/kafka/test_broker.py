@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,28 +13,13 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, Topi
 from confluent_kafka.admin import AdminClient, ConfigResource, ResourceType
 
 from tests.servers import kafka_release, kafka_server
-from tests.servers.kafka_server import Broker, KafkaServer
+from tests.servers.kafka_server import Broker, KafkaServer, transactional
 
 SECS = 30.0
 ABSENT_SECS = 1.0
 READ_UNCOMMITTED = "read_uncommitted"
 SEGMENT_BYTES = 12_000
 ROLL = bytes(SEGMENT_BYTES - 300)  # fits in a segment, but not in one that has something already
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaServer]:
-    """A broker that these tests kill and freeze."""
-    with kafka_server.running(tmp_path_factory.mktemp("kafka-server")) as started:
-        yield started
-
-
-def transactional(broker: Broker, name: str | None = None) -> Producer:
-    """A producer that may begin transactions; it fences those before it that have its name."""
-    name = name or f"writer-{uuid.uuid4()}"
-    producer = Producer({"bootstrap.servers": broker.bootstrap, "transactional.id": name, "log_level": 2})
-    producer.init_transactions(SECS)
-    return producer
 
 
 def begin(producer: Producer, topic: str, values: list[bytes], key: bytes | None = None) -> None:

@@ -30,7 +30,7 @@ from torchrec_cnr.storage.row_log import root_id
 
 confluent_kafka = pytest.importorskip("confluent_kafka")
 
-from tests.servers.kafka_server import Broker, KafkaServer, running  # noqa: E402 - needs Kafka's client
+from tests.servers.kafka_server import Broker, KafkaServer  # noqa: E402 - needs Kafka's client
 from torchrec_cnr.kafka import KafkaRows, consumers  # noqa: E402
 from torchrec_cnr.kafka.connection import KafkaLog  # noqa: E402
 from torchrec_cnr.kafka.pack_targets import KeyedTarget  # noqa: E402
@@ -365,17 +365,10 @@ def test_who_comes_late_does_not_disturb_a_later_job(run: TopicJob) -> None:
     assert b"0/t/1x0/0/0" in live(run.row_log)
 
 
-@pytest.fixture(scope="module")
-def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaServer]:
-    """A broker that may be killed."""
-    with running(tmp_path_factory.mktemp("kafka-mortal")) as started:
-        yield started
-
-
 @pytest.mark.slow
-def test_a_broker_that_is_killed_loses_nothing(tmp_path: Path, mortal: KafkaServer) -> None:
+def test_a_broker_that_is_killed_loses_nothing(tmp_path: Path, server: KafkaServer) -> None:
     """A save during which the broker dies fails; when it is back, the head is there, and the next save has all rows."""
-    run = TopicJob(tmp_path, compacted(mortal, timeout_secs=4.0))
+    run = TopicJob(tmp_path, compacted(server, timeout_secs=4.0))
     run.commit()
     for _ in range(2):
         run.train()
@@ -384,14 +377,14 @@ def test_a_broker_that_is_killed_loses_nothing(tmp_path: Path, mortal: KafkaServ
     mark = KafkaLog.mark
 
     def mark_of_the_dead(*args: Any) -> None:
-        mortal.kill()
+        server.kill()
         mark(*args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(KafkaLog, "mark", mark_of_the_dead)
         with pytest.raises(CheckpointException):
             run.commit()
-    mortal.start()
+    server.start()
     compact(run.row_log)
     run.check()
     run.train()

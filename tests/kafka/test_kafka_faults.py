@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -51,13 +51,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 IMPATIENT_SECS = 2.0  # with less, a busy machine has not ended a transaction that was left open
 FAIL_FAST_SECS = 10.0
 LIMIT_SECS = 100.0  # of processes that import torch
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaServer]:
-    """A broker that these tests kill and freeze."""
-    with kafka_server.running(tmp_path_factory.mktemp("kafka-faults")) as started:
-        yield started
 
 
 @pytest.fixture

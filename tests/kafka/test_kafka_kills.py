@@ -13,7 +13,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 import torchrec_cnr as cnr
-from tests.servers import kafka_server
 from tests.servers.kafka_server import KafkaServer
 from tests.support import models
 from tests.support.faults import act_before
@@ -38,13 +37,6 @@ TIMEOUT_SECS = 2.0
 NUM_LIVES = 3  # trainers of a schedule that are killed
 NUM_SCHEDULES = 100
 FIRST_SEED = random.SystemRandom().randrange(10**6)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaServer]:
-    """A broker that is killed."""
-    with kafka_server.running(tmp_path_factory.mktemp("kafka-kills")) as started:
-        yield started
 
 
 def digest(values: Whole) -> str:

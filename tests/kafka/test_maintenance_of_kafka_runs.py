@@ -13,16 +13,15 @@ import pytest
 import torch
 from confluent_kafka import Producer
 from confluent_kafka.admin import NewTopic
-from typer.testing import CliRunner, Result
 
 import torchrec_cnr as cnr
 from tests.golden import log_v5
 from tests.servers.kafka_server import ADMIN_SECS, Broker
 from tests.support import models, runs
+from tests.support.command_line import cnr_result, cnr_text
 from tests.support.models import Whole
 from tests.support.without_us import differing, load_torch
 from torchrec_cnr.cli import options
-from torchrec_cnr.cli.app import app
 from torchrec_cnr.format import manifest_json
 from torchrec_cnr.format.manifest import MANIFEST_FILE, Pack
 from torchrec_cnr.lineage import marker_commit
@@ -95,16 +94,6 @@ def died(run: Run, tmp_path: Path) -> Run:
     return found
 
 
-def _cnr(*args: str | Path) -> Result:
-    return CliRunner().invoke(app, [str(arg) for arg in args])
-
-
-def _text(*args: str | Path) -> str:
-    result = _cnr(*args)
-    assert (result.exit_code, result.stderr) == (0, ""), result.output
-    return result.stdout
-
-
 def _loaded(path: Path, rows: cnr.KafkaRows | None) -> Whole:
     """All that a checkpoint holds, by a load into another job."""
     state = models.state(models.plain_job(7, "rowwise_adagrad", rows=(40, 12)), position=0)
@@ -167,7 +156,7 @@ def test_a_missing_record_is_found_and_named(run: Run, tmp_path: Path) -> None:
     assert report.problems
     assert {problem.file for problem in report.problems} == {f"{damaged.root}/step-3: {pack.name} in {place}"}
     assert all(re.search(r"part \d+ of .* is missing|expected part \d", found.message) for found in report.problems)
-    result = _cnr("verify", damaged.root / "step-3", run.option)
+    result = cnr_result("verify", damaged.root / "step-3", run.option)
     assert result.exit_code == 1
     assert place in result.stdout
 
@@ -341,13 +330,13 @@ def test_prune_asks_for_no_file_of_a_pack_in_the_log(run: Run, tmp_path: Path) -
 
 def test_sizes_tell_files_from_the_log(run: Run) -> None:
     """What lies in a directory, and what in Kafka, is told apart, and both where a run's history is told."""
-    document = json.loads(_text("ls", run.root, "--json"))
+    document = json.loads(cnr_text("ls", run.root, "--json"))
     in_log = [pack.num_bytes for name in NAMES[1:] for pack in run.packs_in_log(name)]
     assert [found["log_bytes"] for found in document["checkpoints"]] == [0, *in_log]
     for found in document["checkpoints"]:
         files = sum(path.stat().st_size for path in (run.root / found["name"]).iterdir())
         assert found["num_bytes"] == files
-    assert "in Kafka" in _text("ls", run.root)
+    assert "in Kafka" in cnr_text("ls", run.root)
     history = read_run_history(read_catalog(run.root))
     assert history.log_bytes == sum(in_log)
     assert history.vanished_bytes == 0
@@ -358,12 +347,12 @@ def test_inspect_says_where_a_pack_lies(run: Run) -> None:
     """Topic, partition and offsets, for people and for programs; no Kafka is needed for that."""
     (pack,) = run.packs_in_log("step-3")
     assert pack.log is not None
-    text = _text("inspect", run.root / "step-3")
+    text = cnr_text("inspect", run.root / "step-3")
     assert (
         f"topic '{pack.log.topic}' partition {pack.log.partition} offsets {pack.log.first} to {pack.log.last}" in text
     )
     assert "more in Kafka" in text
-    document: dict[str, Any] = json.loads(_text("inspect", run.root / "step-3", "--json"))
+    document: dict[str, Any] = json.loads(cnr_text("inspect", run.root / "step-3", "--json"))
     logs = [found["log"] for found in document["packs"] if found["log"] is not None]
     assert [(log["topic"], log["first"], log["last"]) for log in logs] == [
         (pack.log.topic, pack.log.first, pack.log.last)
@@ -381,17 +370,17 @@ def test_every_command_knows_the_log(run: Run, tmp_path: Path, command: str) -> 
         "report": [copy.root, "-o", tmp_path / "report.html"],
     }.get(command, [copy.root])
     if command in ("verify", "diff", "export", "compact"):
-        refused = _cnr(command, *args)
+        refused = cnr_result(command, *args)
         assert refused.exit_code == 2
         assert f"--kafka HOST:PORT/{run.rows.topic}" in refused.stderr
         assert len(refused.stderr.splitlines()) == 1
-    assert _text(command, *args, run.option)
+    assert cnr_text(command, *args, run.option)
 
 
 def test_the_newest_of_a_root_is_what_a_marker_says(run: Run, died: Run) -> None:
     """Commands that look for the newest see one that waits for its name."""
-    assert re.search("step-3 .*unfinished.*--kafka tells", _text("ls", died.root))
-    assert json.loads(_text("inspect", died.root, run.option, "--json"))["checkpoint_id"] == "step-3"
+    assert re.search("step-3 .*unfinished.*--kafka tells", cnr_text("ls", died.root))
+    assert json.loads(cnr_text("inspect", died.root, run.option, "--json"))["checkpoint_id"] == "step-3"
 
 
 @pytest.mark.parametrize(
@@ -408,7 +397,7 @@ def test_the_newest_of_a_root_is_what_a_marker_says(run: Run, died: Run) -> None
 )
 def test_wrong_options_are_refused_in_a_line(run: Run, args: list[str], message: str) -> None:
     """What is wrong is said, and no value of a setting."""
-    result = _cnr("ls", run.root, *args)
+    result = cnr_result("ls", run.root, *args)
     assert result.exit_code in (1, 2)
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
@@ -417,7 +406,7 @@ def test_wrong_options_are_refused_in_a_line(run: Run, args: list[str], message:
 
 def test_a_topic_that_is_not_there_is_not_made(run: Run, kafka: Broker) -> None:
     """Who mistypes a topic is told so, and finds no empty topic later."""
-    result = _cnr("ls", run.root, f"--kafka={kafka.bootstrap}/mistyped")
+    result = cnr_result("ls", run.root, f"--kafka={kafka.bootstrap}/mistyped")
     assert result.exit_code == 2
     assert "there is no topic 'mistyped'" in result.stderr
     assert not {"mistyped", "mistyped-markers"} & set(kafka.admin().list_topics(timeout=30).topics)
@@ -440,12 +429,12 @@ def test_settings_come_from_options_and_a_file(run: Run, tmp_path: Path) -> None
     assert isinstance(rows, cnr.KafkaRows)
     assert dict(rows.config) == {"client.id": "b", "sasl.password": SECRET, "client.rack": "x=y"}
     assert SECRET not in repr(rows)
-    assert "in Kafka" in _text("ls", run.root, run.option, "-F", file, "-X", "client.id=b")
+    assert "in Kafka" in cnr_text("ls", run.root, run.option, "-F", file, "-X", "client.id=b")
 
 
 def test_a_broker_that_does_not_answer_is_an_error(run: Run) -> None:
     """One line, and no traceback."""
-    result = _cnr("verify", run.root, "--kafka=127.0.0.1:1/rows")
+    result = cnr_result("verify", run.root, "--kafka=127.0.0.1:1/rows")
     assert result.exit_code == 1
     assert re.fullmatch(r"cnr: error: cannot .* of Kafka at 127.0.0.1:1: .*\n", result.stderr)
 
@@ -457,7 +446,7 @@ def test_without_confluent_kafka_it_says_what_to_install(run: Run, monkeypatch: 
     monkeypatch.setitem(__import__("sys").modules, "confluent_kafka", None)
     for name in [name for name in __import__("sys").modules if name.startswith("torchrec_cnr.kafka")]:
         monkeypatch.delitem(__import__("sys").modules, name)
-    result = _cnr("ls", run.root, run.option)
+    result = cnr_result("ls", run.root, run.option)
     assert result.exit_code == 2
     assert "pip install 'torchrec-cnr[kafka]'" in result.stderr
 

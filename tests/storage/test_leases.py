@@ -14,14 +14,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torchrec_cnr as cnr
-from tests.maintenance.pruning.test_prune import prune
 from tests.support import faults, models
 from tests.support.faults import give_to_nobody
 from tests.support.jobs import SavingJob
 from tests.support.killing import in_child
 from tests.support.models import Whole, state, torchrec_job
 from tests.support.ranks import RankPools
-from tests.support.roots import NUM_COLS, NUM_ROWS, TABLE, Root
+from tests.support.roots import NUM_COLS, NUM_ROWS, TABLE, Root, prune
 from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.maintenance.pruning.plan import plan_prune
 from torchrec_cnr.maintenance.pruning.retention import Keep

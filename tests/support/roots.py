@@ -29,6 +29,10 @@ from torchrec_cnr.format.manifest import (
 )
 from torchrec_cnr.format.row_sets import Blob, RowBlock, RowSet
 from torchrec_cnr.lineage.checkpoint import read_lineage
+from torchrec_cnr.maintenance.catalog import read_journal
+from torchrec_cnr.maintenance.pruning.execute import PruneResult, run_prune
+from torchrec_cnr.maintenance.pruning.plan import plan_prune
+from torchrec_cnr.maintenance.pruning.retention import Keep
 from torchrec_cnr.quantization import NoQuantization
 from torchrec_cnr.storage.leases import Lease
 from torchrec_cnr.storage.pack_reader import PackReader
@@ -38,6 +42,7 @@ from torchrec_cnr.storage.store import Store
 TABLE = "ebc.t0.weight"
 NUM_ROWS, NUM_COLS, BLOCK_ROWS = 24, 2, 8
 HOUR_NS = 3600 * 10**9
+DAY_NS = 24 * HOUR_NS
 _WHOLE = Box((0, 0), (NUM_ROWS, NUM_COLS))
 
 File = tuple[str, str]  # directory, and file in it
@@ -293,3 +298,13 @@ def _alive(stored: list[Stored]) -> Iterator[Stored]:
 def newest(root: Root, names: Collection[str]) -> list[str]:
     """Names by time of commit, newest first."""
     return sorted(names, key=lambda name: root.checkpoints[name].created_ns, reverse=True)
+
+
+def prune(root: Root | str, keep: Keep | None = None, now_ns: int | None = None) -> PruneResult:
+    """Plan and execute."""
+    return run_prune(plan_prune(root if isinstance(root, str) else root.url, keep, now_ns=now_ns))
+
+
+def pruned_names(root: str) -> list[str]:
+    """What a journal tells was pruned."""
+    return [checkpoint.name for checkpoint in read_journal(root)]

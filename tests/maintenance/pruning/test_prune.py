@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 import torchrec_cnr as cnr
 from tests.support.faults import become_nobody, give_to_nobody, small_disk, wait_for
 from tests.support.killing import every_kill, in_child
-from tests.support.roots import HOUR_NS, NUM_COLS, NUM_ROWS, TABLE, File, Root, newest
+from tests.support.roots import DAY_NS, HOUR_NS, NUM_COLS, NUM_ROWS, TABLE, File, Root, newest, prune, pruned_names
 from torchrec_cnr.errors import StoreError
 from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.maintenance import journal
@@ -36,12 +36,6 @@ from torchrec_cnr.storage.pack_reader import PackReader
 from torchrec_cnr.storage.store import Store
 
 numbers = count()
-DAY_NS = 24 * HOUR_NS
-
-
-def prune(root: Root | str, keep: Keep | None = None, now_ns: int | None = None) -> PruneResult:
-    """Plan and execute."""
-    return run_prune(plan_prune(root if isinstance(root, str) else root.url, keep, now_ns=now_ns))
 
 
 # Any root, pruned by any rules, against a model.
@@ -299,15 +293,10 @@ def test_a_prune_that_is_killed_before_any_operation(tmp_path: Path) -> None:
             _prune_by_keep(kill.root)
             assert left.files() == done.files()
             assert left.directories() == done.directories()
-            assert read_names(kill.root) == read_names(done.url)
+            assert pruned_names(kill.root) == pruned_names(done.url)
             assert plan_prune(kill.root, KEEP).is_empty
         shutil.rmtree(kill.root)
     assert len(seen) > len(root.files()) - len(done.files()), "each file that goes makes another state"
-
-
-def read_names(root: str) -> list[str]:
-    """What a journal tells was pruned."""
-    return [checkpoint.name for checkpoint in read_journal(root)]
 
 
 # Others at work.
@@ -425,7 +414,7 @@ def test_what_is_wanted_since_the_plan_was_made_stays(tmp_path: Path, where: str
     assert result.removed == ()
     assert set(result.failed) == {"a-0", "a-1"}
     root.assert_loads(root.checkpoints)
-    assert read_names(root.url) == [], "what is still there was not pruned"
+    assert pruned_names(root.url) == [], "what is still there was not pruned"
     if where == "memory":
         root.store.fs.rm(root.store.path, recursive=True)
 
@@ -515,7 +504,7 @@ def test_a_directory_that_cannot_be_written_is_pruned_later(open_folder: Path) -
     assert "cannot remove" in result.failed["a-1"][0]
     assert result.failed["a-0"] == ("needed by a-1, which stays",)
     root.assert_loads(["a-0", "a-1", "c-0"])
-    assert read_names(root.url) == ["b-0", "b-1"], "what is still there was not pruned"
+    assert pruned_names(root.url) == ["b-0", "b-1"], "what is still there was not pruned"
     (open_folder / "job" / "a-1").chmod(0o755)
     assert set(prune(root, Keep(last=1)).removed) == {"a-0", "a-1"}
     assert root.directories() == {"c-0"}

@@ -19,10 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torchrec_cnr as cnr
-from tests.maintenance.pruning.test_prune import DAY_NS, prune, read_names
 from tests.support.faults import become_nobody, give_to_nobody
 from tests.support.killing import in_child
-from tests.support.roots import HOUR_NS, NUM_COLS, NUM_ROWS, Root
+from tests.support.roots import DAY_NS, HOUR_NS, NUM_COLS, NUM_ROWS, Root, prune, pruned_names
 from torchrec_cnr.errors import CheckpointNotFoundError, ConfigurationError, StoreError
 from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.format.manifest_parser import VERSION
@@ -519,7 +518,7 @@ def test_journal_is_folded(root: Root) -> None:
         root.save(str(number), NOON_NS + number)
         prune(root, Keep(last=1))
         assert len(root.store.at("journal").names()) < journal.NUM_FOLDED
-    assert read_names(root.url) == [str(number) for number in range(journal.NUM_FOLDED + 2)]
+    assert pruned_names(root.url) == [str(number) for number in range(journal.NUM_FOLDED + 2)]
     names = root.store.at("journal").names()
     assert prune(root, Keep(last=1)).removed == ()
     assert root.store.at("journal").names() == names
@@ -547,12 +546,12 @@ def test_hostile_journals_are_passed_over(root: Root, caplog: pytest.LogCaptureF
     for _ in range(journal.NUM_FOLDED):
         journal.write_file(root.store.at("journal"), journal.Journal(), NOON_NS)
     with caplog.at_level(logging.WARNING):
-        assert read_names(root.url) == ["0"]
+        assert pruned_names(root.url) == ["0"]
     assert name in caplog.text
     prune(root, Keep(last=1))
     assert len(root.store.at("journal").names()) == 2
     assert root.store.at("journal").read(name) == content
-    assert read_names(root.url) == ["0"]
+    assert pruned_names(root.url) == ["0"]
 
 
 def test_hostile_records_are_refused(root: Root) -> None:
@@ -574,19 +573,19 @@ def test_hostile_records_are_refused(root: Root) -> None:
         "log_bytes": [-1, None, "1"],
     }
     root.put("journal", name, json.dumps({**good, "pruned": [stored]}).encode())
-    assert read_names(root.url) == ["0"]
+    assert pruned_names(root.url) == ["0"]
     for key, values in changes.items():
         for value in values:
             record = [value if field == key else old for field, old in zip(names, stored, strict=True)]
             bad = {**good, "pruned": [record]}
             root.put("journal", name, json.dumps(bad).encode())
-            assert read_names(root.url) == [], (key, value)
+            assert pruned_names(root.url) == [], (key, value)
     at_ns, newest, freed_bytes = good["prunes"][0]
     for prune_ in ({}, 1, [at_ns, newest], [at_ns, newest, -1], [None, newest, freed_bytes], [at_ns, 1, freed_bytes]):
         root.put("journal", name, json.dumps({**good, "prunes": [prune_]}).encode())
-        assert read_names(root.url) == [], prune_
+        assert pruned_names(root.url) == [], prune_
     root.put("journal", name, json.dumps(good).encode())
-    assert read_names(root.url) == ["0"]
+    assert pruned_names(root.url) == ["0"]
 
 
 def test_a_journal_holds_names_that_are_not_utf8(root: Root) -> None:
@@ -615,7 +614,7 @@ def test_a_checkpoint_may_be_called_journal(root: Root) -> None:
     root.save("2", NOON_NS + 2)
     assert kept(plan_prune(root.url, Keep(last=1))) == {"2"}
     assert set(prune(root, Keep(last=1)).removed) == {"1", "journal"}
-    assert read_names(root.url) == ["journal", "1"]
+    assert pruned_names(root.url) == ["journal", "1"]
     assert all(journal.is_journal_file(name) for name in root.store.at("journal").names())
     assert plan_prune(root.url, Keep(last=1)).is_empty
 
