@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import torchrec_cnr as cnr
 from tests.support import models, without_us
 from tests.support.faults import flip_middle, small_files
+from tests.support.jobs import save
 from tests.support.models import Whole, differing, state, torchrec_job, train, whole
 from tests.support.ranks import RankPools
 from torchrec_cnr.format.boxes import fills
@@ -136,15 +137,11 @@ def test_checkpoints_of_every_version_are_exported(version: str, tmp_path: Path)
     )
 
 
-def _save(path: Path | str, state_dict: dict[str, Any]) -> None:
-    dcp.save(state_dict, storage_writer=models.writer(path))
-
-
 def test_large_safetensors_are_several_files_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No file is larger than allowed, but for one tensor that is so by itself; all are found by the index."""
     monkeypatch.setattr(to_safetensors, "FILE_BYTES", 100)
     saved = {f"t{number}": torch.rand(number, 3) for number in range(12)} | {"flags": torch.ones(30).bool()}
-    _save(tmp_path / "0", {"model": saved})
+    save({"model": saved}, tmp_path / "0")
     export(tmp_path / "0", tmp_path / "out", to="safetensors")
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in saved.values())
@@ -163,7 +160,7 @@ def test_json_holds_the_objects_that_it_can(tmp_path: Path) -> None:
     """What JSON would change is left out and named; tuples become lists."""
     kept = {"int": 2**70, "list": [1, [None, True]], "text": "ä", "float": 0.1}
     left = {"nan": float("nan"), "set": {1}, "keys": ({1: 2},), "bytes": b"x", "tensor": (torch.ones(2),)}
-    _save(tmp_path / "0", {"a": kept | left | {"tuple": ({"b": (1, 2)},)}, "t": torch.ones(2)})
+    save({"a": kept | left | {"tuple": ({"b": (1, 2)},)}, "t": torch.ones(2)}, tmp_path / "0")
     found = export(tmp_path / "0", tmp_path / "out", to="safetensors")
     assert found.left_out == tuple(sorted(f"a.{name}" for name in left))
     assert json.loads((tmp_path / "out" / "objects.json").read_text()) == {
@@ -175,7 +172,7 @@ def test_json_holds_the_objects_that_it_can(tmp_path: Path) -> None:
 def test_a_torch_file_is_a_sound_archive(tmp_path: Path) -> None:
     """Digests are right, as ``torch.save`` has them, and tensors begin at a multiple of 64 bytes."""
     saved = {"a": torch.rand(100, 7), "b": [torch.tensor([True]), torch.rand(3).double()], "c": torch.rand(5).half()}
-    _save(tmp_path / "0", saved)
+    save(saved, tmp_path / "0")
     export(tmp_path / "0", tmp_path / "out.pt", to="torch")
     with zipfile.ZipFile(tmp_path / "out.pt") as archive:
         assert archive.testzip() is None
@@ -189,7 +186,7 @@ def test_a_torch_file_is_a_sound_archive(tmp_path: Path) -> None:
 def test_tensors_within_objects_are_exported(to: Format, tmp_path: Path) -> None:
     """Views, parameters and dtypes that no table has, in tuples, where DCP takes them for objects."""
     values = (torch.arange(6.0).view(2, 3)[:, 1], nn.Parameter(torch.ones(2)), torch.ones(2, dtype=torch.complex64))
-    _save(tmp_path / "0", {"o": {"x": values, "y": "z"}, "t": torch.ones(3)})
+    save({"o": {"x": values, "y": "z"}, "t": torch.ones(3)}, tmp_path / "0")
     export(tmp_path / "0", tmp_path / "out", to=to)
     found: dict[str, Any] = {"o": {"x": None, "y": None}, "t": torch.zeros(3)}
     if to == "torch":
@@ -213,7 +210,7 @@ def test_batches_are_small_and_hold_all(
     """The chunks of a tensor fill it, and a batch is not above the budget but for a single row."""
     path = tmp_path_factory.mktemp("batches") / "0"
     saved = {fqn: torch.rand(size) for fqn, size in tensors.items()}
-    _save(path, saved)
+    save(saved, path)
     found = Contents(read_lineage(path), 1)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(contents, "HELD_BYTES", held_bytes)
@@ -235,7 +232,7 @@ def test_chunks_end_where_blocks_do(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """So that a blob of a baseline is read for one chunk only."""
     monkeypatch.setattr(contents, "HELD_BYTES", 100 * 8)
     monkeypatch.setattr(contents, "BLOCK_BYTES", 30 * 8)
-    _save(tmp_path / "0", {"t": torch.rand(250, 2)})
+    save({"t": torch.rand(250, 2)}, tmp_path / "0")
     found = Contents(read_lineage(tmp_path / "0"), 1)
     boxes = [chunk.box for batch in found.plan_batches(["t"]) for chunk in batch]
     assert [(box.offsets[0], box.num_rows) for box in boxes] == [(0, 90), (90, 90), (180, 70)]
@@ -266,7 +263,7 @@ def test_row_wise_state_is_counted_with_all_that_it_is_put_together_from(
 def test_progress_is_told(to: Format, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It grows to the number of bytes of all tensors."""
     monkeypatch.setattr(contents, "HELD_BYTES", 64)
-    _save(tmp_path / "0", {"a": torch.rand(40, 4), "b": torch.ones(3), "o": 1})
+    save({"a": torch.rand(40, 4), "b": torch.ones(3), "o": 1}, tmp_path / "0")
     told: list[tuple[int, int]] = []
     found = export(tmp_path / "0", tmp_path / "out", to=to, progress=lambda done, total: told.append((done, total)))
     assert len(told) > 10
@@ -279,7 +276,7 @@ def test_progress_is_told(to: Format, tmp_path: Path, monkeypatch: pytest.Monkey
 def test_other_file_systems_are_written_to(to: Format, tmp_path: Path) -> None:
     """From and to memory, of which each format's own reader gets the same."""
     saved = {"m": {"a": torch.rand(40, 4), "b": torch.ones(3).bool()}, "o": 1}
-    _save(f"memory://{tmp_path}/0", saved)
+    save(saved, f"memory://{tmp_path}/0")
     out = f"memory://{tmp_path}/{to}"
     found = export(f"memory://{tmp_path}/0", out, to=to)
     assert all(file.startswith("memory://") for file in found.files)
@@ -294,7 +291,7 @@ def test_other_file_systems_are_written_to(to: Format, tmp_path: Path) -> None:
 def test_an_empty_checkpoint_is_exported(to: Format, tmp_path: Path) -> None:
     """A state dict without tensors, or with nothing at all."""
     for number, saved in enumerate(({"o": 1}, {})):
-        _save(tmp_path / str(number), saved)
+        save(saved, tmp_path / str(number))
         out = tmp_path / f"{to}-{number}"
         export(tmp_path / str(number), out, to=to)
         assert without_us.differing(without_us.LOADERS[to](out, saved), saved) == []
@@ -303,7 +300,7 @@ def test_an_empty_checkpoint_is_exported(to: Format, tmp_path: Path) -> None:
 @every_format
 def test_a_target_that_is_there_is_refused(to: Format, tmp_path: Path) -> None:
     """Nothing in it changes; an empty directory is a target, but not for a file."""
-    _save(tmp_path / "0", {"t": torch.ones(2)})
+    save({"t": torch.ones(2)}, tmp_path / "0")
     full, file, empty = tmp_path / "full", tmp_path / "file", tmp_path / "empty"
     full.mkdir()
     (full / "x").write_text("mine")
@@ -323,7 +320,7 @@ def test_a_target_that_is_there_is_refused(to: Format, tmp_path: Path) -> None:
 
 def test_arguments_that_cannot_work_are_refused(tmp_path: Path) -> None:
     """The error names what was expected and what was given."""
-    _save(tmp_path / "0", {"__metadata__": torch.ones(2)})
+    save({"__metadata__": torch.ones(2)}, tmp_path / "0")
     wrong: Any = "zip"
     with pytest.raises(cnr.ConfigurationError, match=r"'dcp', 'safetensors', 'torch' \(got 'zip'\)"):
         export(tmp_path / "0", tmp_path / "out", to=wrong)
@@ -406,7 +403,7 @@ export(sys.argv[1], sys.argv[2], to=sys.argv[3], progress=kill)
 def test_what_a_killed_export_leaves_does_not_load(to: Format, file_bytes: int, tmp_path: Path) -> None:
     """Of nine tenths, no reader takes anything for the whole."""
     saved = {"a": torch.rand(1000, 16), "b": torch.rand(900, 4)}
-    _save(tmp_path / "0", saved)
+    save(saved, tmp_path / "0")
     out = tmp_path / "out"
     command = [sys.executable, "-c", _KILLED, str(tmp_path / "0"), str(out), to, str(file_bytes)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECS, check=False, cwd=ROOT)
@@ -459,7 +456,7 @@ def test_memory_does_not_grow_with_a_table(tmp_path: Path) -> None:
         dcp.save({"m": model.state_dict()}, storage_writer=writer, planner=planner)
         tracker.mark("t", torch.arange(0, num_rows, 10))
     tracker.close()
-    _save(tmp_path / "small", {"t": torch.rand(100, 4), "o": 1})
+    save({"t": torch.rand(100, 4), "o": 1}, tmp_path / "small")
     command = [sys.executable, "-c", _MEASURED, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECS, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import torchrec_cnr as cnr
 from tests.support import faults, models
 from tests.support.faults import InjectedError, small_disk
-from tests.support.jobs import adagrad_job, assert_loads, save
+from tests.support.jobs import adagrad_job, assert_loads, save, saver
 from tests.support.killing import in_child
 from tests.support.models import Job, Whole, differing, state, torchrec_job, train, whole
 from tests.support.ranks import RankPools, run_ranks
@@ -41,17 +41,12 @@ _FORKED = multiprocessing.get_context("forkserver")
 _FORKED.set_forkserver_preload(["torch.distributed.checkpoint", "torchrec.distributed.model_parallel", "pytest"])
 
 
-def _saver(job: Job, policy: cnr.Policy | None = None) -> tuple[cnr.RowTracker, cnr.CNRSavePlanner]:
-    tracker = cnr.RowTracker(job.model)
-    return tracker, cnr.CNRSavePlanner(tracker, policy=policy if policy is not None else cnr.Consecutive())
-
-
 def _assert_goes_on(build: Callable[[int], Job], root: str, expected: Whole) -> None:
     """The latest checkpoint is the expected one, and a job goes on from it: its next save works, and loads."""
     path = cnr.latest(root)
     assert path is not None
     job = build(98)
-    tracker, planner = _saver(job)
+    tracker, planner = saver(job)
     assert differing(whole(state(job)), expected)
     assert differing(models.load(job, path, tracker), expected) == []
     train(job, 97)
@@ -70,7 +65,7 @@ def _kill_in_save(rank: int, root: str, phase: str, when: str, victims: Collecti
     pids: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
     job = torchrec_job(1)
-    _, planner = _saver(job)
+    _, planner = saver(job)
     for number in range(3):
         train(job, number)
         cut = whole(state(job))
@@ -139,7 +134,7 @@ def test_ranks_killed_in_mid_save_leave_the_last_committed_state(
 def _resume_and_save(root: str, act: Callable[[str], None] | None = None) -> Whole:
     """Load the latest checkpoint, train, and save ``root``/2; the same each time."""
     job = adagrad_job(5)
-    tracker, planner = _saver(job)
+    tracker, planner = saver(job)
     path = cnr.latest(root)
     assert path is not None
     models.load(job, path, tracker)
@@ -152,7 +147,7 @@ def _resume_and_save(root: str, act: Callable[[str], None] | None = None) -> Who
 def _two_checkpoints(root: str) -> Whole:
     """A baseline and a delta; what the delta holds."""
     job = adagrad_job(1)
-    tracker, planner = _saver(job)
+    tracker, planner = saver(job)
     train(job, 1)
     save(job, f"{root}/0", planner)
     train(job, 2)
@@ -242,7 +237,7 @@ def test_a_process_that_dies_while_it_writes_a_file(tmp_path: Path, num_bytes: i
 
 def _fail_everywhere(rank: int, root: str, build: Callable[[int], Job]) -> None:
     job, target = build(1), build(2)
-    tracker, planner = _saver(job)
+    tracker, planner = saver(job)
     save(job, f"{root}/0", planner)
     numbers = itertools.count(1)
     for phase, when, culprit in itertools.product(faults.PHASES, ("before", "after"), range(dist.get_world_size())):
@@ -275,7 +270,7 @@ def test_every_rank_is_told_what_failed_in_which_phase(tmp_path: Path, rank_pool
 
 def _raise_typed_errors(rank: int, root: str) -> None:
     job = torchrec_job(1)
-    tracker, planner = _saver(job)
+    tracker, planner = saver(job)
     cut = save(job, f"{root}/0", planner)
 
     def causes_of(path: str, saved: dict[str, Any]) -> dict[int, BaseException]:
@@ -319,7 +314,7 @@ def test_typed_errors_reach_every_rank(tmp_path: Path, rank_pool: RankPools) -> 
 
 def _fail_to_load(rank: int, root: str) -> None:
     job = torchrec_job(1)
-    tracker, planner = _saver(job)
+    tracker, planner = saver(job)
     cut = save(job, f"{root}/0", planner)
     train(job, 1)
     with pytest.raises(CheckpointException) as raised:
@@ -427,7 +422,7 @@ def _save_where_it_fails(job: Job, planner: cnr.CNRSavePlanner, path: str) -> cn
 def _save_elsewhere_after(root: str, fail: Callable[[Job, cnr.CNRSavePlanner], None]) -> None:
     """Fail, then save elsewhere: a delta that holds what was trained before the failure and after it."""
     job = adagrad_job(1)
-    tracker, planner = _saver(job)
+    tracker, planner = saver(job)
     cut = save(job, f"{root}/0", planner)
     train(job, 1)
     fail(job, planner)

@@ -145,6 +145,12 @@ class SavingJob:
         self.close()
 
 
+def saver(job: Job) -> tuple[cnr.RowTracker, cnr.CNRSavePlanner]:
+    """A tracker, and a planner of deltas that are each based on the one before."""
+    tracker = cnr.RowTracker(job.model)
+    return tracker, cnr.CNRSavePlanner(tracker, policy=cnr.Consecutive())
+
+
 def save(
     saved: Job | dict[str, Any], path: str | PathLike[str], planner: cnr.CNRSavePlanner | None = None, **writer: Any
 ) -> Whole:
