@@ -36,11 +36,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 # Files that take a minute or more come first: who tests two at a time would else wait for the last one.
 LONG = (
-    "test_benchmarks", "test_matrix", "test_snippets", "test_save_and_load", "test_kafka_faults",
-    "test_compacted_topics", "test_subscriber", "test_kafka_kills", "test_maintenance_of_kafka_runs",
-    "test_example_continuous", "test_lifecycle", "test_gpu_kernels", "test_compact", "test_broker",
-    "test_documented_format", "test_example_train", "test_manifest", "test_report_page", "test_save_faults",
-    "test_rank_harness",
+    "test_benchmarks", "test_matrix", "test_snippets", "test_save_and_load", "test_absent_broker", "test_kafka_lives",
+    "test_fenced_jobs", "test_corrupt_records", "test_topic_settings", "test_compacted_topics",
+    "test_compacted_restarts", "test_subscriber", "test_forward_lock", "test_update_path", "test_commit_sources",
+    "test_kafka_kills", "test_maintenance_of_kafka_runs", "test_kafka_commands", "test_example_continuous",
+    "test_lifecycle", "test_lives_by_hand", "test_gpu_kernels", "test_any_compaction", "test_plan", "test_compact",
+    "test_broker", "test_documented_format", "test_example_train", "test_manifest", "test_page_layout",
+    "test_page_facts", "test_killed_saves", "test_raising_ranks", "test_rank_harness",
 )  # fmt: skip
 
 

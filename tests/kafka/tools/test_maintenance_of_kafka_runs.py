@@ -1,13 +1,10 @@
-"""Tools on a run whose rows went to Kafka: they read them there, say where they lie, and never lose a commit."""
+"""Maintenance of a run whose rows went to Kafka: it reads them there, and never loses a commit."""
 
-import json
 import re
 import shutil
-import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,82 +13,25 @@ from confluent_kafka.admin import NewTopic
 
 import torchrec_cnr as cnr
 from tests.golden import log_v5
+from tests.kafka.tools.logged_runs import NAMES, Run
 from tests.servers.kafka_server import ADMIN_SECS, Broker
-from tests.support import models, runs
-from tests.support.command_line import cnr_result, cnr_text
+from tests.support import models
+from tests.support.command_line import cnr_result
 from tests.support.models import Whole
 from tests.support.without_us import differing, load_torch
-from torchrec_cnr.cli import options
 from torchrec_cnr.format import manifest_json
 from torchrec_cnr.format.manifest import MANIFEST_FILE, Pack
-from torchrec_cnr.lineage import marker_commit
 from torchrec_cnr.lineage.checkpoint import read_checkpoint
 from torchrec_cnr.maintenance.background_upkeep import Upkeep
 from torchrec_cnr.maintenance.catalog import read_catalog
 from torchrec_cnr.maintenance.comparison.compare import compare
 from torchrec_cnr.maintenance.export.export import export
 from torchrec_cnr.maintenance.file_names import log_bytes
-from torchrec_cnr.maintenance.read_run_history import read_run_history
 from torchrec_cnr.maintenance.verification.verify import verify
 from torchrec_cnr.storage.row_log import root_id
-from torchrec_cnr.storage.store import Store
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
-
-NAMES = ("step-1", "step-2", "step-3")
 TABLE = "model.bag.weight"
-SECRET = "open-sesame"
-LONG_SECS = 3 * 3600
-
-
-class Run:
-    """A run with rows in Kafka, in a root of its own; what it held at each save."""
-
-    def __init__(self, root: Path, rows: cnr.KafkaRows, held: dict[str, Whole]) -> None:
-        self.root = root
-        self.rows = rows
-        self.held = held
-
-    @property
-    def option(self) -> str:
-        """For the command line."""
-        return f"--kafka={self.rows.bootstrap}/{self.rows.topic}"
-
-    def packs_in_log(self, name: str) -> list[Pack]:
-        """Of a checkpoint as it is now."""
-        return [pack for pack in read_checkpoint(self.root / name).manifest.packs if pack.log is not None]
-
-    def copy(self, folder: Path) -> "Run":
-        """The same, whose files may be changed."""
-        shutil.copytree(self.root, folder / "run")
-        return Run(folder / "run", self.rows, self.held)
-
-    def unpublish(self, name: str) -> None:
-        """As if its job had died between the marker and the manifest's name, some time ago."""
-        place = self.root / name
-        manifest, _ = manifest_json.loads((place / MANIFEST_FILE).read_bytes(), name)
-        (place / MANIFEST_FILE).rename(place / marker_commit.uncommitted_name(manifest.save_id))
-        (place / f"{'0' * 16}.{1:020d}.save.lease").touch()
-
-
-@pytest.fixture(scope="module")
-def run(kafka: Broker, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A baseline and two deltas, whose rows are in Kafka, cut into small records; tests leave it as it is."""
-    root = tmp_path_factory.mktemp("logged")
-    rows = cnr.KafkaRows(kafka.bootstrap, f"rows-{uuid.uuid4().hex}", num_partitions=2, part_bytes=200)
-    held = runs.save_run(root, NAMES, quantization=cnr.Asymmetric(8), row_log=rows)
-    found = Run(root, rows, dict(zip(NAMES, held, strict=True)))
-    assert [len(found.packs_in_log(name)) for name in NAMES] == [0, 1, 1]
-    return found
-
-
-@pytest.fixture
-def died(run: Run, tmp_path: Path) -> Run:
-    """Another run, whose job died when the marker of its last checkpoint was there, and the manifest's name was not."""
-    runs.save_run(tmp_path / "died", NAMES, quantization=cnr.Asymmetric(8), row_log=run.rows)
-    found = Run(tmp_path / "died", run.rows, {})
-    found.unpublish("step-3")
-    return found
 
 
 def _loaded(path: Path, rows: cnr.KafkaRows | None) -> Whole:
@@ -194,7 +134,7 @@ def test_exports_and_comparisons_read_the_log(run: Run, tmp_path: Path) -> None:
 
 def test_the_golden_log_is_read_by_kafka(kafka: Broker, tmp_path: Path) -> None:
     """The golden checkpoints of version 5 load by a real broker that has the golden log's records."""
-    folder = shutil.copytree(Path(__file__).parents[1] / "golden" / "v5", tmp_path / "run")
+    folder = shutil.copytree(Path(__file__).parents[2] / "golden" / "v5", tmp_path / "run")
     records = log_v5.KeptLog(folder / "log.json").records()
     admin = kafka.admin()
     admin.create_topics([NewTopic(log_v5.TOPIC, 1, 1)])[log_v5.TOPIC].result(ADMIN_SECS)
@@ -323,136 +263,3 @@ def test_prune_asks_for_no_file_of_a_pack_in_the_log(run: Run, tmp_path: Path) -
     (told,) = [found for found in read_catalog(pruned.root).pruned if found.name == "step-2"]
     assert told.log_bytes == run.packs_in_log("step-2")[0].num_bytes
     assert differing(_loaded(run.root / "step-2", run.rows), models_held) == []
-
-
-# What people are told
-
-
-def test_sizes_tell_files_from_the_log(run: Run) -> None:
-    """What lies in a directory, and what in Kafka, is told apart, and both where a run's history is told."""
-    document = json.loads(cnr_text("ls", run.root, "--json"))
-    in_log = [pack.num_bytes for name in NAMES[1:] for pack in run.packs_in_log(name)]
-    assert [found["log_bytes"] for found in document["checkpoints"]] == [0, *in_log]
-    for found in document["checkpoints"]:
-        files = sum(path.stat().st_size for path in (run.root / found["name"]).iterdir())
-        assert found["num_bytes"] == files
-    assert "in Kafka" in cnr_text("ls", run.root)
-    history = read_run_history(read_catalog(run.root))
-    assert history.log_bytes == sum(in_log)
-    assert history.vanished_bytes == 0
-    assert history.written_bytes == history.kept_bytes
-
-
-def test_inspect_says_where_a_pack_lies(run: Run) -> None:
-    """Topic, partition and offsets, for people and for programs; no Kafka is needed for that."""
-    (pack,) = run.packs_in_log("step-3")
-    assert pack.log is not None
-    text = cnr_text("inspect", run.root / "step-3")
-    assert (
-        f"topic '{pack.log.topic}' partition {pack.log.partition} offsets {pack.log.first} to {pack.log.last}" in text
-    )
-    assert "more in Kafka" in text
-    document: dict[str, Any] = json.loads(cnr_text("inspect", run.root / "step-3", "--json"))
-    logs = [found["log"] for found in document["packs"] if found["log"] is not None]
-    assert [(log["topic"], log["first"], log["last"]) for log in logs] == [
-        (pack.log.topic, pack.log.first, pack.log.last)
-    ]
-    assert document["log_bytes"] == pack.num_bytes
-
-
-@pytest.mark.parametrize("command", ["verify", "diff", "export", "compact", "ls", "prune", "inspect", "report"])
-def test_every_command_knows_the_log(run: Run, tmp_path: Path, command: str) -> None:
-    """Each takes --kafka, and works with it; those that read rows say what to pass where it is missing."""
-    copy = run.copy(tmp_path)
-    args = {
-        "diff": [copy.root / "step-1", copy.root],
-        "export": [copy.root, tmp_path / "plain", "--to", "safetensors"],
-        "report": [copy.root, "-o", tmp_path / "report.html"],
-    }.get(command, [copy.root])
-    if command in ("verify", "diff", "export", "compact"):
-        refused = cnr_result(command, *args)
-        assert refused.exit_code == 2
-        assert f"--kafka HOST:PORT/{run.rows.topic}" in refused.stderr
-        assert len(refused.stderr.splitlines()) == 1
-    assert cnr_text(command, *args, run.option)
-
-
-def test_the_newest_of_a_root_is_what_a_marker_says(run: Run, died: Run) -> None:
-    """Commands that look for the newest see one that waits for its name."""
-    assert re.search("step-3 .*unfinished.*--kafka tells", cnr_text("ls", died.root))
-    assert json.loads(cnr_text("inspect", died.root, run.option, "--json"))["checkpoint_id"] == "step-3"
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--kafka=nonsense"], "HOST:PORT/TOPIC"),
-        (["--kafka=localhost:1/"], "HOST:PORT/TOPIC"),
-        (["-X", "a=b"], "no use without --kafka"),
-        (["--kafka=localhost:1/t", "-X", SECRET], "KEY=VALUE"),
-        (["--kafka=localhost:1/t", "-F", "/nowhere"], "cannot be read"),
-        (["--kafka=localhost:1/t", "-X", "no.such.setting=1"], "no.such.setting"),
-        (["--kafka=localhost:1/not a topic"], "'topic' must be"),
-    ],
-)
-def test_wrong_options_are_refused_in_a_line(run: Run, args: list[str], message: str) -> None:
-    """What is wrong is said, and no value of a setting."""
-    result = cnr_result("ls", run.root, *args)
-    assert result.exit_code in (1, 2)
-    assert message in result.stderr
-    assert len(result.stderr.splitlines()) == 1
-    assert SECRET not in result.output
-
-
-def test_a_topic_that_is_not_there_is_not_made(run: Run, kafka: Broker) -> None:
-    """Who mistypes a topic is told so, and finds no empty topic later."""
-    result = cnr_result("ls", run.root, f"--kafka={kafka.bootstrap}/mistyped")
-    assert result.exit_code == 2
-    assert "there is no topic 'mistyped'" in result.stderr
-    assert not {"mistyped", "mistyped-markers"} & set(kafka.admin().list_topics(timeout=30).topics)
-
-
-def test_a_topic_of_any_settings_is_read(kafka: Broker) -> None:
-    """Tools write nothing: it is none of their business how long a topic keeps rows, and how many partitions it has."""
-    rows = cnr.KafkaRows(kafka.bootstrap, f"short-{uuid.uuid4().hex}", num_partitions=1, retention_secs=LONG_SECS)
-    rows.open()
-    with pytest.raises(cnr.ConfigurationError, match="would lose rows"):
-        cnr.KafkaRows(rows.bootstrap, rows.topic).open()
-    assert options.rows_log(f"{rows.bootstrap}/{rows.topic}", None, None) is not None
-
-
-def test_settings_come_from_options_and_a_file(run: Run, tmp_path: Path) -> None:
-    """Lines of a file, and options, which count more; what they say reaches Kafka, and no message."""
-    file = tmp_path / "client.properties"
-    file.write_text(f"# who we are\nclient.id = a\nsasl.password={SECRET}\n\nclient.rack=x=y\n")
-    rows = options.rows_log(f"{run.rows.bootstrap}/{run.rows.topic}", ["client.id=b"], file)
-    assert isinstance(rows, cnr.KafkaRows)
-    assert dict(rows.config) == {"client.id": "b", "sasl.password": SECRET, "client.rack": "x=y"}
-    assert SECRET not in repr(rows)
-    assert "in Kafka" in cnr_text("ls", run.root, run.option, "-F", file, "-X", "client.id=b")
-
-
-def test_a_broker_that_does_not_answer_is_an_error(run: Run) -> None:
-    """One line, and no traceback."""
-    result = cnr_result("verify", run.root, "--kafka=127.0.0.1:1/rows")
-    assert result.exit_code == 1
-    assert re.fullmatch(r"cnr: error: cannot .* of Kafka at 127.0.0.1:1: .*\n", result.stderr)
-
-
-def test_without_confluent_kafka_it_says_what_to_install(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The extra is named."""
-    monkeypatch.setattr(cnr, "KafkaRows", None)
-    monkeypatch.delattr(cnr, "KafkaRows")
-    monkeypatch.setitem(__import__("sys").modules, "confluent_kafka", None)
-    for name in [name for name in __import__("sys").modules if name.startswith("torchrec_cnr.kafka")]:
-        monkeypatch.delitem(__import__("sys").modules, name)
-    result = cnr_result("ls", run.root, run.option)
-    assert result.exit_code == 2
-    assert "pip install 'torchrec-cnr[kafka]'" in result.stderr
-
-
-def test_the_log_follows_a_store(run: Run) -> None:
-    """A store with a log is taken wherever a path is."""
-    store = Store.open(run.root, row_log=run.rows)
-    assert verify(store).is_right
-    assert list(read_catalog(store).checkpoints) == list(NAMES)

@@ -1,10 +1,10 @@
-"""The report page, in a real browser: it says what happened, and can be read at any width with any number of events."""
+"""Report pages say what the events of a run say."""
 
 import io
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,42 +14,14 @@ from matplotlib import rc_context
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
-from tests.servers.browser import Browser, open_browser
+from tests.cli.report.pages import TOO_WIDE, any_width, check_texts, some_size
+from tests.servers.browser import Browser
 from tests.support.run_histories import MODEL, PARTIAL, random_run, run_of, saves_of
 from torchrec_cnr.cli.report.page import render
 from torchrec_cnr.cli.report.svg import PALETTE
 from torchrec_cnr.maintenance.run_history import Event, RunHistory
 
-MOST_BYTES = 3_000_000
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
-SIZES = (0, 1, 2, 2_000)
-WIDTHS = (400, 1_280)
-any_size = pytest.mark.parametrize("num", SIZES)
-some_size = pytest.mark.parametrize("num", SIZES[1:])
-any_width = pytest.mark.parametrize("width", WIDTHS)
-
-Open = Callable[..., Browser]
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """One for all tests of this module."""
-    with open_browser(tmp_path_factory.mktemp("profile")) as browser:
-        yield browser
-
-
-@pytest.fixture(scope="module")
-def page_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """Files of the pages of `run_of`, rendered once."""
-    folder = tmp_path_factory.mktemp("pages")
-
-    def page_of(num: int) -> Path:
-        path = folder / f"{num}.html"
-        if not path.exists():
-            path.write_text(render(run_of(num)), encoding="utf-8")
-        return path
-
-    return page_of
 
 
 def show(browser: Browser, folder: Path, history: RunHistory, width: int) -> None:
@@ -69,137 +41,6 @@ def amount(text: str) -> float:
 def close(value: float) -> Any:
     """Equal to three digits."""
     return pytest.approx(value, rel=0.0051)
-
-
-# -------- what it looks like
-
-TOO_WIDE = """
-return [...document.querySelectorAll('body *')].filter(element =>
-    !element.parentElement.closest('.scroll') && element.getBoundingClientRect().right > window.innerWidth + .5
-).map(element => element.outerHTML.slice(0, 200))
-"""
-TEXTS = """
-return [...document.querySelectorAll('svg')].map(svg => {
-    const box = element => { const {left, right, top, bottom} = element.getBoundingClientRect();
-                             return {left, right, top, bottom} }
-    const texts = [...svg.querySelectorAll('text')].filter(text => text.textContent.trim())
-    return {box: box(svg), texts: texts.map(text => ({
-        text: text.textContent, box: box(text),
-        size: parseFloat(getComputedStyle(text).fontSize) * Math.sqrt(Math.abs(
-            text.getScreenCTM().a * text.getScreenCTM().d - text.getScreenCTM().b * text.getScreenCTM().c)),
-    }))}
-})
-"""
-
-
-def do_overlap(one: dict[str, float], other: dict[str, float]) -> bool:
-    """Whether two boxes share more than an edge."""
-    across = min(one["right"], other["right"]) - max(one["left"], other["left"])
-    return across > 0 and min(one["bottom"], other["bottom"]) - max(one["top"], other["top"]) > 0
-
-
-@any_size
-@any_width
-def test_page_never_scrolls_sideways(browser: Browser, page_of: Callable[[int], Path], num: int, width: int) -> None:
-    """Nothing reaches over the window's right edge but what scrolls in a box of its own."""
-    browser.open(page_of(num), width)
-    assert browser.run("return document.documentElement.scrollWidth") <= width
-    assert browser.run("return document.body.scrollWidth") <= width
-    assert browser.run(TOO_WIDE) == []
-    heading = browser.run("return document.querySelector('header').innerText")
-    assert heading.split()[:3] == ["Checkpoints", "of", "s3://bucket/runs/dlrm"]
-
-
-@some_size
-@any_width
-def test_texts_of_plots_can_be_read(browser: Browser, page_of: Callable[[int], Path], num: int, width: int) -> None:
-    """No two texts of a plot overlap, none leaves its plot, and on a wide screen they have 9 pixels or more."""
-    browser.open(page_of(num), width)
-    sizes = check_texts(browser)
-    assert len(sizes) >= 6 * (4 if num == 1 else 5)  # of one checkpoint there is no plot of deltas
-    assert width < 1_280 or min(sizes) >= 9
-
-
-def check_texts(browser: Browser) -> list[float]:
-    """Fail if two texts of a plot overlap, or one leaves its plot. Returns the sizes of texts in CSS pixels."""
-    plots = browser.run(TEXTS)
-    for plot in plots:
-        texts, outer = plot["texts"], plot["box"]
-        for place, text in enumerate(texts):
-            inner = text["box"]
-            assert outer["left"] <= inner["left"] < inner["right"] <= outer["right"], text
-            assert outer["top"] <= inner["top"] < inner["bottom"] <= outer["bottom"], text
-            assert [other["text"] for other in texts[:place] if do_overlap(inner, other["box"])] == [], text
-    return [text["size"] for plot in plots for text in plot["texts"]]
-
-
-@any_size
-def test_page_needs_nothing_else(browser: Browser, page_of: Callable[[int], Path], num: int) -> None:
-    """Nothing is requested but the page itself, the console is silent, and there is no script."""
-    page = page_of(num)
-    browser.open(page, 1_280)
-    requested = browser.requested()
-    assert [url for url in requested if not url.startswith("data:")] == [page.as_uri()]
-    assert browser.log("browser") == []
-    assert browser.run("return document.scripts.length") == 0
-    assert page.stat().st_size < MOST_BYTES
-
-
-@some_size
-def test_plots_can_be_told_without_seeing(browser: Browser, page_of: Callable[[int], Path], num: int) -> None:
-    """Each plot is an image with a label that has its heading and its caption, and no id occurs twice."""
-    browser.open(page_of(num), 1_280)
-    script = """return [...document.querySelectorAll('figure')].map(figure => [
-        figure.querySelector('h2').textContent, figure.querySelector('figcaption')?.textContent,
-        figure.querySelector('svg')?.getAttribute('role'), figure.querySelector('svg')?.getAttribute('aria-label')])"""
-    figures = [figure for figure in browser.run(script) if figure[2]]
-    assert len(figures) >= 4
-    for heading, caption, role, label in figures:
-        assert (role, label) == ("img", f"{heading}. {caption}")
-        assert len(caption) > 10
-    ids = browser.run("return [...document.querySelectorAll('[id]')].map(element => element.id)")
-    assert len(ids) > 20
-    assert len(set(ids)) == len(ids)
-
-
-def luminance(color: str) -> float:
-    """Relative luminance of ``rgb(…)``, as WCAG defines it."""
-    parts = [int(part) / 255 for part in re.findall(r"\d+", color)[:3]]
-    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
-@pytest.mark.parametrize(
-    ("media", "scheme", "is_dark"),
-    [("screen", "light", False), ("screen", "dark", True), ("print", "dark", False)],
-)
-def test_colours_have_contrast(
-    browser: Browser, page_of: Callable[[int], Path], media: str, scheme: str, is_dark: bool
-) -> None:
-    """Texts stand out from the paper 4.5 times, marks 3 times: by day, by night, and on (white) paper."""
-    browser.open(page_of(2), 1_280)
-    browser.emulate(media, scheme)
-    script = """const color = (selector, name) => getComputedStyle(document.querySelector(selector))[name]
-        return {paper: color('html', 'backgroundColor'), texts: [
-            color('h1', 'color'), color('figcaption', 'color'), color('th', 'color'), color('svg text', 'fill')],
-            marks: [color('#written-baseline use', 'fill'), color('#written-delta use', 'fill'),
-                    color('#capacity-level path', 'stroke')]}"""
-    colors = browser.run(script)
-    paper = luminance(colors["paper"])
-    assert (paper < 0.1) == is_dark
-
-    def contrast(color: str) -> float:
-        low, high = sorted((paper, luminance(color)))
-        return (high + 0.05) / (low + 0.05)
-
-    assert all(contrast(color) >= 4.5 for color in colors["texts"]), colors
-    assert all(contrast(color) >= 3 for color in colors["marks"]), colors
-    assert len({*colors["texts"], *colors["marks"]}) >= 5
-
-
-def test_palette_has_no_colour_twice() -> None:
-    """A colour of a plot stands for one role of the page."""
-    assert len({light for light, _ in PALETTE.values()}) == len(PALETTE)
 
 
 # -------- what it says

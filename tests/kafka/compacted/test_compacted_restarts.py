@@ -1,301 +1,30 @@
-"""Rows in a compacted topic that the broker really compacts: what is committed can be loaded, and no more stays."""
+"""Jobs that restart, are overtaken or shard otherwise, with rows in a compacted topic."""
 
-import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import confluent_kafka
 import pytest
 import torch.distributed.checkpoint as dcp
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torchrec_cnr as cnr
-from tests.support import faults, models
-from tests.support.jobs import SavingJob
+from tests.kafka.compacted.topic_jobs import TopicJob, compact, compacted, live
+from tests.servers.kafka_server import Broker, KafkaServer
+from tests.support import models
 from tests.support.models import Whole, differing, plain_job, torchrec_job, train, whole
 from tests.support.ranks import RankPool, RankPools
 from torchrec_cnr.errors import ConfigurationError, DamagedError, FencedError, StoreError
 from torchrec_cnr.format import manifest_json
-from torchrec_cnr.format.manifest import Pack
+from torchrec_cnr.kafka import KafkaRows, consumers
+from torchrec_cnr.kafka.connection import KafkaLog
 from torchrec_cnr.lineage.checkpoint import read_checkpoint
 from torchrec_cnr.policies import Policy
 from torchrec_cnr.saving.row_blocks import BlockKey
 from torchrec_cnr.storage.row_log import root_id
-
-confluent_kafka = pytest.importorskip("confluent_kafka")
-
-from tests.servers.kafka_server import Broker, KafkaServer  # noqa: E402 - needs Kafka's client
-from torchrec_cnr.kafka import KafkaRows, consumers  # noqa: E402
-from torchrec_cnr.kafka.connection import KafkaLog  # noqa: E402
-from torchrec_cnr.kafka.pack_targets import KeyedTarget  # noqa: E402
-
-SECS = 40.0
-EAGER = {
-    "cleanup_policy": "compact",
-    "segment_ms": 100,
-    "min_cleanable_dirty_ratio": 0.01,
-    "delete_retention_ms": 100,
-}
-BLOCK_BYTES = 64  # four rows of the larger table, five of the smaller one
-PART_BYTES = 300  # several parts for a pack
-
-
-def compacted(broker: Broker, **options: Any) -> KafkaRows:
-    """Rows in a topic that the broker compacts as soon as it can."""
-    topic = broker.new_topic(num_partitions=2, **EAGER)
-    options = {"row_block_bytes": BLOCK_BYTES, "part_bytes": PART_BYTES, "num_partitions": 2} | options
-    return KafkaRows(broker.bootstrap, topic, compacted=True, **options)
-
-
-def records(rows: KafkaRows) -> list[tuple[bytes, bytes | None]]:
-    """Keys and values of all that is there, of both partitions, in order."""
-    asked = {"enable.partition.eof": True, "enable.auto.commit": False, "log_level": 2, "group.id": "nobody"}
-    consumer = confluent_kafka.Consumer({"bootstrap.servers": rows.bootstrap, **asked})
-    consumer.assign([confluent_kafka.TopicPartition(rows.topic, partition, 0) for partition in (0, 1)])
-    found, num_ended, deadline = [], 0, time.monotonic() + SECS
-    while num_ended < 2:
-        assert time.monotonic() < deadline, f"no end of {rows.topic}"
-        message = consumer.poll(1)
-        if message is not None and message.error() is not None:
-            assert message.error().code() == confluent_kafka.KafkaError._PARTITION_EOF, message.error()
-            num_ended += 1
-        elif message is not None and message.key() != b"roll":
-            found.append((message.key(), message.value()))
-    consumer.close()
-    return found
-
-
-def compact(rows: KafkaRows) -> tuple[int, int]:
-    """Have the broker remove all that a newer record supersedes; how many records there were, and are."""
-    before, deadline = len(records(rows)), time.monotonic() + SECS
-    producer = confluent_kafka.Producer({"bootstrap.servers": rows.bootstrap, "log_level": 2})
-    while len(keys := [key for key, _ in records(rows)]) != len(set(keys)):
-        assert time.monotonic() < deadline, f"not compacted: {len(keys)} records of {len(set(keys))} keys"
-        for partition in (0, 1):
-            producer.produce(rows.topic, b"", b"roll", partition)  # or the last segment is never looked at
-        assert producer.flush(SECS) == 0
-        time.sleep(0.3)
-    return before, len(keys)
-
-
-def live(rows: KafkaRows) -> list[bytes]:
-    """Keys that are not removed."""
-    return [key for key, value in dict(records(rows)).items() if value is not None]
-
-
-class TopicJob(SavingJob):
-    """A job whose rows are in a compacted topic, and what its last committed checkpoint must hold."""
-
-    def __init__(
-        self,
-        root: Path,
-        rows: KafkaRows,
-        policy: Policy | None = None,
-        optimizer: str = "rowwise_adagrad",
-        **writer: Any,
-    ) -> None:
-        build = partial(plain_job, optimizer=optimizer)
-        super().__init__(root, build, policy=policy or cnr.OneShot(), row_log=rows, **writer)
-        self.committed: Whole = {}
-
-    def commit(self, planner: cnr.CNRSavePlanner | None = None, *, asynchronously: bool = False) -> None:
-        """Save under the next name, with a value that no other checkpoint has."""
-        number = len(self.saved) + 1
-        if asynchronously:
-            self.async_save(f"step-{number}", place=number).result()
-        else:
-            self.save(f"step-{number}", planner=planner, place=number)
-        self.committed = self.saved[f"step-{number}"]
-
-    def fail(self) -> None:
-        """A save that fails, right before its marker at the latest."""
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(KafkaLog, "mark", faults.raising("mark"))
-            faults.failures_of(self.commit)
-
-    @property
-    def newest(self) -> str:
-        """The newest checkpoint."""
-        return str(cnr.latest(self.root, row_log=self.row_log))
-
-    def load(self) -> Whole:
-        """What the newest checkpoint gives another job."""
-        return models.load(self.build(99), self.newest, row_log=self.row_log, place=-1)
-
-    def packs(self) -> list[Pack]:
-        """Those of the newest checkpoint that are in the topic."""
-        return [pack for pack in read_checkpoint(self.newest).manifest.packs if pack.log is not None]
-
-    def check(self) -> None:
-        """The newest checkpoint is the one that was committed last, bit for bit."""
-        assert differing(self.load(), self.committed) == []
-
-
-@pytest.fixture
-def run(tmp_path: Path, kafka: Broker) -> Iterator[TopicJob]:
-    """A job whose first checkpoint, a baseline, is committed."""
-    with TopicJob(tmp_path, compacted(kafka)) as found:
-        found.commit()
-        yield found
-
-
-def test_a_compacted_topic_holds_the_newest_checkpoint(run: TopicJob) -> None:
-    """After many saves the broker has removed most records, and the newest checkpoint loads bit for bit."""
-    for _ in range(6):
-        run.train()
-        run.commit()
-    before, after = compact(run.row_log)
-    assert after < before
-    run.check()
-    fresh = whole(models.state(plain_job(99, "rowwise_adagrad"), place=-1))
-    assert differing(fresh, run.committed)
-
-
-def test_blocks_that_were_not_touched_are_taken_over(run: TopicJob) -> None:
-    """A save writes the row blocks that were touched since the head, and names packs of earlier saves for others."""
-    for _ in range(4):
-        run.train()
-        run.commit()
-    saves = {pack.name.split("-")[0] for pack in run.packs()}
-    assert len(saves) > 1
-    before = {pack.name for pack in run.packs()}
-    run.commit()  # nothing was trained
-    assert {pack.name for pack in run.packs()} == before
-    compact(run.row_log)
-    run.check()
-
-
-def test_a_failed_save_overwrites_nothing_that_is_committed(run: TopicJob) -> None:
-    """Records of a save that died before its marker take the place of no record that the head needs."""
-    run.train()
-    run.commit()
-    for _ in range(3):
-        run.train()
-        run.fail()
-    before, after = compact(run.row_log)
-    assert after < before
-    run.check()
-    run.commit()
-    compact(run.row_log)
-    run.check()
-
-
-def test_without_slots_a_failed_save_would_destroy_the_head(run: TopicJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test before relies on them: with one slot, compaction removes what the head needs, and a load says so."""
-    run.train()
-    run.commit()
-    free = BlockKey.free
-    monkeypatch.setattr(BlockKey, "free", lambda *args: replace(free(*args), slot=0))
-    run.train()
-    run.fail()
-    compact(run.row_log)
-    with pytest.raises(CheckpointException) as raised:
-        run.load()
-    assert any(isinstance(error, DamagedError) for error, _ in raised.value.failures.values())
-
-
-STEPS = st.lists(
-    st.sampled_from(("train", "save", "save", "fail", "half", "restart", "compact", "behind")), max_size=14
-)
-
-
-@contextmanager
-def puts_that_fail(num: int) -> Iterator[None]:
-    """Packs of row blocks, but for the first ones, are not written."""
-    put, count = KeyedTarget.put, iter(range(num))
-
-    def put_or_fail(*args: Any) -> Any:
-        if next(count, None) is None:
-            raise faults.InjectedError("no more")
-        return put(*args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(KeyedTarget, "put", put_or_fail)
-        yield
-
-
-@settings(
-    max_examples=3,
-    phases=(Phase.explicit, Phase.reuse, Phase.generate),
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(steps=STEPS, num_puts=st.integers(0, 6), optimizer=st.sampled_from(("sgd", "rowwise_adagrad")))
-def test_the_newest_checkpoint_is_what_was_committed_last(
-    tmp_path_factory: pytest.TempPathFactory, kafka: Broker, steps: Sequence[str], num_puts: int, optimizer: str
-) -> None:
-    """Whatever trains, saves, fails, starts again and is compacted: the newest checkpoint equals the perfect model."""
-    run = TopicJob(tmp_path_factory.mktemp("run"), compacted(kafka), optimizer=optimizer)
-    run.commit()
-    for step in (*steps, "train", "fail", "compact"):
-        match step:
-            case "save":
-                run.train()
-                run.commit()
-            case "half":
-                run.train()
-                with puts_that_fail(num_puts):
-                    run.fail()
-            case "behind":
-                run.train()
-                run.commit(asynchronously=True)
-            case "compact":
-                compact(run.row_log)
-                run.check()
-            case "restart":
-                run.restart(2, place=-1)
-            case _:
-                getattr(run, step)()
-    run.check()
-    run.close()
-
-
-def test_the_topic_does_not_grow(run: TopicJob) -> None:
-    """However many saves, no more than two packs of each row block are there, and no part of any other."""
-    num_blocks = 10 + 3  # of both tables
-    for _ in range(15):
-        run.train()
-        run.commit()
-    compact(run.row_log)
-    slots = {key.rsplit(b"/", 1)[0] for key in live(run.row_log)}
-    assert len({slot.rsplit(b"/", 1)[0] for slot in slots}) == num_blocks
-    assert num_blocks < len(slots) <= 2 * num_blocks
-    run.check()
-    used = {str(pack.log and pack.log.key).encode() for pack in run.packs()}
-    assert used < slots
-
-
-def test_a_smaller_pack_leaves_no_parts_of_a_larger_one(run: TopicJob) -> None:
-    """Tombstones take the place of what an earlier pack of the same slot had besides."""
-    target = run.row_log.target("0" * 16, 0, True)
-    key = target.keyed("0/t/1x0/0", 10 * PART_BYTES)  # type: ignore[union-attr] - the topic is compacted
-    key.put("large.safetensors", [bytes(5 * PART_BYTES)])
-    assert len(live(run.row_log)) == 5
-    key.put("small.safetensors", [bytes(2 * PART_BYTES)])
-    assert sorted(live(run.row_log)) == [b"0/t/1x0/0/0", b"0/t/1x0/0/1"]
-
-
-def test_a_new_baseline_removes_the_rows_before_it(run: TopicJob) -> None:
-    """Once a baseline is committed, nothing is left of the rows of older deltas; and the next deltas are right."""
-    for _ in range(4):
-        run.train()
-        run.commit()
-    assert live(run.row_log)
-    run.commit(cnr.CNRSavePlanner(run.tracker, policy=cnr.Full()))
-    assert live(run.row_log) == []
-    compact(run.row_log)
-    run.check()
-    run.planner = cnr.CNRSavePlanner(run.tracker, policy=cnr.OneShot())
-    for _ in range(2):
-        run.train()
-        run.commit()
-    compact(run.row_log)
-    run.check()
 
 
 def test_a_job_that_was_restarted_takes_over_blocks(tmp_path: Path, kafka: Broker) -> None:

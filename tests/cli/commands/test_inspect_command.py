@@ -1,0 +1,116 @@
+"""cnr inspect: what a checkpoint holds, in text and JSON."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchrec_cnr as cnr
+from tests.cli.empty_commits import planned_bytes
+from tests.support import runs
+from tests.support.command_line import cnr_json, cnr_text
+from torchrec_cnr.lineage.checkpoint import read_lineage
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+
+
+def test_inspect_tells_what_a_checkpoint_holds(run: Path) -> None:
+    """Facts of the manifest, its tables, other tensors, objects and packs."""
+    text = cnr_text("inspect", run / "step-3")
+    checkpoint = cnr.read_checkpoint(run / "step-3")
+    assert text.splitlines()[0] == f"{run}/step-3  delta"
+    for words in (
+        "stands on +step-1 ← step-2",
+        "restore +reads .* of 3 checkpoints",
+        f"rows +{checkpoint.num_rows} of tables",
+        "saved by +torchrec_cnr .* on 1 rank, policy Consecutive, after 0 restores",
+        f"sha256 +{checkpoint.sha256}",
+        "tables  of float32",
+        r"bag\.weight +40 × 4 +4-bit asymmetric +\d+ +\d+\.\d% +\d+ B +\d+\.\d%",
+        r"model\.over\.bias",
+        r"objects  [\d.]+ KB, \d+\.\d%",
+        "8 more objects; --all shows them",
+        re.escape(checkpoint.manifest.packs[0].name),
+    ):
+        assert re.search(words, text), words
+    assert "stands on  nothing: a baseline" in cnr_text("inspect", run / "step-1")
+
+
+def test_inspect_tells_programs_the_same(run: Path) -> None:
+    """The document's keys are fixed; bytes of tensors and objects are all that is stored."""
+    document = cnr_json("inspect", run / "step-3")
+    checkpoint = cnr.read_checkpoint(run / "step-3")
+    manifest = checkpoint.manifest
+    assert {key: document[key] for key in list(document)[:20]} == {
+        "path": str(run / "step-3"),
+        "kind": "delta",
+        "is_compacted": False,
+        "created_ns": checkpoint.created_ns,
+        "sha256": checkpoint.sha256,
+        "checkpoint_id": "step-3",
+        "save_id": manifest.save_id,
+        "policy": "Consecutive",
+        "num_restores": 0,
+        "world_size": 1,
+        "writer": manifest.writer,
+        "num_bytes": checkpoint.num_bytes,
+        "manifest_bytes": checkpoint.manifest_bytes,
+        "log_bytes": 0,
+        "blob_bytes": manifest.blob_bytes,
+        "num_rows": checkpoint.num_rows,
+        "num_exact_rows": checkpoint.num_exact_rows,
+        "lineage": [
+            {"path": one.store.url, "kind": one.kind, "created_ns": one.created_ns, "num_bytes": one.num_bytes}
+            for one in read_lineage(run / "step-3").checkpoints
+        ],
+        "lineage_problem": None,
+        "restore_bytes": planned_bytes(run / "step-3"),
+    }
+    assert list(document)[20:] == ["tensors", "objects", "packs"]
+    tensors = {tensor["fqn"]: tensor for tensor in document["tensors"]}
+    entry = manifest.tensors["model.bag.weight"]
+    assert tensors["model.bag.weight"] == {
+        "fqn": "model.bag.weight",
+        "dtype": "float32",
+        "size": [40, 4],
+        "is_table": True,
+        "table": None,
+        "schemes": [{"name": "asymmetric", "bits": 4}],
+        "num_shards": 1,
+        "num_stored_rows": entry.num_stored_rows,
+        "num_bytes": tensors["model.bag.weight"]["num_bytes"],
+    }
+    stored = [*document["tensors"], *document["objects"]]
+    assert (
+        sum(item["num_bytes"] for item in stored)
+        == manifest.blob_bytes
+        == sum(p["blob_bytes"] for p in document["packs"])
+    )
+    assert sum(pack["num_bytes"] for pack in document["packs"]) == manifest.pack_bytes
+    assert {item["fqn"] for item in document["objects"]} == set(manifest.objects)
+
+
+def test_inspect_of_a_root_shows_its_newest(run: Path) -> None:
+    """As all commands for one checkpoint do."""
+    assert cnr_json("inspect", run)["path"] == f"{run}/branch-4"
+
+
+def test_inspect_works_without_the_parent(run: Path, tmp_path: Path) -> None:
+    """What is known of a checkpoint is shown, with what is wrong below it."""
+    shutil.copytree(run / "step-3", tmp_path / "step-3")
+    assert re.search(r"stands on +.*its parent .*/step-2 is missing", cnr_text("inspect", tmp_path / "step-3"))
+    document = cnr_json("inspect", tmp_path / "step-3")
+    assert (document["lineage"], document["restore_bytes"]) == (None, None)
+    assert "is missing" in document["lineage_problem"]
+
+
+def test_long_lists_are_cut_and_say_so(tmp_path: Path) -> None:
+    """Of many tensors the largest are shown; with --all, all."""
+    runs.save_state(tmp_path / "many", {f"t{number}": torch.zeros(1, number + 1) for number in range(30)})
+    text = cnr_text("inspect", tmp_path / "many")
+    assert "… 20 more tensors; --all shows them" in text
+    assert "t29 " in text
+    assert "t0 " not in text
+    assert all(f"t{number} " in cnr_text("inspect", tmp_path / "many", "--all") for number in range(30))

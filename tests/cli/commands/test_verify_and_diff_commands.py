@@ -1,0 +1,79 @@
+"""cnr verify and cnr diff: what is corrupt, and what differs."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.cli.empty_commits import NAMES
+from tests.support import runs
+from tests.support.command_line import cnr_json, cnr_result, cnr_text
+from tests.support.faults import flip
+from torchrec_cnr.maintenance.comparison.compare import compare
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+
+
+def test_verify_says_whether_all_is_right(run: Path, tmp_path: Path) -> None:
+    """In words, in JSON, and by its exit status."""
+    assert re.fullmatch(r"✓ all right: 3 checkpoints, \d+ blobs, [\d.]+ KB\n", cnr_text("verify", run / "step-3"))
+    assert "5 checkpoints" in cnr_text("verify", run, "--all", "--threads", "3")
+    root = tmp_path / "run"
+    shutil.copytree(run, root)
+    (pack,) = (root / "step-2").glob("*.safetensors")
+    flip(pack, -1)
+    result = cnr_result("verify", root / "step-3")
+    assert (result.exit_code, result.stderr) == (1, "")
+    lines = result.stdout.splitlines()
+    assert lines[0] == str(pack)
+    assert re.match(r"✗  .*: crc32c is 0x[0-9a-f]{8}, the manifest says 0x[0-9a-f]{8}", lines[1])
+    assert lines[-1].startswith("1 problem in 3 checkpoints, ")
+    result = cnr_result("verify", root / "step-3", "--json")
+    assert (result.exit_code, result.stderr) == (1, "")
+    document = json.loads(result.stdout)
+    assert list(document) == ["is_right", "heads", "checkpoints", "num_blobs", "num_bytes", "problems"]
+    (problem,) = document["problems"]
+    assert list(problem) == ["checkpoint", "file", "blob", "message"]
+    assert (document["is_right"], problem["file"]) == (False, str(pack))
+
+
+def test_diff_says_what_differs(run: Path) -> None:
+    """By table, and of the rest what differs."""
+    text = cnr_text("diff", run / "step-1", run / "step-3")
+    lines = text.splitlines()
+    assert lines[:3] == [f"a  {run}/step-1", f"b  {run}/step-3", "b stands on a, with 2 deltas"]
+    found = {tensor.fqn: tensor for tensor in compare(run / "step-1", run / "step-3").tensors}
+    bag = found["model.bag.weight"]
+    assert re.search(rf"bag\.weight +40 +{bag.num_differing} +\d+\.\d% +{bag.num_stored} +[\d.]+ +[\d.]+ +[\d.]+", text)
+    assert "objects that differ\nreader.position" in text
+    assert cnr_text("diff", run / "step-3", run / "step-3").splitlines()[-1] == "no difference"
+    assert "both stand on" in cnr_text("diff", run / "step-3", run / "branch-3")
+    assert "a stands on b, with 2 deltas" in cnr_text("diff", run / "step-3", run / "step-1")
+
+
+def test_diff_tells_programs_the_same(run: Path) -> None:
+    """The document's keys are fixed."""
+    document = cnr_json("diff", run / "step-1", run)
+    assert list(document) == [
+        "is_same", "a", "b", "common", "num_own_a", "num_own_b", "tensors", "reshaped", "only_in_a", "only_in_b",
+        "objects", "differing_objects",
+    ]  # fmt: skip
+    assert (document["a"], document["b"], document["is_same"]) == (f"{run}/step-1", f"{run}/branch-4", False)
+    keys = ["fqn", "dtype", "size", "is_table", "num_differing", "num_stored", "movement", "num_rows"]
+    measures = ["num_measured", "mean", "median", "max", "num_from_zero", "num_not_finite"]
+    for tensor in document["tensors"]:
+        assert (list(tensor), list(tensor["movement"])) == (keys, measures)
+
+
+def test_all_works_on_any_store(tmp_path: Path) -> None:
+    """Every command reads a store in memory."""
+    root = f"memory://{tmp_path}/run"
+    runs.save_run(root, NAMES[:2])
+    assert [entry["path"] for entry in cnr_json("ls", root)["checkpoints"]] == [f"{root}/{name}" for name in NAMES[:2]]
+    assert cnr_json("inspect", f"{root}/step-2")["path"] == f"{root}/step-2"
+    assert cnr_json("verify", root)["is_right"]
+    assert not cnr_json("diff", f"{root}/step-1", root)["is_same"]
+    result = cnr_result("ls", f"{root}/nothing")
+    assert (result.exit_code, result.stderr) == (1, f"cnr: error: {root}/nothing: nothing is there\n")

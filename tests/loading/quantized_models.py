@@ -1,0 +1,125 @@
+"""TorchRec models, quantized and not, loaded and looked up."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torchrec import EmbeddingCollection, KeyedJaggedTensor
+from torchrec.inference.modules import quantize_embeddings
+from torchrec.quant.embedding_modules import EmbeddingCollection as QuantEmbeddingCollection
+
+import torchrec_cnr as cnr
+from tests.support import models
+from tests.support.models import TorchRecModel
+
+Rows = dict[str, Tensor]
+
+BITS: Mapping[torch.dtype, int] = {
+    torch.qint8: 8,
+    torch.quint4x2: 4,
+    torch.quint2x4: 2,
+    torch.float16: 16,
+    torch.float32: 32,
+}
+SCHEMES: Mapping[str, cnr.Scheme] = {
+    "exact": cnr.NoQuantization(),
+    "8 bits": cnr.Asymmetric(8),
+    "4 bits": cnr.AdaptiveAsymmetric(4),
+    "3 bits": cnr.Symmetric(3),
+    "2 bits": cnr.AdaptiveAsymmetric(2),
+    "k-means": cnr.KMeans(4),
+    "half": cnr.HalfPrecision(),
+}
+BAG_ROWS, ITEM_ROWS, DIM = (37, 24, 5), 29, 8
+
+
+def float_model(seed: int) -> TorchRecModel:
+    """A model as ``torchrec_job`` has one, in one process and of random weights."""
+    torch.manual_seed(seed)
+    model = TorchRecModel(BAG_ROWS, "t0").to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    return model
+
+
+def quantized(model: nn.Module, dtype: torch.dtype, **options: Any) -> nn.Module:
+    """A copy whose collections of both kinds are quantized by TorchRec."""
+    return quantize_embeddings(
+        model,
+        dtype,
+        inplace=False,
+        additional_qconfig_spec_keys=[EmbeddingCollection],
+        additional_mapping={EmbeddingCollection: QuantEmbeddingCollection},
+        **options,
+    )
+
+
+def look_up(model: nn.Module, ids: Callable[[int], Tensor]) -> tuple[Any, Any]:
+    """One id of each table a sample."""
+    num_samples = len(ids(1))
+    bags = {f"f{i}": ids(rows) for i, rows in enumerate(BAG_ROWS)}
+    features = KeyedJaggedTensor.from_lengths_sync(
+        list(bags), torch.cat(list(bags.values())), torch.ones(num_samples * len(bags), dtype=torch.int64)
+    )
+    items = KeyedJaggedTensor.from_lengths_sync(["item"], ids(ITEM_ROWS), torch.ones(num_samples, dtype=torch.int64))
+    return model.ebc(features), model.ec(items)["item"].values()
+
+
+def looked_up(model: nn.Module) -> Rows:
+    """Every row of every table, looked up by itself."""
+    with torch.no_grad():
+        bags, items = look_up(model, lambda num_rows: torch.arange(max(BAG_ROWS)) % num_rows)
+    return {f"t{i}": bags[f"f{i}"][:rows] for i, rows in enumerate(BAG_ROWS)} | {"item": items[:ITEM_ROWS]}
+
+
+def load(model: nn.Module, path: str | Path, **options: Any) -> Rows:
+    """Load what a model has of a checkpoint, and look all rows up."""
+    planner = cnr.CNRLoadPlanner(**{"allow_partial_load": True} | options)
+    dcp.load({"model": model.state_dict()}, storage_reader=cnr.CNRStorageReader(path), planner=planner)
+    return looked_up(model)
+
+
+def load_quantized(model: nn.Module, path: str | Path, **options: Any) -> Rows:
+    """Load a checkpoint into a quantized model, and look all rows up."""
+    return load(model, path, inference=cnr.InferenceTables(model), **options)
+
+
+def assert_serves(model: nn.Module, path: str | Path, dtype: torch.dtype, takes_over: bool) -> None:
+    """A quantized model of other rows has, after the load, those of the checkpoint.
+
+    Args:
+        model: The quantized model.
+        path: The checkpoint.
+        dtype: What its tables are.
+        takes_over: Whether they have the checkpoint's very values.
+    """
+    trained = float_model(101)
+    wanted, bits = load(trained, path), BITS[dtype]
+    by_torchrec = looked_up(quantized(trained, dtype))
+    before, got = looked_up(model), load_quantized(model, path)
+    assert got.keys() == wanted.keys()
+    for table, rows in got.items():
+        if bits > 8:
+            assert torch.equal(rows, by_torchrec[table])
+        elif takes_over:
+            assert torch.equal(rows, wanted[table])
+        step = step_of(wanted[table], bits)
+        assert bool(((rows - wanted[table]).abs() < step).all())
+        assert bool(((rows - by_torchrec[table]).abs() < step * 1.1).all())
+        assert bool(((before[table] - wanted[table]).abs() > step).any())
+    assert torch.equal(model.over.weight, trained.over.weight)
+
+
+def step_of(rows: Tensor, bits: int) -> Tensor:
+    """[n, 1]: the distance of codes that reach from the least to the greatest value, or a bound for fp16."""
+    if bits > 8:
+        return torch.full_like(rows[:, :1], 0.01)
+    return (rows.amax(1, keepdim=True) - rows.amin(1, keepdim=True)) / (2**bits - 1)
+
+
+def _checkpoint(path: Path, model: nn.Module, scheme: cnr.Quantization) -> Path:
+    dcp.save({"model": model.state_dict()}, storage_writer=models.writer(path, quantization=scheme))
+    return path

@@ -1,0 +1,107 @@
+"""Disks that are full and places that cannot be written: a save elsewhere works."""
+
+import contextlib
+import errno
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+import torchrec_cnr as cnr
+from tests.support import faults, models
+from tests.support.faults import small_disk
+from tests.support.jobs import adagrad_job, assert_loads, save, saver
+from tests.support.killing import in_child
+from tests.support.models import Job, state, train
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def _save_where_it_fails(job: Job, planner: cnr.CNRSavePlanner, path: str) -> cnr.StoreError:
+    with pytest.raises(CheckpointException) as raised:
+        dcp.save(state(job), storage_writer=models.writer(path), planner=planner)
+    (cause,) = faults.causes(raised.value).values()
+    assert isinstance(cause, cnr.StoreError)
+    assert path in str(cause)
+    return cause
+
+
+def _save_elsewhere_after(root: str, fail: Callable[[Job, cnr.CNRSavePlanner], None]) -> None:
+    """Fail, then save elsewhere: a delta that holds what was trained before the failure and after it."""
+    job = adagrad_job(1)
+    tracker, planner = saver(job)
+    cut = save(job, f"{root}/0", planner)
+    train(job, 1)
+    fail(job, planner)
+    assert cnr.latest(root) == f"{root}/0"
+    assert_loads(f"{root}/0", cut, adagrad_job)
+    train(job, 2)
+    end = save(job, f"{root}/1", planner)
+    tracker.close()
+    assert cnr.read_checkpoint(f"{root}/1").kind == "delta"
+    assert_loads(f"{root}/1", end, adagrad_job)
+
+
+def _exceed_file_size(root: str) -> None:
+    def fail(job: Job, planner: cnr.CNRSavePlanner) -> None:
+        with faults.small_files(700):
+            cause = _save_where_it_fails(job, planner, f"{root}/big")
+        assert cause.errno == errno.EFBIG
+
+    _save_elsewhere_after(root, fail)
+
+
+def _fill_disk(root: str, at: str) -> str:
+    def fail(job: Job, planner: cnr.CNRSavePlanner) -> None:
+        with small_disk(f"{root}/disk", 64 << 10):
+            writer = models.writer(f"{root}/disk/full")
+            original = getattr(writer, at)
+
+            def fill_then(*args: Any, **kwargs: Any) -> Any:
+                with contextlib.suppress(OSError), open(f"{root}/disk/filler", "wb", buffering=0) as filler:
+                    while True:
+                        filler.write(bytes(4096))
+                return original(*args, **kwargs)
+
+            faults.replace_method(writer, at, fill_then)
+            with pytest.raises(CheckpointException) as raised:
+                dcp.save(state(job), storage_writer=writer, planner=planner)
+            (cause,) = faults.causes(raised.value).values()
+            assert isinstance(cause, cnr.StoreError)
+            assert cause.errno == errno.ENOSPC
+            assert f"{root}/disk/full" in str(cause)
+            assert cnr.latest(f"{root}/disk") is None
+
+    try:
+        _save_elsewhere_after(root, fail)
+    except PermissionError as error:
+        return f"no disk to fill here: {error}"
+    return "done"
+
+
+@pytest.mark.parametrize("at", ["write_data", "finish"], ids=["packs", "manifest"])
+def test_a_full_disk_is_a_store_error_and_a_save_elsewhere_works(tmp_path: Path, at: str) -> None:
+    """No space for a pack, or for the manifest: nothing is committed, no row is lost, and another place will do."""
+    outcome = in_child(_fill_disk, str(tmp_path), at)
+    if outcome != "done":
+        pytest.skip(str(outcome))
+
+
+def test_a_file_that_may_not_grow_is_a_store_error(tmp_path: Path) -> None:
+    """A limit on the size of files, which stands for every write that fails half way."""
+    assert in_child(_exceed_file_size, str(tmp_path)) is None
+
+
+@pytest.mark.parametrize("place", ["below a file", "proc"])
+def test_a_place_that_cannot_be_written_is_a_store_error(tmp_path: Path, place: str) -> None:
+    """A path that cannot be made: the error names it, and a save elsewhere works."""
+    (tmp_path / "file").touch()
+    path = {"below a file": str(tmp_path / "file" / "step"), "proc": "/proc/no-such-place/step"}[place]
+
+    def fail(job: Job, planner: cnr.CNRSavePlanner) -> None:
+        _save_where_it_fails(job, planner, path)
+
+    _save_elsewhere_after(str(tmp_path), fail)
