@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
 
 import delimited
 from click_data import Criteo, MovieLens, NewsClicks, open_stream
@@ -19,7 +19,7 @@ from samples import Samples, Stream, concatenate, global_batches, hash_words, mi
 from synthetic_clicks import SyntheticClicks, zipf_ranks
 from synthetic_criteo import SyntheticCriteo
 
-REAL_CLICKS = Path(__file__).resolve().parents[3] / "shared" / "data" / "clicks.csv.gz"
+REAL_CLICKS = Path(__file__).resolve().parents[4] / "shared" / "data" / "clicks.csv.gz"
 RATINGS = [(7, 31, "3.5", 1300), (7, 32, "4.0", 1100), (8, 31, "5.0", 1200), (9, 33, "0.5", 1100)]
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
 from train_options import parse_options
 
-from tests.repository.example_runs import ROOT, Ended, run, succeed
+from tests.repository.examples.example_runs import ROOT, Ended, run, succeed
 
 TRAIN = str(ROOT / "examples" / "train_dlrm.py")
 KILLED_STATUS = 137

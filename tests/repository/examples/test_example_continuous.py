@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 from continuous_dlrm import parse_options
 
-from tests.repository.example_runs import LIMIT_SECS, ROOT, run, succeed
+from tests.repository.examples.example_runs import LIMIT_SECS, ROOT, run, succeed
 
 if TYPE_CHECKING:
     from tests.servers.kafka_server import Broker
