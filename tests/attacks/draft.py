@@ -49,7 +49,7 @@ class Draft:
         rows_blob = self.blob(right if values is None else values)
         self.body: dict[str, Json] = {
             "format": "torchrec_cnr",
-            "version": 3,
+            "version": 1,
             "created_ns": number,
             "id": f"step-{number}",
             "save_id": f"a{number}",
@@ -89,7 +89,7 @@ class Draft:
         folder.mkdir(parents=True, exist_ok=True)
         header = b"\x02\0\0\0\0\0\0\0{}"
         right = {"directory": None, "file": f"a{self.number}-0-0.safetensors", "num_bytes": 10 + len(self._data)}
-        fields = {**right, "header_bytes": 10, "crc": crc32c(header), "at": None, "heat": 0, **pack}
+        fields = {**right, "header_bytes": 10, "crc": crc32c(header), "at": None, "heat": 0, "log": None, **pack}
         if not self.body["packs"]:
             self.body["packs"] = [list(fields.values())]
         (folder / str(right["file"])).write_bytes(header + self._data)

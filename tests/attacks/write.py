@@ -336,8 +336,7 @@ def frame_of_gaps(root: Path) -> None:
 def _split(root: Path, blob: bytes) -> None:
     """A table whose rows are in one blob, split."""
     draft = Draft(values=blob)
-    draft.body["version"] = 6
-    draft.write(root / "step-1", log=None)
+    draft.write(root / "step-1")
 
 
 @attack("unpack to 5 bytes, expected 128")
@@ -360,9 +359,9 @@ def split_of_ones(root: Path) -> None:
     blobs = [draft.blob(_frame(num_rows * 4, 10)) for _ in range(num_blocks)]
     blocks = [["all", number * num_rows, num_rows, num_rows, None] for number in range(num_blocks)]
     size = [num_blocks * num_rows, 1]
-    draft.body |= {"version": 6, "row_sets": [ALL, blocks]}
+    draft.body["row_sets"] = [ALL, blocks]
     draft.body["tensors"]["ones"] = tensor([[[[0, 0], size], None, 1, blobs, NONE]], size)
-    draft.write(root / "step-1", log=None)
+    draft.write(root / "step-1")
 
 
 def _claim(root: Path, num_rows: int) -> None:

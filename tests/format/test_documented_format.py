@@ -1,22 +1,19 @@
-"""The format: docs/format.md is enough to read a checkpoint, and what any version wrote is read for ever."""
+"""The format: docs/format.md is enough to read a checkpoint, and what was once written is read for ever."""
 
 import ast
 import collections
 import contextlib
 import copy
-import functools
-import hashlib
 import itertools
 import json
 import re
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import hypothesis
 import numpy as np
@@ -32,47 +29,42 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import torchrec_cnr as cnr
 from tests.format.test_manifest import DELETE, REPEAT, VALUES, changed, file_of, nodes
-from tests.golden import log_v5, mixed, reader, split_v6, write_v3
+from tests.golden import log, mixed, reader, split, write
 from tests.golden.replacement import replace_manifest, used_packs
-from tests.golden.state import EXP_AVG, MOMENTUM, T0, T2, T4, T8, TABLES, values_of
+from tests.golden.state import EXP_AVG, MOMENTUM, T0, T2, T4, T8, TABLES
 from torchrec_cnr.format import manifest_json, row_sets
-from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.manifest import DTYPES as DTYPE_OF
 from torchrec_cnr.format.manifest import TensorEntry
-from torchrec_cnr.format.split_blobs import split
+from torchrec_cnr.format.split_blobs import split as split_rows
 from torchrec_cnr.maintenance.catalog import read_catalog
 from torchrec_cnr.maintenance.read_run_history import read_run_history
 from torchrec_cnr.quantization import scheme_from_json
 from torchrec_cnr.storage.pack_writer import crc32c
-from torchrec_cnr.tracking.modified_rows import ModifiedRows
-from torchrec_cnr.tracking.tracked_tables import TrackedRows, TrackedShard
 
 ROOT = Path(__file__).parents[2]
-GOLDENS = {f"v{version}": ROOT / "tests" / "golden" / f"v{version}" for version in (1, 2, 3, 4)}
-LOGGED = ROOT / "tests" / "golden" / "v5"  # version 3, with packs of deltas in a log
-SPLIT = ROOT / "tests" / "golden" / "v6"  # version 3, with split blobs
-GOLDEN = GOLDENS["v3"]  # of the version that is written where manifests are small and nothing is split
+GOLDENS = ROOT / "tests" / "golden" / "v1"
+GOLDEN, LOGGED = GOLDENS / write.RUN, GOLDENS / write.LOGGED
 PAGE = (ROOT / "docs" / "format.md").read_text()
-EXPECTED_OF = {version: json.loads((folder / "expected.json").read_text()) for version, folder in GOLDENS.items()}
-EXPECTED = EXPECTED_OF["v3"]
+EXPECTED = json.loads((GOLDEN / "expected.json").read_text())
 LoadPlanner = Callable[[], Any]
-SCHEMES_1: list[cnr.Scheme] = [cnr.NoQuantization(), cnr.Asymmetric(8), cnr.Asymmetric(4), cnr.Asymmetric(2)]
-SCHEMES = [*SCHEMES_1, *mixed.SCHEMES]  # of the version that is written
-SCHEMES_OF = {"v1": SCHEMES_1, "v2": SCHEMES, "v3": SCHEMES, "v4": SCHEMES}
+SCHEMES: list[cnr.Scheme] = [
+    cnr.NoQuantization(),
+    cnr.Asymmetric(8),
+    cnr.Asymmetric(4),
+    cnr.Asymmetric(2),
+    *mixed.SCHEMES,
+]
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 
-every_version = pytest.mark.parametrize("version", GOLDENS)
-every_step = pytest.mark.parametrize(
-    ("version", "step"), [(version, step) for version in GOLDENS for step in EXPECTED_OF[version]]
-)
+every_step = pytest.mark.parametrize("step", EXPECTED)
 every_planner = pytest.mark.parametrize("planner", [cnr.CNRLoadPlanner, DefaultLoadPlanner])
 
 
-def _expected(step: str, planner: LoadPlanner = cnr.CNRLoadPlanner, version: str = "v3") -> dict[str, Any]:
+def _expected(step: str, planner: LoadPlanner = cnr.CNRLoadPlanner) -> dict[str, Any]:
     """What a step loads as in one process, whose table is not sharded: ``CNRLoadPlanner`` fits row-wise state to it."""
-    expected: dict[str, Any] = copy.deepcopy(EXPECTED_OF[version][step])
-    widths = write_v3.COLUMNS.get(int(step.removeprefix("step-")))
+    expected: dict[str, Any] = copy.deepcopy(EXPECTED[step])
+    widths = write.COLUMNS.get(int(step.removeprefix("step-")))
     if widths is not None and planner is cnr.CNRLoadPlanner:
         stored = np.frombuffer(bytes.fromhex(expected["tensors"][MOMENTUM]["hex"]), np.float32)
         mean = (stored.reshape(2, 10).astype(np.float64).T @ widths / 6).astype(np.float32)
@@ -80,9 +72,9 @@ def _expected(step: str, planner: LoadPlanner = cnr.CNRLoadPlanner, version: str
     return expected
 
 
-def _target(step: str, planner: LoadPlanner = cnr.CNRLoadPlanner, version: str = "v3") -> dict[str, Any]:
+def _target(step: str, planner: LoadPlanner = cnr.CNRLoadPlanner) -> dict[str, Any]:
     """A state to load into, full of what is in no checkpoint."""
-    expected = _expected(step, planner, version)
+    expected = _expected(step, planner)
     state: dict[str, Any] = dict.fromkeys(expected["objects"], "not loaded")
     for fqn, entry in expected["tensors"].items():
         state[fqn] = torch.full(entry["size"], 77, dtype=getattr(torch, entry["dtype"]))
@@ -100,7 +92,7 @@ def _load(folder: Path, state: dict[str, Any], planner: LoadPlanner = cnr.CNRLoa
 
 def _as_json(tensor: Tensor) -> dict[str, Any]:
     name = str(tensor.dtype).removeprefix("torch.")
-    return {"dtype": name, "size": list(tensor.shape), "hex": write_v3.as_bytes(tensor).hex()}
+    return {"dtype": name, "size": list(tensor.shape), "hex": write.as_bytes(tensor).hex()}
 
 
 def _loaded(state: dict[str, Any]) -> dict[str, Any]:
@@ -124,9 +116,9 @@ def test_reader_knows_nothing_of_the_library() -> None:
 
 
 @every_step
-def test_page_is_enough_to_read_a_checkpoint(version: str, step: str) -> None:
+def test_page_is_enough_to_read_a_checkpoint(step: str) -> None:
     """A reader written from the page alone finds every tensor of the golden checkpoints, bit for bit."""
-    golden, expected = GOLDENS[version] / step, EXPECTED_OF[version][step]
+    golden, expected = GOLDEN / step, EXPECTED[step]
     assert _by_reader(golden) == expected["tensors"]
     state = reader.read(golden)
     assert set(state.objects) == set(expected["objects"])
@@ -135,36 +127,33 @@ def test_page_is_enough_to_read_a_checkpoint(version: str, step: str) -> None:
 
 @every_step
 @every_planner
-def test_golden_checkpoints_load_bit_equal(version: str, step: str, planner: LoadPlanner) -> None:
-    """What each version wrote loads as it always did."""
-    before = _loaded(_target(step, planner, version))
-    after = _loaded(_load(GOLDENS[version] / step, _target(step, planner, version), planner))
-    assert after == _expected(step, planner, version)
+def test_golden_checkpoints_load_bit_equal(step: str, planner: LoadPlanner) -> None:
+    """What was once written loads as it always did."""
+    before = _loaded(_target(step, planner))
+    after = _loaded(_load(GOLDEN / step, _target(step, planner), planner))
+    assert after == _expected(step, planner)
     untouched = {fqn for fqn, entry in before["tensors"].items() if entry == after["tensors"][fqn]}
     assert untouched == {"dense.none"}  # it has no elements
 
 
-@every_version
-def test_golden_checkpoints_differ(version: str) -> None:
+def test_golden_checkpoints_differ() -> None:
     """Each golden delta changes rows of every table and leaves others: a fold is needed to read it."""
-    tables = set(TABLES) - set(mixed.TABLES) if version == "v1" else TABLES
-    for fqn in (*tables, EXP_AVG):
-        for before, after in pairwise(expected["tensors"][fqn] for expected in EXPECTED_OF[version].values()):
+    for fqn in (*TABLES, EXP_AVG):
+        for before, after in pairwise(expected["tensors"][fqn] for expected in EXPECTED.values()):
             num_rows, num_bytes = before["size"][0], len(before["hex"])
             rows = range(0, num_bytes, num_bytes // num_rows)
             same = {before["hex"][a : a + rows.step] == after["hex"][a : a + rows.step] for a in rows}
             assert same == {True, False}, fqn
 
 
-@every_version
-def test_golden_checkpoints_hold_every_kind(version: str) -> None:
+def test_golden_checkpoints_hold_every_kind() -> None:
     """Between them they have each scheme, coding, dtype and way of storing a shard, so that each is held."""
-    manifests = [cnr.read_checkpoint(GOLDENS[version] / step).committed for step in write_v3.STEPS[:3]]
+    manifests = [cnr.read_checkpoint(GOLDEN / step).committed for step in write.STEPS[:3]]
     entries = [entry for manifest in manifests for entry in manifest.tensors.values()]
     shards = [shard for entry in entries for shard in entry.shards]
     sets = [rows for manifest in manifests for rows in manifest.row_sets]
     coded = [rows for rows in sets if any(block.blob is not None for block in rows.blocks)]
-    assert {shard.scheme for shard in shards} == set(SCHEMES_OF[version])
+    assert {shard.scheme for shard in shards} == {*SCHEMES, *split.SCHEMES.values()}
     assert {block.coding for rows in sets for block in rows.blocks} == {"all", "bitmap", "gaps"}
     assert {entry.dtype for entry in entries} == set(reader.DTYPES)
     assert {len(rows.blocks) for rows in coded} == {1, 2}
@@ -173,22 +162,20 @@ def test_golden_checkpoints_hold_every_kind(version: str) -> None:
     assert {shard.is_whole for shard in shards if shard.table_box} == {True, False}
     assert any(len(shard.blobs) > 1 for shard in shards)
     assert any(len(manifest.packs) > manifest.world_size for manifest in manifests)
-    restores = [0, 0, 0] if version == "v1" else [0, 0, 1]
+    restores = [0, 0, 1]
     assert [manifest.num_restores for manifest in manifests] == restores
-    assert [
-        reader.read_lineage(GOLDENS[version] / step)[0].manifest.num_restores for step in write_v3.STEPS[:3]
-    ] == restores
+    assert [reader.read_lineage(GOLDEN / step)[0].manifest.num_restores for step in write.STEPS[:3]] == restores
     num_schemes = {len({shard.scheme for shard in entry.shards}) for entry in entries if entry.is_table}
-    assert num_schemes == ({1} if version == "v1" else {1, 2, len(mixed.SCHEMES)})
+    assert num_schemes == {1, 2, len(mixed.SCHEMES)}
 
 
 def test_golden_replacements_hold_every_kind() -> None:
     """Between them they have all that only replacements may have."""
-    first, second = (cnr.read_checkpoint(GOLDEN / step) for step in write_v3.REPLACED)
+    first, second = (cnr.read_checkpoint(GOLDEN / step) for step in write.REPLACED)
     assert (first.kind, second.kind, second.parent) == ("baseline", "delta", str(GOLDEN / "step-4"))
     assert first.committed.kind == "delta"
     assert second.committed.parent is not None
-    assert second.committed.parent.path == f"../{write_v3.REMOVED}"
+    assert second.committed.parent.path == f"../{write.REMOVED}"
     assert first.created_ns < second.created_ns < first.manifest.created_ns  # which nobody compares
     assert len(list((GOLDEN / "step-4").glob("manifest-*"))) == 2
     directories = {pack.directory for pack in first.manifest.packs}
@@ -209,109 +196,61 @@ def test_golden_replacements_hold_every_kind() -> None:
     assert set(by_code.values()) == {1, 2}
     used = first.manifest.blob_bytes + sum(pack.header_bytes for pack in first.manifest.packs)
     assert used < sum(pack.num_bytes for pack in first.manifest.packs)
-    assert not (GOLDEN / write_v3.REMOVED / "manifest.json").exists()
-    assert {pack.directory for pack in second.manifest.packs} == {None, f"../{write_v3.REMOVED}"}
+    assert not (GOLDEN / write.REMOVED / "manifest.json").exists()
+    assert {pack.directory for pack in second.manifest.packs} == {None, f"../{write.REMOVED}"}
     assert not cnr.read_checkpoint(GOLDEN / "step-7").is_compacted
 
 
 @every_step
-def test_exact_rows_are_counted(version: str, step: str) -> None:
+def test_exact_rows_are_counted(step: str) -> None:
     """A checkpoint says how many rows codes could not represent, worked out from the sizes of blobs."""
-    manifest = reader.read_lineage(GOLDENS[version] / step)[0].manifest
+    manifest = reader.read_lineage(GOLDEN / step)[0].manifest
     num_exact = sum(
         reader.num_exact(shard.scheme, shard.box.cols, block.members, blob.num_bytes)
         for entry in manifest.tensors.values()
         for shard in entry.shards
         for block, blob in zip(shard.row_set, shard.blobs, strict=False)
+        if not reader.is_split(shard.scheme, shard.box.cols, block.members, blob.num_bytes)
     )
     assert (num_exact > 0) == (step in ("step-1", "step-2", "step-4"))
-    assert cnr.read_checkpoint(GOLDENS[version] / step).num_exact_rows == num_exact
+    assert cnr.read_checkpoint(GOLDEN / step).num_exact_rows == num_exact
 
 
-@every_step
-def test_golden_checkpoints_say_their_version(version: str, step: str) -> None:
-    """The files of a version are what it wrote: nobody has written them anew with another."""
-    start = (GOLDENS[version] / step / "manifest.json").read_bytes()[:200]
-    assert b'"manifest":{"format":"torchrec_cnr","version":%s,' % version[1:].encode() in start
+@pytest.mark.parametrize("path", sorted(GOLDENS.glob("*/*/manifest*.json")), ids=lambda path: str(path)[-70:])
+def test_golden_checkpoints_say_their_version(path: Path) -> None:
+    """It is the same for all of them, whatever they hold."""
+    assert b'"manifest":{"format":"torchrec_cnr","version":1,' in path.read_bytes()[:200]
 
 
 def test_script_writes_the_same_bytes_again(tmp_path: Path) -> None:
-    """Row codes, quantized rows, safetensors headers and manifests are byte for byte what version 3 wrote.
-
-    As it does where nothing becomes smaller by being split.
-    """
-    with patch("torchrec_cnr.saving.encoding.split", return_value=None):
-        write_v3.write(tmp_path)
+    """Row codes, quantized rows, safetensors headers, manifests and records are byte for byte what they were."""
+    write.write(tmp_path)
     written = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    golden = {path.relative_to(GOLDEN): path.read_bytes() for path in GOLDEN.rglob("*") if path.is_file()}
+    golden = {path.relative_to(GOLDENS): path.read_bytes() for path in GOLDENS.rglob("*") if path.is_file()}
     assert sorted(written) == sorted(golden)
     assert [str(path) for path in sorted(golden) if written[path] != golden[path]] == []
 
 
-@pytest.mark.parametrize("step", write_v3.STEPS[:3])
-def test_packs_are_those_of_version_2(step: str) -> None:
-    """Version 3 changed manifests; what lies in packs is byte for byte what it was."""
-    packs = {path.name: path.read_bytes() for path in (GOLDEN / step).glob("*.safetensors")}
-    assert packs == {path.name: path.read_bytes() for path in (GOLDENS["v2"] / step).glob("*.safetensors")}
+def test_golden_checkpoints_hold_plain_and_packed_manifests() -> None:
+    """Most are plain, and the last one is packed: readers meet both in one lineage."""
+    packed = [path for path in sorted(GOLDENS.glob("*/*/manifest*.json")) if b',"zstd":"' in path.read_bytes()[:200]]
+    assert packed == [LOGGED / "step-3" / "manifest.json", GOLDEN / "step-7" / "manifest.json"]
 
 
-# Split blobs
-
-SPLIT_EXPECTED = json.loads((SPLIT / "expected.json").read_text())
-
-
-@pytest.mark.parametrize("step", split_v6.STEPS)
-def test_page_is_enough_to_read_split_blobs(step: str) -> None:
-    """The reader finds what was saved, and loaded then."""
-    state = reader.read(SPLIT / step)
-    digests = {fqn: hashlib.sha256(data).hexdigest() for fqn, (_, _, data) in state.tensors.items()}
-    assert digests == SPLIT_EXPECTED[step]
-    saved = split_v6.state_of(1)
-    for number in range(2, int(step[-1]) + 1):
-        for fqn, values in split_v6.state_of(number).items():
-            saved[fqn][split_v6.rows_of(number)] = values[split_v6.rows_of(number)]
-    for fqn in ("table.none", "state.none", "dense.bias"):
-        assert state.tensors[fqn][2] == write_v3.as_bytes(saved[fqn])
-
-
-@pytest.mark.parametrize("step", split_v6.STEPS)
-def test_golden_checkpoints_with_split_blobs_load_bit_equal(step: str) -> None:
-    """The library reads them as it did, and no step as another."""
-    assert split_v6.digests_of(SPLIT / step) == SPLIT_EXPECTED[step]
-    others = [SPLIT_EXPECTED[other] for other in split_v6.STEPS if other != step]
-    assert not any(SPLIT_EXPECTED[step].items() & other.items() for other in others)
-
-
-def test_golden_checkpoints_with_split_blobs_hold_every_kind() -> None:
+@pytest.mark.parametrize("step", ["step-1", "step-4"])
+def test_golden_checkpoints_hold_split_blobs(step: str) -> None:
     """Each scheme that splits blobs has done so, and in one table a block with an exact row was not split."""
-    baseline, delta, compacted = (cnr.read_checkpoint(SPLIT / step) for step in split_v6.STEPS)
-    assert (baseline.kind, delta.kind, compacted.kind) == ("baseline", "delta", "baseline")
-    assert compacted.is_compacted
-    for step in split_v6.STEPS:
-        assert (
-            b'"manifest":{"format":"torchrec_cnr","version":6,' in (SPLIT / step / "manifest.json").read_bytes()[:200]
-        )
+    manifest = cnr.read_checkpoint(GOLDEN / step).manifest
     behind = {
-        fqn: [num_bytes for shard in entry.shards for num_bytes in shard.bytes_behind_codes(DTYPE_OF[entry.dtype])]
-        for fqn, entry in baseline.manifest.tensors.items()
+        fqn: [num for shard in entry.shards for num in shard.bytes_behind_codes(DTYPE_OF[entry.dtype])]
+        for fqn, entry in manifest.tensors.items()
+        if fqn.startswith(split.PREFIX)
     }
-    first, second = behind.pop(f"table.{split_v6.SPOILED}")
-    assert first > 0 > second
-    assert baseline.num_exact_rows == compacted.num_exact_rows == 1
-    assert {fqn for fqn, found in behind.items() if max(found) == 0} == {"table.none"}
-    assert all(max(found) <= 0 for found in behind.values())
-    for manifest in (baseline.manifest, delta.manifest, compacted.manifest):
-        for name, scheme in split_v6.SCHEMES.items():
-            assert {shard.scheme for shard in manifest.tensors[f"table.{name}"].shards} == {scheme}
-
-
-def test_what_is_not_split_is_of_an_older_version(tmp_path: Path) -> None:
-    """A manifest is of version 6 only where something in it needs that."""
-    rows = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
-    for name, state in (("plain", {"rows": rows}), ("split", {"rows": rows, "zeros": torch.zeros(64)})):
-        save(state, storage_writer=cnr.CNRStorageWriter(tmp_path / name), no_dist=True)
-    starts = [(tmp_path / name / "manifest.json").read_bytes()[:200] for name in ("plain", "split")]
-    assert [re.findall(rb'"version":(\d)', start) for start in starts] == [[b"3"], [b"6"]]
+    assert {fqn: {shard.scheme for shard in manifest.tensors[fqn].shards} for fqn in behind} == {
+        fqn: {scheme} for fqn, scheme in split.SCHEMES.items()
+    }
+    assert {fqn for fqn, found in behind.items() if min(found) == 0} == {split.NEVER}
+    assert {fqn for fqn, found in behind.items() if max(found) > 0} == {split.SPOILED}
 
 
 # Packs in a log
@@ -319,14 +258,17 @@ def test_what_is_not_split_is_of_an_older_version(tmp_path: Path) -> None:
 
 def _records() -> dict[tuple[str, int], dict[int, reader.Record]]:
     """The golden log, as the reader takes one."""
-    kept = log_v5.KeptLog(LOGGED / "log.json").records()
-    found = (reader.Record(r["key"].encode(), r["part"].encode(), bytes.fromhex(r["value"])) for r in kept)
-    return {(log_v5.TOPIC, 0): dict(enumerate(found))}
+    kept = log.KeptLog(LOGGED / "log.json").records()
+    found = (
+        reader.Record(r["key"].encode(), r["part"].encode(), bytes.fromhex(r["value"]), r.get("pack", "").encode())
+        for r in kept
+    )
+    return {(log.TOPIC, 0): dict(enumerate(found))}
 
 
-@pytest.mark.parametrize("step", log_v5.STEPS)
+@pytest.mark.parametrize("step", log.STEPS)
 def test_page_is_enough_to_read_rows_in_a_log(step: str) -> None:
-    """With the log's records, the reader finds what version 3 has in files, bit for bit; without, it refuses."""
+    """With the log's records, the reader finds what the run has in files, bit for bit; without, it refuses."""
     state = reader.read(LOGGED / step, _records())
     assert {fqn: {"dtype": d, "size": size, "hex": data.hex()} for fqn, (d, size, data) in state.tensors.items()} == (
         EXPECTED[step]["tensors"]
@@ -337,31 +279,25 @@ def test_page_is_enough_to_read_rows_in_a_log(step: str) -> None:
             reader.read(LOGGED / step)
 
 
-@pytest.mark.parametrize("step", log_v5.STEPS)
+@pytest.mark.parametrize("step", log.STEPS)
 def test_golden_checkpoints_with_rows_in_a_log_load_bit_equal(step: str, tmp_path: Path) -> None:
     """The library reads them, too, by whatever log it is given."""
-    path, rows = shutil.copytree(LOGGED, tmp_path / "run") / step, log_v5.KeptLog(LOGGED / "log.json")
+    path, rows = shutil.copytree(LOGGED, tmp_path / "run") / step, log.KeptLog(LOGGED / "log.json")
     state = _target(step)
     load(state, storage_reader=cnr.CNRStorageReader(path, row_log=rows), planner=cnr.CNRLoadPlanner(), no_dist=True)
     assert _loaded(state) == _expected(step)
     assert _as_json(cnr.load_table(path, T0, row_log=rows)) == EXPECTED[step]["tensors"][T0]
 
 
-def test_golden_checkpoints_with_rows_in_a_log_hold_every_kind(tmp_path: Path) -> None:
-    """Files and log, plain and packed, records of others between; and the script writes the same bytes again."""
-    starts = [(LOGGED / step / "manifest.json").read_bytes()[:130] for step in log_v5.STEPS]
-    assert [re.findall(rb'"version":(\d)', start) for start in starts] == [[b"3"], [b"5"], [b"4"]]
-    packs = [cnr.read_checkpoint(LOGGED / step).manifest.packs for step in log_v5.STEPS]
-    assert [[pack.log is not None for pack in found] for found in packs] == [[False] * 4, [True, False], [True, True]]
+def test_golden_checkpoints_with_rows_in_a_log_hold_every_kind() -> None:
+    """Files and log, keys that are a pack's name and others, and records of others between."""
+    packs = [cnr.read_checkpoint(LOGGED / step).manifest.packs for step in log.STEPS]
+    assert [{pack.log is not None for pack in found} for found in packs] == [{False}, {True, False}, {True}]
+    assert {pack.log.key for pack in packs[2] if pack.log is not None} == {None, *log.KEYS.values()}
     for pack in (pack for found in packs for pack in found if pack.log is not None):
         num_parts = pack.log.num_parts(pack.num_bytes)
         assert num_parts > 1
         assert pack.log.last - pack.log.first == num_parts  # one of somebody else
-    log_v5.write_golden(GOLDEN, tmp_path)
-    written = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    golden = {path.relative_to(LOGGED): path.read_bytes() for path in LOGGED.rglob("*") if path.is_file()}
-    assert sorted(written) == sorted(golden)
-    assert [str(path) for path in sorted(golden) if written[path] != golden[path]] == []
 
 
 def test_packs_in_a_log_are_no_files_of_a_run(tmp_path: Path) -> None:
@@ -369,15 +305,15 @@ def test_packs_in_a_log_are_no_files_of_a_run(tmp_path: Path) -> None:
     history = read_run_history(read_catalog(shutil.copytree(LOGGED, tmp_path / "run")))
     num_bytes = sum(path.stat().st_size for path in LOGGED.glob("step-*/*"))
     assert history.written_bytes == history.kept_bytes == num_bytes
-    packs = [pack for step in log_v5.STEPS for pack in cnr.read_checkpoint(LOGGED / step).manifest.packs]
+    packs = [pack for step in log.STEPS for pack in cnr.read_checkpoint(LOGGED / step).manifest.packs]
     assert history.log_bytes == sum(pack.num_bytes for pack in packs if pack.log is not None) > 0
 
 
 @pytest.mark.parametrize("change", ["missing", "twice", "swapped", "shorter", "longer", "renamed", "of other parts"])
 def test_damaged_logs_are_refused(change: str) -> None:
     """Whatever is not as the page says of a pack's records is refused."""
-    log = _records()
-    records = log[log_v5.TOPIC, 0]
+    kept = _records()
+    records = kept[log.TOPIC, 0]
     first, other, second = (records[offset] for offset in (0, 1, 2))
     assert other.key != first.key == second.key
     changes = {
@@ -391,7 +327,7 @@ def test_damaged_logs_are_refused(change: str) -> None:
     }
     records |= changes[change]
     with pytest.raises(reader.Refused, match="part"):
-        reader.read(LOGGED / "step-2", log)
+        reader.read(LOGGED / "step-2", kept)
 
 
 def test_paths_rebuild_the_nested_state() -> None:
@@ -416,137 +352,26 @@ def test_moved_run_loads(tmp_path: Path) -> None:
         _load(tmp_path / "alone" / "step-3", _target("step-3"))
 
 
-# Lineages of several versions
-
-
-@dataclass(eq=False)
-class _Resumed:
-    """A job that stands on a copy of the golden checkpoints of an earlier version."""
-
-    version: str
-    folder: Path
-    state: dict[str, Any]
-    tracker: TrackedRows
-
-    def train(self, seed: int) -> None:
-        """Modify some rows of every table and its optimizer state, and what is no table."""
-        for shard in self.tracker.shards:
-            rows = torch.tensor([1, seed % 3 + 3])
-            shard.rows.mark(rows)
-            for tensor in (shard.weight, *shard.state()):
-                tensor[rows] = values_of(tuple(tensor[rows].shape), seed, tensor.dtype)
-        self.state["step"] += 1
-
-    def save(self, step: str) -> dict[str, Any]:
-        """Save, and return what it must load as."""
-        writer = cnr.CNRStorageWriter(self.folder / step, sync_files=False)
-        planner = cnr.CNRSavePlanner(self.tracker, policy=cnr.Consecutive())
-        save(self.state, storage_writer=writer, planner=planner, no_dist=True)
-        return copy.deepcopy(_loaded(self.state))
-
-    def target(self) -> dict[str, Any]:
-        """A state like the job's to load into, full of what it does not hold."""
-        return _target("step-3", version=self.version) | {
-            "reader.state": dict.fromkeys(self.state["reader.state"], "not loaded")
-        }
-
-
-@pytest.fixture(params=["v1", "v2"])
-def resumed(request: pytest.FixtureRequest, tmp_path: Path) -> _Resumed:
-    """Loads the newest checkpoint of an earlier version, and tracks it."""
-    version = request.param
-    folder, state = shutil.copytree(GOLDENS[version], tmp_path / "run"), _target("step-3", version=version)
-    states = {T0: (state[EXP_AVG],), T8: (state[MOMENTUM],)}
-    shards = []
-    for fqn in (T0, T2, T4, T8):
-        rows = ModifiedRows(fqn, Box.whole(tuple(state[fqn].shape)), torch.device("cpu"))
-        shards.append(TrackedShard(rows, state[fqn], functools.partial(states.get, fqn, ())))
-    tracker = TrackedRows(shards)
-    _load(folder / "step-3", state, lambda: cnr.CNRLoadPlanner(tracker))
-    return _Resumed(version, folder, state, tracker)
-
-
-def test_deltas_stand_on_a_lineage_of_an_earlier_version(resumed: _Resumed) -> None:
-    """A job that resumes from an earlier version goes on with deltas in version 3, which load over it."""
-    version = int(resumed.version[1:])
-    num_restores = {1: 0, 2: 1}[version]
-    assert _loaded(resumed.state) == _expected("step-3", version=resumed.version)
-    cuts = {}
-    for number in (4, 5):
-        resumed.train(number)
-        cuts[f"step-{number}"] = resumed.save(f"step-{number}")
-    assert cuts["step-4"] != cuts["step-5"]
-    links = reader.read_lineage(resumed.folder / "step-5")
-    assert [link.manifest.version for link in links] == [3, 3, version, version, version]
-    for step, cut in cuts.items():
-        checkpoint = cnr.read_checkpoint(resumed.folder / step)
-        assert (checkpoint.kind, checkpoint.num_restores) == ("delta", num_restores + 1)
-        assert _stored_rows(checkpoint) == 4 * 2
-        assert _loaded(_load(resumed.folder / step, resumed.target())) == cut
-        assert _by_reader(resumed.folder / step) == cut["tensors"]
-    before = _expected("step-3", version=resumed.version)["tensors"][T2]["hex"]
-    after = cuts["step-5"]["tensors"][T2]["hex"]
-    assert [before[a : a + 12] == after[a : a + 12] for a in range(0, len(before), 12)].count(False) == 3
-
-
-def _stored_rows(checkpoint: cnr.Checkpoint) -> int:
-    """Of tables that are tracked."""
-    tensors = {fqn: entry for fqn, entry in checkpoint.manifest.tensors.items() if fqn not in mixed.TABLES}
-    return replace(checkpoint.manifest, tensors=tensors).num_rows
-
-
-def test_lineage_of_several_versions_is_folded(resumed: _Resumed) -> None:
-    """A replacement takes over packs and codes of earlier versions as they are, and deltas go on standing on it."""
-    resumed.train(4)
-    resumed.save("step-4")
-    resumed.train(5)
-    cut = resumed.save("step-5")
-    replace_manifest(resumed.folder / "step-4")
-    for step in ("step-1", "step-2", "step-3"):
-        (resumed.folder / step / "manifest.json").unlink()
-    links = reader.read_lineage(resumed.folder / "step-5")
-    assert [len(links), links[-1].committed.version, links[-1].manifest.version] == [2, 3, 3]
-    assert _loaded(_load(resumed.folder / "step-5", resumed.target())) == cut
-    assert _by_reader(resumed.folder / "step-5") == cut["tensors"]
-
-
-def test_rewritten_parent_of_an_earlier_version_is_refused(resumed: _Resumed) -> None:
-    """A parent is known by the bytes that it was committed as: rewritten in version 3, it is another one."""
-    resumed.train(4)
-    cut = resumed.save("step-4")
-    path = resumed.folder / "step-1" / "manifest.json"
-    manifest, digest = manifest_json.loads(path.read_bytes(), "step-1")
-    data, other = manifest_json.dumps(manifest)
-    assert digest != other
-    assert _loaded(_load(resumed.folder / "step-4", resumed.target())) == cut
-    path.write_bytes(data)
-    with pytest.raises(cnr.DamagedError, match=r"its parent .*step-1 was replaced"):
-        _load(resumed.folder / "step-4", resumed.target())
-    with pytest.raises(reader.Refused, match="another parent"):
-        reader.read(resumed.folder / "step-4")
-
-
 # Replacements
 
 
-@every_version
 @pytest.mark.parametrize("base", [None, "step-1"])
 @pytest.mark.parametrize("is_moved", [False, True])
-def test_folded_lineage_loads_as_before(tmp_path: Path, version: str, base: str | None, is_moved: bool) -> None:
-    """Whatever version wrote it, a lineage folded into its head, or into a delta of its baseline, loads bit for bit."""
-    folder = shutil.copytree(GOLDENS[version], tmp_path / "run")
+def test_folded_lineage_loads_as_before(tmp_path: Path, base: str | None, is_moved: bool) -> None:
+    """A lineage folded into its head, or into a delta of its baseline, loads bit for bit."""
+    folder = shutil.copytree(GOLDEN, tmp_path / "run")
     moved = {path.name for path in folder.glob("*/*.safetensors")} if is_moved else set()
     manifest = replace_manifest(folder / "step-3", base, moved)
     assert {pack.directory for pack in manifest.packs} == (
         {None} if is_moved else {None, "../step-2"} if base else {None, "../step-1", "../step-2"}
     )
     for step in ["step-2"] if base else ["step-1", "step-2"]:
-        write_v3.remove(folder / step, used_packs(manifest).get(f"../{step}", ()))
+        write.remove(folder / step, used_packs(manifest).get(f"../{step}", ()))
     assert len(reader.read_lineage(folder / "step-3")) == (2 if base else 1)
     for planner in (cnr.CNRLoadPlanner, DefaultLoadPlanner):
-        loaded = _loaded(_load(folder / "step-3", _target("step-3", planner, version), planner))
-        assert loaded == _expected("step-3", planner, version)
-    assert _by_reader(folder / "step-3") == EXPECTED_OF[version]["step-3"]["tensors"]
+        loaded = _loaded(_load(folder / "step-3", _target("step-3", planner), planner))
+        assert loaded == _expected("step-3", planner)
+    assert _by_reader(folder / "step-3") == EXPECTED["step-3"]["tensors"]
 
 
 @pytest.mark.parametrize("fqn", [T0, T8, MOMENTUM, EXP_AVG])
@@ -563,7 +388,7 @@ def test_ranges_of_rows_of_a_replaced_lineage_load(step: str, fqn: str) -> None:
 @pytest.fixture
 def replaced(tmp_path: Path) -> Path:
     """A copy of the golden checkpoints, replacements and all."""
-    return shutil.copytree(GOLDEN, tmp_path / "v3")
+    return shutil.copytree(GOLDEN, tmp_path / "run")
 
 
 def _rewrite(folder: Path, step: str, change: Callable[[TensorEntry], TensorEntry], fqn: str) -> None:
@@ -691,7 +516,7 @@ def test_split_blob_of_the_page_is_right() -> None:
     (row,) = re.findall(r"is `([0-9a-f ]+)` 32 times", PAGE)
     rows = np.frombuffer(32 * _hex(row), np.uint8)
     assert rows.view("<f4").tolist() == 32 * [1.0]
-    blob = split(rows.reshape(32, 4), 4)
+    blob = split_rows(rows.reshape(32, 4), 4)
     assert blob is not None
     assert blob.tobytes() == _hex(found)
     assert reader.joined(4, 4, 32, _hex(found)) == rows.tobytes()
@@ -850,9 +675,9 @@ def _patch(folder: Path, step: str, blob: list[int], at: int, new: bytes) -> Non
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
     """A copy of the golden checkpoints before the first that was replaced."""
-    for step in write_v3.STEPS[:3]:
-        shutil.copytree(GOLDEN / step, tmp_path / "v3" / step)
-    return tmp_path / "v3"
+    for step in write.STEPS[:3]:
+        shutil.copytree(GOLDEN / step, tmp_path / step)
+    return tmp_path
 
 
 def _blob(step: str, fqn: str, shard: int, number: int) -> list[int]:
@@ -894,7 +719,10 @@ def test_exact_rows_out_of_place_are_refused(tmp_path: Path, positions: list[int
 @pytest.mark.parametrize("scheme", mixed.SCHEMES, ids=str)
 @pytest.mark.parametrize("num_more", [-1, 1])
 def test_blobs_that_are_longer_or_shorter_are_refused(tmp_path: Path, scheme: cnr.Scheme, num_more: int) -> None:
-    """A blob has the bytes that its rows need: one more or less, in the pack too, is refused before it is read."""
+    """A blob has the bytes that its rows need. One more, in the pack too, is refused before it is read.
+
+    So is one less, unless that might be a split blob: then its tails are no frame.
+    """
     table = torch.arange(33.0).reshape(3, 11)
     writer = cnr.CNRStorageWriter(tmp_path / "step-1", quantization={"*": scheme}, sync_files=False)
     save({"t": table}, storage_writer=writer, no_dist=True)
@@ -909,9 +737,10 @@ def test_blobs_that_are_longer_or_shorter_are_refused(tmp_path: Path, scheme: cn
         shard[3][0][2:] = [len(data), reader.crc32c(data)]
 
     _edit(tmp_path, "step-1", resize)
-    with pytest.raises(reader.Refused, match="another size"):
+    might_be_split = num_more < 0 and scheme.tail_bytes(11, torch.float32) > 0
+    with pytest.raises(reader.Refused, match="frame" if might_be_split else "another size|too small"):
         reader.read(tmp_path / "step-1")
-    with pytest.raises(cnr.DamagedError, match=r"'t'.*bytes, its 3 rows need"):
+    with pytest.raises(cnr.DamagedError, match="'t'.*tails" if might_be_split else "'t'.*bytes, its 3 rows need"):
         _load(tmp_path / "step-1", {"t": torch.zeros(3, 11)})
 
 
@@ -956,46 +785,45 @@ def test_tensor_that_the_parent_lacks_is_refused(copied: Path) -> None:
         _load(copied / "step-2", target)
 
 
-def test_state_of_no_rows_may_lie_anywhere(tmp_path: Path) -> None:
+def test_state_of_no_rows_may_lie_anywhere(copied: Path) -> None:
     """A rank without rows has no place in the table, and nothing is read for it."""
-    fqn = "optimizer.t8.momentum1"
-    shutil.copytree(GOLDENS["v1"], tmp_path / "v1")
-    _edit(tmp_path / "v1", "step-2", lambda body: body["tensors"][fqn]["shards"][2].__setitem__(0, [[9], [0]]))
-    expected = _by_reader(tmp_path / "v1" / "step-2")
+    _edit(copied, "step-2", lambda body: body["tensors"][MOMENTUM]["shards"][2].__setitem__(0, [[9], [0]]))
+    expected = _by_reader(copied / "step-2")
     target = {fqn: torch.zeros(e["size"], dtype=getattr(torch, e["dtype"])) for fqn, e in expected.items()}
-    assert _loaded(_load(tmp_path / "v1" / "step-2", target, DefaultLoadPlanner))["tensors"] == expected
+    assert _loaded(_load(copied / "step-2", target, DefaultLoadPlanner))["tensors"] == expected
 
 
-def test_nothing_may_be_of_any_size(tmp_path: Path) -> None:
+def test_nothing_may_be_of_any_size(copied: Path) -> None:
     """A tensor without elements may have as many columns as a size can say."""
-    shutil.copytree(GOLDENS["v2"], tmp_path / "v2")
-    _edit(tmp_path / "v2", "step-2", lambda body: body["tensors"]["dense.none"].update(size=[0, 1 << 62], shards=[]))
-    expected = _by_reader(tmp_path / "v2" / "step-2")
+
+    def change(body: dict[str, Any]) -> None:
+        body["tensors"]["dense.none"]["size"] = [0, 1 << 62]
+        body["tensors"]["dense.none"]["shards"][0][0] = [[0, 0], [0, 1 << 62]]
+
+    _edit(copied, "step-2", change)
+    expected = _by_reader(copied / "step-2")
     target = {fqn: torch.zeros(e["size"], dtype=getattr(torch, e["dtype"])) for fqn, e in expected.items()}
-    assert _loaded(_load(tmp_path / "v2" / "step-2", target, DefaultLoadPlanner))["tensors"] == expected
+    assert _loaded(_load(copied / "step-2", target, DefaultLoadPlanner))["tensors"] == expected
 
 
 LAST_REPLACEMENT = {
-    step: f"{step}/manifest-{cnr.read_checkpoint(GOLDEN / step).manifest.replaces}.json" for step in write_v3.REPLACED
+    step: f"{step}/manifest-{cnr.read_checkpoint(GOLDEN / step).manifest.replaces}.json" for step in write.REPLACED
 }
 
 
 @pytest.mark.parametrize(
-    ("version", "file"),
-    [
-        *((version, "step-2/manifest.json") for version in GOLDENS),
-        *(("v3", file) for file in LAST_REPLACEMENT.values()),
-    ],
-    ids=[*GOLDENS, *(f"replacement of {step}" for step in LAST_REPLACEMENT)],
+    "file",
+    ["step-2/manifest.json", *LAST_REPLACEMENT.values()],
+    ids=["commit", *(f"replacement of {step}" for step in LAST_REPLACEMENT)],
 )
 @hypothesis.settings(max_examples=150)
 @hypothesis.given(data=st.data())
 def test_reader_and_library_agree_on_any_manifest(
-    tmp_path_factory: pytest.TempPathFactory, version: str, file: str, data: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory, file: str, data: st.DataObject
 ) -> None:
     """A manifest that was changed at random, digest included, loads the same in both, or is refused by both."""
     folder, step = tmp_path_factory.getbasetemp() / f"mutated-{next(numbers)}", file.partition("/")[0]
-    shutil.copytree(GOLDENS[version], folder)
+    shutil.copytree(GOLDEN, folder)
     body = json.loads((folder / file).read_text())["manifest"]
     paths = [path for path in nodes(body) if path[0] in ("packs", "row_sets", "tensors", "version")]
     for _ in range(data.draw(st.integers(1, 2))):
@@ -1007,7 +835,7 @@ def test_reader_and_library_agree_on_any_manifest(
         expected = _by_reader(folder / step)
     except reader.Refused:
         with pytest.raises(cnr.LoadError):
-            _load(folder / step, _target(step, DefaultLoadPlanner, version), DefaultLoadPlanner)
+            _load(folder / step, _target(step, DefaultLoadPlanner), DefaultLoadPlanner)
     else:
         target = {fqn: torch.zeros(e["size"], dtype=getattr(torch, e["dtype"])) for fqn, e in expected.items()}
         assert _loaded(_load(folder / step, target, DefaultLoadPlanner))["tensors"] == expected

@@ -16,9 +16,9 @@ import torch
 import zstandard
 from hypothesis import strategies as st
 
-from tests.golden import mixed, reader, write_v3
+from tests.golden import mixed, reader
 from torchrec_cnr.errors import DamagedError, VersionError
-from torchrec_cnr.format import manifest_json, manifest_parser
+from torchrec_cnr.format import manifest_json
 from torchrec_cnr.format.boxes import Box, fills
 from torchrec_cnr.format.manifest import (
     DTYPES,
@@ -33,13 +33,12 @@ from torchrec_cnr.format.manifest import (
 )
 from torchrec_cnr.format.manifest_json import compressed_body
 from torchrec_cnr.format.row_sets import Blob, RowBlock, RowSet
-from torchrec_cnr.quantization import Asymmetric, KMeans, NoQuantization, Scheme, exact_row_bytes, scheme_from_json
+from torchrec_cnr.quantization import Asymmetric, KMeans, NoQuantization, Scheme, exact_row_bytes
 
 Json = Any
 EXACT = NoQuantization()
-SCHEMES_1: list[Scheme] = [EXACT, Asymmetric(2), Asymmetric(4), Asymmetric(8)]
-SCHEMES = [*SCHEMES_1, *mixed.SCHEMES]
-GOLDENS = Path(__file__).parents[1] / "golden"
+SCHEMES: list[Scheme] = [EXACT, Asymmetric(2), Asymmetric(4), Asymmetric(8), *mixed.SCHEMES]
+GOLDEN = Path(__file__).parents[1] / "golden" / "v1"
 START_BYTES = 512  # of a manifest file, in which its time of commit lies
 
 
@@ -155,49 +154,11 @@ def body_of(manifest: Manifest) -> Json:
     return json.loads(manifest_json.dumps(manifest)[0])["manifest"]
 
 
-def in_version_2(body: Json) -> Json:
-    """A body of version 3 whose row sets have blocks of one size, as version 2 has it."""
-    row_sets: list[Json] = []
-    numbers: dict[int, int] = {}
-    tensors = {}
-    for fqn, entry in body["tensors"].items():
-        shards = []
-        for box, table_box, number, blobs, scheme in entry["shards"]:
-            blocks = body["row_sets"][number]
-            num_rows, block_rows = sum(block[3] for block in blocks), max((block[3] for block in blocks), default=1)
-            is_whole = num_rows == (box[1] or [1])[0] and all(block[0] == "all" for block in blocks)
-            if not is_whole and number not in numbers:
-                numbers[number] = len(row_sets)
-                row_sets.append([num_rows, block_rows, [[*block[:3], block[4]] for block in blocks]])
-            shards.append([box, None if is_whole else numbers[number], block_rows, blobs, table_box, scheme])
-        assert entry["folded"] is None
-        tensors[fqn] = {key: value for key, value in entry.items() if key != "folded"} | {"shards": shards}
-    packs = [pack[1:5] for pack in body["packs"]]
-    changes = {"version": 2, "packs": packs, "row_sets": row_sets, "tensors": tensors}
-    assert body["replaces"] is None
-    return {key: changes.get(key, value) for key, value in body.items() if key != "replaces"}
-
-
-def in_version_1(body: Json) -> Json:
-    """A body of version 2 in which the shards of a tensor agree in scheme, as version 1 has it."""
-    tensors = {}
-    for fqn, entry in body["tensors"].items():
-        schemes = [shard[5] for shard in entry["shards"]] or [{"name": "none"}]
-        assert all(scheme == schemes[0] for scheme in schemes)
-        first = {"dtype": entry["dtype"], "size": entry["size"], "scheme": schemes[0]}
-        tensors[fqn] = first | entry | {"shards": [shard[:5] for shard in entry["shards"]]}
-    return {key: value for key, value in body.items() if key != "restores"} | {"version": 1, "tensors": tensors}
-
-
-BODIES: dict[str, Callable[[], Json]] = {  # by version
-    "1": lambda: in_version_1(in_version_2(body_of(delta(Asymmetric(4))))),
-    "2": lambda: in_version_2(body_of(delta())),
-    "3": lambda: body_of(delta()),
-    "3, replacing": lambda: body_of(replacement()),
-    "5": lambda: body_of(logged(delta())),
-    "5, replacing": lambda: body_of(logged(replacement())),
-    "6": lambda: body_of(delta(is_split=True)),
-    "6, replacing": lambda: body_of(logged(replacement(is_split=True))),
+BODIES: dict[str, Callable[[], Json]] = {
+    "delta": lambda: body_of(delta(is_split=True)),
+    "replacement": lambda: body_of(replacement()),
+    "logged": lambda: body_of(logged(delta())),
+    "logged replacement": lambda: body_of(logged(replacement(is_split=True))),
 }
 
 
@@ -217,16 +178,16 @@ def loads(body: Json) -> Manifest:
 
 
 @st.composite
-def _manifests(draw: st.DrawFn, version: int = 6) -> Manifest:
-    """Valid manifests of any shape, that can be written in a version."""
-    replaces = draw(st.none() | _digests) if version > 2 else None
+def _manifests(draw: st.DrawFn) -> Manifest:
+    """Valid manifests of any shape."""
+    replaces = draw(st.none() | _digests)
     directories: list[str | None] = [None]
     if replaces is not None:
         directories += draw(st.lists(_relative_paths, max_size=2))
     filler = Filler("save", draw(st.sampled_from([100, 10_000])), tuple(directories))
     filler.hole_bytes = 0 if replaces is None else draw(st.integers(0, 9))
     fqns = draw(st.lists(st.text(max_size=5), max_size=3, unique=True))
-    tensors = {fqn: draw(_entries(filler, version, replaces is not None)) for fqn in fqns}
+    tensors = {fqn: draw(_entries(filler, replaces is not None)) for fqn in fqns}
     names = st.text(max_size=5).filter(lambda name: name not in tensors)
     objects = {fqn: filler.blob(draw(st.integers(1, 50))) for fqn in draw(st.lists(names, max_size=2, unique=True))}
     may_be_baseline = all(entry.is_whole or entry.folded is not None for entry in tensors.values())
@@ -242,7 +203,7 @@ def _manifests(draw: st.DrawFn, version: int = 6) -> Manifest:
         else CheckpointRef(draw(_relative_paths), draw(_digests)),
         policy=draw(st.text()),
         history=History(draw(integers), tuple(draw(st.lists(integers, max_size=3)))),
-        num_restores=0 if version == 1 else draw(integers),
+        num_restores=draw(integers),
         world_size=draw(st.integers(1, 2**62)),
         writer=draw(st.text()),
         packs=filler.packs(),
@@ -261,14 +222,11 @@ _relative_paths = st.tuples(st.integers(1, 3), st.lists(_names, min_size=1, max_
 
 
 @st.composite
-def _entries(draw: st.DrawFn, filler: Filler, version: int, may_fold: bool) -> TensorEntry:
+def _entries(draw: st.DrawFn, filler: Filler, may_fold: bool) -> TensorEntry:
     """A tensor of one or two shards; if it is folded, any number of them lie anywhere."""
     size: tuple[int, ...] = tuple(draw(st.lists(st.integers(0, 12), max_size=3)))
     dtype = draw(st.sampled_from(list(DTYPES)))
-    known = SCHEMES_1 if version == 1 else SCHEMES
-    schemes = [scheme for scheme in known if scheme.supports(DTYPES[dtype])]
-    if version == 1:
-        schemes = [draw(st.sampled_from(schemes))]
+    schemes = [scheme for scheme in SCHEMES if scheme.supports(DTYPES[dtype])]
     boxes = draw(_boxes_that_fill(size))
     folded = tuple(Place(box) for box in boxes) if may_fold and draw(st.booleans()) else None
     if folded is not None:
@@ -276,14 +234,14 @@ def _entries(draw: st.DrawFn, filler: Filler, version: int, may_fold: bool) -> T
     shards = []
     for box in boxes:
         scheme = draw(st.sampled_from(schemes))
-        rows = draw(_row_sets(filler, box, version))
+        rows = draw(_row_sets(filler, box))
         blobs = []
         for block in rows.blocks if box.num_cols else ():
             exact = draw(st.integers(0, block.num_rows)) if scheme != NoQuantization() else 0
             num_bytes = block.num_rows * scheme.row_bytes(box.num_cols, DTYPES[dtype])
             least = num_bytes - block.num_rows * scheme.tail_bytes(box.num_cols, DTYPES[dtype])
             sizes = range(max(least + 1, -(-num_bytes // 64)), num_bytes)  # of a split blob
-            if version > 5 and sizes and draw(st.booleans()):
+            if sizes and draw(st.booleans()):
                 blobs.append(filler.blob(draw(st.sampled_from(sizes))))
                 continue
             blobs.append(filler.blob(num_bytes + exact * exact_row_bytes(box.num_cols, DTYPES[dtype].itemsize)))
@@ -309,18 +267,18 @@ def _boxes_within(draw: st.DrawFn, size: tuple[int, ...]) -> Box:
 
 
 @st.composite
-def _row_sets(draw: st.DrawFn, filler: Filler, box: Box, version: int) -> RowSet:
-    """All rows of a box, or some; in blocks of one size, as before version 3 they were, or of any."""
+def _row_sets(draw: st.DrawFn, filler: Filler, box: Box) -> RowSet:
+    """All rows of a box, or some."""
     num_rows, block_rows = box.num_rows, draw(st.integers(1, 5))
     if not box.sizes or draw(st.booleans()):
         return RowSet.all(num_rows if box.num_cols else 0, block_rows)
     members = sorted(draw(st.sets(st.integers(0, num_rows - 1)))) if num_rows else []
     blocks: list[RowBlock] = []
     while members:
-        count = block_rows if version < 3 else draw(st.integers(1, len(members)))
+        count = draw(st.integers(1, len(members)))
         rows, members = members[:count], members[count:]
         span = rows[-1] - rows[0] + 1
-        if version > 2 and span == len(rows) and draw(st.booleans()):
+        if span == len(rows) and draw(st.booleans()):
             blocks.append(RowBlock("all", rows[0], span, span, None))
         else:
             blocks.append(RowBlock("gaps", rows[0], span, len(rows), filler.blob(9)))
@@ -355,43 +313,18 @@ def test_small_replacement_comes_back() -> None:
     assert {pack.directory for pack in replacement().packs} == {None, "../step-1", "../../old/step-0"}
 
 
-@pytest.mark.parametrize("version", [1, 2])
-@hypothesis.given(data=st.data())
-def test_earlier_versions_give_the_same_values(version: int, data: st.DataObject) -> None:
-    """A manifest of an earlier version is read as if version 3 had written it, and can be written so."""
-    manifest = data.draw(_manifests(version=version))
-    body = in_version_2(body_of(manifest))
-    body = in_version_1(body) if version == 1 else body
-    assert loads(body) == manifest
-    assert reader.Manifest(file_of(body)).version == version
-    assert reader.Manifest(file_of(body_of(loads(body)))).version == 3
-
-
-GOLDEN_MANIFESTS = [
-    *sorted((GOLDENS / "v3").glob("*/manifest*.json")),
-    *(GOLDENS / "v5" / step / "manifest.json" for step in ("step-1", "step-2")),
-    *sorted((GOLDENS / "v6").glob("*/manifest*.json")),
-]
-
-
 @pytest.mark.parametrize(
-    "path", GOLDEN_MANIFESTS, ids=lambda path: f"{path.parents[1].name}-{path.parent.name}-{path.stem[:14]}"
+    "path",
+    sorted(GOLDEN.glob("*/*/manifest*.json")),
+    ids=lambda path: f"{path.parents[1].name}-{path.parent.name}-{path.stem[:14]}",
 )
-def test_golden_manifests_are_written_as_they_were_read(path: Path) -> None:
+def test_golden_manifests_are_written_as_they_were_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading and writing a golden manifest, or a replacement, gives the same bytes."""
     data = path.read_bytes()
     manifest, digest = manifest_json.loads(data, path.name)
+    if "zstd" in json.loads(data)["manifest"]:
+        monkeypatch.setattr(manifest_json, "PLAIN_BYTES", 0)
     assert manifest_json.dumps(manifest) == (data, digest)
-
-
-@pytest.mark.parametrize("step", write_v3.STEPS[:3])
-def test_golden_manifests_of_version_2_say_what_those_of_version_3_do(step: str) -> None:
-    """The first checkpoints are the same in both: their manifests differ in what they call their parent only."""
-    old, new = (
-        manifest_json.loads((GOLDENS / version / step / "manifest.json").read_bytes(), step)[0]
-        for version in ("v2", "v3")
-    )
-    assert old == (new if old.parent is None else replace(new, parent=old.parent))
 
 
 def test_digest_is_that_of_the_body() -> None:
@@ -467,23 +400,21 @@ def _of_library(data: bytes) -> str:
     return _outcome(lambda data: manifest_json.loads(data, "here"), data)
 
 
-LONGEST = {
-    (version, "tensors") for version in ("1", "2", "3, replacing", "5", "5, replacing")
-}  # as those of the newest
+LONGEST = {(body, "tensors") for body in ("replacement", "logged", "logged replacement")}
 every_key = pytest.mark.parametrize(
-    ("version", "key"),
+    ("what", "key"),
     [
-        pytest.param(version, key, marks=[pytest.mark.slow] if (version, key) in LONGEST else [])
-        for version, body in BODIES.items()
+        pytest.param(what, key, marks=[pytest.mark.slow] if (what, key) in LONGEST else [])
+        for what, body in BODIES.items()
         for key in body()
     ],
 )
 
 
 @every_key
-def test_any_single_change_is_refused_where_the_page_refuses_it(version: str, key: str) -> None:
+def test_any_single_change_is_refused_where_the_page_refuses_it(what: str, key: str) -> None:
     """Each value is replaced, left out and repeated; the library refuses just what the page tells it to."""
-    body = BODIES[version]()
+    body = BODIES[what]()
     num_damaged, different = 0, []
     for path in nodes(body[key], (key,)):
         for to in [*VALUES, DELETE, REPEAT]:
@@ -497,9 +428,9 @@ def test_any_single_change_is_refused_where_the_page_refuses_it(version: str, ke
 
 
 @every_key
-def test_missing_and_unknown_keys_are_refused(version: str, key: str) -> None:
-    """A manifest has exactly the keys of its version."""
-    body = BODIES[version]()
+def test_missing_and_unknown_keys_are_refused(what: str, key: str) -> None:
+    """A manifest has exactly the keys that the page lists."""
+    body = BODIES[what]()
     with pytest.raises((DamagedError, VersionError)):
         loads({name: value for name, value in body.items() if name != key})
     with pytest.raises(DamagedError):
@@ -529,6 +460,8 @@ WHOLE = [[[[0, 0], [8, 3]], None]]  # the place of the whole table
         pytest.param(_set("version", 0), "version", id="version 0"),
         pytest.param(_set("save_id", "a/b"), "save_id", id="save id with a slash"),
         pytest.param(_set("save_id", "x" * 201), "save_id", id="save id too long"),
+        pytest.param(_set("restores", DELETE), "keys", id="no restores"),
+        pytest.param(_set("replaces", DELETE), "keys", id="without a word on replacement"),
         pytest.param(_set("restores", -1), "restores", id="fewer than no restores"),
         pytest.param(_set("restores", True), "restores", id="restores are a boolean"),
         pytest.param(_set("restores", 1.0), "restores", id="restores are a float"),
@@ -556,7 +489,7 @@ WHOLE = [[[[0, 0], [8, 3]], None]]  # the place of the whole table
         pytest.param(_set(*STATE, "shards", 0, 3, 0, 1, 75), "hole or an overlap", id="overlap"),
         pytest.param(_set("row_sets", 1, 0, 3, 5), "5 rows in a span of 4", id="more members than a span holds"),
         pytest.param(_set("row_sets", 1, 0, 3, 0), "integer", id="no member"),
-        pytest.param(_set("row_sets", 1, 0, 3, 3), "bytes", id="more members than blobs hold"),
+        pytest.param(_set("row_sets", 1, 0, 3, 1), "bytes", id="fewer members than blobs hold"),
         pytest.param(_set("row_sets", 1, 0, 0, "runs"), "coding", id="unknown coding"),
         pytest.param(_set("row_sets", 1, 0, 0, "all"), "'all' with a blob", id="consecutive rows with a code"),
         pytest.param(_set("row_sets", 1, 0, 4, None), "'bitmap' without a blob", id="coding without a code"),
@@ -574,7 +507,7 @@ WHOLE = [[[[0, 0], [8, 3]], None]]  # the place of the whole table
         ),
         pytest.param(_set(*SHARD, 2, 4), "table", id="row set that is not there"),
         pytest.param(_set(*SHARD, 2, None), "table", id="no row set"),
-        pytest.param(_set(*SHARD, 2, 2), "bytes", id="row set of others"),
+        pytest.param(_set(*SHARD, 2, 2), "row sets", id="row set of others"),
         pytest.param(_set(*SHARD, 2, 3), "2 blobs for 1 blocks", id="too many blobs"),
         pytest.param(_set(*SHARD, 3, 0, DELETE), "1 blobs for 2 blocks", id="too few blobs"),
         pytest.param(_set(*SHARD, 3, 0, 2, 13), "hole|bytes", id="blob of another size"),
@@ -582,6 +515,8 @@ WHOLE = [[[[0, 0], [8, 3]], None]]  # the place of the whole table
         pytest.param(_set(*SHARD, 0, 1, 1, 3), "do not fill|bytes", id="boxes that overlap"),
         pytest.param(_set(*SHARD, 0, 0, [0]), "offsets", id="box of two dimensions"),
         pytest.param(_set(*TABLE, "size", [8, 4]), "do not fill", id="larger tensor"),
+        pytest.param(_set(*TABLE, "folded", DELETE), "keys", id="without a word on folding"),
+        pytest.param(_set(*TABLE, "scheme", {"name": "none"}), "keys", id="tensor with a scheme"),
         pytest.param(_set(*TABLE, "dtype", "float8"), "dtype", id="unknown dtype"),
         pytest.param(_set(*TABLE, "dtype", "float64"), "cannot be quantized", id="dtype that is not quantized"),
         pytest.param(_set(*TABLE, "dtype", "float16"), "bytes", id="narrower dtype"),
@@ -592,9 +527,13 @@ WHOLE = [[[[0, 0], [8, 3]], None]]  # the place of the whole table
         pytest.param(_set(*SHARD, 4, "name", "later"), "scheme", id="unknown scheme"),
         pytest.param(_set(*SHARD, 4, "asymmetric"), "object", id="scheme that is a string"),
         pytest.param(_set(*SHARD, 4, None), "object", id="scheme that is null"),
+        pytest.param(_set(*SHARD, "a shard"), "list of 5", id="shard that is a string"),
+        pytest.param(_set(*SHARD, None), "list of 5", id="shard that is null"),
+        pytest.param(_set(*STATE, "shards", 1, 3, 0, 2, 0), "integer", id="blob of nothing"),
+        pytest.param(_set("row_sets", 0, [1, 1, []]), "list", id="row set with a number"),
         pytest.param(_set(*SHARD, 4, DELETE), "list of 5", id="shard without a scheme"),
         pytest.param(_set(*SHARD, 4, REPEAT), "list of 5", id="shard with two schemes"),
-        pytest.param(_set(*STATE, "shards", 1, 4, {"name": "asymmetric", "bits": 8}), "bytes", id="another scheme"),
+        pytest.param(_set(*STATE, "shards", 1, 4, {"name": "kmeans", "bits": 8}), "bytes", id="another scheme"),
         pytest.param(_set(*SHARD, 4, {"bits": 4, "name": "asymmetric"}), "scheme", id="parameter before the name"),
         pytest.param(_set("parent", {"sha256": "ab" * 32, "path": "../a"}), "parent", id="digest before the path"),
         pytest.param(_set("parent", "more", 1), "parent", id="a parent's key more"),
@@ -641,6 +580,8 @@ LOG = ("packs", 0, 7)
     ("change", "message"),
     [
         pytest.param(_set("packs", 0, 0, "../step-1"), "in a log and in the directory", id="two places"),
+        pytest.param(_set("packs", 0, 7, DELETE), "list of 8", id="pack that does not say where"),
+        pytest.param(_set("packs", 0, REPEAT), "two packs", id="pack twice"),
         pytest.param(_set(*LOG, 0, "a/b"), "packs", id="topic with a slash"),
         pytest.param(_set(*LOG, 0, ".."), "packs", id="topic that Kafka refuses"),
         pytest.param(_set(*LOG, 0, ""), "packs", id="no topic"),
@@ -673,7 +614,7 @@ def test_each_contradiction_of_a_pack_in_a_log_is_refused(change: Callable[[Json
 
 @hypothesis.given(st.data())
 def test_any_manifest_with_packs_in_a_log_comes_back(data: st.DataObject) -> None:
-    """Of each pack, the version that is written says where it lies; packed or not."""
+    """Of each pack, the manifest says where it lies; packed or not."""
     manifest = data.draw(_manifests())
     own = [pack.name for pack in manifest.packs if pack.directory is None]
     hypothesis.assume(own)
@@ -692,7 +633,6 @@ def test_any_manifest_with_packs_in_a_log_comes_back(data: st.DataObject) -> Non
             packs.append(pack)
     manifest = replace(manifest, packs=tuple(packs))
     body = body_of(manifest)
-    assert body["version"] == (6 if manifest.has_split_blobs else 5)
     assert loads(body) == manifest
     assert loads(compressed_body(json.dumps(body, separators=(",", ":")).encode(), manifest.created_ns)) == manifest
     assert _of_reader(file_of(body)) == "good"
@@ -705,7 +645,6 @@ CUBE = TensorEntry("int8", (0, 2, 3), (), folded=(Place(Box.whole((0, 2, 3))),))
     ("change", "message"),
     [
         pytest.param(_set("replaces", None), "hole", id="holes in a commit"),
-        pytest.param(_set("version", 2), "keys", id="of a version without replacements"),
         pytest.param(_set("packs", 1, 0, "step-1"), "packs", id="directory below"),
         pytest.param(_set("packs", 1, 0, "/step-1"), "packs", id="absolute directory"),
         pytest.param(_set("packs", 1, 0, ".."), "packs", id="directory above"),
@@ -713,7 +652,7 @@ CUBE = TensorEntry("int8", (0, 2, 3), (), folded=(Place(Box.whole((0, 2, 3))),))
         pytest.param(_set("packs", 1, 0, "s3://bucket/x"), "packs", id="directory elsewhere"),
         pytest.param(_set("packs", 1, 0, 7), "packs", id="directory that is a number"),
         pytest.param(
-            lambda body: {**body, "packs": [*body["packs"], ["../x", "y.safetensors", 99, 64, 7, None, 0]]},
+            lambda body: {**body, "packs": [*body["packs"], ["../x", "y.safetensors", 99, 64, 7, None, 0, None]]},
             "it holds nothing",
             id="pack that nobody needs",
         ),
@@ -869,7 +808,7 @@ def test_other_schemes_are_refused(scheme: Json) -> None:
         loads(body)
 
 
-@pytest.mark.parametrize("version", [7, 8, 2**62])
+@pytest.mark.parametrize("version", [2, 3, 2**62])
 def test_newer_versions_are_named(version: int) -> None:
     """A newer version is no damage, whatever else is in it: the way out is an upgrade."""
     body = body_of(delta())
@@ -878,128 +817,43 @@ def test_newer_versions_are_named(version: int) -> None:
             loads(newer)
 
 
-TABLE_OF_1, TABLE_OF_2, TABLE_OF_3 = (BODIES[version]()["tensors"]["table"] for version in "123")
-SHARD_OF_1, SHARD_OF_2, SHARD_OF_3 = (table["shards"][0] for table in (TABLE_OF_1, TABLE_OF_2, TABLE_OF_3))
+def test_versions_below_the_first_do_not_exist() -> None:
+    """Such a number is damage, and no newer version."""
+    for version in (0, -1):
+        body = {**body_of(delta()), "version": version}
+        assert (_of_library(file_of(body)), _of_reader(file_of(body))) == ("damaged", "damaged")
 
 
-@pytest.mark.parametrize(
-    ("version", "change", "message"),
-    [
-        pytest.param("1", _set("restores", 0), "keys", id="1: restores"),
-        pytest.param("1", _set(*TABLE, TABLE_OF_2), "keys", id="1: tensor of version 2"),
-        pytest.param("1", _set(*TABLE, "scheme", DELETE), "keys", id="1: tensor without a scheme"),
-        pytest.param("1", _set(*TABLE, "scheme", None), "scheme", id="1: scheme that is null"),
-        pytest.param("1", _set(*TABLE, "scheme", []), "scheme", id="1: scheme that is a list"),
-        pytest.param("1", _set(*TABLE, "scheme", "bits", 3), "scheme", id="1: 3 bits"),
-        pytest.param("1", _set(*TABLE, "scheme", "bits", 4.0), "scheme", id="1: bits as a float"),
-        pytest.param("1", _set(*TABLE, "scheme", {"bits": 4, "name": "asymmetric"}), "scheme", id="1: parameter first"),
-        pytest.param("1", _set(*TABLE, "scheme", {"name": "none"}), "bytes", id="1: not quantized"),
-        pytest.param("1", _set(*TABLE, "dtype", "float64"), "cannot be quantized", id="1: dtype that is not quantized"),
-        pytest.param("1", _set(*SHARD, [*SHARD_OF_1, {"name": "none"}]), "list of 5", id="1: a shard's scheme"),
-        pytest.param("1", _set(*SHARD, "a shard"), "list of 5", id="1: shard that is a string"),
-        pytest.param("1", _set(*SHARD, None), "list of 5", id="1: shard that is null"),
-        pytest.param("2", _set("restores", DELETE), "keys", id="2: no restores"),
-        pytest.param("2", _set(*TABLE, TABLE_OF_1), "keys", id="2: tensor of version 1"),
-        pytest.param("2", _set(*TABLE, "scheme", {"name": "none"}), "keys", id="2: tensor's scheme"),
-        pytest.param("2", _set(*SHARD, SHARD_OF_1), "list of 6", id="2: shard of version 1"),
-        pytest.param("2", _set("replaces", None), "keys", id="2: a replacement"),
-        pytest.param("2", _set(*TABLE, TABLE_OF_3), "keys", id="2: tensor of version 3"),
-        pytest.param("2", _set(*SHARD, SHARD_OF_3), "list of 6", id="2: shard of version 3"),
-        pytest.param("2", _set("packs", 0, [None, "x.safetensors", 99, 64, 7]), "list of 4", id="2: a directory"),
-        pytest.param("2", _set("row_sets", 0, []), "list of 3", id="2: row set of version 3"),
-        pytest.param("2", _set("row_sets", 0, 2, 0, 0, "all"), "coding", id="2: consecutive rows"),
-        pytest.param("2", _set("row_sets", 0, 2, 0, ["all", 0, 2, None]), "coding", id="2: rows without a code"),
-        pytest.param("2", _set("row_sets", 0, 2, 0, 3, None), "without a blob", id="2: code that is null"),
-        pytest.param("2", _set("row_sets", 0, 0, 4), "2 rows in a span of 1", id="2: more members than a span holds"),
-        pytest.param("2", _set("row_sets", 0, 0, 5), "blocks of 2", id="2: more members than blocks"),
-        pytest.param("2", _set("row_sets", 0, 0, 10**18), "blocks of 2", id="2: absurd number of members"),
-        pytest.param("2", _set("row_sets", 0, 1, 0), "integer", id="2: blocks of nothing"),
-        pytest.param("2", _set(*SHARD, 2, 3), "its row set's have 2", id="2: blocks unlike the row set's"),
-        pytest.param("2", _set(*SHARD, 1, None), "blobs of 2 rows for 8", id="2: too few blobs"),
-        pytest.param("2", _set(*SHARD, 1, 1), "table", id="2: row set that is not there"),
-        pytest.param("2", _set("packs", 0, REPEAT), "two packs", id="2: pack twice"),
-        pytest.param("3", _set("replaces", DELETE), "keys", id="3: without a word on replacement"),
-        pytest.param("3", _set(*TABLE, TABLE_OF_2), "keys", id="3: tensor of version 2"),
-        pytest.param("3", _set(*TABLE, "folded", DELETE), "keys", id="3: without a word on folding"),
-        pytest.param("3", _set(*SHARD, SHARD_OF_2), "list of 5", id="3: shard of version 2"),
-        pytest.param("3", _set("packs", 0, 0, DELETE), "list of 7", id="3: pack of version 2"),
-        pytest.param("3", _set("row_sets", 0, [1, 1, []]), "list", id="3: row set of version 2"),
-        pytest.param(
-            "3", _set("packs", 0, [None, "x.safetensors", 99, 64, 7, None, 0, None]), "list of 7", id="3: a log"
-        ),
-        pytest.param("5", _set("packs", 0, 7, DELETE), "list of 8", id="5: pack of version 3"),
-        pytest.param("5", _set("packs", 0, 7, None), "no pack lies in a log", id="5: nothing in a log"),
-        pytest.param("5", _set("version", 6), "no blob is split", id="6: nothing split"),
-        pytest.param("6, replacing", _set("version", 5), "block 0 has 20 bytes", id="5: a split blob"),
-        pytest.param("6", _set(*STATE, "shards", 1, 3, 0, 2, 0), "integer", id="6: a blob of nothing"),
-        pytest.param("6", _set("packs", 0, 7, DELETE), "list of 8", id="6: pack of version 3"),
-    ],
-)
-def test_what_belongs_to_another_version_is_refused(version: str, change: Callable[[Json], Json], message: str) -> None:
-    """The version says what there is: nothing of another one slips in."""
-    body = change(BODIES[version]())
-    assert file_of(body) != file_of(BODIES[version]())
-    with pytest.raises(DamagedError, match=f"here: .*({message})"):
-        loads(body)
-    assert _of_reader(file_of(body)) == "damaged"
+@pytest.mark.parametrize("num_bytes", [1, 20, 31, 33])
+def test_a_blob_tells_by_itself_whether_it_is_split(num_bytes: int) -> None:
+    """One that is shorter than its rows is split; beside it, in the same manifest, others are not."""
+    filler, whole = Filler("a", 1000), Box.whole((8, 1))
+    shards = tuple(Shard(whole, RowSet.all(8, 8), (filler.blob(size),), EXACT) for size in (32, num_bytes))
+    tensors = {fqn: TensorEntry("float32", (8, 1), (shard,)) for fqn, shard in zip("ab", shards, strict=True)}
+    manifest = Manifest(1, "a", "a", None, "Full", History(0), 0, 1, "", filler.packs(), tensors)
+    data = manifest_json.dumps(manifest)[0]
+    expected = "good" if num_bytes < 32 else "damaged"
+    assert (_of_library(data), _of_reader(data)) == (expected, expected)
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 6])
-@pytest.mark.parametrize("version", BODIES)
-def test_body_under_the_number_of_another_version_is_refused(version: str, number: int) -> None:
-    """A version is not a label: a manifest of one is none of the others."""
-    expected = "good" if version.startswith(str(number)) else "damaged"
-    body = {**BODIES[version](), "version": number}
-    assert (_of_library(file_of(body)), _of_reader(file_of(body))) == (expected, expected)
-
-
-@pytest.mark.parametrize(("version", "is_good"), [("2", True), ("3", False)])
-def test_unused_row_sets_and_packs_are_those_of_version_2(version: str, is_good: bool) -> None:
-    """Before version 3, nobody had to use what a manifest lists, and who wrote it so can still read it."""
-    body, blob = BODIES[version](), [1, 64, 3, 0]
-    pack, empty = ["x.safetensors", 67, 64, 7], ["y.safetensors", 8, 8, 0]
-    unused: dict[str, Json] = {
-        "2": {"row_sets": [[1, 1, [["gaps", 0, 1, blob]]], [0, 7, []]], "packs": [pack, empty]},
-        "3": {
-            "row_sets": [[["gaps", 0, 1, 1, blob]], []],
-            "packs": [[None, *pack, None, 0], [None, "y.safetensors", 8, 8, 0, None, 0]],
-        },
-    }
-    for keys in (["row_sets", "packs"], ["packs"]):
-        more = {key: [*body[key], *unused[version][key]] for key in keys}
-        if keys == ["packs"]:
-            more["packs"].pop(-2)  # without the row set, it has a blob that nobody names
+def test_unused_row_sets_and_packs_are_refused() -> None:
+    """Whatever a manifest lists is used: it would be kept for nobody, and nobody would check it."""
+    body, blob = body_of(delta()), [1, 64, 3, 0]
+    row_sets = [*body["row_sets"], [["gaps", 0, 1, 1, blob]], []]
+    pack, empty = [None, "x.safetensors", 67, 64, 7, None, 0, None], [None, "y.safetensors", 8, 8, 0, None, 0, None]
+    for more in ({"row_sets": row_sets, "packs": [*body["packs"], pack]}, {"packs": [*body["packs"], empty]}):
         data = file_of({**body, **more})
-        assert (_of_library(data), _of_reader(data)) == ("good" if is_good else "damaged",) * 2
-
-
-def test_schemes_of_later_versions_are_unknown_to_version_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A version keeps the schemes that it had, whatever schemes the library has learnt since."""
-    later = {"name": "later"}
-
-    def parse(value: Json, where: str) -> Scheme:
-        return Asymmetric(4) if value == later else scheme_from_json(value, where)
-
-    monkeypatch.setattr(manifest_parser, "scheme_from_json", parse)
-    loads(_set(*SHARD, 4, later)(BODIES["3"]()))
-    with pytest.raises(DamagedError, match=r"table.*not a quantization scheme of format version 1"):
-        loads(_set(*TABLE, "scheme", later)(BODIES["1"]()))
-
-
-@pytest.mark.parametrize(("scheme", "is_good"), [({"name": "asymmetric", "bits": 8}, False), ({"name": "none"}, True)])
-def test_tensor_of_version_1_without_shards_needs_a_scheme_that_fits(scheme: Json, is_good: bool) -> None:
-    """The scheme of a tensor was checked whether or not anything was stored under it."""
-    entry = {"dtype": "int64", "size": [0], "scheme": scheme, "is_table": False, "table": None, "shards": []}
-    body = changed(BODIES["1"](), ("tensors", "empty"), entry)
-    assert (_of_library(file_of(body)), _of_reader(file_of(body))) == ("good" if is_good else "damaged",) * 2
+        assert (_of_library(data), _of_reader(data)) == ("damaged", "damaged")
 
 
 def test_shards_without_rows_must_lie_in_the_tensor() -> None:
     """An empty box of other dimensions or outside of its tensor is refused; one within is as good as none."""
-    shards = BODIES["2"]()["tensors"]["table"]["shards"]
-    for box, is_good in [([[8, 0], [0, 3]], True), ([[8], [0]], False), ([[9, 0], [0, 3]], False)]:
-        body = changed(BODIES["2"](), (*TABLE, "shards"), [*shards, [box, None, 1, [], None, {"name": "none"}]])
-        assert (_of_library(file_of(body)), _of_reader(file_of(body))) == ("good" if is_good else "damaged",) * 2
+    manifest = delta()
+    table = manifest.tensors["table"]
+    for box, is_good in [(Box((8, 0), (0, 3)), True), (Box((8,), (0,)), False), (Box((9, 0), (0, 3)), False)]:
+        more = replace(table, shards=(*table.shards, Shard(box, RowSet(()), (), EXACT)))
+        data = manifest_json.dumps(replace(manifest, tensors={**manifest.tensors, "table": more}))[0]
+        assert (_of_library(data), _of_reader(data)) == ("good" if is_good else "damaged",) * 2
 
 
 def test_rows_of_a_table_box_need_a_shard_with_as_many() -> None:
@@ -1086,7 +940,7 @@ def test_other_frames_are_refused(data: bytes) -> None:
         pytest.param(BODY.replace(b'"tests"', b'"\x7f"'), id="a control character"),
         pytest.param(BODY.replace(b'"created_ns":2', b'"created_ns":-0'), id="minus zero"),
         pytest.param(BODY.replace(b'"world_size":2', b'"world_size":2,"world_size":2'), id="a key twice"),
-        pytest.param(BODY.replace(b'"version":3', b'"version":9,"version":3'), id="two versions"),
+        pytest.param(BODY.replace(b'"version":1', b'"version":9,"version":1'), id="two versions"),
         pytest.param(BODY.replace(b'"step":{', b'"step":{"dtype":"bool",'), id="a key of a tensor twice"),
         pytest.param(BODY.replace(b'"tests"', '"tésts"'.encode()), id="not ASCII"),
         pytest.param(BODY.replace(b'"tests"', b'"\xff"'), id="not UTF-8"),
@@ -1126,11 +980,11 @@ _json_values = st.recursive(
 
 
 @hypothesis.settings(max_examples=400)
-@pytest.mark.parametrize("version", BODIES)
+@pytest.mark.parametrize("what", BODIES)
 @hypothesis.given(data=st.data())
-def test_mutated_manifests_are_good_or_refused(version: str, data: st.DataObject) -> None:
+def test_mutated_manifests_are_good_or_refused(what: str, data: st.DataObject) -> None:
     """Several random changes at once give a good manifest, which comes back when it is written, or a typed error."""
-    body = BODIES[version]()
+    body = BODIES[what]()
     paths = list(nodes(body))
     for _ in range(data.draw(st.integers(1, 3))):
         path = data.draw(st.sampled_from(paths))
@@ -1144,7 +998,7 @@ def test_mutated_manifests_are_good_or_refused(version: str, data: st.DataObject
     assert actual == expected
     if actual == "good":
         assert loads(body_of(loads(body))) == loads(body)
-        assert version in ("1", "2") or file_of(body_of(loads(body))) == file
+        assert file_of(body_of(loads(body))) == file
 
 
 @hypothesis.given(st.binary(max_size=600))
@@ -1168,7 +1022,7 @@ def test_only_large_manifests_are_packed(size: int, monkeypatch: pytest.MonkeyPa
     plain = json.dumps(body_of(delta()), separators=(",", ":")).encode()
     monkeypatch.setattr(manifest_json, "PLAIN_BYTES", len(plain) - size)
     data, digest = manifest_json.dumps(delta())
-    assert json.loads(data)["manifest"]["version"] == (4 if size > 0 else 3)
+    assert json.loads(data)["manifest"].keys() >= ({"zstd"} if size > 0 else {"packs"})
     assert manifest_json.loads(data, "here") == (delta(), digest)
     assert manifest_json.dumps_valid(delta(), "here")[0] == data
     assert manifest_json.created_ns(data[:START_BYTES]) == delta().created_ns
@@ -1176,7 +1030,7 @@ def test_only_large_manifests_are_packed(size: int, monkeypatch: pytest.MonkeyPa
 
 
 def test_packed_manifests_are_checked_as_others_are() -> None:
-    """Library and page refuse a packed body that is anything but one whole body of version 3, and what it breaks."""
+    """Library and page refuse a packed body that is anything but one whole body, and what it breaks."""
     plain = json.dumps(body_of(delta()), separators=(",", ":")).encode()
     good = packed_body(plain)
     frame = base64.b64decode(good["zstd"])
@@ -1195,7 +1049,7 @@ def test_packed_manifests_are_checked_as_others_are() -> None:
         "no size": good | {"zstd": base64.b64encode(unsized).decode()},
         "packed twice": packed_body(json.dumps(good, separators=(",", ":")).encode()),
         "white space": packed_body(json.dumps(body_of(delta())).encode()),
-        "version 2": packed_body(json.dumps(BODIES["2"](), separators=(",", ":")).encode()),
+        "version 0": packed_body(plain.replace(b'"version":1', b'"version":0')),
         "a bad manifest": packed_body(plain.replace(b'"restores":', b'"restored":')),
     }
     assert (_of_library(file_of(good)), _of_reader(file_of(good))) == ("good", "good")

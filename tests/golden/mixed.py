@@ -1,4 +1,4 @@
-"""Tables of every quantization scheme, for ``write_v2``: one of each dtype that is quantized.
+"""Tables of every quantization scheme, for ``write``: one of each dtype that is quantized.
 
 In step-1 they are sharded so finely that each has two rows under every scheme. They have 11 columns, which fill no
 whole number of bytes in 2, 3 or 4 bits. In two shards of three, codes cannot represent the second row.

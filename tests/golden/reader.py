@@ -41,13 +41,6 @@ SCHEME_KEYS = {
     "kmeans": ["name", "bits"],
 }
 DECIMAL = re.compile(r"-?[0-9]+\.[0-9]+|[1-9](\.[0-9]+)?e-[0-9]{2,}")
-# 13. Versions
-KEYS_2 = [key for key in KEYS if key != "replaces"]
-KEYS_OF = {1: [key for key in KEYS_2 if key != "restores"], 2: KEYS_2, 3: KEYS, 5: KEYS, 6: KEYS}
-TENSOR_KEYS_2 = [key for key in TENSOR_KEYS if key != "folded"]
-TENSOR_KEYS_1 = ["dtype", "size", "scheme", "is_table", "table", "shards"]
-TENSOR_KEYS_OF = {1: TENSOR_KEYS_1, 2: TENSOR_KEYS_2, 3: TENSOR_KEYS, 5: TENSOR_KEYS, 6: TENSOR_KEYS}
-SCHEMES_1 = [{"name": "none"}, *({"name": "asymmetric", "bits": bits} for bits in (2, 4, 8))]
 # A bfloat16 is kept as its 16 bits.
 DTYPES = {
     "float64": "<f8",
@@ -318,38 +311,33 @@ class Manifest:
             refuse("no frame")
         self.digest = hashlib.sha256(frame[2]).hexdigest()
         check(self.digest.encode() == frame[1], "another digest")
-        version, value = self._parsed(frame[2])
-        if version == 4:
+        value = self._parsed(frame[2])
+        if "zstd" in value:
             packed = mapping(value, ["format", "version", "created_ns", "zstd"])
-            version, value = self._parsed(_unpacked(string(packed["zstd"])))
-            check(
-                version in (3, 5, 6) and value.get("created_ns") == integer(packed["created_ns"]),
-                "another one is packed",
-            )
-        self.version = version
-        value = mapping(value, KEYS_OF[version])
+            value = self._parsed(_unpacked(string(packed["zstd"])))
+            check(value.get("created_ns") == integer(packed["created_ns"]), "another one is packed")
+        value = mapping(value, KEYS)
         self.created_ns = integer(value["created_ns"])
         string(value["id"]), name(value["save_id"]), string(value["policy"]), string(value["writer"])
         self.parent = None if value["parent"] is None else mapping(value["parent"], ["path", "sha256"])
         if self.parent is not None:
             check(PATH.fullmatch(string(self.parent["path"])) is not None, "no path of a parent")
             check(DIGEST.fullmatch(string(self.parent["sha256"])) is not None, "no digest of a parent")
-        self.replaces = None if value.get("replaces") is None else string(value["replaces"])
+        self.replaces = None if value["replaces"] is None else string(value["replaces"])
         check(self.replaces is None or DIGEST.fullmatch(self.replaces) is not None, "no digest of what it replaces")
         baseline_bytes, delta_bytes = array(value["history"], 2)
         for num_bytes in [baseline_bytes, *array(delta_bytes)]:
             integer(num_bytes)
-        self.num_restores = 0 if version == 1 else integer(value["restores"])
+        self.num_restores = integer(value["restores"])
         integer(value["world_size"], low=1)
         self.blobs: list[Blob] = []
         self.logs: list[LogRange | None] = []  # of each pack
         self.packs = [self._pack(pack) for pack in array(value["packs"])]
-        check(version != 5 or any(self.logs), "version 5 without a log")
         check(len({pack[:2] for pack in self.packs}) == len(self.packs), "two packs of one name")
+        keys = [(log.topic, log.key) for log in self.logs if log is not None and log.key is not None]
+        check(len(set(keys)) == len(keys), "two packs of one key")
         self.used: dict[int, None] = {}  # row sets, in the order of the shards
-        self.block_rows: list[int] = []  # of each row set before version 3
         self.row_sets = [self._row_set(row_set) for row_set in array(value["row_sets"])]
-        self.is_split = False
         self.tensors = {string(fqn): self._tensor(entry) for fqn, entry in mapping(value["tensors"]).items()}
         self.objects = {string(fqn): self._blob(blob) for fqn, blob in mapping(value["objects"]).items()}
         self.paths = {string(fqn): self._path(path) for fqn, path in mapping(value["paths"]).items()}
@@ -359,15 +347,13 @@ class Manifest:
             is_folded = self.replaces is not None and tensor.folded is not None
             check(self.parent is not None or tensor.is_whole or is_folded, "an incomplete baseline")
             self._check_table(tensor)
-        check(version != 6 or self.is_split, "version 6 without a split blob")
         check(self.replaces is not None or all(pack[0] is None for pack in self.packs), "packs of another directory")
         self._check_packs()
-        if version > 2:
-            check(list(self.used) == list(range(len(self.row_sets))), "row sets unlike the shards'")
-            check(len({tuple(row_set) for row_set in self.row_sets}) == len(self.row_sets), "a row set twice")
-            check({blob.pack for blob in self.blobs} == set(range(len(self.packs))), "a pack of nothing")
+        check(list(self.used) == list(range(len(self.row_sets))), "row sets unlike the shards'")
+        check(len({tuple(row_set) for row_set in self.row_sets}) == len(self.row_sets), "a row set twice")
+        check({blob.pack for blob in self.blobs} == set(range(len(self.packs))), "a pack of nothing")
 
-    def _parsed(self, body: bytes) -> tuple[int, dict[str, Any]]:
+    def _parsed(self, body: bytes) -> dict[str, Any]:
         try:
             value = json.loads(body.decode("ascii"))
             written = json.dumps(value, separators=(",", ":")).encode()
@@ -376,20 +362,17 @@ class Manifest:
         check(isinstance(value, dict) and value.get("format") == "torchrec_cnr", "another format")
         version = value.get("version")
         check(type(version) is int and version >= 1, "no version")
-        if version > 6:
+        if version > 1:
             raise NewerVersion(str(version))
         check(written == body, "written in another way")
         try:
             json.loads(body, object_pairs_hook=_once, parse_float=refuse)
         except RecursionError:
             refuse("nested too deeply")
-        return version, value
+        return value
 
     def _pack(self, value: Any) -> tuple[str | None, str, int, int, int]:
-        fields, log = (array(value, 8)[:7], value[7]) if self.version >= 5 else (value, None)
-        directory, file, num_bytes, header_bytes, crc, written_ns, heat = (
-            array(fields, 7) if self.version > 2 else [None, *array(fields, 4), None, 0]
-        )
+        directory, file, num_bytes, header_bytes, crc, written_ns, heat, log = array(value, 8)
         self.logs.append(None if log is None else self._log_range(log, integer(num_bytes)))
         check(directory is None or log is None, "a pack in a directory and in a log")
         check(written_ns is None or integer(written_ns) is not None, "no time")
@@ -412,24 +395,14 @@ class Manifest:
         _, _, size, header_bytes, _ = self.packs[integer(pack, high=len(self.packs) - 1)]
         integer(num_bytes, 1, size - integer(offset, header_bytes))
         blob = Blob(pack, offset, num_bytes, integer(crc, high=2**32 - 1))
-        if not is_of_rows or self.version < 3 or blob not in self.blobs:  # row blocks have been read before all else
+        if not is_of_rows or blob not in self.blobs:  # row blocks have been read before all else
             self.blobs.append(blob)
         return blob
 
     def _row_set(self, value: Any) -> list[RowBlock]:
-        blocks = array(value) if self.version > 2 else self._row_blocks_2(value)
-        found = [self._row_block(block) for block in blocks]
+        found = [self._row_block(block) for block in array(value)]
         check(all(a.first + a.span <= b.first for a, b in pairwise(found)), "blocks out of order")
         return found
-
-    def _row_blocks_2(self, value: Any) -> list[list[Any]]:
-        """A row set before version 3 as one of version 3."""
-        num_rows, block_rows, blocks = array(value, 3)
-        self.block_rows.append(integer(block_rows, 1))
-        members = _cut(integer(num_rows), block_rows, len(array(blocks)))
-        fields = [array(block, 4) for block in blocks]
-        check(all(coding != "all" for coding, _, _, _ in fields), "a coding of version 3")
-        return [[coding, first, span, n, blob] for (coding, first, span, blob), n in zip(fields, members, strict=True)]
 
     def _row_block(self, value: Any) -> RowBlock:
         coding, first, span, members, blob = array(value, 5)
@@ -443,19 +416,15 @@ class Manifest:
         return RowBlock(coding, integer(first), span, members, code)
 
     def _tensor(self, value: Any) -> Tensor:
-        entry = mapping(value, TENSOR_KEYS_OF[self.version])
+        entry = mapping(value, TENSOR_KEYS)
         check(string(entry["dtype"]) in DTYPES, "unknown dtype")
         size = indices(entry["size"])
         check(type(entry["is_table"]) is bool, "is_table is no boolean")
         check(not entry["is_table"] or len(size) == 2, "a table that is no matrix")
         table = None if entry["table"] is None else string(entry["table"])
-        folded = entry.get("folded")
+        folded = entry["folded"]
         places = None if folded is None else [self._place(*array(place, 2)) for place in array(folded)]
-        found = array(entry["shards"])
-        if self.version == 1:
-            scheme_1(entry["scheme"], entry["dtype"])
-            found = [[*array(shard, 5), entry["scheme"]] for shard in found]
-        shards = [self._shard(shard, entry["dtype"]) for shard in found]
+        shards = [self._shard(shard, entry["dtype"]) for shard in array(entry["shards"])]
         tensor = Tensor(entry["dtype"], size, entry["is_table"], table, places, shards)
         check_filled(size, [place.box for place in tensor.places])
         for place in [*tensor.places, *(shard.place for shard in shards)]:
@@ -465,25 +434,10 @@ class Manifest:
         return tensor
 
     def _shard(self, value: Any, dtype: str) -> Shard:
-        if self.version < 3:
-            return self._shard_2(value, dtype)
         box, table_box, row_set, blobs, scheme = array(value, 5)
         self.used.setdefault(integer(row_set, high=len(self.row_sets) - 1))
         codes = [self._blob(blob) for blob in array(blobs)]
         return Shard(self._place(box, table_box), self.row_sets[row_set], codes, scheme_of(scheme, dtype))
-
-    def _shard_2(self, value: Any, dtype: str) -> Shard:
-        """A shard before version 3."""
-        box, row_set, block_rows, blobs, table_box, scheme = array(value, 6)
-        place, codes = self._place(box, table_box), [self._blob(blob) for blob in array(blobs)]
-        integer(block_rows, 1)
-        if row_set is not None:
-            rows = self.row_sets[integer(row_set, high=len(self.row_sets) - 1)]
-            check(self.block_rows[row_set] == block_rows, "blocks of another size")
-        else:
-            sizes = _cut(place.box.rows if place.box.cols else 0, block_rows, len(codes))
-            rows = [RowBlock("all", n * block_rows, size, size, None) for n, size in enumerate(sizes)]
-        return Shard(place, rows, codes, scheme_of(scheme, dtype))
 
     def _place(self, box: Any, table_box: Any) -> Place:
         return Place(self._box(box), None if table_box is None else self._box(table_box))
@@ -506,9 +460,7 @@ class Manifest:
         blocks = shard.row_set if box.cols else []
         check(len(shard.blobs) == len(blocks), "blobs without rows")
         for blob, block in zip(shard.blobs, blocks, strict=True):
-            if self.version == 6 and is_split(shard.scheme, box.cols, block.members, blob.num_bytes):
-                self.is_split = True
-            else:
+            if not is_split(shard.scheme, box.cols, block.members, blob.num_bytes):
                 num_exact(shard.scheme, box.cols, block.members, blob.num_bytes)
 
     def _check_packs(self) -> None:
@@ -540,12 +492,6 @@ class Manifest:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     check(len({key for key, _ in pairs}) == len(pairs), "a key twice")
     return dict(pairs)
-
-
-def _cut(num_rows: int, block_rows: int, num_blocks: int) -> list[int]:
-    """Rows in each block."""
-    check(num_blocks == -(-num_rows // block_rows), f"{num_blocks} blocks of {block_rows} for {num_rows} rows")
-    return [min(block_rows, num_rows - index * block_rows) for index in range(num_blocks)]
 
 
 def scheme_of(value: Any, dtype: str) -> Scheme:
@@ -585,12 +531,6 @@ def decimal(value: Any) -> float:
     return float(value)
 
 
-def scheme_1(value: Any, dtype: str) -> None:
-    """The scheme of a tensor of version 1 (13), which need not have shards."""
-    check(value in SCHEMES_1, "no scheme of version 1")
-    scheme_of(value, dtype)
-
-
 def num_exact(scheme: Scheme, cols: int, rows: int, num_bytes: int) -> int:
     """Rows stored exactly behind the codes of a blob (6)."""
     exact, rest = divmod(num_bytes - rows * scheme.row_bytes(cols), 4 + cols * scheme.item_bytes)
@@ -599,7 +539,7 @@ def num_exact(scheme: Scheme, cols: int, rows: int, num_bytes: int) -> int:
 
 
 def is_split(scheme: Scheme, cols: int, rows: int, num_bytes: int) -> bool:
-    """Whether a blob of version 6 is split (6)."""
+    """Whether a blob is split (6)."""
     if num_bytes >= rows * scheme.row_bytes(cols):
         return False
     check(num_bytes > rows * (scheme.row_bytes(cols) - scheme.tail_bytes(cols)), "a blob that is too small")

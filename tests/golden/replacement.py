@@ -1,4 +1,4 @@
-"""How ``write_v3`` replaces a manifest: a compaction that leaves every choice to its caller.
+"""How ``write`` replaces a manifest: a compaction that leaves every choice to its caller.
 
 What a load would overwrite is left out, blobs in some packs are copied into packs of the replacement's own, and all
 others stay where they are.

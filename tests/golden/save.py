@@ -1,4 +1,4 @@
-"""How ``write_v3`` writes one checkpoint: through the library's own encoding, packs and manifest.
+"""How ``write`` writes one checkpoint: through the library's own encoding, packs and manifest.
 
 Ranks, ids and times are made up, so that every run writes the same bytes.
 """
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.golden import mixed
+from tests.golden import mixed, split
 from tests.golden.state import EXP_AVG, MOMENTUM, T0, T8, TABLES, paths_of, scheme_of
 from torchrec_cnr.format import manifest_json
 from torchrec_cnr.format.boxes import Box
@@ -77,7 +77,7 @@ class Save:
         """Store shards that share their row numbers, in packs of this heat."""
         to = self.ranks[rank]
         sources = [self._source(fqn, place.box) for fqn, place in members.items()]
-        block_bytes = 1024 if sources[0].name.startswith((T0, EXP_AVG, *mixed.TABLES)) else 64
+        block_bytes = 1024 if sources[0].name.startswith((T0, EXP_AVG, *mixed.TABLES, split.PREFIX)) else 64
         with mock.patch.object(pack_writer, "BLOCK_BYTES", block_bytes):
             found: list[tuple[RowSet | EncodedRowSet, EncodedShard]]
             if rows is None:

@@ -1,4 +1,4 @@
-"""The state that ``write_v3`` saves: values come from arithmetic on integers, so that they never change.
+"""The state that ``write`` saves: values come from arithmetic on integers, so that they never change.
 
 A random generator's numbers may change with its version.
 """
@@ -10,14 +10,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.golden import mixed
+from tests.golden import mixed, split
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.quantization import Asymmetric, NoQuantization, Scheme
 
 T0, T2, T4, T8 = (f"model.ebc.embedding_bags.t{bits}.weight" for bits in (0, 2, 4, 8))
-TABLES = (T0, T2, T4, T8, *mixed.TABLES)
+TABLES = (T0, T2, T4, T8, *mixed.TABLES, *split.TABLES)
 EXP_AVG, MOMENTUM = "optimizer.t0.exp_avg", "optimizer.t8.momentum1"
-SCHEMES: Mapping[str, Scheme] = {T2: Asymmetric(2), T4: Asymmetric(4), T8: Asymmetric(8), "dense.kernel": Asymmetric(8)}
+SCHEMES: Mapping[str, Scheme] = {
+    T2: Asymmetric(2),
+    T4: Asymmetric(4),
+    T8: Asymmetric(8),
+    "dense.kernel": Asymmetric(8),
+    **split.SCHEMES,
+}
 EXACT = NoQuantization()
 # Shards whose ranks decided otherwise, by step, FQN and offsets.
 OTHER_SCHEMES: Mapping[tuple[int, str, tuple[int, ...]], Scheme] = {

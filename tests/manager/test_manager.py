@@ -355,7 +355,7 @@ def _save_by_time(rank: int, root: str) -> list[int]:
     manager.close()
     if rank == 0:
         newest = Path(root) / f"step-{saved[-1]}" / "manifest.json"
-        text = newest.read_text().replace('"version":3', '"version":9', 1)
+        text = newest.read_text().replace('"version":1', '"version":9', 1)
         newest.write_text(_with_digest(text))
     dist.barrier()
     manager = cnr.CheckpointManager(root, cnr.RowTracker(job.model))

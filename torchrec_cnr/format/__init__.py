@@ -5,7 +5,6 @@
 - ``row_sets``: which rows of a shard are stored, and the compressed coding of their numbers.
 - ``manifest_json``: a manifest as JSON and back, with its digest.
 - ``manifest_parser``: the checks that a manifest passes before anything relies on it.
-- ``manifest_versions``: manifests of earlier versions of the format.
 - ``coverage``: which elements of a box are stored: finds missing rows and overwritten ones.
 - ``renumbering``: a manifest whose blobs are placed in other data files.
 - ``split_blobs``: blocks whose scales and biases are compressed apart from the codes.

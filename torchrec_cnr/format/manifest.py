@@ -292,21 +292,10 @@ class Manifest:
         """Rows stored exactly because codes cannot represent them; one in several shards counts in each."""
         return sum(
             max(0, num_bytes) // exact_row_bytes(shard.box.num_cols, DTYPES[entry.dtype].itemsize)
-            for entry, shard in self._shards()
+            for entry in self.tensors.values()
+            for shard in entry.shards
             for num_bytes in shard.bytes_behind_codes(DTYPES[entry.dtype])
         )
-
-    @property
-    def has_split_blobs(self) -> bool:
-        """Whether a blob is less than its rows, as only split ones are."""
-        return any(
-            num_bytes < 0
-            for entry, shard in self._shards()
-            for num_bytes in shard.bytes_behind_codes(DTYPES[entry.dtype])
-        )
-
-    def _shards(self) -> Iterator[tuple[TensorEntry, Shard]]:
-        return ((entry, shard) for entry in self.tensors.values() for shard in entry.shards)
 
     def blobs(self) -> Iterator[tuple[str, Blob]]:
         """Every blob, once, with a name for messages."""

@@ -4,7 +4,7 @@ The file is one JSON object in a fixed frame, ``{"sha256":"<64 hex digits>","man
 the body's bytes, and is also how other checkpoints refer to this one. What :func:`loads` returns was validated: it can
 be used without further checks but those of the blobs' own bytes.
 
-Packing: a large body of a manifest as a small one, of version 4, which holds it compressed.
+Packing: a large body of a manifest as a small one, which holds it compressed.
 
 Manifests of many shards say much that repeats itself. Small ones stay as they are, for people and other programs.
 
@@ -28,23 +28,8 @@ import zstandard
 
 from torchrec_cnr.errors import DamagedError, VersionError
 from torchrec_cnr.format.boxes import Box
-from torchrec_cnr.format.manifest import Manifest, Pack, TensorEntry
-from torchrec_cnr.format.manifest_parser import (
-    FORMAT,
-    LOGGED_VERSION,
-    PACKED_VERSION,
-    PLAIN_VERSION,
-    SPLIT_VERSION,
-    VERSION,
-    ManifestParser,
-)
-from torchrec_cnr.format.manifest_versions import (
-    LoggedManifestParser,
-    SplitManifestParser,
-    Version1,
-    Version2,
-    log_range_json,
-)
+from torchrec_cnr.format.manifest import LogRange, Manifest, Pack, TensorEntry
+from torchrec_cnr.format.manifest_parser import FORMAT, VERSION, ManifestParser
 from torchrec_cnr.format.row_sets import Blob, RowSet
 from torchrec_cnr.gc_pause import paused_gc
 
@@ -96,9 +81,9 @@ _KEYS = ("format", "version", "created_ns", "zstd")
 
 
 def compressed_body(body: bytes, created_ns: int) -> dict[str, Any]:
-    """What stands for a body of the version before."""
+    """What stands for a large body."""
     frame = zstandard.ZstdCompressor(write_content_size=True).compress(body)
-    values = (FORMAT, PACKED_VERSION, created_ns, base64.b64encode(frame).decode())
+    values = (FORMAT, VERSION, created_ns, base64.b64encode(frame).decode())
     return dict(zip(_KEYS, values, strict=True))
 
 
@@ -106,7 +91,7 @@ def decompressed_body(value: Mapping[str, Any], where: str) -> bytes:
     """The body that was packed.
 
     Args:
-        value: A parsed body of version 4.
+        value: A parsed body with the key ``zstd``.
         where: Names the file in errors.
 
     Raises:
@@ -134,14 +119,6 @@ def decompressed_body(value: Mapping[str, Any], where: str) -> bytes:
 
 MAX_MANIFEST_BYTES = 1 << 30  # of a manifest; one of so many describes some 80 TB of rows
 _FRAME = re.compile(rb'\{"sha256":"([0-9a-f]{64})","manifest":(.*)\}\n', re.DOTALL)
-_PARSERS = {
-    1: Version1,
-    2: Version2,
-    PLAIN_VERSION: ManifestParser,
-    LOGGED_VERSION: LoggedManifestParser,
-    SPLIT_VERSION: SplitManifestParser,
-}
-_PACKABLE = (PLAIN_VERSION, LOGGED_VERSION, SPLIT_VERSION)
 _KNOWN = KnownManifests()
 _CREATED = re.compile(rb'"created_ns":(\d{1,20})\b')
 
@@ -164,7 +141,7 @@ def dumps_valid(manifest: Manifest, where: str) -> tuple[bytes, str]:
     """
     with paused_gc():
         value = _to_json(manifest)
-        parsed = _PARSERS[value["version"]](where).manifest(value)
+        parsed = ManifestParser(where).manifest(value)
         data, digest = _framed(value)
         _KNOWN.add(digest, parsed)
         return data, digest
@@ -196,13 +173,13 @@ def loads(data: bytes, where: str) -> tuple[Manifest, str]:
     if known is not None:
         return known, digest
     with paused_gc():
-        version, value = _parsed(body, where)
-        if version == PACKED_VERSION:
+        value = _parsed(body, where)
+        if "zstd" in value:
             created_ns = value.get("created_ns")
-            version, value = _parsed(decompressed_body(value, where), where)
-            if version not in _PACKABLE or value.get("created_ns") != created_ns:
+            value = _parsed(decompressed_body(value, where), where)
+            if value.get("created_ns") != created_ns:
                 raise DamagedError(f"{where}: what is packed in it is another manifest; use another checkpoint")
-        manifest = _PARSERS[version](where).manifest(value)
+        manifest = ManifestParser(where).manifest(value)
     _KNOWN.add(digest, manifest)
     return manifest, digest
 
@@ -212,8 +189,8 @@ def forget() -> None:
     _KNOWN.clear()
 
 
-def _parsed(body: bytes, where: str) -> tuple[int, dict[str, Any]]:
-    """A body, and its version."""
+def _parsed(body: bytes, where: str) -> dict[str, Any]:
+    """A body, of a version that can be read."""
     try:
         value = json.loads(body)
         is_plain = _body(value) == body
@@ -231,7 +208,7 @@ def _parsed(body: bytes, where: str) -> tuple[int, dict[str, Any]]:
         raise DamagedError(f"{where}: there is no format version {version!r}; use another checkpoint")
     if not is_plain:  # white space, floating-point numbers, a key that occurs twice, other escapes
         raise DamagedError(f"{where}: not written as manifests are; use another checkpoint")
-    return version, value
+    return value
 
 
 def _framed(value: dict[str, Any]) -> tuple[bytes, str]:
@@ -257,10 +234,9 @@ def created_ns(start: bytes) -> int | None:
 def _to_json(manifest: Manifest) -> dict[str, Any]:
     schemes: dict[int, dict[str, Any]] = {}  # by identity: few objects, many shards
     numbers = manifest.row_set_numbers
-    version = _version_of(manifest)
     return {
         "format": FORMAT,
-        "version": version,
+        "version": VERSION,
         "created_ns": manifest.created_ns,
         "id": manifest.checkpoint_id,
         "save_id": manifest.save_id,
@@ -271,7 +247,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
         "restores": manifest.num_restores,
         "world_size": manifest.world_size,
         "writer": manifest.writer,
-        "packs": [_pack_json(pack, version) for pack in manifest.packs],
+        "packs": [_pack_json(pack) for pack in manifest.packs],
         "row_sets": [_row_set_json(rows) for rows in manifest.row_sets],
         "tensors": {fqn: _tensor_json(entry, numbers, schemes) for fqn, entry in manifest.tensors.items()},
         "objects": {fqn: _blob_json(blob) for fqn, blob in manifest.objects.items()},
@@ -279,17 +255,13 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _version_of(manifest: Manifest) -> int:
-    """The oldest that can say it."""
-    if manifest.has_split_blobs:
-        return SPLIT_VERSION
-    return LOGGED_VERSION if any(pack.log is not None for pack in manifest.packs) else PLAIN_VERSION
-
-
-def _pack_json(pack: Pack, version: int) -> list[Any]:
+def _pack_json(pack: Pack) -> list[Any]:
     place = [pack.directory, pack.name, pack.num_bytes, pack.header_bytes, pack.header_crc32c]
-    log = [pack.log and log_range_json(pack.log)] if version >= LOGGED_VERSION else []
-    return [*place, pack.written_ns, pack.heat, *log]
+    return [*place, pack.written_ns, pack.heat, pack.log and _log_range_json(pack.log)]
+
+
+def _log_range_json(found: LogRange) -> list[Any]:
+    return [found.topic, found.partition, found.first, found.last, found.part_bytes, found.key]
 
 
 def _row_set_json(rows: RowSet) -> list[Any]:

@@ -2,8 +2,6 @@
 
 Checked are types and bounds, that blobs fill their packs without holes or overlaps, that boxes fill their tensors, that
 every blob has the size its rows need, and that whatever refers to something else refers to something of the right kind.
-This is the format's newest version; ``earlier_versions`` says in what the others differ. All give the same values.
-
 Constants of the format of manifests, which docs/format.md specifies.
 """
 
@@ -17,21 +15,27 @@ import numpy as np
 
 from torchrec_cnr.errors import DamagedError
 from torchrec_cnr.format.boxes import MAX_DIVIDED_DIMS, Box, fills, lies_within
-from torchrec_cnr.format.manifest import DTYPES, CheckpointRef, History, Manifest, Pack, Place, Shard, TensorEntry
+from torchrec_cnr.format.manifest import (
+    DTYPES,
+    CheckpointRef,
+    History,
+    LogRange,
+    Manifest,
+    Pack,
+    Place,
+    Shard,
+    TensorEntry,
+)
 from torchrec_cnr.format.row_sets import MAX_CODED_ROWS, MAX_ROWS_PER_MEMBER, Blob, RowBlock, RowSet
 from torchrec_cnr.format.split_blobs import may_be_split
 from torchrec_cnr.quantization import Scheme, exact_row_bytes, scheme_from_json
 
 FORMAT = "torchrec_cnr"
-VERSION = 6  # the newest that is read
-SPLIT_VERSION = 6  # written where blobs are split
-LOGGED_VERSION = 5  # written where packs lie in a log
-PACKED_VERSION = 4  # holds another version, compressed
-PLAIN_VERSION = 3  # all others
+VERSION = 1
+TOPIC = re.compile(r"(?!\.\.?$)[A-Za-z0-9._-]{1,249}")  # Kafka's rule
 
 # How a checkpoint names another: '../' first, then plain names.
 PARENT_PATH = re.compile(r"(\.\./)+(?!\.\.?(/|$))[^/\\\x00-\x1f]+(/(?!\.\.?(/|$))[^/\\\x00-\x1f]+)*")
-
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
 _SURROGATE = re.compile("[\ud800-\udfff]")  # alone: a pair is one character by now
@@ -43,6 +47,9 @@ _MAX_DIMENSIONS = 64  # torch has no more
 _MAX_FQN = 1 << 13  # characters; the FQN is in the name of each blob
 _MAX_MESSAGE = 2 * _MAX_FQN  # characters
 _MAX_LIST_INDEX = 2**20  # a longer list of tensors in a state dict is not believable, and would be allocated
+_MAX_PARTITION = 2**31 - 1  # Kafka's
+_MAX_PART_BYTES = 1 << 30
+_RECORD_KEY = re.compile(r"[^\x00-\x1f]{1,16384}")
 
 T = TypeVar("T")
 
@@ -54,12 +61,11 @@ class ManifestParser:
         where: Names the file in errors.
     """
 
-    keys: tuple[str, ...] = (
+    keys = (
         "format", "version", "created_ns", "id", "save_id", "parent", "replaces", "policy", "history", "restores",
         "world_size", "writer", "packs", "row_sets", "tensors", "objects", "paths",
     )  # fmt: skip
-    reads_split = False
-    tensor_keys: tuple[str, ...] = ("dtype", "size", "is_table", "table", "folded", "shards")
+    tensor_keys = ("dtype", "size", "is_table", "table", "folded", "shards")
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -79,6 +85,9 @@ class ManifestParser:
         self.packs = self.items(self.pack, value["packs"], "packs")
         if len({(pack.directory, pack.name) for pack in self.packs}) != len(self.packs):
             self.fail("two packs have one name")
+        keys = [(pack.log.topic, pack.log.key) for pack in self.packs if pack.log is not None and pack.log.key]
+        if len(set(keys)) != len(keys):
+            self.fail("two packs have one key in a log, which keeps the last of them only")
         self.row_sets = self.items(self.row_set, value["row_sets"], "row_sets")
         manifest = Manifest(
             created_ns=self.integer(value["created_ns"], "created_ns"),
@@ -87,14 +96,14 @@ class ManifestParser:
             parent=self.parent(value["parent"]),
             policy=self.string(value["policy"], "policy"),
             history=History(self.integer(baseline_bytes, "history"), self.items(self.integer, delta_bytes, "history")),
-            num_restores=self.integer(value.get("restores", 0), "restores"),  # version 1 did not count them
+            num_restores=self.integer(value["restores"], "restores"),
             world_size=self.integer(value["world_size"], "world_size", low=1),
             writer=self.string(value["writer"], "writer"),
             packs=self.packs,
             tensors={fqn: self.tensor(entry, fqn) for fqn, entry in self.mapping(value["tensors"], "tensors").items()},
             objects={fqn: self.blob(blob, fqn) for fqn, blob in self.mapping(value["objects"], "objects").items()},
             paths={fqn: self.path(path, fqn) for fqn, path in self.mapping(value["paths"], "paths").items()},
-            replaces=self.optional(partial(self.string, pattern=_HEX), value.get("replaces"), "replaces"),
+            replaces=self.optional(partial(self.string, pattern=_HEX), value["replaces"], "replaces"),
         )
         self.check_packs(manifest, self.stored(manifest))
         self.check_references(manifest)
@@ -109,8 +118,10 @@ class ManifestParser:
         return CheckpointRef(path, self.string(value["sha256"], "parent sha256", _HEX))
 
     def pack(self, value: Any, what: str) -> Pack:
-        directory, name, num_bytes, header_bytes, crc32c, written_ns, heat = self.tuple_of(value, 7, what)
+        directory, name, num_bytes, header_bytes, crc32c, written_ns, heat, log = self.tuple_of(value, 8, what)
         size = self.integer(num_bytes, what)
+        if log is not None and directory is not None:
+            self.fail(f"{what}: in a log and in the directory {str(directory)[:80]!r}")
         return Pack(
             self.string(name, what, _PACK_NAME),
             size,
@@ -119,7 +130,22 @@ class ManifestParser:
             self.optional(partial(self.string, pattern=PARENT_PATH), directory, what),
             self.optional(self.integer, written_ns, what),
             self.integer(heat, what, high=3),
+            self.optional(partial(self.log_range, num_bytes=size), log, what),
         )
+
+    def log_range(self, value: Any, what: str, num_bytes: int) -> LogRange:
+        topic, partition, first, last, part_bytes, key = self.tuple_of(value, 6, what)
+        found = LogRange(
+            self.string(topic, what, TOPIC),
+            self.integer(partition, what, high=_MAX_PARTITION),
+            self.integer(first, what),
+            self.integer(last, what),
+            self.integer(part_bytes, what, low=1, high=_MAX_PART_BYTES),
+            self.optional(partial(self.string, pattern=_RECORD_KEY), key, what),
+        )
+        if found.last - found.first + 1 < found.num_parts(num_bytes):
+            self.fail(f"{what}: records {found.first} to {found.last} are too few for {num_bytes} bytes")
+        return found
 
     def blob(self, value: Any, what: str) -> Blob:
         pack, offset, num_bytes, crc32c = self.tuple_of(value, 4, what)
@@ -170,7 +196,7 @@ class ManifestParser:
             shards=self.items(partial(self.shard, tensor=value), value["shards"], what),
             is_table=value["is_table"],
             table=self.optional(self.string, value["table"], what),
-            folded=self.optional(partial(self.items, self.place), value.get("folded"), what),
+            folded=self.optional(partial(self.items, self.place), value["folded"], what),
         )
         if entry.is_table and len(entry.size) != 2:
             self.fail(f"{what}: a table of {len(entry.size)} dimensions")
@@ -232,7 +258,7 @@ class ManifestParser:
             num_bytes = block.num_rows * row_bytes
             if blob.num_bytes == num_bytes:
                 continue
-            if self.reads_split and may_be_split(blob.num_bytes, block.num_rows, row_bytes, tail_bytes):
+            if may_be_split(blob.num_bytes, block.num_rows, row_bytes, tail_bytes):
                 continue
             exact, rest = divmod(blob.num_bytes - num_bytes, exact_row_bytes(num_cols, dtype.itemsize))
             if not 0 <= exact <= (block.num_rows if shard.scheme.name != "none" else 0) or rest:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.format.manifest import LogRange, Pack
-from torchrec_cnr.format.manifest_versions import TOPIC
+from torchrec_cnr.format.manifest_parser import TOPIC
 from torchrec_cnr.human_text import given_text
 from torchrec_cnr.kafka.clients import BATCH_BYTES, MAX_RECORD_BYTES, OWN_SETTINGS, Cluster
 from torchrec_cnr.kafka.connection import MARKER_SUFFIX, KafkaLog, LogRules, forget_logs, log_of

@@ -12,7 +12,7 @@ from confluent_kafka import Producer
 from confluent_kafka.admin import NewTopic
 
 import torchrec_cnr as cnr
-from tests.golden import log_v5
+from tests.golden import log, write
 from tests.kafka.tools.logged_runs import NAMES, Run
 from tests.servers.kafka_server import ADMIN_SECS, Broker
 from tests.support import models
@@ -133,26 +133,26 @@ def test_exports_and_comparisons_read_the_log(run: Run, tmp_path: Path) -> None:
 
 
 def test_the_golden_log_is_read_by_kafka(kafka: Broker, tmp_path: Path) -> None:
-    """The golden checkpoints of version 5 load by a real broker that has the golden log's records."""
-    folder = shutil.copytree(Path(__file__).parents[2] / "golden" / "v5", tmp_path / "run")
-    records = log_v5.KeptLog(folder / "log.json").records()
+    """The golden checkpoints with packs in a log load by a real broker that has the golden log's records."""
+    folder = shutil.copytree(Path(__file__).parents[2] / "golden" / "v1" / write.LOGGED, tmp_path / "run")
+    records = log.KeptLog(folder / "log.json").records()
     admin = kafka.admin()
-    admin.create_topics([NewTopic(log_v5.TOPIC, 1, 1)])[log_v5.TOPIC].result(ADMIN_SECS)
+    admin.create_topics([NewTopic(log.TOPIC, 1, 1)])[log.TOPIC].result(ADMIN_SECS)
     producer = Producer({"bootstrap.servers": kafka.bootstrap})
     for record in records:
-        headers = [("part", record["part"].encode())]
-        producer.produce(log_v5.TOPIC, bytes.fromhex(record["value"]), record["key"], partition=0, headers=headers)
+        headers = [(name, record[name].encode()) for name in ("part", "pack") if name in record]
+        producer.produce(log.TOPIC, bytes.fromhex(record["value"]), record["key"], partition=0, headers=headers)
     assert producer.flush(ADMIN_SECS) == 0
-    rows = cnr.KafkaRows(kafka.bootstrap, log_v5.TOPIC)
-    kept = log_v5.KeptLog(folder / "log.json")
+    rows = cnr.KafkaRows(kafka.bootstrap, log.TOPIC)
+    kept = log.KeptLog(folder / "log.json")
     fqns = list(read_checkpoint(folder / "step-3").manifest.tensors)
     try:
         for fqn in fqns:
             path = folder / "step-3"
-            found, expected = (cnr.load_table(path, fqn, row_log=log).reshape(-1) for log in (rows, kept))
+            found, expected = (cnr.load_table(path, fqn, row_log=found).reshape(-1) for found in (rows, kept))
             assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8)), fqn
     finally:
-        admin.delete_topics([log_v5.TOPIC])[log_v5.TOPIC].result(ADMIN_SECS)
+        admin.delete_topics([log.TOPIC])[log.TOPIC].result(ADMIN_SECS)
 
 
 def test_markers_are_read_again_and_again(run: Run) -> None:

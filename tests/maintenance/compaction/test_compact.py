@@ -30,7 +30,7 @@ from torchrec_cnr.maintenance.compaction.plan import CompactionPlan, plan_compac
 from torchrec_cnr.quantization import Asymmetric
 from torchrec_cnr.storage import pack_writer
 
-GOLDEN = Path(__file__).parents[2] / "golden"
+GOLDEN = Path(__file__).parents[2] / "golden" / "v1" / "run"
 
 
 def _pack_bytes(checkpoint: Checkpoint) -> int:
@@ -186,12 +186,12 @@ def test_a_lineage_of_one(tmp_path: Path) -> None:
     assert len(a.store.names()) == 2
 
 
-@pytest.mark.parametrize("version", ["v1", "v2"])
-def test_lineages_of_older_versions(tmp_path: Path, version: str) -> None:
-    """Checkpoints that older versions wrote are folded and loaded as before."""
-    shutil.copytree(GOLDEN / version, tmp_path / version)
+def test_golden_lineage(tmp_path: Path) -> None:
+    """Checkpoints that were once written are folded and loaded as before."""
+    for step in ("step-1", "step-2", "step-3"):
+        shutil.copytree(GOLDEN / step, tmp_path / step)
     for name, max_ratio, self_contained in (("step-2", 100.0, False), ("step-3", 1.0, False), ("step-3", 1.0, True)):
-        path = tmp_path / version / name
+        path = tmp_path / name
         fqns = list(read_checkpoint(path).manifest.tensors)
         before, objects = [load_table(path, fqn) for fqn in fqns], objects_of(read_checkpoint(path))
         after = compact(path, max_ratio=max_ratio, self_contained=self_contained, pack_bytes=1024)
