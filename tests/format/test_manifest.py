@@ -20,6 +20,7 @@ from tests.golden import mixed, reader
 from torchrec_cnr.errors import DamagedError, VersionError
 from torchrec_cnr.format import manifest_json
 from torchrec_cnr.format.boxes import Box, fills
+from torchrec_cnr.format.exact_rows import exact_row_bytes
 from torchrec_cnr.format.manifest import (
     DTYPES,
     CheckpointRef,
@@ -33,7 +34,7 @@ from torchrec_cnr.format.manifest import (
 )
 from torchrec_cnr.format.manifest_json import compressed_body
 from torchrec_cnr.format.row_sets import Blob, RowBlock, RowSet
-from torchrec_cnr.quantization import Asymmetric, KMeans, NoQuantization, Scheme, exact_row_bytes
+from torchrec_cnr.quantization import Asymmetric, KMeans, NoQuantization, Scheme
 
 Json = Any
 EXACT = NoQuantization()

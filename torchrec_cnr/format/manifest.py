@@ -14,8 +14,9 @@ from typing import Literal
 import torch
 
 from torchrec_cnr.format.boxes import Box
+from torchrec_cnr.format.exact_rows import exact_row_bytes
 from torchrec_cnr.format.row_sets import Blob, RowBlock, RowSet
-from torchrec_cnr.quantization import Scheme, exact_row_bytes
+from torchrec_cnr.quantization import Scheme
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class LogRange:
 
 
 MANIFEST_FILE = "manifest.json"
+PACK_SUFFIX = ".safetensors"
+UNCOMMITTED_SUFFIX = ".uncommitted.json"  # of a manifest that waits for its marker
 
 CheckpointKind = Literal["baseline", "delta"]
 

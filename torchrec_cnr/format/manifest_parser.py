@@ -15,8 +15,10 @@ import numpy as np
 
 from torchrec_cnr.errors import DamagedError
 from torchrec_cnr.format.boxes import MAX_DIVIDED_DIMS, Box, fills, lies_within
+from torchrec_cnr.format.exact_rows import exact_row_bytes
 from torchrec_cnr.format.manifest import (
     DTYPES,
+    PACK_SUFFIX,
     CheckpointRef,
     History,
     LogRange,
@@ -28,7 +30,7 @@ from torchrec_cnr.format.manifest import (
 )
 from torchrec_cnr.format.row_sets import MAX_CODED_ROWS, MAX_ROWS_PER_MEMBER, Blob, RowBlock, RowSet
 from torchrec_cnr.format.split_blobs import may_be_split
-from torchrec_cnr.quantization import Scheme, exact_row_bytes, scheme_from_json
+from torchrec_cnr.quantization import Scheme, scheme_from_json
 
 FORMAT = "torchrec_cnr"
 VERSION = 1
@@ -39,7 +41,7 @@ PARENT_PATH = re.compile(r"(\.\./)+(?!\.\.?(/|$))[^/\\\x00-\x1f]+(/(?!\.\.?(/|$)
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
 _SURROGATE = re.compile("[\ud800-\udfff]")  # alone: a pair is one character by now
-_PACK_NAME = re.compile(r"[A-Za-z0-9._-]{1,188}\.safetensors")
+_PACK_NAME = re.compile(r"[A-Za-z0-9._-]{1,188}" + re.escape(PACK_SUFFIX))
 _HEX = re.compile(r"[0-9a-f]{64}")
 _MAX_INT = 2**62
 _MAX_CRC32C = 2**32 - 1

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from torchrec_cnr.errors import CheckpointExistsError, DamagedError, StoreError
 from torchrec_cnr.format import manifest_json
-from torchrec_cnr.format.manifest import MANIFEST_FILE
+from torchrec_cnr.format.manifest import MANIFEST_FILE, UNCOMMITTED_SUFFIX
 from torchrec_cnr.storage.row_log import Marker, RowLog, root_id
 from torchrec_cnr.storage.store import Store, read_whole
 
@@ -23,7 +23,7 @@ _NUM_LOOKED_AT = 8  # of the newest markers; a job has one at most whose checkpo
 
 def uncommitted_name(save_id: str) -> str:
     """What a manifest is called until its marker is there."""
-    return f"{save_id}.uncommitted.json"
+    return f"{save_id}{UNCOMMITTED_SUFFIX}"
 
 
 def commit_marked(store: Store, row_log: RowLog, marker: Marker, data: bytes, check: Callable[[], None]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from torchrec_cnr.errors import CheckpointNotFoundError, CNRError, ConfigurationError, StoreError
-from torchrec_cnr.format.manifest import MANIFEST_FILE
+from torchrec_cnr.format.manifest import MANIFEST_FILE, PACK_SUFFIX
 from torchrec_cnr.lineage.checkpoint import Checkpoint, Lineage, read_checkpoint
 from torchrec_cnr.lineage.latest import latest
 from torchrec_cnr.lineage.marker_commit import publish_marked
@@ -216,9 +216,6 @@ def total_bytes(entries: Iterable[Entry]) -> int:
     return sum(entry.num_bytes for entry in entries)
 
 
-_PACK_SUFFIX = ".safetensors"
-
-
 def is_checkpoint(store: Store) -> bool:
     """Whether a manifest lies there, or a marker in the store's log says that one is to."""
     if not store.exists(MANIFEST_FILE):
@@ -265,7 +262,7 @@ def no_checkpoint(store: Store) -> CheckpointNotFoundError:
         StoreError: The place cannot be listed.
     """
     names = store.names()
-    if any(name.endswith(_PACK_SUFFIX) for name in names):
+    if any(name.endswith(PACK_SUFFIX) for name in names):
         why = f"packs, but no {MANIFEST_FILE}: a save that died, or is not done yet"
     elif names:
         why = "no checkpoint is here, nor in a directory of it"

@@ -6,16 +6,14 @@ Whatever is not named like one of ours is somebody else's and stays.
 import re
 from collections.abc import Iterable, Mapping
 
-from torchrec_cnr.format.manifest import MANIFEST_FILE, Manifest, replacement_name
+from torchrec_cnr.format.manifest import MANIFEST_FILE, PACK_SUFFIX, UNCOMMITTED_SUFFIX, Manifest, replacement_name
 from torchrec_cnr.lineage.checkpoint import Checkpoint
 from torchrec_cnr.maintenance.tags_and_metrics import is_annotation
 from torchrec_cnr.storage.leases import is_lease
 
-PACK_SUFFIX = ".safetensors"
-_PACK = re.compile(r"(?P<save_id>[0-9a-f]{16})-\d+-\d+\.safetensors")
-_NUMBERED = re.compile(r"(?P<save_id>.+)-\d+-\d+\.safetensors")
+_PACK = re.compile(r"(?P<save_id>[0-9a-f]{16})-\d+-\d+" + re.escape(PACK_SUFFIX))
+_NUMBERED = re.compile(r"(?P<save_id>.+)-\d+-\d+" + re.escape(PACK_SUFFIX))
 _REPLACEMENT = re.compile(r"manifest-[0-9a-f]{64}\.json")
-_UNCOMMITTED = ".uncommitted.json"
 _TEMPORARY = re.compile(r"[0-9a-f]{16}\.(manifest(-[0-9a-f]{64})?|uncommitted|metrics-\d{20}-[0-9a-f]{16})\.json")
 
 
@@ -31,7 +29,7 @@ def is_temporary(name: str) -> bool:
 
 def is_uncommitted(name: str) -> bool:
     """Whether a file is named like a manifest that a marker in a log may have committed, or may yet."""
-    return name.endswith(_UNCOMMITTED) and is_temporary(name)
+    return name.endswith(UNCOMMITTED_SUFFIX) and is_temporary(name)
 
 
 def is_replacement(name: str) -> bool:

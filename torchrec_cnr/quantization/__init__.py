@@ -24,7 +24,7 @@ from torchrec_cnr.quantization.choose_bits import ByErrorBudget, ByExpectedResto
 from torchrec_cnr.quantization.kmeans import KMeans
 from torchrec_cnr.quantization.range_search import GreedySearch, LeastSquares
 from torchrec_cnr.quantization.rules import SchemeRules, scheme_from_json
-from torchrec_cnr.quantization.scheme import Encoded, Quantization, Sample, Scheme, exact_row_bytes
+from torchrec_cnr.quantization.scheme import Encoded, Quantization, Sample, Scheme
 from torchrec_cnr.quantization.uniform import AdaptiveAsymmetric, Asymmetric, Symmetric, fused_bits
 from torchrec_cnr.quantization.unquantized import HalfPrecision, NoQuantization
 
@@ -44,7 +44,6 @@ __all__ = [
     "Scheme",
     "SchemeRules",
     "Symmetric",
-    "exact_row_bytes",
     "expected_restores",
     "fused_bits",
     "scheme_from_json",

@@ -138,8 +138,3 @@ def positions(mask: Tensor) -> Tensor:
 def tail_of(num_bytes: int) -> int:
     """The tail of a row that has so many bytes behind its codes."""
     return num_bytes if num_bytes <= _MAX_TAIL_BYTES else 0
-
-
-def exact_row_bytes(num_cols: int, itemsize: int) -> int:
-    """Bytes of one row stored exactly behind a block's codes: its position in the block and its values."""
-    return 4 + num_cols * itemsize

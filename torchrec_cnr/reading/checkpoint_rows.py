@@ -5,13 +5,12 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from torchrec_cnr.errors import DamagedError
+from torchrec_cnr.format.exact_rows import exact_rows
 from torchrec_cnr.format.manifest import DTYPES
 from torchrec_cnr.format.row_sets import CodedRows, RowBlock, RowNumbers, decode_row_numbers
 from torchrec_cnr.format.split_blobs import join
-from torchrec_cnr.quantization import exact_row_bytes
 from torchrec_cnr.reading.plan import BlobRead, CheckpointReads
 from torchrec_cnr.reading.regions import Block, PlacedRows
 from torchrec_cnr.storage.pack_reader import PackReader
@@ -119,17 +118,9 @@ def _block(read: BlobRead, data: Bytes, rows: PlacedRows, is_delta: bool, where:
     codes = torch.from_numpy(data[:num_code_bytes]).view(num_rows, -1)
     if dtype is torch.bool and bool((codes > 1).any()):
         raise DamagedError(f"{where}: bytes that are no bools; use another checkpoint")
-    positions, exact_values = _exact_rows(torch.from_numpy(data[num_code_bytes:]), num_cols, dtype)
-    if len(positions) and (
-        int(positions[0]) < 0 or int(positions[-1]) >= num_rows or bool((positions.diff() <= 0).any())
-    ):
+    positions, values = exact_rows(data[num_code_bytes:], num_cols, dtype.itemsize)
+    if len(positions) and (positions[-1] >= num_rows or (np.diff(positions) <= 0).any()):
         raise DamagedError(f"{where}: positions of exactly stored rows are out of order; use another checkpoint")
+    exact_values = torch.from_numpy(values).clone().view(dtype)
     row_shape = shard.box.sizes[1:]
-    return Block(rows, codes, shard.scheme, dtype, positions, exact_values, row_shape, is_delta)
-
-
-def _exact_rows(data: Tensor, num_cols: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Positions, int64 [k], and values, [k, num_cols], of the rows that a scheme could not represent."""
-    num_exact = len(data) // exact_row_bytes(num_cols, dtype.itemsize)
-    positions = data[: 4 * num_exact].clone().view(torch.int32).long()
-    return positions, data[4 * num_exact :].clone().view(dtype).view(num_exact, num_cols)
+    return Block(rows, codes, shard.scheme, dtype, torch.from_numpy(positions), exact_values, row_shape, is_delta)

@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchrec_cnr.format.exact_rows import exact_row_bytes, with_exact_rows
 from torchrec_cnr.format.manifest import DTYPES
 from torchrec_cnr.format.row_sets import Blob, CodedRows, RowBlock, RowSet, encode_row_numbers
 from torchrec_cnr.format.split_blobs import split
-from torchrec_cnr.quantization import Encoded, NoQuantization, Scheme, SchemeRules, exact_row_bytes
+from torchrec_cnr.quantization import Encoded, NoQuantization, Scheme, SchemeRules
 from torchrec_cnr.saving.staged_values import StagedCodes
 from torchrec_cnr.storage.pack_writer import BLOCK_BYTES, PackWriter
 from torchrec_cnr.storage.store import Bytes
@@ -249,8 +250,7 @@ def _write_codes(packs: PackWriter, source: EncodingInput, number: int, rows: Te
     data = _bytes(encoded.codes)
     if len(encoded.exact) == 0:
         return _add(packs, source, number, data, "uint8", tuple(encoded.codes.shape), heat), 0
-    positions = encoded.exact.to(torch.int32).cpu().numpy().astype("<u4").view(np.uint8)
-    data = np.concatenate((data, positions, _bytes(exact_values)))
+    data = with_exact_rows(data, encoded.exact.cpu().numpy(), _bytes(exact_values))
     return packs.add(f"{source.name}/{number}", "uint8", data.shape, data, heat), len(encoded.exact)
 
 

@@ -15,7 +15,7 @@ from awscrt import checksums
 from torch.profiler import record_function
 
 from torchrec_cnr.errors import ConfigurationError
-from torchrec_cnr.format.manifest import Pack
+from torchrec_cnr.format.manifest import PACK_SUFFIX, Pack
 from torchrec_cnr.format.row_sets import Blob, UnplacedBlob
 from torchrec_cnr.storage.row_log import PackTarget
 from torchrec_cnr.storage.store import Bytes
@@ -188,7 +188,7 @@ def _write_pack(store: PackTarget, stem: str, index: int, parts: list[_Part], he
     for part in parts:
         blobs[part.number] = Blob(index, end, part.data.nbytes, crc32c(part.data))
         end += part.data.nbytes
-    name = f"{stem}.safetensors"
+    name = f"{stem}{PACK_SUFFIX}"
     with record_function("torchrec_cnr.upload"):
         log = store.put(name, [header, *(part.data.data for part in parts)])
     pack = Pack(name, end, len(header), crc32c(header), heat=heat, log=log)

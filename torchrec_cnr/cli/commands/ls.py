@@ -26,6 +26,7 @@ from rich.text import Text
 from torchrec_cnr.cli.options import AsJson, Everything, Kafka, KafkaFile, KafkaSettings, rows_log
 from torchrec_cnr.cli.output import bare_grid, grid, name_cell, print_json, progress_bar, stdout
 from torchrec_cnr.errors import DamagedError, VersionError
+from torchrec_cnr.format.manifest import PACK_SUFFIX
 from torchrec_cnr.human_text import age_text, bytes_text, count_text, name_text, percent_text
 from torchrec_cnr.lineage.checkpoint import Checkpoint
 from torchrec_cnr.maintenance.catalog import Catalog, Entry, check_root, read_catalog, total_bytes
@@ -218,7 +219,7 @@ def _state(entry: Entry, catalog: Catalog) -> EntryState:
         return "newer"
     if entry.problem is not None:
         return "unreadable"
-    if any(file.endswith(".safetensors") for file in entry.files):
+    if any(file.endswith(PACK_SUFFIX) for file in entry.files):
         was_pruned = any(pruned.name == entry.name for pruned in catalog.journal.pruned)
         return "pruned" if was_pruned else "unfinished"
     return "foreign" if entry.files else "empty"

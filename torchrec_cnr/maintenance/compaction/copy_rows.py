@@ -16,17 +16,17 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import numpy as np
-import numpy.typing as npt
 
 from torchrec_cnr.errors import StoreError
 from torchrec_cnr.format import split_blobs
 from torchrec_cnr.format.boxes import Box
+from torchrec_cnr.format.exact_rows import Positions, exact_rows, with_exact_rows
 from torchrec_cnr.format.manifest import DTYPES, Pack, Shard, TensorEntry
 from torchrec_cnr.format.row_sets import Blob, RowNumbers, UnplacedBlob, UnplacedRowBlock, encode_row_numbers
 from torchrec_cnr.maintenance.compaction.live_rows import LiveRows, Piece, live_rows, pieces_of, windows
 from torchrec_cnr.maintenance.compaction.plan import CompactionPlan
 from torchrec_cnr.progress import Progress
-from torchrec_cnr.quantization import NoQuantization, exact_row_bytes
+from torchrec_cnr.quantization import NoQuantization
 from torchrec_cnr.storage.pack_reader import PackReader
 from torchrec_cnr.storage.pack_writer import PackWriter
 from torchrec_cnr.storage.store import Bytes
@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 CACHE_BYTES = 96 << 20  # of blobs that rows are copied from
 _MAX_WAITING = 6  # of a tensor's blocks that are being filled, counted in full ones
 
-Positions = npt.NDArray[np.int64]
 RowGroupKey = tuple[int, int]  # of rows: their heat, and the logarithm of their age
 RowLayout = tuple[str, tuple[int, ...]]  # dtype and shape
 
@@ -171,8 +170,7 @@ class CodedBlock:
         divided = None if len(self.exact) else split_blobs.split(self.codes, tail_bytes)
         if divided is not None:
             return divided
-        positions = self.exact.astype("<u4").view(np.uint8)
-        return np.concatenate((self.codes.reshape(-1), positions, self.exact_values.reshape(-1)))
+        return with_exact_rows(self.codes, self.exact, self.exact_values)
 
 
 def concatenated(blocks: Sequence[CodedBlock]) -> CodedBlock:
@@ -296,18 +294,17 @@ class NewShard:
         """The codes of some rows, strictly increasing, out of all pieces that have some of them."""
         num_cols, itemsize = self.source.box.num_cols, DTYPES[self.dtype].itemsize
         row_bytes = self.source.scheme.row_bytes(num_cols, DTYPES[self.dtype])
-        value_bytes = exact_row_bytes(num_cols, itemsize) - 4
         codes = np.empty((len(rows), row_bytes), dtype=np.uint8)
         wanted = {id(live.piece): part for live in found if (part := _between(live, rows[0], rows[-1])) is not None}
         exact: list[Positions] = [np.empty(0, dtype=np.int64)]
-        values = [np.empty((0, value_bytes), dtype=np.uint8)]
+        values = [np.empty((0, num_cols * itemsize), dtype=np.uint8)]
         for piece, data in self.cache.blobs([part.piece for part in wanted.values()], int(rows[-1]) + 1):
             part = wanted[id(piece)]
             places = np.searchsorted(rows, part.rows)
             num_code_bytes = piece.rows.num_rows * row_bytes
             data = split_blobs.join(data, piece.rows.num_rows, row_bytes, self.tail_bytes, f"{self.where}: {piece.key}")
             _copy_rows(data[:num_code_bytes].reshape(-1, row_bytes), part.positions, codes, places)
-            own, own_values = _exact_rows(data[num_code_bytes:], value_bytes)
+            own, own_values = exact_rows(data[num_code_bytes:], num_cols, itemsize)
             if len(own):
                 chosen = np.isin(own, part.positions)
                 exact.append(places[np.searchsorted(part.positions, own[chosen])])
@@ -438,9 +435,3 @@ def _copy_rows(source: Bytes, positions: Positions, target: Bytes, places: Posit
     """Rows as single elements: one copy each, rather than one for each byte."""
     row = np.dtype((np.void, source.shape[1]))
     target.view(row)[places, 0] = np.ascontiguousarray(source).view(row)[positions, 0]
-
-
-def _exact_rows(data: Bytes, value_bytes: int) -> tuple[Positions, Bytes]:
-    num_exact = len(data) // (4 + value_bytes)
-    positions = data[: 4 * num_exact].copy().view("<u4").astype(np.int64)
-    return positions, data[4 * num_exact :].reshape(num_exact, value_bytes)

@@ -19,11 +19,10 @@ from itertools import groupby
 from threading import Lock
 
 from torchrec_cnr.errors import CheckpointNotFoundError, CNRError, StoreError
-from torchrec_cnr.format.manifest import MANIFEST_FILE
+from torchrec_cnr.format.manifest import MANIFEST_FILE, PACK_SUFFIX
 from torchrec_cnr.human_text import bytes_text, count_text, name_text
 from torchrec_cnr.lineage.checkpoint import Checkpoint, read_checkpoint
 from torchrec_cnr.maintenance import journal
-from torchrec_cnr.maintenance.file_names import PACK_SUFFIX
 from torchrec_cnr.maintenance.journal import Journal
 from torchrec_cnr.maintenance.pruning.kept import PackPath, lease_text, needed_by, newest_of_lineages
 from torchrec_cnr.maintenance.pruning.plan import PrunePlan, Removal

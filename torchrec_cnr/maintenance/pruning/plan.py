@@ -18,13 +18,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from torchrec_cnr.errors import ConfigurationError
-from torchrec_cnr.format.manifest import MANIFEST_FILE
+from torchrec_cnr.format.manifest import MANIFEST_FILE, PACK_SUFFIX
 from torchrec_cnr.human_text import bytes_text, count_text, instant_text, name_text, url_text
 from torchrec_cnr.lineage.checkpoint import Checkpoint
 from torchrec_cnr.maintenance import journal
 from torchrec_cnr.maintenance.catalog import Catalog, Entry, read_catalog, total_bytes
 from torchrec_cnr.maintenance.file_names import (
-    PACK_SUFFIX,
     in_order,
     is_beside_packs,
     is_pack,
