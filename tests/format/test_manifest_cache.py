@@ -32,14 +32,17 @@ def _manifest(num_shards: int) -> Manifest:
     most=st.integers(0, 12), uses=st.lists(st.tuples(st.booleans(), st.sampled_from("abcdef"), st.integers(1, 5)))
 )
 def test_what_was_used_last_is_kept(most: int, uses: list[tuple[bool, str, int]]) -> None:
-    """Against a dictionary in the order of use, cut from its old end."""
+    """Against a dictionary in the order of use, cut from its old end; one that is larger than all is not kept."""
     known = KnownManifests(most)
     model: OrderedDict[str, tuple[Manifest, int]] = OrderedDict()
     for is_added, digest, num_shards in uses:
         if is_added:
+            manifest = _manifest(num_shards)
+            known.add(digest, manifest)
+            if num_shards + 2 > most:
+                continue
             model.pop(digest, None)
-            model[digest] = (_manifest(num_shards), num_shards + 2)
-            known.add(digest, model[digest][0])
+            model[digest] = (manifest, num_shards + 2)
             while sum(size for _, size in model.values()) > most:
                 model.popitem(last=False)
         elif digest in model:

@@ -16,15 +16,16 @@ others, so what was validated under it stays valid, wherever it is read from.
 
 import base64
 import binascii
+import contextlib
 import hashlib
 import json
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
 import zstandard
+from cachetools import LRUCache
 
 from torchrec_cnr.errors import DamagedError, VersionError
 from torchrec_cnr.format.boxes import Box
@@ -33,45 +34,40 @@ from torchrec_cnr.format.manifest_parser import FORMAT, VERSION, ManifestParser
 from torchrec_cnr.format.row_sets import Blob, RowSet
 from torchrec_cnr.gc_pause import paused_gc
 
-_MAX_SHARDS = 1 << 18  # of all that is kept; each takes about one KiB
+_MAX_PARTS = 1 << 18  # of all that is kept; each takes about one KiB
+
+
+def _num_parts(manifest: Manifest) -> int:
+    """Shards, packs and row sets, each of which takes about as much memory."""
+    shards = sum(len(entry.shards) + len(entry.folded or ()) for entry in manifest.tensors.values())
+    return 1 + shards + len(manifest.packs) + len(manifest.row_sets) + len(manifest.objects)
 
 
 class KnownManifests:
     """The manifests that were used last, by the digests of their bodies.
 
     Args:
-        most_shards: How many shards, packs and row sets those that are kept have, together.
+        max_parts: How many shards, packs and row sets those that are kept have, together.
     """
 
-    def __init__(self, most_shards: int = _MAX_SHARDS) -> None:
-        self._most_shards = most_shards
+    def __init__(self, max_parts: int = _MAX_PARTS) -> None:
         self._lock = threading.Lock()
-        self._found: OrderedDict[str, tuple[Manifest, int]] = OrderedDict()
-        self._num_shards = 0
+        self._found: LRUCache[str, Manifest] = LRUCache(max_parts, getsizeof=_num_parts)
 
     def get(self, digest: str) -> Manifest | None:
-        """The manifest with a digest, if it is kept."""
+        """Return the manifest with a digest, if it is kept."""
         with self._lock:
-            if digest not in self._found:
-                return None
-            self._found.move_to_end(digest)
-            return self._found[digest][0]
+            return self._found.get(digest)
 
     def add(self, digest: str, manifest: Manifest) -> None:
-        """Keep a manifest that is valid, and let go of those that were not used for longest."""
-        shards = sum(len(entry.shards) + len(entry.folded or ()) for entry in manifest.tensors.values())
-        size = 1 + shards + len(manifest.packs) + len(manifest.row_sets) + len(manifest.objects)
-        with self._lock:
-            self._num_shards += size - self._found.pop(digest, (manifest, 0))[1]
-            self._found[digest] = (manifest, size)
-            while self._num_shards > self._most_shards:
-                self._num_shards -= self._found.popitem(last=False)[1][1]
+        """Keep a manifest that is valid, unless it is larger than all that may be kept."""
+        with self._lock, contextlib.suppress(ValueError):
+            self._found[digest] = manifest
 
     def clear(self) -> None:
-        """Let go of all."""
+        """Forget all."""
         with self._lock:
             self._found.clear()
-            self._num_shards = 0
 
 
 PLAIN_BYTES = 1 << 20  # a body of more is packed
