@@ -30,7 +30,7 @@ from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.manifest import Shard
 from torchrec_cnr.lineage.checkpoint import read_lineage
 from torchrec_cnr.quantization.fbgemm_rows import InferenceRow
-from torchrec_cnr.reading import inference_regions
+from torchrec_cnr.reading import regions as regions_module
 from torchrec_cnr.reading.plan import plan_fold
 from torchrec_cnr.reading.regions import TensorRegion
 from torchrec_cnr.storage import pack_writer
@@ -95,14 +95,14 @@ def test_rows_in_pieces_are_read_in_windows(
     rank_pool(2).run(_save_lineage, str(root), ["column", "mixed"], cnr.Asymmetric(4))
     wanted = load_quantized(quantized(float_model(2), torch.qint8), root / "1")
     folds = []
-    fold = inference_regions.turns
+    fold = regions_module.turns
 
     def counted(regions: Any) -> Any:
         folds.extend(fold(regions))
         return fold(regions)
 
-    monkeypatch.setattr(inference_regions, "FLOAT_BYTES", 10 * 4 * DIM)
-    monkeypatch.setattr(inference_regions, "_CHUNK_BYTES", 3 * 4 * DIM)
+    monkeypatch.setattr(regions_module, "FLOAT_BYTES", 10 * 4 * DIM)
+    monkeypatch.setattr(regions_module, "_CHUNK_BYTES", 3 * 4 * DIM)
     monkeypatch.setattr("torchrec_cnr.loading.reader.turns", counted)
     got = load_quantized(quantized(float_model(3), torch.qint8), root / "1")
     assert all(torch.equal(got[table], rows) for table, rows in wanted.items())
@@ -132,20 +132,20 @@ def test_turns_are_bounded(num_rows: list[int], num_cols: int, budget_rows: int)
     row = InferenceRow(num_cols, 8, num_cols + 4)
     targets = [torch.zeros(num, row.row_bytes, dtype=torch.uint8) for num in num_rows]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(inference_regions, "FLOAT_BYTES", budget_rows * num_cols * 4)
+        patch.setattr(regions_module, "FLOAT_BYTES", budget_rows * num_cols * 4)
         regions = [
             region
             for target in targets
-            for region in inference_regions.inference_regions(
+            for region in regions_module.inference_regions(
                 "t", target, row, torch.float32, [_shard(len(target), num_cols // 2)]
             )
         ]
-        turns = inference_regions.turns(regions)
+        turns = regions_module.turns(regions)
         for turn in turns:
             assert sum(region.box.num_rows for region in turn) <= budget_rows
     assert [region for turn in turns for region in turn] == regions
     for region in regions:
-        assert isinstance(region, inference_regions.PiecedRegion)
+        assert isinstance(region, regions_module.PiecedRegion)
         region.target += 1
     assert all(bool((target == 1).all()) for target in targets)
 

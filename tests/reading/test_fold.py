@@ -14,9 +14,10 @@ from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.lineage.checkpoint import read_lineage
 from torchrec_cnr.quantization import Asymmetric, NoQuantization, Scheme
 from torchrec_cnr.reading import fold as fold_module
+from torchrec_cnr.reading.blocks import Block
 from torchrec_cnr.reading.fold import fold
 from torchrec_cnr.reading.plan import plan_fold
-from torchrec_cnr.reading.regions import Block, TensorRegion
+from torchrec_cnr.reading.regions import TensorRegion
 
 
 def _saves(seed: int) -> list[Save]:

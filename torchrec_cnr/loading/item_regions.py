@@ -20,8 +20,14 @@ from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.manifest import DTYPES, TensorEntry
 from torchrec_cnr.lineage.checkpoint import Lineage
 from torchrec_cnr.loading.read_items import InferenceReadItem, LoadMetadata, RowStateReadItem, ValueReadItem
-from torchrec_cnr.reading.inference_regions import inference_regions
-from torchrec_cnr.reading.regions import LargestValueRegion, Region, RowStateRegion, TensorRegion, column_bounds
+from torchrec_cnr.reading.regions import (
+    LargestValueRegion,
+    Region,
+    RowStateRegion,
+    TensorRegion,
+    column_bounds,
+    inference_regions,
+)
 
 
 def load_metadata(lineage: Lineage) -> LoadMetadata:

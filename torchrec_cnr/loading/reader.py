@@ -29,9 +29,8 @@ from torchrec_cnr.loading.item_regions import item_regions, load_metadata
 from torchrec_cnr.loading.read_items import LoadMetadata, RestoredRows
 from torchrec_cnr.progress import Progress
 from torchrec_cnr.reading.fold import fold
-from torchrec_cnr.reading.inference_regions import turns
 from torchrec_cnr.reading.plan import plan_fold
-from torchrec_cnr.reading.regions import Region, TensorRegion
+from torchrec_cnr.reading.regions import Region, TensorRegion, turns
 from torchrec_cnr.storage.leases import Lease
 from torchrec_cnr.storage.pack_writer import check_thread_count
 from torchrec_cnr.storage.row_log import RowLog

@@ -22,14 +22,90 @@ import torch
 from torchrec_cnr.errors import DamagedError
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.coverage import Coverage
-from torchrec_cnr.format.manifest import TensorEntry
+from torchrec_cnr.format.manifest import DTYPES, TensorEntry
+from torchrec_cnr.format.split_blobs import join
 from torchrec_cnr.progress import Count, Progress
-from torchrec_cnr.reading.checkpoint_rows import CheckpointRows
-from torchrec_cnr.reading.plan import CheckpointReads
-from torchrec_cnr.reading.regions import Block, PlacedRows, Region
+from torchrec_cnr.reading.blocks import Block, BlockRowNumbers, PlacedRows, parse_block
+from torchrec_cnr.reading.plan import BlobRead, CheckpointReads
+from torchrec_cnr.reading.regions import Region
+from torchrec_cnr.storage.pack_reader import PackReader
+from torchrec_cnr.storage.store import Bytes
 
-_MIN_COLS = 8  # narrower rows are written as fast as they are looked up
 MAX_TURNS = 1 << 15
+_MIN_COLS = 8  # narrower rows are written as fast as they are looked up
+_EARLY_BYTES = 256 << 20  # read before the first row is written: row numbers, and the records of logs
+
+
+class CheckpointRows:
+    """The rows that a fold reads of one checkpoint: first which they are, and then their codes.
+
+    Args:
+        plan: What is read.
+        first_turn: The number of its first turn, among those of all checkpoints.
+        thread_count: Threads that read.
+        holds_logs: Whether codes that lie in a log are read with the row numbers, and held until they are asked for.
+            It is slow to go back in a log.
+
+    Attributes:
+        plan: What is read.
+
+    Raises:
+        DamagedError: Bytes are not what was committed.
+        StoreError: A pack cannot be read.
+    """
+
+    def __init__(self, plan: CheckpointReads, first_turn: int, thread_count: int, *, holds_logs: bool) -> None:
+        store, manifest = plan.checkpoint.store, plan.checkpoint.manifest
+        self.plan = plan
+        self._first_turn = first_turn
+        self._packs = PackReader(store, manifest.packs, thread_count)
+        early_blobs = [(key, block.blob) for key, block in plan.row_blocks.items() if block.blob is not None]
+        if holds_logs:
+            early_blobs += [(key, read.blob) for key, read in plan.reads.items() if plan.is_in_log(read.blob)]
+        self._held = dict(self._packs.read(early_blobs))
+        codes = {key: self._held.pop(key) for key in plan.row_blocks}
+        self._numbers = BlockRowNumbers(plan.row_blocks, codes, store.url)
+
+    def placed(self) -> Iterator[tuple[int, BlobRead, PlacedRows]]:
+        """Which rows they are, turn by turn, with the turn's number."""
+        for number, turn in enumerate(self.plan.turns(), self._first_turn):
+            for read in turn.values():
+                yield number, read, self._placed(read)
+
+    def blocks(self) -> Iterator[tuple[int, BlobRead, Block]]:
+        """The rows themselves; once only, for what is held of them is let go.
+
+        Raises:
+            DamagedError, StoreError: As the constructor.
+        """
+        turns, is_delta = self.plan.turns(), self.plan.checkpoint.manifest.parent is not None
+        left_blobs = [[(key, read.blob) for key, read in turn.items() if key not in self._held] for turn in turns]
+        blobs_read = self._packs.read(*left_blobs, prepare=self._joined)
+        for number, (turn, left) in enumerate(zip(turns, left_blobs, strict=True), self._first_turn):
+            held = [(key, self._joined(key, self._held.pop(key))) for key in turn if key in self._held]
+            for key, data in itertools.chain(held, itertools.islice(blobs_read, len(left))):
+                yield number, turn[key], self._block(key, data, is_delta)
+
+    def _joined(self, key: str, data: Bytes) -> Bytes:
+        """A blob's rows, also if it is split; of files, in the threads that read, which have time for it."""
+        read = self.plan.reads[key]
+        num_cols, dtype = read.shard.box.num_cols, DTYPES[read.entry.dtype]
+        row_bytes = read.shard.scheme.row_bytes(num_cols, dtype)
+        tail_bytes = read.shard.scheme.tail_bytes(num_cols, dtype)
+        return join(data, read.rows.num_rows, row_bytes, tail_bytes, self._where(key))
+
+    def _block(self, key: str, data: Bytes, is_delta: bool) -> Block:
+        read = self.plan.reads[key]
+        dtype = DTYPES[read.entry.dtype]
+        return parse_block(read.shard, dtype, data, self._placed(read), is_delta, self._where(key))
+
+    def _where(self, key: str) -> str:
+        return f"{self.plan.checkpoint.store.url}: {key}"
+
+    def _placed(self, read: BlobRead) -> PlacedRows:
+        row_numbers = self._numbers.of(read.rows)
+        numbers = None if row_numbers is None else torch.from_numpy(row_numbers)
+        return PlacedRows(read.shard.table_box or read.shard.box, read.rows.first, read.rows.num_rows, numbers)
 
 
 class LatestWriter:
@@ -51,17 +127,17 @@ class LatestWriter:
     def note(self, region: Region, rows: PlacedRows, turn: int) -> None:
         """A turn holds some rows; turns come in order."""
         turns = self._turns.get(id(region))
-        found = rows.within(region.box) if turns is not None and _has_all_columns(rows, region) else None
-        if turns is not None and found is not None:
-            turns[found[1]] = turn
+        common = rows.within(region.box) if turns is not None and _has_all_columns(rows, region) else None
+        if turns is not None and common is not None:
+            turns[common[1]] = turn
 
     def left(self, region: Region, block: Block, turn: int) -> Block | None:
         """What no later turn overwrites of a turn's block; None if nothing is left."""
         turns, numbers = self._turns.get(id(region)), block.rows.numbers
-        found = block.rows.within(region.box) if turns is not None and numbers is not None else None
-        if turns is None or numbers is None or found is None:
+        common = block.rows.within(region.box) if turns is not None and numbers is not None else None
+        if turns is None or numbers is None or common is None:
             return block
-        positions, rows = found
+        positions, rows = common
         are_left = (turns[rows] if isinstance(rows, slice) else turns.index_select(0, rows)) <= turn
         if bool(are_left.all()):
             return block
@@ -75,9 +151,6 @@ class LatestWriter:
 def _has_all_columns(rows: PlacedRows, region: Region) -> bool:
     common = rows.box.intersect(region.box)
     return common is not None and common.num_cols == region.box.num_cols
-
-
-_EARLY_BYTES = 256 << 20  # read before the first row is written: row numbers, and the records of logs
 
 
 def fold(
@@ -148,9 +221,9 @@ def _last_turns(checkpoints: Sequence[CheckpointRows]) -> LatestWriter:
     times: Counter[int] = Counter()
     for checkpoint in checkpoints:
         reads = [read for read in checkpoint.plan.reads.values() if read.rows.blob and read.entry.table is None]
-        found = {id(region): region for read in reads for region in read.regions}
-        regions |= found
-        times.update(found.keys())
+        own_regions = {id(region): region for read in reads for region in read.regions}
+        regions |= own_regions
+        times.update(own_regions.keys())
     turns = LatestWriter(regions[number] for number, count in times.items() if count > 1)
     for checkpoint in checkpoints if turns.num_regions else ():
         for turn, read, rows in checkpoint.placed():

@@ -75,9 +75,9 @@ def plan_fold(lineage: Lineage, regions: Sequence[Region]) -> list[CheckpointRea
         for number, entry in held(lineage.checkpoints, region.fqn):
             _add_reads(reads.setdefault(number, {}), region, entry)
     plans = []
-    for number, wanted in sorted(reads.items()):
+    for number, own_reads in sorted(reads.items()):
         checkpoint = lineage.checkpoints[number]
-        plans.append(CheckpointReads(checkpoint, _row_blocks(checkpoint.manifest, wanted.values()), wanted))
+        plans.append(CheckpointReads(checkpoint, _row_blocks(checkpoint.manifest, own_reads.values()), own_reads))
     return plans
 
 
@@ -140,13 +140,13 @@ def _logical_size(checkpoint: Checkpoint, entry: TensorEntry) -> tuple[int, ...]
 
 def _add_reads(reads: dict[str, BlobRead], region: Region, entry: TensorEntry) -> None:
     for index, shard in enumerate(entry.shards):
-        place = shard.table_box or shard.box
-        common = place.intersect(region.box) if shard.blobs else None
+        box = shard.table_box or shard.box
+        common = box.intersect(region.box) if shard.blobs else None
         if common is None:
             continue
-        first = common.offsets[0] - place.offsets[0] if common.offsets else 0
+        first_row = common.offsets[0] - box.offsets[0] if common.offsets else 0
         for number, (blob, rows) in enumerate(zip(shard.blobs, shard.rows.blocks, strict=True)):
-            if rows.first < first + common.num_rows and rows.first + rows.span > first:
+            if rows.first < first_row + common.num_rows and rows.first + rows.span > first_row:
                 key = f"{name_of(region.fqn, entry, index)} block {number}"
                 regions = reads[key].regions if key in reads else ()
                 reads[key] = BlobRead(blob, entry, shard, rows, (*regions, region), index if entry.folded else 0)

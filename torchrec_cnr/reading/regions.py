@@ -1,10 +1,15 @@
 """Regions: the parts of tensors that a load wants, and how the rows of a block get into them.
 
 Quantized rows are decoded where they belong: no block of decoded rows lies in between.
+
+Inference kernels keep tables quantized. Rows of a checkpoint get there with their codes if they can, and a block that
+has whole rows is written at once. A checkpoint that was sharded by columns has a row in pieces, each with a scale of
+its own, so that rows are put together as floats and quantized once all checkpoints of a lineage are read. Such a table
+is therefore read in windows of rows, and few enough of them at a time that their floats are bounded.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -12,123 +17,12 @@ from torch import Tensor
 
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.manifest import Shard
-from torchrec_cnr.format.row_sets import RowNumbers
-from torchrec_cnr.quantization import NoQuantization, Scheme
+from torchrec_cnr.quantization import NoQuantization, fused_bits
+from torchrec_cnr.quantization.fbgemm_rows import InferenceRow
+from torchrec_cnr.reading.blocks import Block
 
-
-@dataclass(frozen=True, eq=False)
-class PlacedRows:
-    """Which rows of a tensor a blob holds.
-
-    Attributes:
-        box: Of its shard; for row-wise optimizer state, of the table's shard.
-        first: First row within the box, where the rows are consecutive.
-        num_rows: How many there are.
-        numbers: int64 [num_rows], row numbers within the box, where they are not.
-    """
-
-    box: Box
-    first: int
-    num_rows: int
-    numbers: Tensor | None
-
-    @property
-    def index(self) -> RowNumbers | slice:
-        """int64 [num_rows], row numbers within the box, or the slice that they are."""
-        return slice(self.first, self.first + self.num_rows) if self.numbers is None else self.numbers.numpy()
-
-    def within(self, wanted: Box) -> tuple[Tensor | slice, Tensor | slice] | None:
-        """Positions among these, and rows of ``wanted``, of the rows that both have; None if there are none."""
-        shift = self.box.offsets[0] - wanted.offsets[0] if self.box.offsets else 0
-        if self.numbers is None:
-            start = max(0, -self.first - shift)
-            stop = min(self.num_rows, wanted.num_rows - self.first - shift)
-            into = slice(start + self.first + shift, stop + self.first + shift)
-            return (slice(start, stop), into) if start < stop else None
-        rows = self.numbers + shift if shift else self.numbers
-        if int(rows[0]) >= 0 and int(rows[-1]) < wanted.num_rows:
-            return slice(0, len(rows)), rows
-        keep = ((rows >= 0) & (rows < wanted.num_rows)).nonzero().squeeze(1)
-        return (keep, rows[keep]) if len(keep) else None
-
-
-@dataclass(frozen=True, eq=False)
-class Block:
-    """The rows of one blob, still encoded.
-
-    Attributes:
-        rows: Which n rows they are.
-        codes: uint8 [n, row_bytes].
-        scheme: What decodes them.
-        dtype: What they are decoded to.
-        exact_positions: int64 [k], strictly increasing: rows among the n that codes do not represent.
-        exact_values: [k, num_cols], their values.
-        row_shape: Sizes of the shard's dimensions but the first.
-        is_delta: Whether it comes from a delta.
-    """
-
-    rows: PlacedRows
-    codes: Tensor
-    scheme: Scheme
-    dtype: torch.dtype
-    exact_positions: Tensor
-    exact_values: Tensor
-    row_shape: tuple[int, ...]
-    is_delta: bool
-
-    @property
-    def box(self) -> Box:
-        """Of its shard."""
-        return self.rows.box
-
-    @property
-    def values(self) -> Tensor:
-        """All rows decoded, [n, *row_shape]; without quantization a view of the codes."""
-        values = self.scheme.decode(self.codes, self.exact_values.shape[1], self.dtype)
-        if len(self.exact_positions):
-            values[self.exact_positions] = self.exact_values
-        return values.view(len(self.codes), *self.row_shape)
-
-    def decode_into(self, positions: Tensor, first_col: int, target: Tensor, rows: Tensor) -> None:
-        """Decode rows straight into rows of a target.
-
-        Args:
-            positions: int64 [k], increasing, which rows of the block.
-            first_col: The block's column that is the target's first.
-            target: [num_rows, num_cols], the elements of a row side by side. Written.
-            rows: int64 [k], the rows of the target that they go to.
-        """
-        device = target.device
-        places = rows.to(device)
-        self.scheme.decode_into(self.codes.to(device), positions.to(device), first_col, target, places)
-        if len(self.exact_positions):
-            found, exact = self.exact_rows(positions)
-            values = exact[:, first_col : first_col + target.shape[1]]
-            target.index_copy_(0, places[found.to(device)], values.to(device))
-
-    def exact_rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Which of some rows codes do not represent, and their values.
-
-        Args:
-            positions: int64 [k], k >= 1, increasing, which rows of the block.
-
-        Returns:
-            int64 [m], numbers among the k, and [m, num_cols].
-        """
-        found = torch.searchsorted(positions, self.exact_positions).clamp_(max=len(positions) - 1)
-        wanted = positions[found] == self.exact_positions
-        return found[wanted], self.exact_values[wanted]
-
-    def part(self, positions: Tensor, rows: PlacedRows) -> "Block":
-        """Some of the rows, as a block of their own.
-
-        Args:
-            positions: int64 [k], k >= 1, increasing, which rows of the block.
-            rows: Where they are.
-        """
-        exact, values = self.exact_rows(positions)
-        codes = self.codes.index_select(0, positions)
-        return replace(self, rows=rows, codes=codes, exact_positions=exact, exact_values=values)
+FLOAT_BYTES = 64 << 20  # of rows that are put together at a time
+_CHUNK_BYTES = 8 << 20  # of them that are quantized at a time
 
 
 class Region(Protocol):
@@ -165,10 +59,10 @@ class TensorRegion:
     def write(self, block: Block) -> None:
         """Copy consecutive rows, scatter others."""
         common = block.box.intersect(self.box)
-        found = block.rows.within(self.box)
-        if common is None or found is None:
+        common_rows = block.rows.within(self.box)
+        if common is None or common_rows is None:
             return
-        positions, rows = found
+        positions, rows = common_rows
         target = self.target[(slice(None), *common.slices(self.box)[1:])] if self.target.dim() else self.target[None]
         if isinstance(block.scheme, NoQuantization) or not _has_rows_apart(target):
             put_rows(target, rows, block.values[(slice(None), *common.slices(block.box)[1:])][positions])
@@ -210,17 +104,17 @@ class RowStateRegion:
     def write(self, block: Block) -> None:
         """Overwrite the ranges of columns that the block's shard has."""
         common = block.box.intersect(self.box)
-        found = block.rows.within(self.box)
-        if common is None or found is None:
+        common_rows = block.rows.within(self.box)
+        if common is None or common_rows is None:
             return
-        positions, rows = found
-        first = self.bounds.index(common.offsets[1])
-        last = self.bounds.index(common.offsets[1] + common.sizes[1])
-        values = block.values[positions].reshape(-1, 1).expand(-1, last - first).to(self.ranges.device)
+        positions, rows = common_rows
+        first_range = self.bounds.index(common.offsets[1])
+        end = self.bounds.index(common.offsets[1] + common.sizes[1])
+        values = block.values[positions].reshape(-1, 1).expand(-1, end - first_range).to(self.ranges.device)
         if isinstance(rows, slice):
-            self.ranges[rows, first:last] = values
+            self.ranges[rows, first_range:end] = values
         else:
-            self.ranges[:, first:last].index_copy_(0, rows.to(self.ranges.device), values)
+            self.ranges[:, first_range:end].index_copy_(0, rows.to(self.ranges.device), values)
 
     def finish(self) -> None:
         """Take the mean over the columns."""
@@ -256,6 +150,129 @@ class LargestValueRegion:
     def finish(self) -> None:
         """Take the largest."""
         self.target.fill_(self.values.target.max().item())
+
+
+@dataclass(eq=False)
+class InferenceRegion:
+    """Rows of a table of which every checkpoint has whole rows.
+
+    Attributes:
+        fqn: The table.
+        box: The rows, with all columns.
+        target: uint8 [num_rows, row_bytes], on the host.
+        row: How it keeps a row.
+    """
+
+    fqn: str
+    box: Box
+    target: Tensor
+    row: InferenceRow
+
+    def write(self, block: Block) -> None:
+        """Take codes over, or decode and quantize."""
+        common = block.rows.within(self.box)
+        if common is None:
+            return
+        positions, rows = common
+        bits = fused_bits(block.scheme)
+        if bits is not None and self.row.takes_over(bits):
+            written = self.row.of_codes(block.codes[positions], bits)
+            exact, values = block.exact_rows(row_numbers(positions))
+            if len(exact):
+                written[exact] = self.row.of_values(values)
+        else:
+            written = self.row.of_values(_decoded(block, row_numbers(positions)))
+        put_rows(self.target, rows, written)
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
+
+
+@dataclass(eq=False)
+class PiecedRegion:
+    """Rows of a table of which some checkpoint has pieces.
+
+    Attributes:
+        fqn: The table.
+        box: The rows, with all columns.
+        target: uint8 [num_rows, row_bytes], on the host.
+        row: How it keeps a row.
+        dtype: The checkpoints'.
+    """
+
+    fqn: str
+    box: Box
+    target: Tensor
+    row: InferenceRow
+    dtype: torch.dtype
+    _floats: TensorRegion | None = None
+
+    @property
+    def float_bytes(self) -> int:
+        """Bytes of its rows as floats, which it needs from the first block until it is finished."""
+        return self.box.num_rows * self.box.num_cols * self.dtype.itemsize
+
+    def write(self, block: Block) -> None:
+        """Decode."""
+        if self._floats is None:
+            self._floats = TensorRegion(self.fqn, self.box, torch.empty(self.box.sizes, dtype=self.dtype))
+        self._floats.write(block)
+
+    def finish(self) -> None:
+        """Quantize, and free the floats."""
+        if self._floats is not None:
+            chunk_rows = _rows_in(_CHUNK_BYTES, self.row, self.dtype)
+            chunks = self._floats.target.split(chunk_rows)
+            for values, target in zip(chunks, self.target.split(chunk_rows), strict=True):
+                target.copy_(self.row.of_values(values))
+            self._floats = None
+
+
+def inference_regions(
+    fqn: str, target: Tensor, row: InferenceRow, dtype: torch.dtype, shards: Iterable[Shard]
+) -> list[Region]:
+    """The regions of a whole table: one, or windows if rows come in pieces.
+
+    Args:
+        fqn: The table.
+        target: uint8 [num_rows, row_bytes], on the host.
+        row: How it keeps a row.
+        dtype: The checkpoints'.
+        shards: The table's shards in all checkpoints.
+    """
+    num_rows, whole_rows = len(target), all(shard.box.num_cols == row.num_cols for shard in shards)
+    if whole_rows:
+        return [InferenceRegion(fqn, Box.whole((num_rows, row.num_cols)), target, row)]
+    window_rows = _rows_in(FLOAT_BYTES, row, dtype)
+    return [
+        PiecedRegion(fqn, Box((first, 0), (len(window), row.num_cols)), window, row, dtype)
+        for first, window in zip(range(0, num_rows, window_rows), target.split(window_rows), strict=True)
+    ]
+
+
+def turns(regions: Sequence[Region]) -> list[list[Region]]:
+    """Regions that are read together: all in one turn, unless those in pieces need more floats than are allowed."""
+    read_together: list[list[Region]] = [[region for region in regions if not isinstance(region, PiecedRegion)]]
+    left_bytes = FLOAT_BYTES
+    for region in regions:
+        if isinstance(region, PiecedRegion):
+            if region.float_bytes > left_bytes:
+                read_together.append([])
+                left_bytes = FLOAT_BYTES
+            read_together[-1].append(region)
+            left_bytes -= region.float_bytes
+    return read_together
+
+
+def _rows_in(num_bytes: int, row: InferenceRow, dtype: torch.dtype) -> int:
+    return max(1, num_bytes // (row.num_cols * dtype.itemsize))
+
+
+def _decoded(block: Block, positions: Tensor) -> Tensor:
+    """[k, num_cols]: the values of some rows."""
+    values = torch.empty(len(positions), block.box.num_cols, dtype=block.dtype)
+    block.decode_into(positions, 0, values, torch.arange(len(positions)))
+    return values
 
 
 def _has_rows_apart(target: Tensor) -> bool:

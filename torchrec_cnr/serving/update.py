@@ -16,10 +16,10 @@ from torch import Tensor
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.manifest import DTYPES
 from torchrec_cnr.lineage.checkpoint import Lineage
+from torchrec_cnr.reading.blocks import Block
 from torchrec_cnr.reading.fold import fold
-from torchrec_cnr.reading.inference_regions import inference_regions, turns
 from torchrec_cnr.reading.plan import CheckpointReads, held, plan_fold
-from torchrec_cnr.reading.regions import Block, Region, TensorRegion
+from torchrec_cnr.reading.regions import Region, TensorRegion, inference_regions, turns
 from torchrec_cnr.serving.model_tensors import ModelTensor, ModelTensorKey
 from torchrec_cnr.serving.update_path import UpdateBase, UpdatePath
 from torchrec_cnr.serving.update_rows import UpdateRows

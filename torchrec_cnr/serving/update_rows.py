@@ -13,8 +13,8 @@ from torch import Tensor
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.manifest import Shard
 from torchrec_cnr.quantization.fbgemm_rows import InferenceRow
-from torchrec_cnr.reading.inference_regions import inference_regions
-from torchrec_cnr.reading.regions import Block, PlacedRows, Region, TensorRegion, row_numbers
+from torchrec_cnr.reading.blocks import Block, PlacedRows
+from torchrec_cnr.reading.regions import Region, TensorRegion, inference_regions, row_numbers
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,7 +26,7 @@ from torchrec_cnr.format.manifest import Pack, Shard, TensorEntry, name_of
 from torchrec_cnr.format.renumbering import Renumbering
 from torchrec_cnr.format.row_sets import Blob, RowBlock, RowNumbers
 from torchrec_cnr.lineage.checkpoint import Checkpoint
-from torchrec_cnr.reading.checkpoint_rows import BlockRowNumbers
+from torchrec_cnr.reading.blocks import BlockRowNumbers
 from torchrec_cnr.reading.plan import held
 from torchrec_cnr.storage.pack_reader import PackReader
 

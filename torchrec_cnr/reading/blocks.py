@@ -1,0 +1,184 @@
+"""Blocks: the rows of one blob, which rows of a tensor they are, and how they are decoded."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrec_cnr.errors import DamagedError
+from torchrec_cnr.format.boxes import Box
+from torchrec_cnr.format.exact_rows import exact_rows
+from torchrec_cnr.format.manifest import Shard
+from torchrec_cnr.format.row_sets import CodedRows, RowBlock, RowNumbers, decode_row_numbers
+from torchrec_cnr.quantization import Scheme
+from torchrec_cnr.storage.store import Bytes
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedRows:
+    """Which rows of a tensor a blob holds.
+
+    Attributes:
+        box: Of its shard; for row-wise optimizer state, of the table's shard.
+        first: First row within the box, where the rows are consecutive.
+        num_rows: How many there are.
+        numbers: int64 [num_rows], row numbers within the box, where they are not.
+    """
+
+    box: Box
+    first: int
+    num_rows: int
+    numbers: Tensor | None
+
+    @property
+    def index(self) -> RowNumbers | slice:
+        """int64 [num_rows], row numbers within the box, or the slice that they are."""
+        return slice(self.first, self.first + self.num_rows) if self.numbers is None else self.numbers.numpy()
+
+    def within(self, region: Box) -> tuple[Tensor | slice, Tensor | slice] | None:
+        """Positions among these, and rows of ``region``, of the rows that both have; None if there are none."""
+        shift = self.box.offsets[0] - region.offsets[0] if self.box.offsets else 0
+        if self.numbers is None:
+            start = max(0, -self.first - shift)
+            stop = min(self.num_rows, region.num_rows - self.first - shift)
+            into = slice(start + self.first + shift, stop + self.first + shift)
+            return (slice(start, stop), into) if start < stop else None
+        rows = self.numbers + shift if shift else self.numbers
+        if int(rows[0]) >= 0 and int(rows[-1]) < region.num_rows:
+            return slice(0, len(rows)), rows
+        keep = ((rows >= 0) & (rows < region.num_rows)).nonzero().squeeze(1)
+        return (keep, rows[keep]) if len(keep) else None
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """The rows of one blob, still encoded.
+
+    Attributes:
+        rows: Which n rows they are.
+        codes: uint8 [n, row_bytes].
+        scheme: What decodes them.
+        dtype: What they are decoded to.
+        exact_positions: int64 [k], strictly increasing: rows among the n that codes do not represent.
+        exact_values: [k, num_cols], their values.
+        row_shape: Sizes of the shard's dimensions but the first.
+        is_delta: Whether it comes from a delta.
+    """
+
+    rows: PlacedRows
+    codes: Tensor
+    scheme: Scheme
+    dtype: torch.dtype
+    exact_positions: Tensor
+    exact_values: Tensor
+    row_shape: tuple[int, ...]
+    is_delta: bool
+
+    @property
+    def box(self) -> Box:
+        """Of its shard."""
+        return self.rows.box
+
+    @property
+    def values(self) -> Tensor:
+        """All rows decoded, [n, *row_shape]; without quantization a view of the codes."""
+        values = self.scheme.decode(self.codes, self.exact_values.shape[1], self.dtype)
+        if len(self.exact_positions):
+            values[self.exact_positions] = self.exact_values
+        return values.view(len(self.codes), *self.row_shape)
+
+    def decode_into(self, positions: Tensor, first_col: int, target: Tensor, rows: Tensor) -> None:
+        """Decode rows straight into rows of a target.
+
+        Args:
+            positions: int64 [k], increasing, which rows of the block.
+            first_col: The block's column that is the target's first.
+            target: [num_rows, num_cols], the elements of a row side by side. Written.
+            rows: int64 [k], the rows of the target that they go to.
+        """
+        device = target.device
+        places = rows.to(device)
+        self.scheme.decode_into(self.codes.to(device), positions.to(device), first_col, target, places)
+        if len(self.exact_positions):
+            numbers, exact = self.exact_rows(positions)
+            values = exact[:, first_col : first_col + target.shape[1]]
+            target.index_copy_(0, places[numbers.to(device)], values.to(device))
+
+    def exact_rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Which of some rows codes do not represent, and their values.
+
+        Args:
+            positions: int64 [k], k >= 1, increasing, which rows of the block.
+
+        Returns:
+            int64 [m], numbers among the k, and [m, num_cols].
+        """
+        numbers = torch.searchsorted(positions, self.exact_positions).clamp_(max=len(positions) - 1)
+        is_among = positions[numbers] == self.exact_positions
+        return numbers[is_among], self.exact_values[is_among]
+
+    def part(self, positions: Tensor, rows: PlacedRows) -> "Block":
+        """Some of the rows, as a block of their own.
+
+        Args:
+            positions: int64 [k], k >= 1, increasing, which rows of the block.
+            rows: Where they are.
+        """
+        exact, values = self.exact_rows(positions)
+        codes = self.codes.index_select(0, positions)
+        return replace(self, rows=rows, codes=codes, exact_positions=exact, exact_values=values)
+
+
+class BlockRowNumbers:
+    """Row numbers of blocks, decoded when they are needed; the last one is kept for the table's optimizer state.
+
+    Args:
+        blocks: Coded blocks, by a key that names them in errors.
+        codes: Their codes, by the same keys.
+        where: The checkpoint, for errors.
+    """
+
+    def __init__(self, blocks: Mapping[str, RowBlock], codes: Mapping[str, Bytes], where: str) -> None:
+        self._keys = {block: key for key, block in blocks.items()}
+        self._codes = codes
+        self._where = where
+        self._last: tuple[RowBlock | None, RowNumbers] = (None, np.empty(0, dtype=np.int64))
+
+    def of(self, block: RowBlock) -> RowNumbers | None:
+        """int64 [num_rows], or None for consecutive rows."""
+        if block.coding == "all":
+            return None
+        if self._last[0] != block:
+            key = self._keys[block]
+            coded = CodedRows(block.coding, block.first, block.span, self._codes[key].tobytes())
+            self._last = (block, decode_row_numbers(coded, block.num_rows, f"{self._where}: {key}"))
+        return self._last[1]
+
+
+def parse_block(shard: Shard, dtype: torch.dtype, data: Bytes, rows: PlacedRows, is_delta: bool, where: str) -> Block:
+    """Take a blob's bytes apart.
+
+    Args:
+        shard: The shard that the blob belongs to.
+        dtype: The tensor's.
+        data: The bytes, joined if the blob was split.
+        rows: Which rows they are.
+        is_delta: Whether the blob belongs to a delta.
+        where: The checkpoint and the blob, for errors.
+
+    Raises:
+        DamagedError: The bytes are no rows of this dtype.
+    """
+    num_rows, num_cols = rows.num_rows, shard.box.num_cols
+    num_code_bytes = num_rows * shard.scheme.row_bytes(num_cols, dtype)
+    codes = torch.from_numpy(data[:num_code_bytes]).view(num_rows, -1)
+    if dtype is torch.bool and bool((codes > 1).any()):
+        raise DamagedError(f"{where}: bytes that are no bools; use another checkpoint")
+    positions, values = exact_rows(data[num_code_bytes:], num_cols, dtype.itemsize)
+    if len(positions) and (positions[-1] >= num_rows or (np.diff(positions) <= 0).any()):
+        raise DamagedError(f"{where}: positions of exactly stored rows are out of order; use another checkpoint")
+    exact_values = torch.from_numpy(values).clone().view(dtype)
+    row_shape = shard.box.sizes[1:]
+    return Block(rows, codes, shard.scheme, dtype, torch.from_numpy(positions), exact_values, row_shape, is_delta)
