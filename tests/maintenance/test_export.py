@@ -27,8 +27,7 @@ from torchrec_cnr.lineage.checkpoint import read_lineage
 from torchrec_cnr.maintenance.export import contents, to_safetensors
 from torchrec_cnr.maintenance.export.contents import Contents
 from torchrec_cnr.maintenance.export.export import Format, export
-from torchrec_cnr.reading.load_table import regions_of
-from torchrec_cnr.reading.regions import RowStateRegion
+from torchrec_cnr.reading.regions import LineageTensor, RowStateRegion
 from torchrec_cnr.storage.store import Store
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -246,7 +245,7 @@ def test_row_wise_state_is_counted_with_all_that_it_is_put_together_from(
         if not fqn.endswith("momentum1"):
             continue
         (batches, nowhere) = found.plan_batches([fqn]), torch.empty(tensor.box.sizes, device="meta")
-        regions = list(regions_of(opened, fqn, tensor.box, nowhere))
+        regions = LineageTensor(opened, fqn).regions(tensor.box, nowhere)
         num_ranges = max(region.ranges.shape[1] for region in regions if isinstance(region, RowStateRegion))
         num_resharded += num_ranges > 1
         most_rows = 120 if num_ranges == 1 else 480 // (4 + num_ranges * 12 + 16)

@@ -5,13 +5,13 @@ one load in order.
 
 - ``planner``: ``CNRLoadPlanner``, DCP's load planner: strict by default, and starts the tracker on what was loaded.
 - ``reader``: ``CNRStorageReader``, DCP's storage reader: reads and verifies a whole checkpoint chain.
-- ``fitting``: decides, once for all ranks, what of the checkpoint goes where, and reports it as ``LoadReport``.
+- ``fitting``: decides, once for all ranks, what of the checkpoint goes where, and reports it as ``LoadReport``;
+  also the names of objects that every rank has one of, such as data loader state.
 - ``optimizer_state``: pairs optimizer state that has other names because the sharding of its table changed.
-- ``ranked_objects``: names of objects that every rank has one of, such as data loader state.
-- ``read_items``: the reads that fill the local shards of a rank, as items of DCP's load plan.
-- ``item_regions``: turns each of these items into regions of the checkpoint chain.
-- ``torchrec_inference``: ``InferenceTables``: finds the tables of quantized TorchRec modules.
-- ``inference_tables``: these tables as targets of a load. Does not import TorchRec.
+- ``read_items``: layouts, which say how what was saved becomes what is wanted; the reads that fill a rank's local
+  shards, as items of DCP's load plan; and the regions of the checkpoint chain that each item needs.
+- ``torchrec_inference``: ``InferenceTables``: finds the tables of quantized TorchRec modules; no other module here
+  imports TorchRec.
 
 Words of this package:
 

@@ -3,19 +3,29 @@
 A rank need not hold every tensor, so this is decided once, by the coordinator, from what all ranks want together.
 
 Load reports: what a load did with every name of the checkpoint and of the state dicts.
+
+Ranked names: those of objects that each rank has one of, such as the position of its data reader. DCP keeps one of the
+objects that ranks save under one name. So each has a name of its own, which says of how many ranks it is, and a load by
+another number of ranks finds all of them.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from typing import Any
+
+from torch import Tensor
 
 from torchrec_cnr.errors import StateMismatchError
 from torchrec_cnr.format.manifest import DTYPES, Manifest, TensorEntry
 from torchrec_cnr.human_text import url_text
 from torchrec_cnr.loading.optimizer_state import Size, StateName, is_count, pair, weight_of
+from torchrec_cnr.loading.read_items import RowsLayout, SavedItem, TargetTables, ValueLayout
+from torchrec_cnr.sharding import dtype_name
 
 _NUM_LISTED = 5
+_RANKED_NAME = re.compile(r"(?P<before>(?:.*\.)?)rank_(?P<rank>\d{1,9})_of_(?P<world_size>[1-9]\d{0,8})")
 
 
 @dataclass(frozen=True)
@@ -57,7 +67,7 @@ class LoadReport:
             "reshaped": sizes,
             "renamed": [f"{fqn!r} was {saved!r}" for fqn, saved in self.renamed.items()],
         }
-        lines += [f"{len(found)} {what}: {listed(found)}" for what, found in parts.items() if found]
+        lines += [f"{len(names)} {what}: {listed(names)}" for what, names in parts.items() if names]
         return "\n".join(lines)
 
 
@@ -85,32 +95,20 @@ class Wanted:
     size: Size | None = None
     dtype: str | None = None
 
+    @classmethod
+    def of(cls, fqn: str, value: Any, path: Sequence[str | int], tables: TargetTables) -> "Wanted":
+        """An item, as the coordinator is told of it.
 
-class Layout(Enum):
-    """How what was saved becomes what is wanted."""
-
-    SAME = "same"
-    """Both are one tensor, of one size, or an object."""
-    ROWS = "rows"
-    """One value a row of a table, [rows], [rows × column shards] or [rows, 1]: rows are placed, not boxes."""
-    VALUE = "value"
-    """One value for a whole table, [] or [shards]: the largest goes everywhere."""
-
-
-@dataclass(frozen=True)
-class SavedItem:
-    """Where an item comes from.
-
-    Attributes:
-        fqn: Its name in the checkpoint.
-        layout: How it is loaded.
-        table: For ``ROWS``, the FQN of the table whose shards tell where those of the item belong; None where they tell
-            it themselves, by their rows.
-    """
-
-    fqn: str
-    layout: Layout = Layout.SAME
-    table: str | None = None
+        Args:
+            fqn: Its FQN.
+            value: What the state dict has.
+            path: Leads to it in the nested state dict.
+            tables: Tables of a quantized model that it may be one of.
+        """
+        name, table = str(path[-1]), tables.find(value)
+        if table is not None:
+            return cls(fqn, name, table.size, QUANTIZED)
+        return cls(fqn, name, tuple(value.size()), dtype_name(value)) if isinstance(value, Tensor) else cls(fqn, name)
 
 
 @dataclass(frozen=True)
@@ -161,7 +159,7 @@ def fit(wanted: Collection[Wanted], manifest: Manifest, url: str, *, allow_parti
     missing = set(sizes) - set(saved) - set(pairing.renamed)
     unexpected = set(saved) - set(sizes) - set(pairing.renamed.values())
     left_out = frozenset((missing | unexpected) - pairing.tolerated)
-    mismatches = _Mismatches([_candidates(*found) for found in pairing.ambiguous.items()])
+    mismatches = _Mismatches([_candidates(fqn, others) for fqn, others in pairing.ambiguous.items()])
     quantized = {item.fqn for item in wanted if item.dtype == QUANTIZED}
     mismatches.quantized += map(repr, sorted(missing & quantized))
     if not allow_partial:
@@ -191,12 +189,12 @@ class _Tables:
     """The checkpoint's tables.
 
     Attributes:
-        num_rows: By FQN.
+        sizes: By FQN.
         fqns: By the name that the model has for a table; several where a state dict holds several models.
         fitting: FQNs of those that are wanted in the saved size, so that their shards can place row-wise state.
     """
 
-    num_rows: Mapping[str, int]
+    sizes: Mapping[str, Size]
     fqns: Mapping[str, Collection[str]]
     fitting: Collection[str]
 
@@ -206,14 +204,13 @@ class _Tables:
         fqns: dict[str, set[str]] = defaultdict(set)
         for fqn in sizes:
             fqns[str(manifest.paths.get(fqn, (fqn,))[-1])].add(fqn)
-        num_rows = {fqn: size[0] for fqn, size in sizes.items()}
-        return cls(num_rows, fqns, {fqn for fqn, size in sizes.items() if wanted.get(fqn) == size})
+        return cls(sizes, fqns, {fqn for fqn, size in sizes.items() if wanted.get(fqn) == size})
 
     def placing(self, fqn: str, num_rows: int) -> str | None:
         """The one table whose shards can place the row-wise state ``fqn`` of this many rows."""
         state = StateName.parse(fqn)
-        found = self.fqns.get(weight_of(state.key, self.fqns), ()) if state else ()
-        return next((table for table in found if len(found) == 1 and self.num_rows[table] == num_rows), None)
+        tables = self.fqns.get(weight_of(state.key, self.fqns), ()) if state else ()
+        return next((table for table in tables if len(tables) == 1 and self.sizes[table][0] == num_rows), None)
 
 
 def _source(item: Wanted, saved: str, entry: TensorEntry | None, tables: _Tables) -> SavedItem | None:
@@ -221,19 +218,19 @@ def _source(item: Wanted, saved: str, entry: TensorEntry | None, tables: _Tables
     if entry is None or item.size is None:
         return SavedItem(saved)
     if item.size != entry.size and len(item.size) <= 1 and len(entry.size) <= 1 and is_count(item.fqn, saved):
-        return SavedItem(saved, Layout.VALUE)
+        return SavedItem(saved, ValueLayout())
     if entry.table in tables.fitting and len(item.size) == 1:
         # Row-wise state is as large as its table's sharding makes it; the table's boxes place it.
-        return SavedItem(saved, Layout.ROWS, entry.table)
+        return SavedItem(saved, RowsLayout(entry.table))
     if item.size == entry.size and entry.table is None:
         return SavedItem(saved)
     if saved != item.fqn and _is_row_wise(item.size) and _is_row_wise(entry.size):
-        num_rows = entry.size[0] if entry.table is None else tables.num_rows[entry.table]
+        num_rows, num_cols = (entry.size[0], 1) if entry.table is None else tables.sizes[entry.table]
         table = tables.placing(item.fqn, num_rows)
         if len(item.size) == 1 and table in tables.fitting:
-            return SavedItem(saved, Layout.ROWS, table)
+            return SavedItem(saved, RowsLayout(table))
         if item.size[0] == num_rows:
-            return SavedItem(saved, Layout.ROWS)
+            return SavedItem(saved, RowsLayout(num_cols=num_cols))
     return SavedItem(saved) if item.size == entry.size else None
 
 
@@ -249,7 +246,7 @@ def _compare(item: Wanted, entry: TensorEntry | None, source: SavedItem | None, 
     elif entry is not None and item.size is not None:
         if source is None:
             mismatches.sizes.append(f"{item.fqn!r} (saved {list(entry.size)}, wanted {list(item.size)})")
-        if not _is_taken(item, entry) and (source is None or source.layout is not Layout.VALUE):
+        if not _is_taken(item, entry) and (source is None or not source.layout.converts):
             mismatches.dtypes.append(f"{item.fqn!r} (saved {entry.dtype}, wanted {item.dtype})")
             mismatches.has_codes |= item.dtype == "uint8"
 
@@ -274,9 +271,9 @@ def _lines(mismatches: _Mismatches) -> Iterator[str]:
         "of another dtype": mismatches.dtypes,
         "a tensor on one side only": mismatches.kinds,
     }
-    for what, found in parts.items():
-        if found:
-            yield f"  {len(found)} {what}: {listed(found)}"
+    for what, names in parts.items():
+        if names:
+            yield f"  {len(names)} {what}: {listed(names)}"
     if mismatches.quantized:
         yield "a quantized table is always loaded: put it under the key that it was trained under, or leave it out"
     if mismatches.missing or mismatches.unexpected:
@@ -301,3 +298,28 @@ def _lines(mismatches: _Mismatches) -> Iterator[str]:
             "for a quantized TorchRec model pass CNRLoadPlanner(inference=InferenceTables(model)), and load into "
             "model.state_dict() itself, not a copy"
         )
+
+
+def ranked_name(rank: int, world_size: int) -> str:
+    """The last part of the name of an object that each rank has one of."""
+    return f"rank_{rank}_of_{world_size}"
+
+
+def saved_by_others(fqn: str, saved: Collection[str]) -> tuple[str, ...]:
+    """The names under which another number of ranks has saved what one rank wants, by rank; none if it is there itself.
+
+    Args:
+        fqn: What is wanted.
+        saved: All names in the checkpoint.
+    """
+    own = _RANKED_NAME.fullmatch(fqn)
+    if own is None or fqn in saved:
+        return ()
+    for name in saved:
+        other = _RANKED_NAME.fullmatch(name)
+        if other and other["before"] == own["before"] and int(other["world_size"]) <= len(saved):
+            world_size = int(other["world_size"])
+            names = tuple(own["before"] + ranked_name(rank, world_size) for rank in range(world_size))
+            if all(name in saved for name in names):
+                return names
+    return ()

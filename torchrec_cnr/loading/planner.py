@@ -32,10 +32,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torchrec_cnr.errors import ConfigurationError, LoadError
 from torchrec_cnr.format.safe_pickle import unpickling_error
 from torchrec_cnr.lineage.checkpoint import Lineage
-from torchrec_cnr.loading.fitting import QUANTIZED, Fit, LoadReport, SavedItem, Wanted, fit
-from torchrec_cnr.loading.inference_tables import TargetTables
-from torchrec_cnr.loading.ranked_objects import saved_by_others
-from torchrec_cnr.loading.read_items import InferenceReadItem, LoadMetadata, read_items, wanted_item
+from torchrec_cnr.loading.fitting import Fit, LoadReport, Wanted, fit, saved_by_others
+from torchrec_cnr.loading.read_items import LoadMetadata, SameLayout, SavedItem, TargetTables
 from torchrec_cnr.sharding import ShardKey, local_shards, memory_key
 from torchrec_cnr.storage.fences import restored_from
 from torchrec_cnr.tracking.tracked_tables import TrackedRows, TrackedShard
@@ -129,13 +127,9 @@ class CNRLoadPlanner(DefaultLoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         """What this rank wants."""
-        wanted = frozenset(self._wanted(fqn, value) for fqn, value in self.state_dict.items())
+        items = self.state_dict.items()
+        wanted = frozenset(Wanted.of(fqn, value, self.mappings[fqn], self._inference) for fqn, value in items)
         return LoadPlan([], planner_data=wanted)
-
-    def _wanted(self, fqn: str, value: Any) -> Wanted:
-        table = self._inference.find(value)
-        item = wanted_item(fqn, value, self.mappings[fqn])
-        return item if table is None else replace(item, size=table.size, dtype=QUANTIZED)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Decide for all ranks: a rank need not hold every tensor."""
@@ -145,11 +139,11 @@ class CNRLoadPlanner(DefaultLoadPlanner):
         wanted = frozenset(item for item in wanted if item.fqn not in ranked).union(
             Wanted(name, name) for names in ranked.values() for name in names
         )
-        found = fit(wanted, newest.manifest, newest.store.url, allow_partial=self.allow_partial_load)
-        if found.report.missing or found.report.unexpected:
-            text = str(found.report).replace("\n", "; ")
+        fitted = fit(wanted, newest.manifest, newest.store.url, allow_partial=self.allow_partial_load)
+        if fitted.report.missing or fitted.report.unexpected:
+            text = str(fitted.report).replace("\n", "; ")
             logger.warning("not everything is loaded, and the planner's report names all of it: %s", text)
-        decision = _Decision(found.report, found.sources, ranked, _is_complete(found, self._lineage))
+        decision = _Decision(fitted.report, fitted.sources, ranked, _is_complete(fitted, self._lineage))
         return [replace(plan, planner_data=decision) for plan in global_plan]
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
@@ -161,14 +155,13 @@ class CNRLoadPlanner(DefaultLoadPlanner):
             self._start_tracking(self._tracker)
         items: list[ReadItem] = []
         for fqn, source in decision.sources.items():
-            table = self._inference.find(self.state_dict.get(fqn))
-            if table is not None:
-                items.append(table.read_item(fqn, source.fqn))
-            elif fqn in self.state_dict:
-                items += read_items(fqn, source, self.state_dict, self._opened, self._lineage.newest.manifest)
+            if fqn in self.state_dict:
+                table = self._inference.find(self.state_dict[fqn])
+                layout = source.layout if table is None else table.layout
+                items += layout.read_items(fqn, source.fqn, self.state_dict, self._opened)
         for fqn in decision.ranked.keys() & self.state_dict.keys():
             for name in decision.ranked[fqn]:
-                items += read_items(fqn, SavedItem(name), self.state_dict, self._opened, self._lineage.newest.manifest)
+                items += SameLayout().read_items(fqn, name, self.state_dict, self._opened)
         self._ranked = {}
         return replace(new_plan, items=items)
 
@@ -176,25 +169,22 @@ class CNRLoadPlanner(DefaultLoadPlanner):
         """Put an object in its place, unpickled without running code; of one that each rank saved, a list of all."""
         fqn = read_item.dest_index.fqn
         try:
-            found = torch.load(value, weights_only=True)
+            loaded = torch.load(value, weights_only=True)
         except Exception as error:  # what a pickle names may be named otherwise when it is pickled again
             raise unpickling_error(f"object {fqn!r}", error) from error
         names = self._decision.ranked.get(fqn, ()) if self._decision is not None else ()
         if names:
-            self._ranked[read_item.storage_index.fqn] = found
+            self._ranked[read_item.storage_index.fqn] = loaded
             if not all(name in self._ranked for name in names):
                 return
-            found = [self._ranked[name] for name in names]
-        set_element(self.original_state_dict, self.mappings[fqn], found)
+            loaded = [self._ranked[name] for name in names]
+        set_element(self.original_state_dict, self.mappings[fqn], loaded)
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         """Where a read goes: for a quantized table its whole rows, of which the state dict may have a part."""
-        if isinstance(read_item, InferenceReadItem):
-            table = self._inference.find(self.state_dict[read_item.dest_index.fqn])
-            if table is not None:
-                return table.rows
-        found: Tensor = super().resolve_tensor(read_item)
-        return found
+        table = self._inference.find(self.state_dict[read_item.dest_index.fqn])
+        target: Tensor = super().resolve_tensor(read_item) if table is None else table.rows
+        return target
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """A region was loaded."""
@@ -252,11 +242,11 @@ def _key(item: ReadItem) -> ShardKey:
     return item.dest_index.fqn, tuple(item.dest_index.offset or ())
 
 
-def _is_complete(found: Fit, lineage: Lineage) -> bool:
+def _is_complete(fitted: Fit, lineage: Lineage) -> bool:
     """Whether deltas may follow: nothing was left out, and what was renamed or is new is stored whole in the next one.
 
     It is where no checkpoint of the lineage has the name, since a delta may be one of any of them.
     """
-    new = {*found.report.renamed, *found.report.missing}
+    new = {*fitted.report.renamed, *fitted.report.missing}
     known = (fqn for checkpoint in lineage.checkpoints for fqn in checkpoint.manifest.tensors)
-    return not found.left_out and new.isdisjoint(known)
+    return not fitted.left_out and new.isdisjoint(known)

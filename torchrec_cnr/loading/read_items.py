@@ -1,22 +1,34 @@
-"""Read items: which regions of a checkpoint this rank reads, and into which of its local shards."""
+"""Read items: which regions of a checkpoint this rank reads, and into which of its local shards.
+
+How what was saved becomes what is wanted, a layout says. The coordinator makes one for every item of the state dicts,
+and each read item carries it: it makes the items of a rank's shards, and then the regions that are folded for these.
+"""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.planner_helpers import _create_read_items
 
 from torchrec_cnr.errors import StateMismatchError
 from torchrec_cnr.format.boxes import Box
-from torchrec_cnr.format.manifest import Manifest
+from torchrec_cnr.format.manifest import DTYPES, TensorEntry
+from torchrec_cnr.human_text import count_text
 from torchrec_cnr.lineage.checkpoint import Lineage
-from torchrec_cnr.loading.fitting import Layout, SavedItem, Wanted
 from torchrec_cnr.quantization.fbgemm_rows import InferenceRow
-from torchrec_cnr.sharding import LocalShard, dtype_name, local_shards
+from torchrec_cnr.reading.regions import LineageTensor, Region
+from torchrec_cnr.sharding import LocalShard, local_shards, memory_key
 
 
 @dataclass
@@ -25,34 +37,20 @@ class LoadMetadata(Metadata):
 
     lineage: Lineage | None = None
 
-
-@dataclass(frozen=True)
-class RowStateReadItem(ReadItem):
-    """A read of row-wise optimizer state, which the table's boxes place rather than its own.
-
-    The target is [rows] or [rows, 1], and so may be what was saved.
-
-    Attributes:
-        table_box: The box of the target's table shard.
-    """
-
-    table_box: Box = field(default=Box((), ()))
+    @classmethod
+    def of(cls, lineage: Lineage) -> "LoadMetadata":
+        """A lineage as DCP describes it to planners."""
+        manifest = lineage.newest.manifest
+        entries: dict[str, Any] = {fqn: _tensor_metadata(entry) for fqn, entry in manifest.tensors.items()}
+        entries |= {fqn: BytesStorageMetadata() for fqn in manifest.objects}
+        return cls(entries, planner_data=dict(manifest.paths), lineage=lineage)
 
 
-@dataclass(frozen=True)
-class ValueReadItem(ReadItem):
-    """A read of the largest value of a tensor, which goes into every element of the target and takes its dtype."""
-
-
-@dataclass(frozen=True)
-class InferenceReadItem(ReadItem):
-    """A read of a whole float table into the rows of an inference kernel; lengths are the table's.
-
-    Attributes:
-        row: How the kernel keeps a row.
-    """
-
-    row: InferenceRow
+def _tensor_metadata(entry: TensorEntry) -> TensorStorageMetadata:
+    chunks = [
+        ChunkStorageMetadata(torch.Size(place.box.offsets), torch.Size(place.box.sizes)) for place in entry.places
+    ]
+    return TensorStorageMetadata(TensorProperties(dtype=DTYPES[entry.dtype]), torch.Size(entry.size), chunks)
 
 
 @runtime_checkable
@@ -68,75 +66,261 @@ class RestoredRows(Protocol):
         ...
 
 
-def wanted_item(fqn: str, value: Any, path: Sequence[str | int]) -> Wanted:
-    """An item of a state dict, as the coordinator is told of it; ``path`` leads to it in the nested state dict."""
-    name = str(path[-1])
-    return Wanted(fqn, name, tuple(value.size()), dtype_name(value)) if isinstance(value, Tensor) else Wanted(fqn, name)
+class Layout(Protocol):
+    """How what was saved becomes what is wanted; a frozen value.
+
+    Attributes:
+        converts: Whether the target's dtype may be another one.
+    """
+
+    converts: ClassVar[bool]
+
+    def read_items(
+        self, fqn: str, saved_fqn: str, state_dict: Mapping[str, Any], metadata: LoadMetadata
+    ) -> list[ReadItem]:
+        """The reads that fill this rank's part of an item.
+
+        Args:
+            fqn: The item.
+            saved_fqn: Its name in the checkpoint.
+            state_dict: This rank's, flattened.
+            metadata: Of the checkpoint, as DCP has it.
+
+        Raises:
+            StateMismatchError: Row-wise state is not sharded as its table is.
+        """
+        ...
+
+    def regions(self, tensor: LineageTensor, box: Box, target: Tensor) -> list[Region]:
+        """What is to be folded for a read; nothing if it is the state of no rows, which has no place in a table.
+
+        Args:
+            tensor: What was saved.
+            box: Which part of it is wanted.
+            target: Where it goes.
+        """
+        ...
 
 
-def read_items(
-    fqn: str, source: SavedItem, state_dict: Mapping[str, Any], metadata: LoadMetadata, manifest: Manifest
-) -> list[ReadItem]:
-    """The reads that fill this rank's part of an item.
+@dataclass(frozen=True)
+class LayoutReadItem(ReadItem):
+    """A read into one local shard.
+
+    Attributes:
+        layout: How what was saved gets there.
+        box: Which part of what was saved is wanted, as the layout counts it.
+    """
+
+    layout: Layout
+    box: Box
+
+    @classmethod
+    def of(cls, layout: Layout, box: Box, fqn: str, saved_fqn: str, index: int, shard_box: Box) -> "LayoutReadItem":
+        """The read that fills all of the ``index``-th local shard of an item, which lies in ``shard_box``."""
+        origin = torch.Size((0,) * len(shard_box.sizes))
+        return cls(
+            type=LoadItemType.TENSOR,
+            dest_index=MetadataIndex(fqn, shard_box.offsets, index),
+            dest_offsets=origin,
+            storage_index=MetadataIndex(saved_fqn),
+            storage_offsets=origin,
+            lengths=torch.Size(shard_box.sizes),
+            layout=layout,
+            box=box,
+        )
+
+
+@dataclass(frozen=True)
+class SameLayout:
+    """Both are one tensor, of one size, or an object. The read items are DCP's own."""
+
+    converts: ClassVar[bool] = False
+
+    def read_items(
+        self, fqn: str, saved_fqn: str, state_dict: Mapping[str, Any], metadata: LoadMetadata
+    ) -> list[ReadItem]:
+        """One for each chunk that was saved of each local shard."""
+        items = _create_read_items(fqn, metadata.state_dict_metadata[saved_fqn], state_dict[fqn])
+        return [replace(item, storage_index=replace(item.storage_index, fqn=saved_fqn)) for item in items]
+
+    def regions(self, tensor: LineageTensor, box: Box, target: Tensor) -> list[Region]:
+        """The box, in the tensor's own indices."""
+        return tensor.regions(box, target)
+
+
+@dataclass(frozen=True)
+class RowsLayout:
+    """One value a row of a table, [rows], [rows × column shards] or [rows, 1]: rows are placed, not boxes.
+
+    Attributes:
+        table: The FQN of the table whose shards tell where those of the item belong; None where they tell it
+            themselves, by their rows.
+        num_cols: For these, the columns of the table that the saved state belongs to; 1 if it is not known.
+    """
+
+    table: str | None = None
+    num_cols: int = 1
+    converts: ClassVar[bool] = False
+
+    def read_items(
+        self, fqn: str, saved_fqn: str, state_dict: Mapping[str, Any], metadata: LoadMetadata
+    ) -> list[ReadItem]:
+        """One for each local shard that has rows."""
+        shards = local_shards(state_dict[fqn])
+        table_boxes = self._table_boxes(fqn, shards, state_dict)
+        return [
+            LayoutReadItem.of(self, table_box, fqn, saved_fqn, index, shard.box)
+            for index, (shard, table_box) in enumerate(zip(shards, table_boxes, strict=True))
+            if table_box.num_rows
+        ]
+
+    def _table_boxes(self, fqn: str, shards: Sequence[LocalShard], state_dict: Mapping[str, Any]) -> list[Box]:
+        """The box of the table that each shard of its row-wise state belongs to."""
+        if self.table is None:
+            return [Box((shard.box.offsets[0], 0), (shard.box.num_rows, self.num_cols)) for shard in shards]
+        # The i-th local shard belongs to the i-th local shard of the table; a rank without shards may lack the table.
+        boxes = [shard.box for shard in local_shards(state_dict.get(self.table))]
+        if [shard.box.num_rows for shard in shards] != [box.num_rows for box in boxes] and shards:
+            raise StateMismatchError(f"{fqn!r} is not sharded as its table {self.table!r} is in the state dict")
+        return boxes[: len(shards)]
+
+    def regions(self, tensor: LineageTensor, box: Box, target: Tensor) -> list[Region]:
+        """The box, in the table's indices."""
+        return [tensor.rows_region(box, target if target.dim() == 1 else target[:, 0])]
+
+
+@dataclass(frozen=True)
+class ValueLayout:
+    """One value for a whole table, [] or [shards]: the largest goes everywhere."""
+
+    converts: ClassVar[bool] = True
+
+    def read_items(
+        self, fqn: str, saved_fqn: str, state_dict: Mapping[str, Any], metadata: LoadMetadata
+    ) -> list[ReadItem]:
+        """One for each local shard."""
+        boxes = [shard.box for shard in local_shards(state_dict[fqn])]
+        return [LayoutReadItem.of(self, box, fqn, saved_fqn, index, box) for index, box in enumerate(boxes)]
+
+    def regions(self, tensor: LineageTensor, box: Box, target: Tensor) -> list[Region]:
+        """All of the tensor."""
+        return [tensor.largest_value_region(target)]
+
+
+@dataclass(frozen=True)
+class InferenceLayout:
+    """A whole float table, whose rows go into those of an inference kernel.
+
+    Attributes:
+        row: How the kernel keeps a row.
+        num_rows: How many it has.
+    """
+
+    row: InferenceRow
+    num_rows: int
+    converts: ClassVar[bool] = True
+
+    def read_items(
+        self, fqn: str, saved_fqn: str, state_dict: Mapping[str, Any], metadata: LoadMetadata
+    ) -> list[ReadItem]:
+        """One, of the size of the float table."""
+        whole = Box.whole((self.num_rows, self.row.num_cols))
+        return [LayoutReadItem.of(self, whole, fqn, saved_fqn, 0, whole)]
+
+    def regions(self, tensor: LineageTensor, box: Box, target: Tensor) -> list[Region]:
+        """The rows, in windows if checkpoints have them in pieces."""
+        return tensor.regions(box, target, self.row)
+
+
+@dataclass(frozen=True)
+class SavedItem:
+    """Where an item of a state dict comes from.
+
+    Attributes:
+        fqn: Its name in the checkpoint.
+        layout: How it is loaded.
+    """
+
+    fqn: str
+    layout: Layout = SameLayout()
+
+
+def item_regions(lineage: Lineage, item: ReadItem, target: Tensor) -> list[Region]:
+    """What is to be folded for a read, by whichever planner: the items of DCP's are of tensors as they were saved.
 
     Args:
-        fqn: The item.
-        source: Where it comes from.
-        state_dict: This rank's, flattened.
-        metadata: Of the checkpoint, as DCP has it.
-        manifest: Of the checkpoint.
+        lineage: What is read.
+        item: A tensor's.
+        target: Where it goes.
 
     Raises:
-        StateMismatchError: Row-wise state is not sharded as its table is.
+        StateMismatchError: The target is of another dtype or size.
     """
-    shards = local_shards(state_dict[fqn])
-    if source.layout is Layout.VALUE:
-        return [_value_item(fqn, source.fqn, index, shard) for index, shard in enumerate(shards)]
-    if source.layout is Layout.ROWS:
-        boxes = _table_boxes(fqn, source, shards, state_dict, manifest)
-        return [
-            _row_state_item(fqn, source.fqn, index, shard, box)
-            for index, (shard, box) in enumerate(zip(shards, boxes, strict=True))
-            if box.num_rows
-        ]
-    items = _create_read_items(fqn, metadata.state_dict_metadata[source.fqn], state_dict[fqn])
-    return [replace(item, storage_index=replace(item.storage_index, fqn=source.fqn)) for item in items]
+    tensor, url = LineageTensor(lineage, item.storage_index.fqn), lineage.newest.store.url
+    layout, box = (item.layout, item.box) if isinstance(item, LayoutReadItem) else (SameLayout(), _item_box(item))
+    if target.dtype is not tensor.dtype and not layout.converts:
+        raise StateMismatchError(
+            f"tensor {tensor.fqn!r}: the checkpoint {url} has {tensor.entry.dtype}, the state dict has {target.dtype}; "
+            "load into a tensor of the saved dtype and convert it afterwards"
+        )
+    if tuple(target.shape) != tuple(item.lengths) and not layout.converts:
+        raise StateMismatchError(
+            f"tensor {tensor.fqn!r}: {list(item.lengths)} of {url} are to be loaded into {list(target.shape)}"
+        )
+    return layout.regions(tensor, box, target)
 
 
-def _table_boxes(
-    fqn: str, source: SavedItem, shards: Sequence[LocalShard], state_dict: Mapping[str, Any], manifest: Manifest
-) -> list[Box]:
-    """The box of the table that each shard of its row-wise state belongs to."""
-    if source.table is None:
-        table = manifest.tensors[source.fqn].table
-        num_cols = 1 if table is None else manifest.tensors[table].size[1]
-        return [Box((shard.box.offsets[0], 0), (shard.box.num_rows, num_cols)) for shard in shards]
-    # The i-th local shard belongs to the i-th local shard of the table; a rank without shards may lack the table.
-    boxes = [shard.box for shard in local_shards(state_dict.get(source.table))]
-    if [shard.box.num_rows for shard in shards] != [box.num_rows for box in boxes] and shards:
-        raise StateMismatchError(f"{fqn!r} is not sharded as its table {source.table!r} is in the state dict")
-    return boxes[: len(shards)]
+def _item_box(item: ReadItem) -> Box:
+    """Which part of its tensor a read of DCP's wants."""
+    origin = item.storage_index.offset or (0,) * len(item.lengths)
+    offsets = tuple(base + offset for base, offset in zip(origin, item.storage_offsets, strict=True))
+    return Box(offsets, tuple(item.lengths))
 
 
-def _row_state_item(fqn: str, saved: str, index: int, shard: LocalShard, table_box: Box) -> ReadItem:
-    return RowStateReadItem(
-        type=LoadItemType.TENSOR,
-        dest_index=MetadataIndex(fqn, shard.box.offsets, index),
-        dest_offsets=torch.Size((0,) * len(shard.box.sizes)),
-        storage_index=MetadataIndex(saved),
-        storage_offsets=torch.Size((0,)),
-        lengths=torch.Size(shard.box.sizes),
-        table_box=table_box,
-    )
+@dataclass(frozen=True, eq=False)
+class InferenceTable:
+    """A table of an inference kernel.
+
+    Attributes:
+        rows: uint8 [num_rows, row_bytes], whole rows, shared with the kernel.
+        row: What is in a row.
+        views: What state dicts may hold of it: the rows, or the part that has the codes. They share its memory.
+    """
+
+    rows: Tensor
+    row: InferenceRow
+    views: Sequence[Tensor]
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Rows and columns of the float table that it stands for."""
+        return len(self.rows), self.row.num_cols
+
+    @property
+    def layout(self) -> InferenceLayout:
+        """How a float table of the same size becomes this one."""
+        return InferenceLayout(self.row, len(self.rows))
 
 
-def _value_item(fqn: str, saved: str, index: int, shard: LocalShard) -> ReadItem:
-    nowhere = torch.Size((0,) * len(shard.box.sizes))
-    return ValueReadItem(
-        type=LoadItemType.TENSOR,
-        dest_index=MetadataIndex(fqn, shard.box.offsets, index),
-        dest_offsets=nowhere,
-        storage_index=MetadataIndex(saved),
-        storage_offsets=nowhere,
-        lengths=torch.Size(shard.box.sizes),
-    )
+class TargetTables:
+    """The tables of inference kernels that a load may write to, found in a state dict by their memory.
+
+    Attributes:
+        tables: The tables.
+    """
+
+    def __init__(self, tables: Sequence[InferenceTable]) -> None:
+        self.tables = tuple(tables)
+        self._by_memory = {memory_key(view): table for table in tables for view in table.views}
+        self._by_memory.pop(None, None)  # a table without rows has no memory
+
+    def __repr__(self) -> str:
+        num_rows = sum(table.size[0] for table in self.tables)
+        return f"{type(self).__name__}({count_text(len(self.tables), 'table')}, {count_text(num_rows, 'row')})"
+
+    def find(self, value: Any) -> InferenceTable | None:
+        """The table that an item of a state dict shows, whatever its key."""
+        if not isinstance(value, Tensor) or value.dtype is not torch.uint8:
+            return None
+        # TorchRec wraps codes of 2 and 4 bits in a subclass of Tensor, which gives its bytes out this way.
+        return self._by_memory.get(memory_key(value.view(torch.uint8)))

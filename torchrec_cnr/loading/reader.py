@@ -25,8 +25,7 @@ from torchrec_cnr.errors import CNRError, LoadError
 from torchrec_cnr.human_text import url_text
 from torchrec_cnr.lineage.checkpoint import Lineage, existing, read_lineage
 from torchrec_cnr.lineage.objects import read_objects, serialized
-from torchrec_cnr.loading.item_regions import item_regions, load_metadata
-from torchrec_cnr.loading.read_items import LoadMetadata, RestoredRows
+from torchrec_cnr.loading.read_items import LoadMetadata, RestoredRows, item_regions
 from torchrec_cnr.progress import Progress
 from torchrec_cnr.reading.fold import fold
 from torchrec_cnr.reading.plan import plan_fold
@@ -101,7 +100,7 @@ class CNRStorageReader(StorageReader):
         except CNRError as error:
             self._failure = error
             return LoadMetadata({}, storage_meta=meta)
-        return replace(load_metadata(self._lineage), storage_meta=meta)
+        return replace(LoadMetadata.of(self._lineage), storage_meta=meta)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Raise what went wrong while the manifests were read; let nobody prune what they name."""
@@ -136,13 +135,13 @@ class CNRStorageReader(StorageReader):
         forget_overwritten(targets)
         regions: list[Region] = []
         for item, target in zip(tensors, targets, strict=True):
-            found = item_regions(self._lineage, item, target)
+            own_regions = item_regions(self._lineage, item, target)
             if (
                 isinstance(planner, RestoredRows)
                 and self._lineage.newest.manifest.tensors[item.storage_index.fqn].is_table
             ):
-                _tell_of_delta_rows(planner, item, found)
-            regions += found
+                _tell_of_delta_rows(planner, item, own_regions)
+            regions += own_regions
         for turn in turns(regions):
             fold(plan_fold(self._lineage, turn), turn, self._thread_count, progress=self._progress)
         for item, target in zip(tensors, targets, strict=True):

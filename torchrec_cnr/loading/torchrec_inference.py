@@ -16,7 +16,7 @@ from torchrec.quant.embedding_modules import EmbeddingBagCollection, EmbeddingCo
 
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.kernels.search_plan import SCALE_AND_BIAS_BYTES
-from torchrec_cnr.loading.inference_tables import InferenceTable, TargetTables
+from torchrec_cnr.loading.read_items import InferenceTable, TargetTables
 from torchrec_cnr.quantization.fbgemm_rows import InferenceRow
 
 _BITS = {SparseType.INT2: 2, SparseType.INT4: 4, SparseType.INT8: 8, SparseType.FP16: 16, SparseType.FP32: 32}

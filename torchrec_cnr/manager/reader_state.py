@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from torchrec_cnr.errors import ConfigurationError, DamagedError, StateMismatchError
 from torchrec_cnr.lineage.objects import unpickled
-from torchrec_cnr.loading.ranked_objects import ranked_name
+from torchrec_cnr.loading.fitting import ranked_name
 
 Batch = TypeVar("Batch")
 Output = TypeVar("Output")

@@ -2,10 +2,11 @@
 
 - ``load_table``: ``load_table``, which reads one table, or a range of its rows, without DCP.
 - ``plan``: which blobs of which checkpoints are needed for the wanted regions, without I/O.
-- ``fold``: executes a plan: reads, verifies, and writes each row from the newest checkpoint that has it.
-- ``checkpoint_rows``: what is read of one checkpoint: row numbers first, then the rows.
-- ``regions``: the wanted parts of tensors, and how rows of a block are decoded into them.
-- ``inference_regions``: the same for tables that inference kernels keep quantized, which take codes without decoding.
+- ``fold``: executes a plan: reads row numbers first, then the rows; verifies, and writes each from the newest
+  checkpoint that has it.
+- ``blocks``: the rows of one blob: which rows of a tensor they are, and how they are decoded.
+- ``regions``: the wanted parts of a tensor, and how rows of a block get into them; tables that inference kernels keep
+  quantized take codes without decoding. ``LineageTensor`` makes them.
 
 Words of this package:
 

@@ -2,7 +2,6 @@
 
 import difflib
 import os
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from torchrec_cnr.format.manifest import DTYPES, Manifest, TensorEntry
 from torchrec_cnr.lineage.checkpoint import Lineage, existing, read_lineage
 from torchrec_cnr.reading.fold import fold
 from torchrec_cnr.reading.plan import plan_fold
-from torchrec_cnr.reading.regions import Region, RowStateRegion, TensorRegion, column_bounds
+from torchrec_cnr.reading.regions import LineageTensor
 from torchrec_cnr.storage.leases import leased
 from torchrec_cnr.storage.pack_writer import check_thread_count
 from torchrec_cnr.storage.row_log import RowLog
@@ -55,14 +54,14 @@ def load_table(
         LoadError: It does not fit into memory.
     """
     check_thread_count(thread_count)
-    place = Store.open(existing(path), row_log=row_log)
-    with leased(place, "load"):
-        lineage = read_lineage(place)
+    store = Store.open(existing(path), row_log=row_log)
+    with leased(store, "load"):
+        lineage = read_lineage(store)
         entry = _entry(lineage, fqn)
         box = _wanted_box(fqn, entry, rows)
         target = _target(out, fqn, box, DTYPES[entry.dtype])
         forget_overwritten([target])
-        regions = list(regions_of(lineage, fqn, box, target))
+        regions = LineageTensor(lineage, fqn).regions(box, target)
         fold(plan_fold(lineage, regions), regions, thread_count)
     return target if out is None else out
 
@@ -114,24 +113,3 @@ def _target(out: Tensor | None, fqn: str, box: Box, dtype: torch.dtype) -> Tenso
             f"'out' must be {list(box.sizes)} of {dtype} to hold {fqn!r} (got {list(out.shape)} of {out.dtype})"
         )
     return out.detach()
-
-
-def regions_of(lineage: Lineage, fqn: str, wanted: Box, target: Tensor) -> Iterator[Region]:
-    """What is to be folded to read a part of a tensor.
-
-    Args:
-        lineage: Its newest checkpoint has the tensor.
-        fqn: The tensor.
-        wanted: Which part, in the tensor's own indices.
-        target: Of the part's size and the tensor's dtype; what the regions write to.
-    """
-    entry = lineage.newest.manifest.tensors[fqn]
-    if entry.table is None:
-        yield TensorRegion(fqn, wanted, target)
-        return
-    for place in entry.places:
-        common = place.box.intersect(wanted)
-        if common is not None and place.table_box is not None:
-            (first, column), (_, width) = place.table_box.offsets, place.table_box.sizes
-            box = Box((first + common.offsets[0] - place.box.offsets[0], column), (common.num_rows, width))
-            yield RowStateRegion(fqn, box, target[common.slices(wanted)], column_bounds(lineage.shards(fqn), box))

@@ -12,7 +12,7 @@ from torchrec_cnr.errors import DamagedError
 from torchrec_cnr.format.manifest import Manifest, Shard, TensorEntry, name_of
 from torchrec_cnr.format.row_sets import Blob, RowBlock
 from torchrec_cnr.lineage.checkpoint import Checkpoint, Lineage
-from torchrec_cnr.reading.regions import Region
+from torchrec_cnr.reading.regions import Region, whole_box
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +100,7 @@ def held(run: Sequence[Checkpoint], fqn: str) -> Iterator[tuple[int, TensorEntry
     above: Checkpoint | None = None
     for number in reversed(range(len(run))):
         entry = run[number].manifest.tensors.get(fqn)
-        if entry is None or not _is_same(run[number], entry, run[-1], fqn):
+        if entry is None or _nature(run[number], fqn) != _nature(run[-1], fqn):
             if above is not None and above.is_compacted:
                 return
             _refuse(run[number], entry, run[-1], fqn)
@@ -118,24 +118,16 @@ def _refuse(checkpoint: Checkpoint, entry: TensorEntry | None, newest: Checkpoin
     url, head = checkpoint.store.url, newest.store.url
     if entry is None:
         raise DamagedError(f"{url}: no tensor {fqn!r}, of which {head} holds a delta; use another checkpoint")
-    old, new = _nature(checkpoint, entry), _nature(newest, newest.manifest.tensors[fqn])
+    old, new = _nature(checkpoint, fqn), _nature(newest, fqn)
     raise DamagedError(
         f"{url}: tensor {fqn!r} is {old}, and {new} in {head}, which is a delta of it; use another checkpoint"
     )
 
 
-def _is_same(checkpoint: Checkpoint, entry: TensorEntry, newest: Checkpoint, fqn: str) -> bool:
-    return _nature(checkpoint, entry) == _nature(newest, newest.manifest.tensors[fqn])
-
-
-def _nature(checkpoint: Checkpoint, entry: TensorEntry) -> tuple[object, ...]:
-    """What must not change from a checkpoint to a delta of it."""
-    return entry.dtype, entry.is_table, entry.table, _logical_size(checkpoint, entry)
-
-
-def _logical_size(checkpoint: Checkpoint, entry: TensorEntry) -> tuple[int, ...]:
-    """Row-wise state is as large as its table's sharding makes it; what counts is the table."""
-    return entry.size if entry.table is None else checkpoint.manifest.tensors[entry.table].size
+def _nature(checkpoint: Checkpoint, fqn: str) -> tuple[object, ...]:
+    """What must not change of a tensor from a checkpoint to a delta of it."""
+    entry = checkpoint.manifest.tensors[fqn]
+    return entry.dtype, entry.is_table, entry.table, whole_box(checkpoint.manifest, fqn).sizes
 
 
 def _add_reads(reads: dict[str, BlobRead], region: Region, entry: TensorEntry) -> None:

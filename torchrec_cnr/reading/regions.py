@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from torchrec_cnr.format.boxes import Box
-from torchrec_cnr.format.manifest import Shard
+from torchrec_cnr.format.manifest import DTYPES, Manifest, Shard, TensorEntry
+from torchrec_cnr.lineage.checkpoint import Lineage
 from torchrec_cnr.quantization import NoQuantization, fused_bits
 from torchrec_cnr.quantization.fbgemm_rows import InferenceRow
 from torchrec_cnr.reading.blocks import Block
@@ -28,8 +29,12 @@ _CHUNK_BYTES = 8 << 20  # of them that are quantized at a time
 class Region(Protocol):
     """A part of a tensor that is wanted, and where its values go."""
 
-    fqn: str
     box: Box
+
+    @property
+    def fqn(self) -> str:
+        """The tensor."""
+        ...
 
     def write(self, block: Block) -> None:
         """Overwrite the rows that a block holds of this region."""
@@ -264,6 +269,74 @@ def turns(regions: Sequence[Region]) -> list[list[Region]]:
     return read_together
 
 
+@dataclass(frozen=True)
+class LineageTensor:
+    """A tensor as a whole lineage has it, of which any part is read by regions that this makes.
+
+    Attributes:
+        lineage: Its newest checkpoint has the tensor.
+        fqn: The tensor.
+    """
+
+    lineage: Lineage
+    fqn: str
+
+    @property
+    def entry(self) -> TensorEntry:
+        """What the newest checkpoint has of it."""
+        return self.lineage.newest.manifest.tensors[self.fqn]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its values."""
+        return DTYPES[self.entry.dtype]
+
+    def regions(self, box: Box, target: Tensor, row: InferenceRow | None = None) -> list[Region]:
+        """What is to be folded to read a part of it.
+
+        Args:
+            box: Which part, in the tensor's own indices; all of a table that an inference kernel keeps.
+            target: Of the part's size and the tensor's dtype; what the regions write to.
+            row: How the target keeps a row, if it is an inference kernel's: uint8 [num_rows, row_bytes], on the host.
+        """
+        if row is not None:
+            return inference_regions(self.fqn, target, row, self.dtype, self.lineage.shards(self.fqn))
+        if self.entry.table is None:
+            return [TensorRegion(self.fqn, box, target)]
+        regions: list[Region] = []
+        for place in self.entry.places:
+            common = place.box.intersect(box)
+            if common is not None and place.table_box is not None:
+                (first_row, column), (_, width) = place.table_box.offsets, place.table_box.sizes
+                origin = (first_row + common.offsets[0] - place.box.offsets[0], column)
+                table_box = Box(origin, (common.num_rows, width))
+                regions.append(self.rows_region(table_box, target[common.slices(box)]))
+        return regions
+
+    def rows_region(self, box: Box, target: Tensor) -> Region:
+        """The same of one value a row of a table, whether it was saved as row-wise state, as [rows] or as [rows, 1].
+
+        Args:
+            box: Which part, in the table's indices.
+            target: [num_rows]; what the region writes to.
+        """
+        if self.entry.table is not None:
+            return RowStateRegion(self.fqn, box, target, _column_bounds(self.lineage.shards(self.fqn), box))
+        if len(self.entry.size) == 1:
+            return TensorRegion(self.fqn, Box(box.offsets[:1], box.sizes[:1]), target)
+        return TensorRegion(self.fqn, Box((box.offsets[0], 0), (box.num_rows, 1)), target[:, None])
+
+    def largest_value_region(self, target: Tensor) -> Region:
+        """The same of the largest value alone, which fills the target, of any size and dtype."""
+        return LargestValueRegion(self.fqn, Box.whole(self.entry.size), self.dtype, target)
+
+
+def whole_box(manifest: Manifest, fqn: str) -> Box:
+    """All of a tensor, as regions count it; of row-wise optimizer state, all of its table, whatever the sharding."""
+    entry = manifest.tensors[fqn]
+    return Box.whole(entry.size if entry.table is None else manifest.tensors[entry.table].size)
+
+
 def _rows_in(num_bytes: int, row: InferenceRow, dtype: torch.dtype) -> int:
     return max(1, num_bytes // (row.num_cols * dtype.itemsize))
 
@@ -294,7 +367,7 @@ def row_numbers(rows: Tensor | slice) -> Tensor:
     return torch.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
 
 
-def column_bounds(shards: Iterable[Shard], box: Box) -> list[int]:
+def _column_bounds(shards: Iterable[Shard], box: Box) -> list[int]:
     """Where columns of a table's ``box`` are divided by any of the ``shards`` of its row-wise state."""
     start, stop = box.offsets[1], box.offsets[1] + box.sizes[1]
     bounds = {start, stop}

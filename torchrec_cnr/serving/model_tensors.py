@@ -3,8 +3,7 @@
 Each process finds those that it holds, its own shards, without a word to the others.
 """
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -12,9 +11,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torchrec_cnr.errors import StateMismatchError
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.lineage.checkpoint import Checkpoint
-from torchrec_cnr.loading.fitting import QUANTIZED, Layout, Wanted, fit, listed
-from torchrec_cnr.loading.inference_tables import TargetTables
-from torchrec_cnr.loading.read_items import wanted_item
+from torchrec_cnr.loading.fitting import Wanted, fit, listed
+from torchrec_cnr.loading.read_items import SameLayout, TargetTables
 from torchrec_cnr.loading.torchrec_inference import quantized_tables
 from torchrec_cnr.quantization.fbgemm_rows import InferenceRow
 from torchrec_cnr.sharding import local_shards
@@ -63,16 +61,16 @@ def find_model_tensors(
     planner.set_up_planner(state if key is None else {key: state}, is_coordinator=True)
     tensors = {fqn: value for fqn, value in planner.state_dict.items() if isinstance(value, Tensor)}
     tables = TargetTables(list(quantized_tables(model)))
-    wanted = frozenset(_wanted(fqn, value, planner, tables) for fqn, value in tensors.items())
-    found = fit(wanted, newest.manifest, url, allow_partial=True)
-    if found.report.missing and not allow_partial:
+    wanted = frozenset(Wanted.of(fqn, value, planner.mappings[fqn], tables) for fqn, value in tensors.items())
+    fitted = fit(wanted, newest.manifest, url, allow_partial=True)
+    if fitted.report.missing and not allow_partial:
         raise StateMismatchError(
-            f"{url}: {len(found.report.missing)} of the model not in the checkpoint: {listed(found.report.missing)}; "
+            f"{url}: {len(fitted.report.missing)} of the model not in the checkpoint: {listed(fitted.report.missing)}; "
             "pass the 'key' that its state dict was saved under, or allow_partial_load=True to leave these as they are"
         )
     targets: list[ModelTensor] = []
-    for fqn, source in found.sources.items():
-        if source.layout is not Layout.SAME:
+    for fqn, source in fitted.sources.items():
+        if not isinstance(source.layout, SameLayout):
             raise StateMismatchError(
                 f"{url}: {fqn!r} is optimizer state, which is not served; leave it out of the model"
             )
@@ -83,8 +81,3 @@ def find_model_tensors(
             shards = local_shards(tensors[fqn])
             targets += (ModelTensor(source.fqn, shard.box, shard.tensor.detach()) for shard in shards)
     return targets
-
-
-def _wanted(fqn: str, value: Any, planner: DefaultLoadPlanner, tables: TargetTables) -> Wanted:
-    table, item = tables.find(value), wanted_item(fqn, value, planner.mappings[fqn])
-    return item if table is None else replace(item, size=table.size, dtype=QUANTIZED)

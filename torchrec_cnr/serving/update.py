@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from torchrec_cnr.format.boxes import Box
-from torchrec_cnr.format.manifest import DTYPES
 from torchrec_cnr.lineage.checkpoint import Lineage
 from torchrec_cnr.reading.blocks import Block
 from torchrec_cnr.reading.fold import fold
 from torchrec_cnr.reading.plan import CheckpointReads, held, plan_fold
-from torchrec_cnr.reading.regions import Region, TensorRegion, inference_regions, turns
+from torchrec_cnr.reading.regions import LineageTensor, Region, turns
 from torchrec_cnr.serving.model_tensors import ModelTensor, ModelTensorKey
 from torchrec_cnr.serving.update_path import UpdateBase, UpdatePath
 from torchrec_cnr.serving.update_rows import UpdateRows
@@ -44,9 +43,9 @@ class TouchedRows:
 
     def write(self, block: Block) -> None:
         """Note the rows of a delta."""
-        found = block.rows.within(self.box) if block.is_delta else None
-        if found is not None and block.box.intersect(self.box) is not None:
-            self.is_touched[found[1]] = True
+        common = block.rows.within(self.box) if block.is_delta else None
+        if common is not None and block.box.intersect(self.box) is not None:
+            self.is_touched[common[1]] = True
 
     def finish(self) -> None:
         """Nothing is left to do."""
@@ -161,7 +160,8 @@ def prepare_update(
             regions.append(rows[target.key])
         else:
             tensors.append(_staged_tensor(links.lineage, target))
-            regions += _whole_regions(links.lineage, target, tensors[-1].values)
+            saved = LineageTensor(links.lineage, target.fqn)
+            regions += saved.regions(target.box, tensors[-1].values, target.row)
     if not links.is_delta:
         touched = _untouched(links.lineage, targets)
         regions += touched.values()
@@ -193,22 +193,13 @@ def _is_made_of_rows(lineage: Lineage, target: ModelTensor) -> bool:
 
 
 def _staged_rows(lineage: Lineage, target: ModelTensor) -> UpdateRows:
-    dtype = DTYPES[lineage.newest.manifest.tensors[target.fqn].dtype]
-    shards = tuple(lineage.shards(target.fqn))
-    return UpdateRows(target.fqn, target.box, target.tensor, target.row, dtype, shards)
+    return UpdateRows(LineageTensor(lineage, target.fqn), target.box, target.tensor, target.row)
 
 
 def _staged_tensor(lineage: Lineage, target: ModelTensor) -> UpdateTensor:
     is_table = lineage.newest.manifest.tensors[target.fqn].is_table
     values = torch.empty(target.tensor.shape, dtype=target.tensor.dtype)
     return UpdateTensor(target.tensor, values, len(values) if is_table else 0)
-
-
-def _whole_regions(lineage: Lineage, target: ModelTensor, values: Tensor) -> list[Region]:
-    if target.row is None:
-        return [TensorRegion(target.fqn, target.box, values)]
-    dtype = DTYPES[lineage.newest.manifest.tensors[target.fqn].dtype]
-    return inference_regions(target.fqn, values, target.row, dtype, lineage.shards(target.fqn))
 
 
 def _read_bytes(plan: CheckpointReads) -> int:

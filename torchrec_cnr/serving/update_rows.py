@@ -4,21 +4,20 @@ Blocks are kept as they were stored until all links are read. Then it is known w
 these only, and each is decoded once, from the newest link that has it, by the very regions that a load decodes with.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from torchrec_cnr.format.boxes import Box
-from torchrec_cnr.format.manifest import Shard
 from torchrec_cnr.quantization.fbgemm_rows import InferenceRow
 from torchrec_cnr.reading.blocks import Block, PlacedRows
-from torchrec_cnr.reading.regions import Region, TensorRegion, inference_regions, row_numbers
+from torchrec_cnr.reading.regions import LineageTensor, row_numbers
 
 
 @dataclass(frozen=True, eq=False)
-class _Found:
+class _KeptRows:
     """Rows of a block that are wanted: ``positions`` in the block, and ``rows`` of the region, both int64 [k]."""
 
     block: Block
@@ -31,53 +30,55 @@ class UpdateRows:
     """The rows of a table's region that some links hold. As a region of a fold, it is written to and finished.
 
     Attributes:
-        fqn: The table.
+        saved: The table in the links.
         box: The region, in the table's indices.
         tensor: The served rows, [num_rows, num_cols] or, of a quantized table, uint8 [num_rows, row_bytes].
         row: How a quantized table keeps a row.
-        dtype: The checkpoints'.
-        shards: The table's shards in the links.
         rows: int64 [k], increasing, once it is finished: which rows are staged.
         values: [k, ...], like ``tensor``: what they will be.
         is_complete: Whether links hold all that is needed of every row; a piece of a quantized row is not enough.
         has_whole_rows: Whether links hold all columns of every row.
     """
 
-    fqn: str
+    saved: LineageTensor
     box: Box
     tensor: Tensor
     row: InferenceRow | None
-    dtype: torch.dtype
-    shards: Sequence[Shard]
     rows: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     values: Tensor = field(default_factory=lambda: torch.empty(0))
     is_complete: bool = True
     has_whole_rows: bool = True
-    _found: list[_Found] = field(default_factory=list)
+    _kept: list[_KeptRows] = field(default_factory=list)
+
+    @property
+    def fqn(self) -> str:
+        """The table."""
+        return self.saved.fqn
 
     def write(self, block: Block) -> None:
         """Keep the block."""
-        found = block.rows.within(self.box) if block.box.intersect(self.box) is not None else None
-        if found is not None:
-            self._found.append(_Found(block, row_numbers(found[0]), row_numbers(found[1])))
+        common = block.rows.within(self.box) if block.box.intersect(self.box) is not None else None
+        if common is not None:
+            self._kept.append(_KeptRows(block, row_numbers(common[0]), row_numbers(common[1])))
 
     def finish(self) -> None:
         """Decode what is the newest of each row."""
-        if not self._found:
+        if not self._kept:
             return
-        found, self._found = self._found, []
-        numbers = torch.cat([part.rows for part in found]).unique()
-        if all(self._columns(part.block) == self._columns() for part in found):
-            found = _newest_of_each(found, self.box.num_rows)
+        kept, self._kept = self._kept, []
+        numbers = torch.cat([own.rows for own in kept]).unique()
+        if all(self._columns(own.block) == self._columns() for own in kept):
+            kept = _newest_of_each(kept, self.box.num_rows)
             values = self.tensor.new_empty((len(numbers), *self.tensor.shape[1:]))
         else:
-            self.has_whole_rows = self._are_covered(found, numbers)
+            self.has_whole_rows = self._are_covered(kept, numbers)
             self.is_complete = self.row is None or self.has_whole_rows
             values = self.tensor.index_select(0, numbers.to(self.tensor.device))
         if not self.is_complete:
             return
-        blocks = [_renumbered(part, torch.searchsorted(numbers, part.rows), len(numbers)) for part in found]
-        for region in self._regions(values):
+        blocks = [_renumbered(own, torch.searchsorted(numbers, own.rows), len(numbers)) for own in kept]
+        box = Box((0, self.box.offsets[1]), (len(values), self.box.sizes[1]))
+        for region in self.saved.regions(box, values, self.row):
             for block in blocks:
                 region.write(block)
             region.finish()
@@ -98,33 +99,28 @@ class UpdateRows:
         box = self.box if block is None else block.box.intersect(self.box)
         return (0, 0) if box is None else (box.offsets[1], box.offsets[1] + box.sizes[1])
 
-    def _regions(self, values: Tensor) -> Iterable[Region]:
-        if self.row is not None:
-            return inference_regions(self.fqn, values, self.row, self.dtype, self.shards)
-        return [TensorRegion(self.fqn, Box((0, self.box.offsets[1]), (len(values), self.box.sizes[1])), values)]
-
-    def _are_covered(self, found: Sequence[_Found], numbers: Tensor) -> bool:
+    def _are_covered(self, kept: Sequence[_KeptRows], numbers: Tensor) -> bool:
         """Whether every row is there with all its columns."""
-        pieces = [self._columns(part.block) for part in found]
+        pieces = [self._columns(own.block) for own in kept]
         bounds = sorted({*self._columns(), *(bound for piece in pieces for bound in piece)})
         has = torch.zeros(len(numbers), len(bounds) - 1, dtype=torch.bool)
-        for part, (first, stop) in zip(found, pieces, strict=True):
-            has[torch.searchsorted(numbers, part.rows), bounds.index(first) : bounds.index(stop)] = True
+        for own, (start, stop) in zip(kept, pieces, strict=True):
+            has[torch.searchsorted(numbers, own.rows), bounds.index(start) : bounds.index(stop)] = True
         return bool(has.all())
 
 
-def _newest_of_each(found: Sequence[_Found], num_rows: int) -> list[_Found]:
+def _newest_of_each(kept: Sequence[_KeptRows], num_rows: int) -> list[_KeptRows]:
     """Of blocks in the order in which they overwrite one another, the rows that no later one has."""
     is_taken = torch.zeros(num_rows, dtype=torch.bool)
-    kept = []
-    for part in reversed(found):
-        wanted = ~is_taken[part.rows]
-        is_taken[part.rows] = True
-        kept.append(_Found(part.block, part.positions[wanted], part.rows[wanted]))
-    return [part for part in reversed(kept) if len(part.rows)]
+    newest = []
+    for own in reversed(kept):
+        is_newest = ~is_taken[own.rows]
+        is_taken[own.rows] = True
+        newest.append(_KeptRows(own.block, own.positions[is_newest], own.rows[is_newest]))
+    return [own for own in reversed(newest) if len(own.rows)]
 
 
-def _renumbered(part: _Found, rows: Tensor, num_rows: int) -> Block:
+def _renumbered(kept: _KeptRows, rows: Tensor, num_rows: int) -> Block:
     """The wanted rows of a block as a block of their own, of other row numbers."""
-    box = Box((0, *part.block.box.offsets[1:]), (num_rows, *part.block.box.sizes[1:]))
-    return part.block.part(part.positions, PlacedRows(box, 0, len(rows), rows))
+    box = Box((0, *kept.block.box.offsets[1:]), (num_rows, *kept.block.box.sizes[1:]))
+    return kept.block.part(kept.positions, PlacedRows(box, 0, len(rows), rows))

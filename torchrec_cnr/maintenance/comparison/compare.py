@@ -19,7 +19,7 @@ from torchrec_cnr.maintenance.comparison.row_distance import Movement, MovementM
 from torchrec_cnr.progress import Progress
 from torchrec_cnr.reading.fold import fold
 from torchrec_cnr.reading.plan import plan_fold
-from torchrec_cnr.reading.regions import Region, RowStateRegion, TensorRegion, column_bounds
+from torchrec_cnr.reading.regions import LineageTensor, whole_box
 from torchrec_cnr.storage.pack_writer import check_thread_count
 from torchrec_cnr.storage.row_log import RowLog
 from torchrec_cnr.storage.store import Store
@@ -167,15 +167,13 @@ def read_rows(lineage: Lineage, fqn: str, rows: range, thread_count: int) -> Ten
 
     Of row-wise optimizer state, rows are those of its table, and the value of each is the mean over its columns.
     """
-    manifest = lineage.newest.manifest
-    entry = manifest.tensors[fqn]
-    whole = Box.whole(entry.size if entry.table is None else manifest.tensors[entry.table].size)
+    tensor = LineageTensor(lineage, fqn)
+    is_row_state = tensor.entry.table is not None
+    whole = whole_box(lineage.newest.manifest, fqn)
     box = Box((rows.start, *whole.offsets[1:]), (len(rows), *whole.sizes[1:])) if whole.sizes else whole
-    target = torch.empty(box.sizes if entry.table is None else len(rows), dtype=DTYPES[entry.dtype])
-    region: Region = TensorRegion(fqn, box, target)
-    if entry.table is not None:
-        region = RowStateRegion(fqn, box, target, column_bounds(lineage.shards(fqn), box))
-    fold(plan_fold(lineage, [region]), [region], thread_count)
+    target = torch.empty(len(rows) if is_row_state else box.sizes, dtype=tensor.dtype)
+    regions = [tensor.rows_region(box, target)] if is_row_state else tensor.regions(box, target)
+    fold(plan_fold(lineage, regions), regions, thread_count)
     return target
 
 

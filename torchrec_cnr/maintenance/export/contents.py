@@ -19,9 +19,8 @@ from torchrec_cnr.lineage.checkpoint import Lineage
 from torchrec_cnr.lineage.objects import read_objects
 from torchrec_cnr.progress import Progress
 from torchrec_cnr.reading.fold import fold
-from torchrec_cnr.reading.load_table import regions_of
 from torchrec_cnr.reading.plan import plan_fold
-from torchrec_cnr.reading.regions import Region, RowStateRegion
+from torchrec_cnr.reading.regions import LineageTensor, Region, RowStateRegion
 from torchrec_cnr.storage.pack_writer import BLOCK_BYTES
 from torchrec_cnr.storage.store import Bytes
 
@@ -106,7 +105,7 @@ class Contents:
         targets = [torch.empty(chunk.box.sizes, dtype=chunk.dtype) for chunk in batch]
         regions: list[Region] = []
         for chunk, target in zip(batch, targets, strict=True):
-            regions += regions_of(self._lineage, chunk.fqn, chunk.box, target)
+            regions += LineageTensor(self._lineage, chunk.fqn).regions(chunk.box, target)
         fold(plan_fold(self._lineage, regions), regions, self._thread_count)
         return targets
 
@@ -136,7 +135,7 @@ class Contents:
         if entry.table is None:
             return row_bytes
         nowhere = torch.empty(entry.size, dtype=tensor.dtype, device="meta")
-        regions = regions_of(self._lineage, fqn, tensor.box, nowhere)
+        regions = LineageTensor(self._lineage, fqn).regions(tensor.box, nowhere)
         num_ranges = max((len(r.bounds) - 1 for r in regions if isinstance(r, RowStateRegion)), default=1)
         return row_bytes if num_ranges == 1 else row_bytes + num_ranges * (itemsize + 8) + 16  # the mean is of float64
 

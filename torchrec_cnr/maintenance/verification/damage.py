@@ -18,6 +18,7 @@ from torchrec_cnr.lineage.checkpoint import Checkpoint, Lineage, read_checkpoint
 from torchrec_cnr.reading.blocks import Block
 from torchrec_cnr.reading.fold import fold
 from torchrec_cnr.reading.plan import plan_fold
+from torchrec_cnr.reading.regions import whole_box
 from torchrec_cnr.storage.pack_reader import Span, place_of, plan_spans, read_spans
 
 _WAY_OUT = "; use another checkpoint"
@@ -110,12 +111,6 @@ def find_contradictions(lineage: Lineage) -> Iterator[Problem]:
             plan_fold(lineage, [_Discarded(fqn, whole_box(lineage.newest.manifest, fqn), lambda _: None)])
         except DamagedError as error:
             yield Problem(url, None, None, str(error))
-
-
-def whole_box(manifest: Manifest, fqn: str) -> Box:
-    """All of a tensor; of row-wise optimizer state, all of its table."""
-    entry = manifest.tensors[fqn]
-    return Box.whole(entry.size if entry.table is None else manifest.tensors[entry.table].size)
 
 
 @dataclass(eq=False)
