@@ -6,8 +6,7 @@ from typing import Any
 from torchrec_cnr.format import manifest_json
 from torchrec_cnr.format.manifest import CheckpointRef, History, Manifest
 from torchrec_cnr.lineage.checkpoint import read_lineage
-from torchrec_cnr.reading.regions import whole_box
-from torchrec_cnr.reading.plan import plan_fold
+from torchrec_cnr.reading.plan import plan_fold, whole_box
 
 NAMES = ("step-1", "step-2", "step-3", "branch-3", "branch-4")
 LIMIT_SECS = 60

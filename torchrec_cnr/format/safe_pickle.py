@@ -216,3 +216,30 @@ def unpickling_error(where: str, error: Exception) -> DamagedError:
         f"{where}: refused by the weights-only unpickler, which runs no code; if its types are yours, register them "
         "with torch.serialization.add_safe_globals"
     )
+
+
+def unpickled(data: bytes, where: str) -> Any:
+    """An object, from what ``torch.save`` made of it.
+
+    Raises:
+        DamagedError: It would run code, or take time or memory out of proportion.
+    """
+    try:
+        return load_state(data)
+    except Exception as error:  # bytes that are no pickle may make the unpickler raise anything
+        raise unpickling_error(where, error) from error
+
+
+def serialized(value: Any, where: str) -> io.BytesIO:
+    """An object as DCP hands it to planners, which unpickle it without any check.
+
+    Raises:
+        DamagedError: It cannot be pickled again, because it is nested too deeply.
+    """
+    stream = io.BytesIO()
+    try:
+        torch.save(value, stream)
+    except Exception as error:  # torch may find anything wrong with a tensor that somebody made up
+        raise DamagedError(f"{where}: it cannot be handed on ({error}); use another checkpoint") from error
+    stream.seek(0)
+    return stream

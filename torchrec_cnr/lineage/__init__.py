@@ -1,8 +1,8 @@
 """Committed checkpoints, what each one is based on, and which one is the latest.
 
-- ``checkpoint``: ``Checkpoint``, ``Lineage`` and ``Head``: reads a manifest, and the chain back to its baseline.
+- ``checkpoint``: ``Checkpoint``, ``Lineage`` and ``Head``: reads a manifest, the chain back to its baseline, and the
+  values that are not tensors.
 - ``latest``: ``latest``: the newest committed checkpoint under a root.
-- ``objects``: values of a checkpoint that are not tensors, read without running code.
 - ``marker_commit``: the commit of a checkpoint whose rows are in a Kafka topic: by a commit record, not by the
   manifest.
 

@@ -4,8 +4,9 @@ import errno
 import logging
 import os
 import posixpath
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torchrec_cnr.errors import CheckpointNotFoundError, DamagedError, LoadError, StoreError
 from torchrec_cnr.format import manifest_json
@@ -19,8 +20,10 @@ from torchrec_cnr.format.manifest import (
     replacement_name,
 )
 from torchrec_cnr.format.manifest_parser import PARENT_PATH
+from torchrec_cnr.format.safe_pickle import unpickled
 from torchrec_cnr.human_text import bytes_text, count_text, url_text
 from torchrec_cnr.lineage.marker_commit import publish_marked
+from torchrec_cnr.storage.pack_reader import PackReader
 from torchrec_cnr.storage.store import Store, read_whole
 from torchrec_cnr.throttling import Bandwidth
 
@@ -342,3 +345,24 @@ def relative_path(store: Store, path: str) -> str | None:
         return None
     relative = posixpath.relpath(other.path, store.path)
     return relative if PARENT_PATH.fullmatch(relative) else None
+
+
+def read_objects(checkpoint: Checkpoint, fqns: Collection[str], thread_count: int) -> Iterator[tuple[str, Any]]:
+    """Read what a checkpoint holds beside tensors, and yield each with its FQN, in their order in the packs.
+
+    Args:
+        checkpoint: The checkpoint; objects are stored whole in each.
+        fqns: Which of its objects.
+        thread_count: Requests in flight at once.
+
+    Raises:
+        DamagedError: A pack is not what was committed, or an object would run code.
+        StoreError: A pack cannot be read.
+    """
+    if not fqns:
+        return
+    manifest, url = checkpoint.manifest, checkpoint.store.url
+    by_key = {f"object {fqn!r}": fqn for fqn in fqns}
+    blobs = [(key, manifest.objects[fqn]) for key, fqn in by_key.items()]
+    for key, data in PackReader(checkpoint.store, manifest.packs, thread_count).read(blobs):
+        yield by_key[key], unpickled(data.tobytes(), f"{url}: {key}")

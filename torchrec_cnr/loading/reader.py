@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from torchrec_cnr.errors import CNRError, LoadError
+from torchrec_cnr.format.safe_pickle import serialized
 from torchrec_cnr.human_text import url_text
-from torchrec_cnr.lineage.checkpoint import Lineage, existing, read_lineage
-from torchrec_cnr.lineage.objects import read_objects, serialized
+from torchrec_cnr.lineage.checkpoint import Lineage, existing, read_lineage, read_objects
 from torchrec_cnr.loading.read_items import LoadMetadata, RestoredRows, item_regions
 from torchrec_cnr.progress import Progress
 from torchrec_cnr.reading.fold import fold

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from torchrec_cnr.errors import ConfigurationError, DamagedError, StateMismatchError
-from torchrec_cnr.lineage.objects import unpickled
+from torchrec_cnr.format.safe_pickle import unpickled
 from torchrec_cnr.loading.fitting import ranked_name
 
 Batch = TypeVar("Batch")

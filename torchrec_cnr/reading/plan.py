@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from torchrec_cnr.errors import DamagedError
+from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.manifest import Manifest, Shard, TensorEntry, name_of
 from torchrec_cnr.format.row_sets import Blob, RowBlock
 from torchrec_cnr.lineage.checkpoint import Checkpoint, Lineage
-from torchrec_cnr.reading.regions import Region, whole_box
+from torchrec_cnr.reading.regions import Region
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +109,12 @@ def held(run: Sequence[Checkpoint], fqn: str) -> Iterator[tuple[int, TensorEntry
         if entry.is_whole:
             return
         above = run[number]
+
+
+def whole_box(manifest: Manifest, fqn: str) -> Box:
+    """All of a tensor, as regions count it; of row-wise optimizer state, all of its table, whatever the sharding."""
+    entry = manifest.tensors[fqn]
+    return Box.whole(entry.size if entry.table is None else manifest.tensors[entry.table].size)
 
 
 def _row_blocks(manifest: Manifest, reads: Iterable[BlobRead]) -> dict[str, RowBlock]:

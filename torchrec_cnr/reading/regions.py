@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torchrec_cnr.format.boxes import Box
-from torchrec_cnr.format.manifest import DTYPES, Manifest, Shard, TensorEntry
+from torchrec_cnr.format.manifest import DTYPES, Shard, TensorEntry
 from torchrec_cnr.lineage.checkpoint import Lineage
 from torchrec_cnr.quantization import NoQuantization, fused_bits
 from torchrec_cnr.quantization.fbgemm_rows import InferenceRow
@@ -329,12 +329,6 @@ class LineageTensor:
     def largest_value_region(self, target: Tensor) -> Region:
         """The same of the largest value alone, which fills the target, of any size and dtype."""
         return LargestValueRegion(self.fqn, Box.whole(self.entry.size), self.dtype, target)
-
-
-def whole_box(manifest: Manifest, fqn: str) -> Box:
-    """All of a tensor, as regions count it; of row-wise optimizer state, all of its table, whatever the sharding."""
-    entry = manifest.tensors[fqn]
-    return Box.whole(entry.size if entry.table is None else manifest.tensors[entry.table].size)
 
 
 def _rows_in(num_bytes: int, row: InferenceRow, dtype: torch.dtype) -> int:

@@ -18,8 +18,8 @@ from torchrec_cnr.lineage.checkpoint import Checkpoint, Lineage, read_lineage
 from torchrec_cnr.maintenance.comparison.row_distance import Movement, MovementMeter
 from torchrec_cnr.progress import Progress
 from torchrec_cnr.reading.fold import fold
-from torchrec_cnr.reading.plan import plan_fold
-from torchrec_cnr.reading.regions import LineageTensor, whole_box
+from torchrec_cnr.reading.plan import plan_fold, whole_box
+from torchrec_cnr.reading.regions import LineageTensor
 from torchrec_cnr.storage.pack_writer import check_thread_count
 from torchrec_cnr.storage.row_log import RowLog
 from torchrec_cnr.storage.store import Store

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.manifest import DTYPES
-from torchrec_cnr.lineage.checkpoint import Lineage
-from torchrec_cnr.lineage.objects import read_objects
+from torchrec_cnr.lineage.checkpoint import Lineage, read_objects
 from torchrec_cnr.progress import Progress
 from torchrec_cnr.reading.fold import fold
 from torchrec_cnr.reading.plan import plan_fold

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from torchrec_cnr.errors import CNRError, StoreError
-from torchrec_cnr.lineage.objects import serialized
+from torchrec_cnr.format.safe_pickle import serialized
 from torchrec_cnr.maintenance.export.contents import Chunk, Contents
 from torchrec_cnr.maintenance.export.destination import new_directory
 from torchrec_cnr.maintenance.single_process_save import save

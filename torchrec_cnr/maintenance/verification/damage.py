@@ -17,8 +17,7 @@ from torchrec_cnr.format.row_sets import Blob
 from torchrec_cnr.lineage.checkpoint import Checkpoint, Lineage, read_checkpoint
 from torchrec_cnr.reading.blocks import Block
 from torchrec_cnr.reading.fold import fold
-from torchrec_cnr.reading.plan import plan_fold
-from torchrec_cnr.reading.regions import whole_box
+from torchrec_cnr.reading.plan import plan_fold, whole_box
 from torchrec_cnr.storage.pack_reader import Span, place_of, plan_spans, read_spans
 
 _WAY_OUT = "; use another checkpoint"
