@@ -10,7 +10,7 @@ from torch import Tensor
 import torchrec_cnr as cnr
 from benchmarks.support.data.embedding_rows import trained_rows
 from benchmarks.support.report import number
-from torchrec_cnr.format.exact_rows import exact_row_bytes
+from torchrec_cnr.format.blob_bytes import exact_row_bytes
 from torchrec_cnr.quantization import Scheme
 from torchrec_cnr.quantization.uniform import BITS, mean_error, relative_error
 from torchrec_cnr.saving.encoding import sampled_rows

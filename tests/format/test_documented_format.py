@@ -33,9 +33,9 @@ from tests.golden import log, mixed, reader, split, write
 from tests.golden.replacement import replace_manifest, used_packs
 from tests.golden.state import EXP_AVG, MOMENTUM, T0, T2, T4, T8, TABLES
 from torchrec_cnr.format import manifest_json, row_sets
+from torchrec_cnr.format.blob_bytes import split as split_rows
 from torchrec_cnr.format.manifest import DTYPES as DTYPE_OF
 from torchrec_cnr.format.manifest import TensorEntry
-from torchrec_cnr.format.split_blobs import split as split_rows
 from torchrec_cnr.maintenance.catalog import read_catalog
 from torchrec_cnr.maintenance.read_run_history import read_run_history
 from torchrec_cnr.quantization import scheme_from_json

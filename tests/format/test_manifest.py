@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from tests.golden import mixed, reader
 from torchrec_cnr.errors import DamagedError, VersionError
 from torchrec_cnr.format import manifest_json
+from torchrec_cnr.format.blob_bytes import exact_row_bytes
 from torchrec_cnr.format.boxes import Box, fills
-from torchrec_cnr.format.exact_rows import exact_row_bytes
 from torchrec_cnr.format.manifest import (
     DTYPES,
     CheckpointRef,

@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import torchrec_cnr as cnr
 from torchrec_cnr.errors import DamagedError
-from torchrec_cnr.format import split_blobs
+from torchrec_cnr.format import blob_bytes
+from torchrec_cnr.format.blob_bytes import Bytes
 from torchrec_cnr.format.manifest import DTYPES
-from torchrec_cnr.storage.store import Bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -31,7 +31,7 @@ class Rows:
 
     def joined(self, blob: Bytes) -> Bytes:
         """What a reader makes of a blob of as many rows."""
-        return split_blobs.join(blob, *self.values.shape, self.tail_bytes, "here")
+        return blob_bytes.join(blob, *self.values.shape, self.tail_bytes, "here")
 
 
 @st.composite
@@ -50,17 +50,17 @@ def test_rows_come_back(rows: Rows) -> None:
     """Split or not, a reader finds the rows; and a blob that is split is told by its size."""
     plain = rows.values.reshape(-1)
     assert rows.joined(plain).tobytes() == plain.tobytes()
-    blob = split_blobs.split(rows.values, rows.tail_bytes)
+    blob = blob_bytes.split(rows.values, rows.tail_bytes)
     if blob is not None:
         assert len(plain) / 64 <= len(blob) < len(plain)
-        assert split_blobs.may_be_split(len(blob), *rows.values.shape, rows.tail_bytes)
+        assert blob_bytes.may_be_split(len(blob), *rows.values.shape, rows.tail_bytes)
         assert rows.joined(blob).tobytes() == plain.tobytes()
 
 
 @hypothesis.given(_rows(), st.data())
 def test_whatever_a_split_blob_holds(rows: Rows, data: st.DataObject) -> None:
     """Bytes that are changed, cut or added in a split blob give rows, or are refused: nothing else."""
-    blob = split_blobs.split(rows.values, rows.tail_bytes)
+    blob = blob_bytes.split(rows.values, rows.tail_bytes)
     hypothesis.assume(blob is not None)
     assert blob is not None
     changed = bytearray(blob.tobytes())
@@ -68,7 +68,7 @@ def test_whatever_a_split_blob_holds(rows: Rows, data: st.DataObject) -> None:
         changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
     changed = changed[: data.draw(st.integers(0, len(changed)))] + data.draw(st.binary(max_size=3))
     hypothesis.assume(
-        split_blobs.may_be_split(len(changed), *rows.values.shape, rows.tail_bytes)
+        blob_bytes.may_be_split(len(changed), *rows.values.shape, rows.tail_bytes)
     )  # manifests are checked
     try:
         found = rows.joined(np.frombuffer(bytes(changed), np.uint8))
@@ -94,22 +94,22 @@ def test_whatever_a_split_blob_holds(rows: Rows, data: st.DataObject) -> None:
 def test_frames_of_something_else_are_refused(frame: bytes, reason: str) -> None:
     """What a blob has behind the heads is one frame of all tails, or it is damaged."""
     with pytest.raises(DamagedError, match=f"here: tails .*{reason}"):
-        split_blobs.join(np.frombuffer(bytes(128) + frame, np.uint8), 128, 5, 4, "here")
+        blob_bytes.join(np.frombuffer(bytes(128) + frame, np.uint8), 128, 5, 4, "here")
 
 
 def test_rows_that_are_all_alike_are_not_split() -> None:
     """A file does not warrant more than 64 times as much memory, and writers keep to that."""
     zeros = np.zeros((LARGE, 4), np.uint8)
-    assert split_blobs.split(zeros, 4) is None
-    assert split_blobs.split(np.random.default_rng(0).integers(0, 3, zeros.shape, np.uint8), 4) is not None
-    assert not split_blobs.may_be_split(4 * LARGE // 64 - 1, LARGE, 4, 4)
-    assert split_blobs.may_be_split(4 * LARGE // 64, LARGE, 4, 4)
+    assert blob_bytes.split(zeros, 4) is None
+    assert blob_bytes.split(np.random.default_rng(0).integers(0, 3, zeros.shape, np.uint8), 4) is not None
+    assert not blob_bytes.may_be_split(4 * LARGE // 64 - 1, LARGE, 4, 4)
+    assert blob_bytes.may_be_split(4 * LARGE // 64, LARGE, 4, 4)
 
 
 def test_blobs_of_too_many_rows_are_not_split() -> None:
     """What is joined at a time is bounded, whatever the file."""
-    assert split_blobs.may_be_split((1 << 24) * 2, 1 << 24, 4, 4)
-    assert not split_blobs.may_be_split((1 << 24) * 2, (1 << 24) + 1, 4, 4)
+    assert blob_bytes.may_be_split((1 << 24) * 2, 1 << 24, 4, 4)
+    assert not blob_bytes.may_be_split((1 << 24) * 2, (1 << 24) + 1, 4, 4)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import torchrec_cnr as cnr
 from tests.support import runs
 from tests.support.faults import flip
 from tests.support.ranks import RankPools
+from torchrec_cnr.format.blob_bytes import Bytes
 from torchrec_cnr.format.row_sets import Blob
 from torchrec_cnr.lineage.checkpoint import read_lineage
 from torchrec_cnr.maintenance.verification import damage
@@ -23,7 +24,7 @@ from torchrec_cnr.maintenance.verification.damage import Problem
 from torchrec_cnr.maintenance.verification.verify import VerifyReport, verify
 from torchrec_cnr.storage import pack_writer
 from torchrec_cnr.storage.pack_writer import crc32c
-from torchrec_cnr.storage.store import Bytes, Store
+from torchrec_cnr.storage.store import Store
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torchrec_cnr.format.exact_rows import exact_row_bytes
+from torchrec_cnr.format.blob_bytes import exact_row_bytes
 from torchrec_cnr.format.manifest import DTYPES
 from torchrec_cnr.quantization import (
     AdaptiveAsymmetric,

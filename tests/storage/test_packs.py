@@ -15,12 +15,13 @@ from safetensors import safe_open
 
 from tests.support.faults import flip
 from torchrec_cnr.errors import DamagedError, StoreError
+from torchrec_cnr.format.blob_bytes import Bytes
 from torchrec_cnr.format.manifest import DTYPES, Pack
 from torchrec_cnr.format.row_sets import Blob
 from torchrec_cnr.storage import pack_reader
 from torchrec_cnr.storage.pack_reader import PackReader, plan_spans, read_spans
 from torchrec_cnr.storage.pack_writer import PackWriter
-from torchrec_cnr.storage.store import Bytes, Store
+from torchrec_cnr.storage.store import Store
 
 places = st.floats(0, 1, exclude_max=True)
 numbers = count()

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import strategies as st
 
 from torchrec_cnr.errors import DamagedError
+from torchrec_cnr.format.blob_bytes import Bytes
 from torchrec_cnr.format.manifest import Pack
 from torchrec_cnr.format.row_sets import Blob
 from torchrec_cnr.storage import local_files
 from torchrec_cnr.storage.pack_reader import Span, SpanDigests, read_spans
 from torchrec_cnr.storage.pack_writer import crc32c
-from torchrec_cnr.storage.store import Bytes, Store
+from torchrec_cnr.storage.store import Store
 
 numbers = count()
 piece_sizes = st.integers(1, 70)

@@ -6,10 +6,7 @@
 - ``manifest_json``: a manifest as JSON and back, with its digest.
 - ``manifest_parser``: the checks that a manifest passes before anything relies on it.
 - ``coverage``: which elements of a box are stored: finds missing rows and overwritten ones.
-- ``renumbering``: a manifest whose blobs are placed in other data files.
-- ``exact_rows``: rows that codes cannot represent, stored after the codes of a blob.
-- ``split_blobs``: blocks whose scales and biases are compressed apart from the codes.
-- ``zstd_frames``: compressed bytes whose size is checked before memory is allocated.
+- ``blob_bytes``: how codes, their scales and biases, and rows stored exactly become the bytes of a blob.
 - ``safe_pickle``: checks a pickle for what it would call and how much memory it would take, before it is loaded.
 
 Words of this package:

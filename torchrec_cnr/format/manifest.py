@@ -1,20 +1,18 @@
 """The manifest: the one object that describes a checkpoint and, by being there, commits it.
 
-Values only; what they look like as JSON, and the checks that make reading them safe, are in ``manifest_json``. The
-words are those of docs/glossary.md, the meaning of each field is specified in docs/format.md.
-
-Where a pack lies in a log: rows that stream through Kafka are packs all the same.
+This module has values only. ``manifest_json`` writes and reads them as JSON; docs/format.md specifies each field. A
+pack of rows that streamed through Kafka is a pack like any other, with its place in the topic (``LogRange``).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
 import torch
 
+from torchrec_cnr.format.blob_bytes import exact_row_bytes
 from torchrec_cnr.format.boxes import Box
-from torchrec_cnr.format.exact_rows import exact_row_bytes
 from torchrec_cnr.format.row_sets import Blob, RowBlock, RowSet
 from torchrec_cnr.quantization import Scheme
 
@@ -331,3 +329,41 @@ def name_of(fqn: str, entry: TensorEntry, index: int) -> str:
 def replacement_name(sha256: str) -> str:
     """The file, beside ``manifest.json``, of the manifest that replaces the one with this digest."""
     return f"manifest-{sha256}.json"
+
+
+def moved_block(block: RowBlock, place: Callable[[Blob], Blob]) -> RowBlock:
+    """A block of row numbers with its code put elsewhere."""
+    if block.blob is None:
+        return block
+    return RowBlock(block.coding, block.first, block.span, block.num_rows, place(block.blob))
+
+
+@dataclass
+class Renumbering:
+    """Gives every blob another place.
+
+    Attributes:
+        blob: The place of a blob.
+    """
+
+    blob: Callable[[Blob], Blob]
+    _row_sets: dict[int, tuple[RowSet, RowSet]] = field(default_factory=dict)
+
+    def rows(self, rows: RowSet) -> RowSet:
+        """One object for what was one object."""
+        found = self._row_sets.get(id(rows))
+        if found is None:  # kept with what it came from, whose id would be another's otherwise
+            found = self._row_sets[id(rows)] = (rows, RowSet(tuple(map(self._block, rows.blocks))))
+        return found[1]
+
+    def _block(self, block: RowBlock) -> RowBlock:
+        return moved_block(block, self.blob)
+
+    def shard(self, shard: Shard) -> Shard:
+        """A shard, its row set included."""
+        rows, blobs = self.rows(shard.rows), tuple(map(self.blob, shard.blobs))
+        return Shard(shard.box, rows, blobs, shard.scheme, shard.table_box)
+
+    def tensor(self, entry: TensorEntry) -> TensorEntry:
+        """A tensor's shards."""
+        return replace(entry, shards=tuple(map(self.shard, entry.shards)))

@@ -1,17 +1,12 @@
-"""A manifest as JSON, and back with every check that makes what follows safe.
+"""A manifest as JSON, and back with every check that makes using it safe.
 
 The file is one JSON object in a fixed frame, ``{"sha256":"<64 hex digits>","manifest":<body>}``: the digest is that of
-the body's bytes, and is also how other checkpoints refer to this one. What :func:`loads` returns was validated: it can
-be used without further checks but those of the blobs' own bytes.
+the body's bytes, and is also how other checkpoints refer to this one. What :func:`loads` returns was validated: only
+the blobs' own bytes need further checks.
 
-Packing: a large body of a manifest as a small one, which holds it compressed.
-
-Manifests of many shards say much that repeats itself. Small ones stay as they are, for people and other programs.
-
-Manifests that this process has parsed: their bytes are read and hashed each time, but parsed once.
-
-Each save looks at the whole lineage that it goes on from, and each load does twice. A digest tells a manifest from all
-others, so what was validated under it stays valid, wherever it is read from.
+The body of a large manifest is compressed, because the shards of many ranks repeat one another; a small one stays
+plain, for people and other programs. A process keeps the manifests that it has parsed, by their digests: each save and
+each load looks at a whole lineage, so manifests are read and hashed each time, but parsed once.
 """
 
 import base64

@@ -1,8 +1,7 @@
-"""Validation: from parsed JSON to a manifest that can be relied on.
+"""Validation: from parsed JSON to a manifest that can be relied on, and the constants of the format.
 
 Checked are types and bounds, that blobs fill their packs without holes or overlaps, that boxes fill their tensors, that
-every blob has the size its rows need, and that whatever refers to something else refers to something of the right kind.
-Constants of the format of manifests, which docs/format.md specifies.
+every blob has the size its rows need, and that every reference names an entry of the right kind.
 """
 
 import re
@@ -14,8 +13,8 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 
 from torchrec_cnr.errors import DamagedError
+from torchrec_cnr.format.blob_bytes import MAX_CODED_ROWS, exact_row_bytes, may_be_split
 from torchrec_cnr.format.boxes import MAX_DIVIDED_DIMS, Box, fills, lies_within
-from torchrec_cnr.format.exact_rows import exact_row_bytes
 from torchrec_cnr.format.manifest import (
     DTYPES,
     PACK_SUFFIX,
@@ -28,8 +27,7 @@ from torchrec_cnr.format.manifest import (
     Shard,
     TensorEntry,
 )
-from torchrec_cnr.format.row_sets import MAX_CODED_ROWS, MAX_ROWS_PER_MEMBER, Blob, RowBlock, RowSet
-from torchrec_cnr.format.split_blobs import may_be_split
+from torchrec_cnr.format.row_sets import MAX_ROWS_PER_MEMBER, Blob, RowBlock, RowSet
 from torchrec_cnr.quantization import Scheme, scheme_from_json
 
 FORMAT = "torchrec_cnr"

@@ -1,16 +1,14 @@
-"""The coding of sets of row numbers.
+"""Row sets: which rows of a shard are stored, block by block, and the coding of their numbers.
 
-A delta holds the rows of a box that were modified, so it has to say which. The set is cut into blocks of consecutive
-members; each block is coded by itself, relative to its first row, in whichever of these is smallest:
+A delta holds the modified rows of a box, so it has to say which. The set is cut into blocks of consecutive members.
+Each block is coded by itself, relative to its first row, in the smaller of two codings:
 
-    bitmap   one bit a row from the first to the last member, least significant bit first
+    bitmap   one bit per row from the first to the last member, least significant bit first
     gaps     the distance of each member to the one before, minus one, as byte planes (all lowest bytes, then all
              second bytes, ...)
 
 Both are compressed with zstd. At random rows of density .001 to .9 this stays within a quarter of the entropy H(p)/p
-bits a row, and within a few per cent where deltas usually are, around p = .26.
-
-Row sets: which rows of a shard are stored, block by block, and where the code of their numbers lies.
+bits per row, and within a few per cent at usual densities, around p = .26.
 """
 
 from collections.abc import Callable
@@ -22,12 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_cnr.errors import DamagedError
-from torchrec_cnr.format.zstd_frames import compressed, decompressed
+from torchrec_cnr.format.blob_bytes import compressed, decompressed
 
 RowNumbers = npt.NDArray[np.int64]
 Coding = Literal["bitmap", "gaps"]
 
-MAX_CODED_ROWS = 1 << 24  # in a block; blocks are cut by bytes, long before
 MAX_ROWS_PER_MEMBER = 64  # in a bitmap; in a sparser one gaps are always smaller
 
 

@@ -1,12 +1,10 @@
-"""Fitting: what of a checkpoint goes where in the state dicts of all ranks, or why it cannot.
+"""Fitting: what of a checkpoint goes where in the state dicts of all ranks, or why it cannot; and the report of it.
 
-A rank need not hold every tensor, so this is decided once, by the coordinator, from what all ranks want together.
+A rank need not hold every tensor, so the coordinator decides this once, from what all ranks want together.
 
-Load reports: what a load did with every name of the checkpoint and of the state dicts.
-
-Ranked names: those of objects that each rank has one of, such as the position of its data reader. DCP keeps one of the
-objects that ranks save under one name. So each has a name of its own, which says of how many ranks it is, and a load by
-another number of ranks finds all of them.
+Objects that each rank has one of, such as the position of its data loader, have ranked names. DCP keeps one of the
+objects that ranks save under one name; a ranked name also says of how many ranks it is, so that a load by another
+number of ranks finds all of them.
 """
 
 import re

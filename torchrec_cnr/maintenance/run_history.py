@@ -11,9 +11,9 @@ from itertools import accumulate, pairwise
 from typing import Literal, get_args
 
 from torchrec_cnr.errors import ConfigurationError
+from torchrec_cnr.format.manifest import CheckpointKind
 
 EventKind = Literal["baseline", "delta", "compaction", "prune"]
-CheckpointKind = Literal["baseline", "delta"]
 
 _MAX_COUNT = 1 << 62  # of any count, as in a manifest
 

@@ -1,9 +1,8 @@
 """Quantization schemes: turn the rows of a table into bytes, and bytes into rows. Schemes are frozen values.
 
-- ``scheme``: what every scheme offers, and what one encoded block of rows is.
-- ``unquantized``: ``NoQuantization`` and ``HalfPrecision``, which store each value by itself.
-- ``uniform``: ``Symmetric``, ``Asymmetric`` and ``AdaptiveAsymmetric``, which store evenly spaced codes.
-- ``range_search``: ``GreedySearch`` and ``LeastSquares``, which search the range that the codes of a row cover.
+- ``scheme``: what every scheme offers; ``NoQuantization`` and ``HalfPrecision``, which store each value by itself.
+- ``uniform``: ``Symmetric``, ``Asymmetric`` and ``AdaptiveAsymmetric``, which store evenly spaced codes, and the
+  searches for the range that the codes of a row cover (``GreedySearch``, ``LeastSquares``).
 - ``kmeans``: ``KMeans``, which stores a codebook with each row.
 - ``choose_bits``: ``ByExpectedRestores`` and ``ByErrorBudget``, which choose a scheme for each shard.
 - ``rules``: which scheme each tensor gets, and schemes as manifests record them. Knows every scheme.
@@ -22,11 +21,16 @@ Words of this package:
 
 from torchrec_cnr.quantization.choose_bits import ByErrorBudget, ByExpectedRestores, expected_restores
 from torchrec_cnr.quantization.kmeans import KMeans
-from torchrec_cnr.quantization.range_search import GreedySearch, LeastSquares
 from torchrec_cnr.quantization.rules import SchemeRules, scheme_from_json
-from torchrec_cnr.quantization.scheme import Encoded, Quantization, Sample, Scheme
-from torchrec_cnr.quantization.uniform import AdaptiveAsymmetric, Asymmetric, Symmetric, fused_bits
-from torchrec_cnr.quantization.unquantized import HalfPrecision, NoQuantization
+from torchrec_cnr.quantization.scheme import Encoded, HalfPrecision, NoQuantization, Quantization, Sample, Scheme
+from torchrec_cnr.quantization.uniform import (
+    AdaptiveAsymmetric,
+    Asymmetric,
+    GreedySearch,
+    LeastSquares,
+    Symmetric,
+    fused_bits,
+)
 
 __all__ = [
     "AdaptiveAsymmetric",

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from torchrec_cnr.errors import ConfigurationError
-from torchrec_cnr.quantization.scheme import Sample, Scheme, is_quantizable
+from torchrec_cnr.quantization.scheme import NoQuantization, Sample, Scheme, is_quantizable
 from torchrec_cnr.quantization.uniform import BITS, AdaptiveAsymmetric, Asymmetric, relative_error
-from torchrec_cnr.quantization.unquantized import NoQuantization
 
 _MAX_RESTORES = ((1, 2), (3, 3), (20, 4))  # up to so many restores, so many bits; 8 bits beyond
 

@@ -11,10 +11,16 @@ import torch
 from torchrec_cnr.errors import ConfigurationError, DamagedError
 from torchrec_cnr.quantization.choose_bits import ByErrorBudget, ByExpectedRestores
 from torchrec_cnr.quantization.kmeans import KMeans
-from torchrec_cnr.quantization.range_search import MAX_CUTS, GreedySearch, LeastSquares, Search
-from torchrec_cnr.quantization.scheme import Quantization, Scheme
-from torchrec_cnr.quantization.uniform import AdaptiveAsymmetric, Asymmetric, Symmetric
-from torchrec_cnr.quantization.unquantized import HalfPrecision, NoQuantization
+from torchrec_cnr.quantization.scheme import HalfPrecision, NoQuantization, Quantization, Scheme
+from torchrec_cnr.quantization.uniform import (
+    MAX_CUTS,
+    AdaptiveAsymmetric,
+    Asymmetric,
+    GreedySearch,
+    LeastSquares,
+    Search,
+    Symmetric,
+)
 
 _ALL = (
     NoQuantization | HalfPrecision | Symmetric | Asymmetric | AdaptiveAsymmetric | KMeans

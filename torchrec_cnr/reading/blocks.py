@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from torchrec_cnr.errors import DamagedError
+from torchrec_cnr.format.blob_bytes import Bytes, exact_rows
 from torchrec_cnr.format.boxes import Box
-from torchrec_cnr.format.exact_rows import exact_rows
 from torchrec_cnr.format.manifest import Shard
 from torchrec_cnr.format.row_sets import CodedRows, RowBlock, RowNumbers, decode_row_numbers
 from torchrec_cnr.quantization import Scheme
-from torchrec_cnr.storage.store import Bytes
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,15 +1,12 @@
-"""Folding: a lineage is read oldest first, and each checkpoint's rows overwrite those before.
+"""Merging: a lineage is read oldest first, and each checkpoint's rows overwrite those before.
 
-What is wanted is a list of regions of tensors. ``plan_fold`` works out which blobs of which checkpoints touch them;
-``fold`` reads these, verifies them and writes their rows into the targets. It reads row numbers first, of as many
-checkpoints as it may, so that a row which a later one holds too is not decoded. A tensor that was folded out of several
-checkpoints may be stored in shards that overlap; a manifest cannot show that these hold every row, so it is seen to
-while they are read.
+The caller asks for a list of regions of tensors. ``plan_fold`` computes which blobs of which checkpoints touch them;
+``fold`` reads these, verifies them and writes their rows into the targets.
 
-Last turns: when each row of a region is overwritten for the last time, so that it need not be decoded before.
-
-Deltas of one baseline hold many rows over and over. A fold reads them in turns, and what a later turn holds overwrites
-what earlier ones do. Row numbers are small and are read first; with them it is known which rows of a turn are left.
+Deltas of one baseline hold many rows over and over. Row numbers are small, so they are read first, of as many
+checkpoints as memory allows; ``LatestWriter`` then knows for each row which checkpoint writes it last, and only that
+one is decoded. A tensor that was merged from several checkpoints may be stored in shards that overlap; a manifest
+cannot show that these hold every row, so ``fold`` checks it while it reads.
 """
 
 import itertools
@@ -20,16 +17,15 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from torchrec_cnr.errors import DamagedError
+from torchrec_cnr.format.blob_bytes import Bytes, join
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.coverage import Coverage
 from torchrec_cnr.format.manifest import DTYPES, TensorEntry
-from torchrec_cnr.format.split_blobs import join
 from torchrec_cnr.progress import Count, Progress
 from torchrec_cnr.reading.blocks import Block, BlockRowNumbers, PlacedRows, parse_block
 from torchrec_cnr.reading.plan import BlobRead, CheckpointReads
 from torchrec_cnr.reading.regions import Region
 from torchrec_cnr.storage.pack_reader import PackReader
-from torchrec_cnr.storage.store import Bytes
 
 MAX_TURNS = 1 << 15
 _MIN_COLS = 8  # narrower rows are written as fast as they are looked up

@@ -1,11 +1,9 @@
-"""Writing row blocks: those that were touched since the head are encoded, the others are taken over from its manifest.
+"""The writer of row blocks: blocks modified since the head are encoded, others are taken over from its manifest.
 
 Which packs are taken over is decided block by block, and only where the head holds exactly what this save would write:
 the same tensors, in the same boxes, with as many rows. Everything else that was modified since the baseline is written.
 
-Predecessors: what of earlier checkpoints a save to a log of row blocks must know.
-
-All of it is read from committed manifests. What this process remembers of them it remembers by their digests, so that a
+What a save must know of earlier checkpoints is read from committed manifests, and cached by their digests, so that a
 save that failed, here or elsewhere, cannot make it wrong.
 """
 
@@ -22,8 +20,7 @@ from torch.profiler import record_function
 
 from torchrec_cnr.errors import CNRError, ConfigurationError, LoadError, SaveError
 from torchrec_cnr.format.boxes import Box
-from torchrec_cnr.format.manifest import CheckpointRef, Manifest, Pack, Shard
-from torchrec_cnr.format.renumbering import moved_block
+from torchrec_cnr.format.manifest import CheckpointRef, Manifest, Pack, Shard, moved_block
 from torchrec_cnr.format.row_sets import Blob, RowBlock, RowSet
 from torchrec_cnr.lineage.checkpoint import committed, read_checkpoint
 from torchrec_cnr.lineage.latest import newest_first

@@ -1,9 +1,8 @@
-"""Assembly: from what every rank reports having written to the manifest of the whole checkpoint.
+"""The commit of a save: from what every rank reports having written to a manifest, which is put last.
 
-Ranks number packs by themselves; here they are numbered through. DCP's own writer reports success for
-tensors that were never written, so every chunk of the plan must be matched by exactly one record, and nothing else.
-
-The commit of a save: its manifest, put last, and only if it can be loaded again and nothing it needs was pruned.
+Each rank numbers its packs by itself; here they get one numbering. DCP's own writer reports success for tensors that
+were never written, so every chunk of the plan must be matched by exactly one record, and nothing else. The manifest is
+put only if it can be loaded again and nothing it needs was pruned.
 """
 
 import itertools
@@ -19,8 +18,16 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torchrec_cnr.errors import LoadError, SaveError
 from torchrec_cnr.format import manifest_json
 from torchrec_cnr.format.boxes import Box
-from torchrec_cnr.format.manifest import MANIFEST_FILE, CheckpointRef, History, Manifest, Pack, Shard, TensorEntry
-from torchrec_cnr.format.renumbering import Renumbering
+from torchrec_cnr.format.manifest import (
+    MANIFEST_FILE,
+    CheckpointRef,
+    History,
+    Manifest,
+    Pack,
+    Renumbering,
+    Shard,
+    TensorEntry,
+)
 from torchrec_cnr.format.row_sets import Blob
 from torchrec_cnr.lineage.checkpoint import relative_path
 from torchrec_cnr.lineage.marker_commit import commit_marked

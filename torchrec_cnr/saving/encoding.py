@@ -13,14 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrec_cnr.format.exact_rows import exact_row_bytes, with_exact_rows
+from torchrec_cnr.format.blob_bytes import Bytes, exact_row_bytes, split, with_exact_rows
 from torchrec_cnr.format.manifest import DTYPES
 from torchrec_cnr.format.row_sets import Blob, CodedRows, RowBlock, RowSet, encode_row_numbers
-from torchrec_cnr.format.split_blobs import split
 from torchrec_cnr.quantization import Encoded, NoQuantization, Scheme, SchemeRules
 from torchrec_cnr.saving.staged_values import StagedCodes
 from torchrec_cnr.storage.pack_writer import BLOCK_BYTES, PackWriter
-from torchrec_cnr.storage.store import Bytes
 from torchrec_cnr.tracking.modified_rows import RowList, RowMask, SelectedRows
 
 SAMPLE_ROWS = 512  # of a shard; the errors of different schemes on them differ by more than chance

@@ -24,9 +24,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from torchrec_cnr.format.blob_bytes import MAX_CODED_ROWS
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.manifest import Manifest, Pack, Place
-from torchrec_cnr.format.row_sets import MAX_CODED_ROWS, Blob, RowBlock
+from torchrec_cnr.format.row_sets import Blob, RowBlock
 from torchrec_cnr.quantization import Scheme
 from torchrec_cnr.tracking.modified_rows import RowMask
 

@@ -13,6 +13,7 @@ from typing import ClassVar, Protocol
 
 from torch.profiler import record_function
 
+from torchrec_cnr.format.blob_bytes import Bytes
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.manifest import CheckpointRef, Manifest, Pack, Place, Shard
 from torchrec_cnr.format.row_sets import Blob, RowSet
@@ -23,7 +24,7 @@ from torchrec_cnr.saving.encoding import EncodedRowSet, EncodedShard, EncodingIn
 from torchrec_cnr.storage.fences import Fence
 from torchrec_cnr.storage.pack_writer import PackWriter
 from torchrec_cnr.storage.row_log import BlockTarget, PackTarget, RowLog, root_id
-from torchrec_cnr.storage.store import Bytes, Store
+from torchrec_cnr.storage.store import Store
 from torchrec_cnr.throttling import CpuThrottle
 from torchrec_cnr.tracking.modified_rows import ModifiedRows, SelectedRows
 

@@ -1,9 +1,8 @@
-"""Rows that were quantized where they lie, when they were staged: a GPU copies their codes to the host, not values.
+"""The memory that rows are staged in, and the codes of rows that a GPU quantizes where they are.
 
-The arena: memory that rows are staged in, one piece of it, which every save takes again.
-
-New memory costs more than the copy: each of its pages is made when it is first written to. One piece is also one file
-descriptor where it is shared with another process, however many tensors lie in it.
+A GPU copies codes to the host, not values. New memory costs more than the copy, since each of its pages is made when it
+is first written to: so rows are staged in one buffer, which every save takes again. One buffer is also one file
+descriptor where it is shared with another process, however many tensors are in it.
 """
 
 import math

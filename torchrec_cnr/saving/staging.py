@@ -1,14 +1,13 @@
-"""Staging: the cut of an asynchronous save, and the copy of the rows that go with it, in one moment.
+"""Staging: the snapshot of an asynchronous save, and the copy of its rows, in one moment.
 
-``dcp.async_save`` copies the state and saves the copy in the background. Were the marks taken there, a row that is
-trained in between would count as saved, with the value it had before. So whoever copies cuts: the writer is its own
-stager, freezes the marks, and copies what the save will hold: modified rows, and all that is not tracked.
+``dcp.async_save`` copies the state and saves the copy in the background. If the modified rows were taken there, a row
+that is trained in between would count as saved, with the value it had before. So the copy takes the snapshot: the
+writer is its own stager, freezes the marks, and copies what the save will hold: modified rows, and all that is not
+tracked.
 
-Each rank works out by itself what that is, from the lineage as it knows it; no rank waits for another while training
-does. The coordinator checks it when ranks plan. What exceeds the budget is not copied: the save writes it first, and
-training waits for that (in ``synchronize_staging``) rather than for memory.
-
-Staging plans: which shards a save needs copies of, and of which rows. Nothing is copied yet.
+Each rank plans by itself which shards need copies, and of which rows, from the lineage as it knows it; no rank waits
+for another while training does. The coordinator checks this when ranks plan. What exceeds the budget is not copied: the
+save writes it first, and training waits for that (in ``synchronize_staging``) rather than for memory.
 """
 
 import copy

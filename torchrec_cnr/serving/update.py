@@ -1,10 +1,8 @@
-"""Staging: links are folded, as a load folds a lineage, into memory beside the model; nothing of the model is touched.
+"""Updates: checkpoints are merged, as a load merges a lineage, into memory beside the model; the model is not touched.
 
-A tensor that links hold whole gets a second copy; of any other, only the rows that links hold are staged.
-
-Touched rows: which rows of a model's tables deltas have overwritten since the baseline that it was folded on.
-
-A delta that stands on that baseline, and not on what is applied, brings a model up to date if it holds all of these.
+A tensor that the checkpoints hold whole gets a second copy; of any other, only the rows that they hold are kept.
+Touched rows are those that deltas have overwritten since the model's baseline: a delta that is based on that baseline,
+and not on what is applied, brings a model up to date if it holds all of these.
 """
 
 from collections.abc import Mapping, Sequence

@@ -10,10 +10,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from torchrec_cnr.errors import ConfigurationError, DamagedError, StoreError
+from torchrec_cnr.format.blob_bytes import Bytes
 from torchrec_cnr.format.manifest import Pack
 from torchrec_cnr.format.row_sets import Blob
 from torchrec_cnr.storage.pack_writer import crc32c
-from torchrec_cnr.storage.store import Bytes, Store
+from torchrec_cnr.storage.store import Store
 
 _SPAN_BYTES = 16 << 20
 _SPAN_GAP_BYTES = 256 << 10

@@ -15,10 +15,10 @@ from awscrt import checksums
 from torch.profiler import record_function
 
 from torchrec_cnr.errors import ConfigurationError
+from torchrec_cnr.format.blob_bytes import Bytes
 from torchrec_cnr.format.manifest import PACK_SUFFIX, Pack
 from torchrec_cnr.format.row_sets import Blob, UnplacedBlob
 from torchrec_cnr.storage.row_log import PackTarget
-from torchrec_cnr.storage.store import Bytes
 from torchrec_cnr.throttling import CpuThrottle
 
 PACK_BYTES = 16 << 20

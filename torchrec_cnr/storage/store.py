@@ -17,10 +17,10 @@ from typing import Any
 
 import fsspec
 import numpy as np
-import numpy.typing as npt
 from fsspec.implementations.local import LocalFileSystem
 
 from torchrec_cnr.errors import CheckpointExistsError, CNRError, ConfigurationError, DamagedError, StoreError
+from torchrec_cnr.format.blob_bytes import Bytes
 from torchrec_cnr.storage import local_files
 from torchrec_cnr.storage.files import Buffer, Listing, Stream, give_up
 from torchrec_cnr.storage.local_files import link_new, missing_above, open_plain, pass_over, sync_directory
@@ -28,8 +28,6 @@ from torchrec_cnr.storage.retries import Result, is_object_store, is_refused, pu
 from torchrec_cnr.storage.row_log import RowLog
 from torchrec_cnr.storage.urls import checked_url, without_client
 from torchrec_cnr.throttling import Bandwidth
-
-Bytes = npt.NDArray[np.uint8]
 
 _NOT_THERE = (errno.ENOENT, errno.ENOTDIR)
 _one_at_a_time = threading.Lock()

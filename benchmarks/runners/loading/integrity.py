@@ -11,8 +11,8 @@ from benchmarks.support.jobs.table_models import TableModel, TableSizes, one_ran
 from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report, Table
 from benchmarks.support.rounds import Candidate, Setup, interleave, processor_ratios, ratios, times_table
+from torchrec_cnr.format.blob_bytes import Bytes
 from torchrec_cnr.storage.pack_reader import Span
-from torchrec_cnr.storage.store import Bytes
 
 FULL, QUICK = TableSizes(8, 250_000, 64), TableSizes(2, 500, 64)
 NUM_ROUNDS, QUICK_ROUNDS = 25, 2

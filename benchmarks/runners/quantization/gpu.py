@@ -11,7 +11,7 @@ from benchmarks.support.report import Figure, Report, Table
 from benchmarks.support.rounds import Candidate, Setup, interleave, ratios, times_table
 from torchrec_cnr import kernels
 from torchrec_cnr.kernels.search_plan import COVERING, MIRRORED, SearchPlan, search_plan
-from torchrec_cnr.quantization.range_search import LADDERS, GreedySearch
+from torchrec_cnr.quantization.uniform import LADDERS, GreedySearch
 
 DIM = 64
 STD = 0.05

@@ -9,8 +9,17 @@ from dataclasses import replace
 
 from torchrec_cnr.errors import CheckpointExistsError, CNRError, LoadError, SaveError
 from torchrec_cnr.format import manifest_json
-from torchrec_cnr.format.manifest import CheckpointRef, History, Manifest, Pack, Shard, TensorEntry, replacement_name
-from torchrec_cnr.format.renumbering import Renumbering, moved_block
+from torchrec_cnr.format.manifest import (
+    CheckpointRef,
+    History,
+    Manifest,
+    Pack,
+    Renumbering,
+    Shard,
+    TensorEntry,
+    moved_block,
+    replacement_name,
+)
 from torchrec_cnr.format.row_sets import Blob, RowBlock, RowSet, UnplacedBlob
 from torchrec_cnr.lineage.checkpoint import Checkpoint, read_checkpoint
 from torchrec_cnr.maintenance.compaction.copy_rows import Copied, Copying, NewPacks, UnplacedShard

@@ -18,9 +18,9 @@ from itertools import chain
 import numpy as np
 
 from torchrec_cnr.errors import StoreError
-from torchrec_cnr.format import split_blobs
+from torchrec_cnr.format import blob_bytes
+from torchrec_cnr.format.blob_bytes import Bytes, Positions, exact_rows, with_exact_rows
 from torchrec_cnr.format.boxes import Box
-from torchrec_cnr.format.exact_rows import Positions, exact_rows, with_exact_rows
 from torchrec_cnr.format.manifest import DTYPES, Pack, Shard, TensorEntry
 from torchrec_cnr.format.row_sets import Blob, RowNumbers, UnplacedBlob, UnplacedRowBlock, encode_row_numbers
 from torchrec_cnr.maintenance.compaction.live_rows import LiveRows, Piece, live_rows, pieces_of, windows
@@ -29,7 +29,6 @@ from torchrec_cnr.progress import Progress
 from torchrec_cnr.quantization import NoQuantization
 from torchrec_cnr.storage.pack_reader import PackReader
 from torchrec_cnr.storage.pack_writer import PackWriter
-from torchrec_cnr.storage.store import Bytes
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +166,7 @@ class CodedBlock:
 
     def data(self, tail_bytes: int) -> Bytes:
         """The blob's bytes, where rows have such tails."""
-        divided = None if len(self.exact) else split_blobs.split(self.codes, tail_bytes)
+        divided = None if len(self.exact) else blob_bytes.split(self.codes, tail_bytes)
         if divided is not None:
             return divided
         return with_exact_rows(self.codes, self.exact, self.exact_values)
@@ -302,7 +301,7 @@ class NewShard:
             part = wanted[id(piece)]
             places = np.searchsorted(rows, part.rows)
             num_code_bytes = piece.rows.num_rows * row_bytes
-            data = split_blobs.join(data, piece.rows.num_rows, row_bytes, self.tail_bytes, f"{self.where}: {piece.key}")
+            data = blob_bytes.join(data, piece.rows.num_rows, row_bytes, self.tail_bytes, f"{self.where}: {piece.key}")
             _copy_rows(data[:num_code_bytes].reshape(-1, row_bytes), part.positions, codes, places)
             own, own_values = exact_rows(data[num_code_bytes:], num_cols, itemsize)
             if len(own):

@@ -22,8 +22,7 @@ import numpy as np
 from torchrec_cnr.errors import DamagedError
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.coverage import Coverage
-from torchrec_cnr.format.manifest import Pack, Shard, TensorEntry, name_of
-from torchrec_cnr.format.renumbering import Renumbering
+from torchrec_cnr.format.manifest import Pack, Renumbering, Shard, TensorEntry, name_of
 from torchrec_cnr.format.row_sets import Blob, RowBlock, RowNumbers
 from torchrec_cnr.lineage.checkpoint import Checkpoint
 from torchrec_cnr.reading.blocks import BlockRowNumbers

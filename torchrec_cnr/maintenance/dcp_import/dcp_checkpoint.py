@@ -22,12 +22,13 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from torchrec_cnr.errors import CNRError, ConfigurationError, DamagedError, StoreError
+from torchrec_cnr.format.blob_bytes import Bytes
 from torchrec_cnr.format.boxes import Box, fills
 from torchrec_cnr.format.manifest import DTYPES
 from torchrec_cnr.format.safe_pickle import check_archive, load_state
 from torchrec_cnr.maintenance.dcp_import.dcp_metadata import METADATA_FILE, read_dcp_metadata
 from torchrec_cnr.maintenance.export.contents import Chunk, split_rows
-from torchrec_cnr.storage.store import Bytes, Store
+from torchrec_cnr.storage.store import Store
 
 _ARCHIVE = b"PK\x03\x04"  # what a file of torch.save begins with
 

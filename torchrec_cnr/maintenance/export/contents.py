@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchrec_cnr.format.blob_bytes import Bytes
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.manifest import DTYPES
 from torchrec_cnr.lineage.checkpoint import Lineage, read_objects
@@ -21,7 +22,6 @@ from torchrec_cnr.reading.fold import fold
 from torchrec_cnr.reading.plan import plan_fold
 from torchrec_cnr.reading.regions import LineageTensor, Region, RowStateRegion
 from torchrec_cnr.storage.pack_writer import BLOCK_BYTES
-from torchrec_cnr.storage.store import Bytes
 
 HELD_BYTES = 64 << 20  # of values in a batch
 
