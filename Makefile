@@ -12,7 +12,7 @@ STAMP := .venv/.complete
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input
 TYPED := $(wildcard torchrec_cnr examples benchmarks)
 
-.PHONY: help .venv demo test lint types unit test-full bench bench-full docs clean
+.PHONY: help .venv demo check test lint types quick unit test-full bench bench-full docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z.-]*\):.*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | \
@@ -32,6 +32,8 @@ $(STAMP): requirements/cpu.txt requirements/cpu-nodeps.txt pyproject.toml
 demo: .venv ## run the demonstration
 	$(BIN)/python examples/demo.py
 
+check: lint types quick ## for the inner loop: lint, types and the quick tests of all packages, in about three minutes
+
 test: lint types unit ## what every change must pass: lint, types, and all tests but the slow ones
 
 lint: .venv ## rules and layout of the code
@@ -40,6 +42,9 @@ lint: .venv ## rules and layout of the code
 
 types: .venv ## static types
 	$(BIN)/mypy $(TYPED)
+
+quick: .venv ## the tests that take less than half a second each
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not long" --numprocesses 2
 
 unit: .venv ## tests, but the slow ones; two files at a time, for two cores, those that take long first
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile --no-loadscope-reorder

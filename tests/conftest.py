@@ -35,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 # Files that take a minute or more come first: who tests two at a time would else wait for the last one.
-LONG = (
+LONG_FILES = (
     "test_benchmarks", "test_matrix", "test_snippets", "test_save_and_load", "test_absent_broker", "test_kafka_lives",
     "test_fenced_jobs", "test_corrupt_records", "test_topic_settings", "test_compacted_topics",
     "test_compacted_restarts", "test_subscriber", "test_forward_lock", "test_update_path", "test_commit_sources",
@@ -46,10 +46,17 @@ LONG = (
 )  # fmt: skip
 
 
+# What takes seconds to start: a test that uses it is marked `long`.
+LONG_FIXTURES = {"kafka", "server", "rank_pool", "browser"}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what takes long; skip tests marked `gpu` on a machine without CUDA."""
-    order = {name: number for number, name in enumerate(LONG)}
-    items.sort(key=lambda item: order.get(item.path.stem, len(LONG)))
+    """Begin with what takes long, and mark it; skip tests marked `gpu` on a machine without CUDA."""
+    order = {name: number for number, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(LONG_FILES)))
+    for item in items:
+        if LONG_FIXTURES.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.long)
     if torch.cuda.is_available():
         return
     for item in items:

@@ -50,6 +50,7 @@ def test_each_attack_is_kept_as_it_is_written(tmp_path: Path) -> None:
     assert [name for name, attack in ATTACKS.items() if f"| `{name}` | {attack.tries} |" not in listed] == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack_ends_in_a_typed_error(walked: tuple[Path, dict[tuple[str, str], Any]], name: str) -> None:
     """A load is refused for the right reason, or right; other readers get a typed error too; each ends in time."""

@@ -103,6 +103,7 @@ def _fuzz_manifests(factory: pytest.TempPathFactory, data: st.DataObject) -> Non
     shutil.rmtree(root)
 
 
+@pytest.mark.long
 @bounded
 @hypothesis.given(data=st.data())
 def test_whatever_a_manifest_says(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
@@ -144,6 +145,7 @@ def _fuzz_row_codes(coded_rows: tuple[Any, int, int, int, bytes]) -> None:
     assert (rows[1:] > rows[:-1]).all()
 
 
+@pytest.mark.long
 @hypothesis.settings(max_examples=500)
 @hypothesis.given(coded_rows=_codes())
 def test_whatever_row_codes_say(coded_rows: tuple[Any, int, int, int, bytes]) -> None:
@@ -192,6 +194,7 @@ def _fuzz_objects(factory: pytest.TempPathFactory, program: bytes, cut: int, is_
 _objects = hypothesis.given(program=_programs, cut=st.integers(0, 2_000), is_compressed=st.booleans())
 
 
+@pytest.mark.long
 @bounded
 @hypothesis.example(program=INT + b"q\x00ctorch\nFloatStorage\n.", cut=2_000, is_compressed=False)
 @_objects
@@ -224,6 +227,7 @@ _values = st.recursive(
 )  # fmt: skip
 
 
+@pytest.mark.long
 @hypothesis.settings(max_examples=150)
 @hypothesis.given(value=_values)
 def test_whatever_was_saved_is_loaded(tmp_path_factory: pytest.TempPathFactory, value: Any) -> None:

@@ -48,6 +48,7 @@ def test_without_a_command_there_is_help() -> None:
     assert cnr_text("--version") == f"cnr {cnr.__version__}\n"
 
 
+@pytest.mark.long
 def test_help_needs_no_torch() -> None:
     """What torch takes to import is paid by commands alone."""
     program = (
@@ -227,6 +228,7 @@ def unreadable() -> Iterator[Path]:
         (root / "closed").chmod(0o755)
 
 
+@pytest.mark.long
 def test_what_may_not_be_read_is_told(unreadable: Path) -> None:
     """Directories and manifests without permission are listed as such; a root without is an error."""
 
@@ -250,6 +252,7 @@ def test_what_may_not_be_read_is_told(unreadable: Path) -> None:
         assert re.fullmatch(r"cnr: error: cannot (list|read|look up) .*PermissionError.*\n", err)
 
 
+@pytest.mark.long
 def test_an_interrupt_ends_it_quietly(tmp_path: Path) -> None:
     """Ctrl-C gives the status that shells expect, and no traceback."""
     program = (
@@ -269,6 +272,7 @@ def test_an_interrupt_ends_it_quietly(tmp_path: Path) -> None:
     assert (process.returncode, out, err) == (130, "", "")
 
 
+@pytest.mark.long
 def test_nobody_needs_to_read_everything(long_run: Path) -> None:
     """A pipe that is closed early ends the command, without a word."""
     command = f"{sys.executable} -m torchrec_cnr.cli ls {long_run} --all"

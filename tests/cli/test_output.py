@@ -57,6 +57,7 @@ def test_common_beginnings_end_with_a_dot() -> None:
     assert common_prefix(["a.b.c"]) == common_prefix([]) == ""
 
 
+@pytest.mark.long
 def test_a_terminal_gets_colours_and_a_bar(run: Path) -> None:
     """On a terminal there is a progress bar, which is gone in the end; elsewhere neither it nor colours."""
     parent, child = pty.openpty()

@@ -3,6 +3,7 @@
 import hypothesis
 import numpy as np
 import numpy.typing as npt
+import pytest
 from hypothesis import strategies as st
 
 from torchrec_cnr.format.boxes import Box
@@ -38,6 +39,7 @@ def _elements(box: Box, rows: RowNumbers | slice) -> Elements:
     return found
 
 
+@pytest.mark.long
 @hypothesis.settings(max_examples=400)
 @hypothesis.given(st.data())
 def test_coverage_is_that_of_an_array(data: st.DataObject) -> None:

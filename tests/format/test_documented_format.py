@@ -557,6 +557,7 @@ def _tensors(draw: st.DrawFn) -> Tensor:
     return tensor
 
 
+@pytest.mark.long
 @hypothesis.settings(max_examples=40)
 @hypothesis.given(
     st.dictionaries(st.text(max_size=5).filter(lambda key: "." not in key), _tensors(), min_size=1, max_size=4),
@@ -587,6 +588,7 @@ def _refuses(folder: Path, step: str) -> None:
         _load(folder / step, _target(step))
 
 
+@pytest.mark.long
 @hypothesis.settings(max_examples=100)
 @hypothesis.given(file=st.sampled_from(FILES), place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_any_flipped_bit_is_noticed(
@@ -616,6 +618,7 @@ def test_any_truncated_file_is_noticed(tmp_path: Path, file: Path, num_left: int
 REPLACED_FILES = sorted(path.relative_to(GOLDEN) for path in GOLDEN.glob("step-*/*"))
 
 
+@pytest.mark.long
 @hypothesis.settings(max_examples=100)
 @hypothesis.given(file=st.sampled_from(REPLACED_FILES), place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_any_flipped_bit_below_a_replacement_is_noticed_or_not_needed(
@@ -811,6 +814,7 @@ LAST_REPLACEMENT = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "file",
     ["step-2/manifest.json", *LAST_REPLACEMENT.values()],

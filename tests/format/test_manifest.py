@@ -412,6 +412,7 @@ every_key = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.long
 @every_key
 def test_any_single_change_is_refused_where_the_page_refuses_it(what: str, key: str) -> None:
     """Each value is replaced, left out and repeated; the library refuses just what the page tells it to."""
@@ -720,6 +721,7 @@ def test_rows_of_a_box_without_columns_lie_in_it() -> None:
         assert (_of_library(data[0]), _of_reader(data[0])) == ("good" if is_good else "damaged",) * 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_any_single_change_of_a_scheme_is_refused_where_the_page_refuses_it(scheme: Scheme) -> None:
     """Library and page agree on the parameters of each scheme and search, on their types and bounds."""
@@ -753,6 +755,7 @@ GREEDY = {"name": "greedy", "num_bins": 25, "ratio": "1.0"}
 LEAST = {"name": "least_squares", "cuts": ["0.0"], "rounds": 1, "kept": 1, "polish": 0}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "scheme",
     [
@@ -980,6 +983,7 @@ _json_values = st.recursive(
 )
 
 
+@pytest.mark.long
 @hypothesis.settings(max_examples=400)
 @pytest.mark.parametrize("what", BODIES)
 @hypothesis.given(data=st.data())

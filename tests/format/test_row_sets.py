@@ -223,6 +223,7 @@ def test_slices_find_the_box_in_its_origin(first: Box, outer: Box) -> None:
     assert held[inner.slices(outer)].tolist() == numbers[inner.slices(Box.whole(SIZE))].tolist()
 
 
+@pytest.mark.long
 @hypothesis.settings(max_examples=300)
 @hypothesis.given(st.lists(a_box, max_size=5), st.data())
 def test_boxes_fill_a_tensor_as_their_cells_do(boxes: list[Box], data: st.DataObject) -> None:

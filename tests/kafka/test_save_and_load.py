@@ -91,6 +91,7 @@ def test_who_does_not_know_the_log_is_told(tmp_path: Path, rows: cnr.KafkaRows, 
     job.close()
 
 
+@pytest.mark.long
 def test_rows_of_four_bits_are_those_that_files_hold(tmp_path: Path, rows: cnr.KafkaRows) -> None:
     """Quantized rows lose as much in the log as in files, and no more than half a step of their codes."""
     found = {}
@@ -179,6 +180,7 @@ def test_ranks_of_any_sharding_load_what_others_saved(
 # Roots, managers and policies
 
 
+@pytest.mark.long
 def test_two_roots_share_a_topic(tmp_path: Path, rows: cnr.KafkaRows) -> None:
     """Each has its own newest checkpoint, names and rows, though names are the same."""
     jobs = [SavingJob(tmp_path / name, row_log=rows, seed=seed) for seed, name in enumerate(("a", "b"))]
@@ -228,6 +230,7 @@ def _manage(root: str, rows: cnr.KafkaRows, seed: int, steps: range, **options: 
     return restored, saved
 
 
+@pytest.mark.long
 def test_a_manager_saves_to_the_log_and_restores_from_it(tmp_path: Path, rows: cnr.KafkaRows) -> None:
     """At every so many steps, and the next job goes on from there."""
     root = str(tmp_path / "run")
@@ -240,6 +243,7 @@ def test_a_manager_saves_to_the_log_and_restores_from_it(tmp_path: Path, rows: c
     assert len(read_lineage(f"{root}/step-12").checkpoints) == 6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_may_keep_rows_in_the_log(tmp_path: Path, rows: cnr.KafkaRows, policy: str) -> None:
     """Each checkpoint of its lineage loads."""
@@ -251,6 +255,7 @@ def test_every_policy_may_keep_rows_in_the_log(tmp_path: Path, rows: cnr.KafkaRo
     job.close()
 
 
+@pytest.mark.long
 def test_lineages_in_the_log_are_compacted_and_pruned(tmp_path: Path, rows: cnr.KafkaRows) -> None:
     """A manager folds deltas of the log into files, and prunes; what is kept loads, as the next job finds."""
     root = str(tmp_path / "run")
@@ -267,6 +272,7 @@ def test_lineages_in_the_log_are_compacted_and_pruned(tmp_path: Path, rows: cnr.
     assert differing(models.load(plain_job(3, "adagrad"), f"{root}/step-12", row_log=rows), after) == []
 
 
+@pytest.mark.long
 def test_compacted_by_hand_it_stands_on_files_and_log(tmp_path: Path, rows: cnr.KafkaRows) -> None:
     """A compaction that is given the log loses no row of it."""
     job = SavingJob(tmp_path, row_log=rows)
@@ -280,6 +286,7 @@ def test_compacted_by_hand_it_stands_on_files_and_log(tmp_path: Path, rows: cnr.
     job.close()
 
 
+@pytest.mark.long
 def test_a_consumer_that_was_at_the_end_reads_what_came_since(rows: cnr.KafkaRows) -> None:
     """A process that has read up to the end, sees all that is written afterwards."""
     rows = replace(rows, num_partitions=1, part_bytes=100)
@@ -318,6 +325,7 @@ def _disconnect(root: Path, rows: cnr.KafkaRows) -> None:
     job.close()
 
 
+@pytest.mark.long
 def test_a_process_disconnects_and_connects_anew(tmp_path: Path, rows: cnr.KafkaRows) -> None:
     """Its threads end; what it saves and loads afterwards is what it would have been."""
     assert in_child(_disconnect, tmp_path, rows) is None  # where no other test has left clients

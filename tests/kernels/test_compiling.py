@@ -45,6 +45,7 @@ def _add_one(values: Any) -> None:
         values[index] += 1
 
 
+@pytest.mark.long
 def test_code_is_kept_for_the_next_process(tmp_path: Path) -> None:
     """The first process compiles, the second one loads what the first has kept."""
     (tmp_path / "times_two.py").write_text(TIMES_TWO)
@@ -110,6 +111,7 @@ print(sum(fused_rows.decode._compiled.stats.cache_hits.values()))
 """
 
 
+@pytest.mark.long
 def test_a_change_of_any_file_makes_kernels_anew(tmp_path: Path) -> None:
     """Kernels take functions from other files: what was kept is not used once one of these has changed."""
     shutil.copytree(Path(torchrec_cnr.__file__).parent, tmp_path / "torchrec_cnr", ignore=lambda *_: ["__pycache__"])
@@ -169,6 +171,7 @@ def test_docstrings_stay() -> None:
     assert Kernel(_add_one).__doc__ == "Add one."
 
 
+@pytest.mark.long
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other CPUs convert fp16 always")
 def test_a_cpu_without_fp16_is_refused() -> None:
     """Where numba is told to compile for any x86, there is an error instead of the end of the process."""
@@ -187,6 +190,7 @@ except cnr.ConfigurationError as error:
     assert "without F16C" in done.stdout
 
 
+@pytest.mark.long
 def test_kernels_count_no_references() -> None:
     """That takes locked instructions, for each array at each call of a function, and took a third of the time."""
     function = fused_rows.decode._compiled.py_func

@@ -127,6 +127,7 @@ _ROWS = hnp.arrays(
 )
 
 
+@pytest.mark.long
 @every_plan
 @hypothesis.settings(max_examples=40)
 @hypothesis.given(values=_ROWS, bits=st.sampled_from(BITS), dtype=st.sampled_from(FLOATS))

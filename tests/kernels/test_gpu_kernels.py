@@ -167,6 +167,7 @@ EVERY_TIME = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", EVERY_TIME)
 def test_interpreted_kernels_give_the_bytes_of_the_reference(method: str) -> None:
     """All bits, dtypes and widths, on rows of all kinds."""
@@ -223,6 +224,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("method", PLANS)
 def test_kernels_compile_to_plain_arithmetic(method: str, dtype: torch.dtype, compiled: dict[str, str]) -> None:

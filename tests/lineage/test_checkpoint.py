@@ -69,6 +69,7 @@ def test_lineage_goes_back_to_the_baseline(run: BareRoot) -> None:
     assert [checkpoint.kind for checkpoint in lineage.checkpoints] == ["baseline", *["delta"] * 3]
 
 
+@pytest.mark.long
 def test_long_lineages_are_read(run: BareRoot) -> None:
     """A lineage of 1,500 checkpoints is read: its length is not bounded by the depth of calls."""
     chain(run, 1500)

@@ -69,6 +69,7 @@ def _is_close(found: Movement, expected: Movement) -> bool:
     return all(a is not None and b is not None and math.isclose(a, b, rel_tol=tol) for a, b, tol in pairs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("range_bytes", [1, 100, compare_module._RANGE_BYTES])
 def test_differences_are_those_of_the_loaded_values(
     run: Path, monkeypatch: pytest.MonkeyPatch, range_bytes: int

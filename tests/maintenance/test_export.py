@@ -98,6 +98,7 @@ def _loaded_without_us(folder: Path, expected: dict[str, Any], exports: list[str
     return found
 
 
+@pytest.mark.long
 def test_exports_load_without_the_package_as_the_checkpoint_does(
     lineage: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +198,7 @@ def test_tensors_within_objects_are_exported(to: Format, tmp_path: Path) -> None
 sizes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 
 
+@pytest.mark.long
 @given(st.dictionaries(st.sampled_from("abcdef"), sizes, min_size=1), st.integers(1, 300))
 def test_batches_are_small_and_hold_all(
     tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, tuple[int, ...]], held_bytes: int

@@ -80,6 +80,7 @@ def _lineage_of_two(root: Path) -> None:
     tracker.close()
 
 
+@pytest.mark.long
 @every_format
 @pytest.mark.parametrize("is_there", [False, True], ids=["new", "there"])
 def test_nothing_is_left_of_an_export_that_fails(
@@ -129,6 +130,7 @@ export(sys.argv[1], sys.argv[2], to=sys.argv[3], progress=kill)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("to", "file_bytes"), [("dcp", 1), ("safetensors", 1 << 30), ("safetensors", 20_000), ("torch", 1)]
 )

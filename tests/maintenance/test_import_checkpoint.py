@@ -65,6 +65,7 @@ states = st.dictionaries(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=30)
 @given(states, st.integers(1, 400))
 def test_any_state_comes_back_both_ways(

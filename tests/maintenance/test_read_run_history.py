@@ -54,6 +54,7 @@ class Step:
     how: int
 
 
+@pytest.mark.long
 @settings(max_examples=30)
 @example([Step("save", 0, 0), Step("save", 1, 0), Step("compact", 1, 40), Step("prune", 0, 0)])  # little is copied
 @given(

@@ -90,6 +90,7 @@ def test_a_lineage_that_is_right_is_right(root: Path) -> None:
     assert len({done for done, _ in told}) > 10
 
 
+@pytest.mark.long
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32))
 def test_a_flipped_bit_is_found_wherever_it_is(root: Path, seed: int) -> None:
@@ -103,6 +104,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(root: Path, seed: int) -> None:
     assert all(str(path) in problem.message for problem in report.problems)
 
 
+@pytest.mark.long
 def test_the_ends_of_every_file_are_looked_at(root: Path) -> None:
     """Flips of each file's first and last byte, and of the first behind a pack's header."""
     for path in _files(root):
@@ -287,6 +289,7 @@ def test_what_is_no_checkpoint_is_an_error(tmp_path: Path) -> None:
         verify(tmp_path, thread_count=0)
 
 
+@pytest.mark.long
 def test_a_newer_version_is_an_error(run: Path) -> None:
     """What this version cannot read, it does not judge."""
     runs.change_manifest(run / "step-3", rb'"version":\d+', b'"version":99')

@@ -22,6 +22,7 @@ def _pulses(store: dist.FileStore, monkeypatch: pytest.MonkeyPatch) -> list[Hear
     return [Heartbeat(rank, 3, store) for rank in range(3)]
 
 
+@pytest.mark.long
 def test_ranks_that_stop_are_missed(store: dist.FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as all are there, nobody is missing; those that leave are, and no others."""
     pulses = _pulses(store, monkeypatch)
@@ -35,6 +36,7 @@ def test_ranks_that_stop_are_missed(store: dist.FileStore, monkeypatch: pytest.M
     pulses[0].close()
 
 
+@pytest.mark.long
 def test_a_store_that_does_not_answer(store: dist.FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever has it is gone, or this rank is cut off: it cannot tell, and says so within seconds."""
     pulses = _pulses(store, monkeypatch)

@@ -51,6 +51,7 @@ def _run(root: Path, first: int, last: int, **options: Any) -> tuple[list[cnr.Sa
     return answers, found
 
 
+@pytest.mark.long
 def test_a_run_is_resumed_from_its_newest_checkpoint(tmp_path: Path) -> None:
     """Trained to the end in two halves, the state is what it is in one go, bit for bit."""
     _, in_one_go = _run(tmp_path / "one", 1, 9)
@@ -103,6 +104,7 @@ def test_saves_come_every_n_steps(tmp_path: Path) -> None:
     assert [saved.step for saved in answers if saved] == [4, 8]
 
 
+@pytest.mark.long
 def test_time_is_asked_for_at_few_steps() -> None:
     """Every so many seconds: about when they are over, and with few questions to the other ranks."""
     asked = []
@@ -271,6 +273,7 @@ def test_a_copy_that_could_not_be_saved_loses_nothing(tmp_path: Path, monkeypatc
     assert not differing(models.load(plain_job(9), str(tmp_path / "step-3")), whole(state(job)))
 
 
+@pytest.mark.long
 def test_lineages_are_compacted_and_pruned_in_the_background(tmp_path: Path) -> None:
     """After many checkpoints, the kept ones are few, load, and read little more than they need."""
     _, wanted = _run(tmp_path, 1, 30, keep=cnr.Keep(last=1))
@@ -283,6 +286,7 @@ def test_lineages_are_compacted_and_pruned_in_the_background(tmp_path: Path) -> 
     assert not differing(models.load(plain_job(9), str(tmp_path / "step-33")), later)
 
 
+@pytest.mark.long
 def test_the_policy_says_how_much_a_restore_may_read(tmp_path: Path) -> None:
     """The more, the less is copied; all the same, what is kept loads."""
     read = {}
@@ -326,6 +330,7 @@ finally:
 """
 
 
+@pytest.mark.long
 def test_a_process_that_raises_ends(tmp_path: Path) -> None:
     """Whatever the thread of upkeep is doing: who restarts ranks that died must see that one did."""
     ended = subprocess.run(

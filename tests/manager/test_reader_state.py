@@ -82,6 +82,7 @@ def _train_to_the_end(tmp_path: Path, pipeline: str, reader_kind: str, num_kills
     assert counts == [1] * NUM_SAMPLES
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("pipeline", "reader_kind"),
     [("SparseDist", "loader"), ("SemiSync", "function")],

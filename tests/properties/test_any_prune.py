@@ -175,6 +175,7 @@ def _prune_and_compare(model: Model, keep: Keep) -> None:
     model.there = kept
 
 
+@pytest.mark.long
 @settings(max_examples=40)
 @given(data=st.data(), keep=keeps, later=keeps)
 @pytest.mark.parametrize("where", ["local", "memory"])

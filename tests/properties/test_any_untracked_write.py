@@ -255,6 +255,7 @@ def _operations() -> st.SearchStrategy[list[Operation]]:
     return st.lists(st.sampled_from(kinds).flatmap(lambda kind: kind), min_size=8, max_size=20)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "sparse_adam"])
 @settings(max_examples=15, derandomize=True, phases=[Phase.generate])
 @given(program=_operations())

@@ -116,6 +116,7 @@ def _assert_detected(root: Path, kind: str, num_flips: int, seed: int) -> int:
     return sum(flip.is_found for flip in flips)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_flipped_bit_is_detected(tmp_path: Path, kind: str) -> None:
     """By verification always; a load is refused, or gives what was saved because it does not need the byte."""

@@ -115,6 +115,7 @@ def _live(root: Path, optimizer: str, program: Sequence[Operation | Compact | Re
     life.tracker.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @settings(max_examples=12, derandomize=True, phases=[Phase.generate])  # the slow test below shrinks what fails
 @given(program=operations(ALL_POLICIES))
@@ -219,6 +220,7 @@ def test_a_job_goes_on_on_top_of_what_was_compacted(tmp_path: Path) -> None:
     tracker.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", [cnr.OneShot(), cnr.Intermittent()])
 @pytest.mark.parametrize("num_kept", [0, 1, 2])
 @pytest.mark.parametrize("job_is", ["saving", "between saves", "restored"])
@@ -260,6 +262,7 @@ def test_deltas_of_the_baseline_after_a_compaction(
     tracker.close()
 
 
+@pytest.mark.long
 def test_policy_takes_a_baseline_where_nobody_compacts(tmp_path: Path) -> None:
     """After so many deltas; a compaction begins the count anew."""
     job = plain_job(1, "adagrad")

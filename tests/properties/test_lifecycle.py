@@ -41,6 +41,7 @@ def _live_plain(root: Path, optimizer: str, program: list[Operation], verify_unt
             life.run(Restart(num_back))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("optimizer", sorted(models.OPTIMIZERS))
 @settings(max_examples=8, derandomize=True, phases=[Phase.generate])  # the slow test below shrinks what fails
 @given(program=operations(1, has_steps=True), verify_untracked=st.booleans())

@@ -408,6 +408,7 @@ def _rows(table: torch.Tensor, first: int, step: int) -> torch.Tensor:
     return torch.arange(first, len(table), step)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("quantization", [cnr.NoQuantization(), cnr.Asymmetric(8)], ids=["exact", "quantized"])
 def test_tables_larger_than_a_pack(tmp_path: Path, quantization: cnr.Scheme) -> None:
     """Tables of many blocks and packs, with more rows than are looked at once, written and read by several threads."""

@@ -225,6 +225,7 @@ def test_forms_of_state_dicts_are_refused_as_said(tmp_path: Path, rank_pool: Ran
     assert num_shown == 2
 
 
+@pytest.mark.long
 def test_the_page_is_up_to_date() -> None:
     """docs/support.md tells what these tests show; ``python -m tests.repository.support_page`` writes it."""
     assert PAGE.read_text() == page()

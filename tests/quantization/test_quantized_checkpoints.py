@@ -71,6 +71,7 @@ def test_constant_rows_come_back(tmp_path: Path, bits: int) -> None:
 _FLOATS = st.floats(width=32, allow_nan=True, allow_infinity=True) | st.floats(-1, 1, width=32)
 
 
+@pytest.mark.long
 @settings(max_examples=60, derandomize=True)
 @given(
     rows=hnp.arrays(np.float32, st.tuples(st.integers(1, 6), st.integers(1, 9)), elements=_FLOATS),

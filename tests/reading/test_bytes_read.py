@@ -34,6 +34,7 @@ def head(request: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_lineage(tmp_path_factory.mktemp("lineage"), SCHEMES[request.param], NUM_ROWS)
 
 
+@pytest.mark.long
 def test_one_table_costs_its_own_bytes(head: str) -> None:
     """A table, by either way of reading, and a hundredth of a large one's rows: at most 1.2 times what holds them."""
     readings = measure(head, NUM_ROWS, (NUM_TABLES - 2, NUM_TABLES - 1))

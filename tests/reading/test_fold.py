@@ -27,6 +27,7 @@ def _saves(seed: int) -> list[Save]:
     return [Save(None if n == 0 else 0, seed + n, float(rng.random()), int(num)) for n, num in enumerate(cuts)]
 
 
+@pytest.mark.long
 @settings(max_examples=25)
 @given(
     seed=st.integers(0, 2**32 - 1),

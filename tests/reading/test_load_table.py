@@ -79,6 +79,7 @@ def test_every_tensor_is_read_as_a_load_gives_it(tmp_path: Path, quantization: c
         )
 
 
+@pytest.mark.long
 def test_every_range_of_rows_is_read(lineage: tuple[Path, list[dict[str, Tensor]]]) -> None:
     """Each range of a table's rows, empty ones too, is that part of the table, with one thread or three."""
     root, cuts = lineage

@@ -73,6 +73,7 @@ def test_plots_name_their_units(name: str, tmp_path: Path) -> None:
     assert all(label in plot for label in labels[name])
 
 
+@pytest.mark.long
 def test_command_line_prints_and_removes_its_files(tmp_path: Path) -> None:
     """The figures are printed and written as JSON, progress goes to stderr, and no file is left."""
     folder, figures = tmp_path / "disk", tmp_path / "figures.json"
@@ -89,6 +90,7 @@ def test_command_line_prints_and_removes_its_files(tmp_path: Path) -> None:
     assert "torch" in content["machine"]["versions"]
 
 
+@pytest.mark.long
 def test_unknown_name_is_refused() -> None:
     """A name that is none is answered with those that are."""
     done = run("speed")
@@ -154,6 +156,7 @@ def test_folders_are_narrow_and_described(folder: Path) -> None:
     assert sorted(described) == sorted([*(path.stem for path in modules), *packages])
 
 
+@pytest.mark.long
 def test_rounds_are_interleaved_and_the_first_is_a_warm_up() -> None:
     """Every candidate runs once a round, in an order that changes, and the warm-up is not counted."""
     order: list[str] = []

@@ -26,6 +26,7 @@ def test_name_exists_and_is_documented(name: str) -> None:
         assert not own.startswith(f"{name}("), f"{name} has only the docstring that dataclass makes"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("imported", "absent"),
     [("torchrec_cnr", "torch"), ("torchrec_cnr.reading.load_table", "torchrec")],

@@ -31,6 +31,7 @@ def first_cells(markdown: str, head: str, num_cells: int) -> list[list[str]]:
     return [line.strip("|").split("|")[:num_cells] for line in lines[start:stop]]
 
 
+@pytest.mark.long
 def test_every_scheme_is_measured(points: list[Point]) -> None:
     """Each scheme of the script has points at each width, and less error the more bits it has."""
     for num_cols in WIDTHS:
@@ -50,6 +51,7 @@ def test_page_has_every_scheme(points: list[Point]) -> None:
     assert f"]({PLOT.name})" in page
 
 
+@pytest.mark.long
 def test_plot_is_the_same_for_the_same_figures(points: list[Point], tmp_path: Path) -> None:
     """Drawn twice, the files have the same bytes; they are small, and hold neither a date nor a random id."""
     for name in ("a.svg", "b.svg"):

@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.support.ranks import GRACE_SECS, STACKS_SECS, RankError, RankPool, RankPools, run_ranks
 
+pytestmark = pytest.mark.long
+
 REPORT_SECS = GRACE_SECS + STACKS_SECS + 5.0  # from a failure to its report, with room for a busy machine
 
 

@@ -44,6 +44,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page", PAGES, ids=Path.as_posix)
 def test_page_is_in_the_site(site: Path, page: Path) -> None:
     """Each page of docs/ is a page of the site, with its own title, and nothing is left of its Markdown."""
@@ -95,6 +96,7 @@ def _append(page: str, text: str) -> Spoil:
     return spoil
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [

@@ -170,6 +170,7 @@ def _run(command: list[str], page: Path, folder: Path, environment: Mapping[str,
     return done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "page",
     [page for page in PAGES if _blocks(page, "python") or (page != README and _blocks(page, "bash"))],

@@ -119,6 +119,7 @@ def _deaths() -> Iterator[Any]:
                 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("victim", "how", "phase"), list(_deaths()))
 def test_a_rank_that_is_missing_is_named(tmp_path: Path, victim: int, how: str, phase: str) -> None:
     """The others get an error within the timeout that says which rank it is; a job that starts again goes on."""
@@ -166,6 +167,7 @@ def _fill_disk(root: str) -> None:
     assert differing(models.load(plain_job(2, "adagrad"), f"{root}/1"), end) == []
 
 
+@pytest.mark.long
 def test_a_full_disk_costs_nothing_but_the_save(tmp_path: Path) -> None:
     """The save fails with the reason, and the rows are in the next one that has room."""
     assert in_child(_fill_disk, str(tmp_path / "root")) is None

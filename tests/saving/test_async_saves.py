@@ -193,6 +193,7 @@ def test_rows_are_not_staged_for_another_planner(tmp_path: Path) -> None:
     tracker.close()
 
 
+@pytest.mark.long
 def test_a_share_of_a_core_is_kept_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work rests as long as its share asks for, and not at all where it has the whole core."""
     rests: list[float] = []
@@ -259,6 +260,7 @@ def test_a_save_that_never_began_is_not_waited_for() -> None:
     assert time.monotonic() - began < 5
 
 
+@pytest.mark.long
 def test_a_save_in_flight_is_waited_for() -> None:
     """Until its thread ends, or its checkpoint is there, or the time is up."""
     release = threading.Event()

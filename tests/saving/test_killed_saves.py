@@ -184,6 +184,7 @@ def _die_at_size(root: str, num_bytes: int) -> None:
     _resume_and_save(root, limit)
 
 
+@pytest.mark.long
 def test_a_process_that_dies_at_any_file_operation_of_a_save(tmp_path: Path) -> None:
     """Whichever operation is the last, the latest checkpoint is whole: the one before, or the new one."""
     base = tmp_path / "base"
@@ -205,6 +206,7 @@ def test_a_process_that_dies_at_any_file_operation_of_a_save(tmp_path: Path) -> 
     assert not found[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_bytes", [1, 300, 1000, 1700])
 def test_a_process_that_dies_while_it_writes_a_file(tmp_path: Path, num_bytes: int) -> None:
     """A file that was written in part is no checkpoint, and is in nobody's way."""

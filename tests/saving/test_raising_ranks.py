@@ -175,6 +175,7 @@ def _race(root: str, seed: int, barrier: Any, sender: Connection) -> None:
 _NUM_RACES = 10
 
 
+@pytest.mark.long
 def test_of_two_writers_of_one_id_exactly_one_commits(tmp_path: Path) -> None:
     """Of two processes that save under one id at a time, one commits; the other is told that the checkpoint exists."""
     barrier = _FORKED.Barrier(2)

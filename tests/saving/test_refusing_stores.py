@@ -82,6 +82,7 @@ def _fill_disk(root: str, at: str) -> str:
     return "done"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("at", ["write_data", "finish"], ids=["packs", "manifest"])
 def test_a_full_disk_is_a_store_error_and_a_save_elsewhere_works(tmp_path: Path, at: str) -> None:
     """No space for a pack, or for the manifest: nothing is committed, no row is lost, and another place will do."""
@@ -90,6 +91,7 @@ def test_a_full_disk_is_a_store_error_and_a_save_elsewhere_works(tmp_path: Path,
         pytest.skip(str(outcome))
 
 
+@pytest.mark.long
 def test_a_file_that_may_not_grow_is_a_store_error(tmp_path: Path) -> None:
     """A limit on the size of files, which stands for every write that fails half way."""
     assert in_child(_exceed_file_size, str(tmp_path)) is None

@@ -106,6 +106,7 @@ def test_lag_is_what_is_not_applied(tmp_path: Path) -> None:
         assert 0 < subscriber.lag.waiting_secs <= (subscriber.lag.age_secs or 0)
 
 
+@pytest.mark.long
 def test_looking_costs_nothing_where_nothing_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once a root has come to rest, no file is read and nothing is listed; a new checkpoint is read alone."""
     first = save_tables(tmp_path / "0", 0, SCHEMES[2], None, 1.0)

@@ -76,6 +76,7 @@ def _torn_lookups(root: Path, model: nn.Module, num_steps: int, look_up: Callabl
     return len(steps), num_torn
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["float", "quantized", "a module within"])
 def test_no_lookup_sees_two_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Hundreds of deltas while all rows are looked up: each lookup is of one step, in both tables."""
@@ -88,6 +89,7 @@ def test_no_lookup_sees_two_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert num_torn == 0
 
 
+@pytest.mark.long
 def test_without_the_lock_lookups_are_torn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above sees what it looks for: with nothing to hold lookups off, some see two steps."""
     monkeypatch.setattr(UpdateRows, "swap_in", _swap_in_halves)
@@ -108,6 +110,7 @@ def test_a_forward_that_fails_holds_nothing_off(tmp_path: Path) -> None:
         assert subscriber.update() is not None
 
 
+@pytest.mark.long
 def test_a_lookup_may_wait_for_another_one() -> None:
     """A lookup that one which has begun waits for, in another thread, is not held off for ever."""
     lookups, done = ForwardLock(), []

@@ -17,6 +17,8 @@ from torchrec_cnr.lineage.marker_commit import uncommitted_name
 from torchrec_cnr.serving.commit_sources import MarkerCommits
 from torchrec_cnr.storage.row_log import root_id
 
+pytestmark = pytest.mark.long
+
 SECS = 60.0
 
 

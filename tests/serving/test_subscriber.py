@@ -98,6 +98,7 @@ def test_many_models_have_the_newest_checkpoint(
     _follow_a_world(tmp_path_factory.mktemp("world"), seed, has_cube, operations)
 
 
+@pytest.mark.long
 @given(
     bits=st.sampled_from([torch.qint8, torch.quint4x2, torch.float16]),
     saves=st.lists(

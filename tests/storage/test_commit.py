@@ -80,6 +80,7 @@ def test_of_several_writers_one_wins(store: Store) -> None:
             assert place.names() == ["manifest.json"]
 
 
+@pytest.mark.long
 @local_only
 @pytest.mark.usefixtures("hasty_threads")
 def test_nobody_sees_half_a_commit(store: Store) -> None:

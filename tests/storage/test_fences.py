@@ -190,6 +190,7 @@ def _save_here_and_there(_: int, root: Path) -> list[str]:
     return found
 
 
+@pytest.mark.long
 def test_a_forked_process_is_another_job(tmp_path: Path) -> None:
     """It has the memory of its parent, but is not it."""
     own, again, forked = in_child(_owners, str(tmp_path / "run/1"))

@@ -333,6 +333,7 @@ def _gaps(span: pack_reader.Span) -> list[int]:
 # Damage
 
 
+@pytest.mark.long
 @hypothesis.given(place=places, bit=st.integers(0, 7), pack=st.integers(0, 2))
 def test_any_flipped_bit_is_noticed(
     tmp_path_factory: pytest.TempPathFactory, place: float, bit: int, pack: int

@@ -36,6 +36,8 @@ from torchrec_cnr.storage.fences import is_fence
 from torchrec_cnr.storage.store import Store
 from torchrec_cnr.testing import ConformanceCheck, conformance_checks
 
+pytestmark = pytest.mark.long
+
 numbers = count()
 
 

@@ -51,6 +51,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     ]
 
 
+@pytest.mark.long
 @each_check
 def test_file_systems_that_keep_their_promises_pass(url: str, check: ConformanceCheck) -> None:
     """Local files, memory, the store that can be spoiled, and one that only fsspec knows; nothing is left there."""
@@ -66,6 +67,7 @@ def test_each_check_has_what_breaks_it() -> None:
     assert {f"round trip, {fault.value}" for fault in Fault if fault is not Fault.CRASH} < set(TRIPS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("check", "broken"),
     [(check, broken) for check in CHECKS for broken in BROKEN[check.name]],

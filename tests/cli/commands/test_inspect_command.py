@@ -106,6 +106,7 @@ def test_inspect_works_without_the_parent(run: Path, tmp_path: Path) -> None:
     assert "is missing" in document["lineage_problem"]
 
 
+@pytest.mark.long
 def test_long_lists_are_cut_and_say_so(tmp_path: Path) -> None:
     """Of many tensors the largest are shown; with --all, all."""
     runs.save_state(tmp_path / "many", {f"t{number}": torch.zeros(1, number + 1) for number in range(30)})

@@ -142,6 +142,7 @@ def test_ls_of_nothing(tmp_path: Path) -> None:
     assert cnr_json("ls", tmp_path) == {"root": str(tmp_path), "checkpoints": [], "others": []}
 
 
+@pytest.mark.long
 def test_a_long_run_fits_on_a_screen(long_run: Path) -> None:
     """Of 2,000 checkpoints the newest are shown, with where they come from; all of them on demand."""
     lines = cnr_text("ls", long_run).splitlines()

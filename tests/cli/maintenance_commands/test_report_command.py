@@ -18,6 +18,7 @@ from torchrec_cnr.maintenance.read_run_history import read_run_history
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 
+@pytest.mark.long
 def test_report_writes_a_page_of_the_facts(run: Path, tmp_path: Path) -> None:
     """Names, kinds and figures of what is kept, and of what was compacted and pruned; figures that JSON has exactly."""
     page = tmp_path / "new" / "folder" / "page.html"
@@ -98,6 +99,7 @@ def test_report_of_an_empty_root_says_so(tmp_path: Path) -> None:
     assert "No checkpoints yet" in out.read_text()
 
 
+@pytest.mark.long
 def test_report_replaces_nothing_but_pages(run: Path, tmp_path: Path) -> None:
     """A file of another kind, or a directory, stays; an empty file may be there, as mktemp makes one."""
     (tmp_path / "file").write_bytes(b"mine")

@@ -327,6 +327,7 @@ def test_hostile_names_are_only_text(browser: Browser, tmp_path: Path, name: str
 # -------- without a browser
 
 
+@pytest.mark.long
 def test_page_is_the_same_for_the_same_history() -> None:
     """No date, no random id; another history gives another page."""
     assert render(run_of(2)) == render(run_of(2))

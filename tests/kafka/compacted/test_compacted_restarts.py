@@ -46,6 +46,7 @@ def test_a_job_that_was_restarted_takes_over_blocks(tmp_path: Path, kafka: Broke
     run.close()
 
 
+@pytest.mark.long
 def test_a_job_that_goes_on_from_an_older_checkpoint_leaves_the_newest_alone(run: TopicJob) -> None:
     """Until it has committed, the newest checkpoint can still be loaded, although that is not what it goes on from."""
     for _ in range(3):
@@ -64,6 +65,7 @@ def test_a_job_that_goes_on_from_an_older_checkpoint_leaves_the_newest_alone(run
     run.check()
 
 
+@pytest.mark.long
 def test_who_was_overtaken_writes_nothing(run: TopicJob) -> None:
     """A later job shuts an earlier one out before it writes: its packs, its markers and its tombstones are refused."""
     early = replace(run.row_log, timeout_secs=9.0)  # with connections of its own
@@ -81,6 +83,7 @@ def test_who_was_overtaken_writes_nothing(run: TopicJob) -> None:
     run.check()
 
 
+@pytest.mark.long
 def test_who_comes_late_does_not_disturb_a_later_job(run: TopicJob) -> None:
     """A job that tries to save after another has begun is refused, and the other writes on."""
     Path(run.root, "fence-00000002.json").write_text("{}")
@@ -123,6 +126,7 @@ def test_a_broker_that_is_killed_loses_nothing(tmp_path: Path, server: KafkaServ
     run.close()
 
 
+@pytest.mark.long
 def test_packs_are_read_in_the_order_in_which_they_lie(run: TopicJob, monkeypatch: pytest.MonkeyPatch) -> None:
     """A load goes through each partition in one direction, so that most packs are reached without another request."""
     for _ in range(12):

@@ -19,6 +19,8 @@ from torchrec_cnr.errors import DamagedError
 from torchrec_cnr.kafka.pack_targets import KeyedTarget
 from torchrec_cnr.saving.row_blocks import BlockKey
 
+pytestmark = pytest.mark.long
+
 
 def test_a_compacted_topic_holds_the_newest_checkpoint(run: TopicJob) -> None:
     """After many saves the broker has removed most records, and the newest checkpoint loads bit for bit."""

@@ -38,6 +38,7 @@ FAIL_FAST_SECS = 10.0
 # A broker that is not there
 
 
+@pytest.mark.long
 def test_an_absent_broker_is_told_at_once() -> None:
     """Whoever begins without it fails within the time that the log has, and says where it should be."""
     bootstrap = f"127.0.0.1:{kafka_server.free_ports()}"
@@ -54,6 +55,7 @@ def test_an_absent_broker_is_told_at_once() -> None:
         assert time.monotonic() - began < FAIL_FAST_SECS
 
 
+@pytest.mark.long
 def test_jobs_do_not_begin_without_a_broker(tmp_path: Path) -> None:
     """Neither writer nor manager nor restore; and nothing is left in the root."""
     rows = cnr.KafkaRows(f"127.0.0.1:{kafka_server.free_ports()}", "rows", timeout_secs=IMPATIENT_SECS)
@@ -99,6 +101,7 @@ def test_a_broker_that_is_gone_costs_nothing_but_the_save(
     job.close()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_a_broker_that_hangs_fails_loads_and_looks(tmp_path: Path, server: KafkaServer, rows: cnr.KafkaRows) -> None:
     """Typed, on time, and not as damage; when it is back, all is there."""
@@ -123,6 +126,7 @@ def test_a_broker_that_hangs_fails_loads_and_looks(tmp_path: Path, server: Kafka
     job.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_sent", [False, True])
 def test_a_marker_that_is_not_acknowledged_is_looked_for(
     tmp_path: Path, rows: cnr.KafkaRows, monkeypatch: pytest.MonkeyPatch, is_sent: bool
@@ -153,6 +157,7 @@ def test_a_marker_that_is_not_acknowledged_is_looked_for(
     job.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_manager_tries_again(tmp_path: Path, rows: cnr.KafkaRows, when: str) -> None:
     """A save that was refused is tried again; one whose marker was there already is committed, and no failure."""
@@ -213,6 +218,7 @@ def _restore_on_ranks(rank: int, root: str, rows: cnr.KafkaRows) -> str:
     return found[0]
 
 
+@pytest.mark.long
 def test_other_roots_do_not_hide_what_was_committed(tmp_path: Path, rows: cnr.KafkaRows) -> None:
     """However many markers others have written since: a checkpoint that lacks its name is found."""
     job, other = SavingJob(tmp_path / "a", row_log=rows), SavingJob(tmp_path / "b", row_log=rows)

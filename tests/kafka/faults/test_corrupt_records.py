@@ -86,6 +86,7 @@ CASES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_records_that_lie_are_damage(
     tmp_path: Path, server: KafkaServer, case: str, caplog: pytest.LogCaptureFixture
@@ -117,6 +118,7 @@ def test_records_that_lie_are_damage(
     job.close()
 
 
+@pytest.mark.long
 def test_records_of_strangers_are_passed_over(
     tmp_path: Path, server: KafkaServer, rows: cnr.KafkaRows, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -144,6 +146,7 @@ def test_records_of_strangers_are_passed_over(
     job.close()
 
 
+@pytest.mark.long
 def test_rows_that_retention_has_removed_are_damage(tmp_path: Path, server: KafkaServer, rows: cnr.KafkaRows) -> None:
     """It is said that they were removed; a restore goes back to what is there."""
     job = SavingJob(tmp_path, row_log=rows)
@@ -159,6 +162,7 @@ def test_rows_that_retention_has_removed_are_damage(tmp_path: Path, server: Kafk
     job.close()
 
 
+@pytest.mark.long
 def test_markers_that_retention_has_removed_are_not_missed(
     tmp_path: Path, server: KafkaServer, rows: cnr.KafkaRows
 ) -> None:

@@ -187,6 +187,7 @@ def _goes_on(trainer: "Future[int | None]", journal: Path, rows: cnr.KafkaRows, 
     return len(found)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(280)
 def test_what_was_committed_outlives_everybody(tmp_path_factory: pytest.TempPathFactory, server: KafkaServer) -> None:
     """One schedule, in which the broker is killed as well."""

@@ -117,6 +117,7 @@ def _live(server: KafkaServer, folder: Path, operations: list[str]) -> None:
     life.job.close()
 
 
+@pytest.mark.long
 @settings(max_examples=3, derandomize=True, phases=[Phase.generate])  # the slow test below shrinks what fails
 @given(operations=st.lists(st.sampled_from(MILD + MILD + MILD + ROUGH), min_size=5, max_size=12))
 def test_the_newest_checkpoint_is_what_the_dictionary_says(

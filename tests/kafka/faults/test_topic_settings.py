@@ -47,6 +47,7 @@ def test_a_topic_that_would_lose_rows_is_refused(tmp_path: Path, server: KafkaSe
     assert not (tmp_path / "0").exists()
 
 
+@pytest.mark.long
 def test_topics_that_were_made_pass(server: KafkaServer) -> None:
     """Topics that the log has made itself are right for processes that come later, of whatever size records are."""
     for part_bytes in (1000, 512 << 10, 1 << 20):
@@ -103,6 +104,7 @@ def test_settings_that_clients_do_not_know_are_refused() -> None:
             cnr.KafkaRows("127.0.0.1:1", "rows", timeout_secs=IMPATIENT_SECS, config=config).open()
 
 
+@pytest.mark.long
 def test_secrets_are_not_told(caplog: pytest.LogCaptureFixture) -> None:
     """What is in the settings is in no message: passwords are."""
     caplog.set_level(logging.DEBUG)
@@ -122,6 +124,7 @@ def test_secrets_are_not_told(caplog: pytest.LogCaptureFixture) -> None:
     assert not [text for text in (*told, caplog.text) if "hunter2" in text]
 
 
+@pytest.mark.long
 def test_a_missing_client_is_named() -> None:
     """Without confluent-kafka, all but KafkaRows works, and that says what to install."""
     program = """

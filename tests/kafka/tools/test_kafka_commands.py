@@ -75,6 +75,7 @@ def test_every_command_knows_the_log(run: Run, tmp_path: Path, command: str) -> 
     assert cnr_text(command, *args, run.option)
 
 
+@pytest.mark.long
 def test_the_newest_of_a_root_is_what_a_marker_says(run: Run, died: Run) -> None:
     """Commands that look for the newest see one that waits for its name."""
     assert re.search("step-3 .*unfinished.*--kafka tells", cnr_text("ls", died.root))
@@ -130,6 +131,7 @@ def test_settings_come_from_options_and_a_file(run: Run, tmp_path: Path) -> None
     assert "in Kafka" in cnr_text("ls", run.root, run.option, "-F", file, "-X", "client.id=b")
 
 
+@pytest.mark.long
 def test_a_broker_that_does_not_answer_is_an_error(run: Run) -> None:
     """One line, and no traceback."""
     result = cnr_result("verify", run.root, "--kafka=127.0.0.1:1/rows")
@@ -149,6 +151,7 @@ def test_without_confluent_kafka_it_says_what_to_install(run: Run, monkeypatch: 
     assert "pip install 'torchrec-cnr[kafka]'" in result.stderr
 
 
+@pytest.mark.long
 def test_the_log_follows_a_store(run: Run) -> None:
     """A store with a log is taken wherever a path is."""
     store = Store.open(run.root, row_log=run.rows)

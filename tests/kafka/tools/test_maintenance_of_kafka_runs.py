@@ -86,6 +86,7 @@ def _moved(pack: Pack, num_offsets: int) -> Pack:
     return replace(pack, log=replace(pack.log, first=first, last=last))
 
 
+@pytest.mark.long
 def test_a_missing_record_is_found_and_named(run: Run, tmp_path: Path) -> None:
     """Where one of a pack's records is not there, verification names topic, partition and offsets, and goes on."""
     damaged = run.copy(tmp_path)
@@ -155,6 +156,7 @@ def test_the_golden_log_is_read_by_kafka(kafka: Broker, tmp_path: Path) -> None:
         admin.delete_topics([log.TOPIC])[log.TOPIC].result(ADMIN_SECS)
 
 
+@pytest.mark.long
 def test_markers_are_read_again_and_again(run: Run) -> None:
     """Whoever has read to the end of the markers, and comes back when there are no more, gets the same at once."""
     rows = replace(run.rows, timeout_secs=5)
@@ -213,6 +215,7 @@ def test_upkeep_compacts_and_prunes_a_run_in_the_log(run: Run, tmp_path: Path) -
 # What a marker has committed
 
 
+@pytest.mark.long
 def test_what_a_marker_committed_is_found(run: Run, died: Run) -> None:
     """A checkpoint that has its marker and not yet its name is seen by whoever is given the log."""
     assert list(read_catalog(died.root).checkpoints) == ["step-1", "step-2"]

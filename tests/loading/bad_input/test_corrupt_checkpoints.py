@@ -158,6 +158,7 @@ def _load_head_or_refuse(root: str, file: Path, expected: Whole, where: str) -> 
         assert differing(got, expected) == [], where
 
 
+@pytest.mark.long
 def test_a_flipped_bit_is_noticed(run: SavingJob) -> None:
     """One flipped bit anywhere in manifests and packs, headers too: the checkpoint is refused, the file is named."""
     _flip_bits(run.root, run.saved["2"], seed=1, num_flips=150)

@@ -130,6 +130,7 @@ def _save_values(path: str) -> None:
     save(saved, path)
 
 
+@pytest.mark.long
 def test_a_changed_pickle_is_refused_or_loads(tmp_path: Path) -> None:
     """Whatever the bytes of an object, its digest being right: one of our errors, or a value; no other error."""
     _save_values(f"{tmp_path}/0")
@@ -217,6 +218,7 @@ def _change_somewhere(body: Any, places: list[tuple[Any, ...]], rng: random.Rand
         pass  # an earlier change took the place away
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_a_forged_manifest_is_refused_or_loads(run: SavingJob, number: int) -> None:
     """Whatever a manifest says, its digest being right: one of our errors, or a load; no other error."""
@@ -224,6 +226,7 @@ def test_a_forged_manifest_is_refused_or_loads(run: SavingJob, number: int) -> N
     goes_on(run)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("number", "base"), [(1, None), (2, None), (2, "0")])
 def test_a_forged_replacement_is_refused_or_loads(run: SavingJob, number: int, base: str | None) -> None:
     """So too with a replacement, of the head or of its parent; and who stands on the head goes on."""

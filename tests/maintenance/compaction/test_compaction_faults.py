@@ -187,6 +187,7 @@ def _race(barrier: Any, path: str, results: Any) -> None:
         results.put(("lost", str(error)))
 
 
+@pytest.mark.long
 def test_of_two_compactions_one_wins(run: Run) -> None:
     """Processes that compact one head at once: one takes effect, and files of the others are removed."""
     before = run.load()
@@ -242,6 +243,7 @@ def _in_child(fn: Any, *args: Any) -> Any:
         return pool.apply_async(fn, args).get(timeout=CHILD_SECS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_bytes", [1000, 100_000])
 def test_files_that_cannot_be_written(run: Run, num_bytes: int) -> None:
     """Where there is no room, nothing is committed, and what was written is removed."""
@@ -328,6 +330,7 @@ def _die_at_write(path: str, number: int) -> None:
     compact(path, max_ratio=1.0, pack_bytes=PACK_BYTES)
 
 
+@pytest.mark.long
 def test_a_process_that_dies_at_any_file_operation(run: Run) -> None:
     """Whichever is the last, the head loads; the next compaction works, if there is anything left to do."""
     before = run.load()

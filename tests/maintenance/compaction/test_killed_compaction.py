@@ -47,6 +47,7 @@ def _compact(root: str) -> None:
     cnr.compact(f"{root}/step-4", max_ratio=1.0, pack_bytes=PACK_BYTES, thread_count=1)
 
 
+@pytest.mark.long
 def test_a_killed_compaction_loses_nothing_and_is_done_again(lineage: Path, tmp_path: Path) -> None:
     """Killed before each operation, all checkpoints load as before and verify; then it is compacted all the same."""
     expected = {step: _tensors(lineage, step) for step in STEPS}

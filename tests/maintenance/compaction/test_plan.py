@@ -33,6 +33,7 @@ def _pack_bytes(checkpoint: Checkpoint) -> int:
     return sum(pack.num_bytes for pack in checkpoint.manifest.packs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scheme", [NoQuantization(), Asymmetric(4)], ids=["exact", "4 bits"])
 @pytest.mark.parametrize("max_ratio", [1.0, 1.2, 2.0])
 def test_plans_come_true(tmp_path: Path, scheme: Scheme, max_ratio: float) -> None:
@@ -65,6 +66,7 @@ def test_plans_come_true(tmp_path: Path, scheme: Scheme, max_ratio: float) -> No
     assert num_victims > 0
 
 
+@pytest.mark.long
 def test_less_room_is_more_to_copy(tmp_path: Path) -> None:
     """The smaller the ratio, the more is copied; with a large one nothing is but manifests."""
     run = Run(tmp_path, Asymmetric(4))
@@ -93,6 +95,7 @@ def test_a_plan_changes_nothing(tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == files
 
 
+@pytest.mark.long
 def test_moved_rows_keep_their_heat_and_age(tmp_path: Path) -> None:
     """New files are of rows of one heat, and as old as the rows in them, however often these have been moved."""
     run = Run(tmp_path, NoQuantization())

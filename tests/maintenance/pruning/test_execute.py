@@ -86,6 +86,7 @@ def _copy(source: Path, target: Path) -> str:
     return str(target)
 
 
+@pytest.mark.long
 def test_a_prune_that_is_killed_before_any_operation(tmp_path: Path) -> None:
     """Every checkpoint that is kept then loads, and the next prune ends where an undisturbed one does."""
     root = _busy_root(str(tmp_path / "job"))

@@ -85,6 +85,7 @@ def test_a_broker_that_goes_away_does_not_stop_the_run(tmp_path: Path) -> None:
         assert CHECKED in loaded.output
 
 
+@pytest.mark.long
 def test_a_run_that_is_stopped_by_hand_says_how_to_go_on(tmp_path: Path) -> None:
     """Ctrl-C ends it with a line, and no traceback."""
     with _started("save", "--root", str(tmp_path / "run"), *SMALL, "--epochs", "1000") as process:
@@ -96,6 +97,7 @@ def test_a_run_that_is_stopped_by_hand_says_how_to_go_on(tmp_path: Path) -> None
     assert errors == "stopped; `load` goes on from the last checkpoint\n"
 
 
+@pytest.mark.long
 def test_runs_do_not_mix(tmp_path: Path) -> None:
     """Nothing to load, or something there already: one line and status 2."""
     root = ["--root", str(tmp_path / "run")]
@@ -117,6 +119,7 @@ def test_loading_without_the_topic_names_it(kafka: "Broker", tmp_path: Path) -> 
     assert f"its rows lie in the topic '{topic}' of Kafka" in ended.errors
 
 
+@pytest.mark.long
 def test_an_absent_broker_is_one_line_and_status_2(tmp_path: Path) -> None:
     """Nobody answers: that is said before anything is trained, and the root stays empty."""
     ended = run(SCRIPT, "save", "--root", str(tmp_path / "run"), "--kafka", "localhost:1/dlrm")

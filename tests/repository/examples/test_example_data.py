@@ -248,6 +248,7 @@ def test_zipf_ranks_follow_the_law() -> None:
     assert counts[0] / counts[9] == pytest.approx(expected, rel=0.05)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not REAL_CLICKS.exists(), reason=f"needs {REAL_CLICKS.name}")
 def test_three_million_real_clicks_are_read_in_well_under_a_minute() -> None:
     """Every click of the real file and its partner, in time order."""

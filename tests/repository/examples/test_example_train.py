@@ -17,6 +17,8 @@ from train_options import parse_options
 
 from tests.repository.examples.example_runs import ROOT, Ended, run, succeed
 
+pytestmark = pytest.mark.long
+
 TRAIN = str(ROOT / "examples" / "train_dlrm.py")
 KILLED_STATUS = 137
 STEPS, EVERY = 12, 3
