@@ -44,7 +44,7 @@ types: .venv ## static types
 	$(BIN)/mypy $(TYPED)
 
 quick: .venv ## the tests that take less than half a second each
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not long" --numprocesses 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not long" --numprocesses 2 --dist loadfile
 
 unit: .venv ## tests, but the slow ones; two files at a time, for two cores, those that take long first
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile --no-loadscope-reorder

@@ -111,7 +111,7 @@ print(sum(fused_rows.decode._compiled.stats.cache_hits.values()))
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_change_of_any_file_makes_kernels_anew(tmp_path: Path) -> None:
     """Kernels take functions from other files: what was kept is not used once one of these has changed."""
     shutil.copytree(Path(torchrec_cnr.__file__).parent, tmp_path / "torchrec_cnr", ignore=lambda *_: ["__pycache__"])

@@ -38,7 +38,20 @@ def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-SLOW = ("training", "search", "coding", "time", "async", "alternatives", "bandwidth")  # the longest
+# The longest, and those whose parts other tests run: loads by ranks, requests to S3, a served model.
+SLOW = (
+    "training",
+    "search",
+    "coding",
+    "time",
+    "async",
+    "alternatives",
+    "bandwidth",
+    "memory",
+    "scale",
+    "s3",
+    "serving",
+)
 
 
 @pytest.mark.parametrize(

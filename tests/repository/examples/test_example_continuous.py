@@ -97,7 +97,7 @@ def test_a_run_that_is_stopped_by_hand_says_how_to_go_on(tmp_path: Path) -> None
     assert errors == "stopped; `load` goes on from the last checkpoint\n"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_runs_do_not_mix(tmp_path: Path) -> None:
     """Nothing to load, or something there already: one line and status 2."""
     root = ["--root", str(tmp_path / "run")]
@@ -110,6 +110,7 @@ def test_runs_do_not_mix(tmp_path: Path) -> None:
     assert "holds checkpoints; go on with `load`" in ended.errors
 
 
+@pytest.mark.slow
 def test_loading_without_the_topic_names_it(kafka: "Broker", tmp_path: Path) -> None:
     """The rows are not in the files: the error says where they are."""
     root, topic = ["--root", str(tmp_path / "run")], f"continuous-{uuid.uuid4()}"
