@@ -14,7 +14,7 @@ from tests.attacks.walk import LIMIT_SECS, WAYS
 from tests.attacks.write import ATTACKS, CODE_RAN, FOLDER, write
 
 ROOT = Path(__file__).parents[2]
-MOST_BYTES = 300_000  # of the folder
+MAX_BYTES = 300_000  # of the folder
 HARMLESS = {"nothing": "40.0 1"}  # a table of 32 ones, of which a delta makes eight twos; others load as its parent
 
 
@@ -45,7 +45,7 @@ def test_each_attack_is_kept_as_it_is_written(tmp_path: Path) -> None:
     kept = {path.relative_to(FOLDER): path.read_bytes() for path in FOLDER.rglob("*") if path.is_file()}
     assert sorted(written) == sorted(kept)
     assert [str(path) for path in sorted(kept) if written[path] != kept[path]] == []
-    assert sum(map(len, kept.values())) < MOST_BYTES
+    assert sum(map(len, kept.values())) < MAX_BYTES
     listed = (FOLDER.parent / "README.md").read_text()
     assert [name for name, attack in ATTACKS.items() if f"| `{name}` | {attack.tries} |" not in listed] == []
 

@@ -24,7 +24,7 @@ from torchrec_cnr.quantization import Asymmetric, KMeans
 
 BITS = (2, 3, 4, 8)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-MOST_COLS = 70
+MAX_COLS = 70
 
 _CUTS = np.array([0.0, 0.04, 0.13, 0.3], np.float32)
 PLANS = {
@@ -111,7 +111,7 @@ def num_threads() -> Iterator[None]:
 def test_bytes_are_those_of_the_reference(bits: int, dtype: torch.dtype, plan: SearchPlan) -> None:
     """Rows of every kind give the bytes that plain torch gives; the cases together go through all widths to 70."""
     number = [*map(id, PLANS.values())].index(id(plan)) + len(PLANS) * ((BITS.index(bits) + FLOATS.index(dtype)) % 2)
-    for num_cols in range(1 + number, MOST_COLS + 1, 2 * len(PLANS)):
+    for num_cols in range(1 + number, MAX_COLS + 1, 2 * len(PLANS)):
         values = odd_rows(num_cols, dtype)
         codes, is_exact = encoded(values, bits, plan)
         assert_same((codes, is_exact), expected(values, bits, plan))
@@ -228,7 +228,7 @@ def test_fbgemm_decodes_the_bytes(bits: int, num_cols: int, plan: SearchPlan) ->
 @every_width
 @every_dtype
 @hypothesis.settings(max_examples=25)
-@hypothesis.given(data=st.data(), num_cols=st.integers(1, MOST_COLS), seed=st.integers(0, 99))
+@hypothesis.given(data=st.data(), num_cols=st.integers(1, MAX_COLS), seed=st.integers(0, 99))
 def test_codes_mean_what_the_page_says(
     bits: int, dtype: torch.dtype, data: st.DataObject, num_cols: int, seed: int
 ) -> None:

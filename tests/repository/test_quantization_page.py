@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "quantization.md"
 PLOT = ROOT / "docs" / "quantization.svg"
 NUM_ROWS = 60
-MOST_BYTES = 100_000
+MAX_BYTES = 100_000
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_plot_is_the_same_for_the_same_figures(points: list[Point], tmp_path: Pa
         save(draw(points), tmp_path / name)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
     for path in (tmp_path / "a.svg", PLOT):
-        assert path.stat().st_size < MOST_BYTES
+        assert path.stat().st_size < MAX_BYTES
         assert "<dc:date>" not in path.read_text()
         assert ElementTree.parse(path).getroot().tag == "{http://www.w3.org/2000/svg}svg"
 

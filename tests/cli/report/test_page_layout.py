@@ -10,7 +10,7 @@ from tests.cli.report.pages import SIZES, TOO_WIDE, any_width, check_texts, some
 from tests.servers.browser import Browser
 from torchrec_cnr.cli.report.svg import PALETTE
 
-MOST_BYTES = 3_000_000
+MAX_BYTES = 3_000_000
 any_size = pytest.mark.parametrize("num", SIZES)
 
 
@@ -45,7 +45,7 @@ def test_page_needs_nothing_else(browser: Browser, page_of: Callable[[int], Path
     assert [url for url in requested if not url.startswith("data:")] == [page.as_uri()]
     assert browser.log("browser") == []
     assert browser.run("return document.scripts.length") == 0
-    assert page.stat().st_size < MOST_BYTES
+    assert page.stat().st_size < MAX_BYTES
 
 
 @some_size
