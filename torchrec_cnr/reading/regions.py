@@ -10,7 +10,6 @@ is therefore read in windows of rows, and few enough of them at a time that thei
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,38 +25,35 @@ FLOAT_BYTES = 64 << 20  # of rows that are put together at a time
 _CHUNK_BYTES = 8 << 20  # of them that are quantized at a time
 
 
-class Region(Protocol):
-    """A part of a tensor that is wanted, and where its values go."""
-
-    box: Box
-
-    @property
-    def fqn(self) -> str:
-        """The tensor."""
-        ...
-
-    def write(self, block: Block) -> None:
-        """Overwrite the rows that a block holds of this region."""
-        ...
-
-    def finish(self) -> None:
-        """All blocks were written."""
-        ...
-
-
 @dataclass(eq=False)
-class TensorRegion:
-    """A region of a tensor whose own boxes place it.
+class Region:
+    """A part of a tensor that is wanted; what is written to, its kind says.
 
     Attributes:
         fqn: The tensor.
-        box: The region, in the tensor's indices.
-        target: Tensor of the box's size, of the checkpoint's dtype, on any device.
-        on_delta_rows: Told which rows of the region came from deltas.
+        box: The region, in the tensor's indices; of row-wise optimizer state in those of its table.
     """
 
     fqn: str
     box: Box
+
+    def write(self, block: Block) -> None:
+        """Overwrite the rows that a block holds of this region."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """All blocks were written."""
+
+
+@dataclass(eq=False)
+class TensorRegion(Region):
+    """A region of a tensor whose own boxes place it.
+
+    Attributes:
+        target: Tensor of the box's size, of the checkpoint's dtype, on any device.
+        on_delta_rows: Told which rows of the region came from deltas.
+    """
+
     target: Tensor
     on_delta_rows: Callable[[Tensor], None] | None = None
 
@@ -77,12 +73,9 @@ class TensorRegion:
         if block.is_delta and self.on_delta_rows is not None:
             self.on_delta_rows(row_numbers(rows))
 
-    def finish(self) -> None:
-        """Nothing is left to do."""
-
 
 @dataclass(eq=False)
-class RowStateRegion:
+class RowStateRegion(Region):
     """Row-wise optimizer state (one value a row) of a shard of a table.
 
     Every column shard of a table has a state of its own, which stands for the mean over its columns. So the state is
@@ -90,14 +83,10 @@ class RowStateRegion:
     ranges in it, weighted by their widths: exact where the target is sharded as the checkpoints were.
 
     Attributes:
-        fqn: The state.
-        box: The table shard's box, in the table's indices.
         target: [num_rows], perhaps a column of a larger tensor.
         bounds: Columns at which the ranges begin, and the end of the last: [num_ranges + 1].
     """
 
-    fqn: str
-    box: Box
     target: Tensor
     bounds: Sequence[int]
     ranges: Tensor = field(init=False)
@@ -129,47 +118,29 @@ class RowStateRegion:
 
 
 @dataclass(eq=False)
-class LargestValueRegion:
-    """A tensor of which only the largest value is wanted.
+class LargestValueRegion(TensorRegion):
+    """A tensor of which all values are kept until it is known which is the largest.
 
     Attributes:
-        fqn: The tensor.
-        box: All of it.
-        dtype: Its own.
-        target: Tensor of any shape, dtype and device: filled with the value.
+        result: Tensor of any shape, dtype and device: filled with the value.
     """
 
-    fqn: str
-    box: Box
-    dtype: torch.dtype
-    target: Tensor
-    values: TensorRegion = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.values = TensorRegion(self.fqn, self.box, torch.zeros(self.box.sizes, dtype=self.dtype))
-
-    def write(self, block: Block) -> None:
-        """Keep all values."""
-        self.values.write(block)
+    result: Tensor = field(kw_only=True)
 
     def finish(self) -> None:
         """Take the largest."""
-        self.target.fill_(self.values.target.max().item())
+        self.result.fill_(self.target.max().item())
 
 
 @dataclass(eq=False)
-class InferenceRegion:
-    """Rows of a table of which every checkpoint has whole rows.
+class InferenceRegion(Region):
+    """Rows of a table, with all columns, of which every checkpoint has whole rows.
 
     Attributes:
-        fqn: The table.
-        box: The rows, with all columns.
         target: uint8 [num_rows, row_bytes], on the host.
         row: How it keeps a row.
     """
 
-    fqn: str
-    box: Box
     target: Tensor
     row: InferenceRow
 
@@ -189,26 +160,15 @@ class InferenceRegion:
             written = self.row.of_values(_decoded(block, row_numbers(positions)))
         put_rows(self.target, rows, written)
 
-    def finish(self) -> None:
-        """Nothing is left to do."""
-
 
 @dataclass(eq=False)
-class PiecedRegion:
+class PiecedRegion(InferenceRegion):
     """Rows of a table of which some checkpoint has pieces.
 
     Attributes:
-        fqn: The table.
-        box: The rows, with all columns.
-        target: uint8 [num_rows, row_bytes], on the host.
-        row: How it keeps a row.
         dtype: The checkpoints'.
     """
 
-    fqn: str
-    box: Box
-    target: Tensor
-    row: InferenceRow
     dtype: torch.dtype
     _floats: TensorRegion | None = None
 
@@ -236,15 +196,7 @@ class PiecedRegion:
 def inference_regions(
     fqn: str, target: Tensor, row: InferenceRow, dtype: torch.dtype, shards: Iterable[Shard]
 ) -> list[Region]:
-    """The regions of a whole table: one, or windows if rows come in pieces.
-
-    Args:
-        fqn: The table.
-        target: uint8 [num_rows, row_bytes], on the host.
-        row: How it keeps a row.
-        dtype: The checkpoints'.
-        shards: The table's shards in all checkpoints.
-    """
+    """The regions of a whole table: one, or windows if ``shards``, those of all checkpoints, have rows in pieces."""
     num_rows, whole_rows = len(target), all(shard.box.num_cols == row.num_cols for shard in shards)
     if whole_rows:
         return [InferenceRegion(fqn, Box.whole((num_rows, row.num_cols)), target, row)]
@@ -328,7 +280,8 @@ class LineageTensor:
 
     def largest_value_region(self, target: Tensor) -> Region:
         """The same of the largest value alone, which fills the target, of any size and dtype."""
-        return LargestValueRegion(self.fqn, Box.whole(self.entry.size), self.dtype, target)
+        values = torch.zeros(self.entry.size, dtype=self.dtype)
+        return LargestValueRegion(self.fqn, Box.whole(self.entry.size), values, result=target)
 
 
 def _rows_in(num_bytes: int, row: InferenceRow, dtype: torch.dtype) -> int:

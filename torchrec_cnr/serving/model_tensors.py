@@ -15,9 +15,7 @@ from torchrec_cnr.loading.fitting import Wanted, fit, listed
 from torchrec_cnr.loading.read_items import SameLayout, TargetTables
 from torchrec_cnr.loading.torchrec_inference import quantized_tables
 from torchrec_cnr.quantization.fbgemm_rows import InferenceRow
-from torchrec_cnr.sharding import local_shards
-
-ModelTensorKey = tuple[str, tuple[int, ...]]
+from torchrec_cnr.sharding import ShardKey, local_shards
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +35,7 @@ class ModelTensor:
     row: InferenceRow | None = None
 
     @property
-    def key(self) -> ModelTensorKey:
+    def key(self) -> ShardKey:
         """Tells it from others, also when they are found anew."""
         return self.fqn, self.box.offsets
 
@@ -45,13 +43,7 @@ class ModelTensor:
 def find_model_tensors(
     model: nn.Module, key: str | None, newest: Checkpoint, *, allow_partial: bool
 ) -> list[ModelTensor]:
-    """What of a model this process holds.
-
-    Args:
-        model: The model.
-        key: What its state dict was saved under; None if it was saved as it is.
-        newest: What is to be applied.
-        allow_partial: Whether a tensor that checkpoints do not have is left as it is, unless it is a quantized table.
+    """What this process holds of a model that ``newest`` is to be applied to; for other arguments see ``ServedModel``.
 
     Raises:
         StateMismatchError: A tensor is not in the checkpoint, or of another size or dtype.

@@ -11,29 +11,26 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from torchrec_cnr.format.boxes import Box
+from torchrec_cnr.format.manifest import TensorEntry
 from torchrec_cnr.lineage.checkpoint import Lineage
 from torchrec_cnr.reading.blocks import Block
 from torchrec_cnr.reading.fold import fold
 from torchrec_cnr.reading.plan import CheckpointReads, held, plan_fold
 from torchrec_cnr.reading.regions import LineageTensor, Region, turns
-from torchrec_cnr.serving.model_tensors import ModelTensor, ModelTensorKey
+from torchrec_cnr.serving.model_tensors import ModelTensor
 from torchrec_cnr.serving.update_path import UpdateBase, UpdatePath
 from torchrec_cnr.serving.update_rows import UpdateRows
+from torchrec_cnr.sharding import ShardKey
 
 
 @dataclass(eq=False)
-class TouchedRows:
+class TouchedRows(Region):
     """Rows of a table's region that come from deltas. As a region of a fold, it notes which, and takes no values.
 
     Attributes:
-        fqn: The table.
-        box: The region, in the table's indices.
         is_touched: bool [num_rows].
     """
 
-    fqn: str
-    box: Box
     is_touched: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -45,14 +42,11 @@ class TouchedRows:
         if common is not None and block.box.intersect(self.box) is not None:
             self.is_touched[common[1]] = True
 
-    def finish(self) -> None:
-        """Nothing is left to do."""
+
+Touched = Mapping[ShardKey, TouchedRows]
 
 
-Touched = Mapping[ModelTensorKey, TouchedRows]
-
-
-def are_overwritten(touched: Touched, staged: Mapping[ModelTensorKey, UpdateRows]) -> bool:
+def are_overwritten(touched: Touched, staged: Mapping[ShardKey, UpdateRows]) -> bool:
     """Whether what is staged overwrites all that was touched, whole rows of it."""
     for key, rows in staged.items():
         if key not in touched or not rows.has_whole_rows:
@@ -64,7 +58,7 @@ def are_overwritten(touched: Touched, staged: Mapping[ModelTensorKey, UpdateRows
     return True
 
 
-def touch(touched: Touched, staged: Mapping[ModelTensorKey, UpdateRows]) -> None:
+def touch(touched: Touched, staged: Mapping[ShardKey, UpdateRows]) -> None:
     """What was staged is applied now."""
     for key, rows in touched.items():
         if key in staged:
@@ -103,7 +97,7 @@ class Update:
         num_bytes: Bytes of packs that it was read from.
     """
 
-    rows: Mapping[ModelTensorKey, UpdateRows]
+    rows: Mapping[ShardKey, UpdateRows]
     tensors: Sequence[UpdateTensor]
     touched: Touched
     num_bytes: int
@@ -147,21 +141,23 @@ def prepare_update(
         StoreError: A pack cannot be read.
         StateMismatchError: A tensor is of another size or dtype.
     """
-    rows: dict[ModelTensorKey, UpdateRows] = {}
+    rows: dict[ShardKey, UpdateRows] = {}
     tensors: list[UpdateTensor] = []
     regions: list[Region] = []
     for target in targets:
+        saved = LineageTensor(links.lineage, target.fqn)
         if links.is_delta and not _is_whole(links.lineage, target.fqn):
-            if not _is_made_of_rows(links.lineage, target):
+            if not _is_made_of_rows(saved.entry):
                 return None
-            rows[target.key] = _staged_rows(links.lineage, target)
+            rows[target.key] = UpdateRows(target.fqn, target.box, saved, target.tensor, target.row)
             regions.append(rows[target.key])
         else:
-            tensors.append(_staged_tensor(links.lineage, target))
-            saved = LineageTensor(links.lineage, target.fqn)
+            tensors.append(_staged_tensor(saved, target))
             regions += saved.regions(target.box, tensors[-1].values, target.row)
     if not links.is_delta:
-        touched = _untouched(links.lineage, targets)
+        entries = links.lineage.newest.manifest.tensors
+        rowwise = (target for target in targets if _is_made_of_rows(entries[target.fqn]))
+        touched = {target.key: TouchedRows(target.fqn, target.box) for target in rowwise}
         regions += touched.values()
     num_bytes = 0
     for turn in turns(regions):
@@ -174,30 +170,19 @@ def prepare_update(
     return Update(rows, tensors, touched, num_bytes)
 
 
-def _untouched(lineage: Lineage, targets: Sequence[ModelTensor]) -> Touched:
-    rows = (target for target in targets if _is_made_of_rows(lineage, target))
-    return {target.key: TouchedRows(target.fqn, target.box) for target in rows}
-
-
 def _is_whole(lineage: Lineage, fqn: str) -> bool:
     """Whether some link holds all of a tensor."""
     return any(entry.is_whole for _, entry in held(lineage.checkpoints, fqn))
 
 
-def _is_made_of_rows(lineage: Lineage, target: ModelTensor) -> bool:
-    """Whether a delta may hold some of its rows, that can be applied by themselves."""
-    entry = lineage.newest.manifest.tensors[target.fqn]
+def _is_made_of_rows(entry: TensorEntry) -> bool:
+    """Whether a delta may hold some of a tensor's rows, that can be applied by themselves."""
     return entry.table is None and len(entry.size) == 2
 
 
-def _staged_rows(lineage: Lineage, target: ModelTensor) -> UpdateRows:
-    return UpdateRows(LineageTensor(lineage, target.fqn), target.box, target.tensor, target.row)
-
-
-def _staged_tensor(lineage: Lineage, target: ModelTensor) -> UpdateTensor:
-    is_table = lineage.newest.manifest.tensors[target.fqn].is_table
+def _staged_tensor(saved: LineageTensor, target: ModelTensor) -> UpdateTensor:
     values = torch.empty(target.tensor.shape, dtype=target.tensor.dtype)
-    return UpdateTensor(target.tensor, values, len(values) if is_table else 0)
+    return UpdateTensor(target.tensor, values, len(values) if saved.entry.is_table else 0)
 
 
 def _read_bytes(plan: CheckpointReads) -> int:

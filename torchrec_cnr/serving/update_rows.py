@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.quantization.fbgemm_rows import InferenceRow
 from torchrec_cnr.reading.blocks import Block, PlacedRows
-from torchrec_cnr.reading.regions import LineageTensor, row_numbers
+from torchrec_cnr.reading.regions import LineageTensor, Region, row_numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,12 +26,11 @@ class _KeptRows:
 
 
 @dataclass(eq=False)
-class UpdateRows:
+class UpdateRows(Region):
     """The rows of a table's region that some links hold. As a region of a fold, it is written to and finished.
 
     Attributes:
         saved: The table in the links.
-        box: The region, in the table's indices.
         tensor: The served rows, [num_rows, num_cols] or, of a quantized table, uint8 [num_rows, row_bytes].
         row: How a quantized table keeps a row.
         rows: int64 [k], increasing, once it is finished: which rows are staged.
@@ -41,7 +40,6 @@ class UpdateRows:
     """
 
     saved: LineageTensor
-    box: Box
     tensor: Tensor
     row: InferenceRow | None
     rows: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
@@ -49,11 +47,6 @@ class UpdateRows:
     is_complete: bool = True
     has_whole_rows: bool = True
     _kept: list[_KeptRows] = field(default_factory=list)
-
-    @property
-    def fqn(self) -> str:
-        """The table."""
-        return self.saved.fqn
 
     def write(self, block: Block) -> None:
         """Keep the block."""

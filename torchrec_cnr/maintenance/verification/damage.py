@@ -11,13 +11,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from torchrec_cnr.errors import DamagedError, LoadError, StoreError
-from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.manifest import Manifest
 from torchrec_cnr.format.row_sets import Blob
 from torchrec_cnr.lineage.checkpoint import Checkpoint, Lineage, read_checkpoint
 from torchrec_cnr.reading.blocks import Block
 from torchrec_cnr.reading.fold import fold
 from torchrec_cnr.reading.plan import plan_fold, whole_box
+from torchrec_cnr.reading.regions import Region
 from torchrec_cnr.storage.pack_reader import Span, place_of, plan_spans, read_spans
 
 _WAY_OUT = "; use another checkpoint"
@@ -113,20 +113,15 @@ def find_contradictions(lineage: Lineage) -> Iterator[Problem]:
 
 
 @dataclass(eq=False)
-class _Discarded:
+class _Discarded(Region):
     """A region that is decoded and let go."""
 
-    fqn: str
-    box: Box
     advance: Advance
 
     def write(self, block: Block) -> None:
         """Decode."""
         values = block.values
         self.advance(len(values) * block.codes.shape[1])
-
-    def finish(self) -> None:
-        """Nothing is left to do."""
 
 
 def _decode(checkpoint: Checkpoint, thread_count: int, advance: Advance) -> tuple[set[str], list[str]]:
