@@ -157,15 +157,7 @@ class BlockRowNumbers:
 
 
 def parse_block(shard: Shard, dtype: torch.dtype, data: Bytes, rows: PlacedRows, is_delta: bool, where: str) -> Block:
-    """Take a blob's bytes apart.
-
-    Args:
-        shard: The shard that the blob belongs to.
-        dtype: The tensor's.
-        data: The bytes, joined if the blob was split.
-        rows: Which rows they are.
-        is_delta: Whether the blob belongs to a delta.
-        where: The checkpoint and the blob, for errors.
+    """Take the bytes of a shard's blob apart, joined if it was split; ``where`` names it in errors.
 
     Raises:
         DamagedError: The bytes are no rows of this dtype.

@@ -11,16 +11,15 @@ cannot show that these hold every row, so ``fold`` checks it while it reads.
 
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from torchrec_cnr.errors import DamagedError
 from torchrec_cnr.format.blob_bytes import Bytes, join
-from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.coverage import Coverage
-from torchrec_cnr.format.manifest import DTYPES, TensorEntry
+from torchrec_cnr.format.manifest import DTYPES
 from torchrec_cnr.progress import Count, Progress
 from torchrec_cnr.reading.blocks import Block, BlockRowNumbers, PlacedRows, parse_block
 from torchrec_cnr.reading.plan import BlobRead, CheckpointReads
@@ -41,9 +40,6 @@ class CheckpointRows:
         thread_count: Threads that read.
         holds_logs: Whether codes that lie in a log are read with the row numbers, and held until they are asked for.
             It is slow to go back in a log.
-
-    Attributes:
-        plan: What is read.
 
     Raises:
         DamagedError: Bytes are not what was committed.
@@ -108,19 +104,26 @@ class LatestWriter:
     """Of each row of some regions, the last turn that holds all of its columns; two bytes a row.
 
     Args:
-        regions: The regions, of which those with rows that are wide enough are followed.
+        checkpoints: Followed are regions with wide rows of tables of which several of these hold some.
     """
 
-    def __init__(self, regions: Iterable[Region]) -> None:
-        wide = [region for region in regions if len(region.box.sizes) == 2 and region.box.num_cols >= _MIN_COLS]
-        self._turns = {id(region): torch.zeros(region.box.num_rows, dtype=torch.int16) for region in wide}
+    def __init__(self, checkpoints: Sequence[CheckpointRows]) -> None:
+        regions: dict[int, Region] = {}
+        times: Counter[int] = Counter()
+        for checkpoint in checkpoints:
+            reads = [read for read in checkpoint.plan.reads.values() if read.rows.blob and read.entry.table is None]
+            own_regions = {id(region): region for read in reads for region in read.regions}
+            regions |= own_regions
+            times.update(own_regions.keys())
+        boxes = {number: region.box for number, region in regions.items() if times[number] > 1}
+        wide = {number: box for number, box in boxes.items() if len(box.sizes) == 2 and box.num_cols >= _MIN_COLS}
+        self._turns = {number: torch.zeros(box.num_rows, dtype=torch.int16) for number, box in wide.items()}
+        for checkpoint in checkpoints if self._turns else ():
+            for turn, read, rows in checkpoint.placed():
+                for region in read.regions:
+                    self._note(region, rows, turn)
 
-    @property
-    def num_regions(self) -> int:
-        """How many are followed."""
-        return len(self._turns)
-
-    def note(self, region: Region, rows: PlacedRows, turn: int) -> None:
+    def _note(self, region: Region, rows: PlacedRows, turn: int) -> None:
         """A turn holds some rows; turns come in order."""
         turns = self._turns.get(id(region))
         common = rows.within(region.box) if turns is not None and _has_all_columns(rows, region) else None
@@ -178,7 +181,7 @@ def fold(
             CheckpointRows(plan, first_turn, thread_count, holds_logs=len(window) > 1)
             for plan, first_turn in zip(window, first_turns, strict=False)
         ]
-        turns = _last_turns(checkpoints)
+        turns = LatestWriter(checkpoints)
         for checkpoint in checkpoints:
             for turn, read, block in checkpoint.blocks():
                 for region in read.regions:
@@ -211,36 +214,17 @@ def _windows(plans: Iterable[CheckpointReads]) -> Iterator[list[CheckpointReads]
         yield window
 
 
-def _last_turns(checkpoints: Sequence[CheckpointRows]) -> LatestWriter:
-    """When rows of tables are overwritten for the last time, in regions of which several checkpoints hold some rows."""
-    regions: dict[int, Region] = {}
-    times: Counter[int] = Counter()
-    for checkpoint in checkpoints:
-        reads = [read for read in checkpoint.plan.reads.values() if read.rows.blob and read.entry.table is None]
-        own_regions = {id(region): region for read in reads for region in read.regions}
-        regions |= own_regions
-        times.update(own_regions.keys())
-    turns = LatestWriter(regions[number] for number, count in times.items() if count > 1)
-    for checkpoint in checkpoints if turns.num_regions else ():
-        for turn, read, rows in checkpoint.placed():
-            for region in read.regions:
-                turns.note(region, rows, turn)
-    return turns
-
-
 def _coverages(plans: Sequence[CheckpointReads], regions: Sequence[Region]) -> dict[int, Coverage]:
     """What is stored of the regions of tensors that no manifest shows to be whole."""
-    oldest: dict[int, TensorEntry] = {}
-    boxes: dict[int, list[Box]] = {}
-    num_rows: dict[int, int] = {}  # stored, each as often as it is
+    reads: dict[int, list[BlobRead]] = defaultdict(list)
     for plan in plans:
         for read in plan.reads.values():
             for region in read.regions:
-                oldest.setdefault(id(region), read.entry)
-                boxes.setdefault(id(region), []).append(read.shard.table_box or read.shard.box)
-                num_rows[id(region)] = num_rows.get(id(region), 0) + read.rows.num_rows
-    return {
-        id(region): Coverage(region.box, boxes.get(id(region), ()), num_rows.get(id(region), 0))
-        for region in regions
-        if math.prod(region.box.sizes) and not (id(region) in oldest and oldest[id(region)].is_whole)
-    }
+                reads[id(region)].append(read)
+    coverages: dict[int, Coverage] = {}
+    for region in regions:
+        own = reads[id(region)]
+        if math.prod(region.box.sizes) and not (own and own[0].entry.is_whole):
+            boxes = [read.shard.table_box or read.shard.box for read in own]
+            coverages[id(region)] = Coverage(region.box, boxes, sum(read.rows.num_rows for read in own))
+    return coverages

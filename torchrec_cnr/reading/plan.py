@@ -4,8 +4,9 @@ Boxes are compared in the tensor's own indices, so each link may be sharded diff
 target. A tensor that some checkpoint holds whole is not read from older ones.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NoReturn
 
 from torchrec_cnr.errors import DamagedError
@@ -34,13 +35,17 @@ class CheckpointReads:
 
     Attributes:
         checkpoint: The checkpoint.
-        row_blocks: Coded blocks of row numbers needed, by a key that names them in errors.
         reads: By a key that names the blob in errors.
     """
 
     checkpoint: Checkpoint
-    row_blocks: dict[str, RowBlock]
     reads: dict[str, BlobRead]
+
+    @cached_property
+    def row_blocks(self) -> dict[str, RowBlock]:
+        """Coded blocks of row numbers needed, by a key that names them in errors."""
+        names = self.checkpoint.manifest.row_block_names
+        return {names[read.rows]: read.rows for read in self.reads.values() if read.rows.blob is not None}
 
     def turns(self) -> list[dict[str, BlobRead]]:
         """What may be read in any order, before what overwrites it."""
@@ -75,11 +80,7 @@ def plan_fold(lineage: Lineage, regions: Sequence[Region]) -> list[CheckpointRea
     for region in regions:
         for number, entry in held(lineage.checkpoints, region.fqn):
             _add_reads(reads.setdefault(number, {}), region, entry)
-    plans = []
-    for number, own_reads in sorted(reads.items()):
-        checkpoint = lineage.checkpoints[number]
-        plans.append(CheckpointReads(checkpoint, _row_blocks(checkpoint.manifest, own_reads.values()), own_reads))
-    return plans
+    return [CheckpointReads(lineage.checkpoints[number], own_reads) for number, own_reads in sorted(reads.items())]
 
 
 def held(run: Sequence[Checkpoint], fqn: str) -> Iterator[tuple[int, TensorEntry]]:
@@ -115,10 +116,6 @@ def whole_box(manifest: Manifest, fqn: str) -> Box:
     """All of a tensor, as regions count it; of row-wise optimizer state, all of its table, whatever the sharding."""
     entry = manifest.tensors[fqn]
     return Box.whole(entry.size if entry.table is None else manifest.tensors[entry.table].size)
-
-
-def _row_blocks(manifest: Manifest, reads: Iterable[BlobRead]) -> dict[str, RowBlock]:
-    return {manifest.row_block_names[read.rows]: read.rows for read in reads if read.rows.blob is not None}
 
 
 def _refuse(checkpoint: Checkpoint, entry: TensorEntry | None, newest: Checkpoint, fqn: str) -> NoReturn:
