@@ -47,14 +47,9 @@ class LoadReport:
     renamed: Mapping[str, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        parts = {
-            "missing": self.missing,
-            "unexpected": self.unexpected,
-            "reshaped": self.reshaped,
-            "renamed": self.renamed,
-        }
-        counts = [f"{len(self.loaded):,} loaded", *(f"{len(found):,} {what}" for what, found in parts.items() if found)]
-        return f"LoadReport({', '.join(counts)}, {url_text(self.url)})"
+        parts = ("missing", "unexpected", "reshaped", "renamed")
+        counts = [f"{len(found):,} {what}" for what in parts if (found := getattr(self, what))]
+        return f"LoadReport({', '.join([f'{len(self.loaded):,} loaded', *counts])}, {url_text(self.url)})"
 
     def __str__(self) -> str:
         lines = [f"{len(self.loaded)} loaded from {self.url}"]
@@ -95,14 +90,7 @@ class Wanted:
 
     @classmethod
     def of(cls, fqn: str, value: Any, path: Sequence[str | int], tables: TargetTables) -> "Wanted":
-        """An item, as the coordinator is told of it.
-
-        Args:
-            fqn: Its FQN.
-            value: What the state dict has.
-            path: Leads to it in the nested state dict.
-            tables: Tables of a quantized model that it may be one of.
-        """
+        """An item that ``path`` leads to in the state dict, and that may be one of a quantized model's ``tables``."""
         name, table = str(path[-1]), tables.find(value)
         if table is not None:
             return cls(fqn, name, table.size, QUANTIZED)
@@ -157,7 +145,8 @@ def fit(wanted: Collection[Wanted], manifest: Manifest, url: str, *, allow_parti
     missing = set(sizes) - set(saved) - set(pairing.renamed)
     unexpected = set(saved) - set(sizes) - set(pairing.renamed.values())
     left_out = frozenset((missing | unexpected) - pairing.tolerated)
-    mismatches = _Mismatches([_candidates(fqn, others) for fqn, others in pairing.ambiguous.items()])
+    ambiguous = pairing.ambiguous.items()
+    mismatches = _Mismatches([f"{fqn!r} (may be {' or '.join(map(repr, others))})" for fqn, others in ambiguous])
     quantized = {item.fqn for item in wanted if item.dtype == QUANTIZED}
     mismatches.quantized += map(repr, sorted(missing & quantized))
     if not allow_partial:
@@ -244,18 +233,10 @@ def _compare(item: Wanted, entry: TensorEntry | None, source: SavedItem | None, 
     elif entry is not None and item.size is not None:
         if source is None:
             mismatches.sizes.append(f"{item.fqn!r} (saved {list(entry.size)}, wanted {list(item.size)})")
-        if not _is_taken(item, entry) and (source is None or not source.layout.converts):
+        is_taken = item.dtype == entry.dtype or (item.dtype == QUANTIZED and DTYPES[entry.dtype].is_floating_point)
+        if not is_taken and (source is None or not source.layout.converts):
             mismatches.dtypes.append(f"{item.fqn!r} (saved {entry.dtype}, wanted {item.dtype})")
             mismatches.has_codes |= item.dtype == "uint8"
-
-
-def _is_taken(item: Wanted, entry: TensorEntry) -> bool:
-    """Whether values of the saved dtype can go there."""
-    return item.dtype == entry.dtype or (item.dtype == QUANTIZED and DTYPES[entry.dtype].is_floating_point)
-
-
-def _candidates(fqn: str, others: Sequence[str]) -> str:
-    return f"{fqn!r} (may be {' or '.join(map(repr, others))})"
 
 
 def _lines(mismatches: _Mismatches) -> Iterator[str]:

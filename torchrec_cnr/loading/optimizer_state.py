@@ -84,7 +84,9 @@ def pair(wanted: Mapping[str, Size | None], saved: Mapping[str, Size | None], we
             optimizer's own prefix ends; without them, keys must be the same on both sides.
     """
     missing, unexpected = _parse(set(wanted) - set(saved)), _parse(set(saved) - set(wanted))
-    siblings = _names_by_group(_parse({*wanted, *saved}))
+    siblings: dict[str, set[str]] = defaultdict(set)
+    for state in _parse({*wanted, *saved}):
+        siblings[state.group].add(state.name)
     by_weight: dict[str, list[StateName]] = defaultdict(list)
     for state in unexpected:
         if saved[state.fqn] is not None:
@@ -117,10 +119,8 @@ def pair(wanted: Mapping[str, Size | None], saved: Mapping[str, Size | None], we
 
 def is_count(fqn: str, saved: str) -> bool:
     """Whether state is a count of steps, on one side at least a fused optimizer's: one value a shard of the table."""
-    states = [StateName.parse(fqn), StateName.parse(saved)]
-    return all(state is not None and state.name in _COUNTS for state in states) and any(
-        state is not None and state.is_fused for state in states
-    )
+    states = [state for state in _parse((fqn, saved)) if state.name in _COUNTS]
+    return len(states) == 2 and any(state.is_fused for state in states)
 
 
 def weight_of(key: str, weights: Collection[str]) -> str:
@@ -136,13 +136,6 @@ def weight_of(key: str, weights: Collection[str]) -> str:
 
 def _parse(fqns: Iterable[str]) -> list[StateName]:
     return [state for state in map(StateName.parse, sorted(fqns)) if state is not None]
-
-
-def _names_by_group(states: Iterable[StateName]) -> Mapping[str, set[str]]:
-    names: dict[str, set[str]] = defaultdict(set)
-    for state in states:
-        names[state.group].add(state.name)
-    return names
 
 
 def _is_same(state: StateName, other: StateName, siblings: Mapping[str, set[str]]) -> bool:

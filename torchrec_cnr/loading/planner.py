@@ -191,7 +191,7 @@ class CNRLoadPlanner(DefaultLoadPlanner):
         self._restored.add(_key(read_item))
 
     def restore_rows(self, item: ReadItem, rows: Tensor) -> None:
-        """Rows of a table came from a delta: they were modified since the baseline."""
+        """Rows of a table, int64 [k] within the item's target, came from a delta: modified since the baseline."""
         shard = self._tracked.get(_key(item))
         if shard is not None:
             shard.rows.restore_rows(rows + int(item.dest_offsets[0]))

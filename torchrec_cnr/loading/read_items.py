@@ -6,7 +6,7 @@ and each read item carries it: it makes the items of a rank's shards, and then t
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -51,19 +51,6 @@ def _tensor_metadata(entry: TensorEntry) -> TensorStorageMetadata:
         ChunkStorageMetadata(torch.Size(place.box.offsets), torch.Size(place.box.sizes)) for place in entry.places
     ]
     return TensorStorageMetadata(TensorProperties(dtype=DTYPES[entry.dtype]), torch.Size(entry.size), chunks)
-
-
-@runtime_checkable
-class RestoredRows(Protocol):
-    """A load planner that wants to know which rows the deltas of a lineage held."""
-
-    def restore_rows(self, item: ReadItem, rows: Tensor) -> None:
-        """Rows of a table were read from a delta: int64 [k], numbered within the item's target."""
-        ...
-
-    def finish_restore(self) -> None:
-        """Every item of this rank was read."""
-        ...
 
 
 class Layout(Protocol):

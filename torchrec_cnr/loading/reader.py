@@ -12,12 +12,12 @@ Who calls what, on which rank, in one ``dcp.load``:
 
 import os
 import uuid
-from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
@@ -25,7 +25,8 @@ from torchrec_cnr.errors import CNRError, LoadError
 from torchrec_cnr.format.safe_pickle import serialized
 from torchrec_cnr.human_text import url_text
 from torchrec_cnr.lineage.checkpoint import Lineage, existing, read_lineage, read_objects
-from torchrec_cnr.loading.read_items import LoadMetadata, RestoredRows, item_regions
+from torchrec_cnr.loading.planner import CNRLoadPlanner
+from torchrec_cnr.loading.read_items import LoadMetadata, item_regions
 from torchrec_cnr.progress import Progress
 from torchrec_cnr.reading.fold import fold
 from torchrec_cnr.reading.plan import plan_fold
@@ -73,9 +74,6 @@ class CNRStorageReader(StorageReader):
         if row_log is not None:
             row_log.open(may_make=False)
         self._url = Store.open(existing(path)).url
-        self._lineage: Lineage | None = None
-        self._failure: CNRError | None = None
-        self._load_id = ""
         self._lease: Lease | None = None
         self.reset()
 
@@ -87,8 +85,8 @@ class CNRStorageReader(StorageReader):
         self._end_lease()
         if checkpoint_id is not None:
             self._url = Store.open(checkpoint_id).url
-        self._lineage = None
-        self._failure = None
+        self._lineage: Lineage | None = None
+        self._failure: CNRError | None = None
         self._load_id = uuid.uuid4().hex[:16]
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -130,32 +128,27 @@ class CNRStorageReader(StorageReader):
     def _read_data(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         if self._lineage is None:
             raise LoadError(f"{self._url}: data was asked for before the metadata was read")
+        newest = self._lineage.newest
         tensors = [item for item in plan.items if item.type is LoadItemType.TENSOR]
         targets = [planner.resolve_tensor(item).detach() for item in tensors]
         forget_overwritten(targets)
         regions: list[Region] = []
         for item, target in zip(tensors, targets, strict=True):
             own_regions = item_regions(self._lineage, item, target)
-            if (
-                isinstance(planner, RestoredRows)
-                and self._lineage.newest.manifest.tensors[item.storage_index.fqn].is_table
-            ):
-                _tell_of_delta_rows(planner, item, own_regions)
+            if isinstance(planner, CNRLoadPlanner) and newest.manifest.tensors[item.storage_index.fqn].is_table:
+                for region in own_regions:
+                    if isinstance(region, TensorRegion):
+                        region.on_delta_rows = partial(planner.restore_rows, item)
             regions += own_regions
         for turn in turns(regions):
             fold(plan_fold(self._lineage, turn), turn, self._thread_count, progress=self._progress)
         for item, target in zip(tensors, targets, strict=True):
             planner.commit_tensor(item, target)
-        self._load_objects([item for item in plan.items if item.type is LoadItemType.BYTE_IO], planner)
-        if isinstance(planner, RestoredRows):
+        objects = {item.storage_index.fqn: item for item in plan.items if item.type is LoadItemType.BYTE_IO}
+        for fqn, value in read_objects(newest, objects, self._thread_count):
+            planner.load_bytes(objects[fqn], serialized(value, f"{self._url}: object {fqn!r}"))
+        if isinstance(planner, CNRLoadPlanner):
             planner.finish_restore()
-
-    def _load_objects(self, items: list[ReadItem], planner: LoadPlanner) -> None:
-        if self._lineage is None:
-            return
-        by_fqn = {item.storage_index.fqn: item for item in items}
-        for fqn, value in read_objects(self._lineage.newest, by_fqn, self._thread_count):
-            planner.load_bytes(by_fqn[fqn], serialized(value, f"{self._url}: object {fqn!r}"))
 
     def _end_lease(self) -> None:
         if self._lease is not None:
@@ -171,10 +164,3 @@ class CNRStorageReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this reader could load from there."""
         return Store.can_open(checkpoint_id)
-
-
-def _tell_of_delta_rows(planner: RestoredRows, item: ReadItem, regions: Iterable[Region]) -> None:
-    """Have a planner told which rows of a table came from deltas."""
-    for region in regions:
-        if isinstance(region, TensorRegion):
-            region.on_delta_rows = lambda rows: planner.restore_rows(item, rows)
