@@ -154,11 +154,7 @@ def read_checkpoint(path: str | os.PathLike[str] | Store) -> Checkpoint:
         VersionError: It was written by a newer version.
         StoreError: It cannot be read for another reason.
     """
-    return read_at(Store.open(path))
-
-
-def read_at(store: Store) -> Checkpoint:
-    """As :func:`read_checkpoint`, of a store that is open."""
+    store = Store.open(path)
     found = _read_manifest(store, MANIFEST_FILE)
     if found is None and store.row_log is not None:
         publish_marked(store.at(".."))
@@ -283,7 +279,7 @@ def read_lineage(
     """
 
     def read(store: Store) -> Checkpoint:
-        checkpoint = read_at(store)
+        checkpoint = read_checkpoint(store)
         return replace(checkpoint, manifest=checkpoint.committed) if is_as_committed else checkpoint
 
     found = [read(Store.open(path))]

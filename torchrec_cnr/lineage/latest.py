@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from torchrec_cnr.errors import DamagedError, StoreError
 from torchrec_cnr.format import manifest_json
 from torchrec_cnr.format.manifest import MANIFEST_FILE
-from torchrec_cnr.lineage.checkpoint import Checkpoint, read_at
+from torchrec_cnr.lineage.checkpoint import Checkpoint, read_checkpoint
 from torchrec_cnr.lineage.marker_commit import publish_marked
 from torchrec_cnr.storage.fences import is_fence
 from torchrec_cnr.storage.row_log import RowLog
@@ -17,6 +17,7 @@ from torchrec_cnr.storage.store import Store
 
 logger = logging.getLogger(__name__)
 
+_PASSED_OVER = "passed over while looking for the latest checkpoint: %s"
 _START_BYTES = 512  # enough of a manifest file to hold its time of commit
 
 
@@ -52,37 +53,36 @@ def newest_first(root: str | os.PathLike[str], row_log: RowLog | None = None) ->
     for name in directory.names():
         if is_fence(name):
             continue
-        try:
-            at_ns = committed_ns(directory.at(name))
-        except (StoreError, DamagedError) as error:
-            if isinstance(error, StoreError) and error.errno not in (errno.EACCES, errno.EPERM):
-                raise
-            logger.warning("passed over while looking for the latest checkpoint: %s", error)
-            continue
+        at_ns = committed_ns(directory.at(name), logging.WARNING)
         if at_ns is not None:
             candidates.append((at_ns, name))
     for _, name in sorted(candidates, reverse=True):
         try:
-            yield read_at(directory.at(name))
+            yield read_checkpoint(directory.at(name))
         except DamagedError as error:
-            logger.warning("passed over while looking for the latest checkpoint: %s", error)
+            logger.warning(_PASSED_OVER, error)
 
 
-def committed_ns(store: Store) -> float | None:
+def committed_ns(store: Store, level: int) -> float | None:
     """When a checkpoint was committed, in Unix nanoseconds, without reading all of its manifest.
 
     Returns:
-        The time; infinity where the manifest does not tell, which may be the newest, damaged; None where there is none.
+        The time; infinity where the manifest does not tell, which may be the newest, damaged; None where there is none,
+        or it is passed over, which is logged at ``level``: it may not be read, or is a link or a pipe.
 
     Raises:
-        DamagedError: There is a link or a pipe where the manifest should be.
-        StoreError: It cannot be read.
+        StoreError: It cannot be read for another reason.
     """
     try:
         start = store.read(MANIFEST_FILE, 0, _START_BYTES)
+    except DamagedError as error:
+        logger.log(level, _PASSED_OVER, error)
+        return None
     except StoreError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
-            return None
-        raise
+        if error.errno in (errno.EACCES, errno.EPERM):
+            logger.log(level, _PASSED_OVER, error)
+        elif error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
+            raise
+        return None
     at_ns = manifest_json.created_ns(start)
     return math.inf if at_ns is None else at_ns

@@ -8,7 +8,6 @@ and a local directory is listed only after its modification time has changed.
 there is: so a checkpoint counts that was committed before there was a topic, or whose marker the topic no longer has.
 """
 
-import errno
 import logging
 import os
 import threading
@@ -17,15 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from torchrec_cnr.errors import DamagedError, StoreError
+from torchrec_cnr.errors import DamagedError
 from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.human_text import instant_text, url_text
 from torchrec_cnr.lineage.latest import committed_ns
 from torchrec_cnr.lineage.marker_commit import publish_marked
 from torchrec_cnr.storage.row_log import Marker, RowLog, root_id
 from torchrec_cnr.storage.store import Store
-
-logger = logging.getLogger(__name__)
 
 _FAR_NS = 1 << 63  # some 250 years after now
 _SETTLED_NS = 10**9  # after which a directory's time of modification tells of the next change, however coarse it is
@@ -130,16 +127,7 @@ class RootCommits:
         return True
 
     def _look_at(self, name: str) -> None:
-        try:
-            at_ns = committed_ns(self._root.at(name))
-        except StoreError as error:
-            if error.errno not in (errno.EACCES, errno.EPERM):
-                raise
-            logger.info("passed over until it can be read: %s", error)
-            at_ns = None
-        except DamagedError as error:
-            logger.info("passed over: %s", error)
-            at_ns = None
+        at_ns = committed_ns(self._root.at(name), logging.INFO)
         known = self._commits.get(name)
         if at_ns is None:
             self._commits.pop(name, None)
