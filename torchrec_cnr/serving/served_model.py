@@ -41,10 +41,11 @@ class _State:
     touched: Touched
 
 
+@dataclass(eq=False, repr=False)
 class ServedModel:
     """A model whose forwards share a lock, and what it has.
 
-    Args:
+    Attributes:
         model: The model.
         key: What its state dict was saved under; None if it was saved as it is.
         allow_partial: Whether tensors that checkpoints do not have are left as they are.
@@ -52,23 +53,16 @@ class ServedModel:
         row_log: That rows of deltas go to, if they do.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        key: str | None,
-        *,
-        allow_partial: bool,
-        thread_count: int,
-        row_log: RowLog | None = None,
-    ) -> None:
-        self._model = model
-        self._key = key
-        self._allow_partial = allow_partial
-        self._thread_count = thread_count
-        self._log = row_log
+    model: nn.Module
+    key: str | None
+    allow_partial: bool
+    thread_count: int
+    row_log: RowLog | None
+
+    def __post_init__(self) -> None:
         self._state: _State | None = None
         self._lookups = ForwardLock()
-        self._hooks = share_forwards(model, self._lookups)
+        self._hooks = share_forwards(self.model, self._lookups)
 
     @property
     def commit(self) -> Commit | None:
@@ -95,7 +89,7 @@ class ServedModel:
         """
         started_secs = time.perf_counter()
         before = self._state
-        store = Store.open(commit.path, row_log=self._log)
+        store = Store.open(commit.path, row_log=self.row_log)
         with leased(store, "load"):
             found = self._staged(store, before)
         if found is None:
@@ -129,13 +123,12 @@ class ServedModel:
     def _staged(self, store: Store, before: _State | None) -> tuple[UpdatePath, Update] | None:
         """The first way to a checkpoint that can be gone, and what it leads to; None if the model is there."""
         for links in read_update_paths(store, None if before is None else before.standing):
-            if before is not None and links.lineage.newest.sha256 == before.standing.head:
+            newest = links.lineage.newest
+            if before is not None and newest.sha256 == before.standing.head:
                 return None
-            targets = find_model_tensors(
-                self._model, self._key, links.lineage.newest, allow_partial=self._allow_partial
-            )
+            targets = find_model_tensors(self.model, self.key, newest, allow_partial=self.allow_partial)
             try:
-                staged = prepare_update(links, targets, {} if before is None else before.touched, self._thread_count)
+                staged = prepare_update(links, targets, {} if before is None else before.touched, self.thread_count)
             except (DamagedError, StoreError) as error:
                 if not links.is_delta:
                     raise
