@@ -124,13 +124,10 @@ class CheckpointManager:
         self._on_saved = on_saved
         self._in_flight: tuple[int, float, float, Future[Any]] | None = None
         does_compact = isinstance(policy, Compacted) if compacts is None else compacts
-        is_coordinator = self._ranks.rank == 0
         max_ratio = policy.max_ratio if isinstance(policy, Compacted) else MAX_RATIO
-        self._upkeep = (
-            Upkeep(self._root, keep, does_compact, max_ratio, row_log=row_log, progress=on_progress)
-            if is_coordinator
-            else None
-        )
+        self._upkeep: Upkeep | None = None
+        if self._ranks.rank == 0:
+            self._upkeep = Upkeep(self._root, keep, does_compact, max_ratio, row_log=row_log, progress=on_progress)
         self.report: LoadReport | None = None
         self._passed_over: frozenset[str] = frozenset()
 

@@ -47,11 +47,6 @@ class Heartbeat:
         # Not to be caught in the store when the interpreter ends, which would end it with a crash.
         self._stop = weakref.finalize(self, _stop, self._is_closed, self._thread)
 
-    @classmethod
-    def of_world(cls) -> "Heartbeat":
-        """That of this rank of the default group."""
-        return cls(dist.get_rank(), dist.get_world_size(), _get_default_store())
-
     def missing(self) -> Sequence[int]:
         """Ranks whose pulse has stopped; takes some seconds. All but this one, if not even the store answers."""
         found: list[int] = []
@@ -118,7 +113,7 @@ class RunRanks:
             self.rank = dist.get_rank()
             self.group = dist.new_group(backend="gloo", timeout=timeout)
             self._deciding = dist.new_group(backend="gloo", timeout=timeout)
-            self._pulse = Heartbeat.of_world()
+            self._pulse = Heartbeat(self.rank, dist.get_world_size(), _get_default_store())
 
     def decide(self, value: Any) -> Any:
         """What rank 0 has, on all ranks."""

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 
 from torchrec_cnr.errors import ConfigurationError
 
-Share = Callable[[int], int]  # what the coordinator says, on all ranks
-
 
 @dataclass
 class Schedule:
@@ -26,7 +24,7 @@ class Schedule:
 
     every_steps: int | None
     every_secs: float | None
-    share: Share
+    share: Callable[[int], int]
     _saved_at: float = field(default_factory=time.monotonic)
     _saved_step: int | None = None
     _ask_at: int = 0
