@@ -11,7 +11,7 @@ import logging
 import math
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -50,10 +50,10 @@ from torchrec_cnr.saving.sinks import (
     OwnFence,
     PackSettings,
     PackSink,
+    PlacedShards,
     Places,
     PlainTopic,
     SinkRecords,
-    SinkShard,
 )
 from torchrec_cnr.storage.pack_writer import PackWriter
 from torchrec_cnr.storage.row_log import BlockTarget, RowLog, root_id
@@ -62,7 +62,7 @@ from torchrec_cnr.tracking.modified_rows import ModifiedRows, SelectedRows
 
 logger = logging.getLogger(__name__)
 
-_MAX_REMEMBERED = 3
+_MAX_REMEMBERED = 3  # manifests, those that were used last
 _NUM_LOOKED_AT = 8  # of the newest markers
 _ROW_BYTES = 16  # more than a row number takes, coded, or the position of an exact row
 _HEADER_BYTES = 1 << 10  # of a pack, for each blob
@@ -84,7 +84,7 @@ class Predecessor:
     used: frozenset[str]
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class WrittenBlocks:
     """The row blocks of one table's shard and of its optimizer state.
 
@@ -96,22 +96,19 @@ class WrittenBlocks:
         kept: Those that were taken over, each with its number among the packs of this rank that were.
     """
 
-    members: tuple[Member, ...]
+    members: Sequence[Member]
     schemes: tuple[Scheme, ...]
     new: EncodedRowSet
     codes: Sequence[EncodedShard]
     kept: tuple[tuple[KeptBlock, int], ...]
-    _shards: tuple[tuple[Shard, ...], ...] = field(default=(), init=False)
 
-    def shards_of(self, number: int, places: Places) -> tuple[Shard, ...]:
-        """The rows of a member: one shard for each choice of schemes among the blocks."""
-        if not self._shards:
-            parts: dict[tuple[Scheme, ...], list[_Block]] = {}
-            for schemes, block in (*self._new(places.row_blobs), *self._kept(places.num_packs)):
-                parts.setdefault(schemes, []).append(block)
-            found = [self._part(schemes, blocks) for schemes, blocks in parts.items()] or [self._part(self.schemes, [])]
-            self._shards = tuple(zip(*found, strict=True))
-        return self._shards[number]
+    def located(self, places: Places) -> PlacedShards:
+        """The rows of each member: one shard for each choice of schemes among the blocks."""
+        parts: dict[tuple[Scheme, ...], list[_Block]] = {}
+        for schemes, block in (*self._new(places.row_blobs), *self._kept(places.num_packs)):
+            parts.setdefault(schemes, []).append(block)
+        found = [self._part(schemes, blocks) for schemes, blocks in parts.items()] or [self._part(self.schemes, [])]
+        return zip(zip(*found, strict=True), [encoded.num_exact for encoded in self.codes], strict=True)
 
     def _part(self, schemes: tuple[Scheme, ...], blocks: list[_Block]) -> tuple[Shard, ...]:
         blocks.sort(key=lambda block: block[0].first)
@@ -154,28 +151,34 @@ class BlockSink(PackSink):
         self._kept_packs: list[Pack] = []
 
     def write(
-        self, shards: Sequence[SinkShard], rows: Sequence[SelectedRows] | None, captured: Captured | None
+        self,
+        members: Sequence[Member],
+        sources: Sequence[EncodingInput],
+        rows: Sequence[SelectedRows] | None,
+        captured: Captured | None,
     ) -> None:
         """Encode the blocks that must be, and take over the others."""
-        if rows is None or not isinstance(captured, TouchedBlocks) or not shards[0].source.values.numel():
-            super().write(shards, rows, captured)
+        if rows is None or not isinstance(captured, TouchedBlocks) or not sources[0].values.numel():
+            super().write(members, sources, rows, captured)
             return
         (selected,) = rows
         with record_function("torchrec_cnr.encode"):
-            written = self._write_blocks(shards, selected, captured)
-        for number, encoded in enumerate(written.codes):
-            self._written.append((partial(written.shards_of, number), encoded.num_exact))
+            written = self._write_blocks(members, sources, selected, captured)
+        self._located.append(written.located)
 
-    def _write_blocks(self, shards: Sequence[SinkShard], rows: SelectedRows, touched: TouchedBlocks) -> WrittenBlocks:
-        members = tuple(Member(shard.fqn, shard.source.dtype, shard.place) for shard in shards)
-        sources = [shard.source for shard in shards]
+    def _write_blocks(
+        self, members: Sequence[Member], sources: Sequence[EncodingInput], rows: SelectedRows, touched: TouchedBlocks
+    ) -> WrittenBlocks:
+        head = self._before.head
         most_bytes = _most_bytes(sources, min(touched.block_rows, touched.box.num_rows))
         kept: list[tuple[KeptBlock, int]] = []
         new: list[WrittenBlock] = []
         for number, is_touched in enumerate(touched.are_touched.tolist()):
             first = number * touched.block_rows
             numbers, place = rows.between(first, first + touched.block_rows)
-            found = None if is_touched else self._found(members, touched, number, len(numbers))
+            found = None
+            if head is not None and not is_touched and len(numbers):
+                found = head.kept(members, touched.block_rows, number, len(numbers))
             if found is not None:
                 kept.append((found, len(self._kept_packs)))
                 self._kept_packs.append(found.pack)
@@ -185,11 +188,6 @@ class BlockSink(PackSink):
                 self._rows.end_pack(self._target.keyed(str(key), most_bytes))
         encoded_rows, encoded = join_blocks(new, len(sources))
         return WrittenBlocks(members, tuple(source.scheme for source in sources), encoded_rows, encoded, tuple(kept))
-
-    def _found(self, members: Sequence[Member], touched: TouchedBlocks, number: int, num_rows: int) -> KeptBlock | None:
-        if self._before.head is None or num_rows == 0:
-            return None
-        return self._before.head.kept(members, touched.block_rows, number, num_rows)
 
     def finish(self) -> SinkRecords:
         """Behind the packs that were written come those of the head that were taken over."""
@@ -250,34 +248,32 @@ class CompactedTopic(PlainTopic):
         return partial(_block_sink, store, self.row_log, target)
 
     def committed(self, store: Store, decision: Decision, manifest: Manifest) -> None:
-        """Forget what nothing needs any more."""
-        forget_superseded(store, self.row_log, decision, manifest)
+        """Remove what nothing needs any more from the log; what is not removed now stays."""
+        try:
+            refs = [ref for ref in (decision.head, decision.loadable_besides) if ref is not None]
+            gone = superseded([_committed_blocks(self.row_log, ref) for ref in refs], manifest)
+            if gone:
+                self.row_log.forget(root_id(store.at("..").url), gone)
+        except CNRError as error:
+            logger.warning("rows that nothing needs any more stay in the topic %r: %s", self.row_log.topic, error)
 
 
 def _block_sink(
     store: Store, row_log: RowLog, target: BlockTarget, settings: PackSettings, decision: Decision | None
 ) -> BlockSink:
-    before = predecessor(row_log, decision) if decision is not None else Predecessor(None, frozenset())
     # A block is a pack, whatever its size.
     rows = PackWriter(store, f"{settings.prefix}-rows", settings.thread_count, _NO_LIMIT, _NO_LIMIT)
-    return BlockSink(settings.writer(store), rows, target, before)
+    return BlockSink(settings.writer(store), rows, target, predecessor(row_log, decision))
 
 
-_MAX_REMEMBERED = 3  # manifests, those that were used last
-
-
-def predecessor(row_log: RowLog, decision: Decision) -> Predecessor:
+def predecessor(row_log: RowLog, decision: Decision | None) -> Predecessor:
     """What a save goes on from.
-
-    Args:
-        row_log: Where its rows go.
-        decision: What it holds.
 
     Raises:
         LoadError, StoreError: A manifest cannot be read.
         SaveError: It is another than the coordinator read.
     """
-    if decision.since is Since.EVER or decision.head is None or decision.parent is None:
+    if decision is None or decision.since is Since.EVER or decision.head is None or decision.parent is None:
         return Predecessor(None, frozenset())
     head = _committed_blocks(row_log, decision.head)
     used = head.keys
@@ -287,24 +283,6 @@ def predecessor(row_log: RowLog, decision: Decision) -> Predecessor:
         except LoadError as error:
             logger.warning("cannot be loaded, and is not kept until this save is committed: %s", error)
     return Predecessor(head if head.parent_sha256 == decision.parent.sha256 else None, used)
-
-
-def forget_superseded(store: Store, row_log: RowLog, decision: Decision, manifest: Manifest) -> None:
-    """Remove what nothing needs any more from the log, after a commit; what is not removed now stays.
-
-    Args:
-        store: The checkpoint.
-        row_log: Where its rows lie.
-        decision: What it holds.
-        manifest: What was committed.
-    """
-    try:
-        refs = [ref for ref in (decision.head, decision.loadable_besides) if ref is not None]
-        gone = superseded([_committed_blocks(row_log, ref) for ref in refs], manifest)
-        if gone:
-            row_log.forget(root_id(store.at("..").url), gone)
-    except CNRError as error:
-        logger.warning("rows that nothing needs any more stay in the topic %r: %s", row_log.topic, error)
 
 
 @cached(LRUCache(_MAX_REMEMBERED), key=lambda row_log, ref: (ref.sha256, row_log.topic), lock=threading.Lock())

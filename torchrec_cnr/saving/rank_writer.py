@@ -19,11 +19,12 @@ from torchrec_cnr.errors import ConfigurationError, SaveError
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.manifest import DTYPES, Place
 from torchrec_cnr.progress import Count, SavePhases
-from torchrec_cnr.quantization import Scheme, SchemeRules
+from torchrec_cnr.quantization import SchemeRules
 from torchrec_cnr.saving.commit import RANK_RECORD, ObjectRecord, RankRecord, ShardRecord
 from torchrec_cnr.saving.encoding import EncodingInput, choose_scheme
 from torchrec_cnr.saving.plug_in_messages import ShardData
-from torchrec_cnr.saving.sinks import PackSink, SinkShard
+from torchrec_cnr.saving.row_blocks import Member
+from torchrec_cnr.saving.sinks import PackSink
 from torchrec_cnr.sharding import dtype_name
 
 logger = logging.getLogger(__name__)
@@ -84,13 +85,14 @@ class RankWriter:
 
     def _write_together(self, members: Sequence[tuple[WriteItem, ShardData]]) -> None:
         """Items whose rows are stored together."""
-        shards = []
+        tensors, sources = [], []
         for item, data in members:
             source, (size, box) = self._source(item, data), _place(item, data)
-            shards.append(SinkShard(item.index.fqn, Place(box, data.table_box), source))
+            tensors.append(Member(item.index.fqn, source.dtype, Place(box, data.table_box)))
+            sources.append(source)
             self._shards.append((item, ShardRecord(size, source.dtype, data.is_table, data.table, ())))
         _, data = members[0]
-        self._sink.write(shards, data.rows, data.captured)
+        self._sink.write(tensors, sources, data.rows, data.captured)
 
     def _resolve(self, item: WriteItem) -> ShardData:
         data: Any = self._planner.resolve_data(item)
@@ -103,14 +105,12 @@ class RankWriter:
         if dtype not in DTYPES or data.values.layout is not torch.strided:
             raise ConfigurationError(f"tensor {fqn!r}: {data.values.layout} of {dtype} cannot be stored")
         name = f"{fqn}{list(item.index.offset or ())}"
-        return EncodingInput(name, data.values, dtype, self._scheme(fqn, data), data.codes)
-
-    def _scheme(self, fqn: str, data: ShardData) -> Scheme:
-        """What a shard was encoded by already, or else what is chosen for it."""
         if data.codes is not None:
-            return data.codes.scheme
-        values = data.values if data.values.dim() else data.values[None]
-        return choose_scheme(self._rules, fqn, data.is_table, values, data.rows, data.num_restores)
+            scheme = data.codes.scheme
+        else:
+            values = data.values if data.values.dim() else data.values[None]
+            scheme = choose_scheme(self._rules, fqn, data.is_table, values, data.rows, data.num_restores)
+        return EncodingInput(name, data.values, dtype, scheme, data.codes)
 
     def _write_object(self, item: WriteItem) -> None:
         stream: Any = self._planner.resolve_data(item)

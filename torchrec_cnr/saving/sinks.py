@@ -6,7 +6,8 @@ of three kinds: files (``RowDestination``), a topic that keeps everything (``Pla
 takes part in a save asks the destination, and does not know of which kind it is.
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Protocol
@@ -21,6 +22,7 @@ from torchrec_cnr.policies import Policy, Since
 from torchrec_cnr.quantization import Scheme
 from torchrec_cnr.saving.decision import Decision
 from torchrec_cnr.saving.encoding import EncodedRowSet, EncodedShard, EncodingInput, write_all_rows, write_rows
+from torchrec_cnr.saving.row_blocks import Member
 from torchrec_cnr.storage.fences import Fence
 from torchrec_cnr.storage.pack_writer import PackWriter
 from torchrec_cnr.storage.row_log import BlockTarget, PackTarget, RowLog, root_id
@@ -42,15 +44,6 @@ class Captured(Protocol):
         ...
 
 
-@dataclass(frozen=True, eq=False)
-class SinkShard:
-    """A shard that is to be written: its tensor, its place there, and its values."""
-
-    fqn: str
-    place: Place
-    source: EncodingInput
-
-
 @dataclass(frozen=True)
 class Places:
     """Where everything lies that a sink has written.
@@ -59,32 +52,27 @@ class Places:
         blobs: Those in files, by number.
         row_blobs: Those of rows of deltas, by number.
         num_packs: How many packs were written.
-        row_sets: Those that were located already, by their identity: items that share one go on sharing it.
     """
 
     blobs: Sequence[Blob]
     row_blobs: Sequence[Blob]
     num_packs: int
-    row_sets: dict[int, RowSet]
-
-    def row_set(self, rows: RowSet | EncodedRowSet) -> RowSet:
-        """A row set as a manifest holds it."""
-        if id(rows) not in self.row_sets:
-            self.row_sets[id(rows)] = rows.located(self.row_blobs) if isinstance(rows, EncodedRowSet) else rows
-        return self.row_sets[id(rows)]
 
 
-Parts = tuple[tuple[RowSet | EncodedRowSet, EncodedShard], ...]
-Located = Callable[[Places], tuple[Shard, ...]]  # the parts of a shard, as a manifest holds them
+Part = tuple[RowSet | EncodedRowSet, Sequence[EncodedShard]]
+PlacedShards = Iterable[tuple[tuple[Shard, ...], int]]  # of each its parts in a manifest, and how many rows are exact
 
 
-def _located(place: Place, scheme: Scheme, parts: Parts, places: Places) -> tuple[Shard, ...]:
-    shards = []
+def _located(kinds: Sequence[tuple[Place, Scheme]], parts: Sequence[Part], places: Places) -> PlacedShards:
+    shards: list[list[Shard]] = [[] for _ in kinds]
     for rows, encoded in parts:
         blobs = places.row_blobs if isinstance(rows, EncodedRowSet) else places.blobs
-        codes = tuple(blobs[number] for number in encoded.blobs)
-        shards.append(Shard(place.box, places.row_set(rows), codes, scheme, place.table_box))
-    return tuple(shards)
+        located = rows.located(blobs) if isinstance(rows, EncodedRowSet) else rows
+        for own, (place, scheme), shard in zip(shards, kinds, encoded, strict=True):
+            codes = tuple(blobs[number] for number in shard.blobs)
+            own.append(Shard(place.box, located, codes, scheme, place.table_box))
+    num_exact = [sum(own.num_exact for own in of_shard) for of_shard in zip(*(part for _, part in parts), strict=True)]
+    return zip(map(tuple, shards), num_exact, strict=True)
 
 
 @dataclass(frozen=True)
@@ -121,36 +109,35 @@ class PackSink:
         self._rows = rows
         self._writers = (files,) if rows is files else (files, rows)
         self._objects: list[int] = []
-        self._written: list[tuple[Located, int]] = []  # no values, and how many rows are exact
+        self._located: list[Callable[[Places], PlacedShards]] = []  # no values
 
     def write_object(self, name: str, data: Bytes) -> None:
         """Take an object, as uint8 [n]."""
         self._objects.append(self._files.add(name, "uint8", data.shape, data))
 
     def write(
-        self, shards: Sequence[SinkShard], rows: Sequence[SelectedRows] | None, captured: Captured | None
+        self,
+        members: Sequence[Member],
+        sources: Sequence[EncodingInput],
+        rows: Sequence[SelectedRows] | None,
+        captured: Captured | None,
     ) -> None:
         """Encode shards whose rows are stored together, and write packs that are full.
 
         Args:
-            shards: These.
+            members: These.
+            sources: Their values.
             rows: The rows to store, by their heat; None for all.
             captured: What the destination has captured of them.
         """
-        sources = [shard.source for shard in shards]
-        parts: list[list[tuple[RowSet | EncodedRowSet, EncodedShard]]] = [[] for _ in shards]
-        for heat, selected in enumerate(rows or (None,)):
-            written: RowSet | EncodedRowSet
-            with record_function("torchrec_cnr.encode"):
-                if selected is None:
-                    written, encoded = write_all_rows(self._files, sources)
-                else:
-                    written, encoded = write_rows(self._rows, sources, selected, heat)
-            for own, shard in zip(parts, encoded, strict=True):
-                own.append((written, shard))
-        for item, own in zip(shards, parts, strict=True):
-            num_exact = sum(encoded_part.num_exact for _, encoded_part in own)
-            self._written.append((partial(_located, item.place, item.source.scheme, tuple(own)), num_exact))
+        parts: list[Part]
+        with record_function("torchrec_cnr.encode"):
+            if rows is None:
+                parts = [write_all_rows(self._files, sources)]
+            else:
+                parts = [write_rows(self._rows, sources, selected, heat) for heat, selected in enumerate(rows)]
+        kinds = [(member.place, source.scheme) for member, source in zip(members, sources, strict=True)]
+        self._located.append(partial(_located, kinds, parts))
 
     def throttle(self, cpu_share: float) -> None:
         """From now on, rest so that no more than a share of a core is taken."""
@@ -170,11 +157,11 @@ class PackSink:
             row_packs, row_blobs = self._rows.finish()
             row_blobs = tuple(replace(blob, pack=blob.pack + len(packs)) for blob in row_blobs)
             packs += row_packs
-        places = Places(blobs, row_blobs, len(packs), {})
+        places = Places(blobs, row_blobs, len(packs))
         return SinkRecords(
             packs,
             tuple(blobs[number] for number in self._objects),
-            tuple((located(places), num_exact) for located, num_exact in self._written),
+            tuple(itertools.chain.from_iterable(located(places) for located in self._located)),
             num_bytes=sum(pack.num_bytes for pack in packs),
             wait_secs=sum(writer.wait_secs for writer in self._writers),
             upload_secs=sum(writer.upload_secs for writer in self._writers),
