@@ -29,6 +29,7 @@ from torchrec_cnr.format.manifest import (
     TensorEntry,
 )
 from torchrec_cnr.format.row_sets import Blob
+from torchrec_cnr.gc_pause import paused_gc
 from torchrec_cnr.lineage.checkpoint import relative_path
 from torchrec_cnr.lineage.marker_commit import commit_marked
 from torchrec_cnr.progress import SavePhases
@@ -66,32 +67,17 @@ class ShardRecord:
 
 
 @dataclass(frozen=True)
-class ObjectRecord:
-    """A non-tensor item that was written."""
-
-    blob: Blob
-
-
-@dataclass(frozen=True)
 class Assembled:
     """The parts of a manifest that the ranks' records give; and what each rank took."""
 
-    packs: tuple[Pack, ...]
-    phases: tuple[SavePhases, ...]
+    packs: list[Pack]
+    phases: list[SavePhases]
     tensors: Mapping[str, TensorEntry]
     objects: Mapping[str, Blob]
 
 
-def assemble(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> Assembled:
-    """Number all ranks' records through and check them against the plan.
-
-    Args:
-        metadata: DCP's metadata of the global plan.
-        results: What ``write_data`` returned on each rank.
-
-    Raises:
-        SaveError: Something planned was not written, something else was, or ranks disagree about a tensor.
-    """
+def assemble(results: Sequence[Sequence[WriteResult]]) -> Assembled:
+    """Number all ranks' records through."""
     packs: list[Pack] = []
     phases: list[SavePhases] = []
     shards: dict[str, list[tuple[ShardRecord, tuple[Shard, ...]]]] = {}  # each with its parts, renumbered
@@ -107,11 +93,10 @@ def assemble(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> As
         for fqn, record in records:
             if isinstance(record, ShardRecord):
                 shards.setdefault(fqn, []).append((record, tuple(map(renumbered.shard, record.parts))))
-            elif isinstance(record, ObjectRecord):
-                objects[fqn] = renumbered.blob(record.blob)
+            elif isinstance(record, Blob):
+                objects[fqn] = renumbered.blob(record)
     tensors = {fqn: _tensor_entry(fqn, records) for fqn, records in shards.items()}
-    _check_against_plan(metadata, tensors, objects)
-    return Assembled(tuple(packs), tuple(phases), dict(sorted(tensors.items())), dict(sorted(objects.items())))
+    return Assembled(packs, phases, dict(sorted(tensors.items())), dict(sorted(objects.items())))
 
 
 def _behind(num_packs: int, blob: Blob) -> Blob:
@@ -156,20 +141,49 @@ def _difference(some: Mapping[str, set[Key]], others: Mapping[str, set[Key]]) ->
     return sorted(str((fqn, key and Box(*key))) for fqn, key in found)[:3]
 
 
-def manifest_of(store: Store, decision: Decision, parts: Assembled, metadata: Metadata, save_id: str) -> Manifest:
-    """The manifest of what all ranks have written.
+@dataclass(frozen=True)
+class ManifestFile:
+    """A manifest that is ready to be put.
+
+    Attributes:
+        manifest: The manifest.
+        data: The file's bytes.
+        sha256: Their digest.
+        phases: What each rank took.
+    """
+
+    manifest: Manifest
+    data: bytes
+    sha256: str
+    phases: tuple[SavePhases, ...]
+
+    def marker(self, store: Store) -> Marker:
+        """What tells of it in a log."""
+        root, name, manifest = root_id(store.at("..").url), posixpath.basename(store.path), self.manifest
+        parent_sha256 = None if manifest.parent is None else manifest.parent.sha256
+        return Marker(root, name, manifest.save_id, self.sha256, parent_sha256, manifest.created_ns)
+
+
+@paused_gc()  # to its end: then all that was made here is gone, and need not be looked through
+def file_of(
+    store: Store, decision: Decision, metadata: Metadata, results: Sequence[Sequence[WriteResult]], save_id: str
+) -> ManifestFile:
+    """The manifest of what all ranks have written, as a file.
 
     Args:
         store: The checkpoint.
         decision: What it is a delta of.
-        parts: What was written.
-        metadata: DCP's.
+        metadata: DCP's metadata of the global plan.
+        results: What ``write_data`` returned on each rank.
         save_id: Of this save.
 
     Raises:
-        SaveError: The parent is out of reach.
+        SaveError: Something planned was not written, something else was, or ranks disagree about a tensor; or the
+            checkpoint could not be loaded again, or its parent is out of reach.
     """
-    return Manifest(
+    parts = assemble(results)
+    _check_against_plan(metadata, parts.tensors, parts.objects)
+    manifest = Manifest(
         created_ns=max(time.time_ns(), decision.after_ns + 1),
         checkpoint_id=posixpath.basename(store.path),
         save_id=save_id,
@@ -179,45 +193,16 @@ def manifest_of(store: Store, decision: Decision, parts: Assembled, metadata: Me
         num_restores=decision.num_restores,
         world_size=len(parts.phases),
         writer=f"torchrec_cnr {__version__}",
-        packs=parts.packs,
+        packs=tuple(parts.packs),
         tensors=parts.tensors,
         objects=parts.objects,
         paths=dict(sorted((metadata.planner_data or {}).items())),
     )
-
-
-@dataclass(frozen=True)
-class ManifestFile:
-    """A manifest that is ready to be put.
-
-    Attributes:
-        manifest: The manifest.
-        data: The file's bytes.
-        sha256: Their digest.
-    """
-
-    manifest: Manifest
-    data: bytes
-    sha256: str
-
-    def marker(self, store: Store) -> Marker:
-        """What tells of it in a log."""
-        root, name, manifest = root_id(store.at("..").url), posixpath.basename(store.path), self.manifest
-        parent_sha256 = None if manifest.parent is None else manifest.parent.sha256
-        return Marker(root, name, manifest.save_id, self.sha256, parent_sha256, manifest.created_ns)
-
-
-def file_of(manifest: Manifest, store: Store) -> ManifestFile:
-    """The file of a manifest.
-
-    Raises:
-        SaveError: It could not be loaded again.
-    """
     try:
         data, sha256 = manifest_json.dumps_valid(manifest, f"{store.url}/{MANIFEST_FILE}")
     except LoadError as error:
         raise SaveError(f"nothing was committed, because it could not be loaded again: {error}") from error
-    return ManifestFile(manifest, data, sha256)
+    return ManifestFile(manifest, data, sha256, tuple(parts.phases))
 
 
 def commit(store: Store, file: ManifestFile, lease: Lease | None, fence: Fence | None) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from torchrec_cnr.errors import ConfigurationError, LoadError, SaveError
 from torchrec_cnr.format.manifest import CheckpointRef, History, Manifest
-from torchrec_cnr.lineage.checkpoint import Head, Lineage, read_lineage, relative_path
+from torchrec_cnr.lineage.checkpoint import Checkpoint, Head, Lineage, read_lineage, relative_path
 from torchrec_cnr.policies import Policy, Since
 from torchrec_cnr.sharding import ShardKey, shard_key
 from torchrec_cnr.storage.store import Store
@@ -101,16 +101,12 @@ class Base:
 
     Attributes:
         since: What its rows were modified since.
-        head: The checkpoint that the ranks stand on.
-        parent: The parent's manifest.
-        ref: The parent, by full path.
+        parent: The parent.
         history: Of the lineage, which the save will extend.
     """
 
     since: Since
-    head: Head
-    parent: Manifest
-    ref: CheckpointRef
+    parent: Checkpoint
     history: History
 
 
@@ -149,7 +145,7 @@ def choose_base(
     if relative_path(store, parent.store.url) is None:
         logger.info("%s cannot be named by a relative path from %s: it is a baseline", parent.store.url, store.url)
         return None
-    return Base(since, head, parent.manifest, parent.ref, history)
+    return Base(since, parent, history)
 
 
 def stored_whole(tensors: Mapping[str, RowTensor], metadata: Metadata, parent: Manifest) -> set[str]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchrec_cnr.format.blob_bytes import Bytes, exact_row_bytes, split, with_exact_rows
 from torchrec_cnr.format.manifest import DTYPES
-from torchrec_cnr.format.row_sets import Blob, CodedRows, RowBlock, RowSet, encode_row_numbers
+from torchrec_cnr.format.row_sets import Blob, RowSet, UnplacedRowBlock, encode_row_numbers
 from torchrec_cnr.quantization import Encoded, NoQuantization, Scheme, SchemeRules
 from torchrec_cnr.saving.staged_values import StagedCodes
 from torchrec_cnr.storage.pack_writer import BLOCK_BYTES, PackWriter
@@ -82,18 +82,13 @@ class EncodedShard:
 
 @dataclass(frozen=True)
 class EncodedRowSet:
-    """Coded blocks of row numbers, each with how many they are, and the number of its blob."""
+    """Coded blocks of row numbers, whose blobs have no place yet."""
 
-    blocks: tuple[tuple[CodedRows, int, int], ...]
+    blocks: tuple[UnplacedRowBlock, ...]
 
     def located(self, blobs: Sequence[Blob]) -> RowSet:
         """The row set as a manifest holds it."""
-        return RowSet(
-            tuple(
-                RowBlock(coded.coding, coded.first, coded.span, num_rows, blobs[number])
-                for coded, num_rows, number in self.blocks
-            )
-        )
+        return RowSet(tuple(block.placed(blobs.__getitem__) for block in self.blocks))
 
 
 def choose_scheme(
@@ -194,9 +189,9 @@ def write_rows(
 
 @dataclass(frozen=True)
 class WrittenBlock:
-    """A coded block of row numbers, the number of its blob; and of each source, its blob's and how many are exact."""
+    """A coded block of row numbers; and of each source, the number of its blob and how many rows are exact."""
 
-    rows: tuple[CodedRows, int, int]
+    rows: UnplacedRowBlock
     codes: tuple[tuple[int, int], ...]
 
 
@@ -217,7 +212,7 @@ def write_block(
             codes.append(_write_values(packs, source, number, values, heat))
         else:  # copied already
             codes.append(_write_values(packs, source, number, source.rows[place : place + len(rows)], heat))
-    return WrittenBlock((coded, len(rows), blob), tuple(codes))
+    return WrittenBlock(UnplacedRowBlock(coded.coding, coded.first, coded.span, len(rows), blob), tuple(codes))
 
 
 def join_blocks(blocks: Sequence[WrittenBlock], num_sources: int) -> tuple[EncodedRowSet, Sequence[EncodedShard]]:

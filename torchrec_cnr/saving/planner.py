@@ -199,7 +199,7 @@ class CNRSavePlanner(DefaultSavePlanner):
         base = choose_base(policy, head, [rank.head for rank in data], store)
         if base is not None:
             tensors = {fqn: tensor for rank in data for fqn, tensor in rank.tensors.items()}
-            new = stored_whole(tensors, metadata, base.parent)
+            new = stored_whole(tensors, metadata, base.parent.manifest)
             whole = frozenset(key for key in ranks_of if key[0] in new).union(*(rank.whole for rank in data))
             # Only one of the ranks that hold one and the same shard stores it: the modified rows must be the same.
             whole |= {
@@ -208,7 +208,7 @@ class CNRSavePlanner(DefaultSavePlanner):
                 for since in {base.since, *destination.compared}
                 if not agree(key, since, [data[r] for r in ranks])
             }
-            decision = replace(decision, since=base.since, parent=base.ref, history=base.history, whole=whole)
+            decision = replace(decision, since=base.since, parent=base.parent.ref, history=base.history, whole=whole)
         refuse_missing_rows(decision, ranks_of, data)
         metadata = SaveMetadata(metadata.state_dict_metadata, planner_data=metadata.planner_data, decision=decision)
         return [replace(plan, planner_data=decision) for plan in plans], metadata

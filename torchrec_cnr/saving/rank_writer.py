@@ -20,7 +20,7 @@ from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.manifest import DTYPES, Place
 from torchrec_cnr.progress import Count, SavePhases
 from torchrec_cnr.quantization import SchemeRules
-from torchrec_cnr.saving.commit import RANK_RECORD, ObjectRecord, RankRecord, ShardRecord
+from torchrec_cnr.saving.commit import RANK_RECORD, RankRecord, ShardRecord
 from torchrec_cnr.saving.encoding import EncodingInput, choose_scheme
 from torchrec_cnr.saving.plug_in_messages import ShardData
 from torchrec_cnr.saving.row_blocks import Member
@@ -137,7 +137,7 @@ class RankWriter:
         )
         results = [WriteResult(MetadataIndex(RANK_RECORD), 0, RankRecord(written.packs, phases))]
         for item, blob in zip(self._objects, written.objects, strict=True):
-            results.append(WriteResult(item.index, blob.num_bytes, ObjectRecord(blob)))
+            results.append(WriteResult(item.index, blob.num_bytes, blob))
         for (item, record), (parts, num_exact) in zip(self._shards, written.shards, strict=True):
             if num_exact:
                 self._tell_of_exact_rows(item.index.fqn, num_exact)

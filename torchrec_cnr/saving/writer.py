@@ -34,14 +34,13 @@ from torch.profiler import record_function
 
 from torchrec_cnr.errors import CheckpointExistsError, ConfigurationError
 from torchrec_cnr.format.manifest import MANIFEST_FILE
-from torchrec_cnr.gc_pause import paused_gc
 from torchrec_cnr.human_text import count_text, url_text
 from torchrec_cnr.kernels.cpu.compiling import one_thread
 from torchrec_cnr.policies import Since
 from torchrec_cnr.progress import Count, Progress, SavePhases
 from torchrec_cnr.quantization import NoQuantization, Quantization, SchemeRules
 from torchrec_cnr.saving.block_writer import CompactedTopic
-from torchrec_cnr.saving.commit import ManifestFile, assemble, commit, file_of, manifest_of
+from torchrec_cnr.saving.commit import commit, file_of
 from torchrec_cnr.saving.cut import TIMEOUT_SECS
 from torchrec_cnr.saving.decision import Decision, RankData
 from torchrec_cnr.saving.plug_in_messages import CNRStorageMeta, SaveMetadata
@@ -255,25 +254,16 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         if decision is None:
             decision = Decision(self._save_id, Since.EVER, policy="Full")
         with record_function("torchrec_cnr.commit"):
-            file, rank_phases = self._manifest_file(decision, metadata, results)
+            file = file_of(self._store, decision, metadata, results, self._save_id)
             commit(self._store, file, self._lease, self._fence)
         if self._fence is not None:
             self._destination.committed(self._store, decision, file.manifest)
         if isinstance(metadata, SaveMetadata):
             commit_secs = time.monotonic() - began
-            metadata.phases = tuple(replace(phases, commit_secs=commit_secs) for phases in rank_phases)
+            metadata.phases = tuple(replace(phases, commit_secs=commit_secs) for phases in file.phases)
         if self._lease is not None:
             self._lease.release()
             self._lease = None
-
-    @paused_gc()  # to its end: then all that was made here is gone, and need not be looked through
-    def _manifest_file(
-        self, decision: Decision, metadata: Metadata, results: list[list[WriteResult]]
-    ) -> tuple[ManifestFile, tuple[SavePhases, ...]]:
-        """The manifest as a file, and what each rank took."""
-        parts = assemble(metadata, results)
-        manifest = manifest_of(self._store, decision, parts, metadata, self._save_id)
-        return file_of(manifest, self._store), parts.phases
 
     def storage_meta(self) -> StorageMeta:
         """Where this save goes, for the planner; the first call of every save, and the only one that draws its id."""
