@@ -4,6 +4,7 @@ The id maps themselves are buffers of the model, saved whole with every checkpoi
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from torch import Tensor, nn
 from torchrec.distributed.mc_embedding_modules import BaseShardedManagedCollisionEmbeddingCollection
@@ -22,28 +23,21 @@ def track_evictions(model: nn.Module, hooks: Hooks, shards: Sequence[TrackedShar
             continue
         below = f"{path}._embedding_module.".removeprefix(".")
         of_table = {shard.rows.name.split(".")[-1]: shard for shard in shards if shard.rows.name.startswith(below)}
-        hooks.around(module, "_evict", _Evictions(of_table))
+        hooks.around(module, "_evict", partial(_evict, of_table))
 
 
-class _Evictions:
-    """Called in the place of a method that resets the rows of evicted ids.
-
-    Args:
-        of_table: The shards by the names of their tables.
-    """
-
-    def __init__(self, of_table: Mapping[str, TrackedShard]) -> None:
-        self._of_table = of_table
-
-    def __call__(self, evict: Callable[[object], None], evicted: Mapping[str, Tensor | None]) -> None:
-        rows = {self._of_table[table]: rows for table, rows in evicted.items() if rows is not None}
-        for shard in self._of_table.values():
-            shard.check_writes()
-        evict(evicted)
-        for shard, local in rows.items():
-            shard.rows.mark(local)
-        for shard in self._of_table.values():
-            shard.accept_writes()
+def _evict(
+    of_table: Mapping[str, TrackedShard], evict: Callable[[object], None], evicted: Mapping[str, Tensor | None]
+) -> None:
+    """Called in the place of a method that resets the rows of evicted ids; with shards by the names of their tables."""
+    rows = {of_table[table]: rows for table, rows in evicted.items() if rows is not None}
+    for shard in of_table.values():
+        shard.check_writes()
+    evict(evicted)
+    for shard, local in rows.items():
+        shard.rows.mark(local)
+    for shard in of_table.values():
+        shard.accept_writes()
 
 
 class IdMaps:

@@ -234,8 +234,15 @@ class ModifiedRows:
         return self._frozen if since is Since.HEAD else self._frozen.union(self._since_baseline)
 
     def select_parts(self, since: Since, is_by_heat: bool) -> "tuple[RowMask, ...]":
-        """The frozen rows modified since then, in one part or in one for each heat."""
-        return self.select_by_heat() if is_by_heat else (self.select(since),)
+        """The frozen rows modified since then, in one part or in one for each heat.
+
+        Raises:
+            ConfigurationError: Nothing is frozen.
+        """
+        rows, heat = self.select(since), self.heat
+        if not is_by_heat or heat is None:
+            return (rows,)
+        return tuple(RowMask(rows.mask & (heat == value)) for value in range(MAX_HEAT + 1))
 
     def select_numbers(self, since: Since, is_by_heat: bool) -> tuple[Tensor, ...]:
         """The numbers of what :meth:`select_parts` returns, int64 [k] on the device."""
@@ -244,17 +251,6 @@ class ModifiedRows:
             return (numbers,)
         heat = self.heat.index_select(0, numbers)
         return tuple(numbers[heat == value] for value in range(MAX_HEAT + 1))
-
-    def select_by_heat(self) -> "tuple[RowMask, ...]":
-        """The frozen rows since the head, those of each heat apart.
-
-        Raises:
-            ConfigurationError: Nothing is frozen.
-        """
-        rows, heat = self.select(Since.HEAD), self.heat
-        if heat is None:
-            return (rows,)
-        return tuple(RowMask(rows.mask & (heat == value)) for value in range(MAX_HEAT + 1))
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 from torchrec.distributed.embedding_tower_sharding import ShardedEmbeddingTower, ShardedEmbeddingTowerCollection
-from torchrec.optim.keyed import KeyedOptimizer
-from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.human_text import count_text
@@ -50,7 +48,7 @@ class RowTracker(TrackedRows):
         self._hooks = Hooks()
         self._is_closed = False
         self._sharded_tables: set[str] = set()
-        stepped = OptimizerTables(rows_with_gradient_only=(RowWiseAdagrad,), passing_on=(KeyedOptimizer,))
+        stepped = OptimizerTables()
         sharded: list[TrackedShard] = []
         for path, module in sharded_collections(model):
             self._sharded_tables.update(f"{path}.{table}" for table in module.module_sharding_plan)

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
+from torchrec.optim.keyed import KeyedOptimizer
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from torchrec_cnr.sharding import memory_key
 from torchrec_cnr.tracking.modified_rows import ModifiedRows
@@ -44,31 +46,12 @@ class OptimizerTable:
     shard: TrackedShard
     state: OptimizerTableState
 
-    def mark_gradient(self, gradient: Tensor) -> None:
-        """Mark the rows in which a gradient is not zero."""
-        if gradient.is_sparse:
-            self.shard.rows.mark(gradient._indices()[0])
-        else:
-            self.shard.rows.mark_where((gradient != 0).any(dim=1))
-
 
 class OptimizerTables:
-    """All such tables of a model.
+    """All such tables of a model."""
 
-    Args:
-        rows_with_gradient_only: Optimizers, besides PyTorch's, that leave rows without a gradient alone as long as they
-            have neither momentum nor weight decay. Subclasses are not trusted to.
-        passing_on: Optimizers, and their subclasses, that have others make their steps.
-    """
-
-    def __init__(
-        self,
-        rows_with_gradient_only: tuple[type[Optimizer], ...] = (),
-        passing_on: tuple[type[Optimizer], ...] = (),
-    ) -> None:
+    def __init__(self) -> None:
         self._tables: list[OptimizerTable] = []
-        self._passing_on = passing_on
-        self._rows_with_gradient_only = (SGD, Adagrad, *rows_with_gradient_only)
 
     def __len__(self) -> int:
         return len(self._tables)
@@ -97,16 +80,19 @@ class OptimizerTables:
 
     def stepped(self, optimizer: Optimizer) -> None:
         """An optimizer has made a step."""
-        if isinstance(optimizer, self._passing_on):
+        if isinstance(optimizer, KeyedOptimizer):  # has others make its steps
             return
         for group, parameter, table in self._tables_of(optimizer):
             is_whole = memory_key(table.shard.weight) == memory_key(parameter)
             if is_whole:
                 table.state.optimizer, table.state.parameter = ref(optimizer), parameter
-            if not is_whole or not self._moves_rows_with_gradient_only(optimizer, group):
-                table.shard.rows.mark_all()
+            rows = table.shard.rows
+            if not is_whole or not _moves_rows_with_gradient_only(optimizer, group):
+                rows.mark_all()
+            elif parameter.grad is not None and parameter.grad.is_sparse:
+                rows.mark(parameter.grad._indices()[0])
             elif parameter.grad is not None:
-                table.mark_gradient(parameter.grad)
+                rows.mark_where((parameter.grad != 0).any(dim=1))
             table.shard.accept_writes()
 
     def _tables_of(self, optimizer: Optimizer) -> list[tuple[Mapping[str, Any], Tensor, OptimizerTable]]:
@@ -127,12 +113,14 @@ class OptimizerTables:
                     found += ((group, parameter, table) for table in (in_storage if own is None else [own]))
         return found
 
-    def _moves_rows_with_gradient_only(self, optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
-        if type(optimizer) is SparseAdam:
-            return True
-        # Adagrad without eps makes NaN of rows without a gradient, and maximize turns -0.0 of theirs into 0.0.
-        is_plain = not any(group.get(name) for name in ("weight_decay", "momentum", "maximize")) and group.get("eps", 1)
-        return is_plain and type(optimizer) in self._rows_with_gradient_only
+
+def _moves_rows_with_gradient_only(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+    """Subclasses are not trusted to."""
+    if type(optimizer) is SparseAdam:
+        return True
+    # Adagrad without eps makes NaN of rows without a gradient, and maximize turns -0.0 of theirs into 0.0.
+    is_plain = not any(group.get(name) for name in ("weight_decay", "momentum", "maximize")) and group.get("eps", 1)
+    return is_plain and type(optimizer) in (SGD, Adagrad, RowWiseAdagrad)
 
 
 def _is_dense(parameter: Any) -> bool:

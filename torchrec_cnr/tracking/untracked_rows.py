@@ -36,8 +36,11 @@ class _Reference:
             digests[rows] = block
         return cls(ref(tensor), _kind(tensor), digests)
 
-    def update(self, tensor: Tensor, marked: Tensor) -> "_Changes":
-        """Take marked rows as they are now, and find out which others have changed; those are left as they were."""
+    def update(self, tensor: Tensor, marked: Tensor) -> tuple[int, list[int]]:
+        """Take marked rows as they are now; returns how many others have changed, and the first numbers of these.
+
+        Those are left as they were.
+        """
         num_rows = 0
         first: list[int] = []
         for rows, block in digest_rows(tensor):
@@ -49,20 +52,7 @@ class _Reference:
                 first += (found + rows.start).tolist()
             num_rows += num_found
             self.digests[rows] = torch.where(is_untracked, old, new)
-        return _Changes(num_rows, first)
-
-
-@dataclass(frozen=True)
-class _Changes:
-    """Rows of a tensor that were modified, but not marked.
-
-    Attributes:
-        num_rows: How many.
-        first: The first of them, numbered within the shard.
-    """
-
-    num_rows: int
-    first: list[int]
+        return num_rows, first
 
 
 class ReferenceDigests:
@@ -97,16 +87,16 @@ class ReferenceDigests:
         references: list[list[_Reference]] = []
         complaints: list[str] = []
         for shard, last in zip(self._shards, self._references, strict=True):
-            tensors = (shard.weight, *shard.state())
+            tensors = shard.tensors()
             references.append([])
             for number, tensor in enumerate(tensors):
                 reference = _find(last, shard, number, tensor)
                 if reference is None:
                     reference = _Reference.of(tensor, shard.rows.marked.device)
                 else:
-                    changes = reference.update(tensor, shard.rows.marked)
-                    if changes.num_rows:
-                        complaints.append(_complaint(shard, changes, _part(number, len(tensors) - 1)))
+                    num_rows, first = reference.update(tensor, shard.rows.marked)
+                    if num_rows:
+                        complaints.append(_complaint(shard, num_rows, first, _part(number, len(tensors) - 1)))
                 references[-1].append(reference)
         if complaints:
             raise UntrackedRowsError(
@@ -137,8 +127,8 @@ def _part(number: int, num_states: int) -> str:
     return "optimizer state" if num_states == 1 else f"optimizer state ({number} of {num_states})"
 
 
-def _complaint(shard: TrackedShard, changes: _Changes, part: str) -> str:
+def _complaint(shard: TrackedShard, num_rows: int, first: Sequence[int], part: str) -> str:
     name, box = shard.rows.name, shard.rows.box
-    rows = ", ".join(str(box.offsets[0] + row) for row in changes.first)
-    more = ", ..." if changes.num_rows > len(changes.first) else ""
-    return f"table {name!r}: {changes.num_rows} of its {box.num_rows} rows on this rank ({rows}{more}), in their {part}"
+    rows = ", ".join(str(box.offsets[0] + row) for row in first)
+    more = ", ..." if num_rows > len(first) else ""
+    return f"table {name!r}: {num_rows} of its {box.num_rows} rows on this rank ({rows}{more}), in their {part}"
