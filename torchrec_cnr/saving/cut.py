@@ -207,15 +207,9 @@ class Cut:
     is_complete: bool = True
     destination: RowDestination = FILES
 
-    def captured(self, item: TrackedItem) -> Captured | None:
+    def captured(self, item: TrackedItem, rows: ModifiedRows) -> Captured | None:
         """What the sink must know of an item, besides its modified rows."""
-        match item.rows:
-            case ModifiedRows() as rows:
-                return self.destination.capture(item.table, item.table_box, item.table_row_bytes, rows)
-            case StagedRows() as rows:
-                return rows.captured
-            case None:
-                return None
+        return self.destination.capture(item.table, item.table_box, item.table_row_bytes, rows)
 
     def is_by_heat(self, since: Since) -> bool:
         """Whether rows of different heat are kept apart."""

@@ -43,8 +43,10 @@ from torchrec_cnr.saving.plug_in_messages import CNRStorageMeta, SaveMetadata, S
 from torchrec_cnr.saving.sinks import FILES, Captured, RowDestination
 from torchrec_cnr.saving.staged_values import StagedCodes
 from torchrec_cnr.sharding import ShardKey, is_replicated, shard_key
-from torchrec_cnr.tracking.modified_rows import ModifiedRows, SelectedRows
+from torchrec_cnr.tracking.modified_rows import SelectedRows
 from torchrec_cnr.tracking.tracked_tables import Pending, TrackedRows
+
+_Rows = tuple[tuple[SelectedRows, ...] | None, Captured | None]  # those to store, None for all, and what was captured
 
 
 class CNRSavePlanner(DefaultSavePlanner):
@@ -67,8 +69,7 @@ class CNRSavePlanner(DefaultSavePlanner):
         self._sent: Cut | None = None
         self._cut = self._untracked()
         self._meta: CNRStorageMeta | None = None
-        self._parts: dict[int, tuple[SelectedRows, ...]] = {}
-        self._captured: dict[int, Captured | None] = {}
+        self._selected: dict[int, _Rows] = {}
         self._decision: Decision | None = None
 
     def __repr__(self) -> str:
@@ -83,7 +84,7 @@ class CNRSavePlanner(DefaultSavePlanner):
         """Settle the save before, and cut; or take the cut that was made when rows were staged."""
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         self._decision = None
-        self._parts, self._captured = {}, {}
+        self._selected = {}
         self._meta = storage_meta if isinstance(storage_meta, CNRStorageMeta) else None
         destination = self._destination
         destination.refuse_policy(self._policy)
@@ -232,35 +233,28 @@ class CNRSavePlanner(DefaultSavePlanner):
             return data
         if self._decision is None:
             raise SaveError("data was asked for before the plan was finished")
+        rows, captured = self._rows_of(item, key, self._decision)
         return ShardData(
             values=item.values if isinstance(item.values, Tensor) else item.values.tensor(),
-            rows=self._rows_of(item, key, self._decision),
+            rows=rows,
             is_table=item.is_table,
             table=item.table if item.is_row_wise else None,
             table_box=item.table_box if item.is_row_wise else None,
             num_restores=self._decision.num_restores,
             group=item.group,
             codes=item.values if isinstance(item.values, StagedCodes) else None,
-            captured=self._captured_of(item),
+            captured=captured,
         )
 
-    def _captured_of(self, item: TrackedItem) -> Captured | None:
-        if item.group not in self._captured:
-            self._captured[item.group] = self._cut.captured(item)
-        return self._captured[item.group]
-
-    def _rows_of(self, item: TrackedItem, key: ShardKey, decision: Decision) -> tuple[SelectedRows, ...] | None:
-        if decision.since is Since.EVER or key in decision.whole:
-            return None
-        match item.rows:
-            case None:
-                return None
-            case StagedRows(_, parts):
-                return parts
-            case ModifiedRows() as rows:
-                if item.group not in self._parts:
-                    self._parts[item.group] = rows.select_parts(decision.since, self._cut.is_by_heat(decision.since))
-                return self._parts[item.group]
+    def _rows_of(self, item: TrackedItem, key: ShardKey, decision: Decision) -> _Rows:
+        if decision.since is Since.EVER or key in decision.whole or item.rows is None:
+            return None, None
+        if isinstance(item.rows, StagedRows):
+            return item.rows.parts, item.rows.captured
+        if item.group not in self._selected:
+            parts = item.rows.select_parts(decision.since, self._cut.is_by_heat(decision.since))
+            self._selected[item.group] = parts, self._cut.captured(item, item.rows)
+        return self._selected[item.group]
 
 
 def _sent(policy: Policy, cut: Cut | None) -> CNRSavePlanner:

@@ -118,7 +118,8 @@ def _copies(live: Mapping[str, Any], cut: Cut) -> list[ShardCopy]:
             if item.group not in selected:
                 # Ranks may disagree about the modified rows of what they all hold, and must then store all.
                 is_whole = Since.EVER in (cut.staged or ()) or (is_replicated(value) and not is_alone)
-                selected[item.group] = (None, _masks(item, cut)) if is_whole else _lists(item, cut)
+                select = _masks if is_whole else _lists
+                selected[item.group] = select(item, item.rows, cut)
             copies.append(ShardCopy(key, source, *selected[item.group]))
     return copies
 
@@ -128,28 +129,23 @@ def _since(cut: Cut) -> Since:
     return next((since for since in cut.staged or () if since is not Since.EVER), Since.EVER)
 
 
-def _masks(item: TrackedItem, cut: Cut) -> StagedRows:
+def _masks(item: TrackedItem, modified: ModifiedRows, cut: Cut) -> tuple[None, StagedRows]:
     """Modified rows among all rows."""
-    since, captured = _since(cut), cut.captured(item)
-    parts = _modified(item).select_parts(since, cut.is_by_heat(since))
+    since, captured = _since(cut), cut.captured(item, modified)
+    parts = modified.select_parts(since, cut.is_by_heat(since))
     digest = RowMask.union(parts).digest() + (captured.digest() if captured is not None else b"")
-    return StagedRows(since, parts, digest, captured)
+    return None, StagedRows(since, parts, digest, captured)
 
 
-def _lists(item: TrackedItem, cut: Cut) -> tuple[Tensor, StagedRows]:
+def _lists(item: TrackedItem, modified: ModifiedRows, cut: Cut) -> tuple[Tensor, StagedRows]:
     """Modified rows as they will lie one behind the other, and where."""
-    since = _since(cut)
-    parts = _modified(item).select_numbers(since, cut.is_by_heat(since))
+    since, captured = _since(cut), cut.captured(item, modified)
+    parts = modified.select_numbers(since, cut.is_by_heat(since))
     lists, first = [], 0
     for numbers in parts:
         lists.append(RowList(numbers.cpu(), first))
         first += len(numbers)
-    return torch.cat(parts) if len(parts) > 1 else parts[0], StagedRows(since, tuple(lists), b"", cut.captured(item))
-
-
-def _modified(item: TrackedItem) -> ModifiedRows:
-    assert isinstance(item.rows, ModifiedRows)  # else no rows are selected
-    return item.rows
+    return torch.cat(parts) if len(parts) > 1 else parts[0], StagedRows(since, tuple(lists), b"", captured)
 
 
 def _over(max_bytes: int, copies: Sequence[ShardCopy], cut: Cut) -> frozenset[ShardKey]:
@@ -171,11 +167,11 @@ def _over(max_bytes: int, copies: Sequence[ShardCopy], cut: Cut) -> frozenset[Sh
 
 def _live(wanted: ShardCopy, cut: Cut, masks: dict[int, StagedRows]) -> ShardCopy:
     """A shard that is not copied has its modified rows where they are."""
-    rows = wanted.rows
-    if wanted.numbers is not None:
-        item = cut.items[wanted.key]
-        rows = masks.get(item.group) or _masks(item, cut)
-        masks[item.group] = rows
+    rows, item = wanted.rows, cut.items.get(wanted.key)
+    if wanted.numbers is not None and item is not None and isinstance(item.rows, ModifiedRows):
+        if item.group not in masks:
+            _, masks[item.group] = _masks(item, item.rows, cut)
+        rows = masks[item.group]
     return replace(wanted, numbers=None, rows=rows, scheme=None, is_live=True)
 
 
@@ -217,11 +213,7 @@ class Staging:
         self._released = threading.Event()
 
     def wait(self, live: Mapping[str, Any], destination: RowDestination) -> None:
-        """Wait for the save before.
-
-        Args:
-            live: What will be saved, flattened.
-            destination: That of the writer.
+        """Wait for the save before; ``live`` is what will be saved, flattened.
 
         Raises:
             ConfigurationError: It holds tables of several trackers.
@@ -235,11 +227,9 @@ class Staging:
 
     def stage(self, live: Mapping[str, Any]) -> dict[str, Any]:
         """Cut, and copy what the save will hold: flattened values that are saved in the place of the live ones."""
-        if self._cuts is None:
+        cuts = self._cuts
+        if cuts is None:
             return {fqn: copied(value) for fqn, value in live.items()}
-        return self._stage(live, self._cuts)
-
-    def _stage(self, live: Mapping[str, Any], cuts: Cuts) -> dict[str, Any]:
         cut, began = cuts.cut(live), time.monotonic()
         cut = replace(cut, staged=cuts.next_staged(), background_save=cuts.background_save)
         copies = plan_staging(live, cut, self._rules, self._staging_bytes)
@@ -259,14 +249,12 @@ class Staging:
 
     def _copied(self, copies: Sequence[ShardCopy]) -> dict[ShardKey, StagedValue]:
         """Copies of everything, each memory once."""
-        by_memory: dict[object, StagedValue] = {}
         unique: dict[object, ShardCopy] = {}
         for wanted in copies:
             unique.setdefault(wanted.memory, wanted)
         is_on_device = any(wanted.source.device.type == "cuda" for wanted in unique.values())
         self._arena.clear(sum(wanted.num_bytes for wanted in unique.values()), is_pinned=is_on_device)
-        for memory, wanted in unique.items():
-            by_memory[memory] = self._copy(wanted)
+        by_memory = {memory: self._copy(wanted) for memory, wanted in unique.items()}
         if is_on_device:
             torch.cuda.synchronize()
         return {wanted.key: by_memory[wanted.memory] for wanted in copies}
