@@ -161,17 +161,11 @@ def write_all_rows(packs: PackWriter, sources: Sequence[EncodingInput]) -> tuple
     """Encode every row of a shard, for every source at once: all have as many rows."""
     block_rows = _block_rows(sources, packs.block_bytes)
     num_rows = len(sources[0].rows) if sources[0].values.numel() else 0
-    written: list[list[tuple[int, int]]] = [[] for _ in sources]
-    for number, first in enumerate(range(0, num_rows, block_rows)):
-        stop = min(first + block_rows, num_rows)
-        for source, source_blocks in zip(sources, written, strict=True):
-            if source.is_quantized:
-                rows = torch.from_numpy(np.arange(first, stop)).to(source.device)
-                source_blocks.append(_write_codes(packs, source, number, rows))
-            else:
-                # Whole blocks on the host stay views of the live tensor: nothing trains before the save returns.
-                source_blocks.append(_write_values(packs, source, number, source.rows[first:stop]))
-    return RowSet.all(num_rows, block_rows), [_encoded(source_blocks) for source_blocks in written]
+    blocks = [
+        _write(packs, sources, number, range(first, min(first + block_rows, num_rows)), heat=0)
+        for number, first in enumerate(range(0, num_rows, block_rows))
+    ]
+    return RowSet.all(num_rows, block_rows), _encoded(blocks, len(sources))
 
 
 def write_rows(
@@ -187,12 +181,15 @@ def write_rows(
     return join_blocks(blocks, len(sources))
 
 
+Codes = tuple[tuple[int, int], ...]  # of a block of rows: of each source, the number of its blob and how many are exact
+
+
 @dataclass(frozen=True)
 class WrittenBlock:
-    """A coded block of row numbers; and of each source, the number of its blob and how many rows are exact."""
+    """A coded block of row numbers, and what the rows became."""
 
     rows: UnplacedRowBlock
-    codes: tuple[tuple[int, int], ...]
+    codes: Codes
 
 
 def write_block(
@@ -202,27 +199,19 @@ def write_block(
     coded = encode_row_numbers(rows.cpu().numpy())
     data = np.frombuffer(coded.data, dtype=np.uint8)
     blob = packs.add(f"{sources[0].name}/rows/{number}", "uint8", data.shape, data, heat)
-    places = rows if place is None else torch.arange(place, place + len(rows))
-    codes = []
-    for source in sources:
-        if source.is_quantized:
-            codes.append(_write_codes(packs, source, number, places.to(source.device), heat))
-        elif place is None:
-            values = source.rows.index_select(0, places.to(source.values.device))
-            codes.append(_write_values(packs, source, number, values, heat))
-        else:  # copied already
-            codes.append(_write_values(packs, source, number, source.rows[place : place + len(rows)], heat))
-    return WrittenBlock(UnplacedRowBlock(coded.coding, coded.first, coded.span, len(rows), blob), tuple(codes))
+    codes = _write(packs, sources, number, rows if place is None else range(place, place + len(rows)), heat)
+    return WrittenBlock(UnplacedRowBlock(coded.coding, coded.first, coded.span, len(rows), blob), codes)
 
 
 def join_blocks(blocks: Sequence[WrittenBlock], num_sources: int) -> tuple[EncodedRowSet, Sequence[EncodedShard]]:
     """Blocks of rows that follow one another, as the rows and shards that they make up."""
-    shards = [_encoded([block.codes[index] for block in blocks]) for index in range(num_sources)]
+    shards = _encoded([block.codes for block in blocks], num_sources)
     return EncodedRowSet(tuple(block.rows for block in blocks)), shards
 
 
-def _encoded(written: Sequence[tuple[int, int]]) -> EncodedShard:
-    return EncodedShard(tuple(blob for blob, _ in written), sum(num_exact for _, num_exact in written))
+def _encoded(blocks: Sequence[Codes], num_sources: int) -> Sequence[EncodedShard]:
+    of_sources = [[codes[index] for codes in blocks] for index in range(num_sources)]
+    return [EncodedShard(tuple(blob for blob, _ in own), sum(exact for _, exact in own)) for own in of_sources]
 
 
 def _block_rows(sources: Sequence[EncodingInput], block_bytes: int) -> int:
@@ -230,14 +219,24 @@ def _block_rows(sources: Sequence[EncodingInput], block_bytes: int) -> int:
     return max(1, block_bytes // max(1, widest))
 
 
-def _write_values(
-    packs: PackWriter, source: EncodingInput, number: int, values: Tensor, heat: int = 0
-) -> tuple[int, int]:
-    """One blob: rows as they are."""
-    return _add(packs, source, number, _bytes(values), source.dtype, tuple(values.shape), heat), 0
+def _write(packs: PackWriter, sources: Sequence[EncodingInput], number: int, rows: Tensor | range, heat: int) -> Codes:
+    """A blob of each source: the rows of these numbers, int64 [n], or those that follow one another."""
+    codes = []
+    for source in sources:
+        if source.is_quantized:
+            numbers = torch.from_numpy(np.arange(rows.start, rows.stop)) if isinstance(rows, range) else rows
+            codes.append(_write_codes(packs, source, number, numbers.to(source.device), heat))
+            continue
+        if isinstance(rows, range):
+            # Whole blocks on the host stay views of the live tensor: nothing trains before the save returns.
+            values = source.rows[rows.start : rows.stop]
+        else:
+            values = source.rows.index_select(0, rows.to(source.values.device))
+        codes.append((_add(packs, source, number, _bytes(values), source.dtype, tuple(values.shape), heat), 0))
+    return tuple(codes)
 
 
-def _write_codes(packs: PackWriter, source: EncodingInput, number: int, rows: Tensor, heat: int = 0) -> tuple[int, int]:
+def _write_codes(packs: PackWriter, source: EncodingInput, number: int, rows: Tensor, heat: int) -> tuple[int, int]:
     """One blob: the codes of rows, then the rows that they cannot represent, and how many these are."""
     encoded, exact_values = _encode(source, rows) if source.codes is None else source.codes.encoded(rows)
     data = _bytes(encoded.codes)

@@ -217,7 +217,7 @@ class CNRSavePlanner(DefaultSavePlanner):
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Take the coordinator's decision."""
         self._decision = new_plan.planner_data
-        if self._decision is not None and self._meta is not None and self._meta.store is not None:
+        if self._decision is not None and self._meta is not None:
             self._cut.pending.announce(self._meta.store.url, self._decision.save_id)
         return super().finish_plan(new_plan)
 

@@ -14,18 +14,18 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.progress import SavePhases
 from torchrec_cnr.saving.decision import Decision
-from torchrec_cnr.saving.sinks import FILES, Captured, RowDestination
+from torchrec_cnr.saving.sinks import Captured, RowDestination
 from torchrec_cnr.saving.staged_values import StagedCodes, StagedValue
 from torchrec_cnr.storage.store import Store
 from torchrec_cnr.tracking.modified_rows import RowList, SelectedRows
 
 
-@dataclass
+@dataclass(kw_only=True)
 class CNRStorageMeta(StorageMeta):
     """What the writer tells the planner: where this save goes, and its rows. ``save_id`` is set."""
 
-    store: Store | None = None
-    destination: RowDestination = FILES
+    store: Store
+    destination: RowDestination
 
 
 @dataclass

@@ -23,7 +23,8 @@ def track_replicas(model: nn.Module, hooks: Hooks, shards: Sequence[TrackedShard
     """What has to be known of a model's replicas, if it has any that are synchronised behind the optimizer.
 
     Raises:
-        ConfigurationError: It has, but cannot be tracked.
+        ConfigurationError: It has, but cannot be tracked, as where parameters are sharded further between replicas
+            (``FULLY_SHARDED``).
     """
     for _, module in modules_below(model):
         if isinstance(module, DMPCollection):
@@ -34,16 +35,7 @@ def track_replicas(model: nn.Module, hooks: Hooks, shards: Sequence[TrackedShard
 
 
 class Replicas:
-    """What this rank's replicas have trained since they were last synchronised.
-
-    Args:
-        model: The model.
-        hooks: Where to hang in.
-        shards: Its sharded tables' shards.
-
-    Raises:
-        ConfigurationError: Parameters are sharded further between replicas (``FULLY_SHARDED``).
-    """
+    """What this rank's replicas have trained since they were last synchronised."""
 
     def __init__(self, model: DMPCollection, hooks: Hooks, shards: Sequence[TrackedShard]) -> None:
         if any(context.sharding_strategy is ShardingStrategy.FULLY_SHARDED for context in model._ctxs):

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -70,7 +71,7 @@ def _track_kernel(path: str, kernel: Any, hooks: Hooks, stepped: OptimizerTables
         if isinstance(kernel, BatchedDenseEmbedding | BatchedDenseEmbeddingBag):
             shards.append(stepped.add(rows, weight))
         else:
-            shards.append(TrackedShard(rows, weight, _FusedState(kernel.emb_module, index)))
+            shards.append(TrackedShard(rows, weight, partial(_fused_state, kernel.emb_module, index)))
 
     def on_backward(features: KeyedJaggedTensor) -> None:
         for shard in shards:
@@ -131,18 +132,12 @@ class KernelMarks:
             self.marked.index_fill_(0, places.add_(ids), True)
 
 
-@dataclass(frozen=True, eq=False)
-class _FusedState:
+def _fused_state(kernel: Any, index: int) -> Sequence[Tensor]:
     """The row-shaped optimizer state of one table of a fused kernel."""
-
-    kernel: Any
-    index: int
-
-    def __call__(self) -> Sequence[Tensor]:
-        num_rows = len(self.kernel.split_embedding_weights()[self.index])
-        states = self.kernel.get_optimizer_state()
-        named = states[self.index].items() if states else ()
-        return [state for name, state in named if name != "iter" and has_rows(state, num_rows)]  # one for all tables
+    num_rows = len(kernel.split_embedding_weights()[index])
+    states = kernel.get_optimizer_state()
+    named = states[index].items() if states else ()
+    return [state for name, state in named if name != "iter" and has_rows(state, num_rows)]  # one for all tables
 
 
 def _box(table: Any, weight: Tensor) -> Box:
