@@ -22,7 +22,7 @@ from torchrec_cnr.format.manifest import (
 )
 from torchrec_cnr.format.row_sets import Blob, RowBlock, RowSet, UnplacedBlob
 from torchrec_cnr.lineage.checkpoint import Checkpoint, read_checkpoint
-from torchrec_cnr.maintenance.compaction.copy_rows import Copied, Copying, NewPacks, UnplacedShard
+from torchrec_cnr.maintenance.compaction.copy_rows import Copied, Copying, NewPacks, NewShard
 from torchrec_cnr.maintenance.compaction.live_rows import Piece, pieces_of
 from torchrec_cnr.maintenance.compaction.plan import CompactionPlan, plan_compaction
 from torchrec_cnr.policies import MAX_RATIO
@@ -38,14 +38,7 @@ from torchrec_cnr.version import __version__
 def replacement_of(
     plan: CompactionPlan, save_id: str, copied: Copied, packs: Sequence[Pack], blobs: Sequence[Blob]
 ) -> bytes:
-    """The new manifest's file.
-
-    Args:
-        plan: The compaction.
-        save_id: Its own, which new packs' names begin with.
-        copied: What was copied.
-        packs: New packs.
-        blobs: Places of the new blobs, by number.
+    """The new manifest's file, given what was copied, the new packs, and the places of the new blobs by number.
 
     Raises:
         SaveError: It could not be read.
@@ -60,7 +53,7 @@ def replacement_of(
         replaces=newest.manifest_sha256,
         history=History(0),
         writer=f"torchrec_cnr {__version__}",
-        packs=tuple(contents.packs),
+        packs=contents.packs,
         tensors=contents.tensors,
         objects=contents.objects,
     )
@@ -116,12 +109,7 @@ def _history(plan: CompactionPlan, manifest: Manifest) -> History:
 
 
 class _NewContents:
-    """What the new manifest holds, with every blob in its place.
-
-    Attributes:
-        tensors: By FQN.
-        objects: By FQN.
-    """
+    """What the new manifest holds: tensors and objects by FQN, with every blob in its place, and the packs of these."""
 
     def __init__(self, plan: CompactionPlan, copied: Copied, packs: Sequence[Pack], blobs: Sequence[Blob]) -> None:
         self._plan = plan
@@ -133,11 +121,7 @@ class _NewContents:
         self._renumbered = Renumbering(self._place)
         self.tensors = {fqn: self._tensor(fqn, entry) for fqn, entry in plan.flat.tensors.items()}
         self.objects = {fqn: self._place(blob) for fqn, blob in plan.flat.objects.items()}
-
-    @property
-    def packs(self) -> list[Pack]:
-        """The packs that hold all of it."""
-        return list(self._numbers)
+        self.packs = tuple(self._numbers)
 
     def _place(self, blob: Blob) -> Blob:
         """Where an old blob is now."""
@@ -170,7 +154,7 @@ class _NewContents:
                 if new.after == index:
                     yield self._new_shard(new)
 
-    def _new_shard(self, new: UnplacedShard) -> Shard:
+    def _new_shard(self, new: NewShard) -> Shard:
         rows = self._row_set(block.placed(self._new_place) for block, _ in new.blocks)
         return replace(new.source, rows=rows, blobs=tuple(self._new_place(blob) for _, blob in new.blocks))
 

@@ -39,34 +39,6 @@ RowGroupKey = tuple[int, int]  # of rows: their heat, and the logarithm of their
 RowLayout = tuple[str, tuple[int, ...]]  # dtype and shape
 
 
-@dataclass(frozen=True, eq=False)
-class UnplacedShard:
-    """A new shard, some of whose packs may not be written yet.
-
-    Attributes:
-        source: One of the shards that its rows come from: same box, table box and scheme.
-        after: Index of the last of these shards, after which the new one goes.
-        blocks: Its rows, and the blob of their codes.
-    """
-
-    source: Shard
-    after: int
-    blocks: tuple[tuple[UnplacedRowBlock, UnplacedBlob], ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Copied:
-    """What a compaction has copied.
-
-    Attributes:
-        blobs: The copy of each old blob that was copied as it was.
-        shards: New shards of folded tensors, by FQN.
-    """
-
-    blobs: Mapping[Blob, UnplacedBlob]
-    shards: Mapping[str, Sequence[UnplacedShard]]
-
-
 class NewPacks:
     """The packs of a compaction, while they are written: rows of one heat and about one age in each.
 
@@ -221,26 +193,24 @@ class BlobCache:
 
 @dataclass(eq=False)
 class NewShard:
-    """A new shard while its rows are collected.
+    """A new shard, whose rows are collected; its packs may not be written yet.
 
     Attributes:
-        source: One of the shards that they come from: same box, table box and scheme.
+        source: One of the shards that its rows come from: same box, table box and scheme.
         kind: Of its rows.
         dtype: Of the tensor.
         block_rows: Rows in a block.
-        cache: Where blobs come from.
         where: Names the checkpoint in errors.
-        after: Index of the last shard that rows come from.
+        after: Index of the last shard that rows come from, after which this one goes.
         source_bytes: Size of the blobs that rows come from.
         waiting: Rows that do not fill a block yet.
-        blocks: What was written.
+        blocks: What was written: rows, and the blob of their codes.
     """
 
     source: Shard
     kind: RowGroupKey
     dtype: str
     block_rows: int
-    cache: BlobCache
     where: str
     after: int = 0
     source_bytes: int = 0
@@ -271,14 +241,14 @@ class NewShard:
         """What part of a block they are."""
         return self.num_waiting / self.block_rows
 
-    def add(self, found: Sequence[LiveRows]) -> Iterator[CodedBlock]:
+    def add(self, found: Sequence[LiveRows], cache: BlobCache) -> Iterator[CodedBlock]:
         """Take the rows of a window, all behind those of the window before; yields blocks that are full."""
         rows = np.concatenate([live.rows for live in found])
         order = np.argsort(rows, kind="stable")
         rows, start = rows[order], 0
         while start < len(rows):
             stop = min(len(rows), start + self.block_rows - self.num_waiting)
-            self.waiting.append(self._gathered(found, rows[start:stop]))
+            self.waiting.append(self._gathered(found, rows[start:stop], cache))
             start = stop
             if self.num_waiting == self.block_rows:
                 yield from self.flush()
@@ -289,7 +259,7 @@ class NewShard:
             block, self.waiting = concatenated(self.waiting), []
             yield block
 
-    def _gathered(self, found: Sequence[LiveRows], rows: RowNumbers) -> CodedBlock:
+    def _gathered(self, found: Sequence[LiveRows], rows: RowNumbers, cache: BlobCache) -> CodedBlock:
         """The codes of some rows, strictly increasing, out of all pieces that have some of them."""
         num_cols, itemsize = self.source.box.num_cols, DTYPES[self.dtype].itemsize
         row_bytes = self.source.scheme.row_bytes(num_cols, DTYPES[self.dtype])
@@ -297,7 +267,7 @@ class NewShard:
         wanted = {id(live.piece): part for live in found if (part := _between(live, rows[0], rows[-1])) is not None}
         exact: list[Positions] = [np.empty(0, dtype=np.int64)]
         values = [np.empty((0, num_cols * itemsize), dtype=np.uint8)]
-        for piece, data in self.cache.blobs([part.piece for part in wanted.values()], int(rows[-1]) + 1):
+        for piece, data in cache.blobs([part.piece for part in wanted.values()], int(rows[-1]) + 1):
             part = wanted[id(piece)]
             places = np.searchsorted(rows, part.rows)
             num_code_bytes = piece.rows.num_rows * row_bytes
@@ -313,14 +283,21 @@ class NewShard:
         return CodedBlock(rows, codes, positions[order], np.concatenate(values)[order])
 
 
-class Copying:
-    """Writes what a new manifest holds and no pack that stays does.
+@dataclass(frozen=True, eq=False)
+class Copied:
+    """What a compaction has copied.
 
-    Args:
-        plan: The compaction.
-        packs: Where to.
-        reader: Reads the packs that there are.
+    Attributes:
+        blobs: The copy of each old blob that was copied as it was.
+        shards: New shards of folded tensors, by FQN.
     """
+
+    blobs: Mapping[Blob, UnplacedBlob]
+    shards: Mapping[str, Sequence[NewShard]]
+
+
+class Copying:
+    """Writes into new packs what a new manifest holds and no pack that stays does."""
 
     def __init__(self, plan: CompactionPlan, packs: NewPacks, reader: PackReader) -> None:
         self._plan = plan
@@ -354,26 +331,28 @@ class Copying:
             copied[blob] = self._packs.add(self._packs.kind_of(blob), key, data.copy(), typed)
         return copied
 
-    def _new_shards(self, fqn: str, entry: TensorEntry) -> Sequence[UnplacedShard]:
+    def _new_shards(self, fqn: str, entry: TensorEntry) -> Sequence[NewShard]:
         """Copy the live rows that victims hold of a folded tensor into new shards."""
-        pieces = pieces_of(fqn, entry)
+        pieces, cache = pieces_of(fqn, entry), BlobCache(self._reader)
         taken = self._taken(fqn, entry, [piece for piece in pieces if piece.blob.pack in self._plan.victims])
         new = list(dict.fromkeys(taken.values()))
         num_parts = len({shard.box.offsets[1:] for shard in new})  # of a row, in shards of other columns
         for window in windows(self._plan.flat.row_space(entry), num_parts) if new else ():
-            self._move_window(fqn, pieces, window, taken)
+            self._move_window(fqn, pieces, window, taken, cache)
             for shard in new:
                 if shard.ends_within(window):
                     self._write(fqn, shard, shard.flush())
-        return [UnplacedShard(shard.source, shard.after, tuple(shard.blocks)) for shard in new if shard.blocks]
+        return [shard for shard in new if shard.blocks]
 
-    def _move_window(self, fqn: str, pieces: Sequence[Piece], window: Box, taken: Mapping[int, NewShard]) -> None:
+    def _move_window(
+        self, fqn: str, pieces: Sequence[Piece], window: Box, taken: Mapping[int, NewShard], cache: BlobCache
+    ) -> None:
         found: dict[NewShard, list[LiveRows]] = {}
         for live in live_rows(pieces, window, self._reader, f"{self._where}: tensor {fqn!r}", is_filled=False):
             if len(live.rows) and live.piece.blob.pack in self._plan.victims:
                 found.setdefault(taken[live.piece.shard], []).append(live)
         for shard, rows in found.items():
-            self._write(fqn, shard, shard.add(rows))
+            self._write(fqn, shard, shard.add(rows, cache))
             self._limit_waiting(fqn, taken)
 
     def _limit_waiting(self, fqn: str, taken: Mapping[int, NewShard]) -> None:
@@ -385,7 +364,6 @@ class Copying:
 
     def _taken(self, fqn: str, entry: TensorEntry, pieces: Sequence[Piece]) -> dict[int, NewShard]:
         """Which new shard takes the rows of each old one, by the old one's index: at any time, each needs a blob."""
-        cache = BlobCache(self._reader)
         by_kind: dict[object, NewShard] = {}
         taken: dict[int, NewShard] = {}
         for piece in pieces:
@@ -396,7 +374,7 @@ class Copying:
             key = piece.shard if is_partial else (shard.place, shard.scheme, kind)
             if key not in by_kind or by_kind[key].source_bytes + piece.blob.num_bytes > CACHE_BYTES:
                 block_rows = self._block_rows(entry, piece)
-                by_kind[key] = NewShard(shard, kind, entry.dtype, block_rows, cache, self._where)
+                by_kind[key] = NewShard(shard, kind, entry.dtype, block_rows, self._where)
             taken[piece.shard] = by_kind[key]
             taken[piece.shard].source_bytes += piece.blob.num_bytes
             taken[piece.shard].after = piece.shard

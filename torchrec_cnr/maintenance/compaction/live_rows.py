@@ -31,8 +31,6 @@ from torchrec_cnr.storage.pack_reader import PackReader
 
 WINDOW_ROWS = 1 << 21  # looked at at once: a byte for each range of columns
 
-PieceKey = tuple[str, int, int]  # FQN, index of the shard, number of the blob
-
 
 @dataclass(frozen=True)
 class Flat:
@@ -106,18 +104,14 @@ class Piece:
     """A blob of rows.
 
     Attributes:
-        fqn: The tensor.
-        shard: Of the tensor, by its index among its shards.
-        number: Of the blob in the shard.
+        shard: Of its tensor, by its index among the shards.
         place: The shard's box; for row-wise optimizer state, the table's.
         rows: Its rows.
         blob: Their codes.
-        key: What messages call it.
+        key: What messages call it; no other piece is called so.
     """
 
-    fqn: str
     shard: int
-    number: int
     place: Box
     rows: RowBlock
     blob: Blob
@@ -144,9 +138,7 @@ class LiveRows:
 def pieces_of(fqn: str, entry: TensorEntry) -> list[Piece]:
     """All blobs of a tensor, in the order in which they overwrite one another."""
     return [
-        Piece(
-            fqn, index, number, shard.table_box or shard.box, rows, blob, f"{name_of(fqn, entry, index)} block {number}"
-        )
+        Piece(index, shard.table_box or shard.box, rows, blob, f"{name_of(fqn, entry, index)} block {number}")
         for index, shard in enumerate(entry.shards)
         if shard.blobs  # there are none where there are no columns
         for number, (rows, blob) in enumerate(zip(shard.rows.blocks, shard.blobs, strict=True))
@@ -239,39 +231,29 @@ class PackUse:
 
 def survey(
     newest: Checkpoint, flat: Flat, reader: PackReader, is_filled: bool
-) -> tuple[dict[PieceKey, int], frozenset[tuple[str, int]]]:
-    """Count live rows, window by window.
-
-    Args:
-        newest: The newest checkpoint of the lineage.
-        flat: All that the lineage holds.
-        reader: Reads the packs of ``flat``.
-        is_filled: Whether every row must be stored.
+) -> tuple[dict[str, int], frozenset[tuple[str, int]]]:
+    """Count live rows, window by window; arguments and errors are those of :func:`live_rows`.
 
     Returns:
-        Live rows of each piece of the folded tensors; and the shards, by FQN and index, with rows that were overwritten
-        in some columns only.
-
-    Raises:
-        DamagedError: Row numbers are not what was committed, or a row is nowhere stored.
-        StoreError: A pack cannot be read.
+        Live rows of each piece of the folded tensors, by its key; and the shards, by FQN and index, with rows that were
+        overwritten in some columns only.
     """
-    num_live: dict[PieceKey, int] = {}
+    num_live: dict[str, int] = {}
     partly_dead: set[tuple[str, int]] = set()
     for fqn, entry in flat.tensors.items():
         if entry.folded is None:
             continue
         pieces = pieces_of(fqn, entry)
-        num_live |= {(fqn, piece.shard, piece.number): 0 for piece in pieces}
+        num_live |= {piece.key: 0 for piece in pieces}
         for window in windows(flat.row_space(entry)):
             for found in live_rows(pieces, window, reader, f"{newest.store.url}: tensor {fqn!r}", is_filled):
-                num_live[fqn, found.piece.shard, found.piece.number] += len(found.rows)
+                num_live[found.piece.key] += len(found.rows)
                 if found.is_partial:
                     partly_dead.add((fqn, found.piece.shard))
     return num_live, frozenset(partly_dead)
 
 
-def uses_of(flat: Flat, num_live: Mapping[PieceKey, int]) -> tuple[PackUse, ...]:
+def uses_of(flat: Flat, num_live: Mapping[str, int]) -> tuple[PackUse, ...]:
     """What each pack of ``flat`` is worth, from :func:`survey`'s counts."""
     live = [float(pack.header_bytes) for pack in flat.packs]
     for blob in flat.objects.values():
@@ -279,7 +261,7 @@ def uses_of(flat: Flat, num_live: Mapping[PieceKey, int]) -> tuple[PackUse, ...]
     row_shares: dict[RowBlock, float] = {}  # shared by a table and its state: they live while any does
     for fqn, entry in flat.tensors.items():
         for piece in pieces_of(fqn, entry):
-            share = num_live.get((fqn, piece.shard, piece.number), piece.rows.num_rows) / piece.rows.num_rows
+            share = num_live.get(piece.key, piece.rows.num_rows) / piece.rows.num_rows
             live[piece.blob.pack] += share * piece.blob.num_bytes
             if piece.rows.blob is not None:
                 before = row_shares.get(piece.rows, 0.0)

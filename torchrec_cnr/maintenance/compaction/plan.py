@@ -1,9 +1,7 @@
-"""Compaction: a lineage is given a new manifest, which folds its checkpoints into one.
+"""The plan of a compaction: which files of a lineage are victims, and what folding its checkpoints into one comes to.
 
-Most files are taken over as they are. Those that hold many dead rows are victims: their live rows are copied into new
-files, codes as they are, and the victims are no longer used. Nothing is removed; pruning does that, once no checkpoint
-that is kept uses a file. The trainer takes no part: its next delta names its parent as before, and finds the new
-manifest in the parent's directory. A compaction that dies leaves files that nobody uses.
+The trainer takes no part in a compaction: its next delta names its parent as before, and finds the new manifest in the
+parent's directory. A compaction that dies leaves files that nobody uses.
 
 Which files to choose is what log-structured stores have long known (Rosenblum and Ousterhout, SOSP '91): by benefit and
 cost. Benefit is the room that is freed, and how long it is likely to stay free: old rows are seldom overwritten soon.
@@ -14,11 +12,12 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torchrec_cnr.errors import CheckpointNotFoundError
 from torchrec_cnr.human_text import bytes_text, count_text, url_text
 from torchrec_cnr.lineage.checkpoint import Checkpoint, read_lineage
-from torchrec_cnr.maintenance.compaction.live_rows import Flat, PackUse, Piece, PieceKey, flatten, survey, uses_of
+from torchrec_cnr.maintenance.compaction.live_rows import Flat, PackUse, Piece, flatten, survey, uses_of
 from torchrec_cnr.policies import MAX_RATIO, check_max_ratio
 from torchrec_cnr.storage.pack_reader import PackReader
 from torchrec_cnr.storage.pack_writer import check_thread_count
@@ -37,11 +36,9 @@ class CompactionPlan:
         parent: The one they stand on, or None where their oldest is the lineage's baseline.
         flat: All that they hold.
         uses: Of each of their packs.
-        num_live: Live rows of each blob of rows, by FQN, index of the shard and number of the blob.
+        num_live: Live rows of each blob of rows, by the key of its piece.
         partial: Shards, by FQN and index, some of whose rows were overwritten in some columns only.
         victims: Which packs' live rows are copied, by index.
-        interval_ns: Time between the newest rows and those before, in which ages are counted.
-        now_ns: Time of the newest.
         max_ratio: How much a restore may read in the end, of what it needs.
         empties_log: Whether all that lies in a log is copied.
     """
@@ -50,11 +47,9 @@ class CompactionPlan:
     parent: Checkpoint | None
     flat: Flat
     uses: tuple[PackUse, ...]
-    num_live: Mapping[PieceKey, int]
+    num_live: Mapping[str, int]
     partial: frozenset[tuple[str, int]]
     victims: frozenset[int]
-    interval_ns: int
-    now_ns: int
     max_ratio: float
     empties_log: bool = False
 
@@ -99,12 +94,17 @@ class CompactionPlan:
 
     def stays(self, piece: Piece) -> bool:
         """Whether the new manifest uses a piece of a folded tensor where it is: it has live rows, and is not moved."""
-        is_live = self.num_live[piece.fqn, piece.shard, piece.number] > 0
-        return is_live and piece.blob.pack not in self.victims
+        return self.num_live[piece.key] > 0 and piece.blob.pack not in self.victims
+
+    @cached_property
+    def _interval_ns(self) -> int:
+        """Time between the newest rows and those before."""
+        now_ns = self.newest.created_ns
+        return now_ns - max((use.written_ns for use in self.uses if use.written_ns < now_ns), default=now_ns - 1)
 
     def age(self, use: PackUse) -> float:
         """Of a pack's rows, in intervals between checkpoints."""
-        return max(0, self.now_ns - use.written_ns) / self.interval_ns
+        return max(0, self.newest.created_ns - use.written_ns) / self._interval_ns
 
     def __repr__(self) -> str:
         merged = f"merges {count_text(len(self.run), 'checkpoint')}" if self.is_needed else "nothing to compact"
@@ -162,8 +162,6 @@ def plan_compaction(
     flat = flatten(run)
     reader = PackReader(run[-1].store, flat.packs, thread_count)
     num_live, partial = survey(run[-1], flat, reader, is_filled=parent is None)
-    now_ns = run[-1].created_ns
-    before_ns = max((written_ns for written_ns in flat.written_ns if written_ns < now_ns), default=now_ns - 1)
     plan = CompactionPlan(
         run=run,
         parent=parent,
@@ -172,8 +170,6 @@ def plan_compaction(
         num_live=num_live,
         partial=partial,
         victims=frozenset(),
-        interval_ns=now_ns - before_ns,
-        now_ns=now_ns,
         max_ratio=max_ratio,
         empties_log=empties_log,
     )
