@@ -4,11 +4,32 @@
 planners are public, so they are called here in the order in which DCP calls them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter
+
+from torchrec_cnr.maintenance.export.contents import Chunk
+
+
+def index_of(chunk: Chunk) -> MetadataIndex:
+    """What DCP calls a chunk of a tensor."""
+    return MetadataIndex(chunk.fqn, chunk.box.offsets)
+
+
+def chunk_item(chunk: Chunk, size: Sequence[int], kind: WriteItemType) -> WriteItem:
+    """A chunk of a tensor of that size, as an item of a plan."""
+    box = ChunkStorageMetadata(torch.Size(chunk.box.offsets), torch.Size(chunk.box.sizes))
+    data = TensorWriteData(box, TensorProperties(dtype=chunk.dtype), torch.Size(size))
+    return WriteItem(index_of(chunk), kind, tensor_data=data)
+
+
+def object_items(fqns: Iterable[str]) -> list[WriteItem]:
+    """Objects as items of a plan."""
+    return [WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO) for fqn in fqns]
 
 
 def save(

@@ -7,16 +7,14 @@ import io
 import os
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.lineage.checkpoint import Checkpoint, read_checkpoint
-from torchrec_cnr.maintenance.dcp_import.dcp_checkpoint import DCPCheckpoint, DCPChunk, read_dcp_checkpoint
-from torchrec_cnr.maintenance.single_process_save import save
+from torchrec_cnr.maintenance.dcp_import.dcp_checkpoint import DCPCheckpoint, read_dcp_checkpoint
+from torchrec_cnr.maintenance.single_process_save import chunk_item, index_of, object_items, save
 from torchrec_cnr.progress import Progress
 from torchrec_cnr.quantization import NoQuantization, Quantization, SchemeRules
 from torchrec_cnr.saving.rank_writer import TABLE_PATTERNS, is_table_name
@@ -93,15 +91,15 @@ class _ImportPlanner(DefaultSavePlanner):
     def __init__(self, stock: DCPCheckpoint, progress: Progress | None) -> None:
         super().__init__()
         self._stock = stock
-        self._chunks = {_index(found): found for found in stock.chunks}
+        self._chunks = {index_of(found.chunk): found for found in stock.chunks}
         self._progress = progress
         self._num_bytes = sum(found.chunk.num_bytes for found in stock.chunks)
         self._done_bytes = 0
 
     def whole_plan(self) -> SavePlan:
         """Everything, in the source's order."""
-        objects = [WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO) for fqn in self._stock.objects]
-        return SavePlan([*objects, *map(_item, self._stock.chunks)])
+        tensors = [chunk_item(found.chunk, found.size, WriteItemType.SHARD) for found in self._stock.chunks]
+        return SavePlan([*object_items(self._stock.objects), *tensors])
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         """Read an item."""
@@ -113,14 +111,3 @@ class _ImportPlanner(DefaultSavePlanner):
         if self._progress is not None:
             self._progress(self._done_bytes, self._num_bytes)
         return values
-
-
-def _index(found: DCPChunk) -> MetadataIndex:
-    return MetadataIndex(found.chunk.fqn, found.chunk.box.offsets)
-
-
-def _item(found: DCPChunk) -> WriteItem:
-    chunk = found.chunk
-    box = ChunkStorageMetadata(torch.Size(chunk.box.offsets), torch.Size(chunk.box.sizes))
-    data = TensorWriteData(box, TensorProperties(dtype=chunk.dtype), torch.Size(found.size))
-    return WriteItem(_index(found), WriteItemType.SHARD, tensor_data=data)

@@ -71,11 +71,7 @@ class Contents:
         self.num_bytes = sum(tensor.num_bytes for tensor in self.tensors.values())
 
     def objects(self) -> dict[str, Any]:
-        """All objects by FQN.
-
-        Raises:
-            DamagedError, StoreError: As :func:`read_objects`.
-        """
+        """All objects by FQN."""
         newest = self._lineage.newest
         return dict(read_objects(newest, newest.manifest.objects, self._thread_count))
 
@@ -109,11 +105,7 @@ class Contents:
         return targets
 
     def read(self, fqns: Iterable[str]) -> Iterator[tuple[Chunk, Tensor]]:
-        """The chunks of tensors with their values, in order; what was yielded before counts as done.
-
-        Raises:
-            DamagedError, StoreError: As :meth:`read_batch`.
-        """
+        """The chunks of tensors with their values, in order; what was yielded before counts as done."""
         for batch in self.plan_batches(fqns):
             for chunk, values in zip(batch, self.read_batch(batch), strict=True):
                 yield chunk, values

@@ -9,6 +9,8 @@ from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.storage.files import Stream
 from torchrec_cnr.storage.store import Store
 
+Written = tuple[Store, tuple[str, ...], tuple[str, ...]]  # directory, names of its files, FQNs that were left out
+
 
 @contextmanager
 def new_directory(out: str | os.PathLike[str]) -> Iterator[Store]:

@@ -12,6 +12,7 @@ from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.human_text import bytes_text, count_text
 from torchrec_cnr.lineage.checkpoint import existing, read_lineage
 from torchrec_cnr.maintenance.export.contents import Contents
+from torchrec_cnr.maintenance.export.destination import Written
 from torchrec_cnr.maintenance.export.to_dcp import write_dcp
 from torchrec_cnr.maintenance.export.to_safetensors import write_safetensors
 from torchrec_cnr.maintenance.export.to_torch import write_torch
@@ -22,8 +23,7 @@ from torchrec_cnr.storage.store import Store
 
 Format = Literal["dcp", "safetensors", "torch"]
 
-_Written = tuple[Store, tuple[str, ...], tuple[str, ...]]
-_FORMATS: Mapping[str, Callable[[Contents, str | os.PathLike[str]], _Written]] = {
+_FORMATS: Mapping[str, Callable[[Contents, str | os.PathLike[str]], Written]] = {
     "dcp": write_dcp,
     "safetensors": write_safetensors,
     "torch": write_torch,

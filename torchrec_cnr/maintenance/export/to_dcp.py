@@ -8,32 +8,24 @@ import io
 import os
 from collections.abc import Sequence
 
-import torch
 from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from torchrec_cnr.errors import CNRError, StoreError
 from torchrec_cnr.format.safe_pickle import serialized
 from torchrec_cnr.maintenance.export.contents import Chunk, Contents
-from torchrec_cnr.maintenance.export.destination import new_directory
-from torchrec_cnr.maintenance.single_process_save import save
+from torchrec_cnr.maintenance.export.destination import Written, new_directory
+from torchrec_cnr.maintenance.single_process_save import chunk_item, index_of, object_items, save
 from torchrec_cnr.storage.store import Store
 
 
-def write_dcp(contents: Contents, out: str | os.PathLike[str]) -> tuple[Store, tuple[str, ...], tuple[str, ...]]:
-    """Write a directory that ``dcp.load`` reads; ``.metadata``, which makes it a checkpoint, comes last.
-
-    Returns:
-        The directory, the names of its files, and nothing left out.
-
-    Raises:
-        ConfigurationError, StoreError, DamagedError: As ``exporting.export``.
-    """
+def write_dcp(contents: Contents, out: str | os.PathLike[str]) -> Written:
+    """Write a directory that ``dcp.load`` reads; ``.metadata``, which makes it a checkpoint, comes last."""
     planner = _ReadingPlanner(contents)
     with new_directory(out) as store:
         try:
@@ -61,22 +53,19 @@ class _ReadingPlanner(DefaultSavePlanner):
         super().__init__()
         self._contents = contents
         self._objects = contents.objects()
-        self._batches = {_index(chunk): batch for batch in contents.plan_batches(contents.tensors) for chunk in batch}
+        self._batches = {index_of(chunk): batch for batch in contents.plan_batches(contents.tensors) for chunk in batch}
         self._read: dict[MetadataIndex, tuple[Chunk, Tensor]] = {}
 
     def plans(self) -> list[SavePlan]:
         """One for each batch; the first has the objects too."""
         batches: Sequence[tuple[Chunk, ...]] = list(dict.fromkeys(self._batches.values())) or [()]
         plans = [SavePlan([self._item(chunk) for chunk in batch]) for batch in batches]
-        plans[0].items[:0] = [WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO) for fqn in self._objects]
+        plans[0].items[:0] = object_items(self._objects)
         return plans
 
     def _item(self, chunk: Chunk) -> WriteItem:
         size = self._contents.tensors[chunk.fqn].box.sizes
-        kind = WriteItemType.TENSOR if chunk.box.sizes == size else WriteItemType.SHARD
-        box = ChunkStorageMetadata(torch.Size(chunk.box.offsets), torch.Size(chunk.box.sizes))
-        data = TensorWriteData(box, TensorProperties(dtype=chunk.dtype), torch.Size(size))
-        return WriteItem(_index(chunk), kind, tensor_data=data)
+        return chunk_item(chunk, size, WriteItemType.TENSOR if chunk.box.sizes == size else WriteItemType.SHARD)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         """Read the batch that an item is in, if it is the first of it."""
@@ -86,11 +75,7 @@ class _ReadingPlanner(DefaultSavePlanner):
         if write_item.index not in self._read:
             batch = self._batches[write_item.index]
             values = self._contents.read_batch(batch)
-            self._read = {_index(chunk): (chunk, part) for chunk, part in zip(batch, values, strict=True)}
+            self._read = {index_of(chunk): (chunk, part) for chunk, part in zip(batch, values, strict=True)}
         chunk, part = self._read.pop(write_item.index)
         self._contents.count(chunk)
         return part
-
-
-def _index(chunk: Chunk) -> MetadataIndex:
-    return MetadataIndex(chunk.fqn, chunk.box.offsets)

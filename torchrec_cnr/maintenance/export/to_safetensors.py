@@ -12,7 +12,7 @@ from typing import Any
 
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.maintenance.export.contents import Contents, bytes_of
-from torchrec_cnr.maintenance.export.destination import new_directory
+from torchrec_cnr.maintenance.export.destination import Written, new_directory
 from torchrec_cnr.storage.pack_writer import SAFETENSORS, safetensors_header
 from torchrec_cnr.storage.store import Store
 
@@ -22,17 +22,11 @@ _OBJECTS = "objects.json"
 _RESERVED = "__metadata__"
 
 
-def write_safetensors(
-    contents: Contents, out: str | os.PathLike[str]
-) -> tuple[Store, tuple[str, ...], tuple[str, ...]]:
+def write_safetensors(contents: Contents, out: str | os.PathLike[str]) -> Written:
     """Write a directory with ``model.safetensors``, or with several files and their index, which comes last.
 
-    Returns:
-        The directory, the names of its files, and FQNs of objects that JSON cannot hold.
-
     Raises:
-        ConfigurationError: As ``exporting.export``, or a tensor has the one name that safetensors keeps for itself.
-        StoreError, DamagedError: As ``exporting.export``.
+        ConfigurationError: A tensor has the one name that safetensors keeps for itself.
     """
     if _RESERVED in contents.tensors:
         raise ConfigurationError(

@@ -23,9 +23,8 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.storage import TypedStorage
 
 from torchrec_cnr.maintenance.export.contents import Chunk, Contents, bytes_of
-from torchrec_cnr.maintenance.export.destination import new_file
+from torchrec_cnr.maintenance.export.destination import Written, new_file
 from torchrec_cnr.storage.files import Stream
-from torchrec_cnr.storage.store import Store
 
 _ALIGNMENT = 64  # of records, as torch.save has it
 _HEADER_BYTES = 30 + 20 + 4  # of a record, before its name; then its size in 64 bits, and what begins the padding
@@ -45,15 +44,8 @@ _STORAGE_TYPES: Mapping[torch.dtype, type] = {
 }
 
 
-def write_torch(contents: Contents, out: str | os.PathLike[str]) -> tuple[Store, tuple[str, ...], tuple[str, ...]]:
-    """Write a file that ``torch.load(weights_only=True)`` reads as the nested state dict.
-
-    Returns:
-        The file's directory, its name, and nothing left out.
-
-    Raises:
-        ConfigurationError, StoreError, DamagedError: As ``exporting.export``.
-    """
+def write_torch(contents: Contents, out: str | os.PathLike[str]) -> Written:
+    """Write a file that ``torch.load(weights_only=True)`` reads as the nested state dict."""
     nested: dict[str, Any] = {}
     for fqn, value in contents.objects().items():
         set_element(nested, contents.paths[fqn], value)
