@@ -4,13 +4,13 @@ What a save or a compaction wrote is told by its manifest, or, once that was pru
 not remove is told anew by the next one, and counts twice. Links are no checkpoints of their own.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from torchrec_cnr.format.manifest import DTYPES, CheckpointKind, Manifest, TensorEntry
+from torchrec_cnr.format.manifest import DTYPES, Manifest, TensorEntry
 from torchrec_cnr.lineage.checkpoint import Checkpoint
 from torchrec_cnr.maintenance.catalog import Catalog, Entry
-from torchrec_cnr.maintenance.file_names import log_bytes, written_bytes
 from torchrec_cnr.maintenance.journal import PrunedCheckpoint
+from torchrec_cnr.maintenance.pruning.plan import record_of
 from torchrec_cnr.maintenance.restore_bytes import all_restore_bytes
 from torchrec_cnr.maintenance.run_history import Event, KeptCheckpoint, RunHistory
 from torchrec_cnr.quantization import NoQuantization
@@ -27,10 +27,10 @@ def read_run_history(catalog: Catalog) -> RunHistory:
         if entry.is_link:
             continue
         model = max(1, model_bytes(checkpoint.manifest))
-        events += _events(name, entry, checkpoint, read, model)
+        events += _events(record_of(catalog, entry, checkpoint, read, removed_ns=0), model)
         kept.append(_kept(name, entry, checkpoint, catalog.parent(checkpoint), read))
     for pruned in catalog.pruned:
-        events += _pruned_events(pruned, model)
+        events += _events(pruned, model)
     for prune in catalog.journal.prunes:
         events.append(Event(prune.at_ns, "prune", prune.name, 0, prune.freed_bytes, None, None, model))
     events.sort(key=lambda event: event.at_ns)
@@ -57,40 +57,21 @@ def _whole_bytes(manifest: Manifest, entry: TensorEntry) -> float:
     return float(sum(place.box.num_rows * scheme.row_bytes(place.box.num_cols, dtype) for place in entry.places))
 
 
-def _events(name: str, entry: Entry, checkpoint: Checkpoint, restore_bytes: int | None, model: int) -> Iterator[Event]:
-    saved = checkpoint.committed
-    written = [(manifest.created_ns, written_bytes(manifest, entry.files)) for manifest in checkpoint.manifests]
-    share = _share(saved.num_rows, _table_rows(saved))
-    yield from _written(name, saved.kind, written, share, restore_bytes, model, log_bytes(saved))
-
-
-def _pruned_events(pruned: PrunedCheckpoint, model: int) -> Iterator[Event]:
-    written = [(pruned.created_ns, pruned.num_bytes), *pruned.compactions]
-    share = _share(pruned.num_rows, pruned.num_table_rows)
-    yield from _written(pruned.name, pruned.kind, written, share, pruned.restore_bytes, model, pruned.log_bytes)
-
-
-def _written(
-    name: str,
-    kind: CheckpointKind,
-    written: Sequence[tuple[int, int]],
-    share: float,
-    restore_bytes: int | None,
-    model: int,
-    in_log_bytes: int,
-) -> Iterator[Event]:
-    """A save and its compactions, by time and bytes; what a restore reads is known of the last of them."""
+def _events(saved: PrunedCheckpoint, model: int) -> Iterator[Event]:
+    """A save and its compactions, by time; what a restore reads is known of the last of them."""
+    share = min(1.0, saved.num_rows / saved.num_table_rows) if saved.num_table_rows else 0.0
+    written = [(saved.created_ns, saved.num_bytes), *saved.compactions]
     for number, (at_ns, num_bytes) in enumerate(written):
         yield Event(
-            at_ns=max(at_ns, written[0][0]),
-            kind="compaction" if number else kind,
-            name=name,
+            at_ns=max(at_ns, saved.created_ns),
+            kind="compaction" if number else saved.kind,
+            name=saved.name,
             written_bytes=num_bytes,
             freed_bytes=0,
-            modified_share=share if kind == "delta" and not number else None,
-            restore_bytes=restore_bytes if number == len(written) - 1 else None,
+            modified_share=share if saved.kind == "delta" and not number else None,
+            restore_bytes=saved.restore_bytes if number == len(written) - 1 else None,
             model_bytes=model,
-            log_bytes=0 if number else in_log_bytes,  # a compaction writes files
+            log_bytes=0 if number else saved.log_bytes,  # a compaction writes files
         )
 
 
@@ -106,11 +87,3 @@ def _kept(
         parent=parent if ref is None or parent is not None else ref.path,
         restore_bytes=restore_bytes,
     )
-
-
-def _table_rows(manifest: Manifest) -> int:
-    return sum(entry.size[0] for entry in manifest.tensors.values() if entry.is_table)
-
-
-def _share(num_rows: int, num_table_rows: int) -> float:
-    return min(1.0, num_rows / num_table_rows) if num_table_rows else 0.0

@@ -69,6 +69,11 @@ class Event:
         return self.kind in get_args(CheckpointKind)
 
     @property
+    def all_bytes(self) -> int:
+        """Bytes that were written to files and to a log."""
+        return self.written_bytes + self.log_bytes
+
+    @property
     def restore_models(self) -> float | None:
         """What a load of the checkpoint reads, in models."""
         return None if self.restore_bytes is None else self.restore_bytes / self.model_bytes

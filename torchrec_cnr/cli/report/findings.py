@@ -68,17 +68,13 @@ def _kinds(kinds: Sequence[str]) -> str:
 
 def _written(history: RunHistory) -> Total:
     included = ", compactions included" if history.of_kind("compaction") else ""
-    return Total("Written", bytes_text(_all_bytes(history)), f"{_comparison(history)}{included}{_in_log(history)}")
+    in_log = f"; {bytes_text(history.log_bytes)} of it to a log" if history.log_bytes else ""
+    return Total("Written", bytes_text(_all_bytes(history)), f"{_comparison(history)}{included}{in_log}")
 
 
 def _all_bytes(history: RunHistory) -> int:
     """Written to files and to a log."""
     return history.written_bytes + history.log_bytes
-
-
-def _in_log(history: RunHistory) -> str:
-    """What of it went to a log."""
-    return f"; {bytes_text(history.log_bytes)} of it to a log" if history.log_bytes else ""
 
 
 def _comparison(history: RunHistory) -> str:
@@ -119,7 +115,7 @@ def on_written(history: RunHistory) -> str:
     """The sizes of what was written."""
     parts = []
     for kind in ("baseline", "delta", "compaction"):
-        sizes = [event.written_bytes + event.log_bytes for event in history.of_kind(kind)]
+        sizes = [event.all_bytes for event in history.of_kind(kind)]
         if sizes:
             parts.append(f"{count_text(len(sizes), kind)}: {_spread(sizes, bytes_text)}.")
     return " ".join(parts)
@@ -206,7 +202,7 @@ def totals_by_kind(history: RunHistory) -> tuple[KindTotals, ...]:
     lines = []
     for kind, (name, meaning) in _MEANINGS.items():
         events = history.of_kind(kind)
-        written = bytes_text(sum(event.written_bytes + event.log_bytes for event in events))
+        written = bytes_text(sum(event.all_bytes for event in events))
         freed = bytes_text(sum(event.freed_bytes for event in events))
         lines.append(KindTotals(name, meaning, f"{len(events):,}", written, freed))
     return tuple(lines)

@@ -143,9 +143,9 @@ _LOOKS = (
 
 def draw_written(history: RunHistory) -> Figure:
     """Bytes that each checkpoint and each compaction wrote."""
-    unit, one = bytes_unit(max(event.written_bytes + event.log_bytes for event in history.events))
+    unit, one = bytes_unit(max(event.all_bytes for event in history.events))
     with plot_axes(f"{unit} written") as (figure, axes):
-        _draw_amounts(axes, history, lambda event: (event.written_bytes + event.log_bytes) / one)
+        _draw_amounts(axes, history, lambda event: event.all_bytes / one)
         number_checkpoints(axes, len(history.saves))
         add_legend(figure)
     return figure
@@ -160,12 +160,7 @@ def draw_cumulative(history: RunHistory) -> Figure:
     with plot_axes(f"{unit} so far") as (figure, axes):
         below = np.zeros(len(places))
         for look in _LOOKS:
-            own = _sums(
-                [
-                    event.written_bytes + event.log_bytes if event and event.kind == look.kind else 0
-                    for _, event in placed
-                ]
-            )
+            own = _sums([event.all_bytes if event and event.kind == look.kind else 0 for _, event in placed])
             if history.of_kind(look.kind):
                 kept = thin(places, below + own, _NUM_COLUMNS)
                 low, high = below[kept] / one, (below + own)[kept] / one
@@ -214,7 +209,7 @@ def draw_capacity(history: RunHistory) -> Figure:
 def draw_modified(history: RunHistory) -> Figure:
     """Rows that each delta stores, in percent of all rows of the tables."""
     with plot_axes("% of rows") as (figure, axes):
-        _draw_amounts(axes, history, lambda event: _percent(event.modified_share))
+        _draw_amounts(axes, history, lambda event: None if event.modified_share is None else 100 * event.modified_share)
         number_checkpoints(axes, len(history.saves))
         add_legend(figure)
     return figure
@@ -250,10 +245,6 @@ def _placed(history: RunHistory) -> Iterator[tuple[float, Event]]:
 
 def _sums(sizes: Sequence[int]) -> Floats:
     return np.cumsum(np.array(sizes, np.float64))
-
-
-def _percent(share: float | None) -> float | None:
-    return None if share is None else 100 * share
 
 
 def _draw_events(axes: Axes, history: RunHistory, height: Callable[[Event], float | None]) -> list[_Marks]:

@@ -186,6 +186,30 @@ def plan_prune(
     return _Planner(catalog, find_kept(catalog, keep, now_ns), now_ns).plan(keep)
 
 
+def record_of(
+    catalog: Catalog, entry: Entry, checkpoint: Checkpoint, restore_bytes: int | None, removed_ns: int
+) -> PrunedCheckpoint:
+    """What the journal tells of a checkpoint once it is removed."""
+    saved = checkpoint.committed
+    parent = None if saved.parent is None else catalog.name_of(checkpoint.store.at(saved.parent.path))
+    packs = packs_of(checkpoint) | {name for name in entry.files if is_pack(name)}
+    replacements = checkpoint.manifests[1:]
+    return PrunedCheckpoint(
+        name=entry.name,
+        created_ns=checkpoint.created_ns,
+        kind=saved.kind,
+        num_bytes=written_bytes(saved, entry.files),
+        num_rows=saved.num_rows,
+        num_table_rows=sum(tensor.size[0] for tensor in saved.tensors.values() if tensor.is_table),
+        parent=parent if saved.parent is None or parent is not None else saved.parent.path,
+        restore_bytes=restore_bytes,
+        removed_ns=removed_ns,
+        save_ids=tuple(sorted({save_id(name) for name in packs})),
+        compactions=tuple((new.created_ns, written_bytes(new, entry.files)) for new in replacements),
+        log_bytes=log_bytes(saved),
+    )
+
+
 @dataclass(frozen=True)
 class _Planner:
     """What a plan is worked out from."""
@@ -216,7 +240,9 @@ class _Planner:
         takes_directory = is_emptied and (bool(files) or (self.was_ours(entry) and entry.store.has_directories))
         if not files and not takes_directory:
             return None
-        pruned = None if is_kept or entry.checkpoint is None else self.record(entry, entry.checkpoint)
+        pruned = None
+        if not is_kept and entry.checkpoint is not None:
+            pruned = record_of(self.catalog, entry, entry.checkpoint, self.restore_bytes[entry.name], self.now_ns)
         return Removal(entry, files, pruned, takes_directory, self.loading(entry, files))
 
     def is_used(self, entry: Entry, name: str) -> bool:
@@ -285,28 +311,6 @@ class _Planner:
             if checkpoint.is_compacted or self.catalog.parent(checkpoint) in compacted:
                 compacted.add(name)
         return {name: needed_by(self.catalog, [name], [name]) for name in self.staying.reasons if name in compacted}
-
-    # What the journal tells.
-
-    def record(self, entry: Entry, checkpoint: Checkpoint) -> PrunedCheckpoint:
-        saved = checkpoint.committed
-        parent = None if saved.parent is None else self.catalog.name_of(checkpoint.store.at(saved.parent.path))
-        packs = packs_of(checkpoint) | {name for name in entry.files if is_pack(name)}
-        replacements = checkpoint.manifests[1:]
-        return PrunedCheckpoint(
-            name=entry.name,
-            created_ns=checkpoint.created_ns,
-            kind=saved.kind,
-            num_bytes=written_bytes(saved, entry.files),
-            num_rows=saved.num_rows,
-            num_table_rows=sum(tensor.size[0] for tensor in saved.tensors.values() if tensor.is_table),
-            parent=parent if saved.parent is None or parent is not None else saved.parent.path,
-            restore_bytes=self.restore_bytes[entry.name],
-            removed_ns=self.now_ns,
-            save_ids=tuple(sorted({save_id(name) for name in packs})),
-            compactions=tuple((new.created_ns, written_bytes(new, entry.files)) for new in replacements),
-            log_bytes=log_bytes(saved),
-        )
 
     @cached_property
     def restore_bytes(self) -> Mapping[str, int | None]:
