@@ -188,10 +188,8 @@ def _read_entry(store: Store, name: str, is_link: bool) -> Entry:
     except CheckpointNotFoundError:  # removed since it was listed
         return Entry(store, name, {}, is_link=is_link)
     except CNRError as error:
-        return Entry(
-            store, name, files, None, error, there.directories, {}, _modified_ns(store, MANIFEST_FILE), is_link=is_link
-        )
-    return Entry(store, name, files, found, None, there.directories, metrics, is_link=is_link)
+        return replace(there, problem=error, modified_ns=_modified_ns(store, MANIFEST_FILE))
+    return replace(there, checkpoint=found, metrics=metrics)
 
 
 def _modified_ns(store: Store, name: str) -> int | None:

@@ -124,12 +124,9 @@ def is_journal_file(name: str) -> bool:
 
 
 def read_files(directory: Store, names: Iterable[str], now_ns: int) -> Journal:
-    """Read the journal's files; those that cannot be made sense of are passed over with a warning.
+    """Read the journal's files among ``names``; those that cannot be made sense of are passed over with a warning.
 
-    Args:
-        directory: Where they lie.
-        names: The files there.
-        now_ns: A file that was begun long before is not going to be finished.
+    A file that was begun long before ``now_ns`` is not going to be finished.
 
     Raises:
         StoreError: A file that is there cannot be read.

@@ -6,7 +6,7 @@ not counted.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torchrec_cnr.format.manifest import Manifest
 from torchrec_cnr.format.row_sets import Blob
@@ -25,14 +25,14 @@ class _Reads:
     """
 
     manifest_bytes: int = 0
-    tensors: Mapping[str, int] | None = None
+    tensors: Mapping[str, int] = field(default_factory=dict)
     object_bytes: int = 0
 
     def below(self, checkpoint: Checkpoint) -> "_Reads":
         """With a checkpoint on top."""
-        manifest, under = checkpoint.manifest, self.tensors or {}
+        manifest = checkpoint.manifest
         tensors = {
-            fqn: num_bytes + (0 if manifest.tensors[fqn].is_whole else under.get(fqn, 0))
+            fqn: num_bytes + (0 if manifest.tensors[fqn].is_whole else self.tensors.get(fqn, 0))
             for fqn, num_bytes in tensor_bytes(manifest).items()
         }
         num_bytes = self.manifest_bytes + checkpoint.manifest_bytes
@@ -41,7 +41,7 @@ class _Reads:
     @property
     def num_bytes(self) -> int:
         """All of them."""
-        return self.manifest_bytes + sum((self.tensors or {}).values()) + self.object_bytes
+        return self.manifest_bytes + sum(self.tensors.values()) + self.object_bytes
 
 
 def restore_bytes(lineage: Lineage) -> int:

@@ -74,15 +74,10 @@ class MovementMeter:
     def movement(self) -> Movement:
         """What the rows so far have in common."""
         num_measured = int(self._counts.sum())
-        is_empty = num_measured == 0
-        return Movement(
-            num_measured,
-            None if is_empty else self._sum / num_measured,
-            None if is_empty else self._median(num_measured),
-            None if is_empty else self._max,
-            self._num_from_zero,
-            self._num_not_finite,
-        )
+        unmeasured = self._num_from_zero, self._num_not_finite
+        if num_measured == 0:
+            return Movement(0, None, None, None, *unmeasured)
+        return Movement(num_measured, self._sum / num_measured, self._median(num_measured), self._max, *unmeasured)
 
     def _median(self, num_measured: int) -> float:
         """The mean of the two in the middle, each in the middle of its bin."""

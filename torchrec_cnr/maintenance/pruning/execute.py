@@ -58,11 +58,7 @@ class PruneResult:
 
 
 def run_prune(plan: PrunePlan, *, progress: Progress | None = None) -> PruneResult:
-    """Remove what a plan says, but for what is wanted by now.
-
-    Args:
-        plan: What goes.
-        progress: Told how many of how many files are done with.
+    """Remove what a plan says, but for what is wanted by now; ``progress`` is told of files.
 
     Raises:
         StoreError: The journal cannot be written: nothing was removed.

@@ -160,9 +160,7 @@ def find_kept(catalog: Catalog, keep: Keep, now_ns: int) -> Kept:
     leases = {name: entry.leases(now_ns) for name, entry in catalog.entries.items()}
     leased = [name for name in catalog.checkpoints if leases[name]]
     horizon_ns, unreadable = _horizon(catalog.entries.values())
-    reasons: dict[str, list[str]] = {}
-    for name, found in keep.choose(_candidates(catalog, broken)).items():
-        reasons[name] = list(found)
+    reasons = {name: list(found) for name, found in keep.choose(_candidates(catalog, broken)).items()}
     for name in leased:
         reasons.setdefault(name, []).append(lease_text(leases[name][0], now_ns))
     for name, reason in _linked(catalog).items():
@@ -180,9 +178,9 @@ def find_kept(catalog: Catalog, keep: Keep, now_ns: int) -> Kept:
     for name, by in needs.checkpoints.items():
         if name not in reasons:
             reasons[name] = [f"needed by {name_text(by)}"]
-    links = {name for name, entry in catalog.entries.items() if entry.is_link}
-    unreadables = {name for name, entry in catalog.entries.items() if entry.problem is not None}
-    untouched = frozenset({*broken, *older, *links, *unreadables, *(name for name in leases if leases[name])})
+    entries = catalog.entries.items()
+    fixed = (name for name, entry in entries if entry.is_link or entry.problem is not None or leases[name])
+    untouched = frozenset({*broken, *older, *fixed})
     return Kept({name: tuple(found) for name, found in reasons.items()}, needs, untouched, horizon_ns)
 
 

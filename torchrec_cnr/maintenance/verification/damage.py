@@ -47,10 +47,7 @@ class Problem:
 def find_damage(checkpoint: Checkpoint, thread_count: int, advance: Advance) -> list[Problem]:
     """All that is wrong with the packs of a checkpoint, its own and those of others that it uses.
 
-    Args:
-        checkpoint: The checkpoint.
-        thread_count: Requests in flight at once. Each takes up to 16 MiB of memory.
-        advance: Told how many bytes of blobs were read since it was called last.
+    ``advance`` is told how many bytes of blobs were read since it was called last.
     """
     decoded, failures = _decode(checkpoint, thread_count, advance)
     found = _read_blobs(checkpoint, decoded, thread_count, advance)
@@ -63,11 +60,8 @@ def find_dead_damage(checkpoints: Sequence[Checkpoint], thread_count: int) -> li
     """What is wrong with bytes of packs that no load needs any more: those that compactions have left behind.
 
     The manifests under which they were written have digests of them, as far as these are still there. Where they or
-    whole packs are gone, nothing is missed. Those in a log are not looked at: it forgets them.
-
-    Args:
-        checkpoints: What they need now is not looked at.
-        thread_count: Requests in flight at once. Each takes up to 16 MiB of memory.
+    whole packs are gone, nothing is missed. Those in a log are not looked at: it forgets them. Nor is what the
+    checkpoints need now.
     """
     alive = {_place(checkpoint, blob) for checkpoint in checkpoints for _, blob in checkpoint.manifest.blobs()}
     found: dict[Problem, None] = {}
