@@ -76,28 +76,6 @@ _PLOTS = (
 )
 
 
-@dataclass(frozen=True)
-class _Panel:
-    """A plot as the template takes it; ``svg`` is None where there is nothing to draw."""
-
-    name: str
-    title: str
-    text: str
-    svg: Markup | None
-
-
-@dataclass(frozen=True)
-class _Line:
-    """A kept checkpoint as the template takes it."""
-
-    name: str
-    kind: str
-    created: str
-    size: str
-    parent: str | None
-    restore: str
-
-
 def render(history: RunHistory) -> str:
     """The report as the text of an HTML file, to be written as UTF-8; the same history gives the same text."""
     newest, older = history.newest_first[:MAX_LINES], history.newest_first[MAX_LINES:]
@@ -124,21 +102,23 @@ def render(history: RunHistory) -> str:
     )
 
 
-def _panel(plot: _Plot, history: RunHistory) -> _Panel:
+def _panel(plot: _Plot, history: RunHistory) -> dict[str, str | None]:
+    """A plot as the template takes it; ``svg`` is None where there is nothing to draw."""
     if plot.is_empty(history):
-        return _Panel(plot.name, plot.title, plot.absence, None)
+        return {"name": plot.name, "title": plot.title, "text": plot.absence, "svg": None}
     text = plot.text(history)
     svg = inline_svg(plot.draw(history), plot.name, f"{plot.title}. {text}")
-    return _Panel(plot.name, plot.title, text, Markup(svg))
+    return {"name": plot.name, "title": plot.title, "text": text, "svg": Markup(svg)}
 
 
-def _line(checkpoint: KeptCheckpoint, restore_models: float | None) -> _Line:
+def _line(checkpoint: KeptCheckpoint, restore_models: float | None) -> dict[str, str | None]:
+    """A kept checkpoint as the template takes it."""
     restore = "–" if checkpoint.restore_bytes is None else bytes_text(checkpoint.restore_bytes)
-    return _Line(
-        name=name_text(checkpoint.name),
-        kind=checkpoint.kind,
-        created=instant_text(checkpoint.created_ns),
-        size=bytes_text(checkpoint.num_bytes),
-        parent=None if checkpoint.parent is None else name_text(checkpoint.parent),
-        restore=restore if restore_models is None else f"{models_text(restore_models)} ({restore})",
-    )
+    return {
+        "name": name_text(checkpoint.name),
+        "kind": checkpoint.kind,
+        "created": instant_text(checkpoint.created_ns),
+        "size": bytes_text(checkpoint.num_bytes),
+        "parent": None if checkpoint.parent is None else name_text(checkpoint.parent),
+        "restore": restore if restore_models is None else f"{models_text(restore_models)} ({restore})",
+    }
