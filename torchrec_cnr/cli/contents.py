@@ -1,14 +1,14 @@
 """The contents of one checkpoint, as text."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from torchrec_cnr.cli.output import Dotted, bare_grid, common_prefix, grid, heading, left_out, name_cell
+from torchrec_cnr.cli.output import Dotted, bare_grid, common_prefix, grid, heading, name_cell, print_left_out
 from torchrec_cnr.format.manifest import LogRange, Manifest, TensorEntry
 from torchrec_cnr.human_text import age_text, bytes_text, count_text, instant_text, percent_text, share_text
 from torchrec_cnr.lineage.checkpoint import Checkpoint, Lineage
@@ -60,10 +60,14 @@ def print_contents(
     kind = f"compacted {checkpoint.kind}" if checkpoint.is_compacted else checkpoint.kind
     console.print(Text.assemble(name_cell(checkpoint.store.url, "bold"), f"  {kind}", overflow="fold"))
     console.print(_facts(checkpoint, lineage, problem))
-    tables = {fqn: entry for fqn, entry in manifest.tensors.items() if entry.is_table}
-    others = {fqn: entry for fqn, entry in manifest.tensors.items() if not entry.is_table}
-    _print_tables(console, manifest, tables)
-    _print_tensors(console, manifest, others, everything)
+    num_bytes = tensor_bytes(manifest)
+    tables = [fqn for fqn, entry in manifest.tensors.items() if entry.is_table]
+    others = [fqn for fqn, entry in manifest.tensors.items() if not entry.is_table]
+    others.sort(key=lambda fqn: -num_bytes[fqn])
+    shown = others if everything else others[:_LINES]
+    _print_tensors(console, manifest, tables, "tables")
+    _print_tensors(console, manifest, shown, "other tensors")
+    print_left_out(console, len(others) - len(shown), "tensors")
     _print_objects(console, manifest, everything)
     _print_packs(console, pack_summaries(manifest), everything)
 
@@ -100,25 +104,30 @@ def _stands_on(lineage: Lineage) -> str:
     return " ← ".join(names)
 
 
-def _print_tables(console: Console, manifest: Manifest, tables: Mapping[str, TensorEntry]) -> None:
-    if not tables:
+def _print_tensors(console: Console, manifest: Manifest, fqns: Sequence[str], title: str) -> None:
+    if not fqns:
         return
-    prefix, of_dtype, note = common_prefix(list(tables)), *_dtypes(list(tables.values()))
-    num_bytes = tensor_bytes(manifest)
-    grid_ = grid("table", ">size", *of_dtype, "scheme", ">rows", ">", ">bytes", ">share")
-    for fqn, entry in tables.items():
-        grid_.add_row(
+    entries, num_bytes = [manifest.tensors[fqn] for fqn in fqns], tensor_bytes(manifest)
+    are_tables = entries[0].is_table
+    prefix, of_dtype, note = common_prefix(fqns), *_dtypes(entries)
+    of_scheme, of_rows = ["scheme"] * are_tables, [">"] * are_tables
+    table = grid(
+        "table" if are_tables else "tensor", ">size", *of_dtype, *of_scheme, ">rows", *of_rows, ">bytes", ">share"
+    )
+    for fqn, entry in zip(fqns, entries, strict=True):
+        part = percent_text(entry.num_stored_rows / entry.size[0]) if are_tables and entry.size[0] else ""
+        table.add_row(
             Dotted(fqn.removeprefix(prefix)),
             _size(entry),
-            *([entry.dtype] if of_dtype else []),
-            _schemes(entry),
+            *(entry.dtype for _ in of_dtype),
+            *(_schemes(entry) for _ in of_scheme),
             f"{round(entry.num_stored_rows):,}",
-            percent_text(entry.num_stored_rows / entry.size[0]) if entry.size[0] else "",
+            *(part for _ in of_rows),
             bytes_text(num_bytes[fqn]),
             percent_text(num_bytes[fqn] / manifest.blob_bytes) if manifest.blob_bytes else "",
         )
-    print_under(console, "tables", note, prefix)
-    console.print(grid_)
+    print_under(console, title, note, prefix)
+    console.print(table)
 
 
 def print_under(console: Console, title: str, note: str, prefix: str) -> None:
@@ -126,30 +135,6 @@ def print_under(console: Console, title: str, note: str, prefix: str) -> None:
     console.print(heading(title, note))
     if prefix:
         console.print(Dotted(f"{prefix}*", "dim"))
-
-
-def _print_tensors(console: Console, manifest: Manifest, tensors: Mapping[str, TensorEntry], everything: bool) -> None:
-    if not tensors:
-        return
-    num_bytes = tensor_bytes(manifest)
-    fqns = sorted(tensors, key=lambda fqn: -num_bytes[fqn])
-    shown = fqns if everything else fqns[:_LINES]
-    prefix, of_dtype, note = common_prefix(shown), *_dtypes([tensors[fqn] for fqn in shown])
-    table = grid("tensor", ">size", *of_dtype, ">rows", ">bytes", ">share")
-    for fqn in shown:
-        entry = tensors[fqn]
-        table.add_row(
-            Dotted(fqn.removeprefix(prefix)),
-            _size(entry),
-            *([entry.dtype] if of_dtype else []),
-            f"{round(entry.num_stored_rows):,}",
-            bytes_text(num_bytes[fqn]),
-            percent_text(num_bytes[fqn] / manifest.blob_bytes) if manifest.blob_bytes else "",
-        )
-    print_under(console, "other tensors", note, prefix)
-    console.print(table)
-    for line in left_out(len(fqns) - len(shown), "tensors"):
-        console.print(line)
 
 
 def _print_objects(console: Console, manifest: Manifest, everything: bool) -> None:
@@ -162,8 +147,7 @@ def _print_objects(console: Console, manifest: Manifest, everything: bool) -> No
     print_under(console, "objects", f"{bytes_text(num_bytes)}, {percent_text(num_bytes / manifest.blob_bytes)}", prefix)
     for fqn in shown:
         console.print(Dotted(fqn.removeprefix(prefix)))
-    for line in left_out(len(fqns) - len(shown), "objects"):
-        console.print(line)
+    print_left_out(console, len(fqns) - len(shown), "objects")
 
 
 def _print_packs(console: Console, uses: Sequence[PackSummary], everything: bool) -> None:
@@ -180,8 +164,7 @@ def _print_packs(console: Console, uses: Sequence[PackSummary], everything: bool
         table.add_row(name_cell(place + use.name), bytes_text(use.num_bytes), f"{use.num_blobs:,}", used, *log)
     console.print(heading("packs", "those in other directories are used by this checkpoint, too" if has_others else ""))
     console.print(table)
-    for line in left_out(len(uses) - len(shown), "packs"):
-        console.print(line)
+    print_left_out(console, len(uses) - len(shown), "packs")
 
 
 def _dtypes(entries: Sequence[TensorEntry]) -> tuple[list[str], str]:

@@ -17,7 +17,7 @@ import typer
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from torchrec_cnr import progress
@@ -60,15 +60,12 @@ def progress_bar(what: str, is_wanted: bool = True) -> Iterator[progress.Progres
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def grid(*columns: str | Column) -> Table:
+def grid(*columns: str) -> Table:
     """A table without lines. A heading that begins with ``>`` has numbers below it: they end at its end."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for column in columns:
-        if isinstance(column, Column):
-            table.columns.append(column)
-        else:
-            is_number = column.startswith(">")
-            table.add_column(column.lstrip(">"), justify="right" if is_number else "left", no_wrap=is_number)
+        is_number = column.startswith(">")
+        table.add_column(column.lstrip(">"), justify="right" if is_number else "left", no_wrap=is_number)
     return table
 
 
@@ -91,9 +88,10 @@ def heading(text: str, note: str = "") -> Text:
     return Text.assemble(("\n" + text, "bold"), (f"  {note}" if note else "", "dim"))
 
 
-def left_out(num: int, noun: str) -> Sequence[str]:
-    """A line that says that there is more."""
-    return [f"… {num:,} more {noun}; --all shows them"] if num else []
+def print_left_out(console: Console, num: int, noun: str) -> None:
+    """Say that there is more, if there is."""
+    if num:
+        console.print(f"… {num:,} more {noun}; --all shows them")
 
 
 @dataclass(frozen=True)

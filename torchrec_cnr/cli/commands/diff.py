@@ -15,9 +15,9 @@ from torchrec_cnr.cli.output import (
     common_prefix,
     grid,
     heading,
-    left_out,
     name_cell,
     print_json,
+    print_left_out,
     progress_bar,
     stdout,
 )
@@ -82,8 +82,7 @@ def _print(console: Console, found: Comparison, everything: bool) -> None:
         shown = others if everything else others[:_LINES]
         num_same = sum(not tensor.is_table for tensor in found.tensors) - len(others)
         _print_tensors(console, "other tensors that differ", f"{num_same:,} are the same", shown, found.tensors)
-        for line in left_out(len(others) - len(shown), "tensors"):
-            console.print(line)
+        print_left_out(console, len(others) - len(shown), "tensors")
     _print_apart(console, found)
     _print_names(console, found)
 
@@ -105,9 +104,8 @@ def _print_tensors(
 ) -> None:
     prefix = common_prefix([tensor.fqn for tensor in tensors])
     has_stored = any(tensor.num_stored is not None for tensor in tensors)
-    table = grid("table" if tensors[0].is_table else "tensor", ">rows", ">differ", ">", *([">stored"] * has_stored))
-    for column in ("mean", "median", "max"):
-        table.add_column(column, justify="right", no_wrap=True)
+    what, stored = "table" if tensors[0].is_table else "tensor", [">stored"] * has_stored
+    table = grid(what, ">rows", ">differ", ">", *stored, ">mean", ">median", ">max")
     for tensor in tensors:
         moved, num_rows = tensor.movement, tensor.num_rows
         stored = [] if not has_stored else ["" if tensor.num_stored is None else f"{tensor.num_stored:,}"]
