@@ -10,7 +10,7 @@ is wrong, and 130 after Ctrl-C.
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pkgutil import resolve_name
@@ -63,22 +63,14 @@ class Commands(TyperGroup):
         name, command, rest = super().resolve_command(ctx, args)
         return name, command if name is None else _load(name), rest
 
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        windows_expand_args: bool = True,
-        **extra: Any,  # typer's interface
-    ) -> Any:
+    def main(self, *args: Any, **options: Any) -> Any:
         """Run a command line and exit."""
         with _warnings_as_lines():
-            sys.exit(self._status(args, complete_var, windows_expand_args, **extra))
+            sys.exit(self._status(*args, **{**options, "prog_name": "cnr", "standalone_mode": False}))
 
-    def _status(self, args: Sequence[str] | None, complete_var: str | None, expand: bool, **extra: Any) -> int:
+    def _status(self, *args: Any, **options: Any) -> int:
         try:
-            status = super().main(args, "cnr", complete_var, False, expand, **extra)
+            status = super().main(*args, **options)
             sys.stdout.flush()  # says now whether anybody reads it
         except typer.TyperException as error:
             print_error(_usage_text(error))
