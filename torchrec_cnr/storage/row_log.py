@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from torchrec_cnr.format.manifest import LogRange
 from torchrec_cnr.storage.files import Buffer
 from torchrec_cnr.storage.urls import without_client
 
 if TYPE_CHECKING:  # stores need no torch
-    from torchrec_cnr.format.manifest import Pack
+    from torchrec_cnr.format.manifest import LogRange, Pack
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ def root_id(url: str) -> str:
 class PackTarget(Protocol):
     """What packs are written to."""
 
-    def put(self, name: str, parts: Sequence[Buffer]) -> LogRange | None:
+    def put(self, name: str, parts: Sequence[Buffer]) -> "LogRange | None":
         """Write a pack whose name nobody else uses; returns where in a log it lies, None for a file."""
         ...
 
@@ -115,7 +114,7 @@ class RowLog(Protocol):
         """
         ...
 
-    def read(self, name: str, num_bytes: int, place: LogRange, start: int, stop: int) -> npt.NDArray[np.uint8]:
+    def read(self, name: str, num_bytes: int, place: "LogRange", start: int, stop: int) -> npt.NDArray[np.uint8]:
         """Bytes of a pack, from ``start`` to ``stop``.
 
         Raises:
