@@ -1,9 +1,13 @@
 """Kafka clients: their settings, and their errors as ours."""
 
 import logging
-from collections.abc import Iterator
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
 
 from torchrec_cnr.errors import ConfigurationError, StoreError
 
@@ -73,6 +77,13 @@ class Cluster:
         except KafkaException as error:
             raise ConfigurationError(f"'config': {told(error)}") from error
 
+    def result(self, future: Any) -> Any:
+        """What an admin request gives, within the time that the cluster has."""
+        try:
+            return future.result(self.timeout_secs)
+        except FutureTimeoutError as error:
+            raise KafkaException(KafkaError(KafkaError._TIMED_OUT)) from error
+
     @contextmanager
     def errors(self, action: str) -> Iterator[None]:
         """Kafka's errors become ``StoreError``, which names what could not be done, and where."""
@@ -80,6 +91,49 @@ class Cluster:
             yield
         except KafkaException as error:
             raise StoreError(f"cannot {action} of Kafka at {self.bootstrap}: {told(error)}") from error
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+KeyT = TypeVar("KeyT")
+ConnectionT = TypeVar("ConnectionT", bound=_Closable)
+
+
+class OfProcess(Generic[KeyT, ConnectionT]):
+    """What this process has made for each key, such as its connections to each log.
+
+    A child that was forked makes its own. Those of its parent are kept, as ending them crashes librdkafka.
+
+    Args:
+        make: Makes what a key stands for.
+    """
+
+    def __init__(self, make: Callable[[KeyT], ConnectionT]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._made: dict[KeyT, ConnectionT] = {}
+        self._of_parents: list[object] = []
+        os.register_at_fork(after_in_child=self._begin_child)
+
+    def get(self, key: KeyT) -> ConnectionT:
+        """What a key stands for."""
+        with self._lock:
+            if key not in self._made:
+                self._made[key] = self._make(key)
+            return self._made[key]
+
+    def close(self) -> None:
+        """End all."""
+        with self._lock:
+            made, self._made = self._made, {}
+        for each in made.values():
+            each.close()
+
+    def _begin_child(self) -> None:
+        self._of_parents.append(self._made)
+        self._lock, self._made = threading.Lock(), {}
 
 
 def told(error: BaseException) -> str:

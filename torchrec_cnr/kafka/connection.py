@@ -1,6 +1,5 @@
 """One process's connections to a log: packs and markers, written and read."""
 
-import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,8 +10,8 @@ from confluent_kafka import Message
 
 from torchrec_cnr.errors import DamagedError
 from torchrec_cnr.format.manifest import LogRange, Pack
-from torchrec_cnr.kafka.clients import Cluster, logger
-from torchrec_cnr.kafka.consumers import consumers_of
+from torchrec_cnr.kafka.clients import Cluster, OfProcess, logger
+from torchrec_cnr.kafka.consumers import consumers_of_process
 from torchrec_cnr.kafka.marker_topic import MarkerTopic
 from torchrec_cnr.kafka.pack_targets import KafkaBlocks, KafkaTarget, RowTopic, tombstones
 from torchrec_cnr.kafka.producers import Producing, Record
@@ -49,8 +48,9 @@ class KafkaLog:
         self._num_partitions = 0
         self._is_checked = False  # those who only read look at no settings
         self._producing: dict[str, Producing] = {}
-        self._consumers = consumers_of(rules.cluster, "read_uncommitted")
-        self._markers = MarkerTopic(rules.cluster, rules.markers.name, consumers_of(rules.cluster, "read_committed"))
+        self._consumers = consumers_of_process.get((rules.cluster, "read_uncommitted"))
+        committed = consumers_of_process.get((rules.cluster, "read_committed"))
+        self._markers = MarkerTopic(rules.cluster, rules.markers.name, committed)
 
     def open(self, may_make: bool) -> int:
         """See that the topics are as they must be; returns how many partitions rows have, 0 if there are no topics."""
@@ -177,43 +177,4 @@ def _part_of(message: Message, name: str, place: LogRange, num_bytes: int, where
     return found[0]
 
 
-class _Logs:
-    """The connections of this process."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._logs: dict[LogRules, KafkaLog] = {}
-        self._of_parents: list[object] = []
-
-    def log(self, rules: LogRules) -> KafkaLog:
-        """Those to a log."""
-        with self._lock:
-            if rules not in self._logs:
-                self._logs[rules] = KafkaLog(rules)
-            return self._logs[rules]
-
-    def forget(self) -> None:
-        """Have the producers of all logs leave."""
-        with self._lock:
-            logs, self._logs = self._logs, {}
-        for log in logs.values():
-            log.close()
-
-    def begin_child(self) -> None:
-        """A child that was forked has its own; those of its parent are kept, as ending them crashes librdkafka."""
-        self._of_parents.append(self._logs)
-        self._lock, self._logs = threading.Lock(), {}
-
-
-_logs = _Logs()
-os.register_at_fork(after_in_child=_logs.begin_child)
-
-
-def log_of(rules: LogRules) -> KafkaLog:
-    """This process's connections to a log."""
-    return _logs.log(rules)
-
-
-def forget_logs() -> None:
-    """Have this process's producers leave."""
-    _logs.forget()
+logs_of_process = OfProcess(KafkaLog)

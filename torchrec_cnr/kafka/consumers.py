@@ -4,7 +4,6 @@ A load reads a pack in pieces, some of them twice. To begin elsewhere costs a re
 consumer passes over a few records, and keeps the last ones that it has passed.
 """
 
-import os
 import threading
 import time
 import uuid
@@ -15,7 +14,7 @@ from contextlib import contextmanager
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
 
 from torchrec_cnr.errors import DamagedError
-from torchrec_cnr.kafka.clients import Cluster, Settings, logger
+from torchrec_cnr.kafka.clients import Cluster, OfProcess, Settings, logger
 
 _POLL_SECS = 0.1
 _QUEUED_BYTES = 16 << 20
@@ -223,41 +222,4 @@ class Consumers:
             consumer.close()
 
 
-class _OfProcess:
-    """The consumers of this process, of all logs of a cluster."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._consumers: dict[tuple[Cluster, str], Consumers] = {}
-        self._of_parents: list[object] = []
-
-    def consumers(self, cluster: Cluster, isolation: str) -> Consumers:
-        """Those of a cluster."""
-        with self._lock:
-            return self._consumers.setdefault((cluster, isolation), Consumers(cluster, isolation))
-
-    def forget(self) -> None:
-        """Have those that are idle leave."""
-        with self._lock:
-            consumers, self._consumers = self._consumers, {}
-        for each in consumers.values():
-            each.close()
-
-    def begin_child(self) -> None:
-        """A child that was forked has its own; those of its parent are kept, as ending them crashes librdkafka."""
-        self._of_parents.append(self._consumers)
-        self._lock, self._consumers = threading.Lock(), {}
-
-
-_of_process = _OfProcess()
-os.register_at_fork(after_in_child=_of_process.begin_child)
-
-
-def consumers_of(cluster: Cluster, isolation: str) -> Consumers:
-    """This process's consumers of a cluster; see :class:`Consumers`."""
-    return _of_process.consumers(cluster, isolation)
-
-
-def forget_consumers() -> None:
-    """Have this process's idle consumers leave."""
-    _of_process.forget()
+consumers_of_process: OfProcess[tuple[Cluster, str], Consumers] = OfProcess(lambda key: Consumers(*key))

@@ -12,8 +12,8 @@ from torchrec_cnr.format.manifest import LogRange, Pack
 from torchrec_cnr.format.manifest_parser import TOPIC
 from torchrec_cnr.human_text import given_text
 from torchrec_cnr.kafka.clients import BATCH_BYTES, MAX_RECORD_BYTES, OWN_SETTINGS, Cluster
-from torchrec_cnr.kafka.connection import MARKER_SUFFIX, KafkaLog, LogRules, forget_logs, log_of
-from torchrec_cnr.kafka.consumers import forget_consumers
+from torchrec_cnr.kafka.connection import MARKER_SUFFIX, KafkaLog, LogRules, logs_of_process
+from torchrec_cnr.kafka.consumers import consumers_of_process
 from torchrec_cnr.kafka.pack_targets import KafkaBlocks, KafkaTarget
 from torchrec_cnr.kafka.topics import TopicRules
 from torchrec_cnr.storage.row_log import Marker
@@ -99,7 +99,7 @@ class KafkaRows:
         )
         markers = TopicRules(self.topic + MARKER_SUFFIX, 1, self.retention_secs, BATCH_BYTES, self.num_replicas)
         with cluster.errors("set up a client"):
-            return log_of(LogRules(cluster, rows, markers, self.part_bytes))
+            return logs_of_process.get(LogRules(cluster, rows, markers, self.part_bytes))
 
     def open(self, *, may_make: bool = True) -> bool:
         """See that the topics are as they must be, and make those that are missing, unless told not to.
@@ -155,5 +155,5 @@ def disconnect() -> None:
     For a process that goes on without: producers stay for the next save, and consumers ask the broker for records
     several times a second.
     """
-    forget_logs()
-    forget_consumers()
+    logs_of_process.close()
+    consumers_of_process.close()

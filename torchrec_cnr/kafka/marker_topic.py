@@ -6,9 +6,8 @@ so whoever looks waits until the end of what is committed is the end of the topi
 
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import TimeoutError as FutureTimeoutError
 
-from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicPartition
+from confluent_kafka import IsolationLevel, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec
 
 from torchrec_cnr.errors import FencedError, StoreError
@@ -131,9 +130,7 @@ class MarkerTopic:
         while True:
             futures = self._admin.list_offsets({place: spec}, isolation_level=isolation, request_timeout=timeout_secs)
             try:
-                return int(futures[place].result(timeout_secs).offset)
-            except FutureTimeoutError as error:
-                raise KafkaException(KafkaError(KafkaError._TIMED_OUT)) from error
+                return int(self._cluster.result(futures[place]).offset)
             except KafkaException:  # a broker that has just started does not lead its partitions yet
                 if time.monotonic() > deadline:
                     raise

@@ -58,6 +58,8 @@ class _Deliveries:
 class Producing:
     """A producer that is made when it is needed, and made anew when it has failed.
 
+    Every method raises a ``KafkaException`` if the broker does not answer in time.
+
     Args:
         cluster: Where to.
         transactional_id: Its own.
@@ -71,11 +73,7 @@ class Producing:
         self._held: Producer | None = None
 
     def hold(self) -> None:
-        """Shut out whoever has the id, and end what it has left open; from now on, ``is_held`` sends are this job's.
-
-        Raises:
-            KafkaException: The broker does not answer in time.
-        """
+        """Shut out whoever has the id, and end what it has left open; from now on, ``is_held`` sends are this job's."""
         self.take_over()
         self._held = self._producer
 
@@ -126,20 +124,12 @@ class Producing:
         )
 
     def ready(self) -> None:
-        """Shut out whoever has the id, unless it is ours already; if it has changed hands since, a send will tell.
-
-        Raises:
-            KafkaException: The broker does not answer in time.
-        """
+        """Shut out whoever has the id, unless it is ours already; if it has changed hands since, a send will tell."""
         with self._lock:
             self._made()
 
     def take_over(self) -> None:
-        """Shut out whoever has the id, and end what it has left open.
-
-        Raises:
-            KafkaException: The broker does not answer in time.
-        """
+        """Shut out whoever has the id, and end what it has left open."""
         with self._lock:
             self._drop()
             self._made()

@@ -8,9 +8,7 @@ records besides would, and so would one that was made to keep all.
 
 import time
 from collections.abc import Mapping
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
-from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, ResourceType
@@ -102,7 +100,7 @@ class Topics:
                 return num_partitions
             resource = ConfigResource(ResourceType.TOPIC, rules.name)
             future = self._admin.describe_configs([resource], request_timeout=self._cluster.timeout_secs)[resource]
-            found = {key: str(entry.value) for key, entry in self._result(future).items()}
+            found = {key: str(entry.value) for key, entry in self._cluster.result(future).items()}
         complaints = rules.complaints(found, num_partitions)
         if complaints:
             raise ConfigurationError(
@@ -123,7 +121,7 @@ class Topics:
             validate_only=not may_make,
         )[rules.name]
         try:
-            self._result(future)
+            self._cluster.result(future)
         except KafkaException as error:
             if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
                 raise
@@ -132,10 +130,3 @@ class Topics:
             return 0
         logger.info("made topic %s: %d partitions, %s", rules.name, rules.num_partitions, rules.settings)
         return rules.num_partitions
-
-    def _result(self, future: Any) -> Any:
-        """What an admin request gives, within the time that the cluster has."""
-        try:
-            return future.result(self._cluster.timeout_secs)
-        except FutureTimeoutError as error:
-            raise KafkaException(KafkaError(KafkaError._TIMED_OUT)) from error
