@@ -80,7 +80,10 @@ class BlockTarget(Protocol):
 
 
 class RowLog(Protocol):
-    """A log; a value that survives pickling."""
+    """A log; a value that survives pickling.
+
+    Roots are given by their :func:`root_id`. Methods raise a ``StoreError`` if the log does not answer in time.
+    """
 
     @property
     def topic(self) -> str:
@@ -96,7 +99,6 @@ class RowLog(Protocol):
         """See that it is as it must be, and make it if it is missing and whoever asks may.
 
         Raises:
-            StoreError: It does not answer in time.
             ConfigurationError: It is set up in a way that would lose rows.
         """
         ...
@@ -105,12 +107,9 @@ class RowLog(Protocol):
         """What one save of one rank writes to; made by all ranks before any of them writes.
 
         Args:
-            root: Its :func:`root_id`.
+            root: Where the checkpoint is.
             rank: Of the process.
             is_coordinator: Whether it will commit.
-
-        Raises:
-            StoreError: It does not answer in time.
         """
         ...
 
@@ -119,18 +118,13 @@ class RowLog(Protocol):
 
         Raises:
             DamagedError: Records of it are missing, doubled, out of order, or were removed.
-            StoreError: The log does not answer in time.
         """
         ...
 
     def begin(self, root: str) -> None:
-        """A save begins that will end with a marker: whoever began to write markers for this root before is shut out.
+        """A save begins that will end with a marker.
 
-        Args:
-            root: Its :func:`root_id`.
-
-        Raises:
-            StoreError: The log does not answer in time.
+        Whoever began to write markers for this root before is shut out.
         """
         ...
 
@@ -160,18 +154,12 @@ class RowLog(Protocol):
 
         Raises:
             DamagedError: The log has forgotten that offset.
-            StoreError: The log does not answer in time.
         """
         ...
 
     def markers(self, root: str, most: int) -> tuple[Marker, ...]:
-        """The newest markers of a root, oldest first. Returns once it is certain that no older one will come.
+        """The newest markers of a root, oldest first, and no more than ``most``.
 
-        Args:
-            root: Its :func:`root_id`.
-            most: How many.
-
-        Raises:
-            StoreError: That takes too long.
+        Returns once it is certain that no older one will come.
         """
         ...
