@@ -74,27 +74,20 @@ class Fence:
         )
 
 
-class _Jobs:
+class _Jobs(dict[str, Fence]):
     """The fences of this process, by root."""
-
-    def __init__(self) -> None:
-        self._fences: dict[str, Fence] = {}
-
-    def forget(self) -> None:
-        """A child that was forked is a job of its own."""
-        self._fences = {}
 
     def fence(self, root: Store, is_new: bool = False) -> Fence:
         """That of a root; made anew if so asked."""
         place = without_client(root.url)
-        found = self._fences.get(place)
+        found = self.get(place)
         if found is None or is_new:
-            found = self._fences[place] = Fence(root, highest(root), _owner())
+            found = self[place] = Fence(root, highest(root), _owner())
         return found
 
 
 _jobs = _Jobs()
-os.register_at_fork(after_in_child=_jobs.forget)
+os.register_at_fork(after_in_child=_jobs.clear)  # a child is a job of its own
 
 
 def fence_of(checkpoint: Store) -> Fence:
