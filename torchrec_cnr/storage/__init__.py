@@ -2,7 +2,7 @@
 
 - ``store``: ``Store``, a directory: read, write, list, and create a file atomically, which is how a save commits.
 - ``urls``: which paths and URLs may name a directory.
-- ``retries``: which errors are transient, and retries with exponential backoff; uploads to object stores.
+- ``retries``: which errors are transient, and retries with exponential backoff.
 - ``local_files``: local files that survive a power failure and appear as a whole.
 - ``files``: files that are written piece by piece, and directory listings.
 - ``obstore_s3``: a fast S3 client for URLs with ``s3+obstore://``.

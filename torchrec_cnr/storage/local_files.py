@@ -6,7 +6,6 @@ import posixpath
 import stat
 from collections.abc import Callable
 from io import FileIO
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -78,7 +77,7 @@ def link_new(path: str, data: bytes, unlinked: str, sync_files: bool, create: Ca
         sync_directory(posixpath.dirname(path))
 
 
-def open_plain(path: str, mode: Literal["rb"] = "rb") -> FileIO:
+def open_plain(path: str) -> FileIO:
     """Open a file to read it, if it is one: a link may lead to any file of this machine, and a pipe need not end.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Files that are not on this machine: put whole, and tried again where the fault may pass.
+"""Files that are not on this machine: tried again where the fault may pass.
 
 Servers throttle, restart and drop connections. What these faults are called differs from one fsspec file system to the
 next, and none of their packages is needed here: so they are told by HTTP's status, by errno, and by their types' names.
@@ -7,12 +7,11 @@ Every operation of a store may be done twice: names are used once, and who creat
 
 import errno
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_before_delay, wait_random_exponential
 
-from torchrec_cnr.storage.files import Buffer
 from torchrec_cnr.storage.urls import OBSTORE
 
 logger = logging.getLogger(__name__)
@@ -102,16 +101,3 @@ def _status(error: BaseException) -> int | None:
         names = ("status", "status_code", "code")
         found = next((value for name in names if isinstance(value := getattr(error, name, None), int)), None)
     return found if isinstance(found, int) else None
-
-
-def put_whole(fs: Any, path: str, parts: Sequence[Buffer]) -> None:
-    """Write a file; object stores get large ones in several requests, and forget what they have if one fails."""
-    fs.pipe_file(path, bytes(parts[0]) if len(parts) == 1 else b"".join(parts))
-
-
-def is_refused(error: OSError) -> bool:
-    """Whether an exclusive create failed because the name exists.
-
-    Of the answer 412, s3fs makes ``FileExistsError`` only if it says which condition failed; many servers do not.
-    """
-    return error.errno in (errno.EEXIST, errno.EINVAL)

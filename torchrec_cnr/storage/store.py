@@ -10,7 +10,7 @@ import os
 import posixpath
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,12 +24,14 @@ from torchrec_cnr.format.blob_bytes import Bytes
 from torchrec_cnr.storage import local_files
 from torchrec_cnr.storage.files import Buffer, Listing, Stream, give_up
 from torchrec_cnr.storage.local_files import link_new, missing_above, open_plain, pass_over, sync_directory
-from torchrec_cnr.storage.retries import Result, is_object_store, is_refused, put_whole, tried_again
+from torchrec_cnr.storage.retries import Result, is_object_store, tried_again
 from torchrec_cnr.storage.row_log import RowLog
 from torchrec_cnr.storage.urls import checked_url, without_client
 from torchrec_cnr.throttling import Bandwidth
 
 _NOT_THERE = (errno.ENOENT, errno.ENOTDIR)
+# Of the answer 412, s3fs makes ``FileExistsError`` only if it says which condition failed; many servers do not.
+_REFUSED = (errno.EEXIST, errno.EINVAL)
 _one_at_a_time = threading.Lock()
 _ERRNO: dict[type[Exception], int] = {
     FileNotFoundError: errno.ENOENT,
@@ -132,12 +134,8 @@ class Store:
 
     def _size(self, name: str) -> int | None:
         """Bytes of a file; None if it is not there."""
-        try:
-            return int(self._try("look up", name, lambda: self._fresh().info(self.child(name)))["size"] or 0)
-        except StoreError as error:
-            if error.errno in _NOT_THERE:
-                return None
-            raise
+        found = _if_there(lambda: self._try("look up", name, lambda: self._fresh().info(self.child(name))))
+        return None if found is None else int(found["size"] or 0)
 
     def _check_whole(self, name: str, num_bytes: int) -> None:
         """What was written must be there: not every file system says so when it is not."""
@@ -158,15 +156,8 @@ class Store:
 
     def listing(self) -> Listing:
         """What is in the directory; nothing where there is no directory."""
-        return Listing.of(self._entries(), self.path)
-
-    def _entries(self) -> list[Mapping[str, Any]]:
-        try:
-            return list(self._try("list", "", lambda: self._fresh().ls(self.path, detail=True)))
-        except StoreError as error:
-            if error.errno in _NOT_THERE:
-                return []
-            raise
+        entries = _if_there(lambda: self._try("list", "", lambda: self._fresh().ls(self.path, detail=True)))
+        return Listing.of(entries or (), self.path)
 
     def modified_ns(self, name: str = "") -> int:
         """Unix time in nanoseconds when a file, or the directory itself, was written last, by the store's clock."""
@@ -228,8 +219,8 @@ class Store:
     @contextmanager
     def open_file(self, name: str) -> Iterator[Any]:
         """A file to read from and to seek in; errors are those of :meth:`read`."""
-        opened = open_plain if self.is_local else self.fs.open
-        with self._try("read", name, lambda: opened(self.child(name), "rb")) as file:
+        path = self.child(name)
+        with self._try("read", name, lambda: open_plain(path) if self.is_local else self.fs.open(path, "rb")) as file:
             yield file
 
     def put(self, name: str, parts: Sequence[Buffer], is_durable: bool = True) -> None:
@@ -246,7 +237,7 @@ class Store:
                 if is_durable:
                     self._sync(file)
         else:
-            self._try("write", name, lambda: put_whole(self.fs, self.child(name), parts))
+            self._try("write", name, lambda: self.fs.pipe_file(self.child(name), b"".join(parts)))
         if is_durable:
             self._check_whole(name, sum(memoryview(part).nbytes for part in parts))
 
@@ -292,26 +283,17 @@ class Store:
             else:
                 self._try("write", name, lambda: self._create_new(name, data))
         except StoreError as error:
-            if not is_refused(error) or not self.exists(name):
+            if error.errno not in _REFUSED or not self.exists(name):
                 raise
             is_ours = False  # another one's file, too, may be there before its bytes are
         # Of several writers some stores let the last one win, and not every one says so when a write did not happen.
-        if (found := self._read_there(name)) == data:
+        if (found := _if_there(lambda: self.read(name))) == data:
             return
         if found is None or (data.startswith(found) and (is_ours or save_id.encode() in found)):
             if found is not None:
                 self.remove(name)  # nobody must take it for a damaged one
             raise self._not_whole(name, len(data), None if found is None else len(found))
         raise CheckpointExistsError(f"{self.url}: another save committed here first; save under another checkpoint_id")
-
-    def _read_there(self, name: str) -> bytes | None:
-        """A file's bytes; None if it is not there."""
-        try:
-            return self.read(name)
-        except StoreError as error:
-            if error.errno in _NOT_THERE:
-                return None
-            raise
 
     def _create_new(self, name: str, data: bytes) -> None:
         # memory:// looks first and creates then; it is one process's own, so that a lock makes it atomic.
@@ -346,6 +328,16 @@ class Store:
             failure = StoreError(f"cannot {action} {where}: {type(error).__name__}: {error}")
             failure.errno = getattr(error, "errno", None) or _ERRNO.get(type(error))
             raise failure from error
+
+
+def _if_there(look: Callable[[], Result]) -> Result | None:
+    """What a look at a store finds; None if the file or directory is not there."""
+    try:
+        return look()
+    except StoreError as error:
+        if error.errno in _NOT_THERE:
+            return None
+        raise
 
 
 def read_whole(store: Store, name: str, most_bytes: int) -> bytes:
