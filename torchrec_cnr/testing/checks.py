@@ -39,11 +39,7 @@ _NAME = "manifest.json"
 
 
 def expect(found: object, expected: object, what: str) -> None:
-    """Compare.
-
-    Raises:
-        StoreError: It is not what was expected.
-    """
+    """Raise a StoreError if what was found is not what was expected."""
     if found != expected:
         raise StoreError(f"{what}: expected {_shown(expected)}, got {_shown(found)}")
 
@@ -55,11 +51,7 @@ def _shown(value: object) -> str:
 
 @contextmanager
 def must_raise(kind: type[StoreError] | type[CheckpointExistsError], what: str) -> Iterator[Any]:
-    """What is done in it must raise.
-
-    Raises:
-        StoreError: It did not.
-    """
+    """Raise a StoreError if what is done in it does not raise."""
     try:
         yield
     except kind:
@@ -68,11 +60,7 @@ def must_raise(kind: type[StoreError] | type[CheckpointExistsError], what: str) 
 
 
 def expect_absent(store: Store, name: str) -> None:
-    """A file is neither found, nor listed, nor read.
-
-    Raises:
-        StoreError: It is, or the file system does not tell.
-    """
+    """Raise a StoreError if a file is found, listed or read, or if the file system does not tell."""
     expect(store.exists(name), False, f"whether {name!r} is there, which it is not")
     expect(name in store.names(), False, f"whether {name!r} is listed, which is not there")
     try:
@@ -86,7 +74,7 @@ def expect_absent(store: Store, name: str) -> None:
 def again(store: Store) -> Store:
     """The same directory, seen by a file system object that remembers nothing of what this one has done."""
     fs = store.fs
-    if isinstance(fs, type) or not getattr(type(fs), "cachable", False):
+    if not getattr(type(fs), "cachable", False):
         return store
     return Store(
         type(fs)(*fs.storage_args, skip_instance_cache=True, **fs.storage_options), store.path, store.sync_files
@@ -164,7 +152,7 @@ def removal(store: Store) -> None:
     expect(store.read("other"), b"x", "the bytes of what was not removed")
 
 
-def streams(store: Store, large_bytes: int = LARGE_BYTES) -> None:
+def streams(store: Store, large_bytes: int) -> None:
     """A large file is written piece by piece, takes the place of a smaller one, and is read in parts."""
     store.put("export", [b"before"])
     pieces = [bytes([number % 251]) * PIECE_BYTES for number in range(max(1, large_bytes // PIECE_BYTES))]

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
-from types import TracebackType
 from typing import Literal, Self, TypeVar
 
 import fsspec
@@ -102,23 +101,19 @@ class FaultyStore:
         fsspec.register_implementation(PROTOCOL, "torchrec_cnr.testing.file_system.FaultyFileSystem", clobber=True)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def close(self) -> None:
         """Do what is late, and be known no longer."""
-        for act in self._take_late():
-            act()
+        self._do_late()
         open_stores.pop(self._name, None)
         with suppress(OSError):  # there is none, or another process is not done
             os.rmdir(self.uploads)
 
     def clear(self) -> None:
         """Forget operations and faults, and do what is late: the next operation is the first again."""
-        for act in self._take_late():
-            act()
+        self._do_late()
         with self._lock:
             self.operations.clear()
             self.faults.clear()
@@ -133,7 +128,7 @@ class FaultyStore:
         with self._lock:
             self.operations.append(operation)
             fault = self.faults.get(len(self.operations))
-        late = self._take_late()
+            late, self._late = self._late, []
         try:
             return self._spoiled(fault, operation, act)
         finally:
@@ -159,10 +154,11 @@ class FaultyStore:
                 return None
         return act(fault is Fault.TRUNCATE)
 
-    def _take_late(self) -> list[Callable[[], object]]:
+    def _do_late(self) -> None:
         with self._lock:
             late, self._late = self._late, []
-        return late
+        for act in late:
+            act()
 
 
 def _unheard(act: Callable[[bool], object]) -> None:

@@ -4,8 +4,8 @@ import io
 import os
 import posixpath
 import uuid
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractFileSystem
@@ -27,9 +27,8 @@ class FaultyFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has 
         Raises:
             FileNotFoundError: Nothing is.
         """
-        store, inner = _place(path)
-        found: Mapping[str, Any] = self._do("look up", path, lambda half: store.inner.info(inner))
-        return {**found, "name": _outer(store, found)}
+        found: Mapping[str, Any] = self._do("look up", path, lambda fs, inner: fs.info(inner))
+        return {**found, "name": _outer(path, found)}
 
     def exists(self, path: str, **_: Any) -> bool:
         """Whether something is there; that nobody answers does not mean that it is not."""
@@ -48,40 +47,29 @@ class FaultyFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has 
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
         """What is in a directory."""
-        store, inner = _place(path)
-        found = self._do("list", path, lambda half: store.inner.ls(inner, detail=True))
-        entries = [{**entry, "name": _outer(store, entry)} for entry in found]
+        found = self._do("list", path, lambda fs, inner: fs.ls(inner, detail=True))
+        entries = [{**entry, "name": _outer(path, entry)} for entry in found]
         return entries if detail else [entry["name"] for entry in entries]
 
     def modified(self, path: str) -> Any:
         """When it was written last."""
-        store, inner = _place(path)
-        return self._do("look up", path, lambda half: store.inner.modified(inner))
+        return self._do("look up", path, lambda fs, inner: fs.modified(inner))
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Make a directory."""
-        store, inner = _place(path)
-        self._do("make", path, lambda half: store.inner.makedirs(inner, exist_ok=exist_ok))
+        self._do("make", path, lambda fs, inner: fs.makedirs(inner, exist_ok=exist_ok))
 
     def rm_file(self, path: str) -> None:
         """Remove a file."""
-        store, inner = _place(path)
-        self._do("remove", path, lambda half: store.inner.rm_file(inner))
+        self._do("remove", path, lambda fs, inner: fs.rm_file(inner))
 
     def rmdir(self, path: str) -> None:
         """Remove an empty directory."""
-        store, inner = _place(path)
-        self._do("remove", path, lambda half: store.inner.rmdir(inner))
+        self._do("remove", path, lambda fs, inner: fs.rmdir(inner))
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
         """A file's bytes, or some of them."""
-        store, inner = _place(path)
-
-        def read(half: bool) -> bytes:
-            data = bytes(store.inner.cat_file(inner, start=start, end=end))
-            return data[: len(data) // 2] if half else data
-
-        return cast(bytes, self._do("read", path, read))
+        return bytes(self._do("read", path, lambda fs, inner: fs.cat_file(inner, start=start, end=end)))
 
     def open(self, path: str, mode: str = "rb", *_: Any, **__: Any) -> io.BytesIO:
         """A file, read at once ("rb"), or put when it is closed ("wb", and "xb" if it must be new)."""
@@ -91,9 +79,15 @@ class FaultyFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has 
             raise NotImplementedError(f"mode {mode!r}: files are read ('rb') or written whole ('wb', 'xb')")
         return _Upload(path, is_new=mode == "xb")
 
-    def _do(self, kind: OperationKind, path: str, act: Any) -> Any:
+    def _do(self, kind: OperationKind, path: str, act: Callable[[Any, str], Any]) -> Any:
+        """One operation, by the file system behind and the path there; ``TRUNCATE`` takes half of what is read."""
         store, inner = _place(path)
-        return store.do(Operation(kind, posixpath.relpath(inner, store.root)), act)
+
+        def do(half: bool) -> Any:
+            found = act(store.inner, inner)
+            return found[: len(found) // 2] if half and kind == "read" else found
+
+        return store.do(Operation(kind, posixpath.relpath(inner, store.root)), do)
 
 
 class _Upload(io.BytesIO):
@@ -148,7 +142,8 @@ def _place(path: str) -> tuple[FaultyStore, str]:
     return store, posixpath.join(store.root, rest).rstrip("/")
 
 
-def _outer(store: FaultyStore, entry: Mapping[str, Any]) -> str:
-    """The path of an entry, as this file system calls it."""
+def _outer(path: str, entry: Mapping[str, Any]) -> str:
+    """The path of an entry that a look at ``path`` has found, as this file system calls it."""
+    store, _ = _place(path)
     name = store.url.removeprefix(f"{PROTOCOL}://")
     return posixpath.join(name, posixpath.relpath(str(entry["name"]), store.root)).removesuffix("/.")

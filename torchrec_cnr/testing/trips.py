@@ -147,11 +147,7 @@ class _Job:
             raise StoreError(f"a prune left something: {result}")
 
     def _expect_all(self) -> None:
-        """The newest checkpoint must hold the job.
-
-        Raises:
-            StoreError: It does not.
-        """
+        """Raise a StoreError if the newest checkpoint does not hold the job."""
         newest = _twice(lambda: latest(self._root))
         if newest is None:
             raise StoreError(f"{self._root}: no checkpoint is there, though saves have returned")
@@ -159,11 +155,7 @@ class _Job:
             raise StoreError(f"{newest}: not all rows are those that were saved")
 
     def _expect_nothing_else(self) -> None:
-        """Every file must be one that the newest checkpoint needs.
-
-        Raises:
-            StoreError: Another one is there.
-        """
+        """Raise a StoreError if a file is there that the newest checkpoint does not need."""
         root = Store.open(self._root)
         needed = set(_needed_by(str(latest(self._root))))
         for name in root.listing().directories:
