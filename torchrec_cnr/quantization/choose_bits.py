@@ -30,12 +30,9 @@ def expected_restores(failures_per_node_hour: float, num_nodes: int, job_hours: 
     Raises:
         ConfigurationError: A number is negative or none.
     """
-    for name, value in (
-        ("failures_per_node_hour", failures_per_node_hour),
-        ("num_nodes", num_nodes),
-        ("job_hours", job_hours),
-    ):
-        _check_count(name, value)
+    _check_count("failures_per_node_hour", failures_per_node_hour)
+    _check_count("num_nodes", num_nodes)
+    _check_count("job_hours", job_hours)
     return failures_per_node_hour * num_nodes * job_hours
 
 

@@ -159,22 +159,14 @@ _PLATEAU = 1.005  # a search this close to the best one of its ladder has reache
 
 
 def check_bits(bits: int) -> None:
-    """Refuse what is no width of codes.
-
-    Raises:
-        ConfigurationError: It is none.
-    """
+    """Raise a ConfigurationError for what is no width of codes."""
     if type(bits) is not int or bits not in BITS:
         raise ConfigurationError(f"'bits' must be 2, 3, 4 or 8 (got {bits!r})")
 
 
 @dataclass(frozen=True)
 class _Uniform(RowCodes):
-    """Codes at even distances.
-
-    Attributes:
-        bits: 2, 3, 4 or 8 bits an element.
-    """
+    """Codes at even distances, of ``bits`` bits each."""
 
     bits: int
     name: ClassVar[str]

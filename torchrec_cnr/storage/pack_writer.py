@@ -216,20 +216,12 @@ def safetensors_header(tensors: Iterable[tuple[str, str, Sequence[int], int]], m
 
 
 def check_thread_count(thread_count: int) -> None:
-    """Refuse what is no number of threads.
-
-    Raises:
-        ConfigurationError: It is less than 1.
-    """
+    """Raise a ConfigurationError for what is no number of threads."""
     if thread_count < 1:
         raise ConfigurationError(f"'thread_count' must be at least 1 (got {thread_count})")
 
 
 def check_pack_bytes(pack_bytes: int) -> None:
-    """Refuse packs that are no files, or that would not fit in memory.
-
-    Raises:
-        ConfigurationError: It is less than 1 KiB or more than 1 GiB.
-    """
+    """Raise a ConfigurationError for packs that are no files, or that would not fit in memory."""
     if not 1 << 10 <= pack_bytes <= 1 << 30:
         raise ConfigurationError(f"'pack_bytes' must be from 1024 to 1073741824 (got {pack_bytes})")
