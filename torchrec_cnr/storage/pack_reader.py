@@ -200,13 +200,7 @@ class PackReader:
     def read(self, *turns: Iterable[tuple[str, Blob]], prepare: Prepare = unprepared) -> Iterator[tuple[str, Bytes]]:
         """Yield each blob's key and verified bytes: turn by turn, those of one in the order in which packs have them.
 
-        Args:
-            turns: Keys and blobs.
-            prepare: What becomes of each blob, by its key, in the thread that has read it.
-
-        Raises:
-            DamagedError: A pack is missing, truncated or altered.
-            StoreError: A pack cannot be read for another reason.
+        Turns are of keys and blobs. The rest is as in :func:`read_spans`.
         """
         wanted = [list(turn) for turn in turns]
         touched = {blob.pack for turn in wanted for _, blob in turn} - self._checked
