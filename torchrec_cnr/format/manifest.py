@@ -353,11 +353,11 @@ class Renumbering:
         """One object for what was one object."""
         found = self._row_sets.get(id(rows))
         if found is None:  # kept with what it came from, whose id would be another's otherwise
-            found = self._row_sets[id(rows)] = (rows, RowSet(tuple(map(self._block, rows.blocks))))
+            found = self._row_sets[id(rows)] = (
+                rows,
+                RowSet(tuple([moved_block(block, self.blob) for block in rows.blocks])),
+            )
         return found[1]
-
-    def _block(self, block: RowBlock) -> RowBlock:
-        return moved_block(block, self.blob)
 
     def shard(self, shard: Shard) -> Shard:
         """A shard, its row set included."""

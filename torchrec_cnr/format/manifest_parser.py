@@ -93,7 +93,7 @@ class ManifestParser:
             created_ns=self.integer(value["created_ns"], "created_ns"),
             checkpoint_id=self.string(value["id"], "id"),
             save_id=self.string(value["save_id"], "save_id", _NAME),
-            parent=self.parent(value["parent"]),
+            parent=self.optional(self.parent, value["parent"], "parent"),
             policy=self.string(value["policy"], "policy"),
             history=History(self.integer(baseline_bytes, "history"), self.items(self.integer, delta_bytes, "history")),
             num_restores=self.integer(value["restores"], "restores"),
@@ -109,10 +109,8 @@ class ManifestParser:
         self.check_references(manifest)
         return manifest
 
-    def parent(self, value: Any) -> CheckpointRef | None:
-        if value is None:
-            return None
-        if list(self.mapping(value, "parent")) != ["path", "sha256"]:
+    def parent(self, value: Any, what: str) -> CheckpointRef:
+        if list(self.mapping(value, what)) != ["path", "sha256"]:
             self.fail(f"its parent is {value!r}")
         path = self.string(value["path"], "parent path", PARENT_PATH)
         return CheckpointRef(path, self.string(value["sha256"], "parent sha256", _HEX))

@@ -66,7 +66,7 @@ def encode_row_numbers(rows: RowNumbers) -> CodedRows:
 
 
 def decode_row_numbers(coded: CodedRows, num_rows: int, where: str) -> RowNumbers:
-    """The inverse of :func:`encode_rows`; what does not code exactly ``num_rows`` rows of ``span`` is refused.
+    """The inverse of :func:`encode_row_numbers`; what does not code exactly ``num_rows`` rows of ``span`` is refused.
 
     Args:
         num_rows: How many members the block has.
@@ -135,7 +135,7 @@ class RowBlock:
     """The numbers of the rows in a blob.
 
     Attributes:
-        coding: ``all`` for consecutive rows, else how ``blob`` is to be read; see ``rows.CodedRows``.
+        coding: ``all`` for consecutive rows, else how ``blob`` is to be read; see ``CodedRows``.
         first: The smallest.
         span: Largest - smallest + 1.
         num_rows: How many.
