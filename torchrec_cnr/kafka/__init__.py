@@ -13,7 +13,7 @@ from job to job, so the broker refuses what a job sends after its successor has 
 - ``pack_targets``: where one save of one rank sends its data files.
 - ``marker_topic``: the topic of commit records, and how a save learns whether it was committed.
 - ``records``: the layout of the records, with its validation.
-- ``clients``: settings of the Kafka clients, and their errors as ours.
+- ``clients``: settings of the Kafka clients, their errors as ours, and what a process keeps of them.
 
 Words of this package:
 

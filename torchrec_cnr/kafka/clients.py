@@ -1,4 +1,4 @@
-"""Kafka clients: their settings, and their errors as ours."""
+"""Kafka clients: their settings, their errors as ours, and what a process keeps of them."""
 
 import logging
 import os

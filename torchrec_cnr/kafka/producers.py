@@ -58,7 +58,7 @@ class _Deliveries:
 class Producing:
     """A producer that is made when it is needed, and made anew when it has failed.
 
-    Every method raises a ``KafkaException`` if the broker does not answer in time.
+    What needs the broker raises a ``KafkaException`` if it does not answer in time.
 
     Args:
         cluster: Where to.
