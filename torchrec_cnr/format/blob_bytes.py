@@ -66,22 +66,22 @@ Bytes = npt.NDArray[np.uint8]
 _MAX_RATIO = 64  # of rows and a blob: a reader makes room by what manifests say, and no more than a file warrants
 
 
-def split(rows: Bytes, tail_bytes: int) -> Bytes | None:
+def split(codes: Bytes, tail_bytes: int) -> Bytes | None:
     """A blob of rows, split; None if that is not smaller.
 
     Args:
-        rows: uint8 [n, row_bytes].
+        codes: uint8 [n, row_bytes].
         tail_bytes: Of each row; 0 for none.
     """
-    if not tail_bytes or not len(rows):
+    if not tail_bytes or not len(codes):
         return None
-    num_rows, head_bytes = len(rows), rows.shape[1] - tail_bytes
-    planes = [column.tobytes() for column in rows[:, head_bytes:].T]
+    num_rows, head_bytes = len(codes), codes.shape[1] - tail_bytes
+    planes = [column.tobytes() for column in codes[:, head_bytes:].T]
     frame = np.frombuffer(compressed(*planes), dtype=np.uint8)
-    if not may_be_split(num_rows * head_bytes + len(frame), num_rows, rows.shape[1], tail_bytes):
+    if not may_be_split(num_rows * head_bytes + len(frame), num_rows, codes.shape[1], tail_bytes):
         return None
     data = np.empty(num_rows * head_bytes + len(frame), dtype=np.uint8)
-    data[: num_rows * head_bytes].reshape(num_rows, head_bytes)[:] = rows[:, :head_bytes]
+    data[: num_rows * head_bytes].reshape(num_rows, head_bytes)[:] = codes[:, :head_bytes]
     data[num_rows * head_bytes :] = frame
     return data
 

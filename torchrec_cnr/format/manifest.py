@@ -349,13 +349,13 @@ class Renumbering:
     blob: Callable[[Blob], Blob]
     _row_sets: dict[int, tuple[RowSet, RowSet]] = field(default_factory=dict)
 
-    def rows(self, rows: RowSet) -> RowSet:
+    def rows(self, row_set: RowSet) -> RowSet:
         """One object for what was one object."""
-        found = self._row_sets.get(id(rows))
+        found = self._row_sets.get(id(row_set))
         if found is None:  # kept with what it came from, whose id would be another's otherwise
-            found = self._row_sets[id(rows)] = (
-                rows,
-                RowSet(tuple([moved_block(block, self.blob) for block in rows.blocks])),
+            found = self._row_sets[id(row_set)] = (
+                row_set,
+                RowSet(tuple([moved_block(block, self.blob) for block in row_set.blocks])),
             )
         return found[1]
 

@@ -255,8 +255,8 @@ def _log_range_json(found: LogRange) -> list[Any]:
     return [found.topic, found.partition, found.first, found.last, found.part_bytes, found.key]
 
 
-def _row_set_json(rows: RowSet) -> list[Any]:
-    return [[b.coding, b.first, b.span, b.num_rows, b.blob and _blob_json(b.blob)] for b in rows.blocks]
+def _row_set_json(row_set: RowSet) -> list[Any]:
+    return [[b.coding, b.first, b.span, b.num_rows, b.blob and _blob_json(b.blob)] for b in row_set.blocks]
 
 
 def _tensor_json(entry: TensorEntry, row_sets: Mapping[int, int], schemes: dict[int, dict[str, Any]]) -> dict[str, Any]:

@@ -52,13 +52,13 @@ class KafkaTarget:
     """What one save of one rank writes to, in a log that keeps everything.
 
     Args:
-        rows: Where to.
+        topic: Where to.
         producing: The producer of this rank.
         rank: Spreads ranks over partitions.
     """
 
-    def __init__(self, rows: RowTopic, producing: Producing, rank: int) -> None:
-        self._rows = rows
+    def __init__(self, topic: RowTopic, producing: Producing, rank: int) -> None:
+        self._rows = topic
         self._producing = producing
         self._rank = rank
         self._packs = itertools.count()

@@ -118,16 +118,16 @@ class Block:
         is_among = positions[numbers] == self.exact_positions
         return numbers[is_among], self.exact_values[is_among]
 
-    def part(self, positions: Tensor, rows: PlacedRows) -> "Block":
+    def part(self, positions: Tensor, placed: PlacedRows) -> "Block":
         """Some of the rows, as a block of their own.
 
         Args:
             positions: int64 [k], k >= 1, increasing, which rows of the block.
-            rows: Where they are.
+            placed: Where they are.
         """
         exact, values = self.exact_rows(positions)
         codes = self.codes.index_select(0, positions)
-        return replace(self, rows=rows, codes=codes, exact_positions=exact, exact_values=values)
+        return replace(self, rows=placed, codes=codes, exact_positions=exact, exact_values=values)
 
 
 class BlockRowNumbers:
@@ -156,13 +156,13 @@ class BlockRowNumbers:
         return self._last[1]
 
 
-def parse_block(shard: Shard, dtype: torch.dtype, data: Bytes, rows: PlacedRows, is_delta: bool, where: str) -> Block:
+def parse_block(shard: Shard, dtype: torch.dtype, data: Bytes, placed: PlacedRows, is_delta: bool, where: str) -> Block:
     """Take the bytes of a shard's blob apart, joined if it was split; ``where`` names it in errors.
 
     Raises:
         DamagedError: The bytes are no rows of this dtype.
     """
-    num_rows, num_cols = rows.num_rows, shard.box.num_cols
+    num_rows, num_cols = placed.num_rows, shard.box.num_cols
     num_code_bytes = num_rows * shard.scheme.row_bytes(num_cols, dtype)
     codes = torch.from_numpy(data[:num_code_bytes]).view(num_rows, -1)
     if dtype is torch.bool and bool((codes > 1).any()):
@@ -172,4 +172,4 @@ def parse_block(shard: Shard, dtype: torch.dtype, data: Bytes, rows: PlacedRows,
         raise DamagedError(f"{where}: positions of exactly stored rows are out of order; use another checkpoint")
     exact_values = torch.from_numpy(values).clone().view(dtype)
     row_shape = shard.box.sizes[1:]
-    return Block(rows, codes, shard.scheme, dtype, torch.from_numpy(positions), exact_values, row_shape, is_delta)
+    return Block(placed, codes, shard.scheme, dtype, torch.from_numpy(positions), exact_values, row_shape, is_delta)

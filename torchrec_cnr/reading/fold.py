@@ -123,10 +123,10 @@ class LatestWriter:
                 for region in read.regions:
                     self._note(region, rows, turn)
 
-    def _note(self, region: Region, rows: PlacedRows, turn: int) -> None:
+    def _note(self, region: Region, placed: PlacedRows, turn: int) -> None:
         """A turn holds some rows; turns come in order."""
         turns = self._turns.get(id(region))
-        common = rows.within(region.box) if turns is not None and _has_all_columns(rows, region) else None
+        common = placed.within(region.box) if turns is not None and _has_all_columns(placed, region) else None
         if turns is not None and common is not None:
             turns[common[1]] = turn
 
@@ -147,8 +147,8 @@ class LatestWriter:
         return block.part(kept, PlacedRows(block.box, 0, len(kept), numbers.index_select(0, kept)))
 
 
-def _has_all_columns(rows: PlacedRows, region: Region) -> bool:
-    common = rows.box.intersect(region.box)
+def _has_all_columns(placed: PlacedRows, region: Region) -> bool:
+    common = placed.box.intersect(region.box)
     return common is not None and common.num_cols == region.box.num_cols
 
 

@@ -138,14 +138,14 @@ class BlockSink(PackSink):
 
     Args:
         files: Fills packs that are files.
-        rows: Fills packs with row blocks; what cannot be divided into blocks, such as a tensor without columns, goes to
+        row_packs: Fills packs with row blocks; what cannot be divided into blocks, such as a tensor without columns, goes to
             files.
         target: Takes row blocks.
         before: What the save goes on from.
     """
 
-    def __init__(self, files: PackWriter, rows: PackWriter, target: BlockTarget, before: Predecessor) -> None:
-        super().__init__(files, rows)
+    def __init__(self, files: PackWriter, row_packs: PackWriter, target: BlockTarget, before: Predecessor) -> None:
+        super().__init__(files, row_packs)
         self._target = target
         self._before = before
         self._kept_packs: list[Pack] = []
@@ -223,9 +223,9 @@ class CompactedTopic(PlainTopic):
                 "compacted"
             )
 
-    def capture(self, table: str, box: Box, row_bytes: int, rows: ModifiedRows) -> TouchedBlocks:
+    def capture(self, table: str, box: Box, row_bytes: int, modified: ModifiedRows) -> TouchedBlocks:
         """The row blocks that were touched since the head."""
-        return TouchedBlocks.of(table, box, block_rows_of(row_bytes, self.block_bytes), rows.select(Since.HEAD))
+        return TouchedBlocks.of(table, box, block_rows_of(row_bytes, self.block_bytes), modified.select(Since.HEAD))
 
     def loadable_besides(self, store: Store, head: CheckpointRef | None) -> CheckpointRef | None:
         """The newest committed checkpoint of a job's root, if it is not its head; this job does not go on from it."""

@@ -207,9 +207,9 @@ class Cut:
     is_complete: bool = True
     destination: RowDestination = FILES
 
-    def captured(self, item: TrackedItem, rows: ModifiedRows) -> Captured | None:
+    def captured(self, item: TrackedItem, modified: ModifiedRows) -> Captured | None:
         """What the sink must know of an item, besides its modified rows."""
-        return self.destination.capture(item.table, item.table_box, item.table_row_bytes, rows)
+        return self.destination.capture(item.table, item.table_box, item.table_row_bytes, modified)
 
     def is_by_heat(self, since: Since) -> bool:
         """Whether rows of different heat are kept apart."""

@@ -101,13 +101,13 @@ class PackSink:
 
     Args:
         files: Fills packs that are files.
-        rows: Fills those of the rows of deltas; the same one, if they are files too.
+        row_packs: Fills those of the rows of deltas; the same one, if they are files too.
     """
 
-    def __init__(self, files: PackWriter, rows: PackWriter) -> None:
+    def __init__(self, files: PackWriter, row_packs: PackWriter) -> None:
         self._files = files
-        self._rows = rows
-        self._writers = (files,) if rows is files else (files, rows)
+        self._rows = row_packs
+        self._writers = (files,) if row_packs is files else (files, row_packs)
         self._objects: list[int] = []
         self._located: list[Callable[[Places], PlacedShards]] = []  # no values
 
@@ -205,7 +205,7 @@ class RowDestination:
     def refuse_policy(self, policy: Policy) -> None:
         """Raise a ConfigurationError if the deltas of a policy cannot go there."""
 
-    def capture(self, table: str, box: Box, row_bytes: int, rows: ModifiedRows) -> Captured | None:
+    def capture(self, table: str, box: Box, row_bytes: int, modified: ModifiedRows) -> Captured | None:
         """What the sink must know of a table's shard, whose rows take so many bytes as values, at the cut."""
         return None
 

@@ -56,10 +56,10 @@ class OptimizerTables:
     def __len__(self) -> int:
         return len(self._tables)
 
-    def add(self, rows: ModifiedRows, weight: Tensor) -> TrackedShard:
+    def add(self, modified: ModifiedRows, weight: Tensor) -> TrackedShard:
         """Track a table."""
-        state = OptimizerTableState(rows.box.num_rows)
-        shard = TrackedShard(rows, weight, state, is_state_replaceable=True)
+        state = OptimizerTableState(modified.box.num_rows)
+        shard = TrackedShard(modified, weight, state, is_state_replaceable=True)
         self._tables.append(OptimizerTable(shard, state))
         return shard
 

@@ -43,12 +43,12 @@ class TrackedShard:
 
     def __init__(
         self,
-        rows: ModifiedRows,
+        modified: ModifiedRows,
         weight: Tensor,
         state: Callable[[], Sequence[Tensor]],
         is_state_replaceable: bool = False,
     ) -> None:
-        self.rows = rows
+        self.rows = modified
         self.weight = weight
         self.state = state
         self.is_state_replaceable = is_state_replaceable
