@@ -138,8 +138,8 @@ class BlockSink(PackSink):
 
     Args:
         files: Fills packs that are files.
-        row_packs: Fills packs with row blocks; what cannot be divided into blocks, such as a tensor without columns, goes to
-            files.
+        row_packs: Fills packs with row blocks; what cannot be divided into blocks, such as a tensor without columns,
+            goes to files.
         target: Takes row blocks.
         before: What the save goes on from.
     """

@@ -43,12 +43,12 @@ class TrackedShard:
 
     def __init__(
         self,
-        modified: ModifiedRows,
+        rows: ModifiedRows,
         weight: Tensor,
         state: Callable[[], Sequence[Tensor]],
         is_state_replaceable: bool = False,
     ) -> None:
-        self.rows = modified
+        self.rows = rows
         self.weight = weight
         self.state = state
         self.is_state_replaceable = is_state_replaceable
