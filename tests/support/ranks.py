@@ -41,6 +41,7 @@ ArgsT = TypeVarTuple("ArgsT")
 LIMIT_SECS = 120.0
 GRACE_SECS = 3.0  # for the others, once a rank has failed
 STACKS_SECS = 2.0  # to print stacks
+ORPHAN_SECS = 0.1  # between the end of a parent's connection and that of the parent
 EXIT_SECS = 10.0  # to leave when asked, or to be gone when killed
 COLLECTIVE_SECS = 30.0  # gloo's own limit
 
@@ -308,11 +309,14 @@ def _serve(rank: int, stacks_path: Path, connection: Connection) -> None:
     threading.Thread(target=_die_with_parent, daemon=True).start()
     with stacks_path.open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-        with contextlib.suppress(EOFError):
+        with contextlib.suppress(EOFError, ConnectionResetError):
             while True:
                 connection.send_bytes(_answer(rank, connection.recv_bytes()))
         dist.destroy_process_group()
         faulthandler.unregister(signal.SIGUSR1)
+    parent = multiprocessing.parent_process()
+    if parent is not None and wait([parent.sentinel], ORPHAN_SECS):
+        os.killpg(0, signal.SIGKILL)  # the parent died between two tasks: what this rank started ends with it
 
 
 def _answer(rank: int, task: bytes) -> bytes:
