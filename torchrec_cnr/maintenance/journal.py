@@ -30,7 +30,7 @@ _TEMPORARY = re.compile(r"[0-9a-f]{16}\.(?P<at_ns>\d{20})-[0-9a-f]{16}\.json")
 _FORMAT, _VERSION = "torchrec_cnr journal", 1
 _MAX_BYTES = 1 << 28  # of a file; one of so many tells of a million checkpoints
 
-Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+BoundedCount = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
 
 @dataclass(frozen=True)
@@ -54,17 +54,17 @@ class PrunedCheckpoint:
     """
 
     name: str
-    created_ns: Count
+    created_ns: BoundedCount
     kind: CheckpointKind
-    num_bytes: Count
-    num_rows: Count
-    num_table_rows: Count
+    num_bytes: BoundedCount
+    num_rows: BoundedCount
+    num_table_rows: BoundedCount
     parent: str | None
-    restore_bytes: Count | None
-    removed_ns: Count
+    restore_bytes: BoundedCount | None
+    removed_ns: BoundedCount
     save_ids: tuple[str, ...] = ()
-    compactions: tuple[tuple[Count, Count], ...] = ()
-    log_bytes: Count = 0
+    compactions: tuple[tuple[BoundedCount, BoundedCount], ...] = ()
+    log_bytes: BoundedCount = 0
 
     def __repr__(self) -> str:
         size = f"{count_text(self.num_rows, 'row')}, {bytes_text(self.num_bytes)}"
@@ -81,9 +81,9 @@ class Prune:
         freed_bytes: Bytes of the files that it removes.
     """
 
-    at_ns: Count
+    at_ns: BoundedCount
     name: str
-    freed_bytes: Count
+    freed_bytes: BoundedCount
 
 
 @dataclass(frozen=True)
