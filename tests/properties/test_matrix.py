@@ -17,7 +17,7 @@ from tests.repository.support_page import PAGE, page
 from tests.support import zoo
 from tests.support.models import Whole, differing, writer
 from tests.support.ranks import RankPools
-from tests.support.zoo import MODULES, OPTIMIZERS, SHARDINGS, Job, Kind
+from tests.support.zoo import MODULES, OPTIMIZERS, SHARDINGS, Kind, ZooJob
 
 SHARDED = Kind("EmbeddingBagCollection", "row_wise", "RowWiseAdagrad")
 
@@ -57,13 +57,13 @@ def _assert_small(saved: cnr.Checkpoint, root: str, kind: Kind) -> None:
         assert 0 < saved.num_rows < cnr.read_checkpoint(f"{root}/0").num_rows
 
 
-def _write_contents(job: Job, path: str) -> None:
+def _write_contents(job: ZooJob, path: str) -> None:
     found = zoo.contents(job)
     if dist.get_rank() == 0:
         torch.save(found, path)
 
 
-def _load(job: Job, path: str, tracker: cnr.RowTracker) -> None:
+def _load(job: ZooJob, path: str, tracker: cnr.RowTracker) -> None:
     """Load a checkpoint: before, nothing is what was saved, and afterwards everything is."""
     wanted: Whole = torch.load(f"{path}.pt")
     before = zoo.contents(job)
@@ -113,7 +113,7 @@ def test_every_sharding_loads_into_every_other(tmp_path: Path, rank_pool: RankPo
     _run(rank_pool, tmp_path, cell)
 
 
-def _gotten_state(job: Job) -> dict[str, Any]:
+def _gotten_state(job: ZooJob) -> dict[str, Any]:
     optimizers = [one._optimizer for _, one in job.optimizer.optimizers if isinstance(one, KeyedOptimizerWrapper)]
     model, stepped = get_state_dict(job.model.module, optimizers)
     return {"model": model, "stepped": stepped, "fused": job.model.fused_optimizer.state_dict()}

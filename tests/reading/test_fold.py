@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.lineages import COLS, ROWS, Run, Save, World, is_same
+from tests.support.lineages import COLS, ROWS, HotRows, Save, World, is_same
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.lineage.checkpoint import read_lineage
 from torchrec_cnr.quantization import Asymmetric, NoQuantization, Scheme
@@ -52,7 +52,7 @@ def test_windows_of_any_size_load_the_same(
 @pytest.mark.parametrize("scheme", [NoQuantization(), Asymmetric(4)], ids=["exact", "4 bits"])
 def test_rows_that_are_overwritten_later_are_not_decoded(tmp_path: Path, scheme: Scheme) -> None:
     """Of ten deltas each row is written once, for all rows and for some; the values are those of one by one."""
-    run = Run(tmp_path, scheme)
+    run = HotRows(tmp_path, scheme)
     run.save(10)
     lineage = read_lineage(run.path)
     for rows in (range(ROWS), range(777, 9_001)):

@@ -382,7 +382,7 @@ def family(masks: Sequence[RowMask] | None, seed: int, scheme: Scheme) -> dict[s
     }
 
 
-class Run:
+class HotRows:
     """A lineage of a family of tensors, of which the same rows are modified again and again, and others now and then.
 
     Attributes:

@@ -264,7 +264,7 @@ class _Values(nn.Module):
 
 
 @dataclass(eq=False)
-class Job:
+class ZooJob:
     """A model in training, with the optimizer of all its parameters."""
 
     kind: Kind
@@ -273,7 +273,7 @@ class Job:
     progress: dict[str, Any]
 
 
-def build(kind: Kind, seed: int) -> Job:
+def build(kind: Kind, seed: int) -> ZooJob:
     """Build a job on the ranks of the present group."""
     _align_group_names()
     torch.manual_seed(1000 * seed + dist.get_rank())
@@ -298,7 +298,7 @@ def build(kind: Kind, seed: int) -> Job:
     for one in wrapped:
         one.init_state(set(tables) if kind.module.endswith(", sparse") else None)
         one.zero_grad()
-    return Job(kind, sharded, CombinedOptimizer([sharded.fused_optimizer, *wrapped]), {"step": 0, "tags": ["new"]})
+    return ZooJob(kind, sharded, CombinedOptimizer([sharded.fused_optimizer, *wrapped]), {"step": 0, "tags": ["new"]})
 
 
 _TWINS = ("two modules, equal names", "unsharded collections")
@@ -404,7 +404,7 @@ def _draw_weights(model: nn.Module, seed: int, num_replicas: int) -> None:
             parameter.copy_(torch.rand(parameter.shape, generator=generator) - 0.5)
 
 
-def batch(job: Job, seed: int) -> KeyedJaggedTensor:
+def batch(job: ZooJob, seed: int) -> KeyedJaggedTensor:
     """Random features; ranks draw different ones."""
     generator = torch.Generator().manual_seed(2000 * seed + dist.get_rank())
     features = _features(job.kind.module)
@@ -412,7 +412,7 @@ def batch(job: Job, seed: int) -> KeyedJaggedTensor:
     return KeyedJaggedTensor.from_lengths_sync(list(features), torch.cat(ids), torch.full((BATCH * len(ids),), IDS))
 
 
-def train(job: Job, seed: int) -> None:
+def train(job: ZooJob, seed: int) -> None:
     """Train one random batch; ranks draw different ones."""
     generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
     out = job.model(batch(job, seed))
@@ -422,7 +422,7 @@ def train(job: Job, seed: int) -> None:
     job.progress["step"] += 1
 
 
-def state(job: Job) -> dict[str, Any]:
+def state(job: ZooJob) -> dict[str, Any]:
     """What a user passes to DCP."""
     if job.kind.form == "Stateful objects":
         return {"model": job.model, "optim": job.optimizer, "progress": job.progress}
@@ -432,21 +432,21 @@ def state(job: Job) -> dict[str, Any]:
     return {**found, "progress": job.progress}
 
 
-def save(job: Job, tracker: cnr.RowTracker, path: str) -> cnr.Checkpoint:
+def save(job: ZooJob, tracker: cnr.RowTracker, path: str) -> cnr.Checkpoint:
     """Save a job: the modified rows since the checkpoint before."""
     planner = cnr.CNRSavePlanner(tracker, policy=cnr.Consecutive())
     dcp.save(state(job), storage_writer=writer(path), planner=planner)
     return cnr.read_checkpoint(path)
 
 
-def load(job: Job, path: str, tracker: cnr.RowTracker | None = None) -> dict[str, Any]:
+def load(job: ZooJob, path: str, tracker: cnr.RowTracker | None = None) -> dict[str, Any]:
     """Load a checkpoint, and return what was passed to DCP."""
     loaded = state(job)
     dcp.load(loaded, storage_reader=cnr.CNRStorageReader(path), planner=cnr.CNRLoadPlanner(tracker))
     return loaded
 
 
-def take(job: Job, loaded: Mapping[str, Any]) -> None:
+def take(job: ZooJob, loaded: Mapping[str, Any]) -> None:
     """Do what a user does after a load, for whatever does not share its memory with what was loaded."""
     if job.kind.form == "nested":
         loaded = {**loaded["job"][0]["train"], "progress": loaded["job"][1]["progress"]}
@@ -457,7 +457,7 @@ def take(job: Job, loaded: Mapping[str, Any]) -> None:
     job.progress = {name: loaded["progress"][name] for name in job.progress}
 
 
-def contents(job: Job) -> Whole:
+def contents(job: ZooJob) -> Whole:
     """What all ranks hold, by a name that is the same for every sharding and form.
 
     The first optimizer state of a table is ``momentum1`` for fused kernels, and otherwise elsewhere. Row-wise state is
@@ -468,7 +468,7 @@ def contents(job: Job) -> Whole:
     return {**named, **{name: _in_order(name, named) for name in named if "._mch_" in name}}
 
 
-def tensors(job: Job) -> Whole:
+def tensors(job: ZooJob) -> Whole:
     """The tensors among a job's contents."""
     return {name: value for name, value in contents(job).items() if isinstance(value, Tensor)}
 

@@ -10,7 +10,7 @@ import torchrec_cnr as cnr
 from tests.support import zoo
 from tests.support.models import Whole, differing
 from tests.support.ranks import RankPools
-from tests.support.zoo import Job, Kind
+from tests.support.zoo import Kind, ZooJob
 
 SHARDINGS = ("table_wise", "row_wise", "column_wise")
 
@@ -19,7 +19,7 @@ def _kind(sharding: str) -> Kind:
     return Kind("EmbeddingBagCollection", sharding, "RowWiseAdagrad", num_replicas=2)
 
 
-def _train(job: Job, seed: int) -> None:
+def _train(job: ZooJob, seed: int) -> None:
     zoo.train(job, seed)
     job.model.sync()
 

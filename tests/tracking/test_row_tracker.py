@@ -17,7 +17,7 @@ import torchrec_cnr as cnr
 from tests.support import zoo
 from tests.support.models import Whole, differing
 from tests.support.ranks import RankPools
-from tests.support.zoo import Job, Kind
+from tests.support.zoo import Kind, ZooJob
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.tracking.hooks import Hooks
 from torchrec_cnr.tracking.modified_rows import ModifiedRows
@@ -34,11 +34,11 @@ KINDS = {
 }
 
 
-def _tables(job: Job) -> list[Tensor]:
+def _tables(job: ZooJob) -> list[Tensor]:
     return [parameter for name, parameter in sorted(job.model.named_parameters()) if zoo.is_table(name)]
 
 
-def _reset_parameters(job: Job) -> None:
+def _reset_parameters(job: ZooJob) -> None:
     torch.manual_seed(7)
     for table in _tables(job):
         nn.init.uniform_(table)
@@ -46,25 +46,25 @@ def _reset_parameters(job: Job) -> None:
         dist.broadcast(parameter.detach(), 0) if not hasattr(parameter, "_in_backward_optimizers") else None
 
 
-def _assign_a_row(job: Job) -> None:
+def _assign_a_row(job: ZooJob) -> None:
     with torch.no_grad():
         for table in _tables(job):
             table[:1] = 9.0
 
 
-def _load_another_model(job: Job) -> None:
+def _load_another_model(job: ZooJob) -> None:
     other = zoo.build(job.kind, seed=9)
     job.model.load_state_dict(other.model.state_dict())
 
 
-def _load_another_optimizer(job: Job) -> None:
+def _load_another_optimizer(job: ZooJob) -> None:
     other = zoo.build(job.kind, seed=9)
     for seed in range(3):
         zoo.train(other, seed)
     job.optimizer.load_state_dict(other.optimizer.state_dict())
 
 
-WRITES: dict[str, Callable[[Job], None]] = {
+WRITES: dict[str, Callable[[ZooJob], None]] = {
     "reset_parameters": _reset_parameters,
     "an assignment": _assign_a_row,
     "load_state_dict of the model": _load_another_model,
@@ -72,7 +72,9 @@ WRITES: dict[str, Callable[[Job], None]] = {
 }
 
 
-def _write_between_saves(rank: int, root: str, kind: Kind, write: Callable[[Job], None], after_restore: bool) -> None:
+def _write_between_saves(
+    rank: int, root: str, kind: Kind, write: Callable[[ZooJob], None], after_restore: bool
+) -> None:
     job = zoo.build(kind, seed=1)
     tracker = cnr.RowTracker(job.model)
     zoo.train(job, 1)
@@ -97,7 +99,7 @@ def _write_between_saves(rank: int, root: str, kind: Kind, write: Callable[[Job]
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_writes_that_nobody_marked_are_saved(
-    tmp_path: Path, rank_pool: RankPools, kind: Kind, write: Callable[[Job], None], after_restore: bool
+    tmp_path: Path, rank_pool: RankPools, kind: Kind, write: Callable[[ZooJob], None], after_restore: bool
 ) -> None:
     """In mid-run and right after a load; the save after the next holds modified rows only, again."""
     if kind.optimizer == "SGD" and write is _load_another_optimizer:

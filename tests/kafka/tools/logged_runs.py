@@ -13,7 +13,7 @@ from torchrec_cnr.lineage.checkpoint import read_checkpoint
 NAMES = ("step-1", "step-2", "step-3")
 
 
-class Run:
+class LoggedRun:
     """A run with rows in Kafka, in a root of its own; what it held at each save."""
 
     def __init__(self, root: Path, rows: cnr.KafkaRows, held: dict[str, Whole]) -> None:
@@ -30,10 +30,10 @@ class Run:
         """Of a checkpoint as it is now."""
         return [pack for pack in read_checkpoint(self.root / name).manifest.packs if pack.log is not None]
 
-    def copy(self, folder: Path) -> "Run":
+    def copy(self, folder: Path) -> "LoggedRun":
         """The same, whose files may be changed."""
         shutil.copytree(self.root, folder / "run")
-        return Run(folder / "run", self.rows, self.held)
+        return LoggedRun(folder / "run", self.rows, self.held)
 
     def unpublish(self, name: str) -> None:
         """As if its job had died between the marker and the manifest's name, some time ago."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import torchrec_cnr as cnr
-from tests.kafka.tools.logged_runs import NAMES, Run
+from tests.kafka.tools.logged_runs import NAMES, LoggedRun
 from tests.servers.kafka_server import Broker
 from tests.support.command_line import cnr_result, cnr_text
 from torchrec_cnr.cli import options
@@ -26,7 +26,7 @@ LONG_SECS = 3 * 3600
 # What people are told
 
 
-def test_sizes_tell_files_from_the_log(run: Run) -> None:
+def test_sizes_tell_files_from_the_log(run: LoggedRun) -> None:
     """What lies in a directory, and what in Kafka, is told apart, and both where a run's history is told."""
     document = json.loads(cnr_text("ls", run.root, "--json"))
     in_log = [pack.num_bytes for name in NAMES[1:] for pack in run.packs_in_log(name)]
@@ -41,7 +41,7 @@ def test_sizes_tell_files_from_the_log(run: Run) -> None:
     assert history.written_bytes == history.kept_bytes
 
 
-def test_inspect_says_where_a_pack_lies(run: Run) -> None:
+def test_inspect_says_where_a_pack_lies(run: LoggedRun) -> None:
     """Topic, partition and offsets, for people and for programs; no Kafka is needed for that."""
     (pack,) = run.packs_in_log("step-3")
     assert pack.log is not None
@@ -59,7 +59,7 @@ def test_inspect_says_where_a_pack_lies(run: Run) -> None:
 
 
 @pytest.mark.parametrize("command", ["verify", "diff", "export", "compact", "ls", "prune", "inspect", "report"])
-def test_every_command_knows_the_log(run: Run, tmp_path: Path, command: str) -> None:
+def test_every_command_knows_the_log(run: LoggedRun, tmp_path: Path, command: str) -> None:
     """Each takes --kafka, and works with it; those that read rows say what to pass where it is missing."""
     copy = run.copy(tmp_path)
     args = {
@@ -76,7 +76,7 @@ def test_every_command_knows_the_log(run: Run, tmp_path: Path, command: str) -> 
 
 
 @pytest.mark.long
-def test_the_newest_of_a_root_is_what_a_marker_says(run: Run, died: Run) -> None:
+def test_the_newest_of_a_root_is_what_a_marker_says(run: LoggedRun, died: LoggedRun) -> None:
     """Commands that look for the newest see one that waits for its name."""
     assert re.search("step-3 .*unfinished.*--kafka tells", cnr_text("ls", died.root))
     assert json.loads(cnr_text("inspect", died.root, run.option, "--json"))["checkpoint_id"] == "step-3"
@@ -94,7 +94,7 @@ def test_the_newest_of_a_root_is_what_a_marker_says(run: Run, died: Run) -> None
         (["--kafka=localhost:1/not a topic"], "'topic' must be"),
     ],
 )
-def test_wrong_options_are_refused_in_a_line(run: Run, args: list[str], message: str) -> None:
+def test_wrong_options_are_refused_in_a_line(run: LoggedRun, args: list[str], message: str) -> None:
     """What is wrong is said, and no value of a setting."""
     result = cnr_result("ls", run.root, *args)
     assert result.exit_code in (1, 2)
@@ -103,7 +103,7 @@ def test_wrong_options_are_refused_in_a_line(run: Run, args: list[str], message:
     assert SECRET not in result.output
 
 
-def test_a_topic_that_is_not_there_is_not_made(run: Run, kafka: Broker) -> None:
+def test_a_topic_that_is_not_there_is_not_made(run: LoggedRun, kafka: Broker) -> None:
     """Who mistypes a topic is told so, and finds no empty topic later."""
     result = cnr_result("ls", run.root, f"--kafka={kafka.bootstrap}/mistyped")
     assert result.exit_code == 2
@@ -120,7 +120,7 @@ def test_a_topic_of_any_settings_is_read(kafka: Broker) -> None:
     assert options.rows_log(f"{rows.bootstrap}/{rows.topic}", None, None) is not None
 
 
-def test_settings_come_from_options_and_a_file(run: Run, tmp_path: Path) -> None:
+def test_settings_come_from_options_and_a_file(run: LoggedRun, tmp_path: Path) -> None:
     """Lines of a file, and options, which count more; what they say reaches Kafka, and no message."""
     file = tmp_path / "client.properties"
     file.write_text(f"# who we are\nclient.id = a\nsasl.password={SECRET}\n\nclient.rack=x=y\n")
@@ -132,14 +132,14 @@ def test_settings_come_from_options_and_a_file(run: Run, tmp_path: Path) -> None
 
 
 @pytest.mark.long
-def test_a_broker_that_does_not_answer_is_an_error(run: Run) -> None:
+def test_a_broker_that_does_not_answer_is_an_error(run: LoggedRun) -> None:
     """One line, and no traceback."""
     result = cnr_result("verify", run.root, "--kafka=127.0.0.1:1/rows")
     assert result.exit_code == 1
     assert re.fullmatch(r"cnr: error: cannot .* of Kafka at 127.0.0.1:1: .*\n", result.stderr)
 
 
-def test_without_confluent_kafka_it_says_what_to_install(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_confluent_kafka_it_says_what_to_install(run: LoggedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """The extra is named."""
     monkeypatch.setattr(cnr, "KafkaRows", None)
     monkeypatch.delattr(cnr, "KafkaRows")
@@ -152,7 +152,7 @@ def test_without_confluent_kafka_it_says_what_to_install(run: Run, monkeypatch: 
 
 
 @pytest.mark.long
-def test_the_log_follows_a_store(run: Run) -> None:
+def test_the_log_follows_a_store(run: LoggedRun) -> None:
     """A store with a log is taken wherever a path is."""
     store = Store.open(run.root, row_log=run.rows)
     assert verify(store).is_right

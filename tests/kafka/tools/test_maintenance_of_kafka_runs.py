@@ -13,7 +13,7 @@ from confluent_kafka.admin import NewTopic
 
 import torchrec_cnr as cnr
 from tests.golden import log, write
-from tests.kafka.tools.logged_runs import NAMES, Run
+from tests.kafka.tools.logged_runs import NAMES, LoggedRun
 from tests.servers.kafka_server import ADMIN_SECS, Broker
 from tests.support import models
 from tests.support.command_line import cnr_result
@@ -45,7 +45,7 @@ def _loaded(path: Path, rows: cnr.KafkaRows | None) -> Whole:
 # Reading
 
 
-def test_a_table_is_read_out_of_the_log(run: Run) -> None:
+def test_a_table_is_read_out_of_the_log(run: LoggedRun) -> None:
     """With the log, a table is what a load of it gives; without, the error says what to pass."""
     loaded = _loaded(run.root / "step-3", run.rows)
     assert torch.equal(cnr.load_table(run.root / "step-3", TABLE, row_log=run.rows), loaded[TABLE])
@@ -54,14 +54,14 @@ def test_a_table_is_read_out_of_the_log(run: Run) -> None:
         cnr.load_table(run.root / "step-3", TABLE)
 
 
-def test_another_topic_is_refused(run: Run) -> None:
+def test_another_topic_is_refused(run: LoggedRun) -> None:
     """Rows are not looked for where they are not."""
     other = replace(run.rows, topic="another")
     with pytest.raises(cnr.ConfigurationError, match=f"rows lie in topic '{run.rows.topic}'.*'another'"):
         cnr.load_table(run.root / "step-3", TABLE, row_log=other)
 
 
-def test_a_lineage_in_the_log_is_right(run: Run) -> None:
+def test_a_lineage_in_the_log_is_right(run: LoggedRun) -> None:
     """All of it is read, also where the root is given."""
     for path in (run.root / "step-3", run.root):
         report = verify(path, row_log=run.rows)
@@ -71,7 +71,7 @@ def test_a_lineage_in_the_log_is_right(run: Run) -> None:
         verify(run.root / "step-3")
 
 
-def _change_pack(run: Run, name: str, change: Callable[[Pack], Pack]) -> Pack:
+def _change_pack(run: LoggedRun, name: str, change: Callable[[Pack], Pack]) -> Pack:
     """Have a manifest say something else of its pack in the log; returns that."""
     path = run.root / name / MANIFEST_FILE
     manifest, _ = manifest_json.loads(path.read_bytes(), name)
@@ -87,7 +87,7 @@ def _moved(pack: Pack, num_offsets: int) -> Pack:
 
 
 @pytest.mark.long
-def test_a_missing_record_is_found_and_named(run: Run, tmp_path: Path) -> None:
+def test_a_missing_record_is_found_and_named(run: LoggedRun, tmp_path: Path) -> None:
     """Where one of a pack's records is not there, verification names topic, partition and offsets, and goes on."""
     damaged = run.copy(tmp_path)
     pack = _change_pack(damaged, "step-3", lambda pack: _moved(pack, 1))
@@ -102,7 +102,7 @@ def test_a_missing_record_is_found_and_named(run: Run, tmp_path: Path) -> None:
     assert place in result.stdout
 
 
-def test_an_altered_record_is_found_and_named(run: Run, tmp_path: Path) -> None:
+def test_an_altered_record_is_found_and_named(run: LoggedRun, tmp_path: Path) -> None:
     """Bytes in the log that are not those of the manifest's digests: the blob is named, and where it lies."""
     damaged = run.copy(tmp_path)
     path = damaged.root / "step-3" / MANIFEST_FILE
@@ -120,7 +120,7 @@ def test_an_altered_record_is_found_and_named(run: Run, tmp_path: Path) -> None:
     assert "crc32c" in problem.message
 
 
-def test_exports_and_comparisons_read_the_log(run: Run, tmp_path: Path) -> None:
+def test_exports_and_comparisons_read_the_log(run: LoggedRun, tmp_path: Path) -> None:
     """What is exported is what a load gives; what differs is told with the rows out of the log."""
     loaded = _loaded(run.root / "step-3", run.rows)
     export(run.root / "step-3", tmp_path / "model.pt", to="torch", row_log=run.rows)
@@ -157,7 +157,7 @@ def test_the_golden_log_is_read_by_kafka(kafka: Broker, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_markers_are_read_again_and_again(run: Run) -> None:
+def test_markers_are_read_again_and_again(run: LoggedRun) -> None:
     """Whoever has read to the end of the markers, and comes back when there are no more, gets the same at once."""
     rows = replace(run.rows, timeout_secs=5)
     first = rows.markers(root_id(str(run.root)), 8)
@@ -168,7 +168,7 @@ def test_markers_are_read_again_and_again(run: Run) -> None:
 # Compaction
 
 
-def test_compaction_may_leave_rows_in_the_log(run: Run, tmp_path: Path) -> None:
+def test_compaction_may_leave_rows_in_the_log(run: LoggedRun, tmp_path: Path) -> None:
     """Packs that are worth keeping stay in the log; the new manifest says where, and loads as before."""
     compacted = run.copy(tmp_path)
     before = _loaded(compacted.root / "step-3", run.rows)
@@ -185,7 +185,7 @@ def test_compaction_may_leave_rows_in_the_log(run: Run, tmp_path: Path) -> None:
     assert differing(_loaded(compacted.root / "step-3", None), before) == []
 
 
-def test_a_self_contained_compaction_needs_no_log(run: Run, tmp_path: Path) -> None:
+def test_a_self_contained_compaction_needs_no_log(run: LoggedRun, tmp_path: Path) -> None:
     """All rows are in files then: it loads and verifies without Kafka, also when all else is pruned."""
     compacted = run.copy(tmp_path)
     before = _loaded(compacted.root / "step-3", run.rows)
@@ -200,7 +200,7 @@ def test_a_self_contained_compaction_needs_no_log(run: Run, tmp_path: Path) -> N
     assert differing(_loaded(compacted.root / "step-3", None), before) == []
 
 
-def test_upkeep_compacts_and_prunes_a_run_in_the_log(run: Run, tmp_path: Path) -> None:
+def test_upkeep_compacts_and_prunes_a_run_in_the_log(run: LoggedRun, tmp_path: Path) -> None:
     """As a manager's thread does it: the newest is a baseline that loads as before, what it does not need is gone."""
     kept = run.copy(tmp_path)
     before = _loaded(kept.root / "step-3", run.rows)
@@ -216,7 +216,7 @@ def test_upkeep_compacts_and_prunes_a_run_in_the_log(run: Run, tmp_path: Path) -
 
 
 @pytest.mark.long
-def test_what_a_marker_committed_is_found(run: Run, died: Run) -> None:
+def test_what_a_marker_committed_is_found(run: LoggedRun, died: LoggedRun) -> None:
     """A checkpoint that has its marker and not yet its name is seen by whoever is given the log."""
     assert list(read_catalog(died.root).checkpoints) == ["step-1", "step-2"]
     assert list(read_catalog(died.root, row_log=run.rows).checkpoints) == list(NAMES)
@@ -225,7 +225,7 @@ def test_what_a_marker_committed_is_found(run: Run, died: Run) -> None:
     assert verify(died.root / "step-3", row_log=run.rows).is_right
 
 
-def test_prune_does_not_remove_what_a_marker_may_have_committed(run: Run, died: Run) -> None:
+def test_prune_does_not_remove_what_a_marker_may_have_committed(run: LoggedRun, died: LoggedRun) -> None:
     """Without the log it stays, and the plan says why; with it, it is a checkpoint, or goes if it has no marker."""
     plan = cnr.plan_prune(died.root, cnr.Keep(last=5))
     assert "--kafka" in plan.stays["step-3"][0]
@@ -242,7 +242,7 @@ def test_prune_does_not_remove_what_a_marker_may_have_committed(run: Run, died: 
     assert verify(died.root / "step-3", row_log=run.rows).is_right
 
 
-def test_a_save_under_way_is_left_alone(run: Run, tmp_path: Path) -> None:
+def test_a_save_under_way_is_left_alone(run: LoggedRun, tmp_path: Path) -> None:
     """While a lease holds, a manifest that waits for its marker stays, with or without the log."""
     saving = run.copy(tmp_path)
     shutil.copytree(saving.root / "step-3", saving.root / "step-4")
@@ -254,7 +254,7 @@ def test_a_save_under_way_is_left_alone(run: Run, tmp_path: Path) -> None:
         assert cnr.plan_prune(saving.root, cnr.Keep(last=5), row_log=rows).removals == ()
 
 
-def test_prune_asks_for_no_file_of_a_pack_in_the_log(run: Run, tmp_path: Path) -> None:
+def test_prune_asks_for_no_file_of_a_pack_in_the_log(run: LoggedRun, tmp_path: Path) -> None:
     """Checkpoints with rows in the log are whole without files of them; those that go leave the log as it is."""
     pruned = run.copy(tmp_path)
     models_held = _loaded(run.root / "step-2", run.rows)
