@@ -28,6 +28,7 @@ from further up gets it as an argument.
 - ``progress``: progress callbacks, and the time and bytes that a save spent in each phase.
 - ``throttling``: limits on the share of a core and on the bandwidth that background work uses.
 - ``gc_pause``: pauses Python's garbage collector while plans and manifests with many shards are built.
+- ``arguments``: checks of arguments, whose errors name the argument.
 - ``human_text``: sizes, counts, times and names as text for people.
 - ``errors``: every exception that the library raises on purpose.
 - ``version``: the version of the package.

@@ -11,6 +11,7 @@ from typing import Any
 
 _CREDENTIALS = re.compile(r"://[^/]*@")
 _MAX_URL_CHARS = 60
+_CLOCKS_NS = 60_000_000_000  # by as much, clocks of machines may differ
 UNITS = ("B", "KB", "MB", "GB", "TB", "PB", "EB")
 _SECS = (("day", 86_400), ("hour", 3_600), ("minute", 60), ("second", 1))
 
@@ -87,7 +88,9 @@ def duration_text(num_ns: int) -> str:
 
 
 def age_text(num_ns: int) -> str:
-    """How long ago, in one unit of a column: ``12 s``, ``3 min``, ``5 h``, ``10 d``."""
+    """How long ago, in one unit of a column: ``12 s``, ``3 min``, ``5 h``, ``10 d``; ``in 5 h`` if that is to come."""
+    if num_ns <= -_CLOCKS_NS:
+        return f"in {age_text(-num_ns)}"
     secs = max(0, num_ns) // 1_000_000_000
     for unit, one, most in (("s", 1, 120), ("min", 60, 120 * 60), ("h", 3_600, 48 * 3_600)):
         if secs < most:

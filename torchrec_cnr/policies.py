@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+from torchrec_cnr.arguments import check_count
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.format.manifest import History
 
@@ -76,8 +77,7 @@ class Compacted:
 
     def __post_init__(self) -> None:
         check_max_ratio(self.max_ratio)
-        if self.max_deltas < 1:
-            raise ConfigurationError(f"'max_deltas' must be at least 1 (got {self.max_deltas})")
+        check_count("max_deltas", self.max_deltas, least=1)
 
     def decide(self, history: History) -> Since:
         """Rows modified since the last checkpoint."""
@@ -102,11 +102,23 @@ class Intermittent:
         return Since.EVER if with_baseline <= without else Since.BASELINE
 
 
+def check_policy(policy: object) -> None:
+    """Refuse what is no policy, such as the class of one.
+
+    Raises:
+        ConfigurationError: It is not.
+    """
+    if isinstance(policy, type) or not callable(getattr(policy, "decide", None)):
+        made = f"; make one: {policy.__name__}()" if isinstance(policy, type) else ""
+        raise ConfigurationError(f"'policy' must be a policy such as Compacted() or OneShot() (got {policy!r}){made}")
+
+
 def check_max_ratio(max_ratio: float) -> None:
     """Refuse what no compaction can reach.
 
     Raises:
         ConfigurationError: It is less than 1, or no number.
     """
-    if not max_ratio >= 1:
-        raise ConfigurationError(f"'max_ratio' must be at least 1 (got {max_ratio})")
+    given: object = max_ratio
+    if not isinstance(given, int | float) or not given >= 1:
+        raise ConfigurationError(f"'max_ratio' must be at least 1 (got {max_ratio!r})")

@@ -59,6 +59,8 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 def _dtensor_shards(value: DTensor) -> Sequence[LocalShard]:
+    if value.device_mesh.get_coordinate() is None:  # this rank is no part of its mesh
+        return []
     local = value.to_local()
     # TorchRec's LocalShardsWrapper holds several shards; DCP's _Checkpointable protocol names their boxes.
     if hasattr(local, "local_shards") and hasattr(local, "local_offsets"):
@@ -86,8 +88,11 @@ MemoryKey = tuple[int, torch.device, tuple[int, ...], tuple[int, ...]]
 
 
 def memory_key(tensor: Tensor) -> MemoryKey | None:
-    """Identifies the memory that a tensor's values lie in, whichever object wraps it; None where there is none."""
-    if tensor.layout is not torch.strided or tensor.numel() == 0:
+    """Identifies the memory that a tensor's values lie in, whichever object wraps it; None where there is none.
+
+    DTensors and other tensors that are made of tensors have none of their own.
+    """
+    if tensor.layout is not torch.strided or tensor.numel() == 0 or hasattr(tensor, "__tensor_flatten__"):
         return None
     return tensor.data_ptr(), tensor.device, tuple(tensor.shape), tensor.stride()
 

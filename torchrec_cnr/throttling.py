@@ -1,9 +1,9 @@
 """Pace: work behind training takes no more than its share of a core, and files no more than theirs of a network."""
 
-import math
 import threading
 import time
 
+from torchrec_cnr.arguments import check_positive
 from torchrec_cnr.errors import ConfigurationError
 
 
@@ -36,8 +36,8 @@ class Bandwidth:
     """
 
     def __init__(self, bytes_per_sec: float | None = None) -> None:
-        if bytes_per_sec is not None and not 0 < bytes_per_sec < math.inf:
-            raise ConfigurationError(f"'max_bytes_per_sec' must be a number above 0, or None (got {bytes_per_sec})")
+        if bytes_per_sec is not None:
+            check_positive("max_bytes_per_sec", bytes_per_sec)
         self._bytes_per_sec = bytes_per_sec
         self._free_secs = 0.0  # when all that has passed would have, at this rate
         self._lock = threading.Lock()
@@ -63,5 +63,6 @@ def check_cpu_share(cpu_share: float) -> None:
     Raises:
         ConfigurationError: It is not above 0, or above 1.
     """
-    if not 0 < cpu_share <= 1:
+    check_positive("cpu_share", cpu_share)
+    if cpu_share > 1:
         raise ConfigurationError(f"'cpu_share' must be more than 0 and at most 1 (got {cpu_share})")

@@ -116,12 +116,12 @@ def write_body(file: Path, body: bytes) -> str:
     return digest
 
 
-def archive_of(pickled: bytes, is_compressed: bool = False) -> bytes:
-    """A pickle, without its first two bytes, as ``torch.save`` wraps it."""
+def archive_of(pickled: bytes, is_compressed: bool = False, pickle_name: str = "data.pkl") -> bytes:
+    """A pickle, without its first two bytes, as ``torch.save`` wraps it under the name ``data.pkl``."""
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w") as archive:
         kind = zipfile.ZIP_DEFLATED if is_compressed else zipfile.ZIP_STORED
-        for name, content in (("data.pkl", b"\x80\x02" + pickled), ("byteorder", b"little"), ("version", b"3\n")):
+        for name, content in ((pickle_name, b"\x80\x02" + pickled), ("byteorder", b"little"), ("version", b"3\n")):
             archive.writestr(zipfile.ZipInfo(f"archive/{name}"), content, kind)
     return stream.getvalue()
 

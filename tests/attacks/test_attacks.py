@@ -90,4 +90,4 @@ def test_no_attack_runs_code(walked: tuple[Path, dict[tuple[str, str], Any]]) ->
     """The directory that each pickle with code in it would make where the process ran is not there."""
     folder, _ = walked
     assert os.listdir(folder / "empty") == []
-    assert sum(CODE_RAN.encode() in path.read_bytes() for path in FOLDER.rglob("*") if path.is_file()) == 3
+    assert sum(CODE_RAN.encode() in path.read_bytes() for path in FOLDER.rglob("*") if path.is_file()) == 4

@@ -4,13 +4,19 @@ Each attack is a function that writes a root with a checkpoint ``step-1`` or, wh
 loaded. What a repository cannot hold (pipes, links, files of terabytes) or should not (megabytes) is left out there.
 """
 
+import base64
+import io
 import json
 import os
+import random
 import shutil
 import struct
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+import zstandard
 
 from tests.attacks.draft import ALL, INT, NONE, Draft, archive_of, dumps, tensor, write_body
 
@@ -86,8 +92,30 @@ def pickle_tensor(root: Path) -> None:
 
 
 @attack("a call of builtins.bytearray that no state needs")
+def pickle_by_case(root: Path) -> None:
+    """The same, in `data.PKL`: torch finds the files of an archive without regard to case."""
+    pickled = b"c__builtin__\nbytearray\n" + HUGE + b"\x85R."
+    Draft(archive=archive_of(pickled, pickle_name="data.PKL")).write(root / "step-1")
+
+
+@attack("an archive with compressed or repeated files")
+def pickle_by_two_cases(root: Path) -> None:
+    """Two pickles, whose names differ by case alone: one may be looked through, and the other loaded."""
+    archive = io.BytesIO(archive_of(INT + b"."))
+    with zipfile.ZipFile(archive, "a") as file:
+        file.writestr(zipfile.ZipInfo("archive/DATA.pkl"), b"\x80\x02" + MKDIR)
+    Draft(archive=archive.getvalue()).write(root / "step-1")
+
+
+@attack("DeviceMesh, which acts when it is rebuilt")
+def pickle_mesh(root: Path) -> None:
+    """A mesh of devices, which starts torch.distributed where it is rebuilt."""
+    _object(root, b"ctorch.distributed.device_mesh\nDeviceMesh\nX\x03\0\0\0cpu](K\0K\x01e\x86R.")
+
+
+@attack("a call of builtins.bytearray that no state needs")
 def pickle_by_proxy(root: Path) -> None:
-    """The same, called by a function that calls what it is given."""
+    """The same as `pickle-bytearray`, called by a function that calls what it is given."""
     bomb = b"c__builtin__\nbytearray\nctorch\nTensor\n" + HUGE + b"\x85}t"
     _object(root, b"ctorch._tensor\n_rebuild_from_type_v2\n(" + bomb + b"R.")
 
@@ -199,6 +227,30 @@ def json_divided(root: Path) -> None:
     shards = [[box, None, 0, [draft.blob(b"0")], NONE] for box in boxes]
     draft.body["tensors"]["cube"] = tensor(shards, whole)
     draft.write(root / "step-1")
+
+
+# Packed manifests.
+
+
+def _packed(root: Path, values: bytes) -> None:
+    """A manifest with more values than it should have."""
+    body = dumps({**Draft().body, "paths": "@"}).replace(b'"@"', values)
+    frame = base64.b64encode(zstandard.compress(body)).decode()
+    packed = {"format": "torchrec_cnr", "version": 1, "created_ns": 1, "zstd": frame}
+    write_body(root / "step-1" / "manifest.json", dumps(packed))
+
+
+@attack("unpacks to 134\\d{6} bytes, expected 32 times as many at most")
+def packed_values(root: Path) -> None:
+    """A file of 17 KB that unpacks to 128 MiB, and these to 45 million lists, which take 4 GB."""
+    _packed(root, b"[" + b"[]," * 44_739_242 + b"[]]")
+
+
+@attack("expected 32 times as many at most, and not so many values", is_kept=False)
+def packed_values_in_noise(root: Path) -> None:
+    """The same within the ratio that a frame may have: 5 MB of lists, packed beside 200 KB that are at random."""
+    noise = base64.b64encode(random.Random(1).randbytes(200_000))
+    _packed(root, b'["' + noise + b'"' + b",[]" * 1_800_000 + b"]")
 
 
 # Paths.

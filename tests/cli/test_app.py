@@ -166,6 +166,19 @@ def test_messages_are_one_line_whatever_they_hold(monkeypatch: pytest.MonkeyPatc
     assert result.stderr == "cnr: error: first second \\x1b[31mred [bold]not bold\n"
 
 
+def test_warnings_do_not_reach_the_terminal_as_they_are(tmp_path: Path) -> None:
+    """A checkpoint's name is in a warning: line breaks and escape sequences of it are shown."""
+    commit(tmp_path, "good", 1)
+    commit(tmp_path, "bad\x1b[2Jname\n", 2)
+    manifest = tmp_path / "bad\x1b[2Jname\n" / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:-9])
+    for command in ("inspect", "compact"):
+        result = cnr_result(command, tmp_path)
+        assert "\\x1b[2Jname" in result.stderr
+        assert "\x1b" not in result.stderr
+        assert result.stderr.count("\n") == result.stderr.count("cnr: ")
+
+
 def test_names_are_shown_as_they_are(tmp_path: Path) -> None:
     """Names that look like markup, and those with escape sequences, are names."""
     commit(tmp_path, "[red]x[", 1)

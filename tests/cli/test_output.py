@@ -88,7 +88,16 @@ def test_a_terminal_gets_colours_and_a_bar(run: Path) -> None:
 def test_quantities_are_short() -> None:
     """Ages in one unit, shares with one digit, ratios with three, however small."""
     second = 10**9
-    ages = {0: "0 s", -5: "0 s", 119: "119 s", 120: "2 min", 7_199: "119 min", 7_200: "2 h", 172_800: "2 d"}
+    ages = {
+        0: "0 s",
+        -5: "0 s",
+        -7_200: "in 2 h",
+        119: "119 s",
+        120: "2 min",
+        7_199: "119 min",
+        7_200: "2 h",
+        172_800: "2 d",
+    }
     assert {age: age_text(age * second) for age in ages} == ages
     shares = {0.0: "0.0%", 0.0004: "<0.1%", 0.0005: "0.1%", 0.123: "12.3%", 1.0: "100.0%"}
     assert {share: percent_text(share) for share in shares} == shares

@@ -106,6 +106,15 @@ def test_rows_that_are_all_alike_are_not_split() -> None:
     assert blob_bytes.may_be_split(4 * LARGE // 64, LARGE, 4, 4)
 
 
+def test_a_blob_that_lacks_a_few_bytes_is_not_taken_for_split() -> None:
+    """Manifests tell it from one that is split, which is smaller by a 128th of its tails, and holds a whole frame."""
+    assert not any(blob_bytes.may_be_split(8_000 - lacking, 1_000, 8, 4) for lacking in range(32))
+    assert blob_bytes.may_be_split(8_000 - 32, 1_000, 8, 4)
+    assert blob_bytes.may_be_split(4_010, 1_000, 8, 4)
+    assert not blob_bytes.may_be_split(4_009, 1_000, 8, 4)
+    assert not any(blob_bytes.may_be_split(num_bytes, 2, 9, 5) for num_bytes in range(20))
+
+
 def test_blobs_of_too_many_rows_are_not_split() -> None:
     """What is joined at a time is bounded, whatever the file."""
     assert blob_bytes.may_be_split((1 << 24) * 2, 1 << 24, 4, 4)

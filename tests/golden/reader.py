@@ -294,11 +294,14 @@ def _unpacked(text: str) -> bytes:
         frame = base64.b64decode(text, validate=True)
         num_bytes = zstandard.frame_content_size(frame)
         check(0 < num_bytes <= 2**30 and base64.b64encode(frame).decode() == text, "no packed body")
+        check(num_bytes <= 32 * len(frame), "it unpacks to more than a frame may")
         decompressor = zstandard.ZstdDecompressor().decompressobj()
         body: bytes = decompressor.decompress(frame)
     except (ValueError, zstandard.ZstdError) as error:
         refuse(f"not packed: {error}")
     check(decompressor.eof and not decompressor.unused_data and len(body) == num_bytes, "not one frame")
+    values_bytes = 96 * body.count(b"[") + 208 * body.count(b"{") + 32 * body.count(b",")
+    check(values_bytes <= 2**26 + 256 * len(frame), "more values than a frame may hold")
     return body
 
 
@@ -542,7 +545,9 @@ def is_split(scheme: Scheme, cols: int, rows: int, num_bytes: int) -> bool:
     """Whether a blob is split (6)."""
     if num_bytes >= rows * scheme.row_bytes(cols):
         return False
-    check(num_bytes > rows * (scheme.row_bytes(cols) - scheme.tail_bytes(cols)), "a blob that is too small")
+    tails = rows * scheme.tail_bytes(cols)
+    check(num_bytes >= rows * scheme.row_bytes(cols) - tails + 10, "a blob that is too small")
+    check(128 * (rows * scheme.row_bytes(cols) - num_bytes) >= tails, "a blob that was cut")
     check(64 * num_bytes >= rows * scheme.row_bytes(cols), "a blob that is too small")
     check(rows <= 2**24, "too many rows in a split blob")
     return True

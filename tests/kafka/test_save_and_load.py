@@ -136,7 +136,11 @@ def test_packs_of_many_records_in_several_partitions(tmp_path: Path, kafka: Brok
 
 def _rank_job(root: str, rows: cnr.KafkaRows, sharding: str, seed: int) -> SavingJob:
     return SavingJob(
-        root, row_log=rows, seed=seed, build=lambda seed: torchrec_job(seed, sharding, fused=RowWiseAdagrad)
+        root,
+        row_log=rows,
+        seed=seed,
+        build=lambda seed: torchrec_job(seed, sharding, fused=RowWiseAdagrad),
+        group=dist.new_group(backend="gloo"),
     )
 
 
@@ -149,7 +153,7 @@ def _live_on_ranks(rank: int, root: str, rows: cnr.KafkaRows, sharding: str, fir
         train(job.job, number)
         job.save(str(number))
     train(job.job, first + 2)
-    future = job.async_save(str(first + 2), group=dist.new_group(backend="gloo"))
+    future = job.async_save(str(first + 2))
     train(job.job, first + 3)
     future.result(timeout=60)
     job.close()

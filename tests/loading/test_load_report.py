@@ -12,6 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Shard as ShardPlacement
 
 import torchrec_cnr as cnr
 from tests.support import models
@@ -112,6 +115,56 @@ def test_ranks_with_different_keys_decide_together(tmp_path: Path, rank_pool: Ra
     assert len(warnings) == 1
     assert str(report).replace("\n", "; ") in warnings[0]
     assert other_warnings == []
+
+
+def _load_on_a_submesh(rank: int, root: str) -> float:
+    mesh = DeviceMesh("cpu", [0])
+
+    def on_rank_0(value: float) -> dict[str, Any]:
+        local = torch.full((4, 2), value)
+        return {
+            "part": DTensor.from_local(local, mesh, [ShardPlacement(0)], run_check=False),
+            "copies": DTensor.from_local(local, mesh, [Replicate()], run_check=False),
+            "all": torch.full((3,), value),
+        }
+
+    dcp.save(on_rank_0(2.0), storage_writer=models.writer(root))
+    target = on_rank_0(0.0)
+    report = load_into(target, root)
+    assert report.loaded == ("all", "copies", "part")
+    return sum(float(value.to_local().sum()) for value in (target["part"], target["copies"])) + float(
+        target["all"].sum()
+    )
+
+
+def test_ranks_outside_of_a_tensors_mesh_load_what_else_there_is(tmp_path: Path, rank_pool: RankPools) -> None:
+    """A tensor on some ranks alone, as stages of a pipeline have them: all ranks load, and report it."""
+    assert rank_pool(2).run(_load_on_a_submesh, str(tmp_path / "1")) == [38.0, 6.0]
+
+
+def test_objects_are_restored_under_the_keys_that_they_have(tmp_path: Path) -> None:
+    """Optimizers number their parameters: a step under 0 does not become one under "0", beside the old one."""
+
+    def sparse_adam() -> tuple[nn.Embedding, torch.optim.SparseAdam]:
+        table = nn.Embedding(8, 4, sparse=True)
+        return table, torch.optim.SparseAdam(table.parameters())
+
+    def trained(num_steps: int) -> dict[str, Any]:
+        table, optimizer = sparse_adam()
+        for _ in range(num_steps):
+            table(torch.tensor([1, 2])).sum().backward()
+            optimizer.step()
+        flags: dict[Any, Any] = {True: num_steps, (1, 2): [num_steps], "007": num_steps, 7: -num_steps}
+        return {"model": table.state_dict(), "optimizer": optimizer.state_dict(), "flags": flags}
+
+    saved, target = trained(9), trained(1)
+    save(saved, str(tmp_path / "1"))
+    load_into(target, str(tmp_path / "1"))
+    assert target["optimizer"]["state"].keys() == {0}
+    assert target["optimizer"]["state"][0]["step"] == 9
+    assert target["flags"] == saved["flags"]
+    assert target["optimizer"]["param_groups"] == saved["optimizer"]["param_groups"]
+    save(target, str(tmp_path / "2"))
 
 
 def test_a_refusal_lists_everything_but_only_so_much(tmp_path: Path) -> None:

@@ -74,7 +74,6 @@ FAMILIES = {
     "adam by rows": _Family(
         {"exp_avg": "momentum1", "exp_avg_sq": "exp_avg_sq"}, fused_only=("row_counter",), plain_only=("step",)
     ),
-    "momentum": _Family({"momentum_buffer": "momentum1"}),
 }
 # What stands before ``state.``, and before the parameter in its key, with a fused optimizer and without.
 STYLES = {
@@ -169,10 +168,7 @@ def test_nothing_else_is_ever_paired(wanted: set[str], saved: set[str], weights:
         (["fused.state.a.t0.weight.t0.momentum1"], ["dense.state.b.t0.weight.sum"]),  # another table
         (["fused.state.t0.weight.t0.momentum1"], ["dense.state.t0.weight.exp_avg"]),  # Adagrad, and Adam
         (["fused.state.t0.weight.t0.momentum1", "fused.state.t0.weight.t0.exp_avg_sq"], ["dense.state.t0.weight.sum"]),
-        (
-            ["fused.state.t0.weight.t0.momentum1", "fused.state.t0.weight.t0.iter"],
-            ["d.state.t0.weight.momentum_buffer"],
-        ),
+        (["fused.state.t0.weight.t0.momentum1"], ["d.state.t0.weight.momentum_buffer"]),  # Adagrad, and SGD
         (["new.state.t0.weight.sum"], ["old.state.t0.weight.sum"]),  # the same kind under another name
         (["new.state.t0.weight.t0.momentum1"], ["old.state.t0.weight.t0.momentum1"]),
         (["dense.state.over.weight.sum"], ["optim.state.over.weight.sum"]),
@@ -221,7 +217,6 @@ STATES: Mapping[str, tuple[dict[str, Tensor], dict[str, Tensor]]] = {  # fused, 
         {"sum": ROWS[:, None], "step": STEP},
     ),
     "adam": ({"momentum1": CELLS, "exp_avg_sq": -CELLS}, {"exp_avg": CELLS, "exp_avg_sq": -CELLS, "step": STEP}),
-    "momentum": ({"momentum1": CELLS}, {"momentum_buffer": CELLS}),
 }
 
 
@@ -274,6 +269,29 @@ def test_sizes_and_dtypes_are_compared_under_other_names_too(tmp_path: Path) -> 
     assert f"1 of another size: 'fused.state.{TABLE}.t0.momentum1' (saved [6, 4], wanted [6])" in message
     halves = _state_dict("two entries", {"momentum1": CELLS.half()}, True)
     assert "1 of another dtype: 'fused.state" in refusal(halves, tmp_path)
+
+
+@pytest.mark.parametrize("to_fused", [True, False], ids=["to fused", "from fused"])
+def test_a_momentum_is_no_sum_of_squares(tmp_path: Path, to_fused: bool) -> None:
+    """State of another optimizer is a mismatch, whichever side is fused: its root would be NaN."""
+    fused, plain = {"momentum1": CELLS}, {"momentum_buffer": -CELLS}
+    old, new = (plain, fused) if to_fused else (fused, plain)
+    dcp.save(_state_dict("two entries", old, not to_fused), storage_writer=models.writer(tmp_path))
+    target = _state_dict("two entries", new, to_fused, fill=-9.0)
+    message = refusal(target, tmp_path)
+    assert "1 not in the checkpoint" in message
+    assert "1 not in the state dict" in message
+    assert load_into(target, tmp_path, allow_partial_load=True).loaded == (f"model.{TABLE}",)
+
+
+@pytest.mark.parametrize("to_adam", [True, False])
+def test_fused_state_of_another_optimizer_is_refused_under_its_name(tmp_path: Path, to_adam: bool) -> None:
+    """Adam and Adagrad both call their first state momentum1: a partial load does not take one for the other."""
+    adagrad, adam = {"momentum1": CELLS}, {"momentum1": -CELLS, "exp_avg_sq": CELLS}
+    old, new = (adagrad, adam) if to_adam else (adam, adagrad)
+    dcp.save(_state_dict("two entries", old, True), storage_writer=models.writer(tmp_path))
+    message = refusal(_state_dict("two entries", new, True, fill=-9.0), tmp_path, allow_partial_load=True)
+    assert f"1 state of another kind of optimizer, under the same name: 'fused.state.{TABLE}.t0.momentum1'" in message
 
 
 def test_two_candidates_are_refused_by_name(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Exports that fail or are killed leave nothing, and take little memory."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torchrec_cnr as cnr
+from tests.attacks.draft import Draft
 from tests.support import models, without_us
 from tests.support.faults import flip_middle, small_files
 from tests.support.jobs import save
@@ -198,3 +200,23 @@ def test_memory_does_not_grow_with_a_table(tmp_path: Path) -> None:
     assert [found[to][0] for to in FORMATS] == [num_rows * 64 * 4] * 3
     assert found["import"][0] == num_rows
     assert {what: num_bytes for what, (_, num_bytes) in found.items() if num_bytes > most_bytes} == {}
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [
+        {"table": ["table", 1 << 20], "seen": ["seen", 1 << 20]},
+        {"table": ["table"], "seen": ["table", "seen"]},
+        {"table": ["a", 0], "seen": ["a", "seen"]},
+        {"table": ["a"] * 5_000, "seen": ["seen"]},
+    ],
+    ids=["long lists", "within a tensor", "list and dictionary", "deep"],
+)
+def test_paths_that_make_no_state_dict_are_refused(tmp_path: Path, paths: dict[str, list[str | int]]) -> None:
+    """Lists of millions for two items, and paths that contradict one another: a typed error, and no file."""
+    draft = Draft()
+    draft.body["paths"] = paths
+    draft.write(tmp_path / "step-1")
+    with pytest.raises(cnr.DamagedError, match="the paths of the checkpoint"):
+        export(tmp_path / "step-1", tmp_path / "out.pt", to="torch")
+    assert os.listdir(tmp_path) == ["step-1"]

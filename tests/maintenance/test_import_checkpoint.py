@@ -392,3 +392,13 @@ def test_a_run_goes_on_from_an_import(tmp_path: Path) -> None:
     tracker.close()
     assert [cnr.read_checkpoint(tmp_path / str(number)).num_rows for number in (1, 2)] == [40, 1]
     assert without_us.differing(_loaded(tmp_path / "2", model.state_dict()), model.state_dict()) == []
+
+
+def test_a_checkpoint_is_not_imported_into_its_own_directory(tmp_path: Path) -> None:
+    """Two formats in one directory: neither reader could be trusted any more."""
+    _save(tmp_path / "stock", {"x": torch.ones(3, 2)})
+    before = sorted(path.name for path in (tmp_path / "stock").iterdir())
+    for path in (tmp_path / "stock", f"{tmp_path}/./stock/"):
+        with pytest.raises(cnr.ConfigurationError, match="a checkpoint in DCP's own format already"):
+            cnr.import_checkpoint(tmp_path / "stock", path)
+    assert sorted(path.name for path in (tmp_path / "stock").iterdir()) == before

@@ -14,6 +14,7 @@ from tests.support import hand_made
 from tests.support.roots import HOUR_NS, NUM_ROWS, Root
 from torchrec_cnr.lineage.checkpoint import read_lineage
 from torchrec_cnr.maintenance.catalog import read_catalog
+from torchrec_cnr.maintenance.pruning import execute
 from torchrec_cnr.maintenance.pruning.execute import PruneResult, run_prune
 from torchrec_cnr.maintenance.pruning.plan import plan_prune
 from torchrec_cnr.maintenance.pruning.retention import Keep
@@ -278,3 +279,22 @@ def test_a_model_is_a_baseline_quantized_alike(num_stored: int, tmp_path: Path) 
     assert history.events[1].modified_share == num_stored / 100
     assert history.events[1].model_bytes == pytest.approx(first.manifest.blob_bytes, rel=0.05)
     assert history.events[0].model_bytes == first.manifest.blob_bytes
+
+
+def test_a_prune_counts_what_it_has_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what it had planned, which is refused again and again while somebody loads it."""
+    root = Root(tmp_path / "job")
+    for number in range(3):
+        root.save(str(number), HOUR_NS * (number + 1))
+    before = read_catalog(root.url)
+    with monkeypatch.context() as patch:
+        patch.setattr(execute._Execution, "_why_leased", lambda *_: "leased (a load)")
+        for _ in range(5):
+            assert run_prune(plan_prune(root.url, Keep(last=1))).freed_bytes == 0
+    assert [event.kind for event in _history(root).events] == ["baseline"] * 3
+    assert not read_catalog(root.url).journal.files
+    _prune(root, 1)
+    history = _history(root)
+    (freed,) = (event.freed_bytes for event in history.events if event.kind == "prune")
+    assert freed == sum(before.entries[name].num_bytes for name in ("0", "1"))
+    assert (history.opening_bytes, history.vanished_bytes) == (0, 0)

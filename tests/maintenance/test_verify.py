@@ -296,3 +296,19 @@ def test_a_newer_version_is_an_error(run: Path) -> None:
     with pytest.raises(cnr.VersionError, match="version 99"):
         verify(run / "step-3")
     assert ["version 99" in problem.message for problem in verify(run).problems] == [True]
+
+
+def test_a_pack_that_is_too_long_is_told_and_loads(run: Path) -> None:
+    """No load reads what was appended, and so a prune does not take the checkpoint for one that cannot be loaded."""
+    pack = next((run / "step-3").glob("*.safetensors"))
+    with pack.open("ab") as file:
+        file.write(b"x")
+    (problem,) = verify(run).problems
+    assert (problem.checkpoint, problem.file) == (str(run / "step-3"), str(pack))
+    assert "the manifest says" in problem.message
+    assert cnr.plan_prune(run, cnr.Keep(last=1)).stays["step-3"] == ("one of the last",)
+    cnr.load_table(run / "step-3", _first_table(run))
+
+
+def _first_table(run: Path) -> str:
+    return next(fqn for fqn, entry in cnr.read_checkpoint(run / "step-3").manifest.tensors.items() if entry.is_table)

@@ -4,6 +4,7 @@ import hashlib
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,33 @@ def test_a_step_whose_checkpoint_is_damaged_is_saved_again(tmp_path: Path) -> No
         manager.close()
         _damage(tmp_path / name)
     assert {path: path.read_bytes() for path in damaged} == before
+
+
+class _Refusing:
+    """State that does not take what was saved."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": 1}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        raise ArithmeticError("no such position")
+
+
+def test_state_that_refuses_what_was_loaded_leaves_no_delta_behind(tmp_path: Path) -> None:
+    """It raises after everything was read: the tracker stands on no checkpoint then, and the next save is whole."""
+    job = plain_job(7)
+    with closing(cnr.CheckpointManager(tmp_path, cnr.RowTracker(job.model))) as manager:
+        for number in (1, 2):
+            train(job, number)
+            manager.save(number, state(job) | {"refusing": _Refusing()})
+    job = plain_job(8)
+    with closing(cnr.CheckpointManager(tmp_path, cnr.RowTracker(job.model))) as manager:
+        with pytest.raises(ArithmeticError):
+            manager.restore(state(job) | {"refusing": _Refusing()})
+        train(job, 3)
+        saved = manager.save(3, state(job))
+        assert saved is not None
+        assert saved.kind == "baseline"
 
 
 def test_a_foreign_newest_checkpoint_is_not_taken_for_a_step(tmp_path: Path) -> None:

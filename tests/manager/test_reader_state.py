@@ -130,6 +130,31 @@ def test_a_quota_leaves_nothing_in_flight(rank_pool: RankPools, pipeline: str) -
     assert [count for _, counts in found for count in counts] == [1] * NUM_SAMPLES
 
 
+@pytest.mark.parametrize("reader_kind", ["function", "iterable", "loader"])
+def test_quotas_go_on_after_a_load_and_after_a_pass(reader_kind: str) -> None:
+    """A load in the same process moves the next quota; the quota after the last one of a pass begins another pass."""
+    reader = _reader(reader_kind, 0)
+
+    def taken(num_batches: int) -> list[list[int]]:
+        found = []
+        for batch in reader.quota(num_batches):
+            found.append(batch.features.values().tolist())
+            reader.trained()
+        return found
+
+    first = taken(3)
+    saved = reader.state_dict()
+    second = taken(4)
+    reader.load_state_dict(saved)
+    assert taken(4) == second
+    num_batches = NUM_SAMPLES // WORLD_SIZE // BATCH
+    assert len(taken(num_batches)) == num_batches - 7
+    assert taken(3) == first
+    assert len(taken(num_batches - 3)) == num_batches - 3
+    assert taken(3) == []
+    assert taken(3) == first
+
+
 def _save_positions(rank: int, path: str) -> None:
     reader = cnr.ReaderState(list(range(rank * 100, rank * 100 + 50)))
     batches = iter(reader)

@@ -218,6 +218,7 @@ class Copies:
             self.copy()
         else:
             self.in_flight = False  # the tracker no longer knows of the save
+            self.marked = {name: set(range(num_rows)) for name, num_rows in NUM_ROWS.items()}  # the model was loaded
             self.copied = {name: [] for name in NUM_ROWS}
 
 

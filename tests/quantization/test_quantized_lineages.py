@@ -131,9 +131,9 @@ def test_fbgemm_decodes_the_bytes_in_a_pack(tmp_path: Path, bits: int, width: in
     for number in range(2):
         writer = models.writer(tmp_path / str(number), quantization=cnr.Asymmetric(bits))
         dcp.save(model.state_dict(), storage_writer=writer, planner=planner)
-        tracker.mark("table", modified)
         with torch.no_grad():
             model.table.weight[modified] = torch.randn(3, width)
+        tracker.mark("table", modified)
     tracker.close()
     for number, rows in enumerate((torch.arange(40), modified)):
         other = Table(torch.zeros(40, width))

@@ -74,3 +74,14 @@ def test_tensors_of_any_shape_can_be_quantized(tmp_path: Path, shape: tuple[int,
     if saved["value"].numel():
         rows = len(saved["value"]) if shape else 1
         assert_close(target["value"].reshape(rows, -1), saved["value"].reshape(rows, -1), 8)
+
+
+def test_a_pattern_that_matches_nothing_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With the names that are most like it; a pattern that comes too late matches."""
+    saved = {"model": {"bag.weight": torch.randn(4, 4), "head.bias": torch.randn(4)}}
+    schemes = {"model.bags.weight": cnr.Asymmetric(4), "model.*": cnr.NoQuantization(), "*.bias": cnr.NoQuantization()}
+    writer = models.writer(tmp_path / "0", quantization=schemes)
+    for number in range(2):
+        dcp.save(saved, checkpoint_id=tmp_path / str(number), storage_writer=writer, planner=cnr.CNRSavePlanner())
+    (told,) = [record.getMessage() for record in caplog.records if "no tensor matches" in record.getMessage()]
+    assert "'model.bags.weight'; most like it: 'model.bag.weight'" in told

@@ -1,6 +1,8 @@
 """A scheme belongs to a shard: ranks quantize the shards of one table each in its own way, and all of it loads."""
 
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from tests.support import models
 from tests.support.models import Whole, state, torchrec_job, train, whole
 from tests.support.ranks import RankPools
 from torchrec_cnr.format.manifest import Shard
+from torchrec_cnr.saving import writer as writer_module
+from torchrec_cnr.saving.agreement import RankPlan
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -20,6 +24,16 @@ BY_RANK = (cnr.NoQuantization(), cnr.Asymmetric(4))
 
 
 def _save(rank: int, root: str) -> list[Whole]:
+    """Ranks have other schemes here, which a save refuses; a search gives shards of one table others, too."""
+
+    def agreeing(**plan: Any) -> RankPlan:
+        return RankPlan(**{**plan, "quantization": "any"})
+
+    with mock.patch.object(writer_module, "RankPlan", agreeing):
+        return _save_by_rank(rank, root)
+
+
+def _save_by_rank(rank: int, root: str) -> list[Whole]:
     """A baseline and a delta, each rank with a scheme of its own, in the delta with the other's."""
     job = torchrec_job(1, "row")
     tracker = cnr.RowTracker(job.model)

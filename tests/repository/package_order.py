@@ -4,6 +4,7 @@
 # itself.
 ORDER = (
     {"errors", "version", "human_text"},
+    {"arguments"},
     {"progress", "throttling", "gc_pause"},
     {"kernels"},
     {"quantization"},

@@ -27,7 +27,6 @@ FOREIGN = {
     "rich": {"cli"},
     "typer": {"cli"},
     "confluent_kafka": {"kafka"},
-    "tenacity": {"storage.retries"},
     "obstore": {"storage.obstore_s3"},
     "boto3": {"storage.obstore_s3"},
     "torch.distributed._shard": {"sharding"},

@@ -18,7 +18,6 @@ from tests.support import faults, models
 from tests.support.models import Job, Whole, differing, plain_job, state, torchrec_job, train, whole
 from tests.support.ranks import RankPools
 from torchrec_cnr.kernels.cpu import compiling
-from torchrec_cnr.saving.cut import BackgroundSave
 from torchrec_cnr.throttling import CpuThrottle
 
 POLICIES = [cnr.Full(), cnr.OneShot(), cnr.Consecutive(), cnr.Intermittent(), cnr.Compacted()]
@@ -167,8 +166,10 @@ def test_two_trackers_of_one_state_are_refused(tmp_path: Path) -> None:
     trackers = [cnr.RowTracker(job.model) for _ in range(2)]
     planners = [cnr.CNRSavePlanner(tracker) for tracker in trackers]
     writer = models.writer(tmp_path / "0")
-    with pytest.raises(cnr.ConfigurationError, match="2 trackers with a planner"):
-        dcp.async_save(state(job), storage_writer=writer, planner=planners[0])
+    future = dcp.async_save(state(job), storage_writer=writer, planner=planners[0])
+    refused = faults.failure_of(lambda: future.result())  # type: ignore[union-attr]
+    assert isinstance(refused, cnr.ConfigurationError)
+    assert "2 trackers with a planner" in str(refused)
     trackers[1].close()
     dcp.async_save(state(job), storage_writer=writer, planner=planners[0]).result()  # type: ignore[union-attr]
     assert differing(models.load(plain_job(2), str(tmp_path / "0")), whole(state(job))) == []
@@ -245,45 +246,3 @@ def test_a_profile_names_the_phases(tmp_path: Path) -> None:
     names = {event.name for event in profile.events()}
     assert {f"torchrec_cnr.{phase}" for phase in ("stage", "encode", "commit")} <= names
     tracker.close()
-
-
-# The end of a save in flight
-
-
-def test_a_save_that_never_began_is_not_waited_for() -> None:
-    """No thread is younger than the staging: DCP has failed before it could begin."""
-    flight = BackgroundSave(30.0)
-    assert flight.has_finished
-    flight.staged()
-    began = time.monotonic()
-    flight.wait(lambda: False)
-    assert time.monotonic() - began < 5
-
-
-@pytest.mark.long
-def test_a_save_in_flight_is_waited_for() -> None:
-    """Until its thread ends, or its checkpoint is there, or the time is up."""
-    release = threading.Event()
-
-    def save(flight: BackgroundSave) -> None:
-        flight.started()
-        release.wait(30)
-
-    def staged(timeout_secs: float) -> tuple[BackgroundSave, threading.Thread]:
-        flight = BackgroundSave(timeout_secs)
-        flight.staged()
-        thread = threading.Thread(target=save, args=(flight,))
-        thread.start()
-        return flight, thread
-
-    flight, thread = staged(0.3)
-    with pytest.raises(cnr.SaveError, match=r"has not ended within 0\.3 s"):
-        flight.wait(lambda: False)
-    flight.timeout_secs = 30.0
-    flight.wait(lambda: True)  # committed
-    flight, other = staged(30.0)
-    threading.Timer(0.3, release.set).start()
-    flight.wait(lambda: False)
-    assert release.is_set()
-    thread.join()
-    other.join()

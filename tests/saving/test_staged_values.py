@@ -4,11 +4,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import hypothesis.strategies as st
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
@@ -18,9 +20,11 @@ from tests.support.models import Whole, differing, state, torchrec_job, train
 from tests.support.ranks import RankPools
 from torchrec_cnr.progress import SavePhases
 from torchrec_cnr.quantization import HalfPrecision
-from torchrec_cnr.saving import staging
+from torchrec_cnr.saving import staged_values, staging
+from torchrec_cnr.saving.plug_in_messages import STAGED
 from torchrec_cnr.saving.staged_values import StagingBuffer, stage_codes
 from torchrec_cnr.sharding import local_shards
+from torchrec_cnr.tracking.modified_rows import RowMask
 
 SCHEMES: list[Any] = [
     cnr.Asymmetric(4),
@@ -34,9 +38,15 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 @settings(deadline=None)
-@given(seed=st.integers(0, 2**31), num_rows=st.integers(1, 60), num_bad=st.integers(0, 5), is_part=st.booleans())
+@given(
+    seed=st.integers(0, 2**31),
+    num_rows=st.integers(1, 60),
+    num_bad=st.integers(0, 5),
+    is_part=st.booleans(),
+    block_rows=st.integers(1, 70),
+)
 def test_any_rows_of_codes_are_those_of_the_scheme(
-    scheme: Any, device: str, seed: int, num_rows: int, num_bad: int, is_part: bool
+    scheme: Any, device: str, seed: int, num_rows: int, num_bad: int, is_part: bool, block_rows: int
 ) -> None:
     """Also where some cannot be represented."""
     generator = torch.Generator().manual_seed(seed)
@@ -45,7 +55,8 @@ def test_any_rows_of_codes_are_those_of_the_scheme(
     numbers = torch.randperm(num_rows, generator=generator)[: num_rows // 2 + 1].sort().values if is_part else None
     arena = StagingBuffer()
     arena.clear(1 << 16, is_pinned=False)
-    staged = stage_codes(table.to(device), numbers if numbers is None else numbers.to(device), scheme, arena.take)
+    with mock.patch.object(staged_values, "DEVICE_BLOCK_BYTES", block_rows * 7 * 4):
+        staged = stage_codes(table.to(device), numbers, scheme, arena.take)
     rows = table if numbers is None else table[numbers]
     assert staged.tensor().shape == rows.shape
 
@@ -55,6 +66,25 @@ def test_any_rows_of_codes_are_those_of_the_scheme(
     assert torch.equal(found.codes, wanted.codes.cpu())
     assert torch.equal(found.exact, wanted.exact.cpu())
     assert torch.equal(exact_values.view(torch.int32), rows[some][wanted.exact.cpu()].view(torch.int32))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("policy", [cnr.Consecutive(), cnr.Intermittent()], ids=repr)
+def test_which_rows_were_modified_is_told_on_the_host(tmp_path: Path, device: str, policy: cnr.Policy) -> None:
+    """However many rows all tables have: on a device there are the numbers of one block at a time."""
+    model = torch.nn.Sequential(torch.nn.EmbeddingBag(1000, 8, sparse=True, mode="sum")).to(device)
+    tracker = cnr.RowTracker(model)
+    planner = cnr.CNRSavePlanner(tracker, policy=policy)
+    writer = cnr.CNRStorageWriter(tmp_path / "0")
+    live = {"model": model.state_dict()}
+    dcp.save(live, checkpoint_id=tmp_path / "0", storage_writer=writer, planner=planner, no_dist=True)
+    tracker.mark("0.weight", torch.arange(0, 1000, 7, device=device))
+    staged = writer.stage(live)[STAGED]
+    (item,) = staged.cut.items.values()
+    tensors = [part.mask if isinstance(part, RowMask) else part.numbers for part in item.rows.parts]
+    assert [tensor.device.type for tensor in tensors] == ["cpu"]
+    tracker.close()
 
 
 @contextmanager

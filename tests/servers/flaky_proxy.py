@@ -12,10 +12,14 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
 
-Fault = Literal["busy", "slow", "no request", "no answer", "half an answer"]
-FAULTS: tuple[Fault, ...] = ("busy", "slow", "no request", "no answer", "half an answer")
+Fault = Literal["busy", "late", "slow", "no request", "no answer", "half an answer", "expired", "silent"]
+FAULTS: tuple[Fault, ...] = ("busy", "late", "slow", "no request", "no answer", "half an answer")
 
-_BUSY = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Reduce your request rate.</Message></Error>"
+_ANSWERS = {
+    "busy": (503, "SlowDown", "Reduce your request rate."),
+    "late": (400, "RequestTimeout", "Your socket connection to the server was not read from in time."),
+    "expired": (400, "ExpiredToken", "The provided token has expired."),
+}
 _SLOW_SECS = 0.2
 
 
@@ -37,6 +41,7 @@ class FlakyProxy:
         self.most = math.inf
         self.tried: Counter[Fault] = Counter()
         self.num_requests = 0
+        self.is_over = threading.Event()
         self._port = port
         self._random = random.Random(seed)
         self._lock = threading.Lock()
@@ -86,10 +91,14 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         fault = self.proxy.fate()
         self.close_connection = True
-        if fault == "busy":
-            self._send(503, b"Content-Length: %d\r\n" % len(_BUSY), b"" if self.command == "HEAD" else _BUSY)
+        if fault in _ANSWERS:
+            status, code, reason = _ANSWERS[fault]
+            told = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{reason}</Message></Error>".encode()
+            self._send(status, b"Content-Length: %d\r\n" % len(told), b"" if self.command == "HEAD" else told)
             return
-        if fault == "no request":
+        if fault == "silent":
+            self.proxy.is_over.wait()
+        if fault in ("no request", "silent"):
             return
         if fault == "slow":
             time.sleep(_SLOW_SECS)
@@ -123,6 +132,7 @@ def flaky(port: int, seed: int) -> Iterator[FlakyProxy]:
     try:
         yield proxy
     finally:
+        proxy.is_over.set()
         proxy.server.shutdown()
         proxy.server.server_close()
         thread.join()

@@ -26,6 +26,7 @@ import pytest
 from s3fs import S3FileSystem
 
 from torchrec_cnr.storage.obstore_s3 import ObstoreS3
+from torchrec_cnr.storage.s3fs_client import S3
 
 START_SECS = 60.0
 BUCKET = "bucket"
@@ -234,7 +235,7 @@ def configured(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _forget_clients() -> None:
-    for client in (S3FileSystem, ObstoreS3):
+    for client in (S3FileSystem, S3, ObstoreS3):
         client.clear_instance_cache()
 
 

@@ -3,10 +3,12 @@
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from confluent_kafka import TopicPartition
 from torch import nn
 
 import torchrec_cnr as cnr
@@ -104,3 +106,22 @@ def test_a_wait_ends_when_it_is_closed(job: Job) -> None:
     commits.close()
     waiting.join(SECS)
     assert not waiting.is_alive()
+
+
+def test_a_follower_waits_although_retention_has_removed_all_markers(job: Job, kafka: Broker) -> None:
+    """A job that rests longer than its markers are kept: a look at the root is not followed by another at once."""
+    job.save(0)
+    cut = TopicPartition(f"{job.rows.topic}-markers", 0, job.rows.end())
+    admin = kafka.admin()
+    admin.delete_records([cut])[cut].result(SECS)
+    commits = MarkerCommits(job.root, job.rows)
+    asked: list[int] = []
+    for _ in range(2):
+        assert [Path(commit.path).name for commit in commits.newest_first()] == ["step-0"]
+        with mock.patch.object(KafkaRows, "markers_from", lambda _, offset, *rest: asked.append(offset) or ()):
+            commits.wait(0.2)
+    assert asked == [cut.offset] * 4
+    job.save(1)
+    commits.wait(SECS)
+    assert [Path(commit.path).name for commit in commits.newest_first()] == ["step-1", "step-0"]
+    commits.close()

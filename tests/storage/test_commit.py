@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from tests.support.faults import small_disk
+from tests.support.killing import in_child
 from torchrec_cnr.errors import CheckpointExistsError, CNRError, ConfigurationError, StoreError
 from torchrec_cnr.storage.store import Store
 
@@ -139,16 +141,68 @@ def test_nothing_is_left_of_a_failed_commit_elsewhere(monkeypatch: pytest.Monkey
 
 def test_file_systems_without_links_can_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where hard links are refused, the commit is an exclusive create: the second writer still loses."""
-
-    def refuse(*_: object) -> None:
-        raise OSError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(os, "link", _refuse)
     store = Store.open(tmp_path)
     store.put_new("manifest.json", b"first", "save-1")
     with pytest.raises(CheckpointExistsError):
         store.put_new("manifest.json", b"second", "save-2")
     assert (store.read("manifest.json"), store.names()) == (b"first", ["manifest.json"])
+
+
+def test_a_full_disk_without_links(tmp_path: Path) -> None:
+    """A manifest that does not fit leaves nothing behind; one that fits once is not written a second time."""
+    outcome = in_child(_commit_on_a_small_disk, str(tmp_path / "disk"))
+    if outcome == "not allowed":
+        pytest.skip("this process may not mount a file system")
+    assert outcome == "as it must be"
+
+
+def _commit_on_a_small_disk(path: str) -> str:
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+        patch.setattr(os, "link", _refuse)
+        try:
+            stack.enter_context(small_disk(path, 64 << 10))
+        except OSError:
+            return "not allowed"
+        store = Store.open(path)
+        with pytest.raises(StoreError, match="No space left"):
+            store.put_new("manifest.json", bytes(100 << 10), "save-1")
+        assert store.names() == []
+        store.put_new("manifest.json", bytes(40 << 10), "save-2")
+        assert (store.read("manifest.json"), store.names()) == (bytes(40 << 10), ["manifest.json"])
+    return "as it must be"
+
+
+def _refuse(*_: object) -> None:
+    raise OSError(errno.EPERM, "Operation not permitted")
+
+
+def test_a_name_without_links_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it cannot be given to what was written."""
+    store = Store.open(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", _refuse)
+        patch.setattr(os, "replace", _fail)
+        with pytest.raises(StoreError, match="_FullDisk"):
+            store.put_new("manifest.json", b"first", "save-1")
+    assert store.names() == []
+
+
+def test_a_conflict_with_what_is_there_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some servers answer 409 whether another one is writing or has written."""
+    store, asked = Store.open(f"memory://stores-{next(numbers)}"), count()
+
+    def conflict(*_: object) -> None:
+        next(asked)
+        error = OSError(errno.EIO, "conflict")
+        error.code = 409  # type: ignore[attr-defined]
+        raise error
+
+    store.put("manifest.json", [b"another one's"])
+    monkeypatch.setattr(Store, "_create_new", conflict)
+    with pytest.raises(CheckpointExistsError):
+        store.put_new("manifest.json", b"ours", "save-1")
+    assert next(asked) == 1
 
 
 def test_files_are_synced_unless_asked_not_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

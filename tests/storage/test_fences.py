@@ -1,6 +1,7 @@
 """Fences: of several jobs that save to one root, the one that came last goes on, and the others are told."""
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from tests.support.jobs import SavingJob
 from tests.support.killing import in_child
 from tests.support.models import Whole
 from tests.support.ranks import RankPools
-from torchrec_cnr.errors import FencedError
+from torchrec_cnr.errors import CheckpointExistsError, FencedError
 from torchrec_cnr.maintenance.verification.verify import verify
 from torchrec_cnr.storage import fences
 from torchrec_cnr.storage.store import Store
@@ -28,7 +29,7 @@ class OtherJob(SavingJob):
     """A job of its own, although it shares this process with others."""
 
     def __init__(self, root: Path, patch: Callable[[object], None]) -> None:
-        self._fences = fences._Jobs()
+        self._fences = fences.JobFences()
         self._patch = patch
         super().__init__(root)
 
@@ -47,7 +48,7 @@ class OtherJob(SavingJob):
 @pytest.fixture
 def new_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], OtherJob]:
     """Makes jobs that save to one root."""
-    return lambda: OtherJob(tmp_path / "run", lambda jobs: monkeypatch.setattr(fences, "_jobs", jobs))
+    return lambda: OtherJob(tmp_path / "run", lambda jobs: monkeypatch.setattr(fences, "_job", jobs))
 
 
 def assert_fenced(job: SavingJob, name: str) -> None:
@@ -107,7 +108,9 @@ def test_a_job_that_comes_in_mid_save_wins(new_job: Callable[[], OtherJob], monk
 
     def late(*args: object) -> object:
         monkeypatch.setattr(cnr.CNRStorageWriter, "write_data", write)
-        replacement.save("2")
+        saving = threading.Thread(target=replacement.save, args=("2",))
+        saving.start()
+        saving.join()
         return write(*args)
 
     monkeypatch.setattr(cnr.CNRStorageWriter, "write_data", late)
@@ -121,11 +124,11 @@ def test_a_job_that_comes_in_mid_save_wins(new_job: Callable[[], OtherJob], monk
 def test_at_most_one_job_goes_on(tmp_path_factory: pytest.TempPathFactory, moves: list[tuple[int, str]]) -> None:
     """Jobs begin, load and save in any order: a model of three numbers says whose saves are refused."""
     root = Store.open(tmp_path_factory.mktemp("root"), sync_files=False)
-    jobs = [fences._Jobs() for _ in range(3)]
+    jobs = [fences.JobFences() for _ in range(3)]
     owner, knows = 0, [-1, -1, -1]  # how often the owner has changed; as of when each job goes on, or was owner
     for number, move in moves:
         if move == "begin":
-            jobs[number], knows[number] = fences._Jobs(), -1
+            jobs[number], knows[number] = fences.JobFences(), -1
         elif move == "restore":
             jobs[number].fence(root, is_new=True)
             knows[number] = owner
@@ -150,7 +153,7 @@ def test_the_highest_fence_is_found_without_listing(tmp_path: Path, num_fences: 
     """Whatever their number."""
     root = Store.open(tmp_path, sync_files=False)
     for _ in range(num_fences):
-        fences._Jobs().fence(root).claim()
+        fences.JobFences().fence(root).claim()
     assert fences.highest(root) == num_fences == len(root.names())
 
 
@@ -163,6 +166,16 @@ def test_a_fence_of_which_nobody_can_tell_whose_it_is_holds(tmp_path: Path, cont
     (tmp_path / "fence-00000001.json").write_bytes(content)
     with pytest.raises(FencedError, match="does not tell whose"):
         fences.Fence(root, 0, b"ours").claim()
+
+
+def test_a_fence_of_terabytes_is_not_read(tmp_path: Path) -> None:
+    """Somebody made it too long: no more than its beginning is looked at."""
+    root = Store.open(tmp_path, sync_files=False)
+    with (tmp_path / "fence-00000001.json").open("wb") as file:
+        file.truncate(1 << 42)
+    with pytest.raises(FencedError, match="does not tell whose"):
+        fences.Fence(root, 0, b"ours").claim()
+    assert fences.JobFences().fence(root).seen == 1
 
 
 def test_a_process_that_saves_for_a_job_is_no_other_job(tmp_path: Path, rank_pool: RankPools) -> None:
@@ -183,7 +196,7 @@ def _save_here_and_there(_: int, root: Path) -> list[str]:
     for name, is_there in (("1", True), ("2", False), ("3", True), ("4", True)):
         save(name, is_there)
     found = [found.name for found in root.glob("fence-*")]
-    fences._Jobs().fence(Store.open(root)).claim()
+    fences.JobFences().fence(Store.open(root)).claim()
     for is_there in (True, False):
         with pytest.raises(CheckpointException, match="another job saves here"):
             save("5", is_there)
@@ -216,3 +229,15 @@ def test_savers_without_a_lineage_need_no_fence(tmp_path: Path) -> None:
     job = models.plain_job(0)
     dcp.save(models.state(job), storage_writer=models.writer(tmp_path / "run/1"))
     assert [found.name for found in (tmp_path / "run").iterdir()] == ["1"]
+
+
+def test_a_job_that_is_ahead_is_refused_although_its_ids_are_taken(new_job: Callable[[], OtherJob]) -> None:
+    """Its replacement meets an id that is taken, and claims the root all the same: it catches up."""
+    ahead = new_job()
+    ahead.save("1")
+    replacement = new_job()
+    replacement.restore()
+    ahead.save("2")
+    assert isinstance(replacement.failure("2"), CheckpointExistsError)
+    assert_fenced(ahead, "3")
+    replacement.save("3")

@@ -1,6 +1,9 @@
 """Leases: saves and loads keep what they work on from being pruned, and leave nothing behind when they have ended."""
 
+import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -91,17 +94,19 @@ def test_what_is_being_saved_is_not_pruned(tmp_path: Path) -> None:
     trainer.assert_loads("2", cuts["2"])
 
 
-@pytest.mark.parametrize("what", ["parent", "lease"])
+@pytest.mark.parametrize("what", ["parent", "lease", "removed lease"])
 def test_a_save_is_not_committed_on_what_may_have_been_pruned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """Its parent is gone, or it took longer than its lease: it fails, loses nothing, and the next save works."""
+    """Its parent or its lease is gone, or that ran out: it fails, loses nothing, and the next save works."""
     trainer = SavingJob(tmp_path)
     trainer.train_and_save("0")
 
     def prune_parent() -> None:
         if what == "parent":
             os.unlink(tmp_path / "0" / MANIFEST_FILE)
+        elif what == "removed lease":
+            os.unlink(tmp_path / "1" / files(tmp_path / "1")[0])
 
     monkeypatch.setattr(leases, "LEASE_SECS", 0 if what == "lease" else LEASE_SECS)
     with pytest.raises(CheckpointException) as raised:
@@ -109,7 +114,7 @@ def test_a_save_is_not_committed_on_what_may_have_been_pruned(
     monkeypatch.undo()
     (cause,) = faults.causes(raised.value).values()
     assert isinstance(cause, cnr.SaveError)
-    expected = f"its parent {tmp_path}/0 was pruned meanwhile; save again" if what == "parent" else "took longer than"
+    expected = f"its parent {tmp_path}/0 was pruned meanwhile; save again" if what == "parent" else "its lease of"
     assert expected in str(cause)
     assert not (tmp_path / "1" / MANIFEST_FILE).exists()
     cut = trainer.train_and_save("2")
@@ -238,6 +243,77 @@ def test_of_a_save_one_rank_holds_a_lease_of_a_load_each_does(tmp_path: Path, ra
     assert rank_pool(2).run(_count_leases, str(tmp_path), timeout_secs=60.0) == [[1, 2, 0]] * 2
 
 
+# Long work, and processes that die
+
+
+def test_leases_are_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the work goes on, and not after its end."""
+    monkeypatch.setattr(leases, "_RENEWAL_SECS", 0.02)
+    store = Store.open(tmp_path)
+    lease = Lease.take(store, "save")
+    assert lease is not None
+    first_ns = lease.until_ns
+    monkeypatch.undo()
+    while lease._renewal is not None and lease._renewal.interval < 1:
+        lease._renewal.join(faults.WAIT_SECS)
+    assert lease.until_ns > first_ns
+    assert files(tmp_path) == [lease.name]
+    lease.release()
+    assert files(tmp_path) == []
+    lease.renew()
+    assert files(tmp_path) == []
+
+
+def test_a_lease_that_cannot_be_renewed_holds_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is tried again later."""
+    store = Store.open(tmp_path)
+    lease = Lease.take(store, "save")
+    assert lease is not None
+
+    def refuse(*_: object, **__: object) -> None:
+        raise cnr.StoreError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "put", refuse)
+        lease.renew()
+    assert files(tmp_path) == [lease.name]
+    lease.renew()
+    assert files(tmp_path) == [lease.name]
+    lease.release()
+
+
+def test_leases_of_a_process_that_has_died_are_over(tmp_path: Path) -> None:
+    """On the machine that it ran on, whose other processes may have its number by now."""
+    store, now_ns = Store.open(tmp_path), time.time_ns()
+    name = subprocess.run(
+        [sys.executable, "-c", _TAKE, str(tmp_path)], check=True, capture_output=True, text=True
+    ).stdout.strip()
+    assert files(tmp_path) == [name]
+    assert not holds(store, [name], now_ns)
+    told = json.loads(store.read(name))
+    for change, is_over in (
+        ({"pid": os.getpid()}, True),
+        ({"boot": "another machine"}, False),
+        ({"pids": "another container"}, False),
+        ({"boot": ""}, False),
+        ({"pid": -1}, True),
+        ({"pid": "x"}, False),
+        ({}, True),
+    ):
+        store.put(name, [json.dumps(told | change).encode()])
+        assert holds(store, [name], now_ns) != is_over, change
+    assert leases.Owner.own().is_dead is False
+
+
+_TAKE = """
+import os, sys
+from torchrec_cnr.storage.leases import Lease
+from torchrec_cnr.storage.store import Store
+print(Lease.take(Store.open(sys.argv[1]), "save").name, flush=True)
+os._exit(0)
+"""
+
+
 # Files
 
 
@@ -251,15 +327,20 @@ def test_names_say_until_when(tmp_path: Path) -> None:
     assert not lease.has_run_out
     assert abs(lease.until_ns - time.time_ns() - LEASE_SECS * 10**9) < 60 * 10**9
     assert in_force(store, store.names(), lease.until_ns - 1) == [lease]
-    assert (holds(store.names(), lease.until_ns - 1), holds(store.names(), lease.until_ns)) == (True, False)
+    assert (holds(store, store.names(), lease.until_ns - 1), holds(store, store.names(), lease.until_ns)) == (
+        True,
+        False,
+    )
     assert in_force(store, store.names(), lease.until_ns) == []
     lease.release()
     lease.release()
     assert store.names() == []
     for name in ("a.lease", f"{'0' * 16}.1.lease", f"{'0' * 16}.x.load.lease", f"{'0' * 16}.1.Load.lease\n", ".lease"):
         assert not is_lease(name)
-        assert not holds([name], 0)
-    assert holds([f"{'0' * 16}.{'9' * 20}.later.lease"], time.time_ns()), "versions to come may have other purposes"
+        assert not holds(store, [name], 0)
+    assert holds(store, [f"{'0' * 16}.{'9' * 20}.later.lease"], time.time_ns()), (
+        "versions to come may have other purposes"
+    )
 
 
 def test_a_lease_is_held_for_a_while(tmp_path: Path) -> None:
@@ -282,7 +363,7 @@ def test_a_lease_that_lapses_has_run_out(tmp_path: Path) -> None:
     lease.lapse()
     (name,) = files(tmp_path)
     assert name != lease.name
-    assert not holds([name], time.time_ns())
+    assert not holds(lease.store, [name], time.time_ns())
 
 
 def test_a_lease_that_cannot_be_written_is_none(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 import torchrec_cnr as cnr
 from tests.servers import s3_servers
-from tests.servers.flaky_proxy import FAULTS, flaky
+from tests.servers.flaky_proxy import FAULTS, Fault, flaky
 from tests.servers.radosgw import Radosgw
 from tests.servers.s3_servers import BUCKET, S3Server
 from tests.support import faults, models
@@ -33,7 +33,9 @@ from torchrec_cnr.errors import CheckpointExistsError, StoreError
 from torchrec_cnr.maintenance.verification.verify import verify
 from torchrec_cnr.storage import retries
 from torchrec_cnr.storage.fences import is_fence
+from torchrec_cnr.storage.s3fs_client import S3
 from torchrec_cnr.storage.store import Store
+from torchrec_cnr.storage.urls import checked_url
 from torchrec_cnr.testing import ConformanceCheck, conformance_checks
 
 pytestmark = pytest.mark.long
@@ -194,6 +196,22 @@ def test_an_upload_that_failed_leaves_nothing(server: S3Server, root: str) -> No
     assert not server.client().list_multipart_uploads(Bucket=BUCKET).get("Uploads")
 
 
+def test_a_clock_that_is_ahead_removes_nothing_in_use(moto: S3Server, root: str) -> None:
+    """A prune asks the store for the time, and leaves what is being saved alone."""
+    run, ahead_ns = TrainingJob(root), time.time_ns() + 24 * 3600 * 10**9
+
+    def prune() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(time, "time_ns", lambda: ahead_ns)
+            assert cnr.execute(cnr.plan_prune(root, cnr.Keep(last=1))).removed == ()
+
+    run.save("0")
+    faults.act_before(run.writer, "finish", prune)
+    run.save("1")
+    run.assert_loads("1")
+    assert not any(name.endswith(".clock") for name in Store.open(root).names())
+
+
 # Who comes first
 
 
@@ -310,6 +328,75 @@ def test_a_server_that_is_gone_fails_the_save(moto: S3Server, root: str, monkeyp
         assert not Store.open(f"{root}/1").exists("manifest.json")
 
 
+@pytest.mark.parametrize("protocol", s3_servers.PROTOCOLS)
+def test_a_server_that_is_silent(moto: S3Server, protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody but the store asks it again: of each attempt it sees one request."""
+    monkeypatch.setattr(S3, "read_timeout", 1)
+    monkeypatch.setattr("torchrec_cnr.storage.obstore_s3._CLIENT", {"read_timeout": "1s", "allow_http": True})
+    monkeypatch.setattr(retries, "RETRY_SECS", 6.0)
+    with flaky(moto.port, seed=0) as proxy, s3_servers.configured(moto.variables(proxy.endpoint)):
+        store = Store.open(f"{protocol}://{BUCKET}/{next(numbers)}")
+        failures: list[BaseException] = []
+        is_transient = retries.is_transient
+
+        def seen(error: BaseException) -> bool:
+            failures.append(error)
+            return is_transient(error)
+
+        monkeypatch.setattr(retries, "is_transient", seen)
+        proxy.share, proxy.faults = 1.0, ("silent",)
+        with pytest.raises(StoreError):
+            store.put("pack", [b"1"])
+        assert proxy.num_requests == len(failures) >= 2
+
+
+@pytest.mark.parametrize("fault", ["busy", "no answer"])
+def test_files_that_are_read_or_written_by_pieces_are_tried_again(moto: S3Server, root: str, fault: Fault) -> None:
+    """Small ones are put anew, large ones by the client, and each range is read anew."""
+    with flaky(moto.port, seed=0) as proxy, s3_servers.configured(moto.variables(proxy.endpoint)):
+        store, piece = Store.open(root), os.urandom(1 << 20)
+        for num_pieces in (1, 30):
+            proxy.share, proxy.faults, proxy.most = 1.0, (fault,), proxy.tried.total() + 1
+            with store.create("file") as stream:
+                for _ in range(num_pieces):
+                    stream.write(piece)
+            proxy.most = proxy.tried.total() + 1
+            with store.open_file("file") as file:
+                file.seek(-3, os.SEEK_END)
+                proxy.most = proxy.tried.total() + 1
+                assert file.read() == piece[-3:]
+                file.seek(0)
+                assert file.read() == piece * num_pieces
+        assert proxy.tried.total() >= 4
+
+
+def test_a_file_that_is_cut_for_ever(moto: S3Server, root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is a store's, whichever client has raised what."""
+    with flaky(moto.port, seed=0) as proxy, s3_servers.configured(moto.variables(proxy.endpoint)):
+        store = Store.open(root)
+        store.put("file", [b"12345678"])
+        monkeypatch.setattr(retries, "RETRY_SECS", 0.3)
+        with store.open_file("file") as file:
+            proxy.share, proxy.faults = 1.0, ("half an answer",)
+            with pytest.raises(StoreError, match="cannot read"):
+                file.read()
+
+
+def test_credentials_that_have_expired(moto: S3Server, root: str) -> None:
+    """The answer to a look-up has no reason in it; the error has it all the same."""
+    with flaky(moto.port, seed=0) as proxy, s3_servers.configured(moto.variables(proxy.endpoint)):
+        proxy.share, proxy.faults = 1.0, ("expired",)
+        with pytest.raises(StoreError, match="token has expired"):
+            Store.open(root).exists("file")
+
+
+@pytest.mark.parametrize("protocol", s3_servers.PROTOCOLS)
+def test_names_that_chain_protocols_are_refused(protocol: str) -> None:
+    """fsspec would drop what is behind the colons."""
+    with pytest.raises(cnr.ConfigurationError, match="choose plainer names"):
+        Store.open(f"{protocol}://bucket/cc::x/job")
+
+
 def test_what_cannot_pass_is_not_tried_again(moto: S3Server, root: str) -> None:
     """A bucket that is not there is refused at once, and not made."""
     with flaky(moto.port, seed=0) as proxy, s3_servers.configured(moto.variables(proxy.endpoint)):
@@ -317,6 +404,19 @@ def test_what_cannot_pass_is_not_tried_again(moto: S3Server, root: str) -> None:
             Store.open("s3://no-such-bucket/job/0").put("x", [b"x"])
         assert proxy.num_requests <= 2
         assert [found["Name"] for found in moto.client().list_buckets()["Buckets"]] == [BUCKET]
+
+
+@pytest.mark.parametrize("protocol", s3_servers.PROTOCOLS)
+def test_a_bucket_that_is_not_there_is_no_empty_one(server: S3Server, protocol: str) -> None:
+    """A job whose URL has a typing error must not begin anew; a directory that is not there yet is none."""
+    root = f"{protocol}://no-such-bucket/job"
+    for look in (cnr.latest, cnr.read_checkpoint, lambda path: Store.open(path).exists("file")):
+        with pytest.raises(StoreError, match="'no-such-bucket' is no bucket; make it"):
+            look(root)
+    manager = cnr.CheckpointManager(root, cnr.RowTracker(models.plain_job(0).model))
+    with pytest.raises((StoreError, CheckpointException), match="'no-such-bucket' is no bucket; make it"):
+        manager.restore({})
+    assert cnr.latest(f"{protocol}://{BUCKET}/{next(numbers)}/nothing") is None
 
 
 # Credentials
@@ -342,11 +442,41 @@ def test_credentials_are_nowhere(tmp_path: Path, root: str, caplog: pytest.LogCa
         assert secret not in told
 
 
-def test_urls_with_a_password_are_refused() -> None:
-    """It would be in every manifest's log line and error; the refusal does not repeat it."""
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://key:canary@bucket/job",
+        "s3://key:K7MDENG/bPxRfi/canary@bucket/job",
+        "s3+obstore://key:/canary@bucket/job",
+        "https://host/job?X-Amz-Credential=canary&X-Amz-Signature=canary",
+        "https://host.example/job?sv=2&sig=canary%3D",
+    ],
+)
+def test_urls_with_secrets_are_refused(url: str) -> None:
+    """They would be in every manifest's log line and error; the refusal does not repeat them."""
     with pytest.raises(cnr.ConfigurationError, match="credentials") as caught:
-        Store.open("s3://key:canary@bucket/job")
+        Store.open(url)
     assert "canary" not in str(caught.value)
+
+
+def test_ports_are_no_passwords() -> None:
+    """An @ may be in a name."""
+    assert checked_url("hdfs://host:8020/user@group/job") == "hdfs://host:8020/user@group/job"
+    assert checked_url("s3://bucket/a@b:c@d") == "s3://bucket/a@b:c@d"
+
+
+def test_errors_of_clients_tell_no_secrets(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Some repeat the request, with its signature, in an error that is raised, and in one that is tried again."""
+    store = Store.open("memory://secrets")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ConnectionError("GET https://host/x?X-Amz-Signature=canary&a=1: closed")
+
+    monkeypatch.setattr(retries, "RETRY_SECS", 0.3)
+    monkeypatch.setattr(type(store.fs), "cat_file", refuse)
+    with pytest.raises(StoreError, match=r"X-Amz-Signature=…&a=1: closed") as caught:
+        store.read("x")
+    assert "canary" not in "".join(traceback.format_exception(caught.value)) + caplog.text
 
 
 # obstore

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torchrec_cnr as cnr
-from torchrec_cnr.saving.staging import Staging
+from torchrec_cnr.saving import staging
 
 PLANNER_PHASES = ("set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "resolve_data")
 WRITER_PHASES = ("prepare_local_plan", "prepare_global_plan", "write_data", "finish")
@@ -98,11 +98,12 @@ def failing(
     Phases that only the coordinator has fail there. ``resolve_data`` fails at its second item. ``stage`` is what only
     asynchronous saves have, of all writers.
     """
-    target: Any = Staging if phase == "stage" else planner if phase in PLANNER_PHASES else writer
+    target: Any = staging if phase == "stage" else planner if phase in PLANNER_PHASES else writer
     if own_rank() != (0 if phase in COORDINATOR_PHASES else rank):
         yield
         return
-    original = getattr(target, phase)
+    name = "_staged" if phase == "stage" else phase
+    original = getattr(target, name)
     num_calls = 0
 
     def fail(*args: Any, **kwargs: Any) -> Any:
@@ -114,7 +115,7 @@ def failing(
             original(*args, **kwargs)
         return raising(phase)()
 
-    with mock.patch.object(target, phase, functools.wraps(original)(fail)):
+    with mock.patch.object(target, name, functools.wraps(original)(fail)):
         yield
 
 

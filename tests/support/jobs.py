@@ -33,6 +33,7 @@ class SavingJob:
         seed: Of the weights to begin with.
         policy: Of saves.
         row_log: Where the rows of deltas go, if not to files.
+        group: Of saves, where training has the default one.
         writer: Options of the writer.
 
     Attributes:
@@ -48,9 +49,11 @@ class SavingJob:
         seed: int = 1,
         policy: cnr.Policy | None = None,
         row_log: RowLog | None = None,
+        group: dist.ProcessGroup | None = None,
         **writer: Any,
     ) -> None:
         self.root = str(root)
+        self.group = group
         self.build = build
         self.policy = policy if policy is not None else cnr.Consecutive()
         self.row_log = row_log
@@ -85,6 +88,7 @@ class SavingJob:
             checkpoint_id=self.path(name),
             storage_writer=self.writer,
             planner=planner if planner is not None else self.planner,
+            process_group=self.group,
             no_dist=not dist.is_initialized(),
         )
         return self.saved[str(name)]
@@ -100,13 +104,12 @@ class SavingJob:
         self,
         name: str | int,
         executor: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
-        group: dist.ProcessGroup | None = None,
         **plain: Any,
     ) -> "Future[Any]":
         """Begin an asynchronous save."""
         live = state(self.job, **plain)
         self.saved[str(name)] = whole(live)
-        return models.save_behind(live, self.path(name), self.writer, self.planner, group=group, executor=executor)
+        return models.save_behind(live, self.path(name), self.writer, self.planner, group=self.group, executor=executor)
 
     def failure(self, name: str | int) -> BaseException:
         """Save, which fails: what with."""

@@ -70,7 +70,9 @@ def produce(
         assert producer.flush(SECS) == 0  # one at a time: they must lie in this order
 
 
-def rewrite(broker: Broker, topic: str, found: dict[int, tuple[bytes, bytes, list[tuple[str, bytes]]]]) -> None:
+def rewrite(
+    broker: Broker, topic: str, found: dict[int, tuple[bytes, bytes, list[tuple[str, bytes]]]], **settings: str
+) -> None:
     """Delete a topic of one partition and make it anew with other records, by offset; others lie in between."""
     admin = broker.admin()
     admin.delete_topics([topic])[topic].result(SECS)
@@ -80,13 +82,13 @@ def rewrite(broker: Broker, topic: str, found: dict[int, tuple[bytes, bytes, lis
         time.sleep(0.05)
     while True:  # the broker goes on deleting it
         try:
-            broker.make_topic(topic)
+            broker.make_topic(topic, **settings)
         except KafkaException:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         else:
             break
-    filler = (b"", b"", [])
+    filler = (b"filler", b"", [])
     produce(broker, topic, *(found.get(offset, filler) for offset in range(max(found, default=-1) + 1)))
 
 

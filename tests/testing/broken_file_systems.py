@@ -148,6 +148,9 @@ class KeepsTwoMiB(Honest):
     def open(self, path: str, mode: str = "rb", *args: Any, **kwargs: Any) -> Any:
         return _Bounded(self, path) if mode == "wb" else super().open(path, mode, *args, **kwargs)
 
+    def pipe_file(self, path: str, value: bytes, **kwargs: Any) -> None:
+        super().pipe_file(path, bytes(value)[: 2 << 20], **kwargs)
+
 
 class HidesTheNewest(Honest):
     """A directory is listed without what came last, in the order of names."""

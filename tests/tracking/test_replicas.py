@@ -93,6 +93,39 @@ def test_rows_that_a_later_synchronisation_modifies_are_saved(
     rank_pool(4).run(_save_before_synchronising, str(tmp_path), sharding)
 
 
+def _synchronise_during_a_save(rank: int, root: str, ended_by: str) -> None:
+    job = zoo.build(_kind("row_wise"), seed=1)
+    tracker = cnr.RowTracker(job.model)
+    _train(job, 1)
+    zoo.save(job, tracker, f"{root}/0")
+    cnr.CNRSavePlanner(tracker).resolve_last_save()
+    zoo.train(job, 2)
+    if ended_by == "failed cut":
+        if rank:
+            tracker.freeze()
+    else:
+        tracker.freeze()
+        if not rank:
+            tracker.rollback()
+    job.model.sync()
+    if rank:
+        tracker.rollback()
+    zoo.train(job, 3)
+    job.model.sync()
+    end = zoo.tensors(job)
+    assert zoo.save(job, tracker, f"{root}/1").kind == "delta"
+    tracker.close()
+    other = zoo.build(_kind("row_wise"), seed=2)
+    zoo.load(other, f"{root}/1")
+    assert differing(zoo.tensors(other), end) == []
+
+
+@pytest.mark.parametrize("ended_by", ["failed cut", "rollback"])
+def test_a_save_may_have_ended_on_one_rank_only(tmp_path: Path, rank_pool: RankPools, ended_by: str) -> None:
+    """A synchronisation meanwhile exchanges the same on all ranks."""
+    rank_pool(4).run(_synchronise_during_a_save, str(tmp_path), ended_by)
+
+
 def _save_in_one_dimension(rank: int, root: str) -> None:
     job = zoo.build(Kind("EmbeddingBagCollection", "column_wise", "RowWiseAdagrad"), seed=1)
     tracker = cnr.RowTracker(job.model)

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 
 import hypothesis
@@ -11,7 +12,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torchrec import KeyedJaggedTensor
 
 import torchrec_cnr as cnr
 from tests.support import zoo
@@ -21,7 +21,7 @@ from tests.support.zoo import Kind, ZooJob
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.tracking.hooks import Hooks
 from torchrec_cnr.tracking.modified_rows import ModifiedRows
-from torchrec_cnr.tracking.sharded_tables import KernelMarks
+from torchrec_cnr.tracking.sharded_tables import KernelLookup, KernelMarks
 
 CPU = torch.device("cpu")
 
@@ -143,12 +143,12 @@ def _write_and_mark(rank: int, root: str, kind: Kind) -> None:
     job = zoo.build(kind, seed=1)
     tracker = cnr.RowTracker(job.model)
     zoo.save(job, tracker, f"{root}/0")
-    tracker.mark("t0", torch.tensor([0]))
-    tracker.mark("t1", torch.tensor([0]))
     with torch.no_grad():
         for shard in tracker.shards:
             if shard.rows.box.offsets[0] == 0:
                 shard.weight[0] = 9.0
+    tracker.mark("t0", torch.tensor([0]))
+    tracker.mark("t1", torch.tensor([0]))
     end = zoo.tensors(job)
     assert zoo.save(job, tracker, f"{root}/1").num_rows == 2
     tracker.close()
@@ -158,9 +158,66 @@ def _write_and_mark(rank: int, root: str, kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_who_marks_rows_is_taken_at_his_word(tmp_path: Path, rank_pool: RankPools, kind: Kind) -> None:
-    """Rows that are written and marked, in any order, are all that is saved."""
+def test_rows_that_are_marked_after_their_write_are_all_that_is_saved(
+    tmp_path: Path, rank_pool: RankPools, kind: Kind
+) -> None:
+    """Writes in place to tables of one kernel, whose rows are marked right after them."""
     rank_pool(2).run(_write_and_mark, str(tmp_path), kind)
+
+
+def _mark_and_write(rank: int, root: str, kind: Kind, order: str) -> None:
+    job = zoo.build(kind, seed=1)
+    tracker = cnr.RowTracker(job.model)
+    zoo.save(job, tracker, f"{root}/0")
+
+    def mark() -> None:
+        for table in ("t0", "t1"):
+            tracker.mark(table, torch.tensor([0]))
+
+    if order == "mark, restore, assign":
+        mark()
+        zoo.load(job, f"{root}/0", tracker)
+        _assign_a_row(job)
+    elif order == "mark, load":
+        mark()
+        _load_another_model(job)
+    else:
+        _load_another_model(job)
+        mark()
+    end = zoo.tensors(job)
+    zoo.save(job, tracker, f"{root}/1")
+    tracker.close()
+    other = zoo.build(kind, seed=2)
+    zoo.load(other, f"{root}/1")
+    assert differing(zoo.tensors(other), end) == []
+
+
+@pytest.mark.parametrize("order", ["mark, restore, assign", "mark, load", "load, mark"])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_a_mark_hides_no_other_write(tmp_path: Path, rank_pool: RankPools, kind: Kind, order: str) -> None:
+    """Rows that are written later, or by a load of the whole model, are saved too."""
+    rank_pool(2).run(_mark_and_write, str(tmp_path), kind, order)
+
+
+def _mark_bad_rows(rank: int) -> None:
+    job = zoo.build(SHARDED, seed=1)
+    tracker = cnr.RowTracker(job.model)
+    num_rows = 40
+    for row in (num_rows, -1):
+        with pytest.raises(cnr.ConfigurationError, match=f"t0' has rows 0 to 39, got row {row}; nothing was marked"):
+            tracker.mark("t0", torch.tensor([1, row]))
+    for rows in (torch.ones(num_rows, dtype=torch.bool), torch.tensor([0.5]), [1]):
+        with pytest.raises(cnr.ConfigurationError, match="expected a tensor of integers, got"):
+            tracker.mark("t0", rows)  # type: ignore[arg-type]
+    assert tracker.num_modified == 0
+    tracker.mark("t0", torch.arange(num_rows))
+    assert tracker.num_modified == num_rows // 2
+    tracker.close()
+
+
+def test_rows_that_no_table_has_are_not_marked(rank_pool: RankPools) -> None:
+    """On every rank, whichever has the row's neighbours."""
+    rank_pool(2).run(_mark_bad_rows)
 
 
 def _evict(rank: int, root: str, module: str) -> None:
@@ -244,21 +301,25 @@ def _lookups(draw: st.DrawFn) -> tuple[list[int], list[int], list[list[list[int]
 def test_a_lookup_marks_the_rows_of_its_tables(
     lookup: tuple[list[int], list[int], list[list[list[int]]]], dtype: torch.dtype, is_variable: bool
 ) -> None:
-    """Tables of several features and features without ids; also where features have batches of their own."""
+    """Tables of several features, features without ids or with batches of their own, and ids past the last bag."""
     num_rows, tables, ids = lookup
     marks = KernelMarks.of(num_rows, [tables.count(table) for table in range(len(num_rows))], CPU)
     rows = [ModifiedRows(str(t), Box((0, 0), (n, 2)), CPU, marks.tables[t]) for t, n in enumerate(num_rows)]
     if is_variable:  # each feature drops as many samples as its number
         ids = [samples[: max(0, len(samples) - number)] for number, samples in enumerate(ids)]
-    features = KeyedJaggedTensor(
-        keys=[f"f{number}" for number in range(len(ids))],
-        values=torch.tensor([value for samples in ids for sample in samples for value in sample], dtype=dtype),
-        lengths=torch.tensor([len(sample) for samples in ids for sample in samples], dtype=torch.int64),
-        stride_per_key_per_rank=[[len(samples)] for samples in ids] if is_variable else None,
+    features = KernelLookup.of(
+        nn.Identity(),
+        torch.tensor([value for samples in ids for sample in samples for value in sample], dtype=dtype),
+        torch.tensor([0, *accumulate(len(sample) for samples in ids for sample in samples)], dtype=dtype),
+        batch_size_per_feature_per_rank=[[len(samples)] for samples in ids] if is_variable else None,
     )
-    for mark in (marks.mark, marks.mark_by_feature, *(() if is_variable else (marks.mark_at_once,))):
+    beyond = KernelLookup(
+        torch.cat((features.ids, features.ids.new_tensor([10, 0]))), features.offsets, features.first_bags
+    )
+    lookups = [(marks.mark, features), (marks.mark_by_feature, features), (marks.mark_at_once, features)]
+    for mark, one in (*lookups, (marks.mark_at_once, beyond)):
         marks.marked.zero_()
-        mark(features)
+        mark(one)
         for table, of_table in enumerate(rows):
             of_feature = zip(tables, ids, strict=True)
             expected = {value for t, samples in of_feature for s in samples for value in s if t == table}
@@ -270,7 +331,7 @@ def test_marks_of_tables_lie_side_by_side() -> None:
     marks = KernelMarks.of([3, 2], [1, 2], CPU)
     assert [len(table) for table in marks.tables] == [3, 2]
     marks.tables[1].fill_(True)
-    assert marks.marked.tolist() == [False, False, False, True, True]
+    assert marks.marked[:5].tolist() == [False, False, False, True, True]
 
 
 class _Counter(nn.Module):
@@ -305,9 +366,7 @@ def test_marking_does_not_wait_for_the_device() -> None:
     device = torch.device("cuda")
     marks = KernelMarks.of([100, 50], [2, 1], device)
     ids = torch.arange(48, device=device)
-    lengths = torch.full((24,), 2, device=device)
-    features = KeyedJaggedTensor(["f0", "f1", "f2"], ids, lengths=lengths)
-    features.offsets()
+    features = KernelLookup(ids, torch.arange(0, 49, 2, device=device))
     torch.cuda.set_sync_debug_mode("error")
     try:
         marks.mark(features)

@@ -245,20 +245,17 @@ def start() -> Iterator[Callable[[Job], cnr.RowTracker]]:
         tracker.close()
 
 
-def test_weights_that_are_put_in_the_place_of_others_are_compared(
+def test_weights_that_are_put_in_the_place_of_others_are_saved(
     tmp_path: Path, start: Callable[[Job], cnr.RowTracker]
 ) -> None:
-    """Rows are compared by what they are, wherever they lie; a table of other values differs in all rows."""
+    """All their rows count as modified, so that there is nothing to complain of."""
     job = plain_job(1)
     tracker = start(job)
     _save(job, tracker, tmp_path / "0")
     weight = job.model.get_parameter("item.weight")
     weight.data = weight.data.clone()
-    _save(job, tracker, tmp_path / "1")
+    assert _save(job, tracker, tmp_path / "1").num_rows == 12
     weight.data = weight.data + 1.0
-    (error,) = _failed_save(job, tracker, tmp_path / "2").values()
-    assert _complaints(error) == [Complaint.of("item", "weights", range(12), 12)]
-    tracker.mark_all("item")
     end = whole(state(job))
     assert _save(job, tracker, tmp_path / "2").kind == "delta"
     assert differing(models.load(plain_job(2), str(tmp_path / "2")), end) == []

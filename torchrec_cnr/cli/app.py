@@ -21,6 +21,7 @@ from typer.core import TyperGroup
 
 from torchrec_cnr.cli.output import print_error
 from torchrec_cnr.errors import CNRError, ConfigurationError
+from torchrec_cnr.human_text import name_text
 from torchrec_cnr.version import __version__
 
 _MARKUP: Literal["markdown"] = "markdown"  # of help texts
@@ -103,11 +104,18 @@ def _usage_text(error: typer.TyperException) -> str:
     return error.format_message().rstrip(".") + hint
 
 
+class _LineFormatter(logging.Formatter):
+    """One line, with escapes for what does not print: messages hold names from stores."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return name_text(" ".join(super().format(record).split()))
+
+
 @contextmanager
 def _warnings_as_lines() -> Iterator[None]:
     """Warnings of the library are lines on stderr, too."""
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("cnr: warning: %(message)s"))
+    handler.setFormatter(_LineFormatter("cnr: warning: %(message)s"))
     logger = logging.getLogger("torchrec_cnr")
     logger.addHandler(handler)
     try:

@@ -1,5 +1,6 @@
 """The contents of one checkpoint, as text."""
 
+import posixpath
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ def print_contents(
 ) -> None:
     """Print everything that a manifest tells, or, of many tensors and packs, the largest."""
     manifest = checkpoint.manifest
-    kind = f"compacted {checkpoint.kind}" if checkpoint.is_compacted else checkpoint.kind
+    kind = f"{checkpoint.committed.kind}{', compacted' if checkpoint.is_compacted else ''}"
     console.print(Text.assemble(name_cell(checkpoint.store.url, "bold"), f"  {kind}", overflow="fold"))
     console.print(_facts(checkpoint, lineage, problem))
     num_bytes = tensor_bytes(manifest)
@@ -80,7 +81,8 @@ def _facts(checkpoint: Checkpoint, lineage: Lineage | None, problem: str | None)
     table = bare_grid("what", "fact")
     table.columns[0].style = "dim"
     age = age_text(time.time_ns() - checkpoint.created_ns)
-    table.add_row("committed", f"{instant_text(checkpoint.created_ns)}, {age} ago")
+    ago = f"{age}: by a clock that is ahead" if age.startswith("in ") else f"{age} ago"
+    table.add_row("committed", f"{instant_text(checkpoint.created_ns)}, {ago}")
     table.add_row("stands on", Text(_stands_on(lineage)) if lineage is not None else name_cell(problem or "", "red"))
     if lineage is not None:
         read_bytes = bytes_text(restore_bytes(lineage))
@@ -96,7 +98,8 @@ def _facts(checkpoint: Checkpoint, lineage: Lineage | None, problem: str | None)
 
 
 def _stands_on(lineage: Lineage) -> str:
-    names = [name_cell(link.store.path.rpartition("/")[2]).plain for link in lineage.checkpoints[:-1]]
+    root = lineage.newest.store.at("..").path
+    names = [name_cell(posixpath.relpath(link.store.path, root)).plain for link in lineage.checkpoints[:-1]]
     if not names:
         return "nothing: a baseline"
     if len(names) > _MANY_LINKS:

@@ -64,6 +64,8 @@ MAX_CODED_ROWS = 1 << 24  # in a block; blocks are cut by bytes, long before
 Bytes = npt.NDArray[np.uint8]
 
 _MAX_RATIO = 64  # of rows and a blob: a reader makes room by what manifests say, and no more than a file warrants
+_MIN_SAVED = 128  # a split saves a 128th of the tails: a blob that lacks less is one that was cut
+_MIN_FRAME = 10  # bytes of a frame that holds something
 
 
 def split(codes: Bytes, tail_bytes: int) -> Bytes | None:
@@ -115,8 +117,8 @@ def join(data: Bytes, num_rows: int, row_bytes: int, tail_bytes: int, where: str
 
 def may_be_split(num_bytes: int, num_rows: int, row_bytes: int, tail_bytes: int) -> bool:
     """Whether a blob of this size is one of so many rows, split."""
-    most = num_rows * row_bytes
-    is_between = most - num_rows * tail_bytes < num_bytes < most
+    most, tails = num_rows * row_bytes, num_rows * tail_bytes
+    is_between = most - tails + _MIN_FRAME <= num_bytes <= most - -(-tails // _MIN_SAVED)
     return is_between and num_bytes * _MAX_RATIO >= most and num_rows <= MAX_CODED_ROWS
 
 

@@ -23,6 +23,7 @@ import zstandard
 from cachetools import LRUCache
 
 from torchrec_cnr.errors import DamagedError, VersionError
+from torchrec_cnr.format.blob_bytes import decompressed
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.manifest import LogRange, Manifest, Pack, TensorEntry
 from torchrec_cnr.format.manifest_parser import FORMAT, VERSION, ManifestParser
@@ -67,13 +68,29 @@ class KnownManifests:
 
 PLAIN_BYTES = 1 << 20  # a body of more is packed
 MAX_BYTES = 1 << 30  # what a body is unpacked to, at most
-_PIECE_BYTES = 1 << 10  # of a frame; what one becomes is some tens of MiB at most
+# Manifests of many ranks or tables shrink to a 4th up to a 28th, and their values take up to 195 times the frame.
+MAX_PACKED_RATIO = 32  # of a body, and the frame that it is packed in
+_VALUES_BYTES = 1 << 26
+_VALUES_RATIO = 256
+_BYTES_OF = {b"[": 96, b"{": 208, b",": 32}  # of memory that the value takes which begins or ends so
 _KEYS = ("format", "version", "created_ns", "zstd")
 
 
-def compressed_body(body: bytes, created_ns: int) -> dict[str, Any]:
-    """What stands for a large body."""
+def may_be_packed(body: bytes, frame_bytes: int) -> bool:
+    """Whether a frame of so many bytes may hold a body: its text and its values take memory within bounds."""
+    values_bytes = sum(num_bytes * body.count(mark) for mark, num_bytes in _BYTES_OF.items())
+    return _has_room(len(body), frame_bytes) and values_bytes <= _VALUES_BYTES + _VALUES_RATIO * frame_bytes
+
+
+def _has_room(num_bytes: int, frame_bytes: int) -> bool:
+    return 0 < num_bytes <= min(MAX_BYTES, MAX_PACKED_RATIO * frame_bytes)
+
+
+def compressed_body(body: bytes, created_ns: int) -> dict[str, Any] | None:
+    """What stands for a large body; None if it shrinks so much that a reader would take it for a bomb."""
     frame = zstandard.ZstdCompressor(write_content_size=True).compress(body)
+    if not may_be_packed(body, len(frame)):
+        return None
     values = (FORMAT, VERSION, created_ns, base64.b64encode(frame).decode())
     return dict(zip(_KEYS, values, strict=True))
 
@@ -86,26 +103,24 @@ def decompressed_body(value: Mapping[str, Any], where: str) -> bytes:
         where: Names the file in errors.
 
     Raises:
-        DamagedError: It is none, or stands for too much.
+        DamagedError: It is none, or takes memory out of proportion.
     """
+    if tuple(value) != _KEYS:
+        raise DamagedError(f"{where}: its keys are not {list(_KEYS)}; use another checkpoint")
     try:
-        if tuple(value) != _KEYS:
-            raise DamagedError(f"{where}: its keys are not {list(_KEYS)}; use another checkpoint")
         frame = base64.b64decode(value["zstd"], validate=True)
         num_bytes = zstandard.frame_content_size(frame)
-        if not 0 < num_bytes <= MAX_BYTES or base64.b64encode(frame).decode() != value["zstd"]:
-            raise DamagedError(f"{where}: packed otherwise than manifests are; use another checkpoint")
-        decompressor, body = zstandard.ZstdDecompressor().decompressobj(), bytearray()
-        for start in range(0, len(frame), _PIECE_BYTES):  # whose size may be another than the one it declares
-            body += decompressor.decompress(frame[start : start + _PIECE_BYTES])
-            if decompressor.eof or len(body) > num_bytes:
-                break
     except (zstandard.ZstdError, binascii.Error, TypeError, ValueError) as error:
         raise DamagedError(f"{where}: it cannot be unpacked ({error}); use another checkpoint") from error
-    is_whole = decompressor.eof and start + _PIECE_BYTES >= len(frame) and not decompressor.unused_data
-    if not is_whole or len(body) != num_bytes:
-        raise DamagedError(f"{where}: it is not one zstd frame of {num_bytes} bytes; use another checkpoint")
-    return bytes(body)
+    if base64.b64encode(frame).decode() != value["zstd"] or num_bytes <= 0:
+        raise DamagedError(f"{where}: packed otherwise than manifests are; use another checkpoint")
+    body = decompressed(frame, num_bytes, f"{where}: its packed body") if _has_room(num_bytes, len(frame)) else b""
+    if not may_be_packed(body, len(frame)):
+        raise DamagedError(
+            f"{where}: a frame of {len(frame)} bytes unpacks to {num_bytes} bytes, expected {MAX_PACKED_RATIO} times "
+            "as many at most, and not so many values; use another checkpoint"
+        )
+    return body
 
 
 MAX_MANIFEST_BYTES = 1 << 30  # of a manifest; one of so many describes some 80 TB of rows
@@ -205,8 +220,9 @@ def _parsed(body: bytes, where: str) -> dict[str, Any]:
 def _framed(value: dict[str, Any]) -> tuple[bytes, str]:
     """The file with this body, packed if it is large, and the body's digest."""
     body = _body(value)
-    if len(body) > PLAIN_BYTES:
-        body = _body(compressed_body(body, value["created_ns"]))
+    packed = compressed_body(body, value["created_ns"]) if len(body) > PLAIN_BYTES else None
+    if packed is not None:
+        body = _body(packed)
     digest = hashlib.sha256(body).hexdigest()
     return b'{"sha256":"%s","manifest":%s}\n' % (digest.encode(), body), digest
 

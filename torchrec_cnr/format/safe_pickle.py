@@ -7,6 +7,7 @@ but what is to be known of it. Then the archive is put together anew from what w
 """
 
 import io
+import pickle
 import pickletools
 import re
 import zipfile
@@ -17,7 +18,7 @@ from typing import IO, Any
 
 import torch
 
-from torchrec_cnr.errors import DamagedError
+from torchrec_cnr.errors import ConfigurationError, DamagedError
 
 _MAX_DEPTH = 500  # of tuples; hashing one of more may overflow the stack
 _FREE_WORK = 1 << 24  # values to be hashed, in any pickle
@@ -30,6 +31,8 @@ _CALLS = ("REDUCE", "NEWOBJ", "NEWOBJ_EX", "OBJ", "INST")
 _IN_PLACE = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD")
 _ENCODE = "_codecs.encode"  # how bytes are written
 _REBUILD_FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
+# Their types act when they are rebuilt: a DeviceMesh starts torch.distributed. These do not.
+_ACTING = re.compile(r"torch\.distributed\.(?!tensor\.placement_types\.|checkpoint\.(metadata|filesystem)\.)")
 # They allocate what a number says, or take one tensor for another: no state needs to call them.
 _ALLOCATING = re.compile(r"torch\.(?!distributed\.)(\w+\.)*(\w*(Tensor|Storage)|_rebuild_device_tensor_\w+)")
 _CONTAINERS = {"builtins.set", "builtins.frozenset", "collections.Counter", "collections.OrderedDict", "torch.Size"}
@@ -37,6 +40,10 @@ _CONTAINERS = {"builtins.set", "builtins.frozenset", "collections.Counter", "col
 
 class _Costly(Exception):
     """A pickle asks for more than it should."""
+
+
+class _Acting(Exception):
+    """A pickle names a type that acts when it is rebuilt."""
 
 
 @dataclass(eq=False, slots=True)
@@ -71,10 +78,10 @@ def load_state(data: bytes) -> Any:
         if sum(entry.file_size for entry in entries) > len(data):
             raise _Costly("an archive that is longer unpacked than packed")
         contents = {entry.filename: archive.read(entry) for entry in entries if _is_stored(entry)}
-    if len(contents) != len(entries):
+    if len({name.lower() for name in contents}) != len(entries):  # torch compares them without case
         raise _Costly("an archive with compressed or repeated files")
     for name, content in contents.items():
-        if name.endswith(".pkl"):
+        if _is_pickle(name):
             check_pickle(content)
     rebuilt = io.BytesIO()
     with zipfile.ZipFile(rebuilt, "w") as archive:  # so that torch cannot find another meaning in the same bytes
@@ -92,10 +99,15 @@ def check_archive(file: IO[bytes] | io.RawIOBase) -> None:
     """
     with zipfile.ZipFile(file) as archive:
         for entry in archive.infolist():
-            if entry.filename.endswith(".pkl"):
+            if _is_pickle(entry.filename):
                 if not _is_stored(entry) or entry.file_size > _MAX_TENSOR_WEIGHT:
                     raise _Costly(f"{entry.file_size} bytes of a pickle, perhaps compressed")
                 check_pickle(archive.read(entry))
+
+
+def _is_pickle(name: str) -> bool:
+    """Whether torch may take a file in an archive for a pickle; it finds files without regard to case."""
+    return name.lower().endswith(".pkl")
 
 
 def _is_stored(entry: zipfile.ZipInfo) -> bool:
@@ -176,7 +188,10 @@ def _given(opcode: pickletools.OpcodeInfo, argument: object, taken: Sequence[_Va
         return [taken[0]]
     if name in ("GLOBAL", "STACK_GLOBAL"):
         parts = str(argument).split(" ", 1) if name == "GLOBAL" else [str(value.text) for value in taken]
-        return [_Value(name=_global_name(*parts), is_global=True)]
+        found = _global_name(*parts)
+        if _ACTING.match(found):
+            raise _Acting(f"{found}, which acts when it is rebuilt")
+        return [_Value(name=found, is_global=True)]
     if name in _CALLS:
         if name in ("OBJ", "INST"):
             raise _Costly(f"the instruction {name}")
@@ -212,6 +227,8 @@ def unpickling_error(where: str, error: Exception) -> DamagedError:
     """The error of a pickle that was not loaded."""
     if isinstance(error, _Costly):
         return DamagedError(f"{where}: takes memory or time out of proportion: {error}; use another checkpoint")
+    if isinstance(error, _Acting):
+        return DamagedError(f"{where}: it holds {error}; use another checkpoint")
     return DamagedError(
         f"{where}: refused by the weights-only unpickler, which runs no code; if its types are yours, register them "
         "with torch.serialization.add_safe_globals"
@@ -228,6 +245,29 @@ def unpickled(data: bytes, where: str) -> Any:
         return load_state(data)
     except Exception as error:  # bytes that are no pickle may make the unpickler raise anything
         raise unpickling_error(where, error) from error
+
+
+def check_loadable(data: bytes, what: str) -> None:
+    """Refuse, before it is stored, an object that no load would accept.
+
+    Args:
+        data: What ``torch.save`` made of it.
+        what: Names the object in errors.
+
+    Raises:
+        ConfigurationError: It would run code, act, or take time or memory out of proportion.
+    """
+    try:
+        load_state(data)
+    except (_Costly, _Acting) as error:
+        raise ConfigurationError(
+            f"{what}: a load would refuse it, because it holds {error}; store plain values and tensors instead"
+        ) from error
+    except pickle.UnpicklingError as error:
+        raise ConfigurationError(
+            f"{what} could not be loaded again without running code; store plain values and tensors, or register its "
+            "types with torch.serialization.add_safe_globals"
+        ) from error
 
 
 def serialized(value: Any, where: str) -> io.BytesIO:

@@ -10,6 +10,7 @@ from job to job, so the broker refuses what a job sends after its successor has 
 - ``topics``: creates the topics, and refuses those whose settings would lose rows.
 - ``producers``: transactional producers: records are sent all or none, and only once.
 - ``consumers``: consumers that read ranges of records by offset, without subscriptions.
+- ``offsets``: where partitions begin and end.
 - ``pack_targets``: where one save of one rank sends its data files.
 - ``marker_topic``: the topic of commit records, and how a save learns whether it was committed.
 - ``records``: the layout of the records, with its validation.

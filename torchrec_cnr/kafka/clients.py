@@ -19,6 +19,8 @@ except ImportError as error:
 logger = logging.getLogger("torchrec_cnr.kafka")
 
 FENCED = frozenset({KafkaError._FENCED, KafkaError.INVALID_PRODUCER_EPOCH, KafkaError.PRODUCER_FENCED})
+# What a broker says of a producer that has rested for so long that the broker has removed what it knew of it.
+FORGOTTEN = frozenset({KafkaError.UNKNOWN_PRODUCER_ID, KafkaError.INVALID_PRODUCER_ID_MAPPING})
 MAX_RECORD_BYTES = 1 << 20
 BATCH_BYTES = 1_000_000  # of records that are sent together; what brokers take by default is a little more
 # On these, what is promised of the log stands.
@@ -144,4 +146,13 @@ def told(error: BaseException) -> str:
 
 def is_fenced(error: KafkaException) -> bool:
     """Whether a producer with the same transactional id has come later."""
-    return bool(error.args) and isinstance(error.args[0], KafkaError) and error.args[0].code() in FENCED
+    return _is_one_of(error, FENCED)
+
+
+def may_be_fenced(error: KafkaException) -> bool:
+    """Whether one may have: the broker does not know this producer any more, and has taken nothing from it."""
+    return _is_one_of(error, FENCED | FORGOTTEN)
+
+
+def _is_one_of(error: KafkaException, codes: frozenset[int]) -> bool:
+    return bool(error.args) and isinstance(error.args[0], KafkaError) and error.args[0].code() in codes

@@ -1,7 +1,8 @@
 """One process's connections to a log: packs and markers, written and read."""
 
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,7 @@ from torchrec_cnr.format.manifest import LogRange, Pack
 from torchrec_cnr.kafka.clients import Cluster, OfProcess, logger
 from torchrec_cnr.kafka.consumers import consumers_of_process
 from torchrec_cnr.kafka.marker_topic import MarkerTopic
+from torchrec_cnr.kafka.offsets import Offsets
 from torchrec_cnr.kafka.pack_targets import KafkaBlocks, KafkaTarget, RowTopic, tombstones
 from torchrec_cnr.kafka.producers import Producing, Record
 from torchrec_cnr.kafka.records import pack_name, part_number
@@ -46,11 +48,12 @@ class KafkaLog:
         self.rules = rules
         self._lock = threading.Lock()
         self._num_partitions = 0
+        self._heard_secs = time.monotonic()  # a broker that hangs sends no marker, as one that has none
         self._is_checked = False  # those who only read look at no settings
         self._producing: dict[str, Producing] = {}
         self._consumers = consumers_of_process.get((rules.cluster, "read_uncommitted"))
-        committed = consumers_of_process.get((rules.cluster, "read_committed"))
-        self._markers = MarkerTopic(rules.cluster, rules.markers.name, committed)
+        self._offsets = Offsets(rules.cluster)
+        self._markers = MarkerTopic(rules.cluster, rules.markers.name)
 
     def open(self, may_make: bool) -> int:
         """See that the topics are as they must be; returns how many partitions rows have, 0 if there are no topics."""
@@ -102,13 +105,25 @@ class KafkaLog:
                 rows.send(self._producer(root, _MARKERS), partition, records, "remove packs from", is_held=True)
 
     def markers(self, root: str, most: int) -> tuple[Marker, ...]:
-        """The newest markers of a root."""
+        """Some of the newest markers of a root."""
         return self._markers.newest(root, most) if self.open(may_make=False) else ()
 
+    def marked(self, root: str, manifests: Mapping[str, str | None]) -> frozenset[str]:
+        """Which of these manifests a marker has committed."""
+        return self._markers.marked(root, manifests) if self.open(may_make=False) else frozenset()
+
+    def end(self) -> int:
+        """The offset behind the last marker, 0 if there is no topic yet."""
+        return self._markers.end() if self.open(may_make=False) else 0
+
     def markers_from(self, offset: int, timeout_secs: float) -> tuple[Marker, ...]:
-        """Markers from an offset on; waits so long for the first."""
+        """Markers from an offset on; waits so long for the first, and asks now and then whether the broker is there."""
         with self.rules.cluster.errors(f"read topic {self.rules.markers.name!r}"):
-            return tuple(self._markers.between(offset, 1 << 62, timeout_secs))
+            found = tuple(self._markers.between(offset, 1 << 62, timeout_secs))
+            if not found and time.monotonic() > self._heard_secs + self.rules.cluster.timeout_secs:
+                self._markers.end()
+                self._heard_secs = time.monotonic()
+            return found
 
     def close(self) -> None:
         """Have the producers leave; who saves afterwards has new ones."""
@@ -122,18 +137,40 @@ class KafkaLog:
         with self._lock:
             return self._producing.setdefault(name, Producing(self.rules.cluster, name))
 
-    def read(self, name: str, num_bytes: int, place: LogRange, start: int, stop: int) -> npt.NDArray[np.uint8]:
-        """Bytes of a pack, from ``start`` to ``stop``."""
+    def holds(self, packs: Sequence[Pack]) -> bool:
+        """Whether packs are there: each partition reaches back to the oldest, and has the newest where it was."""
+        by_partition: dict[int, list[tuple[LogRange, Pack]]] = {}
+        for pack in packs:
+            if pack.log is not None and pack.log.topic == self.rules.rows.name:
+                by_partition.setdefault(pack.log.partition, []).append((pack.log, pack))
+        for partition, found in by_partition.items():
+            place, newest = max(found, key=lambda item: item[0].last)
+            with self.rules.cluster.errors(f"read topic {place.topic!r}"):
+                if self._offsets.first(place.topic, partition) > min(place.first for place, _ in found):
+                    return False
+            try:
+                self.read(newest.name, newest.num_bytes, place, newest.num_bytes - 1, newest.num_bytes, is_anew=True)
+            except DamagedError as error:
+                logger.warning("%s", error)
+                return False
+        return True
+
+    def read(
+        self, name: str, num_bytes: int, place: LogRange, start: int, stop: int, is_anew: bool = False
+    ) -> npt.NDArray[np.uint8]:
+        """Bytes of a pack, from ``start`` to ``stop``; if asked to, from the broker, even if they were read before."""
         part_bytes = place.part_bytes
         where = f"topic {place.topic!r} partition {place.partition} of Kafka at {self.rules.cluster.bootstrap}"
         first, last = start // part_bytes, (stop - 1) // part_bytes
-        found = np.empty((last - first + 1) * part_bytes, dtype=np.uint8)
+        found = bytearray()  # grows by what is there, not by what a manifest says
         begin = place.first + first  # or later, where records of others lie between
         expected = first
         with (
             self.rules.cluster.errors(f"read topic {place.topic!r}"),
             self._consumers.one(place.topic, place.partition, begin) as consumer,
         ):
+            if is_anew:
+                consumer.forget()
             for message in consumer.records(place.topic, place.partition, begin, place.last + 1):
                 number = _part_of(message, name, place, num_bytes, where)
                 if number is None or (number < first and expected == first):
@@ -145,8 +182,7 @@ class KafkaLog:
                         f"{where}: at offset {message.offset()}: part {number} of {name} with {len(value)} bytes, "
                         f"expected part {expected}: it is there twice, or one is missing; use another checkpoint"
                     )
-                at = (number - first) * part_bytes
-                found[at : at + size] = np.frombuffer(value, dtype=np.uint8)
+                found += value
                 expected += 1
                 if expected > last:
                     break
@@ -155,7 +191,7 @@ class KafkaLog:
                 f"{where}: part {expected} of {place.num_parts(num_bytes)} of {name} is missing between offsets "
                 f"{place.first} and {place.last}; use another checkpoint"
             )
-        return found[start - first * part_bytes : stop - first * part_bytes]
+        return np.frombuffer(found, dtype=np.uint8)[start - first * part_bytes : stop - first * part_bytes]
 
 
 def _part_of(message: Message, name: str, place: LogRange, num_bytes: int, where: str) -> int | None:

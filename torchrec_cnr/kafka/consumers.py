@@ -46,6 +46,10 @@ class RangeConsumer:
         self._consumer = Consumer(self._settings, logger=logger)
         self._is_used = False
 
+    def forget(self) -> None:
+        """Have the next records fetched from the broker, and none that were fetched before."""
+        self.place = None
+
     def records(self, topic: str, partition: int, start: int, stop: int, wait_secs: float = 0.0) -> Iterator[Message]:
         """The records from one offset up to another, or up to the end of what there is to be seen.
 

@@ -132,6 +132,10 @@ class KafkaRows:
             raise ConfigurationError(f"rows lie in topic {place.topic!r}, but KafkaRows has topic {self.topic!r}")
         return self._log.read(name, num_bytes, place, start, stop)
 
+    def holds(self, packs: Sequence[Pack]) -> bool:
+        """Whether packs are there; see ``RowLog``."""
+        return self._log.holds(packs)
+
     def begin(self, root: str) -> None:
         """A save begins; see ``RowLog``."""
         self._log.begin(root)
@@ -141,8 +145,16 @@ class KafkaRows:
         self._log.mark(marker, check)
 
     def markers(self, root: str, most: int) -> tuple[Marker, ...]:
-        """The newest markers of a root, oldest first; see ``RowLog``."""
+        """Some of the newest markers of a root, oldest first; see ``RowLog``."""
         return self._log.markers(root, most)
+
+    def marked(self, root: str, manifests: Mapping[str, str | None]) -> frozenset[str]:
+        """Which of these manifests a marker has committed; see ``RowLog``."""
+        return self._log.marked(root, manifests)
+
+    def end(self) -> int:
+        """The offset behind the last marker; see ``RowLog``."""
+        return self._log.end()
 
     def markers_from(self, offset: int, timeout_secs: float) -> tuple[Marker, ...]:
         """Markers from an offset on; see ``RowLog``."""

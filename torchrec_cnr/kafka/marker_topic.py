@@ -1,25 +1,26 @@
 """Markers: a topic of one partition, in which each record commits a checkpoint.
 
-Whether a save was committed must have one answer, for all ranks and for ever. While a transaction is open it has none:
-so whoever looks waits until the end of what is committed is the end of the topic.
+Whether a save was committed must have one answer, for all ranks and for ever. While a transaction is open that has its
+marker, or one that lies before it, it has none: so whoever looks waits until there is one.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 
-from confluent_kafka import IsolationLevel, KafkaException, TopicPartition
-from confluent_kafka.admin import AdminClient, OffsetSpec
+from confluent_kafka import IsolationLevel, KafkaException
 
 from torchrec_cnr.errors import FencedError, StoreError
 from torchrec_cnr.kafka.clients import Cluster, logger
-from torchrec_cnr.kafka.consumers import Consumers
+from torchrec_cnr.kafka.consumers import Consumers, consumers_of_process
+from torchrec_cnr.kafka.offsets import Offsets
 from torchrec_cnr.kafka.producers import Producing, Record
 from torchrec_cnr.kafka.records import marker_json, marker_of
 from torchrec_cnr.storage.row_log import Marker
 
 _LOOK_SECS = 0.02
 _OPEN_SECS = 75.0  # a broker looks for transactions that have run out of time once a minute
-_OFFSETS_PER_MARKER = 3  # the record, what ends its transaction, and room for those that were aborted
+_MIN_WINDOW = 24  # offsets: a marker takes two, as one more ends its transaction
+_MAX_LOOKED_AT = 1 << 12  # offsets, for what may as well be found in the root
 
 
 class MarkerTopic:
@@ -28,14 +29,14 @@ class MarkerTopic:
     Args:
         cluster: The cluster.
         topic: The topic.
-        consumers: To read it by.
     """
 
-    def __init__(self, cluster: Cluster, topic: str, consumers: Consumers) -> None:
+    def __init__(self, cluster: Cluster, topic: str) -> None:
         self._cluster = cluster
         self._topic = topic
-        self._consumers = consumers
-        self._admin = AdminClient(cluster.settings({}), logger=logger)
+        self._committed = consumers_of_process.get((cluster, "read_committed"))
+        self._all = consumers_of_process.get((cluster, "read_uncommitted"))
+        self._offsets = Offsets(cluster)
 
     def put(self, producing: Producing, marker: Marker, check: Callable[[], None], is_held: bool) -> None:
         """Commit; if the broker does not say whether it did, find out.
@@ -70,24 +71,53 @@ class MarkerTopic:
                     raise
 
     def _has(self, marker: Marker) -> bool:
-        return any(found.sha256 == marker.sha256 for found in self.newest(marker.root, most=4))
+        return bool(self.marked(marker.root, {marker.sha256: marker.parent_sha256}))
 
     def newest(self, root: str, most: int) -> tuple[Marker, ...]:
-        """The newest markers of a root, oldest first, once it is certain that there will be none before them.
+        """The newest markers of a root, oldest first, of the last part of the topic; some may not be committed.
 
         Raises:
-            StoreError: The broker does not answer in time, or a transaction stays open.
+            StoreError: The broker does not answer in time.
         """
         with self._cluster.errors(f"read topic {self._topic!r}"):
-            end = self._certain_end() - 1  # the last record ends a transaction, and to be told of the end takes a while
-            first = self._offset(OffsetSpec.earliest(), IsolationLevel.READ_UNCOMMITTED)
-            width = _OFFSETS_PER_MARKER * most
-            while True:
-                start = max(first, end - width)
-                found = tuple(marker for marker in self.between(start, end) if marker.root == root)
-                if len(found) >= most or start == first:
-                    return found[-most:]
-                width *= 4
+            end = self._end(IsolationLevel.READ_UNCOMMITTED)
+            found: list[Marker] = []
+            for window in self._windows_back(end, max(0, end - _MAX_LOOKED_AT), self._all):
+                found[:0] = [marker for marker in window if marker.root == root]
+                if len(found) >= most:
+                    break
+            return tuple(found[-most:])
+
+    def marked(self, root: str, manifests: Mapping[str, str | None]) -> frozenset[str]:
+        """Which of these manifests a marker has committed, once that is certain; see ``RowLog``.
+
+        Raises:
+            StoreError: The broker does not answer in time, or a transaction stays open that decides about one of them.
+        """
+        left, found = dict(manifests), set()
+        with self._cluster.errors(f"read topic {self._topic!r}"):
+            end = self._decided_end(root, manifests.keys())
+            for window in self._windows_back(end, 0, self._committed):
+                for marker in reversed([marker for marker in window if marker.root == root]):
+                    if marker.sha256 in left:
+                        found.add(marker.sha256)
+                    # What is not found yet has none, if this is its parent's.
+                    gone = [sha256 for sha256, parent in left.items() if marker.sha256 in (sha256, parent)]
+                    for sha256 in gone:
+                        del left[sha256]
+                if not left:
+                    break
+        return frozenset(found)
+
+    def _windows_back(self, end: int, first: int, consumers: Consumers) -> Iterator[list[Marker]]:
+        """The markers from one offset to another in runs, the last run first, each larger than the one before."""
+        first = max(first, self._offsets.first(self._topic, 0))
+        stop = end - 1  # the last record ends a transaction, and to be told of the end takes a while
+        width = _MIN_WINDOW
+        while stop > first:
+            start = max(first, stop - width)
+            yield list(self._read(consumers, start, stop, 0.0))
+            stop, width = start, 4 * width
 
     def between(self, start: int, stop: int, wait_secs: float = 0.0) -> Iterator[Marker]:
         """Markers at offsets from ``start`` to ``stop``; what is none is passed over with a warning.
@@ -100,9 +130,12 @@ class MarkerTopic:
         Raises:
             KafkaException: The broker does not answer in time.
         """
+        yield from self._read(self._committed, start, stop, wait_secs)
+
+    def _read(self, consumers: Consumers, start: int, stop: int, wait_secs: float) -> Iterator[Marker]:
         if start >= stop:
             return
-        with self._consumers.one(self._topic, 0, start) as consumer:
+        with consumers.one(self._topic, 0, start) as consumer:
             for message in consumer.records(self._topic, 0, start, stop, wait_secs):
                 offset = message.offset() or 0
                 marker = marker_of(message.value(), offset)
@@ -111,28 +144,32 @@ class MarkerTopic:
                 else:
                     yield marker
 
-    def _certain_end(self) -> int:
+    def end(self) -> int:
+        """The offset behind the last marker that is there to be seen.
+
+        Raises:
+            StoreError: The broker does not answer in time.
+        """
+        with self._cluster.errors(f"read topic {self._topic!r}"):
+            return self._end(IsolationLevel.READ_COMMITTED)
+
+    def _decided_end(self, root: str, sha256s: Collection[str]) -> int:
+        """Where the records end whose fate is known, once no marker of these manifests lies behind that."""
         deadline = time.monotonic() + self._cluster.timeout_secs + _OPEN_SECS
         while True:
-            committed = self._offset(OffsetSpec.latest(), IsolationLevel.READ_COMMITTED)
-            if committed >= self._offset(OffsetSpec.latest(), IsolationLevel.READ_UNCOMMITTED):
-                return committed
+            decided = self._end(IsolationLevel.READ_COMMITTED)
+            end = self._end(IsolationLevel.READ_UNCOMMITTED)
+            # Others may have left a transaction open for as long as they like.
+            behind = [marker for marker in self._read(self._all, decided, end, 0.0) if marker.root == root]
+            if not any(marker.sha256 in sha256s for marker in behind):
+                return decided
             if time.monotonic() > deadline:
                 raise StoreError(
                     f"topic {self._topic!r} of Kafka at {self._cluster.bootstrap}: a transaction has been open since "
-                    f"offset {committed}, so that nobody can tell whether a save was committed; try again"
+                    f"offset {decided}, so that nobody can tell whether checkpoint {behind[-1].name!r} was committed; "
+                    "try again, or end that transaction with kafka-transactions --abort"
                 )
             time.sleep(_LOOK_SECS)
 
-    def _offset(self, spec: OffsetSpec, isolation: IsolationLevel) -> int:
-        place, timeout_secs = TopicPartition(self._topic, 0), self._cluster.timeout_secs
-        deadline = time.monotonic() + timeout_secs
-        while True:
-            futures = self._admin.list_offsets({place: spec}, isolation_level=isolation, request_timeout=timeout_secs)
-            try:
-                return int(self._cluster.result(futures[place]).offset)
-            except KafkaException:  # a broker that has just started does not lead its partitions yet
-                if time.monotonic() > deadline:
-                    raise
-            time.sleep(_LOOK_SECS)
-            self._admin = AdminClient(self._cluster.settings({}), logger=logger)  # the old one would not ask again
+    def _end(self, isolation: IsolationLevel) -> int:
+        return self._offsets.end(self._topic, 0, isolation)

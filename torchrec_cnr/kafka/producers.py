@@ -18,7 +18,7 @@ from functools import partial
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
 from torchrec_cnr.errors import FencedError
-from torchrec_cnr.kafka.clients import Cluster, Settings, is_fenced, logger
+from torchrec_cnr.kafka.clients import Cluster, Settings, is_fenced, logger, may_be_fenced
 
 _IN_FLIGHT_BYTES = 16 << 20
 _POLL_SECS = 0.05
@@ -95,7 +95,7 @@ class Producing:
             is_held: Whether to send only if the id is that which :meth:`hold` has taken.
 
         Raises:
-            FencedError: Somebody else has taken the id.
+            FencedError: Somebody else has taken the id, or may have since the broker has forgotten who had it.
             KafkaException: They were not sent, or nobody can tell yet.
         """
         records = list(records)
@@ -108,10 +108,11 @@ class Producing:
                     return self._transact(topic, partition, records)
                 except KafkaException as error:
                     self._drop()
-                    if is_fenced(error) and not may_take_over:
+                    is_lost = is_fenced(error) if is_held else may_be_fenced(error)
+                    if is_lost and not may_take_over:
                         raise self._shut_out(topic) from error
                     is_early = error.args[0].code() in _NOT_KNOWN_YET  # a broker that has just started
-                    if is_held or not (is_fenced(error) or is_early) or time.monotonic() > deadline:
+                    if is_held or not (is_lost or is_early) or time.monotonic() > deadline:
                         raise
                     may_take_over = is_early and may_take_over
                     time.sleep(_POLL_SECS)

@@ -141,7 +141,7 @@ def _described(tensor: Tensor) -> str:
 def _on_host(table: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     if table.device.type == "cpu":
         return table, rows
-    return table.index_select(0, rows).cpu(), torch.arange(len(rows))
+    return table.index_select(0, rows).cpu(), torch.arange(len(rows), device="cpu")
 
 
 def _decode_on_host(
@@ -150,6 +150,6 @@ def _decode_on_host(
     if target.device.type == "cpu":
         decode(codes, positions, bits, first_col, target, rows)
         return
-    values = torch.empty(len(rows), target.shape[1], dtype=target.dtype)
-    decode(codes.cpu(), positions.cpu(), bits, first_col, values, torch.arange(len(rows)))
+    values = torch.empty(len(rows), target.shape[1], dtype=target.dtype, device="cpu")
+    decode(codes.cpu(), positions.cpu(), bits, first_col, values, torch.arange(len(rows), device="cpu"))
     target.index_copy_(0, rows, values.to(target.device))

@@ -1,6 +1,5 @@
 """Committed checkpoints, the chain (lineage) from one back to its baseline, and the head that a job continues."""
 
-import errno
 import logging
 import os
 import posixpath
@@ -24,7 +23,7 @@ from torchrec_cnr.format.safe_pickle import unpickled
 from torchrec_cnr.human_text import bytes_text, count_text, url_text
 from torchrec_cnr.lineage.marker_commit import publish_marked
 from torchrec_cnr.storage.pack_reader import PackReader
-from torchrec_cnr.storage.store import Store, read_whole
+from torchrec_cnr.storage.store import NOT_THERE, Store, read_whole
 from torchrec_cnr.throttling import Bandwidth
 
 
@@ -157,7 +156,7 @@ def read_checkpoint(path: str | os.PathLike[str] | Store) -> Checkpoint:
     store = Store.open(path)
     found = _read_manifest(store, MANIFEST_FILE)
     if found is None and store.row_log is not None:
-        publish_marked(store.at(".."))
+        publish_marked(store.at(".."), [posixpath.basename(store.path)])
         found = _read_manifest(store, MANIFEST_FILE)
     if found is None:
         raise CheckpointNotFoundError(
@@ -211,7 +210,7 @@ def _read_manifest(store: Store, name: str) -> tuple[Manifest, str, int] | None:
     try:
         data = read_whole(store, name, manifest_json.MAX_MANIFEST_BYTES)
     except StoreError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+        if error.errno in NOT_THERE:
             return None
         raise
     manifest, sha256 = manifest_json.loads(data, f"{store.url}/{name}")

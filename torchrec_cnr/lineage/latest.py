@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from torchrec_cnr.errors import DamagedError, StoreError
 from torchrec_cnr.format import manifest_json
 from torchrec_cnr.format.manifest import MANIFEST_FILE
+from torchrec_cnr.lineage.abandoned import mark_of, marked_name
 from torchrec_cnr.lineage.checkpoint import Checkpoint, read_checkpoint
 from torchrec_cnr.lineage.marker_commit import publish_marked
 from torchrec_cnr.storage.fences import is_fence
 from torchrec_cnr.storage.row_log import RowLog
-from torchrec_cnr.storage.store import Store
+from torchrec_cnr.storage.store import NOT_THERE, Store
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ def latest(root: str | os.PathLike[str], *, row_log: RowLog | None = None) -> st
     no manifest yet.
 
     Directories without a manifest are no checkpoints; one with a damaged manifest, or that may not be read, is passed
-    over with a warning.
+    over with a warning, and one that a job has abandoned, silently.
 
     Returns:
         Its path or URL, or None where there is none.
@@ -40,7 +41,9 @@ def latest(root: str | os.PathLike[str], *, row_log: RowLog | None = None) -> st
     return next((checkpoint.store.url for checkpoint in newest_first(root, row_log)), None)
 
 
-def newest_first(root: str | os.PathLike[str], row_log: RowLog | None = None) -> Iterator[Checkpoint]:
+def newest_first(
+    root: str | os.PathLike[str] | Store, row_log: RowLog | None = None, *, with_abandoned: bool = False
+) -> Iterator[Checkpoint]:
     """The committed checkpoints directly under ``root``, the newest first; see :func:`latest` for what is passed over.
 
     Raises:
@@ -48,19 +51,31 @@ def newest_first(root: str | os.PathLike[str], row_log: RowLog | None = None) ->
         StoreError: ``root`` cannot be listed.
     """
     directory = Store.open(root, row_log=row_log)
-    publish_marked(directory)
-    candidates = []
-    for name in directory.names():
-        if is_fence(name):
-            continue
-        at_ns = committed_ns(directory.at(name), logging.WARNING)
-        if at_ns is not None:
-            candidates.append((at_ns, name))
+    there = directory.names()
+    names = [name for name in there if not is_fence(name) and marked_name(name) is None]
+    found = {name: committed_ns(directory.at(name), logging.WARNING) for name in names}
+    published = publish_marked(directory, [name for name in names if found[name] is None])
+    found |= {name: committed_ns(directory.at(name), logging.WARNING) for name in published}
+    candidates = [(at_ns, name) for name, at_ns in found.items() if at_ns is not None]
     for _, name in sorted(candidates, reverse=True):
         try:
-            yield read_checkpoint(directory.at(name))
+            newest = read_checkpoint(directory.at(name))
         except DamagedError as error:
             logger.warning(_PASSED_OVER, error)
+            continue
+        if with_abandoned or mark_of(newest) not in there:
+            yield newest
+
+
+def newest_ns(root: Store) -> int:
+    """When the newest checkpoint of a root was committed, be it abandoned or not; 0 where there is none.
+
+    Raises:
+        StoreError: The root cannot be listed, or a manifest cannot be read.
+    """
+    names = [name for name in root.names() if not is_fence(name) and marked_name(name) is None]
+    found = (committed_ns(root.at(name), logging.DEBUG) for name in names)
+    return max((int(at_ns) for at_ns in found if at_ns is not None and at_ns < math.inf), default=0)
 
 
 def committed_ns(store: Store, level: int) -> float | None:
@@ -81,7 +96,7 @@ def committed_ns(store: Store, level: int) -> float | None:
     except StoreError as error:
         if error.errno in (errno.EACCES, errno.EPERM):
             logger.log(level, _PASSED_OVER, error)
-        elif error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
+        elif error.errno not in (*NOT_THERE, errno.EISDIR):
             raise
         return None
     at_ns = manifest_json.created_ns(start)

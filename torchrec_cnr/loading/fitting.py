@@ -123,6 +123,7 @@ class _Mismatches:
     sizes: list[str] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
+    roles: list[str] = field(default_factory=list)
     has_codes: bool = False
 
 
@@ -147,6 +148,7 @@ def fit(wanted: Collection[Wanted], manifest: Manifest, url: str, *, allow_parti
     left_out = frozenset((missing | unexpected) - pairing.tolerated)
     ambiguous = pairing.ambiguous.items()
     mismatches = _Mismatches([f"{fqn!r} (may be {' or '.join(map(repr, others))})" for fqn, others in ambiguous])
+    mismatches.roles += map(repr, sorted(pairing.of_others))
     quantized = {item.fqn for item in wanted if item.dtype == QUANTIZED}
     mismatches.quantized += map(repr, sorted(missing & quantized))
     if not allow_partial:
@@ -249,6 +251,7 @@ def _lines(mismatches: _Mismatches) -> Iterator[str]:
         "of another size": mismatches.sizes,
         "of another dtype": mismatches.dtypes,
         "a tensor on one side only": mismatches.kinds,
+        "state of another kind of optimizer, under the same name": mismatches.roles,
     }
     for what, names in parts.items():
         if names:
@@ -269,6 +272,11 @@ def _lines(mismatches: _Mismatches) -> Iterator[str]:
         yield (
             "a tensor is loaded only as what it was saved as: build it in the saved size, or leave it out of the state "
             "dict and pass CNRLoadPlanner(allow_partial_load=True)"
+        )
+    if mismatches.roles:
+        yield (
+            "Adam's average is not Adagrad's sum: build the optimizer that was saved, or leave its state out of the "
+            "state dict and pass CNRLoadPlanner(allow_partial_load=True)"
         )
     if mismatches.dtypes:
         yield "a dtype is not converted: load into a tensor of the saved dtype, and convert it afterwards"

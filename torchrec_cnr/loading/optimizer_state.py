@@ -22,7 +22,6 @@ _FIRST = "momentum1"  # what fused optimizers call their first state
 # What torch.optim calls state that fused optimizers have too, but for the first, which is below.
 _ROLES: Mapping[str, str] = {"exp_avg_sq": "exp_avg_sq", "iter": "step"}
 _OF_ADAM = "exp_avg_sq"
-_OF_ADAGRAD = frozenset({"prev_iter", "row_counter", "iter", "sparse_ema"})
 _COUNTS = frozenset({"iter", "step"})
 # Without these an optimizer would go on from another state than the saved one.
 _NEEDED = frozenset({_FIRST, "sum", "exp_avg", "exp_avg_sq", "momentum_buffer"})
@@ -67,11 +66,13 @@ class Pairing:
         renamed: By wanted FQN, the saved one.
         tolerated: FQNs on either side that have no counterpart on the other, of tables whose state was renamed.
         ambiguous: By wanted FQN, the saved ones that it might be; and by saved FQN, the wanted ones.
+        of_others: FQNs that both sides have, of state with another role: Adam's average, and Adagrad's sum.
     """
 
     renamed: Mapping[str, str]
     tolerated: frozenset[str]
     ambiguous: Mapping[str, tuple[str, ...]]
+    of_others: frozenset[str] = frozenset()
 
 
 def pair(wanted: Mapping[str, Size | None], saved: Mapping[str, Size | None], weights: Collection[str]) -> Pairing:
@@ -114,7 +115,14 @@ def pair(wanted: Mapping[str, Size | None], saved: Mapping[str, Size | None], we
         for state in (*missing, *unexpected)
         if state.group in groups and state.fqn not in paired and state.name not in _NEEDED
     )
-    return Pairing(renamed, tolerated, ambiguous)
+    of_others = frozenset(
+        state.fqn
+        for state in _parse(set(wanted) & set(saved))
+        if state.is_fused
+        and state.name == _FIRST
+        and (f"{state.group}{_OF_ADAM}" in wanted) != (f"{state.group}{_OF_ADAM}" in saved)
+    )
+    return Pairing(renamed, tolerated, ambiguous, of_others)
 
 
 def is_count(fqn: str, saved: str) -> bool:
@@ -143,7 +151,5 @@ def _is_same(state: StateName, other: StateName, siblings: Mapping[str, set[str]
     fused, plain = (state, other) if state.is_fused else (other, state)
     if fused.name != _FIRST:
         return _ROLES.get(fused.name) == plain.name
-    names = siblings[fused.group]
-    if _OF_ADAM in names:
-        return plain.name == "exp_avg"
-    return plain.name == "sum" or (plain.name == "momentum_buffer" and not names & _OF_ADAGRAD)
+    # No fused optimizer of TorchRec calls a momentum_buffer so; read as a sum of squares, it would make NaN.
+    return plain.name == ("exp_avg" if _OF_ADAM in siblings[fused.group] else "sum")

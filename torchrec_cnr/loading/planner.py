@@ -18,13 +18,12 @@ Who calls what, on which rank, in one ``dcp.load``:
 
 import io
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
@@ -178,7 +177,7 @@ class CNRLoadPlanner(DefaultLoadPlanner):
             if not all(name in self._ranked for name in names):
                 return
             loaded = [self._ranked[name] for name in names]
-        set_element(self.original_state_dict, self.mappings[fqn], loaded)
+        _put(self.original_state_dict, self.mappings[fqn], loaded)
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         """Where a read goes: for a quantized table its whole rows, of which the state dict may have a part."""
@@ -236,6 +235,22 @@ class CNRLoadPlanner(DefaultLoadPlanner):
         if lineage is None:
             raise LoadError("a load was planned although its checkpoint could not be read; call dcp.load")
         return lineage
+
+
+def _put(state_dict: dict[str, Any], path: Sequence[str | int], value: Any) -> None:
+    """Put an object in the place of the one that DCP found at a path of keys, written as strings."""
+    container: Any = state_dict
+    for key in path[:-1]:
+        container = container[_own_key(container, key)]
+    container[_own_key(container, path[-1])] = value
+
+
+def _own_key(container: Any, key: str | int) -> Any:
+    """The key of a container that DCP writes as ``key``; optimizers number their parameters."""
+    if not isinstance(container, Mapping) or key in container:
+        return key
+    number = int(key) if str(key).isdecimal() else None
+    return number if number in container and str(number) == key else next(own for own in container if str(own) == key)
 
 
 def _key(item: ReadItem) -> ShardKey:

@@ -127,6 +127,8 @@ class SameLayout:
         self, fqn: str, saved_fqn: str, state_dict: Mapping[str, Any], metadata: LoadMetadata
     ) -> list[ReadItem]:
         """One for each chunk that was saved of each local shard."""
+        if isinstance(state_dict[fqn], Tensor) and not local_shards(state_dict[fqn]):
+            return []  # DCP has no chunk for a rank outside of a tensor's mesh
         items = _create_read_items(fqn, metadata.state_dict_metadata[saved_fqn], state_dict[fqn])
         return [replace(item, storage_index=replace(item.storage_index, fqn=saved_fqn)) for item in items]
 

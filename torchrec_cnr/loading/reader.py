@@ -102,8 +102,12 @@ class CNRStorageReader(StorageReader):
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Raise what went wrong while the manifests were read; let nobody prune what they name."""
-        if self._failure is not None:
-            raise self._failure
+        failure, self._failure = self._failure, None
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure  # it would refer to itself
         self._end_lease()
         self._lease = Lease.take(Store.open(self._url), "load")
 

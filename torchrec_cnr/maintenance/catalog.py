@@ -5,6 +5,7 @@ everything else. Maintenance plans from a catalog alone, without I/O, so that a 
 """
 
 import os
+import posixpath
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -13,10 +14,12 @@ from functools import cached_property
 
 from torchrec_cnr.errors import CheckpointNotFoundError, CNRError, ConfigurationError, StoreError
 from torchrec_cnr.format.manifest import MANIFEST_FILE, PACK_SUFFIX
+from torchrec_cnr.lineage.abandoned import mark_of
 from torchrec_cnr.lineage.checkpoint import Checkpoint, Lineage, read_checkpoint
 from torchrec_cnr.lineage.latest import latest
 from torchrec_cnr.lineage.marker_commit import publish_marked
 from torchrec_cnr.maintenance import journal, tags_and_metrics
+from torchrec_cnr.maintenance.file_names import is_uncommitted
 from torchrec_cnr.maintenance.journal import Journal, PrunedCheckpoint
 from torchrec_cnr.progress import Progress
 from torchrec_cnr.storage.leases import Lease, in_force
@@ -41,6 +44,7 @@ class Entry:
         modified_ns: Where there is a problem, when its manifest or else the directory was written last, if that is
             known.
         is_link: Whether it is a symbolic link to a directory; of that, no files are listed.
+        is_abandoned: Whether a job has left the checkpoint behind, when it went back to an older one.
     """
 
     store: Store
@@ -52,6 +56,7 @@ class Entry:
     metrics: Mapping[str, float] = field(default_factory=dict)
     modified_ns: int | None = None
     is_link: bool = False
+    is_abandoned: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -97,11 +102,13 @@ class Catalog:
         return tuple(found for found in self.journal.pruned if (found.name, found.created_ns) not in there)
 
     def parent(self, checkpoint: Checkpoint) -> str | None:
-        """The name of a checkpoint's parent, if that is here and is the one that was meant."""
+        """The name of a checkpoint's parent, if it is here, is the one that was meant, and is older, as it must be."""
         ref = checkpoint.manifest.parent
         name = None if ref is None else self.name_of(checkpoint.store.at(ref.path))
         found = self.checkpoints.get(name) if name is not None else None
-        return name if found is not None and ref is not None and found.sha256 == ref.sha256 else None
+        if found is None or ref is None or found.created_ns >= checkpoint.created_ns:
+            return None
+        return name if found.sha256 == ref.sha256 else None
 
     def lineage(self, name: str) -> Lineage | None:
         """From the baseline to a checkpoint; None if a link is missing."""
@@ -119,6 +126,14 @@ class Catalog:
             name = own if pack.directory is None else self.name_of(checkpoint.store.at(pack.directory))
             if name is not None and pack.log is None:
                 yield name, pack.name
+
+    @cached_property
+    def newest(self) -> str | None:
+        """The newest checkpoint that is not abandoned, or else the newest; None where there is none."""
+        names = list(self.checkpoints)
+        return next(
+            (name for name in reversed(names) if not self.entries[name].is_abandoned), names[-1] if names else None
+        )
 
     def heads(self) -> list[str]:
         """Checkpoints that are nobody's parent, oldest first."""
@@ -148,15 +163,17 @@ def read_catalog(
         StoreError: The root cannot be listed, its journal cannot be read, or the log does not answer in time.
     """
     store = Store.open(root, row_log=row_log)
-    publish_marked(store)
     listed = store.listing()
     names = sorted({*listed.directories, *listed.links})
     entries: dict[str, Entry] = {}
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="cnr-catalog") as threads:
         for entry in threads.map(lambda name: _read_entry(store.at(name), name, name in listed.links), names):
-            entries[entry.name] = entry
+            is_abandoned = entry.checkpoint is not None and mark_of(entry.checkpoint) in listed.files
+            entries[entry.name] = replace(entry, is_abandoned=is_abandoned)
             if progress is not None:
                 progress(len(entries), len(names))
+    for name in publish_marked(store, [name for name in entries if any(map(is_uncommitted, entries[name].files))]):
+        entries[name] = _read_entry(store.at(name), name, is_link=False)
     found = Journal()
     if journal.DIRECTORY in entries:
         found = journal.read_files(store.at(journal.DIRECTORY), entries[journal.DIRECTORY].files, time.time_ns())
@@ -217,7 +234,7 @@ def total_bytes(entries: Iterable[Entry]) -> int:
 def is_checkpoint(store: Store) -> bool:
     """Whether a manifest lies there, or a marker in the store's log says that one is to."""
     if not store.exists(MANIFEST_FILE):
-        publish_marked(store.at(".."))
+        publish_marked(store.at(".."), [posixpath.basename(store.path)])
     return store.exists(MANIFEST_FILE)
 
 

@@ -1,6 +1,7 @@
 """The journal: what was pruned, told by files under the root that outlive it.
 
-A prune writes what it is about to remove into one new file before it removes anything; many files are folded into one.
+A prune writes what it is about to remove into one new file before it removes anything, and in the end another in its
+place, which tells what was removed; many files are folded into one.
 So a report over months can still tell of checkpoints that are gone, and what a prune that died has left behind is
 recognised by the next one. That a checkpoint is in the journal twice, or is still there, does no harm.
 """
@@ -73,12 +74,12 @@ class PrunedCheckpoint:
 
 @dataclass(frozen=True)
 class Prune:
-    """A prune that was begun.
+    """A prune that has come to its end.
 
     Attributes:
         at_ns: Unix time in nanoseconds.
-        name: The newest of the directories that it removes something from.
-        freed_bytes: Bytes of the files that it removes.
+        name: The newest of the directories that it removed something from.
+        freed_bytes: Bytes of the files that it removed.
     """
 
     at_ns: BoundedCount

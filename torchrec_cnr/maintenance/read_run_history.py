@@ -1,7 +1,7 @@
 """The run history of a root: put together from the manifests that are there, and the journal of what was pruned.
 
-What a save or a compaction wrote is told by its manifest, or, once that was pruned, by the journal. What a prune could
-not remove is told anew by the next one, and counts twice. Links are no checkpoints of their own.
+What a save or a compaction wrote is told by its manifest, or, once that was pruned, by the journal. What a prune has
+removed is told once it has ended; of one that was killed, nothing. Links are no checkpoints of their own.
 """
 
 from collections.abc import Iterator

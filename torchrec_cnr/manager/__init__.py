@@ -4,6 +4,8 @@
   maintenance.
 - ``schedule``: when a checkpoint is due, by steps or by seconds, at the same step on all ranks.
 - ``restore``: ``restore_newest``, which loads the newest checkpoint that can be read, the same one on all ranks.
+- ``callbacks``: calls the user's callbacks; what they raise is logged and counted.
+- ``open_roots``: the roots that this process has a manager for: one each.
 - ``ranks``: the process groups of a run, and the heartbeat that names a rank which no longer responds.
 - ``reader_state``: ``ReaderState``, which saves the data loader state that belongs to the last trained batch.
 """

@@ -8,42 +8,45 @@ import itertools
 import logging
 import os
 import posixpath
-import re
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from torchrec_cnr.errors import CheckpointExistsError, CNRError, ConfigurationError, SaveError, StoreError
-from torchrec_cnr.format.manifest import MANIFEST_FILE
+from torchrec_cnr.arguments import check_callable, check_choice, check_count, check_positive, check_type
+from torchrec_cnr.errors import CheckpointExistsError, CNRError, ConfigurationError, FencedError, SaveError, StoreError
 from torchrec_cnr.human_text import url_text
 from torchrec_cnr.lineage.checkpoint import read_checkpoint
 from torchrec_cnr.loading.fitting import LoadReport
 from torchrec_cnr.maintenance.background_upkeep import Upkeep
-from torchrec_cnr.maintenance.file_names import log_bytes
-from torchrec_cnr.maintenance.pruning.retention import Keep
+from torchrec_cnr.maintenance.pruning.retention import Keep, check_keep
+from torchrec_cnr.manager.callbacks import Callbacks
+from torchrec_cnr.manager.open_roots import open_roots
 from torchrec_cnr.manager.ranks import RunRanks
-from torchrec_cnr.manager.restore import restore_newest
+from torchrec_cnr.manager.restore import abandon_newer, names_behind, path_of_step, restore_newest, step_of
 from torchrec_cnr.manager.schedule import Schedule
-from torchrec_cnr.policies import MAX_RATIO, Compacted, OneShot, Policy
+from torchrec_cnr.policies import MAX_RATIO, Compacted, OneShot, Policy, check_policy
 from torchrec_cnr.progress import Saved, SavePhases
 from torchrec_cnr.quantization import Quantization
 from torchrec_cnr.saving.planner import CNRSavePlanner
-from torchrec_cnr.saving.plug_in_messages import SaveMetadata
+from torchrec_cnr.saving.plug_in_messages import CommittedSize, SaveMetadata
 from torchrec_cnr.saving.staging import STAGING_BYTES
 from torchrec_cnr.saving.writer import CNRStorageWriter, destination_of
-from torchrec_cnr.storage.row_log import RowLog
+from torchrec_cnr.storage.fences import claim
+from torchrec_cnr.storage.row_log import RowLog, check_row_log
 from torchrec_cnr.storage.store import Store
-from torchrec_cnr.tracking.tracked_tables import TrackedRows
+from torchrec_cnr.tracking.tracked_tables import TrackedRows, check_tracker
 
 logger = logging.getLogger(__name__)
 
+WhenBusy = Literal["wait", "skip", "fail"]
+MAX_STEP = 10**18 - 1  # what a name has room for
 StateSource = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
-_NAME = re.compile(r"step-(\d{1,18})(?:-\d{1,9})?")
 
 
 class CheckpointManager:
@@ -71,7 +74,8 @@ class CheckpointManager:
         staging_bytes: How much such a save copies; see ``CNRStorageWriter``.
         timeout_secs: How long a rank waits for the others in a save; one that is missing is named then.
         row_log: Where rows of deltas and markers that commit go (``KafkaRows``). By default, both are files.
-        on_saved: Called on every rank with each checkpoint that was committed.
+        on_saved: Called on every rank with each checkpoint that was committed. What a callback raises is logged, and
+            counted in :attr:`num_callback_errors`.
         on_progress: Called from any thread with what is being done ("save", "restore", "compact" or "prune") and how
             much is done of how much: shards of a save, files of a prune, bytes of others.
     """
@@ -89,23 +93,25 @@ class CheckpointManager:
         compacts: bool | None = None,
         num_retries: int = 2,
         thread_count: int = 2,
-        when_busy: Literal["wait", "skip", "fail"] = "wait",
+        when_busy: WhenBusy = "wait",
         cpu_share: float = 1.0,
         staging_bytes: int = STAGING_BYTES,
         timeout_secs: float = 1800.0,
         row_log: RowLog | None = None,
         on_saved: Callable[[Saved], None] | None = None,
-        on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+        on_progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
+        _check_arguments(tracker, keep, row_log, num_retries, when_busy, on_saved, on_progress)
+        check_positive("timeout_secs", timeout_secs)
         if policy is None:
             policy = Compacted() if row_log is None or row_log.block_bytes is None else OneShot()
+        check_policy(policy)
         destination_of(row_log).refuse_policy(policy)
         self._root = Store.open(root).url
         self._log = row_log
-        self._ranks = RunRanks(timeout_secs)
         self._tracker = tracker
         self._planner = CNRSavePlanner(tracker, policy=policy)
-        self._progress = on_progress
+        self._callbacks = Callbacks(on_saved, on_progress)
         self._writer = CNRStorageWriter(
             self._root,
             quantization=quantization,
@@ -114,22 +120,26 @@ class CheckpointManager:
             cpu_share=cpu_share,
             timeout_secs=timeout_secs,
             row_log=row_log,
-            progress=partial(on_progress, "save"),
+            progress=partial(self._callbacks.progress, "save"),
         )
         self._when_busy = when_busy
         self._keep = keep
         self._thread_count = thread_count
-        self._due = Schedule(every_steps, every_secs, self._ranks.decide)
+        self._due = Schedule(every_steps, every_secs)
         self._num_retries = num_retries
-        self._on_saved = on_saved
         self._in_flight: tuple[int, float, float, Future[Any]] | None = None
         does_compact = isinstance(policy, Compacted) if compacts is None else compacts
         max_ratio = policy.max_ratio if isinstance(policy, Compacted) else MAX_RATIO
         self._upkeep: Upkeep | None = None
+        open_roots.enter(self._root, self)
+        self._ranks = RunRanks(timeout_secs)  # once all arguments have been looked at
+        self._due.share = self._ranks.decide
         if self._ranks.rank == 0:
-            self._upkeep = Upkeep(self._root, keep, does_compact, max_ratio, row_log=row_log, progress=on_progress)
+            progress = self._callbacks.progress
+            self._upkeep = Upkeep(self._root, keep, does_compact, max_ratio, row_log=row_log, progress=progress)
         self.report: LoadReport | None = None
         self._passed_over: frozenset[str] = frozenset()
+        self._back_at: str | None = None
 
     def __repr__(self) -> str:
         head = self._tracker.head
@@ -147,6 +157,7 @@ class CheckpointManager:
         Raises:
             CheckpointException, SaveError: It failed, as often as it was tried. The rows are in the next one.
         """
+        _check_step(step, state)
         if not (force or self._due(step)):
             return None
         self.wait()
@@ -178,6 +189,7 @@ class CheckpointManager:
             SaveError: The save before is under way, and ``when_busy`` is "fail".
             CheckpointException, SaveError: The save before failed.
         """
+        _check_step(step, state)
         if not (force or self._due(step)):
             return None
         if self._when_busy != "wait" and self._ranks.any(self._is_busy):
@@ -206,13 +218,24 @@ class CheckpointManager:
         return self._in_flight is not None and not self._in_flight[-1].done()
 
     def _save(self, how: Callable[..., Any], step: int, state: StateSource) -> Any:
+        self._leave_other_roots()
+        self._abandon()
+        source = state() if callable(state) else state
+        check_type("state", source, Mapping, "a mapping, or a function that returns one")
         return how(
-            dict(state() if callable(state) else state),
+            dict(source),
             checkpoint_id=self._path(step),
             storage_writer=self._writer,
             planner=self._planner,
             process_group=self._ranks.group,
         )
+
+    def _leave_other_roots(self) -> None:
+        """Begin a root with a baseline, whatever the job has loaded: it may be copied, moved or pruned alone."""
+        self._planner.resolve_last_save()
+        head = self._tracker.head
+        if head is not None and Store.open(head.ref.path).at("..").url != self._root:
+            self._tracker.forget()
 
     def wait(self) -> Saved | None:
         """Wait for a save in the background; raises what it failed with."""
@@ -229,40 +252,81 @@ class CheckpointManager:
     def _finish(
         self, step: int, metadata: SaveMetadata | None, stall_secs: float, secs: float, num_retries: int
     ) -> Saved:
+        """Tell of a save that was committed. One rank alone raises nothing here: the others have gone on."""
         self._due.saved(step)
-        self._planner.resolve_last_save()
-        checkpoint = read_checkpoint(self._writer.checkpoint_id)
+        try:
+            self._planner.resolve_last_save()
+        except StoreError as error:
+            logger.info("the next save will look at it: %s", error)
+        path = self._path(step)
+        if metadata is None or metadata.size is None:
+            size = self._ranks.decide(self._size_of(path) if self._ranks.rank == 0 else None)
+        else:
+            size = metadata.size
         saved = Saved(
             step=step,
-            path=checkpoint.store.url,
-            kind=checkpoint.committed.kind,
-            num_bytes=checkpoint.num_bytes + log_bytes(checkpoint.manifest),
-            num_rows=checkpoint.num_rows,
+            path=Store.open(path).url,
+            kind=size.kind,
+            num_bytes=size.num_bytes,
+            num_rows=size.num_rows,
             stall_secs=stall_secs,
             secs=secs,
             phases=SavePhases() if metadata is None else metadata.phases[self._ranks.rank],
             num_retries=num_retries,
         )
         if self._upkeep is not None:
-            self._upkeep.after(checkpoint)
-        if self._on_saved is not None:
-            self._on_saved(saved)
+            self._upkeep.after(saved.path)
+        self._callbacks.saved(saved)
         return saved
 
-    def restore(self, state: StateSource) -> int | None:
-        """Load the newest checkpoint that can be read; see :func:`restore_newest`.
+    def _size_of(self, path: str) -> CommittedSize | CNRError:
+        try:
+            found = read_checkpoint(Store.open(path, row_log=self._log))
+        except CNRError as error:  # for all ranks
+            return error
+        num_bytes = sum(pack.num_bytes for pack in found.committed.packs) + found.manifest_bytes
+        return CommittedSize(found.committed.kind, num_bytes, found.committed.num_rows)
+
+    @property
+    def num_callback_errors(self) -> int:
+        """How often ``on_saved`` or ``on_progress`` has raised on this rank."""
+        return self._callbacks.num_errors
+
+    def restore(
+        self, state: StateSource, *, step: int | None = None, path: str | os.PathLike[str] | None = None
+    ) -> int | None:
+        """Load the newest checkpoint that can be read, or the one that is asked for.
+
+        From here on, this job is the one that saves to the root: saves of another one that still does are refused.
+        After a return to an older checkpoint, the next save records in the root that the newer ones are abandoned:
+        :func:`latest`, restores, and the counts of ``Keep`` pass them over from then on.
 
         Args:
             state: As for ``dcp.load``. Entries that are no tensors are replaced in it, so it must be the very mapping
                 that training goes on with, or hold ``Stateful`` objects.
+            step: Load the checkpoint that was taken after this step.
+            path: Load this checkpoint, of this root or of another.
 
         Returns:
             The step after which it was taken, or None where there is no checkpoint.
+
+        Raises:
+            CheckpointNotFoundError: There is no checkpoint of that step.
+            DamagedError: There are checkpoints, but none can be read.
+            CheckpointException: The load failed otherwise, or that of the checkpoint that was asked for did.
         """
         self.wait()
         target = state() if callable(state) else state
-        if not isinstance(target, dict):
-            raise ConfigurationError(f"'state' must be a dict to load into (got {type(target).__name__})")
+        check_type("state", target, dict, "a dict to load into")
+        assert isinstance(target, dict)
+        root, chosen = Store.open(self._root, row_log=self._log), None if path is None else Store.open(path).url
+        if step is not None:
+            check_count("step", step, 0, MAX_STEP)
+            if chosen is not None:
+                raise ConfigurationError("'step' and 'path' both name a checkpoint: give one of them")
+        self._ranks.decide(self._claimed() if self._ranks.rank == 0 else None)
+        if step is not None:
+            chosen = self._ranks.decide(path_of_step(root, step) if self._ranks.rank == 0 else None)
         found = restore_newest(
             self._root,
             target,
@@ -270,18 +334,33 @@ class CheckpointManager:
             group=self._ranks.group,
             thread_count=self._thread_count,
             row_log=self._log,
-            progress=partial(self._progress, "restore"),
+            progress=partial(self._callbacks.progress, "restore"),
+            chosen=chosen,
         )
         if found is None:
             return None
-        path, self.report = found
-        name = _NAME.fullmatch(posixpath.basename(path))
-        if name is None:
-            raise ConfigurationError(f"{path} is the newest checkpoint, but none of a manager's, whose are 'step-<n>'")
-        step = int(name[1])
-        behind = _names_behind(self._root, step) if self._ranks.rank == 0 else None
+        loaded, self.report = found
+        restored, self._back_at = step_of(loaded), chosen
+        behind = names_behind(root, restored) if self._ranks.rank == 0 else None
         self._passed_over = self._ranks.decide(behind)
-        return step
+        return restored
+
+    def _abandon(self) -> None:
+        """Record that a return to an older checkpoint has left others behind, before the first save after it."""
+        if self._back_at is not None:
+            root = Store.open(self._root, row_log=self._log)
+            self._ranks.decide(abandon_newer(root, self._back_at) if self._ranks.rank == 0 else None)
+            self._back_at = None
+
+    def _claimed(self) -> CNRError | None:
+        """Keep other jobs from adding checkpoints to the root; an error for all ranks if a third one just has."""
+        try:
+            claim(Store.open(self._root))
+        except FencedError as error:
+            return error
+        except StoreError as error:
+            logger.warning("nothing can be saved here, and another job may still do so: %s", error)
+        return None
 
     def close(self) -> None:
         """Wait for everything that is under way."""
@@ -290,19 +369,38 @@ class CheckpointManager:
         finally:
             self._writer.close()
             self._ranks.close()
+            open_roots.leave(self._root, self)
             if self._upkeep is not None:
                 self._upkeep.close()
 
 
-def _names_behind(root: str, step: int) -> frozenset[str] | CNRError:
-    """Checkpoints of later steps, which a restore has passed over; they stay for whoever may mend them."""
-    store = Store.open(root)
-    try:
-        later = [name for name in store.names() if (found := _NAME.fullmatch(name)) and int(found[1]) > step]
-        return frozenset(name for name in later if store.at(name).exists(MANIFEST_FILE))
-    except CNRError as error:  # for all ranks
-        return error
-
-
 def _may_be_tried_again(error: CheckpointException) -> bool:
     return all(isinstance(failure, StoreError) for failure, _ in error.failures.values())
+
+
+def _check_arguments(
+    tracker: object,
+    keep: object,
+    row_log: object,
+    num_retries: object,
+    when_busy: object,
+    on_saved: object,
+    on_progress: object,
+) -> None:
+    """What neither the writer nor the planner checks, before anything is begun."""
+    check_tracker(tracker)
+    check_keep(keep)
+    check_row_log(row_log)
+    check_count("num_retries", num_retries)
+    check_choice("when_busy", when_busy, get_args(WhenBusy))
+    check_callable("on_saved", on_saved)
+    check_callable("on_progress", on_progress)
+
+
+def _check_step(step: object, state: object) -> None:
+    check_count("step", step, 0, MAX_STEP)
+    if isinstance(state, torch.nn.Module) or not (isinstance(state, Mapping) or callable(state)):
+        raise ConfigurationError(
+            f"'state' must be a mapping, or a function that returns one (got {type(state).__name__}); pass the live "
+            "state dict, such as {'model': model.state_dict()}"
+        )

@@ -141,6 +141,10 @@ class RunRanks:
         )
 
     def close(self) -> None:
-        """This rank leaves."""
+        """This rank leaves, and gives its groups back."""
         if self._pulse is not None:
             self._pulse.close()
+        for group in (self.group, self._deciding):
+            if group is not None and dist.is_initialized():
+                dist.destroy_process_group(group)
+        self.group = self._deciding = None

@@ -132,13 +132,22 @@ class ReaderState(Generic[Batch]):
         """The next batches, and no more of them, so that a pipeline has none left in flight when they are trained.
 
         This is how Check-N-Run's reader works for a checkpoint interval (section 4). The next quota goes on behind
-        this one; before it, ``TrainPipelineBase`` wants a ``reset()``.
+        this one; before it, ``TrainPipelineBase`` wants a ``reset()``. A quota with fewer batches, or none, is the last
+        of its pass, and the next quota begins another pass. After a load, the next quota begins where the load says.
         """
         if num_batches < 1:
             raise ConfigurationError(f"'num_batches' must be at least 1 (got {num_batches})")
         if self._passing is None:
             self._passing = iter(self)
-        yield from islice(self._passing, num_batches)
+        passing = self._passing
+        for _ in range(num_batches):
+            try:
+                batch = next(passing)
+            except StopIteration:
+                if self._passing is passing:
+                    self._passing = None
+                return
+            yield batch
 
     def trained(self, num_batches: int = 1) -> None:
         """So many batches more were trained, in the order in which they were handed out.
@@ -194,6 +203,7 @@ class ReaderState(Generic[Batch]):
             positions = [unpickled(position, "the position of a reader") for position in saved]
             state = self._reshard(positions, rank, world_size)
         self._loader.load_state_dict(state)
+        self._passing = None
         self._ahead.clear()
         self._trained = state
 

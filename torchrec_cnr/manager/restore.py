@@ -1,24 +1,35 @@
-"""Restoring: the newest checkpoint that can be read, on all ranks the same one."""
+"""Restoring: the newest checkpoint that can be read, or a chosen one, on all ranks the same."""
 
 import logging
 import os
+import posixpath
+import re
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from torchrec_cnr.errors import CheckpointNotFoundError, CNRError, DamagedError
+from torchrec_cnr.errors import CheckpointNotFoundError, CNRError, ConfigurationError, DamagedError
+from torchrec_cnr.format.manifest import MANIFEST_FILE
+from torchrec_cnr.lineage.abandoned import mark_abandoned, mark_of
+from torchrec_cnr.lineage.checkpoint import Checkpoint, read_checkpoint
 from torchrec_cnr.lineage.latest import newest_first
 from torchrec_cnr.loading.fitting import LoadReport
 from torchrec_cnr.loading.planner import CNRLoadPlanner
 from torchrec_cnr.loading.reader import CNRStorageReader
 from torchrec_cnr.progress import Progress
 from torchrec_cnr.storage.row_log import RowLog
+from torchrec_cnr.storage.store import Store
 from torchrec_cnr.tracking.tracked_tables import TrackedRows
 
 logger = logging.getLogger(__name__)
+
+NAME = re.compile(r"step-(\d{1,18})(?:-\d{1,9})?")
+_NUM_NAMED = 10  # steps in a message
 
 
 def shared(value: Any, group: dist.ProcessGroup | None) -> Any:
@@ -40,6 +51,7 @@ def restore_newest(
     thread_count: int = 2,
     row_log: RowLog | None = None,
     progress: Progress | None = None,
+    chosen: str | None = None,
 ) -> tuple[str, LoadReport] | None:
     """Load the newest checkpoint under a root whose bytes are what was committed.
 
@@ -53,6 +65,7 @@ def restore_newest(
         thread_count: Requests in flight at once.
         row_log: The log that rows of deltas went to, if they did: ``KafkaRows``.
         progress: Told how many of how many bytes of rows this rank has read.
+        chosen: Load this checkpoint and no other.
 
     Returns:
         Path of what was loaded, and the report; None where there is no checkpoint.
@@ -62,21 +75,27 @@ def restore_newest(
         VersionError: The newest was written by a newer version.
         StoreError: The root cannot be listed.
         CheckpointException: A load failed for another reason, such as a state that does not fit.
+        Exception: A ``load_state_dict`` of the state raised it. The next save is a baseline then.
     """
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
     passed_over = []
-    for path in _candidates(root, group, row_log):
+    for path in _candidates(root, group, row_log) if chosen is None else [chosen]:
         planner = CNRLoadPlanner(tracker)
         reader = CNRStorageReader(path, thread_count=thread_count, row_log=row_log, progress=progress)
         try:
             load(state, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
         except CheckpointException as error:
             failures = [failure for failure, _ in error.failures.values()]
-            if not all(isinstance(failure, DamagedError | CheckpointNotFoundError) for failure in failures):
+            is_gone = all(isinstance(failure, DamagedError | CheckpointNotFoundError) for failure in failures)
+            if chosen is not None or not is_gone:
                 raise
             logger.warning("cannot restore from %s, the one before is tried: %s", path, failures[0])
             passed_over.append(f"{path}: {failures[0]}")
+        except BaseException:  # of a Stateful, which takes what was loaded after the planner has come to its end
+            if tracker is not None:
+                tracker.forget()
+            raise
         else:
             return path, planner.report
     if passed_over:
@@ -97,3 +116,59 @@ def _next_path(found: Iterator[Any]) -> str | CNRError | None:
         return next((checkpoint.store.url for checkpoint in found), None)
     except CNRError as error:
         return error
+
+
+def step_of(path: str) -> int:
+    """The step that a checkpoint of a manager's was taken after.
+
+    Raises:
+        ConfigurationError: Its name does not tell.
+    """
+    found = NAME.fullmatch(posixpath.basename(path))
+    if found is None:
+        raise ConfigurationError(f"{path} is none of a manager's checkpoints, whose names are 'step-<n>'")
+    return int(found[1])
+
+
+def path_of_step(root: Store, step: int) -> str | CNRError:
+    """The checkpoint that was taken after a step, of several the newest that is not abandoned; errors for all ranks."""
+    try:
+        found = [checkpoint for checkpoint in newest_first(root, with_abandoned=True) if _is_of(checkpoint, step)]
+        names = root.names()
+    except CNRError as error:
+        return error
+    if not found:
+        steps = sorted({int(name[1]) for name in map(NAME.fullmatch, names) if name is not None})
+        there = ", ".join(map(str, steps[-_NUM_NAMED:])) or "none"
+        return CheckpointNotFoundError(f"{root.url}: no checkpoint of step {step} can be read; steps there: {there}")
+    return next((item for item in found if mark_of(item) not in names), found[0]).store.url
+
+
+def _is_of(checkpoint: Checkpoint, step: int) -> bool:
+    name = NAME.fullmatch(posixpath.basename(checkpoint.store.path))
+    return name is not None and int(name[1]) == step
+
+
+def names_behind(root: Store, step: int) -> frozenset[str] | CNRError:
+    """Checkpoints of later steps, which a restore has passed over or gone back from: their names are taken."""
+    try:
+        later = [name for name in root.names() if (found := NAME.fullmatch(name)) and int(found[1]) > step]
+        return frozenset(name for name in later if root.at(name).exists(MANIFEST_FILE))
+    except CNRError as error:  # for all ranks
+        return error
+
+
+def abandon_newer(root: Store, path: str) -> CNRError | None:
+    """Record that a job goes on from the checkpoint at a path, and not from what is newer; errors for all ranks."""
+    try:
+        back_at = read_checkpoint(replace(root, path=Store.open(path).path)) if _is_in(root, path) else None
+        since_ns = -1 if back_at is None else back_at.created_ns
+        newer = takewhile(lambda found: found.created_ns > since_ns, newest_first(root, with_abandoned=True))
+        mark_abandoned(root, list(newer), back_at)
+    except CNRError as error:
+        return error
+    return None
+
+
+def _is_in(root: Store, path: str) -> bool:
+    return Store.open(path).at("..").url == root.url

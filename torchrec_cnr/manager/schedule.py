@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from torchrec_cnr.errors import ConfigurationError
+from torchrec_cnr.arguments import check_count, check_positive
 
 
 @dataclass
@@ -24,16 +24,16 @@ class Schedule:
 
     every_steps: int | None
     every_secs: float | None
-    share: Callable[[int], int]
+    share: Callable[[int], int] = lambda steps: steps
     _saved_at: float = field(default_factory=time.monotonic)
     _saved_step: int | None = None
     _ask_at: int = 0
 
     def __post_init__(self) -> None:
-        if self.every_steps is not None and self.every_steps < 1:
-            raise ConfigurationError(f"'every_steps' must be at least 1 (got {self.every_steps})")
-        if self.every_secs is not None and not self.every_secs > 0:
-            raise ConfigurationError(f"'every_secs' must be more than 0 (got {self.every_secs})")
+        if self.every_steps is not None:
+            check_count("every_steps", self.every_steps, least=1)
+        if self.every_secs is not None:
+            check_positive("every_secs", self.every_secs)
 
     def __call__(self, step: int) -> bool:
         """Whether to save after this step; to be called at every step, on all ranks."""

@@ -51,7 +51,7 @@ class InferenceRow:
             packed = codes[:, : self.num_cols * bits // 8]
         else:
             unit = codes.clone()
-            unit[:, -SCALE_AND_BIAS_BYTES:] = torch.tensor(_UNIT_SCALE, dtype=torch.uint8)
+            unit[:, -SCALE_AND_BIAS_BYTES:] = torch.tensor(_UNIT_SCALE, dtype=torch.uint8, device="cpu")
             packed = _packed(Asymmetric(bits).decode(unit, self.num_cols, torch.float32).to(torch.uint8), self.bits)
         return self._joined(codes[:, -SCALE_AND_BIAS_BYTES:], packed)
 

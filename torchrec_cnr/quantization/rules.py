@@ -1,8 +1,9 @@
 """Which scheme each tensor gets, and schemes as manifests record them."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -26,6 +27,8 @@ _ALL = (
     NoQuantization | HalfPrecision | Symmetric | Asymmetric | AdaptiveAsymmetric | KMeans
     | ByExpectedRestores | ByErrorBudget
 )  # fmt: skip
+
+_NUM_NEAREST = 3  # FQNs in a message
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,12 @@ class SchemeRules:
             if fnmatchcase(fqn, pattern):
                 return scheme if scheme.supports(dtype) else NoQuantization()
         return self.tables if is_table and self.tables.supports(dtype) else NoQuantization()
+
+    def unused(self, fqns: Collection[str]) -> Iterator[tuple[str, list[str]]]:
+        """Patterns that no tensor of a save matches, each with the FQNs that are most like it."""
+        for pattern, _ in self.patterns:
+            if not any(fnmatchcase(fqn, pattern) for fqn in fqns):
+                yield pattern, get_close_matches(pattern, fqns, n=_NUM_NEAREST, cutoff=0.0)
 
 
 def scheme_from_json(value: Mapping[str, Any], where: str) -> Scheme:

@@ -165,7 +165,7 @@ class NoQuantization(RowCodes):
         values = table if rows is None else table.index_select(0, rows)
         row_bytes = self.row_bytes(values.shape[1], values.dtype)
         codes = values.contiguous().reshape(-1).view(torch.uint8).view(len(values), row_bytes)
-        return Encoded(codes, torch.empty(0, dtype=torch.int64))
+        return Encoded(codes, torch.empty(0, dtype=torch.int64, device="cpu"))
 
     def decode(self, codes: Tensor, num_cols: int, dtype: torch.dtype) -> Tensor:
         """The bytes, seen as ``dtype``."""

@@ -117,7 +117,9 @@ class LatestWriter:
             times.update(own_regions.keys())
         boxes = {number: region.box for number, region in regions.items() if times[number] > 1}
         wide = {number: box for number, box in boxes.items() if len(box.sizes) == 2 and box.num_cols >= _MIN_COLS}
-        self._turns = {number: torch.zeros(box.num_rows, dtype=torch.int16) for number, box in wide.items()}
+        self._turns = {
+            number: torch.zeros(box.num_rows, dtype=torch.int16, device="cpu") for number, box in wide.items()
+        }
         for checkpoint in checkpoints if self._turns else ():
             for turn, read, rows in checkpoint.placed():
                 for region in read.regions:

@@ -103,7 +103,7 @@ def _wanted_box(fqn: str, entry: TensorEntry, rows: range | slice | None) -> Box
 def _target(out: Tensor | None, fqn: str, box: Box, dtype: torch.dtype) -> Tensor:
     if out is None:
         try:
-            return torch.empty(box.sizes, dtype=dtype)
+            return torch.empty(box.sizes, dtype=dtype, device="cpu")
         except RuntimeError as error:
             raise LoadError(
                 f"{fqn!r}: {list(box.sizes)} of {dtype} do not fit into memory; load a range of its rows"

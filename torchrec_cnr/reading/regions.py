@@ -180,7 +180,7 @@ class PiecedRegion(InferenceRegion):
     def write(self, block: Block) -> None:
         """Decode."""
         if self._floats is None:
-            self._floats = TensorRegion(self.fqn, self.box, torch.empty(self.box.sizes, dtype=self.dtype))
+            self._floats = TensorRegion(self.fqn, self.box, torch.empty(self.box.sizes, dtype=self.dtype, device="cpu"))
         self._floats.write(block)
 
     def finish(self) -> None:
@@ -280,7 +280,7 @@ class LineageTensor:
 
     def largest_value_region(self, target: Tensor) -> Region:
         """The same of the largest value alone, which fills the target, of any size and dtype."""
-        values = torch.zeros(self.entry.size, dtype=self.dtype)
+        values = torch.zeros(self.entry.size, dtype=self.dtype, device="cpu")
         return LargestValueRegion(self.fqn, Box.whole(self.entry.size), values, result=target)
 
 
@@ -290,8 +290,8 @@ def _rows_in(num_bytes: int, row: InferenceRow, dtype: torch.dtype) -> int:
 
 def _decoded(block: Block, positions: Tensor) -> Tensor:
     """[k, num_cols]: the values of some rows."""
-    values = torch.empty(len(positions), block.box.num_cols, dtype=block.dtype)
-    block.decode_into(positions, 0, values, torch.arange(len(positions)))
+    values = torch.empty(len(positions), block.box.num_cols, dtype=block.dtype, device="cpu")
+    block.decode_into(positions, 0, values, torch.arange(len(positions), device="cpu"))
     return values
 
 
@@ -311,7 +311,7 @@ def put_rows(target: Tensor, rows: Tensor | slice, values: Tensor) -> None:
 
 def row_numbers(rows: Tensor | slice) -> Tensor:
     """int64 [n]: rows one by one."""
-    return torch.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+    return torch.arange(rows.start, rows.stop, device="cpu") if isinstance(rows, slice) else rows
 
 
 def _column_bounds(shards: Iterable[Shard], box: Box) -> list[int]:

@@ -4,8 +4,11 @@ The planner says *what* is saved, the writer *how* and *where*. The docstrings o
 one save in order.
 
 - ``planner``: ``CNRSavePlanner``, DCP's save planner: which rows are saved, and on which parent they are based.
-- ``cut``: freezes the modified rows when a save begins, finds them in the state dict, waits for the asynchronous save
-  before it, and learns how that ended.
+- ``planned_save``: the planner's part of one save: its cut, its plan, and the coordinator's decision.
+- ``running_saves``: which saves of this process are running. A save begins after those before it have ended.
+- ``cut``: freezes the modified rows when a save begins, finds them in the state dict, and learns how the save before
+  ended.
+- ``agreement``: what all ranks of a save must have in common, and the check that they do.
 - ``decision``: what each rank tells the coordinator, the check that replicas modified the same rows, and the decision
   for all ranks: baseline or delta, and of which parent.
 - ``writer``: ``CNRStorageWriter``, DCP's storage writer and stager.

@@ -32,8 +32,10 @@ from torchrec_cnr.format.row_sets import Blob
 from torchrec_cnr.gc_pause import paused_gc
 from torchrec_cnr.lineage.checkpoint import relative_path
 from torchrec_cnr.lineage.marker_commit import commit_marked
+from torchrec_cnr.lineage.other_roots import tell_other_root
 from torchrec_cnr.progress import SavePhases
 from torchrec_cnr.saving.decision import Decision
+from torchrec_cnr.saving.plug_in_messages import STAGED, CommittedSize
 from torchrec_cnr.storage.fences import Fence
 from torchrec_cnr.storage.leases import LEASE_SECS, Lease
 from torchrec_cnr.storage.row_log import Marker, root_id
@@ -157,6 +159,12 @@ class ManifestFile:
     sha256: str
     phases: tuple[SavePhases, ...]
 
+    @property
+    def size(self) -> CommittedSize:
+        """What it commits: at this moment, all packs are its own."""
+        num_bytes = sum(pack.num_bytes for pack in self.manifest.packs) + len(self.data)
+        return CommittedSize(self.manifest.kind, num_bytes, self.manifest.num_rows)
+
     def marker(self, store: Store) -> Marker:
         """What tells of it in a log."""
         root, name, manifest = root_id(store.at("..").url), posixpath.basename(store.path), self.manifest
@@ -196,7 +204,7 @@ def file_of(
         packs=tuple(parts.packs),
         tensors=parts.tensors,
         objects=parts.objects,
-        paths=dict(sorted((metadata.planner_data or {}).items())),
+        paths=dict(sorted((key, path) for key, path in (metadata.planner_data or {}).items() if key != STAGED)),
     )
     try:
         data, sha256 = manifest_json.dumps_valid(manifest, f"{store.url}/{MANIFEST_FILE}")
@@ -217,7 +225,7 @@ def commit(store: Store, file: ManifestFile, lease: Lease | None, fence: Fence |
     Raises:
         CheckpointExistsError: There is another one.
         FencedError: A later job saves there.
-        SaveError: Something that it needs may have been pruned.
+        SaveError: Something that it needs may have been pruned, or is not in this store.
         StoreError: Store or log refused.
     """
     parent = file.manifest.parent
@@ -226,10 +234,13 @@ def commit(store: Store, file: ManifestFile, lease: Lease | None, fence: Fence |
             f"{store.url}: nothing was committed, because its parent {store.at(parent.path).url} was pruned "
             "meanwhile; save again: the next save will be a baseline"
         )
-    if lease is not None and lease.has_run_out:
+    if parent is not None:
+        tell_other_root(store, parent.path)
+    _refuse_missing_packs(store, file.manifest)
+    if lease is not None and lease.is_lost:
         raise SaveError(
-            f"{store.url}: nothing was committed, because the save took longer than {LEASE_SECS} s, and its packs may "
-            "have been pruned; save again"
+            f"{store.url}: nothing was committed, because its lease of {LEASE_SECS} s has run out or was removed, and "
+            "its packs may have been pruned; save again"
         )
     check = fence.check if fence is not None else _no_check
     check()
@@ -237,6 +248,21 @@ def commit(store: Store, file: ManifestFile, lease: Lease | None, fence: Fence |
         commit_marked(store, store.row_log, file.marker(store), file.data, check)
     else:
         store.put_new(MANIFEST_FILE, file.data, file.manifest.save_id)
+
+
+def _refuse_missing_packs(store: Store, manifest: Manifest) -> None:
+    """Packs of other ranks must be in the store that this rank commits to: each rank has opened it by itself."""
+    if manifest.world_size == 1:
+        return
+    there = store.listing().files
+    for pack in manifest.packs:
+        if pack.is_own_file and there.get(pack.name) != pack.num_bytes:
+            found = f"{there[pack.name]} bytes of it are" if pack.name in there else "it is not"
+            raise SaveError(
+                f"{store.url}: nothing was committed, because a rank has written {pack.name} ({pack.num_bytes} bytes), "
+                f"and {found} in the store of the rank that commits: save to a store that all ranks share, which disks "
+                "of their own and 'memory://' are not"
+            )
 
 
 def _no_check() -> None:

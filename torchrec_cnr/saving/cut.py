@@ -1,16 +1,16 @@
 """Cuts: the moment that a save is of. All marks are frozen, and what they are of is found in the state dict.
 
 A cut settles the save before it: its manifest is in the store, and its rows are committed, or it is not, and they are
-marked again. Of a save that runs in the background, rows are copied in the same moment (``staging``); the cut with the
-copies is then all that planning needs, in whatever thread or process it happens.
+marked again. Of an asynchronous save, rows are copied in the same moment (``staging``); the cut with the copies is then
+all that planning needs, in whatever thread or process it happens.
 """
 
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
-from weakref import ReferenceType, ref
+from weakref import ReferenceType, WeakSet, ref
 
 from torch import Tensor
 
@@ -18,93 +18,15 @@ from torchrec_cnr.errors import ConfigurationError, SaveError
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.lineage.checkpoint import Checkpoint, Head, committed
 from torchrec_cnr.policies import Compacted, Policy, Since
+from torchrec_cnr.saving.running_saves import RunningSave
 from torchrec_cnr.saving.sinks import FILES, Captured, RowDestination
 from torchrec_cnr.saving.staged_values import StagedValue
 from torchrec_cnr.sharding import ShardKey, local_shards, memory_key
 from torchrec_cnr.storage.store import Store
 from torchrec_cnr.tracking.modified_rows import ModifiedRows, RowList, SelectedRows
-from torchrec_cnr.tracking.tracked_tables import Pending, TrackedRows, TrackedShard, trackers
+from torchrec_cnr.tracking.tracked_tables import Pending, TrackedRows, TrackedShard
 
 TIMEOUT_SECS = 1800.0
-_LOOK_SECS = 0.5  # between two looks into the store
-_BEGIN_SECS = 120.0  # until a save begins: it may have to start a process first; what begins later is refused
-
-
-class BackgroundSave:
-    """The save that was staged last: whether it still runs. DCP tells only who holds its future.
-
-    Until it has ended, nothing may be staged again: its rows would be overwritten in memory, and its marks settled too
-    early. DCP runs each asynchronous save in a thread of its own, which ends with it. With threads that is where the
-    planner is set up; with a process it is the thread that sends the save there and waits for the answer, and so the
-    one that pickles this. If DCP fails before that, no thread is left that is younger than the staging. A checkpoint
-    that is committed tells as well, for executors of other kinds.
-
-    Args:
-        timeout_secs: How long to wait for its end.
-    """
-
-    def __init__(self, timeout_secs: float) -> None:
-        self.timeout_secs = timeout_secs
-        self._began = threading.Event()
-        self._began.set()
-        self._thread: threading.Thread | None = None
-        self._older: frozenset[threading.Thread] = frozenset()
-
-    def staged(self) -> None:
-        """From now on a save is in flight, although DCP may not have begun it yet."""
-        self._began.clear()
-        self._thread = None
-        self._older = frozenset(threading.enumerate())
-
-    def started(self) -> None:
-        """The save runs, in the thread that calls this."""
-        self._thread = threading.current_thread()
-        self._began.set()
-
-    def finished(self) -> None:
-        """Nothing of it runs any more."""
-        self._thread = None
-        self._began.set()
-
-    @property
-    def has_finished(self) -> bool:
-        """Whether nothing of it runs any more."""
-        if self._began.is_set():
-            return self._thread is None or not self._thread.is_alive()
-        return self._older.issuperset(threading.enumerate()) and not self._began.is_set()
-
-    def wait(self, is_committed: Callable[[], bool]) -> None:
-        """Wait for its end.
-
-        Args:
-            is_committed: Whether its checkpoint is in the store.
-
-        Raises:
-            SaveError: That took too long.
-        """
-        began = look = time.monotonic()
-        while not self.has_finished and self._thread is not threading.current_thread():
-            now = time.monotonic()
-            if now > look + _LOOK_SECS:
-                if is_committed():
-                    break
-                look = now
-            if self._thread is None and now > began + _BEGIN_SECS:
-                break
-            if now > began + self.timeout_secs:
-                raise SaveError(
-                    f"the save before has not ended within {self.timeout_secs:g} s, so that no other can be staged: "
-                    "wait for the future that dcp.async_save returned, or give the writer a longer 'timeout_secs'"
-                )
-            if self._thread is None:
-                self._began.wait(0.01)
-            else:
-                self._thread.join(0.01)
-        self.finished()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        self.started()
-        return BackgroundSave, (self.timeout_secs,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,8 +57,9 @@ class TrackedItem:
         group: A number that a table's shard and its state have in common.
         values: [num_rows, ...], shared with the model; or what was staged: all rows, or those of ``rows`` only.
         rows: The modified ones; None if all were staged and must be stored.
-        is_replaced: Whether it took the place of what the head holds, so that all its rows must be stored.
+        replaced_since: It took the place of what these hold, so that all its rows must be stored in a delta of one.
         table_row_bytes: Of the values of a row of its table.
+        live_state: For optimizer state, the optimizer's own tensor.
     """
 
     fqn: str
@@ -145,8 +68,9 @@ class TrackedItem:
     group: int
     values: StagedValue
     rows: ModifiedRows | StagedRows | None
-    is_replaced: bool = False
+    replaced_since: frozenset[Since] = frozenset()
     table_row_bytes: int = 0
+    live_state: Tensor | None = None
 
     @property
     def is_table(self) -> bool:
@@ -184,27 +108,21 @@ class Cut:
     """What a save is of.
 
     Attributes:
-        number: Tells the cuts of a tracker apart.
         policy: Decides what it is a delta of, or has decided already if rows were staged.
         head: The checkpoint that the marks relate to.
         num_restores: Restores from a checkpoint that the tables have been through.
         items: What the tracker knows of the state dict.
         pending: Learns where the checkpoint goes.
         staged: What the save can be a delta of with what was staged; None if the state dict is live.
-        background_save: Of a save whose rows were staged.
-        is_complete: Whether all of them were staged, rather than some left to be written first.
         destination: Where the rows of a delta go.
     """
 
-    number: int
     policy: Policy
     head: Head | None
     num_restores: int
     items: Mapping[ShardKey, TrackedItem]
     pending: Pending
     staged: frozenset[Since] | None = None
-    background_save: BackgroundSave | None = None
-    is_complete: bool = True
     destination: RowDestination = FILES
 
     def captured(self, item: TrackedItem, modified: ModifiedRows) -> Captured | None:
@@ -216,57 +134,117 @@ class Cut:
         return isinstance(self.policy, Compacted) and since is Since.HEAD
 
 
+_States = Mapping[ShardKey, ReferenceType[Tensor]]
+
+
+@dataclass(frozen=True, eq=False)
+class PendingSave:
+    """A save whose rows are frozen, until its outcome is read from the store.
+
+    Attributes:
+        pending: Learns where its checkpoint goes.
+        running: Tells when it has ended.
+        policy: Of the save.
+        destination: If it is a log, markers in it say what was committed.
+        states: The optimizer state that was saved.
+        staged: What it could be a delta of with what was staged; None if nothing was.
+    """
+
+    pending: Pending
+    running: RunningSave
+    policy: Policy
+    destination: RowDestination
+    states: _States
+    staged: frozenset[Since] | None
+
+    def checkpoint(self) -> Checkpoint | None:
+        """What it has committed; None if nothing."""
+        place = self.pending.place
+        if place is None:
+            return None
+        return committed(Store.open(place[0], row_log=self.destination.row_log), place[1])
+
+
 @dataclass(eq=False)
 class Cuts:
-    """The cuts of one tracker's tables, one save at a time.
+    """The cuts of one tracker's tables: one save after the other, whoever makes them.
 
     Attributes:
         tracker: The tracker.
-        policy: That of its planner.
-        background_save: The save in the background, if there is one.
-        staged: The last cut whose rows were staged.
-        destination: That of the writer; if it is a log, markers in it say what was committed.
+        policy: That of the planner that was made last.
+        planners: Those that exist.
     """
 
     tracker: TrackedRows
     policy: Policy
-    background_save: BackgroundSave = field(default_factory=lambda: BackgroundSave(TIMEOUT_SECS))
-    staged: Cut | None = None
-    destination: RowDestination = FILES
-    _num_cuts: int = 0
+    planners: WeakSet[object] = field(default_factory=WeakSet)
+    _last: PendingSave | None = None
     _is_baseline_due: bool = False
-    _frozen_states: dict[ShardKey, ReferenceType[Tensor]] = field(default_factory=dict)
-    _committed_states: dict[ShardKey, ReferenceType[Tensor]] = field(default_factory=dict)
+    _states: dict[Since, _States] = field(default_factory=dict)  # what checkpoints of the head's lineage hold
+    _head: Head | None = None
+    # Held from the outcome of one save to the cut of the next: threads without a process group save at the same time.
+    _lock: threading.RLock = field(default_factory=threading.RLock)
 
     @classmethod
-    def of(cls, tracker: TrackedRows, policy: Policy) -> "Cuts":
+    def of(cls, tracker: TrackedRows, policy: Policy, planner: object) -> "Cuts":
         """The one of a tracker, which serves this policy from now on."""
-        cuts = trackers.planned(tracker, cls) or cls(tracker, policy)
+        cuts = tracker.saves if isinstance(tracker.saves, cls) else cls(tracker, policy)
         cuts.policy = policy
-        trackers.plan(tracker, cuts)
+        cuts.planners.add(planner)
+        tracker.saves = cuts
         return cuts
 
-    def cut(self, live: Mapping[str, Any]) -> Cut:
+    @property
+    def has_planner(self) -> bool:
+        """Whether there is a planner whose saves these are the cuts of."""
+        return len(self.planners) > 0
+
+    def cut(
+        self,
+        live: Mapping[str, Any],
+        running: RunningSave,
+        policy: Policy,
+        destination: RowDestination,
+        timeout_secs: float,
+        is_staged: bool = False,
+    ) -> Cut:
         """Settle the save before, and freeze all marks.
 
         Args:
             live: What will be saved, flattened. Tables that it lacks are refused before anything is frozen.
+            running: The save.
+            policy: Decides what it is a delta of.
+            destination: Where its rows go.
+            timeout_secs: How long to wait for the save before.
+            is_staged: Whether rows will be staged.
 
         Raises:
             ConfigurationError: A tracked table is not in it with its own memory.
             StoreError: The store does not answer.
-            SaveError: A save in the background does not end.
+            SaveError: The save before does not end.
         """
-        self.resolve_last_save()
-        items = self._find(live)
-        self.tracker.freeze()
-        pending = self.tracker.pending
-        assert pending is not None  # frozen just now
-        self._num_cuts += 1
-        head, num_restores = self.tracker.head, self.tracker.num_restores
-        return Cut(self._num_cuts, self.policy, head, num_restores, items, pending, destination=self.destination)
+        with self._alone(timeout_secs):
+            self._resolve_last_save(timeout_secs)
+            if self.tracker.head is not self._head:  # restored: what that holds was loaded into whatever state there is
+                self._states.clear()
+            items = self._find(live)
+            self.tracker.freeze()
+            pending = self.tracker.pending
+            assert pending is not None  # frozen just now
+            states = {key: ref(item.live_state) for key, item in items.items() if item.live_state is not None}
+            staged = self._next_staged(policy) if is_staged else None
+            self._last = PendingSave(pending, running, policy, destination, states, staged)
+            return Cut(
+                policy,
+                self.tracker.head,
+                self.tracker.num_restores,
+                items,
+                pending,
+                staged=staged,
+                destination=destination,
+            )
 
-    def next_staged(self) -> frozenset[Since]:
+    def _next_staged(self, policy: Policy) -> frozenset[Since]:
         """What the next save should be a delta of, as far as this rank knows: all ranks alike.
 
         After one whose rows turned out to be too few, it may be a baseline as well. Not all ranks may have noticed.
@@ -274,39 +252,52 @@ class Cuts:
         head = self.tracker.head
         if head is None:
             return frozenset({Since.EVER})
-        wanted = self.policy.decide(head.history)
+        wanted = policy.decide(head.history)
         return frozenset({wanted, Since.EVER}) if self._is_baseline_due else frozenset({wanted})
 
-    def wait(self) -> None:
-        """Wait for a save in the background.
+    def resolve_last_save(self, timeout_secs: float = TIMEOUT_SECS) -> None:
+        """Wait until the last save has ended, then commit its rows, or mark them again.
 
         Raises:
             SaveError: It does not end in time.
+            StoreError: The store does not answer.
         """
-        self.background_save.wait(lambda: self._landed() is not None)
+        with self._alone(timeout_secs):
+            self._resolve_last_save(timeout_secs)
 
-    def resolve_last_save(self) -> None:
-        """Wait for a save in the background, then commit its rows, or mark them again."""
-        self.wait()
-        checkpoint, pending = self._landed(), self.tracker.pending
+    @contextmanager
+    def _alone(self, timeout_secs: float) -> Iterator[None]:
+        """One thread at a time: of two, the second would commit marks that belong to the save of the first."""
+        if not self._lock.acquire(timeout=timeout_secs):
+            raise SaveError(
+                f"another thread has waited for the save before for more than {timeout_secs:g} s: save again"
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _resolve_last_save(self, timeout_secs: float) -> None:
+        last, pending = self._last, self.tracker.pending
+        if last is None or pending is not last.pending:  # a restore has made an end of it
+            self.tracker.rollback()
+            return
+        last.running.wait(timeout_secs)
+        checkpoint = last.checkpoint()
         if checkpoint is not None:
-            self.tracker.commit(self._head_of(checkpoint), has_heat=isinstance(self.policy, Compacted))
-            self._committed_states = self._frozen_states
+            head = self._head_of(checkpoint)
+            self.tracker.commit(head, has_heat=isinstance(last.policy, Compacted))
+            if len(head.lineage) == 1:
+                self._states[Since.BASELINE] = last.states
+            self._states[Since.HEAD], self._head = last.states, head
             self._is_baseline_due = False
         else:
             # What was staged may have been too little, which shows when ranks plan; they can tell nobody in time.
-            has_staged_rows = self.staged is not None and Since.EVER not in (self.staged.staged or ())
-            if pending is not None and pending.place is None and has_staged_rows:
+            has_staged_rows = last.staged is not None and Since.EVER not in last.staged
+            if pending.place is None and has_staged_rows:
                 self._is_baseline_due = True
             self.tracker.rollback()
-        self.staged = None
-
-    def _landed(self) -> Checkpoint | None:
-        """What the pending save has committed."""
-        place = self.tracker.pending.place if self.tracker.pending is not None else None
-        if place is None:
-            return None
-        return committed(Store.open(place[0], row_log=self.destination.row_log), place[1])
+        self._last = None
 
     def _head_of(self, checkpoint: Checkpoint) -> Head:
         """The head that a committed save is, on top of the head before."""
@@ -325,9 +316,8 @@ class Cuts:
         for key, tensor in shards.items():
             by_memory.setdefault(memory_key(tensor), []).append(key)
         found: dict[ShardKey, TrackedItem] = {}
-        self._frozen_states = {}
         for shard in self.tracker.shards:
-            if shard.rows.box.num_rows == 0:
+            if 0 in shard.rows.box.sizes:
                 continue
             aliases = by_memory.get(memory_key(shard.weight), [])
             if not aliases:
@@ -341,14 +331,14 @@ class Cuts:
             for state in shard.state():
                 for key in by_memory.get(memory_key(state), []):
                     item = _item(shard, key, aliases[0], shards[key])
-                    found[key] = replace(item, is_replaced=self._is_replaced(shard, key, state))
-                    self._frozen_states[key] = ref(state)
+                    replaced = self._replaced_since(key, state) if shard.is_state_replaceable else frozenset()
+                    found[key] = replace(item, replaced_since=replaced, live_state=state)
         return found
 
-    def _is_replaced(self, shard: TrackedShard, key: ShardKey, state: Tensor) -> bool:
-        committed_state = self._committed_states.get(key)
-        is_same = committed_state is not None and committed_state() is state
-        return shard.is_state_replaceable and not is_same
+    def _replaced_since(self, key: ShardKey, state: Tensor) -> frozenset[Since]:
+        """Which of the checkpoints that a delta may be based on hold another tensor's values, or none."""
+        saved = {since: self._states.get(since, {}).get(key) for since in (Since.HEAD, Since.BASELINE)}
+        return frozenset(since for since, other in saved.items() if other is None or other() is not state)
 
 
 def _item(shard: TrackedShard, key: ShardKey, table: ShardKey, values: Tensor) -> TrackedItem:

@@ -16,13 +16,16 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import SavePlan
 
 from torchrec_cnr.errors import ConfigurationError, LoadError, SaveError
-from torchrec_cnr.format.manifest import CheckpointRef, History, Manifest
-from torchrec_cnr.lineage.checkpoint import Checkpoint, Head, Lineage, read_lineage, relative_path
+from torchrec_cnr.format.manifest import MANIFEST_FILE, CheckpointRef, History, Manifest, Pack
+from torchrec_cnr.lineage.checkpoint import Checkpoint, Head, Lineage, read_checkpoint, read_lineage, relative_path
 from torchrec_cnr.policies import Policy, Since
 from torchrec_cnr.sharding import ShardKey, shard_key
+from torchrec_cnr.storage.row_log import RowLog
 from torchrec_cnr.storage.store import Store
 
 logger = logging.getLogger(__name__)
+
+_MAX_READ_WHOLE = 16  # links of a lineage that every save reads
 
 
 @dataclass(frozen=True)
@@ -74,22 +77,25 @@ class RankData:
     """What a rank's plan carries to the coordinator.
 
     Attributes:
-        paths: DCP's flatten mapping.
+        is_tracked: Whether its planner has a tracker.
+        policy: Of its planner, as text.
         head: The checkpoint that this rank's marks relate to.
         staged: What the save can be a delta of with what was staged; None if all rows are at hand.
         tensors: Those that this rank can store by rows, by FQN.
-        whole: Shards that must be stored with all rows: optimizer state that was put in the place of the one that the
-            head holds, and what was staged without marks.
+        whole: Shards that must be stored with all rows, because no marks of them were staged.
+        replaced: Optimizer state that took the place of the one that such a checkpoint holds: all of its rows are new.
         partial: Shards of which only the modified rows were staged.
         marks: Digests of the modified rows of shards that other ranks may have, too, by what they are a delta of.
         of_own_rows: Optimizer state that is not sharded, although its table is.
     """
 
-    paths: dict[str, tuple[Any, ...]]
+    is_tracked: bool
+    policy: str
     head: CheckpointRef | None
     staged: frozenset[Since] | None
     tensors: Mapping[str, RowTensor]
     whole: frozenset[ShardKey]
+    replaced: Mapping[Since, frozenset[ShardKey]]
     partial: frozenset[ShardKey]
     marks: Mapping[tuple[ShardKey, Since], bytes]
     of_own_rows: frozenset[ShardKey]
@@ -129,23 +135,34 @@ def choose_base(
     if set(heads) != {head.ref}:
         logger.warning("ranks stand on different checkpoints (%s): this save is a baseline", _paths(heads))
         return None
-    lineage = _intact(head.ref)
-    if lineage is None:
+    found = _intact_head(head)
+    if found is None:
         logger.warning("%s is no longer what was saved there: this save is a baseline", head.ref.path)
         return None
-    history = _history(head, lineage)
+    newest, history = found
     since = policy.decide(history)
     if since is Since.EVER:
         return None
-    below = lineage if since is Since.HEAD else _intact(head.baseline)
-    if below is None:
+    parent = newest if since is Since.HEAD else _intact_checkpoint(head.baseline)
+    if parent is None:
         logger.warning("%s is no longer what was saved there: this save is a baseline", head.baseline.path)
         return None
-    parent = below.newest
+    if store.row_log is not None and not store.row_log.holds(_packs_needed(store.row_log, head, newest, parent)):
+        logger.warning("rows of %s are gone from topic %r: this save is a baseline", head.ref.path, store.row_log.topic)
+        return None
     if relative_path(store, parent.store.url) is None:
         logger.info("%s cannot be named by a relative path from %s: it is a baseline", parent.store.url, store.url)
         return None
     return Base(since, parent, history)
+
+
+def _packs_needed(row_log: RowLog, head: Head, newest: Checkpoint, parent: Checkpoint) -> list[Pack]:
+    """The oldest and newest packs that a delta stands on, or takes over where the log keeps the newest rows only."""
+    links = [newest if row_log.block_bytes is not None else parent]
+    if parent.ref == head.ref and len(head.lineage) > 2:
+        oldest = _intact_checkpoint(head.lineage[1])
+        links += [] if oldest is None else [oldest]
+    return [pack for link in links for pack in link.manifest.packs]
 
 
 def stored_whole(tensors: Mapping[str, RowTensor], metadata: Metadata, parent: Manifest) -> set[str]:
@@ -162,6 +179,26 @@ def _continues(fqn: str, tensor: RowTensor, metadata: Metadata, parent: Manifest
     return isinstance(entry, TensorStorageMetadata) and old_entry is not None and tuple(entry.size) == old_entry.size
 
 
+def _intact_head(head: Head) -> tuple[Checkpoint, History] | None:
+    """The head and the history of its lineage, if all of it is still there and still the same.
+
+    A long lineage is read whole every so many saves only, in between its two ends: a save asks for no more than a
+    handful of manifests, and a link that somebody has removed is noticed some saves later.
+    """
+    newest = _intact_checkpoint(head.ref)
+    if newest is None:
+        return None
+    length = len(head.lineage)
+    is_long = length > _MAX_READ_WHOLE and length % _MAX_READ_WHOLE != 0
+    if is_long and not newest.is_compacted and Store.open(head.baseline.path).exists(MANIFEST_FILE):
+        return newest, head.history
+    try:
+        lineage = read_lineage(newest.store)
+    except LoadError:
+        return None
+    return lineage.newest, _history(head, lineage)
+
+
 def _history(head: Head, lineage: Lineage) -> History:
     """Of the head; where its lineage was compacted, that begins anew with what was folded."""
     links = lineage.checkpoints
@@ -172,13 +209,13 @@ def _history(head: Head, lineage: Lineage) -> History:
     return History(history.baseline_bytes, (*history.delta_bytes, *(link.num_bytes for link in links[folded + 1 :])))
 
 
-def _intact(ref: CheckpointRef) -> Lineage | None:
-    """The lineage of the checkpoint referred to, if it is still there and still the same."""
+def _intact_checkpoint(ref: CheckpointRef) -> Checkpoint | None:
+    """The checkpoint referred to, if it is still there and still the same."""
     try:
-        lineage = read_lineage(ref.path)
+        checkpoint = read_checkpoint(ref.path)
     except LoadError:
         return None
-    return lineage if lineage.newest.sha256 == ref.sha256 else None
+    return checkpoint if checkpoint.sha256 == ref.sha256 else None
 
 
 def _paths(refs: Collection[CheckpointRef | None]) -> str:

@@ -106,8 +106,7 @@ def choose_scheme(
         fqn: The shard's tensor.
         is_table: Whether that is a table.
         values: [num_rows, ...], the shard.
-        rows: Those to be stored: in parts, as the planner resolves them, or by their numbers, int64 [k] on the shard's
-            device; None for all.
+        rows: Those to be stored: in parts, as the planner resolves them, or by their numbers, int64 [k]; None for all.
         num_restores: Restores that the state has been through.
     """
     rule = rules.rule_for(fqn, values.dtype, is_table)
@@ -126,7 +125,7 @@ def sampled_rows(values: Tensor, rows: RowMask | Tensor | None) -> Tensor:
 
     Args:
         values: [num_rows, ...], the shard.
-        rows: Those to be stored, as a mask or as numbers, int64 [k] on the shard's device; None for all.
+        rows: Those to be stored, as a mask or as numbers, int64 [k]; None for all.
 
     Returns:
         [n, num_cols], n being ``SAMPLE_ROWS`` or less.
@@ -153,8 +152,10 @@ def _mask_of(rows: Sequence[SelectedRows] | None) -> RowMask | None:
 def _spread(num_rows: int) -> Tensor:
     """Numbers of rows, all or many of them: multiples of the golden ratio have no period that rows could share."""
     if num_rows <= SAMPLE_ROWS:
-        return torch.arange(num_rows)
-    return ((torch.arange(64 * SAMPLE_ROWS, dtype=torch.float64) * _GOLDEN_RATIO).frac() * num_rows).long()
+        return torch.arange(num_rows, device="cpu")
+    return (
+        (torch.arange(64 * SAMPLE_ROWS, dtype=torch.float64, device="cpu") * _GOLDEN_RATIO).frac() * num_rows
+    ).long()
 
 
 def write_all_rows(packs: PackWriter, sources: Sequence[EncodingInput]) -> tuple[RowSet, Sequence[EncodedShard]]:

@@ -1,8 +1,6 @@
 """One rank's part of a save: every item of its plan is encoded into packs, and recorded for the coordinator."""
 
-import io
 import logging
-import pickle
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,6 +16,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torchrec_cnr.errors import ConfigurationError, SaveError
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.manifest import DTYPES, Place
+from torchrec_cnr.format.safe_pickle import check_loadable
 from torchrec_cnr.progress import Count, SavePhases
 from torchrec_cnr.quantization import SchemeRules
 from torchrec_cnr.saving.commit import RANK_RECORD, RankRecord, ShardRecord
@@ -98,7 +97,11 @@ class RankWriter:
         data: Any = self._planner.resolve_data(item)
         if isinstance(data, ShardData):
             return data
-        return ShardData(data.detach(), rows=None, is_table=is_table_name(item.index.fqn) and data.dim() == 2)
+        values = data.detach()
+        is_matrix = values.dim() == 2 and values.layout is torch.strided
+        if is_matrix and (values.stride(1) != 1 or values.stride(0) < values.shape[1]):
+            values = values.contiguous()  # kernels read rows whose elements lie side by side, each in its own memory
+        return ShardData(values, rows=None, is_table=is_table_name(item.index.fqn) and data.dim() == 2)
 
     def _source(self, item: WriteItem, data: ShardData) -> EncodingInput:
         fqn, dtype = item.index.fqn, dtype_name(data.values)
@@ -115,13 +118,7 @@ class RankWriter:
     def _write_object(self, item: WriteItem) -> None:
         stream: Any = self._planner.resolve_data(item)
         content = stream.getvalue()
-        try:
-            torch.load(io.BytesIO(content), weights_only=True)
-        except pickle.UnpicklingError as error:
-            raise ConfigurationError(
-                f"item {item.index.fqn!r} could not be loaded again without running code; store plain values "
-                "and tensors, or register its types with torch.serialization.add_safe_globals"
-            ) from error
+        check_loadable(content, f"item {item.index.fqn!r}")
         self._sink.write_object(item.index.fqn, np.frombuffer(content, dtype=np.uint8))
         self._objects.append(item)
 

@@ -6,15 +6,19 @@ descriptor where it is shared with another process, however many tensors are in 
 """
 
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from torchrec_cnr.kernels.gpu.pinned_memory import PinnedMemory
 from torchrec_cnr.quantization import Encoded, KMeans, NoQuantization, Scheme
-from torchrec_cnr.storage.pack_writer import BLOCK_BYTES
+from torchrec_cnr.saving.running_saves import RunningSave
 
+# Of rows that a device gathers or encodes at once: each block costs a few waits for the device.
+DEVICE_BLOCK_BYTES = 256 << 20
 ALIGNMENT = 64  # bytes: a line of the cache
 _SLACK = 1.25  # rows modified differ from save to save
 
@@ -54,7 +58,8 @@ class StagingBuffer:
     """
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._pinned: PinnedMemory | None = None
         self.taken_bytes = 0
 
     def clear(self, num_bytes: int, is_pinned: bool) -> None:
@@ -62,7 +67,14 @@ class StagingBuffer:
         self.taken_bytes = 0
         if len(self._memory) < num_bytes:
             self.free()
-            self._memory = torch.empty(round(_SLACK * num_bytes), dtype=torch.uint8, pin_memory=is_pinned)
+            size = round(_SLACK * num_bytes)
+            if is_pinned:
+                self._pinned = PinnedMemory(size)
+                self._memory = self._pinned.memory
+            else:
+                self._memory = torch.empty(size, dtype=torch.uint8, device="cpu")
+        elif self._pinned is not None:
+            self._pinned.settle()
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> BufferTensor:
         """A tensor that nobody else has."""
@@ -72,7 +84,8 @@ class StagingBuffer:
 
     def free(self) -> None:
         """Give the memory back."""
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._pinned = None
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,6 +124,31 @@ class StagedCodes:
         return Encoded(codes, is_exact.nonzero().squeeze(1)), self.exact_values[num_before[is_exact]]
 
 
+class StagingBuffers:
+    """The staging buffers of a writer, each of which one save has at a time; the next one takes it again."""
+
+    def __init__(self) -> None:
+        self._buffers: list[tuple[StagingBuffer, RunningSave]] = []
+        self._lock = threading.Lock()
+
+    def take(self, num_bytes: int, is_pinned: bool, running: RunningSave) -> StagingBuffer:
+        """A buffer of so many bytes, for as long as a save runs; pinned, so that devices copy to it at once."""
+        with self._lock:
+            buffer = next((buffer for buffer, user in self._buffers if user.has_ended), StagingBuffer())
+            self._buffers = [(other, user) for other, user in self._buffers if other is not buffer]
+            self._buffers.append((buffer, running))
+        buffer.clear(num_bytes, is_pinned)
+        return buffer
+
+    def free(self) -> None:
+        """Give back the memory of saves that have ended; that of the others goes with them."""
+        with self._lock:
+            for buffer, user in self._buffers:
+                if user.has_ended:
+                    buffer.free()
+            self._buffers = []
+
+
 StagedValue = Tensor | BufferTensor | StagedCodes
 
 
@@ -131,20 +169,25 @@ def stage_codes(
 
     Args:
         source: [num_rows, num_cols], the elements of a row side by side.
-        numbers: int64 [k], on its device: which rows; None for all.
+        numbers: int64 [k]: which rows; None for all.
         scheme: How.
         take: Gives memory for the codes.
     """
-    rows = torch.arange(len(source), device=source.device) if numbers is None else numbers
-    codes = take((len(rows), scheme.row_bytes(source.shape[1], source.dtype)), torch.uint8)
-    target, first = codes.tensor(), 0
-    exact, exact_values = [torch.empty(0, dtype=torch.int64)], [source[:0].cpu()]
-    for block in rows.split(max(1, BLOCK_BYTES // max(1, source[:1].nbytes))):
+    num_rows = len(source) if numbers is None else len(numbers)
+    codes = take((num_rows, scheme.row_bytes(source.shape[1], source.dtype)), torch.uint8)
+    target = codes.tensor()
+    exact, exact_values = [torch.empty(0, dtype=torch.int64, device="cpu")], [source[:0].cpu()]
+    block_rows = max(1, DEVICE_BLOCK_BYTES // max(1, source[:1].nbytes))
+    for first in range(0, num_rows, block_rows):
+        stop = min(num_rows, first + block_rows)
+        if numbers is None:
+            block = torch.arange(first, stop, device=source.device)
+        else:
+            block = numbers[first:stop].to(source.device)
         encoded = scheme.encode(source, block)
-        target[first : first + len(block)].copy_(encoded.codes, non_blocking=True)
+        target[first:stop].copy_(encoded.codes, non_blocking=True)
         if len(encoded.exact):
             exact.append(encoded.exact.cpu() + first)
             exact_values.append(source.index_select(0, block[encoded.exact.to(block.device)]).cpu())
-        first += len(block)
-    shape = (len(rows), source.shape[1])
+    shape = (num_rows, source.shape[1])
     return StagedCodes(shape, source.dtype, scheme, codes, torch.cat(exact), torch.cat(exact_values))

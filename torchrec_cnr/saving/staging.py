@@ -12,7 +12,6 @@ save writes it first, and training waits for that (in ``synchronize_staging``) r
 
 import copy
 import math
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,8 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.planner import WriteItem
+from torch.profiler import record_function
 
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.format.manifest import DTYPES
@@ -32,20 +33,22 @@ from torchrec_cnr.progress import SavePhases
 from torchrec_cnr.quantization import Scheme, SchemeRules
 from torchrec_cnr.saving.cut import Cut, Cuts, StagedRows, TrackedItem
 from torchrec_cnr.saving.encoding import choose_scheme
-from torchrec_cnr.saving.plug_in_messages import StagedTensor
+from torchrec_cnr.saving.plug_in_messages import STAGED, StagedSave, StagedTensor
+from torchrec_cnr.saving.running_saves import running_saves
 from torchrec_cnr.saving.sinks import RowDestination
 from torchrec_cnr.saving.staged_values import (
+    DEVICE_BLOCK_BYTES,
     StagedValue,
     StagingBuffer,
+    StagingBuffers,
     has_kernel,
     is_quantized_first,
     padded_bytes,
     stage_codes,
 )
 from torchrec_cnr.sharding import ShardKey, copied, dtype_name, is_replicated, local_shards, memory_key
-from torchrec_cnr.storage.pack_writer import BLOCK_BYTES
 from torchrec_cnr.tracking.modified_rows import ModifiedRows, RowList, RowMask
-from torchrec_cnr.tracking.tracked_tables import trackers
+from torchrec_cnr.tracking.tracked_tables import TrackedRows, trackers
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +58,7 @@ class ShardCopy:
     Attributes:
         key: The shard.
         source: Its values, live.
-        numbers: int64 [k], on the source's device: the rows to copy; None for all.
+        numbers: int64 [k], on the host, as those of all tables take much memory: the rows to copy; None for all.
         rows: The modified ones, as they lie in the copy; None if all must be stored.
         scheme: What they are encoded by first; None if values are copied.
         is_live: Whether it is not copied, for want of room, but written before training goes on.
@@ -85,7 +88,7 @@ class ShardCopy:
     @property
     def memory(self) -> object:
         """The same for shards that are one memory under several names."""
-        return memory_key(self.source) or self.key, id(self.numbers), self.scheme
+        return memory_key(self.source) or self.key, self.source.dtype, id(self.numbers), self.scheme
 
 
 def plan_staging(live: Mapping[str, Any], cut: Cut, rules: SchemeRules, max_bytes: int) -> list[ShardCopy]:
@@ -112,13 +115,18 @@ def _copies(live: Mapping[str, Any], cut: Cut) -> list[ShardCopy]:
         for shard in local_shards(value):
             key, source = (fqn, shard.box.offsets), shard.tensor.detach()
             item = cut.items.get(key)
-            if item is None or item.is_replaced or since is Since.EVER or not isinstance(item.rows, ModifiedRows):
+            if (
+                item is None
+                or since in item.replaced_since
+                or since is Since.EVER
+                or not isinstance(item.rows, ModifiedRows)
+            ):
                 copies.append(ShardCopy(key, source, None, None))
                 continue
             if item.group not in selected:
                 # Ranks may disagree about the modified rows of what they all hold, and must then store all.
                 is_whole = Since.EVER in (cut.staged or ()) or (is_replicated(value) and not is_alone)
-                select = _masks if is_whole else _lists
+                select = _host_masks if is_whole else _lists
                 selected[item.group] = select(item, item.rows, cut)
             copies.append(ShardCopy(key, source, *selected[item.group]))
     return copies
@@ -137,13 +145,20 @@ def _masks(item: TrackedItem, modified: ModifiedRows, cut: Cut) -> tuple[None, S
     return None, StagedRows(since, parts, digest, captured)
 
 
+def _host_masks(item: TrackedItem, modified: ModifiedRows, cut: Cut) -> tuple[None, StagedRows]:
+    """The same beside the copies of all rows, which are in host memory, and may go to another process."""
+    _, rows = _masks(item, modified, cut)
+    masks = (RowMask(part.mask.cpu()) for part in rows.parts if isinstance(part, RowMask))
+    return None, replace(rows, parts=tuple(masks))
+
+
 def _lists(item: TrackedItem, modified: ModifiedRows, cut: Cut) -> tuple[Tensor, StagedRows]:
     """Modified rows as they will lie one behind the other, and where."""
     since, captured = _since(cut), cut.captured(item, modified)
-    parts = modified.select_numbers(since, cut.is_by_heat(since))
+    parts = [numbers.cpu() for numbers in modified.select_numbers(since, cut.is_by_heat(since))]
     lists, first = [], 0
     for numbers in parts:
-        lists.append(RowList(numbers.cpu(), first))
+        lists.append(RowList(numbers, first))
         first += len(numbers)
     return torch.cat(parts) if len(parts) > 1 else parts[0], StagedRows(since, tuple(lists), b"", captured)
 
@@ -188,127 +203,101 @@ def _scheme_of(wanted: ShardCopy, cut: Cut, rules: SchemeRules) -> Scheme | None
 STAGING_BYTES = 8 << 30
 
 
-class Staging:
-    """What a writer stages; one save at a time.
+@dataclass(frozen=True)
+class StagingOptions:
+    """How a writer stages.
 
     Attributes:
-        live: Shards of the last save that were not copied.
-
-    Args:
         rules: How rows will be quantized.
-        staging_bytes: Copy no more than that.
-        timeout_secs: How long to wait for the save before.
+        max_bytes: Copy no more than that.
+        timeout_secs: How long to wait for the saves before.
+        destination: Where rows go.
     """
 
-    def __init__(
-        self, rules: SchemeRules, staging_bytes: int, timeout_secs: float, phases: SavePhases | None = None
-    ) -> None:
-        self._rules = rules
-        self.live: frozenset[ShardKey] = frozenset()
-        self._phases = phases
-        self._staging_bytes = staging_bytes
-        self._timeout_secs = timeout_secs
-        self._arena = StagingBuffer()
-        self._cuts: Cuts | None = None
-        self._released = threading.Event()
-
-    def wait(self, live: Mapping[str, Any], destination: RowDestination) -> None:
-        """Wait for the save before; ``live`` is what will be saved, flattened.
-
-        Raises:
-            ConfigurationError: It holds tables of several trackers.
-            SaveError: The save before has not ended in time.
-        """
-        self._cuts, self.live = _cuts_of(live), frozenset()
-        if self._cuts is not None:
-            self._cuts.destination = destination
-            self._cuts.background_save.timeout_secs = self._timeout_secs
-            self._cuts.wait()
-
-    def stage(self, live: Mapping[str, Any]) -> dict[str, Any]:
-        """Cut, and copy what the save will hold: flattened values that are saved in the place of the live ones."""
-        cuts = self._cuts
-        if cuts is None:
-            return {fqn: copied(value) for fqn, value in live.items()}
-        cut, began = cuts.cut(live), time.monotonic()
-        cut = replace(cut, staged=cuts.next_staged(), background_save=cuts.background_save)
-        copies = plan_staging(live, cut, self._rules, self._staging_bytes)
-        self.live = frozenset(wanted.key for wanted in copies if wanted.is_live)
-        values = self._copied([wanted for wanted in copies if not wanted.is_live])
-        values |= {wanted.key: wanted.source for wanted in copies if wanted.is_live}
-        items = {
-            wanted.key: replace(cut.items[wanted.key], values=values[wanted.key], rows=wanted.rows)
-            for wanted in copies
-            if wanted.key in cut.items
-        }
-        self._released.clear()
-        cuts.staged = replace(cut, items=items, is_complete=not self.live)
-        cuts.background_save.staged()
-        self._phases = SavePhases(time.monotonic() - began, self._arena.taken_bytes)
-        return _stand_ins(live, values, cuts.staged)
-
-    def _copied(self, copies: Sequence[ShardCopy]) -> dict[ShardKey, StagedValue]:
-        """Copies of everything, each memory once."""
-        unique: dict[object, ShardCopy] = {}
-        for wanted in copies:
-            unique.setdefault(wanted.memory, wanted)
-        is_on_device = any(wanted.source.device.type == "cuda" for wanted in unique.values())
-        self._arena.clear(sum(wanted.num_bytes for wanted in unique.values()), is_pinned=is_on_device)
-        by_memory = {memory: self._copy(wanted) for memory, wanted in unique.items()}
-        if is_on_device:
-            torch.cuda.synchronize()
-        return {wanted.key: by_memory[wanted.memory] for wanted in copies}
-
-    def _copy(self, wanted: ShardCopy) -> StagedValue:
-        source, numbers = wanted.source, wanted.numbers
-        if source.layout is not torch.strided or dtype_name(source) not in DTYPES:
-            return source.to("cpu", copy=True)  # which the writer will refuse, by name
-        if wanted.scheme is not None:
-            return stage_codes(source, numbers, wanted.scheme, self._arena.take)
-        taken = self._arena.take(wanted.shape, source.dtype)
-        target = taken.tensor()
-        if numbers is None:
-            target.copy_(source, non_blocking=True)
-        elif source.device.type == "cpu":
-            gather_rows(source, numbers, target)
-        else:
-            block_rows = max(1, BLOCK_BYTES // max(1, source[:1].nbytes))
-            for place, rows in zip(target.split(block_rows), numbers.split(block_rows), strict=True):
-                place.copy_(source.index_select(0, rows), non_blocking=True)
-        return taken
-
-    def take_phases(self) -> SavePhases | None:
-        """What the copy of rows took, told once: to the save that it was made for; None if no rows were staged."""
-        phases, self._phases = self._phases, None
-        return phases
-
-    def release(self) -> None:
-        """All that was not copied is written: training may go on."""
-        self.live = frozenset()
-        self._released.set()
-
-    def synchronize(self) -> None:
-        """Wait until training may go on: until all that was not copied is written, or the save has failed."""
-        if self._cuts is not None and self.live:
-            while not (self._released.wait(0.01) or self._cuts.background_save.has_finished):
-                pass
-
-    def close(self) -> None:
-        """Give the memory back."""
-        self._arena.free()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """In another process nothing is staged."""
-        return Staging, (self._rules, self._staging_bytes, self._timeout_secs, self.take_phases())
+    rules: SchemeRules
+    max_bytes: int
+    timeout_secs: float
+    destination: RowDestination
 
 
-def _cuts_of(live: Mapping[str, Any]) -> Cuts | None:
-    """Of the tracker whose tables are in a state dict; None if there is no such tracker with a planner.
+def stage(state_dict: Mapping[str, Any], options: StagingOptions, buffers: StagingBuffers) -> dict[str, Any]:
+    """Cut, and copy what an asynchronous save will hold; waits for the saves before.
+
+    What fails, the save raises when ranks plan: were it raised here, the other ranks would wait for this one.
+
+    Returns:
+        What is saved in the place of the state dict, with its ``StagedSave``.
+    """
+    staged = StagedSave(running_saves.add(has_begun=False))
+    try:
+        staged.running.wait_for_earlier(options.timeout_secs)
+        live, paths = flatten_state_dict(dict(state_dict))
+        # Tensors that are made in inference mode cannot be changed outside of it.
+        with record_function("torchrec_cnr.stage"), torch.inference_mode(False):
+            values = _staged(live, staged, options, buffers)
+        return {**unflatten_state_dict(values, paths), STAGED: staged}
+    except Exception as error:  # noqa: BLE001 - raised by the save, on all ranks
+        staged.failure = error.with_traceback(None)  # which would keep all that is copied here
+        return {STAGED: staged}
+
+
+def _staged(
+    live: Mapping[str, Any], staged: StagedSave, options: StagingOptions, buffers: StagingBuffers
+) -> dict[str, Any]:
+    """Flattened values that are saved in the place of the live ones."""
+    tracker = _tracker_of(live)
+    if tracker is None or not isinstance(tracker.saves, Cuts):
+        return {fqn: copied(value) for fqn, value in live.items()}
+    cuts = tracker.saves
+    cut = cuts.cut(live, staged.running, cuts.policy, options.destination, options.timeout_secs, is_staged=True)
+    began = time.monotonic()
+    copies = plan_staging(live, cut, options.rules, options.max_bytes)
+    to_copy = [wanted for wanted in copies if not wanted.is_live]
+    unique = {wanted.memory: wanted for wanted in to_copy}
+    is_on_device = any(wanted.source.device.type == "cuda" for wanted in to_copy)
+    buffer = buffers.take(sum(wanted.num_bytes for wanted in unique.values()), is_on_device, staged.running)
+    by_memory = {memory: _copy(wanted, buffer) for memory, wanted in unique.items()}
+    for device in {wanted.source.device for wanted in to_copy if wanted.source.device.type == "cuda"}:
+        torch.cuda.synchronize(device)
+    values: dict[ShardKey, StagedValue] = {wanted.key: by_memory[wanted.memory] for wanted in to_copy}
+    values |= {wanted.key: wanted.source for wanted in copies if wanted.is_live}
+    items = {
+        wanted.key: replace(cut.items[wanted.key], values=values[wanted.key], rows=wanted.rows, live_state=None)
+        for wanted in copies
+        if wanted.key in cut.items
+    }
+    staged.cut, staged.tracker_id = replace(cut, items=items), id(tracker)
+    staged.live = frozenset(wanted.key for wanted in copies if wanted.is_live)
+    staged.phases = SavePhases(time.monotonic() - began, buffer.taken_bytes)
+    return _stand_ins(live, values, staged.cut)
+
+
+def _copy(wanted: ShardCopy, buffer: StagingBuffer) -> StagedValue:
+    source, numbers = wanted.source, wanted.numbers
+    if source.layout is not torch.strided or dtype_name(source) not in DTYPES:
+        return source.to("cpu", copy=True)  # which the writer will refuse, by name
+    if wanted.scheme is not None:
+        return stage_codes(source, numbers, wanted.scheme, buffer.take)
+    taken = buffer.take(wanted.shape, source.dtype)
+    target = taken.tensor()
+    if numbers is None:
+        target.copy_(source, non_blocking=True)
+    elif source.device.type == "cpu":
+        gather_rows(source, numbers, target)
+    else:
+        block_rows = max(1, DEVICE_BLOCK_BYTES // max(1, source[:1].nbytes))
+        for place, rows in zip(target.split(block_rows), numbers.split(block_rows), strict=True):
+            place.copy_(source.index_select(0, rows.to(source.device)), non_blocking=True)
+    return taken
+
+
+def _tracker_of(live: Mapping[str, Any]) -> TrackedRows | None:
+    """The tracker whose tables are in a state dict; None if there is no such tracker with a planner.
 
     Raises:
         ConfigurationError: There are several.
     """
-    found = trackers.planned_for((shard.tensor for value in live.values() for shard in local_shards(value)), Cuts)
+    found = trackers.planned_for(shard.tensor for value in live.values() for shard in local_shards(value))
     if len(found) > 1:
         raise ConfigurationError(
             f"{len(found)} trackers with a planner know tables of this state dict, and dcp.async_save does not say "
@@ -330,5 +319,5 @@ def _stand_ins(live: Mapping[str, Any], values: Mapping[ShardKey, StagedValue], 
             continue
         keys = [(fqn, shard.box.offsets) for shard in local_shards(value)]
         shards = {key[1]: values[key] for key in keys if key not in cut.items}
-        staged[fqn] = StagedTensor(cut.number, tuple(write_items.get(fqn, ())), is_replicated(value), shards)
+        staged[fqn] = StagedTensor(tuple(write_items.get(fqn, ())), is_replicated(value), shards)
     return staged

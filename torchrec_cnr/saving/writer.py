@@ -2,10 +2,11 @@
 
 Who calls what, on which rank, in one ``dcp.save``:
 
-    1. storage_meta           all ranks    a new save begins: a new save id
+    1. storage_meta           all ranks    a new save begins: its ``WriterSave``, with a new save id
     2. set_up_storage_writer  all ranks    learn the rank
-    3. prepare_local_plan     all ranks    refuse an id that is taken, make the directory; the coordinator takes a lease
-    4. prepare_global_plan    coordinator  refuse to save beside a later job; give its save id to all ranks
+    3. prepare_local_plan     all ranks    wait for the saves before, refuse an id that is taken, make the directory;
+                                           the coordinator refuses to save beside a later job, and takes a lease
+    4. prepare_global_plan    coordinator  compare what all ranks must share; give its save id to all ranks
     5. write_data             all ranks    encode every item of the plan into packs
     6. finish                 coordinator  check all results against the plan, then commit: write the manifest, and
                                            release the lease
@@ -13,47 +14,58 @@ Who calls what, on which rank, in one ``dcp.save``:
 Before that, in ``dcp.async_save``, it is the stager as well. Its ranges in torch's profiler are ``torchrec_cnr.stage``,
 ``.encode``, ``.upload`` and ``.commit``.
 
+The writer itself holds nothing of a save. All calls of one save come from one thread, to which its ``WriterSave``
+belongs, so that several saves may run at a time.
+
 Nothing is ever overwritten: packs bear the save id in their names, and the manifest is put only where none is.
 """
 
+import logging
 import os
+import threading
 import time
 import uuid
 from collections.abc import Mapping
 from contextlib import closing, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 from torch.profiler import record_function
 
-from torchrec_cnr.errors import CheckpointExistsError, ConfigurationError
+from torchrec_cnr.arguments import check_callable, check_count, check_positive
+from torchrec_cnr.errors import CheckpointExistsError, ConfigurationError, SaveError
 from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.human_text import count_text, url_text
 from torchrec_cnr.kernels.cpu.compiling import one_thread
 from torchrec_cnr.policies import Since
 from torchrec_cnr.progress import Count, Progress, SavePhases
 from torchrec_cnr.quantization import NoQuantization, Quantization, SchemeRules
+from torchrec_cnr.saving.agreement import RankPlan, rank_plans
 from torchrec_cnr.saving.block_writer import CompactedTopic
 from torchrec_cnr.saving.commit import commit, file_of
 from torchrec_cnr.saving.cut import TIMEOUT_SECS
 from torchrec_cnr.saving.decision import Decision, RankData
-from torchrec_cnr.saving.plug_in_messages import CNRStorageMeta, SaveMetadata
+from torchrec_cnr.saving.plug_in_messages import STAGED, CNRStorageMeta, SaveMetadata, StagedSave, WriterSave
 from torchrec_cnr.saving.rank_writer import RankWriter
-from torchrec_cnr.saving.sinks import FILES, OpenSink, PackSettings, PlainTopic, RowDestination
-from torchrec_cnr.saving.staging import STAGING_BYTES, Staging
+from torchrec_cnr.saving.running_saves import asked_checkpoint_id
+from torchrec_cnr.saving.sinks import FILES, PackSettings, PlainTopic, RowDestination
+from torchrec_cnr.saving.staged_values import StagingBuffers
+from torchrec_cnr.saving.staging import STAGING_BYTES, StagingOptions, stage
 from torchrec_cnr.sharding import shard_key
-from torchrec_cnr.storage.fences import Fence, fence_of
+from torchrec_cnr.storage.fences import fence_of
 from torchrec_cnr.storage.leases import Lease
 from torchrec_cnr.storage.pack_writer import PACK_BYTES, check_pack_bytes, check_thread_count
-from torchrec_cnr.storage.row_log import RowLog
+from torchrec_cnr.storage.row_log import RowLog, check_row_log
 from torchrec_cnr.storage.store import Store
 from torchrec_cnr.throttling import Bandwidth, check_cpu_share
+
+logger = logging.getLogger(__name__)
 
 
 def destination_of(row_log: RowLog | None) -> RowDestination:
@@ -81,7 +93,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
             training waits until they are written.
         cpu_share: How much of a core each rank's asynchronous save may take to encode, from more than 0 to 1: it does
             that in one thread, and rests in between.
-        timeout_secs: How long an asynchronous save waits for the one before, if that is still under way.
+        timeout_secs: How long a save waits for the one before, if that is still under way.
         max_bytes_per_sec: What each rank may write a second, averaged over packs.
         row_log: Where rows of deltas and markers that commit go (``KafkaRows``). By default, both are files.
         overwrite: Only False: a checkpoint that is there is never overwritten.
@@ -116,51 +128,39 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         check_thread_count(thread_count)
         check_pack_bytes(pack_bytes)
         check_cpu_share(cpu_share)
+        check_count("staging_bytes", staging_bytes)
+        check_positive("timeout_secs", timeout_secs)
+        check_callable("progress", progress)
+        check_row_log(row_log)
         self._cpu_share = cpu_share
         self._pack_bytes = pack_bytes
-        self._staged: SavePhases | None = None  # what this save's staging took
-        self._failure: Exception | None = None  # of staging
         self._progress = progress
         self._sync_files = sync_files
         self._thread_count = thread_count
         self._rules = SchemeRules.of(quantization if quantization is not None else NoQuantization())
-        self._staging = Staging(self._rules, staging_bytes, timeout_secs)
         self._bandwidth = Bandwidth(max_bytes_per_sec)
         self._destination = destination_of(row_log)
-        self._open_sink: OpenSink | None = None  # of this save
-        self._store = self._opened(path)
+        self._staging = StagingOptions(self._rules, staging_bytes, timeout_secs, self._destination)
+        self._buffers = StagingBuffers()
+        self._path = self._opened(path)
+        self._threads = threading.local()
         if row_log is not None:
             row_log.open(may_make=True)
-        self._save_id = ""
-        self._rank = 0
-        self._started = time.monotonic()
-        self._is_coordinator = False
-        self._lease: Lease | None = None
-        self._fence: Fence | None = None  # of this save, if it has a lineage
-        self._sent_fence: Fence | None = None  # of the job, if that is another process
-        self._warned: set[str] = set()  # FQNs of which it was said that rows are stored exactly
+        self._warned: set[str] = set()  # FQNs whose rows are stored exactly, and patterns that match none
 
     def __repr__(self) -> str:
         patterns = self._rules.patterns
         quantization = count_text(len(patterns), "pattern") if patterns else repr(self._rules.tables)
-        return f"CNRStorageWriter({url_text(self._store.url)}, {quantization})"
+        return f"CNRStorageWriter({url_text(self._path.url)}, {quantization})"
 
     def stage(self, state_dict: dict[str, Any], **_: Any) -> dict[str, Any]:
         """Cut, and copy what an asynchronous save will hold; waits for the save before.
 
         If that fails, the save does, on all ranks: were it raised here, other ranks would wait for this one.
-
-        Raises:
-            SaveError: The save before has not ended in time.
         """
-        live, paths = flatten_state_dict(dict(state_dict))
-        self._staging.wait(live, self._destination)
-        try:
-            with record_function("torchrec_cnr.stage"):
-                return dict(unflatten_state_dict(self._staging.stage(live), paths))
-        except Exception as error:  # noqa: BLE001 - raised by the save
-            self._failure = error
-            return {}
+        staged = stage(state_dict, self._staging, self._buffers)
+        self._threads.staged = staged[STAGED]
+        return staged
 
     @property
     def should_synchronize_after_execute(self) -> bool:
@@ -169,119 +169,148 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
 
     def synchronize_staging(self) -> None:
         """Wait until training may go on: at once, but where 'staging_bytes' was too little for all rows."""
-        self._staging.synchronize()
+        staged: StagedSave | None = self._threads.__dict__.pop("staged", None)
+        if staged is not None:
+            staged.wait_for_live()
 
     def close(self) -> None:
         """Give the memory back that rows were staged in."""
-        self._staging.close()
+        self._buffers.free()
 
     def __getstate__(self) -> dict[str, Any]:
-        """In another process it writes what was staged here, for the same job, and tells nobody how far it is."""
-        return {**self.__dict__, "_progress": None, "_open_sink": None, "_sent_fence": fence_of(self._store)}
+        """In another process it writes what was staged here, and tells nobody how far it is."""
+        return {**self.__dict__, "_progress": None, "_buffers": None, "_threads": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._buffers, self._threads = StagingBuffers(), threading.local()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Another checkpoint id; DCP calls this only if it was given one."""
+        """Another checkpoint id for the saves of this thread; DCP calls this only if it was given one."""
         if checkpoint_id is not None:
-            self._store = self._opened(checkpoint_id)
+            self._threads.path, self._threads.asked = self._opened(checkpoint_id), asked_checkpoint_id()
 
     def _opened(self, path: str | os.PathLike[str]) -> Store:
         return replace(Store.open(path, self._sync_files, self._destination.row_log), bandwidth=self._bandwidth)
 
+    def storage_meta(self) -> StorageMeta:
+        """Where this save goes, for the planner; the first call of every save, and the only one that draws its id."""
+        asked = asked_checkpoint_id()
+        if isinstance(asked, str | os.PathLike) and asked != self._threads.__dict__.get("asked"):
+            self.reset(asked)  # another save of this thread came in between: one in a ``state_dict`` method
+        save = WriterSave(self._store, uuid.uuid4().hex[:16], time.monotonic(), self._staging.timeout_secs)
+        save.run_in_thread()
+        return CNRStorageMeta(
+            checkpoint_id=self.checkpoint_id, save_id=save.save_id, writing=save, destination=self._destination
+        )
+
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Learn the rank; DCP passes it only to a parameter that is called ``kwargs``."""
-        self._is_coordinator = is_coordinator
-        self._rank = kwargs.get("rank") or 0
+        save = _save_of_thread()
+        save.is_coordinator = is_coordinator
+        save.rank = kwargs.get("rank") or 0
         if not kwargs.get("use_collectives", True):
             raise ConfigurationError("use_collectives=False is not supported: one commit holds all ranks' data")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Refuse an id that is taken; make the directory, and let nobody prune it."""
-        if self._staged is not None and not isinstance(plan.planner_data, RankData):
+        """Refuse an id that is taken, or to save beside a later job; make the directory, and let nobody prune it."""
+        save = _save_of_thread()
+        running = save.begin()
+        data = plan.storage_data if isinstance(plan.storage_data, RankData) else None
+        is_tracked = data is not None and data.is_tracked
+        if save.staged is not None and save.staged.cut is not None and not is_tracked:
             raise ConfigurationError(
                 "tables of this state are tracked, and their modified rows were staged for the tracker's "
                 "CNRSavePlanner: pass that to dcp.async_save; with another planner, use dcp.save"
             )
-        if self._store.exists(MANIFEST_FILE):
+        save.store.make()
+        if save.is_coordinator and is_tracked:  # before the id: a job that is ahead takes one after the other
+            save.fence = fence_of(save.store)
+            save.fence.claim()
+        if save.store.exists(MANIFEST_FILE):
             raise CheckpointExistsError(
-                f"{self._store.url} holds a committed checkpoint already; save under another checkpoint_id"
+                f"{save.store.url} holds a committed checkpoint already; save under another checkpoint_id"
             )
-        self._store.make()
-        if self._is_coordinator:
-            self._lease = Lease.take(self._store, "save")
-        is_fenced = self._is_coordinator and isinstance(plan.planner_data, RankData)  # only it knows its job's fence
-        own_fence = self._own_fence if is_fenced else None
-        self._open_sink = self._destination.prepare(self._store, self._rank, self._is_coordinator, own_fence)
-        return plan
+        if save.is_coordinator:
+            save.lease = Lease.take(save.store, "save")
+            running.at_end = save.end_lease
+        own_fence = partial(fence_of, save.store) if save.is_coordinator and is_tracked else None
+        save.open_sink = self._destination.prepare(save.store, save.rank, save.is_coordinator, own_fence)
+        shared = RankPlan(
+            checkpoint=save.store.url,
+            quantization=repr(self._rules),
+            row_log=repr(self._destination.row_log),
+            is_staged=save.staged is not None,
+            data=data,
+        )
+        return replace(plan, storage_data=shared)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Give this save's id to all ranks. Of jobs with lineages, only the latest may save to a root."""
-        self._fence = None
-        if isinstance(plans[0].planner_data, Decision):
-            self._fence = self._own_fence()
-            self._fence.claim()
-        self._destination.begin(self._store)
-        return [replace(plan, storage_data=self._save_id) for plan in plans]
-
-    def _own_fence(self) -> Fence:
-        sent = self._sent_fence
-        return sent if sent is not None and sent.root == self._store.at("..") else fence_of(self._store)
+        """Give this save's id to all ranks."""
+        save = _save_of_thread()
+        rank_plans(plans)
+        self._destination.begin(save.store)
+        return [replace(plan, storage_data=save.save_id) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Encode and write this rank's items."""
-        began, decision = time.monotonic(), plan.planner_data
-        assert self._open_sink is not None  # made when this rank's plan was
-        settings = PackSettings(f"{plan.storage_data}-{self._rank}", self._thread_count, self._pack_bytes)
-        with closing(self._open_sink(settings, decision if isinstance(decision, Decision) else None)) as sink:
+        save, began, decision = _save_of_thread(), time.monotonic(), plan.planner_data
+        open_sink, save.open_sink = save.open_sink, None
+        assert open_sink is not None  # made when this rank's plan was
+        settings = PackSettings(f"{plan.storage_data}-{save.rank}", self._thread_count, self._pack_bytes)
+        staged, save.staged = save.staged, None  # what was staged is not needed any longer when it is written
+        is_behind_training = staged is not None and staged.cut is not None
+        with closing(open_sink(settings, decision if isinstance(decision, Decision) else None)) as sink:
             writer = RankWriter(sink, planner, self._rules, self._warned, Count(len(plan.items), self._progress))
-            live = self._staging.live
-            if live:
+            live = staged.live if staged is not None else frozenset()
+            if staged is not None and live:
                 writer.write([item for item in plan.items if shard_key(item) in live])
                 sink.flush()
-                self._staging.release()
-            if self._staged is not None:
+                staged.released.set()
+            if is_behind_training:
                 sink.throttle(self._cpu_share)
-            with one_thread() if self._staged is not None else nullcontext():  # behind training
+            with one_thread() if is_behind_training else nullcontext():
                 writer.write([item for item in plan.items if shard_key(item) not in live])
-            results = writer.finish(replace(self._staged or SavePhases(), plan_secs=began - self._started))
+            phases = staged.phases if staged is not None else SavePhases()
+            results = writer.finish(replace(phases, plan_secs=began - save.began))
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit."""
-        began = time.monotonic()
+        save, began = _save_of_thread(), time.monotonic()
+        self._warn_of_unused_patterns(metadata)
         decision = metadata.decision if isinstance(metadata, SaveMetadata) else None
         if decision is None:
-            decision = Decision(self._save_id, Since.EVER, policy="Full")
+            decision = Decision(save.save_id, Since.EVER, policy="Full")
         with record_function("torchrec_cnr.commit"):
-            file = file_of(self._store, decision, metadata, results, self._save_id)
-            commit(self._store, file, self._lease, self._fence)
-        if self._fence is not None:
-            self._destination.committed(self._store, decision, file.manifest)
+            file = file_of(save.store, decision, metadata, results, save.save_id)
+            commit(save.store, file, save.lease, save.fence)
+        if save.fence is not None:
+            self._destination.committed(save.store, decision, file.manifest)
         if isinstance(metadata, SaveMetadata):
             commit_secs = time.monotonic() - began
             metadata.phases = tuple(replace(phases, commit_secs=commit_secs) for phases in file.phases)
-        if self._lease is not None:
-            self._lease.release()
-            self._lease = None
+            metadata.size = file.size
+        lease, save.lease = save.lease, None
+        if lease is not None:
+            lease.release()
 
-    def storage_meta(self) -> StorageMeta:
-        """Where this save goes, for the planner; the first call of every save, and the only one that draws its id."""
-        self._staged = self._staging.take_phases()
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-        if self._lease is not None:  # the save before committed nothing
-            self._lease.lapse()
-            self._lease = None
-        self._save_id = uuid.uuid4().hex[:16]
-        self._started = time.monotonic()
-        return CNRStorageMeta(
-            checkpoint_id=self.checkpoint_id,
-            save_id=self._save_id,
-            store=self._store,
-            destination=self._destination,
-        )
+    def _warn_of_unused_patterns(self, metadata: Metadata) -> None:
+        """A pattern that is spelled wrong leaves tables as large as they are."""
+        fqns = [fqn for fqn, entry in metadata.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)]
+        for pattern, nearest in self._rules.unused(fqns):
+            if pattern not in self._warned:
+                self._warned.add(pattern)
+                names = ", ".join(map(repr, nearest)) or "none"
+                logger.warning("'quantization': no tensor matches the pattern %r; most like it: %s", pattern, names)
+
+    @property
+    def _store(self) -> Store:
+        """Where a save of this thread goes."""
+        store: Store = getattr(self._threads, "path", self._path)
+        return store
 
     @property
     def checkpoint_id(self) -> str:
@@ -292,3 +321,10 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this writer could save there."""
         return Store.can_open(checkpoint_id)
+
+
+def _save_of_thread() -> WriterSave:
+    save = WriterSave.of_thread()
+    if save is None:
+        raise SaveError("no save was begun in this thread: call storage_meta first, as DCP does")
+    return save

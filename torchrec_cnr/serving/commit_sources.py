@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from torchrec_cnr.errors import DamagedError
-from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.human_text import instant_text, url_text
 from torchrec_cnr.lineage.latest import committed_ns
 from torchrec_cnr.lineage.marker_commit import publish_marked
@@ -57,7 +56,11 @@ class Commits(Protocol):
         ...
 
     def wait(self, timeout_secs: float) -> None:
-        """Return when there may be a new one, after a time, or as soon as the source is closed."""
+        """Return when there may be a new one, after a time, or as soon as the source is closed.
+
+        Raises:
+            StoreError: Nothing was heard; there may be a new one all the same.
+        """
         ...
 
     def close(self) -> None:
@@ -159,18 +162,17 @@ class MarkerCommits:
     def newest_first(self) -> Sequence[Commit]:
         """See `Commits`."""
         if self._next is None:
-            publish_marked(self._root)
-            self._see(self._log.markers(root_id(self._root.url), 1))
+            self._begin()
         return self._commits.newest_first()
 
     def wait(self, timeout_secs: float) -> None:
-        """See `Commits`; returns as soon as there is a marker."""
+        """See `Commits`; returns as soon as there is a marker, and raises if the log does not answer."""
         left_secs = timeout_secs
         while left_secs > 0 and self._next is not None and not self._is_closed.is_set():
             try:
                 found = self._log.markers_from(self._next, min(left_secs, _SLICE_SECS))
             except DamagedError:  # so far behind that the log has forgotten what comes next
-                self._next = None
+                self._begin()
                 return
             if found:
                 self._see(found)
@@ -182,9 +184,11 @@ class MarkerCommits:
         self._is_closed.set()
         self._commits.close()
 
+    def _begin(self) -> None:
+        self._next = self._log.end()  # what is marked from now on wakes a wait up
+        publish_marked(self._root)
+
     def _see(self, markers: Sequence[Marker]) -> None:
         """Markers come a moment before manifests get their names."""
-        own = [marker for marker in markers if marker.root == root_id(self._root.url)]
-        if any(not self._root.at(marker.name).exists(MANIFEST_FILE) for marker in own):
-            publish_marked(self._root)
-        self._next = max((marker.offset + 1 for marker in markers), default=self._next or 0)
+        publish_marked(self._root, {marker.name for marker in markers if marker.root == root_id(self._root.url)})
+        self._next = max(marker.offset + 1 for marker in markers)

@@ -16,7 +16,7 @@ from typing import Self
 
 from torch import nn
 
-from torchrec_cnr.errors import CheckpointNotFoundError, CNRError, ConfigurationError, DamagedError
+from torchrec_cnr.errors import CheckpointNotFoundError, CNRError, ConfigurationError, DamagedError, StoreError
 from torchrec_cnr.human_text import url_text
 from torchrec_cnr.serving.commit_sources import Commit, Commits, MarkerCommits, RootCommits
 from torchrec_cnr.serving.served_model import ServedModel
@@ -120,7 +120,7 @@ class RowSubscriber:
 
     @property
     def failure(self) -> Exception | None:
-        """Why the newest checkpoint is not applied, if the last attempt at it failed."""
+        """Why the newest checkpoint is not applied, if the last attempt at it failed, or could not be heard of."""
         return self._failure
 
     def looking_up(self) -> AbstractContextManager[None]:
@@ -178,15 +178,27 @@ class RowSubscriber:
     def _follow(self) -> None:
         while not self._is_closed.is_set():
             try:
-                self._commits.wait(self._interval_secs)
+                unheard = self._wait()
                 with self._turn:
                     if not self._is_closed.is_set():
                         self._update(is_patient=True)
+                        if unheard is not None:
+                            self._failure = self._untold = unheard
             except Exception as error:  # whatever it is, the model stays as it is, and the next checkpoint may do
                 self._untold = error
                 is_ours = isinstance(error, CNRError)
                 logger.warning("the model stays at %s: %s", self.applied, error, exc_info=not is_ours)
                 self._is_closed.wait(self._interval_secs)  # a source that fails may not have waited
+
+    def _wait(self) -> StoreError | None:
+        """Until there may be a new checkpoint; why none could be heard of, if the source does not answer."""
+        try:
+            self._commits.wait(self._interval_secs)
+        except StoreError as error:
+            logger.warning("new checkpoints are looked for, but not heard of: %s", error)
+            self._is_closed.wait(self._interval_secs)  # a source that fails may not have waited
+            return error
+        return None
 
     def _update(self, is_patient: bool = False) -> Applied | None:
         newest = None
@@ -218,8 +230,11 @@ class RowSubscriber:
             except (DamagedError, CheckpointNotFoundError) as error:
                 logger.info("%s cannot be applied, the one before is tried: %s", commit.path, error)
                 failure = failure or error
-        if failure is not None:
-            raise failure
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure  # it would refer to itself
         return None
 
 

@@ -34,7 +34,7 @@ class TouchedRows(Region):
     is_touched: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.is_touched = torch.zeros(self.box.num_rows, dtype=torch.bool)
+        self.is_touched = torch.zeros(self.box.num_rows, dtype=torch.bool, device="cpu")
 
     def write(self, block: Block) -> None:
         """Note the rows of a delta."""
@@ -181,7 +181,7 @@ def _is_made_of_rows(entry: TensorEntry) -> bool:
 
 
 def _staged_tensor(saved: LineageTensor, target: ModelTensor) -> UpdateTensor:
-    values = torch.empty(target.tensor.shape, dtype=target.tensor.dtype)
+    values = torch.empty(target.tensor.shape, dtype=target.tensor.dtype, device="cpu")
     return UpdateTensor(target.tensor, values, len(values) if saved.entry.is_table else 0)
 
 

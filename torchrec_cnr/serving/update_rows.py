@@ -42,8 +42,8 @@ class UpdateRows(Region):
     saved: LineageTensor
     tensor: Tensor
     row: InferenceRow | None
-    rows: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    values: Tensor = field(default_factory=lambda: torch.empty(0))
+    rows: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64, device="cpu"))
+    values: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
     is_complete: bool = True
     has_whole_rows: bool = True
     _kept: list[_KeptRows] = field(default_factory=list)
@@ -96,7 +96,7 @@ class UpdateRows(Region):
         """Whether every row is there with all its columns."""
         pieces = [self._columns(own.block) for own in kept]
         bounds = sorted({*self._columns(), *(bound for piece in pieces for bound in piece)})
-        has = torch.zeros(len(numbers), len(bounds) - 1, dtype=torch.bool)
+        has = torch.zeros(len(numbers), len(bounds) - 1, dtype=torch.bool, device="cpu")
         for own, (start, stop) in zip(kept, pieces, strict=True):
             has[torch.searchsorted(numbers, own.rows), bounds.index(start) : bounds.index(stop)] = True
         return bool(has.all())
@@ -104,7 +104,7 @@ class UpdateRows(Region):
 
 def _newest_of_each(kept: Sequence[_KeptRows], num_rows: int) -> list[_KeptRows]:
     """Of blocks in the order in which they overwrite one another, the rows that no later one has."""
-    is_taken = torch.zeros(num_rows, dtype=torch.bool)
+    is_taken = torch.zeros(num_rows, dtype=torch.bool, device="cpu")
     newest = []
     for own in reversed(kept):
         is_newest = ~is_taken[own.rows]

@@ -5,6 +5,7 @@
 - ``retries``: which errors are transient, and retries with exponential backoff.
 - ``local_files``: local files that survive a power failure and appear as a whole.
 - ``files``: files that are written piece by piece, and directory listings.
+- ``s3fs_client``: S3 by s3fs, without its own retries.
 - ``obstore_s3``: a fast S3 client for URLs with ``s3+obstore://``.
 - ``pack_writer``: collects blobs into data files and uploads several at a time.
 - ``pack_reader``: reads blobs of data files with few requests, and checks their digests.

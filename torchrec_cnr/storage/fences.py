@@ -2,7 +2,8 @@
 
 A job that was thought dead may still be saving when its replacement does. A fence is a small file in the root, with a
 number, that only one job can put. Every job puts the one behind the highest that it saw, before its first save: one
-that was restored saw it at its load, any other sees it then. Once there is a higher one, its saves are refused.
+that was restored saw it at its load, any other sees it then. A manager puts it before it looks for the newest.
+Once there is a higher one, a job's saves are refused.
 
 Fences are never removed, and their numbers have no gaps, so that the highest is found without listing the root.
 """
@@ -13,7 +14,9 @@ import re
 import socket
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -21,6 +24,7 @@ from torchrec_cnr.errors import CheckpointExistsError, FencedError
 from torchrec_cnr.storage.store import Store
 from torchrec_cnr.storage.urls import without_client
 
+_MAX_BYTES = 1 << 12  # of a fence
 _NAME = re.compile(r"fence-(?P<number>\d{8})\.json")
 
 
@@ -49,7 +53,7 @@ class Fence:
         try:
             if not self.root.exists(name):
                 self.root.put_new(name, self.owner, uuid.uuid4().hex[:16])
-            is_ours = self.root.read(name) == self.owner
+            is_ours = _read(self.root, self.seen + 1) == self.owner
         except CheckpointExistsError:
             is_ours = False
         if not is_ours:
@@ -74,20 +78,56 @@ class Fence:
         )
 
 
-class _Jobs(dict[str, Fence]):
-    """The fences of this process, by root."""
+def _owner() -> bytes:
+    owner = {"job": uuid.uuid4().hex, "host": socket.gethostname(), "pid": os.getpid(), "since_ns": time.time_ns()}
+    return json.dumps(owner).encode()
+
+
+class JobFences(dict[str, Fence]):
+    """The fences of a job, by root.
+
+    Attributes:
+        owner: What its own fences hold.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.owner = _owner()
 
     def fence(self, root: Store, is_new: bool = False) -> Fence:
         """That of a root; made anew if so asked."""
         place = without_client(root.url)
         found = self.get(place)
         if found is None or is_new:
-            found = self[place] = Fence(root, highest(root), _owner())
+            seen = highest(root)
+            if seen and not is_new and _read(root, seen) == self.owner:
+                seen -= 1  # put up by another process that saves for this job
+            found = self[place] = Fence(root, seen, self.owner)
         return found
 
+    def adopt(self, job: "JobFences") -> None:
+        """From now on, this process saves for another one's job."""
+        self.owner = job.owner
+        self.update(job)
 
-_jobs = _Jobs()
-os.register_at_fork(after_in_child=_jobs.clear)  # a child is a job of its own
+    def forget(self) -> None:
+        """From now on, this process is a job of its own."""
+        self.clear()
+        self.owner = _owner()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (self.owner, dict(self))
+
+
+def _received(owner: bytes, fences: Mapping[str, Fence]) -> JobFences:
+    job = JobFences()
+    job.owner = owner
+    job.update(fences)
+    return job
+
+
+_job = JobFences()
+os.register_at_fork(after_in_child=_job.forget)
 
 
 def fence_of(checkpoint: Store) -> Fence:
@@ -96,7 +136,7 @@ def fence_of(checkpoint: Store) -> Fence:
     Raises:
         StoreError: The root cannot be read.
     """
-    return _jobs.fence(checkpoint.at(".."))
+    return _job.fence(checkpoint.at(".."))
 
 
 def restored_from(checkpoint: Store) -> None:
@@ -105,7 +145,23 @@ def restored_from(checkpoint: Store) -> None:
     Raises:
         StoreError: The root cannot be read.
     """
-    _jobs.fence(checkpoint.at(".."), is_new=True)
+    _job.fence(checkpoint.at(".."), is_new=True)
+
+
+def claim(root: Store) -> None:
+    """This process is about to go on from the newest checkpoint of a root: no other job adds to it from now on.
+
+    Raises:
+        FencedError: Another job has done the same at this moment.
+        StoreError: The root cannot be written to, or read.
+    """
+    root.make()
+    _job.fence(root, is_new=True).claim()
+
+
+def own_fences() -> JobFences:
+    """Those of this process's job, which a process that saves for it adopts."""
+    return _job
 
 
 def is_fence(name: str) -> bool:
@@ -128,6 +184,11 @@ def _name(number: int) -> str:
     return f"fence-{number:08d}.json"
 
 
+def _read(root: Store, number: int) -> bytes:
+    """What a fence holds; of one that somebody else made too long, no more than tells it from others."""
+    return root.read(_name(number), 0, _MAX_BYTES)
+
+
 class _Owner(msgspec.Struct):
     """What a message tells of whoever put a fence."""
 
@@ -135,15 +196,10 @@ class _Owner(msgspec.Struct):
     pid: int
 
 
-def _owner() -> bytes:
-    owner = {"job": uuid.uuid4().hex, "host": socket.gethostname(), "pid": os.getpid(), "since_ns": time.time_ns()}
-    return json.dumps(owner).encode()
-
-
 def _told(root: Store, number: int) -> str:
     """Who put a fence, for a message; what stands in it is not trusted."""
     try:
-        owner = msgspec.json.decode(root.read(_name(number)), type=_Owner)
+        owner = msgspec.json.decode(_read(root, number), type=_Owner)
         return f"host {owner.host[:80]!r}, process {owner.pid}"
     except (OSError, ValueError, RecursionError):
         return "it does not tell whose"

@@ -43,7 +43,7 @@ def remove_empty(path: str) -> None:
             raise
 
 
-def link_new(path: str, data: bytes, unlinked: str, sync_files: bool, create: Callable[[], None]) -> None:
+def link_new(path: str, data: bytes, unlinked: str, sync_files: bool) -> None:
     """Write a file atomically, unless its name exists: one that is created exclusively is there before its bytes are.
 
     Args:
@@ -51,7 +51,6 @@ def link_new(path: str, data: bytes, unlinked: str, sync_files: bool, create: Ca
         data: What is in it.
         unlinked: What it is called until it is whole.
         sync_files: Whether it is forced to disk.
-        create: Creates it exclusively, where the file system has no links.
 
     Raises:
         FileExistsError: The name exists.
@@ -69,12 +68,25 @@ def link_new(path: str, data: bytes, unlinked: str, sync_files: bool, create: Ca
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            create()
+            _rename_new(unlinked, path)
     finally:
         if os.path.exists(unlinked):
             os.unlink(unlinked)
     if sync_files:
         sync_directory(posixpath.dirname(path))
+
+
+def _rename_new(unlinked: str, path: str) -> None:
+    """Give a file its name where there are no links: the name is taken, empty, and then replaced as a whole.
+
+    A write to the name itself would leave half a file behind on a full disk, or if the process is killed meanwhile.
+    """
+    os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666))
+    try:
+        os.replace(unlinked, path)
+    except BaseException:
+        os.unlink(path)
+        raise
 
 
 def open_plain(path: str) -> FileIO:

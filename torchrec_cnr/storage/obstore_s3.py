@@ -21,7 +21,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedEr
 from obstore.fsspec import FsspecStore
 from obstore.store import S3Store
 
-from torchrec_cnr.storage.retries import TRANSIENT_STATUS
+from torchrec_cnr.storage.retries import TRANSIENT_CODES, TRANSIENT_STATUS
 from torchrec_cnr.storage.urls import OBSTORE
 
 if TYPE_CHECKING:  # obstore's are not there at runtime
@@ -32,9 +32,10 @@ _ONE_REQUEST_BYTES = 100_000_000
 _NUM_PARALLEL_PARTS = 4  # so that a file that is written piece by piece takes 64 MiB of memory
 
 # By default, a whole request has 30 seconds: too few for a pack on a slow network.
-_CLIENT: "ClientConfig" = {"connect_timeout": "10s", "read_timeout": "60s", "timeout": "600s", "allow_http": True}
-# Callers try again as well, and tell of it.
-_RETRIES: "RetryConfig" = {"max_retries": 3, "retry_timeout": timedelta(seconds=60)}
+_CLIENT: "ClientConfig" = {"connect_timeout": "10s", "read_timeout": "30s", "timeout": "600s", "allow_http": True}
+# Callers try again, and tell of it. A file that is written piece by piece cannot be begun anew.
+_ONE_ATTEMPT: "RetryConfig" = {"max_retries": 0, "retry_timeout": timedelta(seconds=60)}
+_SOME_ATTEMPTS: "RetryConfig" = {"max_retries": 3, "retry_timeout": timedelta(seconds=60)}
 
 _DUMP = "\n\nDebug source:"  # of what obstore has in memory
 _ANSWER = re.compile(r"(.*?status code: (\d{3})[^:]*)(.*)", re.DOTALL)
@@ -71,12 +72,12 @@ class ObstoreS3(FsspecStore):
         if client.endpoint_url not in ("https://s3.amazonaws.com", f"https://s3.{region}.amazonaws.com"):
             self._bucket_config["endpoint"] = client.endpoint_url
 
-    def _construct_store(self, bucket: str) -> S3Store:
+    def _construct_store(self, bucket: str, is_patient: bool = False) -> S3Store:
         return S3Store(
             bucket,
             config=self._bucket_config,
             client_options=_CLIENT,
-            retry_config=_RETRIES,
+            retry_config=_SOME_ATTEMPTS if is_patient else _ONE_ATTEMPT,
             credential_provider=self._credentials,
         )
 
@@ -124,7 +125,7 @@ class ObstoreS3(FsspecStore):
         if mode != "wb":
             raise ValueError(f"{path}: an object is read, or written as a whole: rb, wb or xb, not {mode}")
         bucket, key = self._split_path(path)
-        return _Upload(self._construct_store(bucket), key)
+        return _Upload(self._construct_store(bucket, True), key)
 
 
 class _Download(AbstractBufferedFile):  # type: ignore[misc] # fsspec has no types
@@ -189,15 +190,17 @@ def _plain_errors() -> Iterator[None]:
     try:
         yield
     except (BaseError, FileNotFoundError) as error:
-        failure = _plain(error)
-        raise failure from None
+        raise _plain(error) from None  # kept in a variable, it would refer to itself
 
 
 def _plain(error: Exception) -> OSError:
     text = str(error).partition(_DUMP)[0]
     number, status = _ERRNO.get(type(error)), 0
     if answer := _ANSWER.fullmatch(text):
-        status, text = int(answer[2]), ": ".join([answer[1], *_REASONS.findall(answer[3])])
+        reasons = _REASONS.findall(answer[3])
+        status, text = int(answer[2]), ": ".join([answer[1], *reasons])
+        if not TRANSIENT_CODES.isdisjoint(reasons):
+            return ConnectionError(text)
         number = number or _ERRNO_OF_STATUS.get(status, errno.EIO)
     if number is None or status in TRANSIENT_STATUS:
         return ConnectionError(text)

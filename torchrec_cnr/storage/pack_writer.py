@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from awscrt import checksums
 from torch.profiler import record_function
 
-from torchrec_cnr.errors import ConfigurationError
+from torchrec_cnr.arguments import check_count
 from torchrec_cnr.format.blob_bytes import Bytes
 from torchrec_cnr.format.manifest import PACK_SUFFIX, Pack
 from torchrec_cnr.format.row_sets import Blob, UnplacedBlob
@@ -217,11 +217,9 @@ def safetensors_header(tensors: Iterable[tuple[str, str, Sequence[int], int]], m
 
 def check_thread_count(thread_count: int) -> None:
     """Raise a ConfigurationError for what is no number of threads."""
-    if thread_count < 1:
-        raise ConfigurationError(f"'thread_count' must be at least 1 (got {thread_count})")
+    check_count("thread_count", thread_count, least=1)
 
 
 def check_pack_bytes(pack_bytes: int) -> None:
     """Raise a ConfigurationError for packs that are no files, or that would not fit in memory."""
-    if not 1 << 10 <= pack_bytes <= 1 << 30:
-        raise ConfigurationError(f"'pack_bytes' must be from 1024 to 1073741824 (got {pack_bytes})")
+    check_count("pack_bytes", pack_bytes, 1 << 10, 1 << 30)

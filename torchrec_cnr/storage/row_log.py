@@ -9,13 +9,14 @@ A log keeps all packs for a time, or the newest pack of each row block for ever;
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
+from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.storage.files import Buffer
 from torchrec_cnr.storage.urls import without_client
 
@@ -121,6 +122,13 @@ class RowLog(Protocol):
         """
         ...
 
+    def holds(self, packs: "Sequence[Pack]") -> bool:
+        """Whether packs, of one checkpoint or several, are there, as far as the oldest and the newest of them tell.
+
+        They are not if the log has forgotten them, has lost its last part, or was made anew.
+        """
+        ...
+
     def begin(self, root: str) -> None:
         """A save begins that will end with a marker.
 
@@ -154,12 +162,38 @@ class RowLog(Protocol):
 
         Raises:
             DamagedError: The log has forgotten that offset.
+            StoreError: It does not answer; that is noticed although there is none.
         """
+        ...
+
+    def end(self) -> int:
+        """The offset behind the last marker that is there: who reads on from here misses none that comes."""
         ...
 
     def markers(self, root: str, most: int) -> tuple[Marker, ...]:
-        """The newest markers of a root, oldest first, and no more than ``most``.
+        """Some of the newest markers of a root, oldest first, and no more than ``most``.
 
-        Returns once it is certain that no older one will come.
+        It waits for nothing and looks at the last part of the log only: those may be missing that lie before it, and
+        those may be there that were never committed.
         """
         ...
+
+    def marked(self, root: str, manifests: Mapping[str, str | None]) -> frozenset[str]:
+        """Which of these manifests of a root are committed by a marker; returns once it is certain.
+
+        Args:
+            root: The root.
+            manifests: Their digests, each with that of its parent, whose marker lies before its own; None for a
+                baseline.
+        """
+        ...
+
+
+def check_row_log(row_log: object) -> None:
+    """Refuse what is no log, such as the address of one.
+
+    Raises:
+        ConfigurationError: It is neither a log nor None.
+    """
+    if row_log is not None and (isinstance(row_log, type) or not callable(getattr(row_log, "open", None))):
+        raise ConfigurationError(f"'row_log' must be a log, such as KafkaRows(…), or None (got {row_log!r})")

@@ -6,13 +6,17 @@ is read whole has a maximum size, since its writer is not trusted.
 """
 
 import errno
+import logging
 import os
 import posixpath
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
+from io import BufferedReader
 from typing import Any
 
 import fsspec
@@ -22,14 +26,31 @@ from fsspec.implementations.local import LocalFileSystem
 from torchrec_cnr.errors import CheckpointExistsError, CNRError, ConfigurationError, DamagedError, StoreError
 from torchrec_cnr.format.blob_bytes import Bytes
 from torchrec_cnr.storage import local_files
-from torchrec_cnr.storage.files import Buffer, Listing, Stream, give_up
+from torchrec_cnr.storage.files import READ_AHEAD_BYTES, Buffer, Listing, RangedFile, Stream, Upload, give_up
 from torchrec_cnr.storage.local_files import link_new, missing_above, open_plain, pass_over, sync_directory
-from torchrec_cnr.storage.retries import Result, is_object_store, tried_again
+from torchrec_cnr.storage.retries import (
+    Result,
+    is_object_store,
+    is_transient,
+    is_unexplained,
+    is_without_bucket,
+    tried_again,
+)
 from torchrec_cnr.storage.row_log import RowLog
-from torchrec_cnr.storage.urls import checked_url, without_client
+from torchrec_cnr.storage.urls import (
+    OWN_S3FS,
+    S3FS,
+    canonical_path,
+    checked_url,
+    protocol_of,
+    without_client,
+    without_secrets,
+)
 from torchrec_cnr.throttling import Bandwidth
 
-_NOT_THERE = (errno.ENOENT, errno.ENOTDIR)
+logger = logging.getLogger(__name__)
+
+NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)  # nor can a file of that name be
 # Of the answer 412, s3fs makes ``FileExistsError`` only if it says which condition failed; many servers do not.
 _REFUSED = (errno.EEXIST, errno.EINVAL)
 _one_at_a_time = threading.Lock()
@@ -47,7 +68,7 @@ class Store:
 
     Attributes:
         fs: Its fsspec file system.
-        path: Its path there, without the protocol and without a trailing slash.
+        path: Its path there, without the protocol, as ``canonical_path`` spells it.
         sync_files: Whether local files are forced to disk before a write counts as done.
         bandwidth: What puts and reads of arrays take.
         row_log: Where packs of its checkpoints may lie that are no files.
@@ -66,16 +87,17 @@ class Store:
         """The directory at a local path or fsspec URL, or what is one already; nothing is created.
 
         Raises:
-            ConfigurationError: The URL's protocol is unknown, or its package is not installed; or see ``checked_url``.
+            ConfigurationError: The URL's protocol is unknown, or its package is not installed; or see ``checked_url``
+                and ``canonical_path``.
         """
         if isinstance(url, Store):
             return url
         name = checked_url(url)
         try:
-            fs, path = fsspec.core.url_to_fs(name)
+            fs, path = _client_of(name)
         except (ValueError, ImportError) as error:
             raise ConfigurationError(f"{name!r}: not a path or URL that fsspec can open ({error})") from error
-        return cls(fs, str(path).rstrip("/") or "/", sync_files, row_log=row_log)
+        return cls(fs, canonical_path(path, isinstance(fs, LocalFileSystem)), sync_files, row_log=row_log)
 
     @classmethod
     def can_open(cls, url: str | os.PathLike[str]) -> bool:
@@ -134,8 +156,17 @@ class Store:
 
     def _size(self, name: str) -> int | None:
         """Bytes of a file; None if it is not there."""
-        found = _if_there(lambda: self._try("look up", name, lambda: self._fresh().info(self.child(name))))
+        found = _if_there(lambda: self._try("look up", name, lambda: self._info(self.child(name))))
         return None if found is None else int(found["size"] or 0)
+
+    def _info(self, path: str) -> dict[str, Any]:
+        try:
+            return dict(self._fresh().info(path))
+        except Exception as error:
+            if not self.is_local and is_unexplained(error):
+                self.fs.cat_file(path, start=0, end=1)  # whose answer has a reason
+                raise ConnectionError(f"an answer that has passed: {error}") from error
+            raise
 
     def _check_whole(self, name: str, num_bytes: int) -> None:
         """What was written must be there: not every file system says so when it is not."""
@@ -163,6 +194,24 @@ class Store:
         """Unix time in nanoseconds when a file, or the directory itself, was written last, by the store's clock."""
         found = self._try("look up", name, lambda: self._fresh().modified(self.child(name).rstrip("/")))
         return int(found.timestamp() * 1e9)
+
+    def now_ns(self) -> int:
+        """Unix time in nanoseconds by the clock that stamps what is written, as far as it can be asked.
+
+        Of two machines that use a store of objects, one may have a clock that is wrong by days.
+        """
+        if not is_object_store(self.fs):
+            return time.time_ns()
+        name = f"{uuid.uuid4().hex[:16]}.clock"
+        try:
+            self.put(name, [], is_durable=False)
+            return self.modified_ns(name)
+        except StoreError as error:  # it may be read only
+            logger.info("the store's clock cannot be asked, this machine's is used: %s", error)
+            return time.time_ns()
+        finally:
+            with suppress(StoreError):
+                self.remove(name)
 
     def remove(self, name: str, is_durable: bool = False) -> None:
         """Remove a file; that it is gone already is no error.
@@ -219,8 +268,13 @@ class Store:
     @contextmanager
     def open_file(self, name: str) -> Iterator[Any]:
         """A file to read from and to seek in; errors are those of :meth:`read`."""
-        path = self.child(name)
-        with self._try("read", name, lambda: open_plain(path) if self.is_local else self.fs.open(path, "rb")) as file:
+        if self.is_local:
+            with self._errors("read", name):
+                file: Any = open_plain(self.child(name))
+        else:
+            num_bytes = int(self._try("read", name, lambda: self._info(self.child(name)))["size"] or 0)
+            file = BufferedReader(RangedFile(partial(self.read, name), num_bytes), READ_AHEAD_BYTES)
+        with file:
             yield file
 
     def put(self, name: str, parts: Sequence[Buffer], is_durable: bool = True) -> None:
@@ -248,22 +302,29 @@ class Store:
         A local file has its name once it is whole; elsewhere, one that failed may be there in part.
         """
         is_local, path = self.is_local, self.child(name)
-        partial = f"{path}.{uuid.uuid4().hex[:16]}.partial" if is_local else path
+        unfinished = f"{path}.{uuid.uuid4().hex[:16]}.partial"
         with ExitStack() as stack:
             with self._errors("write", name):
-                file = open(partial, "xb") if is_local else self.fs.open(partial, "wb")  # noqa: SIM115 - the stack does
-            stack.callback(give_up, file, partial if is_local else None)
+                file = open(unfinished, "xb") if is_local else self._upload(name)  # noqa: SIM115 - the stack does
+            stack.callback(give_up, file, unfinished if is_local else None)
             stream = Stream(self, name, file, lambda: self._errors("write", name))
             yield stream
             with self._errors("write", name):
                 self._sync(file)
                 file.close()
                 if is_local:
-                    os.replace(partial, path)
+                    os.replace(unfinished, path)
                     if self.sync_files:
                         sync_directory(self.path)
             stack.pop_all()
         self._check_whole(name, stream.num_bytes)
+
+    def _upload(self, name: str) -> Upload:
+        path = self.child(name)
+        return Upload(
+            put=lambda data: self._try("write", name, lambda: self.fs.pipe_file(path, data)),
+            begin=lambda: self._try("write", name, lambda: self.fs.open(path, "wb")),
+        )
 
     def put_new(self, name: str, data: bytes, save_id: str) -> None:
         """Write a file atomically, unless the name exists.
@@ -279,9 +340,9 @@ class Store:
             if self.is_local:
                 unlinked, path = self.child(f"{save_id}.{name}"), self.child(name)
                 with self._errors("write", name):
-                    link_new(path, data, unlinked, self.sync_files, lambda: self._create_new(name, data))
+                    link_new(path, data, unlinked, self.sync_files)
             else:
-                self._try("write", name, lambda: self._create_new(name, data))
+                self._try("write", name, lambda: self._create_unless_there(name, data))
         except StoreError as error:
             if error.errno not in _REFUSED or not self.exists(name):
                 raise
@@ -294,6 +355,16 @@ class Store:
                 self.remove(name)  # nobody must take it for a damaged one
             raise self._not_whole(name, len(data), None if found is None else len(found))
         raise CheckpointExistsError(f"{self.url}: another save committed here first; save under another checkpoint_id")
+
+    def _create_unless_there(self, name: str, data: bytes) -> None:
+        try:
+            self._create_new(name, data)
+        except Exception as error:
+            # 409 may tell of others who write just now, which passes, or of one who has written, which does not.
+            with suppress(Exception):
+                if is_transient(error) and self._info(self.child(name))["type"] == "file":
+                    error = FileExistsError(errno.EEXIST, str(error))
+            raise error
 
     def _create_new(self, name: str, data: bytes) -> None:
         # memory:// looks first and creates then; it is one process's own, so that a lock makes it atomic.
@@ -323,11 +394,27 @@ class Store:
             yield
         except CNRError:
             raise
-        except Exception as error:
-            where = self.url if not name else f"{self.url}/{name}"
-            failure = StoreError(f"cannot {action} {where}: {type(error).__name__}: {error}")
-            failure.errno = getattr(error, "errno", None) or _ERRNO.get(type(error))
-            raise failure from error
+        except Exception as error:  # noqa: BLE001 - raised as another one, which refers to itself if a variable has it
+            text = str(error)
+            raise self._failure(action, name, error) from (error if without_secrets(text) == text else None)
+
+    def _failure(self, action: str, name: str, error: Exception) -> StoreError:
+        where = self.url if not name else f"{self.url}/{name}"
+        told = f"cannot {action} {where}: {type(error).__name__}: {without_secrets(str(error))}"
+        if is_object_store(self.fs) and is_without_bucket(error):  # a typing error, not a file that is not there yet
+            return StoreError(f"{told}: {self.path.split('/')[0]!r} is no bucket; make it, or name another one")
+        failure = StoreError(told)
+        failure.errno = getattr(error, "errno", None) or _ERRNO.get(type(error))
+        return failure
+
+
+def _client_of(name: str) -> tuple[Any, str]:
+    """The file system of a path or URL, and the path there."""
+    if protocol_of(name) in S3FS and "::" not in name:
+        client = fsspec.get_filesystem_class(OWN_S3FS)
+        return client(**client._get_kwargs_from_urls(name)), str(client._strip_protocol(name))
+    fs, path = fsspec.core.url_to_fs(name)
+    return fs, str(path)
 
 
 def _if_there(look: Callable[[], Result]) -> Result | None:
@@ -335,7 +422,7 @@ def _if_there(look: Callable[[], Result]) -> Result | None:
     try:
         return look()
     except StoreError as error:
-        if error.errno in _NOT_THERE:
+        if error.errno in NOT_THERE:
             return None
         raise
 

@@ -90,7 +90,7 @@ class _Job:
         generator = torch.Generator().manual_seed(0)
         self._root = root
         self._table = nn.EmbeddingBag(
-            _NUM_ROWS, _DIM, mode="sum", _weight=torch.rand(_NUM_ROWS, _DIM, generator=generator)
+            _NUM_ROWS, _DIM, mode="sum", _weight=torch.rand(_NUM_ROWS, _DIM, generator=generator, device="cpu")
         )
         self._optimizer = torch.optim.SGD(self._table.parameters(), lr=0.5)
         self._tracker = RowTracker(nn.ModuleDict({"table": self._table}))
@@ -117,7 +117,7 @@ class _Job:
         self._tracker.close()
 
     def _train(self) -> None:
-        ids = torch.randint(0, _NUM_ROWS, (_NUM_LOOKED_UP, 1), generator=self._generator)
+        ids = torch.randint(0, _NUM_ROWS, (_NUM_LOOKED_UP, 1), generator=self._generator, device="cpu")
         self._table(ids).sum().backward()
         self._optimizer.step()
         self._optimizer.zero_grad()

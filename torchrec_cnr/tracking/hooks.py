@@ -5,10 +5,12 @@ itself is no write, and is told apart from one that overwrites a table.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils.hooks import RemovableHandle
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
@@ -17,6 +19,31 @@ from torchrec_cnr.sharding import local_shards, memory_key
 from torchrec_cnr.tracking.tracked_tables import TrackedShard
 
 _WRAPPERS = ("_dmp_wrapped_module", "module")  # parts of a module's path that are in no FQN
+
+
+@dataclass(frozen=True, eq=False)
+class Hook:
+    """A hook that stays with the model that is tracked: in a copy of it, or a file, one that does nothing replaces it.
+
+    Attributes:
+        act: What it does.
+    """
+
+    act: Callable[..., None]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self.act(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _untracked_hook, ()
+
+
+def _untracked_hook() -> Callable[..., None]:
+    return _do_nothing
+
+
+def _do_nothing(*_: Any, **__: Any) -> None:
+    """The hook of a model that is not tracked."""
 
 
 class Hooks:
@@ -58,8 +85,11 @@ class Hooks:
 
 
 def on_gradient(output: Tensor, act: Callable[[], None]) -> None:
-    """Act when the gradient of a lookup's output arrives, if ever."""
-    if output.requires_grad:
+    """Act when the gradient of a lookup's output arrives, if ever.
+
+    Gradients of ``torch.func`` are values like others: whoever takes them writes to the table himself, if at all.
+    """
+    if output.requires_grad and not is_functorch_wrapped_tensor(output):
         output.register_hook(lambda _: act())
 
 
@@ -84,12 +114,12 @@ def modules_below(module: nn.Module, path: str = "", seen: set[int] | None = Non
 def watch_loads(module: nn.Module, shards: Sequence[tuple[str, TrackedShard]], hooks: Hooks) -> None:
     """Watch what a module with these shards loads, each with the key of its weights in the module's state dict."""
     loads = _Loads(shards)
-    first = module.register_load_state_dict_pre_hook(loads.before)
+    first = module.register_load_state_dict_pre_hook(Hook(loads.before))
     # Before TorchRec's own hook, which puts other tensors in the place of the state dict's.
     order: Any = module._load_state_dict_pre_hooks  # an OrderedDict
     order.move_to_end(first.id, last=False)
     hooks.add(first)
-    hooks.add(module.register_load_state_dict_post_hook(loads.after))
+    hooks.add(module.register_load_state_dict_post_hook(Hook(loads.after)))
 
 
 class _Loads:
@@ -103,11 +133,13 @@ class _Loads:
             shard.check_writes()
         taken = [(shard, state_dict[f"{prefix}{key}"]) for key, shard in self._shards if f"{prefix}{key}" in state_dict]
         self._is_own = all(_is_own(shard, value) for shard, value in taken)
-        if self._is_own:
-            for shard, _value in taken:
-                for _key, other in self._shards:
-                    if other.shares_storage(shard):
-                        other.expect_copy()
+        for shard, _value in taken:
+            if not self._is_own:
+                shard.mark_written()  # at once: a mark of some rows accounts for all writes before it
+                continue
+            for _key, other in self._shards:
+                if other.shares_storage(shard):
+                    other.expect_copy()
 
     def after(self, *_: Any) -> None:
         """The module has taken it; DistributedModelParallel does not always have this called."""

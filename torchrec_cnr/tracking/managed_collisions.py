@@ -13,7 +13,7 @@ from torchrec.modules.mc_modules import MCHManagedCollisionModule
 
 from torchrec_cnr.errors import StateMismatchError
 from torchrec_cnr.tracking.hooks import Hooks, modules_below
-from torchrec_cnr.tracking.tracked_tables import TrackedShard
+from torchrec_cnr.tracking.tracked_tables import TrackedShard, accounting
 
 
 def track_evictions(model: nn.Module, hooks: Hooks, shards: Sequence[TrackedShard]) -> None:
@@ -31,13 +31,10 @@ def _evict(
 ) -> None:
     """Called in the place of a method that resets the rows of evicted ids; with shards by the names of their tables."""
     rows = {of_table[table]: rows for table, rows in evicted.items() if rows is not None}
-    for shard in of_table.values():
-        shard.check_writes()
-    evict(evicted)
-    for shard, local in rows.items():
-        shard.rows.mark(local)
-    for shard in of_table.values():
-        shard.accept_writes()
+    with accounting(list(of_table.values())):
+        evict(evicted)
+        for shard, local in rows.items():
+            shard.rows.mark(local)
 
 
 class IdMaps:

@@ -15,7 +15,7 @@ a bool per row on devices: all of them are read at every snapshot, while trainin
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -214,11 +214,16 @@ class ModifiedRows:
         """Rows came from a delta of that checkpoint, int64 [k], numbered within the box."""
         self._since_baseline.add_numbers(rows.to(self.marked.device))
 
-    def unite(self, united: Callable[[Tensor], Tensor]) -> None:
-        """Have the rows that any replica has; ``united`` makes such a mask of this one's."""
-        for held in (self._since_baseline, self._frozen):
-            if held is not None:
-                held.put(united(held.mask()))
+    def unite(self, since_baseline: Tensor, frozen: Tensor) -> None:
+        """Have the rows that any replica has, masks bool [num_rows].
+
+        A save may have begun or ended on other replicas only: then what is frozen there is marked here.
+        """
+        self._since_baseline.put(since_baseline)
+        if self._frozen is not None:
+            self._frozen.put(frozen)
+        else:
+            self.mark_where(frozen)
 
     def select(self, since: Since) -> "RowMask":
         """The frozen rows modified since then.
@@ -316,7 +321,7 @@ class RowList:
 
     def between(self, start: int, stop: int) -> tuple[Tensor, int | None]:
         """The members from one number to before another, int64 [k], and where the first lies among the copies."""
-        first, last = torch.searchsorted(self.numbers, torch.tensor([start, stop])).tolist()
+        first, last = torch.searchsorted(self.numbers, torch.tensor([start, stop], device="cpu")).tolist()
         return self.numbers[first:last], self.first + first
 
 

@@ -6,31 +6,58 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.format.boxes import Box
-from torchrec_cnr.tracking.hooks import Hooks, modules_below, on_gradient, watch_loads
+from torchrec_cnr.sharding import MemoryKey, memory_key
+from torchrec_cnr.tracking.hooks import Hook, Hooks, modules_below, on_gradient, watch_loads
 from torchrec_cnr.tracking.modified_rows import ModifiedRows
 from torchrec_cnr.tracking.torch_optim import OptimizerTables
 from torchrec_cnr.tracking.tracked_tables import TrackedShard
 
+_FORWARDS = (nn.EmbeddingBag.forward, nn.Embedding.forward)
+
 
 def track_plain(model: nn.Module, hooks: Hooks, stepped: OptimizerTables) -> Iterator[TrackedShard]:
-    """Track all such tables; modules may share one."""
-    found: dict[int, TrackedShard] = {}
+    """Track all such tables; modules may share one.
+
+    Raises:
+        ConfigurationError: A table is a DTensor, or is computed from other parameters.
+    """
+    found: dict[MemoryKey | int, TrackedShard] = {}
     for path, module in modules_below(model):
         if not isinstance(module, nn.EmbeddingBag | nn.Embedding):
             continue
         weight = module.weight
-        if id(weight) not in found:
+        key = memory_key(weight) or id(weight)
+        if weight is not module._parameters.get("weight") or (key == id(weight) and weight.numel()):
+            raise ConfigurationError(
+                f"{path}: its weight is a {type(weight).__name__}, not a parameter with memory of its own, and cannot "
+                "be tracked; leave the table out of what FSDP or tensor parallelism shards, remove its "
+                "parametrization, or save without a tracker"
+            )
+        if key not in found:
             rows = ModifiedRows(path, Box.whole(tuple(weight.shape)), weight.device)
-            found[id(weight)] = stepped.add(rows, weight)
-            yield found[id(weight)]
-        shard = found[id(weight)]
+            found[key] = stepped.add(rows, weight)
+            for alias in _aliases(model, weight):
+                found[key].watch(alias)
+            yield found[key]
+        shard = found[key]
         watch_loads(module, [("weight", shard)], hooks)
+        if getattr(module.forward, "__func__", None) not in _FORWARDS:
+            continue  # what its arguments are is its own matter: rows are marked by the gradient that a step uses
         if module.max_norm is None:
-            hooks.add(module.register_forward_hook(_Lookup(shard), with_kwargs=True))
+            hooks.add(module.register_forward_hook(Hook(_Lookup(shard)), with_kwargs=True))
         else:
-            hooks.add(module.register_forward_pre_hook(_BeforeNorm(shard)))
-            hooks.add(module.register_forward_hook(_NormedLookup(shard), with_kwargs=True))
+            hooks.add(module.register_forward_pre_hook(Hook(_BeforeNorm(shard))))
+            hooks.add(module.register_forward_hook(Hook(_NormedLookup(shard)), with_kwargs=True))
+
+
+def _aliases(model: nn.Module, weight: Tensor) -> Iterator[Tensor]:
+    """Other parameters over a table's memory, such as a layer's that is tied to it."""
+    for parameter in model.parameters():
+        has_memory = weight.numel() and memory_key(parameter) is not None
+        if has_memory and parameter is not weight and parameter.data_ptr() == weight.data_ptr():
+            yield parameter
 
 
 @dataclass(frozen=True, eq=False)

@@ -82,14 +82,19 @@ class Replicas:
             rows = shard.rows
             if self._has_maps:  # ids may have moved to other rows
                 rows.mark_all()
-            synchronised |= self._united(cut | rows.marked)
+            modified, since_baseline, frozen = self._united(cut | rows.marked, rows.since_baseline, rows.frozen)
+            synchronised |= modified
             cut.zero_()
             rows.marked.zero_()
-            rows.unite(self._united)
+            rows.unite(since_baseline, frozen)
             shard.accept_writes()
 
-    def _united(self, mask: Tensor) -> Tensor:
-        """The rows that any replica has in a mask."""
-        united = mask.to(torch.uint8)
+    def _united(self, *masks: Tensor | None) -> Tensor:
+        """The rows that any replica has in each mask.
+
+        Replicas need not have all of them, as where a save has failed on one: each exchanges the same, at once.
+        """
+        like = next(mask for mask in masks if mask is not None)
+        united = torch.stack([torch.zeros_like(like) if mask is None else mask for mask in masks]).to(torch.uint8)
         dist.all_reduce(united, dist.ReduceOp.MAX, group=self._group)
         return united.bool()

@@ -50,7 +50,7 @@ def digest_rows(tensor: Tensor) -> Iterator[tuple[slice, Tensor]]:
 def _multipliers(num_words: int) -> Tensor:
     """Odd, int64 [num_words], the same at every call."""
     generator = torch.Generator().manual_seed(_SEED)
-    return torch.empty(num_words, dtype=torch.int64).random_(-(2**63), None, generator=generator) | 1
+    return torch.empty(num_words, dtype=torch.int64, device="cpu").random_(-(2**63), None, generator=generator) | 1
 
 
 def _bytes_as(dtype: torch.dtype, block: Tensor) -> Tensor:

@@ -1,26 +1,26 @@
 """Tables that TorchRec shards: the kernels that look them up, several tables at once, and mark their rows."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, TypeAlias
 
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbedding, BatchedDenseEmbeddingBag
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.format.boxes import Box
-from torchrec_cnr.tracking.hooks import Hooks, modules_below, on_gradient, watch_loads
+from torchrec_cnr.tracking.hooks import Hook, Hooks, modules_below, on_gradient, watch_loads
 from torchrec_cnr.tracking.modified_rows import ModifiedRows
 from torchrec_cnr.tracking.torch_optim import OptimizerTables, has_rows
-from torchrec_cnr.tracking.tracked_tables import TrackedShard
+from torchrec_cnr.tracking.tracked_tables import TrackedShard, accounting
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,13 @@ def sharded_collections(model: nn.Module) -> Iterator[tuple[str, ShardedCollecti
         if isinstance(module, ShardedCollection):
             tables = "embedding_bags" if isinstance(module, ShardedEmbeddingBagCollection) else "embeddings"
             yield f"{path}.{tables}".removeprefix("."), module
+
+
+def num_rows_of(module: ShardedCollection) -> Mapping[str, int]:
+    """The number of rows of each table of a collection, on all ranks together."""
+    is_pooled = isinstance(module, ShardedEmbeddingBagCollection)
+    tables = module._embedding_bag_configs if is_pooled else module._embedding_configs
+    return {table.name: table.num_embeddings for table in tables}
 
 
 def track_collection(
@@ -55,6 +62,16 @@ def track_collection(
     return shards
 
 
+def device_caches(module: ShardedCollection) -> Iterator[SplitTableBatchedEmbeddingBagsCodegen]:
+    """Kernels of a collection that keep rows of tables in host memory in a cache on the device (``UVM_CACHING``)."""
+    for lookup in module._lookups:
+        kernels = lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
+        for kernel in kernels._emb_modules:
+            fbgemm = kernel.emb_module
+            if isinstance(fbgemm, SplitTableBatchedEmbeddingBagsCodegen) and fbgemm.lxu_cache_weights.numel():
+                yield fbgemm
+
+
 def _track_kernel(path: str, kernel: Any, hooks: Hooks, stepped: OptimizerTables) -> list[TrackedShard]:
     tables, weights = kernel._config.embedding_tables, kernel.split_embedding_weights()
     for table, weight in zip(tables, weights, strict=True):
@@ -65,21 +82,108 @@ def _track_kernel(path: str, kernel: Any, hooks: Hooks, stepped: OptimizerTables
             )
     num_features = [len(table.feature_names) for table in tables]
     marks = KernelMarks.of([len(weight) for weight in weights], num_features, weights[0].device)
+    states = FusedStates(kernel.emb_module)
     shards: list[TrackedShard] = []
     for index, (table, weight) in enumerate(zip(tables, weights, strict=True)):
         rows = ModifiedRows(f"{path}.{table.name}", _box(table, weight), weight.device, marks.tables[index])
         if isinstance(kernel, BatchedDenseEmbedding | BatchedDenseEmbeddingBag):
             shards.append(stepped.add(rows, weight))
         else:
-            shards.append(TrackedShard(rows, weight, partial(_fused_state, kernel.emb_module, index)))
+            shards.append(TrackedShard(rows, weight, partial(states.of_table, index)))
 
-    def on_backward(features: KeyedJaggedTensor) -> None:
-        for shard in shards:
-            shard.check_restored()
-        marks.mark(features)
+    def on_lookup(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        lookup = KernelLookup.of(module, *args, **kwargs)
 
-    hooks.add(kernel.register_forward_hook(lambda _, args, output: on_gradient(output, lambda: on_backward(args[0]))))
+        def on_backward() -> None:
+            for shard in shards:
+                shard.check_restored()
+            marks.mark(lookup)
+
+        on_gradient(output, on_backward)
+
+    hooks.add(kernel.emb_module.register_forward_hook(Hook(on_lookup), with_kwargs=True))
+    if isinstance(kernel.emb_module, SplitTableBatchedEmbeddingBagsCodegen):
+        hooks.around(kernel.emb_module, "reset_embedding_weight_momentum", partial(_reset, shards, marks.of_feature))
+        hooks.around(kernel.emb_module, "ema_inplace", partial(_average, shards))
     return shards
+
+
+def _average(shards: Sequence[TrackedShard], average: Callable[..., None], *args: Any) -> None:
+    """Called in the place of a kernel's method that averages columns of all rows at some steps, past the counters."""
+    average(*args)
+    for shard in shards:
+        shard.rows.mark_all()
+
+
+def _reset(
+    shards: Sequence[TrackedShard],
+    of_feature: Sequence[int],
+    reset: Callable[..., None],
+    pruned_indices: Tensor,
+    pruned_indices_offsets: Tensor,
+    logical_table_ids: Tensor,
+    buffer_ids: Tensor,
+) -> None:
+    """Called in the place of a kernel's method that resets pruned rows, as ``ITEPEmbeddingBagCollection`` has it do.
+
+    Args:
+        shards: Those of the kernel.
+        of_feature: The shard of each feature.
+        reset: The method.
+        pruned_indices: int [num_rows], of all buffers, one after another.
+        pruned_indices_offsets: int [num_buffers + 1]: where the rows of each buffer begin.
+        logical_table_ids: int [num_tables]: the first feature of each table to reset.
+        buffer_ids: int [num_tables]: its buffer.
+    """
+    with accounting(shards):
+        reset(pruned_indices, pruned_indices_offsets, logical_table_ids, buffer_ids)
+        offsets = pruned_indices_offsets.tolist()
+        for feature, buffer in zip(logical_table_ids.tolist(), buffer_ids.tolist(), strict=True):
+            rows = shards[of_feature[feature]].rows
+            rows.mark(pruned_indices[offsets[buffer] : offsets[buffer + 1]].to(rows.marked.device))
+
+
+@dataclass(frozen=True, eq=False)
+class KernelLookup:
+    """The ids that an FBGEMM kernel looks up, and later trains.
+
+    These are not always the caller's: FBGEMM may convert them, which makes a copy, and its check of bounds replaces
+    invalid ones, in that copy or in place.
+
+    Attributes:
+        ids: int [num_ids], of all features, one after another.
+        offsets: int [num_bags + 1]: where the ids of each bag begin; the bags of a feature are side by side.
+        first_bags: int [num_features + 1]: where the bags of each feature begin, or None if all have as many.
+    """
+
+    ids: Tensor
+    offsets: Tensor
+    first_bags: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        indices: Tensor,
+        offsets: Tensor,
+        *_: Any,
+        batch_size_per_feature_per_rank: Sequence[Sequence[int]] | None = None,
+        **__: Any,
+    ) -> "KernelLookup":
+        """The lookup that a module of FBGEMM has just made, with its arguments."""
+        if isinstance(module, SplitTableBatchedEmbeddingBagsCodegen):
+            return cls(module._indices, module._offsets, module._vbe_B_offsets)
+        if batch_size_per_feature_per_rank is None:
+            return cls(indices, offsets)
+        first_bags = list(accumulate(map(sum, batch_size_per_feature_per_rank), initial=0))
+        return cls(indices, offsets, torch.tensor(first_bags, device=offsets.device))
+
+    def first_ids(self, num_features: int) -> Tensor:
+        """Where the ids of each feature begin: int [num_features + 1], on the device of the ids."""
+        if self.first_bags is not None:
+            return self.offsets.index_select(0, self.first_bags)
+        num_bags = (len(self.offsets) - 1) // num_features
+        return self.offsets[::num_bags] if num_bags else self.offsets.new_zeros(num_features + 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +191,7 @@ class KernelMarks:
     """The marks of all tables of a kernel, one after another, so that a device can mark a lookup at once.
 
     Attributes:
-        marked: bool [rows of all tables].
+        marked: bool [rows of all tables + 1]; the last is for ids that are no row of any table.
         tables: The marks of each table, views.
         of_feature: The table of each feature.
         first_rows: int64 [num_features], on the device: where the marks of each feature's table begin.
@@ -101,43 +205,65 @@ class KernelMarks:
     @classmethod
     def of(cls, num_rows: Sequence[int], num_features: Sequence[int], device: torch.device) -> "KernelMarks":
         """Marks of tables of so many rows, looked up by so many features each."""
-        marked = torch.zeros(sum(num_rows), dtype=torch.bool, device=device)
+        marked = torch.zeros(sum(num_rows) + 1, dtype=torch.bool, device=device)
         of_feature = [table for table, num in enumerate(num_features) for _ in range(num)]
         first_rows = torch.tensor([sum(num_rows[:table]) for table in of_feature], device=device)
-        return cls(marked, marked.split(list(num_rows)), tuple(of_feature), first_rows)
+        return cls(marked, marked[:-1].split(list(num_rows)), tuple(of_feature), first_rows)
 
-    def mark(self, features: KeyedJaggedTensor) -> None:
+    def mark(self, lookup: KernelLookup) -> None:
         """Mark the rows of a lookup."""
-        if features.values().device.type == "cpu" or features.variable_stride_per_key():
-            self.mark_by_feature(features)
+        if lookup.ids.device.type == "cpu":
+            self.mark_by_feature(lookup)
         else:
-            self.mark_at_once(features)
+            self.mark_at_once(lookup)
 
-    def mark_by_feature(self, features: KeyedJaggedTensor) -> None:
+    def mark_by_feature(self, lookup: KernelLookup) -> None:
         """Mark the rows of one feature after another, which on CPUs is faster."""
-        ids, offsets = features.values(), features.offset_per_key()
-        for table, (start, stop) in zip(self.of_feature, pairwise(offsets), strict=True):
+        first_ids = lookup.first_ids(len(self.of_feature)).tolist()
+        for table, (start, stop) in zip(self.of_feature, pairwise(first_ids), strict=True):
             if start < stop:
-                self.tables[table].index_fill_(0, ids[start:stop].long(), True)
+                self.tables[table].index_fill_(0, lookup.ids[start:stop].long(), True)
 
-    def mark_at_once(self, features: KeyedJaggedTensor) -> None:
+    def mark_at_once(self, lookup: KernelLookup) -> None:
         """Mark all rows without asking a device how many ids each feature has, which would wait for it.
 
         Ids are moved to the marks of their tables on the device, as FBGEMM's ``linearize_cache_indices`` does.
         """
-        ids = features.values()
-        if len(ids):
-            num_ids = features.offsets()[:: features.stride()].diff()
-            places = self.first_rows.repeat_interleave(num_ids, output_size=len(ids))
-            self.marked.index_fill_(0, places.add_(ids), True)
+        num_features = len(self.of_feature)
+        stops = lookup.first_ids(num_features)[1:].contiguous()
+        places = torch.arange(len(lookup.ids), dtype=stops.dtype, device=stops.device)
+        feature = torch.searchsorted(stops, places, right=True)
+        rows = self.first_rows[feature.clamp(max=num_features - 1)] + lookup.ids
+        is_row = (feature < num_features) & (lookup.ids >= 0)  # FBGEMM passes over -1, a row that was pruned
+        self.marked.index_fill_(0, rows.where(is_row, len(self.marked) - 1), True)
 
 
-def _fused_state(kernel: Any, index: int) -> Sequence[Tensor]:
-    """The row-shaped optimizer state of one table of a fused kernel."""
-    num_rows = len(kernel.split_embedding_weights()[index])
-    states = kernel.get_optimizer_state()
-    named = states[index].items() if states else ()
-    return [state for name, state in named if name != "iter" and has_rows(state, num_rows)]  # one for all tables
+class FusedStates:
+    """The row-shaped optimizer state of the tables of a fused kernel.
+
+    FBGEMM makes that of all tables at once. It is asked again only when the memory of the kernel is another one:
+    otherwise each look at one of hundreds of tables would cost as much as all of them.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._memory: tuple[tuple[int, int], ...] | None = None
+        self._states: list[list[Tensor]] = []
+
+    def of_table(self, index: int) -> Sequence[Tensor]:
+        """That of one table."""
+        memory = tuple(
+            (tensor.data_ptr(), tensor.numel()) for tensor in chain(self._kernel.parameters(), self._kernel.buffers())
+        )
+        if memory != self._memory:
+            weights = self._kernel.split_embedding_weights()
+            named = self._kernel.get_optimizer_state() or [{}] * len(weights)
+            self._states = [
+                [state for name, state in of_one.items() if name != "iter" and has_rows(state, len(weight))]
+                for of_one, weight in zip(named, weights, strict=True)  # 'iter' is one for all tables
+            ]
+            self._memory = memory
+        return self._states[index]
 
 
 def _box(table: Any, weight: Tensor) -> Box:

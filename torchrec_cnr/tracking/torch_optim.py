@@ -7,10 +7,10 @@ momentum or weight decay) marks all rows. Which optimizer it is, and so where it
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
-from weakref import ReferenceType, WeakMethod, finalize, ref
+from weakref import ReferenceType, WeakKeyDictionary, WeakMethod, finalize, ref
 
-import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -52,6 +52,7 @@ class OptimizerTables:
 
     def __init__(self) -> None:
         self._tables: list[OptimizerTable] = []
+        self._steps: WeakKeyDictionary[Optimizer, _Step] = WeakKeyDictionary()
 
     def __len__(self) -> int:
         return len(self._tables)
@@ -64,7 +65,7 @@ class OptimizerTables:
         return shard
 
     def watch(self) -> tuple[RemovableHandle, RemovableHandle]:
-        """Be told of every optimizer's steps, without this being what keeps the tables alive."""
+        """Watch every optimizer's steps, without this being what keeps the tables alive."""
         handles: tuple[RemovableHandle, RemovableHandle] = (
             register_optimizer_step_pre_hook(_weakly(self.stepping)),
             register_optimizer_step_post_hook(_weakly(self.stepped)),
@@ -74,15 +75,85 @@ class OptimizerTables:
         return handles
 
     def stepping(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to make a step: writes up to now are not its own."""
-        for _, _, table in self._tables_of(optimizer):
-            table.shard.check_writes()
+        """An optimizer begins a step, before its own hooks."""
+        self.stepped(optimizer)  # the step before, if it raised
+        if not isinstance(optimizer, KeyedOptimizer):  # has others make its steps
+            tables = self._tables_of(optimizer)
+            if tables:
+                self._steps[optimizer] = _Step(optimizer, tables)
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """An optimizer has made a step."""
-        if isinstance(optimizer, KeyedOptimizer):  # has others make its steps
-            return
-        for group, parameter, table in self._tables_of(optimizer):
+        """An optimizer has ended a step, after its own hooks."""
+        step = self._steps.pop(optimizer, None)
+        if step is not None:
+            step.leave()
+
+    def _tables_of(self, optimizer: Optimizer) -> list["_Stepped"]:
+        """The tables of an optimizer, with group and parameter, which may be a storage of several tables.
+
+        Parameters are known by their memory: modules replace their tensors.
+        """
+        by_memory = {memory_key(table.shard.weight): table for table in self._tables}
+        by_storage: dict[int, list[OptimizerTable]] = {}
+        for table in self._tables:
+            by_storage.setdefault(table.shard.weight.untyped_storage().data_ptr(), []).append(table)
+        found: list[_Stepped] = []
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                key = memory_key(parameter) if isinstance(parameter, Tensor) else None
+                if key is not None:
+                    in_storage = by_storage.get(parameter.untyped_storage().data_ptr(), [])
+                    own = by_memory.get(key)
+                    found += ((group, parameter, table) for table in (in_storage if own is None else [own]))
+        return found
+
+
+_Stepped = tuple[Mapping[str, Any], Tensor, OptimizerTable]
+
+
+class _Step:
+    """One step of an optimizer.
+
+    Its writes are those after all hooks of before the step, and before all hooks of after it, without those of the
+    closure: hooks and closures may clamp rows, or zero the gradients from which rows are marked.
+    """
+
+    def __init__(self, optimizer: Optimizer, tables: Sequence[_Stepped]) -> None:
+        self._tables = tables
+        self._handles = (optimizer.register_step_pre_hook(self._begin), optimizer.register_step_post_hook(self._end))
+        after: Any = optimizer._optimizer_step_post_hooks  # an OrderedDict
+        after.move_to_end(self._handles[1].id, last=False)
+
+    def leave(self) -> None:
+        """Watch no other step."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _begin(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        for _group, _parameter, table in self._tables:
+            table.shard.check_writes()
+        args = (*args[:1], *(self._watched(optimizer, value) for value in args[1:]))  # the first is the optimizer
+        return args, {name: self._watched(optimizer, value) for name, value in kwargs.items()}
+
+    def _watched(self, optimizer: Optimizer, argument: Any) -> Any:
+        """A closure whose writes are not the optimizer's, in the place of one."""
+        if not callable(argument):
+            return argument
+
+        @wraps(argument)
+        def closure(*args: Any, **kwargs: Any) -> Any:
+            result = argument(*args, **kwargs)
+            for group, _parameter, table in self._tables:
+                if _moves_rows_with_gradient_only(optimizer, group):  # others mark all rows, and may have written some
+                    table.shard.check_writes()
+            return result
+
+        return closure
+
+    def _end(self, optimizer: Optimizer, *_: Any) -> None:
+        for group, parameter, table in self._tables:
             is_whole = memory_key(table.shard.weight) == memory_key(parameter)
             if is_whole:
                 table.state.optimizer, table.state.parameter = ref(optimizer), parameter
@@ -95,24 +166,6 @@ class OptimizerTables:
                 rows.mark_where((parameter.grad != 0).any(dim=1))
             table.shard.accept_writes()
 
-    def _tables_of(self, optimizer: Optimizer) -> list[tuple[Mapping[str, Any], Tensor, OptimizerTable]]:
-        """The tables of an optimizer, with group and parameter, which may be a storage of several tables.
-
-        Parameters are known by their memory: modules replace their tensors.
-        """
-        by_memory = {memory_key(table.shard.weight): table for table in self._tables}
-        by_storage: dict[int, list[OptimizerTable]] = {}
-        for table in self._tables:
-            by_storage.setdefault(table.shard.weight.untyped_storage().data_ptr(), []).append(table)
-        found: list[tuple[Mapping[str, Any], Tensor, OptimizerTable]] = []
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                in_storage = by_storage.get(parameter.untyped_storage().data_ptr()) if _is_dense(parameter) else None
-                if in_storage:
-                    own = by_memory.get(memory_key(parameter))
-                    found += ((group, parameter, table) for table in (in_storage if own is None else [own]))
-        return found
-
 
 def _moves_rows_with_gradient_only(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
     """Subclasses are not trusted to."""
@@ -121,10 +174,6 @@ def _moves_rows_with_gradient_only(optimizer: Optimizer, group: Mapping[str, Any
     # Adagrad without eps makes NaN of rows without a gradient, and maximize turns -0.0 of theirs into 0.0.
     is_plain = not any(group.get(name) for name in ("weight_decay", "momentum", "maximize")) and group.get("eps", 1)
     return is_plain and type(optimizer) in (SGD, Adagrad, RowWiseAdagrad)
-
-
-def _is_dense(parameter: Any) -> bool:
-    return isinstance(parameter, Tensor) and parameter.layout is torch.strided
 
 
 def _weakly(method: Callable[[Optimizer], None]) -> Callable[..., None]:

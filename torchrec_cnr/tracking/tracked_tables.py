@@ -8,12 +8,14 @@ tells that there was another one. It does not tell which rows, so all of them co
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.lineage.checkpoint import Head
@@ -26,8 +28,6 @@ logger = logging.getLogger(__name__)
 _PAGE_BYTES = 16 << 10
 _LENGTH_BYTES = 8
 
-_T = TypeVar("_T")
-
 
 class TrackedShard:
     """A shard of a table whose modified rows are known.
@@ -37,8 +37,8 @@ class TrackedShard:
         weight: Its values [num_rows, num_cols], shared with the model.
         state: The optimizer state of its rows, each [num_rows, ...], shared with the optimizer.
         is_state_replaceable: Whether the optimizer may put other tensors in its place, all of whose rows are then new.
-        is_told: Whether its writes until the next cut are marked by whoever makes them.
         was_written: Whether something unknown has written to it since the last cut.
+        num_accounting: How many calls are under way that mark what they write, one within another.
     """
 
     def __init__(
@@ -52,14 +52,20 @@ class TrackedShard:
         self.weight = weight
         self.state = state
         self.is_state_replaceable = is_state_replaceable
-        self.is_told = False
         self.was_written = False
+        self.num_accounting = 0
+        self._aliases: list[Tensor] = []
         self._restored_state: int | None = None
         self.accept_writes()
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Weights and optimizer state."""
         return (self.weight, *self.state())
+
+    def watch(self, alias: Tensor) -> None:
+        """Look for writes by another tensor over the same memory, which has a version counter of its own."""
+        self._aliases.append(alias)
+        self.accept_weight()
 
     def shares_storage(self, other: "TrackedShard") -> bool:
         """Whether both lie in one storage, and so have one version counter."""
@@ -73,7 +79,8 @@ class TrackedShard:
 
     def accept_weight(self) -> None:
         """Writes to the weights up to now are accounted for."""
-        self._weight_version = self.weight._version
+        self._weight_version = self._version_of_weight()
+        self._memory = self._memory_of_weight()
 
     def expect_copy(self) -> None:
         """The weights, or others in their storage, are about to be copied onto themselves."""
@@ -81,15 +88,23 @@ class TrackedShard:
 
     def check_writes(self) -> None:
         """Mark all rows if something has written to them that accounted for nothing."""
+        if self.num_accounting:
+            return
         versions = self._versions_of_state()
         has_moved = any(versions.get(key, version) != version for key, version in self._state_versions.items())
         if has_moved and self._restored_state is not None and self._restored_state == self._digest_of_state():
             has_moved = False
-        if (has_moved or self.weight._version != self._weight_version) and not self.is_told:
-            self.rows.mark_all()
-            self.was_written = True
+        # Some put other memory into a parameter, which moves no counter: conversions, vector_to_parameters.
+        is_other = self._memory_of_weight() != self._memory
+        if has_moved or is_other or self._version_of_weight() != self._weight_version:
+            self.mark_written()
         self._state_versions = versions
         self.accept_weight()
+
+    def mark_written(self) -> None:
+        """Mark all rows: something unknown writes to them."""
+        self.rows.mark_all()
+        self.was_written = True
 
     def restored(self) -> None:
         """The shard was loaded.
@@ -106,6 +121,13 @@ class TrackedShard:
             self.check_writes()
             self._restored_state = None
 
+    def _version_of_weight(self) -> int:
+        return sum(tensor._version for tensor in (self.weight, *self._aliases))
+
+    def _memory_of_weight(self) -> tuple[MemoryKey | None, StorageWeakRef]:
+        # An address alone may be that of memory which was freed and allocated again meanwhile.
+        return memory_key(self.weight), StorageWeakRef(self.weight.untyped_storage())
+
     def _versions_of_state(self) -> dict[MemoryKey, int]:
         keys = ((memory_key(tensor), tensor._version) for tensor in self.state())
         return {key: version for key, version in keys if key is not None}
@@ -119,6 +141,20 @@ class TrackedShard:
         return total
 
 
+@contextmanager
+def accounting(shards: Sequence[TrackedShard]) -> Iterator[None]:
+    """What is written meanwhile is marked by whoever writes it; what was written before is looked for first."""
+    for shard in shards:
+        shard.check_writes()
+        shard.num_accounting += 1
+    try:
+        yield
+    finally:
+        for shard in shards:
+            shard.num_accounting -= 1
+            shard.accept_writes()
+
+
 class Pending:
     """A save whose fate is not known yet.
 
@@ -127,7 +163,7 @@ class Pending:
     """
 
     def __init__(self) -> None:
-        self._page = torch.zeros(_PAGE_BYTES, dtype=torch.uint8)
+        self._page = torch.zeros(_PAGE_BYTES, dtype=torch.uint8, device="cpu")
 
     def announce(self, path: str, save_id: str) -> None:
         """From now on, rows are written.
@@ -155,6 +191,15 @@ class Pending:
         return path, save_id
 
 
+class PlannedSaves(Protocol):
+    """What makes the cuts of a tracker's saves."""
+
+    @property
+    def has_planner(self) -> bool:
+        """Whether there is a planner that saves by them."""
+        ...
+
+
 class TrackedRows:
     """All shards of tables on this rank, and the checkpoint that their marks relate to.
 
@@ -163,6 +208,7 @@ class TrackedRows:
         head: The checkpoint that ``marked`` rows were modified since, or None: then only a baseline is right.
         pending: The save whose rows are frozen.
         num_restores: Restores from a checkpoint that the tables have been through.
+        saves: What makes the cuts of its saves, which belongs to a package above; None until there is a planner.
     """
 
     def __init__(self, shards: Sequence[TrackedShard]) -> None:
@@ -170,6 +216,7 @@ class TrackedRows:
         self.head: Head | None = None
         self.pending: Pending | None = None
         self.num_restores = 0
+        self.saves: PlannedSaves | None = None
         trackers.add(self)
 
     @property
@@ -201,7 +248,7 @@ class TrackedRows:
                 ", ".join(written),
             )
         for shard in self.shards:
-            shard.is_told = shard.was_written = False
+            shard.was_written = False
 
     def commit(self, head: Head, has_heat: bool = True) -> None:
         """The save in flight became ``head``; ``has_heat`` says whether rows of different heat will be kept apart."""
@@ -216,7 +263,7 @@ class TrackedRows:
         self.pending = None
 
     def forget(self) -> None:
-        """The tables are about to be overwritten: until :meth:`restore`, only a baseline is right."""
+        """No checkpoint is what rows were modified since, until a save or :meth:`restore`: only a baseline is right."""
         self.head = self.pending = None
 
     def restore(self, head: Head) -> None:
@@ -231,54 +278,56 @@ class TrackedRows:
         self.num_restores = max(self.num_restores, head.num_restores + 1)
 
 
+def check_tracker(tracker: object) -> None:
+    """Refuse what is no tracker, such as the model.
+
+    Raises:
+        ConfigurationError: It is not.
+    """
+    if not isinstance(tracker, TrackedRows):
+        raise ConfigurationError(
+            f"'tracker' must be a RowTracker of the model (got {type(tracker).__name__}): make one, RowTracker(model)"
+        )
+
+
 class TrackerRegistry:
     """The trackers of this process, found by the memory that their tables lie in.
 
     DCP hands a stager and a reader nothing but tensors. So this is how a stager finds the tracker that they belong to,
-    and what its planner has registered for it; and how a reader finds the trackers whose rows it overwrites. It keeps
-    neither alive.
+    and how a reader finds the trackers whose rows it overwrites. It keeps none alive.
     """
 
     def __init__(self) -> None:
-        self._planned: WeakKeyDictionary[TrackedRows, ReferenceType[object] | None] = WeakKeyDictionary()
+        self._trackers: WeakSet[TrackedRows] = WeakSet()
 
     def add(self, tracker: TrackedRows) -> None:
         """From now on a tracker is found."""
-        self._planned[tracker] = None
+        self._trackers.add(tracker)
 
-    def plan(self, tracker: TrackedRows, cuts: object | None) -> None:
-        """Register what makes the cuts of a tracker's saves, as long as a planner holds it; None for nothing."""
-        self._planned[tracker] = ref(cuts) if cuts is not None else None
+    def planned_for(self, tensors: Iterable[Tensor]) -> list[TrackedRows]:
+        """The trackers of some memory that have a planner.
 
-    def planned(self, tracker: TrackedRows, kind: type[_T]) -> _T | None:
-        """What was registered for a tracker, if there is a planner with it."""
-        registered = self._planned.get(tracker)
-        cuts = registered() if registered is not None else None
-        return cuts if isinstance(cuts, kind) else None
-
-    def planned_for(self, tensors: Iterable[Tensor], kind: type[_T]) -> list[_T]:
-        """What was registered for the trackers of some memory.
-
-        If none of them has a planner, that of trackers of no rows: a rank may have no shard of any table.
+        If none of them has, those of no rows: a rank may have no shard of any table.
         """
-        found = [cuts for tracker in self.tracking(tensors) if (cuts := self.planned(tracker, kind)) is not None]
-        if not found:
-            empty = [tracker for tracker in self._planned if not tracker.has_rows]
-            found = [cuts for tracker in empty if (cuts := self.planned(tracker, kind)) is not None]
-        return found
+        found = [tracker for tracker in self.tracking(tensors) if _has_planner(tracker)]
+        return found or [tracker for tracker in self._trackers if not tracker.has_rows and _has_planner(tracker)]
 
     def tracking(self, tensors: Iterable[Tensor]) -> list[TrackedRows]:
         """The trackers of memory that one of the tensors lies in."""
-        storages = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}
+        storages = {tensor.untyped_storage().data_ptr() for tensor in tensors if memory_key(tensor) is not None}
         return [
             tracker
-            for tracker in self._planned
+            for tracker in self._trackers
             if any(
                 tensor.untyped_storage().data_ptr() in storages
                 for shard in tracker.shards
                 for tensor in shard.tensors()
             )
         ]
+
+
+def _has_planner(tracker: TrackedRows) -> bool:
+    return tracker.saves is not None and tracker.saves.has_planner
 
 
 trackers = TrackerRegistry()

@@ -5,14 +5,14 @@ Everything that the coordinator does is run, on the plans and results of all ran
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
 import torchrec_cnr as cnr
-from benchmarks.support.jobs.simulated_ranks import SCHEME, ManyRanks, gathered
+from benchmarks.support.jobs.simulated_ranks import SCHEME, ManyRanks, gathered, make_packs
 from benchmarks.support.process_memory import peak_mib, resident_mib
 from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report, Table
@@ -24,6 +24,7 @@ from torchrec_cnr.lineage.checkpoint import Head, read_lineage
 from torchrec_cnr.loading.reader import CNRStorageReader
 from torchrec_cnr.reading.plan import plan_fold
 from torchrec_cnr.reading.regions import Region, RowStateRegion, TensorRegion
+from torchrec_cnr.saving.agreement import RankPlan
 
 T = TypeVar("T")
 FULL, QUICK = (1000, 128), (5, 4)  # tables, ranks
@@ -111,7 +112,10 @@ def _save(job: ManyRanks, path: Path, head: Head | None, costs: _Costs) -> tuple
     planner = job.planner(0, meta, head)
     before_mib = resident_mib()
     plans = [gathered(writer.prepare_local_plan(planner.create_local_plan()))]
-    plans += [gathered(job.planner(rank, meta, head).create_local_plan()) for rank in range(1, job.num_ranks)]
+    shared: RankPlan = plans[0].storage_data
+    for rank in range(1, job.num_ranks):
+        plan = job.planner(rank, meta, head).create_local_plan()
+        plans.append(gathered(replace(plan, storage_data=replace(shared, data=plan.storage_data))))
     plans_mib = resident_mib() - before_mib
     plans, metadata = costs.of("planning", lambda: planner.create_global_plan(plans))
     plans = writer.prepare_global_plan(plans)
@@ -119,6 +123,7 @@ def _save(job: ManyRanks, path: Path, head: Head | None, costs: _Costs) -> tuple
     share = 1.0 if head is None else DELTA_SHARE
     results = [gathered(job.results(plan, rank, share)) for rank, plan in enumerate(plans)]
     results_mib = resident_mib() - before_mib
+    make_packs(path, results)
     costs.of("commit", lambda: writer.finish(metadata, results))
     return max(0.0, plans_mib), max(0.0, results_mib)
 

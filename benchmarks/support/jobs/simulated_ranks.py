@@ -7,7 +7,9 @@ their shards: nothing is encoded, and there are no packs.
 
 import pickle
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -24,8 +26,9 @@ from torchrec_cnr.policies import Since
 from torchrec_cnr.progress import SavePhases
 from torchrec_cnr.saving.commit import RANK_RECORD, RankRecord, ShardRecord
 from torchrec_cnr.saving.cut import Cut, StagedRows, TrackedItem
-from torchrec_cnr.saving.planner import _sent
-from torchrec_cnr.saving.plug_in_messages import StagedTensor
+from torchrec_cnr.saving.planner import _received
+from torchrec_cnr.saving.plug_in_messages import STAGED, StagedSave, StagedTensor
+from torchrec_cnr.saving.running_saves import running_saves
 from torchrec_cnr.sharding import ShardKey
 from torchrec_cnr.storage.pack_writer import PACK_BYTES
 from torchrec_cnr.tracking.modified_rows import RowList
@@ -116,9 +119,11 @@ class ManyRanks:
             for fqn, place in places.items():
                 values = torch.empty(place.sizes, device="meta")
                 items[fqn, place.offsets] = TrackedItem(fqn, table.fqn, box, 0, values, rows)
-        cut = Cut(_CUT, cnr.Consecutive(), head, 0, items, Pending(), frozenset({since}))
-        planner = _sent(cut.policy, cut)
-        planner.set_up_planner({"model": weights, "optim": {"state": states}}, meta, is_coordinator=rank == 0)
+        cut = Cut(cnr.Consecutive(), head, 0, items, Pending(), frozenset({since}))
+        planner = _received(cut.policy, _TRACKER)
+        staged = StagedSave(running_saves.add(has_begun=False), cut, _TRACKER)
+        saved = {"model": weights, "optim": {"state": states}, STAGED: staged}
+        planner.set_up_planner(saved, meta, is_coordinator=rank == 0)
         return planner
 
     def results(self, plan: SavePlan, rank: int, share: float) -> list[WriteResult]:
@@ -146,6 +151,16 @@ class ManyRanks:
         return results + [WriteResult(item.index, 0, record) for item, record in records]
 
 
+def make_packs(path: Path, results: Sequence[Sequence[WriteResult]]) -> None:
+    """Files of the sizes that ranks report; they take no room on a disk."""
+    for rank_results in results:
+        for result in rank_results:
+            if isinstance(result.storage_data, RankRecord):
+                for pack in result.storage_data.packs:
+                    with open(path / pack.name, "wb") as file:
+                        file.truncate(pack.num_bytes)
+
+
 class _Packs:
     """Where a rank's blobs would lie."""
 
@@ -168,7 +183,7 @@ class _Packs:
         return tuple(self._packs)
 
 
-_CUT = 1
+_TRACKER = 1
 
 
 def _staged(fqn: str, box: Box, size: tuple[int, ...]) -> StagedTensor:
@@ -176,7 +191,7 @@ def _staged(fqn: str, box: Box, size: tuple[int, ...]) -> StagedTensor:
     chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
     data = TensorWriteData(chunk, TensorProperties(dtype=torch.float32), torch.Size(size))
     item = WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
-    return StagedTensor(_CUT, (item,), is_replicated=False, shards={})
+    return StagedTensor((item,), is_replicated=False, shards={})
 
 
 def gathered(value: T) -> T:

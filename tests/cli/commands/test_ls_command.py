@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,14 +11,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 import torchrec_cnr as cnr
+from tests.attacks.draft import Draft
 from tests.cli.empty_commits import NAMES, planned_bytes
 from tests.support import runs
 from tests.support.command_line import cnr_json, cnr_text
+from torchrec_cnr.cli.app import app
 from torchrec_cnr.cli.commands.ls import Gap, Line, draw, visible
-from torchrec_cnr.format import manifest_json
-from torchrec_cnr.format.manifest import CheckpointRef, History, Manifest, replacement_name
+from torchrec_cnr.format.manifest import CheckpointRef, History, Manifest
 from torchrec_cnr.lineage.checkpoint import Checkpoint
 from torchrec_cnr.maintenance.catalog import Catalog, Entry
 from torchrec_cnr.storage.store import Store
@@ -33,8 +34,20 @@ def test_ls_draws_lineages(run: Path) -> None:
     assert [line.split("  ")[0] for line in lines[1:6]] == ["step-1", "step-2", "├─ step-3", "branch-3", "branch-4"]
     assert re.search(r"baseline +52 +100\.0% +[\d.]+ KB +[\d.]+ KB +\d+ s", lines[1])
     assert re.search(r"delta +\d+ +\d+\.\d%", lines[2])
-    assert lines[-1].startswith("5 checkpoints on 1 baseline, ")
+    assert lines[-1].startswith("5 checkpoints: 1 baseline and 4 deltas, ")
     assert lines[-1].endswith("newest is branch-4")
+
+
+def test_a_parent_that_is_newer_than_its_child_is_listed(tmp_path: Path) -> None:
+    """Such a child does not load, by the format: its row tells no bytes of a restore, and other commands run too."""
+    parent = ("step-2", Draft(2).write(tmp_path / "step-2"))
+    Draft(1, parent).write(tmp_path / "step-1")
+    rows = {row["name"]: row for row in cnr_json("ls", tmp_path)["checkpoints"]}
+    assert rows["step-1"]["restore_bytes"] is None
+    assert rows["step-2"]["restore_bytes"] > 0
+    assert "step-1" in cnr_text("ls", tmp_path)
+    assert CliRunner().invoke(app, ["prune", str(tmp_path), "--last", "1"]).exit_code == 0
+    assert CliRunner().invoke(app, ["verify", "--all", str(tmp_path)]).exit_code == 1
 
 
 def test_ls_tells_programs_the_same(run: Path) -> None:
@@ -50,8 +63,10 @@ def test_ls_tells_programs_the_same(run: Path) -> None:
             "path": str(run / entry["name"]),
             "kind": checkpoint.kind,
             "is_compacted": False,
+            "is_abandoned": False,
             "is_head": entry["name"] in ("step-3", "branch-4"),
             "parent": checkpoint.parent,
+            "needed_of_other_roots": [],
             "is_parent_here": True,
             "created_ns": checkpoint.created_ns,
             "num_rows": checkpoint.num_rows,
@@ -111,14 +126,19 @@ def test_ls_tells_of_parents_that_are_not_here(run: Path, tmp_path: Path) -> Non
 
 
 def test_ls_tells_of_compacted_checkpoints(run: Path, tmp_path: Path) -> None:
-    """Those whose manifest was replaced."""
-    shutil.copytree(run / "step-1", tmp_path / "step-1")
-    checkpoint = cnr.read_checkpoint(tmp_path / "step-1")
-    data, _ = manifest_json.dumps(replace(checkpoint.manifest, replaces=checkpoint.sha256))
-    (tmp_path / "step-1" / replacement_name(checkpoint.sha256)).write_bytes(data)
-    assert "compacted baseline" in cnr_text("ls", tmp_path)
-    assert [entry["is_compacted"] for entry in cnr_json("ls", tmp_path)["checkpoints"]] == [True]
-    assert "compacted baseline" in cnr_text("inspect", tmp_path / "step-1").splitlines()[0]
+    """What the save wrote, whatever the new manifest holds, and that there is one."""
+    root = tmp_path / "run"
+    shutil.copytree(run, root)
+    before = {entry["name"]: entry for entry in cnr_json("ls", root)["checkpoints"]}
+    cnr.compact(root / "step-3")
+    entries = {entry["name"]: entry for entry in cnr_json("ls", root)["checkpoints"]}
+    assert [name for name, entry in entries.items() if entry["is_compacted"]] == ["step-3"]
+    for name, entry in entries.items():
+        assert (entry["kind"], entry["num_rows"]) == (before[name]["kind"], before[name]["num_rows"])
+    text = cnr_text("ls", root)
+    assert "delta, compacted" in text
+    assert "5 checkpoints: 1 baseline and 4 deltas, 1 of them compacted, " in text
+    assert cnr_text("inspect", root / "step-3").splitlines()[0].endswith("delta, compacted")
 
 
 def test_ls_tells_what_is_left_of_the_pruned(tmp_path: Path) -> None:

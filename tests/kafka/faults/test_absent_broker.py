@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import torchrec_cnr as cnr
 from tests.servers import kafka_server
 from tests.servers.kafka_server import KafkaServer
+from tests.serving.served_models import wait_until
 from tests.support import faults, models
 from tests.support.jobs import SavingJob
 from tests.support.kafka_jobs import (
@@ -114,9 +115,10 @@ def test_a_broker_that_hangs_fails_loads_and_looks(tmp_path: Path, server: Kafka
     with ExitStack() as stack:
         stack.callback(wait_until_well, server)
         stack.enter_context(server.frozen())
-        for act in (lambda: cnr.latest(tmp_path, row_log=impatient), lambda: impatient.markers_from(0, 0)):
+        for act in (impatient.end, lambda: impatient.markers("root", 1), lambda: impatient.markers_from(0, 0)):
             with pytest.raises(cnr.StoreError, match=server.bootstrap):
                 act()
+        assert cnr.latest(tmp_path, row_log=impatient) == f"{tmp_path}/2", "no manifest waits for its marker"
         with pytest.raises(CheckpointException) as raised:
             models.load(job.build(2), f"{tmp_path}/2", row_log=other)
         assert {type(cause) for cause in faults.causes(raised.value).values()} == {cnr.StoreError}
@@ -124,6 +126,30 @@ def test_a_broker_that_hangs_fails_loads_and_looks(tmp_path: Path, server: Kafka
     job.assert_loads("2")
     assert cnr.latest(tmp_path, row_log=rows) == f"{tmp_path}/2"
     job.close()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(120)
+def test_a_follower_tells_of_a_broker_that_hangs(tmp_path: Path, server: KafkaServer, rows: cnr.KafkaRows) -> None:
+    """It says that it hears of nothing, and applies what lies in files; when the broker is back, all is well."""
+    first, third = (SavingJob(tmp_path, row_log=rows, seed=seed) for seed in (1, 3))
+    second = SavingJob(tmp_path, seed=2)
+    first.train_and_save("0")
+    served = models.plain_job(2, "adagrad").model
+    impatient = with_timeout(rows, IMPATIENT_SECS)
+    with cnr.RowSubscriber(served, tmp_path, row_log=impatient, allow_partial_load=True) as subscriber:
+        with ExitStack() as stack:
+            stack.callback(wait_until_well, server)
+            stack.enter_context(server.frozen())
+            wait_until(lambda: isinstance(subscriber.failure, cnr.StoreError))
+            second.train_and_save("1")
+            wait_until(lambda: str(subscriber.applied).endswith("/1"))
+            wait_until(lambda: isinstance(subscriber.failure, cnr.StoreError))
+        wait_until(lambda: subscriber.failure is None)
+        third.train_and_save("2")
+        wait_until(lambda: str(subscriber.applied).endswith("/2"))
+    for job in (first, second, third):
+        job.close()
 
 
 @pytest.mark.long

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from confluent_kafka import TopicPartition
+from confluent_kafka import OFFSET_END, TopicPartition
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torchrec_cnr as cnr
@@ -27,6 +27,7 @@ from tests.support.kafka_jobs import (
 )
 from tests.support.models import state
 from torchrec_cnr.format.manifest import LogRange
+from torchrec_cnr.storage.row_log import root_id
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -140,7 +141,7 @@ def test_records_of_strangers_are_passed_over(
     data = rows.read(pack.name, pack.num_bytes, longer, 0, pack.num_bytes)
     assert data.tobytes() == b"".join(found[offset][1] for offset in sorted(found))
     assert "no part of a pack" in caplog.text
-    assert cnr.latest(tmp_path, row_log=rows) == f"{tmp_path}/1"
+    assert [marker.name for marker in rows.markers(root_id(str(tmp_path)), 8)] == ["0", "1"]
     assert "no marker of ours" in caplog.text
     assert marked(rows) == ["0", "1"]
     job.close()
@@ -155,10 +156,67 @@ def test_rows_that_retention_has_removed_are_damage(tmp_path: Path, server: Kafk
     admin = server.admin()
     cut = TopicPartition(rows.topic, 0, place.first)
     admin.delete_records([cut])[cut].result(SECS)
+    rows = with_timeout(rows, SECS)  # with connections that have not read ahead
     with pytest.raises(CheckpointException, match="removed by the topic's retention") as raised:
         models.load(job.build(2), f"{tmp_path}/2", row_log=rows)
     assert {type(cause) for cause in faults.causes(raised.value).values()} == {cnr.DamagedError}
     assert (cnr.restore_newest(tmp_path, state(job.build(3)), row_log=rows) or ("",))[0] == f"{tmp_path}/0"
+    job.close()
+
+
+def _made_anew(found: dict[int, Any], place: LogRange) -> None:
+    found.clear()
+
+
+def _lost_tail(found: dict[int, Any], place: LogRange) -> None:
+    del found[place.last]
+
+
+def _rewritten_tail(found: dict[int, Any], place: LogRange) -> None:
+    found[place.last] = found[place.first]
+    found[place.last + 1] = found[place.first]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("compacted", [False, True])
+@pytest.mark.parametrize("lose", [_made_anew, _lost_tail, _rewritten_tail])
+def test_a_save_is_no_delta_on_rows_that_are_gone(
+    tmp_path: Path, server: KafkaServer, lose: Callable[[dict[int, Any], LogRange], None], compacted: bool
+) -> None:
+    """A topic that was made anew, or has lost its last records, whoever has written there since."""
+    name = server.new_name()
+    rows = cnr.KafkaRows(server.bootstrap, name, num_partitions=1, part_bytes=200, compacted=compacted)
+    policy = cnr.OneShot() if compacted else cnr.Consecutive()
+    job = SavingJob(tmp_path, row_log=rows, build=large_job, policy=policy)
+    job.train_and_save("0", "1", "2")
+    assert cnr.read_checkpoint(tmp_path / "2").kind == "delta"
+    place = max(ranges(tmp_path / "2"), key=lambda place: place.last)
+    found = {message.offset(): part(message) for message in records(server, name)}
+    lose(found, place)
+    rewrite(server, name, found, **({"cleanup_policy": "compact"} if compacted else {}))
+    job.train_and_save("3")
+    assert cnr.read_checkpoint(tmp_path / "3").kind == "baseline"
+    job.assert_loads("3")
+    job.train_and_save("4")
+    assert cnr.read_checkpoint(tmp_path / "4").kind == "delta"
+    job.assert_loads("4")
+    job.close()
+
+
+@pytest.mark.long
+def test_saves_go_on_when_retention_has_removed_all_records(
+    tmp_path: Path, server: KafkaServer, rows: cnr.KafkaRows
+) -> None:
+    """A job that rests longer than its records are kept: the broker then knows none of its producers any more."""
+    job = SavingJob(tmp_path, row_log=rows, policy=cnr.Intermittent())
+    job.train_and_save("0", "1")
+    admin = server.admin()
+    for topic in (rows.topic, f"{rows.topic}-markers"):
+        cut = TopicPartition(topic, 0, OFFSET_END)
+        admin.delete_records([cut])[cut].result(SECS)
+    job.train_and_save("2")
+    assert marked(rows) == ["2"]
+    assert cnr.latest(tmp_path, row_log=rows) == f"{tmp_path}/2"
     job.close()
 
 

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.staging import AsyncStager, BlockingAsyncStager
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
 
 import torchrec_cnr as cnr
 from tests.loading.bad_input.mishaps import goes_on
@@ -125,6 +127,25 @@ def test_an_object_that_could_not_be_loaded_again_is_refused_at_save(run: Saving
     assert isinstance(cause, cnr.ConfigurationError)
     assert "reader.of_a_type_of_mine" in str(cause)
     assert "add_safe_globals" in str(cause)
+    goes_on(run)
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [(DeviceMesh.__new__(DeviceMesh), "DeviceMesh"), (bytearray(b"\xff" * 9), None), ({1: Replicate()}, None)],
+    ids=["mesh", "bytes", "placement"],
+)
+def test_an_object_that_acts_when_it_is_rebuilt_is_refused_at_save(run: SavingJob, value: Any, why: str | None) -> None:
+    """A mesh of devices would start torch.distributed where it is loaded; plain values of other types are stored."""
+    saved = state(run.job, value=value)
+    if why is None:
+        save(saved, run.path(3), run.planner)
+        assert cnr.latest(run.root) == run.path(3)
+        return
+    cause = faults.failure_of(lambda: save(saved, run.path(3), run.planner))
+    assert isinstance(cause, cnr.ConfigurationError)
+    assert "reader.value" in str(cause)
+    assert why in str(cause)
     goes_on(run)
 
 

@@ -186,9 +186,9 @@ def test_two_tables_of_one_name_are_kept_apart(tmp_path: Path) -> None:
     model.users.table(torch.tensor([[1, 2], [2, 3]])).sum().backward()
     optimizer.step()
     assert tracker.num_modified == 3
-    tracker.mark("items.table", torch.tensor([5]))
     with torch.no_grad():
         model.items.table.weight[5] = 9.0
+    tracker.mark("items.table", torch.tensor([5]))
     assert tracker.num_modified == 4
     with pytest.raises(cnr.ConfigurationError, match="users"):
         tracker.mark("sellers.table", torch.tensor([5]))

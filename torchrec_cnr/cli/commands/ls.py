@@ -29,6 +29,7 @@ from torchrec_cnr.errors import DamagedError, VersionError
 from torchrec_cnr.format.manifest import PACK_SUFFIX
 from torchrec_cnr.human_text import age_text, bytes_text, count_text, name_text, percent_text
 from torchrec_cnr.lineage.checkpoint import Checkpoint
+from torchrec_cnr.lineage.other_roots import needed_of_other_roots
 from torchrec_cnr.maintenance.catalog import Catalog, Entry, check_root, read_catalog, total_bytes
 from torchrec_cnr.maintenance.file_names import is_uncommitted, log_bytes
 from torchrec_cnr.maintenance.restore_bytes import all_restore_bytes
@@ -178,13 +179,15 @@ def _document(catalog: Catalog, shown: set[str]) -> dict[str, Any]:
             {
                 "name": name,
                 "path": checkpoint.store.url,
-                "kind": checkpoint.kind,
+                "kind": checkpoint.committed.kind,
                 "is_compacted": checkpoint.is_compacted,
+                "is_abandoned": catalog.entries[name].is_abandoned,
                 "is_head": name in heads,
                 "parent": checkpoint.parent,
+                "needed_of_other_roots": needed_of_other_roots(checkpoint.manifest),
                 "is_parent_here": checkpoint.parent is None or catalog.parent(checkpoint) is not None,
                 "created_ns": checkpoint.created_ns,
-                "num_rows": checkpoint.num_rows,
+                "num_rows": checkpoint.committed.num_rows,
                 "num_table_rows": _num_table_rows(checkpoint),
                 "num_bytes": catalog.entries[name].num_bytes,
                 "log_bytes": log_bytes(checkpoint.manifest),
@@ -262,10 +265,13 @@ def _summary(catalog: Catalog) -> Text:
     if not checkpoints:
         return Text(f"no checkpoints under {name_text(catalog.root.url)}")
     num_bytes = total_bytes(catalog.entries[name] for name in checkpoints)
-    num_lineages = sum(checkpoint.parent is None for checkpoint in checkpoints.values())
+    num_baselines = sum(checkpoint.committed.kind == "baseline" for checkpoint in checkpoints.values())
+    num_compacted = sum(checkpoint.is_compacted for checkpoint in checkpoints.values())
+    kinds = f"{count_text(num_baselines, 'baseline')} and {count_text(len(checkpoints) - num_baselines, 'delta')}"
+    compacted = f", {num_compacted:,} of them compacted" if num_compacted else ""
     return Text(
-        f"{count_text(len(checkpoints), 'checkpoint')} on {count_text(num_lineages, 'baseline')}, "
-        f"{bytes_text(num_bytes)}{_in_logs(checkpoints.values())}; newest is {name_text(list(checkpoints)[-1])}",
+        f"{count_text(len(checkpoints), 'checkpoint')}: {kinds}{compacted}, "
+        f"{bytes_text(num_bytes)}{_in_logs(checkpoints.values())}; newest is {name_text(catalog.newest or '')}",
         overflow="fold",
     )
 
@@ -278,7 +284,6 @@ def _in_logs(checkpoints: Iterable[Checkpoint]) -> str:
 
 def _table(catalog: Catalog, lines: Sequence[Line | Gap | None]) -> Table:
     restores, now_ns = all_restore_bytes(catalog), time.time_ns()
-    newest = list(catalog.checkpoints)[-1]
     has_logs = any(log_bytes(checkpoint.manifest) for checkpoint in catalog.checkpoints.values())
     in_kafka = [">in Kafka"] * has_logs
     table = grid("checkpoint", "kind", ">rows", ">", ">size", *in_kafka, ">restore", ">age")
@@ -292,12 +297,14 @@ def _table(catalog: Catalog, lines: Sequence[Line | Gap | None]) -> Table:
             table.add_row(Text(text, "dim"), "", "", "", Text(bytes_text(total_bytes(entries)), "dim"))
             continue
         checkpoint, read_bytes = catalog.checkpoints[line.name], restores[line.name]
-        num_rows, all_rows = checkpoint.num_rows, _num_table_rows(checkpoint)
+        num_rows, all_rows = checkpoint.committed.num_rows, _num_table_rows(checkpoint)
         table.add_row(
             Text.assemble(
-                (line.guide, "dim"), name_cell(line.name, "bold" if line.name == newest else ""), overflow="fold"
+                (line.guide, "dim"),
+                name_cell(line.name, "bold" if line.name == catalog.newest else ""),
+                overflow="fold",
             ),
-            _kind(catalog, checkpoint),
+            _kind(catalog, line.name),
             f"{num_rows:,}",
             percent_text(num_rows / all_rows) if all_rows else "",
             bytes_text(catalog.entries[line.name].num_bytes),
@@ -308,10 +315,14 @@ def _table(catalog: Catalog, lines: Sequence[Line | Gap | None]) -> Table:
     return table
 
 
-def _kind(catalog: Catalog, checkpoint: Checkpoint) -> Text:
-    is_orphan = checkpoint.parent is not None and catalog.parent(checkpoint) is None
-    if is_orphan:
+def _kind(catalog: Catalog, name: str) -> Text:
+    """What the save wrote, and what has become of it."""
+    checkpoint = catalog.checkpoints[name]
+    kind, elsewhere = checkpoint.committed.kind, needed_of_other_roots(checkpoint.manifest)
+    flags = ["compacted"] * checkpoint.is_compacted + ["abandoned"] * catalog.entries[name].is_abandoned
+    if elsewhere:
+        flags.append(f"on other roots: {name_text(', '.join(elsewhere))}")
+    elif checkpoint.parent is not None and catalog.parent(checkpoint) is None:
         return Text("delta of none here", "red")
-    if checkpoint.is_compacted:
-        return Text(f"compacted {checkpoint.kind}", "cyan")
-    return Text(checkpoint.kind, "green" if checkpoint.kind == "baseline" else "")
+    text = Text(kind, "green" if kind == "baseline" else "")
+    return text.append(f", {', '.join(flags)}", "cyan") if flags else text

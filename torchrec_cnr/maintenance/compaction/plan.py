@@ -17,6 +17,7 @@ from functools import cached_property
 from torchrec_cnr.errors import CheckpointNotFoundError
 from torchrec_cnr.human_text import bytes_text, count_text, url_text
 from torchrec_cnr.lineage.checkpoint import Checkpoint, read_lineage
+from torchrec_cnr.lineage.other_roots import lies_in_other_root
 from torchrec_cnr.maintenance.compaction.live_rows import Flat, PackUse, Piece, flatten, survey, uses_of
 from torchrec_cnr.policies import MAX_RATIO, check_max_ratio
 from torchrec_cnr.storage.pack_reader import PackReader
@@ -138,6 +139,8 @@ def plan_compaction(
 ) -> CompactionPlan:
     """Work out how to fold a lineage, or the newest deltas of it, into one checkpoint. Reads row numbers only.
 
+    What lies with checkpoints of another root is always copied, so that the new manifest needs no file there.
+
     Args:
         path: The newest checkpoint of those that become one.
         since: One of its ancestors, which becomes its parent; None folds the lineage down to its baseline.
@@ -195,13 +198,14 @@ def _split(
 
 
 def _victims(plan: CompactionPlan, max_moved_bytes: float, self_contained: bool) -> frozenset[int]:
-    """Packs without live rows, and the best others, until what is left is small enough, or enough is copied."""
+    """Packs of other roots or without live rows, and the best others, until the rest is small enough."""
     uses = plan.uses
     victims = {
         number
         for number, use in enumerate(uses)
         if use.moved_bytes == 0
         or (self_contained and not use.pack.is_own_file)
+        or lies_in_other_root(use.pack)
         or (plan.empties_log and use.pack.log is not None)
     }
     excess = plan.bytes_before - plan.max_ratio * plan.live_bytes - sum(uses[number].dead_bytes for number in victims)

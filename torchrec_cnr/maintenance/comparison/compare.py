@@ -171,7 +171,7 @@ def read_rows(lineage: Lineage, fqn: str, rows: range, thread_count: int) -> Ten
     is_row_state = tensor.entry.table is not None
     whole = whole_box(lineage.newest.manifest, fqn)
     box = Box((rows.start, *whole.offsets[1:]), (len(rows), *whole.sizes[1:])) if whole.sizes else whole
-    target = torch.empty(len(rows) if is_row_state else box.sizes, dtype=tensor.dtype)
+    target = torch.empty(len(rows) if is_row_state else box.sizes, dtype=tensor.dtype, device="cpu")
     regions = [tensor.rows_region(box, target)] if is_row_state else tensor.regions(box, target)
     fold(plan_fold(lineage, regions), regions, thread_count)
     return target

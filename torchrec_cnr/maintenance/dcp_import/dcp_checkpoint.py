@@ -92,7 +92,7 @@ class DCPCheckpoint:
         """
         chunk = found.chunk
         if not chunk.num_bytes:
-            return torch.empty(chunk.box.sizes, dtype=chunk.dtype)
+            return torch.empty(chunk.box.sizes, dtype=chunk.dtype, device="cpu")
         data = torch.from_numpy(self._bytes(found.extent))
         if chunk.dtype is torch.bool and bool((data > 1).any()):
             raise DamagedError(f"{self.store.url}/{found.extent.file}: {chunk.fqn!r} has bytes that are no bools")

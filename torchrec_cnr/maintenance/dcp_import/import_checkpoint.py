@@ -14,11 +14,13 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.lineage.checkpoint import Checkpoint, read_checkpoint
 from torchrec_cnr.maintenance.dcp_import.dcp_checkpoint import DCPCheckpoint, read_dcp_checkpoint
+from torchrec_cnr.maintenance.dcp_import.dcp_metadata import METADATA_FILE
 from torchrec_cnr.maintenance.single_process_save import chunk_item, index_of, object_items, save
 from torchrec_cnr.progress import Progress
 from torchrec_cnr.quantization import NoQuantization, Quantization, SchemeRules
 from torchrec_cnr.saving.rank_writer import TABLE_PATTERNS, is_table_name
 from torchrec_cnr.saving.writer import CNRStorageWriter
+from torchrec_cnr.storage.store import Store
 
 _NUM_NAMED = 5  # tensors in a message
 
@@ -53,12 +55,17 @@ def import_checkpoint(
         The baseline.
 
     Raises:
-        ConfigurationError: An argument cannot work, ``quantization`` is for none of the source's tensors, or it holds
-            what cannot be stored.
+        ConfigurationError: An argument cannot work, DCP's own checkpoint lies at ``path``, ``quantization`` is for none
+            of the source's tensors, or it holds what cannot be stored.
         CheckpointExistsError: There is a checkpoint at ``path`` already.
         CheckpointNotFoundError, DamagedError: The source cannot be read, or its metadata names other classes.
         SaveError, StoreError: Nothing was committed.
     """
+    if Store.open(path).exists(METADATA_FILE):
+        raise ConfigurationError(
+            f"{Store.open(path).url} holds a checkpoint in DCP's own format already, and a directory holds one "
+            "checkpoint; give another 'path'"
+        )
     writer = CNRStorageWriter(path, quantization=quantization, thread_count=thread_count)
     stock = read_dcp_checkpoint(source)
     _check_quantized(stock, SchemeRules.of(quantization if quantization is not None else NoQuantization()))

@@ -97,7 +97,7 @@ class Contents:
             DamagedError: Bytes are not what was committed.
             StoreError: A pack cannot be read.
         """
-        targets = [torch.empty(chunk.box.sizes, dtype=chunk.dtype) for chunk in batch]
+        targets = [torch.empty(chunk.box.sizes, dtype=chunk.dtype, device="cpu") for chunk in batch]
         regions: list[Region] = []
         for chunk, target in zip(batch, targets, strict=True):
             regions += LineageTensor(self._lineage, chunk.fqn).regions(chunk.box, target)

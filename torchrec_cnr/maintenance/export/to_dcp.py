@@ -33,10 +33,14 @@ def write_dcp(contents: Contents, out: str | os.PathLike[str]) -> Written:
         except CNRError:
             raise
         except (OSError, RuntimeError) as error:  # torch.save says of a full disk that a position is unexpected
-            failure = StoreError(f"cannot write {store.url}: {type(error).__name__}: {error}")
-            failure.errno = getattr(error, "errno", None)
-            raise failure from error
+            raise _failure(store, error) from error
         return store, tuple(store.names()), ()
+
+
+def _failure(store: Store, error: OSError | RuntimeError) -> StoreError:
+    failure = StoreError(f"cannot write {store.url}: {type(error).__name__}: {error}")
+    failure.errno = getattr(error, "errno", None)
+    return failure
 
 
 def _writer(store: Store) -> FileSystemWriter:

@@ -11,7 +11,7 @@ import os
 import pickle
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -22,12 +22,16 @@ from torch import UntypedStorage
 from torch.distributed.checkpoint._traverse import set_element
 from torch.storage import TypedStorage
 
+from torchrec_cnr.errors import DamagedError
 from torchrec_cnr.maintenance.export.contents import Chunk, Contents, bytes_of
 from torchrec_cnr.maintenance.export.destination import Written, new_file
 from torchrec_cnr.storage.files import Stream
 
 _ALIGNMENT = 64  # of records, as torch.save has it
 _HEADER_BYTES = 30 + 20 + 4  # of a record, before its name; then its size in 64 bits, and what begins the padding
+_MAX_PLACES = 1 << 20  # of all lists of a state dict
+_MAX_DEPTH = 64
+_PATHS = "the paths of the checkpoint"
 _FOLDER = "archive"  # torch.load takes any name
 
 _STORAGE_TYPES: Mapping[torch.dtype, type] = {
@@ -46,6 +50,7 @@ _STORAGE_TYPES: Mapping[torch.dtype, type] = {
 
 def write_torch(contents: Contents, out: str | os.PathLike[str]) -> Written:
     """Write a file that ``torch.load(weights_only=True)`` reads as the nested state dict."""
+    _check_paths(list(contents.paths.values()))
     nested: dict[str, Any] = {}
     for fqn, value in contents.objects().items():
         set_element(nested, contents.paths[fqn], value)
@@ -66,6 +71,25 @@ def write_torch(contents: Contents, out: str | os.PathLike[str]) -> Written:
                 for _, values in parts:
                     record.write(bytes_of(values).data)
     return stream.store, (stream.name,), ()
+
+
+def _check_paths(paths: Sequence[Sequence[str | int]]) -> None:
+    """Refuse paths that contradict one another, or lead into lists that are far longer than what they hold."""
+    if any(len(path) > _MAX_DEPTH for path in paths):
+        raise DamagedError(f"{_PATHS} lead through more than {_MAX_DEPTH} keys; use another checkpoint")
+    lengths: dict[tuple[str | int, ...], int] = {}  # of lists; 0 for a dictionary
+    for path in paths:
+        for depth, key in enumerate(path):
+            length, way = (key + 1 if isinstance(key, int) else 0), tuple(path[:depth])
+            known = lengths.setdefault(way, length)
+            if (known == 0) != (length == 0):
+                raise DamagedError(f"{_PATHS} have {list(way)} as a list and as a dictionary; use another checkpoint")
+            lengths[way] = max(known, length)
+    ends = {tuple(path) for path in paths}
+    if len(ends) < len(paths) or ends & lengths.keys():
+        raise DamagedError(f"{_PATHS} lead to several items in one place; use another checkpoint")
+    if sum(lengths.values()) > _MAX_PLACES:
+        raise DamagedError(f"{_PATHS} lead into lists of more than {_MAX_PLACES} places; use another checkpoint")
 
 
 @dataclass(frozen=True)

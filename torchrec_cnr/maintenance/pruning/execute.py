@@ -5,13 +5,13 @@
        all: whether there is a lease, anything new in its directory, such as a tag, or a checkpoint that was committed
        meanwhile. If so it stays, with all that it needs.
     3. Of a directory, ``manifest.json`` goes first, so that there is no checkpoint any more; then all others.
-    4. What nobody uses in the other directories goes; then the journal's files become one, if there are many.
+    4. What nobody uses in the other directories goes; then the journal gets a file that tells what was removed, in the
+       place of the first, and its files become one, if there are many.
 
 A file that cannot be removed stops nothing else; the next plan has it again.
 """
 
-import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,9 +21,10 @@ from threading import Lock
 from torchrec_cnr.errors import CheckpointNotFoundError, CNRError, StoreError
 from torchrec_cnr.format.manifest import MANIFEST_FILE, PACK_SUFFIX
 from torchrec_cnr.human_text import bytes_text, count_text, name_text
+from torchrec_cnr.lineage.abandoned import marked_name
 from torchrec_cnr.lineage.checkpoint import Checkpoint, read_checkpoint
 from torchrec_cnr.maintenance import journal
-from torchrec_cnr.maintenance.journal import Journal
+from torchrec_cnr.maintenance.journal import Journal, Prune
 from torchrec_cnr.maintenance.pruning.kept import PackPath, lease_text, needed_by, newest_of_lineages
 from torchrec_cnr.maintenance.pruning.plan import PrunePlan, Removal
 from torchrec_cnr.progress import Progress
@@ -41,11 +42,13 @@ class PruneResult:
         removed: Names of the checkpoints that are gone, newest first.
         freed_bytes: Bytes of the files that were removed.
         failed: By directory, why something in it was not removed.
+        refused: Those of them in which the store did not do what it was asked; in the others, somebody needs it now.
     """
 
     removed: tuple[str, ...]
     freed_bytes: int
     failed: Mapping[str, tuple[str, ...]]
+    refused: frozenset[str] = frozenset()
 
     def __repr__(self) -> str:
         done = f"{count_text(len(self.removed), 'checkpoint')} removed, {bytes_text(self.freed_bytes)} freed"
@@ -64,7 +67,7 @@ def run_prune(plan: PrunePlan, *, progress: Progress | None = None) -> PruneResu
         StoreError: The journal cannot be written: nothing was removed.
     """
     directory = plan.catalog.root.at(journal.DIRECTORY)
-    written = (journal.write_file(directory, plan.told, plan.now_ns),) if plan.told.prunes else ()
+    planned = journal.write_file(directory, plan.told, plan.now_ns) if any(r.files for r in plan.removals) else None
     num_files, num_done = sum(len(removal.files) for removal in plan.removals), 0
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="cnr-prune") as threads:
         execution = _Execution(plan, threads)
@@ -74,21 +77,36 @@ def run_prune(plan: PrunePlan, *, progress: Progress | None = None) -> PruneResu
             if progress is not None:
                 progress(num_done, num_files)
     try:
-        _tidy_journal(directory, plan, written)
+        _tidy_journal(directory, plan, execution.done, planned)
+        _remove_marks(plan, execution.removed)
     except StoreError as error:
-        execution.fail(journal.DIRECTORY, str(error))
+        execution.refuse(journal.DIRECTORY, error)
     failed = {name: tuple(reasons) for name, reasons in execution.failed.items()}
-    return PruneResult(tuple(execution.removed), execution.freed_bytes, failed)
+    return PruneResult(tuple(execution.removed), execution.freed_bytes, failed, frozenset(execution.refused))
 
 
-def _tidy_journal(directory: Store, plan: PrunePlan, written: tuple[str, ...]) -> None:
-    known, told = plan.catalog.journal, plan.told
+def _tidy_journal(directory: Store, plan: PrunePlan, done: Journal, planned: str | None) -> None:
+    """What was done takes the place of what was planned; then the files become one, if there are many."""
+    known = plan.catalog.journal
+    written: tuple[str, ...] = ()
+    if planned is not None:
+        written = (journal.write_file(directory, done, plan.now_ns),) if done.prunes else ()
+        directory.remove(planned)
     for name in known.abandoned:
         directory.remove(name)
     if plan.folds_journal:
-        pruned, prunes = known.pruned + told.pruned, known.prunes + told.prunes
-        now = Journal(pruned, known.died | told.died, prunes, known.files + written)
+        pruned, prunes = known.pruned + done.pruned, known.prunes + done.prunes
+        now = Journal(pruned, known.died | done.died, prunes, known.files + written)
         journal.fold_files(directory, now, plan.now_ns)
+
+
+def _remove_marks(plan: PrunePlan, removed: Collection[str]) -> None:
+    """What says of a checkpoint that it is abandoned goes once the checkpoint is gone."""
+    catalog = plan.catalog
+    for file in catalog.files:
+        name = marked_name(file)
+        if name is not None and (name in removed or name not in catalog.entries):
+            catalog.root.remove(file)
 
 
 class _Execution:
@@ -97,8 +115,11 @@ class _Execution:
     def __init__(self, plan: PrunePlan, threads: ThreadPoolExecutor) -> None:
         self.removed: list[str] = []
         self.failed: dict[str, list[str]] = {}
+        self.refused: set[str] = set()
         self.freed_bytes = 0
+        self._touched: list[str] = []  # directories of which a file went
         self._plan = plan
+        self._now_ns = max(plan.now_ns, plan.catalog.root.now_ns()) if plan.removals else plan.now_ns
         self._threads = threads
         self._wanted: dict[str, str] = {}  # checkpoints that stay after all, and why
         self._wanted_packs: set[PackPath] = set()
@@ -107,12 +128,22 @@ class _Execution:
         self._known = {name for name, entry in entries if entry.checkpoint is not None or entry.problem is not None}
 
     @property
-    def _now_ns(self) -> int:
-        return max(self._plan.now_ns, time.time_ns())
+    def done(self) -> Journal:
+        """What the journal is told in the end: nothing, if no file went."""
+        if not self._touched:
+            return Journal()
+        pruned = tuple(checkpoint for checkpoint in self._plan.pruned if checkpoint.name in self.removed)
+        died = frozenset(self._plan.died).intersection(self._touched)
+        return Journal(pruned, died, (Prune(self._plan.now_ns, self._touched[0], self.freed_bytes),))
 
     def fail(self, name: str, reason: str) -> None:
         """Note why something in a directory stays."""
         self.failed.setdefault(name, []).append(reason)
+
+    def refuse(self, name: str, error: CNRError) -> None:
+        """Note that the store did not remove something in a directory."""
+        self.refused.add(name)
+        self.fail(name, str(error))
 
     def remove(self, removal: Removal) -> None:
         """Remove what goes from one directory."""
@@ -132,7 +163,7 @@ class _Execution:
             try:
                 store.remove_directory()
             except StoreError as error:
-                self.fail(name, str(error))
+                self.refuse(name, error)
 
     def _remove_files(self, removal: Removal) -> None:
         """All but the manifest. Packs are in no order among themselves; leases stay if anything else does."""
@@ -158,9 +189,12 @@ class _Execution:
         try:
             removal.entry.store.remove(file, is_durable=file == MANIFEST_FILE)
         except StoreError as error:
+            self.refused.add(removal.entry.name)
             return str(error)
         with self._counting:
             self.freed_bytes += removal.entry.files[file]
+            if removal.entry.name not in self._touched[-1:]:
+                self._touched.append(removal.entry.name)
         return None
 
     # What is wanted by now.
@@ -178,6 +212,7 @@ class _Execution:
                 self._why_leased(name, names) or self._why_changed(removal, names) or self._why_loading(removal.loading)
             )
         except CNRError as error:
+            self.refused.add(name)
             return f"it is not known who needs it: {error}"
 
     def _why_leased(self, name: str, names: list[str]) -> str | None:
@@ -209,7 +244,7 @@ class _Execution:
         for name in {*listed.directories, *listed.links} - self._known:
             names = root.at(name).names()
             if MANIFEST_FILE not in names:
-                if holds(names, self._now_ns):
+                if holds(root.at(name), names, self._now_ns):
                     newest = newest_of_lineages(self._plan.catalog)
                     self._want(newest, f"{name_text(name)}, which is being saved, may stand on it")
                 continue

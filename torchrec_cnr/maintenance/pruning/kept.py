@@ -5,7 +5,8 @@ Besides those that retention keeps, these are kept, with all that they need:
 - those with a lease in their directory, which some process is saving, loading or compacting;
 - while a save is in progress, which may be based on any of them, the newest of each lineage;
 - those that cannot be loaded because a parent or a pack is missing, since it may be put back;
-- symbolic links, and what they lead to.
+- symbolic links, and what they lead to;
+- those that a save to another root has tagged, because it depends on them.
 
 A checkpoint needs the parents that its manifest names, and the packs that it uses in directories of others. A load that
 began before a compaction still reads by the manifest that was replaced: of a checkpoint that may be loaded, all
@@ -25,6 +26,7 @@ from dataclasses import dataclass, replace
 
 from torchrec_cnr.human_text import instant, name_text
 from torchrec_cnr.lineage.checkpoint import Checkpoint
+from torchrec_cnr.lineage.other_roots import NEEDED_TAG
 from torchrec_cnr.maintenance.catalog import Catalog, Entry
 from torchrec_cnr.maintenance.pruning.retention import Keep
 from torchrec_cnr.storage.leases import Lease
@@ -112,7 +114,7 @@ def _pack_problem(catalog: Catalog, name: str) -> str | None:
         ):
             continue  # what is in there is not known
         there = None if entry is None else entry.files.get(pack.name)
-        if there != pack.num_bytes:
+        if there is None or there < pack.num_bytes:  # what is behind the committed bytes, no load reads
             what = "is missing" if there is None else f"has {there} bytes, expected {pack.num_bytes}"
             return f"its pack {directory}/{pack.name} {what}"
     return None
@@ -165,6 +167,9 @@ def find_kept(catalog: Catalog, keep: Keep, now_ns: int) -> Kept:
         reasons.setdefault(name, []).append(lease_text(leases[name][0], now_ns))
     for name, reason in _linked(catalog).items():
         reasons.setdefault(name, []).append(reason)
+    for name in catalog.checkpoints:
+        if any(tag.startswith(NEEDED_TAG) for tag in catalog.entries[name].tags):
+            reasons.setdefault(name, []).append("needed by another root, which has tagged it")
     for name, reason in broken.items():
         reasons.setdefault(name, []).append(f"cannot be loaded: {name_text(reason)}")
     saving = [name for name, found in leases.items() if found and name not in catalog.checkpoints]

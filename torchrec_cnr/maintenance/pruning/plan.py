@@ -12,7 +12,6 @@ in force is left alone entirely.
 
 import math
 import os
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,9 +33,9 @@ from torchrec_cnr.maintenance.file_names import (
     save_id,
     written_bytes,
 )
-from torchrec_cnr.maintenance.journal import Journal, Prune, PrunedCheckpoint
+from torchrec_cnr.maintenance.journal import Journal, PrunedCheckpoint
 from torchrec_cnr.maintenance.pruning.kept import Kept, Needs, find_kept, lease_text, needed_by
-from torchrec_cnr.maintenance.pruning.retention import Keep
+from torchrec_cnr.maintenance.pruning.retention import Keep, check_keep
 from torchrec_cnr.maintenance.restore_bytes import all_restore_bytes
 from torchrec_cnr.storage.leases import is_lease
 from torchrec_cnr.storage.row_log import RowLog
@@ -120,12 +119,8 @@ class PrunePlan:
 
     @cached_property
     def told(self) -> Journal:
-        """What the journal is told of it: nothing, if no file goes."""
-        names = [removal.entry.name for removal in self.removals if removal.files]
-        if not names:
-            return Journal()
-        prune = Prune(self.now_ns, names[0], self.freed_bytes)
-        return Journal(self.pruned, frozenset(self.died), (prune,))
+        """What the journal is told before anything goes, by which the next prune recognises what is left of it."""
+        return Journal(self.pruned, frozenset(self.died))
 
     @cached_property
     def freed_bytes(self) -> int:
@@ -163,7 +158,7 @@ def plan_prune(
 ) -> PrunePlan:
     """Work out what to remove.
 
-    Checkpoints under other roots that stand on ones here are not seen: give those that they stand on a tag.
+    Checkpoints under other roots that stand on ones here are not seen: the tag tells that their save gave its parent.
 
     Args:
         root: A directory of checkpoints, path or fsspec URL; or its catalog, from which everything is worked out.
@@ -176,13 +171,14 @@ def plan_prune(
         ConfigurationError: There are checkpoints, and none of them would be kept; or there is no such log.
         StoreError: The root cannot be listed, or the log does not answer in time.
     """
+    check_keep(keep)
     if row_log is not None and not row_log.open(may_make=False):  # it would say of no save that it was committed
         raise ConfigurationError(
             f"'row_log': there is no topic {row_log.topic!r}; pass the one that rows went to, or None"
         )
     catalog = root if isinstance(root, Catalog) else read_catalog(root, row_log=row_log)
     keep = Keep() if keep is None else keep
-    now_ns = time.time_ns() if now_ns is None else now_ns
+    now_ns = catalog.root.now_ns() if now_ns is None else now_ns
     return _Planner(catalog, find_kept(catalog, keep, now_ns), now_ns).plan(keep)
 
 

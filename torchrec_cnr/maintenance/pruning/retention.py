@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from torchrec_cnr.arguments import check_count, check_type
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.human_text import given_text, instant, name_text
 from torchrec_cnr.lineage.checkpoint import Checkpoint
@@ -31,9 +32,10 @@ class Best:
     largest: bool = True
 
     def __post_init__(self) -> None:
+        check_type("metric", self.metric, str, "the name of a metric")
         if not self.metric:
             raise ConfigurationError(f"'metric' must be the name of a metric (got {self.metric!r})")
-        _check_count("n", self.n, least=1)
+        check_count("n", self.n, least=1)
 
     def __repr__(self) -> str:
         return given_text(self)
@@ -54,6 +56,8 @@ class Best:
 class Keep:
     """Which checkpoints are wanted: those that any of these rules names.
 
+    One that a job has abandoned, when it went back to an older one, is wanted only for its metric or its tag.
+
     Attributes:
         last: As many of those committed last.
         daily: The last one of each UTC day, for as many days that have one, counted from the newest; or of ``"all"``.
@@ -70,9 +74,11 @@ class Keep:
     tagged: bool = True
 
     def __post_init__(self) -> None:
-        _check_count("last", self.last)
+        check_count("last", self.last)
         if self.daily != "all":
-            _check_count("daily", self.daily)
+            check_count("daily", self.daily)
+        if self.best is not None:
+            check_type("best", self.best, Best, "a Best, such as Best('auc')")
         if not (self.last or self.daily or self.best or self.tagged):
             raise ConfigurationError("nothing would be kept: give 'last', 'daily', 'best' or 'tagged'")
 
@@ -100,9 +106,10 @@ class Keep:
         """
         newest_first = sorted(candidates, key=lambda item: (item[1].created_ns, item[0].name), reverse=True)
         reasons: dict[str, list[str]] = {}
-        for entry, _ in newest_first[: self.last]:
+        going_on = [(entry, checkpoint) for entry, checkpoint in newest_first if not entry.is_abandoned]
+        for entry, _ in going_on[: self.last]:
             reasons.setdefault(entry.name, []).append("one of the last" + (f" {self.last}" if self.last > 1 else ""))
-        for name, reason in self._newest_of_days(newest_first).items():
+        for name, reason in self._newest_of_days(going_on).items():
             reasons.setdefault(name, []).append(reason)
         for name, reason in (self.best.choose(newest_first) if self.best else {}).items():
             reasons.setdefault(name, []).append(reason)
@@ -125,6 +132,11 @@ class Keep:
         return {by_day[day]: f"newest of {day}" for day in days}
 
 
-def _check_count(name: str, value: object, least: int = 0) -> None:
-    if type(value) is not int or value < least:
-        raise ConfigurationError(f"{name!r} must be a whole number, at least {least} (got {value!r})")
+def check_keep(keep: object) -> None:
+    """Refuse what is no rules.
+
+    Raises:
+        ConfigurationError: It is neither a ``Keep`` nor None.
+    """
+    if keep is not None:
+        check_type("keep", keep, Keep, "a Keep, such as Keep(last=3), or None")

@@ -5,7 +5,7 @@ of it are in memory. That reads nearly all blobs. Those of tensors that could no
 tensor, are then looked at one by one, so that everything that is wrong is found, and named by file and blob.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -53,7 +53,29 @@ def find_damage(checkpoint: Checkpoint, thread_count: int, advance: Advance) -> 
     found = _read_blobs(checkpoint, decoded, thread_count, advance)
     files = {problem.file for problem in found if problem.file is not None}
     unexplained = [message for message in failures if not any(file in message for file in files)]
-    return found + [Problem(checkpoint.store.url, None, None, message) for message in unexplained]
+    found += [Problem(checkpoint.store.url, None, None, message) for message in unexplained]
+    return found + list(_longer_packs(checkpoint))
+
+
+def _longer_packs(checkpoint: Checkpoint) -> Iterator[Problem]:
+    """Packs with something behind what was committed: loads do not read it, other readers refuse the file."""
+    sizes: dict[str, Mapping[str, int]] = {}
+    for pack in checkpoint.manifest.packs:
+        if pack.log is not None:
+            continue
+        store = checkpoint.store.at(pack.directory or ".")
+        if store.path not in sizes:
+            try:
+                sizes[store.path] = store.listing().files
+            except StoreError:  # what is missing is found when it is read
+                sizes[store.path] = {}
+        num_bytes = sizes[store.path].get(pack.name, 0)
+        if num_bytes > pack.num_bytes:
+            file = store.child(pack.name)
+            message = (
+                f"{file}: has {num_bytes} bytes, the manifest says {pack.num_bytes}; nothing that a load reads is wrong"
+            )
+            yield Problem(checkpoint.store.url, file, None, message)
 
 
 def find_dead_damage(checkpoints: Sequence[Checkpoint], thread_count: int) -> list[Problem]:

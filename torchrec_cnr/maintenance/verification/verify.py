@@ -83,7 +83,8 @@ def verify(
         return _verify([_read_links(place)], (), progress, thread_count)
     catalog = read_catalog(place)
     unreadable = tuple(_unreadable(catalog))
-    names = catalog.heads() if all_heads else list(catalog.checkpoints)[-1:]
+    newest = [] if catalog.newest is None else [catalog.newest]
+    names = catalog.heads() if all_heads else newest
     if not names and not unreadable:
         raise no_checkpoint(catalog.root)
     return _verify([_catalog_links(catalog, name) for name in names], unreadable, progress, thread_count)

@@ -1,0 +1,134 @@
+"""Arguments that cannot work are refused at once and by name, before anything is saved or begun."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import torchrec_cnr as cnr
+from tests.support.models import plain_job, state, train
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+
+MANAGER: list[dict[str, Any]] = [
+    {"when_busy": "drop"},
+    {"policy": "full"},
+    {"policy": cnr.Compacted},
+    {"keep": 3},
+    {"every_secs": "10"},
+    {"every_steps": "10"},
+    {"every_steps": 1.5},
+    {"every_steps": True},
+    {"num_retries": -1},
+    {"num_retries": "2"},
+    {"thread_count": "2"},
+    {"timeout_secs": "1800"},
+    {"timeout_secs": -1.0},
+    {"cpu_share": "1"},
+    {"staging_bytes": "8"},
+    {"quantization": 4},
+    {"quantization": cnr.AdaptiveAsymmetric},
+    {"row_log": "localhost:9092"},
+    {"on_saved": "print"},
+    {"on_progress": 3},
+]
+
+
+@pytest.mark.parametrize("options", MANAGER, ids=str)
+def test_a_manager_names_the_argument(tmp_path: Path, options: dict[str, Any]) -> None:
+    """And has begun nothing."""
+    tracker = cnr.RowTracker(plain_job(1).model)
+    threads = threading.active_count()
+    with pytest.raises(cnr.ConfigurationError, match=f"'{next(iter(options))}' must be"):
+        cnr.CheckpointManager(tmp_path / "run", tracker, **options)
+    assert threading.active_count() == threads
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_where_a_tracker_belongs(tmp_path: Path) -> None:
+    """By the manager and by the planner."""
+    model: Any = plain_job(1).model
+    with pytest.raises(cnr.ConfigurationError, match="'tracker' must be a RowTracker"):
+        cnr.CheckpointManager(tmp_path, model)
+    with pytest.raises(cnr.ConfigurationError, match="'tracker' must be a RowTracker"):
+        cnr.CNRSavePlanner(model)
+    with pytest.raises(cnr.ConfigurationError, match="'model' must be a torch module"):
+        cnr.RowTracker(model.state_dict())
+
+
+def test_what_is_saved_and_when(tmp_path: Path) -> None:
+    """A step is a whole number, a state a mapping; a model is not called."""
+    job = plain_job(1)
+    train(job, 1)
+    manager = cnr.CheckpointManager(tmp_path, cnr.RowTracker(job.model), every_steps=100)
+    save: Any
+    for save in (manager.save, manager.async_save):
+        for step in (-5, "1", 1.5, 10**18, None):
+            with pytest.raises(cnr.ConfigurationError, match="'step' must be"):
+                save(step, state(job))
+        for wrong in (job.model, [1], None):
+            with pytest.raises(cnr.ConfigurationError, match="'state' must be a mapping"):
+                save(1, wrong)
+        with pytest.raises(cnr.ConfigurationError, match="'state' must be a mapping"):
+            save(1, lambda: job.model, force=True)
+    assert not list(tmp_path.glob("*/manifest.json"))
+    manager.close()
+
+
+@pytest.mark.parametrize("root", ["s3://", "s3:///", "s3+obstore://", "gs://"])
+def test_a_root_without_a_bucket(root: str) -> None:
+    """A variable that is empty must not become the root of all buckets."""
+    with pytest.raises(cnr.ConfigurationError, match="names no bucket"):
+        cnr.CheckpointManager(root, cnr.RowTracker(plain_job(1).model))
+
+
+def test_a_root_that_is_no_path() -> None:
+    """Such as None."""
+    root: Any
+    for root in (None, 3, b"run"):
+        with pytest.raises(cnr.ConfigurationError, match="not a path or URL"):
+            cnr.CheckpointManager(root, cnr.RowTracker(plain_job(1).model))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"thread_count": 0},
+        {"thread_count": "1"},
+        {"pack_bytes": 12},
+        {"pack_bytes": "1"},
+        {"staging_bytes": -1},
+        {"cpu_share": "1"},
+        {"cpu_share": 2.0},
+        {"timeout_secs": 0},
+        {"max_bytes_per_sec": "1"},
+        {"progress": 3},
+        {"row_log": "kafka"},
+        {"quantization": "int8"},
+    ],
+    ids=str,
+)
+def test_a_writer_names_the_argument(tmp_path: Path, options: dict[str, Any]) -> None:
+    """So does a manager, which passes them on."""
+    with pytest.raises(cnr.ConfigurationError, match=f"'{next(iter(options))}' must be"):
+        cnr.CNRStorageWriter(tmp_path, **options)
+
+
+@pytest.mark.parametrize("policy", ["full", cnr.Full, 3])
+def test_a_planner_wants_a_policy(policy: Any) -> None:
+    """Not its name or its class."""
+    with pytest.raises(cnr.ConfigurationError, match="'policy' must be a policy"):
+        cnr.CNRSavePlanner(policy=policy)
+
+
+@pytest.mark.parametrize(
+    "options", [{"best": "auc"}, {"last": "3"}, {"last": 1.5}, {"daily": "some"}, {"last": -1}], ids=str
+)
+def test_retention_names_the_argument(tmp_path: Path, options: dict[str, Any]) -> None:
+    """At once, not when the first checkpoint is pruned."""
+    with pytest.raises(cnr.ConfigurationError, match=f"'{next(iter(options))}' must be"):
+        cnr.Keep(**options)
+    keep: Any = 3
+    with pytest.raises(cnr.ConfigurationError, match="'keep' must be a Keep"):
+        cnr.plan_prune(tmp_path, keep)

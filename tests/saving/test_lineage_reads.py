@@ -1,0 +1,66 @@
+"""How much of its lineage a save reads: a long one costs no more than a short one, and a lost link is noticed."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import torchrec_cnr as cnr
+from tests.support import faults
+from tests.support.jobs import SavingJob
+from torchrec_cnr.saving import decision
+from torchrec_cnr.storage.store import Store
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Counts what a store is asked for, in its one element."""
+    count = [0]
+
+    def add() -> None:
+        count[0] += 1
+
+    with monkeypatch.context() as patch:
+        patch.setattr(decision, "_MAX_READ_WHOLE", 4)
+        for name in ("read", "_size"):
+            patch.setattr(Store, name, getattr(Store, name))
+            faults.act_before(Store, name, add)
+        yield count
+
+
+def _costs(job: SavingJob, num_saves: int, reads: list[int]) -> list[int]:
+    """What each save reads."""
+    costs = []
+    for step in range(num_saves):
+        reads[0] = 0
+        job.train_and_save(step)
+        costs.append(reads[0])
+    return costs
+
+
+def test_a_save_reads_as_much_of_a_long_lineage_as_of_a_short_one(tmp_path: Path, reads: list[int]) -> None:
+    """But for every fourth, here, which reads it whole."""
+    job = SavingJob(tmp_path)
+    costs = _costs(job, 20, reads)
+    rare, usual = costs[4::4], [cost for number, cost in enumerate(costs) if number > 4 and number % 4]
+    assert max(usual) == min(usual) <= costs[3]
+    assert rare == sorted(rare)
+    assert rare[-1] > usual[-1] + 20
+    job.assert_loads(19)
+    job.close()
+
+
+def test_a_link_that_was_removed_is_noticed(tmp_path: Path, reads: list[int]) -> None:
+    """The next save that reads the whole lineage is a baseline."""
+    job = SavingJob(tmp_path)
+    job.train_and_save(*range(6))
+    shutil.rmtree(job.path(2))
+    job.train_and_save(*range(6, 12))
+    kinds = [cnr.read_checkpoint(job.path(step)).kind for step in range(6, 12)]
+    assert kinds.count("baseline") == 1
+    assert kinds.index("baseline") <= 3
+    job.assert_loads(11)
+    job.close()

@@ -1,0 +1,91 @@
+"""The invariants that are checked when a schedule has ended."""
+
+from collections import Counter
+from collections.abc import Callable
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from tests.simulator import models
+from tests.simulator.jobs import Book, Run
+from tests.simulator.scheduler import FindingError, Scheduler
+from tests.simulator.storage import PROTOCOL, Objects
+
+_ORDINARY = ("switch", "turn")
+
+
+def check(sim: Scheduler, book: Book, objects: Objects, keep: int | None) -> None:
+    """Raise a finding if an invariant does not hold.
+
+    Args:
+        keep: How many of the newest checkpoints no prune may remove; None if nothing prunes.
+    """
+    checks: list[Callable[[], None]] = [
+        lambda: _check_outcomes(sim, book, keep is not None),
+        lambda: _check_jobs(book),
+        lambda: _check_loads(book, objects),
+        lambda: _check_kept(book, objects, keep),
+    ]
+    for some in checks:
+        some()
+
+
+def _check_outcomes(sim: Scheduler, book: Book, is_pruned: bool) -> None:
+    """All ranks ended alike, and nothing failed for nothing."""
+    has_fault = any(what not in _ORDINARY for what in sim.taken.values())
+    for attempt in book.attempts.values():
+        kinds = {outcome.partition(":")[0] for outcome in attempt.outcomes.values()}
+        if "broken" not in kinds and len(kinds) > 1:
+            raise FindingError("ranks ended differently", f"{attempt.token}: {attempt.outcomes}")
+        is_fenced = any("FencedError" in outcome for outcome in attempt.outcomes.values())
+        if attempt.is_split and "ok" in kinds:
+            raise FindingError("two roots", f"{attempt.token} succeeded, and its ranks saved to two roots")
+        is_excused = attempt.is_split or has_fault or is_pruned or (is_fenced and book.has_rivals)
+        if kinds - {"ok"} and not is_excused:
+            raise FindingError("failed for nothing", f"{attempt.token}: {attempt.outcomes}")
+
+
+def _check_jobs(book: Book) -> None:
+    """When a later job has claimed the root, an earlier one commits no more, but for a save that was at its end."""
+    newest: Run | None = None
+    num_late: Counter[str] = Counter()
+    for kind, run in book.events:
+        if kind == "claimed":
+            newest = run
+            num_late[run.name] = 0
+        elif newest is not None and run is not newest:
+            num_late[run.name] += 1
+            if num_late[run.name] > 1:
+                raise FindingError(
+                    "two jobs went on", f"{run.name} goes on to commit after {newest.name} claimed the root"
+                )
+
+
+def _check_loads(book: Book, objects: Objects) -> None:
+    """Each checkpoint that is there loads as the snapshot of its save."""
+    succeeded = {attempt.path: attempt.token for attempt in book.attempts.values() if "ok" in attempt.outcomes.values()}
+    for path in _there(objects):
+        try:
+            token, got = models.loaded(path)
+        except (Exception, CheckpointException) as error:
+            raise FindingError("does not load", f"{path}: {type(error).__name__}: {error}") from error
+        attempt = book.attempts.get(token)
+        if attempt is None or attempt.path != path:
+            raise FindingError("wrong values", f"{path} holds the token {token!r}")
+        if succeeded.get(path, token) != token:
+            raise FindingError("wrong values", f"{path} holds {token}, and {succeeded[path]} succeeded there")
+        models.check_same(path, got, attempt.snapshot())
+
+
+def _check_kept(book: Book, objects: Objects, keep: int | None) -> None:
+    """What succeeded is there, unless it was pruned as one that is not among the newest."""
+    there, created = _there(objects), book.created_ns
+    newest = sorted(created, key=lambda path: created[path])[-keep:] if keep else list(created)
+    for attempt in book.attempts.values():
+        is_needed = attempt.path in newest or attempt.path not in created
+        if "ok" in attempt.outcomes.values() and attempt.path not in there and is_needed:
+            raise FindingError("lost", f"{attempt.token} succeeded, and {attempt.path} is not there")
+
+
+def _there(objects: Objects) -> list[str]:
+    end = "/manifest.json"
+    return sorted(f"{PROTOCOL}://{name.removesuffix(end)}" for name in objects.files if name.endswith(end))

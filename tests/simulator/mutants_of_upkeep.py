@@ -1,0 +1,160 @@
+"""Replacing functions of the library for a while, and the mutants of leases, pruning and compaction."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+from unittest.mock import patch
+
+from torchrec_cnr.errors import SaveError
+from torchrec_cnr.format.manifest import MANIFEST_FILE
+from torchrec_cnr.lineage.checkpoint import Checkpoint
+from torchrec_cnr.maintenance.catalog import Catalog, Entry
+from torchrec_cnr.maintenance.compaction import compact
+from torchrec_cnr.maintenance.pruning import execute, kept
+from torchrec_cnr.saving import writer
+from torchrec_cnr.storage.leases import Lease
+from torchrec_cnr.storage.store import Store
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A way to break the protocol.
+
+    Attributes:
+        name: What is wrong with it.
+        apply: Breaks it for a while.
+    """
+
+    name: str
+    apply: Callable[[], AbstractContextManager[Any]]
+
+
+def replacing(owner: Any, name: str, other: Any) -> AbstractContextManager[Any]:
+    """Another value of an attribute."""
+    return patch.object(owner, name, other)
+
+
+def wrapping(owner: Any, name: str, other: Callable[..., Any]) -> AbstractContextManager[Any]:
+    """Another function, which is given the one that it replaces before all other arguments."""
+    found = getattr(owner, name)
+
+    @wraps(found)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return other(found, *args, **kwargs)
+
+    return patch.object(owner, name, wrapped)
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """Does nothing."""
+
+
+def _no_leases(*_: Any) -> list[Any]:
+    return []
+
+
+def _commit_unchecked(store: Store, file: Any, lease: Any, fence: Any) -> None:
+    """Neither the parent nor the lease is looked at."""
+    if fence is not None:
+        fence.check()
+    store.put_new(MANIFEST_FILE, file.data, file.manifest.save_id)
+
+
+def _commit_without_parent(store: Store, file: Any, lease: Any, fence: Any) -> None:
+    if lease is not None and lease.is_lost:
+        raise SaveError("the lease is lost")
+    _commit_unchecked(store, file, lease, fence)
+
+
+@contextmanager
+def _all(*parts: Any) -> Iterator[None]:
+    with ExitStack() as stack:
+        for part in parts:
+            stack.enter_context(part)
+        yield
+
+
+def _ignores_leases() -> Any:
+    return _all(
+        replacing(Entry, "leases", _no_leases),
+        replacing(execute, "in_force", _no_leases),
+        replacing(execute, "holds", _no_leases),
+    )
+
+
+def _alone(needed_by: Any, catalog: Catalog, names: Any, loading: Any = ()) -> Any:
+    """What is kept does not keep its parents."""
+    needs = needed_by(catalog, names, loading)
+    own = {name: by for name, by in needs.checkpoints.items() if name in set(names)}
+    return kept.replace(needs, checkpoints=own)
+
+
+def _own_packs(uses: Any, catalog: Catalog, checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+    """Packs that lie in directories of other checkpoints are not seen."""
+    own = catalog.name_of(checkpoint.store)
+    return (found for found in uses(catalog, checkpoint) if found[0] == own)
+
+
+def _manifest_last(remove: Any, execution: Any, removal: Any) -> None:
+    if execution._why_not(removal) is None:
+        execution._remove_files(removal)
+    remove(execution, removal)
+
+
+def _releases_at_once(take: Any, store: Store, purpose: Any) -> Any:
+    lease = take(store, purpose)
+    if lease is not None:
+        lease.release()
+    return lease
+
+
+def _overwrites(newest: Checkpoint, data: bytes, save_id: str) -> None:
+    newest.store.put(compact._name(newest), [data])
+
+
+def _lapses_at_once(prepare: Any, self: Any, plan: Any) -> Any:
+    found = prepare(self, plan)
+    save = writer._save_of_thread()
+    if save.lease is not None:
+        save.lease.lapse()
+    return found
+
+
+OF_UPKEEP: tuple[Mutant, ...] = (
+    Mutant(
+        "a prune ignores leases, and a commit does not look at its own",
+        lambda: _all(_ignores_leases(), replacing(writer, "commit", _commit_unchecked)),
+    ),
+    Mutant("a prune ignores leases", _ignores_leases),
+    Mutant(
+        "the lease of a save ends before it commits",
+        lambda: _all(
+            wrapping(writer.CNRStorageWriter, "prepare_local_plan", _lapses_at_once),
+            replacing(Lease, "is_lost", property(lambda lease: False)),
+        ),
+    ),
+    Mutant(
+        "the lease of a save is released early, and it does not look at its parent",
+        lambda: _all(wrapping(Lease, "take", _releases_at_once), replacing(writer, "commit", _commit_unchecked)),
+    ),
+    Mutant(
+        "a prune does not look for what was committed meanwhile, nor does a commit for its parent",
+        lambda: _all(
+            replacing(execute._Execution, "_take_in_newcomers", nothing),
+            replacing(writer, "commit", _commit_without_parent),
+        ),
+    ),
+    Mutant(
+        "a prune removes parents of what is kept",
+        lambda: _all(wrapping(kept, "needed_by", _alone), wrapping(execute, "needed_by", _alone)),
+    ),
+    Mutant("a prune removes packs that others use", lambda: wrapping(Catalog, "uses", _own_packs)),
+    Mutant("a prune removes the manifest last", lambda: wrapping(execute._Execution, "remove", _manifest_last)),
+    Mutant("a compaction replaces another one", lambda: replacing(compact, "commit_replacement", _overwrites)),
+    Mutant(
+        "a compaction drops its packs although it may have committed",
+        lambda: replacing(compact, "may_have_committed", lambda *_: False),
+    ),
+)

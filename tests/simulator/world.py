@@ -1,0 +1,210 @@
+"""A schedule: what a seed makes of jobs, storage and faults, its run, and the checks of what came of it."""
+
+import gc
+import logging
+import random
+import warnings
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from tests.simulator import checks, installing, storage
+from tests.simulator.jobs import Book, Plan, Starter, Step
+from tests.simulator.scheduler import FindingError, Process, Scheduler, this_task
+from tests.simulator.upkeep import Beside, Besides
+from torchrec_cnr.format.manifest import MANIFEST_FILE
+from torchrec_cnr.format.manifest_json import created_ns
+from torchrec_cnr.storage.fences import is_fence
+
+ROOT = f"{storage.PROTOCOL}://bucket/run"
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What happens in a schedule, but for decisions of the scheduler.
+
+    Attributes:
+        seed: Of both.
+        jobs: The jobs.
+        besides: What works beside them.
+        shares: Of faults in the store.
+        switch_share: How often a point switches.
+        break_share: How often collectives break.
+        skew_secs: How much clocks of hosts differ.
+    """
+
+    seed: int
+    jobs: tuple[Plan, ...]
+    besides: tuple[Beside, ...]
+    shares: storage.FaultShares
+    switch_share: float
+    break_share: float
+    skew_secs: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a schedule.
+
+    Attributes:
+        scenario: What it was.
+        finding: What does not hold; None if all does.
+        trace: What happened, a line each.
+        taken: Decisions out of the ordinary, by their numbers.
+        digest: Of all that happened.
+        num_saves: Saves that said they had succeeded.
+    """
+
+    scenario: Scenario
+    finding: FindingError | None
+    trace: tuple[str, ...]
+    taken: dict[int, str]
+    digest: int
+    num_saves: int
+
+
+FAMILIES = ("saves", "async saves", "upkeep", "two jobs")
+
+
+def scenario_of(seed: int, family: str | None = None) -> Scenario:
+    """The scenario of a seed, of a family of them; by default that which the seed says."""
+    family = family or FAMILIES[seed % len(FAMILIES)]
+    drawn = random.Random(seed)
+    numbers = iter(range(1, 1000))
+    has_faults = drawn.random() < 0.8
+
+    def share(*choices: float) -> float:
+        found = drawn.choice(choices)
+        return found if has_faults else 0.0
+
+    is_async = family == "async saves" or (family != "saves" and drawn.random() < 0.5)
+
+    kinds_of_saves = ["save"] * 9 + ["split save"]
+
+    def steps() -> tuple[Step, ...]:
+        found = []
+        for _ in range(drawn.randint(2, 4)):
+            found += ["train"] * drawn.randint(0, 2)
+            found.append(drawn.choice(["async save", "async save", "wait"] if is_async else kinds_of_saves))
+            if drawn.random() < 0.1:
+                found.append("restore")
+        return tuple(Step(kind, next(numbers)) for kind in found)
+
+    def job(name: str, begins_secs: float, num_runs: int) -> Plan:
+        return Plan(
+            name=name,
+            world_size=drawn.choice([1, 2, 2]),
+            policy=drawn.choice(["full", "consecutive", "consecutive", "one shot", "intermittent", "compacted"]),
+            steps=tuple(steps() for _ in range(num_runs)),
+            begins_secs=begins_secs,
+            is_hasty=drawn.random() < 0.3,
+            new_planner=drawn.random() < 0.2,
+            retries=drawn.random() < 0.3,
+            staging_bytes=drawn.choice([1 << 20, 1 << 20, 1]),
+        )
+
+    def beside(kind: str) -> Beside:
+        begins, every = drawn.choice([0.1, 0.5, 1.0]), drawn.choice([0.05, 0.2, 0.5])
+        return Beside(kind, begins * drawn.random(), every, drawn.randint(2, 6), drawn.choice([1, 1, 2]))
+
+    jobs = [job("A", 0.0, drawn.choice([2, 3]))]
+    if family == "two jobs":
+        jobs.append(job("B", drawn.choice([0.05, 0.3, 0.6]), 1))
+    kinds = ["prune", "compact", "read"] if family == "upkeep" else []
+    besides = tuple(beside(kind) for kind in kinds if drawn.random() < 0.75)
+    shares = storage.FaultShares(
+        fail=share(0, 0, 0.01, 0.05),
+        refuse=share(0, 0, 0.005, 0.02),
+        lose=share(0, 0, 0.01, 0.05),
+        cut=share(0, 0, 0.01),
+        repeat=share(0, 0, 0.02),
+        late=share(0, 0, 0, 0.01),
+        delay=share(0, 0, 0.02),
+        kill=share(0, 0, 0.005, 0.02),
+    )
+    return Scenario(
+        seed,
+        tuple(jobs),
+        besides,
+        shares,
+        switch_share=drawn.choice([0.02, 0.1, 0.3]),
+        break_share=share(0, 0, 0, 0.005),
+        skew_secs=share(0, 0, 1, 3600),
+    )
+
+
+def without(scenario: Scenario, dropped: Collection[int]) -> Scenario:
+    """A scenario that lacks some steps."""
+    return replace(
+        scenario,
+        jobs=tuple(
+            replace(
+                job, steps=tuple(tuple(step for step in steps if step.number not in dropped) for steps in job.steps)
+            )
+            for job in scenario.jobs
+        ),
+    )
+
+
+@contextmanager
+def simulation() -> Iterator[None]:
+    """Schedules can be run within."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()  # finalizers run at the same points in every replay
+    level = logging.getLogger().manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with installing.installed(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
+        storage.open_objects(None)
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()
+
+
+def run(scenario: Scenario, undone: Collection[int] = ()) -> Outcome:
+    """Run a schedule, within a :func:`simulation`."""
+    sim = Scheduler(scenario.seed, undone)
+    sim.switch_share = scenario.switch_share
+    objects = storage.Objects(sim, scenario.shares)
+    storage.open_objects(objects)
+    has_rivals = len(scenario.jobs) > 1 or any(job.is_hasty for job in scenario.jobs)
+    keeps = [beside.keep for beside in scenario.besides if beside.kind == "prune"]
+    book = Book(ROOT, has_rivals, is_pruned=bool(keeps))
+    starter = Starter(sim, book, Process("store"), scenario.break_share, scenario.skew_secs)
+
+    objects.on_change = lambda kind, path, data: _note(sim, book, kind, path, data)
+    for job in scenario.jobs:
+        sim.spawn(Process(f"supervisor {job.name}"), f"supervisor {job.name}", lambda job=job: starter.supervise(job))
+    besides = Besides(sim, book, starter.server)
+    for number, beside in enumerate(scenario.besides):
+        process = Process(f"supervisor {beside.kind}{number}")
+        sim.spawn(process, process.name, lambda beside=beside, number=number: besides.supervise(beside, number))
+    sim.run()
+    if sim.finding is None:
+        try:
+            checks.check(sim, book, objects, min(keeps, default=None))
+        except FindingError as finding:
+            sim.found(finding)
+    num_saves = sum("ok" in attempt.outcomes.values() for attempt in book.attempts.values())
+    return Outcome(scenario, sim.finding, tuple(sim.trace), sim.taken, sim.digest, num_saves)
+
+
+def _note(sim: Scheduler, book: Book, kind: str, path: str, data: bytes) -> None:
+    """A file was put or removed."""
+    directory, _, name = path.rpartition("/")
+    task = this_task()
+    run = task.process.own.get("run") if task is not None else None
+    if name == MANIFEST_FILE:
+        sim.tell(f"=== {kind} manifest of {directory}")
+        if kind == "put":
+            book.created_ns[f"{storage.PROTOCOL}://{directory}"] = created_ns(data) or 0
+    elif not is_fence(name):
+        return
+    if kind == "put" and run is not None:
+        book.events.append(("committed" if name == MANIFEST_FILE else "claimed", run))

@@ -1,0 +1,119 @@
+"""Errors of stores: that nothing of who caught one stays in memory until a garbage collection."""
+
+import errno
+import gc
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from tests.servers import s3_servers
+from torchrec_cnr.errors import CNRError
+from torchrec_cnr.lineage.checkpoint import committed
+from torchrec_cnr.storage import retries
+from torchrec_cnr.storage.store import Store
+
+numbers = count()
+
+
+class Rows:
+    """What a caller holds."""
+
+
+def missing_file(store: Store) -> None:
+    """Read it."""
+    store.read("missing")
+
+
+def missing_range(store: Store) -> None:
+    """Read a part of it into an array."""
+    store.read_array("missing", 0, 5)
+
+
+def missing_stream(store: Store) -> None:
+    """Read it piece by piece."""
+    with store.open_file("missing") as file:
+        file.read()
+
+
+def missing_time(store: Store) -> None:
+    """Ask when it was written."""
+    store.modified_ns("missing")
+
+
+def taken_name(store: Store) -> None:
+    """Write what is there already."""
+    store.put("file", [b"one"])
+    store.put_new("file", b"two", "id")
+
+
+def missing_manifest(store: Store) -> None:
+    """Ask what became of a save that committed nothing."""
+    assert committed(store, "id") is None
+
+
+def failed_stream(store: Store) -> None:
+    """Write a file that cannot be written."""
+    with store.create("file") as stream:
+        stream.write("text")  # type: ignore[arg-type]
+
+
+ACTIONS = [missing_file, missing_range, missing_stream, missing_time, taken_name, missing_manifest, failed_stream]
+
+
+def outlives(act: Callable[[], object]) -> bool:
+    """Whether what a caller holds stays when the caller is gone, who has caught an error."""
+    gc.collect()
+    gc.disable()
+    try:
+        held = _act(act)
+        return held() is not None
+    finally:
+        gc.enable()
+
+
+def _act(act: Callable[[], object]) -> "weakref.ref[Rows]":
+    rows = Rows()
+    with suppress(CNRError, OSError, TypeError):
+        act()
+    return weakref.ref(rows)
+
+
+@pytest.mark.parametrize("act", ACTIONS)
+def test_errors_keep_nothing_of_their_callers(store: Store, act: Callable[[Store], None]) -> None:
+    """Neither rows nor file descriptors: a lineage is read up to a file that is not there, at each save."""
+    num_files = len(os.listdir("/proc/self/fd"))
+    assert not outlives(lambda: act(store))
+    assert len(os.listdir("/proc/self/fd")) == num_files
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """An S3 server, of which the clients of this process know."""
+    folder: Path = tmp_path_factory.mktemp("server")
+    with s3_servers.running(s3_servers.Moto(folder)) as found, s3_servers.configured(found.variables()):
+        yield
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("protocol", s3_servers.PROTOCOLS)
+@pytest.mark.parametrize("act", ACTIONS)
+def test_errors_of_s3_keep_nothing(server: None, protocol: str, act: Callable[[Store], None]) -> None:
+    """Clients keep their errors in variables, and raise them from there."""
+    store = Store.open(f"{protocol}://{s3_servers.BUCKET}/{next(numbers)}/job")
+    assert not outlives(lambda: act(store))
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EBUSY])
+def test_attempts_keep_nothing(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Whether it is the first one that fails for good, or the last of several."""
+    monkeypatch.setattr(retries, "RETRY_SECS", 0.3)
+
+    def fail() -> None:
+        raise OSError(number, os.strerror(number))
+
+    assert not outlives(lambda: retries.tried_again(fail, "do it"))

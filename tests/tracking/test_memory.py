@@ -1,0 +1,176 @@
+"""Tables whose memory changes hands: other memory in a parameter, two parameters over one, copies, other processes."""
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.optim import SGD
+
+import torchrec_cnr as cnr
+from torchrec_cnr.tracking.tracked_tables import trackers
+
+ROWS, TRAINED = 12, (1, 2)
+
+
+class _Tied(nn.Module):
+    """A table whose memory two other parameters share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(ROWS, 4)
+        self.bag = nn.EmbeddingBag(ROWS, 4, mode="sum")
+        self.bag.weight = nn.Parameter(self.table.weight.data)
+        self.over = nn.Linear(4, ROWS, bias=False)
+        self.over.weight = nn.Parameter(self.table.weight.data)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[batch, 4]."""
+        return torch.as_tensor(self.table(ids) + self.bag(ids.view(-1, 1)))
+
+
+@pytest.fixture
+def model() -> nn.Embedding:
+    return nn.Embedding(ROWS, 4)
+
+
+@pytest.fixture
+def tracker(model: nn.Module) -> Iterator[cnr.RowTracker]:
+    tracker = cnr.RowTracker(model)
+    tracker.freeze()
+    yield tracker
+    tracker.close()
+
+
+def _train(model: nn.Module) -> None:
+    model(torch.tensor(TRAINED)).sum().backward()
+    SGD(model.parameters(), lr=0.5).step()
+
+
+def _swap(model: nn.Embedding) -> None:
+    model.weight.data = torch.rand(ROWS, 4)
+
+
+def _round(model: nn.Embedding) -> None:
+    model.half().float()
+
+
+def _put_vector(model: nn.Embedding) -> None:
+    vector_to_parameters(2 * parameters_to_vector(model.parameters()), model.parameters())
+
+
+@pytest.mark.parametrize("put", [_swap, _round, _put_vector])
+def test_other_memory_in_a_parameter_is_a_write(
+    model: nn.Embedding, tracker: cnr.RowTracker, put: Callable[[nn.Module], None]
+) -> None:
+    """It moves no version counter. Training afterwards marks its rows, as ever."""
+    put(model)
+    _train(model)
+    tracker.freeze()
+    (shard,) = tracker.shards
+    assert shard.rows.frozen is not None
+    assert bool(shard.rows.frozen.all())
+    _train(model)
+    assert tracker.num_modified == len(TRAINED)
+
+
+@pytest.mark.parametrize("name", ["table", "bag", "over"])
+def test_parameters_over_one_memory_are_one_table(name: str) -> None:
+    """A write by any of them is seen, and a step by all of them marks the rows of either gradient."""
+    model = _Tied()
+    tracker = cnr.RowTracker(model)
+    (shard,) = tracker.shards
+    tracker.freeze()
+    _train(model)
+    tracker.check_writes()
+    assert shard.rows.marked.nonzero().squeeze(1).tolist() == list(TRAINED)
+    with torch.no_grad():
+        model.get_parameter(f"{name}.weight")[5] = 7.0
+    tracker.check_writes()
+    assert bool(shard.rows.marked.all())
+    tracker.close()
+
+
+def test_a_load_onto_itself_of_parameters_over_one_memory_writes_nothing() -> None:
+    """As DCP has modules do after a load."""
+    model = nn.ModuleDict({"a": nn.Embedding(ROWS, 4), "b": nn.Embedding(ROWS, 4)})
+    model["b"].weight = nn.Parameter(model["a"].weight.data)
+    tracker = cnr.RowTracker(model)
+    tracker.freeze()
+    model.load_state_dict(model.state_dict())
+    tracker.check_writes()
+    assert tracker.num_modified == 0
+    tracker.close()
+
+
+def _saved(model: nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize("copied", [_saved, copy.deepcopy])
+def test_a_copy_of_the_model_is_not_tracked(max_norm: float | None, copied: Callable[[nn.Module], Any]) -> None:
+    """Nor does a model that an optimizer has stepped hinder torch.save."""
+    model = nn.Embedding(ROWS, 4, max_norm=max_norm)
+    tracker = cnr.RowTracker(model)
+    _train(model)
+    tracker.freeze()
+    other = copied(model)
+    _train(other)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other.weight, model.weight)
+    assert tracker.num_modified == 0
+    _train(model)
+    assert tracker.num_modified == len(TRAINED)
+    tracker.close()
+
+
+def test_functional_gradients_pass(model: nn.Embedding, tracker: cnr.RowTracker) -> None:
+    """torch.func.grad looks rows up without training them."""
+
+    def loss(weights: dict[str, Tensor], ids: Tensor) -> Tensor:
+        return torch.as_tensor(torch.func.functional_call(model, weights, (ids,)).sum())
+
+    weights = dict(model.named_parameters())
+    gradients = torch.func.grad(loss)(weights, torch.tensor(TRAINED))
+    assert (gradients["weight"] != 0).any(dim=1).nonzero().squeeze(1).tolist() == list(TRAINED)
+    of_each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, torch.tensor(TRAINED))
+    assert of_each["weight"].shape == (2, ROWS, 4)
+    assert tracker.num_modified == 0
+
+
+class _Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        """[rows, 4]."""
+        return 2 * weight
+
+
+def test_tables_that_are_computed_are_refused(model: nn.Embedding) -> None:
+    """A parametrized weight is a new tensor at every lookup, and no state dict holds it."""
+    nn.utils.parametrize.register_parametrization(model, "weight", _Doubled())
+    with pytest.raises(cnr.ConfigurationError, match="its weight is a Tensor, not a parameter with memory of its own"):
+        cnr.RowTracker(nn.ModuleDict({"table": model}))
+
+
+def test_loads_of_sparse_tensors_overwrite_no_table(tracker: cnr.RowTracker) -> None:
+    """They have no storage to look for."""
+    sparse = torch.eye(3).to_sparse()
+    (shard,) = tracker.shards
+    assert trackers.tracking([sparse]) == []
+    assert trackers.tracking([sparse, shard.weight]) == [tracker]
+
+
+def test_tables_in_shared_memory_are_refused(model: nn.Embedding, tracker: cnr.RowTracker) -> None:
+    """Other processes train them, as in Hogwild, and mark rows in memory of their own."""
+    model.share_memory()
+    with pytest.raises(cnr.ConfigurationError, match=r"'' is in shared memory.*: train it in one process"):
+        tracker.freeze()
+    with pytest.raises(cnr.ConfigurationError, match="is in shared memory"):
+        cnr.RowTracker(nn.ModuleDict({"table": model}))

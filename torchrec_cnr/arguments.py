@@ -1,0 +1,41 @@
+"""Checks of arguments: what cannot work is refused at once, by the name of the argument."""
+
+import math
+from collections.abc import Sequence
+from numbers import Integral, Real
+
+from torchrec_cnr.errors import ConfigurationError
+
+
+def check_count(name: str, value: object, least: int = 0, most: int | None = None) -> None:
+    """Raise a ConfigurationError for what is no whole number within bounds."""
+    is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+    if not (is_whole and least <= int(value) and (most is None or int(value) <= most)):  # type: ignore[call-overload]
+        bounds = f"at least {least}" if most is None else f"a whole number from {least} to {most}"
+        raise ConfigurationError(f"{name!r} must be {bounds} (got {value!r})")
+
+
+def check_positive(name: str, value: object) -> None:
+    """Raise a ConfigurationError for what is no number above 0."""
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not (is_number and 0 < float(value) < math.inf):  # type: ignore[arg-type]
+        raise ConfigurationError(f"{name!r} must be a number more than 0 (got {value!r})")
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raise a ConfigurationError for what is none of some names."""
+    if value not in choices:
+        raise ConfigurationError(f"{name!r} must be one of {', '.join(map(repr, choices))} (got {value!r})")
+
+
+def check_type(name: str, value: object, kind: type | tuple[type, ...], expected: str) -> None:
+    """Raise a ConfigurationError for what is of another type than the one that ``expected`` describes."""
+    if not isinstance(value, kind):
+        got = f"{type(value).__name__} {str(value)[:40]!r}"
+        raise ConfigurationError(f"{name!r} must be {expected} (got {got})")
+
+
+def check_callable(name: str, value: object) -> None:
+    """Raise a ConfigurationError for what cannot be called and is not None."""
+    if value is not None and not callable(value):
+        raise ConfigurationError(f"{name!r} must be a function, or None (got {value!r})")

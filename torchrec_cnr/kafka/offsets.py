@@ -1,0 +1,51 @@
+"""Where partitions begin and end, as their broker says."""
+
+import time
+
+from confluent_kafka import IsolationLevel, KafkaException, TopicPartition
+from confluent_kafka.admin import AdminClient, OffsetSpec
+
+from torchrec_cnr.kafka.clients import Cluster, logger
+
+_LOOK_SECS = 0.02
+
+
+class Offsets:
+    """The first and last offsets of partitions.
+
+    Args:
+        cluster: Of the topics.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._admin = AdminClient(cluster.settings({}), logger=logger)
+
+    def first(self, topic: str, partition: int) -> int:
+        """Of what is not removed yet.
+
+        Raises:
+            KafkaException: The broker does not answer in time.
+        """
+        return self._offset(TopicPartition(topic, partition), OffsetSpec.earliest(), IsolationLevel.READ_UNCOMMITTED)
+
+    def end(self, topic: str, partition: int, isolation: IsolationLevel) -> int:
+        """Behind the last record; or behind the last before the first transaction that is open.
+
+        Raises:
+            KafkaException: The broker does not answer in time.
+        """
+        return self._offset(TopicPartition(topic, partition), OffsetSpec.latest(), isolation)
+
+    def _offset(self, place: TopicPartition, spec: OffsetSpec, isolation: IsolationLevel) -> int:
+        timeout_secs = self._cluster.timeout_secs
+        deadline = time.monotonic() + timeout_secs
+        while True:
+            futures = self._admin.list_offsets({place: spec}, isolation_level=isolation, request_timeout=timeout_secs)
+            try:
+                return int(self._cluster.result(futures[place]).offset)
+            except KafkaException:  # a broker that has just started does not lead its partitions yet
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(_LOOK_SECS)
+            self._admin = AdminClient(self._cluster.settings({}), logger=logger)  # the old one would not ask again

@@ -1,0 +1,258 @@
+"""The planner's part of one save on one rank: its cut, its plan, and the coordinator's decision."""
+
+import io
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+
+from torchrec_cnr.errors import ConfigurationError, SaveError
+from torchrec_cnr.gc_pause import paused_gc
+from torchrec_cnr.lineage.latest import newest_ns
+from torchrec_cnr.policies import Policy, Since
+from torchrec_cnr.saving.agreement import rank_plans
+from torchrec_cnr.saving.cut import Cut, Cuts, StagedRows, TrackedItem
+from torchrec_cnr.saving.decision import (
+    Decision,
+    RankData,
+    RowTensor,
+    agree,
+    choose_base,
+    policy_of_all,
+    ranks_of_shards,
+    refuse_missing_rows,
+    refuse_unsharded_state,
+    stored_whole,
+)
+from torchrec_cnr.saving.plug_in_messages import (
+    STAGED,
+    CNRStorageMeta,
+    SaveMetadata,
+    ShardData,
+    StagedSave,
+    StagedTensor,
+)
+from torchrec_cnr.saving.sinks import FILES, Captured, RowDestination
+from torchrec_cnr.saving.staged_values import StagedCodes
+from torchrec_cnr.sharding import ShardKey, is_replicated, shard_key
+from torchrec_cnr.tracking.modified_rows import SelectedRows
+from torchrec_cnr.tracking.tracked_tables import Pending
+
+_Rows = tuple[tuple[SelectedRows, ...] | None, Captured | None]  # those to store, None for all, and what was captured
+_SINCES = (Since.HEAD, Since.BASELINE)
+
+
+@dataclass(frozen=True, eq=False)
+class PlannerOptions:
+    """What a planner was made with.
+
+    Attributes:
+        policy: Decides what each delta holds.
+        cuts: Of its tracker's tables; None without a tracker, and in another process than the tracker's.
+        tracker_id: Tells whose tables its saves are of; 0 without a tracker.
+    """
+
+    policy: Policy
+    cuts: Cuts | None
+    tracker_id: int
+
+    @property
+    def is_tracked(self) -> bool:
+        """Whether there is a tracker."""
+        return self.tracker_id != 0
+
+
+class PlannedSave(DefaultSavePlanner):
+    """One save.
+
+    Args:
+        options: Of the planner.
+        meta: From the writer; None with another than ours.
+        state_dict: What is saved; or what was staged of it.
+        is_coordinator: Whether this rank decides.
+
+    Raises:
+        ConfigurationError: The writer is another than ours, or what is saved is not what the tracker knows.
+        SaveError: The save before does not end.
+        StoreError: The store does not answer.
+        Exception: What staging has failed with.
+    """
+
+    def __init__(
+        self, options: PlannerOptions, meta: CNRStorageMeta | None, state_dict: dict[str, Any], is_coordinator: bool
+    ) -> None:
+        super().__init__()
+        self._options = options
+        self._meta = meta
+        self._selected: dict[int, _Rows] = {}
+        self._decision: Decision | None = None
+        staged = state_dict.get(STAGED)
+        self.set_up_planner({key: value for key, value in state_dict.items() if key != STAGED}, meta, is_coordinator)
+        self.cut = self._cut_of(staged if isinstance(staged, StagedSave) else None)
+
+    @property
+    def _destination(self) -> RowDestination:
+        return self._meta.destination if self._meta is not None else FILES
+
+    def _cut_of(self, staged: StagedSave | None) -> Cut:
+        options, meta = self._options, self._meta
+        untracked = Cut(options.policy, None, 0, {}, Pending())
+        if staged is not None:
+            if meta is not None:
+                meta.writing.take(staged)
+            if staged.failure is not None:
+                raise staged.failure
+        if meta is None:
+            if options.is_tracked:
+                raise ConfigurationError(
+                    "CNRSavePlanner(tracker) saves only some rows: pass a CNRStorageWriter as storage_writer"
+                )
+            return untracked
+        running = meta.writing.begin()
+        self._destination.refuse_policy(options.policy)
+        if staged is not None and staged.cut is not None:
+            if staged.tracker_id != options.tracker_id or staged.cut.policy != options.policy:
+                raise ConfigurationError(
+                    "what was staged is not for this planner: pass dcp.async_save the one that was made last with the "
+                    "tracker of these tables"
+                )
+            return staged.cut
+        if options.cuts is None:
+            return untracked
+        timeout_secs = meta.writing.timeout_secs
+        return options.cuts.cut(self.state_dict, running, options.policy, self._destination, timeout_secs)
+
+    def create_local_plan(self) -> SavePlan:
+        """DCP's own plan of full boxes, and this rank's head."""
+        plan = super().create_local_plan()
+        items = self.cut.items
+        data = RankData(
+            is_tracked=self._options.is_tracked,
+            policy=repr(self._options.policy),
+            head=self.cut.head.ref if self.cut.head else None,
+            staged=self.cut.staged,
+            tensors={
+                item.fqn: RowTensor(item.dtype, item.is_table, item.table if item.is_row_wise else None)
+                for item in items.values()
+            },
+            whole=frozenset(key for key, item in items.items() if item.rows is None),
+            replaced={
+                since: frozenset(key for key, item in items.items() if since in item.replaced_since)
+                for since in _SINCES
+            },
+            partial=frozenset(key for key, item in items.items() if item.is_partial),
+            marks={
+                (key, since): digest
+                for key, item in items.items()
+                if self._is_replicated(key[0])
+                for since, digest in item.digests().items()
+            },
+            of_own_rows=frozenset(
+                key
+                for key, item in items.items()
+                if self._is_replicated(item.fqn) and not self._is_replicated(item.table)
+            ),
+        )
+        return replace(plan, storage_data=data)
+
+    def _is_replicated(self, fqn: str) -> bool:
+        value = self.state_dict[fqn]
+        is_one_of_many = value.is_replicated if isinstance(value, StagedTensor) else is_replicated(value)
+        return dist.is_initialized() and dist.get_world_size() > 1 and is_one_of_many
+
+    def _after_ns(self) -> int:
+        """What the commit must be later than, by whatever clock, for the checkpoint to be the newest of its root."""
+        if self.cut.head is not None:
+            return self.cut.head.created_ns
+        return newest_ns(self._meta.store.at("..")) if self._meta is not None and self._options.is_tracked else 0
+
+    @paused_gc()
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Decide for all ranks."""
+        data = self._data_of(all_plans)
+        ranks_of = ranks_of_shards(all_plans)
+        refuse_unsharded_state(ranks_of, data)
+        plans, metadata = super().create_global_plan(all_plans)
+        head, meta, destination = self.cut.head, self._meta, self._destination
+        store, head_ref = meta.store if meta is not None else None, head.ref if head is not None else None
+        decision = Decision(
+            save_id=str(meta.save_id) if meta else "",
+            since=Since.EVER,
+            policy=type(self._options.policy).__name__,
+            after_ns=self._after_ns(),
+            num_restores=self.cut.num_restores,
+            head=head_ref,
+            loadable_besides=destination.loadable_besides(store, head_ref) if store is not None else None,
+        )
+        policy = policy_of_all(self._options.policy, data)
+        base = choose_base(policy, head, [rank.head for rank in data], store)
+        if base is not None:
+            tensors = {fqn: tensor for rank in data for fqn, tensor in rank.tensors.items()}
+            new = stored_whole(tensors, metadata, base.parent.manifest)
+            whole = frozenset(key for key in ranks_of if key[0] in new).union(
+                *(rank.whole for rank in data), *(rank.replaced[base.since] for rank in data)
+            )
+            # Only one of the ranks that hold one and the same shard stores it: the modified rows must be the same.
+            whole |= {
+                key
+                for key, ranks in ranks_of.items()
+                for since in {base.since, *destination.compared}
+                if not agree(key, since, [data[r] for r in ranks])
+            }
+            decision = replace(decision, since=base.since, parent=base.parent.ref, history=base.history, whole=whole)
+        refuse_missing_rows(decision, ranks_of, data)
+        metadata = SaveMetadata(metadata.state_dict_metadata, planner_data=metadata.planner_data, decision=decision)
+        return [replace(plan, planner_data=decision) for plan in plans], metadata
+
+    def _data_of(self, plans: list[SavePlan]) -> list[RankData]:
+        """What the ranks tell; all of them have such a planner if this one has."""
+        carried: list[Any] = [plan.storage_data for plan in plans]
+        if self._meta is not None:
+            carried = [plan.data for plan in rank_plans(plans)]
+        return carried
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Take the coordinator's decision."""
+        self._decision = new_plan.planner_data
+        if self._decision is not None and self._meta is not None:
+            self.cut.pending.announce(self._meta.store.url, self._decision.save_id)
+        return super().finish_plan(new_plan)
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO | ShardData:  # type: ignore[override]
+        """The data of one item; tracked shards come with the rows to store of them."""
+        key = shard_key(write_item)
+        item = self.cut.items.get(key)
+        if item is None:
+            value = self.state_dict[key[0]]
+            if isinstance(value, StagedTensor):
+                return value.tensor(key[1])
+            data: Tensor | io.BytesIO = super().resolve_data(write_item)
+            return data
+        if self._decision is None:
+            raise SaveError("data was asked for before the plan was finished")
+        rows, captured = self._rows_of(item, key, self._decision)
+        return ShardData(
+            values=item.values if isinstance(item.values, Tensor) else item.values.tensor(),
+            rows=rows,
+            is_table=item.is_table,
+            table=item.table if item.is_row_wise else None,
+            table_box=item.table_box if item.is_row_wise else None,
+            num_restores=self._decision.num_restores,
+            group=item.group,
+            codes=item.values if isinstance(item.values, StagedCodes) else None,
+            captured=captured,
+        )
+
+    def _rows_of(self, item: TrackedItem, key: ShardKey, decision: Decision) -> _Rows:
+        if decision.since is Since.EVER or key in decision.whole or item.rows is None:
+            return None, None
+        if isinstance(item.rows, StagedRows):
+            return item.rows.parts, item.rows.captured
+        if item.group not in self._selected:
+            parts = item.rows.select_parts(decision.since, self.cut.is_by_heat(decision.since))
+            self._selected[item.group] = parts, self.cut.captured(item, item.rows)
+        return self._selected[item.group]

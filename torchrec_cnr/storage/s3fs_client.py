@@ -1,0 +1,36 @@
+"""S3 by s3fs, which asks a server once: what URLs that begin with ``s3://`` are opened by.
+
+A store asks again itself, until a time that it has set; the loops of s3fs and of botocore beneath would multiply that
+time. Only a file that is written piece by piece cannot be begun anew: for each piece of that, botocore asks again.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from s3fs import S3FileSystem
+
+_ONE_ATTEMPT = {"mode": "standard", "total_max_attempts": 1}
+_SOME_ATTEMPTS = {"mode": "standard", "total_max_attempts": 4}  # of 15 seconds, if nobody answers
+
+
+class S3(S3FileSystem):  # type: ignore[misc] # fsspec has no types
+    """s3fs; retries that are set in fsspec's own configuration stay."""
+
+    retries = 1
+    attempts: Mapping[str, Any] = _ONE_ATTEMPT
+
+    def __init__(self, *arguments: Any, config_kwargs: Mapping[str, Any] | None = None, **options: Any) -> None:
+        super().__init__(*arguments, config_kwargs={"retries": self.attempts, **(config_kwargs or {})}, **options)
+
+    def _open(self, path: str, mode: str = "rb", *arguments: Any, **options: Any) -> Any:
+        if mode != "wb":
+            return super()._open(path, mode, *arguments, **options)
+        patient = _PatientS3(*self.storage_args, **self.storage_options, skip_instance_cache=True)
+        return patient._open(path, mode, *arguments, **options)
+
+
+class _PatientS3(S3):
+    attempts = _SOME_ATTEMPTS
+
+    def _open(self, *arguments: Any, **options: Any) -> Any:
+        return super(S3, self)._open(*arguments, **options)
