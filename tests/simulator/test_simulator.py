@@ -37,6 +37,6 @@ def test_new_schedules_hold_for_an_hour() -> None:
 @pytest.mark.long
 def test_a_schedule_is_replayed_exactly() -> None:
     """Two processes print the same trace."""
-    first, second = (simulate("--family", "saves", "--seed", "7", "--full") for _ in range(2))
+    first, second = (simulate("--family", "saves", "--seed", "9", "--full") for _ in range(2))
     assert len(first.stdout.splitlines()) > 50
     assert first.stdout == second.stdout
