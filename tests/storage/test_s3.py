@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -413,9 +414,9 @@ def test_a_bucket_that_is_not_there_is_no_empty_one(server: S3Server, protocol: 
     for look in (cnr.latest, cnr.read_checkpoint, lambda path: Store.open(path).exists("file")):
         with pytest.raises(StoreError, match="'no-such-bucket' is no bucket; make it"):
             look(root)
-    manager = cnr.CheckpointManager(root, cnr.RowTracker(models.plain_job(0).model))
-    with pytest.raises((StoreError, CheckpointException), match="'no-such-bucket' is no bucket; make it"):
-        manager.restore({})
+    with closing(cnr.CheckpointManager(root, cnr.RowTracker(models.plain_job(0).model))) as manager:
+        with pytest.raises((StoreError, CheckpointException), match="'no-such-bucket' is no bucket; make it"):
+            manager.restore({})
     assert cnr.latest(f"{protocol}://{BUCKET}/{next(numbers)}/nothing") is None
 
 
