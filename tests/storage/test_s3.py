@@ -414,9 +414,10 @@ def test_a_bucket_that_is_not_there_is_no_empty_one(server: S3Server, protocol: 
     for look in (cnr.latest, cnr.read_checkpoint, lambda path: Store.open(path).exists("file")):
         with pytest.raises(StoreError, match="'no-such-bucket' is no bucket; make it"):
             look(root)
-    with closing(cnr.CheckpointManager(root, cnr.RowTracker(models.plain_job(0).model))) as manager:
-        with pytest.raises((StoreError, CheckpointException), match="'no-such-bucket' is no bucket; make it"):
-            manager.restore({})
+    manager = cnr.CheckpointManager(root, cnr.RowTracker(models.plain_job(0).model))
+    no_bucket = pytest.raises((StoreError, CheckpointException), match="'no-such-bucket' is no bucket; make it")
+    with closing(manager), no_bucket:
+        manager.restore({})
     assert cnr.latest(f"{protocol}://{BUCKET}/{next(numbers)}/nothing") is None
 
 
