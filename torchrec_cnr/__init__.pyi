@@ -32,6 +32,7 @@ from .maintenance.pruning.plan import PrunePlan, plan_prune
 from .maintenance.pruning.retention import Best, Keep
 from .maintenance.tags_and_metrics import tag, untag, write_metrics
 from .maintenance.verification.verify import VerifyReport, verify
+from .manager.background import Background
 from .manager.manager import CheckpointManager
 from .manager.reader_state import ReaderState
 from .manager.restore import restore_newest
@@ -63,6 +64,7 @@ __all__ = [
     "AdaptiveAsymmetric",
     "Applied",
     "Asymmetric",
+    "Background",
     "Best",
     "ByErrorBudget",
     "ByExpectedRestores",

@@ -12,7 +12,7 @@ from tests.support.models import plain_job, state, train
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 MANAGER: list[dict[str, Any]] = [
-    {"when_busy": "drop"},
+    {"background": "skip"},
     {"policy": "full"},
     {"policy": cnr.Compacted},
     {"keep": 3},
@@ -25,8 +25,6 @@ MANAGER: list[dict[str, Any]] = [
     {"thread_count": "2"},
     {"timeout_secs": "1800"},
     {"timeout_secs": -1.0},
-    {"cpu_share": "1"},
-    {"staging_bytes": "8"},
     {"quantization": 4},
     {"quantization": cnr.AdaptiveAsymmetric},
     {"row_log": "localhost:9092"},
@@ -44,6 +42,17 @@ def test_a_manager_names_the_argument(tmp_path: Path, options: dict[str, Any]) -
         cnr.CheckpointManager(tmp_path / "run", tracker, **options)
     assert threading.active_count() == threads
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"when_busy": "drop"}, {"cpu_share": "1"}, {"cpu_share": 0}, {"staging_bytes": "8"}, {"compacts": "no"}],
+    ids=str,
+)
+def test_settings_of_the_background_name_the_argument(options: dict[str, Any]) -> None:
+    """Before a manager is made with them."""
+    with pytest.raises(cnr.ConfigurationError, match=f"'{next(iter(options))}' must be"):
+        cnr.Background(**options)
 
 
 def test_a_model_where_a_tracker_belongs(tmp_path: Path) -> None:

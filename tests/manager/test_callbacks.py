@@ -65,7 +65,9 @@ def test_a_foreign_error_does_not_end_upkeep(
 
     monkeypatch.setattr(Upkeep, "run_for", failing_once)
     upkeep = Upkeep(str(tmp_path), cnr.Keep(last=1), compacts=False)
-    manager = cnr.CheckpointManager(tmp_path, cnr.RowTracker(job.model), policy=cnr.Full(), compacts=False)
+    manager = cnr.CheckpointManager(
+        tmp_path, cnr.RowTracker(job.model), policy=cnr.Full(), background=cnr.Background(compacts=False)
+    )
     _saved_steps(manager, job, 2)
     manager.close()
     upkeep.after(str(tmp_path / "step-1"))
@@ -130,7 +132,9 @@ def test_what_a_prune_leaves_for_somebody_at_work_is_no_warning(
 ) -> None:
     """It comes with its reason; a store that refuses is a warning."""
     job = plain_job(1)
-    manager = cnr.CheckpointManager(tmp_path, cnr.RowTracker(job.model), policy=cnr.Full(), compacts=False)
+    manager = cnr.CheckpointManager(
+        tmp_path, cnr.RowTracker(job.model), policy=cnr.Full(), background=cnr.Background(compacts=False)
+    )
     _saved_steps(manager, job, 2)
     manager.close()
     upkeep = Upkeep(str(tmp_path), cnr.Keep(last=1), compacts=False)
@@ -149,7 +153,9 @@ def test_what_a_prune_leaves_for_somebody_at_work_is_no_warning(
 def test_upkeep_passes_over_what_its_own_prune_has_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A newer checkpoint may be committed while an older one waits to be compacted."""
     job = plain_job(1)
-    manager = cnr.CheckpointManager(tmp_path, cnr.RowTracker(job.model), policy=cnr.Full(), compacts=False)
+    manager = cnr.CheckpointManager(
+        tmp_path, cnr.RowTracker(job.model), policy=cnr.Full(), background=cnr.Background(compacts=False)
+    )
     _saved_steps(manager, job, 2)
     manager.close()
     older = cnr.read_checkpoint(tmp_path / "step-1")

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 def _manager(root: Path, **options: Any) -> tuple[Job, cnr.CheckpointManager]:
     job = plain_job(1)
-    options = {"compacts": False, "policy": cnr.Consecutive(), **options}
+    options = {"background": cnr.Background(compacts=False), "policy": cnr.Consecutive(), **options}
     return job, cnr.CheckpointManager(root, cnr.RowTracker(job.model), **options)
 
 

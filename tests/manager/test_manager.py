@@ -332,7 +332,7 @@ def test_what_was_passed_over_is_compacted_later(tmp_path: Path) -> None:
     """When checkpoints come faster than they can be compacted: all that are kept are soon quick to restore from."""
     job = plain_job(1)
     tracker = cnr.RowTracker(job.model)
-    manager = cnr.CheckpointManager(tmp_path, tracker, keep=cnr.Keep(last=3), compacts=False)
+    manager = cnr.CheckpointManager(tmp_path, tracker, keep=cnr.Keep(last=3), background=cnr.Background(compacts=False))
     for number in range(1, 8):
         train(job, number)
         manager.save(number, state(job))

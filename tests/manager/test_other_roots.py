@@ -40,7 +40,7 @@ def test_a_manager_begins_a_root_with_a_baseline(tmp_path: Path) -> None:
     tracker = cnr.RowTracker(job.model)
     train(job, 1)
     _save(job, tmp_path / "run" / "step-1", cnr.CNRSavePlanner(tracker))
-    manager = cnr.CheckpointManager(tmp_path / "months", tracker, compacts=False)
+    manager = cnr.CheckpointManager(tmp_path / "months", tracker, background=cnr.Background(compacts=False))
     kinds = []
     for number in (2, 3):
         train(job, number)
@@ -60,7 +60,7 @@ def test_an_asynchronous_first_save_is_a_baseline_too(tmp_path: Path) -> None:
     tracker = cnr.RowTracker(job.model)
     train(job, 1)
     _save(job, tmp_path / "run" / "step-1", cnr.CNRSavePlanner(tracker))
-    manager = cnr.CheckpointManager(tmp_path / "months", tracker, compacts=False)
+    manager = cnr.CheckpointManager(tmp_path / "months", tracker, background=cnr.Background(compacts=False))
     train(job, 2)
     manager.async_save(2, state(job))
     saved = manager.wait()

@@ -30,7 +30,9 @@ class _Job:
         self._fences, self._patch = fences.JobFences(), patch
         patch.setattr(manager, "open_roots", OpenRoots())
         self.job = plain_job(1)
-        self.manager = cnr.CheckpointManager(root, cnr.RowTracker(self.job.model), compacts=False)
+        self.manager = cnr.CheckpointManager(
+            root, cnr.RowTracker(self.job.model), background=cnr.Background(compacts=False)
+        )
 
     def restore(self) -> int | None:
         self._patch.setattr(fences, "_job", self._fences)
@@ -91,7 +93,7 @@ def test_a_fresh_job_is_the_newest_of_a_root_with_a_checkpoint_from_the_future(
 ) -> None:
     """A clock that was ahead must not hide all that comes after it; the age of such a checkpoint is told."""
     job, now_ns = plain_job(1), time.time_ns
-    ahead = cnr.CheckpointManager(tmp_path, cnr.RowTracker(job.model), compacts=False)
+    ahead = cnr.CheckpointManager(tmp_path, cnr.RowTracker(job.model), background=cnr.Background(compacts=False))
     with monkeypatch.context() as patch:
         patch.setattr(commit.time, "time_ns", lambda: now_ns() + 5 * 3600 * 10**9)
         ahead.save(7, state(job))
@@ -99,7 +101,7 @@ def test_a_fresh_job_is_the_newest_of_a_root_with_a_checkpoint_from_the_future(
     assert re.search(r"in \d+ (h|min)", cnr_text("ls", tmp_path))
     assert "by a clock that is ahead" in cnr_text("inspect", tmp_path)
     other = plain_job(2)
-    fresh = cnr.CheckpointManager(tmp_path, cnr.RowTracker(other.model), compacts=False)
+    fresh = cnr.CheckpointManager(tmp_path, cnr.RowTracker(other.model), background=cnr.Background(compacts=False))
     fresh.save(1, state(other))
     fresh.close()
     assert cnr.latest(tmp_path) == str(tmp_path / "step-1")

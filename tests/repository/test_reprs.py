@@ -26,6 +26,7 @@ ERRORS = {name for name in CLASSES if issubclass(getattr(cnr, name), Exception)}
 VALUES: Mapping[str, Any] = {
     "AdaptiveAsymmetric": cnr.AdaptiveAsymmetric(4, cnr.GreedySearch()),
     "Asymmetric": cnr.Asymmetric(8),
+    "Background": cnr.Background(cpu_share=0.5),
     "ByErrorBudget": cnr.ByErrorBudget(3),
     "ByExpectedRestores": cnr.ByExpectedRestores(3),
     "Best": cnr.Best("loss", largest=False),

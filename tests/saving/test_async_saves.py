@@ -109,7 +109,9 @@ def _save_while_busy(rank: int, root: str, when_busy: Any) -> tuple[list[int | N
     job = torchrec_job(1)
     tracker = cnr.RowTracker(job.model)
     saved: list[cnr.Saved] = []
-    manager = cnr.CheckpointManager(root, tracker, policy=cnr.Consecutive(), when_busy=when_busy, on_saved=saved.append)
+    manager = cnr.CheckpointManager(
+        root, tracker, policy=cnr.Consecutive(), background=cnr.Background(when_busy=when_busy), on_saved=saved.append
+    )
     train(job, 1)
     manager.save(1, lambda: state(job))
     held, writer = threading.Event(), manager._writer

@@ -12,19 +12,20 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from torchrec_cnr.arguments import check_callable, check_choice, check_count, check_positive, check_type
+from torchrec_cnr.arguments import check_callable, check_count, check_positive, check_type
 from torchrec_cnr.errors import CheckpointExistsError, CNRError, ConfigurationError, FencedError, SaveError, StoreError
 from torchrec_cnr.human_text import url_text
 from torchrec_cnr.lineage.checkpoint import read_checkpoint
 from torchrec_cnr.loading.fitting import LoadReport
 from torchrec_cnr.maintenance.background_upkeep import Upkeep
 from torchrec_cnr.maintenance.pruning.retention import Keep, check_keep
+from torchrec_cnr.manager.background import Background, check_background
 from torchrec_cnr.manager.callbacks import Callbacks
 from torchrec_cnr.manager.open_roots import open_roots
 from torchrec_cnr.manager.ranks import RunRanks
@@ -35,7 +36,6 @@ from torchrec_cnr.progress import Saved, SavePhases
 from torchrec_cnr.quantization import Quantization
 from torchrec_cnr.saving.planner import CNRSavePlanner
 from torchrec_cnr.saving.plug_in_messages import CommittedSize, SaveMetadata
-from torchrec_cnr.saving.staging import STAGING_BYTES
 from torchrec_cnr.saving.writer import CNRStorageWriter, destination_of
 from torchrec_cnr.storage.fences import claim
 from torchrec_cnr.storage.row_log import RowLog, check_row_log
@@ -44,7 +44,6 @@ from torchrec_cnr.tracking.tracked_tables import TrackedRows, check_tracker
 
 logger = logging.getLogger(__name__)
 
-WhenBusy = Literal["wait", "skip", "fail"]
 MAX_STEP = 10**18 - 1  # what a name has room for
 StateSource = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
@@ -64,14 +63,9 @@ class CheckpointManager:
         every_steps: ``save`` saves at every multiple of this number.
         every_secs: ``save`` saves when so much time went by since the last checkpoint. With neither, it always saves.
         keep: What is kept; None keeps everything.
-        compacts: Whether lineages are compacted, in a thread on the coordinator. By default they are if the policy
-            expects it; pass False where ``cnr compact`` does it elsewhere.
         num_retries: How often a save that the file system refused is tried again.
         thread_count: Packs read and written at once.
-        when_busy: What ``async_save`` does while the save before is under way on any rank: "wait" for it, "skip" this
-            one, whose rows the next one takes, or "fail" with a ``SaveError``.
-        cpu_share: Of a core, for saves in the background; see ``CNRStorageWriter``.
-        staging_bytes: How much such a save copies; see ``CNRStorageWriter``.
+        background: What work in the background may take: processor, memory, compaction.
         timeout_secs: How long a rank waits for the others in a save; one that is missing is named then.
         row_log: Where rows of deltas and markers that commit go (``KafkaRows``). By default, both are files.
         on_saved: Called on every rank with each checkpoint that was committed. What a callback raises is logged, and
@@ -90,19 +84,17 @@ class CheckpointManager:
         every_steps: int | None = None,
         every_secs: float | None = None,
         keep: Keep | None = None,
-        compacts: bool | None = None,
         num_retries: int = 2,
         thread_count: int = 2,
-        when_busy: WhenBusy = "wait",
-        cpu_share: float = 1.0,
-        staging_bytes: int = STAGING_BYTES,
+        background: Background | None = None,
         timeout_secs: float = 1800.0,
         row_log: RowLog | None = None,
         on_saved: Callable[[Saved], None] | None = None,
         on_progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
-        _check_arguments(tracker, keep, row_log, num_retries, when_busy, on_saved, on_progress)
+        _check_arguments(tracker, keep, row_log, num_retries, background, on_saved, on_progress)
         check_positive("timeout_secs", timeout_secs)
+        background = background or Background()
         if policy is None:
             policy = Compacted() if row_log is None or row_log.block_bytes is None else OneShot()
         check_policy(policy)
@@ -116,19 +108,19 @@ class CheckpointManager:
             self._root,
             quantization=quantization,
             thread_count=thread_count,
-            staging_bytes=staging_bytes,
-            cpu_share=cpu_share,
+            staging_bytes=background.staging_bytes,
+            cpu_share=background.cpu_share,
             timeout_secs=timeout_secs,
             row_log=row_log,
             progress=partial(self._callbacks.progress, "save"),
         )
-        self._when_busy = when_busy
+        self._when_busy = background.when_busy
         self._keep = keep
         self._thread_count = thread_count
         self._due = Schedule(every_steps, every_secs)
         self._num_retries = num_retries
         self._in_flight: tuple[int, float, float, Future[Any]] | None = None
-        does_compact = isinstance(policy, Compacted) if compacts is None else compacts
+        does_compact = isinstance(policy, Compacted) if background.compacts is None else background.compacts
         max_ratio = policy.max_ratio if isinstance(policy, Compacted) else MAX_RATIO
         self._upkeep: Upkeep | None = None
         open_roots.enter(self._root, self)
@@ -383,7 +375,7 @@ def _check_arguments(
     keep: object,
     row_log: object,
     num_retries: object,
-    when_busy: object,
+    background: object,
     on_saved: object,
     on_progress: object,
 ) -> None:
@@ -392,7 +384,7 @@ def _check_arguments(
     check_keep(keep)
     check_row_log(row_log)
     check_count("num_retries", num_retries)
-    check_choice("when_busy", when_busy, get_args(WhenBusy))
+    check_background(background)
     check_callable("on_saved", on_saved)
     check_callable("on_progress", on_progress)
 
