@@ -1,5 +1,6 @@
 """What all tests share: markers, options, Hypothesis' profile, pools of ranks, and a Kafka broker."""
 
+import faulthandler
 import os
 import signal
 import tempfile
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 import torch
+from _pytest.faulthandler import fault_handler_stderr_fd_key  # a file that capturing does not take
 
 import torchrec_cnr
 from tests.support.ranks import RankPools, disconnect_from_kafka
@@ -46,6 +48,8 @@ LONG_FILES = (
 )  # fmt: skip
 
 
+GRACE_SECS = 30.0  # after its timeout, which Python's signal handler sees, a test is stuck in C++ code
+
 # What takes seconds to start: a test that uses it is marked `long`.
 LONG_FIXTURES = {"kafka", "server", "rank_pool", "browser"}
 
@@ -62,6 +66,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let the watchdog for all tests, which pytest has just started, wait for one that is marked to take longer."""
+    mark = item.get_closest_marker("timeout")
+    if mark is not None and mark.args[0] + GRACE_SECS > float(item.config.getini("faulthandler_timeout")):
+        stderr = item.config.stash[fault_handler_stderr_fd_key]
+        faulthandler.dump_traceback_later(mark.args[0] + GRACE_SECS, file=stderr, exit=True)
 
 
 @pytest.fixture
