@@ -1,8 +1,11 @@
 """Asynchronous saves with the stock ``dcp.async_save``: what training does behind them is in the next checkpoint."""
 
+import os
+import resource
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -248,3 +251,38 @@ def test_a_profile_names_the_phases(tmp_path: Path) -> None:
     names = {event.name for event in profile.events()}
     assert {f"torchrec_cnr.{phase}" for phase in ("stage", "encode", "commit")} <= names
     tracker.close()
+
+
+def _footprint() -> tuple[int, int, float]:
+    """Open files, threads, and MiB of memory of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), pages * resource.getpagesize() / (1 << 20)
+
+
+def _save_many_rows(rank: int, root: str, num_saves: int) -> list[tuple[int, int, float]]:
+    """What this process holds after each of some saves of 400,000 rows."""
+    job = plain_job(1, rows=(400_000, 12), dims=(16, 3))
+    with closing(cnr.RowTracker(job.model)) as tracker:
+        planner = cnr.CNRSavePlanner(tracker, policy=cnr.Consecutive())
+        writer = models.writer(root, quantization=cnr.Asymmetric(4))
+        held = []
+        for number in range(num_saves):
+            train(job, number)
+            tracker.mark("bag", torch.arange(400_000))
+            models.save_behind(state(job), f"{root}/{number}", writer, planner).result(timeout=100)
+            held.append(_footprint())
+        planner.resolve_last_save()
+        assert tracker.head is not None
+        assert tracker.head.ref.path == f"{root}/{num_saves - 1}"
+        writer.close()
+    return held
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_hundred_saves_of_many_rows_keep_nothing(tmp_path: Path, rank_pool: RankPools) -> None:
+    """As many files and threads, and as much memory, as after the tenth: nothing waits for a garbage collection."""
+    (held,) = rank_pool(1).run(_save_many_rows, str(tmp_path), 200, timeout_secs=800.0)
+    files, threads, mib = zip(*held[9:], strict=True)
+    assert (files[-1], threads[-1]) == (files[0], threads[0])
+    assert max(mib[-10:]) < 1.02 * max(mib[:10]) + 8, mib
