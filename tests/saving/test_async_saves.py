@@ -254,7 +254,8 @@ def test_a_profile_names_the_phases(tmp_path: Path) -> None:
 
 
 def _footprint() -> tuple[int, int, float]:
-    """Open files, threads, and MiB of memory of this process."""
+    """Open files, threads, and MiB of memory of this process, whose save's thread may be about to end."""
+    time.sleep(0.02)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return len(os.listdir("/proc/self/fd")), threading.active_count(), pages * resource.getpagesize() / (1 << 20)
 
@@ -284,5 +285,6 @@ def test_two_hundred_saves_of_many_rows_keep_nothing(tmp_path: Path, rank_pool: 
     """As many files and threads, and as much memory, as after the tenth: nothing waits for a garbage collection."""
     (held,) = rank_pool(1).run(_save_many_rows, str(tmp_path), 200, timeout_secs=800.0)
     files, threads, mib = zip(*held[9:], strict=True)
-    assert (files[-1], threads[-1]) == (files[0], threads[0])
+    assert min(files[-10:]) <= min(files[:10])
+    assert min(threads[-10:]) <= min(threads[:10])
     assert max(mib[-10:]) < 1.02 * max(mib[:10]) + 8, mib
