@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +223,67 @@ def _owners(path: str) -> tuple[bytes, bytes, bytes]:
         forked = pipe.read()
     os.wait()
     return own, fences.fence_of(Store.open(path)).owner, forked
+
+
+def _at_once(*calls: Callable[[], object]) -> list[BaseException]:
+    """Call in threads of their own: what they have raised."""
+    raised: list[BaseException] = []
+
+    def call(one: Callable[[], object]) -> None:
+        try:
+            one()
+        except BaseException as error:  # noqa: BLE001 - the test looks at it
+            raised.append(error)
+
+    threads = [threading.Thread(target=call, args=(one,)) for one in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return raised
+
+
+def test_two_threads_do_not_claim_one_fence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each puts one of its own, also if both look before either puts; the process goes on behind the later one."""
+    monkeypatch.setattr(fences, "_job", fences.JobFences())
+    root = Store.open(tmp_path, sync_files=False)
+    both, put_new = threading.Barrier(2), Store.put_new
+
+    def late(*args: Any) -> None:
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.5)
+        put_new(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "put_new", late)
+        assert _at_once(lambda: fences.claim(root), lambda: fences.claim(root)) == []
+    assert fences.highest(root) == 2
+    fences.fence_of(root.at("step-1")).claim()
+
+
+def test_what_a_thread_saw_late_does_not_fence_its_own_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that looked first and goes on last does not bring back what others know better by then."""
+    monkeypatch.setattr(fences, "_job", fences.JobFences())
+    root = Store.open(tmp_path, sync_files=False)
+    looked, go_on, highest = threading.Event(), threading.Event(), fences.highest
+
+    def slow(store: Store) -> int:
+        found = highest(store)
+        if not looked.is_set():
+            looked.set()
+            go_on.wait(1.0)
+        return found
+
+    def others() -> None:
+        looked.wait(10)
+        fences.claim(root)
+        fences.claim(root)
+        go_on.set()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fences, "highest", slow)
+        assert _at_once(lambda: fences.claim(root), others) == []
+    fences.fence_of(root.at("step-1")).claim()
 
 
 def test_savers_without_a_lineage_need_no_fence(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Mapping
@@ -49,16 +50,17 @@ class Fence:
             FencedError: Another job has.
             StoreError: The root cannot be written to, or read.
         """
-        name = _name(self.seen + 1)
-        try:
-            if not self.root.exists(name):
-                self.root.put_new(name, self.owner, uuid.uuid4().hex[:16])
-            is_ours = _read(self.root, self.seen + 1) == self.owner
-        except CheckpointExistsError:
-            is_ours = False
-        if not is_ours:
-            raise self._lost(self.seen + 1)
-        self.check()
+        with _turn(self.root):
+            name = _name(self.seen + 1)
+            try:
+                if not self.root.exists(name):
+                    self.root.put_new(name, self.owner, uuid.uuid4().hex[:16])
+                is_ours = _read(self.root, self.seen + 1) == self.owner
+            except CheckpointExistsError:
+                is_ours = False
+            if not is_ours:
+                raise self._lost(self.seen + 1)
+            self.check()
 
     def check(self) -> None:
         """Whether this job may commit.
@@ -97,13 +99,16 @@ class JobFences(dict[str, Fence]):
     def fence(self, root: Store, is_new: bool = False) -> Fence:
         """That of a root; made anew if so asked."""
         place = without_client(root.url)
-        found = self.get(place)
-        if found is None or is_new:
-            seen = highest(root)
-            if seen and not is_new and _read(root, seen) == self.owner:
-                seen -= 1  # put up by another process that saves for this job
-            found = self[place] = Fence(root, seen, self.owner)
-        return found
+        if not is_new and (known := self.get(place)) is not None:
+            return known
+        with _turn(root):  # else a thread could put what it saw in the place of what another one saw later
+            found = self.get(place)
+            if found is None or is_new:
+                seen = highest(root)
+                if seen and not is_new and _read(root, seen) == self.owner:
+                    seen -= 1  # put up by another process that saves for this job
+                found = self[place] = Fence(root, seen, self.owner)
+            return found
 
     def adopt(self, job: "JobFences") -> None:
         """From now on, this process saves for another one's job."""
@@ -126,7 +131,16 @@ def _received(owner: bytes, fences: Mapping[str, Fence]) -> JobFences:
     return job
 
 
+_turns: dict[str, threading.RLock] = {}  # by root: threads of this process look and put one after the other
+
+
+def _turn(root: Store) -> threading.RLock:
+    """Held from the look at a root's fences until what follows from it is done."""
+    return _turns.setdefault(without_client(root.url), threading.RLock())
+
+
 _job = JobFences()
+os.register_at_fork(after_in_child=_turns.clear)  # a thread that the child does not have may hold one
 os.register_at_fork(after_in_child=_job.forget)
 
 
@@ -156,7 +170,8 @@ def claim(root: Store) -> None:
         StoreError: The root cannot be written to, or read.
     """
     root.make()
-    _job.fence(root, is_new=True).claim()
+    with _turn(root):  # of two threads, the later one puts a fence of its own behind that of the first
+        _job.fence(root, is_new=True).claim()
 
 
 def own_fences() -> JobFences:
