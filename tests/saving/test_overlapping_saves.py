@@ -1,6 +1,7 @@
 """Saves that overlap: with one writer, one planner, one tracker, or several of each. Each that succeeds loads."""
 
 import itertools
+import os
 import subprocess
 import sys
 import threading
@@ -19,10 +20,11 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 import torchrec_cnr as cnr
 from tests.support import faults, models
 from tests.support.jobs import SavingJob
+from tests.support.killing import in_child
 from tests.support.models import plain_job, state, torchrec_job
 from tests.support.ranks import RankPools
 from torchrec_cnr.saving import running_saves
-from torchrec_cnr.saving.cut import PendingSave
+from torchrec_cnr.saving.cut import Cuts, PendingSave
 from torchrec_cnr.storage.leases import Lease
 from torchrec_cnr.storage.store import Store
 
@@ -348,6 +350,39 @@ def test_a_save_that_does_not_end_is_not_waited_for_for_ever(tmp_path: Path, mon
     for name in ("0", "2"):
         job.assert_loads(name)
     job.close()
+
+
+def _settle_in_a_fork(root: str) -> int:
+    """Fork while another thread waits for a save, and settle it in the child: its exit status, 1 if it hangs."""
+    job = SavingJob(root, plain_job)
+    job.train_and_save("0")
+    cuts = Cuts.of(job.tracker, cnr.Full(), job.planner)
+    has_turn, may_end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with cuts._alone(1.0):
+            has_turn.set()
+            may_end.wait(60)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    has_turn.wait()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            cuts.resolve_last_save(5.0)
+        except BaseException:  # noqa: BLE001 - this process must not go on
+            os._exit(1)
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    may_end.set()
+    holder.join()
+    return status
+
+
+def test_a_fork_does_not_wait_for_a_thread_that_it_does_not_have(tmp_path: Path) -> None:
+    """What was locked in the parent is not in the child."""
+    assert in_child(_settle_in_a_fork, str(tmp_path)) == 0
 
 
 def test_a_save_staged_and_never_begun_is_given_up(tmp_path: Path) -> None:

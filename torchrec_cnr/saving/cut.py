@@ -5,6 +5,7 @@ marked again. Of an asynchronous save, rows are copied in the same moment (``sta
 all that planning needs, in whatever thread or process it happens.
 """
 
+import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -185,6 +186,9 @@ class Cuts:
     # Held from the outcome of one save to the cut of the next: threads without a process group save at the same time.
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
+    def __post_init__(self) -> None:
+        _cuts_of_process.add(self)
+
     @classmethod
     def of(cls, tracker: TrackedRows, policy: Policy, planner: object) -> "Cuts":
         """The one of a tracker, which serves this policy from now on."""
@@ -268,14 +272,19 @@ class Cuts:
     @contextmanager
     def _alone(self, timeout_secs: float) -> Iterator[None]:
         """One thread at a time: of two, the second would commit marks that belong to the save of the first."""
-        if not self._lock.acquire(timeout=timeout_secs):
+        lock = self._lock
+        if not lock.acquire(timeout=timeout_secs):
             raise SaveError(
                 f"another thread has waited for the save before for more than {timeout_secs:g} s: save again"
             )
         try:
             yield
         finally:
-            self._lock.release()
+            lock.release()
+
+    def forget_threads(self) -> None:
+        """In a forked child, no other thread has its turn: the one that had it in the parent is not there."""
+        self._lock = threading.RLock()
 
     def _resolve_last_save(self, timeout_secs: float) -> None:
         last, pending = self._last, self.tracker.pending
@@ -339,6 +348,17 @@ class Cuts:
         """Which of the checkpoints that a delta may be based on hold another tensor's values, or none."""
         saved = {since: self._states.get(since, {}).get(key) for since in (Since.HEAD, Since.BASELINE)}
         return frozenset(since for since, other in saved.items() if other is None or other() is not state)
+
+
+_cuts_of_process: WeakSet[Cuts] = WeakSet()
+
+
+def _forget_threads() -> None:
+    for cuts in list(_cuts_of_process):
+        cuts.forget_threads()
+
+
+os.register_at_fork(after_in_child=_forget_threads)
 
 
 def _item(shard: TrackedShard, key: ShardKey, table: ShardKey, values: Tensor) -> TrackedItem:

@@ -171,6 +171,10 @@ class RunningSave:
             for thread in threading.enumerate()
         )
 
+    def forget_threads(self) -> None:
+        """In a forked child: a thread that the child does not have may hold the lock."""
+        self._lock = threading.Lock()
+
     def is_before(self, other: "RunningSave") -> bool:
         """Whether the other one must wait for this one."""
         is_one_queue = self._queue_id == other._queue_id or (self._is_for_process and other._is_for_process)
@@ -252,6 +256,8 @@ class RunningSaves:
 
     def forget(self) -> None:
         """In a forked child, nothing of this runs."""
+        for save in self._saves:  # a cut may still ask how one of them has ended
+            save.forget_threads()
         self.__init__()  # type: ignore[misc]  # the lock may be held by a thread that the child does not have
 
 
