@@ -2,7 +2,9 @@
 
 import itertools
 import math
+import tracemalloc
 from dataclasses import replace
+from typing import Literal
 
 import hypothesis
 import numpy as np
@@ -11,6 +13,7 @@ import zstandard
 from hypothesis import strategies as st
 
 from torchrec_cnr.errors import DamagedError
+from torchrec_cnr.format import blob_bytes, row_sets
 from torchrec_cnr.format.boxes import Box, fills
 from torchrec_cnr.format.row_sets import CodedRows, RowNumbers, decode_row_numbers, encode_row_numbers
 
@@ -186,6 +189,56 @@ def test_gaps_that_overflow_are_refused() -> None:
     coded = CodedRows("gaps", 0, span, _compressed(np.ascontiguousarray(planes).tobytes()))
     with pytest.raises(DamagedError):
         decode_row_numbers(coded, 5, "here")
+
+
+MOST_ROWS = 1 << 24  # that a code may be of
+HOSTILE_BYTES, MOST_BYTES = 16 << 10, 1 << 25  # of a code, and of memory until it is refused
+
+
+@pytest.mark.parametrize(
+    ("coding", "span", "num_bytes"),
+    [
+        ("gaps", 1 << 60, 8 * (MOST_ROWS - 1)),
+        ("gaps", MOST_ROWS + 1, 3 * (MOST_ROWS - 1)),
+        ("bitmap", 1 << 30, 1 << 27),
+    ],
+    ids=["gaps of eight bytes", "gaps of three bytes", "bitmap"],
+)
+def test_a_small_code_of_many_rows_is_refused_in_little_memory(
+    coding: Literal["gaps", "bitmap"], span: int, num_bytes: int
+) -> None:
+    """A code of a few KB that unpacks to 128 MiB, as its size says, is looked at before there is room for its rows."""
+    coded = CodedRows(coding, 0, span, _compressed(bytes(num_bytes)))
+    assert len(coded.data) < HOSTILE_BYTES
+    tracemalloc.start()
+    try:
+        with pytest.raises(DamagedError, match="strictly increasing"):
+            decode_row_numbers(coded, MOST_ROWS, "here")
+        assert tracemalloc.get_traced_memory()[1] < MOST_BYTES
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("coding", ["gaps", "bitmap"])
+def test_a_code_that_is_gone_through_in_pieces(
+    monkeypatch: pytest.MonkeyPatch, coding: Literal["gaps", "bitmap"]
+) -> None:
+    """Rows of a large code come back, and one that is cut, or has more behind it, is refused, as of a small one."""
+    monkeypatch.setattr(blob_bytes, "_MAX_WHOLE_BYTES", 0)
+    monkeypatch.setattr(row_sets, "_PIECE_BYTES", 1000)
+    rows = np.flatnonzero(np.random.default_rng(1).random(60_000) < 0.1)
+    rows[-1] = rows[0] + 99_999  # so that gaps take several bytes, and pieces end within a plane
+    span = int(rows[-1] - rows[0]) + 1
+    mask = np.zeros(span, dtype=np.bool_)
+    mask[rows - rows[0]] = True
+    planes = np.diff(rows).astype("<u4") - 1
+    gaps = planes.astype("<u4").view(np.uint8).reshape(-1, 4)[:, :3].T
+    content = gaps.tobytes() if coding == "gaps" else np.packbits(mask, bitorder="little").tobytes()
+    coded = CodedRows(coding, int(rows[0]), span, _compressed(content))
+    assert decode_row_numbers(coded, len(rows), "here").tolist() == rows.tolist()
+    for data in (coded.data[:-1], coded.data + b"x", coded.data * 2, b"", b"no frame", _compressed(content + b"\0")):
+        with pytest.raises(DamagedError, match="here: row numbers"):
+            decode_row_numbers(replace(coded, data=data), len(rows), "here")
 
 
 # Boxes

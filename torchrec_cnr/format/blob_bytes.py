@@ -10,6 +10,8 @@ that are all alike, such as state of a table before its first step, are not spli
 a small file ask for any amount of memory.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
 import zstandard
@@ -18,6 +20,9 @@ from torchrec_cnr.errors import DamagedError
 
 _LEVEL = 1
 _PIECE_BYTES = 1 << 10
+_MAX_WHOLE_BYTES = 16 << 20  # that a frame is unpacked to at once; larger ones are gone through in pieces
+_STREAM_BYTES = 256  # of such a frame at a time: four bytes can stand for 128 KiB
+_MAX_WINDOW_BYTES = 8 << 20  # of such a frame: what RFC 8878 wants every reader to take
 
 
 def compressed(*planes: bytes) -> bytes:
@@ -56,6 +61,54 @@ def decompressed(data: bytes | memoryview, num_bytes: int, what: str) -> bytes:
         return b""
     except zstandard.ZstdError as error:
         raise DamagedError(f"{what} do not decompress ({error}); use another checkpoint") from error
+
+
+class Unpacked:
+    """The bytes of a frame, in pieces, as often as they are gone through; never more of them in memory than a bound.
+
+    So what is made of them can be checked before room is made for it: a frame of a few KB can be one of 128 MiB.
+
+    Args:
+        data: One frame.
+        num_bytes: The size expected.
+        what: Names what is packed, and where, in errors.
+
+    Raises:
+        DamagedError: As :func:`decompressed`, here or while the pieces are taken.
+    """
+
+    def __init__(self, data: bytes | memoryview, num_bytes: int, what: str) -> None:
+        self._data = data
+        self._num_bytes = num_bytes
+        self._what = what
+        self._whole = decompressed(data, num_bytes, what) if num_bytes <= _MAX_WHOLE_BYTES else None
+
+    def pieces(self, most_bytes: int) -> Iterator[tuple[int, "Bytes"]]:
+        """Pieces of at most so many bytes, in their order, each with the place of its first byte."""
+        place = 0
+        for part in (self._whole,) if self._whole is not None else self._streamed():
+            array = np.frombuffer(part, dtype=np.uint8)
+            for start in range(0, len(array), most_bytes):
+                piece = array[start : start + most_bytes]
+                yield place, piece
+                place += len(piece)
+
+    def _streamed(self) -> Iterator[bytes]:
+        left = self._num_bytes
+        try:
+            if (declared := zstandard.frame_content_size(self._data)) != self._num_bytes:
+                raise zstandard.ZstdError(f"{declared} bytes, expected {self._num_bytes}")
+            frame = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES).decompressobj()
+            for start in range(0, len(self._data), _STREAM_BYTES):
+                part = frame.decompress(self._data[start : start + _STREAM_BYTES])
+                left -= len(part)
+                yield part
+                if frame.eof and (frame.unused_data or start + _STREAM_BYTES < len(self._data)):
+                    raise zstandard.ZstdError("bytes behind the frame")
+            if left or not frame.eof:
+                raise zstandard.ZstdError("not one whole frame")
+        except zstandard.ZstdError as error:
+            raise DamagedError(f"{self._what} do not decompress ({error}); use another checkpoint") from error
 
 
 MAX_CODED_ROWS = 1 << 24  # in a block; blocks are cut by bytes, long before

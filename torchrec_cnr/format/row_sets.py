@@ -11,7 +11,7 @@ Both are compressed with zstd. At random rows of density .001 to .9 this stays w
 bits per row, and within a few per cent at usual densities, around p = .26.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NewType
@@ -20,11 +20,12 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_cnr.errors import DamagedError
-from torchrec_cnr.format.blob_bytes import compressed, decompressed
+from torchrec_cnr.format.blob_bytes import Bytes, Unpacked, compressed
 
 RowNumbers = npt.NDArray[np.int64]
 Coding = Literal["bitmap", "gaps"]
 
+_PIECE_BYTES = 128 << 10  # of a code at a time
 MAX_ROWS_PER_MEMBER = 64  # in a bitmap; in a sparser one gaps are always smaller
 
 
@@ -68,6 +69,8 @@ def encode_row_numbers(rows: RowNumbers) -> CodedRows:
 def decode_row_numbers(coded: CodedRows, num_rows: int, where: str) -> RowNumbers:
     """The inverse of :func:`encode_row_numbers`; what does not code exactly ``num_rows`` rows of ``span`` is refused.
 
+    That is seen before there is room for the rows: the code of a hostile file takes a few MiB.
+
     Args:
         num_rows: How many members the block has.
         where: Names the block in errors.
@@ -78,26 +81,62 @@ def decode_row_numbers(coded: CodedRows, num_rows: int, where: str) -> RowNumber
     Raises:
         DamagedError: The code is not of this many rows, or not of this span.
     """
-    what = f"{where}: row numbers"
-    if coded.coding == "bitmap":
-        bits = np.frombuffer(decompressed(coded.data, (coded.span + 7) // 8, what), dtype=np.uint8)
-        mask = np.unpackbits(bits, bitorder="little").view(np.bool_)  # several times as fast as numbers
-        rows = np.flatnonzero(mask).astype(np.int64, copy=False)
-    else:
-        width = _gap_width(coded.span)
-        planes = np.frombuffer(decompressed(coded.data, width * (num_rows - 1), what), dtype=np.uint8)
-        wide = np.zeros((num_rows - 1, 8), dtype=np.uint8)
-        wide[:, :width] = planes.reshape(width, num_rows - 1).T
-        gaps = wide.view("<u8").reshape(-1)
-        if gaps.sum(dtype=np.float64) > 2 * coded.span:  # so far off that the exact sum might overflow
-            gaps = gaps[:0]
-        rows = np.concatenate((np.zeros(1, np.int64), np.cumsum(gaps.astype(np.int64) + 1)))
-    if len(rows) != num_rows or rows[0] != 0 or rows[-1] != coded.span - 1 or (np.diff(rows) <= 0).any():
+    is_bitmap = coded.coding == "bitmap"
+    num_bytes = (coded.span + 7) // 8 if is_bitmap else _gap_width(coded.span) * (num_rows - 1)
+    code = Unpacked(coded.data, num_bytes, f"{where}: row numbers")
+    if not (_is_bitmap_of if is_bitmap else _are_gaps_of)(code, num_rows, coded.span):
         raise DamagedError(
             f"{where}: its row numbers are not {num_rows} strictly increasing rows over a span of {coded.span}; "
             "use another checkpoint"
         )
-    return rows + coded.first
+    return (_rows_of_bitmap if is_bitmap else _rows_of_gaps)(code, num_rows, coded.first)
+
+
+def _is_bitmap_of(code: Unpacked, num_rows: int, span: int) -> bool:
+    """Whether so many bits are set, among them the first and the last of the span, and none behind it."""
+    num_set, first, last = 0, 0, 0
+    for place, piece in code.pieces(_PIECE_BYTES):
+        num_set += int(np.bitwise_count(piece).sum(dtype=np.int64))
+        first = int(piece[0]) & 1 if place == 0 else first
+        last = int(piece[-1])
+    return num_set == num_rows and first == 1 and last >> ((span - 1) % 8) == 1
+
+
+def _rows_of_bitmap(code: Unpacked, num_rows: int, first: int) -> RowNumbers:
+    rows = np.empty(num_rows, dtype=np.int64)
+    filled = 0
+    for place, piece in code.pieces(_PIECE_BYTES):
+        mask = np.unpackbits(piece, bitorder="little").view(np.bool_)  # several times as fast as numbers
+        members = np.flatnonzero(mask)
+        np.add(members, first + 8 * place, out=rows[filled : filled + len(members)])
+        filled += len(members)
+    return rows
+
+
+def _are_gaps_of(code: Unpacked, num_rows: int, span: int) -> bool:
+    """Whether they add up to the rows of the span that are no members; then no row number overflows either."""
+    total = sum(int(part.sum(dtype=np.int64)) << shift for _, part, shift in _of_planes(code, num_rows))
+    return total == span - num_rows
+
+
+def _rows_of_gaps(code: Unpacked, num_rows: int, first: int) -> RowNumbers:
+    rows = np.ones(num_rows, dtype=np.int64)
+    rows[0] = first
+    for start, part, shift in _of_planes(code, num_rows):
+        rows[1 + start : 1 + start + len(part)] += part.astype(np.int64) << shift
+    return np.cumsum(rows, out=rows)
+
+
+def _of_planes(code: Unpacked, num_rows: int) -> Iterator[tuple[int, Bytes, int]]:
+    """Pieces of one plane: the number of the first gap, bytes of consecutive gaps, and by how much to shift them."""
+    num_gaps = num_rows - 1
+    for place, piece in code.pieces(_PIECE_BYTES):
+        taken = 0
+        while taken < len(piece):
+            plane, start = divmod(place + taken, num_gaps)
+            part = piece[taken : taken + num_gaps - start]
+            yield start, part, 8 * plane
+            taken += len(part)
 
 
 def _gap_width(span: int) -> int:
