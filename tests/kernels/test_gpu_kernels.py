@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -21,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from tests.kernels import reference
+from torchrec_cnr import kernels
 from torchrec_cnr.kernels import cpu
 from torchrec_cnr.kernels.gpu import fused_rows
 from torchrec_cnr.kernels.search_plan import COVERING, GREEDY, LEAST_SQUARES, MIRRORED, SearchPlan, search_plan
@@ -198,6 +200,16 @@ def test_many_rows_share_the_tiles() -> None:
         assert torch.equal(found[0].cpu(), cpu.encode_rows(table, rows, 4, plan, 12)[0])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_table_is_as_it_was_after_a_warm_up(dtype: torch.dtype) -> None:
+    """What is decoded goes elsewhere."""
+    table = table_of(16, dtype).cuda()
+    before = table.clone()
+    kernels.warm_up(table, 4, PLANS["least squares"], 12)
+    assert same_bits(table, before.cpu())
+
+
 def test_no_rows() -> None:
     """Nothing is launched for nothing."""
     table, none = torch.ones(3, 5), torch.empty(0, dtype=torch.int64)
@@ -237,6 +249,27 @@ def test_kernels_compile_to_plain_arithmetic(method: str, dtype: torch.dtype, co
     for ptx in compiled.values():
         assert "mul.rn.f32" in ptx or "mul.f32" in ptx
         assert re.findall(r"\S*(?:fma\.|mad\.\S*f\d|\.ftz|\.approx|div\.full|rcp\.)\S*", ptx) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_was_warmed_up_is_not_compiled_again(
+    first: int, compiled: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a table that begins at a multiple of 16 bytes or not: neither by many rows of it, nor by samples of them."""
+    both = fused_rows._encode, fused_rows._decode
+    for kernel in both:
+        monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
+    table, rows = torch.ones(first + 190)[first:].view(-1, 19)[:, :16], torch.arange(10)
+    assert (table.data_ptr() % 16 != 0) == bool(first)
+    fused_rows.warm_up(table, 4, PLANS["covering"], 12)
+    numbers = [[len(cache[0]) for cache in kernel.device_caches.values()] for kernel in both]
+    assert numbers == [[2], [1]]
+    sample = table.index_select(0, rows)
+    fused_rows.encode_rows(table, rows, 4, PLANS["covering"], 12)
+    codes, _ = fused_rows.encode_rows(sample, rows, 4, PLANS["covering"], 12)
+    fused_rows.decode_rows(codes, rows, 4, 0, torch.empty_like(sample), rows)
+    assert numbers == [[len(cache[0]) for cache in kernel.device_caches.values()] for kernel in both]
 
 
 if __name__ == "__main__":

@@ -81,6 +81,21 @@ def decode_rows(codes: Tensor, positions: Tensor, bits: int, first_col: int, tar
         _decode_on_host(cpu.decode_rows, codes, positions, bits, first_col, target, rows)
 
 
+def warm_up(table: Tensor, bits: int, plan: SearchPlan, row_bytes: int) -> None:
+    """Compile now what encodes rows of a table, and encodes and decodes samples of them, if it lies on a GPU.
+
+    Triton compiles for seconds where it is first called. Kernels for CPUs are loaded from a cache of their own.
+
+    Args:
+        table: [num_rows, num_cols], at least one of both; its values do not matter.
+        bits: As for ``encode_rows``, and so are those below.
+        plan: How scale and bias are searched.
+        row_bytes: Of an encoded row.
+    """
+    if table.is_cuda and _gpu is not None:
+        _gpu.warm_up(table, bits, plan, row_bytes)
+
+
 def encode_clusters(table: Tensor, rows: Tensor, bits: int, row_bytes: int) -> tuple[Tensor, Tensor]:
     """Encode rows of a table by k-means: codes, lowest bits first, then the codebook in fp16, in increasing order.
 

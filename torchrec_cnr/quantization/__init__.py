@@ -30,6 +30,7 @@ from torchrec_cnr.quantization.uniform import (
     LeastSquares,
     Symmetric,
     fused_bits,
+    warm_up,
 )
 
 __all__ = [
@@ -51,4 +52,5 @@ __all__ = [
     "expected_restores",
     "fused_bits",
     "scheme_from_json",
+    "warm_up",
 ]

@@ -61,9 +61,13 @@ class ByExpectedRestores:
 
     def choose(self, sample: Sample, num_restores: int) -> Scheme:
         """Adaptive with 2 to 4 bits, from least to greatest value with 8."""
+        first, last = self.choices()
+        return (last if num_restores > self.num_restores else first).choose(sample, num_restores)
+
+    def choices(self) -> tuple[Scheme, Scheme]:
+        """What it chooses as long as there were no more restores than expected, and after that; without a search."""
         fitting = [bits for most, bits in _MAX_RESTORES if self.num_restores <= most]
-        bits = 8 if num_restores > self.num_restores or not fitting else fitting[0]
-        return _with(bits).choose(sample, num_restores)
+        return _with(fitting[0] if fitting else BITS[-1]), _with(BITS[-1])
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,10 @@ class ByErrorBudget:
             if restores * error <= self.budget:
                 return scheme
         return NoQuantization()
+
+    def choices(self) -> tuple[Scheme, ...]:
+        """What it may choose or try but for storing rows exactly, without a search."""
+        return tuple(map(_with, BITS))
 
 
 def _with(bits: int) -> Scheme:

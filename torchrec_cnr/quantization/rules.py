@@ -14,6 +14,7 @@ from torchrec_cnr.quantization.choose_bits import ByErrorBudget, ByExpectedResto
 from torchrec_cnr.quantization.kmeans import KMeans
 from torchrec_cnr.quantization.scheme import HalfPrecision, NoQuantization, Quantization, Scheme
 from torchrec_cnr.quantization.uniform import (
+    LADDERS,
     MAX_CUTS,
     AdaptiveAsymmetric,
     Asymmetric,
@@ -66,11 +67,29 @@ class SchemeRules:
                 return scheme if scheme.supports(dtype) else NoQuantization()
         return self.tables if is_table and self.tables.supports(dtype) else NoQuantization()
 
+    def possible(self, dtype: torch.dtype) -> Iterator[Scheme]:
+        """Every scheme that a tensor of this dtype may get, whatever its name and values are."""
+        for rule in (self.tables, *(rule for _, rule in self.patterns)):
+            if rule.supports(dtype):
+                yield from possible_schemes(rule)
+
     def unused(self, fqns: Collection[str]) -> Iterator[tuple[str, list[str]]]:
         """Patterns that no tensor of a save matches, each with the FQNs that are most like it."""
         for pattern, _ in self.patterns:
             if not any(fnmatchcase(fqn, pattern) for fqn in fqns):
                 yield pattern, get_close_matches(pattern, fqns, n=_NUM_NEAREST, cutoff=0.0)
+
+
+def possible_schemes(rule: Quantization) -> Iterator[Scheme]:
+    """Every scheme that a rule may choose or try, with its search."""
+    match rule:
+        case AdaptiveAsymmetric(bits, None):
+            yield from (AdaptiveAsymmetric(bits, search) for search in LADDERS[bits])
+        case ByExpectedRestores() | ByErrorBudget():
+            for choice in rule.choices():
+                yield from possible_schemes(choice)
+        case NoQuantization() | HalfPrecision() | Symmetric() | Asymmetric() | AdaptiveAsymmetric() | KMeans():
+            yield rule
 
 
 def scheme_from_json(value: Mapping[str, Any], where: str) -> Scheme:

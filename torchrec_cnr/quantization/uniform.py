@@ -288,6 +288,18 @@ def fused_bits(scheme: Scheme) -> int | None:
     return scheme.bits if isinstance(scheme, _Uniform) else None
 
 
+def warm_up(scheme: Scheme, table: Tensor) -> None:
+    """Compile now, if the table lies on a GPU, what rows of it will be encoded by.
+
+    Args:
+        scheme: One with its search, if it has any.
+        table: [num_rows, num_cols], at least one of both, the elements of a row side by side.
+    """
+    if isinstance(scheme, _Uniform):
+        plan = scheme._plan(table, torch.empty(0, dtype=torch.int64, device="cpu"))
+        kernels.warm_up(table, scheme.bits, plan, scheme.row_bytes(table.shape[1], table.dtype))
+
+
 def _cheapest(bits: int, rows: Tensor) -> LeastSquares:
     ladder: Sequence[LeastSquares] = LADDERS[bits]
     plateau = mean_error(AdaptiveAsymmetric(bits, ladder[-1]), rows) * _PLATEAU

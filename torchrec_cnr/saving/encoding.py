@@ -5,9 +5,12 @@ numbers is worked out and coded once, then every item's rows of that block are e
 is that of one block and of the packs in flight, whatever the size of the shard.
 """
 
+import logging
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -16,13 +19,17 @@ from torch import Tensor
 from torchrec_cnr.format.blob_bytes import Bytes, exact_row_bytes, split, with_exact_rows
 from torchrec_cnr.format.manifest import DTYPES
 from torchrec_cnr.format.row_sets import Blob, RowSet, UnplacedRowBlock, encode_row_numbers
-from torchrec_cnr.quantization import Encoded, NoQuantization, Scheme, SchemeRules
-from torchrec_cnr.saving.staged_values import StagedCodes
+from torchrec_cnr.quantization import Encoded, NoQuantization, Scheme, SchemeRules, fused_bits, warm_up
+from torchrec_cnr.saving.staged_values import StagedCodes, is_quantized_first
 from torchrec_cnr.storage.pack_writer import BLOCK_BYTES, PackWriter
 from torchrec_cnr.tracking.modified_rows import RowList, RowMask, SelectedRows
+from torchrec_cnr.tracking.tracked_tables import TrackedRows, trackers
+
+logger = logging.getLogger(__name__)
 
 SAMPLE_ROWS = 512  # of a shard; the errors of different schemes on them differ by more than chance
 
+_ALIGNED_BYTES = 16  # Triton compiles for addresses that are multiples of it, and for others
 _GOLDEN_RATIO = (5**0.5 - 1) / 2
 
 
@@ -118,6 +125,57 @@ def choose_scheme(
     exact_share = len(scheme.encode(sample).exact) / max(1, len(sample))
     row_bytes = scheme.row_bytes(num_cols, sample.dtype) + exact_share * exact_row_bytes(num_cols, itemsize)
     return scheme if row_bytes < num_cols * itemsize else NoQuantization()
+
+
+class KernelWarmUps:
+    """Has the kernels of GPUs compiled when a writer and a planner are made: in a save, training would wait for it.
+
+    Whichever of the two is made last knows the tables and how they will be quantized. What was compiled once, for a
+    kind of table and a scheme, stays compiled.
+    """
+
+    def __init__(self) -> None:
+        self._rules: WeakKeyDictionary[object, SchemeRules] = WeakKeyDictionary()
+        self._done: set[object] = set()
+
+    def writer_made(self, writer: object, rules: SchemeRules) -> None:
+        """A writer will quantize by these rules."""
+        self._rules[writer] = rules
+        self._warm_up(trackers.planned(), [rules])
+
+    def planner_made(self, tracker: TrackedRows) -> None:
+        """A planner will have the tables of a tracker saved."""
+        self._warm_up([tracker], list(self._rules.values()))
+
+    def _warm_up(self, tracked: Sequence[TrackedRows], rules: Sequence[SchemeRules]) -> None:
+        began, num_new = time.monotonic(), 0
+        tensors = (tensor for tracker in tracked for shard in tracker.shards for tensor in shard.tensors())
+        for table in {_kind_of(tensor): tensor for tensor in tensors if _is_warmed_up(tensor)}.values():
+            for scheme in (scheme for each in rules for scheme in each.possible(table.dtype)):
+                key = _kind_of(table), scheme
+                if fused_bits(scheme) is None or key in self._done:
+                    continue
+                if not num_new:
+                    logger.info("compiling kernels for the tables on GPUs, so that no save has to; Triton keeps them")
+                warm_up(scheme, table.detach())
+                self._done.add(key)
+                num_new += 1
+        if num_new:
+            logger.info("%d kernels for tables on GPUs are ready, after %.1f s", num_new, time.monotonic() - began)
+
+
+def _is_warmed_up(tensor: Tensor) -> bool:
+    """Whether rows of a table, or of its optimizer state, are quantized by a kernel that has to be compiled."""
+    return is_quantized_first(tensor) and tensor.dim() == 2 and tensor.numel() > 0 and tensor.stride(1) == 1
+
+
+def _kind_of(tensor: Tensor) -> tuple[object, ...]:
+    """What the kernels for two tables have in common if they are the same ones."""
+    is_aligned = tensor.data_ptr() % _ALIGNED_BYTES == 0
+    return tensor.device, tensor.dtype, tensor.shape[1], tensor.stride(0), is_aligned
+
+
+kernel_warm_ups = KernelWarmUps()
 
 
 def sampled_rows(values: Tensor, rows: RowMask | Tensor | None) -> Tensor:

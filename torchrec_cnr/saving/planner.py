@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torchrec_cnr.errors import SaveError
 from torchrec_cnr.policies import Full, Intermittent, Policy, check_policy
 from torchrec_cnr.saving.cut import Cuts
+from torchrec_cnr.saving.encoding import kernel_warm_ups
 from torchrec_cnr.saving.planned_save import PlannedSave, PlannerOptions
 from torchrec_cnr.saving.plug_in_messages import CNRStorageMeta, ShardData
 from torchrec_cnr.tracking.tracked_tables import TrackedRows, check_tracker
@@ -52,6 +53,8 @@ class CNRSavePlanner(SavePlanner):
         policy = policy if policy is not None else Intermittent() if tracker is not None else Full()
         check_policy(policy)
         cuts = Cuts.of(tracker, policy, self) if tracker is not None else None
+        if tracker is not None:
+            kernel_warm_ups.planner_made(tracker)
         self._options = PlannerOptions(policy, cuts, id(tracker) if tracker is not None else 0)
         self._threads = threading.local()
 

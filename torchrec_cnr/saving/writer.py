@@ -51,6 +51,7 @@ from torchrec_cnr.saving.block_writer import CompactedTopic
 from torchrec_cnr.saving.commit import commit, file_of
 from torchrec_cnr.saving.cut import TIMEOUT_SECS
 from torchrec_cnr.saving.decision import Decision, RankData
+from torchrec_cnr.saving.encoding import kernel_warm_ups
 from torchrec_cnr.saving.plug_in_messages import STAGED, CNRStorageMeta, SaveMetadata, StagedSave, WriterSave
 from torchrec_cnr.saving.rank_writer import RankWriter
 from torchrec_cnr.saving.running_saves import asked_checkpoint_id
@@ -146,6 +147,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         self._threads = threading.local()
         if row_log is not None:
             row_log.open(may_make=True)
+        kernel_warm_ups.writer_made(self, self._rules)
         self._warned: set[str] = set()  # FQNs whose rows are stored exactly, and patterns that match none
 
     def __repr__(self) -> str:

@@ -312,6 +312,10 @@ class TrackerRegistry:
         found = [tracker for tracker in self.tracking(tensors) if _has_planner(tracker)]
         return found or [tracker for tracker in self._trackers if not tracker.has_rows and _has_planner(tracker)]
 
+    def planned(self) -> list[TrackedRows]:
+        """All trackers that have a planner."""
+        return [tracker for tracker in self._trackers if _has_planner(tracker)]
+
     def tracking(self, tensors: Iterable[Tensor]) -> list[TrackedRows]:
         """The trackers of memory that one of the tensors lies in."""
         storages = {tensor.untyped_storage().data_ptr() for tensor in tensors if memory_key(tensor) is not None}

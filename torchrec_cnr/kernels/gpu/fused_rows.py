@@ -242,6 +242,18 @@ def decode_rows(codes: Tensor, positions: Tensor, bits: int, first_col: int, tar
         )
 
 
+def warm_up(table: Tensor, bits: int, plan: SearchPlan, row_bytes: int) -> None:
+    """Compile what ``kernels.warm_up`` names, by one row: Triton compiles for the arguments that it is called with.
+
+    Whether addresses and strides are multiples of 16 is among these; a sample begins anew, where a table need not.
+    """
+    first = torch.zeros(1, dtype=torch.int64, device=table.device)
+    sample = table.detach().index_select(0, first)
+    encode_rows(table, first, bits, plan, row_bytes)
+    codes, _ = encode_rows(sample, first, bits, plan, row_bytes)
+    decode_rows(codes, first, bits, 0, sample, first)
+
+
 def _elements(table: Tensor) -> Tensor:
     """A table as kernels take it: bf16 as its bits. Shared, not copied."""
     return table.detach().view(torch.int16) if table.dtype is torch.bfloat16 else table.detach()
