@@ -60,6 +60,7 @@ _ONE_A_PROCESS = (
     ("torchrec_cnr.storage.fences", "_job"),
     ("torchrec_cnr.saving.running_saves", "running_saves"),
     ("torchrec_cnr.tracking.tracked_tables", "trackers"),
+    ("torchrec_cnr.saving.encoding", "kernel_warm_ups"),
 )
 _PREFIXES = ("torchrec_cnr.", "torch.distributed.checkpoint.", "torch.distributed._shard.sharded_tensor.", "tenacity")
 

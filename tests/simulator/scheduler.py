@@ -5,6 +5,7 @@ happens at a point is a function of the seed and of the number of the decision. 
 and shrunk by taking decisions back: one that is taken back does the ordinary thing (no switch, no fault).
 """
 
+import _thread
 import threading
 import zlib
 from collections import deque
@@ -79,11 +80,14 @@ class Task:
         self._run = run
         self._baton = threading.Lock()
         self._baton.acquire()
-        self.thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self.thread_id = 0  # until it runs for the first time, there is no thread
 
     def hand_over(self) -> None:
         """Let it run; whoever calls this must stop at once."""
-        self._baton.release()
+        if self.thread_id:
+            self._baton.release()
+        else:
+            _thread.start_new_thread(self._main, ())
 
     def stop(self) -> None:
         """Stop until somebody hands over."""
@@ -97,8 +101,7 @@ class Task:
         return self.until() or (self.wake_secs is not None and self.wake_secs <= self.sim.now)
 
     def _main(self) -> None:
-        self.stop()
-        _local.task = self
+        _local.task, self.thread_id = self, threading.get_ident()
         try:
             if not self.process.is_dead:
                 self._run()
@@ -113,12 +116,16 @@ class Task:
         self.sim.leave()
 
 
-_local = threading.local()
+class _Local(threading.local):
+    task: Task | None = None
+
+
+_local = _Local()
 
 
 def this_task() -> Task | None:
     """The task that runs; None outside of a simulation."""
-    return getattr(_local, "task", None)
+    return _local.task
 
 
 class Scheduler:
@@ -194,7 +201,6 @@ class Scheduler:
         self.num_tasks += 1
         task = Task(self, process, name, run)
         self.tasks.append(task)
-        task.thread.start()
         return task
 
     def point(self, what: str, share: float = 1.0, *, is_told: bool = True) -> None:

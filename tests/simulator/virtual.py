@@ -240,7 +240,7 @@ def _current_frames() -> dict[int, FrameType]:
     """What the threads of this process do, by their numbers, which are never used again."""
     task, frames = _task(), sys._current_frames()
     own = [other for other in task.sim.tasks if other.process is task.process and not other.has_ended]
-    return {other.number: frames[other.thread.ident or 0] for other in own if other.thread.ident in frames}
+    return {other.number: frames[other.thread_id] for other in own if other.thread_id in frames}
 
 
 def frame_id(found: object) -> int:
@@ -371,5 +371,19 @@ class _Executor:
         self.shutdown()
 
 
+class _Caller(concurrent.futures.Executor):
+    """A pool without threads: whoever gives it work does it, as checks do after a schedule."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "concurrent.futures.Future[Any]":
+        """As a real one."""
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001 - raised by whoever asks the future
+            future.set_exception(error)
+        return future
+
+
 def executor(*args: Any, **kwargs: Any) -> Any:
-    return (concurrent.futures.ThreadPoolExecutor if this_task() is None else _Executor)(*args, **kwargs)
+    """A pool of threads of this task's process; outside of tasks, one without threads."""
+    return _Caller() if this_task() is None else _Executor(*args, **kwargs)
