@@ -4,23 +4,28 @@ Outside of tasks, all of them are what they were.
 """
 
 import concurrent.futures
+import functools
 import importlib
 import os
+import pickle
 import pkgutil
 import random
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from typing import Any
+
+from torch.distributed.checkpoint import logger
 
 import torchrec_cnr
 from tests.simulator import collectives, virtual
 from tests.simulator.scheduler import this_task
 from tests.simulator.virtual import Lock, threads_module
+from torchrec_cnr.format import safe_pickle
 
 
 def _closures(name: str) -> Iterator[Any]:
@@ -65,6 +70,12 @@ _ONE_A_PROCESS = (
 _PREFIXES = ("torchrec_cnr.", "torch.distributed.checkpoint.", "torch.distributed._shard.sharded_tensor.", "tenacity")
 
 
+def _loaded_once(load_state: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """Loads objects of the same bytes once: most are the same few, and archives take long."""
+    pickled = functools.lru_cache(10_000)(lambda data: pickle.dumps(load_state(data)))
+    return lambda data: pickle.loads(pickled(data))
+
+
 def _import_all() -> None:
     """Have all modules there, which the library imports when it needs them."""
     for found in pkgutil.walk_packages(torchrec_cnr.__path__, "torchrec_cnr."):
@@ -76,6 +87,8 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
     """What is replaced, by module and name."""
     _import_all()
     yield sys.modules["torchrec_cnr.saving.running_saves"], "id", virtual.frame_id
+    yield logger, "_get_msg_dict", lambda *_, **__: {}
+    yield safe_pickle, "load_state", _loaded_once(safe_pickle.load_state)
     leases = sys.modules["torchrec_cnr.storage.leases"]
     real = vars(leases)["_machine"], vars(leases)["_started"]
     yield leases, "_machine", lambda: real[0]() if this_task() is None else (this_task().process.host, "pids")
@@ -88,6 +101,7 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
         id(os): virtual.os_module,
         id(random): virtual.random_module,
         id(concurrent.futures.ThreadPoolExecutor): virtual.executor,
+        id(logger._dcp_method_logger): virtual.method_logger,
         **collectives.replacements(),
     }
     for module, attribute in _ONE_A_PROCESS:

@@ -6,6 +6,7 @@ and shrunk by taking decisions back: one that is taken back does the ordinary th
 """
 
 import _thread
+import random
 import threading
 import zlib
 from collections import deque
@@ -18,7 +19,6 @@ MAX_SECS = 5 * 86_400.0  # logical
 TICK_SECS = 0.001
 MAX_NAP_SECS = 2.0
 TRACE_LINES = 4000
-_MASK = (1 << 64) - 1
 
 
 class Killed(BaseException):
@@ -155,26 +155,18 @@ class Scheduler:
         self.digest = 0
         self._undone = undone
         self._num_decisions = 0
-        self._num_drawn = 0
-        self._key = (seed * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & _MASK
+        self._decisions, self._numbers = random.Random(f"{seed} decisions"), random.Random(f"{seed} numbers")
         self._is_over = False
-        self._current: Task | None = None
         self._over = threading.Lock()
         self._over.acquire()
 
     # Decisions
 
-    def _value(self, number: int, stream: int = 0) -> int:
-        x = (self._key + number * 0xBF58476D1CE4E5B9 + stream * 0x94D049BB133111EB) & _MASK
-        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-        return x ^ (x >> 31)
-
     def chance(self, share: float, what: str) -> bool:
         """Whether something out of the ordinary happens; never, where this decision was taken back."""
         number = self._num_decisions
         self._num_decisions += 1
-        if (self._value(number) >> 11) * 2.0**-53 >= share or number in self._undone or self._is_over:
+        if self._decisions.random() >= share or number in self._undone or self._is_over:
             return False
         self.taken[number] = what
         return True
@@ -183,7 +175,7 @@ class Scheduler:
         """A number below ``count``; 0, where this decision was taken back."""
         number = self._num_decisions
         self._num_decisions += 1
-        found = self._value(number) % count
+        found = int(self._decisions.random() * count)
         if found == 0 or number in self._undone or self._is_over:
             return 0
         self.taken[number] = what
@@ -191,8 +183,7 @@ class Scheduler:
 
     def unique(self) -> int:
         """A number of 128 bits that nobody else gets."""
-        self._num_drawn += 1
-        return self._value(self._num_drawn, 11) << 64 | self._value(self._num_drawn, 12)
+        return self._numbers.getrandbits(128)
 
     # Tasks
 
@@ -258,7 +249,6 @@ class Scheduler:
     def _switch(self, task: Task) -> None:
         following = self._next()
         if following is not task:
-            self._current = following
             following.hand_over()
             task.stop()
         if task.process.is_dead or self._is_over:
@@ -267,10 +257,10 @@ class Scheduler:
     def _next(self) -> Task:
         """Whose turn it is: any that is ready; if none is, time passes until one is."""
         while True:
-            alive = [task for task in self.tasks if not task.has_ended]
-            ready = [task for task in alive if self._is_over or task.is_ready]
+            ready = [task for task in self.tasks if self._is_over or task.is_ready]
             if ready:
                 return ready[self.pick(len(ready), "turn")]
+            alive = self.tasks
             wakes = [task.wake_secs for task in alive if task.wake_secs is not None]
             if all(task.is_timer or task.wake_secs is None for task in alive):
                 self.found(FindingError("waits for ever", self.waiting()))
@@ -283,8 +273,7 @@ class Scheduler:
         if not self.tasks:
             self._over.release()
             return
-        self._current = self._next()
-        self._current.hand_over()
+        self._next().hand_over()
 
     def kill(self, process: Process, why: str) -> None:
         """Nothing of a process has any effect from here on."""
@@ -306,8 +295,7 @@ class Scheduler:
     def run(self) -> None:
         """Run all tasks to their ends."""
         if self.tasks:
-            self._current = self._next()
-            self._current.hand_over()
+            self._next().hand_over()
             self._over.acquire()
 
     # What is told
