@@ -149,12 +149,12 @@ class Upkeep:
 
     def compact_some(self, checkpoint: Checkpoint) -> bool:
         """Copy a part of what is to be copied, so that little room is taken at a time; whether that was all."""
-        with leased(checkpoint.store, "compact"):
+        with leased(checkpoint.store, "compact") as lease:
             plan = plan_compaction(checkpoint.store.url, max_ratio=self._max_ratio, empties_log=True, row_log=self._log)
             max_moved_bytes = round(MOVED_SHARE * plan.live_bytes)
             if plan.moved_bytes > max_moved_bytes:
                 plan = plan.restricted(max_moved_bytes)
-            run_compaction(plan, pack_bytes=self._pack_bytes, progress=partial(self._progress, "compact"))
+            run_compaction(plan, lease, pack_bytes=self._pack_bytes, progress=partial(self._progress, "compact"))
         return plan.is_enough or not plan.victims
 
     def prune(self) -> None:

@@ -36,5 +36,5 @@ def execute(plan: PrunePlan | CompactionPlan, *, progress: Progress | None = Non
     """
     if isinstance(plan, PrunePlan):
         return run_prune(plan, progress=progress)
-    with leased(plan.newest.store, "compact"):
-        return run_compaction(plan, progress=progress)
+    with leased(plan.newest.store, "compact") as lease:
+        return run_compaction(plan, lease, progress=progress)

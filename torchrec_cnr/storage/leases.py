@@ -44,12 +44,14 @@ class Lease:
         name: The file in it.
         purpose: What for.
         until_ns: Unix time in nanoseconds when it runs out, if it is not renewed.
+        is_left: Whether it is neither renewed nor removed any more.
     """
 
     store: Store
     name: str
     purpose: str
     until_ns: int
+    is_left: bool = field(default=False, repr=False, compare=False)
     _is_changing: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
     _renewal: threading.Timer | None = field(default=None, repr=False, compare=False)
 
@@ -117,12 +119,19 @@ class Lease:
             return self.has_run_out or not self.store.exists(self.name)
 
     def release(self) -> None:
-        """Remove the file. A failure is not worth failing for: the lease runs out."""
+        """Remove the file, unless it was left. A failure is not worth failing for: the lease runs out."""
+        if self.is_left:
+            return
         self._end_renewals()
         try:
             self.store.remove(self.name)
         except StoreError as error:
             logger.info("a lease stays until it runs out: %s", error)
+
+    def leave(self) -> None:
+        """End the work, but leave the file until it runs out: a request that seems to have failed may still arrive."""
+        self._end_renewals()
+        self.is_left = True
 
     def lapse(self) -> None:
         """End it, and leave one that has run out: by that, pruning recognises what a save that failed has left."""
@@ -187,11 +196,11 @@ def _started(pid: int) -> int:
 
 
 @contextmanager
-def leased(store: Store, purpose: Purpose) -> Iterator[None]:
-    """Hold a lease for a while."""
+def leased(store: Store, purpose: Purpose) -> Iterator[Lease | None]:
+    """Hold a lease for a while, where one can be written."""
     lease = Lease.take(store, purpose)
     try:
-        yield
+        yield lease
     finally:
         if lease is not None:
             lease.release()

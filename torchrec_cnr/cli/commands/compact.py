@@ -46,7 +46,7 @@ def compact(
     - `cnr compact runs/a/step-300 --self-contained`
     """
     checkpoint = read_checkpoint(checkpoint_at(path, rows_log(kafka, kafka_settings, kafka_file)))
-    with leased(checkpoint.store, "compact"):
+    with leased(checkpoint.store, "compact") as lease:
         plan = plan_compaction(
             checkpoint.store,
             since=since,
@@ -56,7 +56,7 @@ def compact(
         )
         if not dry_run:
             with progress_bar("copying rows", not as_json) as report:
-                run_compaction(plan, thread_count=threads, progress=report)
+                run_compaction(plan, lease, thread_count=threads, progress=report)
     if as_json:
         print_json(_json(plan, is_done=not dry_run and plan.is_needed))
     else:

@@ -27,7 +27,7 @@ from torchrec_cnr.maintenance.compaction.live_rows import Piece, pieces_of
 from torchrec_cnr.maintenance.compaction.plan import CompactionPlan, plan_compaction
 from torchrec_cnr.policies import MAX_RATIO
 from torchrec_cnr.progress import Progress
-from torchrec_cnr.storage.leases import leased
+from torchrec_cnr.storage.leases import Lease, leased
 from torchrec_cnr.storage.pack_reader import PackReader
 from torchrec_cnr.storage.pack_writer import PACK_BYTES, check_pack_bytes, check_thread_count
 from torchrec_cnr.storage.row_log import RowLog
@@ -192,7 +192,7 @@ def compact(
         ConfigurationError, LoadError, StoreError: As :func:`plan_compaction`.
     """
     newest = read_checkpoint(Store.open(path, row_log=row_log))
-    with leased(newest.store, "compact"):
+    with leased(newest.store, "compact") as lease:
         plan = plan_compaction(
             newest.store,
             since=since,
@@ -201,26 +201,44 @@ def compact(
             self_contained=self_contained,
             thread_count=thread_count,
         )
-        return run_compaction(plan, thread_count=thread_count, pack_bytes=pack_bytes, progress=progress)
+        return run_compaction(plan, lease, thread_count=thread_count, pack_bytes=pack_bytes, progress=progress)
 
 
 def run_compaction(
     plan: CompactionPlan,
+    lease: Lease | None = None,
     *,
     thread_count: int = 2,
     pack_bytes: int = PACK_BYTES,
     progress: Progress | None = None,
 ) -> Checkpoint:
-    """Do what a plan says, if it is of any use; see :func:`compact`. Whoever calls this holds a lease."""
+    """Do what a plan says, if it is of any use; see :func:`compact`.
+
+    Args:
+        lease: That of whoever calls this. If the commit fails and may yet arrive, it is left until it runs out, so that
+            nobody prunes the new packs before.
+    """
     check_thread_count(thread_count)
     check_pack_bytes(pack_bytes)
     if not plan.is_needed:
         return plan.newest
-    _rewrite(plan, uuid.uuid4().hex[:16], thread_count, pack_bytes, progress)
+    save_id = uuid.uuid4().hex[:16]
+    data, packs = _rewritten(plan, save_id, thread_count, pack_bytes, progress)
+    try:
+        commit_replacement(plan.newest, data, save_id)
+    except BaseException:
+        if not may_have_committed(plan.newest, save_id):
+            packs.discard()
+        elif lease is not None:
+            lease.leave()
+        raise
     return read_checkpoint(plan.newest.store)
 
 
-def _rewrite(plan: CompactionPlan, save_id: str, thread_count: int, pack_bytes: int, progress: Progress | None) -> None:
+def _rewritten(
+    plan: CompactionPlan, save_id: str, thread_count: int, pack_bytes: int, progress: Progress | None
+) -> tuple[bytes, NewPacks]:
+    """The new manifest's file, and the packs that are written."""
     packs = NewPacks(plan, save_id, thread_count, pack_bytes, progress)
     try:
         copied = Copying(plan, packs, PackReader(plan.newest.store, plan.flat.packs, thread_count)).run()
@@ -230,9 +248,4 @@ def _rewrite(plan: CompactionPlan, save_id: str, thread_count: int, pack_bytes: 
         raise
     finally:
         packs.close()
-    try:
-        commit_replacement(plan.newest, data, save_id)
-    except BaseException:
-        if not may_have_committed(plan.newest, save_id):
-            packs.discard()
-        raise
+    return data, packs
