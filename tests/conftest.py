@@ -38,7 +38,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 # Files that take a minute or more come first: who tests two at a time would else wait for the last one.
 LONG_FILES = (
-    "test_benchmarks", "test_matrix", "test_snippets", "test_save_and_load", "test_absent_broker", "test_kafka_lives",
+    "test_benchmarks", "test_simulator", "test_simulated_upkeep", "test_matrix", "test_snippets",
+    "test_save_and_load", "test_absent_broker", "test_kafka_lives",
     "test_fenced_jobs", "test_corrupt_records", "test_topic_settings", "test_compacted_topics",
     "test_compacted_restarts", "test_subscriber", "test_forward_lock", "test_update_path", "test_commit_sources",
     "test_kafka_kills", "test_maintenance_of_kafka_runs", "test_kafka_commands", "test_example_continuous",

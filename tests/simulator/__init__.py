@@ -11,5 +11,6 @@
 - ``world``: a schedule, from its seed to its end.
 - ``checks``: the invariants that must hold then.
 - ``shrinking``: smaller schedules with the same finding, and the report.
+- ``command``: what tests run of it.
 - ``mutants``, ``mutants_of_upkeep``: ways to break the protocol, which must be found.
 """

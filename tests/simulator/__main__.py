@@ -1,10 +1,13 @@
 """``python -m tests.simulator``: replay a schedule and print its trace, or look for findings."""
 
 import argparse
+import multiprocessing
 import os
 import random
 import sys
 import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 
 if os.environ.get("PYTHONHASHSEED") != "0":  # sets of strings would have another order in every process
     os.environ |= {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
@@ -21,6 +24,8 @@ def main() -> int:
     parser.add_argument("--full", action="store_true", help="with --seed: print the whole trace, not shrunk")
     parser.add_argument("--seeds", type=int, nargs=2, metavar=("FIRST", "END"), help="run these")
     parser.add_argument("--minutes", type=float, help="run new seeds for so long")
+    parser.add_argument("--processes", type=int, default=1, help="that share the seeds; one for each core")
+    parser.add_argument("--digests", action="store_true", help="print of each schedule a digest of its trace")
     parser.add_argument("--family", choices=FAMILIES, help="of the scenarios; by default the seed says which")
     options = parser.parse_args()
     with simulation():
@@ -44,17 +49,36 @@ def _replay(seed: int, family: str | None, is_full: bool) -> int:
 def _search(options: argparse.Namespace) -> int:
     first, end = options.seeds or (random.SystemRandom().randrange(1 << 40), 1 << 62)
     until = time.monotonic() + 60 * (options.minutes if options.minutes is not None else 1e9)
-    num_saves = num_findings = 0
-    seed = first
-    while seed < end and time.monotonic() < until and num_findings < 3:
+    num = options.processes
+    began = time.monotonic()
+    shares = [(options, range(first + number, end, num), until) for number in range(num)]
+    if num == 1:
+        found = [_share(*shares[0])]
+    else:  # children have all that is imported and installed
+        with ProcessPoolExecutor(num, mp_context=multiprocessing.get_context("fork")) as pool:
+            found = [future.result() for future in [pool.submit(_share, *share) for share in shares]]
+    num_schedules, num_saves, num_findings = (sum(numbers) for numbers in zip(*found, strict=True))
+    per_min = 60 * num_schedules / (time.monotonic() - began)
+    _say(f"from seed {first}: {num_schedules} schedules, {per_min:.0f} a minute; {num_saves} saves")
+    _say(f"{num_findings} findings")
+    return int(num_findings > 0)
+
+
+def _share(options: argparse.Namespace, seeds: Sequence[int], until: float) -> tuple[int, int, int]:
+    """Run these seeds until the time is over or there are three findings; numbers of schedules, saves and findings."""
+    num_schedules = num_saves = num_findings = 0
+    for seed in seeds:
+        if time.monotonic() > until or num_findings == 3:
+            break
         outcome = run(scenario_of(seed, options.family))
+        if options.digests:
+            _say(f"seed {seed}: {outcome.digest:08x} of {len(outcome.trace)} lines")
+        num_schedules += 1
         num_saves += outcome.num_saves
         if outcome.finding is not None:
             num_findings += 1
             _say(report(outcome, options.family))
-        seed += 1
-    _say(f"seeds {first} to {seed - 1}: {num_saves} saves, {num_findings} findings")
-    return int(num_findings > 0)
+    return num_schedules, num_saves, num_findings
 
 
 if __name__ == "__main__":

@@ -45,10 +45,12 @@ def _check_outcomes(sim: Scheduler, book: Book, is_pruned: bool) -> None:
 
 
 def _check_jobs(book: Book) -> None:
-    """When a later job has claimed the root, an earlier one commits no more, but for a save that was at its end."""
+    """Who commits has claimed the root; when a later job has, an earlier one commits at most what was at its end."""
     newest: Run | None = None
     num_late: Counter[str] = Counter()
     for kind, run in book.events:
+        if kind == "committed" and run.name not in num_late:
+            raise FindingError("no claim", f"{run.name} has committed, and has not claimed the root")
         if kind == "claimed":
             newest = run
             num_late[run.name] = 0

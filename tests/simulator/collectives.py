@@ -30,6 +30,7 @@ class Group:
     processes: Sequence[Process]
     break_share: float = 0.0
     is_broken: bool = False
+    was_cut: bool = False  # by a fault, not by the end of a rank
     _device_types: tuple[torch.device, ...] = (torch.device("cpu"),)
     _parts: dict[int, dict[int, tuple[str, bytes]]] = field(default_factory=dict)
     _num_done: dict[int, int] = field(default_factory=dict)
@@ -44,7 +45,7 @@ class Group:
         sim.point(f"{self.name}#{number} {what}")
         if self.break_share and sim.chance(self.break_share, f"{self.name}#{number} breaks on rank {rank}"):
             sim.tell(f"*** {self.name} breaks here")
-            self.is_broken = True
+            self.is_broken = self.was_cut = True
         if self.is_broken:
             raise RuntimeError(f"simulated: {self.name}: connection reset by peer")
         parts = self._parts.setdefault(number, {})

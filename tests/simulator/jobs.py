@@ -114,6 +114,13 @@ class Run:
         return f"{self.job.name}{self.number}"
 
     @property
+    def was_disturbed(self) -> bool:
+        """Whether a rank was killed, or a group cut, so that others found its collectives broken."""
+        own = self.processes[0].own
+        groups = [own["world"], own["saves"], *own.get("groups", {}).values()]
+        return _has_died(self) or any(group.was_cut for group in groups)
+
+    @property
     def has_ended(self) -> bool:
         """Whether nothing of it runs any more."""
         return all(process.is_dead for process in self.processes)
@@ -340,6 +347,8 @@ class Starter:
                 raise FindingError(
                     "unexpected error", f"{process.name}: {type(error).__name__}: {error}\n{stack}"
                 ) from error
+            if isinstance(error, RuntimeError) and not run.was_disturbed:
+                raise FindingError("raised alone", f"{process.name} waited for a rank that had raised") from error
         finally:
             process.is_dead = True
 

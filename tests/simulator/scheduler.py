@@ -66,6 +66,7 @@ class Task:
     def __init__(self, sim: "Scheduler", process: Process, name: str, run: Callable[[], None]) -> None:
         self.sim = sim
         self.process = process
+        self.client = process  # whose request it does, if it is of the store
         self.name = name
         self.number = sim.num_tasks
         self.has_ended = False

@@ -19,6 +19,7 @@ from tests.simulator.virtual import EPOCH_SECS
 
 PROTOCOL = "sim"
 MAX_DELAY_SECS = 5
+LATE_SECS = (0.01, 0.03, 0.1, 0.3, 1, 5, 20, 40)
 
 
 @dataclass
@@ -77,6 +78,8 @@ class Objects:
         if changes and shares.late and sim.chance(shares.late, f"late {what}"):
             self._tell(f"fails, and is done later: {what}")
             self._do_later(act, what)
+            if sim.chance(0.5, f"late {what}: its client gives up"):
+                raise PermissionError("simulated: no answer, and no second attempt")
             raise TimeoutError("simulated: no answer yet")
         if cut is not None and shares.cut and sim.chance(shares.cut, f"cut {what}"):
             self._tell(f"cut short: {what}")
@@ -104,14 +107,14 @@ class Objects:
         server = client.process.own["server"]
 
         def do() -> None:
-            sim.sleep(sim.unique() % 40)
+            sim.sleep(LATE_SECS[sim.unique() % len(LATE_SECS)])
             sim.tell(f"is done late: {what}")
             try:
                 act()
             except OSError as error:
                 sim.tell(f"had no effect: {error}")
 
-        sim.spawn(server, "store", do)
+        sim.spawn(server, "store", do).client = client.process
 
     def now(self) -> float:
         """Seconds, by the store's clock."""

@@ -110,17 +110,18 @@ def scenario_of(seed: int, family: str | None = None) -> Scenario:
         return Beside(kind, begins * drawn.random(), every, drawn.randint(2, 6), drawn.choice([1, 1, 2]))
 
     jobs = [job("A", 0.0, drawn.choice([2, 3]))]
-    if family == "two jobs":
+    is_mixed = drawn.random() < 0.4  # two jobs with upkeep beside them
+    if family == "two jobs" or (family == "upkeep" and is_mixed):
         jobs.append(job("B", drawn.choice([0.05, 0.3, 0.6]), 1))
-    kinds = ["prune", "compact", "read"] if family == "upkeep" else []
+    kinds = ["prune", "compact", "read"] if family == "upkeep" or (family == "two jobs" and is_mixed) else []
     besides = tuple(beside(kind) for kind in kinds if drawn.random() < 0.75)
     shares = storage.FaultShares(
-        fail=share(0, 0, 0.01, 0.05),
-        refuse=share(0, 0, 0.005, 0.02),
-        lose=share(0, 0, 0.01, 0.05),
+        fail=share(0, 0, 0.01, 0.05, 0.2),
+        refuse=share(0, 0, 0.005, 0.02, 0.05),
+        lose=share(0, 0, 0.01, 0.05, 0.2),
         cut=share(0, 0, 0.01),
         repeat=share(0, 0, 0.02),
-        late=share(0, 0, 0, 0.01),
+        late=share(0, 0, 0, 0.01, 0.05),
         delay=share(0, 0, 0.02),
         kill=share(0, 0, 0.005, 0.02),
     )
@@ -225,7 +226,9 @@ def _note(sim: Scheduler, book: Book, kind: str, path: str, data: bytes) -> None
         sim.tell(f"=== {kind} manifest of {directory}")
         if kind == "put":
             book.created_ns[f"{storage.PROTOCOL}://{directory}"] = created_ns(data) or 0
-    elif not is_fence(name):
+    elif is_fence(name) and task is not None:
+        run = task.client.own.get("run")  # also if the client was told that it failed
+    else:
         return
     if kind == "put" and run is not None:
         book.events.append(("committed" if name == MANIFEST_FILE else "claimed", run))
