@@ -276,3 +276,13 @@ if __name__ == "__main__":
     function, *methods = sys.argv[1:]
     cases = {each.__name__: each for each in (some_mismatches, all_mismatches)}
     sys.exit("\n".join(cases[function](torch.device("cpu"), *methods)) or 0)
+
+
+def test_the_cuts_of_a_plan_are_copied_to_a_device_once() -> None:
+    """Each copy of them would wait for the device."""
+    cpu_device = torch.device("cpu")
+    plans = [search_plan(LEAST_SQUARES, cuts=np.array(cuts, np.float32)) for cuts in ([0.0, 0.15], [0.0, 0.15], [0.1])]
+    first, same, other = (fused_rows._cuts_on(cpu_device, plan.cuts.tobytes()) for plan in plans)
+    assert first is same
+    assert [first.tolist(), other.tolist()] == [[0.0, pytest.approx(0.15)], [pytest.approx(0.1)]]
+    assert fused_rows._cuts_on(cpu_device, PLANS["covering"].cuts.tobytes()).shape == (0,)

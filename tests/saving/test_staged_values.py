@@ -1,5 +1,6 @@
 """Rows that are quantized when they are staged: the same bytes as of rows that are quantized in the background."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -12,17 +13,20 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import torchrec_cnr as cnr
 from tests.support import models
 from tests.support.models import Whole, differing, state, torchrec_job, train
 from tests.support.ranks import RankPools
+from torchrec_cnr import kernels
+from torchrec_cnr.kernels import cpu
 from torchrec_cnr.progress import SavePhases
 from torchrec_cnr.quantization import HalfPrecision
 from torchrec_cnr.saving import staged_values, staging
 from torchrec_cnr.saving.plug_in_messages import STAGED
-from torchrec_cnr.saving.staged_values import StagingBuffer, stage_codes
+from torchrec_cnr.saving.staged_values import BufferTensor, StagingBuffer, finish_codes, start_codes
 from torchrec_cnr.sharding import local_shards
 from torchrec_cnr.tracking.modified_rows import RowMask
 
@@ -56,7 +60,7 @@ def test_any_rows_of_codes_are_those_of_the_scheme(
     arena = StagingBuffer()
     arena.clear(1 << 16, is_pinned=False)
     with mock.patch.object(staged_values, "DEVICE_BLOCK_BYTES", block_rows * 7 * 4):
-        staged = stage_codes(table.to(device), numbers, scheme, arena.take)
+        (staged,) = finish_codes([start_codes(table.to(device), numbers, scheme, arena.take)])
     rows = table if numbers is None else table[numbers]
     assert staged.tensor().shape == rows.shape
 
@@ -66,6 +70,68 @@ def test_any_rows_of_codes_are_those_of_the_scheme(
     assert torch.equal(found.codes, wanted.codes.cpu())
     assert torch.equal(found.exact, wanted.exact.cpu())
     assert torch.equal(exact_values.view(torch.int32), rows[some][wanted.exact.cpu()].view(torch.int32))
+
+
+def _on_nowhere(shape: tuple[int, ...], dtype: torch.dtype) -> BufferTensor:
+    memory = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device="meta")
+    return BufferTensor(memory, 0, shape, dtype)
+
+
+@pytest.mark.parametrize("is_part", [False, True])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_rows_are_encoded_and_copied_without_a_look_at_them(
+    scheme: Any, is_part: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device without values, whoever wants to know one fails, as he would wait on another device."""
+
+    def encode_rows(table: Tensor, rows: Tensor, bits: int, plan: object, row_bytes: int) -> tuple[Tensor, Tensor]:
+        return table.new_empty(len(rows), row_bytes, dtype=torch.uint8), table.new_empty(len(rows), dtype=torch.bool)
+
+    monkeypatch.setattr(kernels, "_on_host", lambda table, rows: (table, rows))
+    monkeypatch.setattr(cpu, "encode_rows", encode_rows)
+    monkeypatch.setattr(staged_values, "DEVICE_BLOCK_BYTES", 700)
+    table = torch.empty(100, 7, device="meta")
+    numbers = torch.arange(0, 100, 2) if is_part else None
+    started = start_codes(table, numbers, scheme, _on_nowhere)
+    assert [len(part) for part in started.is_exact] == ([25, 25] if is_part else [25] * 4)
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        scheme.encode(table)
+
+
+def test_a_device_is_waited_for_once_for_all_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And once more for each block of rows among which some are stored exactly: no other block's rows are looked at."""
+    waits: list[str] = []
+    asked_for: list[Tensor] = []
+    tolist, positions = Tensor.tolist, staged_values.positions
+
+    def asked(self: Tensor) -> Any:
+        if self.dtype is torch.bool and not any(
+            self is other for other in asked_for
+        ):  # it calls itself once more if there is a default device
+            asked_for.append(self)
+            waits.append("flags")
+        return tolist(self)
+
+    monkeypatch.setattr(Tensor, "tolist", asked)
+    monkeypatch.setattr(staged_values, "positions", lambda mask: waits.append(f"{len(mask)} rows") or positions(mask))
+    monkeypatch.setattr(staged_values, "DEVICE_BLOCK_BYTES", 6 * 16)
+    tables = [torch.randn(10, 4) for _ in range(20)]
+    tables[3][8, 0] = float("inf")
+    arena = StagingBuffer()
+    arena.clear(1 << 16, is_pinned=False)
+    found = finish_codes([start_codes(table, None, cnr.Asymmetric(4), arena.take) for table in tables])
+    assert waits == ["flags", "4 rows"]
+    assert [codes.exact.tolist() for codes in found] == [[]] * 3 + [[8]] + [[]] * 16
+    assert found[3].exact_values.equal(tables[3][8:9])
+
+
+@pytest.mark.parametrize("row", [-1, 10])
+def test_rows_that_are_not_there_are_not_staged(row: int) -> None:
+    """Kernels would read beyond the table."""
+    arena = StagingBuffer()
+    arena.clear(1 << 16, is_pinned=False)
+    with pytest.raises(cnr.ConfigurationError, match=f"rows {row} to {row} are asked for, of 10"):
+        start_codes(torch.ones(10, 4), torch.tensor([row]), cnr.Asymmetric(4), arena.take)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -35,7 +35,9 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _Decoder = Callable[[Tensor, Tensor, int, int, Tensor, Tensor], None]
 
 
-def encode_rows(table: Tensor, rows: Tensor, bits: int, plan: SearchPlan, row_bytes: int) -> tuple[Tensor, Tensor]:
+def encode_rows(
+    table: Tensor, rows: Tensor, bits: int, plan: SearchPlan, row_bytes: int, are_checked: bool = False
+) -> tuple[Tensor, Tensor]:
     """Encode rows of a table as fused rows: codes, lowest bits first, then scale and bias in fp16.
 
     Args:
@@ -44,6 +46,7 @@ def encode_rows(table: Tensor, rows: Tensor, bits: int, plan: SearchPlan, row_by
         bits: 2, 3, 4 or 8.
         plan: How scale and bias are searched.
         row_bytes: Of an encoded row.
+        are_checked: Whether the rows are known to be there: to look where they lie on a device is to wait for it.
 
     Returns:
         uint8 [n, row_bytes], and bool [n]: rows that codes cannot represent, whose bytes are zeros.
@@ -51,7 +54,7 @@ def encode_rows(table: Tensor, rows: Tensor, bits: int, plan: SearchPlan, row_by
     Raises:
         ConfigurationError: The table is of another dtype or layout, or has no such rows, or no columns.
     """
-    _check_encodable(table, rows)
+    _check_encodable(table, rows, are_checked)
     if table.is_cuda and _gpu is not None:
         codes, is_exact = _gpu.encode_rows(table, rows, bits, plan, row_bytes)
         return codes, is_exact
@@ -114,7 +117,7 @@ def decode_clusters(codes: Tensor, positions: Tensor, bits: int, first_col: int,
     _decode_on_host(cpu.decode_clusters, codes, positions, bits, first_col, target, rows)
 
 
-def _check(table: Tensor, rows: Tensor) -> None:
+def _check(table: Tensor, rows: Tensor, are_checked: bool = False) -> None:
     """Compiled code checks nothing: whatever it is told to read and write must be there."""
     if table.dim() != 2 or table.dtype not in _DTYPES:
         raise ConfigurationError(f"a table must be two-dimensional fp32, fp16 or bf16 (got {_described(table)})")
@@ -123,11 +126,12 @@ def _check(table: Tensor, rows: Tensor) -> None:
         raise ConfigurationError(
             f"the elements of a row must lie side by side, and rows apart (got {_described(table)})"
         )
-    _check_numbers(rows, num_rows)
+    if not are_checked:
+        check_numbers(rows, num_rows)
 
 
-def _check_encodable(table: Tensor, rows: Tensor) -> None:
-    _check(table, rows)
+def _check_encodable(table: Tensor, rows: Tensor, are_checked: bool = False) -> None:
+    _check(table, rows, are_checked)
     if table.shape[1] == 0:
         raise ConfigurationError(f"a table without columns has nothing to encode (got {_described(table)})")
 
@@ -135,10 +139,15 @@ def _check_encodable(table: Tensor, rows: Tensor) -> None:
 def _check_codes(codes: Tensor, positions: Tensor, has_columns: bool) -> None:
     if codes.dtype is not torch.uint8 or not has_columns:
         raise ConfigurationError(f"codes are not of rows with so many columns (got {_described(codes)})")
-    _check_numbers(positions, len(codes))
+    check_numbers(positions, len(codes))
 
 
-def _check_numbers(rows: Tensor, num_rows: int) -> None:
+def check_numbers(rows: Tensor, num_rows: int) -> None:
+    """Refuse numbers that are not of rows of a table. Waits for the device that they lie on.
+
+    Raises:
+        ConfigurationError: They are not.
+    """
     if rows.dtype is not torch.int64 or rows.dim() != 1:
         raise ConfigurationError(f"numbers of rows must be one-dimensional int64 (got {_described(rows)})")
     if rows.device.type == "cpu":

@@ -91,6 +91,22 @@ class Scheme(Quantization, Protocol):
         ...
 
 
+class DeviceScheme(Scheme, Protocol):
+    """A scheme whose codes are made on the device that holds the table."""
+
+    def encode_without_waiting(self, table: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Encode rows that are known to be there, and do not wait for the device.
+
+        Args:
+            table: As for ``encode``.
+            rows: int64 [n], numbers of rows that the table has, on its device: nobody looks at them.
+
+        Returns:
+            uint8 [n, row_bytes], and bool [n], on the table's device: rows that codes cannot represent.
+        """
+        ...
+
+
 class RowCodes:
     """What the schemes share that turn each row into codes of its own."""
 
@@ -214,7 +230,14 @@ class HalfPrecision(RowCodes):
 
     def encode(self, table: Tensor, rows: Tensor | None = None) -> Encoded:
         """Round to nearest, ties to even."""
-        values = table if rows is None else table.index_select(0, rows)
+        codes, is_exact = self._rounded(table if rows is None else table.index_select(0, rows))
+        return Encoded(codes, positions(is_exact))
+
+    def encode_without_waiting(self, table: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The same; which rows are stored exactly stays on the device."""
+        return self._rounded(table.index_select(0, rows))
+
+    def _rounded(self, values: Tensor) -> tuple[Tensor, Tensor]:
         codes = values.to(self.dtype)
         decoded = codes.to(values.dtype)
         is_held = decoded.isfinite().all(1) & ((decoded != 0) | (values == 0)).all(1)
@@ -223,7 +246,7 @@ class HalfPrecision(RowCodes):
             is_held &= ~is_constant | (decoded == values).all(1)
         row_bytes = self.row_bytes(values.shape[1], values.dtype)
         codes = codes.contiguous().reshape(-1).view(torch.uint8).view(len(values), row_bytes)
-        return Encoded(codes, positions(~is_held))
+        return codes, ~is_held
 
     def decode_into(self, codes: Tensor, positions: Tensor, first_col: int, target: Tensor, rows: Tensor) -> None:
         """Widen."""

@@ -191,6 +191,11 @@ class _Uniform(RowCodes):
         codes, is_exact = kernels.encode_rows(table, numbers, self.bits, self._plan(table, numbers), row_bytes)
         return Encoded(codes, positions(is_exact))
 
+    def encode_without_waiting(self, table: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The same; which rows are stored exactly stays on the device."""
+        row_bytes = self.row_bytes(table.shape[1], table.dtype)
+        return kernels.encode_rows(table, rows, self.bits, self._plan(table, rows), row_bytes, are_checked=True)
+
     def decode_into(self, codes: Tensor, positions: Tensor, first_col: int, target: Tensor, rows: Tensor) -> None:
         """``bias + scale * code``, rounded once to fp32 and then to the target's dtype."""
         kernels.decode_rows(codes, positions, self.bits, first_col, target, rows)

@@ -7,17 +7,21 @@ descriptor where it is shared with another process, however many tensors are in 
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
+from torchrec_cnr.kernels import check_numbers
 from torchrec_cnr.kernels.gpu.pinned_memory import PinnedMemory
 from torchrec_cnr.quantization import Encoded, KMeans, NoQuantization, Scheme
+from torchrec_cnr.quantization.scheme import DeviceScheme, positions
 from torchrec_cnr.saving.running_saves import RunningSave
 
-# Of rows that a device gathers or encodes at once: each block costs a few waits for the device.
+# Of rows that a device gathers or encodes at once.
 DEVICE_BLOCK_BYTES = 256 << 20
 ALIGNMENT = 64  # bytes: a line of the cache
 _SLACK = 1.25  # rows modified differ from save to save
@@ -157,37 +161,93 @@ def is_quantized_first(source: Tensor) -> bool:
     return source.device.type == "cuda"
 
 
-def has_kernel(scheme: Scheme) -> bool:
+def has_kernel(scheme: Scheme) -> TypeGuard[DeviceScheme]:
     """Whether a scheme's codes are made on the device: those of k-means are not."""
     return not isinstance(scheme, KMeans | NoQuantization)
 
 
-def stage_codes(
-    source: Tensor, numbers: Tensor | None, scheme: Scheme, take: Callable[[tuple[int, ...], torch.dtype], BufferTensor]
-) -> StagedCodes:
-    """Encode rows of a table where it lies, and copy the codes to the host.
+@dataclass(frozen=True, eq=False)
+class StartedCodes:
+    """Rows of a shard that are being encoded and copied to the host: nobody has waited for the device.
+
+    Attributes:
+        source: The shard, [num_rows, num_cols].
+        numbers: int64 [k], on the host: which rows; None for all.
+        scheme: What they are encoded by.
+        codes: Where the codes will be.
+        is_exact: bool, on the shard's device, of one block of rows after the other: rows that codes cannot represent.
+    """
+
+    source: Tensor
+    numbers: Tensor | None
+    scheme: DeviceScheme
+    codes: BufferTensor
+    is_exact: tuple[Tensor, ...]
+
+    def finished(self, has_exact: Sequence[bool]) -> StagedCodes:
+        """With the rows that are stored exactly: waits for the device at each block that has such rows.
+
+        Args:
+            has_exact: Which blocks have.
+        """
+        source = self.source
+        exact = [torch.empty(0, dtype=torch.int64, device="cpu")]
+        exact_values = [torch.empty(0, source.shape[1], dtype=source.dtype, device="cpu")]
+        first = 0
+        for is_exact, is_there in zip(self.is_exact, has_exact, strict=True):
+            if is_there:
+                exact.append(positions(is_exact).cpu() + first)
+                rows = exact[-1] if self.numbers is None else self.numbers[exact[-1]]
+                exact_values.append(source.index_select(0, rows.to(source.device)).cpu())
+            first += len(is_exact)
+        shape = (self.codes.shape[0], source.shape[1])
+        return StagedCodes(shape, source.dtype, self.scheme, self.codes, torch.cat(exact), torch.cat(exact_values))
+
+
+def start_codes(
+    source: Tensor,
+    numbers: Tensor | None,
+    scheme: DeviceScheme,
+    take: Callable[[tuple[int, ...], torch.dtype], BufferTensor],
+) -> StartedCodes:
+    """Begin to encode rows of a table where it lies, and to copy the codes to the host; does not wait for the device.
+
+    CUDA alone may wait, where it copies the numbers, which are not in pinned memory: for what the stream has to do.
 
     Args:
         source: [num_rows, num_cols], the elements of a row side by side.
-        numbers: int64 [k]: which rows; None for all.
+        numbers: int64 [k], on the host: which rows; None for all. Not to be changed until the device is done.
         scheme: How.
         take: Gives memory for the codes.
+
+    Raises:
+        ConfigurationError: There are no such rows.
     """
+    if numbers is not None:
+        check_numbers(numbers, len(source))  # on the host, for all blocks: on the device it would wait
     num_rows = len(source) if numbers is None else len(numbers)
     codes = take((num_rows, scheme.row_bytes(source.shape[1], source.dtype)), torch.uint8)
-    target = codes.tensor()
-    exact, exact_values = [torch.empty(0, dtype=torch.int64, device="cpu")], [source[:0].cpu()]
+    target, are_exact = codes.tensor(), []
     block_rows = max(1, DEVICE_BLOCK_BYTES // max(1, source[:1].nbytes))
     for first in range(0, num_rows, block_rows):
         stop = min(num_rows, first + block_rows)
         if numbers is None:
             block = torch.arange(first, stop, device=source.device)
         else:
-            block = numbers[first:stop].to(source.device)
-        encoded = scheme.encode(source, block)
-        target[first:stop].copy_(encoded.codes, non_blocking=True)
-        if len(encoded.exact):
-            exact.append(encoded.exact.cpu() + first)
-            exact_values.append(source.index_select(0, block[encoded.exact.to(block.device)]).cpu())
-    shape = (num_rows, source.shape[1])
-    return StagedCodes(shape, source.dtype, scheme, codes, torch.cat(exact), torch.cat(exact_values))
+            block = numbers[first:stop].to(source.device, non_blocking=True)
+        encoded, is_exact = scheme.encode_without_waiting(source, block)
+        target[first:stop].copy_(encoded, non_blocking=True)
+        are_exact.append(is_exact)
+    return StartedCodes(source, numbers, scheme, codes, tuple(are_exact))
+
+
+def finish_codes(started: Sequence[StartedCodes]) -> list[StagedCodes]:
+    """Wait once for each device to learn which blocks have rows that are stored exactly, and copy these rows.
+
+    Codes may still be under way to the host.
+    """
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for codes in started:
+        by_device.setdefault(codes.source.device, []).extend(is_exact.any() for is_exact in codes.is_exact)
+    has_exact = {device: iter(torch.stack(flags).tolist() if flags else []) for device, flags in by_device.items()}
+    return [codes.finished(list(islice(has_exact[codes.source.device], len(codes.is_exact)))) for codes in started]

@@ -30,7 +30,8 @@ from torchrec_cnr.format.manifest import DTYPES
 from torchrec_cnr.kernels.cpu.gather_rows import gather_rows
 from torchrec_cnr.policies import Since
 from torchrec_cnr.progress import SavePhases
-from torchrec_cnr.quantization import Scheme, SchemeRules
+from torchrec_cnr.quantization import SchemeRules
+from torchrec_cnr.quantization.scheme import DeviceScheme
 from torchrec_cnr.saving.cut import Cut, Cuts, StagedRows, TrackedItem
 from torchrec_cnr.saving.encoding import choose_scheme
 from torchrec_cnr.saving.plug_in_messages import STAGED, StagedSave, StagedTensor
@@ -41,10 +42,11 @@ from torchrec_cnr.saving.staged_values import (
     StagedValue,
     StagingBuffer,
     StagingBuffers,
+    finish_codes,
     has_kernel,
     is_quantized_first,
     padded_bytes,
-    stage_codes,
+    start_codes,
 )
 from torchrec_cnr.sharding import ShardKey, copied, dtype_name, is_replicated, local_shards, memory_key
 from torchrec_cnr.tracking.modified_rows import ModifiedRows, RowList, RowMask
@@ -68,7 +70,7 @@ class ShardCopy:
     source: Tensor
     numbers: Tensor | None
     rows: StagedRows | None
-    scheme: Scheme | None = None
+    scheme: DeviceScheme | None = None
     is_live: bool = False
 
     @property
@@ -190,7 +192,7 @@ def _live(wanted: ShardCopy, cut: Cut, masks: dict[int, StagedRows]) -> ShardCop
     return replace(wanted, numbers=None, rows=rows, scheme=None, is_live=True)
 
 
-def _scheme_of(wanted: ShardCopy, cut: Cut, rules: SchemeRules) -> Scheme | None:
+def _scheme_of(wanted: ShardCopy, cut: Cut, rules: SchemeRules) -> DeviceScheme | None:
     """What rows of a tracked shard are encoded by before they are copied, if they are."""
     source, item = wanted.source, cut.items.get(wanted.key)
     is_table = source.dim() == 2 and source.stride(1) == 1 and math.prod(wanted.shape) > 0
@@ -256,9 +258,11 @@ def _staged(
     unique = {wanted.memory: wanted for wanted in to_copy}
     is_on_device = any(wanted.source.device.type == "cuda" for wanted in to_copy)
     buffer = buffers.take(sum(wanted.num_bytes for wanted in unique.values()), is_on_device, staged.running)
-    by_memory = {memory: _copy(wanted, buffer) for memory, wanted in unique.items()}
-    for device in {wanted.source.device for wanted in to_copy if wanted.source.device.type == "cuda"}:
-        torch.cuda.synchronize(device)
+    try:
+        by_memory = _copied(unique, buffer)
+    finally:  # what has begun writes to the buffer, which the next save takes, and reads numbers of rows
+        for device in {wanted.source.device for wanted in to_copy if wanted.source.device.type == "cuda"}:
+            torch.cuda.synchronize(device)
     values: dict[ShardKey, StagedValue] = {wanted.key: by_memory[wanted.memory] for wanted in to_copy}
     values |= {wanted.key: wanted.source for wanted in copies if wanted.is_live}
     items = {
@@ -272,12 +276,22 @@ def _staged(
     return _stand_ins(live, values, staged.cut)
 
 
+def _copied(unique: Mapping[object, ShardCopy], buffer: StagingBuffer) -> dict[object, StagedValue]:
+    """Copies of what lies in each memory, still under way perhaps. All codes are begun before any is waited for."""
+    started = {
+        memory: start_codes(wanted.source, wanted.numbers, wanted.scheme, buffer.take)
+        for memory, wanted in unique.items()
+        if wanted.scheme is not None
+    }
+    copies = {memory: _copy(wanted, buffer) for memory, wanted in unique.items() if memory not in started}
+    return {**copies, **dict(zip(started, finish_codes(list(started.values())), strict=True))}
+
+
 def _copy(wanted: ShardCopy, buffer: StagingBuffer) -> StagedValue:
+    """The values of a shard, or of some of its rows."""
     source, numbers = wanted.source, wanted.numbers
     if source.layout is not torch.strided or dtype_name(source) not in DTYPES:
         return source.to("cpu", copy=True)  # which the writer will refuse, by name
-    if wanted.scheme is not None:
-        return stage_codes(source, numbers, wanted.scheme, buffer.take)
     taken = buffer.take(wanted.shape, source.dtype)
     target = taken.tensor()
     if numbers is None:
@@ -287,7 +301,8 @@ def _copy(wanted: ShardCopy, buffer: StagingBuffer) -> StagedValue:
     else:
         block_rows = max(1, DEVICE_BLOCK_BYTES // max(1, source[:1].nbytes))
         for place, rows in zip(target.split(block_rows), numbers.split(block_rows), strict=True):
-            place.copy_(source.index_select(0, rows.to(source.device)), non_blocking=True)
+            block = rows.to(source.device, non_blocking=True)
+            place.copy_(source.index_select(0, block), non_blocking=True)
     return taken
 
 

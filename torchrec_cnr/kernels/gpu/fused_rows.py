@@ -5,6 +5,9 @@ searched, several lanes to a row while it is read first and put last. Decoding w
 Beside what it returns, encoding allocates only the tiles of the warps that run at a time, however large the table is.
 """
 
+from functools import lru_cache
+
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -195,7 +198,7 @@ def encode_rows(table: Tensor, rows: Tensor, bits: int, plan: SearchPlan, row_by
     if searches:
         num_programs = min(num_programs, _num_tiles(table.device, num_cols * LANES.value * table.itemsize))
     tiles = elements.new_empty(num_programs * num_cols * LANES.value if searches else 0)
-    cuts = torch.from_numpy(plan.cuts).to(table.device)
+    cuts = _cuts_on(table.device, plan.cuts.tobytes())
     device_plan = DevicePlan(cuts, len(cuts), plan.num_bins, plan.num_steps, plan.rounds, plan.polish)
     with torch.cuda.device_of(table):
         _encode[(num_programs,)](
@@ -252,6 +255,12 @@ def warm_up(table: Tensor, bits: int, plan: SearchPlan, row_bytes: int) -> None:
     encode_rows(table, first, bits, plan, row_bytes)
     codes, _ = encode_rows(sample, first, bits, plan, row_bytes)
     decode_rows(codes, first, bits, 0, sample, first)
+
+
+@lru_cache(maxsize=256)
+def _cuts_on(device: torch.device, cuts: bytes) -> Tensor:
+    """The cuts of a plan, float32; kept, as a copy of a few bytes waits for the device as any other does."""
+    return torch.from_numpy(np.frombuffer(cuts, np.float32).copy()).to(device)
 
 
 def _elements(table: Tensor) -> Tensor:
