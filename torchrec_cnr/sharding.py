@@ -1,7 +1,7 @@
 """What a rank holds of a tensor: the only module that knows ShardedTensor and DTensor."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +95,16 @@ def memory_key(tensor: Tensor) -> MemoryKey | None:
     if tensor.layout is not torch.strided or tensor.numel() == 0 or hasattr(tensor, "__tensor_flatten__"):
         return None
     return tensor.data_ptr(), tensor.device, tuple(tensor.shape), tensor.stride()
+
+
+def wait_for_devices(values: Iterable[Any]) -> None:
+    """Wait until what all streams of GPUs were given is done, where tensors or a state dict's items lie on them.
+
+    Whoever reads or writes them next does so in a stream that need not be the one in which the model is trained.
+    """
+    tensors = (shard.tensor for value in values for shard in local_shards(value))
+    for device in {tensor.device for tensor in tensors if tensor.device.type == "cuda"}:
+        torch.cuda.synchronize(device)
 
 
 def dtype_name(tensor: Tensor) -> str:

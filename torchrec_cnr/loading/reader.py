@@ -31,6 +31,7 @@ from torchrec_cnr.progress import Progress
 from torchrec_cnr.reading.fold import fold
 from torchrec_cnr.reading.plan import plan_fold
 from torchrec_cnr.reading.regions import Region, TensorRegion, turns
+from torchrec_cnr.sharding import wait_for_devices
 from torchrec_cnr.storage.leases import Lease
 from torchrec_cnr.storage.pack_writer import check_thread_count
 from torchrec_cnr.storage.row_log import RowLog
@@ -135,6 +136,7 @@ class CNRStorageReader(StorageReader):
         newest = self._lineage.newest
         tensors = [item for item in plan.items if item.type is LoadItemType.TENSOR]
         targets = [planner.resolve_tensor(item).detach() for item in tensors]
+        wait_for_devices(targets)  # training may have written to them last, in a stream of its own
         forget_overwritten(targets)
         regions: list[Region] = []
         for item, target in zip(tensors, targets, strict=True):
@@ -153,6 +155,7 @@ class CNRStorageReader(StorageReader):
             planner.load_bytes(objects[fqn], serialized(value, f"{self._url}: object {fqn!r}"))
         if isinstance(planner, CNRLoadPlanner):
             planner.finish_restore()
+        wait_for_devices(targets)  # training may go on in a stream of its own
 
     def _end_lease(self) -> None:
         if self._lease is not None:

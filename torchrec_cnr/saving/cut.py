@@ -22,7 +22,7 @@ from torchrec_cnr.policies import Compacted, Policy, Since
 from torchrec_cnr.saving.running_saves import RunningSave
 from torchrec_cnr.saving.sinks import FILES, Captured, RowDestination
 from torchrec_cnr.saving.staged_values import StagedValue
-from torchrec_cnr.sharding import ShardKey, local_shards, memory_key
+from torchrec_cnr.sharding import ShardKey, local_shards, memory_key, wait_for_devices
 from torchrec_cnr.storage.store import Store
 from torchrec_cnr.tracking.modified_rows import ModifiedRows, RowList, SelectedRows
 from torchrec_cnr.tracking.tracked_tables import Pending, TrackedRows, TrackedShard
@@ -232,6 +232,7 @@ class Cuts:
             if self.tracker.head is not self._head:  # restored: what that holds was loaded into whatever state there is
                 self._states.clear()
             items = self._find(live)
+            wait_for_devices(live.values())  # which training has written to, and marked rows of, in any stream
             self.tracker.freeze()
             pending = self.tracker.pending
             assert pending is not None  # frozen just now

@@ -24,7 +24,7 @@ from torchrec_cnr.saving.encoding import EncodingInput, choose_scheme
 from torchrec_cnr.saving.plug_in_messages import ShardData
 from torchrec_cnr.saving.row_blocks import Member
 from torchrec_cnr.saving.sinks import PackSink
-from torchrec_cnr.sharding import dtype_name
+from torchrec_cnr.sharding import dtype_name, wait_for_devices
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +97,7 @@ class RankWriter:
         data: Any = self._planner.resolve_data(item)
         if isinstance(data, ShardData):
             return data
+        wait_for_devices([data])  # training may have written to it last, in a stream of its own
         values = data.detach()
         is_matrix = values.dim() == 2 and values.layout is torch.strided
         if is_matrix and (values.stride(1) != 1 or values.stride(0) < values.shape[1]):

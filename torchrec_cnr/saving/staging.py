@@ -48,7 +48,15 @@ from torchrec_cnr.saving.staged_values import (
     padded_bytes,
     start_codes,
 )
-from torchrec_cnr.sharding import ShardKey, copied, dtype_name, is_replicated, local_shards, memory_key
+from torchrec_cnr.sharding import (
+    ShardKey,
+    copied,
+    dtype_name,
+    is_replicated,
+    local_shards,
+    memory_key,
+    wait_for_devices,
+)
 from torchrec_cnr.tracking.modified_rows import ModifiedRows, RowList, RowMask
 from torchrec_cnr.tracking.tracked_tables import TrackedRows, trackers
 
@@ -249,6 +257,7 @@ def _staged(
     """Flattened values that are saved in the place of the live ones."""
     tracker = _tracker_of(live)
     if tracker is None or not isinstance(tracker.saves, Cuts):
+        wait_for_devices(live.values())
         return {fqn: copied(value) for fqn, value in live.items()}
     cuts = tracker.saves
     cut = cuts.cut(live, staged.running, cuts.policy, options.destination, options.timeout_secs, is_staged=True)
@@ -261,8 +270,7 @@ def _staged(
     try:
         by_memory = _copied(unique, buffer)
     finally:  # what has begun writes to the buffer, which the next save takes, and reads numbers of rows
-        for device in {wanted.source.device for wanted in to_copy if wanted.source.device.type == "cuda"}:
-            torch.cuda.synchronize(device)
+        wait_for_devices(wanted.source for wanted in to_copy)
     values: dict[ShardKey, StagedValue] = {wanted.key: by_memory[wanted.memory] for wanted in to_copy}
     values |= {wanted.key: wanted.source for wanted in copies if wanted.is_live}
     items = {

@@ -20,7 +20,7 @@ from torchrec_cnr.reading.regions import LineageTensor, Region, turns
 from torchrec_cnr.serving.model_tensors import ModelTensor
 from torchrec_cnr.serving.update_path import UpdateBase, UpdatePath
 from torchrec_cnr.serving.update_rows import UpdateRows
-from torchrec_cnr.sharding import ShardKey
+from torchrec_cnr.sharding import ShardKey, wait_for_devices
 
 
 @dataclass(eq=False)
@@ -114,12 +114,12 @@ class Update:
 
     def swap_in(self) -> None:
         """Overwrite what is served, while no lookup happens."""
-        devices = {part.tensor.device for part in self.parts if part.tensor.device.type == "cuda"}
-        _wait_for(devices)
+        tensors = [part.tensor for part in self.parts]
+        wait_for_devices(tensors)  # lookups that were begun
         with torch.inference_mode():  # also tables that were made in it can be written to
             for part in self.parts:
                 part.swap_in()
-        _wait_for(devices)
+        wait_for_devices(tensors)
 
 
 def prepare_update(
@@ -189,9 +189,3 @@ def _read_bytes(plan: CheckpointReads) -> int:
     blobs = [read.blob for read in plan.reads.values()]
     blobs += [block.blob for block in plan.row_blocks.values() if block.blob is not None]
     return sum(blob.num_bytes for blob in blobs)
-
-
-def _wait_for(devices: set[torch.device]) -> None:
-    """What was started on GPUs, lookups or copies, is done."""
-    for device in devices:
-        torch.cuda.synchronize(device)
