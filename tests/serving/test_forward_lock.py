@@ -110,6 +110,32 @@ def test_a_forward_that_fails_holds_nothing_off(tmp_path: Path) -> None:
         assert subscriber.update() is not None
 
 
+def test_a_replay_of_a_cuda_graph_is_a_lookup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is swapped into any of the models that are followed meanwhile; afterwards replays are as they were."""
+    graphs, models = [object(), object()], [float_model(1), float_model(2)]
+    replayed: list[object] = []
+    refused: list[str] = []
+    subscribers: list[cnr.RowSubscriber] = []
+
+    def replay(graph: object) -> None:
+        replayed.append(graph)
+        for subscriber in subscribers:
+            with pytest.raises(cnr.ConfigurationError, match="within a lookup") as error:
+                subscriber.update()
+            refused.append(str(error.value))
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", replay)
+    save_tables(tmp_path / "0", 0, SCHEMES[2], None, 1.0)
+    with following(models[0], tmp_path) as first, following(models[1], tmp_path) as second:
+        subscribers += [first, second]
+        torch.cuda.CUDAGraph.replay(graphs[0])  # type: ignore[arg-type]
+        assert len(refused) == 2
+        subscribers.clear()
+    torch.cuda.CUDAGraph.replay(graphs[1])  # type: ignore[arg-type]
+    assert replayed == graphs
+    assert torch.cuda.CUDAGraph.replay is replay
+
+
 @pytest.mark.long
 def test_a_lookup_may_wait_for_another_one() -> None:
     """A lookup that one which has begun waits for, in another thread, is not held off for ever."""

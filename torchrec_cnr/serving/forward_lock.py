@@ -3,6 +3,8 @@
 Who calls what: every forward of the model, and of a module with tables in it, is within ``shared``; whoever swaps rows
 in does it within ``exclusive``, which waits for the lookups that have begun and keeps new ones waiting. A forward of
 the whole model therefore sees one checkpoint from its first lookup to its last.
+
+A CUDA graph looks up without a forward, and does not tell of which model: every replay of one is within ``shared``.
 """
 
 import threading
@@ -10,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torchrec.distributed.types import ShardedModule
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -89,7 +92,7 @@ class ForwardLock:
 
 
 def share_forwards(model: nn.Module, lookups: ForwardLock) -> Hooks:
-    """Have every forward of a model, and of each module with tables in it, share ``lookups``."""
+    """Have every forward of a model, and of each module with tables in it, and every CUDA graph share ``lookups``."""
 
     def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with lookups.shared():
@@ -99,4 +102,5 @@ def share_forwards(model: nn.Module, lookups: ForwardLock) -> Hooks:
     for _, module in modules_below(model):
         if module is model or isinstance(module, _WITH_TABLES):
             hooks.around(module, "forward", around)
+    hooks.around(torch.cuda.CUDAGraph, "replay", around)
     return hooks

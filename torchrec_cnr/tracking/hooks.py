@@ -6,7 +6,7 @@ itself is no write, and is told apart from one that overwrites a table.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 from torch import Tensor, nn
@@ -56,12 +56,18 @@ class Hooks:
         """Remove a hook later."""
         self._removals.append(handle.remove)
 
-    def around(self, owner: nn.Module, method: str, around: Callable[..., Any]) -> None:
-        """Have ``around(original, *args, **kwargs)`` called instead of a module's method, which offers no hook.
+    def around(self, owner: nn.Module | type, method: str, around: Callable[..., Any]) -> None:
+        """Have ``around(original, *args, **kwargs)`` called instead of a method, which offers no hook.
 
         Several may do so, and stop in any order: one that is not the last stays in the chain, and passes calls on.
+
+        Args:
+            owner: A module; or a class, whose objects all get it.
+            method: The method's name.
+            around: What is called.
         """
         original, own = getattr(owner, method), owner.__dict__.get(method)
+        put = partial(setattr, owner) if isinstance(owner, type) else owner.__dict__.__setitem__
         is_active = True
 
         @wraps(original)
@@ -71,11 +77,16 @@ class Hooks:
         def remove() -> None:
             nonlocal is_active
             is_active = False
-            if owner.__dict__.get(method) is replacement:
+            if owner.__dict__.get(method) is not replacement:
+                return
+            if own is not None:
+                put(method, own)
+            elif isinstance(owner, type):
+                delattr(owner, method)
+            else:
                 owner.__dict__.pop(method)
-                owner.__dict__.update({} if own is None else {method: own})
 
-        owner.__dict__[method] = replacement
+        put(method, replacement)
         self._removals.append(remove)
 
     def remove(self) -> None:
