@@ -14,6 +14,13 @@ from torchrec_cnr.format.manifest import Shard
 from torchrec_cnr.format.row_sets import CodedRows, RowBlock, RowNumbers, decode_row_numbers
 from torchrec_cnr.quantization import Scheme
 
+_HOST = torch.device("cpu")
+
+
+def row_numbers(rows: Tensor | slice, device: torch.device = _HOST) -> Tensor:
+    """int64 [n], on a device: rows one by one."""
+    return torch.arange(rows.start, rows.stop, device=device) if isinstance(rows, slice) else rows.to(device)
+
 
 @dataclass(frozen=True, eq=False)
 class PlacedRows:
@@ -88,20 +95,24 @@ class Block:
             values[self.exact_positions] = self.exact_values
         return values.view(len(self.codes), *self.row_shape)
 
-    def decode_into(self, positions: Tensor, first_col: int, target: Tensor, rows: Tensor) -> None:
-        """Decode rows straight into rows of a target.
+    def decode_into(self, positions: Tensor | slice, first_col: int, target: Tensor, rows: Tensor | slice) -> None:
+        """Decode rows straight into rows of a target, to whose device only codes, and numbers with gaps, are copied.
 
         Args:
-            positions: int64 [k], increasing, which rows of the block.
+            positions: int64 [k], increasing, or a slice: which rows of the block.
             first_col: The block's column that is the target's first.
             target: [num_rows, num_cols], the elements of a row side by side. Written.
-            rows: int64 [k], the rows of the target that they go to.
+            rows: int64 [k], or a slice: the rows of the target that they go to.
         """
         device = target.device
-        places = rows.to(device)
-        self.scheme.decode_into(self.codes.to(device), positions.to(device), first_col, target, places)
+        places = row_numbers(rows, device)
+        if isinstance(positions, slice):
+            codes, chosen = self.codes[positions].to(device), torch.arange(len(places), device=device)
+        else:
+            codes, chosen = self.codes.to(device), positions.to(device)
+        self.scheme.decode_into(codes, chosen, first_col, target, places)
         if len(self.exact_positions):
-            numbers, exact = self.exact_rows(positions)
+            numbers, exact = self.exact_rows(row_numbers(positions))
             values = exact[:, first_col : first_col + target.shape[1]]
             target.index_copy_(0, places[numbers.to(device)], values.to(device))
 

@@ -19,7 +19,7 @@ from torchrec_cnr.format.manifest import DTYPES, Shard, TensorEntry
 from torchrec_cnr.lineage.checkpoint import Lineage
 from torchrec_cnr.quantization import NoQuantization, fused_bits
 from torchrec_cnr.quantization.fbgemm_rows import InferenceRow
-from torchrec_cnr.reading.blocks import Block
+from torchrec_cnr.reading.blocks import Block, row_numbers
 
 FLOAT_BYTES = 64 << 20  # of rows that are put together at a time
 _CHUNK_BYTES = 8 << 20  # of them that are quantized at a time
@@ -69,7 +69,7 @@ class TensorRegion(Region):
             put_rows(target, rows, block.values[(slice(None), *common.slices(block.box)[1:])][positions])
         else:
             first_col = common.offsets[1] - block.box.offsets[1]
-            block.decode_into(row_numbers(positions), first_col, target, row_numbers(rows))
+            block.decode_into(positions, first_col, target, rows)
         if block.is_delta and self.on_delta_rows is not None:
             self.on_delta_rows(row_numbers(rows))
 
@@ -307,11 +307,6 @@ def put_rows(target: Tensor, rows: Tensor | slice, values: Tensor) -> None:
         target[rows].copy_(values.reshape(target[rows].shape))
     else:
         target.index_copy_(0, rows.to(target.device), values)
-
-
-def row_numbers(rows: Tensor | slice) -> Tensor:
-    """int64 [n]: rows one by one."""
-    return torch.arange(rows.start, rows.stop, device="cpu") if isinstance(rows, slice) else rows
 
 
 def _column_bounds(shards: Iterable[Shard], box: Box) -> list[int]:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.quantization.fbgemm_rows import InferenceRow
-from torchrec_cnr.reading.blocks import Block, PlacedRows
-from torchrec_cnr.reading.regions import LineageTensor, Region, row_numbers
+from torchrec_cnr.reading.blocks import Block, PlacedRows, row_numbers
+from torchrec_cnr.reading.regions import LineageTensor, Region
 
 
 @dataclass(frozen=True, eq=False)
