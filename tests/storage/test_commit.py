@@ -15,8 +15,9 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.support.faults import small_disk
-from tests.support.killing import in_child
+from tests.support.killing import every_kill, in_child
 from torchrec_cnr.errors import CheckpointExistsError, CNRError, ConfigurationError, StoreError
+from torchrec_cnr.storage import local_files
 from torchrec_cnr.storage.store import Store
 
 NUM_RACERS, NUM_RACES = 8, 30
@@ -57,8 +58,28 @@ def hasty_threads() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
+WAYS = ["links", "one step", "locks"]  # the last two on file systems without links
+
+
+@pytest.fixture
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How the file system can keep a name from being taken twice."""
+    _allow_only(request.param, monkeypatch)
+
+
+every_way = pytest.mark.parametrize("way", WAYS, indirect=True)
+
+
+def _allow_only(way: str, patch: pytest.MonkeyPatch) -> None:
+    if way != "links":
+        patch.setattr(os, "link", _refuse)
+    if way == "locks":
+        patch.setattr(local_files, "_rename_at_once", lambda *_: False)
+
+
 @local_only
-@pytest.mark.usefixtures("hasty_threads")
+@every_way
+@pytest.mark.usefixtures("hasty_threads", "way")
 def test_of_several_writers_one_wins(store: Store) -> None:
     """Of eight writers that begin at once exactly one commits, and its bytes are the ones that are there."""
 
@@ -84,7 +105,8 @@ def test_of_several_writers_one_wins(store: Store) -> None:
 
 @pytest.mark.long
 @local_only
-@pytest.mark.usefixtures("hasty_threads")
+@every_way
+@pytest.mark.usefixtures("hasty_threads", "way")
 def test_nobody_sees_half_a_commit(store: Store) -> None:
     """A reader that looks all the time finds no file, then the whole file, and never a part of it."""
     data = b"0123456789" * 100_000
@@ -139,9 +161,10 @@ def test_nothing_is_left_of_a_failed_commit_elsewhere(monkeypatch: pytest.Monkey
     assert store.names() == []
 
 
-def test_file_systems_without_links_can_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where hard links are refused, the commit is an exclusive create: the second writer still loses."""
-    monkeypatch.setattr(os, "link", _refuse)
+@every_way
+@pytest.mark.usefixtures("way")
+def test_file_systems_without_links_can_commit(tmp_path: Path) -> None:
+    """Where hard links are refused, the second writer still loses."""
     store = Store.open(tmp_path)
     store.put_new("manifest.json", b"first", "save-1")
     with pytest.raises(CheckpointExistsError):
@@ -177,12 +200,67 @@ def _refuse(*_: object) -> None:
     raise OSError(errno.EPERM, "Operation not permitted")
 
 
+def test_the_kernel_renames_in_one_step_where_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its other errors are raised, as those of any rename."""
+    monkeypatch.setattr(os, "rename", _fail)
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.write_bytes(b"first")
+    if not local_files._rename_at_once(str(first), str(second)):
+        pytest.skip("this file system cannot")
+    assert [path.name for path in tmp_path.iterdir()] == ["second"]
+    first.write_bytes(b"another")
+    with pytest.raises(FileExistsError):
+        local_files._rename_at_once(str(first), str(second))
+    with pytest.raises(FileNotFoundError):
+        local_files._rename_at_once(str(tmp_path / "third"), str(tmp_path / "fourth"))
+    assert second.read_bytes() == b"first"
+
+
+def _commit_by_links(root: str) -> None:
+    _commit(root, "links")
+
+
+def _commit_in_one_step(root: str) -> None:
+    _commit(root, "one step")
+
+
+def _commit_by_locks(root: str) -> None:
+    _commit(root, "locks")
+
+
+def _commit(root: str, way: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        _allow_only(way, patch)
+        Store.open(root).put_new("manifest.json", b"killed", "save-1")
+
+
+@pytest.mark.parametrize("commit", [_commit_by_links, _commit_in_one_step, _commit_by_locks])
+def test_a_commit_that_is_killed_is_whole_or_not_there(tmp_path: Path, commit: Callable[[str], None]) -> None:
+    """Wherever it was killed; where it is not there, the next one is not kept from its name."""
+
+    def prepare(number: int) -> str:
+        (tmp_path / str(number)).mkdir()
+        return str(tmp_path / str(number))
+
+    found = []
+    for kill in every_kill(prepare, commit):
+        store = Store.open(kill.root)
+        if "manifest.json" in store.names():
+            found.append(store.read("manifest.json"))
+        else:
+            store.put_new("manifest.json", b"the next", "save-2")
+            found.append(b"none")
+            assert store.read("manifest.json") == b"the next"
+    assert len(found) > 3
+    assert set(found) == {b"none", b"killed"}
+
+
 def test_a_name_without_links_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If it cannot be given to what was written."""
     store = Store.open(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "link", _refuse)
-        patch.setattr(os, "replace", _fail)
+        _allow_only("locks", patch)
+        patch.setattr(os, "rename", _fail)
         with pytest.raises(StoreError, match="_FullDisk"):
             store.put_new("manifest.json", b"first", "save-1")
     assert store.names() == []

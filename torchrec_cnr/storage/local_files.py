@@ -1,6 +1,8 @@
 """Local files: what makes files and their names durable, and a file appear at once and whole."""
 
+import ctypes
 import errno
+import fcntl
 import os
 import posixpath
 import stat
@@ -14,6 +16,7 @@ from torchrec_cnr.errors import DamagedError
 
 _PIECE_BYTES = 256 << 10  # stays in a core's cache until it was looked at
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)  # from file systems without hard links
+_HERE, _NOT_REPLACING = -100, 1  # AT_FDCWD and RENAME_NOREPLACE of <fcntl.h> and <linux/fs.h>
 
 
 def sync_directory(path: str) -> None:
@@ -77,16 +80,42 @@ def link_new(path: str, data: bytes, unlinked: str, sync_files: bool) -> None:
 
 
 def _rename_new(unlinked: str, path: str) -> None:
-    """Give a file its name where there are no links: the name is taken, empty, and then replaced as a whole.
+    """Give a file its name where there are no links, unless the name exists.
 
-    A write to the name itself would leave half a file behind on a full disk, or if the process is killed meanwhile.
+    The name is never there without all bytes, also if the process is killed meanwhile. The kernel renames the file only
+    if the name is free, in one step, where the file system can. Elsewhere a lock of the directory keeps others from
+    taking the name between the look and the rename; the lock ends with the process.
+
+    Raises:
+        FileExistsError: The name exists.
     """
-    os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666))
+    if _rename_at_once(unlinked, path):
+        return
+    directory = os.open(posixpath.dirname(path), os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.replace(unlinked, path)
-    except BaseException:
-        os.unlink(path)
-        raise
+        fcntl.flock(directory, fcntl.LOCK_EX)
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+        os.rename(unlinked, path)
+    finally:
+        os.close(directory)
+
+
+def _rename_at_once(unlinked: str, path: str) -> bool:
+    """Rename a file by Linux's ``renameat2``, which no module of Python has; False if the file system cannot.
+
+    Raises:
+        OSError: As :func:`_rename_new`.
+    """
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(_HERE, os.fsencode(unlinked), _HERE, os.fsencode(path), _NOT_REPLACING) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, *_NO_LINKS):
+        return False
+    raise OSError(number, os.strerror(number), path)
 
 
 def open_plain(path: str) -> FileIO:

@@ -329,7 +329,8 @@ class Store:
     def put_new(self, name: str, data: bytes, save_id: str) -> None:
         """Write a file atomically, unless the name exists.
 
-        A local file is written under a name of its own and then linked. Elsewhere, an exclusive create has to do.
+        A local file is written under a name of its own and then linked, or renamed where there are no links. Elsewhere,
+        an exclusive create has to do.
 
         Raises:
             CheckpointExistsError: The name exists, with other bytes: who tries again finds what it has written itself.
