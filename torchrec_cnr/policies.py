@@ -4,6 +4,7 @@ A policy is a frozen value; it decides from the bytes of the lineage's checkpoin
 else, so every run with the same history decides alike.
 """
 
+import re
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -21,6 +22,7 @@ class Since(Enum):
     HEAD = "head"
 
 
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 MAX_RATIO = 1.16  # with row numbers, which deltas need and a full checkpoint does not, a restore reads 1.2 models
 
 
@@ -111,6 +113,17 @@ def check_policy(policy: object) -> None:
     if isinstance(policy, type) or not callable(getattr(policy, "decide", None)):
         made = f"; make one: {policy.__name__}()" if isinstance(policy, type) else ""
         raise ConfigurationError(f"'policy' must be a policy such as Compacted() or OneShot() (got {policy!r}){made}")
+
+
+def policy_text(policy: Policy) -> str:
+    """A policy as text, in which those of one class with equal attributes are alike in all processes.
+
+    The text that Python gives to objects of a class without ``__repr__`` tells where they lie in memory.
+    """
+    kind = type(policy)
+    if kind.__repr__ is not object.__repr__:
+        return repr(policy)
+    return _ADDRESS.sub("", f"{kind.__module__}.{kind.__qualname__}({getattr(policy, '__dict__', {})})")
 
 
 def check_max_ratio(max_ratio: float) -> None:

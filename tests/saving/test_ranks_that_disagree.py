@@ -19,6 +19,8 @@ from tests.support import faults, models
 from tests.support.jobs import SavingJob
 from tests.support.models import differing, state, torchrec_job, whole
 from tests.support.ranks import RankPools
+from torchrec_cnr.format.manifest import History
+from torchrec_cnr.policies import Since
 from torchrec_cnr.saving import agreement
 from torchrec_cnr.saving import writer as writer_module
 
@@ -79,6 +81,25 @@ def _policy_parameter(run: _Run) -> Options:
     return {**run.options(), "planner": cnr.CNRSavePlanner(run.job.tracker, policy=policy)}
 
 
+class _OwnPolicy:
+    """A policy of somebody else's, whose objects Python describes by where they lie in memory."""
+
+    def __init__(self, since: Since) -> None:
+        self.since = since
+
+    def decide(self, history: History) -> Since:
+        return self.since
+
+
+def _own_policy(run: _Run) -> Options:
+    policy = _OwnPolicy(Since.HEAD if run.is_odd else Since.BASELINE)
+    return {**run.options(), "planner": cnr.CNRSavePlanner(run.job.tracker, policy=policy)}
+
+
+def _sync_files(run: _Run) -> Options:
+    return run.options(storage_writer=models.writer(run.root, sync_files=True))
+
+
 def _no_scheme(run: _Run) -> Options:
     return run.options(storage_writer=models.writer(run.root, quantization=cnr.Asymmetric(4)))
 
@@ -117,6 +138,8 @@ DISAGREEMENTS: dict[str, tuple[Callable[[_Run], Options], str]] = {
     "tracker": (_tracker, "the planner's tracker"),
     "policy": (_policy, "the policy"),
     "policy-parameter": (_policy_parameter, "the policy"),
+    "own-policy": (_own_policy, "the policy"),
+    "sync-files": (_sync_files, "the writer's 'sync_files'"),
     "no-scheme": (_no_scheme, "the quantization"),
     "bits": (_bits, "the quantization"),
     "patterns": (_patterns, "the quantization"),
@@ -202,3 +225,28 @@ def _stage_what_fails(rank: int, root: str, what: str) -> None:
 def test_what_cannot_be_staged_on_one_rank_fails_on_all(tmp_path: Path, rank_pool: RankPools, what: str) -> None:
     """A sparse tensor, a second tracker, a state dict without the tables: no rank waits for one that has raised."""
     rank_pool(2).run(_stage_what_fails, str(tmp_path), what, timeout_secs=60.0)
+
+
+def _save_by_own_policy(rank: int, root: str, is_async: bool) -> None:
+    """Every rank has a policy of its own making, at another place in memory; and arguments that may differ."""
+    own: Options = {"thread_count": 1 + rank, "pack_bytes": (1 + rank) << 20, "staging_bytes": (1 + rank) << 30}
+    own |= {"cpu_share": 1.0 - 0.1 * rank, "timeout_secs": 100.0 + rank, "max_bytes_per_sec": 1e9 + rank}
+    own |= {"progress": print if rank else None}
+    places = [object() for _ in range(rank)]
+    policy = _OwnPolicy(Since.HEAD)
+    with SavingJob(root, torchrec_job, policy=policy, group=dist.new_group(backend="gloo"), **own) as job:
+        for step in range(3):
+            job.train()
+            if is_async:
+                job.async_save(step).result(timeout=60)
+            else:
+                job.save(step)
+            job.assert_loads(step)
+        assert cnr.read_checkpoint(job.path(2)).parent == job.path(1)
+    del places
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_ranks_may_differ_in_how_they_work(tmp_path: Path, rank_pool: RankPools, is_async: bool) -> None:
+    """Threads, sizes and bounds of each rank are its own; a policy without a text of its own is one policy."""
+    rank_pool(2).run(_save_by_own_policy, str(tmp_path), is_async, timeout_secs=60.0)

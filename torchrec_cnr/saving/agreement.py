@@ -1,6 +1,9 @@
 """What all ranks of a save must have in common: compared when ranks plan, before anything is written.
 
-Each rank's plan carries it to the coordinator, which refuses the save on all ranks and names what differs.
+Each rank's plan carries it to the coordinator, which refuses the save on all ranks and names what differs. Of the
+arguments of writer and planner, those that are not compared may differ: ``thread_count``, ``pack_bytes``,
+``max_bytes_per_sec``, ``cpu_share``, ``staging_bytes``, ``timeout_secs`` and ``progress`` change how a rank works, and
+not what a checkpoint is. If one of them makes a rank fail, the save fails on all.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,6 +28,7 @@ class RankPlan:
         checkpoint: URL of the checkpoint.
         quantization: How tensors are quantized.
         row_log: Where rows of deltas go.
+        sync_files: Whether local files are forced to disk: the manifest must not be there before other ranks' packs.
         is_staged: Whether the save is asynchronous.
         data: What ``CNRSavePlanner`` tells of this rank; None with another planner.
         version: Of this package.
@@ -33,6 +37,7 @@ class RankPlan:
     checkpoint: str
     quantization: str
     row_log: str
+    sync_files: bool
     is_staged: bool
     data: RankData | None
     version: str = __version__
@@ -47,6 +52,7 @@ _COMPARED: tuple[tuple[str, Callable[[RankPlan], object]], ...] = (
     ("the policy", lambda plan: plan.data and plan.data.policy),
     ("the quantization", lambda plan: plan.quantization),
     ("the row log", lambda plan: plan.row_log),
+    ("the writer's 'sync_files'", lambda plan: plan.sync_files),
 )
 
 

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torchrec_cnr.errors import ConfigurationError, SaveError
 from torchrec_cnr.gc_pause import paused_gc
 from torchrec_cnr.lineage.latest import newest_ns
-from torchrec_cnr.policies import Policy, Since
+from torchrec_cnr.policies import Policy, Since, policy_text
 from torchrec_cnr.saving.agreement import rank_plans
 from torchrec_cnr.saving.cut import Cut, Cuts, StagedRows, TrackedItem
 from torchrec_cnr.saving.decision import (
@@ -132,7 +132,7 @@ class PlannedSave(DefaultSavePlanner):
         items = self.cut.items
         data = RankData(
             is_tracked=self._options.is_tracked,
-            policy=repr(self._options.policy),
+            policy=policy_text(self._options.policy),
             head=self.cut.head.ref if self.cut.head else None,
             staged=self.cut.staged,
             tensors={

@@ -242,6 +242,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
             checkpoint=save.store.url,
             quantization=repr(self._rules),
             row_log=repr(self._destination.row_log),
+            sync_files=self._sync_files,
             is_staged=save.staged is not None,
             data=data,
         )
