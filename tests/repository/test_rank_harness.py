@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,9 +13,10 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import _async_process_executor as dcp_process
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tests.support.ranks import GRACE_SECS, STACKS_SECS, RankError, RankPool, RankPools, run_ranks
+from tests.support.ranks import GRACE_SECS, STACKS_SECS, RankError, RankPool, RankPools, reserved_port, run_ranks
 
 pytestmark = pytest.mark.long
 
@@ -217,3 +219,18 @@ def test_ranks_end_when_their_parent_dies(tmp_path: Path) -> None:
         assert all(psutil.pid_exists(pid) for pid in pids)
         parent.kill()
     assert all(_gone(pid) for pid in pids)
+
+
+def _port_of_dcp(rank: int) -> int:
+    return dcp_process.get_free_port()
+
+
+def test_the_port_of_dcps_process_is_taken_by_nobody_else(rank_pool: RankPools) -> None:
+    """From when DCP chooses it until its process listens at it, though many others may ask for a port meanwhile."""
+    for port in (reserved_port(), *rank_pool(1).run(_port_of_dcp)):
+        for address in ("127.0.0.1", ""):
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind((address, port))
+        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        store.set("key", "value")
+        assert dist.TCPStore("127.0.0.1", port).get("key") == b"value"

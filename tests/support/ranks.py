@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -34,6 +35,7 @@ from typing import Any, Generic, Self, TypeVar, TypeVarTuple, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import _async_process_executor as dcp_process
 
 ResultT = TypeVar("ResultT")
 ArgsT = TypeVarTuple("ArgsT")
@@ -346,6 +348,7 @@ def _join_group(rank: int, world_size: int, folder: str) -> None:
     torch.set_num_threads(1)
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({name: str(place) for name, place in places.items()}, MASTER_ADDR="127.0.0.1")
+    dcp_process.get_free_port = reserved_port
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/group",
@@ -353,6 +356,23 @@ def _join_group(rank: int, world_size: int, folder: str) -> None:
         world_size=world_size,
         timeout=timedelta(seconds=COLLECTIVE_SECS),
     )
+
+
+def reserved_port() -> int:
+    """A port for DCP's process, which listens at it some ten seconds later, when it has imported everything.
+
+    DCP's own choice is free when it is made, and any connection may have taken it by then. This one stays bound, and
+    nobody listens at it: it is given to nobody who asks for any port, and can be listened at by who asks for this one.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    _reserved.append(holder)
+    port: int = holder.getsockname()[1]
+    return port
+
+
+_reserved: list[socket.socket] = []  # for as long as this process runs
 
 
 def _die_with_parent() -> None:
