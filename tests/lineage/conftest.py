@@ -5,13 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.lineage.bare_roots import BareRoot, numbers
+from tests.lineage.tensorless_roots import TensorlessRoot, numbers
 
 
 @pytest.fixture(params=["local", "memory"])
-def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BareRoot]:
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TensorlessRoot]:
     """An empty directory in each kind of file system."""
-    found = BareRoot(str(tmp_path / "job") if request.param == "local" else f"memory://lineage-{next(numbers)}/job")
+    found = TensorlessRoot(
+        str(tmp_path / "job") if request.param == "local" else f"memory://lineage-{next(numbers)}/job"
+    )
     yield found
     if request.param == "memory":
         found.store.fs.rm(found.store.path, recursive=True)

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from tests.lineage.bare_roots import BareRoot, _newer
+from tests.lineage.tensorless_roots import TensorlessRoot, as_newer_version
 from torchrec_cnr.errors import (
     StoreError,
     VersionError,
@@ -16,45 +16,47 @@ from torchrec_cnr.lineage.latest import latest
 from torchrec_cnr.storage.store import Store
 
 
-def test_latest_of_nothing_is_none(run: BareRoot) -> None:
+def test_latest_of_nothing_is_none(root: TensorlessRoot) -> None:
     """An empty directory, and one that is not there, have no newest checkpoint."""
-    assert latest(run.url) is None
-    assert latest(f"{run.url}/missing") is None
+    assert latest(root.url) is None
+    assert latest(f"{root.url}/missing") is None
 
 
-def test_latest_goes_by_time_not_by_name(run: BareRoot) -> None:
+def test_latest_goes_by_time_not_by_name(root: TensorlessRoot) -> None:
     """Of a hundred checkpoints the one committed last is the newest, whatever its name."""
     for number in range(100):
-        run.commit(f"step-{number}", (number * 37) % 100 + 1)
+        root.commit(f"step-{number}", (number * 37) % 100 + 1)
     times = {number: (number * 37) % 100 + 1 for number in range(100)}
     newest = max(times, key=lambda number: times[number])
     assert newest not in (9, 99)
-    assert latest(run.url) == run.at(f"step-{newest}")
+    assert latest(root.url) == root.at(f"step-{newest}")
 
 
-def test_latest_compares_times_as_numbers(run: BareRoot) -> None:
+def test_latest_compares_times_as_numbers(root: TensorlessRoot) -> None:
     """A time with more digits is later."""
-    run.commit("a", 9)
-    run.commit("b", 10)
-    assert latest(run.url) == run.at("b")
+    root.commit("a", 9)
+    root.commit("b", 10)
+    assert latest(root.url) == root.at("b")
 
 
-def test_latest_passes_over_what_is_no_checkpoint(run: BareRoot) -> None:
+def test_latest_passes_over_what_is_no_checkpoint(root: TensorlessRoot) -> None:
     """Files, empty directories and saves that died are no checkpoints."""
-    run.commit("good", 1)
-    run.store.put("notes.txt", [b"x"])
+    root.commit("good", 1)
+    root.store.put("notes.txt", [b"x"])
     for name in ("empty", "died"):
-        run.store.at(name).make()
-    run.store.at("died").put("5a7e-0-0.safetensors", [b"data"])
-    assert latest(run.url) == run.at("good")
+        root.store.at(name).make()
+    root.store.at("died").put("5a7e-0-0.safetensors", [b"data"])
+    assert latest(root.url) == root.at("good")
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "foreign", "another digest"])
-def test_latest_passes_over_damage_with_a_warning(run: BareRoot, caplog: pytest.LogCaptureFixture, damage: str) -> None:
+def test_latest_passes_over_damage_with_a_warning(
+    root: TensorlessRoot, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
     """The newest checkpoint that is good is found, and each damaged one that is newer is named in the log."""
-    run.commit("good", 1)
-    run.commit("bad", 2)
-    data = run.read("bad")
+    root.commit("good", 1)
+    root.commit("bad", 2)
+    data = root.read("bad")
     damaged = {
         "truncated": data[:-20],
         "flipped": data.replace(b'"world_size":1', b'"world_size":3'),
@@ -62,35 +64,35 @@ def test_latest_passes_over_damage_with_a_warning(run: BareRoot, caplog: pytest.
         "foreign": b"{}\n" * 400,
         "another digest": data.replace(data[11:75], b"0" * 64),
     }
-    run.put("bad", damaged[damage])
+    root.put("bad", damaged[damage])
     with caplog.at_level(logging.WARNING):
-        assert latest(run.url) == run.at("good")
+        assert latest(root.url) == root.at("good")
     assert "bad/manifest.json" in caplog.text  # what has no time of commit may be the newest
 
 
-def test_latest_refuses_to_go_behind_a_newer_version(run: BareRoot) -> None:
+def test_latest_refuses_to_go_behind_a_newer_version(root: TensorlessRoot) -> None:
     """If the newest was written by a newer version, resuming from an older one would lose work silently."""
-    run.commit("old", 1)
-    run.commit("new", 2)
-    run.put("new", _newer(run.read("new")))
+    root.commit("old", 1)
+    root.commit("new", 2)
+    root.put("new", as_newer_version(root.read("new")))
     with pytest.raises(VersionError, match=rf"new/manifest\.json: written in format version {VERSION + 1}.*upgrade"):
-        latest(run.url)
-    run.commit("newest", 3)
-    assert latest(run.url) == run.at("newest")
+        latest(root.url)
+    root.commit("newest", 3)
+    assert latest(root.url) == root.at("newest")
 
 
-def test_latest_verifies_what_it_names(run: BareRoot) -> None:
+def test_latest_verifies_what_it_names(root: TensorlessRoot) -> None:
     """A time of commit that was altered to look newest is not believed."""
-    run.commit("good", 5)
-    run.commit("bad", 1)
-    run.put("bad", run.read("bad").replace(b'"created_ns":1', b'"created_ns":9'))
-    assert latest(run.url) == run.at("good")
+    root.commit("good", 5)
+    root.commit("bad", 1)
+    root.put("bad", root.read("bad").replace(b'"created_ns":1', b'"created_ns":9'))
+    assert latest(root.url) == root.at("good")
 
 
-def test_latest_reports_what_cannot_be_read(run: BareRoot, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latest_reports_what_cannot_be_read(root: TensorlessRoot, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that fails is no reason to resume from an older checkpoint."""
-    run.commit("old", 1)
-    run.commit("new", 2)
+    root.commit("old", 1)
+    root.commit("new", 2)
     read = Store.read
 
     def fail(self: Store, name: str, start: int | None = None, stop: int | None = None) -> bytes:
@@ -102,32 +104,32 @@ def test_latest_reports_what_cannot_be_read(run: BareRoot, monkeypatch: pytest.M
 
     monkeypatch.setattr(Store, "read", fail)
     with pytest.raises(StoreError, match="connection lost"):
-        latest(run.url)
+        latest(root.url)
 
 
 # The fate of a save
 
 
-def test_fate_of_a_save_is_read_from_the_store(run: BareRoot, caplog: pytest.LogCaptureFixture) -> None:
+def test_fate_of_a_save_is_read_from_the_store(root: TensorlessRoot, caplog: pytest.LogCaptureFixture) -> None:
     """A save committed if its manifest is there: not if none is, another's is, or what is there cannot be read."""
-    run.commit("mine", 1, save_id="save-1")
-    found = committed(run.at("mine"), "save-1")
+    root.commit("mine", 1, save_id="save-1")
+    found = committed(root.at("mine"), "save-1")
     assert found is not None
     assert found.manifest.save_id == "save-1"
-    assert committed(run.at("mine"), "save-2") is None
-    assert committed(run.at("missing"), "save-1") is None
-    run.put("mine", run.read("mine")[:-5])
-    assert committed(run.at("mine"), "save-1") is None
+    assert committed(root.at("mine"), "save-2") is None
+    assert committed(root.at("missing"), "save-1") is None
+    root.put("mine", root.read("mine")[:-5])
+    assert committed(root.at("mine"), "save-1") is None
     assert "its rows will be saved again" in caplog.text
 
 
-def test_fate_of_a_save_is_not_guessed(run: BareRoot, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fate_of_a_save_is_not_guessed(root: TensorlessRoot, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the store does not answer, nobody knows: an error is raised instead of an answer given."""
-    run.commit("mine", 1, save_id="save-1")
+    root.commit("mine", 1, save_id="save-1")
 
     def fail(*_: object, **__: object) -> bytes:
         raise StoreError("cannot read: connection lost")
 
     monkeypatch.setattr(Store, "read", fail)
     with pytest.raises(StoreError):
-        committed(run.at("mine"), "save-1")
+        committed(root.at("mine"), "save-1")

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from tests.support.lineages import (
     SCHEMES,
+    RandomRoot,
     Save,
-    World,
 )
 from torchrec_cnr.lineage.checkpoint import read_lineage
 from torchrec_cnr.maintenance.compaction import copy_rows, live_rows
@@ -121,10 +121,10 @@ def _without_codes() -> Iterator[None]:
         yield
 
 
-def _compact_in_world(world: World, operation: Compact) -> None:
+def _compact(random_root: RandomRoot, operation: Compact) -> None:
     """Compact, and see what must be true of any compaction."""
-    name = world.names[operation.head % len(world.names)]
-    path, lineage = world.path(name), read_lineage(world.path(name)).checkpoints
+    name = random_root.names[operation.head % len(random_root.names)]
+    path, lineage = random_root.path(name), read_lineage(random_root.path(name)).checkpoints
     below = None if operation.since is None else lineage[operation.since % len(lineage)]
     since = None if below is None or below is lineage[-1] else below.store.url
     with _without_codes():
@@ -151,20 +151,20 @@ def _left_behind_bytes(plan: CompactionPlan) -> int:
 
 
 def _live(root: Path, seed: int, program: Sequence[Save | Compact | Remove], small: Sizes) -> None:
-    world = World(root, seed)
+    random_root = RandomRoot(root, seed)
     with small.applied():
         for operation in [Save(None, seed, 1.0, 1), Save(0, seed + 1, 0.5, 1), *program]:
             match operation:
                 case Save():
-                    world.check([world.save(operation)])
+                    random_root.check([random_root.save(operation)])
                 case Compact():
-                    _compact_in_world(world, operation)
-                    world.check()
+                    _compact(random_root, operation)
+                    random_root.check()
                 case Remove(head):
-                    name = world.names[head % len(world.names)]
-                    assert name in world.remove_all_but(name)
-                    world.check()
-        world.check()
+                    name = random_root.names[head % len(random_root.names)]
+                    assert name in random_root.remove_all_but(name)
+                    random_root.check()
+        random_root.check()
 
 
 @settings(
@@ -175,7 +175,7 @@ def test_every_checkpoint_loads_as_before_a_compaction(
     tmp_path_factory: pytest.TempPathFactory, seed: int, program: list[Save | Compact | Remove], small: Sizes
 ) -> None:
     """Whatever is compacted, and removed then, each checkpoint has the values that were stored last, bit for bit."""
-    _live(tmp_path_factory.mktemp("world"), seed, program, small)
+    _live(tmp_path_factory.mktemp("root"), seed, program, small)
 
 
 @pytest.mark.slow
@@ -186,4 +186,4 @@ def test_many_lineages_load_as_before_a_compaction(
     tmp_path_factory: pytest.TempPathFactory, part: int, seed: int, program: list[Save | Compact | Remove], small: Sizes
 ) -> None:
     """As above, with many programs that change from run to run."""
-    _live(tmp_path_factory.mktemp("world"), seed, program, small)
+    _live(tmp_path_factory.mktemp("root"), seed, program, small)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.lineages import COLS, ROWS, HotRows, Save, World, is_same
+from tests.support.lineages import COLS, ROWS, HotLineage, RandomRoot, Save, is_same
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.lineage.checkpoint import read_lineage
 from torchrec_cnr.quantization import Asymmetric, NoQuantization, Scheme
@@ -38,21 +38,21 @@ def test_windows_of_any_size_load_the_same(
     tmp_path_factory: pytest.TempPathFactory, seed: int, early_bytes: int, most_turns: int
 ) -> None:
     """Row numbers are read of one checkpoint at a time or of many; boxes of any columns, tables of any width."""
-    world = World(tmp_path_factory.mktemp("world"), seed)
+    random_root = RandomRoot(tmp_path_factory.mktemp("root"), seed)
     for operation in _saves(seed):
-        world.save(operation)
+        random_root.save(operation)
     with (
         mock.patch.object(fold_module, "_EARLY_BYTES", early_bytes),
         mock.patch.object(fold_module, "MAX_TURNS", most_turns),
         mock.patch.object(fold_module, "_MIN_COLS", 1),
     ):
-        world.check(world.names[:2])
+        random_root.check(random_root.names[:2])
 
 
 @pytest.mark.parametrize("scheme", [NoQuantization(), Asymmetric(4)], ids=["exact", "4 bits"])
 def test_rows_that_are_overwritten_later_are_not_decoded(tmp_path: Path, scheme: Scheme) -> None:
     """Of ten deltas each row is written once, for all rows and for some; the values are those of one by one."""
-    run = HotRows(tmp_path, scheme)
+    run = HotLineage(tmp_path, scheme)
     run.save(10)
     lineage = read_lineage(run.path)
     for rows in (range(ROWS), range(777, 9_001)):

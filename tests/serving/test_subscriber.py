@@ -15,7 +15,7 @@ from tests.loading.quantized_models import float_model, load_quantized, looked_u
 from tests.serving.served_models import SCHEMES, following, save_tables
 from tests.support import hand_made
 from tests.support.hand_made import some_rows
-from tests.support.lineages import E, Q, Save, T, W, World, is_same
+from tests.support.lineages import E, Q, RandomRoot, Save, T, W, is_same
 from torchrec_cnr.lineage.checkpoint import Checkpoint
 from torchrec_cnr.quantization import Scheme
 
@@ -25,16 +25,16 @@ pytestmark = [
 ]
 
 
-class WorldModel(nn.Module):
-    """The tensors of a world, of other values; ``has_cube`` adds one whose rows are tensors themselves."""
+class RandomRootModel(nn.Module):
+    """The tensors of a random root, of other values; ``has_cube`` adds one whose rows are tensors themselves."""
 
-    def __init__(self, world: World, has_cube: bool) -> None:
+    def __init__(self, random_root: RandomRoot, has_cube: bool) -> None:
         super().__init__()
         self.t, self.q = nn.Module(), nn.Module()
         for fqn in (T, E, Q, *([W] if has_cube else [])):
             module, name = fqn.split(".")
-            dtype = world.quantized_dtype if fqn == Q else torch.float32
-            getattr(self, module).register_buffer(name, torch.full(world.sizes[fqn], 7.0, dtype=dtype))
+            dtype = random_root.quantized_dtype if fqn == Q else torch.float32
+            getattr(self, module).register_buffer(name, torch.full(random_root.sizes[fqn], 7.0, dtype=dtype))
 
 
 SAVES = st.builds(
@@ -56,27 +56,27 @@ OPERATIONS = st.lists(
 )
 
 
-def _follow_a_world(root: Path, seed: int, has_cube: bool, operations: Sequence[Any]) -> None:
-    world = World(root, seed)
-    model = WorldModel(world, has_cube)
+def _follow(root: Path, seed: int, has_cube: bool, operations: Sequence[Any]) -> None:
+    random_root = RandomRoot(root, seed)
+    model = RandomRootModel(random_root, has_cube)
     with following(model, root, key=None) as subscriber:
         assert subscriber.update() is None
         for operation in (Save(None, seed, 1.0, 2), *operations, "update"):
             if isinstance(operation, Save):
-                world.save(operation)
+                random_root.save(operation)
             elif operation == "update":
                 subscriber.update()
-                newest = world.names[0]
-                assert subscriber.applied == world.path(newest)
+                newest = random_root.names[0]
+                assert subscriber.applied == random_root.path(newest)
                 assert subscriber.update() is None
                 assert subscriber.lag.num_checkpoints == 0
                 for fqn, value in model.state_dict().items():
-                    assert is_same(value, world.expected[newest].elements[fqn]), (newest, fqn)
+                    assert is_same(value, random_root.expected[newest].elements[fqn]), (newest, fqn)
             elif operation[0] == "compact":
-                path = world.path(world.names[operation[1] % len(world.names)])
-                cnr.compact(path, max_ratio=1.0, self_contained=operation[2], pack_bytes=world.pack_bytes)
+                path = random_root.path(random_root.names[operation[1] % len(random_root.names)])
+                cnr.compact(path, max_ratio=1.0, self_contained=operation[2], pack_bytes=random_root.pack_bytes)
             else:
-                world.remove_all_but(world.names[operation[1] % len(world.names)])
+                random_root.remove_all_but(random_root.names[operation[1] % len(random_root.names)])
 
 
 @given(seed=st.integers(0, 99), has_cube=st.sampled_from([False, False, True]), operations=OPERATIONS)
@@ -85,7 +85,7 @@ def test_a_model_has_the_newest_checkpoint_after_each_update(
     tmp_path_factory: pytest.TempPathFactory, seed: int, has_cube: bool, operations: Sequence[Any]
 ) -> None:
     """Whatever was saved, branched, compacted and removed since: bit for bit what the dictionary has."""
-    _follow_a_world(tmp_path_factory.mktemp("world"), seed, has_cube, operations)
+    _follow(tmp_path_factory.mktemp("root"), seed, has_cube, operations)
 
 
 @pytest.mark.slow
@@ -95,7 +95,7 @@ def test_many_models_have_the_newest_checkpoint(
     tmp_path_factory: pytest.TempPathFactory, seed: int, has_cube: bool, operations: Sequence[Any]
 ) -> None:
     """The same, more often."""
-    _follow_a_world(tmp_path_factory.mktemp("world"), seed, has_cube, operations)
+    _follow(tmp_path_factory.mktemp("root"), seed, has_cube, operations)
 
 
 @pytest.mark.long

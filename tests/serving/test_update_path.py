@@ -142,7 +142,7 @@ def test_what_is_damaged_after_it_was_applied_stays_applied(tmp_path: Path) -> N
 @pytest.mark.parametrize("loses_packs", [False, True])
 def test_a_compaction_behind_its_back(tmp_path: Path, loses_packs: bool) -> None:
     """Links are read as they were committed if they are there still; else the lineage is read as it is now."""
-    run = lineages.HotRows(tmp_path, cnr.Asymmetric(4))
+    run = lineages.HotLineage(tmp_path, cnr.Asymmetric(4))
     model = nn.Module()
     model.register_buffer("t", torch.zeros(lineages.ROWS, lineages.COLS))
     with following(model, tmp_path, key=None) as subscriber:

@@ -1,9 +1,9 @@
 """Random lineages, made by hand, and a dictionary that is assumed to be perfect: what each checkpoint loads as.
 
-A world is a directory of checkpoints that may fork. Each holds a table with optimizer state of all shapes, a quantized
-table, dense tensors, objects, and tensors that come, go and change. Each is sharded as chance has it, boxes of any
-columns included. What a checkpoint must load as is worked out element by element when it is written: the last values
-that were stored, as their scheme gives them back.
+A random root is a directory of checkpoints that may fork. Each holds a table with optimizer state of all shapes, a
+quantized table, dense tensors, objects, and tensors that come, go and change. Each is sharded as chance has it, boxes
+of any columns included. What a checkpoint must load as is worked out element by element when it is written: the last
+values that were stored, as their scheme gives them back.
 """
 
 import math
@@ -78,7 +78,7 @@ class Expected:
 
 
 @dataclass
-class World:
+class RandomRoot:
     """A directory of checkpoints.
 
     Attributes:
@@ -241,12 +241,12 @@ class _Draw:
 
     rng: np.random.Generator
     save: Save
-    world: World
+    random_root: RandomRoot
     before: Expected | None
 
     def contents(self) -> dict[str, Content]:
         found = self._family()
-        found[Q] = self._table(Q, self.world.quantized_dtype, SCHEMES)
+        found[Q] = self._table(Q, self.random_root.quantized_dtype, SCHEMES)
         for number, shape in enumerate([(), (3,), (2, 0), (2, 3, 2)]):
             values = self._values(shape, (torch.float32, torch.int64, torch.float64, torch.bool)[number])
             found[f"dense.{number}"] = hand_made.whole(values)
@@ -257,7 +257,7 @@ class _Draw:
 
     def _family(self) -> dict[str, Content]:
         """A table and its optimizer state, which mostly are sharded alike and share their row numbers."""
-        size = self.world.sizes[T]
+        size = self.random_root.sizes[T]
         boxes = self._boxes(size)
         masks = [self._masks(box) for box in boxes]
         first, momentum, start = self.rng.permutation(len(boxes)), [], 0
@@ -275,17 +275,17 @@ class _Draw:
         return {
             T: Content(size, self._all_parts(boxes, masks), is_table=True),
             E: Content(size, self._all_parts(boxes, masks)),
-            W: Content(self.world.sizes[W], self._all_parts(cube_boxes, cube_masks)),
+            W: Content(self.random_root.sizes[W], self._all_parts(cube_boxes, cube_masks)),
             M: Content((start,), tuple(momentum), table=T),
         }
 
     def _table(self, fqn: str, dtype: torch.dtype, schemes: Sequence[Scheme]) -> Content:
-        boxes = self._boxes(self.world.sizes[fqn])
+        boxes = self._boxes(self.random_root.sizes[fqn])
         parts: list[Part] = []
         for box in boxes:
             scheme = schemes[int(self.rng.integers(len(schemes)))]
             parts += self._parts(box, dtype, self._masks(box), scheme)
-        return Content(self.world.sizes[fqn], tuple(parts), is_table=True)
+        return Content(self.random_root.sizes[fqn], tuple(parts), is_table=True)
 
     def _new(self) -> Content:
         """A tensor that comes and goes, and comes back with another dtype or size: then it is stored whole."""
@@ -382,7 +382,7 @@ def family(masks: Sequence[RowMask] | None, seed: int, scheme: Scheme) -> dict[s
     }
 
 
-class HotRows:
+class HotLineage:
     """A lineage of a family of tensors, of which the same rows are modified again and again, and others now and then.
 
     Attributes:

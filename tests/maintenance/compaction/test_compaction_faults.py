@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tests.support import faults, hand_made
 from tests.support.hand_made import mask_of, some_rows, whole
-from tests.support.lineages import PACK_BYTES, ROWS, HotRows, family, is_same, own_packs
+from tests.support.lineages import PACK_BYTES, ROWS, HotLineage, family, is_same, own_packs
 from torchrec_cnr import Keep, load_table, read_checkpoint
 from torchrec_cnr.errors import (
     CheckpointExistsError,
@@ -49,7 +49,7 @@ def _values(size: tuple[int, ...], seed: int) -> Tensor:
 
 
 @contextmanager
-def _unchanged(run: HotRows) -> Iterator[None]:
+def _unchanged(run: HotLineage) -> Iterator[None]:
     """Files and what the head loads as are the same afterwards."""
     before, files = run.load(), {path: path.read_bytes() for path in Path(run.path).parent.glob("*/*")}
     yield
@@ -58,9 +58,9 @@ def _unchanged(run: HotRows) -> Iterator[None]:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> HotRows:
+def run(tmp_path: Path) -> HotLineage:
     """A baseline and four deltas."""
-    found = HotRows(tmp_path / "job", Asymmetric(4))
+    found = HotLineage(tmp_path / "job", Asymmetric(4))
     found.save(4)
     return found
 
@@ -77,7 +77,7 @@ def run(tmp_path: Path) -> HotRows:
         ({"since": "nowhere"}, CheckpointNotFoundError),
     ],
 )
-def test_arguments_that_cannot_work(run: HotRows, options: dict[str, Any], expected: type[Exception]) -> None:
+def test_arguments_that_cannot_work(run: HotLineage, options: dict[str, Any], expected: type[Exception]) -> None:
     """A typed error says so before anything is written."""
     root = Path(run.path).parent
     hand_made.write(root / "fork", family([mask_of([1], ROWS)], 7, NoQuantization()), parent=run.newest)
@@ -87,7 +87,7 @@ def test_arguments_that_cannot_work(run: HotRows, options: dict[str, Any], expec
         compact(run.path, **options)
 
 
-def test_since_is_told_by_its_file_system(run: HotRows) -> None:
+def test_since_is_told_by_its_file_system(run: HotLineage) -> None:
     """A path in another file system is no ancestor, though it is spelled like one."""
     with pytest.raises(CheckpointNotFoundError):
         compact(run.path, since=f"memory:/{Path(run.path).parent}/step-1")
@@ -100,7 +100,7 @@ def test_nothing_to_compact(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_missing_parents(run: HotRows) -> None:
+def test_missing_parents(run: HotLineage) -> None:
     """A lineage with a missing link cannot be folded below it, but above."""
     Path(run.path).with_name("step-1").joinpath(MANIFEST_FILE).unlink()
     with pytest.raises(DamagedError, match="step-1 is missing"):
@@ -117,7 +117,7 @@ def _flip(checkpoint: Checkpoint, fqn: str, of_rows: bool) -> None:
 
 
 @pytest.mark.parametrize("of_rows", [False, True], ids=["codes", "row numbers"])
-def test_damage_is_noticed_and_nothing_is_committed(run: HotRows, of_rows: bool) -> None:
+def test_damage_is_noticed_and_nothing_is_committed(run: HotLineage, of_rows: bool) -> None:
     """A blob that is not what was stored stops a compaction that needs it, and leaves no files."""
     step_2 = Path(run.path).with_name("step-2")
     _flip(read_checkpoint(step_2), "t", of_rows)
@@ -190,7 +190,7 @@ def _race(barrier: Any, path: str, results: Any) -> None:
 
 
 @pytest.mark.long
-def test_of_two_compactions_one_wins(run: HotRows) -> None:
+def test_of_two_compactions_one_wins(run: HotLineage) -> None:
     """Processes that compact one head at once: one takes effect, and files of the others are removed."""
     before = run.load()
     results, barrier = _FORKED.Queue(), _FORKED.Barrier(3)
@@ -209,7 +209,7 @@ def test_of_two_compactions_one_wins(run: HotRows) -> None:
     assert all(is_same(*pair) for pair in zip(before, run.load(), strict=True))
 
 
-def test_plans_that_came_too_late(run: HotRows) -> None:
+def test_plans_that_came_too_late(run: HotLineage) -> None:
     """A plan made before another compaction took effect leaves no files, and may be made anew."""
     plan = plan_compaction(run.path, max_ratio=1.0)
     compact(run.path, max_ratio=1.3)
@@ -218,7 +218,7 @@ def test_plans_that_came_too_late(run: HotRows) -> None:
     assert compact(run.path, max_ratio=1.0).is_compacted
 
 
-def test_saves_and_compactions_of_one_lineage_do_not_meet(run: HotRows) -> None:
+def test_saves_and_compactions_of_one_lineage_do_not_meet(run: HotLineage) -> None:
     """A delta that is saved on a head while that is compacted has it as its parent before and after."""
     plan = plan_compaction(run.path, max_ratio=1.0)
     head = run.path
@@ -247,14 +247,14 @@ def _in_child(fn: Any, *args: Any) -> Any:
 
 @pytest.mark.long
 @pytest.mark.parametrize("num_bytes", [1000, 100_000])
-def test_files_that_cannot_be_written(run: HotRows, num_bytes: int) -> None:
+def test_files_that_cannot_be_written(run: HotLineage, num_bytes: int) -> None:
     """Where there is no room, nothing is committed, and what was written is removed."""
     with _unchanged(run):
         assert _in_child(_compact_where_files_are_small, run.path, num_bytes) == "EFBIG"
     assert compact(run.path, max_ratio=1.0, pack_bytes=PACK_BYTES).is_compacted
 
 
-def test_manifests_that_cannot_be_written(run: HotRows, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_manifests_that_cannot_be_written(run: HotLineage, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the last file of all cannot be written, what was written before is removed, too."""
 
     def fail(*args: Any) -> None:
@@ -268,7 +268,7 @@ def test_manifests_that_cannot_be_written(run: HotRows, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("failure", [OSError(errno.EIO, "lost power"), KeyboardInterrupt()], ids=["EIO", "Ctrl-C"])
 def test_a_commit_that_took_effect_keeps_its_files(
-    run: HotRows, monkeypatch: pytest.MonkeyPatch, failure: BaseException
+    run: HotLineage, monkeypatch: pytest.MonkeyPatch, failure: BaseException
 ) -> None:
     """What fails after the new manifest is there must not remove the files that this names."""
     before = run.load()
@@ -334,7 +334,7 @@ def _die_at_write(path: str, number: int) -> None:
 
 
 @pytest.mark.long
-def test_a_process_that_dies_at_any_file_operation(run: HotRows) -> None:
+def test_a_process_that_dies_at_any_file_operation(run: HotLineage) -> None:
     """Whichever is the last, the head loads; the next compaction works, if there is anything left to do."""
     before = run.load()
     outcomes = []

@@ -12,7 +12,7 @@ from torch import Tensor
 import torchrec_cnr as cnr
 from tests.support import hand_made
 from tests.support.hand_made import whole
-from tests.support.lineages import PACK_BYTES, HotRows, is_same, own_packs
+from tests.support.lineages import PACK_BYTES, HotLineage, is_same, own_packs
 from torchrec_cnr.format.row_sets import Blob
 from torchrec_cnr.lineage.checkpoint import Checkpoint
 from torchrec_cnr.maintenance.compaction import copy_rows
@@ -33,7 +33,7 @@ def _pack_bytes(checkpoint: Checkpoint) -> int:
 @pytest.mark.parametrize("max_ratio", [1.0, 1.2, 2.0])
 def test_plans_come_true(tmp_path: Path, scheme: Scheme, max_ratio: float) -> None:
     """Sizes are as planned within a hundredth, the ratio is reached, and what was compacted needs it no more."""
-    run = HotRows(tmp_path, scheme)
+    run = HotLineage(tmp_path, scheme)
     needed_bytes, num_victims = _pack_bytes(run.newest), 0
     for _ in range(4):
         run.save(6)
@@ -64,7 +64,7 @@ def test_plans_come_true(tmp_path: Path, scheme: Scheme, max_ratio: float) -> No
 @pytest.mark.long
 def test_less_room_is_more_to_copy(tmp_path: Path) -> None:
     """The smaller the ratio, the more is copied; with a large one nothing is but manifests."""
-    run = HotRows(tmp_path, Asymmetric(4))
+    run = HotLineage(tmp_path, Asymmetric(4))
     run.save(8)
     plans = [plan_compaction(run.path, max_ratio=max_ratio) for max_ratio in (1.0, 1.3, 1.8, 10.0)]
     moved = [plan.moved_bytes for plan in plans]
@@ -82,7 +82,7 @@ def test_less_room_is_more_to_copy(tmp_path: Path) -> None:
 
 def test_a_plan_changes_nothing(tmp_path: Path) -> None:
     """To plan is to read."""
-    run = HotRows(tmp_path, Asymmetric(4))
+    run = HotLineage(tmp_path, Asymmetric(4))
     run.save(3)
     files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     plan = plan_compaction(run.path, max_ratio=1.0)
@@ -93,7 +93,7 @@ def test_a_plan_changes_nothing(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_moved_rows_keep_their_heat_and_age(tmp_path: Path) -> None:
     """New files are of rows of one heat, and as old as the rows in them, however often these have been moved."""
-    run = HotRows(tmp_path, NoQuantization())
+    run = HotLineage(tmp_path, NoQuantization())
     for _ in range(3):
         run.save(6)
         plan = plan_compaction(run.path, max_ratio=1.0)
@@ -113,7 +113,7 @@ def test_moved_rows_keep_their_heat_and_age(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_planned", [False, True])
 def test_progress_is_told(tmp_path: Path, is_planned: bool) -> None:
     """From some bytes to nearly all; meanwhile the checkpoint is leased once, which tells pruning to leave it alone."""
-    run = HotRows(tmp_path, NoQuantization())
+    run = HotLineage(tmp_path, NoQuantization())
     run.save(4)
     told: list[tuple[int, int]] = []
     leases: set[str] = set()

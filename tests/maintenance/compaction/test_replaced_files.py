@@ -7,7 +7,7 @@ import pytest
 
 from tests.support import hand_made
 from tests.support.hand_made import mask_of
-from tests.support.lineages import PACK_BYTES, ROWS, HotRows, family, is_same
+from tests.support.lineages import PACK_BYTES, ROWS, HotLineage, family, is_same
 from torchrec_cnr import latest, load_table, read_checkpoint
 from torchrec_cnr.errors import (
     DamagedError,
@@ -19,7 +19,7 @@ from torchrec_cnr.quantization import Asymmetric
 
 def test_a_self_contained_checkpoint_needs_nobody(tmp_path: Path) -> None:
     """All other directories may go, and it still loads; until then it may share files."""
-    run = HotRows(tmp_path, Asymmetric(4))
+    run = HotLineage(tmp_path, Asymmetric(4))
     run.save(5)
     before = run.load()
     compact(run.path)
@@ -35,7 +35,7 @@ def test_a_self_contained_checkpoint_needs_nobody(tmp_path: Path) -> None:
 
 def test_files_that_a_manifest_does_not_name_may_go(tmp_path: Path) -> None:
     """The head loads without them, deltas on top of it too; what forked off below does not."""
-    run = HotRows(tmp_path, Asymmetric(4))
+    run = HotLineage(tmp_path, Asymmetric(4))
     run.save(2)
     fork = hand_made.write(
         tmp_path / "fork", family([mask_of([1, 2], ROWS)], 99, Asymmetric(4)), parent=run.newest, pack_bytes=PACK_BYTES
@@ -65,7 +65,7 @@ def test_files_that_a_manifest_does_not_name_may_go(tmp_path: Path) -> None:
 
 def test_what_a_compacted_checkpoint_says(tmp_path: Path) -> None:
     """It is what it was for those who refer to it, and tells its new kind and size."""
-    run = HotRows(tmp_path, Asymmetric(4))
+    run = HotLineage(tmp_path, Asymmetric(4))
     run.save(4)
     old = run.newest
     new = compact(run.path, since=tmp_path / "step-1", max_ratio=1.0, pack_bytes=PACK_BYTES)
@@ -86,7 +86,7 @@ def test_what_a_compacted_checkpoint_says(tmp_path: Path) -> None:
 
 def test_the_latest_is_the_newest_save_not_the_newest_compaction(tmp_path: Path) -> None:
     """An older checkpoint that is compacted later does not become the latest."""
-    run = HotRows(tmp_path, Asymmetric(4))
+    run = HotLineage(tmp_path, Asymmetric(4))
     run.save(2)
     older = run.path
     run.save(1)

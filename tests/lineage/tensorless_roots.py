@@ -21,7 +21,7 @@ from torchrec_cnr.storage.store import Store
 numbers = count()
 
 
-class BareRoot:
+class TensorlessRoot:
     """A directory of checkpoints, most of them without tensors."""
 
     def __init__(self, url: str) -> None:
@@ -71,14 +71,14 @@ class BareRoot:
         return self.store.at(name).url
 
 
-def chain(run: BareRoot, length: int) -> list[CheckpointRef]:
+def chain(root: TensorlessRoot, length: int) -> list[CheckpointRef]:
     found: list[CheckpointRef] = []
     for number in range(length):
-        found.append(run.commit(f"step-{number}", number, found[-1] if found else None))
+        found.append(root.commit(f"step-{number}", number, found[-1] if found else None))
     return found
 
 
-def _newer(data: bytes) -> bytes:
+def as_newer_version(data: bytes) -> bytes:
     """The same manifest, of the next version of the format."""
     body = {**json.loads(data)["manifest"], "version": VERSION + 1, "something": "new"}
     return _framed(json.dumps(body, separators=(",", ":")).encode())
