@@ -157,5 +157,5 @@ OF_UPKEEP: tuple[Mutant, ...] = (
         "a compaction drops its packs although it may have committed",
         lambda: replacing(compact, "may_have_committed", lambda *_: False),
     ),
-    Mutant("the lease of a compaction that may yet commit is released", lambda: replacing(Lease, "leave", nothing)),
+    Mutant("the lease of what may yet be committed is released", lambda: replacing(Lease, "leave", nothing)),
 )

@@ -27,7 +27,7 @@ from tests.support.roots import NUM_COLS, NUM_ROWS, TABLE, Root, prune
 from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.maintenance.pruning.plan import plan_prune
 from torchrec_cnr.maintenance.pruning.retention import Keep
-from torchrec_cnr.storage import leases
+from torchrec_cnr.storage import leases, retries
 from torchrec_cnr.storage.leases import LEASE_SECS, Lease, holds, in_force, is_lease, leased
 from torchrec_cnr.storage.pack_reader import PackReader
 from torchrec_cnr.storage.store import Store
@@ -141,6 +141,29 @@ def test_what_a_failed_save_left_is_pruned_once_its_writer_goes_on(tmp_path: Pat
     assert files(tmp_path / "1") == []
     prune(str(tmp_path))
     assert not (tmp_path / "failed").exists()
+
+
+def test_a_commit_that_may_yet_arrive_keeps_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a store that is not local, a request that failed may still arrive: no prune removes its packs before."""
+    root = f"memory://leases-{os.getpid()}"
+    trainer, create, late = SavingJob(root), Store._create_new, []
+    trainer.train_and_save("0")
+
+    def fail(*args: Any) -> None:
+        late.append(args)
+        raise TimeoutError("no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "_create_new", fail)
+        patch.setattr(retries, "RETRY_SECS", 0.5)
+        with pytest.raises(CheckpointException, match="no answer"):
+            trainer.train_and_save("1")
+    trainer.train_and_save("2")
+    prune(root, Keep(last=1))
+    assert not Store.open(f"{root}/1").exists(MANIFEST_FILE)
+    create(*late[0])
+    for name in ("1", "2"):
+        trainer.assert_loads(name, trainer.saved[name])
 
 
 # Loads

@@ -15,7 +15,7 @@ from functools import partial
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 
-from torchrec_cnr.errors import LoadError, SaveError
+from torchrec_cnr.errors import CheckpointExistsError, FencedError, LoadError, SaveError
 from torchrec_cnr.format import manifest_json
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.manifest import (
@@ -219,7 +219,7 @@ def commit(store: Store, file: ManifestFile, lease: Lease | None, fence: Fence |
     Args:
         store: The checkpoint.
         file: Its manifest.
-        lease: Keeps its packs from being pruned.
+        lease: Keeps its packs from being pruned. If the commit fails and may yet arrive, it is left until it runs out.
         fence: Of the job, if it may be the only one that saves there.
 
     Raises:
@@ -244,10 +244,18 @@ def commit(store: Store, file: ManifestFile, lease: Lease | None, fence: Fence |
         )
     check = fence.check if fence is not None else _no_check
     check()
-    if store.row_log is not None:
-        commit_marked(store, store.row_log, file.marker(store), file.data, check)
-    else:
-        store.put_new(MANIFEST_FILE, file.data, file.manifest.save_id)
+    try:
+        if store.row_log is not None:
+            commit_marked(store, store.row_log, file.marker(store), file.data, check)
+        else:
+            store.put_new(MANIFEST_FILE, file.data, file.manifest.save_id)
+    except (CheckpointExistsError, FencedError):
+        raise
+    except BaseException:
+        # A request that seems to have failed may still arrive, and name packs that a prune has removed meanwhile.
+        if lease is not None and not (store.is_local and store.row_log is None):
+            lease.leave()
+        raise
 
 
 def _refuse_missing_packs(store: Store, manifest: Manifest) -> None:

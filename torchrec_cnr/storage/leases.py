@@ -134,7 +134,12 @@ class Lease:
         self.is_left = True
 
     def lapse(self) -> None:
-        """End it, and leave one that has run out: by that, pruning recognises what a save that failed has left."""
+        """End it, and leave one that has run out: by that, pruning recognises what a save that failed has left.
+
+        One that was left stays as it is.
+        """
+        if self.is_left:
+            return
         self._end_renewals()
         try:
             self.store.put(self.until(self.store, self.purpose, time.time_ns()).name, [], is_durable=False)
