@@ -53,7 +53,7 @@ SHARDINGS = ("data", "row", "table", "column")
 
 
 @dataclass
-class _Trained:
+class _TrainedModel:
     """A model of tables, the optimizer within its backward, and the one beside it."""
 
     model: DistributedModelParallel
@@ -78,7 +78,7 @@ class _Trained:
         self.optimizer.zero_grad()
 
 
-def _build(seed: int, family: str, shardings: Mapping[str, str]) -> _Trained:
+def _build(seed: int, family: str, shardings: Mapping[str, str]) -> _TrainedModel:
     """A model with a sharding for each table, its state all ones."""
     torch.manual_seed(1000 * seed)
     optimizer = Adagrad if family == "element-wise" else RowWiseAdagrad
@@ -112,7 +112,7 @@ def _build(seed: int, family: str, shardings: Mapping[str, str]) -> _Trained:
         sharders=[sharder],
     )
     dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
-    return _Trained(sharded, KeyedOptimizerWrapper(dense, lambda parameters: optimizer(parameters, lr=0.5)))
+    return _TrainedModel(sharded, KeyedOptimizerWrapper(dense, lambda parameters: optimizer(parameters, lr=0.5)))
 
 
 def _by_role(values: Whole) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from torchrec_cnr.storage.store import Store
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 
-class _Job:
+class _ManagedJob:
     """A job of its own, although it shares this process with others."""
 
     def __init__(self, root: Path, patch: pytest.MonkeyPatch) -> None:
@@ -50,7 +50,7 @@ def test_a_job_that_is_ahead_is_refused_once_its_replacement_has_restored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else each step that the replacement comes to would have been saved already."""
-    ahead, replacement = _Job(tmp_path, monkeypatch), _Job(tmp_path, monkeypatch)
+    ahead, replacement = _ManagedJob(tmp_path, monkeypatch), _ManagedJob(tmp_path, monkeypatch)
     assert ahead.restore() is None
     ahead.save(1)
     assert replacement.restore() == 1
@@ -65,14 +65,14 @@ def test_a_root_that_cannot_be_written_to_is_restored_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whoever only looks at what training has reached needs no right to write."""
-    _Job(tmp_path, monkeypatch).save(1)
+    _ManagedJob(tmp_path, monkeypatch).save(1)
 
     def refusing(*_: object) -> None:
         raise StoreError("read-only")
 
     with monkeypatch.context() as patch:
         patch.setattr(Store, "put_new", refusing)
-        assert _Job(tmp_path, monkeypatch).restore() == 1
+        assert _ManagedJob(tmp_path, monkeypatch).restore() == 1
     assert "nothing can be saved here" in caplog.text
 
 

@@ -46,7 +46,7 @@ class _Steps(nn.Module):
         return torch.as_tensor(self.ebc(features).values().sum())
 
 
-class _Job:
+class _SteppedJob:
     """The model on these ranks, of step 0."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class _Job:
 
 def _train_under_saves(rank: int, root: str, executor: AsyncCheckpointerType, num_saves: int) -> list[int]:
     """Save at once whenever the save before has ended, and train meanwhile: after which step each save was begun."""
-    job = _Job()
+    job = _SteppedJob()
     tracker = cnr.RowTracker(job.model)
     planner = cnr.CNRSavePlanner(tracker, policy=cnr.OneShot())
     writer = models.writer(root, pack_bytes=1 << 18)
@@ -117,7 +117,7 @@ def _train_under_saves(rank: int, root: str, executor: AsyncCheckpointerType, nu
 
 
 def _load_all(rank: int, root: str, cuts: list[int]) -> list[Whole]:
-    job = _Job()
+    job = _SteppedJob()
     loaded = []
     for step in cuts:
         state = job.state()

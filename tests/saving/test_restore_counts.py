@@ -21,7 +21,7 @@ from torchrec_cnr.saving.plug_in_messages import ShardData
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 
-class _Training(SavingJob):
+class _ResumedJob(SavingJob):
     """A job that starts afresh, as every process does, and saves deltas where it can."""
 
     def commit(self, name: str, quantization: cnr.Quantization | None = None) -> cnr.Checkpoint:
@@ -39,13 +39,13 @@ class _Training(SavingJob):
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[[], _Training]]:
+def start(tmp_path: Path) -> Iterator[Callable[[], _ResumedJob]]:
     """Starts jobs, and ends them."""
     with ExitStack() as started:
-        yield lambda: started.enter_context(_Training(tmp_path))
+        yield lambda: started.enter_context(_ResumedJob(tmp_path))
 
 
-def test_each_restore_is_counted_once(tmp_path: Path, start: Callable[[], _Training]) -> None:
+def test_each_restore_is_counted_once(tmp_path: Path, start: Callable[[], _ResumedJob]) -> None:
     """Saves leave the count as it is, and each job that resumes from another's checkpoint adds one."""
     counts, before = [], None
     for resumption in range(3):
@@ -60,7 +60,7 @@ def test_each_restore_is_counted_once(tmp_path: Path, start: Callable[[], _Train
     assert counts == [0, 0, 1, 1, 2, 2]
 
 
-def test_more_restores_than_expected_take_8_bits(tmp_path: Path, start: Callable[[], _Training]) -> None:
+def test_more_restores_than_expected_take_8_bits(tmp_path: Path, start: Callable[[], _ResumedJob]) -> None:
     """Where one restore is expected, tables take 2 bits until there was a second one, and 8 bits from then on."""
     quantization = cnr.ByExpectedRestores(1)
     bits = []
@@ -74,7 +74,7 @@ def test_more_restores_than_expected_take_8_bits(tmp_path: Path, start: Callable
     assert bits == [{2}, {2}, {8}, {8}, {8}]
 
 
-def test_a_fork_counts_from_the_checkpoint_that_was_loaded(tmp_path: Path, start: Callable[[], _Training]) -> None:
+def test_a_fork_counts_from_the_checkpoint_that_was_loaded(tmp_path: Path, start: Callable[[], _ResumedJob]) -> None:
     """What a job went through before it loaded an older checkpoint is not in its tables any more."""
     first = start()
     first.commit("start")
@@ -91,7 +91,7 @@ def test_a_fork_counts_from_the_checkpoint_that_was_loaded(tmp_path: Path, start
     assert first.commit("back").num_restores == 1
 
 
-def test_a_load_that_fails_is_not_counted(tmp_path: Path, start: Callable[[], _Training]) -> None:
+def test_a_load_that_fails_is_not_counted(tmp_path: Path, start: Callable[[], _ResumedJob]) -> None:
     """Before anything was read or in the middle of it: the count stays, and the next save is a baseline with it."""
     training = start()
     training.commit("0")
@@ -109,7 +109,7 @@ def test_a_load_that_fails_is_not_counted(tmp_path: Path, start: Callable[[], _T
     assert (after.num_restores, after.parent) == (1, None)
 
 
-def test_a_save_that_fails_is_not_counted(tmp_path: Path, start: Callable[[], _Training]) -> None:
+def test_a_save_that_fails_is_not_counted(tmp_path: Path, start: Callable[[], _ResumedJob]) -> None:
     """A save that never committed changes nothing about what the tables have been through."""
     training = start()
     training.commit("0")
@@ -120,7 +120,7 @@ def test_a_save_that_fails_is_not_counted(tmp_path: Path, start: Callable[[], _T
     assert training.commit("2").num_restores == 1
 
 
-def test_a_partial_load_is_a_restore_too(tmp_path: Path, start: Callable[[], _Training]) -> None:
+def test_a_partial_load_is_a_restore_too(tmp_path: Path, start: Callable[[], _ResumedJob]) -> None:
     """Tables that hold values of several origins have been through as many restores as the most travelled of them."""
     training = start()
     training.commit("0")
@@ -137,7 +137,7 @@ def test_a_partial_load_is_a_restore_too(tmp_path: Path, start: Callable[[], _Tr
     assert fresh.commit("mixed thrice").num_restores == 3
 
 
-def test_loads_and_saves_without_a_tracker_count_nothing(tmp_path: Path, start: Callable[[], _Training]) -> None:
+def test_loads_and_saves_without_a_tracker_count_nothing(tmp_path: Path, start: Callable[[], _ResumedJob]) -> None:
     """Nobody is there to count: a save then says 0, and a tracker that is passed by keeps its count."""
     training = start()
     training.commit("0")

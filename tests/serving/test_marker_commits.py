@@ -24,7 +24,7 @@ pytestmark = pytest.mark.long
 SECS = 60.0
 
 
-class Job:
+class KafkaJob:
     """A table that is trained, and saved through Kafka."""
 
     def __init__(self, root: Path, rows: KafkaRows) -> None:
@@ -46,12 +46,12 @@ class Job:
 
 
 @pytest.fixture
-def job(kafka: Broker, tmp_path: Path) -> Job:
+def job(kafka: Broker, tmp_path: Path) -> KafkaJob:
     topic = f"serving-{root_id(str(tmp_path))}"
-    return Job(tmp_path / "run", KafkaRows(kafka.bootstrap, topic, timeout_secs=20))
+    return KafkaJob(tmp_path / "run", KafkaRows(kafka.bootstrap, topic, timeout_secs=20))
 
 
-def test_markers_wake_a_subscriber_up(job: Job) -> None:
+def test_markers_wake_a_subscriber_up(job: KafkaJob) -> None:
     """Each delta is served long before the next look at the root is due; what is looked up is what was trained."""
     job.save(0)
     served = nn.EmbeddingBag(2000, 16, mode="sum")
@@ -70,7 +70,7 @@ def test_markers_wake_a_subscriber_up(job: Job) -> None:
             assert not torch.equal(served.weight, before)
 
 
-def test_what_a_marker_has_committed_is_applied_before_its_manifest_has_its_name(job: Job) -> None:
+def test_what_a_marker_has_committed_is_applied_before_its_manifest_has_its_name(job: KafkaJob) -> None:
     """A job that dies behind its marker leaves a checkpoint that is served all the same."""
     job.save(0)
     job.save(1)
@@ -84,9 +84,9 @@ def test_what_a_marker_has_committed_is_applied_before_its_manifest_has_its_name
     assert (last / MANIFEST_FILE).exists()
 
 
-def test_markers_of_other_roots_are_not_ours(job: Job, tmp_path: Path) -> None:
+def test_markers_of_other_roots_are_not_ours(job: KafkaJob, tmp_path: Path) -> None:
     """Two jobs may share a topic: a follower of one looks at its own root only."""
-    other = Job(tmp_path / "other", job.rows)
+    other = KafkaJob(tmp_path / "other", job.rows)
     job.save(0)
     commits = MarkerCommits(job.root, job.rows)
     assert [Path(commit.path).name for commit in commits.newest_first()] == ["step-0"]
@@ -96,7 +96,7 @@ def test_markers_of_other_roots_are_not_ours(job: Job, tmp_path: Path) -> None:
     commits.close()
 
 
-def test_a_wait_ends_when_it_is_closed(job: Job) -> None:
+def test_a_wait_ends_when_it_is_closed(job: KafkaJob) -> None:
     """No marker comes, and nobody waits for it any longer."""
     job.save(0)
     commits = MarkerCommits(job.root, job.rows)
@@ -108,7 +108,7 @@ def test_a_wait_ends_when_it_is_closed(job: Job) -> None:
     assert not waiting.is_alive()
 
 
-def test_a_follower_waits_although_retention_has_removed_all_markers(job: Job, kafka: Broker) -> None:
+def test_a_follower_waits_although_retention_has_removed_all_markers(job: KafkaJob, kafka: Broker) -> None:
     """A job that rests longer than its markers are kept: a look at the root is not followed by another at once."""
     job.save(0)
     cut = TopicPartition(f"{job.rows.topic}-markers", 0, job.rows.end())

@@ -30,7 +30,7 @@ IMPATIENT_SECS = 2.0  # with less, a busy machine has not ended a transaction th
 
 
 @dataclass
-class Life:
+class KafkaLife:
     """What a job does, beside a dictionary of what must be loaded.
 
     Attributes:
@@ -106,7 +106,7 @@ ROUGH = ("frozen begin", "frozen marker")
 
 def _live(server: KafkaServer, folder: Path, operations: list[str]) -> None:
     rows = cnr.KafkaRows(server.bootstrap, server.new_name(), num_partitions=2, timeout_secs=IMPATIENT_SECS)
-    life = Life(str(folder), rows, server)
+    life = KafkaLife(str(folder), rows, server)
     for seed, operation in enumerate(operations):
         life.run(operation, seed)
     life.run("save", 1000)
