@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from fbgemm_gpu.split_embedding_configs import EmbOptimType as OptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
@@ -90,6 +91,36 @@ def _prune(rank: int) -> None:
 def test_rows_that_are_pruned_are_marked(rank_pool: RankPools) -> None:
     """As ITEPEmbeddingBagCollection has kernels reset them."""
     rank_pool(1).run(_prune)
+
+
+def _average_columns(rank: int) -> tuple[int, int]:
+    """In how many steps each row of a table was marked, and in how many no more than were trained."""
+    job = zoo.build(Kind("EmbeddingBagCollection", "table_wise", "RowWiseAdagrad"), seed=1)
+    (lookup,) = job.model.module.sparse._lookups  # type: ignore[union-attr]
+    kernel = lookup._emb_modules[0].emb_module
+    kernel.optimizer = OptimType.EMAINPLACE_ROWWISE_ADAGRAD
+    kernel._emainplace_mode = {"step_ema": 3.0, "step_start": 2.0, "step_ema_coef": 0.5}
+    tracker = cnr.RowTracker(job.model)
+    num_whole = num_exact = 0
+    for step in range(7):
+        for shard in tracker.shards:
+            shard.rows.marked.zero_()
+        before = [shard.weight.clone() for shard in tracker.shards]
+        zoo.train(job, step)
+        for shard, old in zip(tracker.shards, before, strict=True):
+            is_changed, is_marked = (shard.weight != old).any(dim=1), shard.rows.marked
+            assert bool(is_changed.any())
+            assert not (is_changed & ~is_marked).any()
+            num_whole += bool(is_marked.all())
+            num_exact += bool((is_marked == is_changed).all()) and not is_marked.all()
+    tracker.close()
+    return num_whole, num_exact
+
+
+def test_rows_whose_columns_are_averaged_are_marked(rank_pool: RankPools) -> None:
+    """FBGEMM's EMAINPLACE_ROWWISE_ADAGRAD writes to all rows in some steps, past the counters, and else to none."""
+    ((num_whole, num_exact),) = rank_pool(1).run(_average_columns)
+    assert (num_whole, num_exact) == (4, 10)  # of two tables, in steps 3 and 6 of 0 to 6
 
 
 def _look_at_state(rank: int) -> tuple[int, int]:

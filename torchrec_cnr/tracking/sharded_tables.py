@@ -104,15 +104,25 @@ def _track_kernel(path: str, kernel: Any, hooks: Hooks, stepped: OptimizerTables
     hooks.add(kernel.emb_module.register_forward_hook(Hook(on_lookup), with_kwargs=True))
     if isinstance(kernel.emb_module, SplitTableBatchedEmbeddingBagsCodegen):
         hooks.around(kernel.emb_module, "reset_embedding_weight_momentum", partial(_reset, shards, marks.of_feature))
-        hooks.around(kernel.emb_module, "ema_inplace", partial(_average, shards))
+        hooks.around(kernel.emb_module, "ema_inplace", partial(_average, shards, kernel.emb_module))
     return shards
 
 
-def _average(shards: Sequence[TrackedShard], average: Callable[..., None], *args: Any) -> None:
-    """Called in the place of a kernel's method that averages columns of all rows at some steps, past the counters."""
-    average(*args)
-    for shard in shards:
-        shard.rows.mark_all()
+def _average(
+    shards: Sequence[TrackedShard],
+    kernel: SplitTableBatchedEmbeddingBagsCodegen,
+    average: Callable[..., None],
+    mode: Mapping[str, float],
+) -> None:
+    """Called in the place of a kernel's method that averages columns of all rows, past the counters.
+
+    The kernel calls it in each lookup, and it does so in every ``step_ema``-th from ``step_start`` on.
+    """
+    step = int(kernel.iter_cpu.item())
+    average(mode)
+    if step >= int(mode["step_start"]) and step % int(mode["step_ema"]) == 0:
+        for shard in shards:
+            shard.rows.mark_all()
 
 
 def _reset(
