@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torchrec_cnr.kernels.search_plan import SearchPlan
 from torchrec_cnr.quantization import Quantization, SchemeRules
 from torchrec_cnr.saving import encoding
 from torchrec_cnr.saving.encoding import KernelWarmUps, choose_scheme
+from torchrec_cnr.tracking.tracked_tables import trackers
 
 RULES: list[Any] = [
     cnr.Symmetric(8),
@@ -44,6 +46,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
     monkeypatch.setattr(kernels, "warm_up", warm_up)
     monkeypatch.setattr(encoding, "is_quantized_first", lambda source: True)
     monkeypatch.setattr(encoding, "kernel_warm_ups", KernelWarmUps())
+    monkeypatch.setattr(trackers, "_trackers", WeakSet())  # other tests may have left some
     for module in ("writer", "planner"):
         monkeypatch.setattr(f"torchrec_cnr.saving.{module}.kernel_warm_ups", encoding.kernel_warm_ups)
     return found
