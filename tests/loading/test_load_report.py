@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
 
 import torchrec_cnr as cnr
-from tests.support import models
+from tests.support import faults, models
 from tests.support.jobs import load_into, refusal, save, warnings
 from tests.support.models import differing, plain_job, state, torchrec_job, train, whole
 from tests.support.ranks import RankPools
@@ -115,6 +115,26 @@ def test_ranks_with_different_keys_decide_together(tmp_path: Path, rank_pool: Ra
     assert len(warnings) == 1
     assert str(report).replace("\n", "; ") in warnings[0]
     assert other_warnings == []
+
+
+def _load_each_its_own(rank: int, root: str) -> tuple[list[str], str]:
+    job = torchrec_job(1, "table")
+    for step in range(2):
+        train(job, 1)
+        save(state(job, seen=step), f"{root}/{step}")
+    target = state(torchrec_job(2, "table"), seen=0)
+    before = whole(target)
+    failures = faults.failures_of(lambda: load_into(target, f"{root}/{rank}"))
+    assert [type(cause) for cause in failures.values()] == [cnr.LoadError]
+    return differing(whole(target), before), str(failures[0])
+
+
+def test_ranks_that_would_load_different_checkpoints_are_refused(tmp_path: Path, rank_pool: RankPools) -> None:
+    """Each may have found another newest one, if a save was committed in between: nothing is loaded on any rank."""
+    for changed, message in rank_pool(2).run(_load_each_its_own, str(tmp_path)):
+        assert changed == []
+        assert f"ranks load different checkpoints ({tmp_path}/0, {tmp_path}/1)" in message
+        assert "restore_newest" in message
 
 
 def _load_on_a_submesh(rank: int, root: str) -> float:

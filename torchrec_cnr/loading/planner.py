@@ -1,9 +1,10 @@
 """The load planner: fits a checkpoint to a state dict, strictly, and starts the tracker on what was loaded.
 
-It does what DCP's planner does, and three things more:
+It does what DCP's planner does, and four things more:
 
 - a tensor or object that is missing on either side is an error, unless a partial load was asked for, and a report
   says what was done with every name;
+- ranks that would load different checkpoints, because each has looked for the newest by itself, are refused;
 - optimizer state of tables loads under another sharding, although its names and sizes change with it;
 - the tracker learns which rows the lineage's deltas held, so that the next save continues the lineage.
 
@@ -29,6 +30,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from torchrec_cnr.errors import ConfigurationError, LoadError
+from torchrec_cnr.format.manifest import CheckpointRef
 from torchrec_cnr.format.safe_pickle import unpickling_error
 from torchrec_cnr.lineage.checkpoint import Lineage
 from torchrec_cnr.loading.fitting import Fit, LoadReport, Wanted, fit, saved_by_others
@@ -38,6 +40,19 @@ from torchrec_cnr.storage.fences import restored_from
 from torchrec_cnr.tracking.tracked_tables import TrackedRows, TrackedShard
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _OfRank:
+    """What a rank tells the coordinator.
+
+    Attributes:
+        wanted: Its part of the target.
+        checkpoint: The one that it reads.
+    """
+
+    wanted: frozenset[Wanted]
+    checkpoint: CheckpointRef
 
 
 @dataclass(frozen=True)
@@ -69,6 +84,7 @@ class CNRLoadPlanner(DefaultLoadPlanner):
             such a load, the next save is a baseline.
 
     Raises:
+        LoadError: While loading, if ranks read different checkpoints.
         StateMismatchError: While loading, if FQNs, sizes or dtypes do not fit; the message names all that do not.
         ConfigurationError: Both ``tracker`` and ``inference`` are given; or, while loading, the reader is not a
             ``CNRStorageReader``.
@@ -128,11 +144,13 @@ class CNRLoadPlanner(DefaultLoadPlanner):
         """What this rank wants."""
         items = self.state_dict.items()
         wanted = frozenset(Wanted.of(fqn, value, self.mappings[fqn], self._inference) for fqn, value in items)
-        return LoadPlan([], planner_data=wanted)
+        return LoadPlan([], planner_data=_OfRank(wanted, self._lineage.newest.ref))
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Decide for all ranks: a rank need not hold every tensor."""
-        wanted = frozenset[Wanted]().union(*(plan.planner_data for plan in global_plan))
+        ranks: list[_OfRank] = [plan.planner_data for plan in global_plan]
+        _refuse_different([rank.checkpoint for rank in ranks])
+        wanted = frozenset[Wanted]().union(*(rank.wanted for rank in ranks))
         newest = self._lineage.newest
         ranked = {item.fqn: names for item in wanted if (names := saved_by_others(item.fqn, newest.manifest.objects))}
         wanted = frozenset(item for item in wanted if item.fqn not in ranked).union(
@@ -255,6 +273,17 @@ def _own_key(container: Any, key: str | int) -> Any:
 
 def _key(item: ReadItem) -> ShardKey:
     return item.dest_index.fqn, tuple(item.dest_index.offset or ())
+
+
+def _refuse_different(checkpoints: Sequence[CheckpointRef]) -> None:
+    """Parts of two checkpoints are no model that ever was. One may lie at several paths, as ranks see them."""
+    paths = {checkpoint.sha256: checkpoint.path for checkpoint in checkpoints}
+    if len(paths) > 1:
+        raise LoadError(
+            f"ranks load different checkpoints ({', '.join(sorted(paths.values()))}), as it happens if each looks for "
+            "the newest by itself while another one is committed: have one rank look, and give all of them what it "
+            "found, or call restore_newest on all ranks"
+        )
 
 
 def _is_complete(fitted: Fit, lineage: Lineage) -> bool:
