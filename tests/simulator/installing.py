@@ -33,7 +33,7 @@ def _closures(name: str) -> Iterator[Any]:
     for found in vars(sys.modules[name]).values():
         if isinstance(found, type) and is_dataclass(found) and found.__module__ == name:
             for cell in getattr(found.__init__, "__closure__", None) or ():
-                if cell.cell_contents in (threading.Lock, threading.Event, threading.Condition):
+                if cell.cell_contents in (threading.Lock, threading.RLock, threading.Event, threading.Condition):
                     yield cell
 
 
