@@ -6,7 +6,8 @@
 - ``installing``: puts both in the place of the real ones.
 - ``storage``: an object store in memory, with faults.
 - ``models``: the tiny model that ranks train, and the memory of it that checkpoints are compared with.
-- ``jobs``: ranks that restore, train and save, and what starts them again.
+- ``jobs``: what ranks of a job do, and what is remembered of their saves.
+- ``ranks``: ranks that restore, train and save, and ``supervisors``, which start them again.
 - ``upkeep``: processes that compact, prune and read beside the jobs.
 - ``world``: a schedule, from its seed to its end.
 - ``checks``: the invariants that must hold then.

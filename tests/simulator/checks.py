@@ -46,9 +46,16 @@ def _check_outcomes(sim: Scheduler, book: Book, is_pruned: bool) -> None:
 
 def _check_jobs(book: Book) -> None:
     """Who commits has claimed the root; when a later job has, an earlier one commits at most what was at its end."""
+    for root in sorted({root for _, root, _ in book.events}):
+        events = [(kind, run) for kind, at, run in book.events if at == root]
+        if root == book.root or events[0][1].job.second != "two others":  # what nothing tracks has no lineage to keep
+            _check_claims(events)
+
+
+def _check_claims(events: list[tuple[str, Run]]) -> None:
     newest: Run | None = None
     num_late: Counter[str] = Counter()
-    for kind, run in book.events:
+    for kind, run in events:
         if kind == "committed" and run.name not in num_late:
             raise FindingError("no claim", f"{run.name} has committed, and has not claimed the root")
         if kind == "claimed":
@@ -81,10 +88,10 @@ def _check_loads(book: Book, objects: Objects) -> None:
 def _check_kept(book: Book, objects: Objects, keep: int | None) -> None:
     """What succeeded is there, unless it was pruned as one that is not among the newest."""
     there, created = _there(objects), book.created_ns
-    newest = sorted(created, key=lambda path: created[path])[-keep:] if keep else list(created)
+    pruned = [path for path in created if path.startswith(f"{book.root}/")]
+    old = sorted(pruned, key=lambda path: created[path])[:-keep] if keep else []
     for attempt in book.attempts.values():
-        is_needed = attempt.path in newest or attempt.path not in created
-        if "ok" in attempt.outcomes.values() and attempt.path not in there and is_needed:
+        if "ok" in attempt.outcomes.values() and attempt.path not in there and attempt.path not in old:
             raise FindingError("lost", f"{attempt.token} succeeded, and {attempt.path} is not there")
 
 

@@ -24,6 +24,7 @@ from tests.simulator.world import FAMILIES, run, scenario_of, simulation
 from torchrec_cnr.errors import CNRError, StoreError
 from torchrec_cnr.format.manifest import MANIFEST_FILE, PACK_SUFFIX
 from torchrec_cnr.lineage import latest as newest
+from torchrec_cnr.loading import planner as load_planner
 from torchrec_cnr.manager import restore as restoring
 from torchrec_cnr.saving import agreement, commit, cut, planned_save, plug_in_messages, running_saves, staging, writer
 from torchrec_cnr.saving import planner as save_planner
@@ -194,6 +195,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant("checkpoints are ordered by their names", lambda: wrapping(newest, "committed_ns", _by_name)),
     Mutant("heads of other ranks are not compared", lambda: wrapping(planned_save, "choose_base", _with_own_head)),
+    Mutant("ranks may load different checkpoints", lambda: replacing(load_planner, "_refuse_different", nothing)),
     Mutant("the time of a commit may be before its parent's", lambda: wrapping(writer, "file_of", _no_time_after)),
     Mutant("ranks may save to two roots", lambda: _two_roots()),
     Mutant("rows are staged by reference", lambda: replacing(staging, "_copy", _by_reference)),

@@ -58,7 +58,9 @@ class Besides:
         ]
         sim.sleep(beside.begins_secs)
         for done in range(beside.num_rounds):
-            process = Process(f"{beside.kind}{number}.{done}", host=f"host {beside.kind}", number=1000 + done)
+            process = Process(
+                f"{beside.kind}{number}.{done}", host=f"host {beside.kind}", number=1000 + 100 * number + done
+            )
             process.own["server"] = self.server
 
             def live(process: Process = process) -> None:

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.simulator import checks, installing, storage
-from tests.simulator.jobs import Book, Plan, Starter, Step
+from tests.simulator.jobs import Book, Plan, Step
 from tests.simulator.scheduler import FindingError, Process, Scheduler, this_task
+from tests.simulator.supervisors import Starter
 from tests.simulator.upkeep import Beside, Besides
 from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.format.manifest_json import created_ns
@@ -81,21 +82,27 @@ def scenario_of(seed: int, family: str | None = None) -> Scenario:
 
     is_async = family == "async saves" or (family != "saves" and drawn.random() < 0.5)
 
-    kinds_of_saves = ["save"] * 9 + ["split save"]
+    one, two = ("async save", "two async saves") if is_async else ("save", "two saves")
+    kinds_of_saves = [one] * 6 + (["wait"] * 3 if is_async else [one] * 3 + ["split save"])
+    if family in ("saves", "async saves") and drawn.random() < 0.4:
+        kinds_of_saves += [two] * 5
 
     def steps() -> tuple[Step, ...]:
         found = []
         for _ in range(drawn.randint(2, 4)):
             found += ["train"] * drawn.randint(0, 2)
-            found.append(drawn.choice(["async save", "async save", "wait"] if is_async else kinds_of_saves))
+            found.append(drawn.choice(kinds_of_saves))
             if drawn.random() < 0.1:
                 found.append("restore")
         return tuple(Step(kind, next(numbers)) for kind in found)
 
     def job(name: str, begins_secs: float, num_runs: int) -> Plan:
+        world_size = drawn.choice([1, 2, 2])
+        # Two saves of one model wait for one another on each rank, and ranks need not agree on which is first.
+        seconds = ["other model", "two others"] + ["same model"] * 2 * (world_size == 1)
         return Plan(
             name=name,
-            world_size=drawn.choice([1, 2, 2]),
+            world_size=world_size,
             policy=drawn.choice(["full", "consecutive", "consecutive", "one shot", "intermittent", "compacted"]),
             steps=tuple(steps() for _ in range(num_runs)),
             begins_secs=begins_secs,
@@ -103,6 +110,8 @@ def scenario_of(seed: int, family: str | None = None) -> Scenario:
             new_planner=drawn.random() < 0.2,
             retries=drawn.random() < 0.3,
             staging_bytes=drawn.choice([1 << 20, 1 << 20, 1]),
+            second=drawn.choice(seconds),
+            restores=drawn.choice(["together"] * 3 + ["looks alone", "alone", "alone"]),
         )
 
     def beside(kind: str) -> Beside:
@@ -115,13 +124,15 @@ def scenario_of(seed: int, family: str | None = None) -> Scenario:
         jobs.append(job("B", drawn.choice([0.05, 0.3, 0.6]), 1))
     kinds = ["prune", "compact", "read"] if family == "upkeep" or (family == "two jobs" and is_mixed) else []
     besides = tuple(beside(kind) for kind in kinds if drawn.random() < 0.75)
+    if drawn.random() < 0.5:  # two that compact, by one timetable
+        besides += tuple(beside for beside in besides if beside.kind == "compact")
     shares = storage.FaultShares(
         fail=share(0, 0, 0.01, 0.05, 0.2),
         refuse=share(0, 0, 0.005, 0.02, 0.05),
         lose=share(0, 0, 0.01, 0.05, 0.2),
         cut=share(0, 0, 0.01),
         repeat=share(0, 0, 0.02),
-        late=share(0, 0, 0, 0.01, 0.05),
+        late=share(0, 0, 0, 0.01, 0.05, 0.2),
         delay=share(0, 0, 0.02),
         kill=share(0, 0, 0.005, 0.02),
     )
@@ -231,4 +242,6 @@ def _note(sim: Scheduler, book: Book, kind: str, path: str, data: bytes) -> None
     else:
         return
     if kind == "put" and run is not None:
-        book.events.append(("committed" if name == MANIFEST_FILE else "claimed", run))
+        is_commit = name == MANIFEST_FILE
+        root = directory.rpartition("/")[0] if is_commit else directory
+        book.events.append(("committed" if is_commit else "claimed", root, run))
