@@ -91,6 +91,10 @@ def _alone(needed_by: Any, catalog: Catalog, names: Any, loading: Any = ()) -> A
     return kept.replace(needs, checkpoints=own)
 
 
+def _newest_only(stand_on: Any, catalog: Catalog) -> dict[str, str]:
+    return {name: what for name, what in stand_on(catalog).items() if what.startswith("newest")}
+
+
 def _own_packs(uses: Any, catalog: Catalog, checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     """Packs that lie in directories of other checkpoints are not seen."""
     own = catalog.name_of(checkpoint.store)
@@ -151,6 +155,10 @@ OF_UPKEEP: tuple[Mutant, ...] = (
         lambda: _all(wrapping(kept, "needed_by", _alone), wrapping(execute, "needed_by", _alone)),
     ),
     Mutant("a prune removes packs that others use", lambda: wrapping(Catalog, "uses", _own_packs)),
+    Mutant(
+        "a prune removes what a save in progress takes for its baseline",
+        lambda: _all(wrapping(kept, "saves_stand_on", _newest_only), wrapping(execute, "saves_stand_on", _newest_only)),
+    ),
     Mutant("a prune removes the manifest last", lambda: wrapping(execute._Execution, "remove", _manifest_last)),
     Mutant("a compaction replaces another one", lambda: replacing(compact, "commit_replacement", _overwrites)),
     Mutant(

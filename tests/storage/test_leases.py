@@ -25,6 +25,7 @@ from tests.support.models import Whole, state, torchrec_job
 from tests.support.ranks import RankPools
 from tests.support.roots import NUM_COLS, NUM_ROWS, TABLE, Root, prune
 from torchrec_cnr.format.manifest import MANIFEST_FILE
+from torchrec_cnr.maintenance.pruning.execute import run_prune
 from torchrec_cnr.maintenance.pruning.plan import plan_prune
 from torchrec_cnr.maintenance.pruning.retention import Keep
 from torchrec_cnr.storage import leases, retries
@@ -92,6 +93,35 @@ def test_what_is_being_saved_is_not_pruned(tmp_path: Path) -> None:
         trainer.assert_loads(name, cut)
     assert prune(str(tmp_path), Keep(last=1)).removed == ("other",)
     trainer.assert_loads("2", cuts["2"])
+
+
+@pytest.mark.parametrize("plans_before", [False, True])
+def test_the_baseline_of_a_save_is_not_pruned_although_its_head_was_compacted(
+    tmp_path: Path, plans_before: bool
+) -> None:
+    """The compacted head does not need it any more. The job, which knows of no compaction, saves a delta of it."""
+    trainer, plans = SavingJob(tmp_path, policy=cnr.OneShot()), []
+    for name in ("0", "1"):
+        trainer.train_and_save(name)
+
+    def plan() -> None:
+        plans.append(plan_prune(tmp_path, Keep(last=1)))
+
+    def compact_and_prune() -> None:
+        cnr.compact(tmp_path / "1", self_contained=True)
+        if plans_before:  # as if the save had begun after that
+            trainer_lease = files(tmp_path / "2")[0]
+            (tmp_path / "2" / trainer_lease).rename(tmp_path / trainer_lease)
+            plan()
+            (tmp_path / trainer_lease).rename(tmp_path / "2" / trainer_lease)
+        else:
+            plan()
+        run_prune(plans[0])
+
+    cut = save_and_act(trainer, "2", "finish", compact_and_prune)
+    assert cnr.read_checkpoint(tmp_path / "2").parent == str(tmp_path / "0")
+    trainer.assert_loads("2", cut)
+    assert [checkpoint.name for checkpoint in plans[0].pruned] == ["0"] * plans_before
 
 
 @pytest.mark.parametrize("what", ["parent", "lease", "removed lease"])

@@ -30,8 +30,9 @@ from torchrec_cnr.storage.store import Store
 def test_reasons_are_told(root: Root) -> None:
     """For everything that stays, in words; and sizes add up."""
     now_ns = NOON_NS + 3 * DAY_NS
-    for number, parent in enumerate([None, "0", "1", None, "3", None, None]):
-        root.save(str(number), NOON_NS + number, parent, range(3))
+    parents = {"0": None, "1": "0", "2": "1", "3": None, "3b": "3", "4": "3b", "5": None, "6": None}
+    for number, (name, parent) in enumerate(parents.items()):
+        root.save(name, NOON_NS + number, parent, range(3))
     root.compact("4")
     root.lease("5", now_ns + 2 * HOUR_NS, "load")
     root.lease("6", now_ns + 20 * HOUR_NS, "compact")
@@ -39,7 +40,7 @@ def test_reasons_are_told(root: Root) -> None:
     root.lease("saving", now_ns + HOUR_NS, "save")
     root.save("2b", NOON_NS + 9, "2", range(2))
     root.put("logs", "events.log")
-    root.put("3", "notes.txt")
+    root.put("3b", "notes.txt")
     tag(root.at("1"), "release")
     plan = plan_prune(root.url, Keep(last=1), now_ns=now_ns)
     lineage = "newest of its lineage, which saving may stand on"
@@ -48,17 +49,18 @@ def test_reasons_are_told(root: Root) -> None:
         "1": ("tagged 'release'",),
         "2": ("needed by 2b",),
         "2b": ("one of the last", lineage),
-        "3": ("its packs are used by 4", "not recognised: notes.txt"),
+        "3": ("baseline before a compaction, which saving may stand on",),
+        "3b": ("not recognised: notes.txt",),
         "4": (lineage,),
         "5": ("leased (a load, until 14:00 UTC)", lineage),
         "6": ("leased (a compaction, until 2026-11-24 08:00 UTC)", lineage),
         "logs": ("not recognised",),
         "saving": ("leased (a save, until 13:00 UTC)",),
     }
-    assert [checkpoint.name for checkpoint in plan.pruned] == ["3"]
+    assert [checkpoint.name for checkpoint in plan.pruned] == ["3b"]
     assert plan.freed_bytes == sum(plan.removals[0].entry.files[name] for name in plan.removals[0].files) > 0
     text = str(plan)
-    assert f"3: baseline of 2026-11-20 12:00:00 UTC, {bytes_text(plan.freed_bytes)}" in text
+    assert f"3b: delta of 2026-11-20 12:00:00 UTC, {bytes_text(plan.freed_bytes)}" in text
     assert "stays  5: leased (a load, until 14:00 UTC); newest of its lineage, which saving may stand on" in text
     assert text.endswith(
         f"1 checkpoint to remove, {bytes_text(plan.freed_bytes)} to free, {bytes_text(plan.left_bytes)} left"

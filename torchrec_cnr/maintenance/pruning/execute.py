@@ -25,7 +25,7 @@ from torchrec_cnr.lineage.abandoned import marked_name
 from torchrec_cnr.lineage.checkpoint import Checkpoint, read_checkpoint
 from torchrec_cnr.maintenance import journal
 from torchrec_cnr.maintenance.journal import Journal, Prune
-from torchrec_cnr.maintenance.pruning.kept import PackPath, lease_text, needed_by, newest_of_lineages
+from torchrec_cnr.maintenance.pruning.kept import PackPath, lease_text, needed_by, saves_stand_on
 from torchrec_cnr.maintenance.pruning.plan import PrunePlan, Removal
 from torchrec_cnr.progress import Progress
 from torchrec_cnr.storage.leases import holds, in_force, is_lease
@@ -245,8 +245,8 @@ class _Execution:
             names = root.at(name).names()
             if MANIFEST_FILE not in names:
                 if holds(root.at(name), names, self._now_ns):
-                    newest = newest_of_lineages(self._plan.catalog)
-                    self._want(newest, f"{name_text(name)}, which is being saved, may stand on it")
+                    bases = list(saves_stand_on(self._plan.catalog))
+                    self._want(bases, f"{name_text(name)}, which is being saved, may stand on it")
                 continue
             try:
                 found = read_checkpoint(root.at(name))

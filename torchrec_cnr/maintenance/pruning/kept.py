@@ -3,7 +3,8 @@
 Besides those that retention keeps, these are kept, with all that they need:
 
 - those with a lease in their directory, which some process is saving, loading or compacting;
-- while a save is in progress, which may be based on any of them, the newest of each lineage;
+- while a save is in progress, which may be based on any of them, the newest of each lineage, and what was ever a
+  baseline: the job goes on by the lineage that it knows, although a compaction may have folded that meanwhile;
 - those that cannot be loaded because a parent or a pack is missing, since it may be put back;
 - symbolic links, and what they lead to;
 - those that a save to another root has tagged, because it depends on them.
@@ -131,6 +132,18 @@ def newest_of_lineages(catalog: Catalog) -> list[str]:
     return list(newest.values())
 
 
+def saves_stand_on(catalog: Catalog) -> dict[str, str]:
+    """What a save in progress may stand on, and what each of them is: the newest of a lineage, or its baseline."""
+    newest = dict.fromkeys(newest_of_lineages(catalog), "newest of its lineage")
+    needed = needed_by(catalog, newest).checkpoints
+    baselines = [
+        name
+        for name, checkpoint in catalog.checkpoints.items()
+        if name not in needed and any(manifest.parent is None for manifest in checkpoint.manifests)
+    ]
+    return {**newest, **dict.fromkeys(baselines, "baseline before a compaction")}
+
+
 _CLOCKS_NS = 24 * 3600 * 10**9  # by as much, clocks of jobs and of the store may differ
 _PURPOSES = {"save": "a save", "load": "a load", "compact": "a compaction"}
 
@@ -173,8 +186,8 @@ def find_kept(catalog: Catalog, keep: Keep, now_ns: int) -> Kept:
     for name, reason in broken.items():
         reasons.setdefault(name, []).append(f"cannot be loaded: {name_text(reason)}")
     saving = [name for name, found in leases.items() if found and name not in catalog.checkpoints]
-    for name in newest_of_lineages(catalog) if saving else ():
-        reasons.setdefault(name, []).append(f"newest of its lineage, which {name_text(saving[0])} may stand on")
+    for name, what in saves_stand_on(catalog).items() if saving else ():
+        reasons.setdefault(name, []).append(f"{what}, which {name_text(saving[0])} may stand on")
     older = [name for name, checkpoint in catalog.checkpoints.items() if checkpoint.created_ns <= horizon_ns]
     for name in older:
         if unreadable is not None:
