@@ -48,6 +48,7 @@ class Plan:
             tracks, with one planner.
         restores: How ranks find and load the newest checkpoint: "together"; or each "looks alone", and they load
             together; or each looks and loads "alone".
+        apart_secs: How much later than the first the other ranks are there, if each looks by itself.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Plan:
     staging_bytes: int = 1 << 20
     second: str = "other model"
     restores: str = "together"
+    apart_secs: float = 0.0
 
 
 @dataclass(eq=False)
@@ -97,12 +99,14 @@ class Run:
         number: From 0.
         processes: By rank.
         has_failed: Whether any rank has ended too early.
+        is_apart: Whether its ranks have gone on from different checkpoints.
     """
 
     job: Plan
     number: int
     processes: list[Process]
     has_failed: bool = False
+    is_apart: bool = False
 
     @property
     def name(self) -> str:

@@ -249,6 +249,7 @@ class Rank:
         """Load what this rank takes for the newest, and share what is not sharded, as data-parallel training does."""
         is_alone = self._run.job.restores == "alone"
         path, failure = None, None
+        self._sim.sleep(self._rank * self._run.job.apart_secs)
         try:
             path = cnr.latest(self._book.root)
             if is_alone and path is not None:
@@ -260,10 +261,11 @@ class Rank:
             raise failure
         if not all(has_loaded for has_loaded, _, _ in found):
             raise CNRError("another rank has not loaded")
+        paths = {path for _, path, _ in found}
         if is_alone:
             self._model.dense.copy_(found[0][2])
+            self._run.is_apart |= len(paths) > 1
             return path
-        paths = {path for _, path, _ in found}
         if path is None or None in paths:
             return None
         self._load(path, state, process_group=self._main.group)

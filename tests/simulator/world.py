@@ -112,6 +112,7 @@ def scenario_of(seed: int, family: str | None = None) -> Scenario:
             staging_bytes=drawn.choice([1 << 20, 1 << 20, 1]),
             second=drawn.choice(seconds),
             restores=drawn.choice(["together"] * 3 + ["looks alone", "alone", "alone"]),
+            apart_secs=random.Random(f"{seed} {name} apart").choice([0.0, 0.1, 0.3]),
         )
 
     def beside(kind: str) -> Beside:
