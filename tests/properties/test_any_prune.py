@@ -65,6 +65,7 @@ class Model:
                 first_gone = next((n for n, link in enumerate(links) if link not in self.there), len(links))
                 of_lineage[links[first_gone - 1]] = name
             roots |= set(of_lineage.values())
+            roots |= {name for name in self.there if None in self.root.checkpoints[name].parents}  # once a baseline
         names: set[str] = set()
         packs: set[File] = set()
         for name in roots:
