@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tests.simulator import models
-from tests.simulator.jobs import Book, Run
-from tests.simulator.scheduler import FindingError, Scheduler
-from tests.simulator.storage import PROTOCOL, Objects
+from tests.simulator.engine.scheduler import FindingError, Scheduler
+from tests.simulator.engine.storage import PROTOCOL, Objects
+from tests.simulator.tasks import models
+from tests.simulator.tasks.jobs import Book, Run
 
 _ORDINARY = ("switch", "turn")
 

@@ -10,11 +10,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tests.simulator import checks, installing, storage
-from tests.simulator.jobs import Book, Plan, Step
-from tests.simulator.scheduler import FindingError, Process, Scheduler, this_task
-from tests.simulator.supervisors import Starter
-from tests.simulator.upkeep import Beside, Besides
+from tests.simulator import checks
+from tests.simulator.engine import installing, storage
+from tests.simulator.engine.scheduler import FindingError, Process, Scheduler, this_task
+from tests.simulator.tasks.jobs import Book, Plan, Step
+from tests.simulator.tasks.supervisors import Starter
+from tests.simulator.tasks.upkeep import Beside, Besides
 from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.format.manifest_json import created_ns
 from torchrec_cnr.storage.fences import is_fence

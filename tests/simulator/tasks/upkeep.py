@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torchrec_cnr as cnr
-from tests.simulator import models
-from tests.simulator.jobs import Book
-from tests.simulator.scheduler import FindingError, Process, Scheduler
+from tests.simulator.engine.scheduler import FindingError, Process, Scheduler
+from tests.simulator.tasks import models
+from tests.simulator.tasks.jobs import Book
 from torchrec_cnr.errors import CNRError
 from torchrec_cnr.maintenance.compaction.compact import compact
 from torchrec_cnr.maintenance.pruning.execute import run_prune

@@ -13,7 +13,7 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
 
 import torchrec_cnr as cnr
-from tests.simulator.scheduler import FindingError, this_task
+from tests.simulator.engine.scheduler import FindingError, this_task
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.lineage.checkpoint import read_checkpoint
 from torchrec_cnr.tracking.modified_rows import ModifiedRows

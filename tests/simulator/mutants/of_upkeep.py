@@ -1,12 +1,9 @@
-"""Replacing functions of the library for a while, and the mutants of leases, pruning and compaction."""
+"""Mutants of leases, pruning and compaction."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import wraps
+from collections.abc import Iterator
 from typing import Any
-from unittest.mock import patch
 
+from tests.simulator.mutants.replacing import Mutant, both, nothing, replacing, wrapping
 from torchrec_cnr.errors import SaveError
 from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.lineage.checkpoint import Checkpoint
@@ -16,39 +13,6 @@ from torchrec_cnr.maintenance.pruning import execute, kept
 from torchrec_cnr.saving import writer
 from torchrec_cnr.storage.leases import Lease
 from torchrec_cnr.storage.store import Store
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """A way to break the protocol.
-
-    Attributes:
-        name: What is wrong with it.
-        apply: Breaks it for a while.
-    """
-
-    name: str
-    apply: Callable[[], AbstractContextManager[Any]]
-
-
-def replacing(owner: Any, name: str, other: Any) -> AbstractContextManager[Any]:
-    """Another value of an attribute."""
-    return patch.object(owner, name, other)
-
-
-def wrapping(owner: Any, name: str, other: Callable[..., Any]) -> AbstractContextManager[Any]:
-    """Another function, which is given the one that it replaces before all other arguments."""
-    found = getattr(owner, name)
-
-    @wraps(found)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return other(found, *args, **kwargs)
-
-    return patch.object(owner, name, wrapped)
-
-
-def nothing(*_: Any, **__: Any) -> None:
-    """Does nothing."""
 
 
 def _no_leases(*_: Any) -> list[Any]:
@@ -68,16 +32,8 @@ def _commit_without_parent(store: Store, file: Any, lease: Any, fence: Any) -> N
     _commit_unchecked(store, file, lease, fence)
 
 
-@contextmanager
-def _all(*parts: Any) -> Iterator[None]:
-    with ExitStack() as stack:
-        for part in parts:
-            stack.enter_context(part)
-        yield
-
-
 def _ignores_leases() -> Any:
-    return _all(
+    return both(
         replacing(Entry, "leases", _no_leases),
         replacing(execute, "in_force", _no_leases),
         replacing(execute, "holds", _no_leases),
@@ -129,35 +85,35 @@ def _lapses_at_once(prepare: Any, self: Any, plan: Any) -> Any:
 OF_UPKEEP: tuple[Mutant, ...] = (
     Mutant(
         "a prune ignores leases, and a commit does not look at its own",
-        lambda: _all(_ignores_leases(), replacing(writer, "commit", _commit_unchecked)),
+        lambda: both(_ignores_leases(), replacing(writer, "commit", _commit_unchecked)),
     ),
     Mutant("a prune ignores leases", _ignores_leases),
     Mutant(
         "the lease of a save ends before it commits",
-        lambda: _all(
+        lambda: both(
             wrapping(writer.CNRStorageWriter, "prepare_local_plan", _lapses_at_once),
             replacing(Lease, "is_lost", property(lambda lease: False)),
         ),
     ),
     Mutant(
         "the lease of a save is released early, and it does not look at its parent",
-        lambda: _all(wrapping(Lease, "take", _releases_at_once), replacing(writer, "commit", _commit_unchecked)),
+        lambda: both(wrapping(Lease, "take", _releases_at_once), replacing(writer, "commit", _commit_unchecked)),
     ),
     Mutant(
         "a prune does not look for what was committed meanwhile, nor does a commit for its parent",
-        lambda: _all(
+        lambda: both(
             replacing(execute._Execution, "_take_in_newcomers", nothing),
             replacing(writer, "commit", _commit_without_parent),
         ),
     ),
     Mutant(
         "a prune removes parents of what is kept",
-        lambda: _all(wrapping(kept, "needed_by", _alone), wrapping(execute, "needed_by", _alone)),
+        lambda: both(wrapping(kept, "needed_by", _alone), wrapping(execute, "needed_by", _alone)),
     ),
     Mutant("a prune removes packs that others use", lambda: wrapping(Catalog, "uses", _own_packs)),
     Mutant(
         "a prune removes what a save in progress takes for its baseline",
-        lambda: _all(wrapping(kept, "saves_stand_on", _newest_only), wrapping(execute, "saves_stand_on", _newest_only)),
+        lambda: both(wrapping(kept, "saves_stand_on", _newest_only), wrapping(execute, "saves_stand_on", _newest_only)),
     ),
     Mutant("a prune removes the manifest last", lambda: wrapping(execute._Execution, "remove", _manifest_last)),
     Mutant("a compaction replaces another one", lambda: replacing(compact, "commit_replacement", _overwrites)),

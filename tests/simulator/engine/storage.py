@@ -14,8 +14,8 @@ from typing import Any
 import fsspec
 from fsspec.spec import AbstractFileSystem
 
-from tests.simulator.scheduler import Scheduler, this_task
-from tests.simulator.virtual import EPOCH_SECS
+from tests.simulator.engine.scheduler import Scheduler, this_task
+from tests.simulator.engine.virtual import EPOCH_SECS
 
 PROTOCOL = "sim"
 MAX_DELAY_SECS = 5

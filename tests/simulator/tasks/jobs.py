@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torchrec_cnr as cnr
-from tests.simulator.models import Snapshot, merged
-from tests.simulator.scheduler import Process
+from tests.simulator.engine.scheduler import Process
+from tests.simulator.tasks.models import Snapshot, merged
 
 POLICIES: dict[str, Callable[[], cnr.Policy]] = {
     "full": cnr.Full,

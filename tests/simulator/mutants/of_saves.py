@@ -1,26 +1,10 @@
-"""Ways to break the protocol, each of which the simulator must find: ``python -m tests.simulator.mutants``.
+"""Mutants of saves, restores and commits."""
 
-A mutant replaces a function or two of the library while schedules run. What is printed of each is within how many
-schedules it was found, the median of several searches that begin at seeds far apart.
-"""
-
-import argparse
-import os
-import statistics
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-if __name__ == "__main__" and os.environ.get("PYTHONHASHSEED") != "0":
-    os.environ |= {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
-    os.execv(sys.executable, [sys.executable, "-m", "tests.simulator.mutants", *sys.argv[1:]])
-
-from tests.simulator.mutants_of_upkeep import OF_UPKEEP, Mutant, nothing, replacing, wrapping
-from tests.simulator.scheduler import this_task
-from tests.simulator.world import FAMILIES, run, scenario_of, simulation
+from tests.simulator.engine.scheduler import this_task
+from tests.simulator.mutants.replacing import Mutant, both, nothing, replacing, wrapping
 from torchrec_cnr.errors import CNRError, StoreError
 from torchrec_cnr.format.manifest import MANIFEST_FILE, PACK_SUFFIX
 from torchrec_cnr.lineage import latest as newest
@@ -32,9 +16,6 @@ from torchrec_cnr.saving.plug_in_messages import STAGED
 from torchrec_cnr.storage.fences import Fence
 from torchrec_cnr.storage.store import Store
 from torchrec_cnr.tracking.modified_rows import ModifiedRows
-
-MAX_SCHEDULES = 20_000
-NUM_SEARCHES = 3
 
 
 def _puts_packs_late(put: Any, store: Store, name: str, parts: Any, is_durable: bool = True) -> None:
@@ -150,7 +131,7 @@ def _no_time_after(file_of: Any, store: Any, decision: Any, *args: Any) -> Any:
     return file_of(store, commit.replace(decision, after_ns=0), *args)
 
 
-MUTANTS: tuple[Mutant, ...] = (
+OF_SAVES: tuple[Mutant, ...] = (
     Mutant("packs are written after the manifest", lambda: wrapping(Store, "put", _puts_packs_late)),
     Mutant("what was put is not looked at", lambda: replacing(Store, "_check_whole", nothing)),
     Mutant("a manifest overwrites another", lambda: replacing(Store, "put_new", _overwrites)),
@@ -197,64 +178,13 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("heads of other ranks are not compared", lambda: wrapping(planned_save, "choose_base", _with_own_head)),
     Mutant("ranks may load different checkpoints", lambda: replacing(load_planner, "_refuse_different", nothing)),
     Mutant("the time of a commit may be before its parent's", lambda: wrapping(writer, "file_of", _no_time_after)),
-    Mutant("ranks may save to two roots", lambda: _two_roots()),
+    Mutant(
+        "ranks may save to two roots",
+        lambda: both(replacing(agreement, "_compare", nothing), replacing(commit, "_refuse_missing_packs", nothing)),
+    ),
     Mutant("rows are staged by reference", lambda: replacing(staging, "_copy", _by_reference)),
-    *OF_UPKEEP,
 )
 
 
 def _by_reference(wanted: Any, buffer: Any) -> Any:
     return wanted.source if wanted.numbers is None else wanted.source[wanted.numbers]
-
-
-@contextmanager
-def _two_roots() -> Iterator[None]:
-    with ExitStack() as stack:
-        stack.enter_context(replacing(agreement, "_compare", nothing))
-        stack.enter_context(replacing(commit, "_refuse_missing_packs", nothing))
-        yield
-
-
-def found_after(mutant: Mutant, first: int, most: int, secs: float) -> tuple[int | None, str]:
-    """Within how many schedules it is found, from a seed on, and as what."""
-    until = time.monotonic() + secs
-    with mutant.apply():
-        for number in range(most):
-            family = FAMILIES[number % len(FAMILIES)]
-            finding = run(scenario_of(first + number, family)).finding
-            if finding is not None:
-                return number + 1, finding.kind
-            if time.monotonic() > until:
-                return None, f"not within {number + 1}"
-    return None, f"not within {most}"
-
-
-def main() -> int:
-    """Search for each mutant; 1 if one was not found."""
-    parser = argparse.ArgumentParser(prog="python -m tests.simulator.mutants", description=__doc__)
-    parser.add_argument("--only", default="", help="those whose names hold this")
-    parser.add_argument("--most", type=int, default=MAX_SCHEDULES, help="schedules a search")
-    parser.add_argument("--searches", type=int, default=NUM_SEARCHES)
-    parser.add_argument("--secs", type=float, default=float("inf"), help="seconds a search")
-    options = parser.parse_args()
-    num_missed = 0
-    with simulation():
-        for mutant in MUTANTS:
-            if options.only not in mutant.name:
-                continue
-            searches = [
-                found_after(mutant, 10_000_000 * (search + 1), options.most, options.secs)
-                for search in range(options.searches)
-            ]
-            counts = [options.most if count is None else count for count, _ in searches]
-            is_missed = all(count is None for count, _ in searches)
-            num_missed += is_missed
-            median = "never" if is_missed else f"{statistics.median(counts):.0f}"
-            kinds = ", ".join(sorted({kind for _, kind in searches}))
-            sys.stdout.write(f"{median:>8}  {mutant.name}  ({kinds})\n")
-            sys.stdout.flush()
-    return int(num_missed > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

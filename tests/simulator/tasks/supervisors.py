@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tests.simulator.collectives import Group
-from tests.simulator.jobs import Book, Plan, Run
-from tests.simulator.ranks import Rank
-from tests.simulator.scheduler import FindingError, Process, Scheduler
+from tests.simulator.engine.collectives import Group
+from tests.simulator.engine.scheduler import FindingError, Process, Scheduler
+from tests.simulator.tasks.jobs import Book, Plan, Run
+from tests.simulator.tasks.ranks import Rank
 from torchrec_cnr.errors import CNRError
 
 

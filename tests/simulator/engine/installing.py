@@ -22,9 +22,9 @@ from typing import Any
 from torch.distributed.checkpoint import logger
 
 import torchrec_cnr
-from tests.simulator import collectives, virtual
-from tests.simulator.scheduler import this_task
-from tests.simulator.virtual import Lock, threads_module
+from tests.simulator.engine import collectives, virtual
+from tests.simulator.engine.scheduler import this_task
+from tests.simulator.engine.virtual import Lock, threads_module
 from torchrec_cnr.format import safe_pickle
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any, Self
 
-from tests.simulator.scheduler import Killed, Scheduler, Task, this_task
+from tests.simulator.engine.scheduler import Killed, Scheduler, Task, this_task
 
 EPOCH_SECS = 1_700_000_000
 

@@ -9,10 +9,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 import torchrec_cnr as cnr
-from tests.simulator import virtual
-from tests.simulator.jobs import POLICIES, Attempt, Book, Run, Step
-from tests.simulator.models import TinyModel
-from tests.simulator.scheduler import FindingError, Scheduler
+from tests.simulator.engine import virtual
+from tests.simulator.engine.scheduler import FindingError, Scheduler
+from tests.simulator.tasks.jobs import POLICIES, Attempt, Book, Run, Step
+from tests.simulator.tasks.models import TinyModel
 from torchrec_cnr.errors import CNRError
 from torchrec_cnr.manager.restore import restore_newest
 

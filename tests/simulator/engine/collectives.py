@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from tests.simulator.scheduler import FindingError, Process, Task, this_task
+from tests.simulator.engine.scheduler import FindingError, Process, Task, this_task
 
 
 @dataclass(eq=False, repr=False)

@@ -1,0 +1,7 @@
+"""What a simulation runs.
+
+- ``models``: the tiny model that ranks train, and the memory of it that checkpoints are compared with.
+- ``jobs``: what ranks of a job do, and what is remembered of their saves.
+- ``ranks``: ranks that restore, train and save, and ``supervisors``, which start them again.
+- ``upkeep``: processes that compact, prune and read beside the jobs.
+"""
