@@ -25,7 +25,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -47,7 +47,9 @@ ORPHAN_SECS = 0.1  # between the end of a parent's connection and that of the pa
 EXIT_SECS = 10.0  # to leave when asked, or to be gone when killed
 COLLECTIVE_SECS = 30.0  # gloo's own limit
 
-_SPAWN = multiprocessing.get_context("spawn")
+# Each rank is forked from a process that has imported all this, and has run nothing: an import takes seconds.
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(["torchrec", "fbgemm_gpu", "torchrec_cnr.manager", "tests.support.zoo"])
 
 
 class RankError(RuntimeError):
@@ -236,9 +238,11 @@ class _Rank:
     def __init__(self, number: int, stacks_path: Path) -> None:
         self.number = number
         self._stacks_path = stacks_path
-        self.connection, child_connection = _SPAWN.Pipe()
-        self.process = _SPAWN.Process(
-            target=_serve, args=(number, stacks_path, child_connection), name=f"rank-{number}"
+        self.connection, child_connection = _SERVER.Pipe()
+        self.process = _SERVER.Process(
+            target=_serve,
+            args=(number, stacks_path, child_connection, dict(os.environ)),
+            name=f"rank-{number}",
         )
         self.process.start()
         child_connection.close()
@@ -305,9 +309,11 @@ class _Rank:
             os.killpg(self._pid, signal.SIGKILL)
 
 
-def _serve(rank: int, stacks_path: Path, connection: Connection) -> None:
+def _serve(rank: int, stacks_path: Path, connection: Connection, variables: Mapping[str, str]) -> None:
     """Be a rank: run tasks until the parent closes the connection."""
     os.setpgid(0, 0)
+    os.environ.clear()
+    os.environ.update(variables)  # of the parent, not of the server when it began
     threading.Thread(target=_die_with_parent, daemon=True).start()
     with stacks_path.open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
