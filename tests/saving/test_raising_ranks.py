@@ -1,7 +1,6 @@
 """Phases that raise on a rank, and writers that race: every rank is told, and what comes next works."""
 
 import itertools
-import multiprocessing
 import pickle
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -19,14 +18,11 @@ from tests.support import faults, models
 from tests.support.faults import InjectedError
 from tests.support.jobs import adagrad_job, assert_loads, save, saver
 from tests.support.models import Job, differing, state, torchrec_job, train, whole
-from tests.support.ranks import RankPools
+from tests.support.ranks import FORK_SERVER, RankPools
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 CHILD_SECS = 60.0
-
-_FORKED = multiprocessing.get_context("forkserver")
-_FORKED.set_forkserver_preload(["torch.distributed.checkpoint", "torchrec.distributed.model_parallel", "pytest"])
 
 
 # A rank that raises.
@@ -178,10 +174,10 @@ _NUM_RACES = 10
 @pytest.mark.long
 def test_of_two_writers_of_one_id_exactly_one_commits(tmp_path: Path) -> None:
     """Of two processes that save under one id at a time, one commits; the other is told that the checkpoint exists."""
-    barrier = _FORKED.Barrier(2)
-    pipes = [_FORKED.Pipe(duplex=False) for _ in range(2)]
+    barrier = FORK_SERVER.Barrier(2)
+    pipes = [FORK_SERVER.Pipe(duplex=False) for _ in range(2)]
     racers = [
-        _FORKED.Process(target=_race, args=(str(tmp_path), seed, barrier, sender), daemon=True)
+        FORK_SERVER.Process(target=_race, args=(str(tmp_path), seed, barrier, sender), daemon=True)
         for seed, (_, sender) in enumerate(pipes)
     ]
     for racer, (_, sender) in zip(racers, pipes, strict=True):

@@ -47,9 +47,9 @@ ORPHAN_SECS = 0.1  # between the end of a parent's connection and that of the pa
 EXIT_SECS = 10.0  # to leave when asked, or to be gone when killed
 COLLECTIVE_SECS = 30.0  # gloo's own limit
 
-# Each rank is forked from a process that has imported all this, and has run nothing: an import takes seconds.
-_SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["torchrec", "fbgemm_gpu", "torchrec_cnr.manager", "tests.support.zoo"])
+# Ranks are forked from a process that has imported all this, and has run nothing: an import takes seconds.
+FORK_SERVER = multiprocessing.get_context("forkserver")
+FORK_SERVER.set_forkserver_preload(["torchrec", "fbgemm_gpu", "torchrec_cnr.manager", "tests.support.zoo", "pytest"])
 
 
 class RankError(RuntimeError):
@@ -238,8 +238,8 @@ class _Rank:
     def __init__(self, number: int, stacks_path: Path) -> None:
         self.number = number
         self._stacks_path = stacks_path
-        self.connection, child_connection = _SERVER.Pipe()
-        self.process = _SERVER.Process(
+        self.connection, child_connection = FORK_SERVER.Pipe()
+        self.process = FORK_SERVER.Process(
             target=_serve,
             args=(number, stacks_path, child_connection, dict(os.environ)),
             name=f"rank-{number}",

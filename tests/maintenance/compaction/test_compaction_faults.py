@@ -5,7 +5,6 @@ that die at any of their file operations.
 """
 
 import errno
-import multiprocessing
 import os
 import signal
 import sys
@@ -22,6 +21,7 @@ from torch import Tensor
 from tests.support import faults, hand_made
 from tests.support.hand_made import mask_of, some_rows, whole
 from tests.support.lineages import PACK_BYTES, ROWS, HotLineage, family, is_same, own_packs
+from tests.support.ranks import FORK_SERVER
 from torchrec_cnr import Keep, load_table, read_checkpoint
 from torchrec_cnr.errors import (
     CheckpointExistsError,
@@ -175,9 +175,6 @@ def test_rows_that_are_stored_nowhere_are_refused(tmp_path: Path) -> None:
 
 # Two at once, full disks, and processes that die
 
-_FORKED = multiprocessing.get_context("forkserver")
-_FORKED.set_forkserver_preload(["torchrec_cnr", "tests.support.lineages", "pytest"])
-
 
 def _race(barrier: Any, path: str, results: Any) -> None:
     torch.set_num_threads(1)
@@ -193,8 +190,8 @@ def _race(barrier: Any, path: str, results: Any) -> None:
 def test_of_two_compactions_one_wins(run: HotLineage) -> None:
     """Processes that compact one head at once: one takes effect, and files of the others are removed."""
     before = run.load()
-    results, barrier = _FORKED.Queue(), _FORKED.Barrier(3)
-    children = [_FORKED.Process(target=_race, args=(barrier, run.path, results), daemon=True) for _ in range(3)]
+    results, barrier = FORK_SERVER.Queue(), FORK_SERVER.Barrier(3)
+    children = [FORK_SERVER.Process(target=_race, args=(barrier, run.path, results), daemon=True) for _ in range(3)]
     for child in children:
         child.start()
     answers = [results.get(timeout=CHILD_SECS) for _ in children]
@@ -241,7 +238,7 @@ def _compact_where_files_are_small(path: str, num_bytes: int) -> str:
 
 
 def _in_child(fn: Any, *args: Any) -> Any:
-    with _FORKED.Pool(1) as pool:
+    with FORK_SERVER.Pool(1) as pool:
         return pool.apply_async(fn, args).get(timeout=CHILD_SECS)
 
 
@@ -339,7 +336,7 @@ def test_a_process_that_dies_at_any_file_operation(run: HotLineage) -> None:
     before = run.load()
     outcomes = []
     for number in range(30):
-        child = _FORKED.Process(target=_die_at_write, args=(run.path, number), daemon=True)
+        child = FORK_SERVER.Process(target=_die_at_write, args=(run.path, number), daemon=True)
         child.start()
         child.join(CHILD_SECS)
         outcomes.append((child.exitcode, read_checkpoint(run.path).is_compacted))
