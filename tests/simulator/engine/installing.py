@@ -22,7 +22,7 @@ from typing import Any
 from torch.distributed.checkpoint import logger
 
 import torchrec_cnr
-from tests.simulator.engine import collectives, virtual
+from tests.simulator.engine import collectives, disk_calls, virtual
 from tests.simulator.engine.scheduler import this_task
 from tests.simulator.engine.virtual import Lock, threads_module
 from torchrec_cnr.format import safe_pickle
@@ -89,6 +89,7 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
     _import_all()
     yield sys.modules["torchrec_cnr.saving.running_saves"], "id", virtual.frame_id
     yield logger, "_get_msg_dict", lambda *_, **__: {}
+    yield from disk_calls.replacements()
     yield safe_pickle, "load_state", _loaded_once(safe_pickle.load_state)
     leases = sys.modules["torchrec_cnr.storage.leases"]
     real = vars(leases)["_machine"], vars(leases)["_started"]
@@ -99,7 +100,7 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
         id(time): virtual.time_module,
         id(uuid): virtual.uuid_module,
         id(sys): virtual.sys_module,
-        id(os): virtual.os_module,
+        id(os): disk_calls.os_module,
         id(random): virtual.random_module,
         id(concurrent.futures.ThreadPoolExecutor): virtual.executor,
         id(logger._dcp_method_logger): virtual.method_logger,

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torchrec_cnr as cnr
-from tests.simulator.engine.scheduler import Process
+from tests.simulator.engine.scheduler import FindingError, Process
 from tests.simulator.tasks.models import Snapshot, merged
 
 POLICIES: dict[str, Callable[[], cnr.Policy]] = {
@@ -152,3 +152,10 @@ class Book:
     attempts: dict[str, Attempt] = field(default_factory=dict)
     events: list[tuple[str, str, Run]] = field(default_factory=list)
     created_ns: dict[str, int] = field(default_factory=dict)
+
+    def lose(self, path: str) -> None:
+        """A checkpoint was lost in a power failure."""
+        for attempt in self.attempts.values():
+            if attempt.path == path and "ok" in attempt.outcomes.values():
+                raise FindingError("lost", f"{attempt.token} succeeded, and a power failure has taken {path}")
+        del self.created_ns[path]
