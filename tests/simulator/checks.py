@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tests.simulator.engine.scheduler import FindingError, Scheduler
 from tests.simulator.engine.disk import Disk
+from tests.simulator.engine.scheduler import FindingError, Scheduler
 from tests.simulator.engine.storage import Objects
 from tests.simulator.tasks import models
 from tests.simulator.tasks.jobs import Book, Run

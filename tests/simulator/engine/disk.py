@@ -71,8 +71,8 @@ class DiskPlan:
             fail=share(0, 0, 0.001, 0.005),
             refuse=share(0, 0, 0.001, 0.005),
             fill=share(0, 0, 0.005, 0.02),
-            kill=share(0, 0, 0.002, 0.01),
-            power=share(0, 0, 0.001, 0.005),
+            kill=share(0, 0.003, 0.003, 0.01),
+            power=share(0, 0.001, 0.001, 0.005),
             ends_without_power=drawn.random() < 0.5,
         )
 
@@ -212,7 +212,7 @@ class Disk:
         is_look = kind == "look up"
         what = f"{kind} {posixpath.join(*path.split('/')[-2:])}"
         sim.point(what, _LOOK_SHARE if is_look else 1.0, is_told=not is_look)
-        if not is_look and kind not in ("open", "read", "list", "lock"):
+        if not is_look and kind not in ("open", "read", "list", "lock", "look for"):
             if plan.kill and sim.chance(plan.kill, f"kill {task.process.name} before {what}"):
                 if cut is not None and sim.chance(0.5, f"half of {what}"):
                     cut()
@@ -282,6 +282,11 @@ class Disk:
     def exists(self, path: str) -> bool:
         """As ``os.path.exists``."""
         self._do("look up", path)
+        return self._there(path) is not None
+
+    def lexists(self, path: str) -> bool:
+        """As ``os.path.lexists``, after which names are taken."""
+        self._do("look for", path)
         return self._there(path) is not None
 
     def isdir(self, path: str) -> bool:

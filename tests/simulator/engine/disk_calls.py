@@ -79,7 +79,7 @@ _IN_OS = {
 }
 _IN_PATH: dict[str, Callable[..., Any]] = {
     "exists": Disk.exists,
-    "lexists": Disk.exists,
+    "lexists": Disk.lexists,
     "isdir": Disk.isdir,
     "islink": lambda disk, path: False,
     "realpath": lambda disk, path: posixpath.normpath(path),
@@ -160,7 +160,8 @@ class _Raw(io.RawIOBase):
             self._disk.close(self._descriptor)
 
 
-def _open(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+def open_file(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+    """As ``open``."""
     if not _is_simulated(path):
         return builtins.open(path, mode, *args, **kwargs)
     disk = _disk()
@@ -179,4 +180,4 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
     yield files, "ctypes", _ctypes_module
     yield files, "FileIO", _file_io
     for module in (files, sys.modules["torchrec_cnr.storage.store"]):
-        yield module, "open", _open
+        yield module, "open", open_file
