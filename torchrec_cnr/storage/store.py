@@ -27,7 +27,7 @@ from torchrec_cnr.errors import CheckpointExistsError, CNRError, ConfigurationEr
 from torchrec_cnr.format.blob_bytes import Bytes
 from torchrec_cnr.storage import local_files
 from torchrec_cnr.storage.files import READ_AHEAD_BYTES, Buffer, Listing, RangedFile, Stream, Upload, give_up
-from torchrec_cnr.storage.local_files import link_new, missing_above, open_plain, pass_over, sync_directory
+from torchrec_cnr.storage.local_files import link_new, make_directory, open_plain, pass_over, sync_directory
 from torchrec_cnr.storage.retries import (
     Result,
     is_object_store,
@@ -141,10 +141,10 @@ class Store:
         if is_object_store(self.fs):
             return
         with self._errors("create", ""):
-            above = missing_above(self.path) if self.is_local and self.sync_files else []
-            self.fs.makedirs(self.path, exist_ok=True)
-            for path in above:
-                sync_directory(path)
+            if self.is_local and self.sync_files:
+                make_directory(self.path)
+            else:
+                self.fs.makedirs(self.path, exist_ok=True)
 
     def exists(self, name: str) -> bool:
         """Whether a file is there.
@@ -227,6 +227,15 @@ class Store:
                 raise
         if is_durable and self.sync_files and self.is_local:  # also if another process has only just removed it
             with self._errors("remove", name), suppress(FileNotFoundError):  # it may have removed the directory, too
+                sync_directory(self.path)
+
+    def force_names(self) -> None:
+        """Force the names of all files to disk, in a local file system.
+
+        Of a file that another process has put, the name may be there and not be durable: it was killed in between.
+        """
+        if self.is_local and self.sync_files:
+            with self._errors("write", ""):
                 sync_directory(self.path)
 
     @property

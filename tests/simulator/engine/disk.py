@@ -209,7 +209,7 @@ class Disk:
         task, sim, plan = this_task(), self.sim, self.plan
         if task is None:
             return
-        is_look = kind == "look up"
+        is_look = kind in ("look up", "stat")
         what = f"{kind} {posixpath.join(*path.split('/')[-2:])}"
         sim.point(what, _LOOK_SHARE if is_look else 1.0, is_told=not is_look)
         if not is_look and kind not in ("open", "read", "list", "lock", "look for"):
@@ -221,9 +221,12 @@ class Disk:
             if plan.power and sim.chance(plan.power, f"no power before {what}"):
                 self.lose_power()
                 sim.point("dies")
+        if kind.startswith("look"):  # of which Python hides the errors
+            return
         if plan.fail and sim.chance(plan.fail, f"fail {what}"):
             self._fail(errno.EIO, what)
-        if plan.refuse and kind not in ("write", "sync", "lock") and sim.chance(plan.refuse, f"refuse {what}"):
+        is_refused = kind not in ("write", "sync", "lock", "open") or isinstance(self._there(path), File)
+        if plan.refuse and is_refused and sim.chance(plan.refuse, f"refuse {what}"):
             self._fail(errno.EACCES, what)
 
     def _fail(self, number: int, what: str) -> None:
@@ -296,7 +299,7 @@ class Disk:
 
     def stat(self, path: str, **_: Any) -> SimpleNamespace:
         """As ``os.stat``; there are no symbolic links."""
-        self._do("look up", path)
+        self._do("stat", path)
         return _status(self._find(path))
 
     def scandir(self, path: str) -> AbstractContextManager[list[str]]:

@@ -38,7 +38,7 @@ def _disk() -> Disk:
 def _is_simulated(place: Any) -> bool:
     if isinstance(place, int):
         return place >= FIRST_DESCRIPTOR
-    return isinstance(place, str) and place.startswith(f"{MOUNT}/")
+    return isinstance(place, str) and (place == MOUNT or place.startswith(f"{MOUNT}/"))
 
 
 def _either(simulated: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import posixpath
 from typing import Any
 
 from tests.simulator.engine.disk_calls import open_file, os_module
@@ -45,6 +46,16 @@ def _for_now(remove: Any, store: Store, name: str, is_durable: bool = False) -> 
     remove(store, name)
 
 
+def _if_made(path: str) -> None:
+    """Only what this process makes is forced to disk."""
+    above = posixpath.dirname(path)
+    if not os_module.path.exists(above):
+        _if_made(above)
+    if not os_module.path.exists(path):
+        os_module.makedirs(path, exist_ok=True)
+        local_files.sync_directory(above)
+
+
 def _names_first(link_new: Any, path: str, data: bytes, unlinked: str, sync_files: bool) -> None:
     """What is linked was not forced to disk."""
     link_new(path, data, unlinked, False)
@@ -69,6 +80,11 @@ OF_DISKS: tuple[Mutant, ...] = (
     Mutant(
         "without links, a name is taken by an empty file first",
         lambda: replacing(local_files, "_rename_new", _take_and_rename),
+    ),
+    Mutant("names that others made are not forced to disk", lambda: replacing(Store, "force_names", nothing)),
+    Mutant(
+        "directories that others made are not forced to disk",
+        lambda: replacing(storing, "make_directory", _if_made),
     ),
     Mutant("the removal of a manifest is not forced to disk", lambda: wrapping(Store, "remove", _for_now)),
 )
