@@ -87,7 +87,7 @@ def _check_loads(book: Book, store: Objects | Disk) -> None:
             raise FindingError("wrong values", f"{path} holds the token {token!r}")
         if succeeded.get(path, token) != token:
             raise FindingError("wrong values", f"{path} holds {token}, and {succeeded[path]} succeeded there")
-        models.check_same(path, got, attempt.snapshot())
+        models.check_same(path, got, attempt.snapshot(got))
 
 
 def _check_kept(book: Book, store: Objects | Disk, keep: int | None) -> None:

@@ -16,6 +16,7 @@ from tests.simulator.engine.disk import Disk, DiskPlan
 from tests.simulator.engine.scheduler import FindingError, Process, Scheduler, this_task
 from tests.simulator.tasks.jobs import Book, Plan, Step
 from tests.simulator.tasks.supervisors import Starter
+from tests.simulator.tasks.two_dimensions import replicated
 from tests.simulator.tasks.upkeep import Beside, Besides
 from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.format.manifest_json import created_ns
@@ -102,7 +103,7 @@ def scenario_of(seed: int, family: str | None = None) -> Scenario:
         world_size = drawn.choice([1, 2, 2])
         # Two saves of one model wait for one another on each rank, and ranks need not agree on which is first.
         seconds = ["other model", "two others"] + ["same model"] * 2 * (world_size == 1)
-        return Plan(
+        plan = Plan(
             name=name,
             world_size=world_size,
             policy=drawn.choice(["full", "consecutive", "consecutive", "one shot", "intermittent", "compacted"]),
@@ -116,6 +117,7 @@ def scenario_of(seed: int, family: str | None = None) -> Scenario:
             restores=drawn.choice(["together"] * 3 + ["looks alone", "alone", "alone"]),
             apart_secs=random.Random(f"{seed} {name} apart").choice([0.0, 0.1, 0.3]),
         )
+        return replicated(plan, seed)
 
     def beside(kind: str) -> Beside:
         begins, every = drawn.choice([0.1, 0.5, 1.0]), drawn.choice([0.05, 0.2, 0.5])

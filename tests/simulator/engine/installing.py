@@ -25,6 +25,7 @@ import torchrec_cnr
 from tests.simulator.engine import collectives, disk_calls, virtual
 from tests.simulator.engine.scheduler import this_task
 from tests.simulator.engine.virtual import Lock, threads_module
+from torchrec_cnr import sharding
 from torchrec_cnr.format import safe_pickle
 
 
@@ -54,6 +55,7 @@ class _OwnOfProcess:
 
 
 _NOT_THERE = object()
+_really_replicated = sharding.is_replicated
 _LEFT_OUT = (
     "torchrec_cnr.kernels",
     "torchrec_cnr.kafka",
@@ -75,6 +77,11 @@ def _loaded_once(load_state: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     """Loads objects of the same bytes once: most are the same few, and archives take long."""
     pickled = functools.lru_cache(10_000)(lambda data: pickle.dumps(load_state(data)))
     return lambda data: pickle.loads(pickled(data))
+
+
+def _is_replicated(value: Any) -> bool:
+    """Shards of two-dimensional parallel models are DTensors, which tell it; simulated ones are not."""
+    return getattr(value, "has_replicas", False) or _really_replicated(value)
 
 
 def _import_all() -> None:
@@ -104,6 +111,7 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
         id(random): virtual.random_module,
         id(concurrent.futures.ThreadPoolExecutor): virtual.executor,
         id(logger._dcp_method_logger): virtual.method_logger,
+        id(sharding.is_replicated): _is_replicated,
         **collectives.replacements(),
     }
     for module, attribute in _ONE_A_PROCESS:

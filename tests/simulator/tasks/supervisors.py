@@ -58,6 +58,11 @@ class Starter:
             groups = {name: Group(f"{run.name}.{name}", processes, self.break_share) for name in names}
             for process in processes:
                 process.own |= groups
+            num_shards = job.world_size // job.num_replicas
+            for place in range(num_shards):
+                replicas = Group(f"{run.name}.replicas{place}", processes[place::num_shards], self.break_share)
+                for process in replicas.processes:
+                    process.own["replicas"] = replicas
         for rank, process in enumerate(processes):
             sim.spawn(process, process.name, lambda rank=rank, process=process: self._live(run, rank, process))
         return run

@@ -95,5 +95,5 @@ class Besides:
             attempt = self.book.attempts.get(token)
             if attempt is None:
                 raise FindingError("wrong values", f"{path} was read with the token {token!r}")
-            models.check_same(path, got, attempt.snapshot())
+            models.check_same(path, got, attempt.snapshot(got))
             self.sim.tell(f"read {path} ({token})")
