@@ -12,7 +12,8 @@ from pathlib import Path
 
 from tests.simulator import checks
 from tests.simulator.engine import disk_calls, installing, storage
-from tests.simulator.engine.disk import Disk, DiskPlan
+from tests.simulator.engine.disk import Disk
+from tests.simulator.engine.disk_plan import DiskPlan
 from tests.simulator.engine.scheduler import FindingError, Process, Scheduler, this_task
 from tests.simulator.tasks.jobs import Book, Plan, Step
 from tests.simulator.tasks.supervisors import Starter

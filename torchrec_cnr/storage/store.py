@@ -140,11 +140,9 @@ class Store:
         """Create the directory and its parents, where the file system has directories."""
         if is_object_store(self.fs):
             return
+        is_durable = self.is_local and self.sync_files
         with self._errors("create", ""):
-            if self.is_local and self.sync_files:
-                make_directory(self.path)
-            else:
-                self.fs.makedirs(self.path, exist_ok=True)
+            make_directory(self.path) if is_durable else self.fs.makedirs(self.path, exist_ok=True)
 
     def exists(self, name: str) -> bool:
         """Whether a file is there.
@@ -230,10 +228,7 @@ class Store:
                 sync_directory(self.path)
 
     def force_names(self) -> None:
-        """Force the names of all files to disk, in a local file system.
-
-        Of a file that another process has put, the name may be there and not be durable: it was killed in between.
-        """
+        """Force names to disk, of local files: a process that was killed may have put some that are not durable yet."""
         if self.is_local and self.sync_files:
             with self._errors("write", ""):
                 sync_directory(self.path)

@@ -10,7 +10,6 @@ was last forced to disk is there; of each file, what was last forced to disk, or
 import errno
 import os
 import posixpath
-import random
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -18,63 +17,14 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from tests.simulator.engine.disk_plan import DiskPlan
 from tests.simulator.engine.scheduler import Process, Scheduler, this_task
 from tests.simulator.engine.virtual import EPOCH_SECS
 
 MOUNT = "/simulated"
 FIRST_DESCRIPTOR = 1 << 30  # no real one is as high
 FULL_SECS = (0.01, 0.05, 0.2, 1)
-DISK_SHARE = 0.25  # of the seeds
 _LOOK_SHARE = 0.3  # of the switches at other points
-
-
-@dataclass(frozen=True)
-class DiskPlan:
-    """What a disk can do, and how often something happens to an operation of it.
-
-    Attributes:
-        has_links: Whether there are hard links.
-        has_renames: Whether a file can be renamed unless its new name is taken.
-        fail: Share of operations that fail with an I/O error.
-        refuse: Share of operations that are not permitted.
-        fill: Share of writes at which the disk is full for a while.
-        kill: Share of changes before which the process is killed; of a write, a part may be done.
-        power: Share of changes before which the power fails.
-        ends_without_power: Whether it fails at the end, when nothing runs any more.
-    """
-
-    has_links: bool = True
-    has_renames: bool = True
-    fail: float = 0.0
-    refuse: float = 0.0
-    fill: float = 0.0
-    kill: float = 0.0
-    power: float = 0.0
-    ends_without_power: bool = False
-
-    @classmethod
-    def of_seed(cls, seed: int) -> "DiskPlan | None":
-        """The disk of a seed; None if its store is another one."""
-        drawn = random.Random(f"{seed} disk")
-        if drawn.random() >= DISK_SHARE:
-            return None
-        has_links, has_renames = drawn.choice([(True, True), (False, True), (False, False)])
-        has_faults = drawn.random() < 0.8
-
-        def share(*choices: float) -> float:
-            found = drawn.choice(choices)
-            return found if has_faults else 0.0
-
-        return cls(
-            has_links,
-            has_renames,
-            fail=share(0, 0, 0.001, 0.005),
-            refuse=share(0, 0, 0.001, 0.005),
-            fill=share(0, 0, 0.005, 0.02),
-            kill=share(0, 0.003, 0.003, 0.01),
-            power=share(0, 0.001, 0.001, 0.005),
-            ends_without_power=drawn.random() < 0.5,
-        )
 
 
 @dataclass(eq=False)
