@@ -5,15 +5,18 @@ from collections.abc import Callable
 
 from torch.distributed.checkpoint.api import CheckpointException
 
+from tests.simulator.engine.disk import Disk
 from tests.simulator.engine.scheduler import FindingError, Scheduler
-from tests.simulator.engine.storage import PROTOCOL, Objects
+from tests.simulator.engine.storage import Objects
 from tests.simulator.tasks import models
 from tests.simulator.tasks.jobs import Book, Run
+from torchrec_cnr.errors import CNRError
+from torchrec_cnr.lineage.latest import latest
 
 _ORDINARY = ("switch", "turn")
 
 
-def check(sim: Scheduler, book: Book, objects: Objects, keep: int | None) -> None:
+def check(sim: Scheduler, book: Book, store: Objects | Disk, keep: int | None) -> None:
     """Raise a finding if an invariant does not hold.
 
     Args:
@@ -22,8 +25,9 @@ def check(sim: Scheduler, book: Book, objects: Objects, keep: int | None) -> Non
     checks: list[Callable[[], None]] = [
         lambda: _check_outcomes(sim, book, keep is not None),
         lambda: _check_jobs(book),
-        lambda: _check_loads(book, objects),
-        lambda: _check_kept(book, objects, keep),
+        lambda: _check_loads(book, store),
+        lambda: _check_kept(book, store, keep),
+        lambda: _check_latest(book, store),
     ]
     for some in checks:
         some()
@@ -70,10 +74,10 @@ def _check_claims(events: list[tuple[str, Run]]) -> None:
                 )
 
 
-def _check_loads(book: Book, objects: Objects) -> None:
+def _check_loads(book: Book, store: Objects | Disk) -> None:
     """Each checkpoint that is there loads as the snapshot of its save."""
     succeeded = {attempt.path: attempt.token for attempt in book.attempts.values() if "ok" in attempt.outcomes.values()}
-    for path in _there(objects):
+    for path in _there(store):
         try:
             token, got = models.loaded(path)
         except (Exception, CheckpointException) as error:
@@ -83,12 +87,12 @@ def _check_loads(book: Book, objects: Objects) -> None:
             raise FindingError("wrong values", f"{path} holds the token {token!r}")
         if succeeded.get(path, token) != token:
             raise FindingError("wrong values", f"{path} holds {token}, and {succeeded[path]} succeeded there")
-        models.check_same(path, got, attempt.snapshot())
+        models.check_same(path, got, attempt.snapshot(got))
 
 
-def _check_kept(book: Book, objects: Objects, keep: int | None) -> None:
+def _check_kept(book: Book, store: Objects | Disk, keep: int | None) -> None:
     """What succeeded is there, unless it was pruned as one that is not among the newest."""
-    there, created = _there(objects), book.created_ns
+    there, created = _there(store), book.created_ns
     pruned = [path for path in created if path.startswith(f"{book.root}/")]
     old = sorted(pruned, key=lambda path: created[path])[:-keep] if keep else []
     for attempt in book.attempts.values():
@@ -96,6 +100,18 @@ def _check_kept(book: Book, objects: Objects, keep: int | None) -> None:
             raise FindingError("lost", f"{attempt.token} succeeded, and {attempt.path} is not there")
 
 
-def _there(objects: Objects) -> list[str]:
+def _check_latest(book: Book, store: Objects | Disk) -> None:
+    """The newest is found, whatever else is in the root."""
+    there = [path for path in _there(store) if path.startswith(f"{book.root}/")]
+    newest = max(there, key=lambda path: book.created_ns[path], default=None)
+    try:
+        found = latest(book.root)
+    except CNRError as error:
+        raise FindingError("no latest", f"{type(error).__name__}: {error}") from error
+    if found != newest:
+        raise FindingError("no latest", f"{found} was found, and {newest} is the newest")
+
+
+def _there(store: Objects | Disk) -> list[str]:
     end = "/manifest.json"
-    return sorted(f"{PROTOCOL}://{name.removesuffix(end)}" for name in objects.files if name.endswith(end))
+    return sorted(store.url(name.removesuffix(end)) for name in store.files if name.endswith(end))

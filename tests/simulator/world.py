@@ -11,16 +11,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.simulator import checks
-from tests.simulator.engine import installing, storage
+from tests.simulator.engine import disk_calls, installing, storage
+from tests.simulator.engine.disk import Disk
+from tests.simulator.engine.disk_plan import DiskPlan
 from tests.simulator.engine.scheduler import FindingError, Process, Scheduler, this_task
 from tests.simulator.tasks.jobs import Book, Plan, Step
 from tests.simulator.tasks.supervisors import Starter
+from tests.simulator.tasks.two_dimensions import replicated
 from tests.simulator.tasks.upkeep import Beside, Besides
 from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.format.manifest_json import created_ns
 from torchrec_cnr.storage.fences import is_fence
-
-ROOT = f"{storage.PROTOCOL}://bucket/run"
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Scenario:
         jobs: The jobs.
         besides: What works beside them.
         shares: Of faults in the store.
+        disk: What takes the store's place.
         switch_share: How often a point switches.
         break_share: How often collectives break.
         skew_secs: How much clocks of hosts differ.
@@ -41,6 +43,7 @@ class Scenario:
     jobs: tuple[Plan, ...]
     besides: tuple[Beside, ...]
     shares: storage.FaultShares
+    disk: DiskPlan | None
     switch_share: float
     break_share: float
     skew_secs: float
@@ -101,7 +104,7 @@ def scenario_of(seed: int, family: str | None = None) -> Scenario:
         world_size = drawn.choice([1, 2, 2])
         # Two saves of one model wait for one another on each rank, and ranks need not agree on which is first.
         seconds = ["other model", "two others"] + ["same model"] * 2 * (world_size == 1)
-        return Plan(
+        plan = Plan(
             name=name,
             world_size=world_size,
             policy=drawn.choice(["full", "consecutive", "consecutive", "one shot", "intermittent", "compacted"]),
@@ -115,6 +118,7 @@ def scenario_of(seed: int, family: str | None = None) -> Scenario:
             restores=drawn.choice(["together"] * 3 + ["looks alone", "alone", "alone"]),
             apart_secs=random.Random(f"{seed} {name} apart").choice([0.0, 0.1, 0.3]),
         )
+        return replicated(plan, seed)
 
     def beside(kind: str) -> Beside:
         begins, every = drawn.choice([0.1, 0.5, 1.0]), drawn.choice([0.05, 0.2, 0.5])
@@ -143,6 +147,7 @@ def scenario_of(seed: int, family: str | None = None) -> Scenario:
         tuple(jobs),
         besides,
         shares,
+        disk=DiskPlan.of_seed(seed),
         switch_share=drawn.choice([0.02, 0.1, 0.3]),
         break_share=share(0, 0, 0, 0.005),
         skew_secs=share(0, 0, 1, 3600),
@@ -176,6 +181,7 @@ def simulation() -> Iterator[None]:
     finally:
         logging.disable(level)
         storage.open_objects(None)
+        disk_calls.open_disk(None)
         gc.unfreeze()
         if was_enabled:
             gc.enable()
@@ -205,17 +211,17 @@ def run(scenario: Scenario, undone: Collection[int] = ()) -> Outcome:
     gc.freeze()  # what is left now is not looked at again
     sim = Scheduler(scenario.seed, undone)
     sim.switch_share = scenario.switch_share
-    objects = storage.Objects(sim, scenario.shares)
-    storage.open_objects(objects)
+    store = _opened(sim, scenario)
     has_rivals = len(scenario.jobs) > 1 or any(job.is_hasty for job in scenario.jobs)
     keeps = [beside.keep for beside in scenario.besides if beside.kind == "prune"]
-    book = Book(ROOT, has_rivals, is_pruned=bool(keeps))
-    starter = Starter(sim, book, Process("store"), scenario.break_share, scenario.skew_secs)
+    book = Book(store.root, has_rivals, is_pruned=bool(keeps))
+    skew_secs = scenario.skew_secs if scenario.disk is None else 0.0  # it is in one host
+    starter = Starter(sim, book, Process("store"), scenario.break_share, skew_secs, store.host_of)
 
-    objects.on_change = lambda kind, path, data: _note(sim, book, kind, path, data)
+    store.on_change = lambda kind, path, data: _note(sim, book, kind, store.url(path), data)
     for job in scenario.jobs:
         sim.spawn(Process(f"supervisor {job.name}"), f"supervisor {job.name}", lambda job=job: starter.supervise(job))
-    besides = Besides(sim, book, starter.server)
+    besides = Besides(sim, book, starter.server, store.host_of)
     for number, beside in enumerate(scenario.besides):
         process = Process(f"supervisor {beside.kind}{number}")
         sim.spawn(process, process.name, lambda beside=beside, number=number: besides.supervise(beside, number))
@@ -223,11 +229,22 @@ def run(scenario: Scenario, undone: Collection[int] = ()) -> Outcome:
         sim.run()
     if sim.finding is None:
         try:
-            checks.check(sim, book, objects, min(keeps, default=None))
+            if isinstance(store, Disk) and store.plan.ends_without_power:
+                store.lose_power()
+            checks.check(sim, book, store, min(keeps, default=None))
         except FindingError as finding:
             sim.found(finding)
     num_saves = sum("ok" in attempt.outcomes.values() for attempt in book.attempts.values())
     return Outcome(scenario, sim.finding, tuple(sim.trace), sim.taken, sim.digest, num_saves)
+
+
+def _opened(sim: Scheduler, scenario: Scenario) -> storage.Objects | Disk:
+    """The store of a schedule."""
+    objects = storage.Objects(sim, scenario.shares)
+    storage.open_objects(objects)
+    disk = None if scenario.disk is None else Disk(sim, scenario.disk)
+    disk_calls.open_disk(disk)
+    return disk or objects
 
 
 def _note(sim: Scheduler, book: Book, kind: str, path: str, data: bytes) -> None:
@@ -238,7 +255,9 @@ def _note(sim: Scheduler, book: Book, kind: str, path: str, data: bytes) -> None
     if name == MANIFEST_FILE:
         sim.tell(f"=== {kind} manifest of {directory}")
         if kind == "put":
-            book.created_ns[f"{storage.PROTOCOL}://{directory}"] = created_ns(data) or 0
+            book.created_ns[directory] = created_ns(data) or 0
+        elif kind == "lost":
+            book.lose(directory)
     elif is_fence(name) and task is not None:
         run = task.client.own.get("run")  # also if the client was told that it failed
     else:

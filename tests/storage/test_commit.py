@@ -305,6 +305,19 @@ def test_files_are_synced_unless_asked_not_to(tmp_path: Path, monkeypatch: pytes
     assert synced == []
 
 
+def test_a_directory_that_a_killed_process_made_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process may have been killed before its name was durable, and nothing below it would be."""
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    root = tmp_path / "jobs" / "root"
+    root.mkdir(parents=True)
+    Store.open(root / "step-1").make()
+    assert synced == [str(tmp_path / "jobs"), str(root)]
+    synced.clear()
+    Store.open(root / "step-1").make()
+    assert synced == [str(root)]
+
+
 # Errors
 
 

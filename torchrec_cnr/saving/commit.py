@@ -235,6 +235,7 @@ def commit(store: Store, file: ManifestFile, lease: Lease | None, fence: Fence |
             "meanwhile; save again: the next save will be a baseline"
         )
     if parent is not None:
+        store.at(parent.path).force_names()  # its own writer may have been killed before it was durable
         tell_other_root(store, parent.path)
     _refuse_missing_packs(store, file.manifest)
     if lease is not None and lease.is_lost:

@@ -7,6 +7,7 @@ import os
 import posixpath
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from io import FileIO
 
 import numpy as np
@@ -28,13 +29,23 @@ def sync_directory(path: str) -> None:
         os.close(descriptor)
 
 
-def missing_above(path: str) -> list[str]:
-    """Directories that get a new entry when this one is made."""
-    found = []
-    while not os.path.exists(path):
-        path = posixpath.dirname(path) or "/"
-        found.append(path)
-    return found
+def make_directory(path: str) -> None:
+    """Make a directory and those above it, durably: each has its name for good before anything is in it.
+
+    Whoever made the one that is there already may have been killed before it was durable, so that its name is forced to
+    disk once more, where this process may read the directory above.
+    """
+    missing: list[str] = []
+    there = path
+    while there != "/" and not os.path.exists(there):
+        missing.append(there)
+        there = posixpath.dirname(there)
+    with suppress(PermissionError):
+        sync_directory(posixpath.dirname(there))
+    for directory in reversed(missing):
+        os.makedirs(directory, exist_ok=True)
+        sync_directory(posixpath.dirname(directory))
+    os.makedirs(path, exist_ok=True)  # refuses a file of that name
 
 
 def remove_empty(path: str) -> None:

@@ -27,7 +27,7 @@ from torchrec_cnr.errors import CheckpointExistsError, CNRError, ConfigurationEr
 from torchrec_cnr.format.blob_bytes import Bytes
 from torchrec_cnr.storage import local_files
 from torchrec_cnr.storage.files import READ_AHEAD_BYTES, Buffer, Listing, RangedFile, Stream, Upload, give_up
-from torchrec_cnr.storage.local_files import link_new, missing_above, open_plain, pass_over, sync_directory
+from torchrec_cnr.storage.local_files import link_new, make_directory, open_plain, pass_over, sync_directory
 from torchrec_cnr.storage.retries import (
     Result,
     is_object_store,
@@ -140,11 +140,9 @@ class Store:
         """Create the directory and its parents, where the file system has directories."""
         if is_object_store(self.fs):
             return
+        is_durable = self.is_local and self.sync_files
         with self._errors("create", ""):
-            above = missing_above(self.path) if self.is_local and self.sync_files else []
-            self.fs.makedirs(self.path, exist_ok=True)
-            for path in above:
-                sync_directory(path)
+            make_directory(self.path) if is_durable else self.fs.makedirs(self.path, exist_ok=True)
 
     def exists(self, name: str) -> bool:
         """Whether a file is there.
@@ -227,6 +225,12 @@ class Store:
                 raise
         if is_durable and self.sync_files and self.is_local:  # also if another process has only just removed it
             with self._errors("remove", name), suppress(FileNotFoundError):  # it may have removed the directory, too
+                sync_directory(self.path)
+
+    def force_names(self) -> None:
+        """Force names to disk, of local files: a process that was killed may have put some that are not durable yet."""
+        if self.is_local and self.sync_files:
+            with self._errors("write", ""):
                 sync_directory(self.path)
 
     @property

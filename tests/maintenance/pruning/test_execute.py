@@ -387,3 +387,27 @@ def test_progress_is_told(tmp_path: Path) -> None:
     assert len(told) == len(plan.removals)
     assert told == sorted(told)
     assert told[-1] == (told[-1][1], sum(len(removal.files) for removal in plan.removals))
+
+
+def test_what_is_kept_is_durable_before_anything_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that committed it may have been killed before the name of its manifest was."""
+    root = Root(tmp_path)
+    for number in range(3):
+        root.save(f"step-{number}", time.time_ns() - (9 - number) * HOUR_NS)
+    done: list[str] = []
+    fsync, remove = os.fsync, Store.remove
+
+    def fsync_and_note(descriptor: int) -> None:
+        done.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def remove_and_note(store: Store, name: str, is_durable: bool = False) -> None:
+        if name == MANIFEST_FILE:
+            done.append(f"remove {name}")
+        remove(store, name, is_durable)
+
+    monkeypatch.setattr(os, "fsync", fsync_and_note)
+    monkeypatch.setattr(Store, "remove", remove_and_note)
+    prune(str(tmp_path), Keep(last=1))
+    assert root.directories() >= {"step-2"}
+    assert str(tmp_path / "step-2") in done[: done.index(f"remove {MANIFEST_FILE}")]

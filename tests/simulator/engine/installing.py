@@ -22,9 +22,10 @@ from typing import Any
 from torch.distributed.checkpoint import logger
 
 import torchrec_cnr
-from tests.simulator.engine import collectives, virtual
+from tests.simulator.engine import collectives, disk_calls, virtual
 from tests.simulator.engine.scheduler import this_task
 from tests.simulator.engine.virtual import Lock, threads_module
+from torchrec_cnr import sharding
 from torchrec_cnr.format import safe_pickle
 
 
@@ -54,6 +55,7 @@ class _OwnOfProcess:
 
 
 _NOT_THERE = object()
+_really_replicated = sharding.is_replicated
 _LEFT_OUT = (
     "torchrec_cnr.kernels",
     "torchrec_cnr.kafka",
@@ -77,6 +79,11 @@ def _loaded_once(load_state: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     return lambda data: pickle.loads(pickled(data))
 
 
+def _is_replicated(value: Any) -> bool:
+    """Shards of two-dimensional parallel models are DTensors, which tell it; simulated ones are not."""
+    return getattr(value, "has_replicas", False) or _really_replicated(value)
+
+
 def _import_all() -> None:
     """Have all modules there, which the library imports when it needs them."""
     for found in pkgutil.walk_packages(torchrec_cnr.__path__, "torchrec_cnr."):
@@ -89,6 +96,7 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
     _import_all()
     yield sys.modules["torchrec_cnr.saving.running_saves"], "id", virtual.frame_id
     yield logger, "_get_msg_dict", lambda *_, **__: {}
+    yield from disk_calls.replacements()
     yield safe_pickle, "load_state", _loaded_once(safe_pickle.load_state)
     leases = sys.modules["torchrec_cnr.storage.leases"]
     real = vars(leases)["_machine"], vars(leases)["_started"]
@@ -99,10 +107,11 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
         id(time): virtual.time_module,
         id(uuid): virtual.uuid_module,
         id(sys): virtual.sys_module,
-        id(os): virtual.os_module,
+        id(os): disk_calls.os_module,
         id(random): virtual.random_module,
         id(concurrent.futures.ThreadPoolExecutor): virtual.executor,
         id(logger._dcp_method_logger): virtual.method_logger,
+        id(sharding.is_replicated): _is_replicated,
         **collectives.replacements(),
     }
     for module, attribute in _ONE_A_PROCESS:

@@ -46,6 +46,7 @@ class Objects:
         files: Bytes and time of the last write, by path.
         on_change: Told of each change that has happened: its kind, the path, and the bytes.
         num_faults: Faults so far.
+        root: Where checkpoints are.
     """
 
     sim: Scheduler
@@ -53,6 +54,15 @@ class Objects:
     files: dict[str, tuple[bytes, float]] = field(default_factory=dict)
     on_change: Callable[[str, str, bytes], None] = lambda kind, path, data: None
     num_faults: int = 0
+    root: str = f"{PROTOCOL}://bucket/run"
+
+    def url(self, path: str) -> str:
+        """What the library calls a path."""
+        return f"{PROTOCOL}://{path}"
+
+    def host_of(self, name: str) -> str:
+        """The host of a process, by the name of its place."""
+        return name
 
     def do(self, kind: str, path: str, act: Callable[[], Any], cut: Callable[[], Any] | None = None) -> Any:
         """One operation, as the scheduler lets it happen."""

@@ -2,5 +2,7 @@
 
 - ``replacing``: a mutant replaces a function or two of the library while schedules run.
 - ``of_saves``: mutants of saves, restores and commits.
+- ``of_disks``: mutants of what makes files on a local disk whole and durable.
+- ``of_replicas``: mutants of two-dimensional parallel models.
 - ``of_upkeep``: mutants of leases, pruning and compaction.
 """

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torchrec_cnr as cnr
-from tests.simulator.engine.scheduler import Process
+from tests.simulator.engine.scheduler import FindingError, Process
 from tests.simulator.tasks.models import Snapshot, merged
 
 POLICIES: dict[str, Callable[[], cnr.Policy]] = {
@@ -21,8 +21,9 @@ class Step:
     """Something that all ranks of a job do.
 
     Attributes:
-        kind: "train", "save", "split save" (of which rank 1 goes to another root), "async save", "wait", "restore"; or
-            "two saves" or "two async saves", which two threads of each rank begin at the same time.
+        kind: "train", "save", "split save" (of which rank 1 goes to another root), "async save", "wait", "restore";
+            "sync" of replicas, "resolve" the last save on one rank; or "two saves" or "two async saves", which two
+            threads of each rank begin at the same time.
         number: Tells it from all others.
     """
 
@@ -49,6 +50,7 @@ class Plan:
         restores: How ranks find and load the newest checkpoint: "together"; or each "looks alone", and they load
             together; or each looks and loads "alone".
         apart_secs: How much later than the first the other ranks are there, if each looks by itself.
+        num_replicas: How many ranks have one and the same shards.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Plan:
     second: str = "other model"
     restores: str = "together"
     apart_secs: float = 0.0
+    num_replicas: int = 1
 
 
 @dataclass(eq=False)
@@ -85,9 +88,9 @@ class Attempt:
     parts: dict[int, Snapshot] = field(default_factory=dict)
     outcomes: dict[int, str] = field(default_factory=dict)
 
-    def snapshot(self) -> Snapshot:
-        """Of all ranks."""
-        return merged([self.parts[rank] for rank in sorted(self.parts)])
+    def snapshot(self, got: Snapshot) -> Snapshot:
+        """Of all ranks; of replicas that differ, that which was got."""
+        return merged([self.parts[rank] for rank in sorted(self.parts)], got)
 
 
 @dataclass(eq=False)
@@ -118,6 +121,7 @@ class Run:
         """Whether a rank was killed, or a group cut, so that others found its collectives broken."""
         own = self.processes[0].own
         groups = [own["world"], own["saves"], own["second"], own["third"], *own.get("groups", {}).values()]
+        groups += [process.own["replicas"] for process in self.processes]
         return self.has_died or any(group.was_cut for group in groups)
 
     @property
@@ -152,3 +156,10 @@ class Book:
     attempts: dict[str, Attempt] = field(default_factory=dict)
     events: list[tuple[str, str, Run]] = field(default_factory=list)
     created_ns: dict[str, int] = field(default_factory=dict)
+
+    def lose(self, path: str) -> None:
+        """A checkpoint was lost in a power failure."""
+        for attempt in self.attempts.values():
+            if attempt.path == path and "ok" in attempt.outcomes.values():
+                raise FindingError("lost", f"{attempt.token} succeeded, and a power failure has taken {path}")
+        del self.created_ns[path]

@@ -13,7 +13,9 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
 
 import torchrec_cnr as cnr
+from tests.simulator.engine.collectives import Group
 from tests.simulator.engine.scheduler import FindingError, this_task
+from tests.simulator.tasks.replicas import Collection, ReplicatedRows
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.lineage.checkpoint import read_checkpoint
 from torchrec_cnr.tracking.modified_rows import ModifiedRows
@@ -32,23 +34,29 @@ class TinyModel:
         rank: This one.
         world_size: How many there are.
         seed: Of the values it begins with.
+        replicas: The group of the ranks that have the same shards; None if each has its own.
     """
 
-    def __init__(self, rank: int, world_size: int, seed: int) -> None:
+    def __init__(self, rank: int, world_size: int, seed: int, replicas: Group | None = None) -> None:
         self.rank = rank
-        self._drawn = random.Random(1000 * seed + rank)
+        num_shards = world_size // (1 if replicas is None else replicas.size())
+        place = rank % num_shards
+        self._drawn = random.Random(1000 * seed + place)
         self._of_all = random.Random(seed)  # what all ranks draw alike
-        num_rows = NUM_ROWS // world_size
-        self._first = rank * num_rows
-        self._boxes = [Box((other * num_rows, 0), (num_rows, NUM_COLS)) for other in range(world_size)]
+        num_rows = NUM_ROWS // num_shards
+        self._first = place * num_rows
+        self._boxes = [Box((other * num_rows, 0), (num_rows, NUM_COLS)) for other in range(num_shards)]
         self.tensors = {fqn: self._values(num_rows) for fqn in (*TABLES, *STATES)}
         self.dense = torch.tensor([self._of_all.random() for _ in range(3)])
-        box = self._boxes[rank]
+        box = self._boxes[place]
         shards = []
         for fqn, state in zip(TABLES, STATES, strict=True):
             rows = ModifiedRows(fqn, box, torch.device("cpu"))
             shards.append(TrackedShard(rows, self.tensors[fqn], lambda state=state: (self.tensors[state],)))
-        self.tracker = TrackedRows(shards)
+        self.collection = None if replicas is None else Collection(replicas, list(self.tensors.values()))
+        self.tracker = TrackedRows(shards) if self.collection is None else ReplicatedRows(shards, self.collection)
+        if replicas is not None:  # each trains other rows
+            self._drawn = random.Random(f"{seed} {rank}")
         self.num_steps = 0
         self._sharded = {fqn: self._sharded_tensor(fqn) for fqn in self.tensors}
 
@@ -56,16 +64,19 @@ class TinyModel:
         return torch.tensor([[self._drawn.random() for _ in range(NUM_COLS)] for _ in range(num_rows)])
 
     def _sharded_tensor(self, fqn: str) -> Any:
-        if len(self._boxes) == 1:
+        if len(self._boxes) == 1 and self.collection is None:
             return self.tensors[fqn]
+        before = self.rank // len(self._boxes) * len(self._boxes)  # ranks of other replicas
         places = [
-            ShardMetadata(list(box.offsets), list(box.sizes), f"rank:{rank}/cpu")
-            for rank, box in enumerate(self._boxes)
+            ShardMetadata(list(box.offsets), list(box.sizes), f"rank:{before + place}/cpu")
+            for place, box in enumerate(self._boxes)
         ]
         size = torch.Size((NUM_ROWS, NUM_COLS))
         metadata = ShardedTensorMetadata(places, size, TensorProperties(dtype=torch.float32))
-        shards = [Shard(self.tensors[fqn], places[self.rank])]
-        return ShardedTensor._init_from_local_shards_and_global_metadata(shards, metadata)
+        shards = [Shard(self.tensors[fqn], places[self.rank - before])]
+        found = ShardedTensor._init_from_local_shards_and_global_metadata(shards, metadata)
+        found.has_replicas = self.collection is not None
+        return found
 
     def train(self) -> None:
         """One step: some rows of this rank, and the rest on all ranks alike."""
@@ -96,16 +107,17 @@ class TinyModel:
         return {**found, "dense": self.dense.clone(), f"reader.{self.rank}": [self.num_steps, self.rank]}
 
 
-def merged(parts: list[Snapshot]) -> Snapshot:
-    """The snapshots of all ranks."""
+def merged(parts: list[Snapshot], got: Snapshot) -> Snapshot:
+    """The snapshots of all ranks; of replicas that differ, that which was got."""
     found: Snapshot = {}
     for part in parts:
         for fqn, value in part.items():
             if isinstance(value, tuple):
                 first, tensor = value
-                found.setdefault(fqn, torch.full((NUM_ROWS, NUM_COLS), float("nan")))[first : first + len(tensor)] = (
-                    tensor
-                )
+                whole = found.setdefault(fqn, torch.full((NUM_ROWS, NUM_COLS), float("nan")))
+                rows = slice(first, first + len(tensor))
+                if fqn not in got or not torch.equal(whole[rows], got[fqn][rows]):
+                    whole[rows] = tensor
             else:
                 found[fqn] = value
     return found

@@ -12,7 +12,7 @@ import torchrec_cnr as cnr
 from tests.simulator.engine import virtual
 from tests.simulator.engine.scheduler import FindingError, Scheduler
 from tests.simulator.tasks.jobs import POLICIES, Attempt, Book, Run, Step
-from tests.simulator.tasks.models import TinyModel
+from tests.simulator.tasks.models import TinyModel, merged
 from torchrec_cnr.errors import CNRError
 from torchrec_cnr.manager.restore import restore_newest
 
@@ -134,7 +134,7 @@ class Rank:
     def __init__(self, sim: Scheduler, book: Book, run: Run, rank: int) -> None:
         self._sim, self._book, self._run, self._rank = sim, book, run, rank
         job, seed = run.job, 100 * run.number + sum(run.job.name.encode())
-        self._model = TinyModel(rank, job.world_size, seed)
+        self._model = self._new_model(seed)
         self._policy = POLICIES[job.policy]()
         self._main = Saver(sim, book, run, rank, self._model, book.root)
         self._savers, self._models = [self._main], [self._model]
@@ -150,10 +150,14 @@ class Rank:
         self._pair = self._savers[-2:]
         self._renew_plug_ins(f"{book.root}/none")
 
+    def _new_model(self, seed: int) -> TinyModel:
+        job, own = self._run.job, self._run.processes[self._rank].own
+        return TinyModel(self._rank, job.world_size, seed, own["replicas"] if job.num_replicas > 1 else None)
+
     def _add_model(self, name: str, seed: int) -> None:
         """Another model, which is saved beside the root."""
         run, root = self._run, f"{self._book.root}-{self._run.job.name}-{name}"
-        self._models.append(TinyModel(self._rank, run.job.world_size, seed))
+        self._models.append(self._new_model(seed))
         self._savers.append(Saver(self._sim, self._book, run, self._rank, self._models[-1], root, name))
 
     def _renew_plug_ins(self, path: str) -> None:
@@ -197,11 +201,24 @@ class Rank:
                 self._both(is_renewed, lambda saver: saver.save(step))
             case "two async saves":
                 self._both(is_renewed, lambda saver: saver.async_save(step))
+            case "sync":
+                for model in self._models:
+                    model.collection.sync()
+            case "resolve":
+                self._resolve(step)
             case "wait":
                 self.wait()
             case "restore":
                 self.wait()
                 self.restore()
+
+    def _resolve(self, step: Step) -> None:
+        """On one rank, learn how the last save has ended."""
+        if self._rank == step.number % self._run.job.world_size:
+            try:
+                self._main.planner.resolve_last_save()
+            except CNRError as error:
+                self._sim.tell(f"does not learn it: {error}")
 
     def _both(self, is_writer_of_second: bool, act: Callable[[Saver], None]) -> None:
         """In two threads, of which none leaves the other behind."""
@@ -237,7 +254,8 @@ class Rank:
         if attempt is None:
             raise FindingError("wrong values", f"{path} was restored with the token {token!r}")
         self._check_newest(before, path)
-        whole, mine = attempt.snapshot(), self._model.snapshot()
+        mine = self._model.snapshot()
+        whole = attempt.snapshot(merged([mine], {}))
         self._model.num_steps = int(state.get(f"reader.{self._rank}", [0])[0])
         for fqn, value in mine.items():
             if isinstance(value, tuple):

@@ -2,6 +2,7 @@
 
 import random
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -23,6 +24,7 @@ class Starter:
         server: The process of the store.
         break_share: How often collectives break.
         skew_secs: How much clocks of hosts differ.
+        host_of: The host of a process, by the name of its place.
     """
 
     sim: Scheduler
@@ -30,6 +32,7 @@ class Starter:
     server: Process
     break_share: float
     skew_secs: float
+    host_of: Callable[[str], str]
     runs: list[Run] = field(default_factory=list)
 
     def start(self, job: Plan, number: int) -> Run:
@@ -40,7 +43,7 @@ class Starter:
             Process(
                 f"{job.name}{number}.{rank}",
                 clock_secs=drawn.uniform(-1, 1) * self.skew_secs,
-                host=f"host{rank}{'' if job.name == 'A' else job.name}",
+                host=self.host_of(f"host{rank}{'' if job.name == 'A' else job.name}"),
                 number=100 * len(self.runs) + rank + 1,
             )
             for rank in range(job.world_size)
@@ -55,6 +58,11 @@ class Starter:
             groups = {name: Group(f"{run.name}.{name}", processes, self.break_share) for name in names}
             for process in processes:
                 process.own |= groups
+            num_shards = job.world_size // job.num_replicas
+            for place in range(num_shards):
+                replicas = Group(f"{run.name}.replicas{place}", processes[place::num_shards], self.break_share)
+                for process in replicas.processes:
+                    process.own["replicas"] = replicas
         for rank, process in enumerate(processes):
             sim.spawn(process, process.name, lambda rank=rank, process=process: self._live(run, rank, process))
         return run

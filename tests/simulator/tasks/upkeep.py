@@ -44,11 +44,13 @@ class Besides:
         sim: The scheduler.
         book: What happened.
         server: The process of the store.
+        host_of: The host of a process, by the name of its place.
     """
 
     sim: Scheduler
     book: Book
     server: Process
+    host_of: Callable[[str], str]
 
     def supervise(self, beside: Beside, number: int) -> None:
         """One process after the other does a round."""
@@ -58,9 +60,8 @@ class Besides:
         ]
         sim.sleep(beside.begins_secs)
         for done in range(beside.num_rounds):
-            process = Process(
-                f"{beside.kind}{number}.{done}", host=f"host {beside.kind}", number=1000 + 100 * number + done
-            )
+            host = self.host_of(f"host {beside.kind}")
+            process = Process(f"{beside.kind}{number}.{done}", host=host, number=1000 + 100 * number + done)
             process.own["server"] = self.server
 
             def live(process: Process = process) -> None:
@@ -94,5 +95,5 @@ class Besides:
             attempt = self.book.attempts.get(token)
             if attempt is None:
                 raise FindingError("wrong values", f"{path} was read with the token {token!r}")
-            models.check_same(path, got, attempt.snapshot())
+            models.check_same(path, got, attempt.snapshot(got))
             self.sim.tell(f"read {path} ({token})")

@@ -64,10 +64,14 @@ def run_prune(plan: PrunePlan, *, progress: Progress | None = None) -> PruneResu
     """Remove what a plan says, but for what is wanted by now; ``progress`` is told of files.
 
     Raises:
-        StoreError: The journal cannot be written: nothing was removed.
+        StoreError: The journal cannot be written, or what is kept not be made durable: nothing was removed.
     """
     directory = plan.catalog.root.at(journal.DIRECTORY)
     planned = journal.write_file(directory, plan.told, plan.now_ns) if any(r.files for r in plan.removals) else None
+    removed = {removal.entry.name for removal in plan.removals if removal.pruned is not None}
+    for name, entry in plan.catalog.entries.items():  # what is kept is durable before anything is removed
+        if removed and entry.checkpoint is not None and name not in removed:
+            entry.store.force_names()
     num_files, num_done = sum(len(removal.files) for removal in plan.removals), 0
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="cnr-prune") as threads:
         execution = _Execution(plan, threads)
