@@ -13,7 +13,9 @@ from pathlib import Path
 from tests.simulator import checks
 from tests.simulator.engine import installing, storage
 from tests.simulator.engine.scheduler import FindingError, Process, Scheduler, this_task
+from tests.simulator.tasks.clocks import Jump, draw_jumps, jump_clocks
 from tests.simulator.tasks.jobs import Book, Plan, Step
+from tests.simulator.tasks.serving import Follow, Follower, draw_follow
 from tests.simulator.tasks.supervisors import Starter
 from tests.simulator.tasks.upkeep import Beside, Besides
 from torchrec_cnr.format.manifest import MANIFEST_FILE
@@ -35,6 +37,8 @@ class Scenario:
         switch_share: How often a point switches.
         break_share: How often collectives break.
         skew_secs: How much clocks of hosts differ.
+        follow: How a model that is served follows them, if one does.
+        jumps: Of clocks.
     """
 
     seed: int
@@ -44,6 +48,8 @@ class Scenario:
     switch_share: float
     break_share: float
     skew_secs: float
+    follow: Follow | None = None
+    jumps: tuple[Jump, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -114,11 +120,13 @@ def scenario_of(seed: int, family: str | None = None) -> Scenario:
             second=drawn.choice(seconds),
             restores=drawn.choice(["together"] * 3 + ["looks alone", "alone", "alone"]),
             apart_secs=random.Random(f"{seed} {name} apart").choice([0.0, 0.1, 0.3]),
+            ends_at_once=is_async and random.Random(f"{seed} {name} ends").random() < 0.25,
         )
 
     def beside(kind: str) -> Beside:
         begins, every = drawn.choice([0.1, 0.5, 1.0]), drawn.choice([0.05, 0.2, 0.5])
-        return Beside(kind, begins * drawn.random(), every, drawn.randint(2, 6), drawn.choice([1, 1, 2]))
+        ahead = random.Random(f"{seed} {kind} ahead").choice([0.0] * 4 + [86_400.0])
+        return Beside(kind, begins * drawn.random(), every, drawn.randint(2, 6), drawn.choice([1, 1, 2]), ahead)
 
     jobs = [job("A", 0.0, drawn.choice([2, 3]))]
     is_mixed = drawn.random() < 0.4  # two jobs with upkeep beside them
@@ -146,6 +154,8 @@ def scenario_of(seed: int, family: str | None = None) -> Scenario:
         switch_share=drawn.choice([0.02, 0.1, 0.3]),
         break_share=share(0, 0, 0, 0.005),
         skew_secs=share(0, 0, 1, 3600),
+        follow=draw_follow(random.Random(f"{seed} follow")),
+        jumps=draw_jumps(random.Random(f"{seed} jumps")),
     )
 
 
@@ -215,12 +225,20 @@ def run(scenario: Scenario, undone: Collection[int] = ()) -> Outcome:
     objects.on_change = lambda kind, path, data: _note(sim, book, kind, path, data)
     for job in scenario.jobs:
         sim.spawn(Process(f"supervisor {job.name}"), f"supervisor {job.name}", lambda job=job: starter.supervise(job))
+    if scenario.jumps:
+        sim.spawn(Process("clocks"), "clocks", lambda: jump_clocks(sim, starter.ahead_secs, scenario.jumps))
     besides = Besides(sim, book, starter.server)
     for number, beside in enumerate(scenario.besides):
         process = Process(f"supervisor {beside.kind}{number}")
         sim.spawn(process, process.name, lambda beside=beside, number=number: besides.supervise(beside, number))
+    supervisors = list(sim.tasks)
+    follower = Follower(sim, book, objects, starter.server, lambda: starter.has_ended(supervisors))
+    if scenario.follow is not None:
+        process = Process("supervisor served")
+        sim.spawn(process, process.name, lambda: follower.supervise(scenario.follow))
     with _on_one_core():
         sim.run()
+    follower.clean_up()
     if sim.finding is None:
         try:
             checks.check(sim, book, objects, min(keeps, default=None))

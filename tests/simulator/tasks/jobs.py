@@ -49,6 +49,7 @@ class Plan:
         restores: How ranks find and load the newest checkpoint: "together"; or each "looks alone", and they load
             together; or each looks and loads "alone".
         apart_secs: How much later than the first the other ranks are there, if each looks by itself.
+        ends_at_once: Whether ranks end without waiting for what they save in the background.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Plan:
     second: str = "other model"
     restores: str = "together"
     apart_secs: float = 0.0
+    ends_at_once: bool = False
 
 
 @dataclass(eq=False)

@@ -2,12 +2,13 @@
 
 import random
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.simulator.engine.collectives import Group
-from tests.simulator.engine.scheduler import FindingError, Process, Scheduler
+from tests.simulator.engine.scheduler import FindingError, Process, Scheduler, Task
 from tests.simulator.tasks.jobs import Book, Plan, Run
 from tests.simulator.tasks.ranks import Rank
 from torchrec_cnr.errors import CNRError
@@ -23,6 +24,7 @@ class Starter:
         server: The process of the store.
         break_share: How often collectives break.
         skew_secs: How much clocks of hosts differ.
+        ahead_secs: What clocks have been set ahead, by host.
     """
 
     sim: Scheduler
@@ -30,6 +32,7 @@ class Starter:
     server: Process
     break_share: float
     skew_secs: float
+    ahead_secs: dict[str, float] = field(default_factory=dict)
     runs: list[Run] = field(default_factory=list)
 
     def start(self, job: Plan, number: int) -> Run:
@@ -45,6 +48,8 @@ class Starter:
             )
             for rank in range(job.world_size)
         ]
+        for process in processes:
+            process.clock_secs += self.ahead_secs.get(process.host, 0.0)
         run = Run(job, number, processes)
         self.runs.append(run)
         for process in processes:
@@ -95,3 +100,9 @@ class Starter:
                 sim.tell(f"*** {run.name} is replaced, dead or not")
                 continue
             sim.wait(f"{run.name} to end", lambda run=run: run.has_ended)
+
+    def has_ended(self, supervisors: Sequence[Task]) -> bool:
+        """Whether these have ended, all that they have started, and all that the store was asked for."""
+        if any(task.process is self.server for task in self.sim.tasks):
+            return False
+        return all(task.has_ended for task in supervisors) and all(run.has_ended for run in self.runs)
