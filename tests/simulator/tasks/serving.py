@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.simulator.engine import virtual
+from tests.simulator.engine.ending import check_nothing_left, end_interpreter
 from tests.simulator.engine.scheduler import FindingError, Process, Scheduler
 from tests.simulator.engine.storage import PROTOCOL, FaultShares, Objects
 from tests.simulator.tasks.jobs import Book
@@ -164,6 +165,8 @@ class _Serving:
         thread: Any = subscriber._thread
         if thread.is_alive() or "forward" in model.__dict__:
             raise FindingError("left waiting", "a subscriber that was closed goes on")
+        end_interpreter(sim)
+        check_nothing_left(sim)
 
     def _start(self, subscriber: RowSubscriber) -> None:
         while True:

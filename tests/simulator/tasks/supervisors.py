@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.simulator.engine.collectives import Group
+from tests.simulator.engine.ending import check_nothing_left
 from tests.simulator.engine.scheduler import FindingError, Process, Scheduler, Task
 from tests.simulator.tasks.jobs import Book, Plan, Run
 from tests.simulator.tasks.ranks import Rank
@@ -67,6 +68,7 @@ class Starter:
     def _live(self, run: Run, rank: int, process: Process) -> None:
         try:
             Rank(self.sim, self.book, run, rank).live()
+            check_nothing_left(self.sim)
         except (Exception, CheckpointException) as error:
             run.has_failed = True
             if isinstance(error, FindingError):
