@@ -1,6 +1,7 @@
 """A schedule: what a seed makes of jobs, storage and faults, its run, and the checks of what came of it."""
 
 import gc
+import itertools
 import logging
 import os
 import random
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tests.simulator import checks
+from tests.simulator import checks, leaks
 from tests.simulator.engine import installing, storage
 from tests.simulator.engine.scheduler import FindingError, Process, Scheduler, this_task
 from tests.simulator.tasks.clocks import Jump, draw_jumps, jump_clocks
@@ -18,10 +19,13 @@ from tests.simulator.tasks.jobs import Book, Plan, Step
 from tests.simulator.tasks.serving import Follow, Follower, draw_follow
 from tests.simulator.tasks.supervisors import Starter
 from tests.simulator.tasks.upkeep import Beside, Besides
+from torchrec_cnr.format import manifest_json
 from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.format.manifest_json import created_ns
 from torchrec_cnr.storage.fences import is_fence
 
+FULL_COLLECTION_EVERY = 50  # schedules
+_num_runs = itertools.count(1)
 ROOT = f"{storage.PROTOCOL}://bucket/run"
 
 
@@ -211,7 +215,11 @@ def _on_one_core() -> Iterator[None]:
 
 def run(scenario: Scenario, undone: Collection[int] = ()) -> Outcome:
     """Run a schedule, within a :func:`simulation`."""
-    gc.collect()  # what the schedule before has left: nothing else frees it
+    storage.open_objects(None)  # else what the schedule before has left would be there still, and stay for good
+    manifest_json._KNOWN.clear()
+    if next(_num_runs) % FULL_COLLECTION_EVERY == 0:
+        gc.unfreeze()  # some of what was there then is garbage by now
+    gc.collect()  # nothing else frees it
     gc.freeze()  # what is left now is not looked at again
     sim = Scheduler(scenario.seed, undone)
     sim.switch_share = scenario.switch_share
@@ -241,6 +249,7 @@ def run(scenario: Scenario, undone: Collection[int] = ()) -> Outcome:
     follower.clean_up()
     if sim.finding is None:
         try:
+            leaks.check_errors()  # before garbage is made of what was checked
             checks.check(sim, book, objects, min(keeps, default=None))
         except FindingError as finding:
             sim.found(finding)

@@ -149,8 +149,11 @@ class RowSubscriber:
         """
         self._close()
         untold, self._untold = self._untold, None
-        if untold is not None:
-            raise untold
+        try:
+            if untold is not None:
+                raise untold
+        finally:
+            del untold  # it would refer to itself
 
     def __enter__(self) -> Self:
         try:

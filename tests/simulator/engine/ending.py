@@ -1,8 +1,8 @@
 """The end of a simulated process whose script has ended, as Python's interpreter does it, and what must not be left.
 
-Functions that the library has registered with ``threading`` are called, in the reverse of their order; among them is the
-one of ``concurrent.futures``, after which pools refuse new work, and whose threads are waited for. Then all threads but
-daemons are waited for, and the others are gone.
+Functions that the library has registered with ``threading`` are called, in the reverse of their order; among them is
+the one of ``concurrent.futures``, after which pools refuse new work, and whose threads are waited for. Then all threads
+but daemons are waited for, and the others are gone.
 """
 
 import concurrent.futures.thread

@@ -3,4 +3,6 @@
 - ``replacing``: a mutant replaces a function or two of the library while schedules run.
 - ``of_saves``: mutants of saves, restores and commits.
 - ``of_upkeep``: mutants of leases, pruning and compaction.
+- ``of_serving``: mutants of online model updates.
+- ``of_processes``: mutants of clocks, of the end of the interpreter, and of what is left in a process.
 """
