@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from tests.servers import s3_servers
-from torchrec_cnr.errors import CNRError, StoreError
+from torchrec_cnr.errors import CNRError, DamagedError, StoreError
 from torchrec_cnr.lineage.checkpoint import committed
 from torchrec_cnr.manager.restore import shared
-from torchrec_cnr.serving import RowSubscriber
+from torchrec_cnr.serving import Commit, RowSubscriber
+from torchrec_cnr.serving.served_model import ServedModel
 from torchrec_cnr.storage import retries
 from torchrec_cnr.storage.store import Store
 
@@ -136,3 +137,19 @@ def test_a_subscriber_that_is_closed_keeps_nothing(tmp_path: Path) -> None:
         subscriber.close()
 
     assert not outlives(close)
+
+
+def test_a_checkpoint_that_is_passed_over_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A subscriber that applies the one before it holds nothing of the attempt."""
+
+    def apply(served: ServedModel, commit: Commit) -> None:
+        if commit.path == "new":
+            raise DamagedError("flipped")
+
+    def update() -> None:
+        subscriber = RowSubscriber(torch.nn.Linear(1, 1), tmp_path)
+        assert subscriber._apply_newest([Commit("new", 2), Commit("old", 1)]) is None
+        subscriber.close()
+
+    monkeypatch.setattr(ServedModel, "apply", apply)
+    assert not outlives(update)
