@@ -11,6 +11,7 @@ import torchrec_cnr as cnr
 from tests.loading.quantized_models import float_model
 from tests.serving.served_models import SCHEMES, following, save_tables, wait_until
 from tests.support.faults import flip
+from torchrec_cnr.serving import commit_sources
 from torchrec_cnr.storage.store import Store
 
 pytestmark = [
@@ -124,3 +125,26 @@ def test_looking_costs_nothing_where_nothing_happens(tmp_path: Path, monkeypatch
     used.clear()
     assert commits.newest_first()[0].path == str(tmp_path / "2")
     assert used == ["listing", str(tmp_path / "2")]
+
+
+def test_no_older_checkpoint_takes_the_place_of_one_that_may_not_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that refuses one read of the newest manifest does not send the model back; one that is gone does."""
+    first = save_tables(tmp_path / "0", 0, SCHEMES[2], None, 1.0)
+    save_tables(tmp_path / "1", 1, SCHEMES[2], first, 0.5)
+    subscriber, read = cnr.RowSubscriber(float_model(1), tmp_path), commit_sources.committed_ns
+    subscriber.update()
+    assert subscriber.applied == str(tmp_path / "1")
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            commit_sources,
+            "committed_ns",
+            lambda store, level: None if store.path.endswith("/1") else read(store, level),
+        )
+        assert subscriber.update() is None
+    assert subscriber.applied == str(tmp_path / "1")
+    (tmp_path / "1" / "manifest.json").unlink()
+    subscriber.update()
+    assert subscriber.applied == str(tmp_path / "0")
+    subscriber.close()

@@ -13,6 +13,7 @@ if os.environ.get("PYTHONHASHSEED") != "0":  # sets of strings would have anothe
     os.environ |= {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
     os.execv(sys.executable, [sys.executable, "-m", "tests.simulator", *sys.argv[1:]])
 
+from tests.simulator.leaks import MIN_SCHEDULES, NUM_WARM_UP, Resources
 from tests.simulator.shrinking import report
 from tests.simulator.world import FAMILIES, run, scenario_of, simulation
 
@@ -67,6 +68,7 @@ def _search(options: argparse.Namespace) -> int:
 def _share(options: argparse.Namespace, seeds: Sequence[int], until: float) -> tuple[int, int, int]:
     """Run these seeds until the time is over or there are three findings; numbers of schedules, saves and findings."""
     num_schedules = num_saves = num_findings = 0
+    before: Resources | None = None
     for seed in seeds:
         if time.monotonic() > until or num_findings == 3:
             break
@@ -74,10 +76,18 @@ def _share(options: argparse.Namespace, seeds: Sequence[int], until: float) -> t
         if options.digests:
             _say(f"seed {seed}: {outcome.digest:08x} of {len(outcome.trace)} lines")
         num_schedules += 1
+        if num_schedules == NUM_WARM_UP:
+            before = Resources.now()
         num_saves += outcome.num_saves
         if outcome.finding is not None:
             num_findings += 1
             _say(report(outcome, options.family))
+    if before is not None and num_schedules >= MIN_SCHEDULES and not num_findings:
+        after = Resources.now(before.num_threads)
+        _say(f"after {NUM_WARM_UP} schedules: {before}; after {num_schedules}: {after}")
+        if grown := after.grown(before):
+            num_findings += 1
+            _say(f"schedules leave something: {'; '.join(grown)}")
     return num_schedules, num_saves, num_findings
 
 

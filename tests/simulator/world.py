@@ -1,6 +1,7 @@
 """A schedule: what a seed makes of jobs, storage and faults, its run, and the checks of what came of it."""
 
 import gc
+import itertools
 import logging
 import os
 import random
@@ -10,18 +11,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tests.simulator import checks
+from tests.simulator import checks, leaks
 from tests.simulator.engine import disk_calls, installing, storage
 from tests.simulator.engine.disk import Disk
 from tests.simulator.engine.disk_plan import DiskPlan
 from tests.simulator.engine.scheduler import FindingError, Process, Scheduler, this_task
+from tests.simulator.tasks.clocks import Jump, draw_jumps, jump_clocks
 from tests.simulator.tasks.jobs import Book, Plan, Step
+from tests.simulator.tasks.serving import Follow, Follower, draw_follow
 from tests.simulator.tasks.supervisors import Starter
 from tests.simulator.tasks.two_dimensions import replicated
 from tests.simulator.tasks.upkeep import Beside, Besides
+from torchrec_cnr.format import manifest_json
 from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.format.manifest_json import created_ns
 from torchrec_cnr.storage.fences import is_fence
+
+FULL_COLLECTION_EVERY = 50  # schedules
+_num_runs = itertools.count(1)
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,8 @@ class Scenario:
         switch_share: How often a point switches.
         break_share: How often collectives break.
         skew_secs: How much clocks of hosts differ.
+        follow: How a model that is served follows them, if one does.
+        jumps: Of clocks.
     """
 
     seed: int
@@ -47,6 +56,8 @@ class Scenario:
     switch_share: float
     break_share: float
     skew_secs: float
+    follow: Follow | None = None
+    jumps: tuple[Jump, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -117,12 +128,14 @@ def scenario_of(seed: int, family: str | None = None) -> Scenario:
             second=drawn.choice(seconds),
             restores=drawn.choice(["together"] * 3 + ["looks alone", "alone", "alone"]),
             apart_secs=random.Random(f"{seed} {name} apart").choice([0.0, 0.1, 0.3]),
+            ends_at_once=is_async and random.Random(f"{seed} {name} ends").random() < 0.25,
         )
         return replicated(plan, seed)
 
     def beside(kind: str) -> Beside:
         begins, every = drawn.choice([0.1, 0.5, 1.0]), drawn.choice([0.05, 0.2, 0.5])
-        return Beside(kind, begins * drawn.random(), every, drawn.randint(2, 6), drawn.choice([1, 1, 2]))
+        ahead = random.Random(f"{seed} {kind} ahead").choice([0.0] * 4 + [86_400.0])
+        return Beside(kind, begins * drawn.random(), every, drawn.randint(2, 6), drawn.choice([1, 1, 2]), ahead)
 
     jobs = [job("A", 0.0, drawn.choice([2, 3]))]
     is_mixed = drawn.random() < 0.4  # two jobs with upkeep beside them
@@ -142,15 +155,20 @@ def scenario_of(seed: int, family: str | None = None) -> Scenario:
         delay=share(0, 0, 0.02),
         kill=share(0, 0, 0.005, 0.02),
     )
+    disk = DiskPlan.of_seed(seed)
+    if disk is not None:  # it is in one host, which has one clock
+        besides = tuple(replace(beside, ahead_secs=0.0) for beside in besides)
     return Scenario(
         seed,
         tuple(jobs),
         besides,
         shares,
-        disk=DiskPlan.of_seed(seed),
+        disk=disk,
         switch_share=drawn.choice([0.02, 0.1, 0.3]),
         break_share=share(0, 0, 0, 0.005),
         skew_secs=share(0, 0, 1, 3600),
+        follow=draw_follow(random.Random(f"{seed} follow")) if disk is None else None,
+        jumps=draw_jumps(random.Random(f"{seed} jumps")) if disk is None else (),
     )
 
 
@@ -207,7 +225,11 @@ def _on_one_core() -> Iterator[None]:
 
 def run(scenario: Scenario, undone: Collection[int] = ()) -> Outcome:
     """Run a schedule, within a :func:`simulation`."""
-    gc.collect()  # what the schedule before has left: nothing else frees it
+    storage.open_objects(None)  # else what the schedule before has left would be there still, and stay for good
+    manifest_json._KNOWN.clear()
+    if next(_num_runs) % FULL_COLLECTION_EVERY == 0:
+        gc.unfreeze()  # some of what was there then is garbage by now
+    gc.collect()  # nothing else frees it
     gc.freeze()  # what is left now is not looked at again
     sim = Scheduler(scenario.seed, undone)
     sim.switch_share = scenario.switch_share
@@ -221,14 +243,25 @@ def run(scenario: Scenario, undone: Collection[int] = ()) -> Outcome:
     store.on_change = lambda kind, path, data: _note(sim, book, kind, store.url(path), data)
     for job in scenario.jobs:
         sim.spawn(Process(f"supervisor {job.name}"), f"supervisor {job.name}", lambda job=job: starter.supervise(job))
+    if scenario.jumps:
+        sim.spawn(Process("clocks"), "clocks", lambda: jump_clocks(sim, starter.ahead_secs, scenario.jumps))
     besides = Besides(sim, book, starter.server, store.host_of)
     for number, beside in enumerate(scenario.besides):
         process = Process(f"supervisor {beside.kind}{number}")
         sim.spawn(process, process.name, lambda beside=beside, number=number: besides.supervise(beside, number))
+    supervisors = list(sim.tasks)
+    follower: Follower | None = None
+    if scenario.follow is not None and isinstance(store, storage.Objects):
+        follower = Follower(sim, book, store, starter.server, lambda: starter.has_ended(supervisors))
+        process = Process("supervisor served")
+        sim.spawn(process, process.name, lambda: follower.supervise(scenario.follow))
     with _on_one_core():
         sim.run()
+    if follower is not None:
+        follower.clean_up()
     if sim.finding is None:
         try:
+            leaks.check_errors()  # before garbage is made of what was checked
             if isinstance(store, Disk) and store.plan.ends_without_power:
                 store.lose_power()
             checks.check(sim, book, store, min(keeps, default=None))

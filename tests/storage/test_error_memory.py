@@ -10,10 +10,14 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.servers import s3_servers
-from torchrec_cnr.errors import CNRError
+from torchrec_cnr.errors import CNRError, DamagedError, StoreError
 from torchrec_cnr.lineage.checkpoint import committed
+from torchrec_cnr.manager.restore import shared
+from torchrec_cnr.serving import Commit, RowSubscriber
+from torchrec_cnr.serving.served_model import ServedModel
 from torchrec_cnr.storage import retries
 from torchrec_cnr.storage.store import Store
 
@@ -117,3 +121,35 @@ def test_attempts_keep_nothing(monkeypatch: pytest.MonkeyPatch, number: int) -> 
         raise OSError(number, os.strerror(number))
 
     assert not outlives(lambda: retries.tried_again(fail, "do it"))
+
+
+def test_a_restore_that_fails_keeps_nothing() -> None:
+    """Where ranks have no checkpoint to go on from, one of them raises what it tells the others."""
+    assert not outlives(lambda: shared(StoreError("cannot list"), None))
+
+
+def test_a_subscriber_that_is_closed_keeps_nothing(tmp_path: Path) -> None:
+    """It raises then what its thread could not mend."""
+
+    def close() -> None:
+        subscriber = RowSubscriber(torch.nn.Linear(1, 1), tmp_path)
+        subscriber._untold = StoreError("cannot list")
+        subscriber.close()
+
+    assert not outlives(close)
+
+
+def test_a_checkpoint_that_is_passed_over_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A subscriber that applies the one before it holds nothing of the attempt."""
+
+    def apply(served: ServedModel, commit: Commit) -> None:
+        if commit.path == "new":
+            raise DamagedError("flipped")
+
+    def update() -> None:
+        subscriber = RowSubscriber(torch.nn.Linear(1, 1), tmp_path)
+        assert subscriber._apply_newest([Commit("new", 2), Commit("old", 1)]) is None
+        subscriber.close()
+
+    monkeypatch.setattr(ServedModel, "apply", apply)
+    assert not outlives(update)

@@ -425,3 +425,17 @@ def test_a_lease_that_cannot_be_written_is_none(tmp_path: Path) -> None:
     assert not (tmp_path / "missing").exists()
     Lease.until(Store.open(tmp_path / "missing"), "load", 1).lapse()
     assert not (tmp_path / "missing").exists()
+
+
+def test_a_lease_of_a_clock_that_is_behind_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a machine a day behind an object store; one that has lapsed is over all the same, and so is an old one."""
+    monkeypatch.setattr(leases, "is_object_store", lambda fs: True)
+    store, now_ns = Store.open(f"memory://behind-{os.getpid()}"), time.time_ns()
+    behind = Lease.until(store, "save", now_ns - 18 * 3600 * 10**9)
+    store.put(behind.name, [b"{}"])
+    lapsed = Lease.until(store, "save", now_ns - 18 * 3600 * 10**9)
+    store.put(lapsed.name, [])
+    found = in_force(store, [behind.name, lapsed.name], now_ns)
+    assert [lease.name for lease in found] == [behind.name]
+    assert found[0].until_ns > now_ns + (LEASE_SECS - 60) * 10**9
+    assert not holds(store, [behind.name], now_ns + (LEASE_SECS + 60) * 10**9)

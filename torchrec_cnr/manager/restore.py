@@ -37,9 +37,12 @@ def shared(value: Any, group: dist.ProcessGroup | None) -> Any:
     values = [value]
     if group is not None:
         dist.broadcast_object_list(values, src=dist.get_global_rank(group, 0), group=group)
-    if isinstance(values[0], CNRError):
-        raise values[0]
-    return values[0]
+    try:
+        if isinstance(values[0], CNRError):
+            raise values[0]
+        return values[0]
+    finally:
+        del value, values  # an error would refer to itself
 
 
 def restore_newest(

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from torchrec_cnr.errors import DamagedError
+from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.human_text import instant_text, url_text
 from torchrec_cnr.lineage.latest import committed_ns
 from torchrec_cnr.lineage.marker_commit import publish_marked
@@ -132,6 +133,8 @@ class RootCommits:
     def _look_at(self, name: str) -> None:
         at_ns = committed_ns(self._root.at(name), logging.INFO)
         known = self._commits.get(name)
+        if at_ns is None and known is not None and self._root.at(name).exists(MANIFEST_FILE):
+            return  # it may not be read just now: an older one must not be applied in its place
         if at_ns is None:
             self._commits.pop(name, None)
             self._pending.add(name)

@@ -149,8 +149,11 @@ class RowSubscriber:
         """
         self._close()
         untold, self._untold = self._untold, None
-        if untold is not None:
-            raise untold
+        try:
+            if untold is not None:
+                raise untold
+        finally:
+            del untold  # it would refer to itself
 
     def __enter__(self) -> Self:
         try:
@@ -222,15 +225,15 @@ class RowSubscriber:
 
     def _apply_newest(self, commits: Sequence[Commit]) -> Applied | None:
         applied, failure = self._served.commit, None
-        for commit in commits:
-            if applied == commit or (applied and failure and commit.created_ns <= applied.created_ns):
-                break
-            try:
-                return self._served.apply(commit)
-            except (DamagedError, CheckpointNotFoundError) as error:
-                logger.info("%s cannot be applied, the one before is tried: %s", commit.path, error)
-                failure = failure or error
         try:
+            for commit in commits:
+                if applied == commit or (applied and failure and commit.created_ns <= applied.created_ns):
+                    break
+                try:
+                    return self._served.apply(commit)
+                except (DamagedError, CheckpointNotFoundError) as error:
+                    logger.info("%s cannot be applied, the one before is tried: %s", commit.path, error)
+                    failure = failure or error
             if failure is not None:
                 raise failure
         finally:

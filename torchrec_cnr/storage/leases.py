@@ -17,12 +17,13 @@ import uuid
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import msgspec
 
 from torchrec_cnr.errors import CNRError, StoreError
+from torchrec_cnr.storage.retries import is_object_store
 from torchrec_cnr.storage.store import Store
 
 logger = logging.getLogger(__name__)
@@ -223,8 +224,24 @@ def in_force(store: Store, names: Iterable[str], now_ns: int) -> list[Lease]:
     """
     matches = [found for name in names if (found := _NAME.fullmatch(name))]
     leases = [Lease(store, found[0], found["purpose"], int(found["until_ns"])) for found in matches]
+    leases = [replace(lease, until_ns=_until_ns(lease, now_ns)) for lease in leases]
     holding = (lease for lease in leases if lease.until_ns > now_ns and not _is_abandoned(lease))
     return sorted(holding, key=lambda lease: -lease.until_ns)
+
+
+def _until_ns(lease: Lease, now_ns: int) -> int:
+    """Until when a lease holds, by the store's clock, where the clock of who took it may be days behind that."""
+    if lease.until_ns > now_ns or not is_object_store(lease.store.fs):
+        return lease.until_ns
+    try:
+        if lease.store.listing().files.get(lease.name) == 0:  # it has lapsed
+            return lease.until_ns
+        return lease.store.modified_ns(lease.name) + LEASE_SECS * 10**9
+    except StoreError as error:
+        if isinstance(error.__cause__, NotImplementedError):
+            return lease.until_ns
+        logger.info("a lease is taken for one that holds, since the store does not tell when it was written: %s", error)
+        return now_ns + LEASE_SECS * 10**9
 
 
 def _is_abandoned(lease: Lease) -> bool:

@@ -5,4 +5,5 @@
 - ``collectives``: process groups of simulated ranks.
 - ``storage``: an object store in memory, with faults.
 - ``installing``: puts these in the place of the real ones.
+- ``ending``: what the interpreter does when the script of a process has ended.
 """

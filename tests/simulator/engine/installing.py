@@ -54,6 +54,15 @@ class _OwnOfProcess:
         return getattr(own[self._name], name)
 
 
+def of_process(real: object) -> "_OwnOfProcess | None":
+    """What stands for an object that a process has one of; None if it is shared."""
+    for module, attribute in _ONE_A_PROCESS:
+        found = getattr(sys.modules[module], attribute)
+        if isinstance(found, _OwnOfProcess) and found._real is real:
+            return found
+    return None
+
+
 _NOT_THERE = object()
 _really_replicated = sharding.is_replicated
 _LEFT_OUT = (

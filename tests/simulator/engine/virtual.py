@@ -349,6 +349,8 @@ class _Executor:
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> _Future:
         """As a real one."""
+        if _task().process.own.get("is_ending"):
+            raise RuntimeError("cannot schedule new futures after interpreter shutdown")
         future = _Future()
         self._work.append((future, lambda: fn(*args, **kwargs)))
         if self._num_busy < self._most:

@@ -5,4 +5,6 @@
 - ``of_disks``: mutants of what makes files on a local disk whole and durable.
 - ``of_replicas``: mutants of two-dimensional parallel models.
 - ``of_upkeep``: mutants of leases, pruning and compaction.
+- ``of_serving``: mutants of online model updates.
+- ``of_processes``: mutants of clocks, of the end of the interpreter, and of what is left in a process.
 """

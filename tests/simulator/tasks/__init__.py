@@ -4,4 +4,6 @@
 - ``jobs``: what ranks of a job do, and what is remembered of their saves.
 - ``ranks``: ranks that restore, train and save, and ``supervisors``, which start them again.
 - ``upkeep``: processes that compact, prune and read beside the jobs.
+- ``serving``: a process that serves a model which follows the jobs.
+- ``clocks``: clocks of hosts that are set meanwhile.
 """

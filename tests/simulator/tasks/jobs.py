@@ -51,6 +51,7 @@ class Plan:
             together; or each looks and loads "alone".
         apart_secs: How much later than the first the other ranks are there, if each looks by itself.
         num_replicas: How many ranks have one and the same shards.
+        ends_at_once: Whether ranks end without waiting for what they save in the background.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Plan:
     restores: str = "together"
     apart_secs: float = 0.0
     num_replicas: int = 1
+    ends_at_once: bool = False
 
 
 @dataclass(eq=False)

@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 import torchrec_cnr as cnr
 from tests.simulator.engine import virtual
+from tests.simulator.engine.ending import end_interpreter
 from tests.simulator.engine.scheduler import FindingError, Scheduler
 from tests.simulator.tasks.jobs import POLICIES, Attempt, Book, Run, Step
 from tests.simulator.tasks.models import TinyModel, merged
@@ -53,6 +54,11 @@ class Saver:
     def is_idle(self) -> bool:
         """Whether nothing is in the background."""
         return not self._in_flight
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all in the background has ended."""
+        return all(future.done() for _, future in self._in_flight)
 
     def path(self, step: Step) -> str:
         """Where a step saves to."""
@@ -183,6 +189,10 @@ class Rank:
         for step in steps[min(self._run.number, len(steps) - 1)]:
             self._sim.tell(f"--- {step.kind} #{step.number}")
             self._do(step)
+        if self._run.job.ends_at_once:
+            end_interpreter(self._sim)
+            if not all(saver.has_ended for saver in self._savers):
+                raise FindingError("lost at the end", "a save has not ended when the interpreter has")
         self.wait()
 
     def _do(self, step: Step) -> None:

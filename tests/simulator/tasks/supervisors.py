@@ -2,13 +2,14 @@
 
 import random
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.simulator.engine.collectives import Group
-from tests.simulator.engine.scheduler import FindingError, Process, Scheduler
+from tests.simulator.engine.ending import check_nothing_left
+from tests.simulator.engine.scheduler import FindingError, Process, Scheduler, Task
 from tests.simulator.tasks.jobs import Book, Plan, Run
 from tests.simulator.tasks.ranks import Rank
 from torchrec_cnr.errors import CNRError
@@ -25,6 +26,7 @@ class Starter:
         break_share: How often collectives break.
         skew_secs: How much clocks of hosts differ.
         host_of: The host of a process, by the name of its place.
+        ahead_secs: What clocks have been set ahead, by host.
     """
 
     sim: Scheduler
@@ -33,6 +35,7 @@ class Starter:
     break_share: float
     skew_secs: float
     host_of: Callable[[str], str]
+    ahead_secs: dict[str, float] = field(default_factory=dict)
     runs: list[Run] = field(default_factory=list)
 
     def start(self, job: Plan, number: int) -> Run:
@@ -48,6 +51,8 @@ class Starter:
             )
             for rank in range(job.world_size)
         ]
+        for process in processes:
+            process.clock_secs += self.ahead_secs.get(process.host, 0.0)
         run = Run(job, number, processes)
         self.runs.append(run)
         for process in processes:
@@ -70,6 +75,7 @@ class Starter:
     def _live(self, run: Run, rank: int, process: Process) -> None:
         try:
             Rank(self.sim, self.book, run, rank).live()
+            check_nothing_left(self.sim)
         except (Exception, CheckpointException) as error:
             run.has_failed = True
             if isinstance(error, FindingError):
@@ -103,3 +109,9 @@ class Starter:
                 sim.tell(f"*** {run.name} is replaced, dead or not")
                 continue
             sim.wait(f"{run.name} to end", lambda run=run: run.has_ended)
+
+    def has_ended(self, supervisors: Sequence[Task]) -> bool:
+        """Whether these have ended, all that they have started, and all that the store was asked for."""
+        if any(task.process is self.server for task in self.sim.tasks):
+            return False
+        return all(task.has_ended for task in supervisors) and all(run.has_ended for run in self.runs)

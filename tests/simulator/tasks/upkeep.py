@@ -27,6 +27,7 @@ class Beside:
         every_secs: How long it rests.
         num_rounds: How often it does its work; a new process does what one that was killed has left.
         keep: How many checkpoints a prune keeps.
+        ahead_secs: What its clock is ahead.
     """
 
     kind: str
@@ -34,6 +35,7 @@ class Beside:
     every_secs: float
     num_rounds: int
     keep: int = 1
+    ahead_secs: float = 0.0
 
 
 @dataclass
@@ -60,8 +62,12 @@ class Besides:
         ]
         sim.sleep(beside.begins_secs)
         for done in range(beside.num_rounds):
-            host = self.host_of(f"host {beside.kind}")
-            process = Process(f"{beside.kind}{number}.{done}", host=host, number=1000 + 100 * number + done)
+            process = Process(
+                f"{beside.kind}{number}.{done}",
+                clock_secs=beside.ahead_secs,
+                host=self.host_of(f"host {beside.kind}"),
+                number=1000 + 100 * number + done,
+            )
             process.own["server"] = self.server
 
             def live(process: Process = process) -> None:
