@@ -8,14 +8,17 @@ import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from tests.simulator import checks
 from tests.simulator.engine import installing, storage
 from tests.simulator.engine.scheduler import FindingError, Process, Scheduler, this_task
+from tests.simulator.managed_family import managed_jobs
 from tests.simulator.tasks.jobs import Book, Plan, Step
+from tests.simulator.tasks.managed_jobs import ManagedRoot
 from tests.simulator.tasks.supervisors import Starter
-from tests.simulator.tasks.upkeep import Beside, Besides
+from tests.simulator.tasks.upkeep import Beside, Besides, remove_root
 from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.format.manifest_json import created_ns
 from torchrec_cnr.storage.fences import is_fence
@@ -67,7 +70,7 @@ class Outcome:
     num_saves: int
 
 
-FAMILIES = ("saves", "async saves", "upkeep", "two jobs")
+FAMILIES = ("saves", "async saves", "upkeep", "two jobs", "managed")
 
 
 def scenario_of(seed: int, family: str | None = None) -> Scenario:
@@ -140,7 +143,7 @@ def scenario_of(seed: int, family: str | None = None) -> Scenario:
     )
     return Scenario(
         seed,
-        tuple(jobs),
+        managed_jobs(seed, ROOT) if family == "managed" else tuple(jobs),
         besides,
         shares,
         switch_share=drawn.choice([0.02, 0.1, 0.3]),
@@ -207,9 +210,12 @@ def run(scenario: Scenario, undone: Collection[int] = ()) -> Outcome:
     sim.switch_share = scenario.switch_share
     objects = storage.Objects(sim, scenario.shares)
     storage.open_objects(objects)
-    has_rivals = len(scenario.jobs) > 1 or any(job.is_hasty for job in scenario.jobs)
+    managed = [job.managed for job in scenario.jobs if job.managed is not None]
+    roots = [of.root for of in managed] or [ROOT] * len(scenario.jobs)
+    has_rivals = len(set(roots)) < len(roots) or any(job.is_hasty for job in scenario.jobs)
     keeps = [beside.keep for beside in scenario.besides if beside.kind == "prune"]
     book = Book(ROOT, has_rivals, is_pruned=bool(keeps))
+    book.managed, book.managed_roots = managed, {of.root: ManagedRoot(of.root, of.keep) for of in managed}
     starter = Starter(sim, book, Process("store"), scenario.break_share, scenario.skew_secs)
 
     objects.on_change = lambda kind, path, data: _note(sim, book, kind, path, data)
@@ -219,6 +225,10 @@ def run(scenario: Scenario, undone: Collection[int] = ()) -> Outcome:
     for number, beside in enumerate(scenario.besides):
         process = Process(f"supervisor {beside.kind}{number}")
         sim.spawn(process, process.name, lambda beside=beside, number=number: besides.supervise(beside, number))
+    for source in [of.source for of in managed if of.source is not None and of.removes_source]:
+        savers = [job.name for job in scenario.jobs if job.managed is not None and job.managed.root == source]
+        act = partial(remove_root, sim, book, objects, source, savers)
+        sim.spawn(Process("remover"), "remover", act)
     with _on_one_core():
         sim.run()
     if sim.finding is None:
@@ -233,6 +243,9 @@ def run(scenario: Scenario, undone: Collection[int] = ()) -> Outcome:
 def _note(sim: Scheduler, book: Book, kind: str, path: str, data: bytes) -> None:
     """A file was put or removed."""
     directory, _, name = path.rpartition("/")
+    for root in book.managed_roots.values():
+        if not root.note(kind == "put", f"{storage.PROTOCOL}://{path}", data):
+            sim.found(FindingError("lost", f"{path} was removed, and retention has always wanted it"))
     task = this_task()
     run = task.process.own.get("run") if task is not None else None
     if name == MANIFEST_FILE:

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
@@ -53,6 +54,17 @@ class _OwnOfProcess:
         return getattr(own[self._name], name)
 
 
+class _Numbers:
+    """Stands for an iterator of numbers that a process has one of."""
+
+    def __next__(self) -> int:
+        task = this_task()
+        assert task is not None
+        own = task.process.own
+        own["numbers"] = number = own.get("numbers", -1) + 1
+        return int(number)
+
+
 _NOT_THERE = object()
 _LEFT_OUT = (
     "torchrec_cnr.kernels",
@@ -67,6 +79,7 @@ _ONE_A_PROCESS = (
     ("torchrec_cnr.saving.running_saves", "running_saves"),
     ("torchrec_cnr.tracking.tracked_tables", "trackers"),
     ("torchrec_cnr.saving.encoding", "kernel_warm_ups"),
+    ("torchrec_cnr.manager.open_roots", "open_roots"),
 )
 _PREFIXES = ("torchrec_cnr.", "torch.distributed.checkpoint.", "torch.distributed._shard.sharded_tensor.", "tenacity")
 
@@ -88,6 +101,7 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
     """What is replaced, by module and name."""
     _import_all()
     yield sys.modules["torchrec_cnr.saving.running_saves"], "id", virtual.frame_id
+    yield sys.modules["torchrec_cnr.manager.ranks"], "_instances", _Numbers()
     yield logger, "_get_msg_dict", lambda *_, **__: {}
     yield safe_pickle, "load_state", _loaded_once(safe_pickle.load_state)
     leases = sys.modules["torchrec_cnr.storage.leases"]
@@ -101,6 +115,7 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
         id(sys): virtual.sys_module,
         id(os): virtual.os_module,
         id(random): virtual.random_module,
+        id(weakref): virtual.weakref_module,
         id(concurrent.futures.ThreadPoolExecutor): virtual.executor,
         id(logger._dcp_method_logger): virtual.method_logger,
         **collectives.replacements(),

@@ -9,6 +9,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from tests.simulator.engine.collectives import Group
 from tests.simulator.engine.scheduler import FindingError, Process, Scheduler
 from tests.simulator.tasks.jobs import Book, Plan, Run
+from tests.simulator.tasks.managed_ranks import ManagedRank
 from tests.simulator.tasks.ranks import Rank
 from torchrec_cnr.errors import CNRError
 
@@ -61,7 +62,10 @@ class Starter:
 
     def _live(self, run: Run, rank: int, process: Process) -> None:
         try:
-            Rank(self.sim, self.book, run, rank).live()
+            if (managed := run.job.managed) is not None:
+                ManagedRank(self.sim, self.book, run, rank, managed).live()
+            else:
+                Rank(self.sim, self.book, run, rank).live()
         except (Exception, CheckpointException) as error:
             run.has_failed = True
             if isinstance(error, FindingError):
@@ -95,3 +99,4 @@ class Starter:
                 sim.tell(f"*** {run.name} is replaced, dead or not")
                 continue
             sim.wait(f"{run.name} to end", lambda run=run: run.has_ended)
+        self.book.done.add(job.name)
