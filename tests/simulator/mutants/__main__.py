@@ -13,12 +13,13 @@ if os.environ.get("PYTHONHASHSEED") != "0":  # sets of strings would have anothe
     os.environ |= {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
     os.execv(sys.executable, [sys.executable, "-m", "tests.simulator.mutants", *sys.argv[1:]])
 
+from tests.simulator.mutants.of_manager import OF_MANAGER
 from tests.simulator.mutants.of_saves import OF_SAVES
 from tests.simulator.mutants.of_upkeep import OF_UPKEEP
 from tests.simulator.mutants.replacing import Mutant
 from tests.simulator.world import FAMILIES, run, scenario_of, simulation
 
-MUTANTS = (*OF_SAVES, *OF_UPKEEP)
+MUTANTS = (*OF_SAVES, *OF_UPKEEP, *OF_MANAGER)
 MAX_SCHEDULES = 20_000
 NUM_SEARCHES = 3
 
