@@ -12,7 +12,7 @@ from torchrec_cnr.maintenance.compaction import plan
 from torchrec_cnr.manager import manager
 from torchrec_cnr.manager.callbacks import Callbacks
 from torchrec_cnr.manager.manager import CheckpointManager
-from torchrec_cnr.saving import writer
+from torchrec_cnr.saving import planned_save, writer
 from torchrec_cnr.saving.writer import CNRStorageWriter
 from torchrec_cnr.storage.store import Store
 
@@ -53,6 +53,10 @@ def _settles_alone(finish: Any, self: CheckpointManager, step: int, *args: Any) 
 def _leaves_alone(leave: Any, self: CheckpointManager) -> None:
     self._planner.resolve_last_save()
     leave(self)
+
+
+def _with_own_baseline(choose: Any, policy: Any, head: Any, heads: Any, baseline: Any, store: Any) -> Any:
+    return choose(policy, head, heads, head.baseline if head is not None else baseline, store)
 
 
 def _no_names(*_: Any) -> frozenset[str]:
@@ -109,6 +113,10 @@ OF_MANAGER: tuple[Mutant, ...] = (
     Mutant(
         "maintenance forgets what was committed while it worked",
         lambda: wrapping(Upkeep, "run_for", _forgets_what_came_meanwhile),
+    ),
+    Mutant(
+        "baselines of other ranks are not compared",
+        lambda: wrapping(planned_save, "choose_base", _with_own_baseline),
     ),
     Mutant("a manager closes without its last maintenance", lambda: wrapping(Upkeep, "close", _does_nothing_more)),
     Mutant("what a callback raises is raised by the save", lambda: replacing(Callbacks, "_call", _calls)),
