@@ -36,6 +36,7 @@ class ManagedRank:
         self._drawn = random.Random(f"{sim.seed} callbacks of {run.name}.{rank}")
         self._in_flight: Attempt | None = None
         self._begun: dict[int, Attempt] = {}  # by the number of the model's step
+        self._has_gone_back = False
         self._left: set[str] = set()  # newer than what the job has gone back to
         self._manager = self._made()
         book.closed.discard(managed.root)
@@ -95,6 +96,8 @@ class ManagedRank:
             case "reopen":
                 self._close()
                 self._manager = self._made()
+                if self._has_gone_back:  # only a restore tells a manager which names are taken
+                    self._restore()
 
     # Saves
 
@@ -200,6 +203,7 @@ class ManagedRank:
         is_by_path = step.number % 2 == 1
         chosen: dict[str, Any] = {"path": path} if is_by_path else {"step": step_of(path)}
         self._sim.tell(f"goes back to {chosen}")
+        self._has_gone_back = True
         try:
             self._restore(**chosen)
         except (CNRError, CheckpointException) as error:
