@@ -37,6 +37,7 @@ class ManagedRank:
         self._in_flight: Attempt | None = None
         self._begun: dict[int, Attempt] = {}  # by the number of the model's step
         self._has_gone_back = False
+        self._has_loaded = False  # since the last save
         self._left: set[str] = set()  # newer than what the job has gone back to
         self._manager = self._made()
         book.closed.discard(managed.root)
@@ -64,7 +65,8 @@ class ManagedRank:
                 self._act(None, self._manager.close)
             raise
         self._close()
-        self._book.closed.add(self._managed.root)
+        if not self._has_loaded:  # else a lease of the load may have kept something
+            self._book.closed.add(self._managed.root)
 
     def _close(self) -> None:
         self._act(None, self._manager.close)
@@ -108,7 +110,7 @@ class ManagedRank:
         attempt = self._book.attempts.setdefault(token, Attempt(path, token, self._run, is_managed=True))
         attempt.parts[self._rank] = self._model.snapshot()
         self._begun[number] = attempt
-        state = self._model.state(token)
+        state, self._has_loaded = self._model.state(token), False
         found = self._act(attempt, lambda: act(number, state))
         if found is None:
             attempt.outcomes.setdefault(self._rank, "not due")
@@ -169,6 +171,7 @@ class ManagedRank:
 
     def _restore(self, **chosen: Any) -> int | None:
         """Load the newest checkpoint, or the one that is chosen; returns its step."""
+        self._has_loaded = True
         before, is_newest = self._root.newest_ok, not chosen
         state = self._model.state("")
         found: int | None = self._act(None, lambda: self._manager.restore(state, **chosen))
