@@ -41,6 +41,8 @@ def _check_managed(sim: Scheduler, book: Book, objects: Objects) -> None:
     """Each root loads without any other, and its managers have kept it in order."""
     sources = {plan.source for plan in book.managed}
     for path, root in book.managed_roots.items():
+        if root.is_given_up:  # a request of a job that has died may still arrive there
+            continue
         with alone(objects, path):
             _check_loads(book, objects)
             if not (_has_fault(sim) or book.has_rivals or path in sources):  # a load of another job holds leases

@@ -199,7 +199,7 @@ def test_a_commit_that_may_yet_arrive_keeps_its_lease(monkeypatch: pytest.Monkey
 def test_a_commit_that_was_tried_again_keeps_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first request, which got no answer, may arrive after a prune has removed the checkpoint."""
     root = f"memory://leases-again-{os.getpid()}"
-    trainer, create, late = SavingJob(root), Store._create_new, []
+    trainer, create, late = SavingJob(root, policy=cnr.Full()), Store._create_new, []
 
     def fail_once(*args: Any) -> None:
         if not late:

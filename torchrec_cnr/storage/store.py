@@ -328,12 +328,10 @@ class Store:
         )
 
     def put_new(self, name: str, data: bytes, save_id: str) -> bool:
-        """Write a file atomically, unless the name exists.
+        """Write a file atomically, unless the name exists; returns whether an earlier request may still arrive.
 
         A local file is written under a name of its own and then linked, or renamed where there are no links. Elsewhere,
         an exclusive create has to do.
-
-        Returns whether a request without an answer came before, which may still arrive once the file was removed.
 
         Raises:
             CheckpointExistsError: The name exists, with other bytes: who tries again finds what it has written itself.
