@@ -81,19 +81,21 @@ def test_a_foreign_error_does_not_end_upkeep(
     assert list(read_catalog(tmp_path).checkpoints) == ["step-2"]
 
 
-def test_one_rank_alone_raises_nothing_after_a_commit(tmp_path: Path, rank_pool: RankPools) -> None:
-    """All report the checkpoint, also where one cannot read it at that moment or its callback raises."""
-    assert rank_pool(2).run(_save_with_trouble_on_one_rank, str(tmp_path)) == [[1, 2]] * 2
+@pytest.mark.parametrize("refused", [0, 1])  # calls before a save, and after it
+def test_one_rank_alone_raises_nothing(tmp_path: Path, rank_pool: RankPools, refused: int) -> None:
+    """All report the checkpoint, also where one cannot read the last one at a moment or its callback raises."""
+    assert rank_pool(2).run(_save_with_trouble_on_one_rank, str(tmp_path), refused) == [[1, 2]] * 2
 
 
-def _save_with_trouble_on_one_rank(rank: int, root: str) -> list[int]:
+def _save_with_trouble_on_one_rank(rank: int, root: str, refused: int) -> list[int]:
     job = torchrec_job(1)
     tracker = cnr.RowTracker(job.model)
     manager = cnr.CheckpointManager(root, tracker, on_saved=_raise if rank else None)
     resolve, found = manager._planner.resolve_last_save, []
     for step in (1, 2):
         train(job, step)
-        calls = [resolve, _refuse, resolve]  # before the save, after it, and at the end
+        calls = [resolve] * 3  # before the save, after it, and at the end
+        calls[refused] = _refuse
         with pytest.MonkeyPatch.context() as patch:
             if rank:
                 patch.setattr(manager._planner, "resolve_last_save", lambda calls=calls: calls.pop(0)())

@@ -250,3 +250,29 @@ def _save_by_own_policy(rank: int, root: str, is_async: bool) -> None:
 def test_ranks_may_differ_in_how_they_work(tmp_path: Path, rank_pool: RankPools, is_async: bool) -> None:
     """Threads, sizes and bounds of each rank are its own; a policy without a text of its own is one policy."""
     rank_pool(2).run(_save_by_own_policy, str(tmp_path), is_async, timeout_secs=60.0)
+
+
+def _save_across_a_compaction(rank: int, root: str, is_async: bool) -> None:
+    with SavingJob(root, torchrec_job, policy=cnr.OneShot(), group=dist.new_group(backend="gloo")) as job:
+        for step in range(2):
+            job.train_and_save(step)
+        if rank == 0:
+            job.planner.resolve_last_save()
+        dist.barrier()
+        if rank == 1:
+            cnr.compact(job.path(1))
+            job.planner.resolve_last_save()
+        dist.barrier()
+        job.train()
+        if is_async:
+            job.async_save(2).result(timeout=60)
+        else:
+            job.save(2)
+        job.assert_loads(2)
+        assert cnr.read_checkpoint(job.path(2)).parent == job.path(1)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_ranks_may_know_different_baselines(tmp_path: Path, rank_pool: RankPools, is_async: bool) -> None:
+    """A compaction came between their looks at the last save: a delta is of the newest baseline that one knows."""
+    rank_pool(2).run(_save_across_a_compaction, str(tmp_path), is_async, timeout_secs=60.0)

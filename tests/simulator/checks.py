@@ -8,12 +8,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from tests.simulator.engine.disk import Disk
 from tests.simulator.engine.scheduler import FindingError, Scheduler
 from tests.simulator.engine.storage import Objects
+from tests.simulator.managed_checks import alone, check_refusals, check_upkeep
 from tests.simulator.tasks import models
 from tests.simulator.tasks.jobs import Book, Run
 from torchrec_cnr.errors import CNRError
 from torchrec_cnr.lineage.latest import latest
 
 _ORDINARY = ("switch", "turn")
+_NO_FAILURES = {"ok", "not due", "busy"}
 
 
 def check(sim: Scheduler, book: Book, store: Objects | Disk, keep: int | None) -> None:
@@ -25,17 +27,37 @@ def check(sim: Scheduler, book: Book, store: Objects | Disk, keep: int | None) -
     checks: list[Callable[[], None]] = [
         lambda: _check_outcomes(sim, book, keep is not None),
         lambda: _check_jobs(book),
-        lambda: _check_loads(book, store),
-        lambda: _check_kept(book, store, keep),
         lambda: _check_latest(book, store),
     ]
+    if isinstance(store, Objects) and book.managed_roots:
+        checks.append(lambda: _check_managed(sim, book, store))
+    else:
+        checks += [lambda: _check_loads(book, store), lambda: _check_kept(book, store, keep)]
     for some in checks:
         some()
 
 
+def _has_fault(sim: Scheduler) -> bool:
+    return any(what not in _ORDINARY for what in sim.taken.values())
+
+
+def _check_managed(sim: Scheduler, book: Book, objects: Objects) -> None:
+    """Each root loads without any other, and its managers have kept it in order."""
+    sources = {plan.source for plan in book.managed}
+    for path, root in book.managed_roots.items():
+        if root.is_given_up:  # a request of a job that has died may still arrive there
+            continue
+        with alone(objects, path):
+            _check_loads(book, objects)
+            if not (_has_fault(sim) or book.has_rivals or path in sources):  # a load of another job holds leases
+                check_upkeep(book, root)
+    if not any(what not in _ORDINARY and "is replaced" not in what for what in sim.taken.values()):
+        check_refusals(book)
+
+
 def _check_outcomes(sim: Scheduler, book: Book, is_pruned: bool) -> None:
     """All ranks ended alike, and nothing failed for nothing."""
-    has_fault = any(what not in _ORDINARY for what in sim.taken.values())
+    has_fault = _has_fault(sim)
     for attempt in book.attempts.values():
         kinds = {outcome.partition(":")[0] for outcome in attempt.outcomes.values()}
         if "broken" not in kinds and len(kinds) > 1:
@@ -45,7 +67,8 @@ def _check_outcomes(sim: Scheduler, book: Book, is_pruned: bool) -> None:
             raise FindingError("two roots", f"{attempt.token} succeeded, and its ranks saved to two roots")
         is_excused = attempt.is_split or has_fault or is_pruned or (is_fenced and book.has_rivals)
         is_excused |= attempt.run.is_apart  # what its ranks stage may then be too little
-        if kinds - {"ok"} and not is_excused:
+        is_excused |= attempt.is_managed and book.has_rivals
+        if kinds - _NO_FAILURES and not is_excused:
             raise FindingError("failed for nothing", f"{attempt.token}: {attempt.outcomes}")
 
 
@@ -83,7 +106,7 @@ def _check_loads(book: Book, store: Objects | Disk) -> None:
         except (Exception, CheckpointException) as error:
             raise FindingError("does not load", f"{path}: {type(error).__name__}: {error}") from error
         attempt = book.attempts.get(token)
-        if attempt is None or attempt.path != path:
+        if attempt is None or not attempt.may_be_at(path):
             raise FindingError("wrong values", f"{path} holds the token {token!r}")
         if succeeded.get(path, token) != token:
             raise FindingError("wrong values", f"{path} holds {token}, and {succeeded[path]} succeeded there")

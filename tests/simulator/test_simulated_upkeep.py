@@ -7,7 +7,7 @@ from tests.simulator.command import MAX_SECS, check_schedules
 
 @pytest.mark.long
 @pytest.mark.timeout(MAX_SECS)
-@pytest.mark.parametrize("family", ["upkeep", "two jobs"])
+@pytest.mark.parametrize("family", ["upkeep", "two jobs", "managed"])
 def test_schedules_beside_others_hold(family: str) -> None:
     """Whoever compacts, prunes, reads or saves at the same time: what was saved loads, and ranks end alike."""
     check_schedules(family)

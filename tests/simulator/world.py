@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from tests.simulator import checks, leaks
@@ -16,12 +17,14 @@ from tests.simulator.engine import disk_calls, installing, storage
 from tests.simulator.engine.disk import Disk
 from tests.simulator.engine.disk_plan import DiskPlan
 from tests.simulator.engine.scheduler import FindingError, Process, Scheduler, this_task
+from tests.simulator.managed_family import managed_jobs
 from tests.simulator.tasks.clocks import Jump, draw_jumps, jump_clocks
 from tests.simulator.tasks.jobs import Book, Plan, Step
+from tests.simulator.tasks.managed_jobs import ManagedRoot
 from tests.simulator.tasks.serving import Follow, Follower, draw_follow
 from tests.simulator.tasks.supervisors import Starter
 from tests.simulator.tasks.two_dimensions import replicated
-from tests.simulator.tasks.upkeep import Beside, Besides
+from tests.simulator.tasks.upkeep import Beside, Besides, remove_root
 from torchrec_cnr.format import manifest_json
 from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.format.manifest_json import created_ns
@@ -81,7 +84,7 @@ class Outcome:
     num_saves: int
 
 
-FAMILIES = ("saves", "async saves", "upkeep", "two jobs")
+FAMILIES = ("saves", "async saves", "upkeep", "two jobs", "managed")
 
 
 def scenario_of(seed: int, family: str | None = None) -> Scenario:
@@ -155,20 +158,20 @@ def scenario_of(seed: int, family: str | None = None) -> Scenario:
         delay=share(0, 0, 0.02),
         kill=share(0, 0, 0.005, 0.02),
     )
-    disk = DiskPlan.of_seed(seed)
+    disk = DiskPlan.of_seed(seed) if family != "managed" else None
     if disk is not None:  # it is in one host, which has one clock
         besides = tuple(replace(beside, ahead_secs=0.0) for beside in besides)
     return Scenario(
         seed,
-        tuple(jobs),
+        managed_jobs(seed, storage.Objects.root) if family == "managed" else tuple(jobs),
         besides,
         shares,
         disk=disk,
         switch_share=drawn.choice([0.02, 0.1, 0.3]),
         break_share=share(0, 0, 0, 0.005),
         skew_secs=share(0, 0, 1, 3600),
-        follow=draw_follow(random.Random(f"{seed} follow")) if disk is None else None,
-        jumps=draw_jumps(random.Random(f"{seed} jumps")) if disk is None else (),
+        follow=draw_follow(random.Random(f"{seed} follow")) if disk is None and family != "managed" else None,
+        jumps=draw_jumps(random.Random(f"{seed} jumps")) if disk is None and family != "managed" else (),
     )
 
 
@@ -223,6 +226,32 @@ def _on_one_core() -> Iterator[None]:
         os.sched_setaffinity(0, cores)
 
 
+def _book(scenario: Scenario, root: str, *, is_pruned: bool) -> Book:
+    """Empty, for the jobs of a scenario."""
+    managed = [job.managed for job in scenario.jobs if job.managed is not None]
+    roots = [of.root for of in managed] or [root] * len(scenario.jobs)
+    has_rivals = len(set(roots)) < len(roots) or any(job.is_hasty for job in scenario.jobs)
+    book = Book(root, has_rivals, is_pruned)
+    book.managed, book.managed_roots = managed, {of.root: ManagedRoot(of.root, of.keep) for of in managed}
+    return book
+
+
+def _spawn_others(scenario: Scenario, starter: Starter, objects: storage.Objects) -> Follower | None:
+    """Who removes the root that another one was begun from, and who serves a model, where there is an object store."""
+    sim, book = starter.sim, starter.book
+    supervisors = list(sim.tasks)
+    for source in [of.source for of in book.managed if of.source is not None and of.removes_source]:
+        savers = [job.name for job in scenario.jobs if job.managed is not None and job.managed.root == source]
+        sim.spawn(Process("remover"), "remover", partial(remove_root, sim, book, objects, source, savers))
+    follow = scenario.follow
+    if follow is None:
+        return None
+    follower = Follower(sim, book, objects, starter.server, lambda: starter.has_ended(supervisors))
+    process = Process("supervisor served")
+    sim.spawn(process, process.name, lambda: follower.supervise(follow))
+    return follower
+
+
 def run(scenario: Scenario, undone: Collection[int] = ()) -> Outcome:
     """Run a schedule, within a :func:`simulation`."""
     storage.open_objects(None)  # else what the schedule before has left would be there still, and stay for good
@@ -234,9 +263,8 @@ def run(scenario: Scenario, undone: Collection[int] = ()) -> Outcome:
     sim = Scheduler(scenario.seed, undone)
     sim.switch_share = scenario.switch_share
     store = _opened(sim, scenario)
-    has_rivals = len(scenario.jobs) > 1 or any(job.is_hasty for job in scenario.jobs)
     keeps = [beside.keep for beside in scenario.besides if beside.kind == "prune"]
-    book = Book(store.root, has_rivals, is_pruned=bool(keeps))
+    book = _book(scenario, store.root, is_pruned=bool(keeps))
     skew_secs = scenario.skew_secs if scenario.disk is None else 0.0  # it is in one host
     starter = Starter(sim, book, Process("store"), scenario.break_share, skew_secs, store.host_of)
 
@@ -249,12 +277,7 @@ def run(scenario: Scenario, undone: Collection[int] = ()) -> Outcome:
     for number, beside in enumerate(scenario.besides):
         process = Process(f"supervisor {beside.kind}{number}")
         sim.spawn(process, process.name, lambda beside=beside, number=number: besides.supervise(beside, number))
-    supervisors = list(sim.tasks)
-    follower: Follower | None = None
-    if scenario.follow is not None and isinstance(store, storage.Objects):
-        follower = Follower(sim, book, store, starter.server, lambda: starter.has_ended(supervisors))
-        process = Process("supervisor served")
-        sim.spawn(process, process.name, lambda: follower.supervise(scenario.follow))
+    follower = _spawn_others(scenario, starter, store) if isinstance(store, storage.Objects) else None
     with _on_one_core():
         sim.run()
     if follower is not None:
@@ -283,6 +306,9 @@ def _opened(sim: Scheduler, scenario: Scenario) -> storage.Objects | Disk:
 def _note(sim: Scheduler, book: Book, kind: str, path: str, data: bytes) -> None:
     """A file was put or removed."""
     directory, _, name = path.rpartition("/")
+    for root in book.managed_roots.values():
+        if not root.note(kind == "put", f"{storage.PROTOCOL}://{path}", data):
+            sim.found(FindingError("lost", f"{path} was removed, and retention has always wanted it"))
     task = this_task()
     run = task.process.own.get("run") if task is not None else None
     if name == MANIFEST_FILE:

@@ -196,6 +196,26 @@ def test_a_commit_that_may_yet_arrive_keeps_its_lease(monkeypatch: pytest.Monkey
         trainer.assert_loads(name, trainer.saved[name])
 
 
+def test_a_commit_that_was_tried_again_keeps_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first request, which got no answer, may arrive after a prune has removed the checkpoint."""
+    root = f"memory://leases-again-{os.getpid()}"
+    trainer, create, late = SavingJob(root, policy=cnr.Full()), Store._create_new, []
+
+    def fail_once(*args: Any) -> None:
+        if not late:
+            late.append(args)
+            raise TimeoutError("no answer")
+        create(*args)
+
+    trainer.train_and_save("0")
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "_create_new", fail_once)
+        trainer.train_and_save("1")
+    trainer.train_and_save("2")
+    prune(root, Keep(last=1))
+    trainer.assert_loads("1", trainer.saved["1"])
+
+
 # Loads
 
 

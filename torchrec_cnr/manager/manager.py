@@ -224,9 +224,15 @@ class CheckpointManager:
 
     def _leave_other_roots(self) -> None:
         """Begin a root with a baseline, whatever the job has loaded: it may be copied, moved or pruned alone."""
-        self._planner.resolve_last_save()
-        head = self._tracker.head
-        if head is not None and Store.open(head.ref.path).at("..").url != self._root:
+        try:
+            self._planner.resolve_last_save()
+        except (SaveError, StoreError) as error:  # raised by this rank alone; the cut tries again, for all ranks
+            logger.info("the save will look at it again: %s", error)
+        head, pending = self._tracker.head, self._tracker.pending
+        paths = [] if head is None else [head.ref.path]
+        if pending is not None and pending.place is not None:  # it may have been committed
+            paths.append(pending.place[0])
+        if any(Store.open(path).at("..").url != self._root for path in paths):
             self._tracker.forget()
 
     def wait(self) -> Saved | None:

@@ -248,8 +248,8 @@ def commit(store: Store, file: ManifestFile, lease: Lease | None, fence: Fence |
     try:
         if store.row_log is not None:
             commit_marked(store, store.row_log, file.marker(store), file.data, check)
-        else:
-            store.put_new(MANIFEST_FILE, file.data, file.manifest.save_id)
+        elif store.put_new(MANIFEST_FILE, file.data, file.manifest.save_id) and lease is not None:
+            lease.leave()  # a prune must not remove the checkpoint before the request that may still put its manifest
     except (CheckpointExistsError, FencedError):
         raise
     except BaseException:

@@ -80,6 +80,8 @@ class RankData:
         is_tracked: Whether its planner has a tracker.
         policy: Of its planner, as text.
         head: The checkpoint that this rank's marks relate to.
+        baseline: The one that this rank takes for the baseline of the head's lineage; None if it has no head.
+        num_links: Length of that lineage.
         staged: What the save can be a delta of with what was staged; None if all rows are at hand.
         tensors: Those that this rank can store by rows, by FQN.
         whole: Shards that must be stored with all rows, because no marks of them were staged.
@@ -92,6 +94,8 @@ class RankData:
     is_tracked: bool
     policy: str
     head: CheckpointRef | None
+    baseline: CheckpointRef | None
+    num_links: int
     staged: frozenset[Since] | None
     tensors: Mapping[str, RowTensor]
     whole: frozenset[ShardKey]
@@ -116,8 +120,22 @@ class Base:
     history: History
 
 
+def newest_baseline(ranks: Sequence[RankData]) -> CheckpointRef | None:
+    """Return the newest of the baselines that ranks with one head know.
+
+    They differ if the lineage was compacted after some of the ranks had read it. A rank that knows an older baseline
+    stores at least the rows that were modified since the newer one.
+    """
+    known = [rank for rank in ranks if rank.baseline is not None]
+    return min(known, key=lambda rank: rank.num_links).baseline if known else None
+
+
 def choose_base(
-    policy: Policy, head: Head | None, heads: Collection[CheckpointRef | None], store: Store | None
+    policy: Policy,
+    head: Head | None,
+    heads: Collection[CheckpointRef | None],
+    baseline: CheckpointRef | None,
+    store: Store | None,
 ) -> Base | None:
     """What the next save is a delta of, or None if it is a baseline.
 
@@ -125,12 +143,13 @@ def choose_base(
         policy: Asked where a delta is possible.
         head: The checkpoint that the coordinator's marks relate to.
         heads: Those that each rank's marks relate to.
+        baseline: Of the head's lineage, the newest that a rank knows.
         store: Where the save goes.
 
     Raises:
         StoreError: The store does not answer.
     """
-    if head is None or store is None:
+    if head is None or baseline is None or store is None:
         return None
     if set(heads) != {head.ref}:
         logger.warning("ranks stand on different checkpoints (%s): this save is a baseline", _paths(heads))
@@ -143,9 +162,9 @@ def choose_base(
     since = policy.decide(history)
     if since is Since.EVER:
         return None
-    parent = newest if since is Since.HEAD else _intact_checkpoint(head.baseline)
+    parent = newest if since is Since.HEAD else _intact_checkpoint(baseline)
     if parent is None:
-        logger.warning("%s is no longer what was saved there: this save is a baseline", head.baseline.path)
+        logger.warning("%s is no longer what was saved there: this save is a baseline", baseline.path)
         return None
     if store.row_log is not None and not store.row_log.holds(_packs_needed(store.row_log, head, newest, parent)):
         logger.warning("rows of %s are gone from topic %r: this save is a baseline", head.ref.path, store.row_log.topic)

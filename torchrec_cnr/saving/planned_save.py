@@ -22,6 +22,7 @@ from torchrec_cnr.saving.decision import (
     RowTensor,
     agree,
     choose_base,
+    newest_baseline,
     policy_of_all,
     ranks_of_shards,
     refuse_missing_rows,
@@ -134,6 +135,8 @@ class PlannedSave(DefaultSavePlanner):
             is_tracked=self._options.is_tracked,
             policy=policy_text(self._options.policy),
             head=self.cut.head.ref if self.cut.head else None,
+            baseline=self.cut.head.baseline if self.cut.head else None,
+            num_links=len(self.cut.head.lineage) if self.cut.head else 0,
             staged=self.cut.staged,
             tensors={
                 item.fqn: RowTensor(item.dtype, item.is_table, item.table if item.is_row_wise else None)
@@ -189,7 +192,7 @@ class PlannedSave(DefaultSavePlanner):
             loadable_besides=destination.loadable_besides(store, head_ref) if store is not None else None,
         )
         policy = policy_of_all(self._options.policy, data)
-        base = choose_base(policy, head, [rank.head for rank in data], store)
+        base = choose_base(policy, head, [rank.head for rank in data], newest_baseline(data), store)
         if base is not None:
             tensors = {fqn: tensor for rank in data for fqn, tensor in rank.tensors.items()}
             new = stored_whole(tensors, metadata, base.parent.manifest)

@@ -114,6 +114,11 @@ def is_transient(error: BaseException) -> bool:
     return error.__cause__ is not None and is_transient(error.__cause__)
 
 
+def is_unanswered(error: BaseException) -> bool:
+    """Return whether a request got no answer, so that it may still be done."""
+    return is_transient(error) and _status(error) is None
+
+
 def is_without_bucket(error: BaseException) -> bool:
     """Whether it is the bucket that is not there."""
     if _NO_BUCKET.search(f"{type(error).__name__} {error}"):

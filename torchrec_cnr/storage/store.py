@@ -32,6 +32,7 @@ from torchrec_cnr.storage.retries import (
     Result,
     is_object_store,
     is_transient,
+    is_unanswered,
     is_unexplained,
     is_without_bucket,
     tried_again,
@@ -330,8 +331,8 @@ class Store:
             begin=lambda: self._try("write", name, lambda: self.fs.open(path, "wb")),
         )
 
-    def put_new(self, name: str, data: bytes, save_id: str) -> None:
-        """Write a file atomically, unless the name exists.
+    def put_new(self, name: str, data: bytes, save_id: str) -> bool:
+        """Write a file atomically, unless the name exists; returns whether an earlier request may still arrive.
 
         A local file is written under a name of its own and then linked, or renamed where there are no links. Elsewhere,
         an exclusive create has to do.
@@ -340,31 +341,33 @@ class Store:
             CheckpointExistsError: The name exists, with other bytes: who tries again finds what it has written itself.
             StoreError: It was not written, or not whole.
         """
-        is_ours = True
+        is_ours, unanswered = True, list[str]()
         try:
             if self.is_local:
                 unlinked, path = self.child(f"{save_id}.{name}"), self.child(name)
                 with self._errors("write", name):
                     link_new(path, data, unlinked, self.sync_files)
             else:
-                self._try("write", name, lambda: self._create_unless_there(name, data))
+                self._try("write", name, lambda: self._create_unless_there(name, data, unanswered))
         except StoreError as error:
             if error.errno not in _REFUSED or not self.exists(name):
                 raise
             is_ours = False  # another one's file, too, may be there before its bytes are
         # Of several writers some stores let the last one win, and not every one says so when a write did not happen.
         if (found := _if_there(lambda: self.read(name))) == data:
-            return
+            return bool(unanswered)
         if found is None or (data.startswith(found) and (is_ours or save_id.encode() in found)):
             if found is not None:
                 self.remove(name)  # nobody must take it for a damaged one
             raise self._not_whole(name, len(data), None if found is None else len(found))
         raise CheckpointExistsError(f"{self.url}: another save committed here first; save under another checkpoint_id")
 
-    def _create_unless_there(self, name: str, data: bytes) -> None:
+    def _create_unless_there(self, name: str, data: bytes, unanswered: list[str]) -> None:
         try:
             self._create_new(name, data)
         except Exception as error:
+            if is_unanswered(error):
+                unanswered.append(str(error))
             # 409 may tell of others who write just now, which passes, or of one who has written, which does not.
             with suppress(Exception):
                 if is_transient(error) and self._info(self.child(name))["type"] == "file":

@@ -157,6 +157,14 @@ def _new_group(*_: Any, **__: Any) -> Any:
     return groups[number]
 
 
+def _end_group(group: Any = None) -> None:
+    task = this_task()
+    if task is None:
+        dist.destroy_process_group(group)
+    else:
+        task.sim.point(f"ends {group.name}")
+
+
 class _Groups:
     @property
     def WORLD(self) -> Any:
@@ -178,6 +186,7 @@ class _Dist:
         "barrier": _barrier,
         "all_reduce": all_reduce,
         "new_group": _new_group,
+        "destroy_process_group": _end_group,
         "get_global_rank": lambda group, rank: rank,
         "get_process_group_ranks": lambda group: list(range(_world_size(group))),
         "_rank_not_in_group": lambda group: False,

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
@@ -63,6 +64,17 @@ def of_process(real: object) -> "_OwnOfProcess | None":
     return None
 
 
+class _Numbers:
+    """Stands for an iterator of numbers that a process has one of."""
+
+    def __next__(self) -> int:
+        task = this_task()
+        assert task is not None
+        own = task.process.own
+        own["numbers"] = number = own.get("numbers", -1) + 1
+        return int(number)
+
+
 _NOT_THERE = object()
 _really_replicated = sharding.is_replicated
 _LEFT_OUT = (
@@ -78,6 +90,7 @@ _ONE_A_PROCESS = (
     ("torchrec_cnr.saving.running_saves", "running_saves"),
     ("torchrec_cnr.tracking.tracked_tables", "trackers"),
     ("torchrec_cnr.saving.encoding", "kernel_warm_ups"),
+    ("torchrec_cnr.manager.open_roots", "open_roots"),
 )
 _PREFIXES = ("torchrec_cnr.", "torch.distributed.checkpoint.", "torch.distributed._shard.sharded_tensor.", "tenacity")
 
@@ -104,6 +117,7 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
     """What is replaced, by module and name."""
     _import_all()
     yield sys.modules["torchrec_cnr.saving.running_saves"], "id", virtual.frame_id
+    yield sys.modules["torchrec_cnr.manager.ranks"], "_instances", _Numbers()
     yield logger, "_get_msg_dict", lambda *_, **__: {}
     yield from disk_calls.replacements()
     yield safe_pickle, "load_state", _loaded_once(safe_pickle.load_state)
@@ -118,6 +132,7 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
         id(sys): virtual.sys_module,
         id(os): disk_calls.os_module,
         id(random): virtual.random_module,
+        id(weakref): virtual.weakref_module,
         id(concurrent.futures.ThreadPoolExecutor): virtual.executor,
         id(logger._dcp_method_logger): virtual.method_logger,
         id(sharding.is_replicated): _is_replicated,

@@ -74,6 +74,7 @@ class Task:
         self.what = ""
         self.wake_secs: float | None = None
         self.is_timer = False
+        self.is_daemon = False
         self.num_naps = 0
         self.num_naps_at = -1
         self.num_points = 0

@@ -11,12 +11,14 @@ import sys
 import threading
 import time
 import uuid
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from types import FrameType
 from typing import Any, Self
 
-from tests.simulator.engine.scheduler import Killed, Scheduler, Task, this_task
+from tests.simulator.engine.scheduler import FindingError, Killed, Scheduler, Task, this_task
 
 EPOCH_SECS = 1_700_000_000
 
@@ -91,7 +93,13 @@ class Event:
 
     def wait(self, timeout: float | None = None) -> bool:
         """As a real one."""
-        return self._is_set if this_task() is None else _task().sim.wait("event", self.is_set, timeout)
+        task = this_task()
+        if task is None:
+            return self._is_set
+        task.is_timer = task.is_daemon and timeout is not None  # a heartbeat: nothing comes of it
+        found = task.sim.wait("event", self.is_set, timeout)
+        task.is_timer = False
+        return found
 
 
 class Condition:
@@ -155,9 +163,18 @@ class Thread:
     def start(self) -> None:
         """As a real one."""
         sim, process = _task().sim, _task().process
-        self.task = sim.spawn(process, f"{process.name}/{self.name}", self.run)
+        self.task = sim.spawn(process, f"{process.name}/{self.name}", self._live)
+        self.task.is_daemon = bool(self.daemon)
         process.own.setdefault("threads", {})[self.task] = self
         sim.point(f"starts {self.name}")
+
+    def _live(self) -> None:
+        try:
+            self.run()
+        except FindingError:
+            raise
+        except Exception as error:
+            raise FindingError("a thread has died", f"{self.name}: {type(error).__name__}: {error}") from error
 
     def run(self) -> None:
         """What it does."""
@@ -279,6 +296,8 @@ time_module = _Module(
         "thread_time": lambda: 0.0,
     },
 )
+# What a finalizer does at the end of a process, no task does: the scheduler ends its threads.
+weakref_module = _Module(weakref, {"finalize": lambda _, call, *args: partial(call, *args)})
 uuid_module = _Module(uuid, {"uuid4": lambda: uuid.UUID(int=_task().sim.unique())})
 
 

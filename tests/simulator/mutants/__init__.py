@@ -4,6 +4,7 @@
 - ``of_saves``: mutants of saves, restores and commits.
 - ``of_disks``: mutants of what makes files on a local disk whole and durable.
 - ``of_replicas``: mutants of two-dimensional parallel models.
+- ``of_manager``: mutants of managers, their maintenance and their restores.
 - ``of_upkeep``: mutants of leases, pruning and compaction.
 - ``of_serving``: mutants of online model updates.
 - ``of_processes``: mutants of clocks, of the end of the interpreter, and of what is left in a process.

@@ -14,6 +14,7 @@ if os.environ.get("PYTHONHASHSEED") != "0":  # sets of strings would have anothe
     os.execv(sys.executable, [sys.executable, "-m", "tests.simulator.mutants", *sys.argv[1:]])
 
 from tests.simulator.mutants.of_disks import OF_DISKS
+from tests.simulator.mutants.of_manager import OF_MANAGER
 from tests.simulator.mutants.of_processes import OF_PROCESSES
 from tests.simulator.mutants.of_replicas import OF_REPLICAS
 from tests.simulator.mutants.of_saves import OF_SAVES
@@ -22,7 +23,7 @@ from tests.simulator.mutants.of_upkeep import OF_UPKEEP
 from tests.simulator.mutants.replacing import Mutant
 from tests.simulator.world import FAMILIES, run, scenario_of, simulation
 
-MUTANTS = (*OF_SAVES, *OF_UPKEEP, *OF_DISKS, *OF_REPLICAS, *OF_SERVING, *OF_PROCESSES)
+MUTANTS = (*OF_SAVES, *OF_UPKEEP, *OF_MANAGER, *OF_DISKS, *OF_REPLICAS, *OF_SERVING, *OF_PROCESSES)
 MAX_SCHEDULES = 20_000
 NUM_SEARCHES = 3
 

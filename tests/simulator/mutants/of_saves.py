@@ -119,8 +119,8 @@ def _by_name(listed: Any, store: Store, level: int) -> float | None:
     return None if found is None else float(digits)
 
 
-def _with_own_head(choose: Any, policy: Any, head: Any, heads: Any, store: Any) -> Any:
-    return choose(policy, head, [head.ref] if head is not None else heads, store)
+def _with_own_head(choose: Any, policy: Any, head: Any, heads: Any, baseline: Any, store: Any) -> Any:
+    return choose(policy, head, [head.ref] if head is not None else heads, baseline, store)
 
 
 def _has_always_ended(save: Any) -> bool:

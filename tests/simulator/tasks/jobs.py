@@ -1,10 +1,13 @@
 """Jobs: what their ranks do, and what is remembered of their saves."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torchrec_cnr as cnr
 from tests.simulator.engine.scheduler import FindingError, Process
+from tests.simulator.tasks.managed_jobs import Managed, ManagedRoot
 from tests.simulator.tasks.models import Snapshot, merged
 
 POLICIES: dict[str, Callable[[], cnr.Policy]] = {
@@ -23,7 +26,8 @@ class Step:
     Attributes:
         kind: "train", "save", "split save" (of which rank 1 goes to another root), "async save", "wait", "restore";
             "sync" of replicas, "resolve" the last save on one rank; or "two saves" or "two async saves", which two
-            threads of each rank begin at the same time.
+            threads of each rank begin at the same time. Of managed jobs only: "back", which loads an older checkpoint,
+            and "reopen", which makes another manager.
         number: Tells it from all others.
     """
 
@@ -52,6 +56,7 @@ class Plan:
         apart_secs: How much later than the first the other ranks are there, if each looks by itself.
         num_replicas: How many ranks have one and the same shards.
         ends_at_once: Whether ranks end without waiting for what they save in the background.
+        managed: How its ranks use their ``CheckpointManager``; None if they have none.
     """
 
     name: str
@@ -68,6 +73,7 @@ class Plan:
     apart_secs: float = 0.0
     num_replicas: int = 1
     ends_at_once: bool = False
+    managed: Managed | None = None
 
 
 @dataclass(eq=False)
@@ -79,6 +85,8 @@ class Attempt:
         token: Is in the checkpoint.
         run: The incarnation.
         is_split: Whether ranks save to two roots.
+        is_managed: Whether a manager names the checkpoint, so that it may be called ``<path>-2``.
+        is_refused: Whether its name was taken.
         parts: Snapshots, by rank.
         outcomes: "ok" or why not, by rank.
     """
@@ -87,12 +95,19 @@ class Attempt:
     token: str
     run: "Run"
     is_split: bool = False
+    is_managed: bool = False
+    is_refused: bool = False
     parts: dict[int, Snapshot] = field(default_factory=dict)
     outcomes: dict[int, str] = field(default_factory=dict)
 
-    def snapshot(self, got: Snapshot) -> Snapshot:
+    def snapshot(self, got: Snapshot | None = None) -> Snapshot:
         """Of all ranks; of replicas that differ, that which was got."""
-        return merged([self.parts[rank] for rank in sorted(self.parts)], got)
+        return merged([self.parts[rank] for rank in sorted(self.parts)], got or {})
+
+    def may_be_at(self, path: str) -> bool:
+        """Whether this may be its checkpoint."""
+        is_renamed = self.is_managed and re.fullmatch(rf"{re.escape(self.path)}-\d+", path) is not None
+        return path == self.path or is_renamed
 
 
 @dataclass(eq=False)
@@ -105,6 +120,7 @@ class Run:
         processes: By rank.
         has_failed: Whether any rank has ended too early.
         is_apart: Whether its ranks have gone on from different checkpoints.
+        choices: What the first rank has chosen for all of them.
     """
 
     job: Plan
@@ -112,6 +128,7 @@ class Run:
     processes: list[Process]
     has_failed: bool = False
     is_apart: bool = False
+    choices: dict[object, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -149,6 +166,11 @@ class Book:
         has_rivals: Whether several runs may save at a time.
         events: "claimed" and "committed", each with the root and its run, in their order.
         created_ns: By path, when a checkpoint that was committed says it was made.
+        managed: How jobs use their managers.
+        managed_roots: Those of managers, by path.
+        closed: Roots of managers whose last manager was closed.
+        num_upkeep_errors: How often the maintenance of a manager has failed.
+        done: Names of the jobs that are done.
     """
 
     root: str
@@ -158,6 +180,11 @@ class Book:
     attempts: dict[str, Attempt] = field(default_factory=dict)
     events: list[tuple[str, str, Run]] = field(default_factory=list)
     created_ns: dict[str, int] = field(default_factory=dict)
+    managed: list[Managed] = field(default_factory=list)
+    managed_roots: dict[str, ManagedRoot] = field(default_factory=dict)
+    closed: set[str] = field(default_factory=set)
+    num_upkeep_errors: int = 0
+    done: set[str] = field(default_factory=set)
 
     def lose(self, path: str) -> None:
         """A checkpoint was lost in a power failure."""

@@ -106,6 +106,12 @@ class TinyModel:
         found: Snapshot = {fqn: (self._first, tensor.clone()) for fqn, tensor in self.tensors.items()}
         return {**found, "dense": self.dense.clone(), f"reader.{self.rank}": [self.num_steps, self.rank]}
 
+    def check_holds(self, path: str, whole: Snapshot) -> None:
+        """Raise a finding unless this rank holds its part of a checkpoint."""
+        for fqn, tensor in self.tensors.items():
+            if not bool((whole[fqn][self._first : self._first + len(tensor)] == tensor).all()):
+                raise FindingError("wrong values", f"{path}: {fqn} was restored as {tensor}, not {whole[fqn]}")
+
 
 def merged(parts: list[Snapshot], got: Snapshot) -> Snapshot:
     """The snapshots of all ranks; of replicas that differ, that which was got."""

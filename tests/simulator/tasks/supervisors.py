@@ -11,6 +11,7 @@ from tests.simulator.engine.collectives import Group
 from tests.simulator.engine.ending import check_nothing_left
 from tests.simulator.engine.scheduler import FindingError, Process, Scheduler, Task
 from tests.simulator.tasks.jobs import Book, Plan, Run
+from tests.simulator.tasks.managed_ranks import ManagedRank
 from tests.simulator.tasks.ranks import Rank
 from torchrec_cnr.errors import CNRError
 
@@ -74,7 +75,10 @@ class Starter:
 
     def _live(self, run: Run, rank: int, process: Process) -> None:
         try:
-            Rank(self.sim, self.book, run, rank).live()
+            if (managed := run.job.managed) is not None:
+                ManagedRank(self.sim, self.book, run, rank, managed).live()
+            else:
+                Rank(self.sim, self.book, run, rank).live()
             check_nothing_left(self.sim)
         except (Exception, CheckpointException) as error:
             run.has_failed = True
@@ -109,6 +113,7 @@ class Starter:
                 sim.tell(f"*** {run.name} is replaced, dead or not")
                 continue
             sim.wait(f"{run.name} to end", lambda run=run: run.has_ended)
+        self.book.done.add(job.name)
 
     def has_ended(self, supervisors: Sequence[Task]) -> bool:
         """Whether these have ended, all that they have started, and all that the store was asked for."""

@@ -1,12 +1,13 @@
 """Processes beside the jobs: maintenance, which compacts and prunes their root, and readers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torchrec_cnr as cnr
 from tests.simulator.engine.scheduler import FindingError, Process, Scheduler
+from tests.simulator.engine.storage import PROTOCOL, Objects
 from tests.simulator.tasks import models
 from tests.simulator.tasks.jobs import Book
 from torchrec_cnr.errors import CNRError
@@ -36,6 +37,16 @@ class Beside:
     num_rounds: int
     keep: int = 1
     ahead_secs: float = 0.0
+
+
+def remove_root(sim: Scheduler, book: Book, objects: Objects, root: str, jobs: Collection[str]) -> None:
+    """Remove all of a root, one file after the other, once the jobs that save there are done."""
+    sim.wait("the end of the jobs of a root", lambda: book.done.issuperset(jobs))
+    sim.tell(f"*** {root} is removed")
+    book.managed_roots[root].is_given_up = True
+    for name in [name for name in objects.files if f"{PROTOCOL}://{name}".startswith(f"{root}/")]:
+        sim.point("removes", is_told=False)
+        objects.remove(name)
 
 
 @dataclass
