@@ -18,7 +18,9 @@ import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from tests.attacks import corpus
 from tests.attacks.limits import cost_of
@@ -119,7 +121,9 @@ def _outcomes(turns: Sequence[tuple[str, float]], num_processes: int) -> Iterato
 
 def _fuzz_reader(reader: str, secs: float) -> _Outcome:
     """Fuzz one reader, confirm its findings, and keep the inputs that reach new code."""
-    folder, until = _new_folder(reader), time.time() + secs
+    folder = _new_folder(reader)
+    _instrumented()
+    until = time.time() + secs
     outcome = _Outcome(reader, secs)
     complaints: dict[Path, str] = {}
     while time.time() < until - _MIN_SECS and len(outcome.findings) < _MAX_FINDINGS:
@@ -143,26 +147,41 @@ def _new_folder(reader: str) -> Path:
     return folder
 
 
+class _Instrumented:
+    """The process in which the library is instrumented; it fuzzes one reader at a time."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "tests.attacks.fuzz_process"]
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+        self._process: Any = subprocess.Popen(command, cwd=_ROOT, env={**os.environ, **_ENVIRONMENT}, **pipes)
+        self._status()
+
+    def fuzz(self, reader: str, folder: Path, until: float) -> int:
+        """Fuzz a reader until a time, or until it dies; returns the exit status."""
+        self._process.stdin.write(json.dumps([reader, str(folder), until]) + "\n")
+        self._process.stdin.flush()
+        return self._status()
+
+    def _status(self) -> int:
+        return int(self._process.stdout.readline())
+
+
+_instrumented = cache(_Instrumented)  # one for each process of this program
+
+
 def _run(reader: str, folder: Path, until: float, outcome: _Outcome) -> dict[Path, str]:
-    """Run one process until the time or its death; returns complaints by the file of the input."""
-    command = [sys.executable, "-m", "tests.attacks.fuzz_process", reader, str(folder), str(until)]
-    environment = {**os.environ, **_ENVIRONMENT, "TMPDIR": str(folder / "tmp")}
-    (folder / "report.json").unlink(missing_ok=True)
-    died = ""
-    with (folder / "log").open("ab") as log:
-        try:
-            done = subprocess.run(
-                command, cwd=_ROOT, env=environment, stdout=log, stderr=log, timeout=until - time.time() + _GRACE_SECS
-            )
-            died = f"the process died with status {done.returncode}" if done.returncode else ""
-        except subprocess.TimeoutExpired:
-            died = "the process did not end"
+    """Fuzz until the time or the death of the process; returns complaints by the file of the input."""
+    status = _instrumented().fuzz(reader, folder, until)
     report = json.loads((folder / "report.json").read_text())
     outcome.num_inputs += report["num_inputs"]
     outcome.slowest_secs = max(outcome.slowest_secs, report["slowest_secs"])
     outcome.memory_bytes = max(outcome.memory_bytes, report["memory_bytes"])
     found = {folder / "findings" / name: complaint for name, complaint in report["complaints"].items()}
-    return found | {file: died for file in (folder / "findings").glob("*-*") if file not in found}
+    died = f"the process died with status {status}"
+    found |= {file: died for file in (folder / "findings").iterdir() if file not in found}
+    if status and died not in found.values():
+        raise RuntimeError(f"{reader}: {died}, and no input is to blame; see {folder / 'log'}")
+    return found
 
 
 def _is_confirmed(reader: str, file: Path) -> bool:

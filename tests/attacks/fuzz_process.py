@@ -1,7 +1,8 @@
-"""Fuzzes one reader with atheris until a time; ``python -m tests.attacks.fuzz`` starts this as a process of its own.
+"""The process that fuzzes readers with atheris; ``python -m tests.attacks.fuzz`` starts it.
 
-libFuzzer, which atheris uses, ends its process when an input takes too long and when the reader crashes. So the process
-writes what it finds to files in its folder: ``report.json``, ``findings/`` and, in ``found/``, inputs that reach new
+It imports the library with instrumentation, which takes long, and then forks for each reader that it is asked to fuzz.
+libFuzzer, which atheris uses, ends the forked process when an input takes too long and when the reader crashes. So
+findings go to files in the reader's folder: ``report.json``, ``findings/`` and, in ``found/``, inputs that reach new
 code.
 """
 
@@ -10,7 +11,9 @@ import logging
 import os
 import random
 import resource
+import signal
 import sys
+import tempfile
 import time
 import tracemalloc
 from dataclasses import asdict, dataclass
@@ -63,6 +66,10 @@ class _Target:
         self._until = until
         self._told = 0.0
         self.report = Report(0, 0.0, 0, {})
+        self._tell()
+
+    def _tell(self) -> None:
+        (self._folder / "report.json").write_text(json.dumps(asdict(self.report)))
 
     def warm_up(self) -> None:
         """Read the seeds, so that imports and caches are not taken for what an input costs."""
@@ -73,7 +80,7 @@ class _Target:
         now = time.time()
         if now > self._told + _REPORT_SECS or now > self._until:
             self._told = now
-            (self._folder / "report.json").write_text(json.dumps(asdict(self.report)))
+            self._tell()
             if now > self._until:
                 os._exit(0)  # which libFuzzer would do as well
         cost, report = cost_of(self._read, data), self.report
@@ -87,9 +94,12 @@ class _Target:
             report.complaints[name] = cost.complaint
 
 
-def main(reader: str, folder: Path, until: float) -> None:
-    """Fuzz until a time."""
-    logging.disable()
+def _fuzz(reader: str, folder: Path, until: float) -> None:
+    """Fuzz a reader until a time, and end the process."""
+    tempfile.tempdir = str(folder / "tmp")
+    log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(log, stream.fileno())
     tracemalloc.start()
     target = _Target(reader, folder, until)
     target.warm_up()
@@ -107,5 +117,34 @@ def _mutate(data: bytes, max_bytes: int, seed: int) -> bytes:
     return mutated(data, random.Random(seed), lambda part: atheris.Mutate(part, max_bytes))[:max_bytes]
 
 
+def _status(pid: int, until: float) -> int:
+    """Wait for a process, which is killed if it does not end by itself."""
+    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        if time.time() > until + 2 * _HANG_SECS:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(_REPORT_SECS / 10)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def main() -> None:
+    """Take one turn a line, as JSON: reader, folder, and Unix time when to end; answer with the exit status.
+
+    The first line of the answer says that the process is ready.
+    """
+    logging.disable()
+    _answer(0)
+    for line in sys.stdin:
+        reader, folder, until = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            _fuzz(reader, Path(folder), until)
+        _answer(_status(pid, until))
+
+
+def _answer(status: int) -> None:
+    sys.stdout.write(f"{status}\n")
+    sys.stdout.flush()
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), float(sys.argv[3]))
+    main()

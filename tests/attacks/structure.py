@@ -49,7 +49,7 @@ def mutated(data: bytes, rng: random.Random, mutate: Mutate) -> bytes:
     if rng.random() < _BYTES_SHARE:
         return mutate(data)
     if (found := _parts(data)) is not None:
-        index = rng.randrange(len(found.parts))
+        (index,) = rng.choices(range(len(found.parts)), weights=[1 + len(part) for part in found.parts])
         found.parts[index] = mutated(found.parts[index], rng, mutate)
         return found.joined(found.parts)
     if (value := _json(data)) is not None:
