@@ -17,12 +17,19 @@ import torchrec_cnr
 from tests.attacks.limits import cost_of
 from tests.attacks.readers import READERS, Reader
 from tests.attacks.seeds import seeds
-from tests.attacks.structure import smaller
+from tests.attacks.structure import manifest_file, smaller
 
 FOLDER = Path(__file__).parent / "corpus"
 MAX_BYTES = 300_000  # of all files
 _MAX_INPUT_BYTES = 6_000
 _MAX_TRIES = 300  # to make one input smaller
+# Readers whose inputs can be made from those of another one, and how.
+_LIKE: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
+    "packed_manifests": ("manifests", bytes),
+    "manifest_files": ("manifests", manifest_file),
+    "checks": ("loads", bytes),
+    "upkeep": ("loads", bytes),
+}
 _LIBRARY = str(Path(torchrec_cnr.__file__).parent)
 
 Step = tuple[str, int, int]  # file, line, and the line after it
@@ -33,6 +40,12 @@ def inputs(reader: str) -> list[bytes]:
     file = FOLDER / f"{reader}.txt"
     lines = file.read_text().splitlines() if file.exists() else []
     return [base64.b64decode(line, validate=True) for line in lines]
+
+
+def start(reader: str) -> list[bytes]:
+    """The inputs that the fuzzer starts from: seeds, and what is kept for this reader and for one that is like it."""
+    like, converted = _LIKE.get(reader, ("", bytes))
+    return [*seeds(reader), *inputs(reader), *map(converted, inputs(like))]
 
 
 def num_bytes() -> int:
@@ -53,7 +66,7 @@ def add(reader: str, data: bytes) -> bool:
 def keep(reader: str, found: Iterable[bytes]) -> int:
     """Keep those inputs that reach new code and are read within the limits; returns how many there are."""
     read = READERS[reader]
-    reached = {step for data in (*seeds(reader), *inputs(reader)) for step in steps(read, data)}
+    reached = {step for data in start(reader) for step in steps(read, data)}
     num_kept = 0
     for data in sorted(found, key=len):
         new = steps(read, data) - reached

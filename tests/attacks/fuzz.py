@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -51,12 +52,13 @@ class _Outcome:
     memory_bytes: int = 0
     num_kept: int = 0
     findings: list[str] = field(default_factory=list)
+    unconfirmed: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         return (
             f"{self.reader}: {self.num_inputs:,} inputs, {self.num_inputs / self.secs:.0f} per second; slowest "
             f"{self.slowest_secs:.2f} s; most memory {self.memory_bytes / 1e6:.1f} MB; {self.num_kept} kept in the "
-            f"corpus; {len(self.findings)} findings"
+            f"corpus; {len(self.findings)} findings, {len(self.unconfirmed)} not confirmed"
         )
 
 
@@ -70,6 +72,7 @@ def main() -> int:
     parser.add_argument("--add", nargs=2, metavar=("READER", "FILE"), help="add an input to the corpus")
     options = parser.parse_args()
     logging.disable()
+    warnings.simplefilter("ignore")
     if options.replay:
         return _replay(options.replay[0], Path(options.replay[1]).read_bytes())
     if options.add:
@@ -100,7 +103,7 @@ def _fuzz(readers: Sequence[str], minutes: float, num_processes: int) -> int:
     outcomes = []
     for outcome in _outcomes([(reader, share_secs * _SHARES.get(reader, 1)) for reader in readers], num_processes):
         outcomes.append(outcome)
-        _say("\n".join([str(outcome), *outcome.findings]))
+        _say("\n".join([str(outcome), *outcome.findings, *outcome.unconfirmed]))
     num_inputs = sum(outcome.num_inputs for outcome in outcomes)
     num_findings = sum(len(outcome.findings) for outcome in outcomes)
     _say(
@@ -128,13 +131,15 @@ def _fuzz_reader(reader: str, secs: float) -> _Outcome:
     complaints: dict[Path, str] = {}
     while time.time() < until - _MIN_SECS and len(outcome.findings) < _MAX_FINDINGS:
         complaints |= _run(reader, folder, until, outcome)
-        outcome.findings = [
-            f"  {complaint}\n    replay: python -m tests.attacks.fuzz --replay {reader} {file.relative_to(_ROOT)}"
-            for file, complaint in complaints.items()
-            if _is_confirmed(reader, file)
-        ]
+        confirmed = {file for file in complaints if _is_confirmed(reader, file)}
+        outcome.findings = [_told(reader, file, complaints[file]) for file in confirmed]
+        outcome.unconfirmed = [_told(reader, file, complaints[file]) for file in complaints.keys() - confirmed]
     outcome.num_kept = corpus.keep(reader, [file.read_bytes() for file in (folder / "found").iterdir()])
     return outcome
+
+
+def _told(reader: str, file: Path, complaint: str) -> str:
+    return f"  {complaint}\n    replay: python -m tests.attacks.fuzz --replay {reader} {file.relative_to(_ROOT)}"
 
 
 def _new_folder(reader: str) -> Path:
@@ -142,7 +147,7 @@ def _new_folder(reader: str) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     for name in ("seeds", "found", "findings", "tmp"):
         (folder / name).mkdir(parents=True)
-    for number, data in enumerate([*seeds(reader), *corpus.inputs(reader)]):
+    for number, data in enumerate(corpus.start(reader)):
         (folder / "seeds" / f"{number:05d}").write_bytes(data)
     return folder
 

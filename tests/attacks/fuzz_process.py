@@ -6,9 +6,11 @@ findings go to files in the reader's folder: ``report.json``, ``findings/`` and,
 code.
 """
 
+import importlib
 import json
 import logging
 import os
+import pkgutil
 import random
 import resource
 import signal
@@ -21,10 +23,13 @@ from pathlib import Path
 
 import atheris
 
-import torchrec_cnr.kernels  # noqa: F401 - numba cannot compile code that was instrumented
+import torchrec_cnr.kernels
+
+for _module in pkgutil.walk_packages(torchrec_cnr.kernels.__path__, "torchrec_cnr.kernels."):
+    importlib.import_module(_module.name)  # numba cannot compile code that was instrumented
 
 with atheris.instrument_imports(include=["torchrec_cnr"]):
-    from tests.attacks.limits import cost_of
+    from tests.attacks.limits import Cost, cost_of
     from tests.attacks.readers import READERS
     from tests.attacks.structure import mutated
 
@@ -72,9 +77,11 @@ class _Target:
         (self._folder / "report.json").write_text(json.dumps(asdict(self.report)))
 
     def warm_up(self) -> None:
-        """Read the seeds, so that imports and caches are not taken for what an input costs."""
+        """Read the seeds, so that imports and caches are not taken for what other inputs cost."""
         for file in sorted((self._folder / "seeds").iterdir()):
-            cost_of(self._read, file.read_bytes())
+            cost = cost_of(self._read, data := file.read_bytes())
+            if cost.error is not None:
+                self._note(data, cost)
 
     def __call__(self, data: bytes) -> None:
         now = time.time()
@@ -87,11 +94,18 @@ class _Target:
         report.num_inputs += 1
         report.slowest_secs = max(report.slowest_secs, cost.secs)
         report.memory_bytes = max(report.memory_bytes, cost.memory_bytes)
-        place = cost.complaint and cost.complaint.partition(": ")[0]
-        if cost.complaint is not None and not any(told.startswith(f"{place}") for told in report.complaints.values()):
-            name = f"finding-{len(report.complaints)}"
+        self._note(data, cost)
+
+    def _note(self, data: bytes, cost: Cost) -> None:
+        """Write down an input that is a finding, if it is the first at its place."""
+        complaints = self.report.complaints
+        if (complaint := cost.complaint) is None:
+            return
+        place = complaint.partition(": ")[0]
+        if not any(told.startswith(place) for told in complaints.values()):
+            name = f"finding-{len(complaints)}"
             (self._folder / "findings" / name).write_bytes(data)
-            report.complaints[name] = cost.complaint
+            complaints[name] = complaint
 
 
 def _fuzz(reader: str, folder: Path, until: float) -> None:

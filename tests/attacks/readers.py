@@ -5,7 +5,6 @@ if the library refuses them, and no other error. The fuzzer and ``test_corpus.py
 """
 
 import base64
-import hashlib
 import io
 import json
 import os
@@ -35,6 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 import torchrec_cnr as cnr
 from tests.attacks import checkpoints
 from tests.attacks.draft import Draft, Json, archive_of, dumps
+from tests.attacks.structure import manifest_file
 from tests.attacks.walk import cli, load_state
 from torchrec_cnr.errors import CNRError
 from torchrec_cnr.format import manifest_json, safe_pickle
@@ -99,8 +99,7 @@ def _put(store: Store, name: str, data: bytes) -> None:
 @_reader
 def manifests(data: bytes) -> None:
     """Read the body of a manifest, in a file with a digest that fits."""
-    digest = hashlib.sha256(data).hexdigest().encode()
-    file = b'{"sha256":"%s","manifest":%s}\n' % (digest, data)
+    file = manifest_file(data)
     manifest_json.forget()
     manifest, _ = manifest_json.loads(file, "here")
     assert b'"zstd"' in data or manifest_json.dumps(manifest)[0] == file  # there is one way to write a value

@@ -79,7 +79,7 @@ def smaller(data: bytes) -> Iterator[bytes]:
 def _parts(data: bytes) -> _Parts | None:
     """The parts of an input that has a structure, other than JSON's or that of a pickle."""
     if manifest := _MANIFEST.fullmatch(data):
-        return _Parts([manifest[1]], lambda parts: _manifest_file(parts[0]))
+        return _Parts([manifest[1]], lambda parts: manifest_file(parts[0]))
     if data.startswith(b"PK\x03\x04"):
         return _archive(data)
     if data.startswith(b"{") and (line := data.find(b"\n")) > 0:
@@ -94,7 +94,8 @@ def _parts(data: bytes) -> _Parts | None:
     return None
 
 
-def _manifest_file(body: bytes) -> bytes:
+def manifest_file(body: bytes) -> bytes:
+    """A manifest file with a digest that fits."""
     return b'{"sha256":"%s","manifest":%s}\n' % (hashlib.sha256(body).hexdigest().encode(), body)
 
 
