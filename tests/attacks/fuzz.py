@@ -36,6 +36,7 @@ _MIN_SECS = 5.0  # that are worth another process
 _GRACE_SECS = 120.0
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "1",  # else each thread reserves 64 MiB of address space
     "MALLOC_MMAP_THRESHOLD_": "65536",  # what is freed goes back to the system, so that the next peak is seen
     "PYTHONWARNINGS": "ignore",
 }

@@ -6,6 +6,7 @@ findings go to files in the reader's folder: ``report.json``, ``findings/`` and,
 code.
 """
 
+import gc
 import importlib
 import json
 import logging
@@ -32,6 +33,7 @@ with atheris.instrument_imports(include=["torchrec_cnr"]):
     from tests.attacks.limits import Cost, cost_of
     from tests.attacks.readers import READERS
     from tests.attacks.structure import mutated
+    from torchrec_cnr.format import manifest_json
 
 MAX_INPUT_BYTES = 1 << 16
 _MOST_BYTES = 1 << 30  # of address space, beyond what the seeds take
@@ -88,6 +90,8 @@ class _Target:
         if now > self._told + _REPORT_SECS or now > self._until:
             self._told = now
             self._tell()
+            gc.collect()  # or threads and buffers that failed reads have left are taken for what an input costs
+            manifest_json.forget()
             if now > self._until:
                 os._exit(0)  # which libFuzzer would do as well
         cost, report = cost_of(self._read, data), self.report
@@ -117,6 +121,7 @@ def _fuzz(reader: str, folder: Path, until: float) -> None:
     tracemalloc.start()
     target = _Target(reader, folder, until)
     target.warm_up()
+    gc.freeze()
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (taken + _MOST_BYTES, taken + _MOST_BYTES))
     arguments = [
