@@ -29,6 +29,16 @@ _MAX_PART_BYTES = 1 << 20  # of what is unpacked
 _BYTES_SHARE = 0.25  # of the mutations that take no notice of structure
 _MAX_CHANGES = 3
 
+# Instructions of pickles: those that take values off the stack, and those that push what pickles of torch name.
+INSTRUCTIONS = [b"\x85", b"\x86", b"\x87", b"t", b"R", b"\x81", b"a", b"e", b"s", b"u", b"b", b"Q", b"0", b"2"]
+_NAMES = [
+    "__builtin__\nbytearray", "__builtin__\nset", "builtins\nbytes", "_codecs\nencode", "collections\nOrderedDict",
+    "collections\nCounter", "torch\nSize", "torch\nTensor", "torch.storage\nUntypedStorage", "torch\nFloatStorage",
+    "torch._utils\n_rebuild_tensor_v2", "torch._utils\n_rebuild_parameter", "torch._tensor\n_rebuild_from_type_v2",
+    "torch._utils\n_rebuild_qtensor", "torch._utils\n_rebuild_device_tensor_from_cpu_tensor", "posix\nmkdir",
+]  # fmt: skip
+GLOBALS = [b"c%s\n" % name.encode() for name in _NAMES]
+
 
 @dataclass(frozen=True)
 class _Parts:
@@ -54,8 +64,10 @@ def mutated(data: bytes, rng: random.Random, mutate: Mutate) -> bytes:
         return found.joined(found.parts)
     if (value := _json(data)) is not None:
         return _changed_json(value, rng)
-    pieces = _instructions(data) or data.splitlines(keepends=True)
-    return _changed_list(pieces, rng) if len(pieces) > 1 else mutate(data)
+    if instructions := _instructions(data):
+        return _changed_list(instructions, [*INSTRUCTIONS, *GLOBALS, b"}", b")", b"]", b"("], rng)
+    lines = data.splitlines(keepends=True)
+    return _changed_list(lines, [], rng) if len(lines) > 1 else mutate(data)
 
 
 def smaller(data: bytes) -> Iterator[bytes]:
@@ -184,12 +196,11 @@ def _instructions(data: bytes) -> list[bytes] | None:
     return [data[start:stop] for start, stop in zip(places, [*places[1:], len(data)], strict=True)]
 
 
-def _changed_list(pieces: list[bytes], rng: random.Random) -> bytes:
-    """Pieces of which one is left out, repeated, moved, or replaced by a copy of another."""
+def _changed_list(pieces: list[bytes], others: list[bytes], rng: random.Random) -> bytes:
+    """Pieces of which one is left out, replaced, or followed by a copy of another or by one of ``others``."""
     for _ in range(rng.randint(1, _MAX_CHANGES)):
-        index, other = rng.randrange(len(pieces)), rng.randrange(len(pieces))
-        taken = [[], [pieces[index]] * 2, [pieces[other]], [pieces[index], pieces[other]]]
-        pieces[index : index + 1] = rng.choice(taken)
+        index, other = rng.randrange(len(pieces)), rng.choice([rng.choice(pieces), rng.choice(others or pieces)])
+        pieces[index : index + 1] = rng.choice([[], [other], [pieces[index], other]])
         if not pieces:
             return b""
     return b"".join(pieces)
