@@ -8,6 +8,7 @@ import base64
 import contextlib
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from types import FrameType
@@ -22,12 +23,13 @@ from tests.attacks.structure import manifest_file, smaller
 FOLDER = Path(__file__).parent / "corpus"
 MAX_BYTES = 300_000  # of all files
 _MAX_INPUT_BYTES = 6_000
-_MAX_TRIES = 300  # to make one input smaller
+_SHRINK_SECS = 5.0  # to make one input smaller
 # Readers whose inputs can be made from those of another one, and how.
 _LIKE: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
     "packed_manifests": ("manifests", bytes),
     "manifest_files": ("manifests", manifest_file),
     "checks": ("loads", bytes),
+    "updates": ("loads", bytes),
     "upkeep": ("loads", bytes),
 }
 _LIBRARY = str(Path(torchrec_cnr.__file__).parent)
@@ -81,10 +83,9 @@ def keep(reader: str, found: Iterable[bytes]) -> int:
 
 def _shrunk(read: Reader, data: bytes, wanted: Collection[Step]) -> bytes:
     """A smaller input that reaches the same steps."""
-    left = _MAX_TRIES
+    until = time.monotonic() + _SHRINK_SECS
     candidates = smaller(data)
-    while left > 0 and (candidate := next(candidates, None)) is not None:
-        left -= 1
+    while time.monotonic() < until and (candidate := next(candidates, None)) is not None:
         if len(candidate) < len(data) and steps(read, candidate).issuperset(wanted):
             data, candidates = candidate, smaller(candidate)
     return data

@@ -30,7 +30,7 @@ from tests.attacks.seeds import seeds
 
 _ROOT = Path(__file__).parents[2]
 _FOLDER = _ROOT / "build" / "fuzz"
-_SHARES = {"loads": 4, "checks": 4, "upkeep": 4}  # of the time; the others take one, and a hundredth of it per input
+_SHARES = {"loads": 4, "checks": 4, "updates": 2, "upkeep": 4}  # of the time; any other reader has one
 _MAX_FINDINGS = 3  # of a reader, before it ends
 _MIN_SECS = 5.0  # that are worth another process
 _GRACE_SECS = 120.0

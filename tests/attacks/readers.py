@@ -279,6 +279,38 @@ def checks(data: bytes) -> None:
         _read_by_all(folder, [cnr.verify, lambda path: cli("inspect", "--all", path)])
 
 
+class _Commits:
+    """A source of commits, each of which is newer than those before it."""
+
+    def __init__(self) -> None:
+        self.commits: list[cnr.Commit] = []
+
+    def add(self, folder: Path) -> None:
+        self.commits.insert(0, cnr.Commit(str(folder), len(self.commits)))
+
+    def newest_first(self) -> Sequence[cnr.Commit]:
+        return self.commits
+
+    def wait(self, timeout_secs: float) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass
+
+
+@_reader
+def updates(data: bytes) -> None:
+    """Update a served model from the parent of a checkpoint to it, in the form of ``checkpoints``."""
+    model, commits = torch.nn.Module(), _Commits()
+    model.table = torch.nn.Parameter(torch.zeros(8, 4))
+    with checkpoints.written(data) as folder:
+        subscriber = cnr.RowSubscriber(model, commits, key=None, allow_partial_load=True, thread_count=1)
+        for checkpoint in (folder.parent / checkpoints.BASELINE, folder):
+            commits.add(checkpoint)
+            subscriber.update()
+        subscriber.close()
+
+
 @_reader
 def upkeep(data: bytes) -> None:
     """Compare, export and compact a checkpoint, in the form of ``checkpoints``, and plan a prune of its root."""

@@ -192,6 +192,7 @@ _SEEDS: dict[str, Callable[[], list[bytes]]] = {
     "topic_settings": _topic_settings,
     "loads": checkpoints.seeds,
     "checks": checkpoints.seeds,
+    "updates": checkpoints.seeds,
     "upkeep": checkpoints.seeds,
     "fence_files": lambda: _written(lambda store: JobFences().fence(store).claim(), "fence-*"),
     "lease_files": lambda: _written(lambda store: Lease.take(store, "load"), "*.lease"),
