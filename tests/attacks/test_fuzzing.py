@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import torchrec_cnr as cnr
 from tests.attacks.draft import INT, Draft, archive_of
+from tests.attacks.structure import GLOBALS, INSTRUCTIONS
 from tests.attacks.walk import load_state
 from tests.format.test_manifest import DELETE, REPEAT, VALUES, changed, nodes
 from torchrec_cnr.format import safe_pickle
@@ -161,14 +162,8 @@ def test_whatever_row_codes_say_for_longer(coded_rows: tuple[Any, int, int, int,
     _fuzz_row_codes(coded_rows)
 
 
-_NAMES = [
-    "__builtin__\nbytearray", "__builtin__\nset", "builtins\nbytes", "_codecs\nencode", "collections\nOrderedDict",
-    "collections\nCounter", "torch\nSize", "torch\nTensor", "torch.storage\nUntypedStorage", "torch\nFloatStorage",
-    "torch._utils\n_rebuild_tensor_v2", "torch._utils\n_rebuild_parameter", "torch._tensor\n_rebuild_from_type_v2",
-    "torch._utils\n_rebuild_qtensor", "torch._utils\n_rebuild_device_tensor_from_cpu_tensor", "posix\nmkdir",
-]  # fmt: skip
 _pushes = st.one_of(
-    st.sampled_from(_NAMES).map(lambda name: b"c" + name.encode() + b"\n"),
+    st.sampled_from(GLOBALS),
     st.integers(-(2**70), 2**70).map(lambda n: b"\x8a" + bytes([9]) + n.to_bytes(9, "little", signed=True)),
     st.sampled_from(["", "latin1", "hex", "storage", "0", "cpu"]).map(
         lambda text: b"X" + struct.pack("<I", len(text)) + text.encode()
@@ -176,9 +171,8 @@ _pushes = st.one_of(
     st.sampled_from([b"]", b"}", b")", b"N", b"\x88", b"(", INT]),
     st.integers(0, 3).map(lambda index: b"h" + bytes([index])),
 )
-_INSTRUCTIONS = [b"\x85", b"\x86", b"\x87", b"t", b"R", b"\x81", b"a", b"e", b"s", b"u", b"b", b"Q", b"0", b"2"]
 _programs = st.lists(
-    st.one_of(_pushes, st.sampled_from(_INSTRUCTIONS), st.integers(0, 3).map(lambda index: b"q" + bytes([index]))),
+    st.one_of(_pushes, st.sampled_from(INSTRUCTIONS), st.integers(0, 3).map(lambda index: b"q" + bytes([index]))),
     max_size=30,
 ).map(lambda parts: INT + b"q\x00" + b"".join(parts) + b".")
 
@@ -240,4 +234,4 @@ def test_whatever_was_saved_is_loaded(tmp_path_factory: pytest.TempPathFactory, 
 def test_instructions_of_random_programs_are_real() -> None:
     """The fuzzer speaks the unpickler's language: its instructions are ones that pickles have."""
     known = {opcode.code.encode("latin1") for opcode in pickletools.opcodes}
-    assert set(_INSTRUCTIONS) <= known
+    assert set(INSTRUCTIONS) <= known

@@ -46,7 +46,8 @@ def load_state(path: str | Path) -> str:
     return f"{float(state['table'].sum())} {state['seen']}"
 
 
-def _cli(*arguments: str) -> str:
+def cli(*arguments: str) -> str:
+    """What a command of ``cnr`` prints, behind its exit status."""
     result = CliRunner().invoke(app, arguments)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -56,9 +57,9 @@ def _cli(*arguments: str) -> str:
 WAYS: dict[str, Callable[[str], str]] = {
     "load": load_state,
     "load_table": lambda path: str(float(cnr.load_table(path, "table").sum())),
-    "verify": lambda path: _cli("verify", path),
-    "verify root": lambda path: _cli("verify", "--all", os.path.dirname(path)),
-    "inspect": lambda path: _cli("inspect", path),
+    "verify": lambda path: cli("verify", path),
+    "verify root": lambda path: cli("verify", "--all", os.path.dirname(path)),
+    "inspect": lambda path: cli("inspect", path),
     "latest": lambda path: str(cnr.latest(os.path.dirname(path))),
 }
 

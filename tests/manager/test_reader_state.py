@@ -1,5 +1,6 @@
 """Reader state: a run that was killed, however often, has trained every sample exactly once in the end."""
 
+import io
 import os
 import random
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
@@ -214,3 +216,15 @@ def test_batches_that_nobody_reports_are_noticed() -> None:
     reader = cnr.ReaderState(range(1000))
     with pytest.raises(cnr.ConfigurationError, match=r"call trained\(\) after each step"):
         list(reader)
+
+
+@pytest.mark.parametrize("position", [7, {"sampler": 3}, {"num_passes": 0, "num_batches": "3"}, {"num_passes": -1}])
+def test_a_position_of_another_kind_of_loader_is_refused(position: object) -> None:
+    """The error says so, and the reader stays where it was."""
+    stream = io.BytesIO()
+    torch.save(position, stream)
+    reader = cnr.ReaderState(["a", "b"])
+    (name,) = reader.state_dict()
+    with pytest.raises(cnr.StateMismatchError, match="another kind of loader"):
+        reader.load_state_dict({name: stream.getvalue()})
+    assert list(reader) == ["a", "b"]

@@ -6,6 +6,7 @@ keeps the last record of each key forgets nothing else, so that nothing else mat
 records besides would, and so would one that was made to keep all.
 """
 
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.kafka.clients import Cluster, logger
 
 _MAX_REPLICAS = 3
+_NUMBER = re.compile(r"-?\d{1,19}", re.ASCII)
 _LOOK_SECS = 0.1
 
 
@@ -58,13 +60,18 @@ class TopicRules:
         wrong = [key for key in exactly if found.get(key, self.settings[key]) != self.settings[key]]
         complaints += [f"{key}={found[key]}, expected {self.settings[key]}" for key in wrong]
         for key in sorted({"retention.ms", "retention.bytes"} & self.settings.keys()):
-            wanted, has = int(self.settings[key]), int(found.get(key, "-1"))
-            if has != -1 and (wanted == -1 or has < wanted):
-                complaints.append(f"{key}={has}, expected {wanted}" + ("" if wanted == -1 else " or more"))
-        largest = int(found.get("max.message.bytes", self.record_bytes))
-        if largest < self.record_bytes:
-            complaints.append(f"max.message.bytes={largest}, expected {self.record_bytes} or more")
+            wanted, has = int(self.settings[key]), _number(found.get(key, "-1"))
+            if has is None or (has != -1 and (wanted == -1 or has < wanted)):
+                complaints.append(f"{key}={found[key]}, expected {wanted}" + ("" if wanted == -1 else " or more"))
+        largest = _number(found.get("max.message.bytes", str(self.record_bytes)))
+        if largest is None or largest < self.record_bytes:
+            complaints.append(f"max.message.bytes={found['max.message.bytes']}, expected {self.record_bytes} or more")
         return complaints
+
+
+def _number(text: str) -> int | None:
+    """A setting that is a whole number; None for any other text, such as that of a setting that the broker hides."""
+    return int(text) if _NUMBER.fullmatch(text) else None
 
 
 class Topics:

@@ -25,6 +25,7 @@ Batch = TypeVar("Batch")
 Output = TypeVar("Output")
 OutputCo = TypeVar("OutputCo", covariant=True)
 
+_MAX_POSITION = 2**62  # passes, or batches
 _MAX_IN_FLIGHT = 64  # of a pipeline's batches; more were handed out because nobody reported that they are trained
 
 
@@ -66,9 +67,19 @@ class _Counted(Generic[Batch]):
     def state_dict(self) -> Mapping[str, int]:
         return {"num_passes": self._num_passes, "num_batches": self._num_batches}
 
-    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        self._num_passes, self._first = state_dict["num_passes"], state_dict["num_batches"]
-        self._num_batches = self._first
+    def load_state_dict(self, state_dict: object) -> None:
+        match state_dict:
+            case {"num_passes": int(passes), "num_batches": int(batches)} if _may_be(passes) and _may_be(batches):
+                self._num_passes, self._first, self._num_batches = passes, batches, batches
+            case _:
+                raise StateMismatchError(
+                    "the position of a reader does not count passes and batches, so that another kind of loader saved "
+                    "it; pass ReaderState a loader of that kind"
+                )
+
+
+def _may_be(position: int) -> bool:
+    return 0 <= position <= _MAX_POSITION
 
 
 class Pipeline(Protocol[OutputCo]):
@@ -183,7 +194,8 @@ class ReaderState(Generic[Batch]):
         """Go on behind the last batch that had been trained when this was saved.
 
         Raises:
-            StateMismatchError: It was saved by another number of ranks, and there is no ``reshard``.
+            StateMismatchError: It was saved by another number of ranks, and there is no ``reshard``; or by another kind
+                of loader.
             DamagedError: It is no position that was saved.
         """
         rank, world_size = _own_place()

@@ -13,6 +13,7 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 
 import torch
 
@@ -72,11 +73,11 @@ class CheckpointRows:
         """
         turns, is_delta = self.plan.turns(), self.plan.checkpoint.manifest.parent is not None
         left_blobs = [[(key, read.blob) for key, read in turn.items() if key not in self._held] for turn in turns]
-        blobs_read = self._packs.read(*left_blobs, prepare=self._joined)
-        for number, (turn, left) in enumerate(zip(turns, left_blobs, strict=True), self._first_turn):
-            held = [(key, self._joined(key, self._held.pop(key))) for key in turn if key in self._held]
-            for key, data in itertools.chain(held, itertools.islice(blobs_read, len(left))):
-                yield number, turn[key], self._block(key, data, is_delta)
+        with closing(self._packs.read(*left_blobs, prepare=self._joined)) as blobs_read:
+            for number, (turn, left) in enumerate(zip(turns, left_blobs, strict=True), self._first_turn):
+                held = [(key, self._joined(key, self._held.pop(key))) for key in turn if key in self._held]
+                for key, data in itertools.chain(held, itertools.islice(blobs_read, len(left))):
+                    yield number, turn[key], self._block(key, data, is_delta)
 
     def _joined(self, key: str, data: Bytes) -> Bytes:
         """A blob's rows, also if it is split; of files, in the threads that read, which have time for it."""

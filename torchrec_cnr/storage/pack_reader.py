@@ -5,7 +5,7 @@ to go through it once more would take longer, as it is larger than what a proces
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -197,10 +197,13 @@ class PackReader:
         self._thread_count = thread_count
         self._checked: set[int] = set()
 
-    def read(self, *turns: Iterable[tuple[str, Blob]], prepare: Prepare = unprepared) -> Iterator[tuple[str, Bytes]]:
+    def read(
+        self, *turns: Iterable[tuple[str, Blob]], prepare: Prepare = unprepared
+    ) -> Generator[tuple[str, Bytes], None, None]:
         """Yield each blob's key and verified bytes: turn by turn, those of one in the order in which packs have them.
 
-        Turns are of keys and blobs. The rest is as in :func:`read_spans`.
+        Turns are of keys and blobs. The rest is as in :func:`read_spans`. The threads run until the generator is used
+        up or closed. Close it if a variable refers to it, because after an error a traceback may refer to that.
         """
         wanted = [list(turn) for turn in turns]
         touched = {blob.pack for turn in wanted for _, blob in turn} - self._checked

@@ -1,11 +1,13 @@
 """Hostile checkpoints whose digests are all right: refused or loaded, with no other error, and no code is run."""
 
+import gc
 import hashlib
 import io
 import json
 import os
 import random
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import torchrec_cnr as cnr
+from tests.attacks.draft import Draft, tensor
 from tests.golden.replacement import replace_manifest
 from tests.loading.bad_input.mishaps import adopt, forge, goes_on, load_failure, manifest, write_manifest
 from tests.support import faults
@@ -311,3 +314,19 @@ def test_a_file_system_that_refuses_to_be_read_is_a_store_error(run: SavingJob) 
     os.rmdir(manifest(run, 2))
     manifest(run, 2).write_bytes(content)
     goes_on(run)
+
+
+def test_a_load_that_fails_ends_its_threads(tmp_path: Path) -> None:
+    """DCP keeps what a failed load refers to until the garbage collector runs: no thread goes on until then."""
+    draft = Draft()
+    shard = [[[0], [8]], None, 0, [draft.blob(b"\2" * 8)], {"name": "none"}]
+    draft.body["tensors"]["flags"] = tensor([shard], [8], dtype="bool")
+    draft.write(tmp_path / "step-1")
+    target, planner = {"flags": torch.zeros(8, dtype=torch.bool)}, cnr.CNRLoadPlanner(allow_partial_load=True)
+    gc.disable()
+    try:
+        with pytest.raises(CheckpointException, match="no bools"):
+            dcp.load(target, storage_reader=cnr.CNRStorageReader(tmp_path / "step-1"), planner=planner)
+        assert [thread.name for thread in threading.enumerate() if thread.name.startswith("cnr-read")] == []
+    finally:
+        gc.enable()
