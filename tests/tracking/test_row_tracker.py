@@ -206,7 +206,7 @@ def _mark_bad_rows(rank: int) -> None:
     for row in (num_rows, -1):
         with pytest.raises(cnr.ConfigurationError, match=f"t0' has rows 0 to 39, got row {row}; nothing was marked"):
             tracker.mark("t0", torch.tensor([1, row]))
-    for rows in (torch.ones(num_rows, dtype=torch.bool), torch.tensor([0.5]), [1]):
+    for rows in (torch.ones(num_rows, dtype=torch.bool), torch.tensor([0.5]), [1], []):
         with pytest.raises(cnr.ConfigurationError, match="expected a tensor of integers, got"):
             tracker.mark("t0", rows)  # type: ignore[arg-type]
     assert tracker.num_modified == 0
@@ -218,6 +218,18 @@ def _mark_bad_rows(rank: int) -> None:
 def test_rows_that_no_table_has_are_not_marked(rank_pool: RankPools) -> None:
     """On every rank, whichever has the row's neighbours."""
     rank_pool(2).run(_mark_bad_rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+@pytest.mark.parametrize("num_rows", [200, 40_000])  # of which int8 and int16 hold no bounds
+def test_rows_of_any_integer_dtype_are_marked(num_rows: int, dtype: torch.dtype) -> None:
+    """One row, too."""
+    model = nn.ModuleDict({"a": nn.Embedding(num_rows, 1)})
+    tracker = cnr.RowTracker(model)
+    tracker.mark("a", torch.tensor([100, 3], dtype=dtype))
+    tracker.mark("a", torch.tensor(5, dtype=dtype))
+    assert tracker.shards[0].rows.marked.nonzero().squeeze(1).tolist() == [3, 5, 100]
+    tracker.close()
 
 
 def _evict(rank: int, root: str, module: str) -> None:
