@@ -109,7 +109,7 @@ class RowTracker(TrackedRows):
             ConfigurationError: No table has this name, the table has no such row, or these are no row numbers.
         """
         kind = getattr(rows, "dtype", type(rows).__name__)
-        if not isinstance(rows, Tensor) or (kind not in _ROW_DTYPES and rows.numel()):
+        if kind not in _ROW_DTYPES and (not isinstance(kind, torch.dtype) or rows.numel()):
             raise ConfigurationError(f"rows of table {table!r}: expected a tensor of integers, got {kind}")
         rows = rows.long().reshape(-1)  # a comparison would wrap a table's bounds to a narrower dtype
         found = self._named(table)
