@@ -6,6 +6,7 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -155,6 +156,46 @@ def test_quotas_go_on_after_a_load_and_after_a_pass(reader_kind: str) -> None:
     assert len(taken(num_batches - 3)) == num_batches - 3
     assert taken(3) == []
     assert taken(3) == first
+
+
+class _AheadPipeline:
+    """Holds two batches when it trains one."""
+
+    def __init__(self) -> None:
+        self.held: list[Any] = []
+
+    def progress(self, dataloader_iter: Iterator[Any]) -> Any:
+        """Train a batch."""
+        while len(self.held) < 3:
+            self.held.append(next(dataloader_iter))
+        return self.held.pop(0)
+
+
+ITERATIONS: dict[str, Callable[[cnr.ReaderState[Any]], Iterator[Any]]] = {
+    "iter": iter,
+    "quota": lambda reader: reader.quota(8),
+    "train": lambda reader: reader.train(_AheadPipeline()),
+}
+
+
+@pytest.mark.parametrize("iteration", ITERATIONS)
+@pytest.mark.parametrize("reader_kind", ["function", "iterable", "loader"])
+def test_an_iteration_ends_with_a_load(reader_kind: str, iteration: str) -> None:
+    """Its next batches would be trained in the place of those that follow the position."""
+    reader = _reader(reader_kind, 0)
+    batches = ITERATIONS[iteration](reader)
+    taken = [next(batches) for _ in range(3)]
+    if iteration != "train":  # which reports them
+        reader.trained(3)
+    saved = reader.state_dict()
+    taken += [next(batches) for _ in range(2)]
+    reader.load_state_dict(saved)
+    with pytest.raises(cnr.ConfigurationError, match="a position was loaded after this iteration began"):
+        next(batches)
+    assert reader.state_dict() == saved
+    again = ITERATIONS[iteration](reader)
+    ids = [batch.features.values().tolist() for batch in (next(again), next(again))]
+    assert ids == [batch.features.values().tolist() for batch in taken[3:]]
 
 
 def _save_positions(rank: int, path: str) -> None:

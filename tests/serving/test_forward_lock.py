@@ -1,5 +1,7 @@
 """No lookup sees half of an update."""
 
+import copy
+import io
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +19,7 @@ from tests.serving.served_models import DIM, NUM_ROWS, SCHEMES, Served, all_rows
 from tests.support import faults, hand_made
 from tests.support.hand_made import some_rows
 from torchrec_cnr.lineage.checkpoint import Checkpoint
-from torchrec_cnr.serving.forward_lock import ForwardLock
+from torchrec_cnr.serving.forward_lock import ForwardLock, share_forwards
 from torchrec_cnr.serving.update_rows import UpdateRows
 
 pytestmark = [
@@ -158,6 +160,23 @@ def test_a_lookup_may_wait_for_another_one() -> None:
         assert done == ["lookup"]
     swapping.join(30)
     assert done == ["lookup", "swap"]
+
+
+@pytest.mark.parametrize("is_saved", [False, True], ids=["deepcopy", "torch.save"])
+def test_a_copy_of_a_served_model_looks_up_in_itself(is_saved: bool) -> None:
+    """Not in the original, whose lookups wait for swaps."""
+    model = nn.Sequential(nn.EmbeddingBag(4, 2))
+    lookups, file = ForwardLock(), io.BytesIO()
+    hooks = share_forwards(model, lookups)
+    if is_saved:
+        torch.save(model, file)
+        file.seek(0)
+    other = torch.load(file, weights_only=False) if is_saved else copy.deepcopy(model)
+    with torch.no_grad():
+        other[0].weight.fill_(100.0)
+    with lookups.exclusive():
+        assert bool((other(torch.tensor([[1, 2]])) == 100.0).all())
+    hooks.remove()
 
 
 def test_a_swap_that_fails_is_made_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

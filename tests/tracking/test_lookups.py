@@ -58,6 +58,34 @@ def test_rows_that_the_kernel_trains_are_marked(
     rank_pool(1).run(_train_odd_ids, Kind(module, "table_wise", "RowWiseAdagrad"), dtype, case)
 
 
+def _train_compiled(rank: int, kind: Kind, is_warm: bool) -> None:
+    job = zoo.build(kind, seed=1)
+    tracker = cnr.RowTracker(job.model)
+    if is_warm:
+        zoo.train(job, 99)
+    compiled = torch.compile(job.model, backend="eager")
+    for step in range(2):
+        for shard in tracker.shards:
+            shard.rows.marked.zero_()
+        before = [shard.weight.clone() for shard in tracker.shards]
+        compiled(zoo.batch(job, step)).sum().backward()
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+        for shard, old in zip(tracker.shards, before, strict=True):
+            is_changed = (shard.weight != old).any(dim=1)
+            assert bool(is_changed.any())
+            assert shard.rows.marked.tolist() == is_changed.tolist()
+    tracker.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("is_warm", [False, True], ids=["compiled", "compiled after an eager step"])
+@pytest.mark.parametrize("module", ["EmbeddingBagCollection", "EmbeddingCollection"])
+def test_rows_that_a_compiled_model_trains_are_marked(rank_pool: RankPools, module: str, is_warm: bool) -> None:
+    """FBGEMM's kernels keep the ids of a lookup only where torch.compile does not trace it."""
+    rank_pool(1).run(_train_compiled, Kind(module, "table_wise", "RowWiseAdagrad"), is_warm)
+
+
 def _reset_rows(
     kernel: SplitTableBatchedEmbeddingBagsCodegen,
     pruned_indices: Tensor,

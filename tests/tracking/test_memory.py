@@ -12,6 +12,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import SGD
 
 import torchrec_cnr as cnr
+from torchrec_cnr.tracking.hooks import Hooks
 from torchrec_cnr.tracking.tracked_tables import trackers
 
 ROWS, TRAINED = 12, (1, 2)
@@ -130,6 +131,49 @@ def test_a_copy_of_the_model_is_not_tracked(max_norm: float | None, copied: Call
     _train(model)
     assert tracker.num_modified == len(TRAINED)
     tracker.close()
+
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 2
+
+    def scaled(self, value: int) -> int:
+        return self.scale * value
+
+
+def _twice_scaled(value: int) -> int:
+    return 100 * value
+
+
+@pytest.mark.parametrize("num_hooks", [1, 2])
+@pytest.mark.parametrize("is_own", [False, True])
+@pytest.mark.parametrize("copied", [_saved, copy.deepcopy])
+def test_a_copy_of_a_module_has_its_own_methods(
+    copied: Callable[[nn.Module], Any], is_own: bool, num_hooks: int
+) -> None:
+    """And not those that a tracker or a subscriber calls in their place, which are of the original."""
+    module, calls = _Scaled(), list[int]()
+    if is_own:
+        module.__dict__["scaled"] = _twice_scaled
+
+    def around(original: Callable[[int], int], value: int) -> int:
+        calls.append(value)
+        return original(value)
+
+    hooks = [Hooks() for _ in range(num_hooks)]
+    for one in hooks:
+        one.around(module, "scaled", around)
+    other = copied(module)
+    other.scale = 3
+    assert other.scaled(1) == (100 if is_own else 3)
+    assert calls == []
+    assert module.scaled(1) == (100 if is_own else 2)
+    assert calls == [1] * num_hooks
+    for one in reversed(hooks):
+        one.remove()
+    assert module.__dict__.get("scaled") is (_twice_scaled if is_own else None)
+    assert other.scaled(1) == (100 if is_own else 3)
 
 
 def test_functional_gradients_pass(model: nn.Embedding, tracker: cnr.RowTracker) -> None:

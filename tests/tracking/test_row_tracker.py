@@ -206,7 +206,7 @@ def _mark_bad_rows(rank: int) -> None:
     for row in (num_rows, -1):
         with pytest.raises(cnr.ConfigurationError, match=f"t0' has rows 0 to 39, got row {row}; nothing was marked"):
             tracker.mark("t0", torch.tensor([1, row]))
-    for rows in (torch.ones(num_rows, dtype=torch.bool), torch.tensor([0.5]), [1]):
+    for rows in (torch.ones(num_rows, dtype=torch.bool), torch.tensor([0.5]), [1], []):
         with pytest.raises(cnr.ConfigurationError, match="expected a tensor of integers, got"):
             tracker.mark("t0", rows)  # type: ignore[arg-type]
     assert tracker.num_modified == 0
@@ -218,6 +218,58 @@ def _mark_bad_rows(rank: int) -> None:
 def test_rows_that_no_table_has_are_not_marked(rank_pool: RankPools) -> None:
     """On every rank, whichever has the row's neighbours."""
     rank_pool(2).run(_mark_bad_rows)
+
+
+def test_ids_in_a_nested_tensor_are_marked() -> None:
+    """Of rows of different lengths."""
+    model = nn.Embedding(12, 4)
+    tracker = cnr.RowTracker(model)
+    ids = torch.nested.nested_tensor([torch.tensor([1, 2]), torch.tensor([5])], layout=torch.jagged)
+    model(ids).values().sum().backward()
+    assert tracker.shards[0].rows.marked.nonzero().squeeze(1).tolist() == [1, 2, 5]
+    tracker.close()
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_a_lookup_whose_output_a_hook_replaces_is_marked_by_the_step(max_norm: float | None) -> None:
+    """A user's hook may return something else than a tensor."""
+    model = nn.Embedding(12, 4, max_norm=max_norm)
+    model.register_forward_hook(lambda _, __, output: (output, 1))
+    tracker = cnr.RowTracker(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(torch.tensor([1, 5]))[0].sum().backward()
+    optimizer.step()
+    assert tracker.shards[0].rows.marked.nonzero().squeeze(1).tolist() == [1, 5]
+    tracker.close()
+
+
+def test_functional_gradients_that_renormalise_rows_pass() -> None:
+    """torch.func.grad trains no rows, but the lookup itself writes to some."""
+    model = nn.Embedding(12, 4, max_norm=0.1)
+    tracker = cnr.RowTracker(model)
+    before = model.weight.detach().clone()
+
+    def loss(weights: dict[str, Tensor]) -> Tensor:
+        return torch.as_tensor(torch.func.functional_call(model, weights, (torch.tensor([1]),)).sum())
+
+    torch.func.grad(loss)(dict(model.named_parameters()))
+    tracker.check_writes()
+    is_changed = (model.weight != before).any(dim=1)
+    assert is_changed.any()
+    assert not (is_changed & ~tracker.shards[0].rows.marked).any()
+    tracker.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+@pytest.mark.parametrize("num_rows", [200, 40_000])  # of which int8 and int16 hold no bounds
+def test_rows_of_any_integer_dtype_are_marked(num_rows: int, dtype: torch.dtype) -> None:
+    """One row, too."""
+    model = nn.ModuleDict({"a": nn.Embedding(num_rows, 1)})
+    tracker = cnr.RowTracker(model)
+    tracker.mark("a", torch.tensor([100, 3], dtype=dtype))
+    tracker.mark("a", torch.tensor(5, dtype=dtype))
+    assert tracker.shards[0].rows.marked.nonzero().squeeze(1).tolist() == [3, 5, 100]
+    tracker.close()
 
 
 def _evict(rank: int, root: str, module: str) -> None:

@@ -103,7 +103,8 @@ class ReaderState(Generic[Batch]):
             rank, and how many ranks there are now. By default, a checkpoint of another number of ranks is refused.
 
     Raises:
-        ConfigurationError: While iterating, if batches are handed out and none is reported as trained.
+        ConfigurationError: While iterating, if batches are handed out and none is reported as trained, or if a position
+            was loaded since the iteration began.
         StateMismatchError: While loading, if the checkpoint is of another number of ranks and ``reshard`` is missing.
     """
 
@@ -118,6 +119,7 @@ class ReaderState(Generic[Batch]):
         self._ahead: deque[Any] = deque()
         self._trained: Any = None
         self._passing: Iterator[Batch] | None = None
+        self._num_loads = 0
 
     @property
     def num_in_flight(self) -> int:
@@ -130,6 +132,7 @@ class ReaderState(Generic[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         if self._trained is None:
             self._trained = self._loader.state_dict()
+        num_loads = self._num_loads
         for batch in self._loader:
             if len(self._ahead) >= _MAX_IN_FLIGHT:
                 raise ConfigurationError(
@@ -138,6 +141,7 @@ class ReaderState(Generic[Batch]):
                 )
             self._ahead.append(self._loader.state_dict())
             yield batch
+            self._check_loads(num_loads)
 
     def quota(self, num_batches: int) -> Iterator[Batch]:
         """The next batches, and no more of them, so that a pipeline has none left in flight when they are trained.
@@ -175,8 +179,9 @@ class ReaderState(Generic[Batch]):
 
     def train(self, pipeline: Pipeline[Output]) -> Iterator[Output]:
         """Train all batches of a pass with a pipeline: what each step returns, once it is done and reported."""
-        batches = iter(self)
+        batches, num_loads = iter(self), self._num_loads
         while True:
+            self._check_loads(num_loads)  # a pipeline may hold batches that it took before the load
             try:
                 output = pipeline.progress(batches)
             except StopIteration:
@@ -218,6 +223,14 @@ class ReaderState(Generic[Batch]):
         self._passing = None
         self._ahead.clear()
         self._trained = state
+        self._num_loads += 1
+
+    def _check_loads(self, num_loads: int) -> None:
+        if self._num_loads != num_loads:
+            raise ConfigurationError(
+                "a position was loaded after this iteration began, so its next batch would not follow that position: "
+                "leave the loop after a load and iterate again, with a pipeline that holds no earlier batches"
+            )
 
 
 def _own_place() -> tuple[int, int]:

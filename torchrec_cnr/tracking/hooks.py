@@ -6,7 +6,7 @@ itself is no write, and is told apart from one that overwrites a table.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial, update_wrapper, wraps
 from typing import Any
 
 from torch import Tensor, nn
@@ -46,6 +46,27 @@ def _do_nothing(*_: Any, **__: Any) -> None:
     """The hook of a model that is not tracked."""
 
 
+class _Replacement:
+    """What is called in the place of a module's method; a copy of the module, or a file of it, has its own method."""
+
+    def __init__(self, owner: nn.Module, method: str, call: Callable[..., Any]) -> None:
+        self._owner, self._method, self._call = owner, method, call
+        self._own = owner.__dict__.get(method)  # a user's replacement, which a copy keeps
+        update_wrapper(self, call, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        if self._own is not None:
+            return _itself, (self._own,)
+        return getattr, (self._owner, self._method)  # of the copy, which has no replacement yet
+
+
+def _itself(method: Callable[..., Any]) -> Callable[..., Any]:
+    return method
+
+
 class Hooks:
     """Hooks and replaced methods."""
 
@@ -71,8 +92,10 @@ class Hooks:
         is_active = True
 
         @wraps(original)
-        def replacement(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             return around(original, *args, **kwargs) if is_active else original(*args, **kwargs)
+
+        replacement = call if isinstance(owner, type) else _Replacement(owner, method, call)
 
         def remove() -> None:
             nonlocal is_active

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.format.boxes import Box
@@ -62,17 +63,21 @@ def _aliases(model: nn.Module, weight: Tensor) -> Iterator[Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class _Lookup:
-    """Forward hook: rows that were looked up are marked when their gradient arrives."""
+    """Forward hook: rows that were looked up are marked when their gradient arrives.
+
+    A hook of a user's may put something else than a tensor in the place of the output; its rows are marked by the step.
+    """
 
     shard: TrackedShard
 
-    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-        ids = self._ids(args, kwargs)
-        on_gradient(output, lambda: self.shard.rows.mark(ids))
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if isinstance(output, Tensor):
+            ids = self._ids(args, kwargs)
+            on_gradient(output, lambda: self.shard.rows.mark(ids))
 
     def _ids(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         ids: Tensor = args[0] if args else kwargs["input"]
-        return ids.detach().reshape(-1)
+        return ids.detach().values() if ids.is_nested else ids.detach().reshape(-1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,10 +92,14 @@ class _BeforeNorm:
 
 @dataclass(frozen=True, eq=False)
 class _NormedLookup(_Lookup):
-    """Forward hook where the lookup itself renormalises rows, in evaluation too."""
+    """Forward hook where the lookup itself renormalises rows, in evaluation too.
 
-    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-        ids = self._ids(args, kwargs)
-        self.shard.rows.mark(ids)
+    Within ``torch.func`` its ids cannot be read; its writes are then noticed as others are that nobody marked.
+    """
+
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if isinstance(output, Tensor) and is_functorch_wrapped_tensor(output):
+            return
+        self.shard.rows.mark(self._ids(args, kwargs))
         self.shard.accept_writes()
-        on_gradient(output, lambda: self.shard.rows.mark(ids))
+        super().__call__(_, args, kwargs, output)

@@ -103,14 +103,15 @@ class RowTracker(TrackedRows):
 
         Args:
             table: FQN of the table in the model, or its end, such as its name.
-            rows: int [N], numbered within the whole table; those on other ranks are left to them.
+            rows: int [N] of any integer dtype, numbered within the whole table; those on other ranks are left to them.
 
         Raises:
             ConfigurationError: No table has this name, the table has no such row, or these are no row numbers.
         """
         kind = getattr(rows, "dtype", type(rows).__name__)
-        if kind not in _ROW_DTYPES and len(rows):
+        if kind not in _ROW_DTYPES and (not isinstance(kind, torch.dtype) or rows.numel()):
             raise ConfigurationError(f"rows of table {table!r}: expected a tensor of integers, got {kind}")
+        rows = rows.long().reshape(-1)  # a comparison would wrap a table's bounds to a narrower dtype
         found = self._named(table)
         self._check_rows(table, rows)
         for tracked in found:

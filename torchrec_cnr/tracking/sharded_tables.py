@@ -103,9 +103,15 @@ def _track_kernel(path: str, kernel: Any, hooks: Hooks, stepped: OptimizerTables
 
     hooks.add(kernel.emb_module.register_forward_hook(Hook(on_lookup), with_kwargs=True))
     if isinstance(kernel.emb_module, SplitTableBatchedEmbeddingBagsCodegen):
+        hooks.around(kernel.emb_module, "forward", torch.compiler.disable(_look_up))
         hooks.around(kernel.emb_module, "reset_embedding_weight_momentum", partial(_reset, shards, marks.of_feature))
         hooks.around(kernel.emb_module, "ema_inplace", partial(_average, shards, kernel.emb_module))
     return shards
+
+
+def _look_up(forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Called in the place of a kernel's ``forward``, and never compiled: compiled, it does not keep its ids."""
+    return forward(*args, **kwargs)
 
 
 def _average(
