@@ -84,17 +84,19 @@ def is_replicated(value: Any) -> bool:
     return isinstance(value, Tensor) and not isinstance(value, ShardedTensor)
 
 
-MemoryKey = tuple[int, torch.device, tuple[int, ...], tuple[int, ...]]
+MemoryKey = tuple[object, ...]
 
 
 def memory_key(tensor: Tensor) -> MemoryKey | None:
-    """Identifies the memory that a tensor's values lie in, whichever object wraps it; None where there is none.
+    """Identify the memory that a tensor's values lie in, and how they are read from it; None where there is none.
 
+    All objects that wrap the same values have the same key. A view of another dtype, or a lazily negated one, has not.
     DTensors and other tensors that are made of tensors have none of their own.
     """
     if tensor.layout is not torch.strided or tensor.numel() == 0 or hasattr(tensor, "__tensor_flatten__"):
         return None
-    return tensor.data_ptr(), tensor.device, tuple(tensor.shape), tensor.stride()
+    place = tensor.data_ptr(), tensor.device, tuple(tensor.shape), tensor.stride()
+    return *place, tensor.dtype, tensor.is_neg(), tensor.is_conj()
 
 
 def wait_for_devices(values: Iterable[Any]) -> None:

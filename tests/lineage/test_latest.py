@@ -2,10 +2,14 @@
 
 import errno
 import logging
+import time
+from pathlib import Path
 
 import pytest
 
 from tests.lineage.tensorless_roots import TensorlessRoot, as_newer_version
+from tests.support.jobs import SavingJob
+from tests.support.models import plain_job
 from torchrec_cnr.errors import (
     StoreError,
     VersionError,
@@ -14,6 +18,8 @@ from torchrec_cnr.format.manifest_parser import VERSION
 from torchrec_cnr.lineage.checkpoint import committed
 from torchrec_cnr.lineage.latest import latest
 from torchrec_cnr.storage.store import Store
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def test_latest_of_nothing_is_none(root: TensorlessRoot) -> None:
@@ -133,3 +139,27 @@ def test_fate_of_a_save_is_not_guessed(root: TensorlessRoot, monkeypatch: pytest
     monkeypatch.setattr(Store, "read", fail)
     with pytest.raises(StoreError):
         committed(root.at("mine"), "save-1")
+
+
+@pytest.mark.parametrize("name", ["valid", "corrupt"])
+@pytest.mark.parametrize("created_ns", [2**62 - 2, 2**62, 2**63 - 1, 10**20 - 1])
+def test_no_time_keeps_a_job_from_saving(tmp_path: Path, created_ns: int, name: str) -> None:
+    """A manifest that is damaged, or of a time after which the format has no other, is not what a save must follow."""
+    root = TensorlessRoot(str(tmp_path))
+    if name == "corrupt" or created_ns > 2**62:
+        root.put(name, b'{"sha256":"0","manifest":{"format":"torchrec_cnr","version":1,"created_ns":%d,' % created_ns)
+    else:
+        root.commit(name, created_ns)
+    job = SavingJob(tmp_path, plain_job)
+    job.train_and_save(*range(3))
+    job.assert_loads(2)
+    job.close()
+
+
+def test_a_save_follows_those_of_a_clock_that_is_ahead(tmp_path: Path) -> None:
+    """It is the newest, although this machine's clock is behind that of another which has saved there before."""
+    TensorlessRoot(str(tmp_path)).commit("ahead", time.time_ns() + 10**15)
+    job = SavingJob(tmp_path, plain_job)
+    job.train_and_save("behind")
+    assert latest(tmp_path) == job.path("behind")
+    job.close()

@@ -9,6 +9,7 @@ import pytest
 import torchrec_cnr as cnr
 from tests.support import faults
 from tests.support.jobs import SavingJob
+from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.saving import decision
 from torchrec_cnr.storage.store import Store
 
@@ -53,11 +54,24 @@ def test_a_save_reads_as_much_of_a_long_lineage_as_of_a_short_one(tmp_path: Path
     job.close()
 
 
-def test_a_link_that_was_removed_is_noticed(tmp_path: Path, reads: list[int]) -> None:
-    """The next save that reads the whole lineage is a baseline."""
+@pytest.mark.parametrize("removed", [0, 2])
+def test_a_link_that_was_removed_is_noticed(tmp_path: Path, reads: list[int], removed: int) -> None:
+    """The next save is a baseline: a delta would report success, and not load."""
     job = SavingJob(tmp_path)
     job.train_and_save(*range(6))
-    shutil.rmtree(job.path(2))
+    shutil.rmtree(job.path(removed))
+    job.train_and_save(*range(6, 12))
+    assert [cnr.read_checkpoint(job.path(step)).kind for step in range(6, 12)] == ["baseline", *5 * ["delta"]]
+    job.assert_loads(6)
+    job.assert_loads(11)
+    job.close()
+
+
+def test_a_manifest_that_was_removed_is_noticed(tmp_path: Path, reads: list[int]) -> None:
+    """Where its directory is still there, by the next save that reads the whole lineage."""
+    job = SavingJob(tmp_path)
+    job.train_and_save(*range(6))
+    Path(job.path(2), MANIFEST_FILE).unlink()
     job.train_and_save(*range(6, 12))
     kinds = [cnr.read_checkpoint(job.path(step)).kind for step in range(6, 12)]
     assert kinds.count("baseline") == 1

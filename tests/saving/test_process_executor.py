@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import torchrec_cnr as cnr
-from tests.support import models
+from tests.support import faults, models
 from tests.support.jobs import SavingJob
 from tests.support.ranks import RankPools
 from torchrec_cnr.format import manifest_json
@@ -56,6 +56,22 @@ def _save_after_its_end(rank: int, root: str) -> None:
 def test_a_process_that_was_killed_is_named(tmp_path: Path, rank_pool: RankPools) -> None:
     """Later saves in it fail with what to do, and those in a thread hold all rows."""
     rank_pool(1).run(_save_after_its_end, str(tmp_path))
+
+
+def _save_to_memory(rank: int, root: str) -> None:
+    job = SavingJob("memory://of-one-process")
+    job.train()
+    failures = faults.failures_of(lambda: job.async_save("0", PROCESS).result(timeout=100))
+    assert [type(failure) for failure in failures.values()] == [cnr.ConfigurationError]
+    assert "has its own 'memory://'" in str(failures[0])
+    job.async_save("1").result(timeout=100)
+    job.assert_loads("1")
+    job.close()
+
+
+def test_a_process_does_not_save_to_its_own_memory(tmp_path: Path, rank_pool: RankPools) -> None:
+    """The save fails, instead of reporting success with nothing to load."""
+    rank_pool(1).run(_save_to_memory, str(tmp_path))
 
 
 class _Timeout:

@@ -4,11 +4,13 @@ import errno
 import logging
 import math
 import os
+import time
 from collections.abc import Iterator
 
-from torchrec_cnr.errors import DamagedError, StoreError
+from torchrec_cnr.errors import DamagedError, StoreError, VersionError
 from torchrec_cnr.format import manifest_json
 from torchrec_cnr.format.manifest import MANIFEST_FILE
+from torchrec_cnr.human_text import url_text
 from torchrec_cnr.lineage.abandoned import mark_of, marked_name
 from torchrec_cnr.lineage.checkpoint import Checkpoint, read_checkpoint
 from torchrec_cnr.lineage.marker_commit import publish_marked
@@ -19,6 +21,7 @@ from torchrec_cnr.storage.store import NOT_THERE, Store
 logger = logging.getLogger(__name__)
 
 _PASSED_OVER = "passed over while looking for the latest checkpoint: %s"
+_LAST_NS = 3 << 60  # in the year 2079; times in a manifest end in 2116
 _START_BYTES = 512  # enough of a manifest file to hold its time of commit
 
 
@@ -70,12 +73,28 @@ def newest_first(
 def newest_ns(root: Store) -> int:
     """When the newest checkpoint of a root was committed, be it abandoned or not; 0 where there is none.
 
+    A time that is ahead of this machine's clock counts only if the manifest is valid, and not if it is so late that the
+    format has no room for later ones: a corrupt manifest must not keep a job from saving.
+
     Raises:
         StoreError: The root cannot be listed, or a manifest cannot be read.
     """
     names = [name for name in root.names() if not is_fence(name) and marked_name(name) is None]
-    found = (committed_ns(root.at(name), logging.DEBUG) for name in names)
-    return max((int(at_ns) for at_ns in found if at_ns is not None and at_ns < math.inf), default=0)
+    found = [(committed_ns(root.at(name), logging.DEBUG), name) for name in names]
+    now_ns = time.time_ns()
+    for at_ns, name in sorted(((at_ns, name) for at_ns, name in found if at_ns is not None), reverse=True):
+        if at_ns <= now_ns or (at_ns <= _LAST_NS and _is_valid(root.at(name))):
+            return int(at_ns)
+        logger.warning("ignored, because it is corrupt or of an impossible time: %s", url_text(root.at(name).url))
+    return 0
+
+
+def _is_valid(store: Store) -> bool:
+    try:
+        read_checkpoint(store)
+    except (DamagedError, VersionError):
+        return False
+    return True
 
 
 def committed_ns(store: Store, level: int) -> float | None:

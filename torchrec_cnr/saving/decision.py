@@ -8,6 +8,7 @@ rank has least to write. That is right only if these are one and the same.
 """
 
 import logging
+import posixpath
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -202,20 +203,28 @@ def _intact_head(head: Head) -> tuple[Checkpoint, History] | None:
     """The head and the history of its lineage, if all of it is still there and still the same.
 
     A long lineage is read whole every so many saves only, in between its two ends: a save asks for no more than a
-    handful of manifests, and a link that somebody has removed is noticed some saves later.
+    handful of manifests. One listing of the root tells whether the directory of a link was removed.
     """
     newest = _intact_checkpoint(head.ref)
     if newest is None:
         return None
     length = len(head.lineage)
     is_long = length > _MAX_READ_WHOLE and length % _MAX_READ_WHOLE != 0
-    if is_long and not newest.is_compacted and Store.open(head.baseline.path).exists(MANIFEST_FILE):
+    if is_long and not newest.is_compacted and _are_there(newest.store.at(".."), head.lineage):
         return newest, head.history
     try:
         lineage = read_lineage(newest.store)
     except LoadError:
         return None
     return lineage.newest, _history(head, lineage)
+
+
+def _are_there(root: Store, lineage: Sequence[CheckpointRef]) -> bool:
+    """Whether the baseline's manifest is there, and the directory of each link in this root."""
+    there = {root.at(name).url for name in root.names()}
+    roots_path = posixpath.dirname(lineage[-1].path)
+    in_root = {ref.path for ref in lineage if posixpath.dirname(ref.path) == roots_path}
+    return in_root <= there and Store.open(lineage[0].path).exists(MANIFEST_FILE)
 
 
 def _history(head: Head, lineage: Lineage) -> History:

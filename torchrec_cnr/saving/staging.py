@@ -98,7 +98,7 @@ class ShardCopy:
     @property
     def memory(self) -> object:
         """The same for shards that are one memory under several names."""
-        return memory_key(self.source) or self.key, self.source.dtype, id(self.numbers), self.scheme
+        return memory_key(self.source) or self.key, id(self.numbers), self.scheme
 
 
 def plan_staging(live: Mapping[str, Any], cut: Cut, rules: SchemeRules, max_bytes: int) -> list[ShardCopy]:
