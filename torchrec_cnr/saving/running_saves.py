@@ -86,6 +86,11 @@ def _is_for_process() -> bool:
     return any(frame.f_locals.get(name) is AsyncCheckpointerType.PROCESS for frame in _dcp_frames())
 
 
+def is_in_process_of_dcp() -> bool:
+    """Whether this thread saves in the process that DCP starts for ``AsyncCheckpointerType.PROCESS``."""
+    return any(frame.f_code.co_name == _SERVING_LOOP for frame in _dcp_frames())
+
+
 def asked_checkpoint_id() -> object:
     """The checkpoint id that the innermost call of DCP's was given; None if none."""
     for frame in _dcp_frames():

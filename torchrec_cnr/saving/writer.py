@@ -31,6 +31,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from fsspec.implementations.memory import MemoryFileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
@@ -54,7 +55,7 @@ from torchrec_cnr.saving.decision import Decision, RankData
 from torchrec_cnr.saving.encoding import kernel_warm_ups
 from torchrec_cnr.saving.plug_in_messages import STAGED, CNRStorageMeta, SaveMetadata, StagedSave, WriterSave
 from torchrec_cnr.saving.rank_writer import RankWriter
-from torchrec_cnr.saving.running_saves import asked_checkpoint_id
+from torchrec_cnr.saving.running_saves import asked_checkpoint_id, is_in_process_of_dcp
 from torchrec_cnr.saving.sinks import FILES, PackSettings, PlainTopic, RowDestination
 from torchrec_cnr.saving.staged_values import StagingBuffers
 from torchrec_cnr.saving.staging import STAGING_BYTES, StagingOptions, stage
@@ -224,6 +225,11 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
             raise ConfigurationError(
                 "tables of this state are tracked, and their modified rows were staged for the tracker's "
                 "CNRSavePlanner: pass that to dcp.async_save; with another planner, use dcp.save"
+            )
+        if isinstance(save.store.fs, MemoryFileSystem) and is_in_process_of_dcp():
+            raise ConfigurationError(
+                f"{save.store.url}: the process that DCP saves in has its own 'memory://', so that nothing would be "
+                "saved here: save to files, or let a thread save (AsyncCheckpointerType.THREAD)"
             )
         save.store.make()
         if save.is_coordinator and is_tracked:  # before the id: a job that is ahead takes one after the other
