@@ -11,6 +11,7 @@ import torchrec_cnr as cnr
 from tests.loading.quantized_models import float_model
 from tests.serving.served_models import SCHEMES, following, save_tables, wait_until
 from tests.support.faults import flip
+from torchrec_cnr.lineage.abandoned import mark_abandoned
 from torchrec_cnr.storage.store import Store
 
 pytestmark = [
@@ -104,6 +105,23 @@ def test_lag_is_what_is_not_applied(tmp_path: Path) -> None:
             subscriber.update()
         assert subscriber.lag.num_checkpoints == 3
         assert 0 < subscriber.lag.waiting_secs <= (subscriber.lag.age_secs or 0)
+
+
+def test_abandoned_checkpoints_are_not_applied(tmp_path: Path) -> None:
+    """Whatever their time of commit; one whose mark is removed again is applied."""
+    first = save_tables(tmp_path / "0", 0, SCHEMES[2], None, 1.0)
+    second = save_tables(tmp_path / "1", 1, SCHEMES[2], first, 0.5)
+    third = save_tables(tmp_path / "2", 2, SCHEMES[2], second, 0.5)
+    commits = cnr.RootCommits(tmp_path)
+    assert [Path(commit.path).name for commit in commits.newest_first()] == ["2", "1", "0"]
+    mark_abandoned(Store.open(tmp_path), [second, third], None)
+    assert [Path(commit.path).name for commit in commits.newest_first()] == ["0"]
+    with following(float_model(1), commits) as subscriber:
+        subscriber.update()
+        assert subscriber.applied == str(tmp_path / "0")
+    mark_abandoned(Store.open(tmp_path), [], second)
+    assert [Path(commit.path).name for commit in commits.newest_first()] == ["1", "0"]
+    assert cnr.latest(tmp_path) == str(tmp_path / "1")
 
 
 @pytest.mark.long
