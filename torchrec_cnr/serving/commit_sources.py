@@ -175,7 +175,7 @@ class MarkerCommits:
         self._root = Store.open(root, row_log=row_log)
         self._log = row_log
         self._commits = RootCommits(root)
-        self._next: int | None = None  # offset of the first marker that was not seen
+        self._next: int | None = None  # offset of the first marker that was not seen; None to look through the root
         self._is_closed = threading.Event()
 
     def newest_first(self) -> Sequence[Commit]:
@@ -187,11 +187,13 @@ class MarkerCommits:
     def wait(self, timeout_secs: float) -> None:
         """See `Commits`; returns as soon as there is a marker, and raises if the log does not answer."""
         left_secs = timeout_secs
+        if self._next is None:
+            self._commits.wait(timeout_secs)
         while left_secs > 0 and self._next is not None and not self._is_closed.is_set():
             try:
                 found = self._log.markers_from(self._next, min(left_secs, _SLICE_SECS))
             except DamagedError:  # so far behind that the log has forgotten what comes next
-                self._begin()
+                self._next = None
                 return
             if found:
                 self._see(found)
@@ -204,10 +206,12 @@ class MarkerCommits:
         self._commits.close()
 
     def _begin(self) -> None:
-        self._next = self._log.end()  # what is marked from now on wakes a wait up
+        end = self._log.end()  # what is marked from now on wakes a wait up
         publish_marked(self._root)
+        self._next = end
 
     def _see(self, markers: Sequence[Marker]) -> None:
         """Markers come a moment before manifests get their names."""
+        self._next = None  # if that fails, because of whatever name a marker has
         publish_marked(self._root, {marker.name for marker in markers if marker.root == root_id(self._root.url)})
         self._next = max(marker.offset + 1 for marker in markers)
