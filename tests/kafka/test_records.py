@@ -16,7 +16,7 @@ STRANGE: dict[str, list[Any]] = {
     "format": ["", "torchrec_cnr journal", None],
     "version": [0, 2, "1", None],
     "root": ["0" * 15, "0" * 17, "0" * 16 + "\n", "A" * 16, 0, None],
-    "name": ["", ".", "..", "a/b", "a\\b", "a\n", "a" * 1025, 1, None],
+    "name": ["", ".", "..", "a/b", "a\\b", "a\n", "a\ud800", "a" * 1025, 1, None],
     "save_id": ["", "a/b", "a\n", "a" * 201, 1, None],
     "sha256": ["a" * 63, "a" * 65, "a" * 64 + "\n", "A" * 64, 1, None],
     "parent_sha256": ["", "a" * 63, "a" * 64 + "\n", 1],

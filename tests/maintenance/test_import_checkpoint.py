@@ -1,5 +1,6 @@
 """Imports: a stock checkpoint becomes a baseline with the same values, and nothing in it runs or is believed unseen."""
 
+import io
 import os
 import pickle
 from collections.abc import Callable
@@ -325,7 +326,7 @@ LIES: dict[str, tuple[Callable[[Metadata], Any], str]] = {
     "missing": (lambda m: _info(m, "t", relative_path="__1_0.distcp"), "__1_0.distcp"),
     "before": (lambda m: _info(m, "t", offset=-1), "where 't' lies"),
     "elsewhere": (lambda m: _info(m, "t", offset=3), "no tensor that torch.save wrote"),
-    "another's": (lambda m: _info(m, "t", offset=0), "no dense tensor"),
+    "another's": (lambda m: _info(m, "t", **vars(m.storage_data[MetadataIndex("o")])), "no dense tensor"),
     "short": (lambda m: _info(m, "t", length=700), "no tensor that torch.save wrote"),
     "an object elsewhere": (lambda m: _info(m, "o", offset=3), "object 'o': not what torch.save wrote"),
     "no path": (lambda m: m.planner_data.update(t=()), "no path"),
@@ -372,6 +373,36 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
         with pytest.raises(cnr.CheckpointNotFoundError, match=r".metadata"):
             import_checkpoint(source, tmp_path / "0")
     assert cnr.latest(tmp_path) is None
+
+
+def _archive(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def _compressed(archive: bytes) -> bytes:
+    """Its central directory says that a file which is no pickle is compressed."""
+    at = archive.rindex(b"archive/byteorder") - 36
+    return archive[:at] + b"\x08" + archive[at + 1 :]
+
+
+AMBIGUOUS: dict[str, Callable[[bytes], bytes]] = {
+    "a bare pickle before it": lambda archive: pickle.dumps(bytearray(3), protocol=2) + archive,
+    "another archive before it": lambda archive: _archive(torch.full((5, 4), 7.0)) + archive,
+    "compressed": _compressed,
+}
+
+
+@pytest.mark.parametrize("name", AMBIGUOUS)
+def test_an_archive_that_torch_may_read_otherwise_is_refused(name: str, tmp_path: Path) -> None:
+    """The pickle that is looked through must be the one that torch loads; nothing is unpickled before."""
+    _save(tmp_path / "stock", {"t": torch.rand(5, 4)})
+    changed = AMBIGUOUS[name](_archive(torch.rand(5, 4)))
+    (tmp_path / "stock" / "__0_0.distcp").write_bytes(changed)
+    _change(tmp_path / "stock", lambda metadata: _info(metadata, "t", offset=0, length=len(changed)))
+    with pytest.raises(cnr.DamagedError, match=r"no tensor that torch.save wrote \(_Costly\)"):
+        import_checkpoint(tmp_path / "stock", tmp_path / "0")
 
 
 def test_a_run_goes_on_from_an_import(tmp_path: Path) -> None:

@@ -81,6 +81,15 @@ def test_a_compaction_copies_the_rows_of_another_root(tmp_path: Path) -> None:
     assert not differing(models.load(plain_job(9), str(tmp_path / "fork" / "step-4")), whole(state(job)))
 
 
+def test_a_prune_keeps_what_a_compaction_across_roots_is_based_on(tmp_path: Path) -> None:
+    """The compaction tags its new parent, when the old parent no longer needs that one."""
+    job = _saved_across(tmp_path)
+    cnr.compact(tmp_path / "fork" / "step-4", since=tmp_path / "run" / "step-1")
+    cnr.compact(tmp_path / "run" / "step-3", self_contained=True)
+    cnr.execute(cnr.plan_prune(tmp_path / "run", cnr.Keep(last=1)))
+    assert not differing(models.load(plain_job(9), str(tmp_path / "fork" / "step-4")), whole(state(job)))
+
+
 @pytest.mark.parametrize("tagged", [True, False])
 def test_a_prune_keeps_what_another_root_depends_on(tmp_path: Path, tagged: bool) -> None:
     """The save across roots has told it, until the tag is taken away."""

@@ -2,8 +2,9 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -11,7 +12,11 @@ import torchrec_cnr as cnr
 from tests.loading.quantized_models import float_model
 from tests.serving.served_models import SCHEMES, following, save_tables, wait_until
 from tests.support.faults import flip
+from torchrec_cnr.lineage.abandoned import mark_abandoned
+from torchrec_cnr.lineage.marker_commit import uncommitted_name
 from torchrec_cnr.serving import commit_sources
+from torchrec_cnr.serving.commit_sources import MarkerCommits
+from torchrec_cnr.storage.row_log import Marker, RowLog, root_id
 from torchrec_cnr.storage.store import Store
 
 pytestmark = [
@@ -105,6 +110,72 @@ def test_lag_is_what_is_not_applied(tmp_path: Path) -> None:
             subscriber.update()
         assert subscriber.lag.num_checkpoints == 3
         assert 0 < subscriber.lag.waiting_secs <= (subscriber.lag.age_secs or 0)
+
+
+def test_abandoned_checkpoints_are_not_applied(tmp_path: Path) -> None:
+    """Whatever their time of commit; one whose mark is removed again is applied."""
+    first = save_tables(tmp_path / "0", 0, SCHEMES[2], None, 1.0)
+    second = save_tables(tmp_path / "1", 1, SCHEMES[2], first, 0.5)
+    third = save_tables(tmp_path / "2", 2, SCHEMES[2], second, 0.5)
+    commits = cnr.RootCommits(tmp_path)
+    assert [Path(commit.path).name for commit in commits.newest_first()] == ["2", "1", "0"]
+    mark_abandoned(Store.open(tmp_path), [second, third], None)
+    assert [Path(commit.path).name for commit in commits.newest_first()] == ["0"]
+    with following(float_model(1), commits) as subscriber:
+        subscriber.update()
+        assert subscriber.applied == str(tmp_path / "0")
+    mark_abandoned(Store.open(tmp_path), [], second)
+    assert [Path(commit.path).name for commit in commits.newest_first()] == ["1", "0"]
+    assert cnr.latest(tmp_path) == str(tmp_path / "1")
+
+
+class Log:
+    """A log with one marker, which does not tell what is committed while it fails."""
+
+    def __init__(self, root: Store) -> None:
+        self.marker = Marker(root_id(root.url), "0", "s", "1" * 64, None, 1, 7)
+        self.asked: list[int] = []
+        self.fails = True
+
+    def open(self, *, may_make: bool = True) -> bool:
+        return True
+
+    def end(self) -> int:
+        return 7 + bool(self.asked)
+
+    def markers_from(self, offset: int, timeout_secs: float) -> Sequence[Marker]:
+        self.asked.append(offset)
+        return [self.marker] if offset <= 7 else []
+
+    def marked(self, root: str, manifests: Mapping[str, str | None]) -> frozenset[str]:
+        if self.fails:
+            raise cnr.StoreError("the broker does not answer")
+        return frozenset(manifests)
+
+
+def test_a_marker_that_cannot_be_followed_is_not_read_again(tmp_path: Path) -> None:
+    """The root is looked through instead, as at the beginning, until the log tells what is committed."""
+    waiting = save_tables(tmp_path / "0", 0, SCHEMES[2], None, 1.0)
+    manifest, uncommitted = (
+        tmp_path / "0" / name for name in ("manifest.json", uncommitted_name(waiting.committed.save_id))
+    )
+    log = Log(Store.open(tmp_path))
+    commits = MarkerCommits(tmp_path, cast("RowLog", log))
+    for asked in ([], [7]):
+        manifest.rename(uncommitted)
+        log.fails = True
+        if asked:
+            with pytest.raises(cnr.StoreError, match="the broker does not answer"):
+                commits.wait(0.01)
+        for _ in range(2):
+            with pytest.raises(cnr.StoreError, match="the broker does not answer"):
+                commits.newest_first()
+            commits.wait(0.01)
+        assert log.asked == asked
+        log.fails = False
+        assert [Path(commit.path).name for commit in commits.newest_first()] == ["0"]
+    commits.wait(0.01)
+    assert log.asked == [7, 8]
 
 
 @pytest.mark.long

@@ -7,9 +7,11 @@ but what is to be known of it. Then the archive is put together anew from what w
 """
 
 import io
+import os
 import pickle
 import pickletools
 import re
+import struct
 import zipfile
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Sequence
@@ -20,6 +22,10 @@ import torch
 
 from torchrec_cnr.errors import ConfigurationError, DamagedError
 
+ARCHIVE_BEGIN = b"PK\x03\x04"  # of a file of torch.save
+# Its end: the 64-bit record of the central directory, with size and offset; its locator; and the 32-bit record.
+_ARCHIVE_END = struct.Struct("<4s36x2Q4s4xQ4x4s18x")
+_END_MARKS = (b"PK\x06\x06", b"PK\x06\x07", b"PK\x05\x06")
 _MAX_DEPTH = 500  # of tuples; hashing one of more may overflow the stack
 _FREE_WORK = 1 << 24  # values to be hashed, in any pickle
 _WORK_PER_BYTE = 16
@@ -97,12 +103,33 @@ def check_archive(file: IO[bytes] | io.RawIOBase) -> None:
     Raises:
         Exception: Of any type: it would take time or memory out of proportion, or is no such archive.
     """
+    _check_layout(file)
     with zipfile.ZipFile(file) as archive:
         for entry in archive.infolist():
+            if not _is_stored(entry):
+                raise _Costly("an archive with compressed files")
             if _is_pickle(entry.filename):
-                if not _is_stored(entry) or entry.file_size > _MAX_TENSOR_WEIGHT:
-                    raise _Costly(f"{entry.file_size} bytes of a pickle, perhaps compressed")
+                if entry.file_size > _MAX_TENSOR_WEIGHT:
+                    raise _Costly(f"{entry.file_size} bytes of a pickle")
                 check_pickle(archive.read(entry))
+
+
+def _check_layout(file: IO[bytes] | io.RawIOBase) -> None:
+    """Refuse an archive that does not begin and end as torch writes it: zipfile and torch may find other files in it.
+
+    torch takes one that begins otherwise for a bare pickle. Where the offset of the central directory is not its place,
+    as after bytes in front of an archive, zipfile corrects it, and torch does not.
+    """
+    file.seek(0)
+    begin = file.read(len(ARCHIVE_BEGIN))
+    at = max(0, file.seek(0, os.SEEK_END) - _ARCHIVE_END.size)
+    file.seek(at)
+    end = file.read(_ARCHIVE_END.size) or b""
+    if len(end) == _ARCHIVE_END.size and begin == ARCHIVE_BEGIN:
+        record, num_bytes, start, locator, record_at, last = _ARCHIVE_END.unpack(end)
+        if (record, locator, last) == _END_MARKS and record_at == start + num_bytes == at:
+            return
+    raise _Costly("an archive of another layout than torch's")
 
 
 def _is_pickle(name: str) -> bool:

@@ -23,7 +23,7 @@ class _MarkerRecord(msgspec.Struct):
     format: Literal["torchrec_cnr marker"]
     version: Literal[1]
     root: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
-    name: Annotated[str, msgspec.Meta(pattern=r"\A(?!\.{1,2}\Z)[^/\\\x00-\x1f]{1,1024}\Z")]
+    name: Annotated[str, msgspec.Meta(pattern=r"\A(?!\.{1,2}\Z)[^/\\\x00-\x1f\ud800-\udfff]{1,1024}\Z")]
     save_id: Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9._-]{1,200}\Z")]
     sha256: _Digest
     parent_sha256: _Digest | None

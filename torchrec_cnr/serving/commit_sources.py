@@ -16,9 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from torchrec_cnr.errors import DamagedError
+from torchrec_cnr.errors import DamagedError, LoadError
 from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.human_text import instant_text, url_text
+from torchrec_cnr.lineage.abandoned import mark_of, marked_name
+from torchrec_cnr.lineage.checkpoint import read_checkpoint
 from torchrec_cnr.lineage.latest import committed_ns
 from torchrec_cnr.lineage.marker_commit import publish_marked
 from torchrec_cnr.storage.row_log import Marker, RowLog, root_id
@@ -70,7 +72,7 @@ class Commits(Protocol):
 
 
 class RootCommits:
-    """The checkpoints directly under a root.
+    """The checkpoints directly under a root that are not abandoned.
 
     Args:
         root: A path or fsspec URL.
@@ -80,6 +82,8 @@ class RootCommits:
         self._root = Store.open(root)
         self._commits: dict[str, Commit] = {}
         self._pending: set[str] = set()  # directories without a manifest
+        self._marks: dict[str, set[str]] = {}  # the files that mark checkpoints of a name as abandoned
+        self._mark_of: dict[Commit, str] = {}  # the name of the file that would mark it; "" if it cannot be read
         self._stamps: dict[str, int] = {}  # of local directories, the root's under ""
         self._is_closed = threading.Event()
 
@@ -90,7 +94,8 @@ class RootCommits:
         """See `Commits`."""
         for name in sorted(self._pending | self._changed_names()):
             self._look_at(name)
-        return sorted(self._commits.values(), key=lambda commit: (commit.created_ns, commit.path), reverse=True)
+        found = [commit for name, commit in self._commits.items() if not self._is_abandoned(name, commit)]
+        return sorted(found, key=lambda commit: (commit.created_ns, commit.path), reverse=True)
 
     def wait(self, timeout_secs: float) -> None:
         """See `Commits`; a directory does not tell, so this is a pause."""
@@ -105,6 +110,10 @@ class RootCommits:
         if not self._has_changed(""):
             return set()
         listing = self._root.listing()
+        self._marks = {}
+        for file in listing.files:
+            if (marked := marked_name(file)) is not None:
+                self._marks.setdefault(marked, set()).add(file)
         names = {*listing.directories, *listing.links}
         for gone in (self._commits.keys() | self._pending) - names:
             self._commits.pop(gone, None)
@@ -114,6 +123,16 @@ class RootCommits:
             return {name for name in names if self._has_changed(name)}
         newest = max(self._commits, key=lambda name: self._commits[name].created_ns, default=None)
         return {name for name in names if name not in self._commits or name == newest}
+
+    def _is_abandoned(self, name: str, commit: Commit) -> bool:
+        if name not in self._marks:
+            return False
+        if commit not in self._mark_of:
+            try:
+                self._mark_of[commit] = mark_of(read_checkpoint(self._root.at(name)))
+            except LoadError:  # told when it is applied
+                self._mark_of[commit] = ""
+        return self._mark_of[commit] in self._marks[name]
 
     def _has_changed(self, name: str) -> bool:
         """Whether names in a directory came or went since this was asked last; True where that cannot be told."""
@@ -159,7 +178,7 @@ class MarkerCommits:
         self._root = Store.open(root, row_log=row_log)
         self._log = row_log
         self._commits = RootCommits(root)
-        self._next: int | None = None  # offset of the first marker that was not seen
+        self._next: int | None = None  # offset of the first marker that was not seen; None to look through the root
         self._is_closed = threading.Event()
 
     def newest_first(self) -> Sequence[Commit]:
@@ -171,11 +190,13 @@ class MarkerCommits:
     def wait(self, timeout_secs: float) -> None:
         """See `Commits`; returns as soon as there is a marker, and raises if the log does not answer."""
         left_secs = timeout_secs
+        if self._next is None:
+            self._commits.wait(timeout_secs)
         while left_secs > 0 and self._next is not None and not self._is_closed.is_set():
             try:
                 found = self._log.markers_from(self._next, min(left_secs, _SLICE_SECS))
             except DamagedError:  # so far behind that the log has forgotten what comes next
-                self._begin()
+                self._next = None
                 return
             if found:
                 self._see(found)
@@ -188,10 +209,12 @@ class MarkerCommits:
         self._commits.close()
 
     def _begin(self) -> None:
-        self._next = self._log.end()  # what is marked from now on wakes a wait up
+        end = self._log.end()  # what is marked from now on wakes a wait up
         publish_marked(self._root)
+        self._next = end
 
     def _see(self, markers: Sequence[Marker]) -> None:
         """Markers come a moment before manifests get their names."""
+        self._next = None  # if that fails, because of whatever name a marker has
         publish_marked(self._root, {marker.name for marker in markers if marker.root == root_id(self._root.url)})
         self._next = max(marker.offset + 1 for marker in markers)

@@ -22,6 +22,7 @@ from torchrec_cnr.format.manifest import (
 )
 from torchrec_cnr.format.row_sets import Blob, RowBlock, RowSet, UnplacedBlob
 from torchrec_cnr.lineage.checkpoint import Checkpoint, read_checkpoint
+from torchrec_cnr.lineage.other_roots import tell_other_root
 from torchrec_cnr.maintenance.compaction.copy_rows import Copied, Copying, NewPacks, NewShard
 from torchrec_cnr.maintenance.compaction.live_rows import Piece, pieces_of
 from torchrec_cnr.maintenance.compaction.plan import CompactionPlan, plan_compaction
@@ -225,6 +226,8 @@ def run_compaction(
     save_id = uuid.uuid4().hex[:16]
     data, packs = _rewritten(plan, save_id, thread_count, pack_bytes, progress)
     try:
+        if plan.parent is not None:
+            tell_other_root(plan.newest.store, _ref(plan.newest, plan.parent).path)
         commit_replacement(plan.newest, data, save_id)
     except BaseException:
         if not may_have_committed(plan.newest, save_id):

@@ -25,12 +25,10 @@ from torchrec_cnr.errors import CNRError, ConfigurationError, DamagedError, Stor
 from torchrec_cnr.format.blob_bytes import Bytes
 from torchrec_cnr.format.boxes import Box, fills
 from torchrec_cnr.format.manifest import DTYPES
-from torchrec_cnr.format.safe_pickle import check_archive, load_state
+from torchrec_cnr.format.safe_pickle import ARCHIVE_BEGIN, check_archive, load_state
 from torchrec_cnr.maintenance.dcp_import.dcp_metadata import METADATA_FILE, read_dcp_metadata
 from torchrec_cnr.maintenance.export.contents import Chunk, split_rows
 from torchrec_cnr.storage.store import Store
-
-_ARCHIVE = b"PK\x03\x04"  # what a file of torch.save begins with
 
 
 @dataclass(frozen=True)
@@ -111,7 +109,7 @@ class DCPCheckpoint:
         extent = self.objects[fqn]
         data = self._bytes(extent).tobytes()
         where = f"{self.store.url}/{extent.file}: object {fqn!r}"
-        if not data.startswith(_ARCHIVE):
+        if not data.startswith(ARCHIVE_BEGIN):
             raise DamagedError(f"{where}: not what torch.save wrote")
         try:
             load_state(data)
