@@ -26,7 +26,7 @@ Mutate = Callable[[bytes], bytes]
 _MANIFEST = re.compile(rb'\{"sha256":"[0-9a-f]{64}","manifest":(.*)\}\n', re.DOTALL)
 _FRAME = b"\x28\xb5\x2f\xfd"  # what a Zstandard frame begins with
 _MAX_PART_BYTES = 1 << 20  # of what is unpacked
-_BYTES_SHARE = 0.25  # of the mutations that take no notice of structure
+_BYTES_SHARE = 0.1  # of the mutations that take no notice of structure
 _MAX_CHANGES = 3
 
 # Instructions of pickles: those that take values off the stack, and those that push what pickles of torch name.
