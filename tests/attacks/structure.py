@@ -66,7 +66,7 @@ def mutated(data: bytes, rng: random.Random, mutate: Mutate) -> bytes:
         return _changed_json(value, rng)
     if instructions := _instructions(data):
         return _changed_list(instructions, [*INSTRUCTIONS, *GLOBALS, b"}", b")", b"]", b"("], rng)
-    lines = data.splitlines(keepends=True)
+    lines = data.splitlines(keepends=True) if data.isascii() else []
     return _changed_list(lines, [], rng) if len(lines) > 1 else mutate(data)
 
 
@@ -127,7 +127,7 @@ def _unpacked(frame: bytes) -> bytes | None:
     try:
         if not 0 <= zstandard.frame_content_size(frame) <= _MAX_PART_BYTES:
             return None
-        return zstandard.ZstdDecompressor().decompress(frame)
+        return zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False)
     except zstandard.ZstdError:
         return None
 
