@@ -28,6 +28,7 @@ from torchrec_cnr.quantization import Asymmetric, HalfPrecision, KMeans
 from torchrec_cnr.tracking.modified_rows import RowMask
 
 BASELINE, DELTA, INPUT = "step-1", "step-2", "step-3"
+_MAX_FILLED_BYTES = 256  # at the end of a pack
 _PACK = re.compile(r"[A-Za-z0-9._-]{1,188}\.safetensors")
 
 
@@ -89,6 +90,8 @@ def _fitted(body: Json, packs: bytes) -> dict[str, bytes]:
             contents.append(None)
             continue
         content, packs = packs[:num_bytes], packs[num_bytes:]
+        if num_bytes - len(content) <= _MAX_FILLED_BYTES:  # else most mutants would be truncated
+            content = content.ljust(num_bytes, b"\0")
         contents.append(content)
         files[name] = content
         pack[4] = crc32c(content[:header_bytes])

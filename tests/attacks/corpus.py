@@ -1,7 +1,7 @@
-"""The corpus: inputs that the fuzzer has found, in ``corpus/<reader>.txt``, one a line in base64.
+"""The corpus: inputs that the fuzzer has found, in ``corpus/<reader>.txt``, one a line, by zlib and in base64.
 
-An input is kept if it reaches code that neither the seeds nor the inputs kept before reach, and is made as small as it
-can be while it still reaches that. Code is what a trace function sees: steps from one line of the library to the next.
+An input is kept if it reaches code that no seed and no input kept before reaches, through any reader. It is made
+smaller while it still reaches that. Code is what a trace function sees: steps from one line of the library to the next.
 """
 
 import base64
@@ -9,7 +9,9 @@ import contextlib
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Collection, Iterable
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -41,7 +43,7 @@ def inputs(reader: str) -> list[bytes]:
     """The inputs that are kept for a reader."""
     file = FOLDER / f"{reader}.txt"
     lines = file.read_text().splitlines() if file.exists() else []
-    return [base64.b64decode(line, validate=True) for line in lines]
+    return [zlib.decompress(base64.b64decode(line, validate=True)) for line in lines]
 
 
 def start(reader: str) -> list[bytes]:
@@ -57,7 +59,7 @@ def num_bytes() -> int:
 
 def add(reader: str, data: bytes) -> bool:
     """Keep an input, unless it or the corpus would be too large; returns whether it is kept."""
-    line = base64.b64encode(data) + b"\n"
+    line = base64.b64encode(zlib.compress(data, level=9)) + b"\n"
     if len(data) > _MAX_INPUT_BYTES or num_bytes() + len(line) >= MAX_BYTES:
         return False
     with (FOLDER / f"{reader}.txt").open("ab") as file:
@@ -65,12 +67,20 @@ def add(reader: str, data: bytes) -> bool:
     return True
 
 
-def keep(reader: str, found: Iterable[bytes]) -> int:
-    """Keep those inputs that reach new code and are read within the limits; returns how many there are."""
-    read = READERS[reader]
-    reached = {step for data in start(reader) for step in steps(read, data)}
+def keep(reader: str, found: Iterable[bytes], secs: float) -> int:
+    """Keep those inputs that reach new code and are read within the limits; returns how many there are.
+
+    Args:
+        reader: Name of the reader.
+        found: The inputs; the smallest are looked at first.
+        secs: After which the others are not looked at.
+    """
+    read, reached = READERS[reader], _reached()
+    until = time.monotonic() + secs
     num_kept = 0
     for data in sorted(found, key=len):
+        if time.monotonic() > until:
+            break
         new = steps(read, data) - reached
         if not new:
             continue
@@ -79,6 +89,12 @@ def keep(reader: str, found: Iterable[bytes]) -> int:
             reached |= steps(read, data)
             num_kept += 1
     return num_kept
+
+
+@cache
+def _reached() -> set[Step]:
+    """What seeds and kept inputs reach; callers add to it."""
+    return {step for reader, read in READERS.items() for data in start(reader) for step in steps(read, data)}
 
 
 def _shrunk(read: Reader, data: bytes, wanted: Collection[Step]) -> bytes:

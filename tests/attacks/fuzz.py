@@ -34,6 +34,7 @@ _SHARES = {"loads": 4, "checks": 4, "updates": 2, "upkeep": 4}  # of the time; a
 _MAX_FINDINGS = 3  # of a reader, before it ends
 _MIN_SECS = 5.0  # that are worth another process
 _GRACE_SECS = 120.0
+_MIN_KEEP_SECS = 30.0  # for what was found to be looked through
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MALLOC_ARENA_MAX": "1",  # else each thread reserves 64 MiB of address space
@@ -135,7 +136,8 @@ def _fuzz_reader(reader: str, secs: float) -> _Outcome:
         confirmed = {file for file in complaints if _is_confirmed(reader, file)}
         outcome.findings = [_told(reader, file, complaints[file]) for file in confirmed]
         outcome.unconfirmed = [_told(reader, file, complaints[file]) for file in complaints.keys() - confirmed]
-    outcome.num_kept = corpus.keep(reader, [file.read_bytes() for file in (folder / "found").iterdir()])
+    found = [file.read_bytes() for file in (folder / "found").iterdir()]
+    outcome.num_kept = corpus.keep(reader, found, max(_MIN_KEEP_SECS, secs / 4))
     return outcome
 
 

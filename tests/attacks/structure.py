@@ -26,7 +26,7 @@ Mutate = Callable[[bytes], bytes]
 _MANIFEST = re.compile(rb'\{"sha256":"[0-9a-f]{64}","manifest":(.*)\}\n', re.DOTALL)
 _FRAME = b"\x28\xb5\x2f\xfd"  # what a Zstandard frame begins with
 _MAX_PART_BYTES = 1 << 20  # of what is unpacked
-_BYTES_SHARE = 0.25  # of the mutations that take no notice of structure
+_BYTES_SHARE = 0.1  # of the mutations that take no notice of structure
 _MAX_CHANGES = 3
 
 # Instructions of pickles: those that take values off the stack, and those that push what pickles of torch name.
@@ -66,7 +66,7 @@ def mutated(data: bytes, rng: random.Random, mutate: Mutate) -> bytes:
         return _changed_json(value, rng)
     if instructions := _instructions(data):
         return _changed_list(instructions, [*INSTRUCTIONS, *GLOBALS, b"}", b")", b"]", b"("], rng)
-    lines = data.splitlines(keepends=True)
+    lines = data.splitlines(keepends=True) if data.isascii() else []
     return _changed_list(lines, [], rng) if len(lines) > 1 else mutate(data)
 
 
@@ -127,7 +127,7 @@ def _unpacked(frame: bytes) -> bytes | None:
     try:
         if not 0 <= zstandard.frame_content_size(frame) <= _MAX_PART_BYTES:
             return None
-        return zstandard.ZstdDecompressor().decompress(frame)
+        return zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False)
     except zstandard.ZstdError:
         return None
 

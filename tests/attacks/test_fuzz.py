@@ -12,6 +12,7 @@ import torch
 import torchrec_cnr as cnr
 from tests.attacks import corpus, limits
 from tests.attacks.limits import cost_of
+from tests.attacks.readers import READERS
 from tests.attacks.seeds import seeds
 from tests.attacks.structure import mutated, smaller
 from torchrec_cnr.errors import DamagedError
@@ -71,7 +72,9 @@ def test_what_an_input_costs_is_measured(make: object) -> None:
 def test_an_input_that_reaches_new_code_is_kept_once_and_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two inputs that reach the same, one is kept, without what it does not need."""
     monkeypatch.setattr(corpus, "FOLDER", tmp_path)
+    monkeypatch.setattr(corpus, "READERS", {"markers": READERS["markers"]})
+    corpus._reached.cache_clear()
     found = [b"[[[[", b"[x", *seeds("markers")]
-    assert corpus.keep("markers", found) == 1
+    assert corpus.keep("markers", found, 60.0) == 1
     assert corpus.inputs("markers") == [b"x"]
-    assert corpus.keep("markers", found) == 0
+    assert corpus.keep("markers", found, 60.0) == 0
