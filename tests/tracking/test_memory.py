@@ -96,6 +96,50 @@ def test_parameters_over_one_memory_are_one_table(name: str) -> None:
     tracker.close()
 
 
+ALIASES: dict[str, Callable[[Tensor], Tensor]] = {
+    "a parameter over all": lambda weight: nn.Parameter(weight.data),
+    "a parameter over some rows": lambda weight: nn.Parameter(weight.data[3:6]),
+    "a buffer": lambda weight: nn.Buffer(weight.data),
+    "a buffer over a column": lambda weight: nn.Buffer(weight.data[:, 3]),
+}
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["before the tracker", "after it"])
+@pytest.mark.parametrize("alias", ALIASES.values(), ids=ALIASES)
+def test_writes_through_other_tensors_over_a_table_are_found(alias: Callable[[Tensor], Tensor], is_late: bool) -> None:
+    """Through parameters and buffers over all of its memory or some, whenever they were put into the model."""
+    model = nn.ModuleDict({"a": nn.Embedding(ROWS, 4)})
+    if not is_late:
+        model.other = alias(model["a"].weight)
+    tracker = cnr.RowTracker(model)
+    tracker.freeze()
+    if is_late:
+        model.other = alias(model["a"].weight)
+    assert tracker.num_modified == 0
+    for _ in range(2):
+        with torch.no_grad():
+            model.other[1] = 7.0
+        tracker.freeze()
+        assert bool(tracker.shards[0].rows.frozen.all())
+        tracker.freeze()
+        assert not tracker.shards[0].rows.frozen.any()
+    tracker.close()
+
+
+def test_writes_beside_a_table_in_its_storage_are_none_to_it() -> None:
+    """Parameters may lie in one storage without having a value in common."""
+    storage = torch.randn(ROWS * 4 + 3)
+    model = nn.ModuleDict({"a": nn.Embedding(ROWS, 4)})
+    model["a"].weight = nn.Parameter(storage.data[: ROWS * 4].view(ROWS, 4))
+    model.over = nn.Parameter(storage.data[ROWS * 4 :])
+    tracker = cnr.RowTracker(model)
+    with torch.no_grad():
+        model.over.add_(1.0)
+    tracker.freeze()
+    assert not tracker.shards[0].rows.frozen.any()
+    tracker.close()
+
+
 def test_a_load_onto_itself_of_parameters_over_one_memory_writes_nothing() -> None:
     """As DCP has modules do after a load."""
     model = nn.ModuleDict({"a": nn.Embedding(ROWS, 4), "b": nn.Embedding(ROWS, 4)})

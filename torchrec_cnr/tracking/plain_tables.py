@@ -1,8 +1,10 @@
 """Tables of PyTorch's own: ``nn.EmbeddingBag`` and ``nn.Embedding``, those inside unsharded collections too."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
@@ -39,8 +41,6 @@ def track_plain(model: nn.Module, hooks: Hooks, stepped: OptimizerTables) -> Ite
         if key not in found:
             rows = ModifiedRows(path, Box.whole(tuple(weight.shape)), weight.device)
             found[key] = stepped.add(rows, weight)
-            for alias in _aliases(model, weight):
-                found[key].watch(alias)
             yield found[key]
         shard = found[key]
         watch_loads(module, [("weight", shard)], hooks)
@@ -53,12 +53,43 @@ def track_plain(model: nn.Module, hooks: Hooks, stepped: OptimizerTables) -> Ite
             hooks.add(module.register_forward_hook(Hook(_NormedLookup(shard)), with_kwargs=True))
 
 
-def _aliases(model: nn.Module, weight: Tensor) -> Iterator[Tensor]:
-    """Other parameters over a table's memory, such as a layer's that is tied to it."""
-    for parameter in model.parameters():
-        has_memory = weight.numel() and memory_key(parameter) is not None
-        if has_memory and parameter is not weight and parameter.data_ptr() == weight.data_ptr():
-            yield parameter
+class Aliases:
+    """Other tensors of a model over the memory of its plain tables, such as a layer that is tied to one.
+
+    Each has a version counter of its own, which moves when the table is written to through it.
+    """
+
+    def __init__(self, model: nn.Module, shards: Sequence[TrackedShard]) -> None:
+        self._model = ref(model)
+        self._shards = [shard for shard in shards if shard.weight.numel()]
+        self.find()
+        for shard in self._shards:
+            shard.accept_weight()
+
+    def find(self) -> None:
+        """Watch those put into the model since the last look; what was written through them counts as a write."""
+        model = self._model()
+        if model is None or not self._shards:
+            return
+        in_storage: dict[int, list[TrackedShard]] = {}
+        for shard in self._shards:
+            in_storage.setdefault(shard.weight.untyped_storage().data_ptr(), []).append(shard)
+        for tensor in chain(model.parameters(), model.buffers()):
+            if memory_key(tensor) is not None:
+                for shard in in_storage.get(tensor.untyped_storage().data_ptr(), ()):
+                    if _overlap(tensor, shard.weight):
+                        shard.watch(tensor)
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one storage may have a value in common."""
+    return one.data_ptr() < _end(other) and other.data_ptr() < _end(one)
+
+
+def _end(tensor: Tensor) -> int:
+    """The address after a tensor's last value."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from torchrec_cnr.human_text import count_text
 from torchrec_cnr.lineage.checkpoint import Head
 from torchrec_cnr.tracking.hooks import Hooks, modules_below
 from torchrec_cnr.tracking.managed_collisions import IdMaps, track_evictions
-from torchrec_cnr.tracking.plain_tables import track_plain
+from torchrec_cnr.tracking.plain_tables import Aliases, track_plain
 from torchrec_cnr.tracking.replicas import track_replicas
 from torchrec_cnr.tracking.sharded_tables import device_caches, num_rows_of, sharded_collections, track_collection
 from torchrec_cnr.tracking.torch_optim import OptimizerTables
@@ -67,6 +67,7 @@ class RowTracker(TrackedRows):
         self._replicas = track_replicas(model, self._hooks, sharded)
         plain = list(track_plain(model, self._hooks, stepped))
         self._num_rows.update((shard.rows.name, shard.rows.box.num_rows) for shard in plain)
+        self._aliases = Aliases(model, plain)
         found = [*sharded, *plain]
         self._has_tables_elsewhere = any(isinstance(module, _TOWERS) for _, module in modules_below(model))
         if not found and not self._num_rows and not self._has_tables_elsewhere:
@@ -141,6 +142,7 @@ class RowTracker(TrackedRows):
         if self._is_closed:
             raise ConfigurationError("the tracker was closed and has not seen what was modified since; make a new one")
         self._check_shared()
+        self._aliases.find()
         self.check_writes()
         self._flush()
         if self._replicas is not None:

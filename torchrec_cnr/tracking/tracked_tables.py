@@ -64,8 +64,8 @@ class TrackedShard:
 
     def watch(self, alias: Tensor) -> None:
         """Look for writes by another tensor over the same memory, which has a version counter of its own."""
-        self._aliases.append(alias)
-        self.accept_weight()
+        if all(alias is not other for other in (self.weight, *self._aliases)):
+            self._aliases.append(alias)
 
     def shares_storage(self, other: "TrackedShard") -> bool:
         """Whether both lie in one storage, and so have one version counter."""
