@@ -174,6 +174,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         """Wait until training may go on: at once, but where 'staging_bytes' was too little for all rows."""
         staged: StagedSave | None = self._threads.__dict__.pop("staged", None)
         if staged is not None:
+            staged.running.watch_future()
             staged.wait_for_live()
 
     def close(self) -> None:
