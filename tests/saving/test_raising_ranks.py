@@ -28,6 +28,33 @@ CHILD_SECS = 60.0
 # A rank that raises.
 
 
+def _fail_to_open(rank: int, root: str) -> None:
+    job = torchrec_job(1)
+    tracker, planner = saver(job)
+    cut = save(job, f"{root}/0", planner)
+    writer, reader = models.writer(f"{root}/unused"), cnr.CNRStorageReader(f"{root}/0")
+    place = f"{root}/1" if rank == 0 else "without-its-package://bucket/1"
+    options: Any = {"checkpoint_id": place, "storage_writer": writer, "planner": planner}
+    attempts = (
+        lambda: dcp.save(state(job), **options),
+        lambda: dcp.async_save(state(job), **options).result(timeout=30),
+        lambda: dcp.load(state(job), checkpoint_id=place, storage_reader=reader),
+    )
+    for attempt in attempts:
+        cause = faults.failures_of(attempt)[1]
+        assert isinstance(cause, cnr.ConfigurationError)
+        assert "without-its-package" in str(cause)
+    end = save(job, f"{root}/2", planner)
+    tracker.close()
+    assert_loads(f"{root}/0", cut, torchrec_job)
+    assert_loads(f"{root}/2", end, torchrec_job)
+
+
+def test_a_place_that_one_rank_cannot_open_fails_on_all(tmp_path: Path, rank_pool: RankPools) -> None:
+    """One host without the package of a file system, or its credentials: the other ranks do not wait for it."""
+    rank_pool(2).run(_fail_to_open, str(tmp_path), timeout_secs=40.0)
+
+
 def _fail_everywhere(rank: int, root: str, build: Callable[[int], Job]) -> None:
     job, target = build(1), build(2)
     tracker, planner = saver(job)

@@ -82,10 +82,10 @@ class CNRStorageReader(StorageReader):
         return f"CNRStorageReader({url_text(self._url)})"
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a new load."""
+        """Begin a new load. ``read_metadata`` opens the checkpoint: DCP tells no other rank of an error here."""
         self._end_lease()
         if checkpoint_id is not None:
-            self._url = Store.open(checkpoint_id).url
+            self._url = str(checkpoint_id)
         self._lineage: Lineage | None = None
         self._failure: CNRError | None = None
         self._load_id = uuid.uuid4().hex[:16]
@@ -95,7 +95,9 @@ class CNRStorageReader(StorageReader):
         meta = StorageMeta(checkpoint_id=self._url, load_id=self._load_id)
         self._lineage = self._failure = None
         try:
-            self._lineage = read_lineage(Store.open(self._url, row_log=self._log)).limited(self._bandwidth)
+            store = Store.open(self._url, row_log=self._log)
+            self._url = meta.checkpoint_id = store.url
+            self._lineage = read_lineage(store).limited(self._bandwidth)
         except CNRError as error:
             self._failure = error
             return LoadMetadata({}, storage_meta=meta)

@@ -8,33 +8,37 @@ plug-in of that moment. It does everything within one call, though: ``dcp.save``
 of its own for ``dcp.async_save``, or in such a thread that waits for another process. A save runs as long as that call
 is on the stack of its thread.
 
-An asynchronous save is staged first, and DCP begins it in its own thread a little later. If DCP fails in between, no
-such thread is left.
+An asynchronous save is staged first, and DCP begins it in its own thread a little later. It comes until the future that
+``dcp.async_save`` returns is done.
 
-The interpreter ends after all saves that are running, as with DCP's own writer.
+The interpreter ends after all saves that are running, as with DCP's own writer. If the last one fails, that is logged.
 """
 
 import concurrent.futures.thread  # noqa: F401 - it must have registered its own end of the interpreter before us
+import logging
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from types import CodeType, FrameType
-from weakref import WeakSet
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from torchrec_cnr.errors import SaveError
 
-BEGIN_SECS = 120.0  # from staging until a save begins: DCP may have to start a process first
+logger = logging.getLogger(__name__)
+
 _POLL_SECS = 0.005
 _DCP = "torch.distributed.checkpoint"
 _ONE_SAVE = "_save_state_dict"  # the part of a save that calls writer and planner
 _SERVING_LOOP = "_checkpointing_subprocess"  # of DCP's own process, which does all saves in it
-_DCP_THREADS = ("AsyncCheckpointExecutor", "ThreadPoolExecutor")  # what DCP's executors name their threads
+_FUTURE = "upload_future"  # what ``dcp.async_save`` calls the future that it returns
+_OUTCOME_SECS = 10.0  # from the end of a save until its future is done
 
 
 @dataclass(frozen=True)
@@ -130,12 +134,32 @@ class RunningSave:
         self._is_for_process = _is_for_process()
         self._stager = _Call.current()
         self._stager_id = threading.get_ident()
-        self._older: WeakSet[threading.Thread] = WeakSet(threading.enumerate())
-        self._staged_at = time.monotonic()
+        self._is_watched = False
+        self._is_done = threading.Event()
+        self._failure: str | None = None
         self._call: _Call | None = None
         self._has_begun = False
         self._is_given_up = False  # from then on it must not begin: what was staged may be gone
         self._lock = threading.Lock()
+
+    def watch_future(self) -> None:
+        """Learn what becomes of the save, which this call of ``dcp.async_save`` has staged and submitted."""
+        for frame in _dcp_frames():
+            future = frame.f_locals.get(_FUTURE)
+            if isinstance(future, Future):
+                self._is_watched = True
+                future.add_done_callback(self._note_outcome)
+                return
+
+    def _note_outcome(self, future: "Future[Any]") -> None:
+        error = None if future.cancelled() else future.exception()
+        self._failure = None if error is None else f"{type(error).__name__}: {error}"
+        self._is_done.set()
+
+    def log_failure(self) -> None:
+        """Log that the save has failed: the script may end without asking its future."""
+        if self._is_watched and self._is_done.wait(_OUTCOME_SECS) and self._failure is not None:
+            logger.error("the last asynchronous save has failed: %s", self._failure)
 
     def begin(self) -> None:
         """The save runs in the call of DCP's that this thread is in; if it is in none, the save is not waited for.
@@ -145,7 +169,7 @@ class RunningSave:
         """
         with self._lock:
             if self._is_given_up:
-                raise SaveError(f"the save was staged, and did not begin within {BEGIN_SECS:g} s: save again")
+                raise SaveError("the save was staged, and did not begin before another one did: save again")
             self._call = _Call.current()
             self._has_begun = True
         if sum(frame.f_code.co_name == _ONE_SAVE for frame in _dcp_frames()) < 2:  # it is within no other save
@@ -163,18 +187,11 @@ class RunningSave:
         is_staging = self._stager is not None and self._stager.is_running
         if is_staging and threading.get_ident() != self._stager_id:
             return False
-        is_coming = time.monotonic() < self._staged_at + BEGIN_SECS and self._is_in_a_thread()
+        is_coming = self._is_watched and not self._is_done.is_set()
         with self._lock:
             if not is_coming and not self._has_begun:  # it may have begun meanwhile
                 self._is_given_up = True
             return self._is_given_up
-
-    def _is_in_a_thread(self) -> bool:
-        """Whether there is a thread of DCP's that may begin it."""
-        return any(
-            thread.name.startswith(_DCP_THREADS) and thread not in self._older and thread.is_alive()
-            for thread in threading.enumerate()
-        )
 
     def forget_threads(self) -> None:
         """In a forked child: a thread that the child does not have may hold the lock."""
@@ -258,6 +275,7 @@ class RunningSaves:
         for save in self.running():
             save.wait(None)
             self._clean_up(save)
+            save.log_failure()
 
     def forget(self) -> None:
         """In a forked child, nothing of this runs."""

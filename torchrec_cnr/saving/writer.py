@@ -174,6 +174,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         """Wait until training may go on: at once, but where 'staging_bytes' was too little for all rows."""
         staged: StagedSave | None = self._threads.__dict__.pop("staged", None)
         if staged is not None:
+            staged.running.watch_future()
             staged.wait_for_live()
 
     def close(self) -> None:
@@ -189,9 +190,12 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         self._buffers, self._threads = StagingBuffers(), threading.local()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Another checkpoint id for the saves of this thread; DCP calls this only if it was given one."""
+        """Set another checkpoint id for the saves of this thread; DCP calls this only if it was given one.
+
+        ``storage_meta`` opens it: DCP tells all ranks of an error there, but of one here it does not.
+        """
         if checkpoint_id is not None:
-            self._threads.path, self._threads.asked = self._opened(checkpoint_id), asked_checkpoint_id()
+            self._threads.given, self._threads.asked = checkpoint_id, asked_checkpoint_id()
 
     def _opened(self, path: str | os.PathLike[str]) -> Store:
         return replace(Store.open(path, self._sync_files, self._destination.row_log), bandwidth=self._bandwidth)
@@ -201,6 +205,9 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         asked = asked_checkpoint_id()
         if isinstance(asked, str | os.PathLike) and asked != self._threads.__dict__.get("asked"):
             self.reset(asked)  # another save of this thread came in between: one in a ``state_dict`` method
+        given = self._threads.__dict__.get("given")
+        if given is not None:
+            self._threads.path, self._threads.given = self._opened(given), None
         save = WriterSave(self._store, uuid.uuid4().hex[:16], time.monotonic(), self._staging.timeout_secs)
         save.run_in_thread()
         return CNRStorageMeta(
@@ -324,7 +331,8 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
     @property
     def checkpoint_id(self) -> str:
         """Path or URL of the checkpoint."""
-        return self._store.url
+        given = self._threads.__dict__.get("given")
+        return self._store.url if given is None else str(given)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
