@@ -1,5 +1,6 @@
 """A manager goes back to an older checkpoint: what is newer is abandoned by the first save after it."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torchrec_cnr as cnr
+from tests.lineage.tensorless_roots import as_newer_version
 from tests.support import faults, models
 from tests.support.command_line import cnr_json, cnr_text
 from tests.support.models import Job, differing, plain_job, state, train, whole
@@ -158,3 +160,24 @@ def _go_back(rank: int, root: str) -> str:
     name = _save(job, manager, 3)
     manager.close()
     return name
+
+
+def test_what_a_run_went_back_to_may_be_pruned_before_the_next_save(run: Path) -> None:
+    """That save is a baseline, and what is newer is abandoned all the same."""
+    job, manager = _manager(run)
+    assert manager.restore(state(job), step=2) == 2
+    shutil.rmtree(run / "step-2")
+    assert _save(job, manager, 3) == "step-3-2"
+    manager.close()
+    assert _name(cnr.latest(run)) == "step-3-2"
+    assert cnr.read_checkpoint(run / "step-3-2").kind == "baseline"
+
+
+def test_a_run_goes_back_beside_a_checkpoint_of_a_newer_version(run: Path) -> None:
+    """It is passed over, and keeps nobody from going back and saving."""
+    manifest = run / "step-5" / "manifest.json"
+    manifest.write_bytes(as_newer_version(manifest.read_bytes()))
+    job, manager = _manager(run)
+    assert manager.restore(state(job), step=2) == 2
+    assert _save(job, manager, 3) == "step-3-2"
+    manager.close()

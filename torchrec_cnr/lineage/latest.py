@@ -49,6 +49,12 @@ def newest_first(
 ) -> Iterator[Checkpoint]:
     """The committed checkpoints directly under ``root``, the newest first; see :func:`latest` for what is passed over.
 
+    Args:
+        root: A directory of checkpoints.
+        row_log: As in :func:`latest`.
+        with_abandoned: For a return to an older checkpoint: those that were abandoned count, and one that was written
+            by a newer version is passed over, too.
+
     Raises:
         VersionError: One was written by a newer version.
         StoreError: ``root`` cannot be listed.
@@ -64,6 +70,11 @@ def newest_first(
         try:
             newest = read_checkpoint(directory.at(name))
         except DamagedError as error:
+            logger.warning(_PASSED_OVER, error)
+            continue
+        except VersionError as error:
+            if not with_abandoned:
+                raise
             logger.warning(_PASSED_OVER, error)
             continue
         if with_abandoned or mark_of(newest) not in there:

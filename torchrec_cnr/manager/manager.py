@@ -29,7 +29,7 @@ from torchrec_cnr.manager.background import Background, check_background
 from torchrec_cnr.manager.callbacks import Callbacks
 from torchrec_cnr.manager.open_roots import open_roots
 from torchrec_cnr.manager.ranks import RunRanks
-from torchrec_cnr.manager.restore import abandon_newer, names_behind, path_of_step, restore_newest, step_of
+from torchrec_cnr.manager.restore import Return, abandon_newer, names_behind, path_of_step, restore_newest, step_of
 from torchrec_cnr.manager.schedule import Schedule
 from torchrec_cnr.policies import MAX_RATIO, Compacted, OneShot, Policy, check_policy
 from torchrec_cnr.progress import Saved, SavePhases
@@ -131,7 +131,7 @@ class CheckpointManager:
             self._upkeep = Upkeep(self._root, keep, does_compact, max_ratio, row_log=row_log, progress=progress)
         self.report: LoadReport | None = None
         self._passed_over: frozenset[str] = frozenset()
-        self._back_at: str | None = None
+        self._back_at: Return | None = None
 
     def __repr__(self) -> str:
         head = self._tracker.head
@@ -338,7 +338,8 @@ class CheckpointManager:
         if found is None:
             return None
         loaded, self.report = found
-        restored, self._back_at = step_of(loaded), chosen
+        restored, head = step_of(loaded), self._tracker.head
+        self._back_at = None if chosen is None or head is None else Return(chosen, head.created_ns)
         behind = names_behind(root, restored) if self._ranks.rank == 0 else None
         self._passed_over = self._ranks.decide(behind)
         return restored

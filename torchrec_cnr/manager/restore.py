@@ -5,7 +5,7 @@ import os
 import posixpath
 import re
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
@@ -161,16 +161,39 @@ def names_behind(root: Store, step: int) -> frozenset[str] | CNRError:
         return error
 
 
-def abandon_newer(root: Store, path: str) -> CNRError | None:
-    """Record that a job goes on from the checkpoint at a path, and not from what is newer; errors for all ranks."""
+@dataclass(frozen=True)
+class Return:
+    """A checkpoint that a job has gone back to.
+
+    Attributes:
+        path: Its URL.
+        created_ns: Time of its commit.
+    """
+
+    path: str
+    created_ns: int
+
+
+def abandon_newer(root: Store, back_at: Return) -> CNRError | None:
+    """Record that a job goes on from a checkpoint, and not from what is newer; errors for all ranks.
+
+    The checkpoint may have been pruned since it was loaded: the next save is a baseline then.
+    """
+    is_own = _is_in(root, back_at.path)
     try:
-        back_at = read_checkpoint(replace(root, path=Store.open(path).path)) if _is_in(root, path) else None
-        since_ns = -1 if back_at is None else back_at.created_ns
-        newer = takewhile(lambda found: found.created_ns > since_ns, newest_first(root, with_abandoned=True))
-        mark_abandoned(root, list(newer), back_at)
+        found = newest_first(root, with_abandoned=True)
+        newer = takewhile(lambda checkpoint: not is_own or checkpoint.created_ns > back_at.created_ns, found)
+        mark_abandoned(root, list(newer), _read_if_there(root, back_at.path) if is_own else None)
     except CNRError as error:
         return error
     return None
+
+
+def _read_if_there(root: Store, path: str) -> Checkpoint | None:
+    try:
+        return read_checkpoint(replace(root, path=Store.open(path).path))
+    except CheckpointNotFoundError:
+        return None
 
 
 def _is_in(root: Store, path: str) -> bool:
