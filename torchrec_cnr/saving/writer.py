@@ -131,7 +131,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         check_pack_bytes(pack_bytes)
         check_cpu_share(cpu_share)
         check_count("staging_bytes", staging_bytes)
-        check_positive("timeout_secs", timeout_secs)
+        check_positive("timeout_secs", timeout_secs, most=threading.TIMEOUT_MAX)
         check_callable("progress", progress)
         check_row_log(row_log)
         self._cpu_share = cpu_share
