@@ -15,11 +15,12 @@ def check_count(name: str, value: object, least: int = 0, most: int | None = Non
         raise ConfigurationError(f"{name!r} must be {bounds} (got {value!r})")
 
 
-def check_positive(name: str, value: object) -> None:
-    """Raise a ConfigurationError for what is no number above 0."""
+def check_positive(name: str, value: object, most: float = math.inf) -> None:
+    """Raise a ConfigurationError for what is no finite number above 0, or more than ``most``."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not (is_number and 0 < float(value) < math.inf):  # type: ignore[arg-type]
-        raise ConfigurationError(f"{name!r} must be a number more than 0 (got {value!r})")
+    if not (is_number and 0 < float(value) < math.inf and float(value) <= most):  # type: ignore[arg-type]
+        bound = "" if most == math.inf else f", and at most {most:g}"
+        raise ConfigurationError(f"{name!r} must be a number more than 0{bound} (got {value!r})")
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:

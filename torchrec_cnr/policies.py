@@ -116,14 +116,23 @@ def check_policy(policy: object) -> None:
 
 
 def policy_text(policy: Policy) -> str:
-    """A policy as text, in which those of one class with equal attributes are alike in all processes.
+    """Return a policy as text, in which those of one class with equal attributes are alike in all processes.
 
-    The text that Python gives to objects of a class without ``__repr__`` tells where they lie in memory.
+    Where objects lie in memory is left out, and sets are sorted: their order differs between processes.
     """
-    kind = type(policy)
-    if kind.__repr__ is not object.__repr__:
-        return repr(policy)
-    return _ADDRESS.sub("", f"{kind.__module__}.{kind.__qualname__}({getattr(policy, '__dict__', {})})")
+    kind, state = type(policy), object.__getstate__(policy)  # the attributes, and those in slots
+    parts = state if isinstance(state, tuple) else (state,)
+    attributes = {name: _text(value) for part in parts if part for name, value in part.items()}
+    if not attributes and kind.__repr__ is not object.__repr__:
+        return _ADDRESS.sub("", repr(policy))
+    values = ", ".join(f"{name}={value}" for name, value in attributes.items())
+    return _ADDRESS.sub("", f"{kind.__module__}.{kind.__qualname__}({values})")
+
+
+def _text(value: object) -> str:
+    if isinstance(value, set | frozenset):
+        return "{" + ", ".join(sorted(map(_text, value))) + "}"
+    return repr(value)
 
 
 def check_max_ratio(max_ratio: float) -> None:

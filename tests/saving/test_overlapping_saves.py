@@ -1,5 +1,6 @@
 """Saves that overlap: with one writer, one planner, one tracker, or several of each. Each that succeeds loads."""
 
+import gc
 import itertools
 import os
 import subprocess
@@ -8,23 +9,28 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import torchrec_cnr as cnr
 from tests.support import faults, models
+from tests.support.faults import InjectedError
 from tests.support.jobs import SavingJob
 from tests.support.killing import in_child
 from tests.support.models import plain_job, state, torchrec_job
 from tests.support.ranks import RankPools
 from torchrec_cnr.saving import running_saves
 from torchrec_cnr.saving.cut import Cuts, PendingSave
+from torchrec_cnr.saving.plug_in_messages import StagedSave
 from torchrec_cnr.storage.leases import Lease
 from torchrec_cnr.storage.store import Store
 
@@ -477,6 +483,40 @@ def test_a_save_leaves_nothing_behind(tmp_path: Path) -> None:
     running_saves.running_saves.clean_up()
     assert running_saves.running_saves.running() == []
     job.close()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_planner_does_not_keep_what_it_has_saved(tmp_path: Path, fails: bool) -> None:
+    """Tensors of the state dict that only a save has held are freed when it has been written, or has failed."""
+    job = SavingJob(tmp_path, build=plain_job)
+    extra = torch.zeros(3)
+    held = ref(extra)
+    live = {**state(job.job), "extra": extra, "bad": torch.eye(3).to_sparse() if fails else torch.ones(1)}
+    options: dict[str, Any] = {"storage_writer": job.writer, "planner": job.planner, "no_dist": True}
+    with pytest.raises(CheckpointException) if fails else nullcontext():
+        dcp.save(live, checkpoint_id=job.path(0), **options)
+    del live, extra
+    gc.collect()
+    assert held() is None
+    job.close()
+
+
+def _staging_failed() -> Any:
+    """What was raised of it, weakly."""
+    staged = StagedSave(running_saves.running_saves.add(has_begun=False), failure=InjectedError("staging"))
+    try:
+        staged.__create_write_items__("staged", staged)
+    except InjectedError as error:
+        return ref(error)
+
+
+def test_what_staging_failed_with_does_not_refer_to_itself() -> None:
+    """Else what the frames of its traceback hold would be kept until the garbage collector runs."""
+    gc.disable()
+    try:
+        assert _staging_failed()() is None
+    finally:
+        gc.enable()
 
 
 def test_optimizer_state_that_is_made_after_the_baseline(tmp_path: Path) -> None:

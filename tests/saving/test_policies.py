@@ -1,7 +1,8 @@
 """Policies: what the next checkpoint is a delta of, given the bytes of those before."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.format.manifest import History
-from torchrec_cnr.policies import Compacted, Consecutive, Full, Intermittent, OneShot, Policy, Since
+from torchrec_cnr.policies import Compacted, Consecutive, Full, Intermittent, OneShot, Policy, Since, policy_text
 
 BASELINE_BYTES = 1_000_000
 sizes = st.integers(0, 2**40)
@@ -138,3 +139,48 @@ def test_policies_are_values(policy: Policy) -> None:
     """Two policies of one kind are equal, and hash alike."""
     assert policy == type(policy)()
     assert hash(policy) == hash(type(policy)())
+
+
+class _Slots:
+    __slots__ = ("since",)
+
+    def __init__(self, since: Since) -> None:
+        self.since = since
+
+    def decide(self, history: History) -> Since:
+        return self.since
+
+
+@dataclass(frozen=True)
+class _Named:
+    rule: Callable[[], None]
+    names: frozenset[str]
+
+    def decide(self, history: History) -> Since:
+        return Since.HEAD
+
+
+def _rule() -> Callable[[], None]:
+    """Another function of the same name each time, as another process has."""
+
+    def rule() -> None: ...
+
+    return rule
+
+
+class _BackToFront(frozenset[str]):
+    """A set in another order, as another process may have it."""
+
+    def __iter__(self) -> Iterator[str]:
+        return reversed(list(super().__iter__()))
+
+
+def test_policies_as_text() -> None:
+    """They differ if and only if what they decide by does, in whatever process they are."""
+    assert policy_text(_Slots(Since.HEAD)) == policy_text(_Slots(Since.HEAD))
+    assert policy_text(_Slots(Since.HEAD)) != policy_text(_Slots(Since.BASELINE))
+    names = frozenset("abcdef")
+    assert policy_text(_Named(_rule(), names)) == policy_text(_Named(_rule(), _BackToFront(names)))
+    assert policy_text(_Named(_rule(), names)) != policy_text(_Named(_rule(), frozenset("abc")))
+    assert policy_text(Full()) != policy_text(OneShot())
+    assert policy_text(Compacted(max_deltas=3)) != policy_text(Compacted(max_deltas=4))

@@ -107,3 +107,9 @@ def test_a_place_that_cannot_be_written_is_a_store_error(tmp_path: Path, place: 
         _save_where_it_fails(job, planner, path)
 
     _save_elsewhere_after(str(tmp_path), fail)
+
+
+def test_a_timeout_that_no_lock_can_wait_for_is_refused(tmp_path: Path) -> None:
+    """At once, instead of by an OverflowError of each save."""
+    with pytest.raises(cnr.ConfigurationError, match="'timeout_secs' must be a number more than 0, and at most"):
+        cnr.CNRStorageWriter(tmp_path, timeout_secs=1e10)

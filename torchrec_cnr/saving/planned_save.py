@@ -105,8 +105,7 @@ class PlannedSave(DefaultSavePlanner):
         if staged is not None:
             if meta is not None:
                 meta.writing.take(staged)
-            if staged.failure is not None:
-                raise staged.failure
+            staged.raise_failure()
         if meta is None:
             if options.is_tracked:
                 raise ConfigurationError(

@@ -110,6 +110,10 @@ class CNRSavePlanner(SavePlanner):
         with torch.inference_mode(False):
             return self._save.resolve_data(write_item)
 
+    def end_save(self) -> None:
+        """Drop what was saved in this thread. The writer calls this once it has all data; DCP does not tell."""
+        self._threads.save = None
+
     @property
     def _save(self) -> PlannedSave:
         save: PlannedSave | None = getattr(self._threads, "save", None)

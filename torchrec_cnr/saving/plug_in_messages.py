@@ -69,9 +69,22 @@ class StagedSave:
         writing = WriterSave.of_thread()
         if writing is not None:
             writing.take(self)
-        if self.failure is not None:
-            raise self.failure
+        self.raise_failure()
         return []
+
+    def raise_failure(self) -> None:
+        """Raise what staging has failed with, if it has.
+
+        Raises:
+            Exception: That.
+        """
+        failure = self.failure
+        if failure is not None:
+            self.failure = SaveError(f"staging has failed before: {failure}")  # the traceback of the other leads here
+            try:
+                raise failure
+            finally:
+                del failure
 
     def wait_for_live(self) -> None:
         """Wait until all that was not copied is written, or the save has failed."""

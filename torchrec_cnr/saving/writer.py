@@ -53,6 +53,7 @@ from torchrec_cnr.saving.commit import commit, file_of
 from torchrec_cnr.saving.cut import TIMEOUT_SECS
 from torchrec_cnr.saving.decision import Decision, RankData
 from torchrec_cnr.saving.encoding import kernel_warm_ups
+from torchrec_cnr.saving.planner import CNRSavePlanner
 from torchrec_cnr.saving.plug_in_messages import STAGED, CNRStorageMeta, SaveMetadata, StagedSave, WriterSave
 from torchrec_cnr.saving.rank_writer import RankWriter
 from torchrec_cnr.saving.running_saves import asked_checkpoint_id, is_in_process_of_dcp
@@ -131,7 +132,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         check_pack_bytes(pack_bytes)
         check_cpu_share(cpu_share)
         check_count("staging_bytes", staging_bytes)
-        check_positive("timeout_secs", timeout_secs)
+        check_positive("timeout_secs", timeout_secs, most=threading.TIMEOUT_MAX)
         check_callable("progress", progress)
         check_row_log(row_log)
         self._cpu_share = cpu_share
@@ -270,6 +271,16 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Encode and write this rank's items."""
+        try:
+            results = self._written(plan, planner)
+        finally:
+            if isinstance(planner, CNRSavePlanner):
+                planner.end_save()
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def _written(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         save, began, decision = _save_of_thread(), time.monotonic(), plan.planner_data
         open_sink, save.open_sink = save.open_sink, None
         assert open_sink is not None  # made when this rank's plan was
@@ -288,10 +299,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
             with one_thread() if is_behind_training else nullcontext():
                 writer.write([item for item in plan.items if shard_key(item) not in live])
             phases = staged.phases if staged is not None else SavePhases()
-            results = writer.finish(replace(phases, plan_secs=began - save.began))
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
+            return writer.finish(replace(phases, plan_secs=began - save.began))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit."""
