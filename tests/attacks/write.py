@@ -416,13 +416,14 @@ def split_of_ones(root: Path) -> None:
     draft.write(root / "step-1")
 
 
-def _claim(root: Path, num_rows: int) -> None:
+def _claim(root: Path, num_rows: int) -> Draft:
     draft = Draft()
     draft.body |= {"row_sets": [[["all", 0, num_rows, num_rows, None]]], "objects": {}, "paths": {}}
     draft.shard[0] = [[0, 0], [num_rows, 4]]
     draft.shard[3][0][2] = 16 * num_rows
     draft.body["tensors"]["table"]["size"] = [num_rows, 4]
     draft.write(root / "step-1", num_bytes=10 + 16 * num_rows)
+    return draft
 
 
 @attack("StateMismatchError|truncated")
@@ -448,6 +449,33 @@ def size_of_a_folded_table(root: Path) -> None:
     digest = draft.write(root / "step-1")
     draft.body |= {"replaces": digest, "parent": None}
     draft.write(root / "step-1", f"manifest-{digest}.json")
+
+
+@attack("StateMismatchError|truncated")
+def size_of_a_replaced_table(root: Path) -> None:
+    """A table of 2^50 rows, all of which a replacement has, and which are not there."""
+    _replace(root, _claim(root, 1 << 50), "table")
+
+
+@attack(None)
+def size_without_columns(root: Path) -> None:
+    """A tensor of 2^50 rows without columns, in a replacement: all that goes through its rows takes as long."""
+    num_rows = 1 << 50
+    draft = Draft()
+    draft.body["row_sets"].append([["all", 0, num_rows, num_rows, None]])
+    draft.body["tensors"]["zeros"] = tensor([[[[0, 0], [num_rows, 0]], None, 1, [], NONE]], [num_rows, 0])
+    draft.write(root / "step-1")
+    _replace(root, draft, "zeros")
+
+
+def _replace(root: Path, draft: Draft, fqn: str) -> None:
+    """Write a replacement that says the same, with a tensor that is folded."""
+    manifest = root / "step-1" / "manifest.json"
+    digest = json.loads(manifest.read_bytes())["sha256"]
+    entry = draft.body["tensors"][fqn]
+    entry["folded"] = [[shard[0], None] for shard in entry["shards"]]
+    draft.body["replaces"] = digest
+    write_body(root / "step-1" / f"manifest-{digest}.json", dumps(draft.body))
 
 
 @attack("integer")

@@ -450,8 +450,16 @@ def test_credentials_are_nowhere(tmp_path: Path, root: str, caplog: pytest.LogCa
         "s3://key:canary@bucket/job",
         "s3://key:K7MDENG/bPxRfi/canary@bucket/job",
         "s3+obstore://key:/canary@bucket/job",
+        "s3://key:42/canary@bucket/job",
+        "s3://key:some@canary@bucket/job",
+        "s3://key:some canary@bucket/job",
+        "s3://canary@bucket/job",
+        "simplecache::s3://key:1/canary@bucket/job",
+        "https://canary@host/job",
+        "https://host/job#sig=canary",
         "https://host/job?X-Amz-Credential=canary&X-Amz-Signature=canary",
         "https://host.example/job?sv=2&sig=canary%3D",
+        *[f"https://host/job?{name}=canary" for name in ("auth", "pwd", "sas")],
     ],
 )
 def test_urls_with_secrets_are_refused(url: str) -> None:
@@ -464,6 +472,8 @@ def test_urls_with_secrets_are_refused(url: str) -> None:
 def test_ports_are_no_passwords() -> None:
     """An @ may be in a name."""
     assert checked_url("hdfs://host:8020/user@group/job") == "hdfs://host:8020/user@group/job"
+    assert checked_url("https://host:80/a@b/job") == "https://host:80/a@b/job"
+    assert checked_url("abfs://container@account/job") == "abfs://container@account/job"
     assert checked_url("s3://bucket/a@b:c@d") == "s3://bucket/a@b:c@d"
 
 

@@ -29,9 +29,14 @@ fsspec.register_implementation(
 
 _MANIFEST_FILE = "manifest.json"  # as in ``format.manifest``, which imports torch
 _NO_PATH = re.compile(r"[\\\x00-\x1f]")
-# A password may hold slashes; what is a number before one is a port, and may have an @ behind it.
-_PASSWORD = re.compile(r"://[^/@\s]*:(?!\d+/)[^@\s]*@")
-_SIGNED = re.compile(r"([?&][\w.-]*(?:signature|credential|token|secret|password|key|sig)[\w.-]*=)[^&\s'\")]+", re.I)
+_CONTAINER_AT_ACCOUNT = frozenset({"abfs", "abfss", "az", "adl"})
+_BUCKETS = "|".join(map(re.escape, sorted(OBJECT_STORES - _CONTAINER_AT_ACCOUNT)))
+# Passwords may hold slashes and @. The name of a bucket holds neither a colon nor an @. The number after the colon of a
+# host is a port if a slash follows it, and the path may hold an @.
+_PASSWORD = re.compile(rf"((?:{_BUCKETS})://)[^/\s]*(?::\S*)?@|(https?://)[^/\s]*@|(://)[^/@\s]*:(?!\d+/)\S*@")
+_SIGNED = re.compile(
+    r"([?&#][\w.-]*(?:signature|credential|token|secret|password|pwd|auth|key|sig|sas)[\w.-]*=)[^&\s'\")]+", re.I
+)
 
 
 def without_client(url: str) -> str:
@@ -41,7 +46,7 @@ def without_client(url: str) -> str:
 
 def without_secrets(text: str) -> str:
     """A URL, or a message in which there are some, without passwords and signatures."""
-    return _SIGNED.sub(r"\1…", _PASSWORD.sub("://…@", text))
+    return _SIGNED.sub(r"\1…", _PASSWORD.sub(r"\1\2\3…@", text))
 
 
 def checked_url(url: str | os.PathLike[str]) -> str:
@@ -56,9 +61,10 @@ def checked_url(url: str | os.PathLike[str]) -> str:
     name = os.fspath(url)
     if protocol_of(name) in OBJECT_STORES and not name.partition("://")[2].strip("/"):
         raise ConfigurationError(f"{name!r}: names no bucket; give a URL such as {protocol_of(name)}://bucket/job")
-    if without_secrets(name) != name:
+    unspaced = re.sub(r"\s", "_", name)  # a password may hold spaces, where text has other words
+    if without_secrets(unspaced) != unspaced:
         raise ConfigurationError(
-            f"{without_secrets(name)!r}: credentials in a URL come into logs and errors; give them to the "
+            f"{without_secrets(unspaced)!r}: credentials in a URL come into logs and errors; give them to the "
             "file system by its own configuration, such as the environment or fsspec's configuration files"
         )
     if _NO_PATH.search(name) or _leads_elsewhere(name):

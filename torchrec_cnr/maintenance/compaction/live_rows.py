@@ -178,11 +178,13 @@ def live_rows(
     numbers = _row_numbers(inside, reader, where)
     for piece in reversed(inside):
         rows = numbers.of(piece.rows)
+        bounds = np.array([0, window.num_rows]) + (window.first_row - piece.place.first_row)
         if rows is None:
-            rows = np.arange(piece.rows.first, piece.rows.first + piece.rows.span)
-        first = window.first_row - piece.place.first_row
-        start, stop = np.searchsorted(rows, (first, first + window.num_rows))
-        own = rows[start:stop]
+            start, stop = np.clip(bounds - piece.rows.first, 0, piece.rows.span)
+            own = np.arange(start, stop) + piece.rows.first
+        else:
+            start, stop = np.searchsorted(rows, bounds)
+            own = rows[start:stop]
         covered = coverage.parts(piece.place, own)
         live = np.flatnonzero(~covered.all(axis=0))
         coverage.add(piece.place, own)
@@ -241,7 +243,7 @@ def survey(
     num_live: dict[str, int] = {}
     partly_dead: set[tuple[str, int]] = set()
     for fqn, entry in flat.tensors.items():
-        if entry.folded is None:
+        if entry.folded is None or 0 in entry.size:
             continue
         pieces = pieces_of(fqn, entry)
         num_live |= {piece.key: 0 for piece in pieces}

@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from torchrec_cnr.errors import CheckpointNotFoundError
+from torchrec_cnr.errors import CheckpointNotFoundError, DamagedError
 from torchrec_cnr.human_text import bytes_text, count_text, url_text
 from torchrec_cnr.lineage.checkpoint import Checkpoint, read_lineage
 from torchrec_cnr.lineage.other_roots import lies_in_other_root
 from torchrec_cnr.maintenance.compaction.live_rows import Flat, PackUse, Piece, flatten, survey, uses_of
 from torchrec_cnr.policies import MAX_RATIO, check_max_ratio
-from torchrec_cnr.storage.pack_reader import PackReader
+from torchrec_cnr.storage.pack_reader import PackReader, place_of
 from torchrec_cnr.storage.pack_writer import check_thread_count
 from torchrec_cnr.storage.row_log import RowLog
 from torchrec_cnr.storage.store import Store
@@ -163,6 +163,7 @@ def plan_compaction(
     lineage = read_lineage(Store.open(path, row_log=row_log)).checkpoints
     parent, run = _split(lineage, since)
     flat = flatten(run)
+    _check_sizes(run[-1].store, flat)
     reader = PackReader(run[-1].store, flat.packs, thread_count)
     num_live, partial = survey(run[-1], flat, reader, is_filled=parent is None)
     plan = CompactionPlan(
@@ -178,6 +179,18 @@ def plan_compaction(
     )
     most = math.inf if max_moved_bytes is None else max_moved_bytes
     return replace(plan, victims=_victims(plan, most, self_contained))
+
+
+def _check_sizes(store: Store, flat: Flat) -> None:
+    """Refuse packs that are not there in full: a table may be as large as a manifest says, and take as long."""
+    files = {directory: store.at(directory or ".").listing().files for directory in {p.directory for p in flat.packs}}
+    for pack in flat.packs:
+        num_bytes = files[pack.directory].get(pack.name, 0)
+        if pack.log is None and num_bytes != pack.num_bytes:
+            raise DamagedError(
+                f"{place_of(store.at(pack.directory or '.'), pack)}: truncated: expected {pack.num_bytes} bytes, got "
+                f"{num_bytes}; use another checkpoint"
+            )
 
 
 def _split(

@@ -236,5 +236,7 @@ def _row_bytes(manifest: Manifest, entry: TensorEntry) -> int:
 
 
 def _ranges(num_rows: int, row_bytes: int) -> Iterator[range]:
-    step = max(1, _RANGE_BYTES // max(1, row_bytes))
+    if row_bytes == 0:
+        return iter(())
+    step = max(1, _RANGE_BYTES // row_bytes)
     return (range(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
