@@ -11,6 +11,7 @@ from types import TracebackType
 
 from tests.simulator.engine.scheduler import FindingError
 from torchrec_cnr.errors import CNRError
+from torchrec_cnr.format import manifest_json
 
 NUM_WARM_UP = 100  # schedules, after which nothing grows
 MIN_SCHEDULES = 300  # for which it is looked
@@ -63,6 +64,7 @@ class Resources:
     def now(cls, most_threads: int | None = None) -> "Resources":
         """At this moment; threads that are about to end are waited for until there are no more than so many."""
         until = time.monotonic() + _PATIENCE_SECS
+        manifest_json._KNOWN.clear()  # it is bounded
         gc.unfreeze()
         gc.collect()
         while (num_threads := len(os.listdir("/proc/self/task"))) > (most_threads or num_threads):

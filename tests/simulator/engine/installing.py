@@ -97,7 +97,7 @@ _PREFIXES = ("torchrec_cnr.", "torch.distributed.checkpoint.", "torch.distribute
 
 def _loaded_once(load_state: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     """Loads objects of the same bytes once: most are the same few, and archives take long."""
-    pickled = functools.lru_cache(10_000)(lambda data: pickle.dumps(load_state(data)))
+    pickled = functools.lru_cache(500)(lambda data: pickle.dumps(load_state(data)))
     return lambda data: pickle.loads(pickled(data))
 
 

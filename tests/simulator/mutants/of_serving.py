@@ -34,11 +34,6 @@ def _follows_until_it_fails(served: RowSubscriber) -> None:
             return
 
 
-def _looks_once(changed: Any, commits: RootCommits) -> set[str]:
-    """What was there once is not looked at again, and a manifest that comes later is not seen."""
-    return {name for name in changed(commits) if name not in commits._pending}
-
-
 def _closes_at_once(served: RowSubscriber) -> None:
     served._is_closed.set()
     served._commits.close()
@@ -64,7 +59,6 @@ OF_SERVING: tuple[Mutant, ...] = (
         lambda: wrapping(RootCommits, "_look_at", _goes_back),
     ),
     Mutant("a subscriber ends when it fails", lambda: replacing(RowSubscriber, "_follow", _follows_until_it_fails)),
-    Mutant("a subscriber looks at a directory once", lambda: wrapping(RootCommits, "_changed_names", _looks_once)),
     Mutant("close() does not wait for the subscriber", lambda: replacing(RowSubscriber, "_close", _closes_at_once)),
     Mutant(
         "a subscriber does not read what deltas hold", lambda: replacing(update.UpdateRows, "swap_in", lambda _: None)
