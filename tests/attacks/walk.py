@@ -61,11 +61,11 @@ WAYS: dict[str, Callable[[str], str]] = {
     "verify root": lambda path: cli("verify", "--all", os.path.dirname(path)),
     "inspect": lambda path: cli("inspect", path),
     "latest": lambda path: str(cnr.latest(os.path.dirname(path))),
-    "ls": lambda path: _cli("ls", os.path.dirname(path)),
-    "prune": lambda path: _cli("prune", os.path.dirname(path), "--last", "1"),
+    "ls": lambda path: cli("ls", os.path.dirname(path)),
+    "prune": lambda path: cli("prune", os.path.dirname(path), "--last", "1"),
     "compact": lambda path: str(cnr.plan_compaction(path)),
-    "diff": lambda path: _cli("diff", path, path),
-    "report": lambda path: _cli("report", os.path.dirname(path), "--out", "memory://attacks/report.html"),
+    "diff": lambda path: cli("diff", path, path),
+    "report": lambda path: cli("report", os.path.dirname(path), "--out", "memory://attacks/report.html"),
     "serving": lambda path: str(cnr.RootCommits(os.path.dirname(path)).newest_first()),
 }
 

@@ -25,18 +25,10 @@ from fsspec.implementations.local import LocalFileSystem
 
 from torchrec_cnr.errors import CheckpointExistsError, CNRError, ConfigurationError, DamagedError, StoreError
 from torchrec_cnr.format.blob_bytes import Bytes
-from torchrec_cnr.storage import local_files
+from torchrec_cnr.storage import local_files, retries
 from torchrec_cnr.storage.files import READ_AHEAD_BYTES, Buffer, Listing, RangedFile, Stream, Upload, give_up
 from torchrec_cnr.storage.local_files import link_new, make_directory, open_plain, pass_over, sync_directory
-from torchrec_cnr.storage.retries import (
-    Result,
-    is_object_store,
-    is_transient,
-    is_unanswered,
-    is_unexplained,
-    is_without_bucket,
-    tried_again,
-)
+from torchrec_cnr.storage.retries import Result, is_object_store, is_transient
 from torchrec_cnr.storage.row_log import RowLog
 from torchrec_cnr.storage.urls import (
     OWN_S3FS,
@@ -162,7 +154,7 @@ class Store:
         try:
             return dict(self._fresh().info(path))
         except Exception as error:
-            if not self.is_local and is_unexplained(error):
+            if not self.is_local and retries.is_unexplained(error):
                 self.fs.cat_file(path, start=0, end=1)  # whose answer has a reason
                 raise ConnectionError(f"an answer that has passed: {error}") from error
             raise
@@ -366,7 +358,7 @@ class Store:
         try:
             self._create_new(name, data)
         except Exception as error:
-            if is_unanswered(error):
+            if retries.is_unanswered(error):
                 unanswered.append(str(error))
             # 409 may tell of others who write just now, which passes, or of one who has written, which does not.
             with suppress(Exception):
@@ -393,7 +385,7 @@ class Store:
     def _try(self, action: str, name: str, call: Callable[[], Result]) -> Result:
         """Do something that may be done twice, again and again where it fails by what may pass."""
         with self._errors(action, name):
-            return call() if self.is_local else tried_again(call, f"{action} {self.url}/{name}")
+            return call() if self.is_local else retries.tried_again(call, f"{action} {self.url}/{name}")
 
     @contextmanager
     def _errors(self, action: str, name: str) -> Iterator[None]:
@@ -409,7 +401,9 @@ class Store:
     def _failure(self, action: str, name: str, error: Exception) -> StoreError:
         where = self.url if not name else f"{self.url}/{name}"
         told = f"cannot {action} {where}: {type(error).__name__}: {without_secrets(str(error))}"
-        if is_object_store(self.fs) and is_without_bucket(error):  # a typing error, not a file that is not there yet
+        if is_object_store(self.fs) and retries.is_without_bucket(
+            error
+        ):  # a typing error, not a file that is not there yet
             return StoreError(f"{told}: {self.path.split('/')[0]!r} is no bucket; make it, or name another one")
         failure = StoreError(told)
         failure.errno = getattr(error, "errno", None) or _ERRNO.get(type(error))
