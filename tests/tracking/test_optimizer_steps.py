@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
 import torchrec_cnr as cnr
@@ -186,3 +186,35 @@ def _train_beside_dtensors(rank: int) -> None:
 def test_parameters_beside_a_table_may_be_dtensors(rank_pool: RankPools) -> None:
     """FSDP2 makes DTensors of parameters; a table that is one is refused."""
     rank_pool(2).run(_train_beside_dtensors)
+
+
+def _track_under_fsdp(rank: int, strategy: ShardingStrategy, use_orig_params: bool) -> list[str]:
+    """What a tracker says of a table that FSDP1 manages, and of one that it ignores."""
+    said = []
+    for is_ignored in (False, True):
+        table = nn.Embedding(ROWS, 4)
+        model = FullyShardedDataParallel(
+            nn.Sequential(table, nn.Linear(4, 2)),
+            sharding_strategy=strategy,
+            use_orig_params=use_orig_params,
+            device_id=torch.device("cpu"),
+            ignored_modules=[table] if is_ignored else None,
+        )
+        try:
+            cnr.RowTracker(model).close()
+        except cnr.ConfigurationError as error:
+            said.append(str(error))
+        else:
+            said.append("tracked")
+    return said
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD], ids=str)
+def test_tables_that_fsdp1_manages_are_refused(
+    rank_pool: RankPools, strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """It moves them in and out of memory of its own, and its optimizer sees parts of them."""
+    for refused, ignored in rank_pool(2).run(_track_under_fsdp, strategy, use_orig_params):
+        assert "save without a tracker" in refused
+        assert ignored == "tracked"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import torchrec_cnr as cnr
-from tests.support import zoo
+from tests.support import models, zoo
 from tests.support.models import Whole, differing
 from tests.support.ranks import RankPools
 from tests.support.zoo import Kind, ZooJob
@@ -218,6 +218,31 @@ def _mark_bad_rows(rank: int) -> None:
 def test_rows_that_no_table_has_are_not_marked(rank_pool: RankPools) -> None:
     """On every rank, whichever has the row's neighbours."""
     rank_pool(2).run(_mark_bad_rows)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_tracker_may_be_called_in_inference_mode(tmp_path: Path) -> None:
+    """Where a model is made or restored for an evaluation, and trained afterwards."""
+    model = nn.ModuleDict({"a": nn.Embedding(12, 4)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with torch.inference_mode():
+        tracker = cnr.RowTracker(model, verify_untracked=True)
+    planner, writer = cnr.CNRSavePlanner(tracker, policy=cnr.Compacted()), models.writer(tmp_path / "unused")
+    for step in range(4):
+        model["a"](torch.tensor([step])).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        dcp.save(model.state_dict(), checkpoint_id=tmp_path / str(step), storage_writer=writer, planner=planner)
+        with torch.inference_mode():
+            planner.resolve_last_save()
+        if step == 1:
+            with torch.inference_mode():
+                reader = cnr.CNRStorageReader(tmp_path / "1")
+                dcp.load(model.state_dict(), storage_reader=reader, planner=cnr.CNRLoadPlanner(tracker))
+                tracker.mark("a", torch.tensor([5]))
+    assert cnr.read_checkpoint(tmp_path / "3").kind == "delta"
+    assert torch.equal(cnr.load_table(tmp_path / "3", "a.weight"), model["a"].weight)
+    tracker.close()
 
 
 def test_ids_in_a_nested_tensor_are_marked() -> None:

@@ -8,6 +8,7 @@ from weakref import ref
 
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.format.boxes import Box
@@ -24,14 +25,21 @@ def track_plain(model: nn.Module, hooks: Hooks, stepped: OptimizerTables) -> Ite
     """Track all such tables; modules may share one.
 
     Raises:
-        ConfigurationError: A table is a DTensor, or is computed from other parameters.
+        ConfigurationError: A table is a DTensor, is computed from other parameters, or is managed by
+            FullyShardedDataParallel.
     """
+    of_fsdp = set(_managed_by_fsdp(model))
     found: dict[MemoryKey | int, TrackedShard] = {}
     for path, module in modules_below(model):
         if not isinstance(module, nn.EmbeddingBag | nn.Embedding):
             continue
         weight = module.weight
         key = memory_key(weight) or id(weight)
+        if id(weight) in of_fsdp:
+            raise ConfigurationError(
+                f"{path}: FullyShardedDataParallel manages its weight (use_orig_params=True), and the table cannot be "
+                "tracked: pass its module in ignored_modules, or save without a tracker"
+            )
         if weight is not module._parameters.get("weight") or (key == id(weight) and weight.numel()):
             raise ConfigurationError(
                 f"{path}: its weight is a {type(weight).__name__}, not a parameter with memory of its own, and cannot "
@@ -51,6 +59,13 @@ def track_plain(model: nn.Module, hooks: Hooks, stepped: OptimizerTables) -> Ite
         else:
             hooks.add(module.register_forward_pre_hook(Hook(_BeforeNorm(shard))))
             hooks.add(module.register_forward_hook(Hook(_NormedLookup(shard)), with_kwargs=True))
+
+
+def _managed_by_fsdp(model: nn.Module) -> Iterator[int]:
+    """The ids of the parameters that FSDP1 moves in and out of memory of its own, whatever its strategy."""
+    for module in FullyShardedDataParallel.fsdp_modules(model):
+        if module._handle is not None:
+            yield from map(id, module._handle.flat_param._params or ())
 
 
 class Aliases:

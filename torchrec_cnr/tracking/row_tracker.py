@@ -24,6 +24,9 @@ _TOWERS = (ShardedEmbeddingTower, ShardedEmbeddingTowerCollection)  # some ranks
 
 _ROW_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
+# A caller may be in inference mode, where tensors are made that nothing outside of it can write to.
+_OUTSIDE_INFERENCE = torch.inference_mode(False)
+
 
 class RowTracker(TrackedRows):
     """Tracks the modified rows of all embedding tables of a model, on this rank.
@@ -50,6 +53,7 @@ class RowTracker(TrackedRows):
             parallelism), or in shared memory (Hogwild), where other processes train it.
     """
 
+    @_OUTSIDE_INFERENCE
     def __init__(self, model: nn.Module, *, verify_untracked: bool = False) -> None:
         check_type("model", model, nn.Module, "a torch module")
         self._id_maps = IdMaps(model)
@@ -132,6 +136,7 @@ class RowTracker(TrackedRows):
         for tracked in self.shards if table is None else self._named(table):
             tracked.rows.mark_all()
 
+    @_OUTSIDE_INFERENCE
     def freeze(self) -> None:
         """Cut every shard at once.
 
@@ -149,6 +154,11 @@ class RowTracker(TrackedRows):
             self._replicas.before_cut()
         self._references.check()
         super().freeze()
+
+    @_OUTSIDE_INFERENCE
+    def commit(self, head: Head, has_heat: bool = True) -> None:
+        """The save in flight became ``head``; ``has_heat`` says whether rows of different heat will be kept apart."""
+        super().commit(head, has_heat)
 
     def forget(self) -> None:
         """The tables are about to be overwritten: rows in caches of devices go, or they would be written over them."""
@@ -169,6 +179,7 @@ class RowTracker(TrackedRows):
         for shard in self.shards:
             shard.accept_writes()
 
+    @_OUTSIDE_INFERENCE
     def restore(self, head: Head) -> None:
         """The tables hold what ``head`` holds.
 
