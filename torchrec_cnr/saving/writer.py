@@ -69,6 +69,8 @@ from torchrec_cnr.throttling import Bandwidth, check_cpu_share
 
 logger = logging.getLogger(__name__)
 
+_DCP_METADATA = ".metadata"  # commits a checkpoint in DCP's own format
+
 
 def destination_of(row_log: RowLog | None) -> RowDestination:
     """Where the rows of deltas go: the one place that asks of which kind a log is."""
@@ -232,6 +234,10 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
                 "saved here: save to files, or let a thread save (AsyncCheckpointerType.THREAD)"
             )
         save.store.make()
+        if save.is_coordinator and save.store.exists(_DCP_METADATA):
+            raise CheckpointExistsError(
+                f"{save.store.url} holds a checkpoint in DCP's own format; save under another checkpoint_id"
+            )
         if save.is_coordinator and is_tracked:  # before the id: a job that is ahead takes one after the other
             save.fence = fence_of(save.store)
             save.fence.claim()
