@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 from torch.profiler import record_function
 
-from torchrec_cnr.arguments import check_callable, check_count, check_positive
+from torchrec_cnr.arguments import check_callable, check_count, check_positive, check_type
 from torchrec_cnr.errors import CheckpointExistsError, ConfigurationError, SaveError
 from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.human_text import count_text, url_text
@@ -130,6 +130,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
                 "'overwrite' must be False: a checkpoint is written once; save under another checkpoint_id"
             )
         check_thread_count(thread_count)
+        check_type("sync_files", sync_files, bool, "True or False")
         check_pack_bytes(pack_bytes)
         check_cpu_share(cpu_share)
         check_count("staging_bytes", staging_bytes)
