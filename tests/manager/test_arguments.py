@@ -62,6 +62,8 @@ def test_a_model_where_a_tracker_belongs(tmp_path: Path) -> None:
         cnr.CheckpointManager(tmp_path, model)
     with pytest.raises(cnr.ConfigurationError, match="'tracker' must be a RowTracker"):
         cnr.CNRSavePlanner(model)
+    with pytest.raises(cnr.ConfigurationError, match="'tracker' must be a RowTracker"):
+        cnr.CNRLoadPlanner(model)
     with pytest.raises(cnr.ConfigurationError, match="'model' must be a torch module"):
         cnr.RowTracker(model.state_dict())
 
@@ -115,6 +117,8 @@ def test_a_root_that_is_no_path() -> None:
         {"progress": 3},
         {"row_log": "kafka"},
         {"quantization": "int8"},
+        {"quantization": {5: cnr.Asymmetric(4)}},
+        {"sync_files": "no"},
     ],
     ids=str,
 )
@@ -141,3 +145,31 @@ def test_retention_names_the_argument(tmp_path: Path, options: dict[str, Any]) -
     keep: Any = 3
     with pytest.raises(cnr.ConfigurationError, match="'keep' must be a Keep"):
         cnr.plan_prune(tmp_path, keep)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"model": "x"}, {"interval_secs": "0.2"}, {"interval_secs": 0}, {"on_applied": 3}, {"row_log": "kafka"}],
+    ids=str,
+)
+def test_a_subscriber_names_the_argument(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Before it wraps the forwards of the model."""
+    model = plain_job(1).model
+    with pytest.raises(cnr.ConfigurationError, match=f"'{next(iter(options))}' must be"):
+        cnr.RowSubscriber(**{"model": model, "root": tmp_path} | options)
+    assert "forward" not in vars(model)
+
+
+def test_maintenance_names_the_argument(tmp_path: Path) -> None:
+    """Numbers that are none, and metrics that are no mapping."""
+    job = plain_job(1)
+    manager = cnr.CheckpointManager(tmp_path, cnr.RowTracker(job.model))
+    manager.save(1, state(job))
+    manager.close()
+    wrong: Any = "5"
+    with pytest.raises(cnr.ConfigurationError, match="'now_ns' must be"):
+        cnr.plan_prune(tmp_path, now_ns=wrong)
+    with pytest.raises(cnr.ConfigurationError, match="'max_moved_bytes' must be"):
+        cnr.compact(tmp_path / "step-1", max_moved_bytes=wrong)
+    with pytest.raises(cnr.ConfigurationError, match="'metrics' must be"):
+        cnr.write_metrics(tmp_path / "step-1", wrong)

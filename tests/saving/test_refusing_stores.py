@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -113,3 +114,16 @@ def test_a_timeout_that_no_lock_can_wait_for_is_refused(tmp_path: Path) -> None:
     """At once, instead of by an OverflowError of each save."""
     with pytest.raises(cnr.ConfigurationError, match="'timeout_secs' must be a number more than 0, and at most"):
         cnr.CNRStorageWriter(tmp_path, timeout_secs=1e10)
+
+
+def test_a_checkpoint_in_dcp_format_is_not_written_over(tmp_path: Path) -> None:
+    """A directory holds one checkpoint: otherwise it depends on the reader which one is loaded."""
+    saved = {"a": torch.ones(2)}
+    dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save(saved, storage_writer=cnr.CNRStorageWriter(tmp_path), planner=cnr.CNRSavePlanner(), no_dist=True)
+    (error,) = faults.causes(caught.value).values()
+    assert isinstance(error, cnr.CheckpointExistsError)
+    assert "in DCP's own format" in str(error)
+    assert sorted(tmp_path.iterdir()) == before

@@ -76,7 +76,8 @@ def print_contents(
 def _facts(checkpoint: Checkpoint, lineage: Lineage | None, problem: str | None) -> Table:
     manifest = checkpoint.manifest
     all_rows = sum(entry.size[0] for entry in manifest.tensors.values() if entry.is_table)
-    share = f", {share_text(checkpoint.num_rows / all_rows)} of all" if all_rows else ""
+    # A compacted checkpoint may store older versions of a row, too.
+    share = f", {share_text(checkpoint.num_rows / all_rows)} of all" if 0 < all_rows >= checkpoint.num_rows else ""
     exact = f"; {checkpoint.num_exact_rows:,} stored exactly, as codes cannot" if checkpoint.num_exact_rows else ""
     table = bare_grid("what", "fact")
     table.columns[0].style = "dim"
@@ -118,7 +119,9 @@ def _print_tensors(console: Console, manifest: Manifest, fqns: Sequence[str], ti
         "table" if are_tables else "tensor", ">size", *of_dtype, *of_scheme, ">rows", *of_rows, ">bytes", ">share"
     )
     for fqn, entry in zip(fqns, entries, strict=True):
-        part = percent_text(entry.num_stored_rows / entry.size[0]) if are_tables and entry.size[0] else ""
+        part = ""
+        if are_tables and 0 < entry.size[0] >= entry.num_stored_rows:
+            part = percent_text(entry.num_stored_rows / entry.size[0])
         table.add_row(
             Dotted(fqn.removeprefix(prefix)),
             _size(entry),

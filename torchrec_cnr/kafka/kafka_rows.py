@@ -1,12 +1,12 @@
 """``KafkaRows``: what a writer, reader or subscriber is told of the log that rows go to."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+from torchrec_cnr.arguments import check_count, check_positive, check_type
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.format.manifest import LogRange, Pack
 from torchrec_cnr.format.manifest_parser import TOPIC
@@ -67,28 +67,26 @@ class KafkaRows:
         return given_text(self)
 
     def __post_init__(self) -> None:
+        check_type("bootstrap", self.bootstrap, str, "'host:port' of a broker")
+        check_type("topic", self.topic, str, "the name of a topic")
+        check_type("compacted", self.compacted, bool, "True or False")
         if not self.bootstrap:
             raise ConfigurationError("'bootstrap' is empty; pass 'host:port' of a broker")
         if not TOPIC.fullmatch(self.topic) or len(self.topic) > 240:
             raise ConfigurationError(f"'topic' must be up to 240 of a-z, A-Z, 0-9, '.', '_', '-' (got {self.topic!r})")
-        if not 0 < self.timeout_secs <= _MAX_TIMEOUT_SECS:
-            raise ConfigurationError(
-                f"'timeout_secs' must be more than 0, and {_MAX_TIMEOUT_SECS} or less (got {self.timeout_secs})"
-            )
-        if self.num_partitions < 1:
-            raise ConfigurationError(f"'num_partitions' must be at least 1 (got {self.num_partitions})")
-        if self.num_replicas is not None and self.num_replicas < 1:
-            raise ConfigurationError(f"'num_replicas' must be at least 1, or None (got {self.num_replicas})")
-        if self.retention_secs is not None and not 0 < self.retention_secs < math.inf:
-            raise ConfigurationError(f"'retention_secs' must be more than 0, or None (got {self.retention_secs})")
+        check_positive("timeout_secs", self.timeout_secs)
+        if self.timeout_secs > _MAX_TIMEOUT_SECS:
+            raise ConfigurationError(f"'timeout_secs' must be {_MAX_TIMEOUT_SECS} or less (got {self.timeout_secs})")
+        check_count("num_partitions", self.num_partitions, least=1)
+        if self.num_replicas is not None:
+            check_count("num_replicas", self.num_replicas, least=1)
+        if self.retention_secs is not None:
+            check_positive("retention_secs", self.retention_secs)
+        check_count("row_block_bytes", self.row_block_bytes, 1, _MAX_BLOCK_BYTES)
+        check_count("part_bytes", self.part_bytes, 1, MAX_RECORD_BYTES)
+        check_type("config", self.config, Mapping, "a mapping of librdkafka's settings")
         if own := sorted(self.config.keys() & OWN_SETTINGS):
             raise ConfigurationError(f"'config' may not have {', '.join(own)}: KafkaRows sets it itself")
-        if not 1 <= self.row_block_bytes <= _MAX_BLOCK_BYTES:
-            raise ConfigurationError(
-                f"'row_block_bytes' must be from 1 to {_MAX_BLOCK_BYTES} (got {self.row_block_bytes})"
-            )
-        if not 1 <= self.part_bytes <= MAX_RECORD_BYTES:
-            raise ConfigurationError(f"'part_bytes' must be from 1 to {MAX_RECORD_BYTES} (got {self.part_bytes})")
 
     @property
     def _log(self) -> KafkaLog:

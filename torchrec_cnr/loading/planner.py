@@ -37,7 +37,7 @@ from torchrec_cnr.loading.fitting import Fit, LoadReport, Wanted, fit, saved_by_
 from torchrec_cnr.loading.read_items import LoadMetadata, SameLayout, SavedItem, TargetTables
 from torchrec_cnr.sharding import ShardKey, local_shards, memory_key
 from torchrec_cnr.storage.fences import restored_from
-from torchrec_cnr.tracking.tracked_tables import TrackedRows, TrackedShard
+from torchrec_cnr.tracking.tracked_tables import TrackedRows, TrackedShard, check_tracker
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +98,8 @@ class CNRLoadPlanner(DefaultLoadPlanner):
         allow_partial_load: bool = False,
     ) -> None:
         super().__init__(allow_partial_load=allow_partial_load)
+        if tracker is not None:
+            check_tracker(tracker)
         if tracker is not None and inference is not None:
             raise ConfigurationError(
                 "a quantized model is not trained: load it without the tracker, in a load of its own"

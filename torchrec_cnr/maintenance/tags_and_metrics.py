@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping
 
+from torchrec_cnr.arguments import check_type
 from torchrec_cnr.errors import CheckpointNotFoundError, ConfigurationError, DamagedError
 from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.storage.store import Store, read_whole
@@ -38,6 +39,7 @@ def write_metrics(path: str | os.PathLike[str], metrics: Mapping[str, float]) ->
         CheckpointNotFoundError: Nothing was committed at ``path``.
         StoreError: It cannot be written.
     """
+    check_type("metrics", metrics, Mapping, "numbers by name")
     values: dict[str, float | None] = {}
     for name, given in metrics.items():
         if not _is_name(name):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from torchrec_cnr.arguments import check_type
 from torchrec_cnr.errors import ConfigurationError, DamagedError
 from torchrec_cnr.quantization.choose_bits import ByErrorBudget, ByExpectedRestores
 from torchrec_cnr.quantization.kmeans import KMeans
@@ -52,6 +53,8 @@ class SchemeRules:
             ConfigurationError: It is neither a scheme nor a mapping of patterns to schemes.
         """
         if isinstance(quantization, Mapping):
+            for pattern in quantization:
+                check_type("quantization", pattern, str, "a scheme, or a mapping of patterns to schemes")
             rules = cls(NoQuantization(), tuple(quantization.items()))
         else:
             rules = cls(quantization)

@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 from torch.profiler import record_function
 
-from torchrec_cnr.arguments import check_callable, check_count, check_positive
+from torchrec_cnr.arguments import check_callable, check_count, check_positive, check_type
 from torchrec_cnr.errors import CheckpointExistsError, ConfigurationError, SaveError
 from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.human_text import count_text, url_text
@@ -69,6 +69,8 @@ from torchrec_cnr.storage.store import Store
 from torchrec_cnr.throttling import Bandwidth, check_cpu_share
 
 logger = logging.getLogger(__name__)
+
+_DCP_METADATA = ".metadata"  # commits a checkpoint in DCP's own format
 
 
 def destination_of(row_log: RowLog | None) -> RowDestination:
@@ -129,6 +131,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
                 "'overwrite' must be False: a checkpoint is written once; save under another checkpoint_id"
             )
         check_thread_count(thread_count)
+        check_type("sync_files", sync_files, bool, "True or False")
         check_pack_bytes(pack_bytes)
         check_cpu_share(cpu_share)
         check_count("staging_bytes", staging_bytes)
@@ -240,6 +243,10 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
                 "saved here: save to files, or let a thread save (AsyncCheckpointerType.THREAD)"
             )
         save.store.make()
+        if save.is_coordinator and save.store.exists(_DCP_METADATA):
+            raise CheckpointExistsError(
+                f"{save.store.url} holds a checkpoint in DCP's own format; save under another checkpoint_id"
+            )
         if save.is_coordinator and is_tracked:  # before the id: a job that is ahead takes one after the other
             save.fence = fence_of(save.store)
             save.fence.claim()

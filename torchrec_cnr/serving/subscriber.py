@@ -5,7 +5,6 @@ fails in the thread is logged and tried again, with ever longer pauses until the
 """
 
 import logging
-import math
 import os
 import threading
 import time
@@ -16,13 +15,14 @@ from typing import Self
 
 from torch import nn
 
+from torchrec_cnr.arguments import check_callable, check_positive, check_type
 from torchrec_cnr.errors import CheckpointNotFoundError, CNRError, ConfigurationError, DamagedError, StoreError
 from torchrec_cnr.human_text import url_text
 from torchrec_cnr.serving.commit_sources import Commit, Commits, MarkerCommits, RootCommits
 from torchrec_cnr.serving.served_model import ServedModel
 from torchrec_cnr.serving.updates_report import Applied, Lag, lag_of
 from torchrec_cnr.storage.pack_writer import check_thread_count
-from torchrec_cnr.storage.row_log import RowLog
+from torchrec_cnr.storage.row_log import RowLog, check_row_log
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +65,10 @@ class RowSubscriber:
         row_log: RowLog | None = None,
     ) -> None:
         check_thread_count(thread_count)
-        if not 0 < interval_secs < math.inf:
-            raise ConfigurationError(f"'interval_secs' must be more than 0 (got {interval_secs})")
+        check_type("model", model, nn.Module, "a torch module")
+        check_positive("interval_secs", interval_secs)
+        check_callable("on_applied", on_applied)
+        check_row_log(row_log)
         self._commits = _commits(root, row_log)
         self._interval_secs = interval_secs
         self._on_applied = on_applied

@@ -115,3 +115,15 @@ def test_long_lists_are_cut_and_say_so(tmp_path: Path) -> None:
     assert "t29 " in text
     assert "t0 " not in text
     assert all(f"t{number} " in cnr_text("inspect", tmp_path / "many", "--all") for number in range(30))
+
+
+def test_inspect_after_a_compaction(run: Path, tmp_path: Path) -> None:
+    """The kind is that of the save, as ``ls`` has it; older versions of rows do not make more than all of them."""
+    shutil.copytree(run, tmp_path / "run")
+    newest = cnr.compact(tmp_path / "run" / "step-3", max_ratio=1000.0)
+    entries = newest.manifest.tensors.values()
+    assert any(entry.is_table and entry.num_stored_rows > entry.size[0] for entry in entries)
+    text, document = cnr_text("inspect", newest.store.url), cnr_json("inspect", newest.store.url)
+    assert text.splitlines()[0].endswith("step-3  delta, compacted")
+    assert (document["kind"], document["is_compacted"], document["lineage"][-1]["kind"]) == ("delta", True, "delta")
+    assert max(float(found) for found in re.findall(r"([\d.]+) ?%", text)) <= 100

@@ -93,13 +93,13 @@ def test_prune_tells_what_could_not_be_removed(root: Root, monkeypatch: pytest.M
 
     def refuse(store: Store, name: str, is_durable: bool = False) -> None:
         if store.path.endswith("/a-1"):
-            raise StoreError(f"cannot remove {name}: PermissionError")
+            raise StoreError(f"cannot remove {name}: PermissionError\x1b[2J")
         remove(store, name, is_durable)
 
     monkeypatch.setattr(Store, "remove", refuse)
     result = cnr_result("prune", root.url, "--last", 1, "--execute")
     assert (result.exit_code, result.stderr) == (1, "")
-    assert "not removed: a-1  cannot remove manifest.json: PermissionError\n" in result.stdout
+    assert "not removed: a-1  cannot remove manifest.json: PermissionError\\x1b[2J\n" in result.stdout
     assert root.directories() == {"a", "a-1", "b", "c", "c-1"}
     b_bytes = bytes_in(Path(root.at("b")))
     result = cnr_result("prune", root.url, "--last", 1, "--no-tagged", "--execute", "--json")

@@ -54,7 +54,7 @@ def _document(checkpoint: Checkpoint, lineage: Lineage | None, problem: str | No
     manifest, num_bytes = checkpoint.manifest, tensor_bytes(checkpoint.manifest)
     return {
         "path": checkpoint.store.url,
-        "kind": checkpoint.kind,
+        "kind": checkpoint.committed.kind,
         "is_compacted": checkpoint.is_compacted,
         "created_ns": checkpoint.created_ns,
         "sha256": checkpoint.sha256,
@@ -82,7 +82,7 @@ def _document(checkpoint: Checkpoint, lineage: Lineage | None, problem: str | No
 def _link(checkpoint: Checkpoint) -> dict[str, Any]:
     return {
         "path": checkpoint.store.url,
-        "kind": checkpoint.kind,
+        "kind": checkpoint.committed.kind,
         "created_ns": checkpoint.created_ns,
         "num_bytes": checkpoint.num_bytes,
     }

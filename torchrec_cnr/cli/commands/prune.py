@@ -110,6 +110,7 @@ def _print(plan: PrunePlan, result: PruneResult | None) -> None:
         console.print(f"{gone} would go, {freed} be freed, {bytes_text(plan.left_bytes)} be left; --execute does it")
         return
     for directory, reasons in result.failed.items():
-        console.print(Text.assemble(("not removed: ", "bold red"), name_cell(directory), "  ", "; ".join(reasons)))
+        told = name_cell("; ".join(reasons))
+        console.print(Text.assemble(("not removed: ", "bold red"), name_cell(directory), "  ", told))
     gone, freed = count_text(len(result.removed), "checkpoint"), bytes_text(result.freed_bytes)
     console.print(Text.assemble(("✓ ", "bold green"), f"{gone} removed, {freed} freed"))

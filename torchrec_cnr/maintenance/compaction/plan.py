@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from torchrec_cnr.arguments import check_count
 from torchrec_cnr.errors import CheckpointNotFoundError, DamagedError
 from torchrec_cnr.human_text import bytes_text, count_text, url_text
 from torchrec_cnr.lineage.checkpoint import Checkpoint, read_lineage
@@ -159,6 +160,8 @@ def plan_compaction(
         DamagedError, VersionError, StoreError: The lineage cannot be read.
     """
     check_max_ratio(max_ratio)
+    if max_moved_bytes is not None:
+        check_count("max_moved_bytes", max_moved_bytes)
     check_thread_count(thread_count)
     lineage = read_lineage(Store.open(path, row_log=row_log)).checkpoints
     parent, run = _split(lineage, since)

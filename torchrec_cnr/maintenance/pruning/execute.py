@@ -56,7 +56,7 @@ class PruneResult:
 
     def __str__(self) -> str:
         lines = [f"{count_text(len(self.removed), 'checkpoint')} removed, {bytes_text(self.freed_bytes)} freed"]
-        lines += [f"  not removed  {name_text(name)}: {'; '.join(why)}" for name, why in self.failed.items()]
+        lines += [f"  not removed  {name_text(name)}: {name_text('; '.join(why))}" for name, why in self.failed.items()]
         return "\n".join(lines)
 
 

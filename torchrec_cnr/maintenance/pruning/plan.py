@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from torchrec_cnr.arguments import check_count
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.format.manifest import MANIFEST_FILE, PACK_SUFFIX
 from torchrec_cnr.human_text import bytes_text, count_text, instant_text, name_text, url_text
@@ -172,6 +173,8 @@ def plan_prune(
         StoreError: The root cannot be listed, or the log does not answer in time.
     """
     check_keep(keep)
+    if now_ns is not None:
+        check_count("now_ns", now_ns)
     if row_log is not None and not row_log.open(may_make=False):  # it would say of no save that it was committed
         raise ConfigurationError(
             f"'row_log': there is no topic {row_log.topic!r}; pass the one that rows went to, or None"
