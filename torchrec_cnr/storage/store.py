@@ -346,7 +346,7 @@ class Store:
                 raise
             is_ours = False  # another one's file, too, may be there before its bytes are
         # Of several writers some stores let the last one win, and not every one says so when a write did not happen.
-        if (found := _if_there(lambda: self.read(name))) == data:
+        if (found := _if_there(lambda: self.read(name, 0, len(data) + 1))) == data:
             return bool(unanswered)
         if found is None or (data.startswith(found) and (is_ours or save_id.encode() in found)):
             if found is not None:

@@ -32,7 +32,7 @@ from torchrec_cnr.storage.leases import Lease, leased
 from torchrec_cnr.storage.pack_reader import PackReader
 from torchrec_cnr.storage.pack_writer import PACK_BYTES, check_pack_bytes, check_thread_count
 from torchrec_cnr.storage.row_log import RowLog
-from torchrec_cnr.storage.store import Store
+from torchrec_cnr.storage.store import Store, read_whole
 from torchrec_cnr.version import __version__
 
 
@@ -88,7 +88,8 @@ def may_have_committed(newest: Checkpoint, save_id: str) -> bool:
     try:
         if not newest.store.exists(_name(newest)):
             return not newest.store.is_local
-        found, _ = manifest_json.loads(newest.store.read(_name(newest)), newest.store.url)
+        data = read_whole(newest.store, _name(newest), manifest_json.MAX_MANIFEST_BYTES)
+        found, _ = manifest_json.loads(data, newest.store.url)
     except CNRError:
         return True
     return found.save_id == save_id
