@@ -354,11 +354,11 @@ def journal_files(data: bytes) -> None:
         _put(root.at("step-1"), f"{0:016x}-0-0.safetensors", b"left")
         found = read_catalog(root)
         with suppress(CNRError):
-            read_run_history(found)
+            cli("report", "--json", root.path)
         plan = cnr.plan_prune(found)
         assert str(plan)
         cnr.execute(plan)
-        read_catalog(root)
+        cli("ls", root.path)
 
 
 @_reader
@@ -418,7 +418,7 @@ def dcp_files(data: bytes) -> None:
 def _read_dcp(root: Store) -> None:
     found = read_dcp_checkpoint(root.url)
     for chunk in found.chunks:
-        found.read(chunk)
+        assert found.read(chunk).nbytes <= sum(root.listing().files.values())
     for fqn in found.objects:
         found.read_object(fqn)
 

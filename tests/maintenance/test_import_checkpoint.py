@@ -3,6 +3,7 @@
 import io
 import os
 import pickle
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -347,6 +348,31 @@ def test_metadata_is_not_believed(lie: str, tmp_path: Path) -> None:
     with pytest.raises(cnr.DamagedError, match=words):
         import_checkpoint(tmp_path / "stock", tmp_path / "0")
     assert cnr.latest(tmp_path) is None
+
+
+class _Odd:
+    """What is pickled as a tensor [4, 2] whose storage has a number of bytes that is no multiple of its elements'."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        storage = torch.UntypedStorage(35).fill_(0)
+        return torch._utils._rebuild_tensor_v3, (storage, 0, (4, 2), (1, 4), False, OrderedDict(), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("hostile", "words"), [(torch.ones(1, 1).expand(4, 2), "4 bytes for 8 values, which overlap"), (_Odd(), None)]
+)
+def test_storages_that_torch_does_not_write(tmp_path: Path, hostile: object, words: str | None) -> None:
+    """Values that overlap would take any amount of memory, and are refused; bytes behind the values are not read."""
+    _save(tmp_path / "stock", {"t": torch.ones(4, 2)})
+    file = tmp_path / "stock" / "__0_0.distcp"
+    torch.save(hostile, file)
+    _change(tmp_path / "stock", lambda metadata: _info(metadata, "t", offset=0, length=file.stat().st_size))
+    if words is None:
+        import_checkpoint(tmp_path / "stock", tmp_path / "0")
+        assert torch.equal(cnr.load_table(tmp_path / "0", "t"), torch.zeros(4, 2))
+    else:
+        with pytest.raises(cnr.DamagedError, match=words):
+            import_checkpoint(tmp_path / "stock", tmp_path / "0")
 
 
 def test_damaged_files_are_refused(tmp_path: Path) -> None:

@@ -296,8 +296,10 @@ def _located(where: str, chunk: Chunk, size: tuple[int, ...], info: _StorageInfo
     span = 1 + sum((length - 1) * step for length, step in zip(opened.shape, opened.stride(), strict=True))
     if (first + span) * itemsize > storage.nbytes() or start + storage.nbytes() > info.length:
         raise DamagedError(f"{where}: it ends before its values do")
+    if opened.numel() * itemsize > storage.nbytes():  # a small file could ask for any amount of memory
+        raise DamagedError(f"{where}: {storage.nbytes()} bytes for {opened.numel()} values, which overlap")
     if not opened.is_contiguous():
-        extent = Extent(info.relative_path, info.offset + start, storage.nbytes())
+        extent = Extent(info.relative_path, info.offset + start, (first + span) * itemsize)
         return [DCPChunk(chunk, size, extent, opened.stride(), first)]
     start += info.offset + first * itemsize
     parts: list[DCPChunk] = []
