@@ -157,7 +157,8 @@ class CheckpointManager:
         while True:
             started = time.monotonic()
             try:
-                metadata = self._save(save, step, state)
+                with self._ranks.explaining():
+                    metadata = self._save(save, step, state)
             except CheckpointException as error:
                 if num_retries > 0 and self._is_committed(step, error):
                     secs = time.monotonic() - started
@@ -166,8 +167,6 @@ class CheckpointManager:
                     raise
                 num_retries += 1
                 logger.warning("step %d: the save failed and is tried again: %s", step, error)
-            except RuntimeError as error:
-                raise self._ranks.explained(error) from error
             else:
                 secs = time.monotonic() - started
                 return self._finish(step, metadata, secs, secs, num_retries)
@@ -236,9 +235,10 @@ class CheckpointManager:
         step, started, stall_secs, future = self._in_flight
         self._in_flight = None
         try:
-            metadata = future.result()
-        except Exception as error:
-            raise self._ranks.explained(error) from error
+            with self._ranks.explaining():
+                metadata = future.result()
+        finally:
+            del future  # an error would refer to itself by it
         return self._finish(step, metadata, stall_secs, time.monotonic() - started, 0)
 
     def _finish(

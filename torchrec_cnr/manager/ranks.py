@@ -9,15 +9,15 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
-from torchrec_cnr.errors import CNRError, SaveError
+from torchrec_cnr.errors import SaveError
 from torchrec_cnr.manager.restore import shared
 
 logger = logging.getLogger(__name__)
@@ -127,18 +127,20 @@ class RunRanks:
         dist.all_gather_object(found, is_so, group=self._deciding)
         return any(found)
 
-    def explained(self, error: BaseException) -> BaseException:
-        """An error of a save; one that came from a collective names the ranks that are missing, if any are."""
-        if self._pulse is None or isinstance(error, CNRError | CheckpointException):
-            return error
-        missing = self._pulse.missing()
-        if not missing:
-            return error
-        ranks = f"rank {missing[0]} does" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} do"
-        return SaveError(
-            f"{ranks} not answer: killed, stopped, or cut off. Whether the save was committed, its manifest tells; "
-            "start the job again, and restore the newest checkpoint"
-        )
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Replace an error that came from a collective of a save by one that names the missing ranks, if any are."""
+        try:
+            yield
+        except RuntimeError as error:
+            missing = () if self._pulse is None else self._pulse.missing()
+            if not missing:
+                raise
+            ranks = f"rank {missing[0]} does" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} do"
+            raise SaveError(
+                f"{ranks} not answer: killed, stopped, or cut off. Whether the save was committed, its manifest tells; "
+                "start the job again, and restore the newest checkpoint"
+            ) from error
 
     def close(self) -> None:
         """This rank leaves, and gives its groups back."""
