@@ -129,7 +129,7 @@ def _save_with_trouble_on_one_rank(rank: int, root: str) -> list[int]:
     resolve, found = manager._planner.resolve_last_save, []
     for step in (1, 2):
         train(job, step)
-        calls = [resolve, _refuse, resolve]  # before the save, after it, and at the end
+        calls = [_refuse, _refuse, resolve]  # before the save, after it, and at the end
         with pytest.MonkeyPatch.context() as patch:
             if rank:
                 patch.setattr(manager._planner, "resolve_last_save", lambda calls=calls: calls.pop(0)())

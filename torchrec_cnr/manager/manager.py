@@ -223,10 +223,17 @@ class CheckpointManager:
 
     def _leave_other_roots(self) -> None:
         """Begin a root with a baseline, whatever the job has loaded: it may be copied, moved or pruned alone."""
-        self._planner.resolve_last_save()
+        self._settle_last_save()
         head = self._tracker.head
         if head is not None and Store.open(head.ref.path).at("..").url != self._root:
             self._tracker.forget()
+
+    def _settle_last_save(self) -> None:
+        """Learn how the last save ended, if that can be told: a rank alone must not raise, since others go on."""
+        try:
+            self._planner.resolve_last_save()
+        except CNRError as error:
+            logger.info("the next save looks at it, in a phase in which all ranks learn of an error: %s", error)
 
     def wait(self) -> Saved | None:
         """Wait for a save in the background; raises what it failed with."""
@@ -246,10 +253,7 @@ class CheckpointManager:
     ) -> Saved:
         """Tell of a save that was committed. One rank alone raises nothing here: the others have gone on."""
         self._due.saved(step)
-        try:
-            self._planner.resolve_last_save()
-        except StoreError as error:
-            logger.info("the next save will look at it: %s", error)
+        self._settle_last_save()
         path = self._path(step)
         if metadata is None or metadata.size is None:
             size = self._ranks.decide(self._size_of(path) if self._ranks.rank == 0 else None)
