@@ -125,6 +125,7 @@ class CheckpointManager:
         self._upkeep: Upkeep | None = None
         open_roots.enter(self._root, self)
         self._ranks = RunRanks(timeout_secs)  # once all arguments have been looked at
+        self._refuse_different(every_steps, every_secs, timeout_secs)
         self._due.share = self._ranks.decide
         if self._ranks.rank == 0:
             progress = self._callbacks.progress
@@ -132,6 +133,22 @@ class CheckpointManager:
         self.report: LoadReport | None = None
         self._passed_over: frozenset[str] = frozenset()
         self._back_at: str | None = None
+
+    def _refuse_different(self, every_steps: int | None, every_secs: float | None, timeout_secs: float) -> None:
+        """By these, each rank decides alone whether it saves, waits or tries again: others would wait for it."""
+        arguments = {
+            "every_steps": every_steps,
+            "every_secs": every_secs,
+            "num_retries": self._num_retries,
+            "timeout_secs": timeout_secs,
+            "when_busy": self._when_busy,
+        }
+        try:
+            self._ranks.refuse_different(arguments)
+        except BaseException:
+            self._ranks.close()
+            open_roots.leave(self._root, self)
+            raise
 
     def __repr__(self) -> str:
         head = self._tracker.head
@@ -144,7 +161,7 @@ class CheckpointManager:
         Args:
             step: The step that training has just made.
             state: As for ``dcp.save``: live state dicts or ``Stateful`` objects; or what returns it, called when due.
-            force: Save whether it is due or not.
+            force: Save whether it is due or not; the same on all ranks.
 
         Raises:
             CheckpointException, SaveError: It failed, as often as it was tried. The rows are in the next one.

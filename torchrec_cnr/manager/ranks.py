@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
-from torchrec_cnr.errors import SaveError
+from torchrec_cnr.errors import ConfigurationError, SaveError
 from torchrec_cnr.manager.restore import shared
 
 logger = logging.getLogger(__name__)
@@ -121,11 +121,27 @@ class RunRanks:
 
     def any(self, is_so: bool) -> bool:
         """Whether it is so on any rank."""
+        return any(self._gathered(is_so))
+
+    def refuse_different(self, arguments: Mapping[str, object]) -> None:
+        """Compare arguments by which each rank decides alone whether it takes part in a collective.
+
+        Raises:
+            ConfigurationError: One is not the same on all ranks; raised on all of them.
+        """
+        given = self._gathered(dict(arguments))
+        for name, value in given[0].items():
+            for rank, other in enumerate(given):
+                if other[name] != value:
+                    got = f"{value!r} on rank 0, {other[name]!r} on rank {rank}"
+                    raise ConfigurationError(f"{name!r} must be the same on all ranks (got {got})")
+
+    def _gathered(self, value: Any) -> list[Any]:
         if self._deciding is None:
-            return is_so
+            return [value]
         found: list[Any] = [None] * dist.get_world_size(self._deciding)
-        dist.all_gather_object(found, is_so, group=self._deciding)
-        return any(found)
+        dist.all_gather_object(found, value, group=self._deciding)
+        return found
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
