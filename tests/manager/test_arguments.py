@@ -8,6 +8,7 @@ import pytest
 
 import torchrec_cnr as cnr
 from tests.support.models import plain_job, state, train
+from tests.support.ranks import RankPools
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -53,6 +54,37 @@ def test_settings_of_the_background_name_the_argument(options: dict[str, Any]) -
     """Before a manager is made with them."""
     with pytest.raises(cnr.ConfigurationError, match=f"'{next(iter(options))}' must be"):
         cnr.Background(**options)
+
+
+def test_ranks_with_different_arguments(tmp_path: Path, rank_pool: RankPools) -> None:
+    """All are told which one differs, before one of them waits for others that do something else."""
+    found = rank_pool(2).run(_made_with_different_arguments, str(tmp_path))
+    assert found[0] == found[1]
+    assert [text.partition(" must be")[0] for text in found[0]] == [
+        "'num_retries'",
+        "'when_busy'",
+        "'every_steps'",
+        "'every_secs'",
+        "'timeout_secs'",
+    ]
+    assert found[0][0].endswith("(got 0 on rank 0, 1 on rank 1)")
+
+
+def _made_with_different_arguments(rank: int, root: str) -> list[str]:
+    given: list[dict[str, Any]] = [
+        {"num_retries": rank},
+        {"background": cnr.Background(when_busy="skip" if rank else "wait")},
+        {"every_steps": 1 + rank},
+        {"every_secs": None if rank else 5.0},
+        {"timeout_secs": 50.0 + rank},
+    ]
+    tracker, texts = cnr.RowTracker(plain_job(1).model), []
+    for options in given:
+        with pytest.raises(cnr.ConfigurationError) as raised:
+            cnr.CheckpointManager(root, tracker, **options)
+        texts.append(str(raised.value))
+    cnr.CheckpointManager(root, tracker).close()
+    return texts
 
 
 def test_a_model_where_a_tracker_belongs(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.distributed_c10d import _world
 
 import torchrec_cnr as cnr
@@ -48,6 +49,41 @@ def test_callbacks_that_raise_end_nothing(tmp_path: Path, caplog: pytest.LogCapt
         "on_progress",
         "on_saved",
     ]
+
+
+def test_an_evaluation_that_fails_in_a_callback_ends_nothing(tmp_path: Path) -> None:
+    """What DCP raises is no Exception."""
+
+    def fail(_: object) -> None:
+        raise CheckpointException("no such checkpoint", {})
+
+    job = plain_job(1)
+    manager = cnr.CheckpointManager(tmp_path, cnr.RowTracker(job.model), on_saved=fail)
+    assert _saved_steps(manager, job, 2) == [1, 2]
+    assert manager.num_callback_errors == 2
+    manager.close()
+
+
+@pytest.mark.parametrize("error", [SystemExit("end"), KeyboardInterrupt()], ids=repr)
+def test_no_error_ends_the_thread_of_upkeep(tmp_path: Path, error: BaseException) -> None:
+    """A callback may raise anything in it; the next checkpoint is pruned for."""
+    job, errors = plain_job(1), [error]
+
+    def fail_once(what: str, *_: int) -> None:
+        if what == "prune" and errors:
+            raise errors.pop()
+
+    manager = cnr.CheckpointManager(
+        tmp_path, cnr.RowTracker(job.model), policy=cnr.Full(), keep=cnr.Keep(last=1), on_progress=fail_once
+    )
+    _saved_steps(manager, job, 2)
+    assert manager._upkeep is not None
+    while manager._upkeep.num_errors == 0:
+        time.sleep(0.01)
+    train(job, 3)
+    manager.save(3, state(job))
+    manager.close()
+    assert list(read_catalog(tmp_path).checkpoints) == ["step-3"]
 
 
 def test_a_foreign_error_does_not_end_upkeep(

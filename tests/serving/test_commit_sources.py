@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+from torch.distributed.checkpoint.api import CheckpointException
 
 import torchrec_cnr as cnr
 from tests.loading.quantized_models import float_model
@@ -45,6 +46,22 @@ def test_a_thread_follows_until_it_is_closed(tmp_path: Path) -> None:
     assert "forward" not in vars(model)
     with pytest.raises(cnr.ConfigurationError, match="closed"):
         subscriber.update()
+
+
+def test_a_callback_that_loads_does_not_end_the_thread(tmp_path: Path) -> None:
+    """What DCP raises is no Exception; the next checkpoint is applied."""
+    told = []
+
+    def fail(applied: cnr.Applied) -> None:
+        told.append(applied.path)
+        if len(told) == 2:
+            raise CheckpointException("no such checkpoint", {})
+
+    last = save_tables(tmp_path / "0", 0, SCHEMES[2], None, 1.0)
+    with cnr.RowSubscriber(float_model(1), tmp_path, interval_secs=0.01, on_applied=fail):
+        for number in (1, 2):
+            last = save_tables(tmp_path / str(number), number, SCHEMES[2], last, 0.5)
+            wait_until(lambda: str(tmp_path / str(number)) in told)  # noqa: B023 - it is called here
 
 
 def test_a_failure_that_lasts_is_raised_at_the_end(tmp_path: Path) -> None:

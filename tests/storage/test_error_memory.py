@@ -5,6 +5,7 @@ import gc
 import os
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -12,9 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import torchrec_cnr as cnr
 from tests.servers import s3_servers
+from tests.support.models import plain_job
 from torchrec_cnr.errors import CNRError, DamagedError, StoreError
 from torchrec_cnr.lineage.checkpoint import committed
+from torchrec_cnr.manager import manager
 from torchrec_cnr.manager.restore import shared
 from torchrec_cnr.serving import Commit, RowSubscriber
 from torchrec_cnr.serving.served_model import ServedModel
@@ -82,7 +86,7 @@ def outlives(act: Callable[[], object]) -> bool:
 
 def _act(act: Callable[[], object]) -> "weakref.ref[Rows]":
     rows = Rows()
-    with suppress(CNRError, OSError, TypeError):
+    with suppress(CNRError, OSError, TypeError, RuntimeError):
         act()
     return weakref.ref(rows)
 
@@ -93,6 +97,37 @@ def test_errors_keep_nothing_of_their_callers(store: Store, act: Callable[[Store
     num_files = len(os.listdir("/proc/self/fd"))
     assert not outlives(lambda: act(store))
     assert len(os.listdir("/proc/self/fd")) == num_files
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("error", [StoreError("no answer"), RuntimeError("foreign")], ids=repr)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_failed_saves_of_a_manager_keep_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, is_async: bool
+) -> None:
+    """Whether they fail at once or in the background."""
+    saver = cnr.CheckpointManager(tmp_path, cnr.RowTracker(plain_job(1).model))
+
+    def fail(*_: object, **__: object) -> None:
+        raise type(error)(*error.args)
+
+    def fail_later(*_: object, **__: object) -> Future[None]:
+        future: Future[None] = Future()
+        future.set_exception(type(error)(*error.args))
+        return future
+
+    monkeypatch.setattr(manager, "save", fail)
+    monkeypatch.setattr(manager, "async_save", fail_later)
+
+    def act() -> None:
+        if is_async:
+            saver.async_save(1, {})
+            saver.wait()
+        else:
+            saver.save(1, {})
+
+    assert not outlives(act)
+    saver.close()
 
 
 @pytest.fixture(scope="module")

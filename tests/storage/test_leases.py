@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from tests.support.killing import in_child
 from tests.support.models import Whole, state, torchrec_job
 from tests.support.ranks import RankPools
 from tests.support.roots import NUM_COLS, NUM_ROWS, TABLE, Root, prune
-from torchrec_cnr.format.manifest import MANIFEST_FILE
+from torchrec_cnr.format.manifest import MANIFEST_FILE, PACK_SUFFIX
 from torchrec_cnr.maintenance.pruning.execute import run_prune
 from torchrec_cnr.maintenance.pruning.plan import plan_prune
 from torchrec_cnr.maintenance.pruning.retention import Keep
@@ -382,9 +382,73 @@ _TAKE = """
 import os, sys
 from torchrec_cnr.storage.leases import Lease
 from torchrec_cnr.storage.store import Store
-print(Lease.take(Store.open(sys.argv[1]), "save").name, flush=True)
+lease = Lease.take(Store.open(sys.argv[1]), "save")
+if sys.argv[2:]:
+    lease.leave()
+print(lease.name, flush=True)
 os._exit(0)
 """
+
+
+def test_a_lease_that_was_left_outlives_its_process(tmp_path: Path) -> None:
+    """A request that seems to have failed may arrive after the process has ended, on its machine too."""
+    subprocess.run([sys.executable, "-c", _TAKE, str(tmp_path), "leave"], check=True)
+    assert held(tmp_path, "save") == 1
+
+
+# Clocks
+
+
+@contextmanager
+def _clock_ahead(secs: int) -> Iterator[None]:
+    """The clock of this machine is wrong; that of its file system is not."""
+    now_ns = time.time_ns
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "time_ns", lambda: now_ns() + secs * 10**9)
+        yield
+
+
+def test_a_prune_whose_clock_is_ahead_removes_nothing_in_use(tmp_path: Path) -> None:
+    """It goes by the clock of the file system, which may be another machine's."""
+    trainer = SavingJob(tmp_path)
+    trainer.train_and_save("0")
+
+    def prune_by_a_wrong_clock() -> None:
+        with _clock_ahead(24 * 3600):
+            assert prune(str(tmp_path), Keep(last=1)).removed == ()
+
+    cut = save_and_act(trainer, "1", "finish", prune_by_a_wrong_clock)
+    trainer.assert_loads("1", cut)
+    assert not list(tmp_path.rglob("*.clock"))
+
+
+@pytest.mark.parametrize("secs", [-24 * 3600, 24 * 3600])
+def test_a_lease_goes_by_the_clock_of_its_store(tmp_path: Path, secs: int) -> None:
+    """It holds from now on, however wrong the clock of the machine that has taken it; also once it is renewed."""
+    store = Store.open(tmp_path)
+    with _clock_ahead(secs):
+        lease = Lease.take(store, "save")
+        assert lease is not None
+        assert not lease.is_lost
+    for _ in range(2):
+        assert holds(store, store.names(), time.time_ns())
+        assert not holds(store, store.names(), time.time_ns() + (LEASE_SECS + 60) * 10**9)
+        with _clock_ahead(secs):
+            lease.renew()
+    lease.release()
+    assert store.names() == []
+
+
+def test_a_save_whose_packs_were_removed_is_not_committed(tmp_path: Path) -> None:
+    """Its lease is there: a prune by a wrong clock removes packs before leases, and may have died in between."""
+    trainer = SavingJob(tmp_path)
+
+    def remove_a_pack() -> None:
+        next((tmp_path / "0").glob(f"*{PACK_SUFFIX}")).unlink()
+
+    with pytest.raises(CheckpointException, match="save again if it was pruned"):
+        save_and_act(trainer, "0", "finish", remove_a_pack)
+    assert cnr.latest(tmp_path) is None
 
 
 # Files
@@ -411,9 +475,14 @@ def test_names_say_until_when(tmp_path: Path) -> None:
     for name in ("a.lease", f"{'0' * 16}.1.lease", f"{'0' * 16}.x.load.lease", f"{'0' * 16}.1.Load.lease\n", ".lease"):
         assert not is_lease(name)
         assert not holds(store, [name], 0)
-    assert holds(store, [f"{'0' * 16}.{'9' * 20}.later.lease"], time.time_ns()), (
-        "versions to come may have other purposes"
-    )
+    later = f"{'0' * 16}.{time.time_ns() + LEASE_SECS * 10**9}.later.lease"
+    assert holds(store, [later], time.time_ns()), "versions to come may have other purposes"
+
+
+def test_a_lease_that_never_ends_is_none(tmp_path: Path) -> None:
+    """No process writes one, and it would keep a directory for ever."""
+    for number in ("9" * 20, str(time.time_ns() + 40 * 3600 * 10**9)):
+        assert not holds(Store.open(tmp_path), [f"{'0' * 16}.{number}.load.lease"], time.time_ns())
 
 
 def test_a_lease_is_held_for_a_while(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ class Upkeep:
                 self.run_for(read_checkpoint(Store.open(path, row_log=self._log)))
             except CheckpointNotFoundError as error:
                 logger.info("%s needs no upkeep any more, it was pruned: %s", path, error)
-            except Exception as error:  # without this thread, nothing would be compacted or pruned any more
+            except BaseException as error:  # without this thread, nothing would be compacted or pruned any more
                 if _is_ending.is_set():  # executors take no more work: this is no failure
                     return
                 self.num_errors += 1

@@ -5,6 +5,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from torch.distributed.checkpoint.api import CheckpointException
+
 from torchrec_cnr.progress import Saved
 
 logger = logging.getLogger(__name__)
@@ -43,7 +45,7 @@ class Callbacks:
             return
         try:
             callback(*args)
-        except Exception as error:  # foreign code, whose errors are not those of a checkpoint
+        except (Exception, CheckpointException) as error:  # foreign code, whose errors are not those of a checkpoint
             with self._counting:
                 self.num_errors += 1
                 is_first = name not in self._told

@@ -125,6 +125,7 @@ class CheckpointManager:
         self._upkeep: Upkeep | None = None
         open_roots.enter(self._root, self)
         self._ranks = RunRanks(timeout_secs)  # once all arguments have been looked at
+        self._refuse_different(every_steps, every_secs, timeout_secs)
         self._due.share = self._ranks.decide
         if self._ranks.rank == 0:
             progress = self._callbacks.progress
@@ -132,6 +133,22 @@ class CheckpointManager:
         self.report: LoadReport | None = None
         self._passed_over: frozenset[str] = frozenset()
         self._back_at: Return | None = None
+
+    def _refuse_different(self, every_steps: int | None, every_secs: float | None, timeout_secs: float) -> None:
+        """By these, each rank decides alone whether it saves, waits or tries again: others would wait for it."""
+        arguments = {
+            "every_steps": every_steps,
+            "every_secs": every_secs,
+            "num_retries": self._num_retries,
+            "timeout_secs": timeout_secs,
+            "when_busy": self._when_busy,
+        }
+        try:
+            self._ranks.refuse_different(arguments)
+        except BaseException:
+            self._ranks.close()
+            open_roots.leave(self._root, self)
+            raise
 
     def __repr__(self) -> str:
         head = self._tracker.head
@@ -144,7 +161,7 @@ class CheckpointManager:
         Args:
             step: The step that training has just made.
             state: As for ``dcp.save``: live state dicts or ``Stateful`` objects; or what returns it, called when due.
-            force: Save whether it is due or not.
+            force: Save whether it is due or not; the same on all ranks.
 
         Raises:
             CheckpointException, SaveError: It failed, as often as it was tried. The rows are in the next one.
@@ -157,7 +174,8 @@ class CheckpointManager:
         while True:
             started = time.monotonic()
             try:
-                metadata = self._save(save, step, state)
+                with self._ranks.explaining():
+                    metadata = self._save(save, step, state)
             except CheckpointException as error:
                 if num_retries > 0 and self._is_committed(step, error):
                     secs = time.monotonic() - started
@@ -166,8 +184,6 @@ class CheckpointManager:
                     raise
                 num_retries += 1
                 logger.warning("step %d: the save failed and is tried again: %s", step, error)
-            except RuntimeError as error:
-                raise self._ranks.explained(error) from error
             else:
                 secs = time.monotonic() - started
                 return self._finish(step, metadata, secs, secs, num_retries)
@@ -224,16 +240,20 @@ class CheckpointManager:
 
     def _leave_other_roots(self) -> None:
         """Begin a root with a baseline, whatever the job has loaded: it may be copied, moved or pruned alone."""
-        try:
-            self._planner.resolve_last_save()
-        except (SaveError, StoreError) as error:  # raised by this rank alone; the cut tries again, for all ranks
-            logger.info("the save will look at it again: %s", error)
+        self._settle_last_save()
         head, pending = self._tracker.head, self._tracker.pending
         paths = [] if head is None else [head.ref.path]
         if pending is not None and pending.place is not None:  # it may have been committed
             paths.append(pending.place[0])
         if any(Store.open(path).at("..").url != self._root for path in paths):
             self._tracker.forget()
+
+    def _settle_last_save(self) -> None:
+        """Learn how the last save ended, if that can be told: a rank alone must not raise, since others go on."""
+        try:
+            self._planner.resolve_last_save()
+        except CNRError as error:
+            logger.info("the next save looks at it, in a phase in which all ranks learn of an error: %s", error)
 
     def wait(self) -> Saved | None:
         """Wait for a save in the background; raises what it failed with."""
@@ -242,9 +262,10 @@ class CheckpointManager:
         step, started, stall_secs, future = self._in_flight
         self._in_flight = None
         try:
-            metadata = future.result()
-        except Exception as error:
-            raise self._ranks.explained(error) from error
+            with self._ranks.explaining():
+                metadata = future.result()
+        finally:
+            del future  # an error would refer to itself by it
         return self._finish(step, metadata, stall_secs, time.monotonic() - started, 0)
 
     def _finish(
@@ -252,10 +273,7 @@ class CheckpointManager:
     ) -> Saved:
         """Tell of a save that was committed. One rank alone raises nothing here: the others have gone on."""
         self._due.saved(step)
-        try:
-            self._planner.resolve_last_save()
-        except StoreError as error:
-            logger.info("the next save will look at it: %s", error)
+        self._settle_last_save()
         path = self._path(step)
         if metadata is None or metadata.size is None:
             size = self._ranks.decide(self._size_of(path) if self._ranks.rank == 0 else None)

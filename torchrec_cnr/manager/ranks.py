@@ -9,15 +9,15 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
-from torchrec_cnr.errors import CNRError, SaveError
+from torchrec_cnr.errors import ConfigurationError, SaveError
 from torchrec_cnr.manager.restore import shared
 
 logger = logging.getLogger(__name__)
@@ -121,24 +121,42 @@ class RunRanks:
 
     def any(self, is_so: bool) -> bool:
         """Whether it is so on any rank."""
-        if self._deciding is None:
-            return is_so
-        found: list[Any] = [None] * dist.get_world_size(self._deciding)
-        dist.all_gather_object(found, is_so, group=self._deciding)
-        return any(found)
+        return any(self._gathered(is_so))
 
-    def explained(self, error: BaseException) -> BaseException:
-        """An error of a save; one that came from a collective names the ranks that are missing, if any are."""
-        if self._pulse is None or isinstance(error, CNRError | CheckpointException):
-            return error
-        missing = self._pulse.missing()
-        if not missing:
-            return error
-        ranks = f"rank {missing[0]} does" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} do"
-        return SaveError(
-            f"{ranks} not answer: killed, stopped, or cut off. Whether the save was committed, its manifest tells; "
-            "start the job again, and restore the newest checkpoint"
-        )
+    def refuse_different(self, arguments: Mapping[str, object]) -> None:
+        """Compare arguments by which each rank decides alone whether it takes part in a collective.
+
+        Raises:
+            ConfigurationError: One is not the same on all ranks; raised on all of them.
+        """
+        given = self._gathered(dict(arguments))
+        for name, value in given[0].items():
+            for rank, other in enumerate(given):
+                if other[name] != value:
+                    got = f"{value!r} on rank 0, {other[name]!r} on rank {rank}"
+                    raise ConfigurationError(f"{name!r} must be the same on all ranks (got {got})")
+
+    def _gathered(self, value: Any) -> list[Any]:
+        if self._deciding is None:
+            return [value]
+        found: list[Any] = [None] * dist.get_world_size(self._deciding)
+        dist.all_gather_object(found, value, group=self._deciding)
+        return found
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Replace an error that came from a collective of a save by one that names the missing ranks, if any are."""
+        try:
+            yield
+        except RuntimeError as error:
+            missing = () if self._pulse is None else self._pulse.missing()
+            if not missing:
+                raise
+            ranks = f"rank {missing[0]} does" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} do"
+            raise SaveError(
+                f"{ranks} not answer: killed, stopped, or cut off. Whether the save was committed, its manifest tells; "
+                "start the job again, and restore the newest checkpoint"
+            ) from error
 
     def close(self) -> None:
         """This rank leaves, and gives its groups back."""

@@ -260,17 +260,19 @@ def commit(store: Store, file: ManifestFile, lease: Lease | None, fence: Fence |
 
 
 def _refuse_missing_packs(store: Store, manifest: Manifest) -> None:
-    """Packs of other ranks must be in the store that this rank commits to: each rank has opened it by itself."""
-    if manifest.world_size == 1:
-        return
+    """All packs must be in the store that this rank commits to.
+
+    A prune may have removed them, by a clock that is ahead. Those of other ranks may never have been there: each rank
+    has opened it by itself.
+    """
     there = store.listing().files
     for pack in manifest.packs:
         if pack.is_own_file and there.get(pack.name) != pack.num_bytes:
             found = f"{there[pack.name]} bytes of it are" if pack.name in there else "it is not"
             raise SaveError(
                 f"{store.url}: nothing was committed, because a rank has written {pack.name} ({pack.num_bytes} bytes), "
-                f"and {found} in the store of the rank that commits: save to a store that all ranks share, which disks "
-                "of their own and 'memory://' are not"
+                f"and {found} in the store of the rank that commits: save again if it was pruned meanwhile; or save to "
+                "a store that all ranks share, which disks of their own and 'memory://' are not"
             )
 
 

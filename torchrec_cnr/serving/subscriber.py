@@ -73,8 +73,8 @@ class RowSubscriber:
         self._interval_secs = interval_secs
         self._on_applied = on_applied
         self._known: Sequence[Commit] = ()
-        self._failure: Exception | None = None
-        self._untold: Exception | None = None  # of the thread, for who closes it
+        self._failure: BaseException | None = None
+        self._untold: BaseException | None = None  # of the thread, for who closes it
         self._failed: tuple[Commit | None, int] = (None, 0)  # the newest commit then, and how often in a row
         self._retry_at_secs = 0.0
         self._turn = threading.RLock()
@@ -121,7 +121,7 @@ class RowSubscriber:
         return lag_of(self._served.commit, self._known)
 
     @property
-    def failure(self) -> Exception | None:
+    def failure(self) -> BaseException | None:
         """Why the newest checkpoint is not applied, if the last attempt at it failed, or could not be heard of."""
         return self._failure
 
@@ -189,7 +189,7 @@ class RowSubscriber:
                         self._update(is_patient=True)
                         if unheard is not None:
                             self._failure = self._untold = unheard
-            except Exception as error:  # whatever it is, the model stays as it is, and the next checkpoint may do
+            except BaseException as error:  # whatever it is, the model stays as it is, and the next checkpoint may do
                 self._untold = error
                 is_ours = isinstance(error, CNRError)
                 logger.warning("the model stays at %s: %s", self.applied, error, exc_info=not is_ours)
@@ -215,7 +215,7 @@ class RowSubscriber:
             applied = self._apply_newest(self._known)
             if applied is not None and self._on_applied is not None:
                 self._on_applied(applied)
-        except Exception as error:
+        except BaseException as error:
             self._failure = error
             num_failures = self._failed[1] + 1 if newest == self._failed[0] else 1
             self._failed = (newest, num_failures)

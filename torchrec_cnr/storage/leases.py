@@ -4,6 +4,8 @@ A lease is a small file in the checkpoint's directory whose name says what for a
 the checkpoint as one that is to be kept, with all that it needs. The lease is renewed while the work goes on, and
 removed when it is done. If the process dies, it runs out by itself; on the same machine, it is over at once. Where
 nothing can be written, work goes on without one.
+
+Leases and prunes go by the store's clock, since those of machines may differ by days.
 """
 
 import json
@@ -30,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 LEASE_SECS = 6 * 3600  # of a process that has died on another machine
 _RENEWAL_SECS = LEASE_SECS / 3
+_MAX_AHEAD_NS = (LEASE_SECS + 24 * 3600) * 10**9  # no lease of ours holds longer, but where clocks cannot be asked
+_MAX_CLOCK_ERROR_NS = 60 * 10**9  # which is too little to write another lease
 _MAX_OWNER_BYTES = 4096
 _NAME = re.compile(r"[0-9a-f]{16}\.(?P<until_ns>\d{1,20})\.(?P<purpose>[a-z]{1,20})\.lease")
 
@@ -44,7 +48,7 @@ class Lease:
         store: The checkpoint's directory.
         name: The file in it.
         purpose: What for.
-        until_ns: Unix time in nanoseconds when it runs out, if it is not renewed.
+        until_ns: Unix time in nanoseconds, by the store's clock, when it runs out, if it is not renewed.
         is_left: Whether it is neither renewed nor removed any more.
     """
 
@@ -55,17 +59,26 @@ class Lease:
     is_left: bool = field(default=False, repr=False, compare=False)
     _is_changing: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
     _renewal: threading.Timer | None = field(default=None, repr=False, compare=False)
+    _ahead_ns: int = field(default=0, repr=False, compare=False)  # of this machine's clock, the store's
 
     @classmethod
     def take(cls, store: Store, purpose: Purpose) -> "Lease | None":
         """Write a lease into a directory that exists; None where that cannot be done."""
-        lease = cls.until(store, purpose, time.time_ns() + LEASE_SECS * 10**9)
+        now_ns = time.time_ns()
+        lease = cls.until(store, purpose, now_ns + LEASE_SECS * 10**9)
         try:
             store.put(lease.name, [lease._content()], is_durable=False)
         except StoreError as error:
             logger.info("no lease: pruning will not know of this %s: %s", purpose, error)
             lease.release()  # on a full disk an empty file is there, which nobody would remove
             return None
+        try:
+            ahead_ns = store.modified_ns(lease.name) - now_ns
+            if abs(ahead_ns) > _MAX_CLOCK_ERROR_NS:
+                lease._ahead_ns = ahead_ns
+                lease._replace()
+        except StoreError as error:
+            logger.info("a lease goes by this machine's clock: %s", error)
         lease._renew_later()
         return lease
 
@@ -89,14 +102,17 @@ class Lease:
         with self._is_changing:
             if self._renewal is None:
                 return
-            later = self.until(self.store, self.purpose, time.time_ns() + LEASE_SECS * 10**9)
             try:
-                self.store.put(later.name, [self._content()], is_durable=False)
-                before, self.name, self.until_ns = self.name, later.name, later.until_ns
-                self.store.remove(before)
+                self._replace()
             except StoreError as error:
                 logger.warning("a lease could not be renewed: %s", error)
             self._renew_later()
+
+    def _replace(self) -> None:
+        later = self.until(self.store, self.purpose, time.time_ns() + self._ahead_ns + LEASE_SECS * 10**9)
+        self.store.put(later.name, [self._content()], is_durable=False)
+        before, self.name, self.until_ns = self.name, later.name, later.until_ns
+        self.store.remove(before)
 
     def _end_renewals(self) -> None:
         with self._is_changing:
@@ -107,7 +123,7 @@ class Lease:
     @property
     def has_run_out(self) -> bool:
         """Whether it holds no longer."""
-        return self.until_ns <= time.time_ns()
+        return self.until_ns <= time.time_ns() + self._ahead_ns
 
     @property
     def is_lost(self) -> bool:
@@ -130,9 +146,16 @@ class Lease:
             logger.info("a lease stays until it runs out: %s", error)
 
     def leave(self) -> None:
-        """End the work, but leave the file until it runs out: a request that seems to have failed may still arrive."""
+        """End the work, but leave the file until it runs out: a request that seems to have failed may still arrive.
+
+        Also after this process has ended: from now on, the file names no owner.
+        """
         self._end_renewals()
         self.is_left = True
+        try:
+            self.store.put(self.name, [], is_durable=False)
+        except StoreError as error:
+            logger.warning("a lease ends with this process, although a request may still arrive: %s", error)
 
     def lapse(self) -> None:
         """End it, and leave one that has run out: by that, pruning recognises what a save that failed has left.
@@ -143,7 +166,7 @@ class Lease:
             return
         self._end_renewals()
         try:
-            self.store.put(self.until(self.store, self.purpose, time.time_ns()).name, [], is_durable=False)
+            self.store.put(self.until(self.store, self.purpose, 0).name, [], is_durable=False)
         except StoreError as error:
             logger.info("a lease stays until it runs out: %s", error)
             return
@@ -220,12 +243,14 @@ def is_lease(name: str) -> bool:
 def in_force(store: Store, names: Iterable[str], now_ns: int) -> list[Lease]:
     """Those of a directory's files that are leases and are not over, what holds longest first.
 
-    One whose process has ended on this machine is over.
+    One whose process has ended on this machine is over. One that would hold longer than any that is written is none.
     """
     matches = [found for name in names if (found := _NAME.fullmatch(name))]
     leases = [Lease(store, found[0], found["purpose"], int(found["until_ns"])) for found in matches]
     leases = [replace(lease, until_ns=_until_ns(lease, now_ns)) for lease in leases]
-    holding = (lease for lease in leases if lease.until_ns > now_ns and not _is_abandoned(lease))
+    holding = (
+        lease for lease in leases if now_ns < lease.until_ns <= now_ns + _MAX_AHEAD_NS and not _is_abandoned(lease)
+    )
     return sorted(holding, key=lambda lease: -lease.until_ns)
 
 

@@ -9,6 +9,7 @@ import errno
 import logging
 import os
 import posixpath
+import re
 import threading
 import time
 import uuid
@@ -46,6 +47,7 @@ logger = logging.getLogger(__name__)
 NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)  # nor can a file of that name be
 # Of the answer 412, s3fs makes ``FileExistsError`` only if it says which condition failed; many servers do not.
 _REFUSED = (errno.EEXIST, errno.EINVAL)
+_CLOCK = re.compile(r"[0-9a-f]{16}\.clock")
 _one_at_a_time = threading.Lock()
 _ERRNO: dict[type[Exception], int] = {
     FileNotFoundError: errno.ENOENT,
@@ -183,16 +185,11 @@ class Store:
 
     def modified_ns(self, name: str = "") -> int:
         """Unix time in nanoseconds when a file, or the directory itself, was written last, by the store's clock."""
-        found = self._try("look up", name, lambda: self._fresh().modified(self.child(name).rstrip("/")))
-        return int(found.timestamp() * 1e9)
+        path = self.child(name).rstrip("/")
+        return self._try("look up", name, lambda: int(self._fresh().modified(path).timestamp() * 1e9))
 
     def now_ns(self) -> int:
-        """Unix time in nanoseconds by the clock that stamps what is written, as far as it can be asked.
-
-        Of two machines that use a store of objects, one may have a clock that is wrong by days.
-        """
-        if not is_object_store(self.fs):
-            return time.time_ns()
+        """Unix time in nanoseconds, by the clock that stamps what is written, if it tells: others may be wrong."""
         name = f"{uuid.uuid4().hex[:16]}.clock"
         try:
             self.put(name, [], is_durable=False)
@@ -427,6 +424,11 @@ def _if_there(look: Callable[[], Result]) -> Result | None:
         if error.errno in NOT_THERE:
             return None
         raise
+
+
+def is_clock(name: str) -> bool:
+    """Whether a file was written to ask for the time; one of a process that was killed meanwhile is left."""
+    return _CLOCK.fullmatch(name) is not None
 
 
 def read_whole(store: Store, name: str, most_bytes: int) -> bytes:

@@ -15,6 +15,7 @@ from tests.simulator.engine.scheduler import this_task
 from torchrec_cnr.errors import UntrackedRowsError
 from torchrec_cnr.tracking.hooks import Hooks
 from torchrec_cnr.tracking.managed_collisions import IdMaps
+from torchrec_cnr.tracking.plain_tables import Aliases
 from torchrec_cnr.tracking.replicas import Replicas
 from torchrec_cnr.tracking.row_tracker import RowTracker
 from torchrec_cnr.tracking.tracked_tables import TrackedRows, TrackedShard
@@ -60,5 +61,5 @@ class ReplicatedRows(RowTracker):
     def __init__(self, shards: Sequence[TrackedShard], collection: Collection) -> None:
         TrackedRows.__init__(self, shards)
         self._hooks, self._is_closed, self._device_caches = Hooks(), False, []
-        self._id_maps, self._references = IdMaps(nn.Module()), _Digests(())
+        self._id_maps, self._references, self._aliases = IdMaps(nn.Module()), _Digests(()), Aliases(nn.Module(), [])
         self._replicas = Replicas(collection, self._hooks, self.shards)  # type: ignore[arg-type]

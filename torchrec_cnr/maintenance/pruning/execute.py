@@ -29,7 +29,7 @@ from torchrec_cnr.maintenance.pruning.kept import PackPath, lease_text, needed_b
 from torchrec_cnr.maintenance.pruning.plan import PrunePlan, Removal
 from torchrec_cnr.progress import Progress
 from torchrec_cnr.storage.leases import holds, in_force, is_lease
-from torchrec_cnr.storage.store import Store
+from torchrec_cnr.storage.store import Store, is_clock
 
 _NUM_THREADS = 8
 
@@ -82,7 +82,7 @@ def run_prune(plan: PrunePlan, *, progress: Progress | None = None) -> PruneResu
                 progress(num_done, num_files)
     try:
         _tidy_journal(directory, plan, execution.done, planned)
-        _remove_marks(plan, execution.removed)
+        _tidy_root(plan, execution.removed)
     except StoreError as error:
         execution.refuse(journal.DIRECTORY, error)
     failed = {name: tuple(reasons) for name, reasons in execution.failed.items()}
@@ -104,12 +104,12 @@ def _tidy_journal(directory: Store, plan: PrunePlan, done: Journal, planned: str
         journal.fold_files(directory, now, plan.now_ns)
 
 
-def _remove_marks(plan: PrunePlan, removed: Collection[str]) -> None:
-    """What says of a checkpoint that it is abandoned goes once the checkpoint is gone."""
+def _tidy_root(plan: PrunePlan, removed: Collection[str]) -> None:
+    """Remove the marks of abandoned checkpoints that are gone, and what a killed prune has left of its clock."""
     catalog = plan.catalog
     for file in catalog.files:
         name = marked_name(file)
-        if name is not None and (name in removed or name not in catalog.entries):
+        if is_clock(file) or (name is not None and (name in removed or name not in catalog.entries)):
             catalog.root.remove(file)
 
 
