@@ -358,8 +358,7 @@ class CheckpointManager:
         loaded, self.report = found
         restored, head = step_of(loaded), self._tracker.head
         self._back_at = None if chosen is None or head is None else Return(chosen, head.created_ns)
-        behind = names_behind(root, restored) if self._ranks.rank == 0 else None
-        self._passed_over = self._ranks.decide(behind)
+        self._passed_over = self._ranks.decide(names_behind(root, restored) if self._ranks.rank == 0 else None)
         return restored
 
     def _abandon(self) -> None:

@@ -117,7 +117,10 @@ class RunRanks:
 
     def decide(self, value: Any) -> Any:
         """What rank 0 has, on all ranks."""
-        return shared(value, self._deciding)
+        try:
+            return shared(value, self._deciding)
+        finally:
+            del value  # an error would refer to itself
 
     def any(self, is_so: bool) -> bool:
         """Whether it is so on any rank."""
