@@ -126,7 +126,8 @@ def _check_kept(book: Book, store: Objects | Disk, keep: int | None) -> None:
 def _check_latest(book: Book, store: Objects | Disk) -> None:
     """The newest is found, whatever else is in the root."""
     there = [path for path in _there(store) if path.startswith(f"{book.root}/")]
-    newest = max(there, key=lambda path: book.created_ns[path], default=None)
+    # Of one that was late, after its save had failed, and the next one, times are equal if the clock was set back.
+    newest = max(there, key=lambda path: (book.created_ns[path], path), default=None)
     try:
         found = latest(book.root)
     except CNRError as error:

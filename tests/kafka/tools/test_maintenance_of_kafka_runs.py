@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -249,7 +250,7 @@ def test_a_save_under_way_is_left_alone(run: LoggedRun, tmp_path: Path) -> None:
     saving.unpublish("step-4")
     marker_less = next((saving.root / "step-4").glob("*.uncommitted.json"))
     marker_less.rename(marker_less.with_name(f"{'a' * 16}.uncommitted.json"))
-    (saving.root / "step-4" / f"{'1' * 16}.{2**62}.save.lease").touch()
+    (saving.root / "step-4" / f"{'1' * 16}.{time.time_ns() + 3600 * 10**9}.save.lease").touch()
     for rows in (None, run.rows):
         assert cnr.plan_prune(saving.root, cnr.Keep(last=5), row_log=rows).removals == ()
 
