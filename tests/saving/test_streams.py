@@ -1,6 +1,7 @@
 """Training in a stream of its own, and saves and loads in another: no value is read before it is written."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import torchrec_cnr as cnr
-from tests.support import models
+from tests.support import faults, models
 from torchrec_cnr import sharding
 from torchrec_cnr.loading import reader
 from torchrec_cnr.saving import cut, rank_writer, staging
@@ -89,6 +91,38 @@ def test_a_load_overwrites_what_was_being_written(tmp_path: Path, table: nn.Embe
     dcp.load(table.state_dict(), storage_reader=cnr.CNRStorageReader(tmp_path / "0"), planner=cnr.CNRLoadPlanner())
     assert table.weight.unique().tolist() == [1.0]
     assert stream.seen == [3.0, 1.0]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_marks_are_changed_after_those_of_all_streams(
+    tmp_path: Path, table: nn.EmbeddingBag, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """By a cut, and by the outcome of a save; and before marks that training makes afterwards, in any stream."""
+    tracker = cnr.RowTracker(table)
+    planner = cnr.CNRSavePlanner(tracker)
+    marked, calls = tracker.shards[0].rows.marked, list[str]()
+
+    def wait(items: Iterable[Tensor]) -> None:
+        calls.extend("wait" for item in items if item is marked)
+
+    monkeypatch.setattr(cut, "wait_for_devices", wait)
+    for name in ("freeze", "commit", "rollback"):
+        original = getattr(tracker, name)
+
+        def told(*args: Any, original: Any = original, name: str = name, **kwargs: Any) -> None:
+            calls.append(name)
+            original(*args, **kwargs)
+
+        monkeypatch.setattr(tracker, name, told)
+    writer = models.writer(tmp_path / "0")
+    if fails:
+        monkeypatch.setattr(writer, "finish", faults.raising("finish"))
+    with pytest.raises(CheckpointException) if fails else nullcontext():
+        dcp.save(table.state_dict(), storage_writer=writer, planner=planner)
+    planner.resolve_last_save()
+    outcome = "rollback" if fails else "commit"
+    assert "-".join(calls).endswith(f"wait-freeze-wait-wait-{outcome}-wait")
+    tracker.close()
 
 
 @pytest.mark.gpu

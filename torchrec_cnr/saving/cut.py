@@ -233,7 +233,8 @@ class Cuts:
                 self._states.clear()
             items = self._find(live)
             wait_for_devices(live.values())  # which training has written to, and marked rows of, in any stream
-            self.tracker.freeze()
+            with self._before_and_after_training():
+                self.tracker.freeze()
             pending = self.tracker.pending
             assert pending is not None  # frozen just now
             states = {key: ref(item.live_state) for key, item in items.items() if item.live_state is not None}
@@ -290,10 +291,25 @@ class Cuts:
     def _resolve_last_save(self, timeout_secs: float) -> None:
         last, pending = self._last, self.tracker.pending
         if last is None or pending is not last.pending:  # a restore has made an end of it
-            self.tracker.rollback()
+            with self._before_and_after_training():
+                self.tracker.rollback()
             return
         last.running.wait(timeout_secs)
         checkpoint = last.checkpoint()
+        with self._before_and_after_training():
+            self._end(last, pending, checkpoint)
+        self._last = None
+
+    @contextmanager
+    def _before_and_after_training(self) -> Iterator[None]:
+        """Change marks after those of all streams so far, and before those that come next."""
+        marks = [shard.rows.marked for shard in self.tracker.shards]
+        wait_for_devices(marks)
+        yield
+        wait_for_devices(marks)
+
+    def _end(self, last: PendingSave, pending: Pending, checkpoint: Checkpoint | None) -> None:
+        """The last save has committed a checkpoint, or none."""
         if checkpoint is not None:
             head = self._head_of(checkpoint)
             self.tracker.commit(head, has_heat=isinstance(last.policy, Compacted))
@@ -307,7 +323,6 @@ class Cuts:
             if pending.place is None and has_staged_rows:
                 self._is_baseline_due = True
             self.tracker.rollback()
-        self._last = None
 
     def _head_of(self, checkpoint: Checkpoint) -> Head:
         """The head that a committed save is, on top of the head before."""
