@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from tests.support import faults, models
 from torchrec_cnr import sharding
 from torchrec_cnr.loading import reader
 from torchrec_cnr.saving import cut, rank_writer, staging
+from torchrec_cnr.serving import served_model
+
+load_table = import_module("torchrec_cnr.reading.load_table")  # whose package has a function of its name
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -54,7 +58,7 @@ def table() -> nn.EmbeddingBag:
 def stream(table: nn.EmbeddingBag, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stream]:
     """A stream in which the table is trained."""
     found = Stream(table.weight)
-    for module in (cut, rank_writer, staging, reader):
+    for module in (cut, rank_writer, staging, reader, load_table, served_model):
         monkeypatch.setattr(module, "wait_for_devices", found.wait)
     yield found
     assert found._work == []
@@ -89,6 +93,28 @@ def test_a_load_overwrites_what_was_being_written(tmp_path: Path, table: nn.Embe
     dcp.save({"weight": torch.ones(8, 4)}, storage_writer=models.writer(tmp_path / "0"))
     stream.add(3.0)
     dcp.load(table.state_dict(), storage_reader=cnr.CNRStorageReader(tmp_path / "0"), planner=cnr.CNRLoadPlanner())
+    assert table.weight.unique().tolist() == [1.0]
+    assert stream.seen == [3.0, 1.0]
+
+
+def test_a_table_is_read_over_what_was_being_written(tmp_path: Path, table: nn.EmbeddingBag, stream: Stream) -> None:
+    """The same where load_table has a tensor to write to."""
+    dcp.save({"weight": torch.ones(8, 4)}, storage_writer=models.writer(tmp_path / "0"))
+    stream.add(3.0)
+    cnr.load_table(tmp_path / "0", "weight", out=table.weight)
+    assert table.weight.unique().tolist() == [1.0]
+    assert stream.seen == [3.0, 1.0]
+
+
+def test_rows_are_swapped_in_between_the_lookups_of_all_streams(
+    tmp_path: Path, table: nn.EmbeddingBag, stream: Stream
+) -> None:
+    """A lookup on a device goes on after its forward has returned."""
+    dcp.save({"model": {"weight": torch.ones(8, 4)}}, storage_writer=models.writer(tmp_path / "0"))
+    subscriber = cnr.RowSubscriber(table, tmp_path)
+    stream.add(3.0)
+    assert subscriber.update() is not None
+    subscriber.close()
     assert table.weight.unique().tolist() == [1.0]
     assert stream.seen == [3.0, 1.0]
 

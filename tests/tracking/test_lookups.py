@@ -227,6 +227,31 @@ def _save_cached_rows(rank: int, root: str) -> None:
     tracker.close()
 
 
+def _serve_cached_rows(rank: int, root: str) -> None:
+    saved = zoo.build(Kind("EmbeddingBagCollection", "table_wise", "RowWiseAdagrad"), seed=1)
+    dcp.save({"model": saved.model.state_dict()}, storage_writer=cnr.CNRStorageWriter(f"{root}/0"))
+    job = zoo.build(saved.kind, seed=2)
+    (lookup,) = job.model.module.sparse._lookups  # type: ignore[union-attr]
+    cache = _DeviceCache(lookup._emb_modules[0].emb_module)
+    cache.cached[3] = 8.0
+    subscriber = cnr.RowSubscriber(job.model, root)
+    subscriber.update()
+    subscriber.close()
+    cache.flush()
+    assert all(torch.equal(one, other) for one, other in zip(*map(_weights, (saved, job)), strict=True))
+
+
+def _weights(job: zoo.ZooJob) -> list[Tensor]:
+    tracker = cnr.RowTracker(job.model)
+    tracker.close()
+    return [shard.weight for shard in tracker.shards]
+
+
+def test_rows_in_a_devices_cache_do_not_outlive_an_update(tmp_path: Path, rank_pool: RankPools) -> None:
+    """Of a served model: lookups would find the rows from before there."""
+    rank_pool(1).run(_serve_cached_rows, str(tmp_path))
+
+
 def test_rows_in_a_devices_cache_are_saved_and_do_not_outlive_a_load(tmp_path: Path, rank_pool: RankPools) -> None:
     """Tables in host memory whose rows are trained in a cache: flushed before a save, dropped before a load."""
     rank_pool(1).run(_save_cached_rows, str(tmp_path))

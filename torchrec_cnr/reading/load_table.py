@@ -13,6 +13,7 @@ from torchrec_cnr.lineage.checkpoint import Lineage, existing, read_lineage
 from torchrec_cnr.reading.fold import fold
 from torchrec_cnr.reading.plan import plan_fold
 from torchrec_cnr.reading.regions import LineageTensor
+from torchrec_cnr.sharding import wait_for_devices
 from torchrec_cnr.storage.leases import leased
 from torchrec_cnr.storage.pack_writer import check_thread_count
 from torchrec_cnr.storage.row_log import RowLog
@@ -62,7 +63,9 @@ def load_table(
         target = _target(out, fqn, box, DTYPES[entry.dtype])
         forget_overwritten([target])
         regions = LineageTensor(lineage, fqn).regions(box, target)
+        wait_for_devices([target])  # whose values other streams may read or write, before this and after
         fold(plan_fold(lineage, regions), regions, thread_count)
+        wait_for_devices([target])
     return target if out is None else out
 
 

@@ -18,9 +18,11 @@ from torchrec_cnr.serving.model_tensors import find_model_tensors
 from torchrec_cnr.serving.update import Touched, Update, prepare_update, touch
 from torchrec_cnr.serving.update_path import AppliedState, UpdateBase, UpdatePath, read_update_paths
 from torchrec_cnr.serving.updates_report import Applied
+from torchrec_cnr.sharding import wait_for_devices
 from torchrec_cnr.storage.leases import leased
 from torchrec_cnr.storage.row_log import RowLog
 from torchrec_cnr.storage.store import Store
+from torchrec_cnr.tracking.sharded_tables import device_caches, sharded_collections
 from torchrec_cnr.tracking.tracked_tables import forget_overwritten
 
 logger = logging.getLogger(__name__)
@@ -63,6 +65,8 @@ class ServedModel:
         self._state: _State | None = None
         self._lookups = ForwardLock()
         self._hooks = share_forwards(self.model, self._lookups)
+        collections = (module for _, module in sharded_collections(self.model))
+        self._caches = [kernel for module in collections for kernel in device_caches(module)]
 
     @property
     def commit(self) -> Commit | None:
@@ -101,7 +105,7 @@ class ServedModel:
         with self._lookups.exclusive():
             swap_secs = time.perf_counter()
             self._state = None  # if the swap fails half-way, everything must be read again
-            staged.swap_in()
+            self._swap_in(staged)
             if links.is_delta:
                 touch(staged.touched, staged.rows)
             self._state = _State(commit, _standing(links, before), staged.touched)
@@ -119,6 +123,17 @@ class ServedModel:
             apply_secs=done_secs - swap_secs,
             committed_to_applied_secs=time.time() - head.created_ns / 1e9,
         )
+
+    def _swap_in(self, staged: Update) -> None:
+        """Swap in between the lookups of all streams: a lookup has begun where its forward has returned."""
+        tensors = [part.tensor for part in staged.parts]
+        for kernel in self._caches:
+            kernel.flush()
+        wait_for_devices([*tensors, *(kernel.lxu_cache_weights for kernel in self._caches)])
+        staged.swap_in()
+        for kernel in self._caches:
+            kernel.reset_cache_states()  # its rows are those from before
+        wait_for_devices(tensors)
 
     def _staged(self, store: Store, before: _State | None) -> tuple[UpdatePath, Update] | None:
         """The first way to a checkpoint that can be gone, and what it leads to; None if the model is there."""
