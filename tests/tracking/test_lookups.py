@@ -97,7 +97,8 @@ def _reset_rows(
     weights = [weight.data for weight in kernel.split_embedding_weights()]
     for feature, buffer in zip(logical_table_ids.tolist(), buffer_ids.tolist(), strict=True):
         rows = pruned_indices[pruned_indices_offsets[buffer] : pruned_indices_offsets[buffer + 1]]
-        weights[kernel.feature_table_map[feature]][rows] = 0.0
+        weight = weights[kernel.feature_table_map[feature]]
+        weight[rows[rows < len(weight)]] = 0.0  # others are those of the table behind it
 
 
 def _prune(rank: int) -> None:
@@ -113,6 +114,10 @@ def _prune(rank: int) -> None:
         changed = [(shard.weight != old).any(dim=1) for shard, old in zip(tracker.shards, before, strict=True)]
         assert [one.nonzero().squeeze(1).tolist() for one in changed] == [[1, 2, 3], [8, 9]]
         assert [shard.rows.marked.tolist() for shard in tracker.shards] == [one.tolist() for one in changed]
+        kernel.reset_embedding_weight_momentum(
+            torch.tensor([30]), torch.tensor([0, 1]), torch.tensor([3]), torch.tensor([0])
+        )
+        assert all(bool(shard.rows.marked.all()) for shard in tracker.shards), "row 30 of a table of 24"
         tracker.close()
 
 

@@ -156,7 +156,14 @@ def _reset(
         offsets = pruned_indices_offsets.tolist()
         for feature, buffer in zip(logical_table_ids.tolist(), buffer_ids.tolist(), strict=True):
             rows = shards[of_feature[feature]].rows
-            rows.mark(pruned_indices[offsets[buffer] : offsets[buffer + 1]].to(rows.marked.device))
+            pruned = pruned_indices[offsets[buffer] : offsets[buffer + 1]].to(rows.marked.device)
+            if len(pruned) and int(pruned.max()) >= rows.box.num_rows:
+                # TorchRec's managed collisions pass the number of a table, not of its first feature: rows of tables
+                # behind this one are written to.
+                for shard in shards:
+                    shard.rows.mark_all()
+            else:
+                rows.mark(pruned)
 
 
 @dataclass(frozen=True, eq=False)
