@@ -16,7 +16,7 @@ from torchrec_cnr.format.manifest import CheckpointRef, History
 from torchrec_cnr.lineage.checkpoint import Head
 from torchrec_cnr.policies import Since
 from torchrec_cnr.tracking import modified_rows
-from torchrec_cnr.tracking.modified_rows import ModifiedRows, RowMask
+from torchrec_cnr.tracking.modified_rows import ModifiedRows, RowBits, RowMask
 from torchrec_cnr.tracking.tracked_tables import Pending, TrackedRows, TrackedShard, forget_overwritten
 
 CPU = torch.device("cpu")
@@ -285,3 +285,34 @@ def test_heat_where_nobody_asks_for_it() -> None:
         rows.freeze()
         rows.commit(is_baseline=False, has_heat=has_heat)
         assert (rows.heat.tolist() if rows.heat is not None else None) == expected
+
+
+@pytest.mark.parametrize("num_rows", [0, 4, 13])
+@pytest.mark.parametrize("is_by_heat", [False, True])
+def test_numbers_on_a_device_are_found_window_by_window(
+    monkeypatch: pytest.MonkeyPatch, is_by_heat: bool, num_rows: int
+) -> None:
+    """So that few of them are there at once, however many rows a table has."""
+    lengths, numbers_of = [], modified_rows.numbers_of
+
+    def told(mask: Tensor) -> Tensor:
+        lengths.append(len(mask))
+        return numbers_of(mask)
+
+    def unpacked(num_rows: int, device: torch.device) -> RowBits:
+        return RowBits(num_rows, torch.zeros(num_rows, dtype=torch.bool, device=device))
+
+    monkeypatch.setattr(RowBits, "none_of", unpacked)  # as on a device
+    rows = ModifiedRows("table", Box((0, 0), (num_rows, 4)), CPU)
+    for step in (2, 3):
+        rows.mark(torch.arange(0, num_rows, step))
+        rows.freeze()
+        rows.commit(is_baseline=step == 2)
+    rows.mark_all()
+    rows.freeze()
+    monkeypatch.setattr(modified_rows, "numbers_of", told)
+    monkeypatch.setattr(modified_rows, "_WINDOW_ROWS", 5)
+    found = rows.select_numbers(Since.HEAD, is_by_heat)
+    expected = [part.mask.nonzero().squeeze(1) for part in rows.select_parts(Since.HEAD, is_by_heat)]
+    assert [numbers.tolist() for numbers in found] == [numbers.tolist() for numbers in expected]
+    assert max(lengths) <= 5

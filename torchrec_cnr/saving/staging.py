@@ -165,7 +165,7 @@ def _host_masks(item: TrackedItem, modified: ModifiedRows, cut: Cut) -> tuple[No
 def _lists(item: TrackedItem, modified: ModifiedRows, cut: Cut) -> tuple[Tensor, StagedRows]:
     """Modified rows as they will lie one behind the other, and where."""
     since, captured = _since(cut), cut.captured(item, modified)
-    parts = [numbers.cpu() for numbers in modified.select_numbers(since, cut.is_by_heat(since))]
+    parts = modified.select_numbers(since, cut.is_by_heat(since))
     lists, first = [], 0
     for numbers in parts:
         lists.append(RowList(numbers, first))

@@ -59,11 +59,13 @@ class RowBits:
         """The set as bool [num_rows]; on a device it is the set's own memory."""
         return torch.from_numpy(unpacked(self._words, self.num_rows)) if self._is_packed else self.held
 
-    def numbers(self) -> Tensor:
-        """The members in increasing order, int64 [k]."""
+    def numbers(self) -> Iterator[Tensor]:
+        """The members in increasing order, int64, in parts that bound the memory that they take on a device."""
         if self._is_packed:
-            return torch.from_numpy(numbers_of_bits(self._words))
-        return numbers_of(self.held)
+            yield torch.from_numpy(numbers_of_bits(self._words))
+            return
+        for start in range(0, max(1, self.num_rows), _WINDOW_ROWS):
+            yield numbers_of(self.held[start : start + _WINDOW_ROWS]) + start
 
     def take(self, marked: Tensor) -> None:
         """Be what is marked, bool [num_rows], and have nothing marked."""
@@ -250,12 +252,17 @@ class ModifiedRows:
         return tuple(RowMask(rows.mask & (heat == value)) for value in range(MAX_HEAT + 1))
 
     def select_numbers(self, since: Since, is_by_heat: bool) -> tuple[Tensor, ...]:
-        """The numbers of what :meth:`select_parts` returns, int64 [k] on the device."""
-        numbers = self._selected(since).numbers()
-        if not is_by_heat or self.heat is None:
-            return (numbers,)
-        heat = self.heat.index_select(0, numbers)
-        return tuple(numbers[heat == value] for value in range(MAX_HEAT + 1))
+        """The numbers of what :meth:`select_parts` returns, int64 [k] on the host."""
+        heat = self.heat if is_by_heat else None
+        parts: list[list[Tensor]] = [[] for _ in range(1 if heat is None else MAX_HEAT + 1)]
+        for numbers in self._selected(since).numbers():
+            if heat is None:
+                parts[0].append(numbers.cpu())
+                continue
+            of_numbers = heat.index_select(0, numbers)
+            for value, part in enumerate(parts):
+                part.append(numbers[of_numbers == value].cpu())
+        return tuple(part[0] if len(part) == 1 else torch.cat(part) for part in parts)
 
 
 @dataclass(frozen=True, eq=False)
