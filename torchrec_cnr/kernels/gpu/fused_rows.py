@@ -76,7 +76,8 @@ def _put_rows(starts, num_cols, to, is_there, row_bytes, scale, bias, is_right, 
         tl.store(to[:, None] + byte, value.to(tl.uint8), mask=is_there[:, None] & (byte < row_bytes))
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+# Blocks of row numbers begin anywhere in those of a table: an alignment of their own would have them compiled twice.
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["rows"])
 def _encode(
     table,
     row_stride,
