@@ -199,6 +199,38 @@ def test_a_mark_hides_no_other_write(tmp_path: Path, rank_pool: RankPools, kind:
     rank_pool(2).run(_mark_and_write, str(tmp_path), kind, order)
 
 
+class _Unloadable:
+    def state_dict(self) -> dict[str, int]:
+        return {"step": 1}
+
+    def load_state_dict(self, _: object) -> None:
+        raise ArithmeticError("no")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("name", ["before the model", "then the model"])
+def test_tables_are_what_they_hold_after_a_load_that_a_stateful_object_ended(tmp_path: Path, name: str) -> None:
+    """DCP has written to the tables by then, so a delta of what was loaded holds all that was modified since."""
+    writer, tables = models.writer(tmp_path / "unused"), [nn.ModuleDict({"a": nn.Embedding(12, 4)}) for _ in range(2)]
+    for step, model in enumerate(tables):
+        tracker = cnr.RowTracker(model)
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=1.0)
+        state = {"model": model, "optim": optimizer, name: _Unloadable()}
+        if step:
+            with pytest.raises(ArithmeticError):
+                dcp.load(
+                    state, storage_reader=cnr.CNRStorageReader(tmp_path / "0"), planner=cnr.CNRLoadPlanner(tracker)
+                )
+        model["a"](torch.tensor([step])).sum().backward()
+        optimizer.step()
+        planner = cnr.CNRSavePlanner(tracker, policy=cnr.Consecutive())
+        dcp.save(state, checkpoint_id=tmp_path / str(step), storage_writer=writer, planner=planner)
+        saved = [cnr.load_table(tmp_path / str(step), fqn) for fqn in ("model.a.weight", "optim.state.0.sum")]
+        assert torch.equal(saved[0], model["a"].weight)
+        assert torch.equal(saved[1], optimizer.state[model["a"].weight]["sum"])
+        tracker.close()
+
+
 def _mark_bad_rows(rank: int) -> None:
     job = zoo.build(SHARDED, seed=1)
     tracker = cnr.RowTracker(job.model)

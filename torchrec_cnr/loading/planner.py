@@ -76,7 +76,10 @@ class CNRLoadPlanner(DefaultLoadPlanner):
     """Plans strict loads; to be used with ``CNRStorageReader``.
 
     Args:
-        tracker: Starts anew on the loaded checkpoint: the next save may be a delta of it.
+        tracker: Starts anew on the loaded checkpoint: the next save may be a delta of it. DCP calls
+            ``load_state_dict`` of ``Stateful`` objects after that, and does not tell the planner how it ends. If one
+            raises, tables that the state dict shares memory with hold the checkpoint already; for a baseline, as after
+            ``restore_newest`` in this case, call ``tracker.forget()``.
         inference: The tables of a quantized model (``InferenceTables``), which take rows of the checkpoint's float
             tables of the same FQNs. No tracker takes part in such a load.
         allow_partial_load: Accept FQNs that only the checkpoint or only the state dict has, but for tables of
