@@ -1,7 +1,6 @@
 """What all tests share: markers, options, Hypothesis' profile, pools of ranks, and a Kafka broker."""
 
 import faulthandler
-import gc
 import os
 import signal
 import tempfile
@@ -68,12 +67,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-
-
-def pytest_collection_finish() -> None:
-    """What imports have made is not looked through in each collection of garbage that tests ask for."""
-    gc.collect()
-    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
