@@ -116,6 +116,7 @@ def test_what_leads_nowhere_fails_the_build(tmp_path: Path, spoil: Callable[[Pat
     names = spoil(tmp_path / "docs")
     done = build(tmp_path, tmp_path / "site")
     assert done.returncode != 0
-    warned = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith(("WARNING", "ERROR"))]
+    told = re.split(r"^(?=[A-Z]+ +-)", done.stdout + done.stderr, flags=re.M)  # a message may go on in further lines
+    warned = [message for message in told if message.startswith(("WARNING", "ERROR"))]
     for name in names:
-        assert any(name in line for line in warned), (name, warned)
+        assert any(name in message for message in warned), (name, warned)

@@ -31,6 +31,7 @@ from torchrec_cnr.maintenance.tags_and_metrics import tag, write_metrics
 from torchrec_cnr.storage.leases import is_lease
 from torchrec_cnr.storage.pack_reader import PackReader
 from torchrec_cnr.storage.store import Store
+from torchrec_cnr.testing import Fault, FaultyStore
 
 numbers = count()
 
@@ -347,6 +348,25 @@ def test_packs_that_cannot_be_removed_are_removed_later(tmp_path: Path, monkeypa
     again = prune(root, Keep(last=1))
     assert again.removed == ()
     assert again.failed == {}
+    assert root.directories() == {"b-0"}
+
+
+def test_a_checkpoint_is_removed_later_if_the_answer_about_its_manifest_was_lost(tmp_path: Path) -> None:
+    """The manifest is gone, though its removal failed: the next prune still knows whose the packs are."""
+    root = _three_with_a_branch(tmp_path / "job")
+    with FaultyStore(root.url) as store:
+        run_prune(plan_prune(store.url, Keep(last=1)))
+        operations = [*store.operations]
+    shutil.rmtree(tmp_path / "job")
+    root = _three_with_a_branch(tmp_path / "job")
+    manifest = 1 + [(asked.kind, asked.path) for asked in operations].index(("remove", f"a-1/{MANIFEST_FILE}"))
+    with FaultyStore(root.url) as store:
+        store.faults[manifest] = Fault.LOSE
+        result = run_prune(plan_prune(store.url, Keep(last=1)))
+    assert "a-1" in result.failed
+    assert not (tmp_path / "job" / "a-1" / MANIFEST_FILE).exists()
+    assert any((tmp_path / "job" / "a-1").iterdir())
+    assert prune(root, Keep(last=1)).failed == {}
     assert root.directories() == {"b-0"}
 
 

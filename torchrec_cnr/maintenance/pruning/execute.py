@@ -94,7 +94,8 @@ def _tidy_journal(directory: Store, plan: PrunePlan, done: Journal, planned: str
     known = plan.catalog.journal
     written: tuple[str, ...] = ()
     if planned is not None:
-        written = (journal.write_file(directory, done, plan.now_ns),) if done.prunes else ()
+        is_told = done.prunes or done.pruned
+        written = (journal.write_file(directory, done, plan.now_ns),) if is_told else ()
         directory.remove(planned)
     for name in known.abandoned:
         directory.remove(name)
@@ -122,6 +123,7 @@ class _Execution:
         self.refused: set[str] = set()
         self.freed_bytes = 0
         self._touched: list[str] = []  # directories of which a file went
+        self._may_be_gone: list[str] = []  # checkpoints whose removal failed: perhaps only its answer was lost
         self._plan = plan
         self._now_ns = max(plan.now_ns, plan.catalog.root.now_ns()) if plan.removals else plan.now_ns
         self._threads = threads
@@ -133,10 +135,11 @@ class _Execution:
 
     @property
     def done(self) -> Journal:
-        """What the journal is told in the end: nothing, if no file went."""
+        """What the journal is told in the end: nothing, if no file can have gone."""
+        gone = {*self.removed, *self._may_be_gone}
+        pruned = tuple(checkpoint for checkpoint in self._plan.pruned if checkpoint.name in gone)
         if not self._touched:
-            return Journal()
-        pruned = tuple(checkpoint for checkpoint in self._plan.pruned if checkpoint.name in self.removed)
+            return Journal(pruned)
         died = frozenset(self._plan.died).intersection(self._touched)
         return Journal(pruned, died, (Prune(self._plan.now_ns, self._touched[0], self.freed_bytes),))
 
@@ -155,6 +158,8 @@ class _Execution:
         reason = self._why_not(removal)
         if reason is None and removal.pruned is not None:
             reason = self._remove_file(removal, MANIFEST_FILE)
+            if reason is not None:
+                self._may_be_gone.append(name)
         if reason is not None:
             self.fail(name, reason)
             if removal.pruned is not None:
