@@ -15,6 +15,15 @@ def check_count(name: str, value: object, least: int = 0, most: int | None = Non
         raise ConfigurationError(f"{name!r} must be {bounds} (got {value!r})")
 
 
+# What threading and the operating system can wait for, and nobody would.
+MAX_SECS = 1e9
+
+
+def check_secs(name: str, value: object) -> None:
+    """Raise a ConfigurationError for what is no time to wait, above 0 and at most ``MAX_SECS``."""
+    check_positive(name, value, most=MAX_SECS)
+
+
 def check_positive(name: str, value: object, most: float = math.inf) -> None:
     """Raise a ConfigurationError for what is no finite number above 0, or more than ``most``."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)

@@ -142,5 +142,5 @@ def check_max_ratio(max_ratio: float) -> None:
         ConfigurationError: It is less than 1, or no number.
     """
     given: object = max_ratio
-    if not isinstance(given, int | float) or not given >= 1:
+    if not isinstance(given, int | float) or isinstance(given, bool) or not given >= 1:
         raise ConfigurationError(f"'max_ratio' must be at least 1 (got {max_ratio!r})")

@@ -26,6 +26,8 @@ MANAGER: list[dict[str, Any]] = [
     {"thread_count": "2"},
     {"timeout_secs": "1800"},
     {"timeout_secs": -1.0},
+    {"timeout_secs": 1e10},
+    {"every_secs": 1e10},
     {"quantization": 4},
     {"quantization": cnr.AdaptiveAsymmetric},
     {"row_log": "localhost:9092"},
@@ -115,8 +117,18 @@ def test_what_is_saved_and_when(tmp_path: Path) -> None:
                 save(1, wrong)
         with pytest.raises(cnr.ConfigurationError, match="'state' must be a mapping"):
             save(1, lambda: job.model, force=True)
+    for wrong in (job.model, [1], None):
+        with pytest.raises(cnr.ConfigurationError, match="'state' must be"):
+            manager.restore(wrong)
     assert not list(tmp_path.glob("*/manifest.json"))
     manager.close()
+
+
+def test_a_root_without_a_name() -> None:
+    """A variable that is empty must not become the working directory."""
+    for use in (lambda: cnr.CheckpointManager("", cnr.RowTracker(plain_job(1).model)), lambda: cnr.latest("")):
+        with pytest.raises(cnr.ConfigurationError, match=r"names no directory; for the working directory give '\.'"):
+            use()
 
 
 @pytest.mark.parametrize("root", ["s3://", "s3:///", "s3+obstore://", "gs://"])
@@ -145,6 +157,7 @@ def test_a_root_that_is_no_path() -> None:
         {"cpu_share": "1"},
         {"cpu_share": 2.0},
         {"timeout_secs": 0},
+        {"timeout_secs": 1e10},
         {"max_bytes_per_sec": "1"},
         {"progress": 3},
         {"row_log": "kafka"},
@@ -168,12 +181,17 @@ def test_a_planner_wants_a_policy(policy: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"best": "auc"}, {"last": "3"}, {"last": 1.5}, {"daily": "some"}, {"last": -1}], ids=str
+    "options",
+    [{"best": "auc"}, {"last": "3"}, {"last": 1.5}, {"daily": "some"}, {"last": -1}, {"tagged": "no"}],
+    ids=str,
 )
 def test_retention_names_the_argument(tmp_path: Path, options: dict[str, Any]) -> None:
     """At once, not when the first checkpoint is pruned."""
     with pytest.raises(cnr.ConfigurationError, match=f"'{next(iter(options))}' must be"):
         cnr.Keep(**options)
+    largest: Any = "no"
+    with pytest.raises(cnr.ConfigurationError, match="'largest' must be"):
+        cnr.Best("auc", largest=largest)
     keep: Any = 3
     with pytest.raises(cnr.ConfigurationError, match="'keep' must be a Keep"):
         cnr.plan_prune(tmp_path, keep)
@@ -181,7 +199,14 @@ def test_retention_names_the_argument(tmp_path: Path, options: dict[str, Any]) -
 
 @pytest.mark.parametrize(
     "options",
-    [{"model": "x"}, {"interval_secs": "0.2"}, {"interval_secs": 0}, {"on_applied": 3}, {"row_log": "kafka"}],
+    [
+        {"model": "x"},
+        {"interval_secs": "0.2"},
+        {"interval_secs": 0},
+        {"interval_secs": 1e10},
+        {"on_applied": 3},
+        {"row_log": "kafka"},
+    ],
     ids=str,
 )
 def test_a_subscriber_names_the_argument(tmp_path: Path, options: dict[str, Any]) -> None:

@@ -27,7 +27,9 @@ def test_simple_policies_do_not_look_back(history: History) -> None:
     assert Consecutive().decide(history) is Since.HEAD
 
 
-@pytest.mark.parametrize("limits", [{"max_deltas": 0}, {"max_ratio": 0.99}, {"max_ratio": math.nan}])
+@pytest.mark.parametrize(
+    "limits", [{"max_deltas": 0}, {"max_ratio": 0.99}, {"max_ratio": math.nan}, {"max_ratio": True}]
+)
 def test_limits_that_no_compaction_reaches_are_refused(limits: dict[str, Any]) -> None:
     """Before anything is trained, and by the name of what is wrong."""
     with pytest.raises(ConfigurationError, match=f"'{next(iter(limits))}' must be at least 1"):

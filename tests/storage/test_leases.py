@@ -394,6 +394,7 @@ def test_a_lease_that_was_left_outlives_its_process(tmp_path: Path) -> None:
     """A request that seems to have failed may arrive after the process has ended, on its machine too."""
     subprocess.run([sys.executable, "-c", _TAKE, str(tmp_path), "leave"], check=True)
     assert held(tmp_path, "save") == 1
+    assert [lease.read_bytes() for lease in tmp_path.glob("*.lease")] == [b"{}"], "an empty one has lapsed"
 
 
 # Clocks

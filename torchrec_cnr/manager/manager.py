@@ -18,7 +18,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from torchrec_cnr.arguments import check_callable, check_count, check_positive, check_type
+from torchrec_cnr.arguments import check_callable, check_count, check_secs, check_type
 from torchrec_cnr.errors import CheckpointExistsError, CNRError, ConfigurationError, FencedError, SaveError, StoreError
 from torchrec_cnr.human_text import url_text
 from torchrec_cnr.lineage.checkpoint import read_checkpoint
@@ -93,7 +93,7 @@ class CheckpointManager:
         on_progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
         _check_arguments(tracker, keep, row_log, num_retries, background, on_saved, on_progress)
-        check_positive("timeout_secs", timeout_secs)
+        check_secs("timeout_secs", timeout_secs)
         background = background or Background()
         if policy is None:
             policy = Compacted() if row_log is None or row_log.block_bytes is None else OneShot()
@@ -327,10 +327,12 @@ class CheckpointManager:
             The step after which it was taken, or None where there is no checkpoint.
 
         Raises:
+            ConfigurationError: ``state`` is no mapping, such as a model, or both ``step`` and ``path`` are given.
             CheckpointNotFoundError: There is no checkpoint of that step.
             DamagedError: There are checkpoints, but none can be read.
             CheckpointException: The load failed otherwise, or that of the checkpoint that was asked for did.
         """
+        _check_state(state)
         self.wait()
         target = state() if callable(state) else state
         check_type("state", target, dict, "a dict to load into")
@@ -415,6 +417,10 @@ def _check_arguments(
 
 def _check_step(step: object, state: object) -> None:
     check_count("step", step, 0, MAX_STEP)
+    _check_state(state)
+
+
+def _check_state(state: object) -> None:
     if isinstance(state, torch.nn.Module) or not (isinstance(state, Mapping) or callable(state)):
         raise ConfigurationError(
             f"'state' must be a mapping, or a function that returns one (got {type(state).__name__}); pass the live "

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from torchrec_cnr.arguments import check_count, check_positive
+from torchrec_cnr.arguments import check_count, check_secs
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Schedule:
         if self.every_steps is not None:
             check_count("every_steps", self.every_steps, least=1)
         if self.every_secs is not None:
-            check_positive("every_secs", self.every_secs)
+            check_secs("every_secs", self.every_secs)
 
     def __call__(self, step: int) -> bool:
         """Whether to save after this step; to be called at every step, on all ranks."""

@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 from torch.profiler import record_function
 
-from torchrec_cnr.arguments import check_callable, check_count, check_positive, check_type
+from torchrec_cnr.arguments import check_callable, check_count, check_secs, check_type
 from torchrec_cnr.errors import CheckpointExistsError, ConfigurationError, SaveError
 from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.human_text import count_text, url_text
@@ -135,7 +135,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         check_pack_bytes(pack_bytes)
         check_cpu_share(cpu_share)
         check_count("staging_bytes", staging_bytes)
-        check_positive("timeout_secs", timeout_secs, most=threading.TIMEOUT_MAX)
+        check_secs("timeout_secs", timeout_secs)
         check_callable("progress", progress)
         check_row_log(row_log)
         self._cpu_share = cpu_share

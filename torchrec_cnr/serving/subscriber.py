@@ -15,7 +15,7 @@ from typing import Self
 
 from torch import nn
 
-from torchrec_cnr.arguments import check_callable, check_positive, check_type
+from torchrec_cnr.arguments import check_callable, check_secs, check_type
 from torchrec_cnr.errors import CheckpointNotFoundError, CNRError, ConfigurationError, DamagedError, StoreError
 from torchrec_cnr.human_text import url_text
 from torchrec_cnr.serving.commit_sources import Commit, Commits, MarkerCommits, RootCommits
@@ -66,7 +66,7 @@ class RowSubscriber:
     ) -> None:
         check_thread_count(thread_count)
         check_type("model", model, nn.Module, "a torch module")
-        check_positive("interval_secs", interval_secs)
+        check_secs("interval_secs", interval_secs)
         check_callable("on_applied", on_applied)
         check_row_log(row_log)
         self._commits = _commits(root, row_log)

@@ -153,7 +153,7 @@ class Lease:
         self._end_renewals()
         self.is_left = True
         try:
-            self.store.put(self.name, [], is_durable=False)
+            self.store.put(self.name, [b"{}"], is_durable=False)  # an empty file is a lease that has lapsed
         except StoreError as error:
             logger.warning("a lease ends with this process, although a request may still arrive: %s", error)
 

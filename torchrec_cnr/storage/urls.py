@@ -53,12 +53,14 @@ def checked_url(url: str | os.PathLike[str]) -> str:
     """The path or URL as text.
 
     Raises:
-        ConfigurationError: It names no bucket, or it has a password or a signature, a backslash, a control character,
-            or, in a name, ``::``: a delta or fsspec could not follow it.
+        ConfigurationError: It is empty or names no bucket, or it has a password or a signature, a backslash, a control
+            character, or, in a name, ``::``: a delta or fsspec could not follow it.
     """
     if not isinstance(url, str | os.PathLike):
         raise ConfigurationError(f"{url!r}: not a path or URL, but {type(url).__name__}")
     name = os.fspath(url)
+    if name == "":
+        raise ConfigurationError("'': names no directory; for the working directory give '.'")
     if protocol_of(name) in OBJECT_STORES and not name.partition("://")[2].strip("/"):
         raise ConfigurationError(f"{name!r}: names no bucket; give a URL such as {protocol_of(name)}://bucket/job")
     unspaced = re.sub(r"\s", "_", name)  # a password may hold spaces, where text has other words

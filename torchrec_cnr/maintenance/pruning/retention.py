@@ -36,6 +36,7 @@ class Best:
         if not self.metric:
             raise ConfigurationError(f"'metric' must be the name of a metric (got {self.metric!r})")
         check_count("n", self.n, least=1)
+        check_type("largest", self.largest, bool, "True or False")
 
     def __repr__(self) -> str:
         return given_text(self)
@@ -79,6 +80,7 @@ class Keep:
             check_count("daily", self.daily)
         if self.best is not None:
             check_type("best", self.best, Best, "a Best, such as Best('auc')")
+        check_type("tagged", self.tagged, bool, "True or False")
         if not (self.last or self.daily or self.best or self.tagged):
             raise ConfigurationError("nothing would be kept: give 'last', 'daily', 'best' or 'tagged'")
 
