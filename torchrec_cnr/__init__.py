@@ -21,7 +21,7 @@ from further up gets it as an argument.
 - ``storage/``: directories in any fsspec file system: reads, writes, retries, data files, leases and fences.
 - ``policies``: the policies, which decide on which earlier checkpoint each delta is based.
 - ``sharding``: which shards of a tensor this rank holds. The only module that knows ``ShardedTensor`` and ``DTensor``.
-- ``format/``: the checkpoint format of docs/format.md as values, with its validation. Does no I/O.
+- ``format/``: the checkpoint format of docs/reference/format.md as values, with its validation. Does no I/O.
 - ``quantization/``: the quantization schemes, which turn rows into bytes and back, and the rules that choose among
   them.
 - ``kernels/``: compiled code that encodes and decodes rows, on CPUs (numba) and GPUs (Triton). Knows no checkpoints.

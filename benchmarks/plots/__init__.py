@@ -7,5 +7,5 @@
 - ``movement``: distances that rows move, and bits of an element.
 - ``policies``: bytes written, kept and restored over a long run.
 - ``style``: the style of the plots, and how they are written.
-- ``quantization``: errors by bytes per row; a program too, which makes the plot and the tables of docs/quantization.md.
+- ``quantization``: errors by bytes per row; also a program that makes the plot and tables of its page.
 """

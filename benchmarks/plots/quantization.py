@@ -1,4 +1,4 @@
-"""The plot and the tables of docs/quantization.md: the error of every scheme against the bytes that a row takes.
+"""The plot and tables of docs/concepts/quantization.md: the error of every scheme against its bytes per row.
 
 ``python -m benchmarks.plots.quantization --help`` tells how to run it. It times nothing, so it is not among the names
 of ``python -m benchmarks``.
@@ -35,7 +35,7 @@ from benchmarks.support.quantization_errors import (
 NUM_ROWS = 50_000
 EPILOG = """\
 examples:
-  python -m benchmarks.plots.quantization        write docs/quantization.svg, print the tables of docs/quantization.md
+  python -m benchmarks.plots.quantization        write the plot of the page, print its tables
   python -m benchmarks.plots.quantization --rows 500 --output /tmp/try.svg --json /tmp/try.json
 
 The rows are those of two tables that were trained on the clicks that the benchmarks use. It takes some seconds.
@@ -166,7 +166,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    default = Path(__file__).parents[2] / "docs" / "quantization.svg"
+    default = Path(__file__).parents[2] / "docs" / "images" / "quantization.svg"
     parser.add_argument("--output", type=Path, default=default, metavar="FILE", help="SVG (default: the page's)")
     parser.add_argument("--rows", type=int, default=NUM_ROWS, help=f"of each width (default: {NUM_ROWS:,})")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file too")

@@ -1,4 +1,4 @@
-"""The format: docs/format.md is enough to read a checkpoint, and what was once written is read for ever."""
+"""The format: docs/reference/format.md is enough to read a checkpoint, and what was once written is read for ever."""
 
 import ast
 import collections
@@ -44,7 +44,7 @@ from torchrec_cnr.storage.pack_writer import crc32c
 ROOT = Path(__file__).parents[2]
 GOLDENS = ROOT / "tests" / "golden" / "v1"
 GOLDEN, LOGGED = GOLDENS / write.RUN, GOLDENS / write.LOGGED
-PAGE = (ROOT / "docs" / "format.md").read_text()
+PAGE = (ROOT / "docs" / "reference" / "format.md").read_text()
 EXPECTED = json.loads((GOLDEN / "expected.json").read_text())
 LoadPlanner = Callable[[], Any]
 SCHEMES: list[cnr.Scheme] = [

@@ -1,4 +1,4 @@
-"""A reader of checkpoints, written from docs/format.md alone: the page is enough, and the library keeps to it.
+"""A reader of checkpoints, written from docs/reference/format.md alone: the page is enough, the library follows it.
 
 It knows nothing of the library. It reads whole states into memory and refuses whatever the page tells it to refuse;
 numbers in comments are the page's sections.

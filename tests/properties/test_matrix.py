@@ -227,5 +227,5 @@ def test_forms_of_state_dicts_are_refused_as_said(tmp_path: Path, rank_pool: Ran
 
 @pytest.mark.long
 def test_the_page_is_up_to_date() -> None:
-    """docs/support.md tells what these tests show; ``python -m tests.repository.support_page`` writes it."""
+    """docs/reference/support.md tells what these tests show; ``python -m tests.repository.support_page`` writes it."""
     assert PAGE.read_text() == page()

@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.properties.matrix import COLLISIONS, FORMS, REFUSALS, Refusal, all_cells, is_meant, pairwise_cells, refusal
 from tests.support.zoo import MODULES, OPTIMIZERS, SHARDINGS, Kind
 
-PAGE = Path(__file__).parents[2] / "docs" / "support.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "support.md"
 
 WAYS = {  # how an optimizer is used, shown with this module and sharding
     "fused": ("EmbeddingBagCollection", "row_wise"),

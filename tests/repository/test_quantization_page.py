@@ -1,4 +1,4 @@
-"""docs/quantization.md and the script that makes its plot and tables; what the figures are is nobody's promise here."""
+"""docs/concepts/quantization.md, and the script that makes its plot and tables. The figures are not tested."""
 
 import json
 from pathlib import Path
@@ -11,8 +11,8 @@ from benchmarks.plots.quantization import draw, save
 from benchmarks.support.quantization_errors import SERIES, WIDTHS, Point, error_table, measure, restore_table
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "quantization.md"
-PLOT = ROOT / "docs" / "quantization.svg"
+PAGE = ROOT / "docs" / "concepts" / "quantization.md"
+PLOT = ROOT / "docs" / "images" / "quantization.svg"
 NUM_ROWS = 60
 MAX_BYTES = 100_000
 
@@ -48,7 +48,7 @@ def test_page_has_every_scheme(points: list[Point]) -> None:
     for printed, num_cells in ((error_table(points), 2), (restore_table(points), 1)):
         head = printed.splitlines()[0]
         assert first_cells(page, head, num_cells) == first_cells(printed, head, num_cells)
-    assert f"]({PLOT.name})" in page
+    assert f"](../images/{PLOT.name})" in page
 
 
 @pytest.mark.long

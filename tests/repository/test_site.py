@@ -63,7 +63,7 @@ def test_nothing_is_fetched_by_who_reads(site: Path) -> None:
 @pytest.mark.parametrize("module", [torchrec_cnr, torchrec_cnr.testing], ids=lambda module: module.__name__)
 def test_public_names_are_in_the_reference(site: Path, module: object) -> None:
     """The reference has each public name, by its docstring."""
-    text = (site / "api.html").read_text()
+    text = (site / "reference" / "api.html").read_text()
     names = [name for name in module.__all__ if not name.startswith("__")]
     assert [name for name in names if f'id="{module.__name__}.{name}"' not in text] == []
     assert ":func:" not in text
@@ -72,7 +72,7 @@ def test_public_names_are_in_the_reference(site: Path, module: object) -> None:
 @pytest.mark.parametrize("name", ["save.svg", "load.svg"])
 def test_drawings_are_legible_on_any_background(site: Path, name: str) -> None:
     """A drawing lies on white, whatever the page's colours, and says in words what it shows."""
-    text = (site / name).read_text()
+    text = (site / "images" / name).read_text()
     assert re.search(r'<rect width="\d+" height="\d+" fill="#ffffff"/>', text)
     assert "<title>" in text
     assert "<desc>" in text
@@ -80,7 +80,8 @@ def test_drawings_are_legible_on_any_background(site: Path, name: str) -> None:
 
 def test_figures_of_policies_are_the_measured_ones() -> None:
     """The page on choosing repeats figures of policies; they are those of the page of figures."""
-    choosing, measured = ((ROOT / "docs" / page).read_text() for page in ("choosing.md", "figures.md"))
+    pages = "guides/policy-and-bits.md", "benchmarks/figures.md"
+    choosing, measured = ((ROOT / "docs" / page).read_text() for page in pages)
     chosen = re.findall(r"^\| `(\w+)` \| ([\d.]+) \| ([\d.]+) \| ([\d.]+)", choosing, re.M)
     assert len(chosen) == 5
     for policy, *figures in chosen:
@@ -94,15 +95,15 @@ def _append(page: Path, text: str) -> None:
 
 def _spoil_pages(docs: Path) -> tuple[str, ...]:
     """Links and pages that lead nowhere; what the build says of them."""
-    (docs / "glossary.md").unlink()
+    (docs / "reference" / "glossary.md").unlink()
     (docs / "forgotten.md").write_text("# Forgotten\n")
-    _append(docs / "index.md", "\n[gone](nowhere.md)\n[gone](cli.md#nowhere)\n[outside](../README.md)\n")
+    _append(docs / "index.md", "\n[gone](nowhere.md)\n[gone](reference/cli.md#nowhere)\n[outside](../README.md)\n")
     return "glossary.md", "forgotten.md", "nowhere.md", "#nowhere", "../README.md"
 
 
 def _spoil_names(docs: Path) -> tuple[str, ...]:
     """A name in the reference that is not there, which ends the build."""
-    _append(docs / "api.md", "\n::: torchrec_cnr.nothing\n")
+    _append(docs / "reference" / "api.md", "\n::: torchrec_cnr.nothing\n")
     return ("torchrec_cnr.nothing",)
 
 

@@ -1,4 +1,4 @@
-"""The checkpoint format that docs/format.md specifies, as values with their validation. No module here does I/O.
+"""The checkpoint format of docs/reference/format.md, as values with their validation. No module here does I/O.
 
 - ``boxes``: ``Box``, the region of a tensor that a shard covers (offsets and sizes).
 - ``manifest``: ``Manifest``, ``TensorEntry``, ``Shard`` and ``Pack``: everything that describes one checkpoint.

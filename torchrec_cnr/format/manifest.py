@@ -1,7 +1,7 @@
 """The manifest: the one object that describes a checkpoint and, by being there, commits it.
 
-This module has values only. ``manifest_json`` writes and reads them as JSON; docs/format.md specifies each field. A
-pack of rows that streamed through Kafka is a pack like any other, with its place in the topic (``LogRange``).
+This module has values only. ``manifest_json`` writes and reads them as JSON; docs/reference/format.md specifies each
+field. A pack of rows that streamed through Kafka is a pack like any other, with its place in the topic (``LogRange``).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

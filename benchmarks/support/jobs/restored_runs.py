@@ -2,7 +2,7 @@
 
 A restore puts into the tables, and into nothing else, what a load gives: rows as they are decoded. Only rows that were
 modified since the restore before are encoded; the others were decoded before, and encoding what was decoded changes
-nothing (docs/quantization.md). At the first restore these are all rows, as a baseline stores them.
+nothing (docs/concepts/quantization.md). At the first restore these are all rows, as a baseline stores them.
 """
 
 from collections.abc import Callable, Sequence

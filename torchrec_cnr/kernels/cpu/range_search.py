@@ -5,7 +5,7 @@ table's dtype. Every candidate is rounded to fp16 first and judged by the error 
 
 Every range that is chosen is *closed*: decoding and encoding again finds the same range. The range of least and
 greatest value is always among the candidates and comes first, so a decoded row, which lies on its grid without any
-error, keeps it, and saving and restoring again and again changes nothing. See docs/quantization.md.
+error, keeps it, and saving and restoring again and again changes nothing. See docs/concepts/quantization.md.
 
 These functions are compiled by numba and are bit for bit those of the reference in the tests.
 """
