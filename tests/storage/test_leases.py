@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from tests.support.killing import in_child
 from tests.support.models import Whole, state, torchrec_job
 from tests.support.ranks import RankPools
 from tests.support.roots import NUM_COLS, NUM_ROWS, TABLE, Root, prune
+from torchrec_cnr.errors import StoreError
 from torchrec_cnr.format.manifest import MANIFEST_FILE, PACK_SUFFIX
 from torchrec_cnr.maintenance.pruning.execute import run_prune
 from torchrec_cnr.maintenance.pruning.plan import plan_prune
@@ -421,6 +422,31 @@ def test_a_prune_whose_clock_is_ahead_removes_nothing_in_use(tmp_path: Path) -> 
     cut = save_and_act(trainer, "1", "finish", prune_by_a_wrong_clock)
     trainer.assert_loads("1", cut)
     assert not list(tmp_path.rglob("*.clock"))
+
+
+def test_a_prune_that_cannot_learn_the_time_of_its_store_removes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the clock of this machine, leases of saves in progress could be over. A plan is made all the same."""
+    trainer = SavingJob(tmp_path, policy=cnr.Full())
+    for name in "01":
+        trainer.train_and_save(name)
+    put = Store.put
+
+    def refuse_clocks(self: Store, name: str, parts: Sequence[Any], is_durable: bool = True) -> None:
+        if name.endswith(".clock"):
+            raise StoreError(f"cannot write {name}: refused")
+        put(self, name, parts, is_durable)
+
+    before = sorted(tmp_path.rglob("*"))
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "put", refuse_clocks)
+        plan = plan_prune(tmp_path, Keep(last=1))
+        assert [removal.entry.name for removal in plan.removals] == ["0"]
+        with pytest.raises(StoreError, match="clock"):
+            run_prune(plan)
+        assert sorted(tmp_path.rglob("*")) == before
+    assert run_prune(plan).removed == ("0",)
 
 
 @pytest.mark.parametrize("secs", [-24 * 3600, 24 * 3600])

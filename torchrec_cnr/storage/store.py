@@ -189,13 +189,20 @@ class Store:
         return self._try("look up", name, lambda: int(self._fresh().modified(path).timestamp() * 1e9))
 
     def now_ns(self) -> int:
-        """Unix time in nanoseconds, by the clock that stamps what is written, if it tells: others may be wrong."""
+        """Return the Unix time in nanoseconds by the clock that stamps files, since those of machines may be wrong.
+
+        Where the store keeps no times, it is this machine's.
+
+        Raises:
+            StoreError: A file cannot be written and looked up.
+        """
         name = f"{uuid.uuid4().hex[:16]}.clock"
         try:
             self.put(name, [], is_durable=False)
             return self.modified_ns(name)
-        except StoreError as error:  # it may be read only
-            logger.info("the store's clock cannot be asked, this machine's is used: %s", error)
+        except StoreError as error:
+            if not isinstance(error.__cause__, NotImplementedError):
+                raise
             return time.time_ns()
         finally:
             with suppress(StoreError):
