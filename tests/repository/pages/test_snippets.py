@@ -23,7 +23,7 @@ import pytest
 
 from tests.servers import s3_servers
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 README = ROOT / "README.md"
 PAGES = sorted([*ROOT.glob("README.md"), *(ROOT / "docs").rglob("*.md")])
 LIMIT_SECS = 240
