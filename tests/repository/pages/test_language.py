@@ -20,8 +20,8 @@ def load(path: str) -> None:
 '''
 PAGE = """# Upkeep
 
-A sentence that says nothing, and which goes on and on, and has more words than anyone who reads it can hold in mind until
-the end of it, because it has no end where a reader would look for one, as it goes on.
+A sentence that says nothing, and which goes on and on, and has more words than anyone who reads it can hold in mind
+until the end of it, because it has no end where a reader would look for one, as it goes on.
 
 ```text
 whoever
