@@ -187,7 +187,7 @@ class KafkaLog:
                 if number != expected or len(value) != size:
                     raise DamagedError(
                         f"{where}: corrupt: at offset {message.offset()}: expected part {expected} of {name}, got part "
-                        f"{number} with {len(value)} bytes; use another checkpoint"
+                        f"{number} with {len(value)} of {size} bytes; use another checkpoint"
                     )
                 found += value
                 expected += 1
