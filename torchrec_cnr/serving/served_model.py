@@ -1,7 +1,7 @@
 """The served model: a checkpoint is staged while lookups run, and swapped in while they wait, or not at all.
 
-The model does not change before the swap. If several paths lead to a checkpoint, the next one is tried if a file of the
-first is missing or corrupt, or if its links do not contain all necessary rows.
+The model does not change before the swap. Several paths can lead to a checkpoint. If a file of the first one is missing
+or corrupt, or if its links do not contain all necessary rows, the next path is tried.
 """
 
 import logging

@@ -93,7 +93,7 @@ class Update:
     Attributes:
         rows: The staged rows of tables of which the links contain some rows.
         tensors: The tensors that are replaced as a whole.
-        touched: The rows that were overwritten since the baseline, before this update.
+        touched: The rows that deltas have overwritten since the baseline, without ``rows``, which are not applied yet.
         num_bytes: Number of bytes of packs that were read for it.
     """
 

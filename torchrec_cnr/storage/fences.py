@@ -74,9 +74,9 @@ class Fence:
 
     def _lost(self, number: int) -> FencedError:
         return FencedError(
-            f"{self.root.url}: a newer job saves here, as {_name(number)} shows ({_told(self.root, number)}); nothing "
-            "was committed; end this job, or load the latest checkpoint with CNRLoadPlanner(tracker) and continue from "
-            "there; jobs that run in parallel need separate roots"
+            f"{self.root.url}: another job saves here now, as {_name(number)} shows ({_told(self.root, number)}); "
+            "nothing was committed; end this job, or load the latest checkpoint with CNRLoadPlanner(tracker) and "
+            "continue from there; jobs that run in parallel need separate roots"
         )
 
 

@@ -62,13 +62,12 @@ class PackTarget(Protocol):
 
 @runtime_checkable
 class BlockTarget(Protocol):
-    """A log that packs of row blocks are written to.
-
-    The keys of the records that this rank writes begin with ``owner``.
-    """
+    """A log that packs of row blocks are written to."""
 
     @property
-    def owner(self) -> str: ...
+    def owner(self) -> str:
+        """Prefix of the keys of the records that this rank writes."""
+        ...
 
     def keyed(self, key: str, most_bytes: int) -> PackTarget:
         """Return the target for a pack that replaces the earlier pack with the same key.

@@ -53,8 +53,8 @@ def checked_url(url: str | os.PathLike[str]) -> str:
     """Return the path or URL as text, after checking it.
 
     Raises:
-        ConfigurationError: It is empty, names no bucket, or contains a password or a signature. Or it contains a
-            backslash, a control character or, in a name, ``::``, which a delta or fsspec could not resolve.
+        ConfigurationError: It is empty, names no bucket, or contains a password or a signature. Or a delta or fsspec
+            could not resolve it, because of a backslash, a control character or ``::`` in a name.
     """
     if not isinstance(url, str | os.PathLike):
         raise ConfigurationError(f"{url!r}: expected a path or URL, got {type(url).__name__}")
