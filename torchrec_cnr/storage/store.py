@@ -189,13 +189,7 @@ class Store:
         return self._try("look up", name, lambda: int(self._fresh().modified(path).timestamp() * 1e9))
 
     def now_ns(self) -> int:
-        """Return the Unix time in nanoseconds by the clock that stamps files, since those of machines may be wrong.
-
-        Where the store keeps no times, it is this machine's.
-
-        Raises:
-            StoreError: A file cannot be written and looked up.
-        """
+        """Return the Unix time in ns by the clock that stamps this store's files; if it keeps no times, by our own."""
         name = f"{uuid.uuid4().hex[:16]}.clock"
         try:
             self.put(name, [], is_durable=False)
