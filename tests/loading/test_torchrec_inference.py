@@ -251,7 +251,7 @@ def test_trackers_learn_nothing(tmp_path: Path) -> None:
     assert tracker.num_modified
     load_quantized(quantized(float_model(2), torch.qint8), tmp_path / "1")
     assert known() == before
-    with pytest.raises(cnr.ConfigurationError, match="without the tracker"):
+    with pytest.raises(cnr.ConfigurationError, match="without a tracker"):
         cnr.CNRLoadPlanner(tracker, inference=cnr.InferenceTables(quantized(trained, torch.qint8)))
     tracker.close()
 
@@ -302,7 +302,7 @@ UNKNOWN: Mapping[str, Callable[[], nn.Module]] = {
     )[0],
     "ebc: table 't0' is on meta": lambda: quantized(TorchRecModel(BAG_ROWS, "t0"), torch.qint8),
     "ebc has virtual tables": _virtual,
-    "ebc does not have fp16 scale and bias in front": _reversed,
+    "ebc: expected fp16 scale and bias in front of each row": _reversed,
 }
 
 
