@@ -278,9 +278,7 @@ def test_table_that_is_not_in_the_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointException) as raised:
         dcp.load({"modle": model.state_dict()}, storage_reader=cnr.CNRStorageReader(path), planner=planner)
     assert isinstance(causes(raised.value)[0], cnr.StateMismatchError)
-    assert "4 quantized, and not in the checkpoint: 'modle.ebc.embedding_bags.t0.weight'" in str(
-        causes(raised.value)[0]
-    )
+    assert "4 quantized and not in the checkpoint: 'modle.ebc.embedding_bags.t0.weight'" in str(causes(raised.value)[0])
 
 
 def _virtual() -> nn.Module:

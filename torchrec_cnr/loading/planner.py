@@ -163,7 +163,7 @@ class CNRLoadPlanner(DefaultLoadPlanner):
         fitted = fit(wanted, newest.manifest, newest.store.url, allow_partial=self.allow_partial_load)
         if fitted.report.missing or fitted.report.unexpected:
             text = str(fitted.report).replace("\n", "; ")
-            logger.warning("a partial load leaves something out (the planner's report has all names): %s", text)
+            logger.warning("not everything is loaded, and the planner's report lists all names: %s", text)
         decision = _Decision(fitted.report, fitted.sources, ranked, _is_complete(fitted, self._lineage))
         return [replace(plan, planner_data=decision) for plan in global_plan]
 

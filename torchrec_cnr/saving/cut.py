@@ -184,7 +184,7 @@ class Cuts:
     planners: WeakSet[object] = field(default_factory=WeakSet)
     _last: PendingSave | None = None
     _is_baseline_due: bool = False
-    _states: dict[Since, _States] = field(default_factory=dict)  # the optimizer state in the baseline and in the head
+    _states: dict[Since, _States] = field(default_factory=dict)  # the optimizer state that these checkpoints contain
     _head: Head | None = None
     # Held from the outcome of one save to the snapshot of the next: without a process group, threads save in parallel.
     _lock: threading.RLock = field(default_factory=threading.RLock)
@@ -329,7 +329,7 @@ class Cuts:
             self.tracker.rollback()
 
     def _head_of(self, checkpoint: Checkpoint) -> Head:
-        """Return the head for a committed checkpoint, with the chain that it extends."""
+        """Return the head for a committed checkpoint: the checkpoint, and the chain that it extends."""
         head, parent = self.tracker.head, checkpoint.manifest.parent
         below = () if head is None or parent is None else head.lineage
         sha256s = [link.sha256 for link in below]

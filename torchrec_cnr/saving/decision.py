@@ -38,8 +38,8 @@ class Decision:
         since: What its rows were modified since.
         policy: Name of the policy.
         parent: The checkpoint that the save is based on, by full path, or None for a baseline.
-        history: History of the chain up to the head, or None for a baseline.
-        after_ns: Commit time of the head, in ns; this save's must be later.
+        history: History of the chain so far, or None for a baseline.
+        after_ns: Commit time of the latest checkpoint, in ns; this save's must be later.
         whole: Shards that are stored with all their rows in spite of a delta.
         num_restores: Number of restores from a checkpoint in the history of the state.
         head: The checkpoint that the modified rows of all ranks relate to, by full path; None if there is none.
@@ -82,7 +82,7 @@ class RankData:
         is_tracked: Whether the rank's planner has a tracker.
         policy: The planner's policy, as text.
         head: The checkpoint that this rank's modified rows relate to.
-        baseline: The baseline of the head's chain, as this rank knows it; None if it has no head.
+        baseline: The baseline of that checkpoint's chain, as this rank knows it; None without ``head``.
         num_links: Number of checkpoints in that chain.
         staged: What the save can be based on with the staged rows; None if nothing was staged.
         tensors: Tensors that this rank can store by rows, by FQN.
@@ -123,9 +123,9 @@ class Base:
 
 
 def newest_baseline(ranks: Sequence[RankData]) -> CheckpointRef | None:
-    """Return the newest of the baselines that ranks with one head know.
+    """Return the newest of the baselines that ranks with the same latest checkpoint know.
 
-    They differ if the lineage was compacted after some of the ranks had read it. A rank that knows an older baseline
+    They differ if the chain was compacted after some of the ranks had read it. A rank that knows an older baseline
     stores at least the rows that were modified since the newer one.
     """
     known = [rank for rank in ranks if rank.baseline is not None]
@@ -145,7 +145,7 @@ def choose_base(
         policy: Decides where a delta is possible.
         head: The checkpoint that the coordinator's modified rows relate to.
         heads: The checkpoints that each rank's modified rows relate to.
-        baseline: The newest baseline of the head's chain that a rank knows.
+        baseline: The newest baseline of its chain that a rank knows.
         store: Destination of the save.
 
     Raises:
@@ -204,10 +204,10 @@ def _continues(fqn: str, tensor: RowTensor, metadata: Metadata, parent: Manifest
 
 
 def _intact_head(head: Head) -> tuple[Checkpoint, History] | None:
-    """Return the head and the history of its chain, if all of it exists and is unchanged.
+    """Return the latest checkpoint and the history of its chain, if all of it exists and is unchanged.
 
     To limit requests, only one of every ``_MAX_READ_WHOLE`` saves reads all manifests of a long chain. The others read
-    that of the head, check that the baseline's exists, and list the root to see that no directory was removed.
+    the latest manifest, check that the baseline's exists, and list the root to see that no directory was removed.
     """
     newest = _intact_checkpoint(head.ref)
     if newest is None:
@@ -232,7 +232,7 @@ def _are_there(root: Store, lineage: Sequence[CheckpointRef]) -> bool:
 
 
 def _history(head: Head, lineage: Lineage) -> History:
-    """Return the history of the head; if the chain was compacted, it begins with the merged checkpoint."""
+    """Return the history of a chain; if the chain was compacted, it begins with the merged checkpoint."""
     links = lineage.checkpoints
     folded = max((number for number, link in enumerate(links) if link.is_compacted), default=None)
     if folded is None:

@@ -42,8 +42,8 @@ class CNRSavePlanner(SavePlanner):
             ``Intermittent()`` with a tracker, and ``Full()`` without.
 
     Raises:
-        ConfigurationError: While saving, if the writer is not a ``CNRStorageWriter``, or if the state dict does not
-            contain the storage of a tracked table (the table is missing, or another stager copied it).
+        ConfigurationError: While saving, if the writer is not a ``CNRStorageWriter``. Also if the state dict does not
+            contain the storage of a tracked table: the table is missing, or another stager copied it.
         UntrackedRowsError: While saving, if the tracker verifies that all modified rows are marked, and some are not.
     """
 

@@ -62,10 +62,10 @@ class RankWriter:
         self._planner = planner
         self._rules = rules
         self._objects: list[WriteItem] = []
-        self._shards: list[tuple[WriteItem, ShardRecord]] = []  # without any blob
+        self._shards: list[tuple[WriteItem, ShardRecord]] = []  # each without its blobs
 
     def write(self, items: Sequence[WriteItem]) -> None:
-        """Encode items, and write packs that are full."""
+        """Encode items, and write data files that are full."""
         together: dict[object, list[tuple[WriteItem, ShardData]]] = {}
         for item in items:
             if item.type is WriteItemType.BYTE_IO:

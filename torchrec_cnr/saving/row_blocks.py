@@ -1,12 +1,12 @@
 """Row blocks: the content of a Kafka topic that keeps only the newest record of each key.
 
 A row block is a fixed range of rows of a table's shard. A save writes each block that was touched since the latest
-checkpoint as one data file, with all rows of the block that were modified since the baseline. It takes the other blocks
-from the manifest of the latest checkpoint. So the newest data file of a block replaces all older ones, and the topic
-may drop these.
+checkpoint as one data file. The file has all rows of the block that were modified since the baseline. The save takes
+the other blocks from the manifest of the latest checkpoint. So the newest data file of a block replaces all older ones,
+and the topic may drop these.
 
-The topic may do so as soon as it has a newer record of the same key, even if the save that wrote the newer record never
-commits. A block's keys have a slot for this reason. A save writes to the first slot that is not used by a checkpoint
+The topic may do so as soon as it has a newer record of the same key. The save that wrote the newer record may never
+commit. A block's keys have a slot for this reason. A save writes to the first slot that is not used by a checkpoint
 that may still be loaded. Those are the latest checkpoint and the newest committed one. There are two slots, therefore,
 or three after a load of a checkpoint that is not the newest.
 

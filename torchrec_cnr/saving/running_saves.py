@@ -4,9 +4,9 @@ Two saves of one process group must not overlap, because their collectives would
 saves of DCP's own process, which has one pipe. If two threads waited for its answer, one would get the other's.
 
 A save has ended on a rank when its last collective has returned, which is after the manifest is in the store. DCP does
-not report this to plug-ins. But it does the whole save within one call: ``dcp.save`` in the caller's thread, or, for
-``dcp.async_save``, a call in a thread of its own, which saves or waits for another process. A save is running as long
-as that call is on the stack of its thread.
+not report this to plug-ins. But it does the whole save within one call. For ``dcp.save``, that is a call in the
+caller's thread. For ``dcp.async_save``, it is a call in a separate thread, which saves or waits for another process. A
+save is running as long as that call is on the stack of its thread.
 
 An asynchronous save is staged first, and DCP begins it in its own thread a little later. It is expected to begin until
 the future that ``dcp.async_save`` returns is done.

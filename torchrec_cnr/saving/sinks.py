@@ -210,7 +210,7 @@ class RowDestination:
         return None
 
     def loadable_besides(self, store: Store, head: CheckpointRef | None) -> CheckpointRef | None:
-        """Return a checkpoint that a load may use until a save commits, besides the head, if sinks must keep its rows."""
+        """Return a checkpoint, not ``head``, that may be loaded until a save commits, if sinks must keep its rows."""
         return None
 
     def prepare(self, store: Store, rank: int, is_coordinator: bool, own_fence: OwnFence | None) -> OpenSink:
@@ -253,13 +253,13 @@ class PlainTopic(RowDestination):
     row_log: RowLog
 
     def prepare(self, store: Store, rank: int, is_coordinator: bool, own_fence: OwnFence | None) -> OpenSink:
-        """See ``RowDestination``."""
+        """Open the topic for this rank's rows; see ``RowDestination``."""
         target = self.row_log.target(root_id(store.at("..").url), rank, is_coordinator)
         assert not isinstance(target, BlockTarget)  # the topic is not compacted
         return partial(_topic_sink, store, target)
 
     def begin(self, store: Store) -> None:
-        """See ``RowDestination``."""
+        """Fence off earlier writers of this topic; see ``RowDestination``."""
         self.row_log.begin(root_id(store.at("..").url))
 
 
