@@ -96,7 +96,9 @@ class RowBits:
             self.held.index_fill_(0, rows, True)
         elif len(rows):
             if rows.min() < 0 or rows.max() >= self.num_rows:
-                raise IndexError(f"expected rows below {self.num_rows}, got {int(rows.min())} to {int(rows.max())}")
+                raise IndexError(
+                    f"expected rows of a shard of {self.num_rows} rows, got rows {int(rows.min())} to {int(rows.max())}"
+                )
             set_bits(self._words, rows.contiguous().numpy())
 
     def union(self, other: "RowBits") -> "RowBits":
