@@ -80,7 +80,7 @@ class CNRLoadPlanner(DefaultLoadPlanner):
         tracker: Tracker to restore: after the load, the next save may be a delta of the loaded checkpoint. DCP calls
             ``load_state_dict`` of ``Stateful`` objects later, and does not report to the planner how that ends. If one
             raises, tables that share memory with the state dict already contain the checkpoint. Then call
-            ``tracker.forget()``, also after ``restore_newest``, to make the next save a baseline.
+            ``tracker.forget()`` to make the next save a baseline; ``restore_newest`` does so itself.
         inference: Tables of a quantized model (``InferenceTables``). They receive the rows of the checkpoint's float
             tables with the same FQNs. Such a load cannot have a tracker.
         allow_partial_load: Whether to accept FQNs that only the checkpoint or only the state dict has. Tables of
@@ -89,7 +89,7 @@ class CNRLoadPlanner(DefaultLoadPlanner):
 
     Raises:
         LoadError: While loading, if ranks read different checkpoints.
-        StateMismatchError: While loading, if FQNs, sizes or dtypes do not fit; the message lists all mismatches.
+        StateMismatchError: While loading, if FQNs, sizes or dtypes do not fit; the message lists the mismatches.
         ConfigurationError: Both ``tracker`` and ``inference`` are given; or, while loading, the reader is not a
             ``CNRStorageReader``.
     """

@@ -80,7 +80,7 @@ class Layout(Protocol):
         ...
 
     def regions(self, tensor: LineageTensor, box: Box, target: Tensor) -> list[Region]:
-        """Return the regions to merge for a read.
+        """Return the regions to merge for a read; none for state of no rows, which has no place in a table.
 
         Args:
             tensor: The saved tensor.

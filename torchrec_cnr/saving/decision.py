@@ -158,7 +158,10 @@ def choose_base(
         return None
     found = _intact_head(head)
     if found is None:
-        logger.warning("%s is missing, corrupt or another checkpoint: this save is a baseline", head.ref.path)
+        logger.warning(
+            "%s or a checkpoint that it is based on is missing, corrupt or was replaced: this save is a baseline",
+            head.ref.path,
+        )
         return None
     newest, history = found
     since = policy.decide(history)
@@ -166,7 +169,7 @@ def choose_base(
         return None
     parent = newest if since is Since.HEAD else _intact_checkpoint(baseline)
     if parent is None:
-        logger.warning("%s is missing, corrupt or another checkpoint: this save is a baseline", baseline.path)
+        logger.warning("%s is missing, corrupt or was replaced: this save is a baseline", baseline.path)
         return None
     if store.row_log is not None and not store.row_log.holds(_packs_needed(store.row_log, head, newest, parent)):
         logger.warning("rows of %s are not in topic %r: this save is a baseline", head.ref.path, store.row_log.topic)

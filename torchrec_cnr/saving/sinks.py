@@ -210,7 +210,7 @@ class RowDestination:
         return None
 
     def loadable_besides(self, store: Store, head: CheckpointRef | None) -> CheckpointRef | None:
-        """Return a checkpoint, not ``head``, that may be loaded until a save commits, if sinks must keep its rows."""
+        """Return a checkpoint besides ``head`` whose rows sinks must keep until a save commits; None without one."""
         return None
 
     def prepare(self, store: Store, rank: int, is_coordinator: bool, own_fence: OwnFence | None) -> OpenSink:

@@ -227,7 +227,9 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         save.is_coordinator = is_coordinator
         save.rank = kwargs.get("rank") or 0
         if not kwargs.get("use_collectives", True):
-            raise ConfigurationError("use_collectives=False is not supported, because one commit covers all ranks")
+            raise ConfigurationError(
+                "use_collectives=False is not supported, because one commit covers all ranks: call dcp.save without it"
+            )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Refuse an existing checkpoint or a newer job, make the directory, and protect it from pruning by a lease."""
@@ -250,7 +252,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
             raise CheckpointExistsError(
                 f"{save.store.url} contains a checkpoint in DCP's own format; save under another checkpoint_id"
             )
-        if save.is_coordinator and is_tracked:  # before the check of the id: a newer job is the likely cause of both
+        if save.is_coordinator and is_tracked:  # before the check of the id, which a newer job has often taken, too
             save.fence = fence_of(save.store)
             save.fence.claim()
         if save.store.exists(MANIFEST_FILE):
