@@ -145,7 +145,7 @@ def test_a_save_is_not_committed_on_what_may_have_been_pruned(
     monkeypatch.undo()
     (cause,) = faults.causes(raised.value).values()
     assert isinstance(cause, cnr.SaveError)
-    expected = f"its parent {tmp_path}/0 was pruned meanwhile; save again" if what == "parent" else "its lease of"
+    expected = f"its parent {tmp_path}/0 was pruned during the save; save again" if what == "parent" else "its lease of"
     assert expected in str(cause)
     assert not (tmp_path / "1" / MANIFEST_FILE).exists()
     cut = trainer.train_and_save("2")
@@ -473,7 +473,7 @@ def test_a_save_whose_packs_were_removed_is_not_committed(tmp_path: Path) -> Non
     def remove_a_pack() -> None:
         next((tmp_path / "0").glob(f"*{PACK_SUFFIX}")).unlink()
 
-    with pytest.raises(CheckpointException, match="save again if it was pruned"):
+    with pytest.raises(CheckpointException, match="save again if the file was pruned"):
         save_and_act(trainer, "0", "finish", remove_a_pack)
     assert cnr.latest(tmp_path) is None
 
