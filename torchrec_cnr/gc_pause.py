@@ -1,7 +1,7 @@
 """A pause of Python's garbage collector while plans and manifests of many shards are built.
 
 Hundreds of thousands of objects are created then, and none of them is garbage. Python nevertheless searches all objects
-of the process for garbage now and then, which takes half of the coordinator's time in a job of a hundred ranks.
+of the process now and then. This takes half of the coordinator's time in a job of a hundred ranks.
 After the pause, the new objects are moved to the oldest generation, so that the collector does not search them at once.
 """
 

@@ -1,7 +1,7 @@
 """Checks of untrusted pickles before they are loaded: the functions that they call, and the memory and time they take.
 
 Even an unpickler that runs no code can be made to use unlimited memory or time. An archive may decompress to a thousand
-times its size, a call may allocate as many bytes as a number says, and tuples of tuples may be hashed again and again.
+times its size. A call may allocate as many bytes as a number says, and tuples of tuples may be hashed again and again.
 So this module interprets the instructions of a pickle one by one, with a short description instead of each value. It
 then builds a new archive from the files that it has checked, and torch loads this archive.
 """

@@ -79,7 +79,7 @@ def _rate(root: Path, num_steps: int, options: Sequence[str]) -> float:
         check=False,
     )
     shutil.rmtree(root, ignore_errors=True)
-    found = re.search(r"^([\d.]+) steps a second$", done.stdout, re.MULTILINE)
+    found = re.search(r"^([\d.]+) steps per second$", done.stdout, re.MULTILINE)
     if found is None:
         raise RuntimeError(f"{' '.join(command)} ended with status {done.returncode}:\n{done.stderr[-2000:]}")
     return float(found[1])

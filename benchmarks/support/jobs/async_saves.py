@@ -56,7 +56,7 @@ class Lineage:
         return how(self._model.state(), checkpoint_id=place, storage_writer=self._writer, planner=self._planner)
 
     def close(self) -> None:
-        """Remove what was saved."""
+        """Remove the saved checkpoints."""
         self._writer.close()
         self._tracker.close()
         shutil.rmtree(self._folder)
@@ -85,7 +85,7 @@ class DCPSaves:
         return future
 
     def close(self) -> None:
-        """Remove what was saved."""
+        """Remove the saved checkpoints."""
         shutil.rmtree(self._folder)
 
 
