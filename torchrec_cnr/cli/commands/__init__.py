@@ -4,7 +4,7 @@
 - ``inspect``: shows what one checkpoint contains, from its manifest.
 - ``verify``: reads a whole checkpoint chain and reports every corrupt byte.
 - ``diff``: shows what differs between two checkpoints.
-- ``prune``: removes the checkpoints that need not be kept.
+- ``prune``: removes the checkpoints that retention rules do not keep.
 - ``compact``: merges a checkpoint chain into one checkpoint.
 - ``export``: two commands, ``cnr export`` and ``cnr import``: to plain files, and from DCP's own format.
 - ``report``: writes a page that shows what a run has written, kept and read.
