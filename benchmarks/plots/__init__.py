@@ -3,6 +3,7 @@
 - ``accuracy``: log loss and AUC by the number of restores.
 - ``alternatives``: stalls, times of saves and restores, and memory by the number of rows.
 - ``bandwidth``: bytes written and kept over a run.
+- ``headline``: the picture at the top of the README.
 - ``modified``: modified rows by interval.
 - ``movement``: distances that rows move, and bits of an element.
 - ``policies``: bytes written, kept and restored over a long run.

@@ -196,7 +196,7 @@ def test_warnings_are_lines_on_stderr(run: Path, tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
     result = cnr_result("inspect", tmp_path / "run")
     assert result.exit_code == 0
-    assert result.stderr.startswith("cnr: warning: passed over while looking for the latest checkpoint")
+    assert result.stderr.startswith("cnr: warning: skipped while looking for the latest checkpoint")
     assert f"{tmp_path}/run/branch-3" in result.stdout
 
 

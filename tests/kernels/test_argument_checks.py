@@ -62,7 +62,7 @@ def test_a_planner_that_gives_too_small_a_target_is_refused(tmp_path: Path, quan
         def resolve_tensor(self, read_item: dcp.planner.ReadItem) -> Tensor:
             return torch.empty(5, 16)
 
-    with pytest.raises(CheckpointException, match=r"\[10, 16\].* are to be loaded into \[5, 16\]"):
+    with pytest.raises(CheckpointException, match=r"\[10, 16\].* cannot be loaded into a tensor of size \[5, 16\]"):
         dcp.load(model.state_dict(), storage_reader=cnr.CNRStorageReader(tmp_path / "a"), planner=Small())
 
 

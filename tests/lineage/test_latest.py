@@ -126,7 +126,7 @@ def test_fate_of_a_save_is_read_from_the_store(root: TensorlessRoot, caplog: pyt
     assert committed(root.at("missing"), "save-1") is None
     root.put("mine", root.read("mine")[:-5])
     assert committed(root.at("mine"), "save-1") is None
-    assert "its rows will be saved again" in caplog.text
+    assert "the next save includes its rows" in caplog.text
 
 
 def test_fate_of_a_save_is_not_guessed(root: TensorlessRoot, monkeypatch: pytest.MonkeyPatch) -> None:

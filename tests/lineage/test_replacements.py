@@ -205,7 +205,7 @@ def test_replacement_of_another_state_is_refused(root: TensorlessRoot, changes: 
     root.replace("step", tensors={"x": replace(_vector(0), folded=(Place(Box((0,), (0,))),))})
     assert read_checkpoint(root.at("step")).is_compacted
     root.replace("step", **changes)
-    with pytest.raises(DamagedError, match=f"it has otherwise than what it replaces: .*{item}"):
+    with pytest.raises(DamagedError, match=f"it differs from the replaced manifest in: .*{item}"):
         read_checkpoint(root.at("step"))
 
 
@@ -215,7 +215,7 @@ def test_objects_of_a_replacement_are_those_of_what_it_replaces(root: Tensorless
     root.commit("step", 1, packs=packs, objects={"reader": Blob(0, 8, 1, 0)})
     root.replace("step")
     root.replace("step", packs=(), objects={})
-    with pytest.raises(DamagedError, match="what it replaces: object 'reader'"):
+    with pytest.raises(DamagedError, match="replaced manifest in: object 'reader'"):
         read_checkpoint(root.at("step"))
 
 
@@ -224,7 +224,7 @@ def test_baseline_is_given_no_parent(root: TensorlessRoot) -> None:
     refs = chain(root, 2)
     root.commit("alone", 9)
     root.replace("alone", parent=refs[0])
-    with pytest.raises(DamagedError, match="it has a parent, what it replaces has none"):
+    with pytest.raises(DamagedError, match="it has a parent, but the replaced manifest has none"):
         read_checkpoint(root.at("alone"))
 
 

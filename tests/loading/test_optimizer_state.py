@@ -291,7 +291,7 @@ def test_fused_state_of_another_optimizer_is_refused_under_its_name(tmp_path: Pa
     old, new = (adagrad, adam) if to_adam else (adam, adagrad)
     dcp.save(_state_dict("two entries", old, True), storage_writer=models.writer(tmp_path))
     message = refusal(_state_dict("two entries", new, True, fill=-9.0), tmp_path, allow_partial_load=True)
-    assert f"1 state of another kind of optimizer, under the same name: 'fused.state.{TABLE}.t0.momentum1'" in message
+    assert f"1 state of another kind of optimizer under the same name: 'fused.state.{TABLE}.t0.momentum1'" in message
 
 
 def test_two_candidates_are_refused_by_name(tmp_path: Path) -> None:

@@ -251,7 +251,7 @@ def test_trackers_learn_nothing(tmp_path: Path) -> None:
     assert tracker.num_modified
     load_quantized(quantized(float_model(2), torch.qint8), tmp_path / "1")
     assert known() == before
-    with pytest.raises(cnr.ConfigurationError, match="without the tracker"):
+    with pytest.raises(cnr.ConfigurationError, match="without a tracker"):
         cnr.CNRLoadPlanner(tracker, inference=cnr.InferenceTables(quantized(trained, torch.qint8)))
     tracker.close()
 
@@ -278,9 +278,7 @@ def test_table_that_is_not_in_the_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointException) as raised:
         dcp.load({"modle": model.state_dict()}, storage_reader=cnr.CNRStorageReader(path), planner=planner)
     assert isinstance(causes(raised.value)[0], cnr.StateMismatchError)
-    assert "4 quantized, and not in the checkpoint: 'modle.ebc.embedding_bags.t0.weight'" in str(
-        causes(raised.value)[0]
-    )
+    assert "4 quantized and not in the checkpoint: 'modle.ebc.embedding_bags.t0.weight'" in str(causes(raised.value)[0])
 
 
 def _virtual() -> nn.Module:
@@ -302,7 +300,7 @@ UNKNOWN: Mapping[str, Callable[[], nn.Module]] = {
     )[0],
     "ebc: table 't0' is on meta": lambda: quantized(TorchRecModel(BAG_ROWS, "t0"), torch.qint8),
     "ebc has virtual tables": _virtual,
-    "ebc does not have fp16 scale and bias in front": _reversed,
+    "ebc: expected fp16 scale and bias in front of each row": _reversed,
 }
 
 

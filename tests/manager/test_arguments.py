@@ -127,7 +127,7 @@ def test_what_is_saved_and_when(tmp_path: Path) -> None:
 def test_a_root_without_a_name() -> None:
     """A variable that is empty must not become the working directory."""
     for use in (lambda: cnr.CheckpointManager("", cnr.RowTracker(plain_job(1).model)), lambda: cnr.latest("")):
-        with pytest.raises(cnr.ConfigurationError, match=r"names no directory; for the working directory give '\.'"):
+        with pytest.raises(cnr.ConfigurationError, match=r"names no directory; pass '\.' for the working directory"):
             use()
 
 
@@ -142,7 +142,7 @@ def test_a_root_that_is_no_path() -> None:
     """Such as None."""
     root: Any
     for root in (None, 3, b"run"):
-        with pytest.raises(cnr.ConfigurationError, match="not a path or URL"):
+        with pytest.raises(cnr.ConfigurationError, match="expected a path or URL"):
             cnr.CheckpointManager(root, cnr.RowTracker(plain_job(1).model))
 
 

@@ -118,7 +118,7 @@ def test_a_parent_that_cannot_be_tagged_is_told(
 
     monkeypatch.setattr(Store, "put", refusing)
     job = _saved_across(tmp_path)
-    assert "could not be tagged" in caplog.text
+    assert "cannot tag it" in caplog.text
     assert not differing(models.load(plain_job(9), str(tmp_path / "fork" / "step-4")), whole(state(job)))
 
 

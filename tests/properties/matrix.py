@@ -3,7 +3,7 @@
 A cell trains a model for real, saves a baseline and a delta, loads them into another model on another number of ranks
 that is sharded otherwise, trains that, saves a delta on top, and loads that into a model sharded as the first. All
 modules, shardings, optimizers, forms of state dicts and numbers of ranks meet in pairs.
-``tests.repository.support_page`` makes a page of the documentation of it, whose every entry a test has shown.
+``tests.repository.pages.support_page`` makes a page of the documentation of it, whose every entry a test has shown.
 """
 
 from collections.abc import Iterator

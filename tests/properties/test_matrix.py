@@ -13,7 +13,7 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 import torchrec_cnr as cnr
 from tests.properties.matrix import COLLISIONS, REFUSALS, Cell, Refusal, all_cells, is_meant, pairwise_cells, refusal
-from tests.repository.support_page import PAGE, page
+from tests.repository.pages.support_page import PAGE, page
 from tests.support import zoo
 from tests.support.models import Whole, differing, writer
 from tests.support.ranks import RankPools
@@ -227,5 +227,5 @@ def test_forms_of_state_dicts_are_refused_as_said(tmp_path: Path, rank_pool: Ran
 
 @pytest.mark.long
 def test_the_page_is_up_to_date() -> None:
-    """docs/reference/support.md tells what these tests show; ``python -m tests.repository.support_page`` writes it."""
+    """docs/reference/support.md is what ``python -m tests.repository.pages.support_page`` writes."""
     assert PAGE.read_text() == page()

@@ -84,4 +84,4 @@ def test_a_pattern_that_matches_nothing_is_told_once(tmp_path: Path, caplog: pyt
     for number in range(2):
         dcp.save(saved, checkpoint_id=tmp_path / str(number), storage_writer=writer, planner=cnr.CNRSavePlanner())
     (told,) = [record.getMessage() for record in caplog.records if "no tensor matches" in record.getMessage()]
-    assert "'model.bags.weight'; most like it: 'model.bag.weight'" in told
+    assert "'model.bags.weight'; most similar: 'model.bag.weight'" in told

@@ -109,7 +109,7 @@ def _raise_typed_errors(rank: int, root: str) -> None:
         del without_tables["model"]
     cause = causes_of(f"{root}/1", without_tables)[1]
     assert isinstance(cause, cnr.ConfigurationError)
-    assert "not hold its memory" in str(cause) or "state dict" in str(cause)
+    assert "not share its memory" in str(cause) or "state dict" in str(cause)
 
     in_the_way = Path(root, "a file")
     if rank == 0:

@@ -103,7 +103,7 @@ def test_a_load_that_fails_is_not_counted(tmp_path: Path, start: Callable[[], _R
     with pytest.raises(CheckpointException, match="crc32c"):
         training.load("1")
     assert (training.tracker.num_restores, training.tracker.head) == (1, None)
-    with pytest.raises(CheckpointException, match="nothing was committed"):
+    with pytest.raises(CheckpointException, match="no checkpoint was committed"):
         training.load("missing")
     after = training.commit("2")
     assert (after.num_restores, after.parent) == (1, None)

@@ -32,7 +32,7 @@ def test_a_thread_follows_until_it_is_closed(tmp_path: Path) -> None:
     first = save_tables(tmp_path / "0", 0, SCHEMES[2], None, 1.0)
     with cnr.RowSubscriber(model, tmp_path, interval_secs=0.01, on_applied=told.append) as subscriber:
         assert [applied.path for applied in told] == [str(tmp_path / "0")]
-        with pytest.raises(cnr.ConfigurationError, match="follows already"):
+        with pytest.raises(cnr.ConfigurationError, match="already been started"):
             subscriber.start()
         (tmp_path / "1").mkdir()
         (tmp_path / "1" / "manifest.json").write_bytes(b"{}")

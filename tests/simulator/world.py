@@ -5,6 +5,7 @@ import itertools
 import logging
 import os
 import random
+import sys
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from tests.simulator import checks, leaks
 from tests.simulator.engine import disk_calls, installing, storage
 from tests.simulator.engine.disk import Disk
 from tests.simulator.engine.disk_plan import DiskPlan
-from tests.simulator.engine.scheduler import FindingError, Process, Scheduler, this_task
+from tests.simulator.engine.scheduler import FindingError, Killed, Process, Scheduler, this_task
 from tests.simulator.managed_family import managed_jobs
 from tests.simulator.tasks.clocks import Jump, draw_jumps, jump_clocks
 from tests.simulator.tasks.jobs import Book, Plan, Step
@@ -193,7 +194,8 @@ def simulation() -> Iterator[None]:
     """Schedules can be run within."""
     was_enabled = gc.isenabled()
     gc.disable()  # finalizers run at the same points in every replay
-    level = logging.getLogger().manager.disable
+    level, hook = logging.getLogger().manager.disable, sys.unraisablehook
+    sys.unraisablehook = lambda raised: None if raised.exc_type is Killed else hook(raised)  # in finalizers
     logging.disable(logging.CRITICAL)
     try:
         with installing.installed(), warnings.catch_warnings():
@@ -201,6 +203,7 @@ def simulation() -> Iterator[None]:
             yield
     finally:
         logging.disable(level)
+        sys.unraisablehook = hook
         storage.open_objects(None)
         disk_calls.open_disk(None)
         gc.unfreeze()

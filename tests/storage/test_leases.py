@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from tests.support.killing import in_child
 from tests.support.models import Whole, state, torchrec_job
 from tests.support.ranks import RankPools
 from tests.support.roots import NUM_COLS, NUM_ROWS, TABLE, Root, prune
+from torchrec_cnr.errors import StoreError
 from torchrec_cnr.format.manifest import MANIFEST_FILE, PACK_SUFFIX
 from torchrec_cnr.maintenance.pruning.execute import run_prune
 from torchrec_cnr.maintenance.pruning.plan import plan_prune
@@ -144,7 +145,7 @@ def test_a_save_is_not_committed_on_what_may_have_been_pruned(
     monkeypatch.undo()
     (cause,) = faults.causes(raised.value).values()
     assert isinstance(cause, cnr.SaveError)
-    expected = f"its parent {tmp_path}/0 was pruned meanwhile; save again" if what == "parent" else "its lease of"
+    expected = f"its parent {tmp_path}/0 was pruned during the save; save again" if what == "parent" else "its lease of"
     assert expected in str(cause)
     assert not (tmp_path / "1" / MANIFEST_FILE).exists()
     cut = trainer.train_and_save("2")
@@ -423,6 +424,31 @@ def test_a_prune_whose_clock_is_ahead_removes_nothing_in_use(tmp_path: Path) -> 
     assert not list(tmp_path.rglob("*.clock"))
 
 
+def test_a_prune_that_cannot_learn_the_time_of_its_store_removes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the clock of this machine, leases of saves in progress could be over. A plan is made all the same."""
+    trainer = SavingJob(tmp_path, policy=cnr.Full())
+    for name in "01":
+        trainer.train_and_save(name)
+    put = Store.put
+
+    def refuse_clocks(self: Store, name: str, parts: Sequence[Any], is_durable: bool = True) -> None:
+        if name.endswith(".clock"):
+            raise StoreError(f"cannot write {name}: refused")
+        put(self, name, parts, is_durable)
+
+    before = sorted(tmp_path.rglob("*"))
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "put", refuse_clocks)
+        plan = plan_prune(tmp_path, Keep(last=1))
+        assert [removal.entry.name for removal in plan.removals] == ["0"]
+        with pytest.raises(StoreError, match="clock"):
+            run_prune(plan)
+        assert sorted(tmp_path.rglob("*")) == before
+    assert run_prune(plan).removed == ("0",)
+
+
 @pytest.mark.parametrize("secs", [-24 * 3600, 24 * 3600])
 def test_a_lease_goes_by_the_clock_of_its_store(tmp_path: Path, secs: int) -> None:
     """It holds from now on, however wrong the clock of the machine that has taken it; also once it is renewed."""
@@ -447,7 +473,7 @@ def test_a_save_whose_packs_were_removed_is_not_committed(tmp_path: Path) -> Non
     def remove_a_pack() -> None:
         next((tmp_path / "0").glob(f"*{PACK_SUFFIX}")).unlink()
 
-    with pytest.raises(CheckpointException, match="save again if it was pruned"):
+    with pytest.raises(CheckpointException, match="save again if the file was pruned"):
         save_and_act(trainer, "0", "finish", remove_a_pack)
     assert cnr.latest(tmp_path) is None
 

@@ -134,7 +134,7 @@ def test_headers_are_checked_once_of_packs_that_are_read_from(
     assert [name for name, start in reads if start == 0] == [written.packs[0].name, written.packs[2].name]
     flip(written.path(1), 9)
     assert [key for key, _ in reader.read([("it", written.blobs[0])])] == ["it"]
-    with pytest.raises(DamagedError, match=r"header of save-0-1\.safetensors: crc32c"):
+    with pytest.raises(DamagedError, match=r"header of save-0-1\.safetensors: corrupt: crc32c"):
         list(reader.read([("it", written.blobs[4])]))
 
 

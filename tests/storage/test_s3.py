@@ -394,7 +394,7 @@ def test_credentials_that_have_expired(moto: S3Server, root: str) -> None:
 @pytest.mark.parametrize("protocol", s3_servers.PROTOCOLS)
 def test_names_that_chain_protocols_are_refused(protocol: str) -> None:
     """fsspec would drop what is behind the colons."""
-    with pytest.raises(cnr.ConfigurationError, match="choose plainer names"):
+    with pytest.raises(cnr.ConfigurationError, match="use names without"):
         Store.open(f"{protocol}://bucket/cc::x/job")
 
 
@@ -412,10 +412,10 @@ def test_a_bucket_that_is_not_there_is_no_empty_one(server: S3Server, protocol: 
     """A job whose URL has a typing error must not begin anew; a directory that is not there yet is none."""
     root = f"{protocol}://no-such-bucket/job"
     for look in (cnr.latest, cnr.read_checkpoint, lambda path: Store.open(path).exists("file")):
-        with pytest.raises(StoreError, match="'no-such-bucket' is no bucket; make it"):
+        with pytest.raises(StoreError, match="bucket 'no-such-bucket' does not exist; create it"):
             look(root)
     manager = cnr.CheckpointManager(root, cnr.RowTracker(models.plain_job(0).model))
-    no_bucket = pytest.raises((StoreError, CheckpointException), match="'no-such-bucket' is no bucket; make it")
+    no_bucket = pytest.raises((StoreError, CheckpointException), match="bucket 'no-such-bucket' does not exist")
     with closing(manager), no_bucket:
         manager.restore({})
     assert cnr.latest(f"{protocol}://{BUCKET}/{next(numbers)}/nothing") is None
@@ -513,7 +513,7 @@ def test_an_object_is_not_appended_to(moto: S3Server) -> None:
     """An upload would take its place."""
     store = Store.open(f"s3+obstore://{BUCKET}/{next(numbers)}")
     store.put("file", [b"kept"])
-    with pytest.raises(ValueError, match="not ab"):
+    with pytest.raises(ValueError, match="got 'ab'"):
         store.fs.open(store.child("file"), "ab")
     assert store.read("file") == b"kept"
 

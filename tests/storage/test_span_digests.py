@@ -90,7 +90,7 @@ def test_a_flipped_bit_is_found_in_every_blob_and_in_no_gap(
     holders = [key for key, blob in case.span.blobs if blob.offset <= place < blob.offset + blob.num_bytes]
     store = _store(tmp_path_factory, protocol)
     if holders:
-        with pytest.raises(DamagedError, match=f"pack: {holders[0]}: crc32c is 0x"):
+        with pytest.raises(DamagedError, match=f"pack: {holders[0]}: corrupt: crc32c is 0x"):
             _read(store, case, bytes(data), piece_bytes)
     else:
         found = _read(store, case, bytes(data), piece_bytes)
@@ -106,7 +106,8 @@ def test_a_file_cut_short_is_told_from_a_changed_one(
     start, stop = case.span.start, case.span.stop
     hypothesis.assume(start < stop)
     place %= stop
-    with pytest.raises(DamagedError, match=f"bytes {start} to {stop} wanted, {max(0, place - start)} of them there"):
+    found = f"truncated: expected bytes {start} to {stop}, got {max(0, place - start)} bytes"
+    with pytest.raises(DamagedError, match=found):
         _read(_store(tmp_path_factory, protocol), case, case.data[:place], piece_bytes)
 
 

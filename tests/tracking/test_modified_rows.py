@@ -79,7 +79,7 @@ class ModifiedRowsAgainstSets(RuleBasedStateMachine):
     @rule()
     def select(self) -> None:
         if self.frozen is None:
-            with pytest.raises(ConfigurationError, match="'table': no save is in flight"):
+            with pytest.raises(ConfigurationError, match="'table': no save is in progress"):
                 self.rows.select(Since.HEAD)
             return
         assert _rows(self.rows.select(Since.HEAD).mask) == self.frozen

@@ -154,7 +154,7 @@ def test_a_model_of_one_dimension_loads_into_one_of_two(tmp_path: Path, rank_poo
 
 def _track_wrapped(rank: int) -> None:
     job = zoo.build(_kind("row_wise"), seed=1)
-    with pytest.raises(cnr.ConfigurationError, match="pass the DMPCollection itself"):
+    with pytest.raises(cnr.ConfigurationError, match="are tracked with the model: pass the DMPCollection"):
         cnr.RowTracker(job.model.module)
     tracker = cnr.RowTracker(nn.ModuleDict({"model": job.model}))
     zoo.train(job, 1)

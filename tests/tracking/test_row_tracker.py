@@ -236,7 +236,9 @@ def _mark_bad_rows(rank: int) -> None:
     tracker = cnr.RowTracker(job.model)
     num_rows = 40
     for row in (num_rows, -1):
-        with pytest.raises(cnr.ConfigurationError, match=f"t0' has rows 0 to 39, got row {row}; nothing was marked"):
+        with pytest.raises(
+            cnr.ConfigurationError, match=f"t0': expected rows 0 to 39, got row {row}; nothing was marked"
+        ):
             tracker.mark("t0", torch.tensor([1, row]))
     for rows in (torch.ones(num_rows, dtype=torch.bool), torch.tensor([0.5]), [1], []):
         with pytest.raises(cnr.ConfigurationError, match="expected a tensor of integers, got"):
@@ -391,7 +393,7 @@ def test_an_id_map_is_not_divided_among_more_ranks(tmp_path: Path, rank_pool: Ra
     assert set(rank_pool(2).run(_load_id_maps, str(tmp_path), 1)) == {"works"}
     (message, *_) = rank_pool(4).run(_load_id_maps, str(tmp_path), 2)
     assert "StateMismatchError: id map of table 't0'" in message
-    assert "load under the number of ranks that it was saved with, or one that divides it" in message
+    assert "load on the number of ranks that it was saved with, or on a divisor of that number" in message
 
 
 @st.composite

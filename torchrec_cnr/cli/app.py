@@ -44,8 +44,11 @@ COMMANDS: Mapping[str, Command] = {
     "ls": Command("torchrec_cnr.cli.commands.ls:ls", "List the checkpoints under a root, and what stands on what."),
     "inspect": Command("torchrec_cnr.cli.commands.inspect:inspect", "Show what one checkpoint holds."),
     "verify": Command("torchrec_cnr.cli.commands.verify:verify", "Read a whole lineage, and check every byte of it."),
+    "latest": Command("torchrec_cnr.cli.commands.latest:latest", "Print the path of the newest committed checkpoint."),
     "diff": Command("torchrec_cnr.cli.commands.diff:diff", "Show what differs between two checkpoints."),
     "prune": Command("torchrec_cnr.cli.commands.prune:prune", "Remove the checkpoints that are not to be kept."),
+    "tag": Command("torchrec_cnr.cli.commands.tag:tag", "Give a checkpoint a tag, so that pruning keeps it."),
+    "untag": Command("torchrec_cnr.cli.commands.tag:untag", "Remove a tag from a checkpoint."),
     "compact": Command("torchrec_cnr.cli.commands.compact:compact", "Fold a lineage into one checkpoint."),
     "export": Command(
         "torchrec_cnr.cli.commands.export:export", "Write a checkpoint as plain files of full precision."

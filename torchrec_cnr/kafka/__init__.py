@@ -2,19 +2,19 @@
 
 A data file becomes a run of records in one partition, sent in one transaction; the manifest names partition and
 offsets. Baselines, dense tensors and data loader state remain files. The coordinator sends the commit record in a
-transaction of its own, after all rows and the manifest are durable. The transactional ids of producers do not change
-from job to job, so the broker refuses what a job sends after its successor has started. See docs/design/005-kafka.md.
+separate transaction, after all rows and the manifest are durable. The transactional ids of producers do not change
+from job to job, so the broker rejects records of a job after its successor has started. See docs/design/005-kafka.md.
 
 - ``kafka_rows``: ``KafkaRows``, the argument that names brokers and topics; ``disconnect`` closes all connections.
-- ``connection``: the connections of one process to a cluster: rows and commit records, written and read.
+- ``connection``: the connections of one process to a cluster: writes and reads rows and commit records.
 - ``topics``: creates the topics, and refuses those whose settings would lose rows.
-- ``producers``: transactional producers: records are sent all or none, and only once.
+- ``producers``: transactional producers: they send all records or none, and each only once.
 - ``consumers``: consumers that read ranges of records by offset, without subscriptions.
-- ``offsets``: where partitions begin and end.
-- ``pack_targets``: where one save of one rank sends its data files.
+- ``offsets``: the first and last offsets of partitions.
+- ``pack_targets``: sends the data files of one save of one rank.
 - ``marker_topic``: the topic of commit records, and how a save learns whether it was committed.
 - ``records``: the layout of the records, with its validation.
-- ``clients``: settings of the Kafka clients, their errors as ours, and what a process keeps of them.
+- ``clients``: settings of the Kafka clients, the conversion of their errors, and the clients of a process.
 
 Words of this package:
 

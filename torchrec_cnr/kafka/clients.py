@@ -1,4 +1,4 @@
-"""Kafka clients: their settings, their errors as ours, and what a process keeps of them."""
+"""Kafka clients: their settings, the conversion of their errors, and the clients that a process keeps."""
 
 import logging
 import os
@@ -19,11 +19,11 @@ except ImportError as error:
 logger = logging.getLogger("torchrec_cnr.kafka")
 
 FENCED = frozenset({KafkaError._FENCED, KafkaError.INVALID_PRODUCER_EPOCH, KafkaError.PRODUCER_FENCED})
-# What a broker says of a producer that has rested for so long that the broker has removed what it knew of it.
+# The broker has removed the state of a producer that was idle for too long.
 FORGOTTEN = frozenset({KafkaError.UNKNOWN_PRODUCER_ID, KafkaError.INVALID_PRODUCER_ID_MAPPING})
 MAX_RECORD_BYTES = 1 << 20
-BATCH_BYTES = 1_000_000  # of records that are sent together; what brokers take by default is a little more
-# On these, what is promised of the log stands.
+BATCH_BYTES = 1_000_000  # largest batch of records; slightly below the default limit of brokers
+# The guarantees of the log depend on these settings, so users cannot set them.
 OWN_SETTINGS = frozenset(
     {"bootstrap.servers", "transactional.id", "enable.idempotence", "acks", "request.required.acks", "group.id"}
     | {"isolation.level", "auto.offset.reset", "enable.partition.eof", "batch.size", "message.max.bytes"}
@@ -37,12 +37,12 @@ Settings = dict[str, str | int | float | bool]
 
 @dataclass(frozen=True)
 class Cluster:
-    """How to reach Kafka.
+    """The address of a Kafka cluster, and the settings of clients that connect to it.
 
     Attributes:
-        bootstrap: ``host:port``, or several, separated by commas.
-        timeout_secs: How long it may not answer.
-        config: Further settings of librdkafka, such as those for security, as pairs.
+        bootstrap: ``host:port`` of a broker, or several, separated by commas.
+        timeout_secs: Seconds without an answer after which an operation fails.
+        config: Further settings of librdkafka as pairs of name and value, such as those for security.
     """
 
     bootstrap: str
@@ -51,17 +51,17 @@ class Cluster:
 
     @property
     def timeout_ms(self) -> int:
-        """In milliseconds."""
+        """The timeout in milliseconds, at least 1."""
         return max(1, round(1e3 * self.timeout_secs))
 
     def settings(self, more: Settings) -> Settings:
-        """Of a client."""
+        """Return the settings of a client: the common ones, ``more``, and those of ``config``."""
         return {
             "bootstrap.servers": self.bootstrap,
             "socket.timeout.ms": max(1000, self.timeout_ms),
-            "reconnect.backoff.ms": 20,  # half of it passes before a client that has found the cluster asks it anything
+            "reconnect.backoff.ms": 20,  # a new client waits half of this before its first request
             "reconnect.backoff.max.ms": 1000,
-            "log_level": 2,  # connections come and go; what matters is raised
+            "log_level": 2,  # lost connections are normal, and important errors are raised
             "message.max.bytes": 2 * MAX_RECORD_BYTES,
             "batch.size": BATCH_BYTES,
             **more,
@@ -69,10 +69,10 @@ class Cluster:
         }
 
     def check(self) -> None:
-        """See that librdkafka knows all settings.
+        """Check that librdkafka accepts all settings.
 
         Raises:
-            ConfigurationError: It does not.
+            ConfigurationError: It rejects a setting.
         """
         try:
             Producer(self.settings({}), logger=logger)
@@ -80,7 +80,7 @@ class Cluster:
             raise ConfigurationError(f"'config': {told(error)}") from error
 
     def result(self, future: Any) -> Any:
-        """What an admin request gives, within the time that the cluster has."""
+        """Return the result of an admin request, or raise ``KafkaException`` after ``timeout_secs``."""
         try:
             return future.result(self.timeout_secs)
         except FutureTimeoutError as error:
@@ -88,7 +88,7 @@ class Cluster:
 
     @contextmanager
     def errors(self, action: str) -> Iterator[None]:
-        """Kafka's errors become ``StoreError``, which names what could not be done, and where."""
+        """Turn Kafka's errors into ``StoreError``, which names the failed action and the cluster."""
         try:
             yield
         except KafkaException as error:
@@ -104,12 +104,12 @@ ConnectionT = TypeVar("ConnectionT", bound=_Closable)
 
 
 class OfProcess(Generic[KeyT, ConnectionT]):
-    """What this process has made for each key, such as its connections to each log.
+    """The objects that this process has created for keys, such as its connections to each log.
 
-    A child that was forked makes its own. Those of its parent are kept, as ending them crashes librdkafka.
+    A forked child creates its own objects. It keeps references to its parent's, since closing them crashes librdkafka.
 
     Args:
-        make: Makes what a key stands for.
+        make: Creates the object of a key.
     """
 
     def __init__(self, make: Callable[[KeyT], ConnectionT]) -> None:
@@ -120,14 +120,14 @@ class OfProcess(Generic[KeyT, ConnectionT]):
         os.register_at_fork(after_in_child=self._begin_child)
 
     def get(self, key: KeyT) -> ConnectionT:
-        """What a key stands for."""
+        """Return the object of a key, and create it if necessary."""
         with self._lock:
             if key not in self._made:
                 self._made[key] = self._make(key)
             return self._made[key]
 
     def close(self) -> None:
-        """End all."""
+        """Close all objects."""
         with self._lock:
             made, self._made = self._made, {}
         for each in made.values():
@@ -139,18 +139,18 @@ class OfProcess(Generic[KeyT, ConnectionT]):
 
 
 def told(error: BaseException) -> str:
-    """A Kafka error for a message."""
+    """Return the text of a Kafka error for a message."""
     reason = error.args[0] if error.args else error
     return f"{reason.name()}: {reason.str()}" if isinstance(reason, KafkaError) else str(reason)
 
 
 def is_fenced(error: KafkaException) -> bool:
-    """Whether a producer with the same transactional id has come later."""
+    """Return whether a newer producer has taken the transactional id."""
     return _is_one_of(error, FENCED)
 
 
 def may_be_fenced(error: KafkaException) -> bool:
-    """Whether one may have: the broker does not know this producer any more, and has taken nothing from it."""
+    """Return whether a newer producer may have taken the id: also if the broker has removed this producer's state."""
     return _is_one_of(error, FENCED | FORGOTTEN)
 
 

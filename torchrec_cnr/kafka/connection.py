@@ -1,4 +1,4 @@
-"""One process's connections to a log: packs and markers, written and read."""
+"""The connections of one process to a log: they write and read packs and markers."""
 
 import threading
 import time
@@ -22,13 +22,20 @@ from torchrec_cnr.kafka.topics import TopicRules, Topics
 from torchrec_cnr.storage.row_log import Marker
 
 MARKER_SUFFIX = "-markers"
-_MARKERS = "markers"  # in the place of a rank
-_MAX_TOMBSTONES = 1 << 16  # in one transaction
+_MARKERS = "markers"  # in the transactional id of the producer of markers, instead of a rank
+_MAX_TOMBSTONES = 1 << 16  # per transaction
 
 
 @dataclass(frozen=True)
 class LogRules:
-    """What a log is like: how to reach it, what its topics are, and how packs are cut."""
+    """The settings of a log.
+
+    Attributes:
+        cluster: The cluster that has its topics.
+        rows: The required settings of the topic of rows.
+        markers: The required settings of the topic of markers.
+        part_bytes: Size of a pack's records in bytes.
+    """
 
     cluster: Cluster
     rows: TopicRules
@@ -37,10 +44,10 @@ class LogRules:
 
 
 class KafkaLog:
-    """The connections of one process.
+    """The connections of one process to one log.
 
     Args:
-        rules: What the log is like.
+        rules: The settings of the log.
     """
 
     def __init__(self, rules: LogRules) -> None:
@@ -48,15 +55,15 @@ class KafkaLog:
         self.rules = rules
         self._lock = threading.Lock()
         self._num_partitions = 0
-        self._heard_secs = time.monotonic()  # a broker that hangs sends no marker, as one that has none
-        self._is_checked = False  # those who only read look at no settings
+        self._heard_secs = time.monotonic()  # no marker may mean that the broker hangs
+        self._is_checked = False  # only processes that write check the settings of the topics
         self._producing: dict[str, Producing] = {}
         self._consumers = consumers_of_process.get((rules.cluster, "read_uncommitted"))
         self._offsets = Offsets(rules.cluster)
         self._markers = MarkerTopic(rules.cluster, rules.markers.name)
 
     def open(self, may_make: bool) -> int:
-        """See that the topics are as they must be; returns how many partitions rows have, 0 if there are no topics."""
+        """Validate or create the topics; return the number of partitions of rows, or 0 if the topics do not exist."""
         with self._lock:
             if not self._num_partitions or (may_make and not self._is_checked):
                 topics = Topics(self.rules.cluster)
@@ -67,7 +74,7 @@ class KafkaLog:
             return self._num_partitions
 
     def target(self, root: str, rank: int, is_coordinator: bool) -> KafkaTarget | KafkaBlocks:
-        """What one save of one rank writes to."""
+        """Return the target of one rank for one save."""
         rules, producing = self.rules, self._producer(root, str(rank))
         rows = RowTopic(rules.cluster, rules.rows.name, self.open(may_make=True), rules.part_bytes)
         if not rules.rows.is_compacted:
@@ -79,7 +86,7 @@ class KafkaLog:
         return KafkaBlocks(rows, producing, f"{root}.{rank}")
 
     def begin(self, root: str) -> None:
-        """A save begins that will end with a marker; where rows are overwritten, it has begun already."""
+        """Begin a save that will end with a marker. In a compacted log, :meth:`target` has done that already."""
         self.open(may_make=True)
         if self.rules.rows.is_compacted:
             return
@@ -87,11 +94,11 @@ class KafkaLog:
             self._producer(root, _MARKERS).ready()
 
     def mark(self, marker: Marker, check: Callable[[], None]) -> None:
-        """Commit."""
+        """Commit a checkpoint by its marker."""
         self._markers.put(self._producer(marker.root, _MARKERS), marker, check, is_held=self.rules.rows.is_compacted)
 
     def forget(self, root: str, packs: Sequence[Pack]) -> None:
-        """Send tombstones, as whoever has just committed."""
+        """Remove packs by sending tombstones, with the producer that has just committed."""
         by_partition: dict[int, list[Record]] = {}
         for pack in packs:
             log = pack.log
@@ -105,19 +112,19 @@ class KafkaLog:
                 rows.send(self._producer(root, _MARKERS), partition, records, "remove packs from", is_held=True)
 
     def markers(self, root: str, most: int) -> tuple[Marker, ...]:
-        """Some of the newest markers of a root."""
+        """Return some of the newest markers of a root."""
         return self._markers.newest(root, most) if self.open(may_make=False) else ()
 
     def marked(self, root: str, manifests: Mapping[str, str | None]) -> frozenset[str]:
-        """Which of these manifests a marker has committed."""
+        """Return which of these manifests a marker has committed."""
         return self._markers.marked(root, manifests) if self.open(may_make=False) else frozenset()
 
     def end(self) -> int:
-        """The offset behind the last marker, 0 if there is no topic yet."""
+        """Return the offset after the last marker; 0 if the topic does not exist yet."""
         return self._markers.end() if self.open(may_make=False) else 0
 
     def markers_from(self, offset: int, timeout_secs: float) -> tuple[Marker, ...]:
-        """Markers from an offset on; waits so long for the first, and asks now and then whether the broker is there."""
+        """Return the markers from an offset on, waiting for the first; check now and then that the broker answers."""
         with self.rules.cluster.errors(f"read topic {self.rules.markers.name!r}"):
             found = tuple(self._markers.between(offset, 1 << 62, timeout_secs))
             if not found and time.monotonic() > self._heard_secs + self.rules.cluster.timeout_secs:
@@ -126,7 +133,7 @@ class KafkaLog:
             return found
 
     def close(self) -> None:
-        """Have the producers leave; who saves afterwards has new ones."""
+        """Close the producers. A later save creates new ones."""
         with self._lock:
             producing = list(self._producing.values())
         for each in producing:
@@ -138,7 +145,7 @@ class KafkaLog:
             return self._producing.setdefault(name, Producing(self.rules.cluster, name))
 
     def holds(self, packs: Sequence[Pack]) -> bool:
-        """Whether packs are there: each partition reaches back to the oldest, and has the newest where it was."""
+        """Return whether each partition still contains the oldest of the packs, and the newest at the same offsets."""
         by_partition: dict[int, list[tuple[LogRange, Pack]]] = {}
         for pack in packs:
             if pack.log is not None and pack.log.topic == self.rules.rows.name:
@@ -158,12 +165,12 @@ class KafkaLog:
     def read(
         self, name: str, num_bytes: int, place: LogRange, start: int, stop: int, is_anew: bool = False
     ) -> npt.NDArray[np.uint8]:
-        """Bytes of a pack, from ``start`` to ``stop``; if asked to, from the broker, even if they were read before."""
+        """Return the bytes of a pack from ``start`` to ``stop``; with ``is_anew``, without the consumer's cache."""
         part_bytes = place.part_bytes
         where = f"topic {place.topic!r} partition {place.partition} of Kafka at {self.rules.cluster.bootstrap}"
         first, last = start // part_bytes, (stop - 1) // part_bytes
-        found = bytearray()  # grows by what is there, not by what a manifest says
-        begin = place.first + first  # or later, where records of others lie between
+        found = bytearray()  # grows with the records that exist, since the sizes in a manifest are not trusted
+        begin = place.first + first  # the part is there, or later if there are records of others in between
         expected = first
         with (
             self.rules.cluster.errors(f"read topic {place.topic!r}"),
@@ -179,8 +186,8 @@ class KafkaLog:
                 value = message.value() or b""
                 if number != expected or len(value) != size:
                     raise DamagedError(
-                        f"{where}: at offset {message.offset()}: part {number} of {name} with {len(value)} bytes, "
-                        f"expected part {expected}: it is there twice, or one is missing; use another checkpoint"
+                        f"{where}: corrupt: at offset {message.offset()}: expected part {expected} of {name}, got part "
+                        f"{number} with {len(value)} of {size} bytes; use another checkpoint"
                     )
                 found += value
                 expected += 1
@@ -195,20 +202,24 @@ class KafkaLog:
 
 
 def _part_of(message: Message, name: str, place: LogRange, num_bytes: int, where: str) -> int | None:
-    """The number of a part of a pack; None if it is one of another pack, or nothing of ours."""
+    """Return the number of a part of a pack; None if the record belongs to another pack or is not from this library."""
     if message.value() is None:  # a tombstone
         return None
     num_parts = place.num_parts(num_bytes)
     found = part_number(message.headers())
     if found is None:
-        logger.warning("%s: the record at offset %s is no part of a pack; who writes there?", where, message.offset())
+        logger.warning(
+            "%s: skipped the record at offset %s, which is no part of a pack; let no other program write to this topic",
+            where,
+            message.offset(),
+        )
         return None
     if (message.key() if place.key is None else pack_name(message.headers())) != name.encode():
         return None
     if found[1] != num_parts or not found[0] < num_parts:
         raise DamagedError(
-            f"{where}: at offset {message.offset()}: part {found[0]} of {found[1]} of {name}, which has {num_parts}; "
-            "use another checkpoint"
+            f"{where}: corrupt: at offset {message.offset()}: expected one of {num_parts} parts of {name}, got part "
+            f"{found[0]} of {found[1]}; use another checkpoint"
         )
     return found[0]
 

@@ -1,7 +1,7 @@
-"""Consumers: ranges of records, in their order, by partition and offset. Nothing is subscribed to.
+"""Consumers that read ranges of records in order, by partition and offset, without subscriptions.
 
-A load reads a pack in pieces, some of them twice. To begin elsewhere costs a request and what was fetched ahead; so a
-consumer passes over a few records, and keeps the last ones that it has passed.
+A load reads a pack in pieces, some of them twice. A seek costs a request and drops the records that were fetched ahead.
+So a consumer skips a few records instead, and caches the last records that it has read.
 """
 
 import threading
@@ -18,9 +18,9 @@ from torchrec_cnr.kafka.clients import Cluster, OfProcess, Settings, logger
 
 _POLL_SECS = 0.1
 _QUEUED_BYTES = 16 << 20
-_MAX_SKIPPED = 32  # offsets: records that are fetched before they are asked for, tombstones, what compaction removed
-_MAX_IDLE = 4  # consumers: each goes on asking for records
-_KEPT_BYTES = 17 << 20  # a pack: its row numbers are read first, and then all of it
+_MAX_SKIPPED = 32  # offsets of records that were fetched ahead, of tombstones, and of records that compaction removed
+_MAX_IDLE = 4  # consumers; few, since each continues to request records from the broker
+_KEPT_BYTES = 17 << 20  # one pack, since its row numbers are read first, and then all of it
 _GONE = (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE)
 
 
@@ -32,36 +32,36 @@ class RangeConsumer:
         isolation: Kafka's ``isolation.level``.
 
     Attributes:
-        place: Topic, partition and offset of what it would read next.
+        place: Topic, partition and offset of the next record; None if the next read must seek.
     """
 
     def __init__(self, cluster: Cluster, isolation: str) -> None:
         self._cluster = cluster
         self.place: tuple[str, int, int] | None = None
         self._topics: set[str] = set()
-        self._kept: deque[Message] = deque()  # the last before ``place``
+        self._kept: deque[Message] = deque()  # the last records before ``place``
         self._kept_bytes = 0
-        self._is_at_end = False  # which is told once, and not again before there is more
+        self._is_at_end = False  # librdkafka reports the end only once, until there are more records
         self._settings = cluster.settings(_settings(isolation))
         self._consumer = Consumer(self._settings, logger=logger)
         self._is_used = False
 
     def forget(self) -> None:
-        """Have the next records fetched from the broker, and none that were fetched before."""
+        """Fetch the next records from the broker, even if they are in the cache."""
         self.place = None
 
     def records(self, topic: str, partition: int, start: int, stop: int, wait_secs: float = 0.0) -> Iterator[Message]:
-        """The records from one offset up to another, or up to the end of what there is to be seen.
+        """Yield the records from one offset up to another, or up to the last visible record.
 
         Args:
-            topic: Which log.
-            partition: Of the topic.
+            topic: Name of the topic.
+            partition: Partition of the topic.
             start: First offset.
-            stop: Offset behind the last.
-            wait_secs: How long to wait for the first at the end.
+            stop: Offset after the last.
+            wait_secs: Seconds to wait for the first record if the partition ends at ``start``.
 
         Raises:
-            DamagedError: There is no such offset any more, or not yet.
+            DamagedError: The offset has been removed, or does not exist yet.
             KafkaException: The broker does not answer in time.
         """
         for kept in self._kept_from(topic, partition, start):
@@ -85,11 +85,11 @@ class RangeConsumer:
                     raise KafkaException(KafkaError(KafkaError._TIMED_OUT))
                 continue
             if (message.topic(), message.partition()) not in ((topic, partition), (None, None)):
-                continue  # of where this consumer was before
+                continue  # fetched before the last seek
             heard, error = now, message.error()
             if error is not None and error.code() == KafkaError._PARTITION_EOF:
                 self._is_at_end = True
-                if wait_secs == 0 and not is_anew:  # the client may have heard of it before more was written
+                if wait_secs == 0 and not is_anew:  # the reported end may be outdated
                     is_anew = True
                     self._go_to(topic, partition, start if self.place is None else self.place[2])
                     continue
@@ -112,14 +112,14 @@ class RangeConsumer:
                 return
 
     def _look_anew(self, topic: str, partition: int, start: int) -> None:
-        """There is no such offset; but what it knows may be of a topic that was deleted and made anew."""
+        """Retry once with a new client, since the old one may refer to a deleted topic of this name; else raise."""
         if self._is_used:
             self._renew()
             self._go_to(topic, partition, start)
             return
         raise DamagedError(
             f"topic {topic!r} partition {partition} of Kafka at {self._cluster.bootstrap}: there is no offset {start}: "
-            "it was removed by the topic's retention, or the topic is another one; use another checkpoint"
+            "it was removed by the topic's retention, or the topic was created again; use another checkpoint"
         )
 
     def _renew(self) -> None:
@@ -130,7 +130,7 @@ class RangeConsumer:
 
     def _go_to(self, topic: str, partition: int, start: int) -> None:
         if topic not in self._topics:
-            self._consumer.list_topics(topic, self._cluster.timeout_secs)  # or the first record may take a second
+            self._consumer.list_topics(topic, self._cluster.timeout_secs)  # or the first record can take a second
             self._topics.add(topic)
         self._kept.clear()
         self._kept_bytes = 0
@@ -144,7 +144,7 @@ class RangeConsumer:
             self._kept_bytes -= len(self._kept.popleft())
 
     def _kept_from(self, topic: str, partition: int, start: int) -> list[Message]:
-        """What was kept from an offset on, if all of it was."""
+        """Return the cached records from an offset on; an empty list unless the cache contains all of them."""
         if self.place is None or self.place[:2] != (topic, partition) or not self._kept:
             return []
         if not (self._kept[0].offset() or 0) <= start < self.place[2]:
@@ -152,7 +152,7 @@ class RangeConsumer:
         return [message for message in self._kept if (message.offset() or 0) >= start]
 
     def distance(self, topic: str, partition: int, start: int) -> int | None:
-        """How many offsets it would read on to be there; None if another request is better."""
+        """Return the number of offsets that a read from ``start`` would skip; None if a seek is better."""
         if self.place is None or self.place[:2] != (topic, partition):
             return None
         if self._kept_from(topic, partition, start):
@@ -161,33 +161,33 @@ class RangeConsumer:
         return distance if 0 <= distance <= _MAX_SKIPPED else None
 
     def close(self) -> None:
-        """Leave."""
+        """Close the consumer."""
         self._consumer.close()
 
 
 def _settings(isolation: str) -> Settings:
     return {
-        "group.id": f"torchrec_cnr-{uuid.uuid4().hex}",  # librdkafka wants one; nothing is committed to it
+        "group.id": f"torchrec_cnr-{uuid.uuid4().hex}",  # required by librdkafka; no offsets are committed to it
         "isolation.level": isolation,
         "enable.auto.commit": False,
         "enable.auto.offset.store": False,
         "enable.partition.eof": True,
         "auto.offset.reset": "error",
-        "fetch.wait.max.ms": 100,  # one that is idle asks so often, and one that is busy waits for that
+        "fetch.wait.max.ms": 100,  # an idle consumer asks at this interval, and a seek waits for the answer
         "fetch.error.backoff.ms": 20,
-        "fetch.queue.backoff.ms": 5,  # a second by default, whenever its queue was full
+        "fetch.queue.backoff.ms": 5,  # by default a fetch waits a second whenever the queue was full
         "queued.max.messages.kbytes": _QUEUED_BYTES >> 10,
         "fetch.message.max.bytes": 4 << 20,
     }
 
 
 class Consumers:
-    """Consumers that wait for the next who needs one.
+    """A pool of consumers.
 
     Args:
         cluster: The cluster.
-        isolation: Kafka's ``isolation.level``: "read_committed" shows nothing behind a transaction that is open, of
-            whomever; "read_uncommitted" is for those who know already that what they read was committed.
+        isolation: Kafka's ``isolation.level``. With "read_committed", no record after an open transaction of any
+            producer is visible. Use "read_uncommitted" for records that are known to be committed.
     """
 
     def __init__(self, cluster: Cluster, isolation: str) -> None:
@@ -198,7 +198,7 @@ class Consumers:
 
     @contextmanager
     def one(self, topic: str, partition: int, start: int) -> Iterator[RangeConsumer]:
-        """The one that has least to read on to be there, if there is one. One that has failed is not used again."""
+        """Borrow the idle consumer that has the fewest records to skip, or a new one. Close it if the block fails."""
         with self._lock:
             distances = [consumer.distance(topic, partition, start) for consumer in self._idle]
             at_hand = [(distance, n) for n, distance in enumerate(distances) if distance is not None]
@@ -219,7 +219,7 @@ class Consumers:
             idle.close()
 
     def close(self) -> None:
-        """Have those that are idle leave."""
+        """Close the idle consumers."""
         with self._lock:
             idle, self._idle = self._idle, []
         for consumer in idle:

@@ -1,4 +1,4 @@
-"""``KafkaRows``: what a writer, reader or subscriber is told of the log that rows go to."""
+"""``KafkaRows``: names the Kafka topic of rows for a writer, a reader or a subscriber."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,38 +18,41 @@ from torchrec_cnr.kafka.pack_targets import KafkaBlocks, KafkaTarget
 from torchrec_cnr.kafka.topics import TopicRules
 from torchrec_cnr.storage.row_log import Marker
 
-_ENVELOPE_BYTES = 4 << 10  # of a record, beside its value
-_MAX_TIMEOUT_SECS = 900.0  # the longest transaction that brokers let be, by default
+_ENVELOPE_BYTES = 4 << 10  # bytes of a record in addition to its value
+_MAX_TIMEOUT_SECS = 900.0  # the default limit of brokers for the duration of a transaction
 _MAX_BLOCK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class KafkaRows:
-    """Rows of deltas go to a Kafka topic; markers in ``<topic>-markers`` commit checkpoints.
+    """The Kafka topic that the rows of deltas are sent to. Commit records in ``<topic>-markers`` commit checkpoints.
 
-    A topic either keeps everything for a time, and all checkpoints of that time can be loaded; or it is ``compacted``.
+    A topic either keeps everything for a limited time, or is ``compacted``. If it keeps everything, all checkpoints of
+    that time can be loaded.
 
-    Topics that are missing are made, with replicas on three brokers if there are as many; topics that would lose rows
-    are refused.
+    Missing topics are created, with three replicas or as many as there are brokers. Topics that would lose rows are
+    refused.
 
     Attributes:
         bootstrap: ``host:port`` of a broker, or several, separated by commas.
-        topic: For rows.
-        timeout_secs: How long Kafka may not answer, before a save or load fails. A save that failed is not lost: its
-            rows are in the next one.
-        num_partitions: If the topic must be made. Several are read at once.
-        num_replicas: If topics must be made; None for three, or as many as there are brokers.
-        retention_secs: How long rows must stay; topics that forget sooner are refused. None for ever.
-        part_bytes: Size of records.
-        compacted: Whether the topic is compacted by Kafka: it then holds the newest version of each block of rows, and
-            no more than two of them, so that its size is bounded by the model's and does not grow with the job. Only
-            the newest checkpoint can be loaded then, and baselines; ``retention_secs`` is that of markers alone.
-        row_block_bytes: Size of such a block, as values. All rows of it that were modified since the baseline are sent
-            whenever one was modified since the last save. Another size later has all blocks sent once more.
+        topic: Name of the topic of rows.
+        timeout_secs: Seconds without an answer from Kafka after which a save or load fails. The next save includes the
+            rows of a failed save.
+        num_partitions: Number of partitions if the topic is created. A load reads several partitions at once.
+        num_replicas: Number of replicas if topics are created; None for three, or as many as there are brokers.
+        retention_secs: Seconds for which the topic must keep rows; None for forever. Topics with a shorter retention
+            are refused.
+        part_bytes: Size of a record in bytes.
+        compacted: Whether Kafka compacts the topic. It then contains one or two versions of each block of rows, so its
+            size is bounded by the size of the model. Only baselines and the latest checkpoint can be loaded then, and
+            ``retention_secs`` applies only to commit records.
+        row_block_bytes: Size of a block of rows in a compacted topic, in bytes of values. If one row of a block was
+            modified since the last save, all rows of it that were modified since the baseline are sent. After a change
+            of this size, all blocks are sent again.
         config: Further settings of librdkafka, such as those for security.
 
     Raises:
-        ConfigurationError: An argument cannot work.
+        ConfigurationError: An argument is invalid.
     """
 
     bootstrap: str
@@ -86,7 +89,7 @@ class KafkaRows:
         check_count("part_bytes", self.part_bytes, 1, MAX_RECORD_BYTES)
         check_type("config", self.config, Mapping, "a mapping of librdkafka's settings")
         if own := sorted(self.config.keys() & OWN_SETTINGS):
-            raise ConfigurationError(f"'config' may not have {', '.join(own)}: KafkaRows sets it itself")
+            raise ConfigurationError(f"'config' must not contain {', '.join(own)}, which KafkaRows sets; remove it")
 
     @property
     def _log(self) -> KafkaLog:
@@ -100,14 +103,14 @@ class KafkaRows:
             return logs_of_process.get(LogRules(cluster, rows, markers, self.part_bytes))
 
     def open(self, *, may_make: bool = True) -> bool:
-        """See that the topics are as they must be, and make those that are missing, unless told not to.
+        """Validate the configuration of the topics; create missing topics if ``may_make`` is true.
 
         Returns:
-            Whether they are there.
+            Whether the topics exist.
 
         Raises:
             StoreError: Kafka does not answer in time.
-            ConfigurationError: A topic would lose rows.
+            ConfigurationError: The configuration of a topic would lose rows.
         """
         return self._log.open(may_make) > 0
 
@@ -117,7 +120,7 @@ class KafkaRows:
         return self.row_block_bytes if self.compacted else None
 
     def target(self, root: str, rank: int, is_coordinator: bool = False) -> KafkaTarget | KafkaBlocks:
-        """What one save of one rank writes to; see ``RowLog``."""
+        """Return the target of one rank for one save; see ``RowLog``."""
         return self._log.target(root, rank, is_coordinator)
 
     def forget(self, root: str, packs: Sequence[Pack]) -> None:
@@ -125,17 +128,20 @@ class KafkaRows:
         self._log.forget(root, packs)
 
     def read(self, name: str, num_bytes: int, place: LogRange, start: int, stop: int) -> npt.NDArray[np.uint8]:
-        """Bytes of a pack; see ``RowLog``."""
+        """Return bytes of a pack; see ``RowLog``."""
         if place.topic != self.topic:
-            raise ConfigurationError(f"rows lie in topic {place.topic!r}, but KafkaRows has topic {self.topic!r}")
+            raise ConfigurationError(
+                f"the rows of {name} are in the Kafka topic {place.topic!r}, but KafkaRows has topic {self.topic!r}; "
+                f"pass KafkaRows with topic {place.topic!r}"
+            )
         return self._log.read(name, num_bytes, place, start, stop)
 
     def holds(self, packs: Sequence[Pack]) -> bool:
-        """Whether packs are there; see ``RowLog``."""
+        """Return whether the log still has packs; see ``RowLog``."""
         return self._log.holds(packs)
 
     def begin(self, root: str) -> None:
-        """A save begins; see ``RowLog``."""
+        """Begin a save; see ``RowLog``."""
         self._log.begin(root)
 
     def mark(self, marker: Marker, check: Callable[[], None]) -> None:
@@ -143,27 +149,27 @@ class KafkaRows:
         self._log.mark(marker, check)
 
     def markers(self, root: str, most: int) -> tuple[Marker, ...]:
-        """Some of the newest markers of a root, oldest first; see ``RowLog``."""
+        """Return some of the newest markers of a root, oldest first; see ``RowLog``."""
         return self._log.markers(root, most)
 
     def marked(self, root: str, manifests: Mapping[str, str | None]) -> frozenset[str]:
-        """Which of these manifests a marker has committed; see ``RowLog``."""
+        """Return which of these manifests a marker has committed; see ``RowLog``."""
         return self._log.marked(root, manifests)
 
     def end(self) -> int:
-        """The offset behind the last marker; see ``RowLog``."""
+        """Return the offset after the last marker; see ``RowLog``."""
         return self._log.end()
 
     def markers_from(self, offset: int, timeout_secs: float) -> tuple[Marker, ...]:
-        """Markers from an offset on; see ``RowLog``."""
+        """Return markers from an offset on; see ``RowLog``."""
         return self._log.markers_from(offset, timeout_secs)
 
 
 def disconnect() -> None:
-    """End all connections of this process to Kafka, while it neither saves nor loads; later ones connect anew.
+    """Close all connections of this process to Kafka. Call it while the process neither saves nor loads.
 
-    For a process that goes on without: producers stay for the next save, and consumers ask the broker for records
-    several times a second.
+    It is for a process that continues without Kafka. Otherwise producers remain open for the next save, and consumers
+    request records from the broker several times a second. A later save or load connects again.
     """
     logs_of_process.close()
     consumers_of_process.close()

@@ -1,7 +1,7 @@
-"""Markers: a topic of one partition, in which each record commits a checkpoint.
+"""The topic of markers: it has one partition, and each of its records commits a checkpoint.
 
-Whether a save was committed must have one answer, for all ranks and for ever. While a transaction is open that has its
-marker, or one that lies before it, it has none: so whoever looks waits until there is one.
+All ranks must get the same answer to whether a save was committed, and it must never change. There is no answer yet
+while the transaction of the save's marker, or of an earlier marker, is open. So readers wait until it has ended.
 """
 
 import time
@@ -18,17 +18,17 @@ from torchrec_cnr.kafka.records import marker_json, marker_of
 from torchrec_cnr.storage.row_log import Marker
 
 _LOOK_SECS = 0.02
-_OPEN_SECS = 75.0  # a broker looks for transactions that have run out of time once a minute
-_MIN_WINDOW = 24  # offsets: a marker takes two, as one more ends its transaction
-_MAX_LOOKED_AT = 1 << 12  # offsets, for what may as well be found in the root
+_OPEN_SECS = 75.0  # brokers check once a minute for transactions that have timed out
+_MIN_WINDOW = 24  # offsets; a marker takes two, since a control record ends its transaction
+_MAX_LOOKED_AT = 1 << 12  # offsets; callers find older checkpoints in the root
 
 
 class MarkerTopic:
     """The markers of a log.
 
     Args:
-        cluster: The cluster.
-        topic: The topic.
+        cluster: The cluster of the topic.
+        topic: Name of the topic.
     """
 
     def __init__(self, cluster: Cluster, topic: str) -> None:
@@ -39,18 +39,18 @@ class MarkerTopic:
         self._offsets = Offsets(cluster)
 
     def put(self, producing: Producing, marker: Marker, check: Callable[[], None], is_held: bool) -> None:
-        """Commit; if the broker does not say whether it did, find out.
+        """Commit a checkpoint. If the broker does not answer, find out whether the marker was committed.
 
         Args:
             producing: The producer of markers.
-            marker: The marker.
-            check: Raises if this job may not commit; asked if the broker has shut it out, once the id is taken back. If
-                it does not, that was another process of the same job, or a job before it that was about to commit.
-            is_held: Whether to do so only if the producer holds its id, and to take nothing back.
+            marker: The marker of the checkpoint.
+            check: Raises an error if this job may not commit. Called after another producer had taken the id and this
+                one has taken it back. If it raises nothing, the other producer was one of the same or of an older job.
+            is_held: Whether to commit only if the producer still holds its id, without taking it back.
 
         Raises:
-            FencedError: This job may not commit, or another one has taken the id that was held.
-            StoreError: It was not committed, or nobody can tell yet.
+            FencedError: This job may not commit, or another job has taken the id that was held.
+            StoreError: The marker was not committed, or it is not known yet whether it was.
         """
         record = Record(marker.name.encode(), marker_json(marker))
         with self._cluster.errors(f"commit {marker.name!r} in topic {self._topic!r}"):
@@ -62,11 +62,11 @@ class MarkerTopic:
                         check()
                         raise
                     producing.take_over()
-                    check()  # whoever may commit from now on takes the id from us first
+                    check()  # from now on, any other job must take the id from us before it commits
                     if not self._has(marker):
                         producing.send(self._topic, 0, [record])
             except KafkaException:
-                producing.take_over()  # ends what may be open, one way or the other
+                producing.take_over()  # ends a transaction that may be open
                 if not self._has(marker):
                     raise
 
@@ -74,7 +74,7 @@ class MarkerTopic:
         return bool(self.marked(marker.root, {marker.sha256: marker.parent_sha256}))
 
     def newest(self, root: str, most: int) -> tuple[Marker, ...]:
-        """The newest markers of a root, oldest first, of the last part of the topic; some may not be committed.
+        """Return the newest markers of a root in the last part of the topic, oldest first; some may not be committed.
 
         Raises:
             StoreError: The broker does not answer in time.
@@ -89,10 +89,10 @@ class MarkerTopic:
             return tuple(found[-most:])
 
     def marked(self, root: str, manifests: Mapping[str, str | None]) -> frozenset[str]:
-        """Which of these manifests a marker has committed, once that is certain; see ``RowLog``.
+        """Return which of these manifests a marker has committed, once that is certain; see ``RowLog``.
 
         Raises:
-            StoreError: The broker does not answer in time, or a transaction stays open that decides about one of them.
+            StoreError: The broker does not answer in time, or a transaction with one of the markers does not end.
         """
         left, found = dict(manifests), set()
         with self._cluster.errors(f"read topic {self._topic!r}"):
@@ -101,7 +101,7 @@ class MarkerTopic:
                 for marker in reversed([marker for marker in window if marker.root == root]):
                     if marker.sha256 in left:
                         found.add(marker.sha256)
-                    # What is not found yet has none, if this is its parent's.
+                    # A manifest has no marker if the search has reached its parent's marker without finding its own.
                     gone = [sha256 for sha256, parent in left.items() if marker.sha256 in (sha256, parent)]
                     for sha256 in gone:
                         del left[sha256]
@@ -110,9 +110,9 @@ class MarkerTopic:
         return frozenset(found)
 
     def _windows_back(self, end: int, first: int, consumers: Consumers) -> Iterator[list[Marker]]:
-        """The markers from one offset to another in runs, the last run first, each larger than the one before."""
+        """Yield the markers between two offsets in windows, the last one first, each larger than the one before."""
         first = max(first, self._offsets.first(self._topic, 0))
-        stop = end - 1  # the last record ends a transaction, and to be told of the end takes a while
+        stop = end - 1  # the last record only ends a transaction, and a read up to the end takes longer
         width = _MIN_WINDOW
         while stop > first:
             start = max(first, stop - width)
@@ -120,12 +120,12 @@ class MarkerTopic:
             stop, width = start, 4 * width
 
     def between(self, start: int, stop: int, wait_secs: float = 0.0) -> Iterator[Marker]:
-        """Markers at offsets from ``start`` to ``stop``; what is none is passed over with a warning.
+        """Yield the markers at offsets from ``start`` to ``stop``; skip other records with a warning.
 
         Args:
             start: First offset.
-            stop: Offset behind the last.
-            wait_secs: How long to wait for the first, if there is none yet.
+            stop: Offset after the last.
+            wait_secs: Seconds to wait for the first marker if there is none yet.
 
         Raises:
             KafkaException: The broker does not answer in time.
@@ -140,12 +140,16 @@ class MarkerTopic:
                 offset = message.offset() or 0
                 marker = marker_of(message.value(), offset)
                 if marker is None:
-                    logger.warning("topic %r: the record at offset %d is no marker of ours", self._topic, offset)
+                    logger.warning(
+                        "topic %r: skipped the record at offset %d, which is not a commit record of this library",
+                        self._topic,
+                        offset,
+                    )
                 else:
                     yield marker
 
     def end(self) -> int:
-        """The offset behind the last marker that is there to be seen.
+        """Return the offset after the last committed marker before any open transaction.
 
         Raises:
             StoreError: The broker does not answer in time.
@@ -154,20 +158,20 @@ class MarkerTopic:
             return self._end(IsolationLevel.READ_COMMITTED)
 
     def _decided_end(self, root: str, sha256s: Collection[str]) -> int:
-        """Where the records end whose fate is known, once no marker of these manifests lies behind that."""
+        """Return the end of the records whose outcome is known, once no marker of these manifests comes after it."""
         deadline = time.monotonic() + self._cluster.timeout_secs + _OPEN_SECS
         while True:
             decided = self._end(IsolationLevel.READ_COMMITTED)
             end = self._end(IsolationLevel.READ_UNCOMMITTED)
-            # Others may have left a transaction open for as long as they like.
+            # An open transaction of another root must not block this one.
             behind = [marker for marker in self._read(self._all, decided, end, 0.0) if marker.root == root]
             if not any(marker.sha256 in sha256s for marker in behind):
                 return decided
             if time.monotonic() > deadline:
                 raise StoreError(
-                    f"topic {self._topic!r} of Kafka at {self._cluster.bootstrap}: a transaction has been open since "
-                    f"offset {decided}, so that nobody can tell whether checkpoint {behind[-1].name!r} was committed; "
-                    "try again, or end that transaction with kafka-transactions --abort"
+                    f"topic {self._topic!r} of Kafka at {self._cluster.bootstrap}: cannot determine whether checkpoint "
+                    f"{behind[-1].name!r} was committed: a transaction has been open since offset {decided}; "
+                    "try again, or abort that transaction with kafka-transactions --abort"
                 )
             time.sleep(_LOOK_SECS)
 

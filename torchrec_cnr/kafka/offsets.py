@@ -1,4 +1,4 @@
-"""Where partitions begin and end, as their broker says."""
+"""The first and last offsets of partitions, read from their brokers."""
 
 import time
 
@@ -14,7 +14,7 @@ class Offsets:
     """The first and last offsets of partitions.
 
     Args:
-        cluster: Of the topics.
+        cluster: The cluster of the topics.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -22,7 +22,7 @@ class Offsets:
         self._admin = AdminClient(cluster.settings({}), logger=logger)
 
     def first(self, topic: str, partition: int) -> int:
-        """Of what is not removed yet.
+        """Return the first offset that has not been removed.
 
         Raises:
             KafkaException: The broker does not answer in time.
@@ -30,7 +30,7 @@ class Offsets:
         return self._offset(TopicPartition(topic, partition), OffsetSpec.earliest(), IsolationLevel.READ_UNCOMMITTED)
 
     def end(self, topic: str, partition: int, isolation: IsolationLevel) -> int:
-        """Behind the last record; or behind the last before the first transaction that is open.
+        """Return the offset after the last record; with ``READ_COMMITTED``, not beyond the first open transaction.
 
         Raises:
             KafkaException: The broker does not answer in time.
@@ -48,4 +48,4 @@ class Offsets:
                 if time.monotonic() > deadline:
                     raise
             time.sleep(_LOOK_SECS)
-            self._admin = AdminClient(self._cluster.settings({}), logger=logger)  # the old one would not ask again
+            self._admin = AdminClient(self._cluster.settings({}), logger=logger)  # the old one keeps old leaders

@@ -1,9 +1,8 @@
-"""Targets: what one save of one rank writes packs to. A pack is a run of records, sent in one transaction.
+"""Pack targets: one rank writes the packs of one save to them. A pack is a run of records, sent in one transaction.
 
-In a log that keeps everything, the key of a record is its pack's name. In one that keeps the last record of each key,
-the key says which row block it is of, and which part of a pack; a header says the pack. Each put writes all keys that
-any pack of that block and slot may have, those that this pack does not need as tombstones: nothing of what was there
-before stays.
+In a log that keeps everything, the key of a record is the name of its pack. In a compacted log, the key names the row
+block and slot, and the part of the pack; a header names the pack. Each put writes all keys that any pack of that block
+and slot can have. Keys that this pack does not need get tombstones, so that no record of an earlier pack remains.
 """
 
 import itertools
@@ -20,13 +19,13 @@ from torchrec_cnr.storage.files import Buffer
 
 @dataclass(frozen=True)
 class RowTopic:
-    """Where rows go.
+    """The topic that rows are sent to.
 
     Attributes:
-        cluster: How to reach it.
-        topic: For rows.
-        num_partitions: Of the topic.
-        part_bytes: Size of records.
+        cluster: The cluster of the topic.
+        topic: Name of the topic.
+        num_partitions: Number of its partitions.
+        part_bytes: Size of a pack's records in bytes.
     """
 
     cluster: Cluster
@@ -43,18 +42,18 @@ class RowTopic:
         may_take_over: bool = False,
         is_held: bool = False,
     ) -> list[int]:
-        """Send records in one transaction; returns their offsets. Errors tell what could not be done."""
+        """Send records in one transaction; return their offsets. Errors name ``action``."""
         with self.cluster.errors(f"{action} topic {self.topic!r}"):
             return producing.send(self.topic, partition, records, may_take_over, is_held)
 
 
 class KafkaTarget:
-    """What one save of one rank writes to, in a log that keeps everything.
+    """The target of one rank for one save, in a log that keeps everything.
 
     Args:
-        topic: Where to.
+        topic: The topic to send to.
         producing: The producer of this rank.
-        rank: Spreads ranks over partitions.
+        rank: The rank, by which ranks are spread over partitions.
     """
 
     def __init__(self, topic: RowTopic, producing: Producing, rank: int) -> None:
@@ -75,12 +74,12 @@ class KafkaTarget:
 
 @dataclass(frozen=True)
 class KafkaBlocks:
-    """What one save of one rank writes to, in a log that keeps the newest pack of each row block.
+    """The target of one rank for one save, in a log that keeps the newest pack of each row block.
 
     Attributes:
-        rows: Where to.
+        rows: The topic to send to.
         producing: The producer of this rank, which holds its id.
-        owner: Begins keys.
+        owner: Prefix of this rank's keys.
     """
 
     rows: RowTopic
@@ -88,18 +87,18 @@ class KafkaBlocks:
     owner: str
 
     def keyed(self, key: str, most_bytes: int) -> "KeyedTarget":
-        """Where to write a pack that takes the place of the one with that key."""
+        """Return the target for a pack that replaces the earlier pack with that key."""
         return KeyedTarget(self, key, most_bytes)
 
 
 @dataclass(frozen=True)
 class KeyedTarget:
-    """A slot of a row block.
+    """The target for a slot of a row block.
 
     Attributes:
-        blocks: Those of the rank.
-        key: Of the slot.
-        most_bytes: Of any pack that may be there.
+        blocks: The target of the rank.
+        key: Key of the slot.
+        most_bytes: Largest size of a pack in this slot, in bytes.
     """
 
     blocks: KafkaBlocks
@@ -107,7 +106,7 @@ class KeyedTarget:
     most_bytes: int
 
     def put(self, name: str, parts: Sequence[Buffer]) -> LogRange:
-        """Send a pack in one transaction, with tombstones for what an earlier one may have had besides."""
+        """Send a pack in one transaction, with tombstones for further parts that an earlier pack may have."""
         rows = self.blocks.rows
         partition = partition_of(self.key, rows.num_partitions)
         values = list(parts_of(parts, rows.part_bytes))
@@ -122,10 +121,10 @@ class KeyedTarget:
 
 
 def partition_of(key: str, num_partitions: int) -> int:
-    """Always the same for a key: where compaction compares it with older ones."""
+    """Return the partition of a key, which never changes: compaction works within a partition."""
     return zlib.crc32(key.encode()) % num_partitions
 
 
 def tombstones(key: str, numbers: Sequence[int]) -> Iterator[Record]:
-    """What removes parts."""
+    """Return tombstones that remove parts."""
     return (Record(part_key(key, number), None) for number in numbers)

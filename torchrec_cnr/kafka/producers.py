@@ -1,11 +1,11 @@
-"""Producers: records go out in transactions, all of them or none, and never twice.
+"""Transactional producers: they send all records of a transaction or none, and each record only once.
 
-A producer's transactional id is its own until somebody else takes it, who shuts it out and ends what it has left open.
-Rows may take theirs back: what was sent by a job that nobody wants any more, no marker will name. Markers may not, but
-for the one job that is the latest by its fence: at the beginning of its first save it takes their id.
+A producer owns its transactional id until another producer takes it. The broker then rejects the first one's records,
+and aborts its open transaction. A producer of rows may take its id back, since no marker refers to the rows of a job
+that was replaced. A producer of markers may not, except in the newest job by its fence, at the start of its first save.
 
-In a compacted topic, what comes late takes the place of what lies there. So there nobody may take an id back who may
-not be the latest any more: each save takes it before it looks for later jobs, holds it, and has failed once it is lost.
+In a compacted topic, late records would replace newer ones. So a job that may have been replaced must not take an id
+back there. Each save takes the id before it checks for newer jobs, holds it, and fails once it has lost the id.
 """
 
 import threading
@@ -27,7 +27,7 @@ _NOT_KNOWN_YET = (KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION)
 
 @dataclass(frozen=True)
 class Record:
-    """A record to be sent."""
+    """A record to send; a ``value`` of None makes it a tombstone."""
 
     key: bytes
     value: bytes | None
@@ -36,7 +36,7 @@ class Record:
 
 @dataclass
 class _Deliveries:
-    """What has become of a transaction's records."""
+    """The delivery reports of a transaction's records."""
 
     bytes_in_flight: int = 0
     offsets: dict[int, int] = field(default_factory=dict)
@@ -49,20 +49,20 @@ class _Deliveries:
         offset = message.offset()
         if error is not None:
             self.failure = self.failure or error
-        elif offset is None:  # sent, but nobody knows where it lies
+        elif offset is None:  # sent, but to an unknown offset
             self.failure = self.failure or KafkaError(KafkaError._NO_OFFSET)
         else:
             self.offsets[number] = offset
 
 
 class Producing:
-    """A producer that is made when it is needed, and made anew when it has failed.
+    """A producer that is created when it is needed, and created again after it has failed.
 
-    What needs the broker raises a ``KafkaException`` if it does not answer in time.
+    Methods that need the broker raise a ``KafkaException`` if it does not answer in time.
 
     Args:
-        cluster: Where to.
-        transactional_id: Its own.
+        cluster: The cluster to send to.
+        transactional_id: The transactional id of the producer.
     """
 
     def __init__(self, cluster: Cluster, transactional_id: str) -> None:
@@ -73,7 +73,7 @@ class Producing:
         self._held: Producer | None = None
 
     def hold(self) -> None:
-        """Shut out whoever has the id, and end what it has left open; from now on, ``is_held`` sends are this job's."""
+        """Take the id, abort the open transaction of its previous owner, and hold the id for ``is_held`` sends."""
         self.take_over()
         self._held = self._producer
 
@@ -85,24 +85,24 @@ class Producing:
         may_take_over: bool = False,
         is_held: bool = False,
     ) -> list[int]:
-        """Send records in one transaction; returns their offsets once they are committed.
+        """Send records in one transaction; return their offsets once they are committed.
 
         Args:
-            topic: Where to.
-            partition: Of the topic.
-            records: In the order in which they will lie there.
-            may_take_over: Whether to take the id back from whoever has taken it.
-            is_held: Whether to send only if the id is that which :meth:`hold` has taken.
+            topic: The topic to send to.
+            partition: Partition of the topic.
+            records: The records, in the order of their offsets.
+            may_take_over: Whether to take the id back if another producer has taken it.
+            is_held: Whether to fail unless this producer still holds the id since :meth:`hold`.
 
         Raises:
-            FencedError: Somebody else has taken the id, or may have since the broker has forgotten who had it.
-            KafkaException: They were not sent, or nobody can tell yet.
+            FencedError: Another producer has taken the id, or may have, since the broker has forgotten its owner.
+            KafkaException: The records were not sent, or it is not known yet whether they were.
         """
         records = list(records)
         deadline = time.monotonic() + self._cluster.timeout_secs
         with self._lock:
             if is_held and (self._producer is None or self._producer is not self._held):
-                raise KafkaException(KafkaError(KafkaError._STATE, "what this save sent before has failed"))
+                raise KafkaException(KafkaError(KafkaError._STATE, "an earlier transaction of this save has failed"))
             while True:
                 try:
                     return self._transact(topic, partition, records)
@@ -120,23 +120,23 @@ class Producing:
     def _shut_out(self, topic: str) -> FencedError:
         return FencedError(
             f"topic {topic!r} of Kafka at {self._cluster.bootstrap}: another job has taken the transactional id "
-            f"{self._id!r}; end this job, or load the newest checkpoint and go on from there; jobs that are to save "
-            "side by side need roots of their own"
+            f"{self._id!r}; end this job, or load the latest checkpoint and continue from there; jobs that run in "
+            "parallel need separate roots"
         )
 
     def ready(self) -> None:
-        """Shut out whoever has the id, unless it is ours already; if it has changed hands since, a send will tell."""
+        """Take the id unless this producer has taken it before; a send fails if another one has taken it since."""
         with self._lock:
             self._made()
 
     def take_over(self) -> None:
-        """Shut out whoever has the id, and end what it has left open."""
+        """Take the id, and abort the open transaction of its previous owner."""
         with self._lock:
             self._drop()
             self._made()
 
     def close(self) -> None:
-        """Leave, once nothing is being sent."""
+        """Close the producer after the current send."""
         with self._lock:
             self._drop()
             self._held = None
@@ -162,7 +162,7 @@ class Producing:
         return [sent.offsets[number] for number in range(len(records))]
 
     def _wait(self, producer: Producer, sent: _Deliveries, most_bytes: int) -> None:
-        """Until no more bytes than that are on their way; back-pressure is felt here, by who writes packs."""
+        """Wait until at most ``most_bytes`` are in flight, which applies back pressure to the writer of packs."""
         while sent.bytes_in_flight > max(0, most_bytes):
             producer.poll(_POLL_SECS)
             if sent.failure is not None:
@@ -183,13 +183,13 @@ class Producing:
                 "queue.buffering.max.kbytes": 4 * _IN_FLIGHT_BYTES >> 10,
             }
             producer = Producer(self._cluster.settings(settings), logger=logger)
-            producer.list_topics(timeout=self._cluster.timeout_secs)  # or the next call takes half a second
+            producer.list_topics(timeout=self._cluster.timeout_secs)  # otherwise the next call takes half a second
             producer.init_transactions(self._cluster.timeout_secs)
             self._producer = producer
         return self._producer
 
     def _drop(self) -> None:
-        """What it has left open, the broker ends: when the id is taken again, or in time."""
+        """Drop the producer. The broker aborts its open transaction when the id is taken again, or after a timeout."""
         producer, self._producer = self._producer, None
         if producer is not None:
             with suppress(KafkaException):

@@ -1,4 +1,4 @@
-"""What records of the log look like: parts of packs, and markers. Reading is validating."""
+"""The layout of the log's records: parts of packs, and markers. Reading a record validates it."""
 
 import json
 import re
@@ -18,7 +18,7 @@ _Digest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 
 
 class _MarkerRecord(msgspec.Struct):
-    """A marker as a record's value; ``name`` is that of a directory."""
+    """A marker as the value of a record; ``name`` must be a valid directory name."""
 
     format: Literal["torchrec_cnr marker"]
     version: Literal[1]
@@ -31,7 +31,7 @@ class _MarkerRecord(msgspec.Struct):
 
 
 def parts_of(buffers: Sequence[Buffer], part_bytes: int) -> Iterator[bytes]:
-    """The bytes of all buffers, one behind the other, in parts of one size but the last."""
+    """Yield the concatenated bytes of all buffers in parts of ``part_bytes``; the last part can be shorter."""
     part = bytearray()
     for buffer in buffers:
         view = memoryview(buffer).cast("B")
@@ -48,27 +48,27 @@ def parts_of(buffers: Sequence[Buffer], part_bytes: int) -> Iterator[bytes]:
 
 
 def part_header(number: int, num_parts: int) -> tuple[str, bytes]:
-    """Tells a part from others of its pack."""
+    """Return the header that gives the number of a part in its pack."""
     return PART, b"%d/%d" % (number, num_parts)
 
 
 def pack_header(name: str) -> tuple[str, bytes]:
-    """Tells parts of a pack from those of others, where keys do not."""
+    """Return the header that names the pack of a part, for topics whose keys do not."""
     return PACK, name.encode()
 
 
 def pack_name(headers: Any) -> bytes | None:
-    """The name of the pack that a record says it is a part of; None if it does not."""
+    """Return the name of the pack in a record's headers; None if there is none."""
     return next((value for key, value in headers or () if key == PACK), None)
 
 
 def part_key(key: str, number: int) -> bytes:
-    """The key of a part, of a pack that has one."""
+    """Return the key of a part of a pack in a compacted topic."""
     return b"%s/%d" % (key.encode(), number)
 
 
 def part_number(headers: Any) -> tuple[int, int] | None:
-    """What a record says of itself; None if it is no part of a pack."""
+    """Return the number of a part and the number of parts in its pack; None if the record is no part of a pack."""
     for key, value in headers or ():
         if key == PART and isinstance(value, bytes) and (found := _PART.fullmatch(value)):
             return int(found[1]), int(found[2])
@@ -76,14 +76,14 @@ def part_number(headers: Any) -> tuple[int, int] | None:
 
 
 def marker_json(marker: Marker) -> bytes:
-    """A marker as a record's value."""
+    """Return a marker as the value of a record."""
     fields = asdict(marker)
     del fields["offset"]
     return json.dumps({"format": _FORMAT, "version": _VERSION, **fields}, separators=(",", ":")).encode()
 
 
 def marker_of(value: Any, offset: int) -> Marker | None:
-    """A marker from a record's value; None if it is none that can be made sense of."""
+    """Return the marker in a record's value; None if the value is not a valid marker."""
     try:
         found = msgspec.convert(json.loads(value), _MarkerRecord)
     except (ValueError, TypeError, RecursionError):

@@ -1,9 +1,9 @@
-"""Topics: made with the settings that rows and markers need, and refused where they have others.
+"""Topics: created with the settings that rows and markers need, and refused if they have other settings.
 
-A topic that forgets records sooner than its owner thinks, or that two replicas may disagree about, would lose rows
-without a word; so what matters is looked at before the first save, and the complaint says what to change. A topic that
-keeps the last record of each key forgets nothing else, so that nothing else matters there; but one that removes old
-records besides would, and so would one that was made to keep all.
+A topic with a shorter retention than expected would lose rows silently, and so would one whose replicas may disagree.
+So relevant settings are checked before the first save, and the error says what to change. A compacted topic keeps the
+last record of each key, so its retention is not checked. But its ``cleanup.policy`` must be exactly that: a topic that
+also removes old records would lose rows, and so would compaction in a topic that must keep everything.
 """
 
 import re
@@ -24,15 +24,15 @@ _LOOK_SECS = 0.1
 
 @dataclass(frozen=True)
 class TopicRules:
-    """What a topic must be like.
+    """The required settings of a topic.
 
     Attributes:
-        name: The topic.
-        num_partitions: At least so many; exactly one if it is 1.
-        retention_secs: Records are kept at least so long; None for ever.
-        record_bytes: Of the largest record.
-        num_replicas: If it must be made; None for three, or as many as there are brokers.
-        is_compacted: Whether it keeps the last record of each key, and for ever.
+        name: Name of the topic.
+        num_partitions: Smallest number of partitions; if it is 1, the topic must have exactly one.
+        retention_secs: Smallest number of seconds for which records are kept; None for forever.
+        record_bytes: Size in bytes that the largest record can have.
+        num_replicas: Number of replicas if the topic is created; None for three, or as many as there are brokers.
+        is_compacted: Whether the topic keeps the last record of each key, forever.
     """
 
     name: str
@@ -44,7 +44,7 @@ class TopicRules:
 
     @property
     def settings(self) -> dict[str, str]:
-        """With which it is made."""
+        """Kafka's settings of the topic."""
         safe = {"unclean.leader.election.enable": "false", "max.message.bytes": str(self.record_bytes)}
         if self.is_compacted:
             return {"cleanup.policy": "compact", **safe}
@@ -52,7 +52,7 @@ class TopicRules:
         return {"cleanup.policy": "delete", "retention.ms": retention, "retention.bytes": "-1", **safe}
 
     def complaints(self, found: Mapping[str, str], num_partitions: int) -> list[str]:
-        """What is wrong with a topic that is there, each with what to change."""
+        """Return the wrong settings of an existing topic, each with the expected value."""
         complaints = []
         if num_partitions < self.num_partitions or (self.num_partitions == 1 and num_partitions != 1):
             complaints.append(f"{num_partitions} partitions, expected {self.num_partitions}: use another topic")
@@ -70,7 +70,7 @@ class TopicRules:
 
 
 def _number(text: str) -> int | None:
-    """A setting that is a whole number; None for any other text, such as that of a setting that the broker hides."""
+    """Return a setting as an integer; None for any other text, such as that of a setting that the broker hides."""
     return int(text) if _NUMBER.fullmatch(text) else None
 
 
@@ -86,12 +86,12 @@ class Topics:
         self._admin = AdminClient(cluster.settings({}), logger=logger)
 
     def ensure(self, rules: TopicRules, may_make: bool) -> int:
-        """Check a topic, or make it; returns how many partitions it has, 0 if it is not there and may not be made.
+        """Validate a topic, or create it; return its number of partitions, or 0 if it does not exist.
 
-        Who may not make it only reads it, and its settings are no concern of his.
+        Without ``may_make``, the topic is neither created nor validated, since the caller only reads it.
 
         Raises:
-            ConfigurationError: It has other settings.
+            ConfigurationError: The topic has other settings.
             StoreError: The broker does not answer in time.
         """
         with self._cluster.errors(f"look up topic {rules.name!r}"):
@@ -113,12 +113,16 @@ class Topics:
             raise ConfigurationError(
                 f"topic {rules.name!r} of Kafka at {self._cluster.bootstrap} would lose rows: {'; '.join(complaints)}; "
                 f"change it with kafka-configs --alter --entity-type topics --entity-name {rules.name} --add-config …, "
-                "or give KafkaRows other arguments"
+                "or pass other arguments to KafkaRows"
             )
         return num_partitions
 
     def _make(self, rules: TopicRules, num_brokers: int, may_make: bool) -> int | None:
-        """How many partitions it has now; None if it is there already. Only this is certain to tell which."""
+        """Try to create a topic; return its number of partitions, or None if it exists already.
+
+        Without ``may_make``, the request is only validated, and the result is 0 if the topic does not exist. The answer
+        is reliable, unlike the broker's list of topics.
+        """
         num_replicas = rules.num_replicas or max(1, min(_MAX_REPLICAS, num_brokers))
         topic = NewTopic(rules.name, rules.num_partitions, num_replicas, config=rules.settings)
         future = self._admin.create_topics(
@@ -132,8 +136,8 @@ class Topics:
         except KafkaException as error:
             if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
                 raise
-            return None  # another rank was faster; or the broker has just started, and did not tell of it
+            return None  # another rank was faster, or a broker that has just started did not list it
         if not may_make:
             return 0
-        logger.info("made topic %s: %d partitions, %s", rules.name, rules.num_partitions, rules.settings)
+        logger.info("created topic %s: %d partitions, %s", rules.name, rules.num_partitions, rules.settings)
         return rules.num_partitions

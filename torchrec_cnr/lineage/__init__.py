@@ -1,16 +1,16 @@
-"""Committed checkpoints, what each one is based on, and which one is the latest.
+"""Committed checkpoints, their chains back to the baseline, and the latest checkpoint of a root.
 
 - ``checkpoint``: ``Checkpoint``, ``Lineage`` and ``Head``: reads a manifest, the chain back to its baseline, and the
   values that are not tensors.
-- ``latest``: ``latest``: the newest committed checkpoint under a root.
-- ``abandoned``: which checkpoints a job has left behind, when it went back to an older one.
-- ``other_roots``: dependencies on checkpoints of another root, and how that root learns of them.
+- ``latest``: ``latest``, which finds the newest committed checkpoint under a root.
+- ``abandoned``: marks the checkpoints that a job has abandoned when it went back to an older one.
+- ``other_roots``: dependencies on checkpoints of another root, and the tags that record them there.
 - ``marker_commit``: the commit of a checkpoint whose rows are in a Kafka topic: by a commit record, not by the
   manifest.
 
 Words of this package:
 
-- *head*: the checkpoint that a running job is based on: the last one that it saved or loaded.
-- *committed manifest*, *replacement*: the manifest that a save wrote, and one that a compaction put in its place.
+- *head*: the checkpoint that the next save of a job is based on: the last one that it saved or loaded.
+- *committed manifest*, *replacement*: the manifest that a save wrote, and one that a compaction replaced it with.
 - *marker*: the commit record.
 """

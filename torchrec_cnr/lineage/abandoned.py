@@ -1,8 +1,8 @@
-"""Abandoned checkpoints: those that a job has left behind when it went back to an older one and saved again.
+"""Abandoned checkpoints: a job went back to an older checkpoint and saved again, so that it no longer uses them.
 
-Of each, an empty file in the root tells, whose name holds the checkpoint's and the beginning of its manifest's digest:
-one listing of the root shows them all, and a later checkpoint of the same name is not meant. ``latest`` and restores
-pass them over.
+``latest`` and restores skip them. An empty file in the root marks each of them. The name of the file contains the
+checkpoint's name and the first digits of its manifest's digest. So one listing of the root shows all marks, and a later
+checkpoint of the same name is not affected.
 """
 
 import re
@@ -15,26 +15,26 @@ _MARK = re.compile(r"(?P<name>.+)\.[0-9a-f]{16}\.abandoned")
 
 
 def mark_of(checkpoint: Checkpoint) -> str:
-    """The name of the file that says that a checkpoint is abandoned."""
+    """Return the name of the file that marks a checkpoint as abandoned."""
     return f"{checkpoint.store.path.rpartition('/')[2]}.{checkpoint.sha256[:16]}.abandoned"
 
 
 def marked_name(file: str) -> str | None:
-    """The checkpoint that a file of the root says is abandoned; None if the file says nothing."""
+    """Return the name of the checkpoint that a file of the root marks as abandoned; None for any other file."""
     found = _MARK.fullmatch(file)
     return found["name"] if found else None
 
 
 def mark_abandoned(root: Store, checkpoints: Collection[Checkpoint], back_at: Checkpoint | None) -> None:
-    """Record that a job has left checkpoints behind.
+    """Mark checkpoints as abandoned, and remove the marks of those that the job uses again.
 
     Args:
-        root: Where they lie.
-        checkpoints: Those that it has left.
-        back_at: What it goes on from, if that is one of the root: neither this nor what it stands on is abandoned.
+        root: Root of the checkpoints.
+        checkpoints: The abandoned checkpoints.
+        back_at: The checkpoint that the job continues from, if it is in this root. The marks of its chain are removed.
 
     Raises:
-        DamagedError: What the job goes on from cannot be read.
+        DamagedError: The chain of ``back_at`` cannot be read.
         StoreError: The root cannot be written to.
     """
     for checkpoint in checkpoints:

@@ -29,13 +29,13 @@ from torchrec_cnr.throttling import Bandwidth
 
 @dataclass(frozen=True)
 class Head:
-    """The checkpoint that a running job stands on: what its next save may be a delta of.
+    """The latest checkpoint of a running job, which its next save can be based on.
 
     Attributes:
-        lineage: From the baseline to the newest checkpoint, by full path.
-        created_ns: Time of the newest one's commit.
-        history: Of the lineage.
-        num_restores: Restores that the newest one's state has been through.
+        lineage: The checkpoints from the baseline to the newest, by full path.
+        created_ns: Unix time of the newest one's commit, in nanoseconds.
+        history: History of the lineage.
+        num_restores: Number of restores that the newest one's state has been through.
     """
 
     lineage: tuple[CheckpointRef, ...]
@@ -50,13 +50,13 @@ class Head:
 
     @property
     def baseline(self) -> CheckpointRef:
-        """The one that all deltas stand on."""
+        """The baseline that all deltas are based on."""
         return self.lineage[0]
 
 
 logger = logging.getLogger(__name__)
 
-_NUM_NAMED = 5  # items in a message
+_NUM_NAMED = 5  # items that a message lists
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,12 @@ class Checkpoint:
     """A committed checkpoint.
 
     Attributes:
-        store: Its directory.
-        committed: The manifest that committed it.
-        sha256: Digest of that manifest, by which other checkpoints refer to this one.
-        manifest: What it holds now: ``committed``, or the manifest that replaced it when the lineage was compacted.
-        manifest_bytes: Size of its manifest files.
-        manifest_sha256: Digest of ``manifest``.
+        store: The checkpoint's directory.
+        committed: The manifest that committed the checkpoint.
+        sha256: SHA-256 digest of that manifest, by which other checkpoints refer to this one.
+        manifest: The current manifest: ``committed``, or the one that replaced it when the lineage was compacted.
+        manifest_bytes: Total size of its manifest files in bytes.
+        manifest_sha256: SHA-256 digest of ``manifest``.
         between: Manifests that replaced ``committed`` and were replaced themselves, oldest first.
     """
 
@@ -97,32 +97,32 @@ class Checkpoint:
 
     @property
     def is_compacted(self) -> bool:
-        """Whether another manifest has replaced the one that committed it."""
+        """Return whether another manifest has replaced the one that committed it."""
         return self.manifest is not self.committed
 
     @property
     def manifests(self) -> tuple[Manifest, ...]:
-        """All that were ever in force, oldest first: a load that began before a compaction reads by an earlier one."""
+        """The current and all earlier manifests, oldest first; a load that began before a compaction uses those."""
         return (self.committed, *self.between, self.manifest) if self.is_compacted else (self.manifest,)
 
     @property
     def num_rows(self) -> int:
-        """Rows of tables stored."""
+        """Number of rows of tables that the checkpoint stores."""
         return self.manifest.num_rows
 
     @property
     def num_exact_rows(self) -> int:
-        """Rows stored exactly because codes cannot represent them; one in several shards counts in each."""
+        """Number of rows stored exactly because codes cannot represent them. A row in several shards counts in each."""
         return self.manifest.num_exact_rows
 
     @property
     def num_restores(self) -> int:
-        """Restores from a checkpoint that its state has been through."""
+        """Number of restores that its state has been through."""
         return self.manifest.num_restores
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all its own files."""
+        """Total size of the checkpoint's own files in bytes."""
         return self.manifest.pack_bytes + self.manifest_bytes
 
     @property
@@ -137,7 +137,7 @@ class Checkpoint:
         return CheckpointRef(self.store.url, self.sha256)
 
     def head(self, below: tuple[CheckpointRef, ...]) -> Head:
-        """What a job stands on that stands on this checkpoint, with those below it from the baseline on."""
+        """Return the head of a job that is based on this checkpoint; ``below`` are its ancestors, baseline first."""
         return Head((*below, self.ref), self.created_ns, self.manifest.history, self.num_restores)
 
 
@@ -148,10 +148,10 @@ def read_checkpoint(path: str | os.PathLike[str] | Store) -> Checkpoint:
         path: The checkpoint's path or URL, that is, its ``checkpoint_id``; or its store.
 
     Raises:
-        CheckpointNotFoundError: There is no manifest: nothing was ever committed here.
-        DamagedError: The manifest is not what was committed.
-        VersionError: It was written by a newer version.
-        StoreError: It cannot be read for another reason.
+        CheckpointNotFoundError: There is no manifest, so no checkpoint was committed here.
+        DamagedError: The manifest differs from the one that was committed.
+        VersionError: A newer version has written the manifest.
+        StoreError: The manifest cannot be read for another reason.
     """
     store = Store.open(path)
     found = _read_manifest(store, MANIFEST_FILE)
@@ -160,8 +160,8 @@ def read_checkpoint(path: str | os.PathLike[str] | Store) -> Checkpoint:
         found = _read_manifest(store, MANIFEST_FILE)
     if found is None:
         raise CheckpointNotFoundError(
-            f"{store.url}: no {MANIFEST_FILE}: nothing was committed here (a save that died leaves packs without one); "
-            "torchrec_cnr.latest(root) names the newest checkpoint"
+            f"{store.url}: no {MANIFEST_FILE}: no checkpoint was committed here (a failed save leaves packs without "
+            "one); call torchrec_cnr.latest(root) for the latest checkpoint"
         )
     committed, sha256, num_bytes = found
     if committed.replaces is not None:
@@ -180,23 +180,23 @@ def read_checkpoint(path: str | os.PathLike[str] | Store) -> Checkpoint:
 
 
 def _check_replacement(replacement: Manifest, replaced: Manifest, sha256: str, store: Store) -> None:
-    """What takes a manifest's place must be of the same state, as far as manifests tell."""
+    """Raise ``DamagedError`` unless a manifest and its replacement describe the same state."""
     different = []
     if replacement.replaces != sha256:
         different.append(f"it replaces manifest {replacement.replaces}, not the one that its name says")
     if replacement.parent is not None and replaced.parent is None:
-        different.append("it has a parent, what it replaces has none")
+        different.append("it has a parent, but the replaced manifest has none")
     new, old = _items(replacement), _items(replaced)
     items = sorted(name for name in new.keys() | old.keys() if new.get(name) != old.get(name))
     if items:
-        different.append(f"it has otherwise than what it replaces: {', '.join(items[:_NUM_NAMED])}")
+        different.append(f"it differs from the replaced manifest in: {', '.join(items[:_NUM_NAMED])}")
     if different:
         where = f"{store.url}/{replacement_name(sha256)}"
         raise DamagedError(f"{where}: {'; '.join(different)}; use another checkpoint")
 
 
 def _items(manifest: Manifest) -> dict[str, object]:
-    """What of a manifest stays the same for ever, by names for messages."""
+    """Return the parts of a manifest that its replacements must not change, by names for messages."""
     tensors = {
         f"tensor {fqn!r}": (entry.dtype, entry.size, entry.is_table, entry.table, frozenset(entry.places))
         for fqn, entry in manifest.tensors.items()
@@ -206,7 +206,7 @@ def _items(manifest: Manifest) -> dict[str, object]:
 
 
 def _read_manifest(store: Store, name: str) -> tuple[Manifest, str, int] | None:
-    """A manifest, its digest and its size; None if it is not there."""
+    """Return a manifest, its digest and its size in bytes; None if it does not exist."""
     try:
         data = read_whole(store, name, manifest_json.MAX_MANIFEST_BYTES)
     except StoreError as error:
@@ -219,7 +219,7 @@ def _read_manifest(store: Store, name: str) -> tuple[Manifest, str, int] | None:
 
 
 def _check_places(manifest: Manifest, store: Store, name: str) -> None:
-    """What a manifest names lies in its store: no path leads above its top."""
+    """Raise ``DamagedError`` if a path in a manifest leads above the top of its store."""
     places = {pack.directory for pack in manifest.packs if pack.directory is not None}
     if manifest.parent is not None:
         places.add(manifest.parent.path)
@@ -231,32 +231,32 @@ def _check_places(manifest: Manifest, store: Store, name: str) -> None:
 
 @dataclass(frozen=True)
 class Lineage:
-    """A head and all that it stands on.
+    """A checkpoint chain: a checkpoint and all those that it is based on.
 
     Attributes:
-        checkpoints: The baseline, then each delta on the one before it; the head last.
+        checkpoints: The baseline, and then each delta, based on the one before it; the newest last.
     """
 
     checkpoints: tuple[Checkpoint, ...]
 
     @property
     def newest(self) -> Checkpoint:
-        """The checkpoint that was asked for."""
+        """The newest checkpoint of the chain."""
         return self.checkpoints[-1]
 
     @property
     def head(self) -> Head:
-        """What a job that loaded this lineage stands on."""
+        """The head of a job that has loaded this lineage."""
         return self.newest.head(tuple(checkpoint.ref for checkpoint in self.checkpoints[:-1]))
 
     def limited(self, bandwidth: Bandwidth) -> "Lineage":
-        """The same, read no faster than that."""
+        """Return the same lineage with limited read bandwidth."""
         return Lineage(
             tuple(replace(found, store=replace(found.store, bandwidth=bandwidth)) for found in self.checkpoints)
         )
 
     def shards(self, fqn: str) -> Iterator[Shard]:
-        """The shards of a tensor in every checkpoint."""
+        """Yield the shards of a tensor in all checkpoints."""
         for checkpoint in self.checkpoints:
             entry = checkpoint.manifest.tensors.get(fqn)
             yield from entry.shards if entry else ()
@@ -265,16 +265,16 @@ class Lineage:
 def read_lineage(
     path: str | os.PathLike[str] | Store, *, since: str | None = None, is_as_committed: bool = False
 ) -> Lineage:
-    """Read the manifests from ``path`` back to its baseline; each must be the one that its child names.
+    """Read the manifests from ``path`` back to its baseline, and check that each is the one that its child names.
 
     Args:
-        path: The head.
-        since: Digest of an ancestor's committed manifest: only what stands on that one is read, if it is come across.
-        is_as_committed: Whether to go by the manifests that were committed, even where others have replaced them.
+        path: The newest checkpoint of the chain.
+        since: Digest of an ancestor's committed manifest. The search ends there, without that ancestor.
+        is_as_committed: Whether to use the manifests that were committed, even if compactions have replaced them.
 
     Raises:
         DamagedError: A parent is missing, was replaced, or is its own ancestor.
-        LoadError, StoreError: As :func:`read_checkpoint`, for ``path`` itself.
+        LoadError, StoreError: The checkpoint at ``path`` cannot be read; see :func:`read_checkpoint`.
     """
 
     def read(store: Store) -> Checkpoint:
@@ -304,10 +304,10 @@ def read_lineage(
 
 
 def existing(path: str | os.PathLike[str] | Store | None) -> str | os.PathLike[str] | Store:
-    """What :func:`latest` returned, if it found a checkpoint.
+    """Return ``path``, the result of :func:`latest`, if it is not None.
 
     Raises:
-        CheckpointNotFoundError: It is None.
+        CheckpointNotFoundError: ``path`` is None.
     """
     if path is None:
         raise CheckpointNotFoundError("no path: there is no committed checkpoint to load (latest() returned None)")
@@ -315,10 +315,10 @@ def existing(path: str | os.PathLike[str] | Store | None) -> str | os.PathLike[s
 
 
 def committed(path: str | Store, save_id: str) -> Checkpoint | None:
-    """The checkpoint that a save committed, or None if it committed nothing: the fate of a save, read from the store.
+    """Return the checkpoint that a save committed, or None if it committed nothing, by reading the store.
 
-    A manifest that cannot be made sense of counts as none: the rows of its save are then saved once more, on top of
-    the checkpoint before, which is right whatever happened.
+    An unreadable manifest counts as none. The rows of its save are then saved again, based on the checkpoint before
+    it, which is correct in either case.
 
     Raises:
         StoreError: The store does not answer.
@@ -328,13 +328,13 @@ def committed(path: str | Store, save_id: str) -> Checkpoint | None:
     except CheckpointNotFoundError:
         return None
     except LoadError as error:
-        logger.warning("a save of this job left no usable checkpoint, its rows will be saved again: %s", error)
+        logger.warning("a save of this job left no usable checkpoint; the next save includes its rows: %s", error)
         return None
     return checkpoint if checkpoint.committed.save_id == save_id else None
 
 
 def relative_path(store: Store, path: str) -> str | None:
-    """How a checkpoint in ``store`` names the one at ``path``, or None where it cannot."""
+    """Return the path relative to ``store`` of the checkpoint at ``path``; None if there is no such path."""
     other = Store.open(path)
     if not store.is_beside(other) or other.path == store.path:
         return None
@@ -343,15 +343,15 @@ def relative_path(store: Store, path: str) -> str | None:
 
 
 def read_objects(checkpoint: Checkpoint, fqns: Collection[str], thread_count: int) -> Iterator[tuple[str, Any]]:
-    """Read what a checkpoint holds beside tensors, and yield each with its FQN, in their order in the packs.
+    """Read objects that are not tensors, and yield each with its FQN, in the order of the packs.
 
     Args:
-        checkpoint: The checkpoint; objects are stored whole in each.
-        fqns: Which of its objects.
-        thread_count: Requests in flight at once.
+        checkpoint: The checkpoint. Every checkpoint contains all objects.
+        fqns: FQNs of the objects.
+        thread_count: Number of requests in flight at the same time.
 
     Raises:
-        DamagedError: A pack is not what was committed, or an object would run code.
+        DamagedError: A pack differs from the one that was committed, or an object would run code.
         StoreError: A pack cannot be read.
     """
     if not fqns:

@@ -1,4 +1,4 @@
-"""The newest checkpoints under a root, found from the first bytes of manifests."""
+"""The newest checkpoints under a root, found by reading the first bytes of each manifest."""
 
 import errno
 import logging
@@ -20,25 +20,28 @@ from torchrec_cnr.storage.store import NOT_THERE, Store
 
 logger = logging.getLogger(__name__)
 
-_PASSED_OVER = "passed over while looking for the latest checkpoint: %s"
+_PASSED_OVER = "skipped while looking for the latest checkpoint: %s"
 _LAST_NS = 3 << 60  # in the year 2079; times in a manifest end in 2116
-_START_BYTES = 512  # enough of a manifest file to hold its time of commit
+_START_BYTES = 512  # the beginning of a manifest file, which contains the time of its commit
 
 
 def latest(root: str | os.PathLike[str], *, row_log: RowLog | None = None) -> str | None:
-    """The newest committed checkpoint directly under ``root``, by the time of its commit.
+    """Return the newest committed checkpoint directly under ``root``, by the time of its commit.
 
-    If rows go to a log (``KafkaRows``), pass that: a job that died may have left a marker of its last commit there, but
-    no manifest yet.
+    A directory without a manifest is not a checkpoint. A checkpoint whose manifest is corrupt, or may not be read by
+    this process, is skipped with a warning. One that a job has abandoned is skipped silently.
 
-    Directories without a manifest are no checkpoints; one with a damaged manifest, or that may not be read, is passed
-    over with a warning, and one that a job has abandoned, silently.
+    Args:
+        root: Path or fsspec URL of a directory of checkpoints.
+        row_log: The Kafka topic (``KafkaRows``) of the job's rows, if any. A job that died may have left the commit
+            record of its last checkpoint there, without a manifest in ``root``.
 
     Returns:
-        Its path or URL, or None where there is none.
+        The path or URL of the checkpoint; None if there is none.
 
     Raises:
-        VersionError: The newest was written by a newer version: resuming from an older one would lose work silently.
+        VersionError: A newer version has written the newest checkpoint. Resuming from an older one would lose work
+            silently.
         StoreError: ``root`` cannot be listed.
     """
     return next((checkpoint.store.url for checkpoint in newest_first(root, row_log)), None)
@@ -47,16 +50,16 @@ def latest(root: str | os.PathLike[str], *, row_log: RowLog | None = None) -> st
 def newest_first(
     root: str | os.PathLike[str] | Store, row_log: RowLog | None = None, *, with_abandoned: bool = False
 ) -> Iterator[Checkpoint]:
-    """The committed checkpoints directly under ``root``, the newest first; see :func:`latest` for what is passed over.
+    """Yield the committed checkpoints directly under ``root``, the newest first; skip the same ones as :func:`latest`.
 
     Args:
         root: A directory of checkpoints.
         row_log: As in :func:`latest`.
-        with_abandoned: For a return to an older checkpoint: those that were abandoned count, and one that was written
-            by a newer version is passed over, too.
+        with_abandoned: Whether to include abandoned checkpoints, and to skip those that a newer version has written.
+            For a return to an older checkpoint.
 
     Raises:
-        VersionError: One was written by a newer version.
+        VersionError: A newer version has written a checkpoint, and ``with_abandoned`` is false.
         StoreError: ``root`` cannot be listed.
     """
     directory = Store.open(root, row_log=row_log)
@@ -82,10 +85,10 @@ def newest_first(
 
 
 def newest_ns(root: Store) -> int:
-    """When the newest checkpoint of a root was committed, be it abandoned or not; 0 where there is none.
+    """Return when a root's newest checkpoint was committed, abandoned or not, as Unix time in ns; 0 if there is none.
 
-    A time that is ahead of this machine's clock counts only if the manifest is valid, and not if it is so late that the
-    format has no room for later ones: a corrupt manifest must not keep a job from saving.
+    A corrupt manifest must not prevent a job from saving. So a time ahead of this machine's clock counts only if the
+    manifest is valid, and if the format has room for later times.
 
     Raises:
         StoreError: The root cannot be listed, or a manifest cannot be read.
@@ -96,7 +99,7 @@ def newest_ns(root: Store) -> int:
     for at_ns, name in sorted(((at_ns, name) for at_ns, name in found if at_ns is not None), reverse=True):
         if at_ns <= now_ns or (at_ns <= _LAST_NS and _is_valid(root.at(name))):
             return int(at_ns)
-        logger.warning("ignored, because it is corrupt or of an impossible time: %s", url_text(root.at(name).url))
+        logger.warning("ignored a checkpoint with a corrupt or impossible commit time: %s", url_text(root.at(name).url))
     return 0
 
 
@@ -109,14 +112,15 @@ def _is_valid(store: Store) -> bool:
 
 
 def committed_ns(store: Store, level: int) -> float | None:
-    """When a checkpoint was committed, in Unix nanoseconds, without reading all of its manifest.
+    """Return the commit time of a checkpoint without reading its whole manifest.
 
     Returns:
-        The time; infinity where the manifest does not tell, which may be the newest, damaged; None where there is none,
-        or it is passed over, which is logged at ``level``: it may not be read, or is a link or a pipe.
+        The Unix time in nanoseconds. Infinity if the manifest does not contain it, since it may be that of the newest
+        checkpoint, corrupt. None if there is no manifest, or if it is skipped because this process may not read it, or
+        because it is a link or a pipe. A skipped one is logged at ``level``.
 
     Raises:
-        StoreError: It cannot be read for another reason.
+        StoreError: The manifest cannot be read for another reason.
     """
     try:
         start = store.read(MANIFEST_FILE, 0, _START_BYTES)

@@ -1,7 +1,7 @@
-"""Commits by a marker: first the manifest under another name, then the marker, and then the manifest's own name.
+"""Commits by a marker, in three steps: write the manifest under a temporary name, write the marker, and rename.
 
-A save that dies before the marker has committed nothing. One that dies behind it leaves a checkpoint that is committed
-and has no ``manifest.json`` yet; whoever looks next gives it the name.
+A save that dies before the marker has committed nothing. One that dies after the marker leaves a committed checkpoint
+without ``manifest.json``. The next process that looks for it gives the manifest this name.
 """
 
 import errno
@@ -23,7 +23,7 @@ _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def uncommitted_name(save_id: str) -> str:
-    """What a manifest is called until its marker is there."""
+    """Return the name of a manifest before its marker is written."""
     return f"{save_id}{UNCOMMITTED_SUFFIX}"
 
 
@@ -31,16 +31,16 @@ def commit_marked(store: Store, row_log: RowLog, marker: Marker, data: bytes, ch
     """Commit a checkpoint by its marker.
 
     Args:
-        store: The checkpoint.
-        row_log: Gets the marker.
+        store: The checkpoint's directory.
+        row_log: The log that the marker is written to.
         marker: The marker.
-        data: The manifest as a file.
-        check: Raises if this job may not commit.
+        data: The content of the manifest file.
+        check: Raises an error if this job may not commit.
 
     Raises:
         CheckpointExistsError: There is another manifest.
         FencedError: Another job saves there.
-        StoreError: Store or log refused.
+        StoreError: The store or the log cannot be written to.
     """
     if store.exists(MANIFEST_FILE):
         raise CheckpointExistsError(f"{store.url}: another save committed here first; save under another checkpoint_id")
@@ -51,19 +51,19 @@ def commit_marked(store: Store, row_log: RowLog, marker: Marker, data: bytes, ch
 
 
 def publish_marked(root: Store, names: Iterable[str] | None = None) -> list[str]:
-    """Give checkpoints that a marker has committed their manifest's name, where they have none yet.
+    """Publish the manifests of checkpoints that a marker has committed and that have no ``manifest.json`` yet.
 
-    The log is read only if a manifest waits for its marker: whatever is wrong with other markers does not matter then.
+    The log is read only if a manifest waits for its marker, so that problems with other markers do not matter.
 
     Args:
-        root: Of the checkpoints.
-        names: Directories in it; None for all.
+        root: Root of the checkpoints.
+        names: Names of directories in it; None for all.
 
     Returns:
-        The names of those that have a manifest now, and had none.
+        The names of the checkpoints whose manifest was published.
 
     Raises:
-        StoreError: Store or log do not answer.
+        StoreError: The store or the log does not answer.
     """
     if root.row_log is None or not root.row_log.open(may_make=False):
         return []
@@ -78,14 +78,14 @@ def publish_marked(root: Store, names: Iterable[str] | None = None) -> list[str]
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A manifest under its first name.
+    """A manifest under its temporary name.
 
     Attributes:
-        store: The checkpoint.
-        name: The file's.
-        data: Its bytes.
-        sha256: The manifest's digest.
-        parent_sha256: That of its parent; None for a baseline.
+        store: The checkpoint's directory.
+        name: Name of the file.
+        data: Content of the file.
+        sha256: SHA-256 digest of the manifest.
+        parent_sha256: SHA-256 digest of its parent's manifest; None for a baseline.
     """
 
     store: Store
@@ -95,25 +95,25 @@ class _Waiting:
     parent_sha256: str | None
 
     def publish(self) -> bool:
-        """Several processes may do this at once, each under an id of its own; whether the manifest has its name."""
+        """Publish the manifest, and return whether that was possible. Several processes may do so at the same time."""
         try:
             _publish(self.store, self.name, self.data, uuid.uuid4().hex[:16])
         except StoreError as error:
             if error.errno not in _READ_ONLY:
                 raise
-            logger.info("left to those who may write: %s", error)
+            logger.info("cannot publish a committed manifest without write access: %s", error)
             return False
         return True
 
 
 def _waiting(store: Store) -> Iterator[_Waiting]:
-    """The manifests that wait in a checkpoint's directory; several if the first saves of them died."""
+    """Yield the manifests that wait in a checkpoint's directory; there are several if earlier saves died."""
     try:
         files = store.listing().files
     except StoreError as error:
         if error.errno not in _READ_ONLY:
             raise
-        logger.info("not looked through for what a marker has committed: %s", error)
+        logger.info("cannot look for committed manifests without read access: %s", error)
         return
     if MANIFEST_FILE in files:
         return
@@ -128,10 +128,10 @@ def _waiting(store: Store) -> Iterator[_Waiting]:
                 continue  # pruned, or another process was faster
             raise
         except DamagedError as error:
-            logger.warning("no marker has committed it as it is: %s", error)
+            logger.warning("ignored a corrupt manifest, which no marker can have committed: %s", error)
             continue
         names = (posixpath.basename(store.path), name)
-        if names == (manifest.checkpoint_id, uncommitted_name(manifest.save_id)):  # and no copy under another name
+        if names == (manifest.checkpoint_id, uncommitted_name(manifest.save_id)):  # otherwise it is only a copy
             yield _Waiting(store, name, data, sha256, None if manifest.parent is None else manifest.parent.sha256)
 
 

@@ -1,7 +1,7 @@
-"""Dependencies on checkpoints of another root, the directory that a checkpoint lies in.
+"""Dependencies on checkpoints of another root.
 
-Only a delta that a user saves to another root than its parent's makes one. The prune of that root does not see who
-depends on it, so the save tells it: by a tag of the parent, which stays as long as the tag does.
+They arise only if a user saves a delta to another root than its parent's. A prune of the parent's root does not see
+this delta. So the save tags the parent, which protects it from pruning until the tag is removed.
 """
 
 import hashlib
@@ -16,21 +16,21 @@ from torchrec_cnr.storage.store import Store
 
 logger = logging.getLogger(__name__)
 
-NEEDED_TAG = "needed-by-"  # a root: its name, and a digest of its path
+NEEDED_TAG = "needed-by-"  # followed by the name of the delta's root, and a digest of its path
 
 
 def is_in_other_root(path: str) -> bool:
-    """Whether a path relative to a checkpoint leads to a checkpoint of another root."""
+    """Return whether a path relative to a checkpoint leads to a checkpoint of another root."""
     return posixpath.dirname(path) != ".."
 
 
 def lies_in_other_root(pack: Pack) -> bool:
-    """Whether a pack lies with a checkpoint of another root."""
+    """Return whether a pack belongs to a checkpoint of another root."""
     return pack.directory is not None and is_in_other_root(pack.directory)
 
 
 def needed_of_other_roots(manifest: Manifest) -> tuple[str, ...]:
-    """The checkpoints of other roots that a manifest names, by relative path; what these need is not among them."""
+    """Return the relative paths of the other roots' checkpoints that a manifest names, without their dependencies."""
     return tuple(dict.fromkeys(_named(manifest)))
 
 
@@ -41,7 +41,7 @@ def _named(manifest: Manifest) -> Iterator[str]:
 
 
 def tell_other_root(store: Store, parent: str) -> None:
-    """Tag the parent of a checkpoint, by relative path, if it is of another root: a prune must not remove it."""
+    """Tag the parent of a checkpoint, given by relative path, if it is in another root, so that no prune removes it."""
     if not is_in_other_root(parent):
         return
     root, other = store.at(".."), store.at(parent)
@@ -52,7 +52,7 @@ def tell_other_root(store: Store, parent: str) -> None:
             other.put(tag, [])
     except StoreError as error:
         logger.warning(
-            "%s depends on %s, and that could not be tagged: who prunes there does not see it (%s)",
+            "%s depends on %s, but cannot tag it: a prune of that root does not see the dependency (%s)",
             store.url,
             other.url,
             error,

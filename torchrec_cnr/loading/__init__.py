@@ -1,22 +1,22 @@
-"""The plug-ins for ``dcp.load``: fit a checkpoint to a state dict, and read it into the shards that each rank holds.
+"""The plug-ins for ``dcp.load``: fit a checkpoint to a state dict, and read it into the shards that each rank has.
 
-The planner says what is loaded into what, the reader reads it. The docstrings of these two modules list the calls of
+The planner decides what is loaded into what. The reader reads it. The docstrings of these two modules list the calls of
 one load in order.
 
-- ``planner``: ``CNRLoadPlanner``, DCP's load planner: strict by default, and starts the tracker on what was loaded.
+- ``planner``: ``CNRLoadPlanner``, DCP's load planner: strict by default, and restores the tracker after a load.
 - ``reader``: ``CNRStorageReader``, DCP's storage reader: reads and verifies a whole checkpoint chain.
-- ``fitting``: decides, once for all ranks, what of the checkpoint goes where, and reports it as ``LoadReport``;
-  also the names of objects that every rank has one of, such as data loader state.
+- ``fitting``: decides, once for all ranks, what of the checkpoint is loaded into what, and reports it as
+  ``LoadReport``; also the names of objects that every rank has one of, such as data loader state.
 - ``optimizer_state``: pairs optimizer state that has other names because the sharding of its table changed.
-- ``read_items``: layouts, which say how what was saved becomes what is wanted; the reads that fill a rank's local
-  shards, as items of DCP's load plan; and the regions of the checkpoint chain that each item needs.
+- ``read_items``: layouts, which convert what was saved to what is wanted; the reads that fill a rank's local shards, as
+  items of DCP's load plan; and the regions of the checkpoint chain that each item needs.
 - ``torchrec_inference``: ``InferenceTables``: finds the tables of quantized TorchRec modules; no other module here
   imports TorchRec.
 
-Words of this package:
+Terms of this package:
 
 - *wanted*: an item of a rank's state dict, as the coordinator sees it.
 - *fit*: the decision of what is loaded into what.
-- *row-wise state*: optimizer state with one value a row. Its size changes with the sharding, so the table's boxes place
-  it.
+- *row-wise state*: optimizer state with one value per row. Its size changes with the sharding, so the regions of the
+  table's shards determine its rows.
 """

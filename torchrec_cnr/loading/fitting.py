@@ -1,10 +1,10 @@
-"""Fitting: what of a checkpoint goes where in the state dicts of all ranks, or why it cannot; and the report of it.
+"""Fitting: decide what of a checkpoint is loaded into the state dicts of all ranks, or why it cannot be; and report it.
 
-A rank need not hold every tensor, so the coordinator decides this once, from what all ranks want together.
+The coordinator decides this once, from what all ranks want together, because one rank need not have every tensor.
 
-Objects that each rank has one of, such as the position of its data loader, have ranked names. DCP keeps one of the
-objects that ranks save under one name; a ranked name also says of how many ranks it is, so that a load by another
-number of ranks finds all of them.
+Objects that each rank has one of, such as its data loader state, have ranked names. DCP would keep only one of the
+objects that ranks save under one name. A ranked name also contains the number of ranks, so that a load on another
+number of ranks finds all objects.
 """
 
 import re
@@ -28,15 +28,16 @@ _RANKED_NAME = re.compile(r"(?P<before>(?:.*\.)?)rank_(?P<rank>\d{1,9})_of_(?P<w
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What one load did, the same on all ranks.
+    """The result of one load, the same on all ranks.
 
     Attributes:
         url: The checkpoint, a path or URL.
         loaded: FQNs that were loaded, sorted.
-        missing: FQNs that a state dict has and the checkpoint has not, sorted. They stayed as they were.
-        unexpected: FQNs that the checkpoint has and no rank's state dict, sorted. They were left out.
-        reshaped: FQNs that were loaded under another size than they were saved with: the saved size, then the size.
-        renamed: FQNs that were loaded from another FQN of the checkpoint, which is the value.
+        missing: FQNs that only a state dict has, sorted. Their values are unchanged.
+        unexpected: FQNs that only the checkpoint has, sorted. They were not loaded.
+        reshaped: FQNs whose size differs from the saved one. The values are the saved size and the size in the state
+            dict.
+        renamed: FQNs that have another FQN in the checkpoint, which is the value.
     """
 
     url: str
@@ -65,11 +66,11 @@ class LoadReport:
 
 
 def listed(parts: Sequence[str]) -> str:
-    """The first few of many."""
+    """Return the first few names as one text."""
     return ", ".join(parts[:_NUM_LISTED]) + (", ..." if len(parts) > _NUM_LISTED else "")
 
 
-QUANTIZED = "quantized"  # a table of a quantized model, which takes any kind of float, and must be loaded
+QUANTIZED = "quantized"  # dtype of a quantized model's table, which accepts any float dtype, and must be loaded
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,8 @@ class Wanted:
 
     Attributes:
         fqn: Its FQN.
-        name: The last key on the way to it, which for a parameter is the name that its model has for it.
-        size: Its global size, or None for what is no tensor.
+        name: The last key of its path; for a parameter, its name in the model.
+        size: Its global size, or None if it is not a tensor.
         dtype: Name of its dtype, such as ``float32``, `QUANTIZED`, or None.
     """
 
@@ -90,7 +91,7 @@ class Wanted:
 
     @classmethod
     def of(cls, fqn: str, value: Any, path: Sequence[str | int], tables: TargetTables) -> "Wanted":
-        """An item that ``path`` leads to in the state dict, and that may be one of a quantized model's ``tables``."""
+        """Return the item at ``path`` in the state dict; it may be one of a quantized model's ``tables``."""
         name, table = str(path[-1]), tables.find(value)
         if table is not None:
             return cls(fqn, name, table.size, QUANTIZED)
@@ -99,12 +100,12 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Fit:
-    """What a load is to do.
+    """The decision of what a load does.
 
     Attributes:
-        report: For the user.
-        sources: By FQN, where each item comes from.
-        left_out: FQNs on one side only that a strict load would not have accepted.
+        report: Report for the user.
+        sources: By FQN, the source of each item.
+        left_out: FQNs on one side only that a strict load would refuse.
     """
 
     report: LoadReport
@@ -114,7 +115,7 @@ class Fit:
 
 @dataclass
 class _Mismatches:
-    """Why something cannot be loaded, as parts of a message."""
+    """The reasons why something cannot be loaded, as parts of a message."""
 
     ambiguous: list[str]
     quantized: list[str] = field(default_factory=list)
@@ -128,13 +129,13 @@ class _Mismatches:
 
 
 def fit(wanted: Collection[Wanted], manifest: Manifest, url: str, *, allow_partial: bool) -> Fit:
-    """Decide what a load is to do.
+    """Decide what a load does.
 
     Args:
-        wanted: What the state dicts of all ranks hold.
-        manifest: Of the checkpoint.
+        wanted: The items of the state dicts of all ranks.
+        manifest: Manifest of the checkpoint.
         url: The checkpoint.
-        allow_partial: Whether what is on one side only may be left out.
+        allow_partial: Whether items on one side only may be left out.
 
     Raises:
         StateMismatchError: Something does not fit; the message names all of it, or the first few and their number.
@@ -178,9 +179,9 @@ class _Tables:
     """The checkpoint's tables.
 
     Attributes:
-        sizes: By FQN.
-        fqns: By the name that the model has for a table; several where a state dict holds several models.
-        fitting: FQNs of those that are wanted in the saved size, so that their shards can place row-wise state.
+        sizes: Sizes by FQN.
+        fqns: FQNs by the table's name in the model; there are several if a state dict contains several models.
+        fitting: FQNs of tables that are wanted in the saved size. Their shards can place row-wise state.
     """
 
     sizes: Mapping[str, Size]
@@ -196,20 +197,20 @@ class _Tables:
         return cls(sizes, fqns, {fqn for fqn, size in sizes.items() if wanted.get(fqn) == size})
 
     def placing(self, fqn: str, num_rows: int) -> str | None:
-        """The one table whose shards can place the row-wise state ``fqn`` of this many rows."""
+        """Return the one table whose shards can place the row-wise state ``fqn`` of this many rows."""
         state = StateName.parse(fqn)
         tables = self.fqns.get(weight_of(state.key, self.fqns), ()) if state else ()
         return next((table for table in tables if len(tables) == 1 and self.sizes[table][0] == num_rows), None)
 
 
 def _source(item: Wanted, saved: str, entry: TensorEntry | None, tables: _Tables) -> SavedItem | None:
-    """Where an item comes from, or None if its size is not that of what was saved."""
+    """Return the source of an item, or None if its size differs from the saved one."""
     if entry is None or item.size is None:
         return SavedItem(saved)
     if item.size != entry.size and len(item.size) <= 1 and len(entry.size) <= 1 and is_count(item.fqn, saved):
         return SavedItem(saved, ValueLayout())
     if entry.table in tables.fitting and len(item.size) == 1:
-        # Row-wise state is as large as its table's sharding makes it; the table's boxes place it.
+        # The size of row-wise state depends on its table's sharding, so the table's shard regions place it.
         return SavedItem(saved, RowsLayout(entry.table))
     if item.size == entry.size and entry.table is None:
         return SavedItem(saved)
@@ -224,7 +225,7 @@ def _source(item: Wanted, saved: str, entry: TensorEntry | None, tables: _Tables
 
 
 def _is_row_wise(size: Size) -> bool:
-    """Whether there is one value a row."""
+    """Return whether this is the size of state with one value per row."""
     return len(size) == 1 or (len(size) == 2 and size[1] == 1)
 
 
@@ -242,22 +243,25 @@ def _compare(item: Wanted, entry: TensorEntry | None, source: SavedItem | None, 
 
 
 def _lines(mismatches: _Mismatches) -> Iterator[str]:
-    """What to tell of a load that cannot be, and what to do about it."""
+    """Yield the lines of the message: what does not fit, then what to do."""
     parts = {
-        "quantized, and not in the checkpoint": mismatches.quantized,
+        "quantized and not in the checkpoint": mismatches.quantized,
         "not in the checkpoint": mismatches.missing,
         "not in the state dict": mismatches.unexpected,
-        "optimizer state whose counterpart is not clear": mismatches.ambiguous,
+        "optimizer state with an ambiguous counterpart": mismatches.ambiguous,
         "of another size": mismatches.sizes,
         "of another dtype": mismatches.dtypes,
         "a tensor on one side only": mismatches.kinds,
-        "state of another kind of optimizer, under the same name": mismatches.roles,
+        "state of another kind of optimizer under the same name": mismatches.roles,
     }
     for what, names in parts.items():
         if names:
             yield f"  {len(names)} {what}: {listed(names)}"
     if mismatches.quantized:
-        yield "a quantized table is always loaded: put it under the key that it was trained under, or leave it out"
+        yield (
+            "a quantized table must be loaded: give it the key that it was trained under, or remove it from the state "
+            "dict"
+        )
     if mismatches.missing or mismatches.unexpected:
         yield (
             "make both sides the same, or pass CNRLoadPlanner(allow_partial_load=True), which loads what both have and "
@@ -265,21 +269,21 @@ def _lines(mismatches: _Mismatches) -> Iterator[str]:
         )
     if mismatches.ambiguous:
         yield (
-            "a table's optimizer state that has another name in the checkpoint is looked for by its role, and must be "
-            "there once: leave it out of the state dict, and pass CNRLoadPlanner(allow_partial_load=True)"
+            "optimizer state that has another name in the checkpoint is found by its table and role, which must be "
+            "unique: remove it from the state dict, and pass CNRLoadPlanner(allow_partial_load=True)"
         )
     if mismatches.sizes or mismatches.kinds:
         yield (
-            "a tensor is loaded only as what it was saved as: build it in the saved size, or leave it out of the state "
+            "a tensor must have the saved size: build the model with that size, or remove the tensor from the state "
             "dict and pass CNRLoadPlanner(allow_partial_load=True)"
         )
     if mismatches.roles:
         yield (
-            "Adam's average is not Adagrad's sum: build the optimizer that was saved, or leave its state out of the "
-            "state dict and pass CNRLoadPlanner(allow_partial_load=True)"
+            "state of Adam and of Adagrad is not interchangeable: build the optimizer that was saved, or remove its "
+            "state from the state dict and pass CNRLoadPlanner(allow_partial_load=True)"
         )
     if mismatches.dtypes:
-        yield "a dtype is not converted: load into a tensor of the saved dtype, and convert it afterwards"
+        yield "dtypes are not converted: load into a tensor of the saved dtype, and convert it afterwards"
     if mismatches.has_codes:
         yield (
             "for a quantized TorchRec model pass CNRLoadPlanner(inference=InferenceTables(model)), and load into "
@@ -288,15 +292,17 @@ def _lines(mismatches: _Mismatches) -> Iterator[str]:
 
 
 def ranked_name(rank: int, world_size: int) -> str:
-    """The last part of the name of an object that each rank has one of."""
+    """Return the last part of the name of an object that each rank has one of."""
     return f"rank_{rank}_of_{world_size}"
 
 
 def saved_by_others(fqn: str, saved: Collection[str]) -> tuple[str, ...]:
-    """The names under which another number of ranks has saved what one rank wants, by rank; none if it is there itself.
+    """Return the names, by rank, under which another number of ranks has saved an object.
+
+    The result is empty if ``fqn`` itself is in the checkpoint.
 
     Args:
-        fqn: What is wanted.
+        fqn: The object that one rank wants.
         saved: All names in the checkpoint.
     """
     own = _RANKED_NAME.fullmatch(fqn)

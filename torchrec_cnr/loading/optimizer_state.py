@@ -1,15 +1,15 @@
-"""Optimizer state of tables under other names: which state of a checkpoint is which of a state dict.
+"""Optimizer state of tables under other names: pairs the state of a checkpoint with that of a state dict.
 
-The sharding plan decides who steps a table, and that decides what its optimizer state is called::
+The sharding plan decides which optimizer steps a table, and that decides the names of the optimizer state::
 
     fused optimizer    fused.state.ebc.embedding_bags.t0.weight.t0.momentum1      [rows] or [rows, cols]
     torch.optim        dense.state.ebc.embedding_bags.t0.weight.sum               [rows, 1] or [rows, cols]
                        └ group, with the parameter's key in it ┘ └ name
 
-TorchRec steps data-parallel tables with a ``torch.optim`` optimizer, all others with a fused one, which calls its first
-state ``momentum1`` whatever it is, and the others as FBGEMM does. So a table that changes between the two has state
-under names that only the other side knows. Here they are paired, by names alone: the same table, the same role, one
-side fused and the other not. Nothing else is ever paired.
+TorchRec steps data-parallel tables with a ``torch.optim`` optimizer, and all others with a fused one. A fused optimizer
+calls its first state ``momentum1``, whatever it is, and names the others as FBGEMM does. So a table that changes
+between the two has state under names that only one side has. This module pairs them by names alone: the same table, the
+same role, one side fused and the other not. It never pairs anything else.
 """
 
 from collections import defaultdict
@@ -18,24 +18,24 @@ from dataclasses import dataclass
 
 Size = tuple[int, ...]
 
-_FIRST = "momentum1"  # what fused optimizers call their first state
-# What torch.optim calls state that fused optimizers have too, but for the first, which is below.
+_FIRST = "momentum1"  # name of the first state of all fused optimizers
+# Names in torch.optim of the state that fused optimizers also have, without the first; see ``_is_same`` for that.
 _ROLES: Mapping[str, str] = {"exp_avg_sq": "exp_avg_sq", "iter": "step"}
 _OF_ADAM = "exp_avg_sq"
 _COUNTS = frozenset({"iter", "step"})
-# Without these an optimizer would go on from another state than the saved one.
+# Without these an optimizer would continue with another state than the saved one.
 _NEEDED = frozenset({_FIRST, "sum", "exp_avg", "exp_avg_sq", "momentum_buffer"})
 
 
 @dataclass(frozen=True)
 class StateName:
-    """The FQN of a table's optimizer state, taken apart.
+    """The FQN of a table's optimizer state, split into its parts.
 
     Attributes:
-        fqn: All of it.
-        group: What comes before the name: common to all state of one table in one optimizer.
+        fqn: The whole FQN.
+        group: The part before the name, which all state of one table in one optimizer shares.
         key: The parameter's key in the optimizer: an optimizer's own prefix, if it has one, and the table's FQN.
-        name: Such as ``momentum1`` or ``sum``.
+        name: Name of the state, such as ``momentum1`` or ``sum``.
         is_fused: Whether a fused optimizer named it.
     """
 
@@ -47,10 +47,10 @@ class StateName:
 
     @classmethod
     def parse(cls, fqn: str) -> "StateName | None":
-        """Take an FQN apart; None if it is not that of optimizer state of a parameter called ``weight``."""
+        """Parse an FQN; return None if it is not that of optimizer state of a parameter called ``weight``."""
         parts = f".{fqn}".partition(".state.")[2].split(".")
         *key, name = parts
-        # Behind the weight, a fused optimizer names the table once more.
+        # A fused optimizer repeats the table's name after ``weight``.
         is_fused = len(key) > 2 and key[-2] == "weight" and key[-1] == key[-3]
         key = key[:-1] if is_fused else key
         if len(key) < 2 or key[-1] != "weight" or not all(parts):
@@ -60,13 +60,13 @@ class StateName:
 
 @dataclass(frozen=True)
 class Pairing:
-    """Which saved state is loaded under another name.
+    """The saved state that is loaded under other names.
 
     Attributes:
-        renamed: By wanted FQN, the saved one.
-        tolerated: FQNs on either side that have no counterpart on the other, of tables whose state was renamed.
-        ambiguous: By wanted FQN, the saved ones that it might be; and by saved FQN, the wanted ones.
-        of_others: FQNs that both sides have, of state with another role: Adam's average, and Adagrad's sum.
+        renamed: By wanted FQN, the saved FQN.
+        tolerated: FQNs without a counterpart on the other side, of tables whose state was renamed.
+        ambiguous: By wanted FQN, several possible saved FQNs; and by saved FQN, several possible wanted ones.
+        of_others: FQNs that both sides have, for state with different roles, such as Adam's average and Adagrad's sum.
     """
 
     renamed: Mapping[str, str]
@@ -79,9 +79,9 @@ def pair(wanted: Mapping[str, Size | None], saved: Mapping[str, Size | None], we
     """Pair optimizer state that only one side has under its name.
 
     Args:
-        wanted: Sizes of what the state dicts of all ranks hold, by FQN; None for what is no tensor.
-        saved: The same of the checkpoint.
-        weights: Names that models have for their parameters, without what a state dict puts before. They tell where an
+        wanted: Sizes by FQN in the state dicts of all ranks; None for items that are not tensors.
+        saved: The same for the checkpoint.
+        weights: Names of parameters in their models, without what a state dict puts before them. They show where an
             optimizer's own prefix ends; without them, keys must be the same on both sides.
     """
     missing, unexpected = _parse(set(wanted) - set(saved)), _parse(set(saved) - set(wanted))
@@ -126,15 +126,15 @@ def pair(wanted: Mapping[str, Size | None], saved: Mapping[str, Size | None], we
 
 
 def is_count(fqn: str, saved: str) -> bool:
-    """Whether state is a count of steps, on one side at least a fused optimizer's: one value a shard of the table."""
+    """Return whether state is a count of steps, and a fused optimizer's on at least one side: one value per shard."""
     states = [state for state in _parse((fqn, saved)) if state.name in _COUNTS]
     return len(states) == 2 and any(state.is_fused for state in states)
 
 
 def weight_of(key: str, weights: Collection[str]) -> str:
-    """The longest end of a parameter's key that is a parameter's name, or all of the key where none is.
+    """Return the longest end of a parameter's key that is a parameter's name, or all of the key if none is.
 
-    A name without a dot, as of a state dict that holds one module alone, would be the end of too many.
+    A name without a dot, as in a state dict of a single module, would be the end of too many keys.
     """
     rest = key
     while "." in rest and rest not in weights:
@@ -147,9 +147,9 @@ def _parse(fqns: Iterable[str]) -> list[StateName]:
 
 
 def _is_same(state: StateName, other: StateName, siblings: Mapping[str, set[str]]) -> bool:
-    """Whether the fused one of the two and the other play one role in their optimizers."""
+    """Return whether two states, one of them fused, have the same role in their optimizers."""
     fused, plain = (state, other) if state.is_fused else (other, state)
     if fused.name != _FIRST:
         return _ROLES.get(fused.name) == plain.name
-    # No fused optimizer of TorchRec calls a momentum_buffer so; read as a sum of squares, it would make NaN.
+    # ``momentum1`` of TorchRec's optimizers is never a ``momentum_buffer``; used as a sum of squares, that gives NaN.
     return plain.name == ("exp_avg" if _OF_ADAM in siblings[fused.group] else "sum")

@@ -1,20 +1,20 @@
-"""The load planner: fits a checkpoint to a state dict, strictly, and starts the tracker on what was loaded.
+"""The load planner: fits a checkpoint to a state dict, strictly, and restores the tracker after the load.
 
-It does what DCP's planner does, and four things more:
+It does what DCP's planner does, and four more things:
 
-- a tensor or object that is missing on either side is an error, unless a partial load was asked for, and a report
-  says what was done with every name;
-- ranks that would load different checkpoints, because each has looked for the newest by itself, are refused;
-- optimizer state of tables loads under another sharding, although its names and sizes change with it;
-- the tracker learns which rows the lineage's deltas held, so that the next save continues the lineage.
+- It raises an error if a tensor or object is missing on either side, unless the caller allows a partial load. A report
+  lists what was done with every name.
+- It refuses to load different checkpoints on different ranks, which happens if each rank looks for the newest itself.
+- It loads optimizer state of tables under another sharding, although its names and sizes change with the sharding.
+- It tells the tracker which rows the chain's deltas contain, so that the next save extends the chain.
 
-Who calls what, on which rank, in one ``dcp.load``:
+The calls of one ``dcp.load``, in order, and the ranks on which DCP makes them:
 
-    1. set_up_planner      all ranks    learn the target
-    2. create_local_plan   all ranks    tell the coordinator what this rank wants; nothing is read yet
-    3. create_global_plan  coordinator  fit it all to the checkpoint: one report for all ranks, or an error
-    4. finish_plan         all ranks    a read for every shard of what the report says is loaded
-    5. resolve_tensor, commit_tensor, load_bytes, restore_rows, finish_restore  all ranks  from the reader
+    1. set_up_planner      all ranks    learn the state dict to load into
+    2. create_local_plan   all ranks    report to the coordinator what this rank wants; nothing is read yet
+    3. create_global_plan  coordinator  fit all of it to the checkpoint: one report for all ranks, or an error
+    4. finish_plan         all ranks    plan a read for every shard of what is loaded according to the report
+    5. resolve_tensor, commit_tensor, load_bytes, restore_rows, finish_restore  all ranks  called by the reader
 """
 
 import io
@@ -44,11 +44,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _OfRank:
-    """What a rank tells the coordinator.
+    """What a rank reports to the coordinator.
 
     Attributes:
-        wanted: Its part of the target.
-        checkpoint: The one that it reads.
+        wanted: The items of its state dict.
+        checkpoint: The checkpoint that it reads.
     """
 
     wanted: frozenset[Wanted]
@@ -57,13 +57,14 @@ class _OfRank:
 
 @dataclass(frozen=True)
 class _Decision:
-    """What the coordinator tells all ranks.
+    """What the coordinator sends to all ranks.
 
     Attributes:
         report: What is loaded.
-        sources: By FQN, from where.
-        ranked: By FQN, the objects of all ranks that saved, where these were more or fewer.
-        is_complete: Whether a job that loaded it stands on the checkpoint, so that its next save may be a delta.
+        sources: By FQN, the source of each item.
+        ranked: By FQN, the names of one object of each rank that saved, where their number differs from that of the
+            ranks.
+        is_complete: Whether the next save may be a delta of the checkpoint.
     """
 
     report: LoadReport
@@ -73,22 +74,22 @@ class _Decision:
 
 
 class CNRLoadPlanner(DefaultLoadPlanner):
-    """Plans strict loads; to be used with ``CNRStorageReader``.
+    """Load planner for strict loads. Use it with ``CNRStorageReader``.
 
     Args:
-        tracker: Starts anew on the loaded checkpoint: the next save may be a delta of it. DCP calls
-            ``load_state_dict`` of ``Stateful`` objects after that, and does not tell the planner how it ends. If one
-            raises, tables that the state dict shares memory with hold the checkpoint already; for a baseline, as after
-            ``restore_newest`` in this case, call ``tracker.forget()``.
-        inference: The tables of a quantized model (``InferenceTables``), which take rows of the checkpoint's float
-            tables of the same FQNs. No tracker takes part in such a load.
-        allow_partial_load: Accept FQNs that only the checkpoint or only the state dict has, but for tables of
-            ``inference``, which must all be loaded. What was left out is in the report, and logged as a warning. After
+        tracker: Tracker to restore: after the load, the next save may be a delta of the loaded checkpoint. DCP calls
+            ``load_state_dict`` of ``Stateful`` objects later, and does not report to the planner how that ends. If one
+            raises, tables that share memory with the state dict already contain the checkpoint. Then call
+            ``tracker.forget()`` to make the next save a baseline; ``restore_newest`` does so itself.
+        inference: Tables of a quantized model (``InferenceTables``). They receive the rows of the checkpoint's float
+            tables with the same FQNs. Such a load cannot have a tracker.
+        allow_partial_load: Whether to accept FQNs that only the checkpoint or only the state dict has. Tables of
+            ``inference`` must still all be loaded. The report lists what was left out, and a warning is logged. After
             such a load, the next save is a baseline.
 
     Raises:
         LoadError: While loading, if ranks read different checkpoints.
-        StateMismatchError: While loading, if FQNs, sizes or dtypes do not fit; the message names all that do not.
+        StateMismatchError: While loading, if FQNs, sizes or dtypes do not fit; the message lists the mismatches.
         ConfigurationError: Both ``tracker`` and ``inference`` are given; or, while loading, the reader is not a
             ``CNRStorageReader``.
     """
@@ -104,9 +105,7 @@ class CNRLoadPlanner(DefaultLoadPlanner):
         if tracker is not None:
             check_tracker(tracker)
         if tracker is not None and inference is not None:
-            raise ConfigurationError(
-                "a quantized model is not trained: load it without the tracker, in a load of its own"
-            )
+            raise ConfigurationError("a quantized model is not trained: load it without a tracker, in a separate load")
         self._tracker = tracker
         self._loading: LoadMetadata | None = None
         self._decision: _Decision | None = None
@@ -126,19 +125,19 @@ class CNRLoadPlanner(DefaultLoadPlanner):
 
     @property
     def report(self) -> LoadReport:
-        """What the last load did, the same on all ranks.
+        """The report of the last load, the same on all ranks.
 
         Raises:
-            LoadError: There was none, or it did not come to its end.
+            LoadError: There was no load, or it did not complete.
         """
         if self._report is None:
-            raise LoadError("nothing was loaded completely with this planner, so there is no report")
+            raise LoadError("this planner has no report, because it has completed no load: call dcp.load first")
         return self._report
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Learn the target."""
+        """Learn the state dict to load into."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
         self._decision = self._report = None
         if not isinstance(metadata, LoadMetadata):
@@ -146,13 +145,13 @@ class CNRLoadPlanner(DefaultLoadPlanner):
         self._loading = metadata
 
     def create_local_plan(self) -> LoadPlan:
-        """What this rank wants."""
+        """Report to the coordinator what this rank wants."""
         items = self.state_dict.items()
         wanted = frozenset(Wanted.of(fqn, value, self.mappings[fqn], self._inference) for fqn, value in items)
         return LoadPlan([], planner_data=_OfRank(wanted, self._lineage.newest.ref))
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Decide for all ranks: a rank need not hold every tensor."""
+        """Decide for all ranks what is loaded, because one rank need not have every tensor."""
         ranks: list[_OfRank] = [plan.planner_data for plan in global_plan]
         _refuse_different([rank.checkpoint for rank in ranks])
         wanted = frozenset[Wanted]().union(*(rank.wanted for rank in ranks))
@@ -164,12 +163,12 @@ class CNRLoadPlanner(DefaultLoadPlanner):
         fitted = fit(wanted, newest.manifest, newest.store.url, allow_partial=self.allow_partial_load)
         if fitted.report.missing or fitted.report.unexpected:
             text = str(fitted.report).replace("\n", "; ")
-            logger.warning("not everything is loaded, and the planner's report names all of it: %s", text)
+            logger.warning("not everything is loaded, and the planner's report lists all names: %s", text)
         decision = _Decision(fitted.report, fitted.sources, ranked, _is_complete(fitted, self._lineage))
         return [replace(plan, planner_data=decision) for plan in global_plan]
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """A read for every shard of what is loaded."""
+        """Plan a read for every shard of what is loaded."""
         decision: _Decision = new_plan.planner_data
         self._decision = decision
         if self._tracker is not None:
@@ -188,11 +187,14 @@ class CNRLoadPlanner(DefaultLoadPlanner):
         return replace(new_plan, items=items)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put an object in its place, unpickled without running code; of one that each rank saved, a list of all."""
+        """Unpickle an object without running code, and put it into the state dict.
+
+        If each rank has saved such an object, the state dict gets a list of all of them.
+        """
         fqn = read_item.dest_index.fqn
         try:
             loaded = torch.load(value, weights_only=True)
-        except Exception as error:  # what a pickle names may be named otherwise when it is pickled again
+        except Exception as error:  # unpickling can raise any error
             raise unpickling_error(f"object {fqn!r}", error) from error
         names = self._decision.ranked.get(fqn, ()) if self._decision is not None else ()
         if names:
@@ -203,23 +205,23 @@ class CNRLoadPlanner(DefaultLoadPlanner):
         _put(self.original_state_dict, self.mappings[fqn], loaded)
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Where a read goes: for a quantized table its whole rows, of which the state dict may have a part."""
+        """Return the target of a read. For a quantized table it has whole rows, even if the state dict has a part."""
         table = self._inference.find(self.state_dict[read_item.dest_index.fqn])
         target: Tensor = super().resolve_tensor(read_item) if table is None else table.rows
         return target
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """A region was loaded."""
+        """Record that a region was loaded."""
         self._restored.add(_key(read_item))
 
     def restore_rows(self, item: ReadItem, rows: Tensor) -> None:
-        """Rows of a table, int64 [k] within the item's target, came from a delta: modified since the baseline."""
+        """Record rows that came from a delta and so were modified since the baseline, int64 [k] within the target."""
         shard = self._tracked.get(_key(item))
         if shard is not None:
             shard.rows.restore_rows(rows + int(item.dest_offsets[0]))
 
     def finish_restore(self) -> None:
-        """Everything was read: the tracker stands on the loaded checkpoint, if nothing was left out."""
+        """Restore the tracker after everything was read. If something was left out, the next save is a baseline."""
         if self._decision is None:
             return
         self._report = self._decision.report
@@ -249,19 +251,19 @@ class CNRLoadPlanner(DefaultLoadPlanner):
     @property
     def _opened(self) -> LoadMetadata:
         if self._loading is None:
-            raise LoadError("a load was planned before its checkpoint was read; call dcp.load")
+            raise LoadError("the load was planned before its checkpoint was read; call dcp.load")
         return self._loading
 
     @property
     def _lineage(self) -> Lineage:
         lineage = self._opened.lineage
         if lineage is None:
-            raise LoadError("a load was planned although its checkpoint could not be read; call dcp.load")
+            raise LoadError("the load was planned although its checkpoint could not be read; call dcp.load")
         return lineage
 
 
 def _put(state_dict: dict[str, Any], path: Sequence[str | int], value: Any) -> None:
-    """Put an object in the place of the one that DCP found at a path of keys, written as strings."""
+    """Replace the object that DCP found at a path of keys, which are written as strings."""
     container: Any = state_dict
     for key in path[:-1]:
         container = container[_own_key(container, key)]
@@ -269,7 +271,7 @@ def _put(state_dict: dict[str, Any], path: Sequence[str | int], value: Any) -> N
 
 
 def _own_key(container: Any, key: str | int) -> Any:
-    """The key of a container that DCP writes as ``key``; optimizers number their parameters."""
+    """Return the key of a container that DCP writes as ``key``; optimizers number their parameters."""
     if not isinstance(container, Mapping) or key in container:
         return key
     number = int(key) if str(key).isdecimal() else None
@@ -281,20 +283,21 @@ def _key(item: ReadItem) -> ShardKey:
 
 
 def _refuse_different(checkpoints: Sequence[CheckpointRef]) -> None:
-    """Parts of two checkpoints are no model that ever was. One may lie at several paths, as ranks see them."""
+    """Raise an error if ranks load different checkpoints. The same one may have several paths, as ranks see them."""
     paths = {checkpoint.sha256: checkpoint.path for checkpoint in checkpoints}
     if len(paths) > 1:
         raise LoadError(
-            f"ranks load different checkpoints ({', '.join(sorted(paths.values()))}), as it happens if each looks for "
-            "the newest by itself while another one is committed: have one rank look, and give all of them what it "
-            "found, or call restore_newest on all ranks"
+            f"ranks load different checkpoints ({', '.join(sorted(paths.values()))}); this happens if each rank looks "
+            "for the newest by itself while another one is committed: look on one rank and pass the result to all, or "
+            "call restore_newest on all ranks"
         )
 
 
 def _is_complete(fitted: Fit, lineage: Lineage) -> bool:
-    """Whether deltas may follow: nothing was left out, and what was renamed or is new is stored whole in the next one.
+    """Return whether the next save may be a delta.
 
-    It is where no checkpoint of the lineage has the name, since a delta may be one of any of them.
+    It may if nothing was left out, and the next delta stores renamed and new items whole. It does so if no checkpoint
+    of the chain has their names, because the delta can be based on any of them.
     """
     new = {*fitted.report.renamed, *fitted.report.missing}
     known = (fqn for checkpoint in lineage.checkpoints for fqn in checkpoint.manifest.tensors)

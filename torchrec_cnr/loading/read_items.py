@@ -1,7 +1,8 @@
 """Read items: which regions of a checkpoint this rank reads, and into which of its local shards.
 
-How what was saved becomes what is wanted, a layout says. The coordinator makes one for every item of the state dicts,
-and each read item carries it: it makes the items of a rank's shards, and then the regions that are folded for these.
+A layout defines how what was saved is converted to what is wanted. The coordinator makes one for every item of the
+state dicts, and each read item carries it. The layout makes the items of a rank's shards, and then the regions of the
+checkpoint to merge for these.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,13 +34,13 @@ from torchrec_cnr.sharding import LocalShard, local_shards, memory_key
 
 @dataclass
 class LoadMetadata(Metadata):
-    """The reader's metadata, with the lineage it was read from."""
+    """The reader's metadata, with the checkpoint chain from which it was read."""
 
     lineage: Lineage | None = None
 
     @classmethod
     def of(cls, lineage: Lineage) -> "LoadMetadata":
-        """A lineage as DCP describes it to planners."""
+        """Return a checkpoint chain as DCP describes it to planners."""
         manifest = lineage.newest.manifest
         entries: dict[str, Any] = {fqn: _tensor_metadata(entry) for fqn, entry in manifest.tensors.items()}
         entries |= {fqn: BytesStorageMetadata() for fqn in manifest.objects}
@@ -54,10 +55,10 @@ def _tensor_metadata(entry: TensorEntry) -> TensorStorageMetadata:
 
 
 class Layout(Protocol):
-    """How what was saved becomes what is wanted; a frozen value.
+    """The conversion of what was saved to what is wanted; a frozen value.
 
     Attributes:
-        converts: Whether the target's dtype may be another one.
+        converts: Whether the target may have another dtype.
     """
 
     converts: ClassVar[bool]
@@ -65,13 +66,13 @@ class Layout(Protocol):
     def read_items(
         self, fqn: str, saved_fqn: str, state_dict: Mapping[str, Any], metadata: LoadMetadata
     ) -> list[ReadItem]:
-        """The reads that fill this rank's part of an item.
+        """Return the reads that fill this rank's part of an item.
 
         Args:
-            fqn: The item.
-            saved_fqn: Its name in the checkpoint.
-            state_dict: This rank's, flattened.
-            metadata: Of the checkpoint, as DCP has it.
+            fqn: FQN of the item.
+            saved_fqn: Its FQN in the checkpoint.
+            state_dict: This rank's flattened state dict.
+            metadata: DCP's metadata of the checkpoint.
 
         Raises:
             StateMismatchError: Row-wise state is not sharded as its table is.
@@ -79,12 +80,12 @@ class Layout(Protocol):
         ...
 
     def regions(self, tensor: LineageTensor, box: Box, target: Tensor) -> list[Region]:
-        """What is to be folded for a read; nothing if it is the state of no rows, which has no place in a table.
+        """Return the regions to merge for a read; none for state of no rows, which has no place in a table.
 
         Args:
-            tensor: What was saved.
-            box: Which part of it is wanted.
-            target: Where it goes.
+            tensor: The saved tensor.
+            box: The wanted region of it.
+            target: Memory for the values.
         """
         ...
 
@@ -94,8 +95,8 @@ class LayoutReadItem(ReadItem):
     """A read into one local shard.
 
     Attributes:
-        layout: How what was saved gets there.
-        box: Which part of what was saved is wanted, as the layout counts it.
+        layout: The conversion.
+        box: The wanted region of the saved tensor, in the layout's indices.
     """
 
     layout: Layout
@@ -103,7 +104,7 @@ class LayoutReadItem(ReadItem):
 
     @classmethod
     def of(cls, layout: Layout, box: Box, fqn: str, saved_fqn: str, index: int, shard_box: Box) -> "LayoutReadItem":
-        """The read that fills all of the ``index``-th local shard of an item, which lies in ``shard_box``."""
+        """Return the read that fills all of the ``index``-th local shard of an item, whose region is ``shard_box``."""
         origin = torch.Size((0,) * len(shard_box.sizes))
         return cls(
             type=LoadItemType.TENSOR,
@@ -119,32 +120,31 @@ class LayoutReadItem(ReadItem):
 
 @dataclass(frozen=True)
 class SameLayout:
-    """Both are one tensor, of one size, or an object. The read items are DCP's own."""
+    """The layout for objects, and for tensors of the saved size. The read items are DCP's own."""
 
     converts: ClassVar[bool] = False
 
     def read_items(
         self, fqn: str, saved_fqn: str, state_dict: Mapping[str, Any], metadata: LoadMetadata
     ) -> list[ReadItem]:
-        """One for each chunk that was saved of each local shard."""
+        """Return a read for each pair of a saved chunk and a local shard that overlap."""
         if isinstance(state_dict[fqn], Tensor) and not local_shards(state_dict[fqn]):
             return []  # DCP has no chunk for a rank outside of a tensor's mesh
         items = _create_read_items(fqn, metadata.state_dict_metadata[saved_fqn], state_dict[fqn])
         return [replace(item, storage_index=replace(item.storage_index, fqn=saved_fqn)) for item in items]
 
     def regions(self, tensor: LineageTensor, box: Box, target: Tensor) -> list[Region]:
-        """The box, in the tensor's own indices."""
+        """Return the regions for the box, in the tensor's own indices."""
         return tensor.regions(box, target)
 
 
 @dataclass(frozen=True)
 class RowsLayout:
-    """One value a row of a table, [rows], [rows × column shards] or [rows, 1]: rows are placed, not boxes.
+    """The layout for state with one value per row, [rows], [rows × column shards] or [rows, 1]. It places rows.
 
     Attributes:
-        table: The FQN of the table whose shards tell where those of the item belong; None where they tell it
-            themselves, by their rows.
-        num_cols: For these, the columns of the table that the saved state belongs to; 1 if it is not known.
+        table: FQN of the table whose shards determine the rows of the item's shards; None if the item's own regions do.
+        num_cols: Without ``table``, the number of columns of the table that the saved state belongs to; 1 if unknown.
     """
 
     table: str | None = None
@@ -154,7 +154,7 @@ class RowsLayout:
     def read_items(
         self, fqn: str, saved_fqn: str, state_dict: Mapping[str, Any], metadata: LoadMetadata
     ) -> list[ReadItem]:
-        """One for each local shard that has rows."""
+        """Return one read for each local shard that has rows."""
         shards = local_shards(state_dict[fqn])
         table_boxes = self._table_boxes(fqn, shards, state_dict)
         return [
@@ -164,7 +164,7 @@ class RowsLayout:
         ]
 
     def _table_boxes(self, fqn: str, shards: Sequence[LocalShard], state_dict: Mapping[str, Any]) -> list[Box]:
-        """The box of the table that each shard of its row-wise state belongs to."""
+        """Return the region of the table that each shard of its row-wise state belongs to."""
         if self.table is None:
             return [Box((shard.box.offsets[0], 0), (shard.box.num_rows, self.num_cols)) for shard in shards]
         # The i-th local shard belongs to the i-th local shard of the table; a rank without shards may lack the table.
@@ -174,35 +174,35 @@ class RowsLayout:
         return boxes[: len(shards)]
 
     def regions(self, tensor: LineageTensor, box: Box, target: Tensor) -> list[Region]:
-        """The box, in the table's indices."""
+        """Return the region for the box, in the table's indices."""
         return [tensor.rows_region(box, target if target.dim() == 1 else target[:, 0])]
 
 
 @dataclass(frozen=True)
 class ValueLayout:
-    """One value for a whole table, [] or [shards]: the largest goes everywhere."""
+    """The layout for one value per table, [] or [shards]: the largest value is loaded everywhere."""
 
     converts: ClassVar[bool] = True
 
     def read_items(
         self, fqn: str, saved_fqn: str, state_dict: Mapping[str, Any], metadata: LoadMetadata
     ) -> list[ReadItem]:
-        """One for each local shard."""
+        """Return one read for each local shard."""
         boxes = [shard.box for shard in local_shards(state_dict[fqn])]
         return [LayoutReadItem.of(self, box, fqn, saved_fqn, index, box) for index, box in enumerate(boxes)]
 
     def regions(self, tensor: LineageTensor, box: Box, target: Tensor) -> list[Region]:
-        """All of the tensor."""
+        """Return one region for all of the tensor."""
         return [tensor.largest_value_region(target)]
 
 
 @dataclass(frozen=True)
 class InferenceLayout:
-    """A whole float table, whose rows go into those of an inference kernel.
+    """The layout for a whole float table, whose rows are converted to those of an inference kernel.
 
     Attributes:
-        row: How the kernel keeps a row.
-        num_rows: How many it has.
+        row: Format of a row in the kernel.
+        num_rows: Number of rows.
     """
 
     row: InferenceRow
@@ -212,22 +212,22 @@ class InferenceLayout:
     def read_items(
         self, fqn: str, saved_fqn: str, state_dict: Mapping[str, Any], metadata: LoadMetadata
     ) -> list[ReadItem]:
-        """One, of the size of the float table."""
+        """Return one read, of the size of the float table."""
         whole = Box.whole((self.num_rows, self.row.num_cols))
         return [LayoutReadItem.of(self, whole, fqn, saved_fqn, 0, whole)]
 
     def regions(self, tensor: LineageTensor, box: Box, target: Tensor) -> list[Region]:
-        """The rows, in windows if checkpoints have them in pieces."""
+        """Return the regions for the rows, in windows if checkpoints store them in pieces."""
         return tensor.regions(box, target, self.row)
 
 
 @dataclass(frozen=True)
 class SavedItem:
-    """Where an item of a state dict comes from.
+    """The source of an item of a state dict.
 
     Attributes:
-        fqn: Its name in the checkpoint.
-        layout: How it is loaded.
+        fqn: Its FQN in the checkpoint.
+        layout: The conversion.
     """
 
     fqn: str
@@ -235,15 +235,15 @@ class SavedItem:
 
 
 def item_regions(lineage: Lineage, item: ReadItem, target: Tensor) -> list[Region]:
-    """What is to be folded for a read, by whichever planner: the items of DCP's are of tensors as they were saved.
+    """Return the regions to merge for a read. The planner may be DCP's, whose items are of tensors as they were saved.
 
     Args:
-        lineage: What is read.
-        item: A tensor's.
-        target: Where it goes.
+        lineage: The checkpoint chain.
+        item: Read item of a tensor.
+        target: Memory for the values.
 
     Raises:
-        StateMismatchError: The target is of another dtype or size.
+        StateMismatchError: The target has another dtype or size.
     """
     tensor, url = LineageTensor(lineage, item.storage_index.fqn), lineage.newest.store.url
     layout, box = (item.layout, item.box) if isinstance(item, LayoutReadItem) else (SameLayout(), _item_box(item))
@@ -254,13 +254,14 @@ def item_regions(lineage: Lineage, item: ReadItem, target: Tensor) -> list[Regio
         )
     if tuple(target.shape) != tuple(item.lengths) and not layout.converts:
         raise StateMismatchError(
-            f"tensor {tensor.fqn!r}: {list(item.lengths)} of {url} are to be loaded into {list(target.shape)}"
+            f"tensor {tensor.fqn!r}: a region of size {list(item.lengths)} of {url} cannot be loaded into a tensor of "
+            f"size {list(target.shape)}"
         )
     return layout.regions(tensor, box, target)
 
 
 def _item_box(item: ReadItem) -> Box:
-    """Which part of its tensor a read of DCP's wants."""
+    """Return the region of its tensor that a read item of DCP's wants."""
     origin = item.storage_index.offset or (0,) * len(item.lengths)
     offsets = tuple(base + offset for base, offset in zip(origin, item.storage_offsets, strict=True))
     return Box(offsets, tuple(item.lengths))
@@ -272,8 +273,9 @@ class InferenceTable:
 
     Attributes:
         rows: uint8 [num_rows, row_bytes], whole rows, shared with the kernel.
-        row: What is in a row.
-        views: What state dicts may hold of it: the rows, or the part that has the codes. They share its memory.
+        row: Format of a row.
+        views: Tensors that represent the table in state dicts: the rows, or their part with the codes. They share the
+            memory of ``rows``.
     """
 
     rows: Tensor
@@ -282,17 +284,17 @@ class InferenceTable:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Rows and columns of the float table that it stands for."""
+        """Numbers of rows and columns of the corresponding float table."""
         return len(self.rows), self.row.num_cols
 
     @property
     def layout(self) -> InferenceLayout:
-        """How a float table of the same size becomes this one."""
+        """The conversion of a float table of the same size to this one."""
         return InferenceLayout(self.row, len(self.rows))
 
 
 class TargetTables:
-    """The tables of inference kernels that a load may write to, found in a state dict by their memory.
+    """The tables of inference kernels that a load may write to; it finds them in a state dict by their memory.
 
     Attributes:
         tables: The tables.
@@ -308,8 +310,8 @@ class TargetTables:
         return f"{type(self).__name__}({count_text(len(self.tables), 'table')}, {count_text(num_rows, 'row')})"
 
     def find(self, value: Any) -> InferenceTable | None:
-        """The table that an item of a state dict shows, whatever its key."""
+        """Return the table that an item of a state dict represents, whatever its key; None if it is no such table."""
         if not isinstance(value, Tensor) or value.dtype is not torch.uint8:
             return None
-        # TorchRec wraps codes of 2 and 4 bits in a subclass of Tensor, which gives its bytes out this way.
+        # TorchRec wraps codes of 2 and 4 bits in a subclass of Tensor, and this returns its bytes.
         return self._by_memory.get(memory_key(value.view(torch.uint8)))

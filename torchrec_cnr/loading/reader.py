@@ -1,13 +1,13 @@
-"""The storage reader: verified, resharded reads of a whole lineage.
+"""The storage reader: verified, resharded reads of a whole checkpoint chain.
 
-Who calls what, on which rank, in one ``dcp.load``:
+The calls of one ``dcp.load``, in order, and the ranks on which DCP makes them:
 
-    1. reset                  all ranks  another checkpoint id may come with it
-    2. read_metadata          all ranks  read and validate the manifests from the head to its baseline
-    3. set_up_storage_reader  all ranks  raise what went wrong in 2: DCP would lose the error's type there; take a lease
+    1. reset                  all ranks  begin a new load, perhaps with another checkpoint id
+    2. read_metadata          all ranks  read and validate the manifests from the checkpoint to its baseline
+    3. set_up_storage_reader  all ranks  raise an error of step 2, since DCP would lose its type there; take a lease
     4. prepare_local_plan     all ranks  nothing
     5. prepare_global_plan    coordinator  nothing
-    6. read_data              all ranks  fold the lineage into the planner's tensors; release the lease
+    6. read_data              all ranks  merge the chain into the planner's tensors; release the lease
 """
 
 import os
@@ -41,20 +41,20 @@ from torchrec_cnr.tracking.tracked_tables import forget_overwritten
 
 
 class CNRStorageReader(StorageReader):
-    """Reads checkpoints that ``CNRStorageWriter`` wrote, baseline and deltas as one.
+    """Storage reader for checkpoints of ``CNRStorageWriter``; it merges a delta with all that it is based on.
 
     Args:
         path: The checkpoint, a path or fsspec URL; usually ``latest(root)``.
-        thread_count: Requests in flight at once. Each takes up to 16 MiB of memory.
-        max_bytes_per_sec: What each rank may read a second, averaged over requests.
-        row_log: The log that rows of deltas went to, if they did: ``KafkaRows``.
-        progress: Told how many of how many bytes of rows this rank has read; once more from the beginning where
-            inference tables are converted in several turns.
+        thread_count: Number of requests in parallel. Each takes up to 16 MiB of memory.
+        max_bytes_per_sec: Bytes per second that each rank reads at most, as an average over requests.
+        row_log: Kafka topic of the rows of deltas (``KafkaRows``), if the writer used one.
+        progress: Function that this rank calls with the number of bytes of rows read, and their total. If inference
+            tables are converted in several turns, the count begins again in each.
 
     Raises:
         CheckpointNotFoundError: ``path`` is None, because ``latest`` found nothing.
-        ConfigurationError: An argument cannot work.
-        StoreError: The log does not answer in time.
+        ConfigurationError: An argument is invalid.
+        StoreError: The Kafka broker does not answer in time.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class CNRStorageReader(StorageReader):
         return f"CNRStorageReader({url_text(self._url)})"
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a new load. ``read_metadata`` opens the checkpoint: DCP tells no other rank of an error here."""
+        """Begin a new load. ``read_metadata`` opens the checkpoint, since DCP reports no error from here to others."""
         self._end_lease()
         if checkpoint_id is not None:
             self._url = str(checkpoint_id)
@@ -91,7 +91,7 @@ class CNRStorageReader(StorageReader):
         self._load_id = uuid.uuid4().hex[:16]
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The head's metadata. DCP turns an error raised here into another one, so it is raised one step later."""
+        """Return the checkpoint's metadata. An error is raised one step later, because DCP would replace it here."""
         meta = StorageMeta(checkpoint_id=self._url, load_id=self._load_id)
         self._lineage = self._failure = None
         try:
@@ -104,26 +104,26 @@ class CNRStorageReader(StorageReader):
         return replace(LoadMetadata.of(self._lineage), storage_meta=meta)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raise what went wrong while the manifests were read; let nobody prune what they name."""
+        """Raise an error of ``read_metadata``, if there is one; protect the checkpoint from pruning by a lease."""
         failure, self._failure = self._failure, None
         try:
             if failure is not None:
                 raise failure
         finally:
-            del failure  # it would refer to itself
+            del failure  # its traceback refers to this frame: without this, both would be in a reference cycle
         self._end_lease()
         self._lease = Lease.take(Store.open(self._url), "load")
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Nothing to add."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Nothing to add."""
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fold the lineage into the planner's tensors, and give it the objects."""
+        """Merge the checkpoint chain into the planner's tensors, and pass it the objects."""
         try:
             self._read_data(plan, planner)
         finally:
@@ -134,11 +134,11 @@ class CNRStorageReader(StorageReader):
 
     def _read_data(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         if self._lineage is None:
-            raise LoadError(f"{self._url}: data was asked for before the metadata was read")
+            raise LoadError(f"{self._url}: read_data was called before read_metadata; call dcp.load")
         newest = self._lineage.newest
         tensors = [item for item in plan.items if item.type is LoadItemType.TENSOR]
         targets = [planner.resolve_tensor(item).detach() for item in tensors]
-        wait_for_devices(targets)  # training may have written to them last, in a stream of its own
+        wait_for_devices(targets)  # training may still be writing to them, in a stream of its own
         forget_overwritten(targets)
         regions: list[Region] = []
         for item, target in zip(tensors, targets, strict=True):
@@ -157,7 +157,7 @@ class CNRStorageReader(StorageReader):
             planner.load_bytes(objects[fqn], serialized(value, f"{self._url}: object {fqn!r}"))
         if isinstance(planner, CNRLoadPlanner):
             planner.finish_restore()
-        wait_for_devices(targets)  # training may go on in a stream of its own
+        wait_for_devices(targets)  # training may continue in a stream of its own
 
     def _end_lease(self) -> None:
         if self._lease is not None:
@@ -166,10 +166,10 @@ class CNRStorageReader(StorageReader):
 
     @property
     def checkpoint_id(self) -> str:
-        """Path or URL of the checkpoint."""
+        """The checkpoint's path or URL."""
         return self._url
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this reader could load from there."""
+        """Return whether this reader can load from there."""
         return Store.can_open(checkpoint_id)

@@ -1,7 +1,7 @@
 """The tables of quantized TorchRec modules, so that checkpoints can be loaded into them.
 
 TorchRec's quantized collections look rows up in FBGEMM's inference kernels, and put views of the kernels' memory into
-state dicts, as uint8. What is in that memory, the kernels know.
+state dicts, as uint8. The kernels define the format of that memory.
 """
 
 from collections.abc import Iterator
@@ -20,21 +20,21 @@ from torchrec_cnr.loading.read_items import InferenceTable, TargetTables
 from torchrec_cnr.quantization.fbgemm_rows import InferenceRow
 
 _BITS = {SparseType.INT2: 2, SparseType.INT4: 4, SparseType.INT8: 8, SparseType.FP16: 16, SparseType.FP32: 32}
-_WHOLE, _SCALE_AND_BIAS_APART = 0, 2  # split_scale_bias_mode: how a kernel shows a table
+_WHOLE, _SCALE_AND_BIAS_APART = 0, 2  # values of split_scale_bias_mode: how a kernel splits a table into views
 
 
 class InferenceTables(TargetTables):
     """All quantized tables of a model, as targets for ``CNRLoadPlanner(inference=...)``.
 
-    Finds TorchRec's quantized EmbeddingBagCollections and EmbeddingCollections with tables of INT8, INT4, INT2, FP16 or
-    FP32, on CPUs. A table of a state dict is recognised by its memory, so pass the live one to ``dcp.load``.
+    Finds TorchRec's quantized ``EmbeddingBagCollection`` and ``EmbeddingCollection`` with tables of INT8, INT4, INT2,
+    FP16 or FP32, on CPUs. Tables are matched by storage, so pass the model's live state dict to ``dcp.load``.
 
     Args:
-        model: The model, quantized already (``torchrec.inference.modules.quantize_embeddings``).
+        model: The quantized model (see ``torchrec.inference.modules.quantize_embeddings``).
 
     Raises:
-        ConfigurationError: The model has no quantized table, or one that cannot be loaded: it is sharded, on another
-            device than the CPU, of another data type, or its rows do not lie in memory.
+        ConfigurationError: The model has no quantized table, or one that cannot be loaded: it is sharded, not on the
+            CPU, of another data type, or its rows are not in memory.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -48,15 +48,15 @@ class InferenceTables(TargetTables):
 
 
 def quantized_tables(model: nn.Module) -> Iterator[InferenceTable]:
-    """The tables of a model's quantized modules, in the order of its modules.
+    """Yield the tables of a model's quantized modules, in the order of its modules.
 
     Raises:
-        ConfigurationError: A module is of a kind that cannot be loaded into.
+        ConfigurationError: The tables of a module cannot be loaded.
     """
     for path, module in model.named_modules():
         if isinstance(module, ShardedQuantEmbeddingBagCollection | ShardedQuantEmbeddingCollection):
             raise ConfigurationError(
-                f"{path or 'the model'} is a {type(module).__name__}: load into the quantized model that is not sharded"
+                f"{path or 'the model'} is a {type(module).__name__}: load into the unsharded quantized model"
             )
         if isinstance(module, EmbeddingBagCollection | EmbeddingCollection):
             for kernel in module._emb_modules:
@@ -65,15 +65,15 @@ def quantized_tables(model: nn.Module) -> Iterator[InferenceTable]:
 
 def _tables_of_kernel(path: str, kernel: Any) -> Iterator[InferenceTable]:
     if isinstance(kernel, KVEmbeddingInference):
-        raise ConfigurationError(f"{path} has virtual tables, whose rows do not lie in memory; leave them out")
+        raise ConfigurationError(f"{path} has virtual tables, whose rows are not in memory; leave its module out")
     if kernel.reverse_qparam or kernel.scale_bias_size_in_bytes != SCALE_AND_BIAS_BYTES:
-        raise ConfigurationError(f"{path} does not have fp16 scale and bias in front of its rows, as on CPUs")
+        raise ConfigurationError(f"{path}: expected fp16 scale and bias in front of each row, as kernels on CPUs have")
     views = (kernel.split_embedding_weights_with_scale_bias(mode) for mode in (_WHOLE, _SCALE_AND_BIAS_APART))
     for spec, (rows, *_), (codes, *_) in zip(kernel.embedding_specs, *views, strict=True):
         name, _, num_cols, data_type, _ = spec
         if data_type not in _BITS:
             raise ConfigurationError(
-                f"{path}: table {name!r} is {data_type}; INT8, INT4, INT2, FP16 and FP32 can be loaded"
+                f"{path}: table {name!r} is {data_type}; only INT8, INT4, INT2, FP16 and FP32 can be loaded"
             )
         if rows.device.type != "cpu":
             raise ConfigurationError(

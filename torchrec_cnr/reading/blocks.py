@@ -1,4 +1,4 @@
-"""Blocks: the rows of one blob, which rows of a tensor they are, and how they are decoded."""
+"""Blocks: the rows of one blob, their numbers in the tensor, and their decoding."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,19 +18,19 @@ _HOST = torch.device("cpu")
 
 
 def row_numbers(rows: Tensor | slice, device: torch.device = _HOST) -> Tensor:
-    """int64 [n], on a device: rows one by one."""
+    """Return row numbers, int64 [n], on a device, from a tensor or a slice."""
     return torch.arange(rows.start, rows.stop, device=device) if isinstance(rows, slice) else rows.to(device)
 
 
 @dataclass(frozen=True, eq=False)
 class PlacedRows:
-    """Which rows of a tensor a blob holds.
+    """The numbers of the rows in a blob.
 
     Attributes:
-        box: Of its shard; for row-wise optimizer state, of the table's shard.
-        first: First row within the box, where the rows are consecutive.
-        num_rows: How many there are.
-        numbers: int64 [num_rows], row numbers within the box, where they are not.
+        box: Box of the shard; for row-wise optimizer state, of the table's shard.
+        first: First row within the box, if the rows are consecutive.
+        num_rows: Number of rows.
+        numbers: int64 [num_rows], row numbers within the box; None if the rows are consecutive.
     """
 
     box: Box
@@ -40,11 +40,15 @@ class PlacedRows:
 
     @property
     def index(self) -> RowNumbers | slice:
-        """int64 [num_rows], row numbers within the box, or the slice that they are."""
+        """Row numbers within the box: int64 [num_rows], or a slice if they are consecutive."""
         return slice(self.first, self.first + self.num_rows) if self.numbers is None else self.numbers.numpy()
 
     def within(self, region: Box) -> tuple[Tensor | slice, Tensor | slice] | None:
-        """Positions among these, and rows of ``region``, of the rows that both have; None if there are none."""
+        """Return the common rows with ``region``: their positions in this blob, and their rows in the region.
+
+        Returns:
+            Two slices or two int64 tensors [k]; None if there are no common rows.
+        """
         shift = self.box.offsets[0] - region.offsets[0] if self.box.offsets else 0
         if self.numbers is None:
             start = max(0, -self.first - shift)
@@ -60,17 +64,17 @@ class PlacedRows:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """The rows of one blob, still encoded.
+    """The encoded rows of one blob.
 
     Attributes:
-        rows: Which n rows they are.
-        codes: uint8 [n, row_bytes].
-        scheme: What decodes them.
-        dtype: What they are decoded to.
-        exact_positions: int64 [k], strictly increasing: rows among the n that codes do not represent.
-        exact_values: [k, num_cols], their values.
-        row_shape: Sizes of the shard's dimensions but the first.
-        is_delta: Whether it comes from a delta.
+        rows: The numbers of the n rows.
+        codes: uint8 [n, row_bytes], the encoded rows.
+        scheme: The quantization scheme that decodes them.
+        dtype: The dtype of decoded rows.
+        exact_positions: int64 [k], strictly increasing: positions of exact rows among the n.
+        exact_values: [k, num_cols], the values of the exact rows.
+        row_shape: Sizes of the shard's dimensions except the first.
+        is_delta: Whether the blob comes from a delta.
     """
 
     rows: PlacedRows
@@ -84,25 +88,25 @@ class Block:
 
     @property
     def box(self) -> Box:
-        """Of its shard."""
+        """Box of the shard."""
         return self.rows.box
 
     @property
     def values(self) -> Tensor:
-        """All rows decoded, [n, *row_shape]; without quantization a view of the codes."""
+        """All rows, decoded, [n, *row_shape]; without quantization a view of the codes."""
         values = self.scheme.decode(self.codes, self.exact_values.shape[1], self.dtype)
         if len(self.exact_positions):
             values[self.exact_positions] = self.exact_values
         return values.view(len(self.codes), *self.row_shape)
 
     def decode_into(self, positions: Tensor | slice, first_col: int, target: Tensor, rows: Tensor | slice) -> None:
-        """Decode rows straight into rows of a target, to whose device only codes, and numbers with gaps, are copied.
+        """Decode rows directly into a target. Only codes and row numbers are copied to the target's device.
 
         Args:
-            positions: int64 [k], increasing, or a slice: which rows of the block.
-            first_col: The block's column that is the target's first.
-            target: [num_rows, num_cols], the elements of a row side by side. Written.
-            rows: int64 [k], or a slice: the rows of the target that they go to.
+            positions: int64 [k], increasing, or a slice: positions of the rows in the block.
+            first_col: The block's column that becomes the target's first column.
+            target: [num_rows, num_cols] with contiguous rows; written to.
+            rows: int64 [k], or a slice: the rows of the target to write to.
         """
         device = target.device
         places = row_numbers(rows, device)
@@ -117,24 +121,24 @@ class Block:
             target.index_copy_(0, places[numbers.to(device)], values.to(device))
 
     def exact_rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Which of some rows codes do not represent, and their values.
+        """Return the exact rows among some rows of the block.
 
         Args:
-            positions: int64 [k], k >= 1, increasing, which rows of the block.
+            positions: int64 [k], k >= 1, increasing: positions of the rows in the block.
 
         Returns:
-            int64 [m], numbers among the k, and [m, num_cols].
+            The indices of exact rows in ``positions``, int64 [m], and their values, [m, num_cols].
         """
         numbers = torch.searchsorted(positions, self.exact_positions).clamp_(max=len(positions) - 1)
         is_among = positions[numbers] == self.exact_positions
         return numbers[is_among], self.exact_values[is_among]
 
     def part(self, positions: Tensor, placed: PlacedRows) -> "Block":
-        """Some of the rows, as a block of their own.
+        """Return some of the rows as a new block.
 
         Args:
-            positions: int64 [k], k >= 1, increasing, which rows of the block.
-            placed: Where they are.
+            positions: int64 [k], k >= 1, increasing: positions of the rows in the block.
+            placed: The numbers of these rows.
         """
         exact, values = self.exact_rows(positions)
         codes = self.codes.index_select(0, positions)
@@ -142,12 +146,12 @@ class Block:
 
 
 class BlockRowNumbers:
-    """Row numbers of blocks, decoded when they are needed; the last one is kept for the table's optimizer state.
+    """The row numbers of blocks, decoded on demand. The last ones are cached for the table's optimizer state.
 
     Args:
-        blocks: Coded blocks, by a key that names them in errors.
-        codes: Their codes, by the same keys.
-        where: The checkpoint, for errors.
+        blocks: Blocks with coded row numbers, by a key that names them in errors.
+        codes: The coded row numbers, by the same keys.
+        where: Path or URL of the checkpoint, for errors.
     """
 
     def __init__(self, blocks: Mapping[str, RowBlock], codes: Mapping[str, Bytes], where: str) -> None:
@@ -157,7 +161,7 @@ class BlockRowNumbers:
         self._last: tuple[RowBlock | None, RowNumbers] = (None, np.empty(0, dtype=np.int64))
 
     def of(self, block: RowBlock) -> RowNumbers | None:
-        """int64 [num_rows], or None for consecutive rows."""
+        """Return the row numbers of a block, int64 [num_rows]; None if they are consecutive."""
         if block.coding == "all":
             return None
         if self._last[0] != block:
@@ -168,19 +172,27 @@ class BlockRowNumbers:
 
 
 def parse_block(shard: Shard, dtype: torch.dtype, data: Bytes, placed: PlacedRows, is_delta: bool, where: str) -> Block:
-    """Take the bytes of a shard's blob apart, joined if it was split; ``where`` names it in errors.
+    """Parse the bytes of a shard's blob, after they were joined if they were byte-split.
+
+    Args:
+        shard: The shard of the blob.
+        dtype: The dtype of the tensor.
+        data: The bytes of the blob.
+        placed: The numbers of its rows.
+        is_delta: Whether the blob comes from a delta.
+        where: Name of the blob in errors.
 
     Raises:
-        DamagedError: The bytes are no rows of this dtype.
+        DamagedError: The bytes are not rows of this dtype.
     """
     num_rows, num_cols = placed.num_rows, shard.box.num_cols
     num_code_bytes = num_rows * shard.scheme.row_bytes(num_cols, dtype)
     codes = torch.from_numpy(data[:num_code_bytes]).view(num_rows, -1)
     if dtype is torch.bool and bool((codes > 1).any()):
-        raise DamagedError(f"{where}: bytes that are no bools; use another checkpoint")
+        raise DamagedError(f"{where}: corrupt: expected bools, got other bytes; use another checkpoint")
     positions, values = exact_rows(data[num_code_bytes:], num_cols, dtype.itemsize)
     if len(positions) and (positions[-1] >= num_rows or (np.diff(positions) <= 0).any()):
-        raise DamagedError(f"{where}: positions of exactly stored rows are out of order; use another checkpoint")
+        raise DamagedError(f"{where}: corrupt: positions of exact rows are out of order; use another checkpoint")
     exact_values = torch.from_numpy(values).clone().view(dtype)
     row_shape = shard.box.sizes[1:]
     return Block(placed, codes, shard.scheme, dtype, torch.from_numpy(positions), exact_values, row_shape, is_delta)

@@ -1,12 +1,12 @@
-"""Merging: a lineage is read oldest first, and each checkpoint's rows overwrite those before.
+"""Merging: reads a lineage oldest first, so that each checkpoint's rows overwrite those of older ones.
 
-The caller asks for a list of regions of tensors. ``plan_fold`` computes which blobs of which checkpoints touch them;
-``fold`` reads these, verifies them and writes their rows into the targets.
+The caller passes a list of regions of tensors. ``plan_fold`` computes which blobs of which checkpoints overlap them.
+``fold`` reads these blobs, verifies them, and writes their rows into the targets.
 
-Deltas of one baseline hold many rows over and over. Row numbers are small, so they are read first, of as many
-checkpoints as memory allows; ``LatestWriter`` then knows for each row which checkpoint writes it last, and only that
-one is decoded. A tensor that was merged from several checkpoints may be stored in shards that overlap; a manifest
-cannot show that these hold every row, so ``fold`` checks it while it reads.
+The deltas of one baseline contain many rows several times. Row numbers are small, so they are read first, for as many
+checkpoints as memory allows. ``LatestWriter`` then knows which checkpoint writes each row last, and only that version
+is decoded. A tensor that was merged from several checkpoints can be stored in shards that overlap. Its manifest does
+not show whether they contain every row, so ``fold`` checks that while it reads.
 """
 
 import itertools
@@ -28,22 +28,22 @@ from torchrec_cnr.reading.regions import Region
 from torchrec_cnr.storage.pack_reader import PackReader
 
 MAX_TURNS = 1 << 15
-_MIN_COLS = 8  # narrower rows are written as fast as they are looked up
-_EARLY_BYTES = 256 << 20  # read before the first row is written: row numbers, and the records of logs
+_MIN_COLS = 8  # for narrower rows, looking up the last turn takes as long as writing the row
+_EARLY_BYTES = 256 << 20  # limit of bytes read before the first row is written: row numbers, and records of logs
 
 
 class CheckpointRows:
-    """The rows that a fold reads of one checkpoint: first which they are, and then their codes.
+    """The rows that a fold reads from one checkpoint: first their numbers, and then their codes.
 
     Args:
-        plan: What is read.
-        first_turn: The number of its first turn, among those of all checkpoints.
-        thread_count: Threads that read.
-        holds_logs: Whether codes that lie in a log are read with the row numbers, and held until they are asked for.
-            It is slow to go back in a log.
+        plan: The blobs to read.
+        first_turn: The number of its first turn, counted over all checkpoints.
+        thread_count: Number of threads that read.
+        holds_logs: Whether to read codes in a log together with the row numbers, and hold them until they are used. A
+            seek backwards in a log is slow.
 
     Raises:
-        DamagedError: Bytes are not what was committed.
+        DamagedError: Bytes differ from those that were committed.
         StoreError: A pack cannot be read.
     """
 
@@ -60,16 +60,17 @@ class CheckpointRows:
         self._numbers = BlockRowNumbers(plan.row_blocks, codes, store.url)
 
     def placed(self) -> Iterator[tuple[int, BlobRead, PlacedRows]]:
-        """Which rows they are, turn by turn, with the turn's number."""
+        """Yield the places of the rows, turn by turn, with the number of the turn."""
         for number, turn in enumerate(self.plan.turns(), self._first_turn):
             for read in turn.values():
                 yield number, read, self._placed(read)
 
     def blocks(self) -> Iterator[tuple[int, BlobRead, Block]]:
-        """The rows themselves; once only, for what is held of them is let go.
+        """Yield the rows, turn by turn. Call this only once, since it frees the codes that were held.
 
         Raises:
-            DamagedError, StoreError: As the constructor.
+            DamagedError: Bytes differ from those that were committed.
+            StoreError: A pack cannot be read.
         """
         turns, is_delta = self.plan.turns(), self.plan.checkpoint.manifest.parent is not None
         left_blobs = [[(key, read.blob) for key, read in turn.items() if key not in self._held] for turn in turns]
@@ -80,7 +81,7 @@ class CheckpointRows:
                     yield number, turn[key], self._block(key, data, is_delta)
 
     def _joined(self, key: str, data: Bytes) -> Bytes:
-        """A blob's rows, also if it is split; of files, in the threads that read, which have time for it."""
+        """Return the bytes of a blob, joined if they were byte-split. For files, the reading threads do this."""
         read = self.plan.reads[key]
         num_cols, dtype = read.shard.box.num_cols, DTYPES[read.entry.dtype]
         row_bytes = read.shard.scheme.row_bytes(num_cols, dtype)
@@ -102,10 +103,11 @@ class CheckpointRows:
 
 
 class LatestWriter:
-    """Of each row of some regions, the last turn that holds all of its columns; two bytes a row.
+    """The last turn that has all columns of a row, for each row of some regions. It takes two bytes per row.
 
     Args:
-        checkpoints: Followed are regions with wide rows of tables of which several of these hold some.
+        checkpoints: The checkpoints of a window. Regions of tables with wide rows are tracked, if several of these
+            checkpoints have rows of them.
     """
 
     def __init__(self, checkpoints: Sequence[CheckpointRows]) -> None:
@@ -127,14 +129,14 @@ class LatestWriter:
                     self._note(region, rows, turn)
 
     def _note(self, region: Region, placed: PlacedRows, turn: int) -> None:
-        """A turn holds some rows; turns come in order."""
+        """Note the rows of a turn. Call this in the order of turns."""
         turns = self._turns.get(id(region))
         common = placed.within(region.box) if turns is not None and _has_all_columns(placed, region) else None
         if turns is not None and common is not None:
             turns[common[1]] = turn
 
     def left(self, region: Region, block: Block, turn: int) -> Block | None:
-        """What no later turn overwrites of a turn's block; None if nothing is left."""
+        """Return the rows of a turn's block that no later turn overwrites; None if there are none."""
         turns, numbers = self._turns.get(id(region)), block.rows.numbers
         common = block.rows.within(region.box) if turns is not None and numbers is not None else None
         if turns is None or numbers is None or common is None:
@@ -166,14 +168,14 @@ def fold(
     """Execute a plan.
 
     Args:
-        plans: For each checkpoint, oldest first, what is read of it.
-        regions: What it was planned for.
-        thread_count: Threads that read.
-        are_complete: Whether all rows must be found; not where a delta is looked at by itself.
-        progress: Told how many of how many bytes of rows were read.
+        plans: The blobs to read from each checkpoint, oldest first.
+        regions: The regions that were planned for.
+        thread_count: Number of threads that read.
+        are_complete: Whether all rows must be found. Pass False to read a delta by itself.
+        progress: Called with the bytes of rows that were read, and their total.
 
     Raises:
-        DamagedError: Bytes are not what was committed; the targets hold a mixture of old and new values.
+        DamagedError: Bytes differ from those that were committed. The targets contain a mixture of old and new values.
         StoreError: A pack cannot be read.
     """
     coverages = _coverages(plans, regions) if are_complete else {}
@@ -203,7 +205,7 @@ def fold(
 
 
 def _windows(plans: Iterable[CheckpointReads]) -> Iterator[list[CheckpointReads]]:
-    """Checkpoints of which the row numbers are read before any rows."""
+    """Yield windows: consecutive checkpoints whose row numbers are read together, before any of their rows."""
     window: list[CheckpointReads] = []
     num_bytes = num_turns = 0
     for plan in plans:
@@ -218,7 +220,7 @@ def _windows(plans: Iterable[CheckpointReads]) -> Iterator[list[CheckpointReads]
 
 
 def _coverages(plans: Sequence[CheckpointReads], regions: Sequence[Region]) -> dict[int, Coverage]:
-    """What is stored of the regions of tensors that no manifest shows to be whole."""
+    """Return the coverage of those regions whose tensors are not known to be whole from a manifest."""
     reads: dict[int, list[BlobRead]] = defaultdict(list)
     for plan in plans:
         for read in plan.reads.values():

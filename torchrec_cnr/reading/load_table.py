@@ -1,4 +1,4 @@
-"""One table, or a range of its rows, out of a lineage: without DCP, a process group or a model."""
+"""Reads one table, or a range of its rows, from a checkpoint, without DCP, a process group or a model."""
 
 import difflib
 import os
@@ -32,27 +32,27 @@ def load_table(
     row_log: RowLog | None = None,
     thread_count: int = 2,
 ) -> Tensor:
-    """Read one tensor of a checkpoint, as its whole lineage has it. Only the bytes that it needs are read.
+    """Read one tensor of a checkpoint, merged from its whole checkpoint chain. Only the necessary bytes are read.
 
-    Row-wise optimizer state of a column-sharded table has the size that it has in a state dict: one value a row and
+    Row-wise optimizer state of a column-sharded table has the same size as in a state dict: one value per row and
     column shard.
 
     Args:
-        path: The checkpoint, a path or fsspec URL; usually ``latest(root)``.
-        fqn: The tensor's name in it: a table's, or any other's.
-        rows: Which indices of the first dimension, without steps; by default all.
-        out: Where to: a tensor of the size and dtype of what is read, on any device.
-        row_log: The log that rows of deltas went to, if they did: ``KafkaRows``.
-        thread_count: Requests in flight at once. Each takes up to 16 MiB of memory.
+        path: Path or fsspec URL of the checkpoint; usually ``latest(root)``.
+        fqn: Name of the tensor in the checkpoint: a table or any other tensor.
+        rows: Range of indices of the first dimension, without steps; None for all.
+        out: Tensor to read into, of the size and dtype of the result, on any device; None for a new one.
+        row_log: The Kafka topic (``KafkaRows``) that rows of deltas were sent to, if any.
+        thread_count: Number of requests in flight at the same time. Each takes up to 16 MiB of memory.
 
     Returns:
-        [num_rows, ...], of the saved dtype: ``out``, or a new tensor on the CPU.
+        A tensor [num_rows, ...] of the saved dtype: ``out``, or a new tensor on the CPU.
 
     Raises:
         StateMismatchError: The checkpoint has no tensor of this name, or ``out`` has another size or dtype.
-        ConfigurationError: An argument cannot work.
+        ConfigurationError: An argument is invalid.
         CheckpointNotFoundError, DamagedError, VersionError, StoreError: The checkpoint cannot be read.
-        LoadError: It does not fit into memory.
+        LoadError: The tensor does not fit into memory.
     """
     check_thread_count(thread_count)
     store = Store.open(existing(path), row_log=row_log)
@@ -63,7 +63,7 @@ def load_table(
         target = _target(out, fqn, box, DTYPES[entry.dtype])
         forget_overwritten([target])
         regions = LineageTensor(lineage, fqn).regions(box, target)
-        wait_for_devices([target])  # whose values other streams may read or write, before this and after
+        wait_for_devices([target])  # other streams may still use the target, and must see the result
         fold(plan_fold(lineage, regions), regions, thread_count)
         wait_for_devices([target])
     return target if out is None else out
@@ -72,15 +72,15 @@ def load_table(
 def _entry(lineage: Lineage, fqn: str) -> TensorEntry:
     manifest, url = lineage.newest.manifest, lineage.newest.store.url
     if fqn in manifest.objects:
-        raise StateMismatchError(f"{fqn!r} is no tensor in {url}: load it with dcp.load")
+        raise StateMismatchError(f"{fqn!r} in {url} is not a tensor; load it with dcp.load")
     if fqn not in manifest.tensors:
-        similar = ", ".join(map(repr, _similar(fqn, manifest))) or "nothing of a similar name"
-        raise StateMismatchError(f"{fqn!r} is not in {url}; there is {similar}")
+        similar = ", ".join(map(repr, _similar(fqn, manifest))) or "none"
+        raise StateMismatchError(f"unknown tensor {fqn!r} in {url}; similar names: {similar}")
     return manifest.tensors[fqn]
 
 
 def _similar(fqn: str, manifest: Manifest) -> list[str]:
-    """Names that hold this one, such as a table's FQN its name, and names that are spelled much like it."""
+    """Return names that contain this one, as a table's FQN contains its name, and names with a similar spelling."""
     names = sorted(manifest.tensors)
     holding = [name for name in names if fqn and fqn in name]
     spelled = difflib.get_close_matches(fqn, names, _NUM_SIMILAR)
@@ -99,7 +99,7 @@ def _wanted_box(fqn: str, entry: TensorEntry, rows: range | slice | None) -> Box
     start, stop, _ = rows.indices(num_rows) if isinstance(rows, slice) else (rows.start, rows.stop, 1)
     stop = max(start, stop)
     if start < 0 or stop > num_rows:
-        raise ConfigurationError(f"'rows' must be among the {num_rows} of {fqn!r} (got {rows!r})")
+        raise ConfigurationError(f"'rows' must be within the {num_rows} rows of {fqn!r} (got {rows!r})")
     return Box((start, *whole.offsets[1:]), (stop - start, *whole.sizes[1:]))
 
 
@@ -109,10 +109,12 @@ def _target(out: Tensor | None, fqn: str, box: Box, dtype: torch.dtype) -> Tenso
             return torch.empty(box.sizes, dtype=dtype, device="cpu")
         except RuntimeError as error:
             raise LoadError(
-                f"{fqn!r}: {list(box.sizes)} of {dtype} do not fit into memory; load a range of its rows"
+                f"{fqn!r}: a tensor of shape {list(box.sizes)} and {dtype} does not fit into memory; load a range of "
+                "its rows"
             ) from error
     if tuple(out.shape) != box.sizes or out.dtype is not dtype:
         raise StateMismatchError(
-            f"'out' must be {list(box.sizes)} of {dtype} to hold {fqn!r} (got {list(out.shape)} of {out.dtype})"
+            f"'out' must have shape {list(box.sizes)} and {dtype} to hold {fqn!r} "
+            f"(got {list(out.shape)} and {out.dtype})"
         )
     return out.detach()

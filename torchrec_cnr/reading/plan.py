@@ -1,7 +1,7 @@
-"""Plans of a fold: which blobs of which checkpoints touch the regions that are wanted. Worked out without I/O.
+"""Plans of a fold: computes which blobs of which checkpoints overlap the wanted regions, without I/O.
 
-Boxes are compared in the tensor's own indices, so each link may be sharded differently from the others and from the
-target. A tensor that some checkpoint holds whole is not read from older ones.
+Boxes are compared in the tensor's own indices. So the checkpoints of a chain and the target may all be sharded
+differently. If a checkpoint has all rows of a tensor, the tensor is not read from older checkpoints.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from torchrec_cnr.reading.regions import Region
 
 @dataclass(frozen=True, eq=False)
 class BlobRead:
-    """A blob to read from a checkpoint, and the regions that want rows of it; later turns overwrite earlier ones."""
+    """A blob to read from a checkpoint, and the regions that need its rows. Later turns overwrite earlier ones."""
 
     blob: Blob
     entry: TensorEntry
@@ -31,11 +31,11 @@ class BlobRead:
 
 @dataclass(frozen=True, eq=False)
 class CheckpointReads:
-    """What is to be read of one checkpoint.
+    """The blobs to read from one checkpoint.
 
     Attributes:
         checkpoint: The checkpoint.
-        reads: By a key that names the blob in errors.
+        reads: The blobs, by a key that names the blob in errors.
     """
 
     checkpoint: Checkpoint
@@ -43,12 +43,12 @@ class CheckpointReads:
 
     @cached_property
     def row_blocks(self) -> dict[str, RowBlock]:
-        """Coded blocks of row numbers needed, by a key that names them in errors."""
+        """The coded row numbers to read, by a key that names them in errors."""
         names = self.checkpoint.manifest.row_block_names
         return {names[read.rows]: read.rows for read in self.reads.values() if read.rows.blob is not None}
 
     def turns(self) -> list[dict[str, BlobRead]]:
-        """What may be read in any order, before what overwrites it."""
+        """Return the blobs of each turn. Within a turn, the order of blobs does not matter."""
         turns: list[dict[str, BlobRead]] = [{} for _ in range(self.num_turns)]
         for key, read in self.reads.items():
             turns[read.turn][key] = read
@@ -56,25 +56,25 @@ class CheckpointReads:
 
     @property
     def num_turns(self) -> int:
-        """How many."""
+        """The number of turns."""
         return 1 + max((read.turn for read in self.reads.values()), default=-1)
 
     def is_in_log(self, blob: Blob) -> bool:
-        """Whether a blob lies in a log, which is read from its beginning to its end."""
+        """Return whether a blob is in a log, which should be read in order."""
         return self.checkpoint.manifest.packs[blob.pack].log is not None
 
     @property
     def early_bytes(self) -> int:
-        """What is read, and held, to know which rows there are: of logs all of it."""
+        """Bytes to read and hold before the rows are known: all row numbers, and all blobs in logs."""
         rows = (block.blob.num_bytes for block in self.row_blocks.values() if block.blob is not None)
         return sum(rows) + sum(read.blob.num_bytes for read in self.reads.values() if self.is_in_log(read.blob))
 
 
 def plan_fold(lineage: Lineage, regions: Sequence[Region]) -> list[CheckpointReads]:
-    """Which blobs to read, of which checkpoints, oldest first.
+    """Return the blobs to read from each checkpoint, oldest first.
 
     Raises:
-        DamagedError: A checkpoint lacks a tensor that its child has a delta of.
+        DamagedError: A checkpoint lacks a tensor of which its child has a delta.
     """
     reads: dict[int, dict[str, BlobRead]] = {len(lineage.checkpoints) - 1: {}}
     for region in regions:
@@ -84,20 +84,21 @@ def plan_fold(lineage: Lineage, regions: Sequence[Region]) -> list[CheckpointRea
 
 
 def held(run: Sequence[Checkpoint], fqn: str) -> Iterator[tuple[int, TensorEntry]]:
-    """What a tensor of the newest checkpoint is folded out of, newest first.
+    """Yield the entries that a tensor of the newest checkpoint is merged from, newest first.
 
-    That ends with the first checkpoint that holds it whole. A manifest cannot tell that of a tensor that several
-    checkpoints were folded into; but if the next older one does not have that tensor, it was new in one of those.
+    The last one is that of the first checkpoint that has the whole tensor. For a tensor that was merged from several
+    checkpoints, a manifest does not say whether it is whole. But if the next older checkpoint lacks that tensor, one of
+    the merged checkpoints contained it as a new tensor, so it is whole.
 
     Args:
         run: Checkpoints of one lineage, oldest first, each the parent of the next.
-        fqn: The tensor.
+        fqn: FQN of the tensor.
 
     Yields:
-        The number of the checkpoint, and its entry.
+        The index of the checkpoint in ``run``, and its entry.
 
     Raises:
-        DamagedError: A checkpoint lacks the tensor, or has it otherwise, and its child has a delta of it.
+        DamagedError: A checkpoint lacks the tensor, or has another dtype or size, and its child has a delta of it.
     """
     above: Checkpoint | None = None
     for number in reversed(range(len(run))):
@@ -113,7 +114,7 @@ def held(run: Sequence[Checkpoint], fqn: str) -> Iterator[tuple[int, TensorEntry
 
 
 def whole_box(manifest: Manifest, fqn: str) -> Box:
-    """All of a tensor, as regions count it; of row-wise optimizer state, all of its table, whatever the sharding."""
+    """Return the box of a whole tensor; for row-wise optimizer state, the box of its whole table."""
     entry = manifest.tensors[fqn]
     return Box.whole(entry.size if entry.table is None else manifest.tensors[entry.table].size)
 
@@ -121,15 +122,15 @@ def whole_box(manifest: Manifest, fqn: str) -> Box:
 def _refuse(checkpoint: Checkpoint, entry: TensorEntry | None, newest: Checkpoint, fqn: str) -> NoReturn:
     url, head = checkpoint.store.url, newest.store.url
     if entry is None:
-        raise DamagedError(f"{url}: no tensor {fqn!r}, of which {head} holds a delta; use another checkpoint")
+        raise DamagedError(f"{url}: tensor {fqn!r} is missing, but {head} has a delta of it; use another checkpoint")
     old, new = _nature(checkpoint, fqn), _nature(newest, fqn)
     raise DamagedError(
-        f"{url}: tensor {fqn!r} is {old}, and {new} in {head}, which is a delta of it; use another checkpoint"
+        f"{url}: tensor {fqn!r} is {old}, but {new} in {head}, which has a delta of it; use another checkpoint"
     )
 
 
 def _nature(checkpoint: Checkpoint, fqn: str) -> tuple[object, ...]:
-    """What must not change of a tensor from a checkpoint to a delta of it."""
+    """Return the properties of a tensor that must be the same in a checkpoint and in a delta of it."""
     entry = checkpoint.manifest.tensors[fqn]
     return entry.dtype, entry.is_table, entry.table, whole_box(checkpoint.manifest, fqn).sizes
 

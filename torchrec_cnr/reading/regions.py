@@ -1,11 +1,11 @@
-"""Regions: the parts of tensors that a load wants, and how the rows of a block get into them.
+"""Regions: the parts of tensors that a load wants. The rows of blocks are written into them.
 
-Quantized rows are decoded where they belong: no block of decoded rows lies in between.
+Quantized rows are decoded directly into the target, without an intermediate block of decoded rows.
 
-Inference kernels keep tables quantized. Rows of a checkpoint get there with their codes if they can, and a block that
-has whole rows is written at once. A checkpoint that was sharded by columns has a row in pieces, each with a scale of
-its own, so that rows are put together as floats and quantized once all checkpoints of a lineage are read. Such a table
-is therefore read in windows of rows, and few enough of them at a time that their floats are bounded.
+Inference kernels keep tables quantized. If possible, such a table takes the codes of a checkpoint's rows unchanged, and
+a block with whole rows is written at once. In a checkpoint that was sharded by columns, a row has several pieces with
+different scales. Its rows are assembled as floats, and quantized after all checkpoints of the lineage have been read.
+Such a table is read in windows of rows, so that the memory for these floats is bounded.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,44 +21,44 @@ from torchrec_cnr.quantization import NoQuantization, fused_bits
 from torchrec_cnr.quantization.fbgemm_rows import InferenceRow
 from torchrec_cnr.reading.blocks import Block, row_numbers
 
-FLOAT_BYTES = 64 << 20  # of rows that are put together at a time
-_CHUNK_BYTES = 8 << 20  # of them that are quantized at a time
+FLOAT_BYTES = 64 << 20  # bytes of rows that are assembled at a time
+_CHUNK_BYTES = 8 << 20  # bytes of assembled rows that are quantized at a time
 
 
 @dataclass(eq=False)
 class Region:
-    """A part of a tensor that is wanted; what is written to, its kind says.
+    """A wanted part of a tensor. Subclasses define the target that it is written to.
 
     Attributes:
-        fqn: The tensor.
-        box: The region, in the tensor's indices; of row-wise optimizer state in those of its table.
+        fqn: FQN of the tensor.
+        box: The region in the tensor's indices; for row-wise optimizer state, in the indices of its table.
     """
 
     fqn: str
     box: Box
 
     def write(self, block: Block) -> None:
-        """Overwrite the rows that a block holds of this region."""
+        """Overwrite the rows of this region that a block has."""
         raise NotImplementedError
 
     def finish(self) -> None:
-        """All blocks were written."""
+        """Complete the target after all blocks have been written."""
 
 
 @dataclass(eq=False)
 class TensorRegion(Region):
-    """A region of a tensor whose own boxes place it.
+    """A region of a tensor that is addressed by its own indices.
 
     Attributes:
-        target: Tensor of the box's size, of the checkpoint's dtype, on any device.
-        on_delta_rows: Told which rows of the region came from deltas.
+        target: Tensor of the box's size and the checkpoint's dtype, on any device.
+        on_delta_rows: Called with the numbers of rows of the region that came from a delta, int64 [n]; or None.
     """
 
     target: Tensor
     on_delta_rows: Callable[[Tensor], None] | None = None
 
     def write(self, block: Block) -> None:
-        """Copy consecutive rows, scatter others."""
+        """Copy or decode the block's rows into the target."""
         common = block.box.intersect(self.box)
         common_rows = block.rows.within(self.box)
         if common is None or common_rows is None:
@@ -76,15 +76,16 @@ class TensorRegion(Region):
 
 @dataclass(eq=False)
 class RowStateRegion(Region):
-    """Row-wise optimizer state (one value a row) of a shard of a table.
+    """Row-wise optimizer state (one value per row) of a shard of a table.
 
-    Every column shard of a table has a state of its own, which stands for the mean over its columns. So the state is
-    folded for each range of columns that any shard of the lineage bounds, and the target's value is the mean of the
-    ranges in it, weighted by their widths: exact where the target is sharded as the checkpoints were.
+    Every column shard of a table has its own state, which is a mean over the columns of the shard. So the state is
+    merged separately for each range of columns between the shard bounds of the whole lineage. The target's value is the
+    mean of its ranges, weighted by their widths. It is exact if the target is sharded as the checkpoints were.
 
     Attributes:
-        target: [num_rows], perhaps a column of a larger tensor.
-        bounds: Columns at which the ranges begin, and the end of the last: [num_ranges + 1].
+        target: Tensor [num_rows], which can be a column of a larger tensor.
+        bounds: First columns of the ranges, and the end of the last one: [num_ranges + 1].
+        ranges: Values of each range, [num_rows, num_ranges].
     """
 
     target: Tensor
@@ -96,7 +97,7 @@ class RowStateRegion(Region):
         self.ranges = self.target[:, None] if num_ranges == 1 else self.target.new_zeros(len(self.target), num_ranges)
 
     def write(self, block: Block) -> None:
-        """Overwrite the ranges of columns that the block's shard has."""
+        """Overwrite the column ranges that the block's shard has."""
         common = block.box.intersect(self.box)
         common_rows = block.rows.within(self.box)
         if common is None or common_rows is None:
@@ -111,7 +112,7 @@ class RowStateRegion(Region):
             self.ranges[:, first_range:end].index_copy_(0, rows.to(self.ranges.device), values)
 
     def finish(self) -> None:
-        """Take the mean over the columns."""
+        """Write the mean over the columns to the target."""
         if len(self.bounds) > 2:
             widths = torch.tensor(self.bounds, dtype=torch.float64, device=self.ranges.device).diff()
             self.target.copy_((self.ranges * widths).sum(1) / widths.sum())
@@ -119,33 +120,33 @@ class RowStateRegion(Region):
 
 @dataclass(eq=False)
 class LargestValueRegion(TensorRegion):
-    """A tensor of which all values are kept until it is known which is the largest.
+    """A region that reduces a whole tensor to its largest value.
 
     Attributes:
-        result: Tensor of any shape, dtype and device: filled with the value.
+        result: Tensor of any shape, dtype and device, which is filled with the largest value.
     """
 
     result: Tensor = field(kw_only=True)
 
     def finish(self) -> None:
-        """Take the largest."""
+        """Fill the result with the largest value."""
         self.result.fill_(self.target.max().item())
 
 
 @dataclass(eq=False)
 class InferenceRegion(Region):
-    """Rows of a table, with all columns, of which every checkpoint has whole rows.
+    """Rows of a table of an inference kernel, if every checkpoint has them with all columns.
 
     Attributes:
-        target: uint8 [num_rows, row_bytes], on the host.
-        row: How it keeps a row.
+        target: uint8 [num_rows, row_bytes], in host memory.
+        row: Layout of a row in the target.
     """
 
     target: Tensor
     row: InferenceRow
 
     def write(self, block: Block) -> None:
-        """Take codes over, or decode and quantize."""
+        """Copy the codes if the layout allows it; otherwise decode and quantize the rows."""
         common = block.rows.within(self.box)
         if common is None:
             return
@@ -163,10 +164,10 @@ class InferenceRegion(Region):
 
 @dataclass(eq=False)
 class PiecedRegion(InferenceRegion):
-    """Rows of a table of which some checkpoint has pieces.
+    """Rows of a table of an inference kernel, if some checkpoint has them in pieces.
 
     Attributes:
-        dtype: The checkpoints'.
+        dtype: The dtype of the table in the checkpoints.
     """
 
     dtype: torch.dtype
@@ -174,17 +175,17 @@ class PiecedRegion(InferenceRegion):
 
     @property
     def float_bytes(self) -> int:
-        """Bytes of its rows as floats, which it needs from the first block until it is finished."""
+        """Bytes of the rows as floats, which the region allocates from its first block until it is finished."""
         return self.box.num_rows * self.box.num_cols * self.dtype.itemsize
 
     def write(self, block: Block) -> None:
-        """Decode."""
+        """Decode the block's rows into the floats."""
         if self._floats is None:
             self._floats = TensorRegion(self.fqn, self.box, torch.empty(self.box.sizes, dtype=self.dtype, device="cpu"))
         self._floats.write(block)
 
     def finish(self) -> None:
-        """Quantize, and free the floats."""
+        """Quantize the rows into the target, and free the floats."""
         if self._floats is not None:
             chunk_rows = _rows_in(_CHUNK_BYTES, self.row, self.dtype)
             chunks = self._floats.target.split(chunk_rows)
@@ -196,7 +197,15 @@ class PiecedRegion(InferenceRegion):
 def inference_regions(
     fqn: str, target: Tensor, row: InferenceRow, dtype: torch.dtype, shards: Iterable[Shard]
 ) -> list[Region]:
-    """The regions of a whole table: one, or windows if ``shards``, those of all checkpoints, have rows in pieces."""
+    """Return the regions of a whole table: one, or windows of rows if any of ``shards`` has pieces of rows.
+
+    Args:
+        fqn: FQN of the table.
+        target: uint8 [num_rows, row_bytes], in host memory.
+        row: Layout of a row in the target.
+        dtype: The dtype of the table in the checkpoints.
+        shards: The shards of the table in all checkpoints of the lineage.
+    """
     num_rows, whole_rows = len(target), all(shard.box.num_cols == row.num_cols for shard in shards)
     if whole_rows:
         return [InferenceRegion(fqn, Box.whole((num_rows, row.num_cols)), target, row)]
@@ -208,7 +217,7 @@ def inference_regions(
 
 
 def turns(regions: Sequence[Region]) -> list[list[Region]]:
-    """Regions that are read together: all in one turn, unless those in pieces need more floats than are allowed."""
+    """Group regions that are read together: in one turn, unless those in pieces would need too many floats."""
     read_together: list[list[Region]] = [[region for region in regions if not isinstance(region, PiecedRegion)]]
     left_bytes = FLOAT_BYTES
     for region in regions:
@@ -223,11 +232,11 @@ def turns(regions: Sequence[Region]) -> list[list[Region]]:
 
 @dataclass(frozen=True)
 class LineageTensor:
-    """A tensor as a whole lineage has it, of which any part is read by regions that this makes.
+    """A tensor in a lineage. It creates the regions to read any part of the tensor.
 
     Attributes:
-        lineage: Its newest checkpoint has the tensor.
-        fqn: The tensor.
+        lineage: A lineage whose newest checkpoint has the tensor.
+        fqn: FQN of the tensor.
     """
 
     lineage: Lineage
@@ -235,21 +244,22 @@ class LineageTensor:
 
     @property
     def entry(self) -> TensorEntry:
-        """What the newest checkpoint has of it."""
+        """The tensor's entry in the newest checkpoint."""
         return self.lineage.newest.manifest.tensors[self.fqn]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its values."""
+        """The dtype of the tensor."""
         return DTYPES[self.entry.dtype]
 
     def regions(self, box: Box, target: Tensor, row: InferenceRow | None = None) -> list[Region]:
-        """What is to be folded to read a part of it.
+        """Return the regions to fold to read a part of the tensor.
 
         Args:
-            box: Which part, in the tensor's own indices; all of a table that an inference kernel keeps.
-            target: Of the part's size and the tensor's dtype; what the regions write to.
-            row: How the target keeps a row, if it is an inference kernel's: uint8 [num_rows, row_bytes], on the host.
+            box: The part, in the tensor's own indices; for an inference kernel, the whole table.
+            target: Tensor that the regions write to, of the part's size and the tensor's dtype.
+            row: Layout of a row in the target if it belongs to an inference kernel. The target is then uint8
+                [num_rows, row_bytes], in host memory.
         """
         if row is not None:
             return inference_regions(self.fqn, target, row, self.dtype, self.lineage.shards(self.fqn))
@@ -266,11 +276,11 @@ class LineageTensor:
         return regions
 
     def rows_region(self, box: Box, target: Tensor) -> Region:
-        """The same of one value a row of a table, whether it was saved as row-wise state, as [rows] or as [rows, 1].
+        """Return the region of a tensor with one value per row, saved as row-wise state, as [rows] or as [rows, 1].
 
         Args:
-            box: Which part, in the table's indices.
-            target: [num_rows]; what the region writes to.
+            box: The part, in the table's indices.
+            target: Tensor [num_rows] that the region writes to.
         """
         if self.entry.table is not None:
             return RowStateRegion(self.fqn, box, target, _column_bounds(self.lineage.shards(self.fqn), box))
@@ -279,7 +289,7 @@ class LineageTensor:
         return TensorRegion(self.fqn, Box((box.offsets[0], 0), (box.num_rows, 1)), target[:, None])
 
     def largest_value_region(self, target: Tensor) -> Region:
-        """The same of the largest value alone, which fills the target, of any size and dtype."""
+        """Return the region that fills the target, of any size and dtype, with the tensor's largest value."""
         values = torch.zeros(self.entry.size, dtype=self.dtype, device="cpu")
         return LargestValueRegion(self.fqn, Box.whole(self.entry.size), values, result=target)
 
@@ -289,14 +299,14 @@ def _rows_in(num_bytes: int, row: InferenceRow, dtype: torch.dtype) -> int:
 
 
 def _decoded(block: Block, positions: Tensor) -> Tensor:
-    """[k, num_cols]: the values of some rows."""
+    """Return the values of some rows, [k, num_cols]."""
     values = torch.empty(len(positions), block.box.num_cols, dtype=block.dtype, device="cpu")
     block.decode_into(positions, 0, values, torch.arange(len(positions), device="cpu"))
     return values
 
 
 def _has_rows_apart(target: Tensor) -> bool:
-    """Whether the elements of each row lie side by side, and no two rows share any."""
+    """Return whether each row is contiguous, and no two rows share an element."""
     return target.dim() == 2 and target.stride(1) == 1 and (len(target) < 2 or target.stride(0) >= target.shape[1])
 
 
@@ -310,7 +320,7 @@ def put_rows(target: Tensor, rows: Tensor | slice, values: Tensor) -> None:
 
 
 def _column_bounds(shards: Iterable[Shard], box: Box) -> list[int]:
-    """Where columns of a table's ``box`` are divided by any of the ``shards`` of its row-wise state."""
+    """Return the columns of ``box`` at which any of the ``shards`` of the row-wise state begins or ends, sorted."""
     start, stop = box.offsets[1], box.offsets[1] + box.sizes[1]
     bounds = {start, stop}
     for shard in shards:

@@ -1,9 +1,9 @@
-"""What all ranks of a save must have in common: compared when ranks plan, before anything is written.
+"""What all ranks of a save must have in common. The coordinator compares it before anything is written.
 
-Each rank's plan carries it to the coordinator, which refuses the save on all ranks and names what differs. Of the
-arguments of writer and planner, those that are not compared may differ: ``thread_count``, ``pack_bytes``,
-``max_bytes_per_sec``, ``cpu_share``, ``staging_bytes``, ``timeout_secs`` and ``progress`` change how a rank works, and
-not what a checkpoint is. If one of them makes a rank fail, the save fails on all.
+Each rank's plan carries a ``RankPlan`` to the coordinator. If ranks differ, the coordinator fails the save on all ranks
+and names the difference. These arguments of the writer may differ: ``thread_count``, ``pack_bytes``,
+``max_bytes_per_sec``, ``cpu_share``, ``staging_bytes``, ``timeout_secs`` and ``progress``. They change how a rank
+works, but not what the checkpoint contains. If one of them makes a rank fail, the save fails on all ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,16 +22,17 @@ _MAX_TEXT = 300  # characters of a value in a message
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What a rank's plan carries besides DCP's, as its ``storage_data``.
+    """What a rank adds to DCP's plan, as its ``storage_data``.
 
     Attributes:
         checkpoint: URL of the checkpoint.
-        quantization: How tensors are quantized.
-        row_log: Where rows of deltas go.
-        sync_files: Whether local files are forced to disk: the manifest must not be there before other ranks' packs.
+        quantization: Text of the quantization rules.
+        row_log: Text of the Kafka topic for rows of deltas.
+        sync_files: Whether local files are forced to disk. If ranks differed, the manifest could be durable before the
+            data files of other ranks.
         is_staged: Whether the save is asynchronous.
-        data: What ``CNRSavePlanner`` tells of this rank; None with another planner.
-        version: Of this package.
+        data: Report of this rank's ``CNRSavePlanner``; None with another planner.
+        version: Version of this package.
     """
 
     checkpoint: str
@@ -51,13 +52,13 @@ _COMPARED: tuple[tuple[str, Callable[[RankPlan], object]], ...] = (
     ("the planner's tracker", lambda plan: plan.data is not None and ("a tracker" if plan.data.is_tracked else "none")),
     ("the policy", lambda plan: plan.data and plan.data.policy),
     ("the quantization", lambda plan: plan.quantization),
-    ("the row log", lambda plan: plan.row_log),
+    ("the Kafka topic", lambda plan: plan.row_log),
     ("the writer's 'sync_files'", lambda plan: plan.sync_files),
 )
 
 
 def rank_plans(plans: Sequence[SavePlan]) -> list[RankPlan]:
-    """What each rank's plan carries.
+    """Return what each rank's plan carries.
 
     Raises:
         ConfigurationError: A rank saves with another storage writer, or ranks do not agree.
@@ -66,8 +67,8 @@ def rank_plans(plans: Sequence[SavePlan]) -> list[RankPlan]:
     for rank, plan in enumerate(carried):
         if not isinstance(plan, RankPlan):
             raise ConfigurationError(
-                f"nothing was saved: rank {rank} saves with another storage writer than CNRStorageWriter, or with "
-                "another version of it; give all ranks the same"
+                f"nothing was saved, because rank {rank} uses another storage writer than CNRStorageWriter, or another "
+                "version of it: use the same on all ranks"
             )
     for what, value_of in _COMPARED:
         _compare(what, [value_of(plan) for plan in carried])
@@ -79,7 +80,7 @@ def _compare(what: str, values: Sequence[object]) -> None:
         if value != values[0]:
             raise ConfigurationError(
                 f"nothing was saved, because ranks do not agree on {what}: rank 0 has {_text(values[0])}, rank {rank} "
-                f"has {_text(value)}; give all ranks the same"
+                f"has {_text(value)}; use the same on all ranks"
             )
 
 

@@ -1,10 +1,11 @@
-"""The writer of row blocks: blocks modified since the head are encoded, others are taken over from its manifest.
+"""The writer of row blocks. It encodes the blocks modified since the latest checkpoint, and reuses the stored others.
 
-Which packs are taken over is decided block by block, and only where the head holds exactly what this save would write:
-the same tensors, in the same boxes, with as many rows. Everything else that was modified since the baseline is written.
+The writer decides for each block whether to reuse the data file of the latest checkpoint. It does so only if that file
+holds exactly what this save would write: the same tensors, in the same shard regions, with as many rows. It writes all
+other rows that were modified since the baseline.
 
-What a save must know of earlier checkpoints is read from committed manifests, and cached by their digests, so that a
-save that failed, here or elsewhere, cannot make it wrong.
+What a save must know of earlier checkpoints is read from committed manifests, and cached by their digests. A save that
+failed, on this machine or elsewhere, cannot make it wrong.
 """
 
 import logging
@@ -62,10 +63,10 @@ from torchrec_cnr.tracking.modified_rows import ModifiedRows, SelectedRows
 
 logger = logging.getLogger(__name__)
 
-_MAX_REMEMBERED = 3  # manifests, those that were used last
-_NUM_LOOKED_AT = 8  # of the newest markers
-_ROW_BYTES = 16  # more than a row number takes, coded, or the position of an exact row
-_HEADER_BYTES = 1 << 10  # of a pack, for each blob
+_MAX_REMEMBERED = 3  # manifests in the cache
+_NUM_LOOKED_AT = 8  # newest commit records
+_ROW_BYTES = 16  # upper bound for an encoded row number, or for the position of an exact row
+_HEADER_BYTES = 1 << 10  # of a data file, for each block of rows
 _NO_LIMIT = 1 << 62
 
 _Block = tuple[RowBlock, tuple[Blob, ...]]
@@ -73,11 +74,11 @@ _Block = tuple[RowBlock, tuple[Blob, ...]]
 
 @dataclass(frozen=True)
 class Predecessor:
-    """What a save goes on from.
+    """What a save is based on.
 
     Attributes:
-        head: Blocks of the head; None if there is none, or it is no delta of the same parent.
-        used: Keys of all packs that may be loaded before this save is committed, or if it never is.
+        head: Row blocks of the latest checkpoint; None if there is none, or if it is not a delta of the same parent.
+        used: Keys of all data files that a load may need before this save is committed, or if it never is.
     """
 
     head: CommittedBlocks | None
@@ -89,11 +90,11 @@ class WrittenBlocks:
     """The row blocks of one table's shard and of its optimizer state.
 
     Attributes:
-        members: These tensors.
-        schemes: Of each, now.
-        new: The row numbers of those that were written.
-        codes: Of each member, the blobs of these.
-        kept: Those that were taken over, each with its number among the packs of this rank that were.
+        members: The table's shard and its optimizer state.
+        schemes: Quantization scheme of each member in this save.
+        new: Row numbers of the blocks that were written.
+        codes: For each member, the encoded rows of these blocks.
+        kept: Blocks that were reused, each with its position among the reused data files of this rank.
     """
 
     members: Sequence[Member]
@@ -103,7 +104,7 @@ class WrittenBlocks:
     kept: tuple[tuple[KeptBlock, int], ...]
 
     def located(self, places: Places) -> PlacedShards:
-        """The rows of each member: one shard for each choice of schemes among the blocks."""
+        """Return the rows of each member: one shard for each combination of schemes among the blocks."""
         parts: dict[tuple[Scheme, ...], list[_Block]] = {}
         for schemes, block in (*self._new(places.row_blobs), *self._kept(places.num_packs)):
             parts.setdefault(schemes, []).append(block)
@@ -134,14 +135,14 @@ def _in_pack(pack: int, blob: Blob) -> Blob:
 
 
 class BlockSink(PackSink):
-    """Takes what one rank writes in one save, and the rows of deltas block by block.
+    """Sink for what one rank writes in one save; it takes the rows of deltas block by block.
 
     Args:
-        files: Fills packs that are files.
-        row_packs: Fills packs with row blocks; what cannot be divided into blocks, such as a tensor without columns,
-            goes to files.
-        target: Takes row blocks.
-        before: What the save goes on from.
+        files: Writes data files to the store.
+        row_packs: Writes row blocks. What cannot be divided into blocks, such as a tensor without columns, goes to
+            files.
+        target: Kafka topic for row blocks.
+        before: What the save is based on.
     """
 
     def __init__(self, files: PackWriter, row_packs: PackWriter, target: BlockTarget, before: Predecessor) -> None:
@@ -157,7 +158,7 @@ class BlockSink(PackSink):
         rows: Sequence[SelectedRows] | None,
         captured: Captured | None,
     ) -> None:
-        """Encode the blocks that must be, and take over the others."""
+        """Encode the blocks that changed, and reuse the others."""
         if rows is None or not isinstance(captured, TouchedBlocks) or not sources[0].values.numel():
             super().write(members, sources, rows, captured)
             return
@@ -190,13 +191,16 @@ class BlockSink(PackSink):
         return WrittenBlocks(members, tuple(source.scheme for source in sources), encoded_rows, encoded, tuple(kept))
 
     def finish(self) -> SinkRecords:
-        """Behind the packs that were written come those of the head that were taken over."""
+        """Return the records of this rank; the reused data files follow those that were written."""
         records = super().finish()
         return replace(records, packs=(*records.packs, *self._kept_packs))
 
 
 def _most_bytes(sources: Sequence[EncodingInput], num_rows: int) -> int:
-    """What a pack of that many rows may take, however they are encoded: codes take less than values, with all exact."""
+    """Return the largest number of bytes that this many rows can take, in any encoding.
+
+    The largest encoding has all rows exact: each takes its values, and codes that are no larger than the values.
+    """
     names_bytes = sum(_HEADER_BYTES + len(source.name.encode()) for source in (sources[0], *sources))
     widths = [(math.prod(source.rows.shape[1:]), source.values.element_size()) for source in sources]
     row_bytes = _ROW_BYTES + sum(2 * num_cols * itemsize + _ROW_BYTES for num_cols, itemsize in widths)
@@ -205,30 +209,30 @@ def _most_bytes(sources: Sequence[EncodingInput], num_rows: int) -> int:
 
 @dataclass(frozen=True)
 class CompactedTopic(PlainTopic):
-    """A topic that keeps the newest pack of each row block, and nothing else.
+    """A Kafka topic that keeps only the newest version of each row block.
 
     Attributes:
-        block_bytes: How many bytes of values a row block has.
+        block_bytes: Bytes of values in a row block.
     """
 
     block_bytes: int
-    compared: ClassVar = frozenset({Since.HEAD})  # what a block was touched since
+    compared: ClassVar = frozenset({Since.HEAD})  # a block counts as touched since the latest checkpoint
 
     def refuse_policy(self, policy: Policy) -> None:
-        """Row blocks hold what was modified since the baseline, and nothing else."""
+        """Refuse a policy that makes deltas of deltas: row blocks hold all rows modified since the baseline."""
         if not isinstance(policy, OneShot | Intermittent | Full):
             raise ConfigurationError(
                 f"the policy {type(policy).__name__} makes deltas of deltas, but the topic {self.row_log.topic!r} is "
-                "compacted and keeps the newest rows only: use OneShot, Intermittent or Full, or a topic that is not "
+                "compacted and keeps only the newest rows: use OneShot, Intermittent or Full, or a topic that is not "
                 "compacted"
             )
 
     def capture(self, table: str, box: Box, row_bytes: int, modified: ModifiedRows) -> TouchedBlocks:
-        """The row blocks that were touched since the head."""
+        """Return the row blocks that were touched since the latest checkpoint."""
         return TouchedBlocks.of(table, box, block_rows_of(row_bytes, self.block_bytes), modified.select(Since.HEAD))
 
     def loadable_besides(self, store: Store, head: CheckpointRef | None) -> CheckpointRef | None:
-        """The newest committed checkpoint of a job's root, if it is not its head; this job does not go on from it."""
+        """Return the newest committed checkpoint of the root, unless it is ``head``. This save is not based on it."""
         root = store.at("..")
         for marker in reversed(self.row_log.markers(root_id(root.url), _NUM_LOOKED_AT)):
             if head is not None and marker.sha256 == head.sha256:
@@ -240,38 +244,38 @@ class CompactedTopic(PlainTopic):
         return None if newest is None or (head is not None and newest.sha256 == head.sha256) else newest.ref
 
     def prepare(self, store: Store, rank: int, is_coordinator: bool, own_fence: OwnFence | None) -> OpenSink:
-        """Take the ids of producers over, unless a later job has begun already: who is late should not disturb it."""
+        """Fence off earlier producers, unless a newer job has claimed this root: the older job must not disturb it."""
         if own_fence is not None:
             own_fence().check()
         target = self.row_log.target(root_id(store.at("..").url), rank, is_coordinator)
-        assert isinstance(target, BlockTarget)  # its log has row blocks
+        assert isinstance(target, BlockTarget)  # the topic is compacted
         return partial(_block_sink, store, self.row_log, target)
 
     def committed(self, store: Store, decision: Decision, manifest: Manifest) -> None:
-        """Remove what nothing needs any more from the log; what is not removed now stays."""
+        """Remove row blocks that no checkpoint needs any more from the topic. If this fails now, they stay there."""
         try:
             refs = [ref for ref in (decision.head, decision.loadable_besides) if ref is not None]
             gone = superseded([_committed_blocks(self.row_log, ref) for ref in refs], manifest)
             if gone:
                 self.row_log.forget(root_id(store.at("..").url), gone)
         except CNRError as error:
-            logger.warning("rows that nothing needs any more stay in the topic %r: %s", self.row_log.topic, error)
+            logger.warning("topic %r: rows that no checkpoint needs were not removed: %s", self.row_log.topic, error)
 
 
 def _block_sink(
     store: Store, row_log: RowLog, target: BlockTarget, settings: PackSettings, decision: Decision | None
 ) -> BlockSink:
-    # A block is a pack, whatever its size.
+    # Without limits, since the sink ends a data file after each block, whatever its size.
     rows = PackWriter(store, f"{settings.prefix}-rows", settings.thread_count, _NO_LIMIT, _NO_LIMIT)
     return BlockSink(settings.writer(store), rows, target, predecessor(row_log, decision))
 
 
 def predecessor(row_log: RowLog, decision: Decision | None) -> Predecessor:
-    """What a save goes on from.
+    """Return what a save is based on.
 
     Raises:
         LoadError, StoreError: A manifest cannot be read.
-        SaveError: It is another than the coordinator read.
+        SaveError: A manifest is not the one that the coordinator read.
     """
     if decision is None or decision.since is Since.EVER or decision.head is None or decision.parent is None:
         return Predecessor(None, frozenset())
@@ -281,7 +285,7 @@ def predecessor(row_log: RowLog, decision: Decision | None) -> Predecessor:
         try:
             used |= _committed_blocks(row_log, decision.loadable_besides).keys
         except LoadError as error:
-            logger.warning("cannot be loaded, and is not kept until this save is committed: %s", error)
+            logger.warning("a checkpoint cannot be loaded, and its rows may be replaced by this save: %s", error)
     return Predecessor(head if head.parent_sha256 == decision.parent.sha256 else None, used)
 
 
@@ -289,5 +293,5 @@ def predecessor(row_log: RowLog, decision: Decision | None) -> Predecessor:
 def _committed_blocks(row_log: RowLog, ref: CheckpointRef) -> CommittedBlocks:
     checkpoint = read_checkpoint(Store.open(ref.path, row_log=row_log))
     if checkpoint.sha256 != ref.sha256:
-        raise SaveError(f"{ref.path}: it was replaced while a save went on from it; save again")
+        raise SaveError(f"{ref.path}: the checkpoint was replaced during a save that is based on it; save again")
     return CommittedBlocks(checkpoint.committed, row_log.topic)

@@ -1,8 +1,8 @@
-"""The commit of a save: from what every rank reports having written to a manifest, which is put last.
+"""The commit of a save: build the manifest from what all ranks report, and write it last.
 
-Each rank numbers its packs by itself; here they get one numbering. DCP's own writer reports success for tensors that
-were never written, so every chunk of the plan must be matched by exactly one record, and nothing else. The manifest is
-put only if it can be loaded again and nothing it needs was pruned.
+Each rank numbers its own data files. Here they get one numbering. DCP's own writer reports success even for tensors
+that were never written. So the commit requires exactly one record for every chunk of the plan, and no others. It writes
+the manifest only if a load could read it and no prune has removed anything that it needs.
 """
 
 import itertools
@@ -43,12 +43,12 @@ from torchrec_cnr.storage.store import Store
 from torchrec_cnr.version import __version__
 
 Key = tuple[tuple[int, ...], tuple[int, ...]] | None  # offsets and sizes of a shard; None for an object
-RANK_RECORD = ""  # the fqn under which each rank reports its packs; DCP has no other way to pass them
+RANK_RECORD = ""  # the FQN under which each rank reports its data files; DCP has no other way to pass them
 
 
 @dataclass(frozen=True)
 class RankRecord:
-    """The files of one rank, and what they took."""
+    """The data files of one rank, and the time that they took."""
 
     packs: tuple[Pack, ...]
     phases: SavePhases
@@ -56,9 +56,9 @@ class RankRecord:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """A shard that was written: what a rank knows of a ``TensorEntry``, with its own numbers of packs.
+    """A shard that was written: a rank's part of a ``TensorEntry``, with the rank's own numbers of data files.
 
-    Its rows may be stored in parts, as shards of one place that have no row in common.
+    Its rows may be stored in parts: several shards of the same place, which have no row in common.
     """
 
     size: tuple[int, ...]
@@ -70,7 +70,7 @@ class ShardRecord:
 
 @dataclass(frozen=True)
 class Assembled:
-    """The parts of a manifest that the ranks' records give; and what each rank took."""
+    """The parts of a manifest that come from the ranks' records, and the phases of each rank."""
 
     packs: list[Pack]
     phases: list[SavePhases]
@@ -79,7 +79,7 @@ class Assembled:
 
 
 def assemble(results: Sequence[Sequence[WriteResult]]) -> Assembled:
-    """Number all ranks' records through."""
+    """Combine the records of all ranks, with one numbering of data files."""
     packs: list[Pack] = []
     phases: list[SavePhases] = []
     shards: dict[str, list[tuple[ShardRecord, tuple[Shard, ...]]]] = {}  # each with its parts, renumbered
@@ -88,7 +88,7 @@ def assemble(results: Sequence[Sequence[WriteResult]]) -> Assembled:
         records = [(result.index.fqn, result.storage_data) for result in rank_results]
         files = [record for _, record in records if isinstance(record, RankRecord)]
         if len(files) != 1:
-            raise SaveError(f"rank {rank} reported its packs {len(files)} times, expected once; save again")
+            raise SaveError(f"rank {rank} reported its data files {len(files)} times, expected once; save again")
         renumbered = Renumbering(partial(_behind, len(packs)))
         packs += files[0].packs
         phases.append(files[0].phases)
@@ -106,12 +106,12 @@ def _behind(num_packs: int, blob: Blob) -> Blob:
 
 
 def _tensor_entry(fqn: str, written: Sequence[tuple[ShardRecord, tuple[Shard, ...]]]) -> TensorEntry:
-    # What an empty shard belongs to, its rank cannot tell.
+    # An empty shard's record does not count: its rank cannot know the table that it belongs to.
     filled = [record for record, parts in written if 0 not in parts[0].box.sizes] or [written[0][0]]
     first = filled[0]
     shared = {(r.size, r.dtype, r.is_table, r.table) for r in filled}
     if len(shared) != 1:
-        raise SaveError(f"tensor {fqn!r}: its shards do not agree in size, dtype or table: {shared}")
+        raise SaveError(f"tensor {fqn!r}: its shards differ in size, dtype or table: {shared}")
     ordered = sorted([parts for _, parts in written], key=lambda parts: parts[0].box.offsets)
     shards = tuple(itertools.chain.from_iterable(ordered))
     places = tuple([parts[0].place for parts in ordered]) if len(shards) > len(ordered) else None
@@ -132,26 +132,26 @@ def _check_against_plan(metadata: Metadata, tensors: Mapping[str, TensorEntry], 
     if written != planned:
         missing, surplus = _difference(planned, written), _difference(written, planned)
         raise SaveError(
-            f"what was written is not what was planned: missing {missing or 'nothing'}, not planned "
+            f"the ranks did not write what was planned: missing {missing or 'nothing'}, not planned "
             f"{surplus or 'nothing'}; nothing was committed, save again"
         )
 
 
 def _difference(some: Mapping[str, set[Key]], others: Mapping[str, set[Key]]) -> list[str]:
-    """The first of what is in one and not in the other."""
+    """Return the first few shards and objects that are in ``some`` and not in ``others``."""
     found = [(fqn, key) for fqn, keys in some.items() for key in keys - others.get(fqn, set())]
     return sorted(str((fqn, key and Box(*key))) for fqn, key in found)[:3]
 
 
 @dataclass(frozen=True)
 class ManifestFile:
-    """A manifest that is ready to be put.
+    """A manifest that is ready to be written.
 
     Attributes:
         manifest: The manifest.
-        data: The file's bytes.
-        sha256: Their digest.
-        phases: What each rank took.
+        data: Content of the file.
+        sha256: SHA-256 digest of the content.
+        phases: What each phase of the save took, for each rank.
     """
 
     manifest: Manifest
@@ -161,33 +161,33 @@ class ManifestFile:
 
     @property
     def size(self) -> CommittedSize:
-        """What it commits: at this moment, all packs are its own."""
+        """The size of what the manifest commits: when a save commits, all data files are its own."""
         num_bytes = sum(pack.num_bytes for pack in self.manifest.packs) + len(self.data)
         return CommittedSize(self.manifest.kind, num_bytes, self.manifest.num_rows)
 
     def marker(self, store: Store) -> Marker:
-        """What tells of it in a log."""
+        """Return the commit record for a Kafka topic."""
         root, name, manifest = root_id(store.at("..").url), posixpath.basename(store.path), self.manifest
         parent_sha256 = None if manifest.parent is None else manifest.parent.sha256
         return Marker(root, name, manifest.save_id, self.sha256, parent_sha256, manifest.created_ns)
 
 
-@paused_gc()  # to its end: then all that was made here is gone, and need not be looked through
+@paused_gc()  # until it returns, when almost all objects made here are freed, so that no collection scans them
 def file_of(
     store: Store, decision: Decision, metadata: Metadata, results: Sequence[Sequence[WriteResult]], save_id: str
 ) -> ManifestFile:
-    """The manifest of what all ranks have written, as a file.
+    """Return the manifest of what all ranks have written, as a file.
 
     Args:
         store: The checkpoint.
-        decision: What it is a delta of.
+        decision: What the checkpoint is based on.
         metadata: DCP's metadata of the global plan.
         results: What ``write_data`` returned on each rank.
-        save_id: Of this save.
+        save_id: Id of this save.
 
     Raises:
-        SaveError: Something planned was not written, something else was, or ranks disagree about a tensor; or the
-            checkpoint could not be loaded again, or its parent is out of reach.
+        SaveError: Ranks did not write what was planned, or disagree about a tensor; or the checkpoint could not be
+            loaded, or no relative path leads to its parent.
     """
     parts = assemble(results)
     _check_against_plan(metadata, parts.tensors, parts.objects)
@@ -214,34 +214,35 @@ def file_of(
 
 
 def commit(store: Store, file: ManifestFile, lease: Lease | None, fence: Fence | None) -> None:
-    """Put the manifest, where none is; if the store has a log, once its marker is there.
+    """Write the manifest, unless one exists. If the store has a Kafka topic, the commit record comes first.
 
     Args:
         store: The checkpoint.
         file: Its manifest.
-        lease: Keeps its packs from being pruned. If the commit fails and may yet arrive, it is left until it runs out.
-        fence: Of the job, if it may be the only one that saves there.
+        lease: Protects its data files from pruning. If the commit fails but may still take effect, the lease is left to
+            expire.
+        fence: Fence of the job, if only one job may save there.
 
     Raises:
-        CheckpointExistsError: There is another one.
-        FencedError: A later job saves there.
-        SaveError: Something that it needs may have been pruned, or is not in this store.
-        StoreError: Store or log refused.
+        CheckpointExistsError: Another checkpoint exists there.
+        FencedError: A newer job saves there.
+        SaveError: A prune may have removed something that the checkpoint needs, or it is not in this store.
+        StoreError: The store or the Kafka broker refused the commit.
     """
     parent = file.manifest.parent
     if parent is not None and not store.at(parent.path).exists(MANIFEST_FILE):
         raise SaveError(
-            f"{store.url}: nothing was committed, because its parent {store.at(parent.path).url} was pruned "
-            "meanwhile; save again: the next save will be a baseline"
+            f"{store.url}: nothing was committed, because its parent {store.at(parent.path).url} was pruned during the "
+            "save; save again: the next save will be a baseline"
         )
     if parent is not None:
-        store.at(parent.path).force_names()  # its own writer may have been killed before it was durable
+        store.at(parent.path).force_names()  # its own writer may have been killed before the parent was durable
         tell_other_root(store, parent.path)
     _refuse_missing_packs(store, file.manifest)
     if lease is not None and lease.is_lost:
         raise SaveError(
-            f"{store.url}: nothing was committed, because its lease of {LEASE_SECS} s has run out or was removed, and "
-            "its packs may have been pruned; save again"
+            f"{store.url}: nothing was committed, because its lease of {LEASE_SECS} s has expired or was removed, and "
+            "its data files may have been pruned; save again"
         )
     check = fence.check if fence is not None else _no_check
     check()
@@ -249,21 +250,21 @@ def commit(store: Store, file: ManifestFile, lease: Lease | None, fence: Fence |
         if store.row_log is not None:
             commit_marked(store, store.row_log, file.marker(store), file.data, check)
         elif store.put_new(MANIFEST_FILE, file.data, file.manifest.save_id) and lease is not None:
-            lease.leave()  # a prune must not remove the checkpoint before the request that may still put its manifest
+            lease.leave()  # a request that is still in flight may write the manifest: no prune must come before it
     except (CheckpointExistsError, FencedError):
         raise
     except BaseException:
-        # A request that seems to have failed may still arrive, and name packs that a prune has removed meanwhile.
+        # A request that seems to have failed may still write the manifest. Until then, no prune may remove the files.
         if lease is not None and not (store.is_local and store.row_log is None):
             lease.leave()
         raise
 
 
 def _refuse_missing_packs(store: Store, manifest: Manifest) -> None:
-    """All packs must be in the store that this rank commits to.
+    """Refuse to commit unless the store of this rank has all data files.
 
-    A prune may have removed them, by a clock that is ahead. Those of other ranks may never have been there: each rank
-    has opened it by itself.
+    A prune may have removed them if its clock was ahead. Files of other ranks may never have been there, because each
+    rank has opened the store by itself.
     """
     there = store.listing().files
     for pack in manifest.packs:
@@ -271,13 +272,13 @@ def _refuse_missing_packs(store: Store, manifest: Manifest) -> None:
             found = f"{there[pack.name]} bytes of it are" if pack.name in there else "it is not"
             raise SaveError(
                 f"{store.url}: nothing was committed, because a rank has written {pack.name} ({pack.num_bytes} bytes), "
-                f"and {found} in the store of the rank that commits: save again if it was pruned meanwhile; or save to "
-                "a store that all ranks share, which disks of their own and 'memory://' are not"
+                f"and {found} in the store of the rank that commits: save again if the file was pruned during the "
+                "save; or save to a store that all ranks share, unlike a disk of each machine or 'memory://'"
             )
 
 
 def _no_check() -> None:
-    """Without a lineage, jobs may save side by side."""
+    """Check nothing: without a checkpoint chain, jobs may save in parallel."""
 
 
 def _parent(store: Store, decision: Decision) -> CheckpointRef | None:
@@ -285,7 +286,7 @@ def _parent(store: Store, decision: Decision) -> CheckpointRef | None:
         return None
     path = relative_path(store, decision.parent.path)
     if path is None:
-        raise SaveError(f"{store.url}: no relative path to its parent {decision.parent.path}")
+        raise SaveError(f"{store.url}: no relative path leads to its parent {decision.parent.path}")
     return CheckpointRef(path, decision.parent.sha256)
 
 

@@ -1,8 +1,10 @@
-"""Cuts: the moment that a save is of. All marks are frozen, and what they are of is found in the state dict.
+"""Consistent snapshots (cuts). Freezing the set of modified rows defines the moment that a save captures.
 
-A cut settles the save before it: its manifest is in the store, and its rows are committed, or it is not, and they are
-marked again. Of an asynchronous save, rows are copied in the same moment (``staging``); the cut with the copies is then
-all that planning needs, in whatever thread or process it happens.
+The tracked tables are then located in the state dict by their storage. A snapshot first learns the outcome of the
+previous save. If its manifest is in the store, its rows are committed. If not, they are marked again.
+
+An asynchronous save copies rows at the same moment (``staging``). The snapshot with these copies is then all that
+planning needs, whichever thread or process does it.
 """
 
 import os
@@ -32,13 +34,13 @@ TIMEOUT_SECS = 1800.0
 
 @dataclass(frozen=True, eq=False)
 class StagedRows:
-    """The rows of a shard that were copied, or of one that was copied whole, those that a delta holds.
+    """The rows of a shard that were staged. If the shard was copied whole: the rows that a delta contains.
 
     Attributes:
-        since: What they were modified since.
-        parts: By their heat, if the policy divides them by it.
-        digest: Tells whether another rank, which has the same shard, has the same rows.
-        captured: What the sink must know besides.
+        since: What the rows were modified since.
+        parts: The rows, divided by heat if the policy asks for that.
+        digest: Digest that is equal on two ranks if both have staged the same rows of the same shard.
+        captured: What else the sink must know.
     """
 
     since: Since
@@ -49,17 +51,18 @@ class StagedRows:
 
 @dataclass(frozen=True, eq=False)
 class TrackedItem:
-    """A shard in the state dict that the tracker knows: a table's, or its optimizer state's.
+    """A shard in the state dict that the tracker knows: of a table, or of its optimizer state.
 
     Attributes:
-        fqn: Its tensor.
-        table: The tensor that its table is.
-        table_box: The box of its table's shard.
-        group: A number that a table's shard and its state have in common.
-        values: [num_rows, ...], shared with the model; or what was staged: all rows, or those of ``rows`` only.
-        rows: The modified ones; None if all were staged and must be stored.
-        replaced_since: It took the place of what these hold, so that all its rows must be stored in a delta of one.
-        table_row_bytes: Of the values of a row of its table.
+        fqn: FQN of the shard's tensor.
+        table: FQN of its table in the state dict.
+        table_box: Region of the table's shard.
+        group: Number that a table's shard and its optimizer state share.
+        values: [num_rows, ...], shared with the model; or what was staged: all rows, or only those of ``rows``.
+        rows: The modified rows; None if all rows were staged and must be stored.
+        replaced_since: Checkpoints that hold the values of another tensor under this FQN, or none. A delta that is
+            based on one of them must store all rows.
+        table_row_bytes: Bytes of one row of the table.
         live_state: For optimizer state, the optimizer's own tensor.
     """
 
@@ -75,26 +78,26 @@ class TrackedItem:
 
     @property
     def is_table(self) -> bool:
-        """Whether it is a table, rather than its optimizer state."""
+        """Whether the item is a table, rather than optimizer state."""
         return self.fqn == self.table
 
     @property
     def is_row_wise(self) -> bool:
-        """Whether it is optimizer state with one value a row."""
+        """Whether the item is optimizer state with one value per row."""
         return not self.is_table and len(self.values.shape) == 1
 
     @property
     def is_partial(self) -> bool:
-        """Whether only the modified rows are at hand."""
+        """Whether only the modified rows were staged."""
         return isinstance(self.rows, StagedRows) and any(isinstance(part, RowList) for part in self.rows.parts)
 
     @property
     def dtype(self) -> str:
-        """As manifests name it."""
+        """The dtype's name in manifests."""
         return str(self.values.dtype).removeprefix("torch.")
 
     def digests(self) -> Mapping[Since, bytes]:
-        """Of its modified rows, by what they may be a delta of."""
+        """Return digests of the modified rows, by what a delta can be based on."""
         match self.rows:
             case ModifiedRows() as rows:
                 return {since: rows.select(since).digest() for since in (Since.HEAD, Since.BASELINE)}
@@ -106,16 +109,16 @@ class TrackedItem:
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """What a save is of.
+    """The consistent snapshot that a save captures.
 
     Attributes:
-        policy: Decides what it is a delta of, or has decided already if rows were staged.
-        head: The checkpoint that the marks relate to.
-        num_restores: Restores from a checkpoint that the tables have been through.
-        items: What the tracker knows of the state dict.
-        pending: Learns where the checkpoint goes.
-        staged: What the save can be a delta of with what was staged; None if the state dict is live.
-        destination: Where the rows of a delta go.
+        policy: Decides what the save is based on. If rows were staged, it has already decided.
+        head: The checkpoint that the modified rows relate to.
+        num_restores: Number of restores from a checkpoint in the history of the tables.
+        items: The tracked items of the state dict.
+        pending: Records the destination of the checkpoint.
+        staged: What the save can be based on with the staged rows; None if nothing was staged.
+        destination: Destination for the rows of a delta.
     """
 
     policy: Policy
@@ -127,11 +130,11 @@ class Cut:
     destination: RowDestination = FILES
 
     def captured(self, item: TrackedItem, modified: ModifiedRows) -> Captured | None:
-        """What the sink must know of an item, besides its modified rows."""
+        """Return what else the sink must know of an item, in addition to its modified rows."""
         return self.destination.capture(item.table, item.table_box, item.table_row_bytes, modified)
 
     def is_by_heat(self, since: Since) -> bool:
-        """Whether rows of different heat are kept apart."""
+        """Return whether rows of different heat are stored separately."""
         return isinstance(self.policy, Compacted) and since is Since.HEAD
 
 
@@ -143,12 +146,12 @@ class PendingSave:
     """A save whose rows are frozen, until its outcome is read from the store.
 
     Attributes:
-        pending: Learns where its checkpoint goes.
-        running: Tells when it has ended.
-        policy: Of the save.
-        destination: If it is a log, markers in it say what was committed.
+        pending: Records the destination of its checkpoint.
+        running: Reports when the save has ended.
+        policy: Policy of the save.
+        destination: Destination of its rows. In a Kafka topic, commit records show what was committed.
         states: The optimizer state that was saved.
-        staged: What it could be a delta of with what was staged; None if nothing was.
+        staged: What the save can be based on with the staged rows; None if nothing was staged.
     """
 
     pending: Pending
@@ -159,7 +162,7 @@ class PendingSave:
     staged: frozenset[Since] | None
 
     def checkpoint(self) -> Checkpoint | None:
-        """What it has committed; None if nothing."""
+        """Return the checkpoint that the save has committed, or None."""
         place = self.pending.place
         if place is None:
             return None
@@ -168,12 +171,12 @@ class PendingSave:
 
 @dataclass(eq=False)
 class Cuts:
-    """The cuts of one tracker's tables: one save after the other, whoever makes them.
+    """The snapshots of one tracker's tables, one save after the other, by any planner.
 
     Attributes:
         tracker: The tracker.
-        policy: That of the planner that was made last.
-        planners: Those that exist.
+        policy: Policy of the planner that was made last.
+        planners: The existing planners.
     """
 
     tracker: TrackedRows
@@ -181,9 +184,9 @@ class Cuts:
     planners: WeakSet[object] = field(default_factory=WeakSet)
     _last: PendingSave | None = None
     _is_baseline_due: bool = False
-    _states: dict[Since, _States] = field(default_factory=dict)  # what checkpoints of the head's lineage hold
+    _states: dict[Since, _States] = field(default_factory=dict)  # the optimizer state that these checkpoints contain
     _head: Head | None = None
-    # Held from the outcome of one save to the cut of the next: threads without a process group save at the same time.
+    # Held from the outcome of one save to the snapshot of the next: without a process group, threads save in parallel.
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def __post_init__(self) -> None:
@@ -191,7 +194,7 @@ class Cuts:
 
     @classmethod
     def of(cls, tracker: TrackedRows, policy: Policy, planner: object) -> "Cuts":
-        """The one of a tracker, which serves this policy from now on."""
+        """Return the snapshots of a tracker, which use this policy from now on."""
         cuts = tracker.saves if isinstance(tracker.saves, cls) else cls(tracker, policy)
         cuts.policy = policy
         cuts.planners.add(planner)
@@ -200,7 +203,7 @@ class Cuts:
 
     @property
     def has_planner(self) -> bool:
-        """Whether there is a planner whose saves these are the cuts of."""
+        """Whether a planner exists whose saves take these snapshots."""
         return len(self.planners) > 0
 
     def cut(
@@ -212,31 +215,31 @@ class Cuts:
         timeout_secs: float,
         is_staged: bool = False,
     ) -> Cut:
-        """Settle the save before, and freeze all marks.
+        """Learn the outcome of the previous save, and freeze all modified rows.
 
         Args:
-            live: What will be saved, flattened. Tables that it lacks are refused before anything is frozen.
+            live: The flattened state dict. If tables are missing in it, nothing is frozen.
             running: The save.
-            policy: Decides what it is a delta of.
-            destination: Where its rows go.
-            timeout_secs: How long to wait for the save before.
+            policy: Decides what the save is based on.
+            destination: Destination of its rows.
+            timeout_secs: Seconds to wait for the previous save.
             is_staged: Whether rows will be staged.
 
         Raises:
-            ConfigurationError: A tracked table is not in it with its own memory.
+            ConfigurationError: The state dict does not contain the storage of a tracked table.
             StoreError: The store does not answer.
-            SaveError: The save before does not end.
+            SaveError: The previous save does not end.
         """
         with self._alone(timeout_secs):
             self._resolve_last_save(timeout_secs)
-            if self.tracker.head is not self._head:  # restored: what that holds was loaded into whatever state there is
+            if self.tracker.head is not self._head:  # after a restore, no tensor of the state was saved yet
                 self._states.clear()
             items = self._find(live)
-            wait_for_devices(live.values())  # which training has written to, and marked rows of, in any stream
+            wait_for_devices(live.values())  # training may have written to them and marked their rows in any stream
             with self._before_and_after_training():
                 self.tracker.freeze()
             pending = self.tracker.pending
-            assert pending is not None  # frozen just now
+            assert pending is not None  # ``freeze`` has set it
             states = {key: ref(item.live_state) for key, item in items.items() if item.live_state is not None}
             staged = self._next_staged(policy) if is_staged else None
             self._last = PendingSave(pending, running, policy, destination, states, staged)
@@ -251,9 +254,10 @@ class Cuts:
             )
 
     def _next_staged(self, policy: Policy) -> frozenset[Since]:
-        """What the next save should be a delta of, as far as this rank knows: all ranks alike.
+        """Return what the next save should be based on; all ranks must come to the same result.
 
-        After one whose rows turned out to be too few, it may be a baseline as well. Not all ranks may have noticed.
+        If a save failed because too few rows were staged, the next one can be a baseline, too. Not all ranks may have
+        noticed that failure.
         """
         head = self.tracker.head
         if head is None:
@@ -262,10 +266,10 @@ class Cuts:
         return frozenset({wanted, Since.EVER}) if self._is_baseline_due else frozenset({wanted})
 
     def resolve_last_save(self, timeout_secs: float = TIMEOUT_SECS) -> None:
-        """Wait until the last save has ended, then commit its rows, or mark them again.
+        """Wait until the last save has ended, then commit its rows or mark them again.
 
         Raises:
-            SaveError: It does not end in time.
+            SaveError: The save does not end in time.
             StoreError: The store does not answer.
         """
         with self._alone(timeout_secs):
@@ -273,11 +277,11 @@ class Cuts:
 
     @contextmanager
     def _alone(self, timeout_secs: float) -> Iterator[None]:
-        """One thread at a time: of two, the second would commit marks that belong to the save of the first."""
+        """Let one thread at a time continue: a second one would commit modified rows of the first one's save."""
         lock = self._lock
         if not lock.acquire(timeout=timeout_secs):
             raise SaveError(
-                f"another thread has waited for the save before for more than {timeout_secs:g} s: save again"
+                f"another thread has waited for the previous save for more than {timeout_secs:g} s: save again"
             )
         try:
             yield
@@ -285,12 +289,12 @@ class Cuts:
             lock.release()
 
     def forget_threads(self) -> None:
-        """In a forked child, no other thread has its turn: the one that had it in the parent is not there."""
+        """Replace the lock in a forked child: the thread that held it in the parent does not exist there."""
         self._lock = threading.RLock()
 
     def _resolve_last_save(self, timeout_secs: float) -> None:
         last, pending = self._last, self.tracker.pending
-        if last is None or pending is not last.pending:  # a restore has made an end of it
+        if last is None or pending is not last.pending:  # a restore has replaced what it saved
             with self._before_and_after_training():
                 self.tracker.rollback()
             return
@@ -302,14 +306,14 @@ class Cuts:
 
     @contextmanager
     def _before_and_after_training(self) -> Iterator[None]:
-        """Change marks after those of all streams so far, and before those that come next."""
+        """Change the marks after all streams have set theirs, and before they set the next ones."""
         marks = [shard.rows.marked for shard in self.tracker.shards]
         wait_for_devices(marks)
         yield
         wait_for_devices(marks)
 
     def _end(self, last: PendingSave, pending: Pending, checkpoint: Checkpoint | None) -> None:
-        """The last save has committed a checkpoint, or none."""
+        """Commit or roll back the last save, which has committed a checkpoint or none."""
         if checkpoint is not None:
             head = self._head_of(checkpoint)
             self.tracker.commit(head, has_heat=isinstance(last.policy, Compacted))
@@ -318,14 +322,14 @@ class Cuts:
             self._states[Since.HEAD], self._head = last.states, head
             self._is_baseline_due = False
         else:
-            # What was staged may have been too little, which shows when ranks plan; they can tell nobody in time.
+            # The ranks may have found while planning that too few rows were staged, too late to stage more.
             has_staged_rows = last.staged is not None and Since.EVER not in last.staged
             if pending.place is None and has_staged_rows:
                 self._is_baseline_due = True
             self.tracker.rollback()
 
     def _head_of(self, checkpoint: Checkpoint) -> Head:
-        """The head that a committed save is, on top of the head before."""
+        """Return the head for a committed checkpoint: the checkpoint, and the chain that it extends."""
         head, parent = self.tracker.head, checkpoint.manifest.parent
         below = () if head is None or parent is None else head.lineage
         sha256s = [link.sha256 for link in below]
@@ -333,7 +337,7 @@ class Cuts:
         return checkpoint.head(below[:length])
 
     def _find(self, live: Mapping[str, Any]) -> dict[ShardKey, TrackedItem]:
-        """Recognise tracked tables, and the optimizer state of their rows, by the memory they lie in."""
+        """Locate tracked tables and their optimizer state in the state dict, by the memory that they share."""
         shards = {
             (fqn, shard.box.offsets): shard.tensor for fqn, value in live.items() for shard in local_shards(value)
         }
@@ -347,7 +351,7 @@ class Cuts:
             aliases = by_memory.get(memory_key(shard.weight), [])
             if not aliases:
                 raise ConfigurationError(
-                    f"table {shard.rows.name!r} is tracked, but the state dict does not hold its memory: it is "
+                    f"table {shard.rows.name!r} is tracked, but the state dict does not share its memory: the table is "
                     "missing, or was copied (by cpu_offload, or by a stager other than the CNRStorageWriter that is "
                     "passed to dcp.async_save); pass the live state dict, no async_stager, or a tracker of a smaller "
                     "model"
@@ -361,7 +365,7 @@ class Cuts:
         return found
 
     def _replaced_since(self, key: ShardKey, state: Tensor) -> frozenset[Since]:
-        """Which of the checkpoints that a delta may be based on hold another tensor's values, or none."""
+        """Return the checkpoints that a delta may be based on, and that hold the values of another tensor, or none."""
         saved = {since: self._states.get(since, {}).get(key) for since in (Since.HEAD, Since.BASELINE)}
         return frozenset(since for since, other in saved.items() if other is None or other() is not state)
 

@@ -1,10 +1,10 @@
-"""Decisions: what one save holds. Made by the coordinator, for all ranks.
+"""The coordinator's decisions for all ranks: what one save contains.
 
-A policy says what it would like; what is right comes first. Whenever a delta might not load, or might lack rows, the
-save is a baseline, and whatever tensor the parent does not have is stored whole.
+A policy states a preference, and correctness comes first. If a delta might not load, or might lack rows, the save is a
+baseline. A tensor that the parent does not have is stored whole.
 
-The ranks tell the coordinator what they hold. DCP stores one of the shards that several ranks have in common, whichever
-rank has least to write. That is right only if these are one and the same.
+The ranks report to the coordinator what they have. If several ranks have the same shard, DCP stores the copy of the
+rank that has the least to write. That is correct only if all copies are the same.
 """
 
 import logging
@@ -26,24 +26,25 @@ from torchrec_cnr.storage.store import Store
 
 logger = logging.getLogger(__name__)
 
-_MAX_READ_WHOLE = 16  # links of a lineage that every save reads
+_MAX_READ_WHOLE = 16  # checkpoints; every save reads all manifests of a shorter chain
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What one save holds.
+    """The decision on what one save contains.
 
     Attributes:
-        save_id: The save.
+        save_id: Id of the save.
         since: What its rows were modified since.
-        policy: Name of the policy that was asked.
-        parent: The checkpoint it is a delta of, by full path, or None for a baseline.
-        history: Of the lineage up to the head, or None for a baseline.
-        after_ns: Commit time of the head; this save's must be later.
-        whole: Shards that are stored with all their rows all the same.
-        num_restores: Restores from a checkpoint that the state has been through.
-        head: The checkpoint that the ranks stand on, by full path, if they all do.
-        loadable_besides: Another checkpoint that may be loaded until this save commits, if its sinks must know of it.
+        policy: Name of the policy.
+        parent: The checkpoint that the save is based on, by full path, or None for a baseline.
+        history: History of the chain so far, or None for a baseline.
+        after_ns: Commit time of the latest checkpoint, in ns; this save's must be later.
+        whole: Shards that are stored with all their rows in spite of a delta.
+        num_restores: Number of restores from a checkpoint in the history of the state.
+        head: The checkpoint that the modified rows of all ranks relate to, by full path; None if there is none.
+        loadable_besides: Another checkpoint that may be loaded until this save commits, if sinks must preserve its
+            rows.
     """
 
     save_id: str
@@ -60,10 +61,10 @@ class Decision:
 
 @dataclass(frozen=True)
 class RowTensor:
-    """A tensor that a rank can store by rows: a table, or the optimizer state of one.
+    """A tensor that a rank can store by rows: a table, or its optimizer state.
 
     Attributes:
-        dtype: Name of its dtype.
+        dtype: Name of the dtype.
         is_table: Whether it is a table.
         table: For row-wise optimizer state, the FQN of its table; its own size depends on the table's sharding.
     """
@@ -75,20 +76,20 @@ class RowTensor:
 
 @dataclass(frozen=True)
 class RankData:
-    """What a rank's plan carries to the coordinator.
+    """What a rank's plan reports to the coordinator.
 
     Attributes:
-        is_tracked: Whether its planner has a tracker.
-        policy: Of its planner, as text.
-        head: The checkpoint that this rank's marks relate to.
-        baseline: The one that this rank takes for the baseline of the head's lineage; None if it has no head.
-        num_links: Length of that lineage.
-        staged: What the save can be a delta of with what was staged; None if all rows are at hand.
-        tensors: Those that this rank can store by rows, by FQN.
-        whole: Shards that must be stored with all rows, because no marks of them were staged.
-        replaced: Optimizer state that took the place of the one that such a checkpoint holds: all of its rows are new.
-        partial: Shards of which only the modified rows were staged.
-        marks: Digests of the modified rows of shards that other ranks may have, too, by what they are a delta of.
+        is_tracked: Whether the rank's planner has a tracker.
+        policy: The planner's policy, as text.
+        head: The checkpoint that this rank's modified rows relate to.
+        baseline: The baseline of that checkpoint's chain, as this rank knows it; None without ``head``.
+        num_links: Number of checkpoints in that chain.
+        staged: What the save can be based on with the staged rows; None if nothing was staged.
+        tensors: Tensors that this rank can store by rows, by FQN.
+        whole: Shards that must be stored with all rows, because they were staged without their modified rows.
+        replaced: By what a delta is based on, optimizer state that is another tensor there: all of its rows are new.
+        partial: Shards with only their modified rows staged.
+        marks: Digests of the modified rows of shards that other ranks may also have, by what a delta is based on.
         of_own_rows: Optimizer state that is not sharded, although its table is.
     """
 
@@ -108,12 +109,12 @@ class RankData:
 
 @dataclass(frozen=True)
 class Base:
-    """What a save will be a delta of.
+    """What a save will be based on.
 
     Attributes:
         since: What its rows were modified since.
         parent: The parent.
-        history: Of the lineage, which the save will extend.
+        history: History of the chain that the save extends.
     """
 
     since: Since
@@ -122,9 +123,9 @@ class Base:
 
 
 def newest_baseline(ranks: Sequence[RankData]) -> CheckpointRef | None:
-    """Return the newest of the baselines that ranks with one head know.
+    """Return the newest of the baselines that ranks with the same latest checkpoint know.
 
-    They differ if the lineage was compacted after some of the ranks had read it. A rank that knows an older baseline
+    They differ if the chain was compacted after some of the ranks had read it. A rank that knows an older baseline
     stores at least the rows that were modified since the newer one.
     """
     known = [rank for rank in ranks if rank.baseline is not None]
@@ -138,14 +139,14 @@ def choose_base(
     baseline: CheckpointRef | None,
     store: Store | None,
 ) -> Base | None:
-    """What the next save is a delta of, or None if it is a baseline.
+    """Return what the next save is based on, or None if it is a baseline.
 
     Args:
-        policy: Asked where a delta is possible.
-        head: The checkpoint that the coordinator's marks relate to.
-        heads: Those that each rank's marks relate to.
-        baseline: Of the head's lineage, the newest that a rank knows.
-        store: Where the save goes.
+        policy: Decides where a delta is possible.
+        head: The checkpoint that the coordinator's modified rows relate to.
+        heads: The checkpoints that each rank's modified rows relate to.
+        baseline: The newest baseline of its chain that a rank knows.
+        store: Destination of the save.
 
     Raises:
         StoreError: The store does not answer.
@@ -153,11 +154,14 @@ def choose_base(
     if head is None or baseline is None or store is None:
         return None
     if set(heads) != {head.ref}:
-        logger.warning("ranks stand on different checkpoints (%s): this save is a baseline", _paths(heads))
+        logger.warning("ranks are based on different checkpoints (%s): this save is a baseline", _paths(heads))
         return None
     found = _intact_head(head)
     if found is None:
-        logger.warning("%s is no longer what was saved there: this save is a baseline", head.ref.path)
+        logger.warning(
+            "%s or a checkpoint that it is based on is missing, corrupt or was replaced: this save is a baseline",
+            head.ref.path,
+        )
         return None
     newest, history = found
     since = policy.decide(history)
@@ -165,19 +169,22 @@ def choose_base(
         return None
     parent = newest if since is Since.HEAD else _intact_checkpoint(baseline)
     if parent is None:
-        logger.warning("%s is no longer what was saved there: this save is a baseline", baseline.path)
+        logger.warning("%s is missing, corrupt or was replaced: this save is a baseline", baseline.path)
         return None
     if store.row_log is not None and not store.row_log.holds(_packs_needed(store.row_log, head, newest, parent)):
-        logger.warning("rows of %s are gone from topic %r: this save is a baseline", head.ref.path, store.row_log.topic)
+        logger.warning("rows of %s are not in topic %r: this save is a baseline", head.ref.path, store.row_log.topic)
         return None
     if relative_path(store, parent.store.url) is None:
-        logger.info("%s cannot be named by a relative path from %s: it is a baseline", parent.store.url, store.url)
+        logger.info("no relative path leads to %s from %s: this save is a baseline", parent.store.url, store.url)
         return None
     return Base(since, parent, history)
 
 
 def _packs_needed(row_log: RowLog, head: Head, newest: Checkpoint, parent: Checkpoint) -> list[Pack]:
-    """The oldest and newest packs that a delta stands on, or takes over where the log keeps the newest rows only."""
+    """Return the oldest and newest data files of the chain that a delta is based on.
+
+    If the topic keeps the newest rows only, these are the files that the delta may reuse.
+    """
     links = [newest if row_log.block_bytes is not None else parent]
     if parent.ref == head.ref and len(head.lineage) > 2:
         oldest = _intact_checkpoint(head.lineage[1])
@@ -186,7 +193,7 @@ def _packs_needed(row_log: RowLog, head: Head, newest: Checkpoint, parent: Check
 
 
 def stored_whole(tensors: Mapping[str, RowTensor], metadata: Metadata, parent: Manifest) -> set[str]:
-    """FQNs that cannot be stored as deltas, because the parent does not have them, or has them otherwise."""
+    """Return FQNs that cannot be stored as deltas: the parent lacks them, or has them with another dtype or size."""
     return {fqn for fqn, tensor in tensors.items() if not _continues(fqn, tensor, metadata, parent)}
 
 
@@ -194,16 +201,16 @@ def _continues(fqn: str, tensor: RowTensor, metadata: Metadata, parent: Manifest
     old = parent.tensors.get(fqn)
     if old is None or (old.dtype, old.is_table, old.table) != (tensor.dtype, tensor.is_table, tensor.table):
         return False
-    sized = tensor.table or fqn  # row-wise state is as large as its table's sharding makes it
+    sized = tensor.table or fqn  # the size of row-wise state depends on its table's sharding
     entry, old_entry = metadata.state_dict_metadata.get(sized), parent.tensors.get(sized)
     return isinstance(entry, TensorStorageMetadata) and old_entry is not None and tuple(entry.size) == old_entry.size
 
 
 def _intact_head(head: Head) -> tuple[Checkpoint, History] | None:
-    """The head and the history of its lineage, if all of it is still there and still the same.
+    """Return the latest checkpoint and the history of its chain, if all of it exists and is unchanged.
 
-    A long lineage is read whole every so many saves only, in between its two ends: a save asks for no more than a
-    handful of manifests. One listing of the root tells whether the directory of a link was removed.
+    To limit requests, only one of every ``_MAX_READ_WHOLE`` saves reads all manifests of a long chain. The others read
+    the latest manifest, check that the baseline's exists, and list the root to see that no directory was removed.
     """
     newest = _intact_checkpoint(head.ref)
     if newest is None:
@@ -220,7 +227,7 @@ def _intact_head(head: Head) -> tuple[Checkpoint, History] | None:
 
 
 def _are_there(root: Store, lineage: Sequence[CheckpointRef]) -> bool:
-    """Whether the baseline's manifest is there, and the directory of each link in this root."""
+    """Return whether the baseline's manifest exists, and the directory of each checkpoint of the chain in this root."""
     there = {root.at(name).url for name in root.names()}
     roots_path = posixpath.dirname(lineage[-1].path)
     in_root = {ref.path for ref in lineage if posixpath.dirname(ref.path) == roots_path}
@@ -228,7 +235,7 @@ def _are_there(root: Store, lineage: Sequence[CheckpointRef]) -> bool:
 
 
 def _history(head: Head, lineage: Lineage) -> History:
-    """Of the head; where its lineage was compacted, that begins anew with what was folded."""
+    """Return the history of a chain; if the chain was compacted, it begins with the merged checkpoint."""
     links = lineage.checkpoints
     folded = max((number for number, link in enumerate(links) if link.is_compacted), default=None)
     if folded is None:
@@ -238,7 +245,7 @@ def _history(head: Head, lineage: Lineage) -> History:
 
 
 def _intact_checkpoint(ref: CheckpointRef) -> Checkpoint | None:
-    """The checkpoint referred to, if it is still there and still the same."""
+    """Return the checkpoint that is referred to, if it exists and is unchanged."""
     try:
         checkpoint = read_checkpoint(ref.path)
     except LoadError:
@@ -251,10 +258,10 @@ def _paths(refs: Collection[CheckpointRef | None]) -> str:
 
 
 def ranks_of_shards(plans: Sequence[SavePlan]) -> dict[ShardKey, list[int]]:
-    """Which ranks hold each shard.
+    """Return which ranks have each shard.
 
     Raises:
-        ConfigurationError: Ranks hold different tensors under one FQN, of which DCP would save only one.
+        ConfigurationError: Ranks have different tensors under one FQN. DCP would save only one of them.
     """
     ranks_of: dict[ShardKey, list[int]] = {}
     sizes: dict[ShardKey, Any] = {}
@@ -266,28 +273,30 @@ def ranks_of_shards(plans: Sequence[SavePlan]) -> dict[ShardKey, list[int]]:
             if sizes.setdefault(key, size) != size:
                 raise ConfigurationError(
                     f"item {key[0]!r} is not sharded, but has one size on rank {ranks_of[key][0]} and another on rank "
-                    f"{rank}, so that DCP would save only one of them: name them apart"
+                    f"{rank}, and DCP would save only one of them: give them different names"
                 )
     return ranks_of
 
 
 def refuse_unsharded_state(ranks_of: Mapping[ShardKey, Sequence[int]], data: Sequence[RankData]) -> None:
-    """As ``torch.optim`` makes it of tables with dense kernels, of which each rank knows but its own rows.
+    """Refuse optimizer state that is not sharded although its table is: each rank's state covers only its own rows.
+
+    ``torch.optim`` makes such state for tables with dense kernels.
 
     Raises:
-        ConfigurationError: DCP would save that of one rank for all.
+        ConfigurationError: There is such state. DCP would save one rank's state for all ranks.
     """
     for key, ranks in ranks_of.items():
         if len(ranks) > 1 and any(key in data[rank].of_own_rows for rank in ranks):
             raise ConfigurationError(
-                f"{key[0]!r} is optimizer state of each rank's own rows, but is not sharded as its table is, so that "
-                "DCP would save that of one rank for all: give the table a fused kernel, or make it data-parallel"
+                f"{key[0]!r} is optimizer state of each rank's own rows, but is not sharded as its table is, and DCP "
+                "would save one rank's state for all: give the table a fused kernel, or make it data-parallel"
             )
 
 
 @dataclass(frozen=True)
 class _Staged:
-    """The policy of a save whose rows were staged: what they were modified since is settled."""
+    """The policy of a save whose rows were staged: staging has decided what they were modified since."""
 
     since: Since
 
@@ -296,7 +305,7 @@ class _Staged:
 
 
 def policy_of_all(policy: Policy, data: Sequence[RankData]) -> Policy:
-    """The policy that a save follows: rows that were staged leave it no choice.
+    """Return the policy that a save follows: ``policy``, or the one that staging has decided.
 
     Raises:
         SaveError: Ranks have staged different rows.
@@ -314,20 +323,20 @@ def policy_of_all(policy: Policy, data: Sequence[RankData]) -> Policy:
 def refuse_missing_rows(
     decision: Decision, ranks_of: Mapping[ShardKey, Sequence[int]], data: Sequence[RankData]
 ) -> None:
-    """What must be stored whole must have been staged whole.
+    """Refuse a save that must store a shard whole if only its modified rows were staged.
 
     Raises:
-        SaveError: It was not.
+        SaveError: There is such a shard.
     """
     for key, ranks in ranks_of.items():
         is_whole = decision.since is Since.EVER or key in decision.whole
         if is_whole and any(key in data[rank].partial for rank in ranks):
             raise SaveError(
-                f"nothing was saved, because the checkpoint that {key[0]!r} was modified since cannot be built upon, "
-                "and only modified rows were staged; the next save holds all rows"
+                f"nothing was saved, because {key[0]!r} cannot be stored as a delta of the checkpoint that it was "
+                "modified since, and only modified rows were staged; the next save will contain all rows"
             )
 
 
 def agree(key: ShardKey, since: Since, ranks: Sequence[RankData]) -> bool:
-    """Whether all ranks that have a shard modified the same rows of it."""
+    """Return whether all ranks that have a shard modified the same rows of it."""
     return len({rank.marks.get((key, since)) for rank in ranks}) == 1

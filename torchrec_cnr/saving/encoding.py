@@ -1,8 +1,8 @@
-"""Encoding: a shard's scheme is chosen by a sample of its rows, and they become blobs in packs, block by block.
+"""Encoding: choose a shard's quantization scheme by a sample of its rows, and write the rows block by block.
 
-Items that share a row mask (a table and the optimizer state of its rows) are written together: each block of row
-numbers is worked out and coded once, then every item's rows of that block are encoded, straight from the shard. Memory
-is that of one block and of the packs in flight, whatever the size of the shard.
+Items that share a row mask (a table and the optimizer state of its rows) are written together. Each block of row
+numbers is computed and encoded once. Then every item's rows of that block are encoded, straight from the shard. This
+takes the memory of one block and of the data files being written, whatever the size of the shard.
 """
 
 import logging
@@ -27,22 +27,22 @@ from torchrec_cnr.tracking.tracked_tables import TrackedRows, trackers
 
 logger = logging.getLogger(__name__)
 
-SAMPLE_ROWS = 512  # of a shard; the errors of different schemes on them differ by more than chance
+SAMPLE_ROWS = 512  # of a shard; enough that the errors of different schemes differ by more than chance
 
-_ALIGNED_BYTES = 16  # Triton compiles for addresses that are multiples of it, and for others
+_ALIGNED_BYTES = 16  # Triton compiles one kernel for addresses that are multiples of it, and another for the rest
 _GOLDEN_RATIO = (5**0.5 - 1) / 2
 
 
 @dataclass(frozen=True, eq=False)
 class EncodingInput:
-    """An item to be encoded.
+    """An item to encode.
 
     Attributes:
-        name: Unique within the rank; begins the names of its blobs.
-        values: The shard, on any device; one without dimensions counts as one row.
+        name: Prefix for the names of its blocks in data files, unique within the rank.
+        values: The shard, on any device; a shard without dimensions counts as one row.
         dtype: Name of the values' dtype.
-        scheme: How to quantize.
-        codes: What the values were encoded as already; they are at hand no more then.
+        scheme: The quantization scheme.
+        codes: Codes, if the values were quantized before; the values themselves are not available then.
     """
 
     name: str
@@ -53,21 +53,21 @@ class EncodingInput:
 
     @property
     def device(self) -> torch.device:
-        """Where rows are encoded."""
+        """The device on which rows are encoded."""
         return self.values.device if self.codes is None else torch.device("cpu")
 
     @property
     def rows(self) -> Tensor:
-        """The values, with a first dimension."""
+        """The values, with at least one dimension."""
         return self.values if self.values.dim() else self.values[None]
 
     @property
     def is_quantized(self) -> bool:
-        """Whether its scheme makes codes."""
+        """Whether the scheme makes codes."""
         return not isinstance(self.scheme, NoQuantization)
 
     def table(self) -> Tensor | None:
-        """The values as [num_rows, num_cols], shared with them, where the elements of a row lie side by side."""
+        """Return a view [num_rows, num_cols] of the values, or None if the elements of a row are not contiguous."""
         rows = self.rows
         if rows.is_contiguous():
             return rows.view(len(rows), math.prod(rows.shape[1:]))
@@ -76,11 +76,11 @@ class EncodingInput:
 
 @dataclass(frozen=True)
 class EncodedShard:
-    """An encoded source.
+    """An encoded item.
 
     Attributes:
-        blobs: Number of each block's blob; see ``PackWriter.add``.
-        num_exact: Rows that the scheme cannot represent, stored exactly.
+        blobs: For each block, the number of its blob; see ``PackWriter.add``.
+        num_exact: Number of rows that the scheme cannot represent. They are stored exactly.
     """
 
     blobs: tuple[int, ...]
@@ -89,12 +89,12 @@ class EncodedShard:
 
 @dataclass(frozen=True)
 class EncodedRowSet:
-    """Coded blocks of row numbers, whose blobs have no place yet."""
+    """Encoded blocks of row numbers, whose blobs have no position in a data file yet."""
 
     blocks: tuple[UnplacedRowBlock, ...]
 
     def located(self, blobs: Sequence[Blob]) -> RowSet:
-        """The row set as a manifest holds it."""
+        """Return the row set for a manifest."""
         return RowSet(tuple(block.placed(blobs.__getitem__) for block in self.blocks))
 
 
@@ -106,15 +106,17 @@ def choose_scheme(
     rows: Sequence[SelectedRows] | Tensor | None,
     num_restores: int,
 ) -> Scheme:
-    """Choose how to quantize a shard: as its rule says, unless codes and exact rows take more room than values.
+    """Choose the quantization scheme of a shard by its rule.
+
+    The shard is stored exactly if codes and exact rows would take more bytes than the values.
 
     Args:
-        rules: How to quantize.
-        fqn: The shard's tensor.
+        rules: The quantization rules.
+        fqn: FQN of the shard's tensor.
         is_table: Whether that is a table.
         values: [num_rows, ...], the shard.
-        rows: Those to be stored: in parts, as the planner resolves them, or by their numbers, int64 [k]; None for all.
-        num_restores: Restores that the state has been through.
+        rows: The rows to store: in parts, as the planner resolves them, or by their numbers, int64 [k]; None for all.
+        num_restores: Number of restores in the history of the state.
     """
     rule = rules.rule_for(fqn, values.dtype, is_table)
     if isinstance(rule, NoQuantization) or values.numel() == 0:
@@ -128,10 +130,10 @@ def choose_scheme(
 
 
 class KernelWarmUps:
-    """Has the kernels of GPUs compiled when a writer and a planner are made: in a save, training would wait for it.
+    """Compiles the kernels of GPUs when a writer and a planner are made. In a save, training would wait for it.
 
-    Whichever of the two is made last knows the tables and how they will be quantized. What was compiled once, for a
-    kind of table and a scheme, stays compiled.
+    The tables and the quantization rules are known when the second of the two is made. A kernel is compiled once for
+    each kind of table and scheme.
     """
 
     def __init__(self) -> None:
@@ -139,12 +141,12 @@ class KernelWarmUps:
         self._done: set[object] = set()
 
     def writer_made(self, writer: object, rules: SchemeRules) -> None:
-        """A writer will quantize by these rules."""
+        """Compile kernels for a writer with these rules."""
         self._rules[writer] = rules
         self._warm_up(trackers.planned(), [rules])
 
     def planner_made(self, tracker: TrackedRows) -> None:
-        """A planner will have the tables of a tracker saved."""
+        """Compile kernels for a planner that saves the tables of a tracker."""
         self._warm_up([tracker], list(self._rules.values()))
 
     def _warm_up(self, tracked: Sequence[TrackedRows], rules: Sequence[SchemeRules]) -> None:
@@ -156,7 +158,7 @@ class KernelWarmUps:
                 if fused_bits(scheme) is None or key in self._done:
                     continue
                 if not num_new:
-                    logger.info("compiling kernels for the tables on GPUs, so that no save has to; Triton keeps them")
+                    logger.info("compiling kernels for the tables on GPUs, so that no save has to; Triton caches them")
                 warm_up(scheme, table.detach())
                 self._done.add(key)
                 num_new += 1
@@ -165,12 +167,12 @@ class KernelWarmUps:
 
 
 def _is_warmed_up(tensor: Tensor) -> bool:
-    """Whether rows of a table, or of its optimizer state, are quantized by a kernel that has to be compiled."""
+    """Return whether a kernel that must be compiled quantizes the rows of a table, or of its optimizer state."""
     return is_quantized_first(tensor) and tensor.dim() == 2 and tensor.numel() > 0 and tensor.stride(1) == 1
 
 
 def _kind_of(tensor: Tensor) -> tuple[object, ...]:
-    """What the kernels for two tables have in common if they are the same ones."""
+    """Return a key that is equal for two tables if they use the same kernels."""
     is_aligned = tensor.data_ptr() % _ALIGNED_BYTES == 0
     return tensor.device, tensor.dtype, tensor.shape[1], tensor.stride(0), is_aligned
 
@@ -179,14 +181,14 @@ kernel_warm_ups = KernelWarmUps()
 
 
 def sampled_rows(values: Tensor, rows: RowMask | Tensor | None) -> Tensor:
-    """Some of the rows that are to be stored, always the same ones.
+    """Return some of the rows to store, always the same ones.
 
     Args:
         values: [num_rows, ...], the shard.
-        rows: Those to be stored, as a mask or as numbers, int64 [k]; None for all.
+        rows: The rows to store, as a mask or as numbers, int64 [k]; None for all.
 
     Returns:
-        [n, num_cols], n being ``SAMPLE_ROWS`` or less.
+        [n, num_cols], where n is at most ``SAMPLE_ROWS``.
     """
     num_cols = math.prod(values.shape[1:])
     most = min(SAMPLE_ROWS, max(1, BLOCK_BYTES // max(1, num_cols * values.element_size())))
@@ -195,20 +197,20 @@ def sampled_rows(values: Tensor, rows: RowMask | Tensor | None) -> Tensor:
         numbers = rows.index_select(0, numbers[:most].to(rows.device))
     elif rows is not None:
         numbers = numbers[rows.mask[numbers.to(rows.mask.device)].cpu()]
-        if len(numbers) < SAMPLE_ROWS // 8:  # a hundredth of a percent is stored, or less
+        if len(numbers) < SAMPLE_ROWS // 8:  # at most two rows in a thousand are stored
             numbers = next(rows.blocks(SAMPLE_ROWS), numbers)
     found = values.index_select(0, numbers[:most].to(values.device))
     return found.reshape(len(found), num_cols)
 
 
 def _mask_of(rows: Sequence[SelectedRows] | None) -> RowMask | None:
-    """Which of the values are to be stored; None for all of them."""
+    """Return the mask of the rows to store; None for all of them."""
     masks = tuple(part for part in rows or () if isinstance(part, RowMask))
     return RowMask.union(masks) if masks else None
 
 
 def _spread(num_rows: int) -> Tensor:
-    """Numbers of rows, all or many of them: multiples of the golden ratio have no period that rows could share."""
+    """Return row numbers, all or many of them. Multiples of the golden ratio share no period with patterns of rows."""
     if num_rows <= SAMPLE_ROWS:
         return torch.arange(num_rows, device="cpu")
     return (
@@ -217,7 +219,7 @@ def _spread(num_rows: int) -> Tensor:
 
 
 def write_all_rows(packs: PackWriter, sources: Sequence[EncodingInput]) -> tuple[RowSet, Sequence[EncodedShard]]:
-    """Encode every row of a shard, for every source at once: all have as many rows."""
+    """Encode every row of a shard, for all sources together; all sources have the same number of rows."""
     block_rows = _block_rows(sources, packs.block_bytes)
     num_rows = len(sources[0].rows) if sources[0].values.numel() else 0
     blocks = [
@@ -230,7 +232,7 @@ def write_all_rows(packs: PackWriter, sources: Sequence[EncodingInput]) -> tuple
 def write_rows(
     packs: PackWriter, sources: Sequence[EncodingInput], rows: SelectedRows, heat: int = 0
 ) -> tuple[EncodedRowSet, Sequence[EncodedShard]]:
-    """Encode some rows, for every source at once, into packs of this heat."""
+    """Encode some rows, for all sources together, into data files of this heat."""
     block_rows = _block_rows(sources, packs.block_bytes)
     place = rows.first if isinstance(rows, RowList) else None
     blocks: list[WrittenBlock] = []
@@ -240,12 +242,12 @@ def write_rows(
     return join_blocks(blocks, len(sources))
 
 
-Codes = tuple[tuple[int, int], ...]  # of a block of rows: of each source, the number of its blob and how many are exact
+Codes = tuple[tuple[int, int], ...]  # of one block, for each source: its blob's number, and its number of exact rows
 
 
 @dataclass(frozen=True)
 class WrittenBlock:
-    """A coded block of row numbers, and what the rows became."""
+    """An encoded block of row numbers, and the encoded rows."""
 
     rows: UnplacedRowBlock
     codes: Codes
@@ -254,7 +256,17 @@ class WrittenBlock:
 def write_block(
     packs: PackWriter, sources: Sequence[EncodingInput], number: int, rows: Tensor, place: int | None, heat: int
 ) -> WrittenBlock:
-    """Encode one block of rows, which lie at their own numbers, or where they were copied to."""
+    """Encode one block of rows.
+
+    Args:
+        packs: Writes data files.
+        sources: The items.
+        number: Number of the block.
+        rows: Row numbers, int64 [n].
+        place: Index in the sources' values of the first row, if the rows were copied there; None to index by row
+            number.
+        heat: Heat of the rows.
+    """
     coded = encode_row_numbers(rows.cpu().numpy())
     data = np.frombuffer(coded.data, dtype=np.uint8)
     blob = packs.add(f"{sources[0].name}/rows/{number}", "uint8", data.shape, data, heat)
@@ -263,7 +275,7 @@ def write_block(
 
 
 def join_blocks(blocks: Sequence[WrittenBlock], num_sources: int) -> tuple[EncodedRowSet, Sequence[EncodedShard]]:
-    """Blocks of rows that follow one another, as the rows and shards that they make up."""
+    """Combine consecutive blocks of rows into one row set and one shard per source."""
     shards = _encoded([block.codes for block in blocks], num_sources)
     return EncodedRowSet(tuple(block.rows for block in blocks)), shards
 
@@ -279,7 +291,7 @@ def _block_rows(sources: Sequence[EncodingInput], block_bytes: int) -> int:
 
 
 def _write(packs: PackWriter, sources: Sequence[EncodingInput], number: int, rows: Tensor | range, heat: int) -> Codes:
-    """A blob of each source: the rows of these numbers, int64 [n], or those that follow one another."""
+    """Write a blob for each source: the rows with these numbers, int64 [n] or a range."""
     codes = []
     for source in sources:
         if source.is_quantized:
@@ -287,7 +299,7 @@ def _write(packs: PackWriter, sources: Sequence[EncodingInput], number: int, row
             codes.append(_write_codes(packs, source, number, numbers.to(source.device), heat))
             continue
         if isinstance(rows, range):
-            # Whole blocks on the host stay views of the live tensor: nothing trains before the save returns.
+            # On the host, this is a view of the live tensor: training does not continue before the save returns.
             values = source.rows[rows.start : rows.stop]
         else:
             values = source.rows.index_select(0, rows.to(source.values.device))
@@ -296,7 +308,7 @@ def _write(packs: PackWriter, sources: Sequence[EncodingInput], number: int, row
 
 
 def _write_codes(packs: PackWriter, source: EncodingInput, number: int, rows: Tensor, heat: int) -> tuple[int, int]:
-    """One blob: the codes of rows, then the rows that they cannot represent, and how many these are."""
+    """Write one blob: the codes of rows, then the exact rows. Return its number and the number of exact rows."""
     encoded, exact_values = _encode(source, rows) if source.codes is None else source.codes.encoded(rows)
     data = _bytes(encoded.codes)
     if len(encoded.exact) == 0:
@@ -308,7 +320,7 @@ def _write_codes(packs: PackWriter, source: EncodingInput, number: int, rows: Te
 def _add(
     packs: PackWriter, source: EncodingInput, number: int, data: Bytes, dtype: str, shape: tuple[int, ...], heat: int
 ) -> int:
-    """A blob of rows, none of them exact: split, if that makes it smaller."""
+    """Write a blob of rows without exact ones; byte-split it if that makes it smaller."""
     tail_bytes = source.scheme.tail_bytes(math.prod(source.rows.shape[1:]), DTYPES[source.dtype])
     divided = split(data.reshape(shape[0], -1), tail_bytes) if tail_bytes else None
     if divided is not None:
@@ -317,7 +329,7 @@ def _add(
 
 
 def _encode(source: EncodingInput, rows: Tensor) -> tuple[Encoded, Tensor]:
-    """Rows as their scheme encodes them, and the values of those among them that it cannot represent."""
+    """Return rows as the scheme encodes them, and the values of the rows that it cannot represent."""
     table = source.table()
     if table is None:
         table = source.rows.index_select(0, rows).reshape(len(rows), -1)
@@ -327,7 +339,7 @@ def _encode(source: EncodingInput, rows: Tensor) -> tuple[Encoded, Tensor]:
 
 
 def _bytes(tensor: Tensor) -> Bytes:
-    """A tensor's elements, in order, as little-endian bytes in host memory."""
+    """Return a tensor's elements, in order, as little-endian bytes in host memory."""
     flat = tensor.cpu().contiguous().resolve_neg().reshape(-1)
     array: Bytes = flat.view(torch.uint8).numpy()
     return array

@@ -1,4 +1,4 @@
-"""The planner's part of one save on one rank: its cut, its plan, and the coordinator's decision."""
+"""The planner's part of one save on one rank: its snapshot, its plan, and the coordinator's decision."""
 
 import io
 from dataclasses import dataclass, replace
@@ -43,18 +43,18 @@ from torchrec_cnr.sharding import ShardKey, is_replicated, shard_key
 from torchrec_cnr.tracking.modified_rows import SelectedRows
 from torchrec_cnr.tracking.tracked_tables import Pending
 
-_Rows = tuple[tuple[SelectedRows, ...] | None, Captured | None]  # those to store, None for all, and what was captured
+_Rows = tuple[tuple[SelectedRows, ...] | None, Captured | None]  # the rows to store (None for all), and their capture
 _SINCES = (Since.HEAD, Since.BASELINE)
 
 
 @dataclass(frozen=True, eq=False)
 class PlannerOptions:
-    """What a planner was made with.
+    """The arguments of a planner.
 
     Attributes:
-        policy: Decides what each delta holds.
-        cuts: Of its tracker's tables; None without a tracker, and in another process than the tracker's.
-        tracker_id: Tells whose tables its saves are of; 0 without a tracker.
+        policy: Decides what each delta contains.
+        cuts: Snapshots of the tracker's tables; None without a tracker, and in processes that do not have the tracker.
+        tracker_id: Identifies the tracker; 0 without one.
     """
 
     policy: Policy
@@ -68,19 +68,19 @@ class PlannerOptions:
 
 
 class PlannedSave(DefaultSavePlanner):
-    """One save.
+    """The planner's part of one save.
 
     Args:
-        options: Of the planner.
-        meta: From the writer; None with another than ours.
-        state_dict: What is saved; or what was staged of it.
+        options: The planner's arguments.
+        meta: What the writer sent; None if the writer is not a ``CNRStorageWriter``.
+        state_dict: The state dict, or what was staged of it.
         is_coordinator: Whether this rank decides.
 
     Raises:
-        ConfigurationError: The writer is another than ours, or what is saved is not what the tracker knows.
-        SaveError: The save before does not end.
+        ConfigurationError: The writer is not a ``CNRStorageWriter``, or the state dict lacks tracked tables.
+        SaveError: The previous save does not end.
         StoreError: The store does not answer.
-        Exception: What staging has failed with.
+        Exception: The error with which staging failed.
     """
 
     def __init__(
@@ -117,8 +117,8 @@ class PlannedSave(DefaultSavePlanner):
         if staged is not None and staged.cut is not None:
             if staged.tracker_id != options.tracker_id or staged.cut.policy != options.policy:
                 raise ConfigurationError(
-                    "what was staged is not for this planner: pass dcp.async_save the one that was made last with the "
-                    "tracker of these tables"
+                    "the rows were staged for another planner: pass dcp.async_save the planner that was made last with "
+                    "the tracker of these tables"
                 )
             return staged.cut
         if options.cuts is None:
@@ -127,7 +127,7 @@ class PlannedSave(DefaultSavePlanner):
         return options.cuts.cut(self.state_dict, running, options.policy, self._destination, timeout_secs)
 
     def create_local_plan(self) -> SavePlan:
-        """DCP's own plan of full boxes, and this rank's head."""
+        """Return DCP's own plan of full shard regions, with this rank's report to the coordinator."""
         plan = super().create_local_plan()
         items = self.cut.items
         data = RankData(
@@ -167,14 +167,17 @@ class PlannedSave(DefaultSavePlanner):
         return dist.is_initialized() and dist.get_world_size() > 1 and is_one_of_many
 
     def _after_ns(self) -> int:
-        """What the commit must be later than, by whatever clock, for the checkpoint to be the newest of its root."""
+        """Return the time that the commit must be later than, so that the checkpoint is the newest of its root.
+
+        Clocks of machines differ, so the time of the commit alone would not ensure it.
+        """
         if self.cut.head is not None:
             return self.cut.head.created_ns
         return newest_ns(self._meta.store.at("..")) if self._meta is not None and self._options.is_tracked else 0
 
     @paused_gc()
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Decide for all ranks."""
+        """Decide for all ranks whether the checkpoint is a baseline or a delta, and of which parent."""
         data = self._data_of(all_plans)
         ranks_of = ranks_of_shards(all_plans)
         refuse_unsharded_state(ranks_of, data)
@@ -198,7 +201,7 @@ class PlannedSave(DefaultSavePlanner):
             whole = frozenset(key for key in ranks_of if key[0] in new).union(
                 *(rank.whole for rank in data), *(rank.replaced[base.since] for rank in data)
             )
-            # Only one of the ranks that hold one and the same shard stores it: the modified rows must be the same.
+            # Only one of a shard's replicas stores it. If they did not modify the same rows, it must store all rows.
             whole |= {
                 key
                 for key, ranks in ranks_of.items()
@@ -211,21 +214,21 @@ class PlannedSave(DefaultSavePlanner):
         return [replace(plan, planner_data=decision) for plan in plans], metadata
 
     def _data_of(self, plans: list[SavePlan]) -> list[RankData]:
-        """What the ranks tell; all of them have such a planner if this one has."""
+        """Return the reports of all ranks. If this rank has a ``CNRSavePlanner``, all of them do."""
         carried: list[Any] = [plan.storage_data for plan in plans]
         if self._meta is not None:
             carried = [plan.data for plan in rank_plans(plans)]
         return carried
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Take the coordinator's decision."""
+        """Receive the coordinator's decision, and announce the save: from now on it is pending."""
         self._decision = new_plan.planner_data
         if self._decision is not None and self._meta is not None:
             self.cut.pending.announce(self._meta.store.url, self._decision.save_id)
         return super().finish_plan(new_plan)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO | ShardData:  # type: ignore[override]
-        """The data of one item; tracked shards come with the rows to store of them."""
+        """Return the data of one item; for a tracked shard, also which of its rows to store."""
         key = shard_key(write_item)
         item = self.cut.items.get(key)
         if item is None:

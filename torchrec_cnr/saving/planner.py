@@ -1,18 +1,18 @@
-"""The save planner: WHAT a checkpoint holds. Which rows, and on top of which parent.
+"""The save planner: decides WHAT a checkpoint contains, which rows, and on which parent they are based.
 
-Who calls what, on which rank, in one ``dcp.save``:
+The calls of one ``dcp.save``, in order, and the ranks on which DCP makes them:
 
-    1. set_up_planner      all ranks    wait for the save before, settle its fate, then cut: freeze all marks (of an
-                                        asynchronous save, the writer has done all this when it staged the rows)
-    2. create_local_plan   all ranks    DCP's plan, plus the checkpoint that this rank's marks relate to
-    3. create_global_plan  coordinator  decide: baseline or delta, of which parent; tell every rank
-    4. finish_plan         all ranks    take the decision; from here on the save is pending
-    5. resolve_data        all ranks    a tracked shard resolves to its values and the mask of rows to store
+    1. set_up_planner      all ranks    wait for the previous save, learn its outcome, then freeze the modified rows (in
+                                        an asynchronous save, the writer has done all this when it staged the rows)
+    2. create_local_plan   all ranks    DCP's plan, plus the checkpoint that this rank's modified rows relate to
+    3. create_global_plan  coordinator  decide: baseline or delta, and of which parent; send the decision to every rank
+    4. finish_plan         all ranks    receive the decision; from now on the save is pending
+    5. resolve_data        all ranks    return the values of a tracked shard and the mask of rows to store
 
-No collective tells the ranks how a save ended, and none is needed: at the next cut each looks whether the manifest of
-its pending save is in the store. A save that failed before step 4 has no manifest anyway.
+No collective reports to the ranks how a save ended, and none is needed. When the next save begins, each rank checks
+whether the store contains the manifest of its pending save. A save that failed before step 4 has no manifest.
 
-All calls of one save come from one thread. What they share is in that save's ``PlannedSave``.
+All calls of one save come from one thread. They share the ``PlannedSave`` of that save.
 """
 
 import io
@@ -34,15 +34,16 @@ from torchrec_cnr.tracking.tracked_tables import TrackedRows, check_tracker
 
 
 class CNRSavePlanner(SavePlanner):
-    """Plans baselines and deltas; to be used with ``CNRStorageWriter``.
+    """Save planner that plans baselines and deltas. Use it with ``CNRStorageWriter``.
 
     Args:
-        tracker: Knows the modified rows. Without one, each save is a baseline.
-        policy: Decides what each delta holds.
+        tracker: Tracker of the modified rows. Without one, each save is a baseline.
+        policy: Decides whether a save is a baseline or a delta, and which rows a delta contains. The default is
+            ``Intermittent()`` with a tracker, and ``Full()`` without.
 
     Raises:
-        ConfigurationError: While saving, if the writer is not a ``CNRStorageWriter``, or a tracked table is not in the
-            state dict with its own memory (it is missing, or was copied by a foreign stager).
+        ConfigurationError: While saving, if the writer is not a ``CNRStorageWriter``. Also if the state dict does not
+            contain the storage of a tracked table: the table is missing, or another stager copied it.
         UntrackedRowsError: While saving, if the tracker verifies that all modified rows are marked, and some are not.
     """
 
@@ -64,7 +65,7 @@ class CNRSavePlanner(SavePlanner):
         return f"CNRSavePlanner({tracker}, policy={options.policy!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """In another process it knows what was staged, but not the tracker."""
+        """Pickle the planner without its tracker. In another process, the copy can still save what was staged here."""
         return _received, (self._options.policy, self._options.tracker_id)
 
     def set_up_planner(
@@ -73,17 +74,16 @@ class CNRSavePlanner(SavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Settle the save before, and cut; or take the cut that was made when rows were staged."""
+        """Learn the outcome of the previous save and take a snapshot, or use the one that was taken at staging."""
         self._threads.save = None
         meta = storage_meta if isinstance(storage_meta, CNRStorageMeta) else None
-        with torch.inference_mode(False):  # tensors that are made in it cannot be changed outside of it
+        with torch.inference_mode(False):  # a tensor made in inference mode could not be changed outside of it
             self._threads.save = PlannedSave(self._options, meta, state_dict, is_coordinator)
 
     def resolve_last_save(self) -> None:
-        """Learn from the store how the last save ended: commit its rows, or mark them again.
+        """Read from the store how the last save ended, and commit its rows or mark them again.
 
-        Every save begins with this; call it yourself to have ``tracker.head`` up to date. Waits for an asynchronous
-        save.
+        Every save begins with this. Call it yourself to update ``tracker.head``. It waits for an asynchronous save.
 
         Raises:
             SaveError: An asynchronous save does not end.
@@ -94,36 +94,36 @@ class CNRSavePlanner(SavePlanner):
                 self._options.cuts.resolve_last_save()
 
     def create_local_plan(self) -> SavePlan:
-        """DCP's own plan of full boxes, and what this rank tells the coordinator."""
+        """Return DCP's own plan of full shard regions, with what this rank reports to the coordinator."""
         return self._save.create_local_plan()
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Decide for all ranks."""
+        """Decide for all ranks whether the checkpoint is a baseline or a delta, and of which parent."""
         return self._save.create_global_plan(all_plans)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Take the coordinator's decision."""
+        """Receive the coordinator's decision."""
         return self._save.finish_plan(new_plan)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO | ShardData:  # type: ignore[override]
-        """The data of one item; tracked shards come with the rows to store of them."""
+        """Return the data of one item; for a tracked shard, also which of its rows to store."""
         with torch.inference_mode(False):
             return self._save.resolve_data(write_item)
 
     def end_save(self) -> None:
-        """Drop what was saved in this thread. The writer calls this once it has all data; DCP does not tell."""
+        """Release what this thread has saved. The writer calls this when it has all data, because DCP does not."""
         self._threads.save = None
 
     @property
     def _save(self) -> PlannedSave:
         save: PlannedSave | None = getattr(self._threads, "save", None)
         if save is None:
-            raise SaveError("no save was begun in this thread: call set_up_planner first, as DCP does")
+            raise SaveError("no save has begun in this thread: call set_up_planner first, as DCP does")
         return save
 
 
 def _received(policy: Policy, tracker_id: int) -> CNRSavePlanner:
-    """A planner as it arrives in another process."""
+    """Return the planner that another process receives."""
     planner = CNRSavePlanner(policy=policy)
     planner._options = PlannerOptions(policy, None, tracker_id)
     return planner

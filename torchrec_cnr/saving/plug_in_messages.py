@@ -1,7 +1,7 @@
-"""What planner and writer hand to one another through DCP.
+"""The objects that planner and writer send each other through DCP.
 
-DCP passes its own objects between the plug-ins, which do not know one another. These are those objects, with what we
-need beside them; all of them survive pickling, because plans and results travel between ranks.
+DCP passes its own objects between the plug-ins, which do not know each other. The classes here extend those objects by
+what this package needs. All of them can be pickled, because plans and results travel between ranks.
 """
 
 import pickle
@@ -33,23 +33,24 @@ from torchrec_cnr.storage.leases import Lease
 from torchrec_cnr.storage.store import Store
 from torchrec_cnr.tracking.modified_rows import RowList, SelectedRows
 
-STAGED = "torchrec_cnr.staged"  # the entry of a staged state dict that holds the ``StagedSave``
+STAGED = "torchrec_cnr.staged"  # key of the ``StagedSave`` in a staged state dict
 
 
 @dataclass(eq=False)
 class StagedSave:
-    """What an asynchronous save carries from the moment of its cut to the thread or process that saves.
+    """What an asynchronous save carries from its snapshot to the thread or process that saves.
 
-    It lies in the staged state dict, as an entry that no checkpoint holds.
+    It is an entry of the staged state dict, and no checkpoint stores it.
 
     Attributes:
-        running: Tells when the save has ended.
-        cut: What is saved of tracked tables; None if the state dict has none.
-        tracker_id: Tells whose tables these are.
+        running: Reports when the save has ended.
+        cut: The snapshot of tracked tables; None if the state dict has none.
+        tracker_id: Identifies the tracker of these tables.
         phases: What the copy took.
-        live: Shards that were not copied, for want of room: they are written first, and training waits for that.
-        released: Set once they are written.
-        failure: What staging failed with. It is raised when ranks plan, so that all of them learn of it.
+        live: Shards that were not copied, because they exceed ``staging_bytes``. They are written first, and training
+            waits for that.
+        released: Event that is set when they are written.
+        failure: The error with which staging failed. It is raised during planning, so that all ranks receive it.
     """
 
     running: RunningSave
@@ -61,10 +62,12 @@ class StagedSave:
     failure: Exception | None = None
 
     def __create_write_items__(self, fqn: str, value: object) -> list[WriteItem]:
-        """DCP's protocol for what is no tensor; every planner calls it when the save has begun. Nothing is stored.
+        """Return no items: nothing is stored. Part of DCP's protocol for values that are not tensors.
+
+        Every planner calls it when the save has begun.
 
         Raises:
-            Exception: What staging has failed with.
+            Exception: The error with which staging failed.
         """
         writing = WriterSave.of_thread()
         if writing is not None:
@@ -73,27 +76,27 @@ class StagedSave:
         return []
 
     def raise_failure(self) -> None:
-        """Raise what staging has failed with, if it has.
+        """Raise the error with which staging failed, if it did.
 
         Raises:
-            Exception: That.
+            Exception: That error.
         """
         failure = self.failure
         if failure is not None:
-            self.failure = SaveError(f"staging has failed before: {failure}")  # the traceback of the other leads here
+            self.failure = SaveError(f"staging has failed before: {failure}")  # no cycle through the error's traceback
             try:
                 raise failure
             finally:
                 del failure
 
     def wait_for_live(self) -> None:
-        """Wait until all that was not copied is written, or the save has failed."""
+        """Wait until all shards that were not copied are written, or the save has failed."""
         if self.live:
             while not (self.released.wait(0.01) or self.running.has_ended):
                 pass
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """To another process. What this rank alone can see travels there as a failure, to be raised on all ranks.
+        """Pickle the save for another process, with any error that only this rank has seen, to be raised on all ranks.
 
         Raises:
             SaveError: That process has ended.
@@ -106,13 +109,13 @@ class StagedSave:
         process = getattr(dcp_process._CHECKPOINT_PROCESS, "_save_process", None)
         if process is not None and not process.is_alive():
             raise SaveError(
-                f"the process that DCP saves in has ended (exit code {process.exitcode}), and DCP does not start "
-                "another: restart the job, or let a thread save (AsyncCheckpointerType.THREAD)"
+                f"the process in which DCP saves has ended (exit code {process.exitcode}), and DCP does not start "
+                "another one: restart the job, or save in a thread (AsyncCheckpointerType.THREAD)"
             )
         if self.live:
             failure = ConfigurationError(
-                "rows of the largest tables exceed the writer's 'staging_bytes' and were not staged, so that no other "
-                "process can save them: raise 'staging_bytes', or let a thread save (AsyncCheckpointerType.THREAD)"
+                "rows of the largest tables exceed the writer's 'staging_bytes' and were not staged, so another "
+                "process cannot save them: raise 'staging_bytes', or save in a thread (AsyncCheckpointerType.THREAD)"
             )
         if failure is not None:
             return _received, (None, 0, SavePhases(), _sendable(failure), _group_timeout_secs(), own_fences())
@@ -120,7 +123,7 @@ class StagedSave:
 
 
 def _group_timeout_secs() -> float | None:
-    """Of the default process group, for collectives of the host; None if that cannot be told."""
+    """Return the timeout of the default process group for collectives on the host; None if it is not known."""
     if not dist.is_initialized():
         return None
     options = getattr(_get_default_group()._get_backend(torch.device("cpu")), "options", None)
@@ -129,10 +132,10 @@ def _group_timeout_secs() -> float | None:
 
 
 def _sendable(failure: Exception) -> Exception:
-    """An error as another process can receive it."""
+    """Return the error, or one with the same message that another process can receive."""
     try:
         pickle.loads(pickle.dumps(failure))
-    except Exception:  # noqa: BLE001 - whatever an exception of somebody else's does when it is pickled
+    except Exception:  # noqa: BLE001 - pickling an exception of another library can raise any error
         return SaveError(f"{type(failure).__name__}: {failure}")
     return failure
 
@@ -145,7 +148,10 @@ def _received(
     group_timeout_secs: float | None,
     fences: JobFences,
 ) -> StagedSave:
-    """In another process. DCP makes its process group with a timeout of half an hour, whatever that of the job is."""
+    """Return the save in another process, and give DCP's process group there the job's timeout.
+
+    DCP always makes that group with a timeout of half an hour.
+    """
     own_fences().adopt(fences)
     if group_timeout_secs is not None and dist.is_initialized():
         _set_pg_timeout(timedelta(seconds=group_timeout_secs))
@@ -158,16 +164,16 @@ class WriterSave:
 
     Attributes:
         store: The checkpoint.
-        save_id: Of this save, as this rank would call it; the coordinator's counts.
-        began: By the monotonic clock.
-        timeout_secs: How long to wait for the saves before.
-        running: Tells when the save has ended; None until it has begun.
-        staged: What was staged; None if the state dict is live.
-        rank: This one.
-        is_coordinator: Whether it commits.
-        lease: Keeps the files of the checkpoint from being pruned, on the coordinator.
-        fence: Of the job, if the checkpoint has a lineage, on the coordinator.
-        open_sink: Opens what the rows are written to.
+        save_id: Id of this save, as this rank has drawn it; the coordinator's counts.
+        began: Time at which the save began, by the monotonic clock.
+        timeout_secs: Seconds to wait for previous saves.
+        running: Reports when the save has ended; None until it has begun.
+        staged: The staged save; None if the state dict is live.
+        rank: This process's rank.
+        is_coordinator: Whether this rank commits.
+        lease: On the coordinator, protects the files of the checkpoint from pruning.
+        fence: On the coordinator, the fence of the job, if the planner has a tracker.
+        open_sink: Opens the sink for the rows.
     """
 
     store: Store
@@ -184,25 +190,25 @@ class WriterSave:
 
     @classmethod
     def of_thread(cls) -> "WriterSave | None":
-        """The one that runs in this thread."""
+        """Return the save that runs in this thread."""
         return getattr(_threads, "save", None)
 
     def run_in_thread(self) -> None:
-        """From now on it is the one that runs in this thread."""
+        """Make this the save that runs in this thread."""
         _threads.save = self
 
     def take(self, staged: StagedSave) -> None:
-        """The save is one that was staged: it begins here, in the thread or process that DCP saves in.
+        """Begin a staged save here, in the thread or process in which DCP saves.
 
         Raises:
-            SaveError: Other saves have begun because this one did not in time.
+            SaveError: Other saves have begun because this one did not begin in time.
         """
         if self.staged is None:
             staged.running.begin()
             self.running, self.staged = staged.running, staged
 
     def begin(self) -> RunningSave:
-        """Wait for the saves before, unless that was done when the save was staged.
+        """Wait for previous saves, unless staging has done that.
 
         Raises:
             SaveError: They do not end in time.
@@ -213,7 +219,7 @@ class WriterSave:
         return self.running
 
     def end_lease(self) -> None:
-        """At the end of a save that has committed nothing: what it has left may be pruned."""
+        """End the lease of a save that has committed nothing, so that its files can be pruned."""
         if self.lease is not None:
             self.lease.lapse()
             self.lease = None
@@ -224,7 +230,7 @@ _threads = threading.local()
 
 @dataclass(kw_only=True)
 class CNRStorageMeta(StorageMeta):
-    """What the writer tells the planner: where this save goes, and its rows. ``save_id`` is set."""
+    """What the writer sends the planner: the destinations of this save and of its rows. ``save_id`` is set."""
 
     writing: WriterSave
     destination: RowDestination
@@ -237,12 +243,12 @@ class CNRStorageMeta(StorageMeta):
 
 @dataclass(frozen=True)
 class CommittedSize:
-    """What a save has committed.
+    """The size of what a save has committed.
 
     Attributes:
         kind: ``baseline`` or ``delta``.
-        num_bytes: Of its packs, in files and in a log, and of its manifest.
-        num_rows: Rows of tables stored.
+        num_bytes: Bytes of its data files, in the store and in a Kafka topic, and of its manifest.
+        num_rows: Number of stored rows of tables.
     """
 
     kind: str
@@ -254,7 +260,8 @@ class CommittedSize:
 class SaveMetadata(Metadata):
     """The planner's metadata, with its decision for ``StorageWriter.finish``.
 
-    All ranks get it from ``dcp.save``, and from the future of ``dcp.async_save``, with what the save took on each rank.
+    ``dcp.save`` returns it on all ranks, and the future of ``dcp.async_save`` does, with what the save took on each
+    rank.
     """
 
     decision: Decision | None = None
@@ -264,12 +271,12 @@ class SaveMetadata(Metadata):
 
 @dataclass(frozen=True, eq=False)
 class StagedTensor:
-    """What stands for a tensor of any kind in a state dict that was staged.
+    """Replacement for a tensor of any kind in a staged state dict.
 
     Attributes:
-        write_items: What DCP's plan says of it.
-        is_replicated: Whether several ranks may hold one and the same shard of it.
-        shards: Its local shards, by their offsets; those that a cut's items hold are not among them.
+        write_items: The tensor's items in DCP's plan.
+        is_replicated: Whether several ranks may have the same shard of it.
+        shards: Its local shards, by their offsets, without those of the snapshot's items.
     """
 
     write_items: tuple[WriteItem, ...]
@@ -277,31 +284,30 @@ class StagedTensor:
     shards: Mapping[tuple[int, ...], StagedValue]
 
     def __create_write_items__(self, fqn: str, value: object) -> list[WriteItem]:
-        """DCP's protocol for what is no tensor."""
+        """Return the tensor's items. Part of DCP's protocol for values that are not tensors."""
         return list(self.write_items)
 
     def tensor(self, offsets: tuple[int, ...]) -> Tensor:
-        """A shard."""
+        """Return the shard at these offsets."""
         shard = self.shards[offsets]
         return shard if isinstance(shard, Tensor) else shard.tensor()
 
 
 @dataclass(frozen=True, eq=False)
 class ShardData:
-    """What the planner resolves a tracked shard to: its values, and which of them are to be stored.
+    """The data that the planner returns for a tracked shard: its values, and which of them to store.
 
     Attributes:
-        values: [num_rows, ...], the whole shard, shared with the model; or, where ``rows`` are lists, copies of these.
-            Where there are codes, none: on the meta device.
-        rows: The rows to store, by their heat, or None for all. Items with one and the same object share their row
-            numbers.
-        group: A number that a table's shard and the optimizer state of its rows have in common, if it is tracked.
-        codes: What the values were encoded as, if that is all that was staged.
-        captured: What the sink must know besides.
-        is_table: Whether it is a table, rather than its optimizer state.
+        values: [num_rows, ...], the whole shard, shared with the model; copies of the rows to store, where ``rows`` are
+            lists; on the meta device, without values, where there are codes.
+        rows: The rows to store, by their heat, or None for all. Items with the same object share their row numbers.
+        group: Number that a table's shard and its optimizer state share, if the shard is tracked.
+        codes: The codes of the values, if only codes were staged.
+        captured: What else the sink must know.
+        is_table: Whether the shard is of a table, rather than of optimizer state.
         table: For row-wise optimizer state, the FQN of its table.
-        table_box: And the box of the table's shard.
-        num_restores: Restores from a checkpoint that the state has been through.
+        table_box: For row-wise optimizer state, the region of the table's shard.
+        num_restores: Number of restores from a checkpoint in the history of the state.
     """
 
     values: Tensor

@@ -1,4 +1,4 @@
-"""One rank's part of a save: every item of its plan is encoded into packs, and recorded for the coordinator."""
+"""One rank's part of a save: encode every item of its plan into data files, and record it for the coordinator."""
 
 import logging
 import time
@@ -28,23 +28,23 @@ from torchrec_cnr.sharding import dtype_name, wait_for_devices
 
 logger = logging.getLogger(__name__)
 
-TABLE_PATTERNS = ("*embedding_bags.*.weight", "*embeddings.*.weight")  # TorchRec's names, where no tracker tells
+TABLE_PATTERNS = ("*embedding_bags.*.weight", "*embeddings.*.weight")  # TorchRec's names, for saves without a tracker
 
 
 def is_table_name(fqn: str) -> bool:
-    """Whether TorchRec names tables so."""
+    """Return whether TorchRec gives such names to tables."""
     return any(fnmatchcase(fqn, pattern) for pattern in TABLE_PATTERNS)
 
 
 class RankWriter:
-    """Writes the items of one rank's plan and keeps the records for the coordinator.
+    """Writer of the items of one rank's plan; it keeps the records for the coordinator.
 
     Args:
-        sink: Where to.
-        planner: Has the data.
-        rules: How to quantize.
-        warned: FQNs that were warned of before, added to.
-        count: Counts items that were written.
+        sink: Destination of the rows.
+        planner: Returns the data of each item.
+        rules: The quantization rules.
+        warned: FQNs that the user was warned of before; new ones are added.
+        count: Counts the items that are written.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class RankWriter:
         self._planner = planner
         self._rules = rules
         self._objects: list[WriteItem] = []
-        self._shards: list[tuple[WriteItem, ShardRecord]] = []  # without any blob
+        self._shards: list[tuple[WriteItem, ShardRecord]] = []  # each without its blobs
 
     def write(self, items: Sequence[WriteItem]) -> None:
-        """Encode items, and write packs that are full."""
+        """Encode items, and write data files that are full."""
         together: dict[object, list[tuple[WriteItem, ShardData]]] = {}
         for item in items:
             if item.type is WriteItemType.BYTE_IO:
@@ -74,7 +74,7 @@ class RankWriter:
                 continue
             data = self._resolve(item)
             if data.group is None or data.values.numel() == 0:
-                self._write_together([(item, data)])  # at once: its values may be needed by nobody else
+                self._write_together([(item, data)])  # at once, so that values made for this save are freed
                 self._count.add(1)
             else:
                 together.setdefault((data.group, id(data.rows)), []).append((item, data))
@@ -83,7 +83,7 @@ class RankWriter:
             self._count.add(len(members))
 
     def _write_together(self, members: Sequence[tuple[WriteItem, ShardData]]) -> None:
-        """Items whose rows are stored together."""
+        """Write items whose rows are stored together."""
         tensors, sources = [], []
         for item, data in members:
             source, (size, box) = self._source(item, data), _place(item, data)
@@ -101,7 +101,7 @@ class RankWriter:
         values = data.detach()
         is_matrix = values.dim() == 2 and values.layout is torch.strided
         if is_matrix and (values.stride(1) != 1 or values.stride(0) < values.shape[1]):
-            values = values.contiguous()  # kernels read rows whose elements lie side by side, each in its own memory
+            values = values.contiguous()  # kernels need rows that are contiguous and do not overlap
         return ShardData(values, rows=None, is_table=is_table_name(item.index.fqn) and data.dim() == 2)
 
     def _source(self, item: WriteItem, data: ShardData) -> EncodingInput:
@@ -124,7 +124,10 @@ class RankWriter:
         self._objects.append(item)
 
     def finish(self, phases: SavePhases) -> list[WriteResult]:
-        """Returns once everything is in the store; adds what that took to what the save took before."""
+        """Wait until everything is in the store, and return the records.
+
+        The record of this rank contains ``phases``, completed by what the writing took.
+        """
         written = self._sink.finish()
         phases = replace(
             phases,
@@ -144,11 +147,11 @@ class RankWriter:
         return results
 
     def _tell_of_exact_rows(self, fqn: str, num_exact: int) -> None:
-        """Warn at the first save in which a tensor has them."""
+        """Warn at the first save in which a tensor has exact rows."""
         logger.log(
             logging.INFO if fqn in self._warned else logging.WARNING,
-            "tensor %r: %d rows are stored exactly, because codes cannot hold them (NaN, infinity, values that fp16 "
-            "does not hold or tell apart); the manifest counts them, and later saves tell only at level INFO",
+            "tensor %r: %d rows are stored exactly, because codes cannot represent them (NaN, infinity, values that "
+            "fp16 cannot represent or distinguish); the manifest counts them, and later saves log this at level INFO",
             fqn,
             num_exact,
         )
@@ -156,12 +159,12 @@ class RankWriter:
 
 
 def _place(item: WriteItem, data: ShardData) -> tuple[tuple[int, ...], Box]:
-    """Size of the item's tensor, and its box, which must be that of the data."""
+    """Return the size of the item's tensor, and the item's region, which must match the data."""
     if item.tensor_data is None:
         raise SaveError(f"item {item.index.fqn!r} has no tensor data in the plan")
     chunk = item.tensor_data.chunk
     box, shape = Box(tuple(chunk.offsets), tuple(chunk.sizes)), tuple(data.values.shape)
-    first = 1 if data.has_rows_only else 0  # then the box says how many rows there are
+    first = 1 if data.has_rows_only else 0  # the data then has fewer rows than the region
     if box.sizes[first:] != shape[first:]:
         raise SaveError(f"item {item.index.fqn!r}: planned {box.sizes}, the data is {shape}")
     return tuple(item.tensor_data.size), box

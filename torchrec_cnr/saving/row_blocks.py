@@ -1,17 +1,20 @@
-"""Row blocks: what a log keeps that keeps the newest record of each key only.
+"""Row blocks: the content of a Kafka topic that keeps only the newest record of each key.
 
-A row block is a range of rows of a table's shard, always the same. A save writes each block that was touched since the
-head as one pack, with all of its rows that were modified since the baseline, and takes the others over from the head's
-manifest. So a block's newest pack stands for all of its older ones, and a log may forget these.
+A row block is a fixed range of rows of a table's shard. A save writes each block that was touched since the latest
+checkpoint as one data file. The file has all rows of the block that were modified since the baseline. The save takes
+the other blocks from the manifest of the latest checkpoint. So the newest data file of a block replaces all older ones,
+and the topic may drop these.
 
-It may do so as soon as there is a newer record of the same key, also if the save that wrote that one never commits. So
-a block's keys have a slot: a save writes to the first one that no checkpoint uses which may be loaded still, that is,
-the head and the newest that was committed. There are two slots therefore, but after a load of what is not the newest.
-What a block's keys are, and which of its packs is kept, follows from committed manifests alone: whatever a failed save
-has left is overwritten by a later one, and never relied on.
+The topic may do so as soon as it has a newer record of the same key. The save that wrote the newer record may never
+commit. A block's keys have a slot for this reason. A save writes to the first slot that is not used by a checkpoint
+that may still be loaded. Those are the latest checkpoint and the newest committed one. There are two slots, therefore,
+or three after a load of a checkpoint that is not the newest.
 
-Keys begin with the job and the rank that write them. Ranks have transactional ids of their own, so that of two writers
-of one key the later one has shut the earlier one out.
+The keys of a block, and which of its data files is kept, follow from committed manifests alone. A later save overwrites
+what a failed save has left, and no save relies on it.
+
+Keys begin with the job and the rank that write them. Each rank has its own transactional id. If there are two writers
+of one key, the later one has fenced off the earlier one.
 """
 
 import hashlib
@@ -37,18 +40,18 @@ _MAX_NAME = 512  # characters of a key
 
 
 def block_rows_of(row_bytes: int, block_bytes: int) -> int:
-    """How many rows a block has; the same for ever, as long as a shard has these columns."""
+    """Return the number of rows of a block. It never changes while a shard has the same columns."""
     return min(MAX_CODED_ROWS, max(1, block_bytes // max(1, row_bytes)))
 
 
 @dataclass(frozen=True, eq=False)
 class TouchedBlocks:
-    """Which row blocks of a table's shard have rows that were modified since the head.
+    """The row blocks of a table's shard that have rows modified since the latest checkpoint.
 
     Attributes:
         table: FQN of the table.
-        box: Of its shard.
-        block_rows: Rows of each block but the last.
+        box: Region of its shard.
+        block_rows: Rows per block; the last block may have fewer.
         are_touched: bool [num_blocks], on the host.
     """
 
@@ -59,24 +62,24 @@ class TouchedBlocks:
 
     @classmethod
     def of(cls, table: str, box: Box, block_rows: int, rows: RowMask) -> "TouchedBlocks":
-        """Those that have members of a mask."""
+        """Return the blocks that have rows of a mask."""
         num_blocks = math.ceil(box.num_rows / block_rows)
         whole = rows.mask[: box.num_rows // block_rows * block_rows].view(-1, block_rows).any(dim=1)
         rest = rows.mask[len(whole) * block_rows :].any().expand(num_blocks - len(whole))
         return cls(table, box, block_rows, torch.cat((whole, rest)).cpu())
 
     def digest(self) -> bytes:
-        """Tells whether another rank, which has the same shard, has the same blocks."""
+        """Return a digest that is equal on two ranks if the same blocks of the same shard are touched."""
         return hashlib.blake2b(self.are_touched.numpy().tobytes(), digest_size=16).digest()
 
 
 @dataclass(frozen=True)
 class BlockKey:
-    """What the keys of the records of one pack begin with.
+    """The prefix of the keys of the records of one data file.
 
     Attributes:
         block: The row block.
-        slot: Of two packs that are there at a time, which this is.
+        slot: Number of the version; two versions of a block can exist at a time.
     """
 
     block: str
@@ -84,13 +87,13 @@ class BlockKey:
 
     @classmethod
     def parsed(cls, key: str) -> "BlockKey | None":
-        """From what a manifest says; None if that is no such key."""
+        """Parse a key from a manifest; return None if it is not such a key."""
         found = _KEY.fullmatch(key)
         return None if found is None else cls(found["block"], int(found["slot"]))
 
     @classmethod
     def free(cls, owner: str, touched: TouchedBlocks, number: int, used: Collection[str]) -> "BlockKey":
-        """The first of a block's keys that is not in use."""
+        """Return the first of a block's keys that is not in use."""
         table = touched.table
         if len(table) > _MAX_NAME:
             table = hashlib.sha256(table.encode()).hexdigest()
@@ -104,7 +107,7 @@ class BlockKey:
 
 @dataclass(frozen=True)
 class Member:
-    """A tensor whose rows are in a block: a table's, or those of its optimizer state."""
+    """A tensor whose rows are in a block: a table, or its optimizer state."""
 
     fqn: str
     dtype: str
@@ -116,10 +119,10 @@ class KeptBlock:
     """A row block of a committed checkpoint.
 
     Attributes:
-        pack: The pack that holds it, and nothing else.
+        pack: The data file that contains only this block.
         rows: Its row numbers, in increasing order.
-        blobs: Of each member, for each of ``rows``.
-        schemes: Of each member.
+        blobs: For each member, a blob for each of ``rows``.
+        schemes: Quantization scheme of each member.
     """
 
     pack: Pack
@@ -130,7 +133,7 @@ class KeptBlock:
 
 @dataclass(frozen=True, eq=False)
 class _Stored:
-    """What a pack holds of one tensor."""
+    """The rows of one tensor in a data file."""
 
     scheme: Scheme
     rows: list[RowBlock]
@@ -141,13 +144,13 @@ class CommittedBlocks:
     """The row blocks of a committed checkpoint.
 
     Args:
-        manifest: That which committed it.
-        topic: The log that blocks are taken over in.
+        manifest: The checkpoint's manifest.
+        topic: The Kafka topic in which blocks are reused.
 
     Attributes:
-        packs: All of its packs.
-        keys: Those of its packs.
-        parent_sha256: Of the checkpoint whose rows they overwrite; None if it is a baseline.
+        packs: All data files of the checkpoint.
+        keys: The keys of these files.
+        parent_sha256: Digest of the parent's manifest; None for a baseline.
     """
 
     def __init__(self, manifest: Manifest, topic: str) -> None:
@@ -159,7 +162,7 @@ class CommittedBlocks:
             for pack in manifest.packs
         )
         self._stored: dict[int, dict[Member, _Stored]] = {}
-        self._numbers: dict[tuple[frozenset[Member], int, int], list[int]] = {}  # of packs, by block
+        self._numbers: dict[tuple[frozenset[Member], int, int], list[int]] = {}  # indices in ``packs``, by block
         self._index(manifest, topic)
 
     def _index(self, manifest: Manifest, topic: str) -> None:
@@ -182,13 +185,13 @@ class CommittedBlocks:
                 self._numbers.setdefault(which, []).append(number)
 
     def kept(self, members: Sequence[Member], block_rows: int, number: int, num_rows: int) -> KeptBlock | None:
-        """A block that may be taken over as it is; None if this checkpoint does not hold it so.
+        """Return a block that can be reused unchanged; None if this checkpoint does not have it in the same form.
 
         Args:
-            members: Whose rows it must hold, all of them and no others.
-            block_rows: Rows of a block.
-            number: Of the block.
-            num_rows: How many of its rows were modified since the baseline: it must hold as many.
+            members: The tensors whose rows the block must contain, without others.
+            block_rows: Rows per block.
+            number: Number of the block.
+            num_rows: How many of its rows were modified since the baseline; it must contain this many.
         """
         packs = self._numbers.get((frozenset(members), block_rows, number), [])
         if len(packs) != 1:
@@ -205,14 +208,14 @@ class CommittedBlocks:
 
 
 def superseded(older: Iterable[CommittedBlocks], newest: Manifest) -> list[Pack]:
-    """Packs of row blocks that will not be overwritten, although nothing needs them.
+    """Return data files of row blocks that no checkpoint needs and no later save overwrites.
 
-    All blocks of the lineage before a new baseline are such, and those of shards that are written by another rank or in
-    other boxes now. Of each, both slots are named.
+    These are all blocks of the chain before a new baseline, and blocks of shards that now have another rank or region.
+    Both slots of each are returned.
 
     Args:
-        older: Checkpoints before.
-        newest: Of the one that was committed.
+        older: Earlier checkpoints.
+        newest: Manifest of the checkpoint that was committed.
     """
     used = {str(pack.log.key) for pack in newest.packs if pack.log is not None}
     blocks = {found.block for key in used if (found := BlockKey.parsed(key))}

@@ -1,20 +1,20 @@
-"""The saves of this process that are running. A save begins after those before it have ended on this rank.
+"""The saves of this process that are running. A save begins after the previous saves have ended on this rank.
 
-Two saves of one process group must not overlap: their collectives would meet. Neither must two saves of DCP's own
-process: it has one pipe, and of two threads that wait for its answer, one would get that of the other.
+Two saves of one process group must not overlap, because their collectives would be mixed up. The same holds for two
+saves of DCP's own process, which has one pipe. If two threads waited for its answer, one would get the other's.
 
-A save has ended on a rank when its last collective has, which is after its manifest is in the store. DCP tells no
-plug-in of that moment. It does everything within one call, though: ``dcp.save`` in the caller's thread, or in a thread
-of its own for ``dcp.async_save``, or in such a thread that waits for another process. A save runs as long as that call
-is on the stack of its thread.
+A save has ended on a rank when its last collective has returned, which is after the manifest is in the store. DCP does
+not report this to plug-ins. But it does the whole save within one call. For ``dcp.save``, that is a call in the
+caller's thread. For ``dcp.async_save``, it is a call in a separate thread, which saves or waits for another process. A
+save is running as long as that call is on the stack of its thread.
 
-An asynchronous save is staged first, and DCP begins it in its own thread a little later. It comes until the future that
-``dcp.async_save`` returns is done.
+An asynchronous save is staged first, and DCP begins it in its own thread a little later. It is expected to begin until
+the future that ``dcp.async_save`` returns is done.
 
-The interpreter ends after all saves that are running, as with DCP's own writer. If the last one fails, that is logged.
+As with DCP's own writer, the interpreter ends only after all running saves. If the last one fails, that is logged.
 """
 
-import concurrent.futures.thread  # noqa: F401 - it must have registered its own end of the interpreter before us
+import concurrent.futures.thread  # noqa: F401 - it must register its function for the interpreter's end before ours
 import logging
 import os
 import sys
@@ -35,20 +35,20 @@ logger = logging.getLogger(__name__)
 
 _POLL_SECS = 0.005
 _DCP = "torch.distributed.checkpoint"
-_ONE_SAVE = "_save_state_dict"  # the part of a save that calls writer and planner
-_SERVING_LOOP = "_checkpointing_subprocess"  # of DCP's own process, which does all saves in it
-_FUTURE = "upload_future"  # what ``dcp.async_save`` calls the future that it returns
+_ONE_SAVE = "_save_state_dict"  # DCP's function that calls writer and planner
+_SERVING_LOOP = "_checkpointing_subprocess"  # DCP's function that runs all saves of its own process
+_FUTURE = "upload_future"  # the name in ``dcp.async_save`` of the future that it returns
 _OUTCOME_SECS = 10.0  # from the end of a save until its future is done
 
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of DCP's, on the stack of a thread. Keeps none of its variables alive.
+    """A call of DCP's, on the stack of a thread. It keeps none of the call's variables alive.
 
     Attributes:
-        thread_id: The thread.
-        frame_id: ``id`` of the frame, which no other frame has while this one runs, but the next one may have.
-        code: What it executes.
+        thread_id: Id of the thread.
+        frame_id: ``id`` of the frame. It is unique while the frame runs, but a later frame may get it.
+        code: The code that the frame executes.
     """
 
     thread_id: int
@@ -57,7 +57,7 @@ class _Call:
 
     @classmethod
     def current(cls) -> "_Call | None":
-        """The outermost call of DCP's that this thread is in; None if it is in none."""
+        """Return the outermost call of DCP's in this thread; None if there is none."""
         outermost = None
         for frame in _dcp_frames():
             if frame.f_code.co_name != _SERVING_LOOP:
@@ -66,7 +66,7 @@ class _Call:
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not returned."""
+        """Whether the call has not returned."""
         frame = sys._current_frames().get(self.thread_id)
         while frame is not None:
             if id(frame) == self.frame_id and frame.f_code is self.code:
@@ -76,7 +76,7 @@ class _Call:
 
 
 def _dcp_frames() -> Iterator[FrameType]:
-    """Calls of DCP's that this thread is in, the innermost first."""
+    """Yield the frames of DCP's calls in this thread, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).startswith(_DCP):
@@ -85,18 +85,18 @@ def _dcp_frames() -> Iterator[FrameType]:
 
 
 def _is_for_process() -> bool:
-    """Whether this thread is in a ``dcp.async_save`` by DCP's own process."""
+    """Return whether this thread is in a ``dcp.async_save`` by DCP's own process."""
     name = "async_checkpointer_type"
     return any(frame.f_locals.get(name) is AsyncCheckpointerType.PROCESS for frame in _dcp_frames())
 
 
 def is_in_process_of_dcp() -> bool:
-    """Whether this thread saves in the process that DCP starts for ``AsyncCheckpointerType.PROCESS``."""
+    """Return whether this thread saves in the process that DCP starts for ``AsyncCheckpointerType.PROCESS``."""
     return any(frame.f_code.co_name == _SERVING_LOOP for frame in _dcp_frames())
 
 
 def asked_checkpoint_id() -> object:
-    """The checkpoint id that the innermost call of DCP's was given; None if none."""
+    """Return the checkpoint id that was passed to the innermost call of DCP's; None if there is none."""
     for frame in _dcp_frames():
         if "checkpoint_id" in frame.f_code.co_varnames:
             return frame.f_locals.get("checkpoint_id")
@@ -104,7 +104,7 @@ def asked_checkpoint_id() -> object:
 
 
 def _queue_id() -> int:
-    """Saves of one queue run one after the other: those of a process group, or of a thread where there is none."""
+    """Return the id of a queue, whose saves run one by one: the process group's, or the thread's if there is none."""
     for frame in _dcp_frames():
         if "process_group" in frame.f_code.co_varnames:
             group = frame.f_locals.get("process_group")
@@ -114,15 +114,15 @@ def _queue_id() -> int:
 
 
 class RunningSave:
-    """One save of this rank, from its first call until DCP has left it.
+    """One save of this rank, from its first call until DCP's call has returned.
 
     Args:
-        registry: Knows all of them.
-        number: Saves of one queue run in the order of their numbers.
+        registry: The registry of all saves.
+        number: Position in the order of saves; saves of one queue run in this order.
 
     Attributes:
-        at_end: Called once it has ended, at the next save or at the end of the interpreter.
-        is_cleaned_up: Whether that is over.
+        at_end: Function that is called once the save has ended, at the next save or at the end of the interpreter.
+        is_cleaned_up: Whether that has happened.
     """
 
     def __init__(self, registry: "RunningSaves", number: int) -> None:
@@ -139,11 +139,11 @@ class RunningSave:
         self._failure: str | None = None
         self._call: _Call | None = None
         self._has_begun = False
-        self._is_given_up = False  # from then on it must not begin: what was staged may be gone
+        self._is_given_up = False  # then the save must not begin: a later one may use its staging buffer
         self._lock = threading.Lock()
 
     def watch_future(self) -> None:
-        """Learn what becomes of the save, which this call of ``dcp.async_save`` has staged and submitted."""
+        """Observe the future of the save that the current call of ``dcp.async_save`` has staged and submitted."""
         for frame in _dcp_frames():
             future = frame.f_locals.get(_FUTURE)
             if isinstance(future, Future):
@@ -157,30 +157,30 @@ class RunningSave:
         self._is_done.set()
 
     def log_failure(self) -> None:
-        """Log that the save has failed: the script may end without asking its future."""
+        """Log an error if the save has failed: the script may end without asking its future."""
         if self._is_watched and self._is_done.wait(_OUTCOME_SECS) and self._failure is not None:
-            logger.error("the last asynchronous save has failed: %s", self._failure)
+            logger.error("the last asynchronous save failed: %s", self._failure)
 
     def begin(self) -> None:
-        """The save runs in the call of DCP's that this thread is in; if it is in none, the save is not waited for.
+        """Begin the save in the current call of DCP's. Outside of DCP, later saves do not wait for this one.
 
         Raises:
-            SaveError: Other saves have begun because this one did not in time.
+            SaveError: Other saves have begun because this one did not begin in time.
         """
         with self._lock:
             if self._is_given_up:
-                raise SaveError("the save was staged, and did not begin before another one did: save again")
+                raise SaveError("the save was staged, but another save began before it did: save again")
             self._call = _Call.current()
             self._has_begun = True
-        if sum(frame.f_code.co_name == _ONE_SAVE for frame in _dcp_frames()) < 2:  # it is within no other save
+        if sum(frame.f_code.co_name == _ONE_SAVE for frame in _dcp_frames()) < 2:  # not nested in another save
             for other in self._registry.running():
                 call = other._call
                 if other is not self and call is not None and call.thread_id == threading.get_ident():
-                    other._call = None  # its call has returned, but a later one may have the same frame
+                    other._call = None  # its call has returned, but a later one may reuse its frame's id
 
     @property
     def has_ended(self) -> bool:
-        """Whether DCP has left it: no collective of this save runs any more on this rank."""
+        """Whether DCP's call has returned, so that no collective of this save is running on this rank."""
         if self._has_begun:
             call = self._call
             return call is None or not call.is_running
@@ -189,34 +189,34 @@ class RunningSave:
             return False
         is_coming = self._is_watched and not self._is_done.is_set()
         with self._lock:
-            if not is_coming and not self._has_begun:  # it may have begun meanwhile
+            if not is_coming and not self._has_begun:  # it may have begun since the check above
                 self._is_given_up = True
             return self._is_given_up
 
     def forget_threads(self) -> None:
-        """In a forked child: a thread that the child does not have may hold the lock."""
+        """Replace the lock in a forked child: a thread that does not exist there may hold it."""
         self._lock = threading.Lock()
 
     def is_before(self, other: "RunningSave") -> bool:
-        """Whether the other one must wait for this one."""
+        """Return whether the other save must wait for this one."""
         is_one_queue = self._queue_id == other._queue_id or (self._is_for_process and other._is_for_process)
         return is_one_queue and self.number < other.number
 
     def wait_for_earlier(self, timeout_secs: float) -> None:
-        """Wait until the saves before this one have ended.
+        """Wait until the previous saves have ended.
 
         Raises:
-            SaveError: They have not within the timeout.
+            SaveError: They have not ended within the timeout.
         """
         for save in self._registry.running():
             if save.is_before(self):
                 save.wait(timeout_secs)
 
     def wait(self, timeout_secs: float | None) -> None:
-        """Wait until it has ended; in its own thread, at once.
+        """Wait until the save has ended; in its own thread, return at once.
 
         Raises:
-            SaveError: It has not within the timeout.
+            SaveError: It has not ended within the timeout.
         """
         began = time.monotonic()
         call = self._call
@@ -225,14 +225,14 @@ class RunningSave:
         while not self.has_ended:
             if timeout_secs is not None and time.monotonic() > began + timeout_secs:
                 raise SaveError(
-                    f"the save before has not ended within {timeout_secs:g} s, so that no other can begin: wait for "
-                    "the future that dcp.async_save returned, or give the writer a longer 'timeout_secs'"
+                    f"the previous save has not ended within {timeout_secs:g} s, and no other can begin before: wait "
+                    "for the future that dcp.async_save returned, or give the writer a longer 'timeout_secs'"
                 )
             time.sleep(_POLL_SECS)
 
 
 class RunningSaves:
-    """All of this process."""
+    """Registry of all saves of this process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -240,7 +240,7 @@ class RunningSaves:
         self._num_saves = 0
 
     def add(self, *, has_begun: bool) -> RunningSave:
-        """A save that begins in this thread, or that is staged. What has ended meanwhile is cleaned up."""
+        """Add a save that begins in this thread, or that is staged. Saves that have ended are cleaned up first."""
         self.clean_up()
         with self._lock:
             self._num_saves += 1
@@ -251,12 +251,12 @@ class RunningSaves:
         return save
 
     def running(self) -> list[RunningSave]:
-        """Those that were added and not cleaned up."""
+        """Return the saves that were added and are not cleaned up."""
         with self._lock:
             return list(self._saves)
 
     def clean_up(self) -> None:
-        """Drop those that have ended, and do what is to be done at their end."""
+        """Remove the saves that have ended, and call their ``at_end``."""
         for save in self.running():
             if save.has_ended:
                 self._clean_up(save)
@@ -271,21 +271,21 @@ class RunningSaves:
             save.at_end()
 
     def wait_for_all(self) -> None:
-        """Before the interpreter ends."""
+        """Wait for all saves, before the interpreter ends."""
         for save in self.running():
             save.wait(None)
             self._clean_up(save)
             save.log_failure()
 
     def forget(self) -> None:
-        """In a forked child, nothing of this runs."""
-        for save in self._saves:  # a cut may still ask how one of them has ended
+        """Forget all saves in a forked child, where none of them runs."""
+        for save in self._saves:  # a snapshot may still ask whether one of them has ended
             save.forget_threads()
         self.__init__()  # type: ignore[misc]  # the lock may be held by a thread that the child does not have
 
 
 running_saves = RunningSaves()
 os.register_at_fork(after_in_child=running_saves.forget)
-# Called before the executors of ``concurrent.futures``, which were registered earlier, refuse new work: a save that
-# runs still writes in threads. ``atexit`` is later than both.
+# A running save still writes in threads. So this must be called before the executors of ``concurrent.futures`` refuse
+# new work; they were registered earlier. Functions of ``atexit`` are called after both.
 threading._register_atexit(running_saves.wait_for_all)  # type: ignore[attr-defined]

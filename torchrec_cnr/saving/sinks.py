@@ -1,9 +1,9 @@
-"""Sinks: where one rank's part of a save goes.
+"""Sinks: write one rank's part of a save to its destination.
 
-Baselines and the dense part go to files of the checkpoint. The rows of deltas go to the job's destination, which is one
-of three kinds: files (``RowDestination``), a topic that keeps everything (``PlainTopic``), or one that is compacted
-(``block_writer.CompactedTopic``). The writer has one destination, and makes a sink of it for each save. Whatever else
-takes part in a save asks the destination, and does not know of which kind it is.
+Baselines and dense tensors go to files of the checkpoint. The rows of deltas go to the job's destination, which is of
+one of three kinds: files (``RowDestination``), a Kafka topic that keeps all records for a time (``PlainTopic``), or a
+compacted topic (``block_writer.CompactedTopic``). The writer has one destination, which makes a sink for each save. The
+other parts of a save call the destination's methods and do not know its kind.
 """
 
 import itertools
@@ -30,28 +30,28 @@ from torchrec_cnr.storage.store import Store
 from torchrec_cnr.throttling import CpuThrottle
 from torchrec_cnr.tracking.modified_rows import ModifiedRows, SelectedRows
 
-_LOG_PACK_BYTES = 4 << 20  # no file: the sooner the first is sent, the more goes on at once
+_LOG_PACK_BYTES = 4 << 20  # small: sending overlaps with encoding as soon as the first one is full
 
 
 class Captured(Protocol):
-    """What a destination must know of a table's shard at the cut, besides its modified rows.
+    """What a destination must know of a table's shard when the snapshot is taken, besides its modified rows.
 
-    The cut carries it to the sink, and nothing in between looks into it.
+    The snapshot carries it to the sink. Nothing in between uses its content.
     """
 
     def digest(self) -> bytes:
-        """Tells whether another rank, which has the same shard, has captured the same."""
+        """Return a digest that is equal on two ranks if they have captured the same of the same shard."""
         ...
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where everything lies that a sink has written.
+    """The positions of everything that a sink has written.
 
     Attributes:
-        blobs: Those in files, by number.
-        row_blobs: Those of rows of deltas, by number.
-        num_packs: How many packs were written.
+        blobs: Blobs in files, by number.
+        row_blobs: Blobs of rows of deltas, by number.
+        num_packs: Number of data files that were written.
     """
 
     blobs: Sequence[Blob]
@@ -60,7 +60,7 @@ class Places:
 
 
 Part = tuple[RowSet | EncodedRowSet, Sequence[EncodedShard]]
-PlacedShards = Iterable[tuple[tuple[Shard, ...], int]]  # of each its parts in a manifest, and how many rows are exact
+PlacedShards = Iterable[tuple[tuple[Shard, ...], int]]  # for each, its parts in a manifest and the number of exact rows
 
 
 def _located(kinds: Sequence[tuple[Place, Scheme]], parts: Sequence[Part], places: Places) -> PlacedShards:
@@ -77,15 +77,15 @@ def _located(kinds: Sequence[tuple[Place, Scheme]], parts: Sequence[Part], place
 
 @dataclass(frozen=True)
 class SinkRecords:
-    """What a sink has written.
+    """The records of what a sink has written.
 
     Attributes:
-        packs: All packs that a manifest must name.
-        objects: The blobs of objects, in the order in which they were written.
-        shards: The parts of shards, likewise; and how many rows of each its scheme cannot represent.
-        num_bytes: Of the packs that were written.
-        wait_secs: How long the caller has waited for packs to be written.
-        upload_secs: How long all threads together took to write them.
+        packs: All data files that a manifest must name.
+        objects: Blobs of objects, in the order in which they were written.
+        shards: For each shard, in the order of writing, its parts and the number of rows that are stored exactly.
+        num_bytes: Bytes of the data files that were written.
+        wait_secs: Seconds that the caller has waited for data files to be written.
+        upload_secs: Seconds that all threads together took to write them.
     """
 
     packs: tuple[Pack, ...]
@@ -97,11 +97,11 @@ class SinkRecords:
 
 
 class PackSink:
-    """Takes what one rank writes in one save, and fills packs with it.
+    """Sink that writes what one rank stores in one save to data files.
 
     Args:
-        files: Fills packs that are files.
-        row_packs: Fills those of the rows of deltas; the same one, if they are files too.
+        files: Writes data files to the store.
+        row_packs: Writes the rows of deltas; the same object as ``files`` if they are stored in files, too.
     """
 
     def __init__(self, files: PackWriter, row_packs: PackWriter) -> None:
@@ -109,10 +109,10 @@ class PackSink:
         self._rows = row_packs
         self._writers = (files,) if row_packs is files else (files, row_packs)
         self._objects: list[int] = []
-        self._located: list[Callable[[Places], PlacedShards]] = []  # no values
+        self._located: list[Callable[[Places], PlacedShards]] = []  # these hold no values of rows
 
     def write_object(self, name: str, data: Bytes) -> None:
-        """Take an object, as uint8 [n]."""
+        """Write an object, given as uint8 [n]."""
         self._objects.append(self._files.add(name, "uint8", data.shape, data))
 
     def write(
@@ -122,13 +122,13 @@ class PackSink:
         rows: Sequence[SelectedRows] | None,
         captured: Captured | None,
     ) -> None:
-        """Encode shards whose rows are stored together, and write packs that are full.
+        """Encode shards whose rows are stored together, and write data files that are full.
 
         Args:
-            members: These.
+            members: The shards.
             sources: Their values.
             rows: The rows to store, by their heat; None for all.
-            captured: What the destination has captured of them.
+            captured: What the destination has captured of the shards.
         """
         parts: list[Part]
         with record_function("torchrec_cnr.encode"):
@@ -140,17 +140,17 @@ class PackSink:
         self._located.append(partial(_located, kinds, parts))
 
     def throttle(self, cpu_share: float) -> None:
-        """From now on, rest so that no more than a share of a core is taken."""
+        """From now on, pause so that encoding uses no more than this share of a core."""
         for writer in self._writers:
             writer.pace = CpuThrottle(cpu_share)
 
     def flush(self) -> None:
-        """Write what there is, and wait for it."""
+        """Write all that was encoded so far, and wait for it."""
         for writer in self._writers:
             writer.flush()
 
     def finish(self) -> SinkRecords:
-        """Write what is left, wait, and tell where it lies."""
+        """Write the rest, wait for it, and return the records."""
         packs, blobs = self._files.finish()
         row_blobs = blobs
         if self._rows is not self._files:
@@ -168,21 +168,21 @@ class PackSink:
         )
 
     def close(self) -> None:
-        """Stop writing; packs that are not being written yet are dropped."""
+        """Stop writing; drop data files whose writing has not begun."""
         for writer in self._writers:
             writer.close()
 
 
 @dataclass(frozen=True)
 class PackSettings:
-    """How a sink writes packs: what their names begin with, how many at once, and how large."""
+    """The prefix for names of data files, the number written in parallel, and their size in bytes."""
 
     prefix: str
     thread_count: int
     pack_bytes: int
 
     def writer(self, target: PackTarget) -> PackWriter:
-        """What fills packs that are files."""
+        """Return a writer of data files."""
         return PackWriter(target, self.prefix, self.thread_count, self.pack_bytes)
 
 
@@ -192,50 +192,50 @@ OwnFence = Callable[[], Fence]
 
 @dataclass(frozen=True)
 class RowDestination:
-    """Where the rows of a job's deltas go: here, to files of the checkpoint. A value that survives pickling.
+    """The destination for the rows of a job's deltas: here, files of the checkpoint. It can be pickled.
 
     Attributes:
-        row_log: The log that they go to, if they do.
-        compared: Ranks that hold one and the same shard must have modified the same rows of it since then, too.
+        row_log: The Kafka topic for the rows; None for files.
+        compared: Checkpoints since which all replicas of a shard must also have modified the same rows.
     """
 
     row_log: RowLog | None
     compared: ClassVar[frozenset[Since]] = frozenset()
 
     def refuse_policy(self, policy: Policy) -> None:
-        """Raise a ConfigurationError if the deltas of a policy cannot go there."""
+        """Raise a ``ConfigurationError`` if this destination cannot store the deltas of a policy."""
 
     def capture(self, table: str, box: Box, row_bytes: int, modified: ModifiedRows) -> Captured | None:
-        """What the sink must know of a table's shard, whose rows take so many bytes as values, at the cut."""
+        """Return what the sink must know of a table's shard; ``row_bytes`` is the size of one row's values."""
         return None
 
     def loadable_besides(self, store: Store, head: CheckpointRef | None) -> CheckpointRef | None:
-        """Another checkpoint than the head that may be loaded until a save commits, if its sinks must know of it."""
+        """Return a checkpoint besides ``head`` whose rows sinks must keep until a save commits; None without one."""
         return None
 
     def prepare(self, store: Store, rank: int, is_coordinator: bool, own_fence: OwnFence | None) -> OpenSink:
-        """Get ready for a save, before the coordinator learns whether a later job has begun.
+        """Prepare for a save, before the coordinator learns whether a newer job has begun.
 
         Args:
             store: The checkpoint.
-            rank: Of this process.
-            is_coordinator: Whether it will commit.
-            own_fence: Gives the fence of the job, if this is the coordinator of a save with a lineage.
+            rank: Rank of this process.
+            is_coordinator: Whether this rank will commit.
+            own_fence: Returns the fence of the job, if this is the coordinator and the planner has a tracker.
 
         Returns:
-            What makes the sink of the save, on this rank.
+            Function that makes the sink of the save, on this rank.
 
         Raises:
-            FencedError: A later job saves there.
-            StoreError: The log does not answer in time.
+            FencedError: A newer job saves there.
+            StoreError: The Kafka broker does not answer in time.
         """
         return partial(_file_sink, store)
 
     def begin(self, store: Store) -> None:
-        """On the coordinator, which may save: shut out whoever saved there before."""
+        """Fence off earlier writers. Only the coordinator calls this, once it knows that it may save."""
 
     def committed(self, store: Store, decision: Decision, manifest: Manifest) -> None:
-        """A save is committed."""
+        """Do what remains to be done after a save has committed."""
 
 
 FILES = RowDestination(None)
@@ -248,23 +248,23 @@ def _file_sink(store: Store, settings: PackSettings, decision: Decision | None) 
 
 @dataclass(frozen=True)
 class PlainTopic(RowDestination):
-    """A topic that keeps everything for a time."""
+    """A Kafka topic that keeps all records for a time."""
 
     row_log: RowLog
 
     def prepare(self, store: Store, rank: int, is_coordinator: bool, own_fence: OwnFence | None) -> OpenSink:
-        """See ``RowDestination``."""
+        """Open the topic for this rank's rows; see ``RowDestination``."""
         target = self.row_log.target(root_id(store.at("..").url), rank, is_coordinator)
-        assert not isinstance(target, BlockTarget)  # it keeps everything
+        assert not isinstance(target, BlockTarget)  # the topic is not compacted
         return partial(_topic_sink, store, target)
 
     def begin(self, store: Store) -> None:
-        """See ``RowDestination``."""
+        """Fence off earlier writers of this topic; see ``RowDestination``."""
         self.row_log.begin(root_id(store.at("..").url))
 
 
 def _topic_sink(store: Store, target: PackTarget, settings: PackSettings, decision: Decision | None) -> PackSink:
-    """The packs of rows have names of their own."""
+    """Return a sink whose row files have a prefix of their own."""
     pack_bytes = min(settings.pack_bytes, _LOG_PACK_BYTES)
     rows = PackWriter(target, f"{settings.prefix}-rows", settings.thread_count, pack_bytes)
     return PackSink(settings.writer(store), rows)

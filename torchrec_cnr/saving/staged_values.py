@@ -1,8 +1,8 @@
-"""The memory that rows are staged in, and the codes of rows that a GPU quantizes where they are.
+"""The staging buffer, and the codes of rows that a GPU quantizes on the device.
 
-A GPU copies codes to the host, not values. New memory costs more than the copy, since each of its pages is made when it
-is first written to: so rows are staged in one buffer, which every save takes again. One buffer is also one file
-descriptor where it is shared with another process, however many tensors are in it.
+A GPU copies codes to the host, not values. New memory costs more than the copy, because the first write to each of its
+pages allocates the page. So rows are staged in one buffer, and the next save uses it again. If the buffer is shared
+with another process, it also takes only one file descriptor, however many tensors are in it.
 """
 
 import math
@@ -21,21 +21,21 @@ from torchrec_cnr.quantization import Encoded, KMeans, NoQuantization, Scheme
 from torchrec_cnr.quantization.scheme import DeviceScheme, positions
 from torchrec_cnr.saving.running_saves import RunningSave
 
-# Of rows that a device gathers or encodes at once.
+# Bytes of rows that a device gathers or encodes in one step.
 DEVICE_BLOCK_BYTES = 256 << 20
-ALIGNMENT = 64  # bytes: a line of the cache
-_SLACK = 1.25  # rows modified differ from save to save
+ALIGNMENT = 64  # bytes: a cache line
+_SLACK = 1.25  # the number of modified rows varies from save to save
 
 
 @dataclass(frozen=True, eq=False)
 class BufferTensor:
-    """A tensor in an arena.
+    """A tensor in a staging buffer.
 
     Attributes:
-        memory: uint8, the arena.
-        first_byte: Where it begins.
-        shape: Of the tensor.
-        dtype: Of the tensor.
+        memory: uint8 [num_bytes], the buffer.
+        first_byte: Position of the tensor's first byte.
+        shape: Shape of the tensor.
+        dtype: Dtype of the tensor.
     """
 
     memory: Tensor
@@ -44,21 +44,21 @@ class BufferTensor:
     dtype: torch.dtype
 
     def tensor(self) -> Tensor:
-        """The tensor; shares the arena's memory."""
+        """Return the tensor, which shares the buffer's memory."""
         num_bytes = math.prod(self.shape) * self.dtype.itemsize
         return self.memory[self.first_byte : self.first_byte + num_bytes].view(self.dtype).view(self.shape)
 
 
 def padded_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """What a tensor takes in an arena."""
+    """Return the number of bytes that a tensor takes in a staging buffer."""
     return -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
 
 class StagingBuffer:
-    """Hands out tensors in one piece of host memory.
+    """One piece of host memory, from which tensors are taken.
 
     Attributes:
-        taken_bytes: What was handed out.
+        taken_bytes: Bytes that were taken.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class StagingBuffer:
         self.taken_bytes = 0
 
     def clear(self, num_bytes: int, is_pinned: bool) -> None:
-        """Take back all that was handed out, and have room for so much; pinned, so that devices copy to it at once."""
+        """Release all tensors, and allocate at least this many bytes; pinned, so that devices copy without waiting."""
         self.taken_bytes = 0
         if len(self._memory) < num_bytes:
             self.free()
@@ -81,13 +81,13 @@ class StagingBuffer:
             self._pinned.settle()
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> BufferTensor:
-        """A tensor that nobody else has."""
+        """Return a tensor that shares no memory with others."""
         taken = BufferTensor(self._memory, self.taken_bytes, shape, dtype)
         self.taken_bytes += padded_bytes(shape, dtype)
         return taken
 
     def free(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._pinned = None
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -97,12 +97,12 @@ class StagedCodes:
     """Encoded rows of a shard, in host memory.
 
     Attributes:
-        shape: Of the values, [num_rows, num_cols].
-        dtype: Of the values.
-        scheme: What they were encoded by.
+        shape: Shape of the values, [num_rows, num_cols].
+        dtype: Dtype of the values.
+        scheme: Scheme by which they were encoded.
         codes: uint8 [num_rows, row_bytes].
         exact: int64 [k], increasing: the rows that codes cannot represent.
-        exact_values: [k, num_cols], these.
+        exact_values: [k, num_cols], the values of these rows.
     """
 
     shape: tuple[int, ...]
@@ -113,11 +113,11 @@ class StagedCodes:
     exact_values: Tensor
 
     def tensor(self) -> Tensor:
-        """The shape and dtype of the values, without any."""
+        """Return a tensor on the meta device, with the shape and dtype of the values."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     def encoded(self, rows: Tensor) -> tuple[Encoded, Tensor]:
-        """Some rows as their scheme encoded them, and the values of those among them that it cannot represent.
+        """Return some rows as the scheme encoded them, and the values of those that it cannot represent.
 
         Args:
             rows: int64 [n], increasing.
@@ -129,14 +129,14 @@ class StagedCodes:
 
 
 class StagingBuffers:
-    """The staging buffers of a writer, each of which one save has at a time; the next one takes it again."""
+    """The staging buffers of a writer. One save at a time uses a buffer, and later saves use it again."""
 
     def __init__(self) -> None:
         self._buffers: list[tuple[StagingBuffer, RunningSave]] = []
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int, is_pinned: bool, running: RunningSave) -> StagingBuffer:
-        """A buffer of so many bytes, for as long as a save runs; pinned, so that devices copy to it at once."""
+        """Return a buffer of this size while a save runs; pinned, so that devices copy without waiting."""
         with self._lock:
             buffer = next((buffer for buffer, user in self._buffers if user.has_ended), StagingBuffer())
             self._buffers = [(other, user) for other, user in self._buffers if other is not buffer]
@@ -145,7 +145,7 @@ class StagingBuffers:
         return buffer
 
     def free(self) -> None:
-        """Give back the memory of saves that have ended; that of the others goes with them."""
+        """Free the buffers of saves that have ended; those of the others are freed with their saves."""
         with self._lock:
             for buffer, user in self._buffers:
                 if user.has_ended:
@@ -157,25 +157,25 @@ StagedValue = Tensor | BufferTensor | StagedCodes
 
 
 def is_quantized_first(source: Tensor) -> bool:
-    """Whether rows are quantized before they are copied: a GPU does that faster than it copies values to the host."""
+    """Return whether rows are quantized before they are copied: on a GPU, this is faster than copying values."""
     return source.device.type == "cuda"
 
 
 def has_kernel(scheme: Scheme) -> TypeGuard[DeviceScheme]:
-    """Whether a scheme's codes are made on the device: those of k-means are not."""
+    """Return whether a scheme's codes can be computed on the device; those of k-means cannot."""
     return not isinstance(scheme, KMeans | NoQuantization)
 
 
 @dataclass(frozen=True, eq=False)
 class StartedCodes:
-    """Rows of a shard that are being encoded and copied to the host: nobody has waited for the device.
+    """Rows of a shard that are being encoded and copied to the host. The host has not waited for the device yet.
 
     Attributes:
         source: The shard, [num_rows, num_cols].
-        numbers: int64 [k], on the host: which rows; None for all.
-        scheme: What they are encoded by.
-        codes: Where the codes will be.
-        is_exact: bool, on the shard's device, of one block of rows after the other: rows that codes cannot represent.
+        numbers: int64 [k], on the host: the rows; None for all.
+        scheme: Scheme by which they are encoded.
+        codes: Memory for the codes.
+        is_exact: For each block of rows, bool [n] on the shard's device: rows that codes cannot represent.
     """
 
     source: Tensor
@@ -185,10 +185,10 @@ class StartedCodes:
     is_exact: tuple[Tensor, ...]
 
     def finished(self, has_exact: Sequence[bool]) -> StagedCodes:
-        """With the rows that are stored exactly: waits for the device at each block that has such rows.
+        """Return the codes with the exact rows. For each block with exact rows, this waits for the device.
 
         Args:
-            has_exact: Which blocks have.
+            has_exact: Which blocks have exact rows.
         """
         source = self.source
         exact = [torch.empty(0, dtype=torch.int64, device="cpu")]
@@ -210,21 +210,22 @@ def start_codes(
     scheme: DeviceScheme,
     take: Callable[[tuple[int, ...], torch.dtype], BufferTensor],
 ) -> StartedCodes:
-    """Begin to encode rows of a table where it lies, and to copy the codes to the host; does not wait for the device.
+    """Begin to encode rows of a table on its device, and to copy the codes to the host; do not wait for the device.
 
-    CUDA alone may wait, where it copies the numbers, which are not in pinned memory: for what the stream has to do.
+    Only CUDA itself may wait until the stream has done its earlier work. It copies the numbers, which are not in pinned
+    memory.
 
     Args:
-        source: [num_rows, num_cols], the elements of a row side by side.
-        numbers: int64 [k], on the host: which rows; None for all. Not to be changed until the device is done.
-        scheme: How.
-        take: Gives memory for the codes.
+        source: [num_rows, num_cols], with contiguous rows.
+        numbers: int64 [k], on the host: the rows; None for all. Do not change it until the device has finished.
+        scheme: Scheme by which rows are encoded.
+        take: Function that returns memory for the codes.
 
     Raises:
-        ConfigurationError: There are no such rows.
+        ConfigurationError: A row number is out of range.
     """
     if numbers is not None:
-        check_numbers(numbers, len(source))  # on the host, for all blocks: on the device it would wait
+        check_numbers(numbers, len(source))  # on the host: the result of a check on the device has to be waited for
     num_rows = len(source) if numbers is None else len(numbers)
     codes = take((num_rows, scheme.row_bytes(source.shape[1], source.dtype)), torch.uint8)
     target, are_exact = codes.tensor(), []
@@ -242,9 +243,9 @@ def start_codes(
 
 
 def finish_codes(started: Sequence[StartedCodes]) -> list[StagedCodes]:
-    """Wait once for each device to learn which blocks have rows that are stored exactly, and copy these rows.
+    """Wait once for each device to learn which blocks have exact rows, and copy these rows.
 
-    Codes may still be under way to the host.
+    Codes may still be in transit to the host.
     """
     by_device: dict[torch.device, list[Tensor]] = {}
     for codes in started:

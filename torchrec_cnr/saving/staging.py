@@ -1,13 +1,14 @@
-"""Staging: the snapshot of an asynchronous save, and the copy of its rows, in one moment.
+"""Staging: take the snapshot of an asynchronous save, and copy its rows at the same moment.
 
-``dcp.async_save`` copies the state and saves the copy in the background. If the modified rows were taken there, a row
-that is trained in between would count as saved, with the value it had before. So the copy takes the snapshot: the
-writer is its own stager, freezes the marks, and copies what the save will hold: modified rows, and all that is not
-tracked.
+``dcp.async_save`` copies the state and saves the copy in the background. If the save took its snapshot later, a row
+that is trained in between would count as saved, although the copy has its earlier value. So the copy takes the
+snapshot. The writer is its own stager: it freezes the modified rows, and copies what the save will store. That is the
+modified rows, and everything that is not tracked.
 
-Each rank plans by itself which shards need copies, and of which rows, from the lineage as it knows it; no rank waits
-for another while training does. The coordinator checks this when ranks plan. What exceeds the budget is not copied: the
-save writes it first, and training waits for that (in ``synchronize_staging``) rather than for memory.
+Each rank plans by itself which rows of which shards to copy, from the checkpoint chain as it knows it. No rank waits
+for another here, because training waits, too. The coordinator checks the result during planning. Rows that exceed
+``staging_bytes`` are not copied. The save writes them first, and training waits until then (in
+``synchronize_staging``), so that memory stays limited.
 """
 
 import copy
@@ -63,15 +64,16 @@ from torchrec_cnr.tracking.tracked_tables import TrackedRows, trackers
 
 @dataclass(frozen=True, eq=False)
 class ShardCopy:
-    """A shard that is to be staged.
+    """A shard to stage.
 
     Attributes:
         key: The shard.
-        source: Its values, live.
-        numbers: int64 [k], on the host, as those of all tables take much memory: the rows to copy; None for all.
-        rows: The modified ones, as they lie in the copy; None if all must be stored.
-        scheme: What they are encoded by first; None if values are copied.
-        is_live: Whether it is not copied, for want of room, but written before training goes on.
+        source: Its live values.
+        numbers: int64 [k], the rows to copy, or None for all. On the host, because those of all tables take much
+            memory.
+        rows: The modified rows, by their positions in the copy; None if all rows must be stored.
+        scheme: Scheme by which the device encodes rows before the copy; None if values are copied.
+        is_live: Whether the shard is not copied, because it exceeds the limit, but written before training continues.
     """
 
     key: ShardKey
@@ -83,13 +85,13 @@ class ShardCopy:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the copy."""
+        """The copy's shape."""
         sizes = tuple(self.source.shape)
         return sizes if self.numbers is None else (len(self.numbers), *sizes[1:])
 
     @property
     def num_bytes(self) -> int:
-        """Of the copy, but for rows that codes cannot represent."""
+        """The copy's size in bytes, without rows that codes cannot represent."""
         if self.scheme is None:
             return padded_bytes(self.shape, self.source.dtype)
         row_bytes = self.scheme.row_bytes(self.shape[1], self.source.dtype)
@@ -97,18 +99,18 @@ class ShardCopy:
 
     @property
     def memory(self) -> object:
-        """The same for shards that are one memory under several names."""
+        """A key that is equal for shards that need the same copy: the same memory under several names."""
         return memory_key(self.source) or self.key, id(self.numbers), self.scheme
 
 
 def plan_staging(live: Mapping[str, Any], cut: Cut, rules: SchemeRules, max_bytes: int) -> list[ShardCopy]:
-    """What a save needs of a state dict.
+    """Return what a save needs of a state dict.
 
     Args:
-        live: The state dict, flattened.
-        cut: What is known of it.
-        rules: How rows will be quantized.
-        max_bytes: Copies take no more than that; the largest tables stay live instead.
+        live: The flattened state dict.
+        cut: Its snapshot.
+        rules: The quantization rules.
+        max_bytes: Bytes that copies take at most; the largest tables are not copied if they exceed it.
     """
     copies = [replace(wanted, scheme=_scheme_of(wanted, cut, rules)) for wanted in _copies(live, cut)]
     over = _over(max_bytes, copies, cut)
@@ -134,7 +136,7 @@ def _copies(live: Mapping[str, Any], cut: Cut) -> list[ShardCopy]:
                 copies.append(ShardCopy(key, source, None, None))
                 continue
             if item.group not in selected:
-                # Ranks may disagree about the modified rows of what they all hold, and must then store all.
+                # Replicas may turn out to have different modified rows, and must then store all rows.
                 is_whole = Since.EVER in (cut.staged or ()) or (is_replicated(value) and not is_alone)
                 select = _host_masks if is_whole else _lists
                 selected[item.group] = select(item, item.rows, cut)
@@ -143,12 +145,12 @@ def _copies(live: Mapping[str, Any], cut: Cut) -> list[ShardCopy]:
 
 
 def _since(cut: Cut) -> Since:
-    """What the rows of a delta were modified since; ``EVER`` if it can be a baseline only."""
+    """Return what the rows of a delta were modified since; ``EVER`` if the save can only be a baseline."""
     return next((since for since in cut.staged or () if since is not Since.EVER), Since.EVER)
 
 
 def _masks(item: TrackedItem, modified: ModifiedRows, cut: Cut) -> tuple[None, StagedRows]:
-    """Modified rows among all rows."""
+    """Return the modified rows as masks over all rows."""
     since, captured = _since(cut), cut.captured(item, modified)
     parts = modified.select_parts(since, cut.is_by_heat(since))
     digest = RowMask.union(parts).digest() + (captured.digest() if captured is not None else b"")
@@ -156,14 +158,14 @@ def _masks(item: TrackedItem, modified: ModifiedRows, cut: Cut) -> tuple[None, S
 
 
 def _host_masks(item: TrackedItem, modified: ModifiedRows, cut: Cut) -> tuple[None, StagedRows]:
-    """The same beside the copies of all rows, which are in host memory, and may go to another process."""
+    """Return the masks in host memory, where the copies of all rows are, too; another process can receive them."""
     _, rows = _masks(item, modified, cut)
     masks = (RowMask(part.mask.cpu()) for part in rows.parts if isinstance(part, RowMask))
     return None, replace(rows, parts=tuple(masks))
 
 
 def _lists(item: TrackedItem, modified: ModifiedRows, cut: Cut) -> tuple[Tensor, StagedRows]:
-    """Modified rows as they will lie one behind the other, and where."""
+    """Return the numbers of the modified rows to copy, and the same rows by their positions in the copy."""
     since, captured = _since(cut), cut.captured(item, modified)
     parts = modified.select_numbers(since, cut.is_by_heat(since))
     lists, first = [], 0
@@ -174,7 +176,7 @@ def _lists(item: TrackedItem, modified: ModifiedRows, cut: Cut) -> tuple[Tensor,
 
 
 def _over(max_bytes: int, copies: Sequence[ShardCopy], cut: Cut) -> frozenset[ShardKey]:
-    """What exceeds the budget: the largest tables, each with its state."""
+    """Return the shards that exceed the limit: the largest tables, each with its optimizer state."""
     groups: dict[object, list[ShardCopy]] = {}
     for wanted in copies:
         item = cut.items.get(wanted.key)
@@ -191,7 +193,7 @@ def _over(max_bytes: int, copies: Sequence[ShardCopy], cut: Cut) -> frozenset[Sh
 
 
 def _live(wanted: ShardCopy, cut: Cut, masks: dict[int, StagedRows]) -> ShardCopy:
-    """A shard that is not copied has its modified rows where they are."""
+    """Return the plan for a shard that is not copied; its modified rows keep their own numbers."""
     rows, item = wanted.rows, cut.items.get(wanted.key)
     if wanted.numbers is not None and item is not None and isinstance(item.rows, ModifiedRows):
         if item.group not in masks:
@@ -201,7 +203,7 @@ def _live(wanted: ShardCopy, cut: Cut, masks: dict[int, StagedRows]) -> ShardCop
 
 
 def _scheme_of(wanted: ShardCopy, cut: Cut, rules: SchemeRules) -> DeviceScheme | None:
-    """What rows of a tracked shard are encoded by before they are copied, if they are."""
+    """Return the scheme by which rows of a tracked shard are encoded before the copy; None if values are copied."""
     source, item = wanted.source, cut.items.get(wanted.key)
     is_table = source.dim() == 2 and source.stride(1) == 1 and math.prod(wanted.shape) > 0
     if item is None or not is_table or not is_quantized_first(source):
@@ -215,13 +217,13 @@ STAGING_BYTES = 8 << 30
 
 @dataclass(frozen=True)
 class StagingOptions:
-    """How a writer stages.
+    """The options for staging of a writer.
 
     Attributes:
-        rules: How rows will be quantized.
-        max_bytes: Copy no more than that.
-        timeout_secs: How long to wait for the saves before.
-        destination: Where rows go.
+        rules: The quantization rules.
+        max_bytes: Bytes that copies take at most.
+        timeout_secs: Seconds to wait for previous saves.
+        destination: Destination of the rows.
     """
 
     rules: SchemeRules
@@ -231,30 +233,30 @@ class StagingOptions:
 
 
 def stage(state_dict: Mapping[str, Any], options: StagingOptions, buffers: StagingBuffers) -> dict[str, Any]:
-    """Cut, and copy what an asynchronous save will hold; waits for the saves before.
+    """Wait for previous saves, take a snapshot, and copy what an asynchronous save will store.
 
-    What fails, the save raises when ranks plan: were it raised here, the other ranks would wait for this one.
+    If this fails, the save raises the error during planning. An error raised here would leave the other ranks waiting.
 
     Returns:
-        What is saved in the place of the state dict, with its ``StagedSave``.
+        The state dict to save instead of the live one, with its ``StagedSave``.
     """
     staged = StagedSave(running_saves.add(has_begun=False))
     try:
         staged.running.wait_for_earlier(options.timeout_secs)
         live, paths = flatten_state_dict(dict(state_dict))
-        # Tensors that are made in inference mode cannot be changed outside of it.
+        # A tensor made in inference mode could not be changed outside of it.
         with record_function("torchrec_cnr.stage"), torch.inference_mode(False):
             values = _staged(live, staged, options, buffers)
         return {**unflatten_state_dict(values, paths), STAGED: staged}
     except Exception as error:  # noqa: BLE001 - raised by the save, on all ranks
-        staged.failure = error.with_traceback(None)  # which would keep all that is copied here
+        staged.failure = error.with_traceback(None)  # a traceback would keep the copies alive
         return {STAGED: staged}
 
 
 def _staged(
     live: Mapping[str, Any], staged: StagedSave, options: StagingOptions, buffers: StagingBuffers
 ) -> dict[str, Any]:
-    """Flattened values that are saved in the place of the live ones."""
+    """Return the flattened values that are saved instead of the live ones."""
     tracker = _tracker_of(live)
     if tracker is None or not isinstance(tracker.saves, Cuts):
         wait_for_devices(live.values())
@@ -269,7 +271,7 @@ def _staged(
     buffer = buffers.take(sum(wanted.num_bytes for wanted in unique.values()), is_on_device, staged.running)
     try:
         by_memory = _copied(unique, buffer)
-    finally:  # what has begun writes to the buffer, which the next save takes, and reads numbers of rows
+    finally:  # copies that have begun read the row numbers, and write to the buffer, which the next save may use
         wait_for_devices(wanted.source for wanted in to_copy)
     values: dict[ShardKey, StagedValue] = {wanted.key: by_memory[wanted.memory] for wanted in to_copy}
     values |= {wanted.key: wanted.source for wanted in copies if wanted.is_live}
@@ -285,7 +287,7 @@ def _staged(
 
 
 def _copied(unique: Mapping[object, ShardCopy], buffer: StagingBuffer) -> dict[object, StagedValue]:
-    """Copies of what lies in each memory, still under way perhaps. All codes are begun before any is waited for."""
+    """Return copies by memory, some of them still in progress. All encoding begins before any wait."""
     started = {
         memory: start_codes(wanted.source, wanted.numbers, wanted.scheme, buffer.take)
         for memory, wanted in unique.items()
@@ -296,10 +298,10 @@ def _copied(unique: Mapping[object, ShardCopy], buffer: StagingBuffer) -> dict[o
 
 
 def _copy(wanted: ShardCopy, buffer: StagingBuffer) -> StagedValue:
-    """The values of a shard, or of some of its rows."""
+    """Copy the values of a shard, or of some of its rows."""
     source, numbers = wanted.source, wanted.numbers
     if source.layout is not torch.strided or dtype_name(source) not in DTYPES:
-        return source.to("cpu", copy=True)  # which the writer will refuse, by name
+        return source.to("cpu", copy=True)  # the writer will refuse it, with its name in the message
     taken = buffer.take(wanted.shape, source.dtype)
     target = taken.tensor()
     if numbers is None:
@@ -315,7 +317,7 @@ def _copy(wanted: ShardCopy, buffer: StagingBuffer) -> StagedValue:
 
 
 def _tracker_of(live: Mapping[str, Any]) -> TrackedRows | None:
-    """The tracker whose tables are in a state dict; None if there is no such tracker with a planner.
+    """Return the tracker whose tables are in a state dict; None if no such tracker has a planner.
 
     Raises:
         ConfigurationError: There are several.
@@ -323,14 +325,14 @@ def _tracker_of(live: Mapping[str, Any]) -> TrackedRows | None:
     found = trackers.planned_for(shard.tensor for value in live.values() for shard in local_shards(value))
     if len(found) > 1:
         raise ConfigurationError(
-            f"{len(found)} trackers with a planner know tables of this state dict, and dcp.async_save does not say "
-            "which of them it is for: close the others, or track all tables by one"
+            f"{len(found)} trackers that have a planner track tables of this state dict, and dcp.async_save does not "
+            "say which of them to use: close the others, or track all tables by one"
         )
     return found[0] if found else None
 
 
 def _stand_ins(live: Mapping[str, Any], values: Mapping[ShardKey, StagedValue], cut: Cut) -> dict[str, Any]:
-    """The state dict, with what was staged in the place of its tensors."""
+    """Return the state dict with what was staged instead of its tensors."""
     tensors = {fqn: value for fqn, value in live.items() if isinstance(value, Tensor)}
     write_items: dict[str, list[WriteItem]] = {}
     for item in create_default_local_save_plan(tensors, is_coordinator=False).items:

@@ -1,23 +1,24 @@
-"""The storage writer: HOW and WHERE a checkpoint is stored. Quantization, packs, commit.
+"""The storage writer: decides HOW and WHERE a checkpoint is stored: quantization, data files, commit.
 
-Who calls what, on which rank, in one ``dcp.save``:
+The calls of one ``dcp.save``, in order, and the ranks on which DCP makes them:
 
-    1. storage_meta           all ranks    a new save begins: its ``WriterSave``, with a new save id
+    1. storage_meta           all ranks    a new save begins: make its ``WriterSave``, with a new save id
     2. set_up_storage_writer  all ranks    learn the rank
-    3. prepare_local_plan     all ranks    wait for the saves before, refuse an id that is taken, make the directory;
-                                           the coordinator refuses to save beside a later job, and takes a lease
-    4. prepare_global_plan    coordinator  compare what all ranks must share; give its save id to all ranks
-    5. write_data             all ranks    encode every item of the plan into packs
+    3. prepare_local_plan     all ranks    wait for previous saves, refuse an existing checkpoint, make the directory;
+                                           the coordinator refuses to save if a newer job does, and takes a lease
+    4. prepare_global_plan    coordinator  compare what all ranks must share; send the save id to all ranks
+    5. write_data             all ranks    encode every item of the plan into data files
     6. finish                 coordinator  check all results against the plan, then commit: write the manifest, and
                                            release the lease
 
-Before that, in ``dcp.async_save``, it is the stager as well. Its ranges in torch's profiler are ``torchrec_cnr.stage``,
-``.encode``, ``.upload`` and ``.commit``.
+In ``dcp.async_save``, the writer is also the stager, which DCP calls before all this. Its ranges in torch's profiler
+are ``torchrec_cnr.stage``, ``.encode``, ``.upload`` and ``.commit``.
 
-The writer itself holds nothing of a save. All calls of one save come from one thread, to which its ``WriterSave``
-belongs, so that several saves may run at a time.
+The writer has no state of a single save, so several saves can run at a time. All calls of one save come from one
+thread, and the ``WriterSave`` belongs to that thread.
 
-Nothing is ever overwritten: packs bear the save id in their names, and the manifest is put only where none is.
+A save never overwrites anything. Names of data files contain the save id, and the manifest is written only where none
+exists.
 """
 
 import logging
@@ -74,7 +75,7 @@ _DCP_METADATA = ".metadata"  # commits a checkpoint in DCP's own format
 
 
 def destination_of(row_log: RowLog | None) -> RowDestination:
-    """Where the rows of deltas go: the one place that asks of which kind a log is."""
+    """Return the destination for the rows of deltas. Only this function distinguishes the kinds of Kafka topics."""
     if row_log is None:
         return FILES
     block_bytes = row_log.block_bytes
@@ -82,31 +83,33 @@ def destination_of(row_log: RowLog | None) -> RowDestination:
 
 
 class CNRStorageWriter(StorageWriter, AsyncStager):
-    """Writes checkpoints of quantized rows to any fsspec file system.
+    """Storage writer that writes checkpoints of quantized rows to any fsspec file system.
 
-    With ``CNRSavePlanner(tracker)`` a checkpoint may be a delta; with any other planner it is a baseline. For
-    ``dcp.async_save`` it is its own stager, which copies nothing but the rows that will be stored; pass no other.
+    With ``CNRSavePlanner(tracker)`` a checkpoint can be a delta. With any other planner it is a baseline. In
+    ``dcp.async_save`` the writer is also the stager, and copies only the rows that will be stored. Pass no other
+    stager.
 
     Args:
         path: Directory of the checkpoint, a path or fsspec URL; ``checkpoint_id`` of ``dcp.save`` replaces it.
-        quantization: One scheme for all tables, or a mapping from FQN patterns (``fnmatch``, first match wins) to
-            schemes, for tables and all other tensors. Whatever gets no scheme is stored exactly.
-        thread_count: Packs written at once. Each takes up to 24 MiB of memory.
-        sync_files: Force local files to disk before the checkpoint counts as committed.
-        pack_bytes: Size of the files that rows are written to, roughly. Small ones suit models of a few megabytes.
-        staging_bytes: How much an asynchronous save copies. Of what exceeds it, the largest tables are not copied:
-            training waits until they are written.
-        cpu_share: How much of a core each rank's asynchronous save may take to encode, from more than 0 to 1: it does
-            that in one thread, and rests in between.
-        timeout_secs: How long a save waits for the one before, if that is still under way.
-        max_bytes_per_sec: What each rank may write a second, averaged over packs.
-        row_log: Where rows of deltas and markers that commit go (``KafkaRows``). By default, both are files.
-        overwrite: Only False: a checkpoint that is there is never overwritten.
-        progress: Told how many of how many shards and objects this rank has written.
+        quantization: One scheme for all tables, or a mapping from FQN patterns to schemes, for tables and all other
+            tensors. Patterns are those of ``fnmatch``, and the first match wins. Tensors without a scheme are stored
+            exactly.
+        thread_count: Number of data files to write in parallel. Each takes up to 24 MiB of memory.
+        sync_files: Whether to force local files to disk before the checkpoint is committed.
+        pack_bytes: Approximate size of a data file, in bytes. Use a small size for models of a few megabytes.
+        staging_bytes: Bytes that an asynchronous save copies at most. If the rows need more, the largest tables are not
+            copied, and training waits until they are written.
+        cpu_share: Share of one core that each rank's asynchronous save uses to encode, more than 0 and at most 1. It
+            encodes in one thread, which pauses in between.
+        timeout_secs: Seconds that a save waits for the previous one, if that is still running.
+        max_bytes_per_sec: Bytes per second that each rank writes at most, as an average over data files.
+        row_log: Kafka topic for the rows of deltas and for commit records (``KafkaRows``). By default, both are files.
+        overwrite: Only False is accepted: an existing checkpoint is never overwritten.
+        progress: Function that this rank calls with the number of shards and objects written, and their total.
 
     Raises:
-        ConfigurationError: An argument cannot work, or a topic of the log would lose rows.
-        StoreError: The log does not answer in time.
+        ConfigurationError: An argument is invalid, or the Kafka topic would lose rows.
+        StoreError: The Kafka broker does not answer in time.
     """
 
     def __init__(
@@ -128,7 +131,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         super().__init__()
         if overwrite:
             raise ConfigurationError(
-                "'overwrite' must be False: a checkpoint is written once; save under another checkpoint_id"
+                "'overwrite' must be False, because a checkpoint is written only once: save under another checkpoint_id"
             )
         check_thread_count(thread_count)
         check_type("sync_files", sync_files, bool, "True or False")
@@ -161,9 +164,9 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         return f"CNRStorageWriter({url_text(self._path.url)}, {quantization})"
 
     def stage(self, state_dict: dict[str, Any], **_: Any) -> dict[str, Any]:
-        """Cut, and copy what an asynchronous save will hold; waits for the save before.
+        """Wait for the previous save, take a snapshot, and copy the rows that an asynchronous save will store.
 
-        If that fails, the save does, on all ranks: were it raised here, other ranks would wait for this one.
+        If this fails, the save fails later, on all ranks. An error raised here would leave the other ranks waiting.
         """
         staged = stage(state_dict, self._staging, self._buffers)
         self._threads.staged = staged[STAGED]
@@ -171,22 +174,22 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
 
     @property
     def should_synchronize_after_execute(self) -> bool:
-        """Whether DCP waits, once the save has begun, for what was not staged."""
+        """Whether DCP, after the save has begun, waits until all that was not copied is written. Always True."""
         return True
 
     def synchronize_staging(self) -> None:
-        """Wait until training may go on: at once, but where 'staging_bytes' was too little for all rows."""
+        """Wait until training may continue: not at all, unless ``staging_bytes`` was too small for all rows."""
         staged: StagedSave | None = self._threads.__dict__.pop("staged", None)
         if staged is not None:
             staged.running.watch_future()
             staged.wait_for_live()
 
     def close(self) -> None:
-        """Give the memory back that rows were staged in."""
+        """Free the memory of the staging buffer."""
         self._buffers.free()
 
     def __getstate__(self) -> dict[str, Any]:
-        """In another process it writes what was staged here, and tells nobody how far it is."""
+        """Return the state for another process. There, the copy writes what was staged here, without ``progress``."""
         return {**self.__dict__, "_progress": None, "_buffers": None, "_threads": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -194,9 +197,9 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         self._buffers, self._threads = StagingBuffers(), threading.local()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Set another checkpoint id for the saves of this thread; DCP calls this only if it was given one.
+        """Set another checkpoint id for the saves of this thread; DCP calls this only if the caller passed one.
 
-        ``storage_meta`` opens it: DCP tells all ranks of an error there, but of one here it does not.
+        ``storage_meta`` opens the checkpoint: DCP reports an error from there to all ranks, but not one from here.
         """
         if checkpoint_id is not None:
             self._threads.given, self._threads.asked = checkpoint_id, asked_checkpoint_id()
@@ -205,10 +208,10 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         return replace(Store.open(path, self._sync_files, self._destination.row_log), bandwidth=self._bandwidth)
 
     def storage_meta(self) -> StorageMeta:
-        """Where this save goes, for the planner; the first call of every save, and the only one that draws its id."""
+        """Begin a save: draw its id, and return its destination for the planner. DCP calls this first in every save."""
         asked = asked_checkpoint_id()
         if isinstance(asked, str | os.PathLike) and asked != self._threads.__dict__.get("asked"):
-            self.reset(asked)  # another save of this thread came in between: one in a ``state_dict`` method
+            self.reset(asked)  # a ``state_dict`` method has saved in between, in this thread
         given = self._threads.__dict__.get("given")
         if given is not None:
             self._threads.path, self._threads.given = self._opened(given), None
@@ -224,35 +227,37 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         save.is_coordinator = is_coordinator
         save.rank = kwargs.get("rank") or 0
         if not kwargs.get("use_collectives", True):
-            raise ConfigurationError("use_collectives=False is not supported: one commit holds all ranks' data")
+            raise ConfigurationError(
+                "use_collectives=False is not supported, because one commit covers all ranks: call dcp.save without it"
+            )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Refuse an id that is taken, or to save beside a later job; make the directory, and let nobody prune it."""
+        """Refuse an existing checkpoint or a newer job, make the directory, and protect it from pruning by a lease."""
         save = _save_of_thread()
         running = save.begin()
         data = plan.storage_data if isinstance(plan.storage_data, RankData) else None
         is_tracked = data is not None and data.is_tracked
         if save.staged is not None and save.staged.cut is not None and not is_tracked:
             raise ConfigurationError(
-                "tables of this state are tracked, and their modified rows were staged for the tracker's "
-                "CNRSavePlanner: pass that to dcp.async_save; with another planner, use dcp.save"
+                "the tables of this state dict are tracked, and their modified rows were staged for the tracker's "
+                "CNRSavePlanner: pass that planner to dcp.async_save; with another planner, use dcp.save"
             )
         if isinstance(save.store.fs, MemoryFileSystem) and is_in_process_of_dcp():
             raise ConfigurationError(
-                f"{save.store.url}: the process that DCP saves in has its own 'memory://', so that nothing would be "
-                "saved here: save to files, or let a thread save (AsyncCheckpointerType.THREAD)"
+                f"{save.store.url}: the process in which DCP saves has its own 'memory://', so this process would see "
+                "no checkpoint: save to files, or save in a thread (AsyncCheckpointerType.THREAD)"
             )
         save.store.make()
         if save.is_coordinator and save.store.exists(_DCP_METADATA):
             raise CheckpointExistsError(
-                f"{save.store.url} holds a checkpoint in DCP's own format; save under another checkpoint_id"
+                f"{save.store.url} contains a checkpoint in DCP's own format; save under another checkpoint_id"
             )
-        if save.is_coordinator and is_tracked:  # before the id: a job that is ahead takes one after the other
+        if save.is_coordinator and is_tracked:  # before the check of the id, which a newer job has often taken, too
             save.fence = fence_of(save.store)
             save.fence.claim()
         if save.store.exists(MANIFEST_FILE):
             raise CheckpointExistsError(
-                f"{save.store.url} holds a committed checkpoint already; save under another checkpoint_id"
+                f"{save.store.url} already contains a committed checkpoint; save under another checkpoint_id"
             )
         if save.is_coordinator:
             save.lease = Lease.take(save.store, "save")
@@ -270,7 +275,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         return replace(plan, storage_data=shared)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Give this save's id to all ranks."""
+        """Check that all ranks agree, and send this save's id to them."""
         save = _save_of_thread()
         rank_plans(plans)
         self._destination.begin(save.store)
@@ -290,9 +295,9 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
     def _written(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         save, began, decision = _save_of_thread(), time.monotonic(), plan.planner_data
         open_sink, save.open_sink = save.open_sink, None
-        assert open_sink is not None  # made when this rank's plan was
+        assert open_sink is not None  # ``prepare_local_plan`` has set it
         settings = PackSettings(f"{plan.storage_data}-{save.rank}", self._thread_count, self._pack_bytes)
-        staged, save.staged = save.staged, None  # what was staged is not needed any longer when it is written
+        staged, save.staged = save.staged, None  # frees the staged rows as soon as they are written
         is_behind_training = staged is not None and staged.cut is not None
         with closing(open_sink(settings, decision if isinstance(decision, Decision) else None)) as sink:
             writer = RankWriter(sink, planner, self._rules, self._warned, Count(len(plan.items), self._progress))
@@ -309,7 +314,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
             return writer.finish(replace(phases, plan_secs=began - save.began))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit."""
+        """Commit the checkpoint."""
         save, began = _save_of_thread(), time.monotonic()
         self._warn_of_unused_patterns(metadata)
         decision = metadata.decision if isinstance(metadata, SaveMetadata) else None
@@ -329,34 +334,34 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
             lease.release()
 
     def _warn_of_unused_patterns(self, metadata: Metadata) -> None:
-        """A pattern that is spelled wrong leaves tables as large as they are."""
+        """Warn of patterns that match no tensor: because of a misspelled pattern, tables would not be quantized."""
         fqns = [fqn for fqn, entry in metadata.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)]
         for pattern, nearest in self._rules.unused(fqns):
             if pattern not in self._warned:
                 self._warned.add(pattern)
                 names = ", ".join(map(repr, nearest)) or "none"
-                logger.warning("'quantization': no tensor matches the pattern %r; most like it: %s", pattern, names)
+                logger.warning("'quantization': no tensor matches the pattern %r; most similar: %s", pattern, names)
 
     @property
     def _store(self) -> Store:
-        """Where a save of this thread goes."""
+        """The directory of a save of this thread."""
         store: Store = getattr(self._threads, "path", self._path)
         return store
 
     @property
     def checkpoint_id(self) -> str:
-        """Path or URL of the checkpoint."""
+        """The checkpoint's path or URL."""
         given = self._threads.__dict__.get("given")
         return self._store.url if given is None else str(given)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this writer could save there."""
+        """Return whether this writer can save there."""
         return Store.can_open(checkpoint_id)
 
 
 def _save_of_thread() -> WriterSave:
     save = WriterSave.of_thread()
     if save is None:
-        raise SaveError("no save was begun in this thread: call storage_meta first, as DCP does")
+        raise SaveError("no save has begun in this thread: call storage_meta first, as DCP does")
     return save

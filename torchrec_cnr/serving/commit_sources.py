@@ -1,11 +1,11 @@
-"""Sources of commits: which checkpoints there are to be applied, as a root directory or a Kafka topic tells.
+"""Sources of commits: a root directory or a Kafka topic, which announces the checkpoints to apply.
 
-Who calls what, one thread at a time: ``wait`` until there may be a new checkpoint, then ``newest_first`` for all there
-are. ``RootCommits`` looks at a directory. Looking is cheap: a manifest's first bytes are read once, when it appears,
-and a local directory is listed only after its modification time has changed.
+Call ``wait``, which returns when there may be a new checkpoint, and then ``newest_first``, which returns all of them.
+Only one thread at a time may do so. ``RootCommits`` polls a directory. Polling is cheap: the first bytes of a manifest
+are read once, when it appears, and a local directory is listed only after its modification time has changed.
 
-``MarkerCommits`` is woken by markers in a topic, a moment after a checkpoint is committed. The root still decides what
-there is: so a checkpoint counts that was committed before there was a topic, or whose marker the topic no longer has.
+``MarkerCommits`` waits for markers in a topic, which arrive a moment after each commit. The list of checkpoints still
+comes from the root. So it includes those committed before the topic existed, and those whose marker has expired.
 """
 
 import logging
@@ -26,17 +26,17 @@ from torchrec_cnr.lineage.marker_commit import publish_marked
 from torchrec_cnr.storage.row_log import Marker, RowLog, root_id
 from torchrec_cnr.storage.store import Store
 
-_FAR_NS = 1 << 63  # some 250 years after now
-_SETTLED_NS = 10**9  # after which a directory's time of modification tells of the next change, however coarse it is
+_FAR_NS = 1 << 63  # about 250 years from now
+_SETTLED_NS = 10**9  # a change this long after the last one alters a modification time of any resolution
 
 
 @dataclass(frozen=True)
 class Commit:
-    """A checkpoint that was committed.
+    """A committed checkpoint.
 
     Attributes:
-        path: Its path or URL.
-        created_ns: When, as its first manifest has it, in Unix nanoseconds; infinity if that cannot be told.
+        path: Path or URL of the checkpoint.
+        created_ns: Unix time of the commit in nanoseconds, from its first manifest; infinity if it cannot be read.
     """
 
     path: str
@@ -48,10 +48,10 @@ class Commit:
 
 
 class Commits(Protocol):
-    """A source of commits. It may forget those older than the newest that was applied."""
+    """A source of commits. It may drop commits that are older than the newest applied one."""
 
     def newest_first(self) -> Sequence[Commit]:
-        """All that is there to be applied, the newest first.
+        """Return all checkpoints that can be applied, the newest first.
 
         Raises:
             StoreError: The source does not answer.
@@ -59,15 +59,15 @@ class Commits(Protocol):
         ...
 
     def wait(self, timeout_secs: float) -> None:
-        """Return when there may be a new one, after a time, or as soon as the source is closed.
+        """Return when there may be a new checkpoint, after a timeout, or as soon as the source is closed.
 
         Raises:
-            StoreError: Nothing was heard; there may be a new one all the same.
+            StoreError: The source does not answer; there may still be a new checkpoint.
         """
         ...
 
     def close(self) -> None:
-        """End a wait, in another thread; there will be no other call."""
+        """End a ``wait`` in another thread. No other call may follow."""
         ...
 
 
@@ -82,31 +82,31 @@ class RootCommits:
         self._root = Store.open(root)
         self._commits: dict[str, Commit] = {}
         self._pending: set[str] = set()  # directories without a manifest
-        self._marks: dict[str, set[str]] = {}  # the files that mark checkpoints of a name as abandoned
-        self._mark_of: dict[Commit, str] = {}  # the name of the file that would mark it; "" if it cannot be read
-        self._stamps: dict[str, int] = {}  # of local directories, the root's under ""
+        self._marks: dict[str, set[str]] = {}  # names of the files that mark a checkpoint as abandoned, by its name
+        self._mark_of: dict[Commit, str] = {}  # name of the file that would mark it; "" if it is unreadable
+        self._stamps: dict[str, int] = {}  # modification times of local directories; the root's under ""
         self._is_closed = threading.Event()
 
     def __repr__(self) -> str:
         return f"RootCommits({url_text(self._root.url)})"
 
     def newest_first(self) -> Sequence[Commit]:
-        """See `Commits`."""
+        """Return all checkpoints, the newest first; see ``Commits``."""
         for name in sorted(self._pending | self._changed_names()):
             self._look_at(name)
         found = [commit for name, commit in self._commits.items() if not self._is_abandoned(name, commit)]
         return sorted(found, key=lambda commit: (commit.created_ns, commit.path), reverse=True)
 
     def wait(self, timeout_secs: float) -> None:
-        """See `Commits`; a directory does not tell, so this is a pause."""
+        """Wait for the whole timeout, since a directory announces nothing; see ``Commits``."""
         self._is_closed.wait(timeout_secs)
 
     def close(self) -> None:
-        """See `Commits`."""
+        """End a wait in another thread; see ``Commits``."""
         self._is_closed.set()
 
     def _changed_names(self) -> set[str]:
-        """Directories that may hold another manifest than when they were looked at last."""
+        """Return the directories whose manifest may have changed since the last look."""
         if not self._has_changed(""):
             return set()
         listing = self._root.listing()
@@ -130,12 +130,12 @@ class RootCommits:
         if commit not in self._mark_of:
             try:
                 self._mark_of[commit] = mark_of(read_checkpoint(self._root.at(name)))
-            except LoadError:  # told when it is applied
+            except LoadError:  # raised again when the checkpoint is applied
                 self._mark_of[commit] = ""
         return self._mark_of[commit] in self._marks[name]
 
     def _has_changed(self, name: str) -> bool:
-        """Whether names in a directory came or went since this was asked last; True where that cannot be told."""
+        """Return whether the names in a directory may have changed since the last call."""
         if not self._root.is_local:
             return True
         try:
@@ -153,49 +153,49 @@ class RootCommits:
         at_ns = committed_ns(self._root.at(name), logging.INFO)
         known = self._commits.get(name)
         if at_ns is None and known is not None and self._root.at(name).exists(MANIFEST_FILE):
-            return  # it may not be read just now: an older one must not be applied in its place
+            return  # it cannot be read at the moment, and an older one must not be applied instead
         if at_ns is None:
             self._commits.pop(name, None)
             self._pending.add(name)
         else:
             self._pending.discard(name)
-            if known is None or at_ns != float("inf"):  # what was applied may be damaged afterwards
+            if known is None or at_ns != float("inf"):  # an applied checkpoint may become corrupt later
                 self._commits[name] = Commit(self._root.at(name).url, at_ns)
 
 
-_SLICE_SECS = 0.1  # within which a wait notices that it was ended
+_SLICE_SECS = 0.1  # interval at which a wait checks whether the source was closed
 
 
 class MarkerCommits:
-    """The checkpoints directly under a root, whose commits a log tells of.
+    """The checkpoints directly under a root, whose commits a log announces.
 
     Args:
         root: A path or fsspec URL.
-        row_log: The log.
+        row_log: The log that contains the markers.
     """
 
     def __init__(self, root: str | os.PathLike[str], row_log: RowLog) -> None:
         self._root = Store.open(root, row_log=row_log)
         self._log = row_log
         self._commits = RootCommits(root)
-        self._next: int | None = None  # offset of the first marker that was not seen; None to look through the root
+        self._next: int | None = None  # offset of the first unseen marker; None to search the root again
         self._is_closed = threading.Event()
 
     def newest_first(self) -> Sequence[Commit]:
-        """See `Commits`."""
+        """Return all checkpoints, the newest first; see ``Commits``."""
         if self._next is None:
             self._begin()
         return self._commits.newest_first()
 
     def wait(self, timeout_secs: float) -> None:
-        """See `Commits`; returns as soon as there is a marker, and raises if the log does not answer."""
+        """Wait for a marker; see ``Commits``."""
         left_secs = timeout_secs
         if self._next is None:
             self._commits.wait(timeout_secs)
         while left_secs > 0 and self._next is not None and not self._is_closed.is_set():
             try:
                 found = self._log.markers_from(self._next, min(left_secs, _SLICE_SECS))
-            except DamagedError:  # so far behind that the log has forgotten what comes next
+            except DamagedError:  # the log has already removed the next marker
                 self._next = None
                 return
             if found:
@@ -204,17 +204,17 @@ class MarkerCommits:
             left_secs -= _SLICE_SECS
 
     def close(self) -> None:
-        """See `Commits`."""
+        """End a wait in another thread; see ``Commits``."""
         self._is_closed.set()
         self._commits.close()
 
     def _begin(self) -> None:
-        end = self._log.end()  # what is marked from now on wakes a wait up
+        end = self._log.end()  # later markers end a wait
         publish_marked(self._root)
         self._next = end
 
     def _see(self, markers: Sequence[Marker]) -> None:
-        """Markers come a moment before manifests get their names."""
-        self._next = None  # if that fails, because of whatever name a marker has
+        """Publish the manifests of these markers, since a manifest gets its name a moment after its marker."""
+        self._next = None  # so that the root is searched again if the next line fails
         publish_marked(self._root, {marker.name for marker in markers if marker.root == root_id(self._root.url)})
         self._next = max(marker.offset + 1 for marker in markers)

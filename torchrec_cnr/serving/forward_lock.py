@@ -1,10 +1,11 @@
-"""Lookups: many at a time, or none while rows are swapped in.
+"""A lock that allows many lookups at the same time, or none while rows are swapped in.
 
-Who calls what: every forward of the model, and of a module with tables in it, is within ``shared``; whoever swaps rows
-in does it within ``exclusive``, which waits for the lookups that have begun and keeps new ones waiting. A forward of
-the whole model therefore sees one checkpoint from its first lookup to its last.
+Every forward of the model, and of each module with tables in it, runs within ``shared``. An update swaps rows in within
+``exclusive``, which waits for running lookups and makes new ones wait. So all lookups in a forward of the whole model
+see the same checkpoint.
 
-A CUDA graph looks up without a forward, and does not tell of which model: every replay of one is within ``shared``.
+The replay of a CUDA graph looks rows up without a forward, and its model is unknown. So every replay runs within
+``shared``.
 """
 
 import threading
@@ -22,7 +23,7 @@ from torchrec.quant.embedding_modules import EmbeddingCollection as QuantEmbeddi
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.tracking.hooks import Hooks, modules_below
 
-_GRACE_SECS = 0.5  # for which new lookups wait for a swap that waits for others
+_GRACE_SECS = 0.5  # how long new lookups wait for a swap that has not begun
 _WITH_TABLES = (
     nn.EmbeddingBag,
     nn.Embedding,
@@ -35,10 +36,10 @@ _WITH_TABLES = (
 
 
 class ForwardLock:
-    """A lock that lookups share, also within one another, and a swap has for itself.
+    """A lock that lookups share, even if they are nested, and that a swap takes exclusively.
 
-    A swap that waits goes first, so that lookups without a pause do not keep it waiting for ever. But a lookup may be
-    what one that has begun waits for, in another thread; after ``_GRACE_SECS`` it goes on, therefore.
+    A waiting swap has priority, so that continuous lookups do not block it forever. But a running lookup may wait for a
+    new one in another thread. So new lookups proceed after ``_GRACE_SECS``.
     """
 
     def __init__(self) -> None:
@@ -50,7 +51,7 @@ class ForwardLock:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Look rows up: no swap happens meanwhile."""
+        """Look rows up, while no swap runs."""
         depth = getattr(self._own, "depth", 0)
         if depth == 0:
             with self._changed:
@@ -69,13 +70,13 @@ class ForwardLock:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Swap rows in: no lookup happens meanwhile.
+        """Swap rows in, while no lookup runs.
 
         Raises:
-            ConfigurationError: This thread is within a lookup, and would wait for itself.
+            ConfigurationError: This thread is within a lookup, so it would wait for itself.
         """
         if getattr(self._own, "depth", 0):
-            raise ConfigurationError("rows cannot be swapped in from within a lookup: call update() outside of forward")
+            raise ConfigurationError("cannot apply a checkpoint from within a lookup; call update() outside of forward")
         with self._changed:
             self._num_waiting += 1
             try:
@@ -92,7 +93,7 @@ class ForwardLock:
 
 
 def share_forwards(model: nn.Module, lookups: ForwardLock) -> Hooks:
-    """Have every forward of a model, and of each module with tables in it, and every CUDA graph share ``lookups``."""
+    """Wrap the forwards of a model and of its modules with tables, and all CUDA graph replays, to share ``lookups``."""
 
     def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with lookups.shared():

@@ -1,6 +1,6 @@
-"""Targets: the tensors of a model that a checkpoint's go to, fitted to it as a load fits them.
+"""Targets: the tensors of a model that an update writes to, matched to a checkpoint's as a load matches them.
 
-Each process finds those that it holds, its own shards, without a word to the others.
+Each process finds its own shards, without communication with the others.
 """
 
 from dataclasses import dataclass
@@ -23,10 +23,10 @@ class ModelTensor:
     """A shard of a tensor of a model.
 
     Attributes:
-        fqn: The tensor.
-        box: Of the shard, in the tensor's indices.
-        tensor: Its memory, of the box's size; of a quantized table uint8 [num_rows, row_bytes], whole rows.
-        row: How a quantized table keeps a row.
+        fqn: FQN of the tensor.
+        box: Box of the shard, in the tensor's indices.
+        tensor: Values of the shard, of the box's size; for a quantized table, whole rows, uint8 [num_rows, row_bytes].
+        row: Layout of a row of a quantized table; None for any other tensor.
     """
 
     fqn: str
@@ -36,18 +36,18 @@ class ModelTensor:
 
     @property
     def key(self) -> ShardKey:
-        """Tells it from others, also when they are found anew."""
+        """A key that identifies the shard, and is the same in every call of ``find_model_tensors``."""
         return self.fqn, self.box.offsets
 
 
 def find_model_tensors(
     model: nn.Module, key: str | None, newest: Checkpoint, *, allow_partial: bool
 ) -> list[ModelTensor]:
-    """What this process holds of a model that ``newest`` is to be applied to; for other arguments see ``ServedModel``.
+    """Return the tensors of a model in this process that ``newest`` is applied to. For arguments see ``ServedModel``.
 
     Raises:
-        StateMismatchError: A tensor is not in the checkpoint, or of another size or dtype.
-        ConfigurationError: The model has quantized tables that nothing can be loaded into.
+        StateMismatchError: A tensor is not in the checkpoint, or has another size or dtype.
+        ConfigurationError: The model has quantized tables that cannot be loaded into.
     """
     state, planner, url = model.state_dict(), DefaultLoadPlanner(), newest.store.url
     planner.set_up_planner(state if key is None else {key: state}, is_coordinator=True)
@@ -57,14 +57,15 @@ def find_model_tensors(
     fitted = fit(wanted, newest.manifest, url, allow_partial=True)
     if fitted.report.missing and not allow_partial:
         raise StateMismatchError(
-            f"{url}: {len(fitted.report.missing)} of the model not in the checkpoint: {listed(fitted.report.missing)}; "
-            "pass the 'key' that its state dict was saved under, or allow_partial_load=True to leave these as they are"
+            f"{url}: {len(fitted.report.missing)} tensors of the model are not in the checkpoint: "
+            f"{listed(fitted.report.missing)}; pass the 'key' that its state dict was saved under, or "
+            "allow_partial_load=True to keep their values"
         )
     targets: list[ModelTensor] = []
     for fqn, source in fitted.sources.items():
         if not isinstance(source.layout, SameLayout):
             raise StateMismatchError(
-                f"{url}: {fqn!r} is optimizer state, which is not served; leave it out of the model"
+                f"{url}: {fqn!r} is optimizer state, which cannot be served; remove it from the model"
             )
         table = tables.find(tensors[fqn])
         if table is not None:

@@ -1,7 +1,7 @@
-"""The served model: a checkpoint is staged while lookups go on, and swapped in while they are held off, or not at all.
+"""The served model: a checkpoint is staged while lookups run, and swapped in while they wait, or not at all.
 
-Until the swap nothing of the model has changed. Where several ways lead to a checkpoint, the next one is tried if
-something on the first is gone, or does not tell what the rows will be.
+The model does not change before the swap. Several paths can lead to a checkpoint. If a file of the first one is missing
+or corrupt, or if its links do not contain all necessary rows, the next path is tried.
 """
 
 import logging
@@ -30,12 +30,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _State:
-    """What the model has.
+    """The state of the model.
 
     Attributes:
-        commit: The checkpoint, as the source of commits names it.
-        standing: The same, and its baseline, by digests.
-        touched: Rows that were overwritten since the baseline.
+        commit: The applied checkpoint, as the source of commits names it.
+        standing: The digests of the applied checkpoint and of its baseline.
+        touched: The rows that deltas have overwritten since the baseline.
     """
 
     commit: Commit
@@ -45,14 +45,14 @@ class _State:
 
 @dataclass(eq=False, repr=False)
 class ServedModel:
-    """A model whose forwards share a lock, and what it has.
+    """A model whose forwards share a lock, and its state.
 
     Attributes:
         model: The model.
-        key: What its state dict was saved under; None if it was saved as it is.
-        allow_partial: Whether tensors that checkpoints do not have are left as they are.
-        thread_count: Requests in flight at once.
-        row_log: That rows of deltas go to, if they do.
+        key: The key that its state dict was saved under; None if it was saved without a key.
+        allow_partial: Whether tensors that are missing in checkpoints keep their values.
+        thread_count: Number of requests in flight at the same time.
+        row_log: The Kafka topic that rows of deltas are sent to, if any.
     """
 
     model: nn.Module
@@ -70,12 +70,12 @@ class ServedModel:
 
     @property
     def commit(self) -> Commit | None:
-        """What is applied."""
+        """The applied checkpoint; None if there is none."""
         state = self._state
         return None if state is None else state.commit
 
     def looking_up(self) -> AbstractContextManager[None]:
-        """Nothing is swapped in meanwhile."""
+        """Return a context manager during which nothing is swapped in."""
         return self._lookups.shared()
 
     def close(self) -> None:
@@ -83,13 +83,13 @@ class ServedModel:
         self._hooks.remove()
 
     def apply(self, commit: Commit) -> Applied | None:
-        """Bring the model to a checkpoint.
+        """Update the model to a checkpoint.
 
         Returns:
-            What was done; None if it has that one, which was known by another name or time.
+            A report; None if that checkpoint is applied already, under another name or time.
 
         Raises:
-            CNRError: It cannot be read, or does not fit; the model stays as it is.
+            CNRError: The checkpoint cannot be read, or does not fit the model, which is unchanged.
         """
         started_secs = time.perf_counter()
         before = self._state
@@ -111,7 +111,7 @@ class ServedModel:
             self._state = _State(commit, _standing(links, before), staged.touched)
             done_secs = time.perf_counter()
         if before is not None and not links.is_delta and head.kind == "delta":
-            logger.info("%s does not stand on %s: everything was read again", commit.path, before.commit.path)
+            logger.info("%s is not based on %s: its whole chain was read", commit.path, before.commit.path)
         return Applied(
             path=head.store.url,
             sha256=head.sha256,
@@ -125,18 +125,18 @@ class ServedModel:
         )
 
     def _swap_in(self, staged: Update) -> None:
-        """Swap in between the lookups of all streams: a lookup has begun where its forward has returned."""
+        """Swap in between the lookups of all streams: lookups can still run on a device after forward has returned."""
         tensors = [part.tensor for part in staged.parts]
         for kernel in self._caches:
             kernel.flush()
         wait_for_devices([*tensors, *(kernel.lxu_cache_weights for kernel in self._caches)])
         staged.swap_in()
         for kernel in self._caches:
-            kernel.reset_cache_states()  # its rows are those from before
+            kernel.reset_cache_states()  # the cached rows are outdated
         wait_for_devices(tensors)
 
     def _staged(self, store: Store, before: _State | None) -> tuple[UpdatePath, Update] | None:
-        """The first way to a checkpoint that can be gone, and what it leads to; None if the model is there."""
+        """Return the first usable path to a checkpoint, and its update; None if the checkpoint is applied already."""
         for links in read_update_paths(store, None if before is None else before.standing):
             newest = links.lineage.newest
             if before is not None and newest.sha256 == before.standing.head:
@@ -147,11 +147,11 @@ class ServedModel:
             except (DamagedError, StoreError) as error:
                 if not links.is_delta:
                     raise
-                logger.info("%s: another way to it is tried: %s", store.url, error)
+                logger.info("%s: cannot read this path of updates; trying another: %s", store.url, error)
                 continue
             if staged is not None:
                 return links, staged
-        raise DamagedError(f"{store.url}: nothing leads to it; use another checkpoint")
+        raise DamagedError(f"{store.url}: no path of updates leads to this checkpoint; use another checkpoint")
 
 
 def _standing(links: UpdatePath, before: _State | None) -> AppliedState:

@@ -1,7 +1,7 @@
-"""The subscriber: applies each committed checkpoint to a live model, as soon as it is there, or not at all.
+"""The subscriber: applies each committed checkpoint to a live model, completely or not at all.
 
-A checkpoint that is damaged leaves the model as it was, and the next one that is not is applied on top of that. What
-fails in the thread is logged and tried again, with ever longer pauses until there is another checkpoint.
+A corrupt checkpoint leaves the model unchanged, and the next valid one is applied. Failures in the thread are logged
+and retried with exponential backoff. The next checkpoint is tried at once.
 """
 
 import logging
@@ -26,30 +26,31 @@ from torchrec_cnr.storage.row_log import RowLog, check_row_log
 
 logger = logging.getLogger(__name__)
 
-_MAX_PATIENCE_SECS = 30.0  # between two attempts at one checkpoint that cannot be applied
+_MAX_PATIENCE_SECS = 30.0  # longest pause between two attempts to apply the same checkpoint
 
 
 class RowSubscriber:
-    """Keeps a model up to date with the checkpoints under a root.
+    """Online updates of a model: applies the checkpoints under a root as they are committed.
 
-    A forward of the model, or of an embedding module in it, sees the tensors of one checkpoint. In each process, this
-    is about the shards that it holds; processes apply a checkpoint each in its own time.
+    Each forward of the model, or of an embedding module in it, sees the tensors of one checkpoint. This holds for the
+    shards of each process separately: processes do not apply a checkpoint at the same moment.
 
-    Used as a context manager, it applies the newest checkpoint, if there is one, and then follows in a thread.
+    As a context manager, it applies the newest checkpoint, if there is one, and then follows the job in a thread.
 
     Args:
-        model: Quantized (as ``InferenceTables`` takes it) or not, sharded or not. Its forwards are wrapped until
-            :meth:`close`; compile or trace it afterwards, not before.
-        root: A directory of checkpoints, path or fsspec URL; or a source of commits.
-        key: What the model's state dict was saved under; None if it was saved as it is.
-        interval_secs: Between two looks at the root.
-        on_applied: Told of each update, in the thread that did it, when lookups go on already.
-        allow_partial_load: Leave tensors of the model that checkpoints do not have as they are.
-        thread_count: Requests in flight at once.
-        row_log: The log that rows of deltas go to, if they do (``KafkaRows``); its markers tell of commits at once.
+        model: The model, quantized (as ``InferenceTables`` takes it) or not, sharded or not. Its forwards are wrapped
+            until :meth:`close`. Compile or trace the model after they have been wrapped.
+        root: Path or fsspec URL of a directory of checkpoints; or a source of commits.
+        key: The key that the model's state dict was saved under; None if it was saved without a key.
+        interval_secs: Seconds between two looks at the root.
+        on_applied: Called with the report of each update, in the thread that applied it, when lookups run again.
+        allow_partial_load: Whether tensors that are missing in checkpoints keep their values.
+        thread_count: Number of requests in flight at the same time.
+        row_log: The Kafka topic (``KafkaRows``) that rows of deltas are sent to, if any. Its commit records announce
+            checkpoints at once.
 
     Raises:
-        ConfigurationError: An argument cannot work.
+        ConfigurationError: An argument is invalid.
     """
 
     def __init__(
@@ -74,8 +75,8 @@ class RowSubscriber:
         self._on_applied = on_applied
         self._known: Sequence[Commit] = ()
         self._failure: BaseException | None = None
-        self._untold: BaseException | None = None  # of the thread, for who closes it
-        self._failed: tuple[Commit | None, int] = (None, 0)  # the newest commit then, and how often in a row
+        self._untold: BaseException | None = None  # the thread's last failure, for ``close`` to raise
+        self._failed: tuple[Commit | None, int] = (None, 0)  # newest commit then, and failures in a row
         self._retry_at_secs = 0.0
         self._turn = threading.RLock()
         self._is_closed = threading.Event()
@@ -92,59 +93,60 @@ class RowSubscriber:
     def update(self) -> Applied | None:
         """Apply the newest checkpoint, if it is not applied yet.
 
-        One that is damaged or gone is passed over for the newest before it that is newer than what is applied.
+        If it is corrupt or missing, apply the newest valid one that is newer than the applied checkpoint.
 
         Returns:
-            What was done; None if there was nothing to do.
+            A report; None if there was nothing to apply.
 
         Raises:
-            DamagedError, CheckpointNotFoundError: Nothing newer than what is applied can be read; it stays.
-            StateMismatchError: The checkpoint does not fit the model, which stays as it is.
-            VersionError, StoreError: The newest cannot be read; the model stays as it is.
-            ConfigurationError: It is called from within a forward, or after :meth:`close`.
+            DamagedError, CheckpointNotFoundError: No checkpoint newer than the applied one can be read. The model is
+                unchanged.
+            StateMismatchError: The checkpoint does not fit the model, which is unchanged.
+            VersionError, StoreError: The newest checkpoint cannot be read. The model is unchanged.
+            ConfigurationError: The call comes from within a forward, or after :meth:`close`.
         """
         if self._is_closed.is_set():
-            raise ConfigurationError("this RowSubscriber is closed; make another one")
+            raise ConfigurationError("this RowSubscriber is closed; create another one")
         with self._turn:
             self._untold = None
             return self._update()
 
     @property
     def applied(self) -> str | None:
-        """The checkpoint that the model has, if it has one."""
+        """Path or URL of the applied checkpoint; None if there is none."""
         commit = self._served.commit
         return None if commit is None else commit.path
 
     @property
     def lag(self) -> Lag:
-        """How far the model is behind, as of the last look."""
+        """The lag of the model, as of the last look at the commits."""
         return lag_of(self._served.commit, self._known)
 
     @property
     def failure(self) -> BaseException | None:
-        """Why the newest checkpoint is not applied, if the last attempt at it failed, or could not be heard of."""
+        """The error of the last attempt to look for or apply the newest checkpoint; None if it succeeded."""
         return self._failure
 
     def looking_up(self) -> AbstractContextManager[None]:
-        """To be held by who reads tables without a forward of the model: nothing is swapped in meanwhile."""
+        """Return a context manager to read tables without a forward; no checkpoint is swapped in during its block."""
         return self._served.looking_up()
 
     def start(self) -> None:
-        """Apply the newest checkpoint, if there is one, and follow in a thread from now on.
+        """Apply the newest checkpoint, if there is one, and then follow the job in a thread.
 
-        Failures of the thread are logged, it keeps trying, and :meth:`close` raises the one that it could not mend.
+        The thread logs failures and retries. :meth:`close` raises the last failure, unless a later attempt succeeded.
 
         Raises:
-            CNRError: As :meth:`update`; nothing is followed then.
+            CNRError: :meth:`update` failed. The thread does not start.
         """
         if self._thread is not None:
-            raise ConfigurationError("this RowSubscriber follows already")
+            raise ConfigurationError("this RowSubscriber has already been started; call start() only once")
         self.update()
         self._thread = threading.Thread(target=self._follow, name="cnr-follow", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop following, and unwrap the model's forwards; it keeps what it has.
+        """Stop the thread, and unwrap the model's forwards. The model keeps the applied checkpoint.
 
         Raises:
             CNRError: The last attempt of the thread failed.
@@ -155,7 +157,7 @@ class RowSubscriber:
             if untold is not None:
                 raise untold
         finally:
-            del untold  # it would refer to itself
+            del untold  # otherwise the traceback of the error would refer to the error
 
     def __enter__(self) -> Self:
         try:
@@ -189,18 +191,18 @@ class RowSubscriber:
                         self._update(is_patient=True)
                         if unheard is not None:
                             self._failure = self._untold = unheard
-            except BaseException as error:  # whatever it is, the model stays as it is, and the next checkpoint may do
+            except BaseException as error:  # the model is unchanged, and the next checkpoint may work
                 self._untold = error
                 is_ours = isinstance(error, CNRError)
-                logger.warning("the model stays at %s: %s", self.applied, error, exc_info=not is_ours)
+                logger.warning("an update failed, the model keeps %s: %s", self.applied, error, exc_info=not is_ours)
                 self._is_closed.wait(self._interval_secs)  # a source that fails may not have waited
 
     def _wait(self) -> StoreError | None:
-        """Until there may be a new checkpoint; why none could be heard of, if the source does not answer."""
+        """Wait until there may be a new checkpoint. Return the error if the source does not answer."""
         try:
             self._commits.wait(self._interval_secs)
         except StoreError as error:
-            logger.warning("new checkpoints are looked for, but not heard of: %s", error)
+            logger.warning("the source does not announce new checkpoints, looking for them at intervals: %s", error)
             self._is_closed.wait(self._interval_secs)  # a source that fails may not have waited
             return error
         return None
@@ -234,12 +236,12 @@ class RowSubscriber:
                 try:
                     return self._served.apply(commit)
                 except (DamagedError, CheckpointNotFoundError) as error:
-                    logger.info("%s cannot be applied, the one before is tried: %s", commit.path, error)
+                    logger.info("cannot apply %s, trying the checkpoint before it: %s", commit.path, error)
                     failure = failure or error
             if failure is not None:
                 raise failure
         finally:
-            del failure  # it would refer to itself
+            del failure  # otherwise the traceback of the error would refer to the error
         return None
 
 

@@ -1,8 +1,8 @@
-"""Updates: checkpoints are merged, as a load merges a lineage, into memory beside the model; the model is not touched.
+"""Updates: merges checkpoints as a load does, but into separate memory, so that the model does not change.
 
-A tensor that the checkpoints hold whole gets a second copy; of any other, only the rows that they hold are kept.
-Touched rows are those that deltas have overwritten since the model's baseline: a delta that is based on that baseline,
-and not on what is applied, brings a model up to date if it holds all of these.
+A tensor that the checkpoints contain completely gets a second copy. For any other tensor, only the rows in the
+checkpoints are prepared. Touched rows are those that deltas have overwritten since the model's baseline. A delta that
+is based on that baseline, and not on the applied checkpoint, can update the model if it contains all touched rows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,10 +25,10 @@ from torchrec_cnr.sharding import ShardKey, wait_for_devices
 
 @dataclass(eq=False)
 class TouchedRows(Region):
-    """Rows of a table's region that come from deltas. As a region of a fold, it notes which, and takes no values.
+    """A region of a fold that only records which rows of a table come from deltas.
 
     Attributes:
-        is_touched: bool [num_rows].
+        is_touched: bool [num_rows], True for rows that come from a delta.
     """
 
     is_touched: Tensor = field(init=False)
@@ -37,7 +37,7 @@ class TouchedRows(Region):
         self.is_touched = torch.zeros(self.box.num_rows, dtype=torch.bool, device="cpu")
 
     def write(self, block: Block) -> None:
-        """Note the rows of a delta."""
+        """Record the block's rows if it comes from a delta."""
         common = block.rows.within(self.box) if block.is_delta else None
         if common is not None and block.box.intersect(self.box) is not None:
             self.is_touched[common[1]] = True
@@ -47,7 +47,7 @@ Touched = Mapping[ShardKey, TouchedRows]
 
 
 def are_overwritten(touched: Touched, staged: Mapping[ShardKey, UpdateRows]) -> bool:
-    """Whether what is staged overwrites all that was touched, whole rows of it."""
+    """Return whether the staged rows include all touched rows, with all columns."""
     for key, rows in staged.items():
         if key not in touched or not rows.has_whole_rows:
             return False
@@ -59,12 +59,12 @@ def are_overwritten(touched: Touched, staged: Mapping[ShardKey, UpdateRows]) -> 
 
 
 def touch(touched: Touched, staged: Mapping[ShardKey, UpdateRows]) -> None:
-    """What was staged is applied now."""
+    """Record that the staged rows have been applied."""
     for key, rows in touched.items():
         if key in staged:
             rows.is_touched[staged[key].rows.cpu()] = True
         else:
-            rows.is_touched[:] = True  # all of it was replaced
+            rows.is_touched[:] = True  # the whole table was replaced
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,9 +72,9 @@ class UpdateTensor:
     """A tensor that is replaced as a whole.
 
     Attributes:
-        tensor: The served one.
-        values: What it will be; in host memory.
-        num_rows: Of a table, its rows here; 0 of any other.
+        tensor: The served tensor.
+        values: Its new values, in host memory.
+        num_rows: Number of rows in this process if it is a table; otherwise 0.
     """
 
     tensor: Tensor
@@ -88,13 +88,13 @@ class UpdateTensor:
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """What is ready to be swapped in.
+    """An update that is ready to be swapped in.
 
     Attributes:
-        rows: Of tables of which links hold some rows.
-        tensors: What is replaced as a whole.
-        touched: Rows that were overwritten since the baseline, up to now.
-        num_bytes: Bytes of packs that it was read from.
+        rows: The staged rows of tables of which the links contain some rows.
+        tensors: The tensors that are replaced as a whole.
+        touched: The rows that deltas have overwritten since the baseline, without ``rows``, which are not applied yet.
+        num_bytes: Number of bytes of packs that were read for it.
     """
 
     rows: Mapping[ShardKey, UpdateRows]
@@ -104,19 +104,19 @@ class Update:
 
     @property
     def parts(self) -> Sequence[UpdateRows | UpdateTensor]:
-        """All of it."""
+        """All staged rows and tensors."""
         return *self.rows.values(), *self.tensors
 
     @property
     def num_rows(self) -> int:
-        """Rows of tables."""
+        """Number of staged rows of tables."""
         return sum(part.num_rows for part in self.parts)
 
     def swap_in(self) -> None:
-        """Overwrite what is served, while no lookup happens."""
+        """Overwrite the served values. Call this while no lookup runs."""
         tensors = [part.tensor for part in self.parts]
-        wait_for_devices(tensors)  # lookups that were begun
-        with torch.inference_mode():  # also tables that were made in it can be written to
+        wait_for_devices(tensors)  # until running lookups have ended
+        with torch.inference_mode():  # tables that were created in it can only be written in it
             for part in self.parts:
                 part.swap_in()
         wait_for_devices(tensors)
@@ -125,21 +125,21 @@ class Update:
 def prepare_update(
     links: UpdatePath, targets: Sequence[ModelTensor], touched: Touched, thread_count: int
 ) -> Update | None:
-    """Read, verify and decode links.
+    """Read, verify and decode the links of an update path.
 
     Args:
-        links: What is to be applied.
-        targets: What of the model it goes to.
-        touched: Rows of the model that were overwritten since the baseline.
-        thread_count: Requests in flight at once.
+        links: The path to apply.
+        targets: The tensors of the model to update.
+        touched: The rows of the model that were overwritten since the baseline.
+        thread_count: Number of requests in flight at the same time.
 
     Returns:
-        None if the links alone do not tell what the rows will be, so that the whole lineage must be read.
+        The update; None if the links do not contain all necessary rows, so that the whole lineage must be read.
 
     Raises:
-        DamagedError: Bytes are not what was committed.
+        DamagedError: Bytes differ from those that were committed.
         StoreError: A pack cannot be read.
-        StateMismatchError: A tensor is of another size or dtype.
+        StateMismatchError: A tensor has another size or dtype.
     """
     rows: dict[ShardKey, UpdateRows] = {}
     tensors: list[UpdateTensor] = []
@@ -171,12 +171,12 @@ def prepare_update(
 
 
 def _is_whole(lineage: Lineage, fqn: str) -> bool:
-    """Whether some link holds all of a tensor."""
+    """Return whether a link contains a whole tensor."""
     return any(entry.is_whole for _, entry in held(lineage.checkpoints, fqn))
 
 
 def _is_made_of_rows(entry: TensorEntry) -> bool:
-    """Whether a delta may hold some of a tensor's rows, that can be applied by themselves."""
+    """Return whether a delta can contain some rows of a tensor that can be applied without the others."""
     return entry.table is None and len(entry.size) == 2
 
 

@@ -1,9 +1,9 @@
-"""Links: the checkpoints that lead from what a model has to another checkpoint.
+"""Links: the checkpoints that lead from the applied checkpoint of a model to another one.
 
-Checkpoints are recognised by the digest of the manifest that committed them, which a compaction leaves as it is. A path
-to what is applied is sought among the manifests that are in force, then among those that were committed, whose packs
-may still be there. Where there is none, deltas may stand on the same baseline, as under policies whose deltas hold all
-rows since then; else the lineage was replaced, and all of it is read.
+Checkpoints are recognised by the digest of the manifest that committed them, which a compaction does not change. A path
+to the applied checkpoint is searched first in the current manifests, and then in those that were committed, whose packs
+may still exist. If there is none, deltas on the same baseline may suffice, if the policy's deltas contain all rows
+modified since then. Otherwise the lineage was replaced, and is read completely.
 """
 
 import logging
@@ -19,23 +19,23 @@ logger = logging.getLogger(__name__)
 
 
 class UpdateBase(Enum):
-    """What links stand on."""
+    """The state of the model that an update path is based on."""
 
     APPLIED = "applied"
-    """The checkpoint that is applied."""
+    """The applied checkpoint."""
     BASELINE = "baseline"
-    """The baseline that it stands on: right if they hold all rows that were applied since."""
+    """The baseline of the applied checkpoint; correct if the links contain all rows that were applied since."""
     NOTHING = "nothing"
-    """The first link is a baseline."""
+    """No earlier state, since the first link is a baseline."""
 
 
 @dataclass(frozen=True)
 class UpdatePath:
-    """Checkpoints to apply.
+    """A path of checkpoints to apply.
 
     Attributes:
-        lineage: These, each the parent of the next.
-        ground: What the first one stands on.
+        lineage: The checkpoints (links), each the parent of the next.
+        ground: The state that the first link is based on.
     """
 
     lineage: Lineage
@@ -43,27 +43,27 @@ class UpdatePath:
 
     @property
     def is_delta(self) -> bool:
-        """Whether something stays as it is where they hold nothing."""
+        """Return whether rows that are not in the links keep their values."""
         return self.ground is not UpdateBase.NOTHING
 
 
 @dataclass(frozen=True)
 class AppliedState:
-    """What a model has, by digests of manifests: a checkpoint, and the baseline that it was folded on."""
+    """The applied checkpoint and its baseline, by the digests of their manifests."""
 
     head: str
     baseline: str
 
 
 def read_update_paths(path: str | Store, standing: AppliedState | None) -> Iterator[UpdatePath]:
-    """The ways to a checkpoint: what reads least first, and its whole lineage last, if it was not the first.
+    """Yield the paths to a checkpoint: the one that reads least first, and its whole lineage last.
 
     Args:
         path: The checkpoint, or its store.
-        standing: What is applied, if anything is.
+        standing: The applied checkpoint; None if there is none.
 
     Raises:
-        LoadError, StoreError: As ``read_lineage``.
+        LoadError, StoreError: The checkpoint or its lineage cannot be read; see ``read_lineage``.
     """
     if standing is None:
         yield UpdatePath(read_lineage(path), UpdateBase.NOTHING)
@@ -81,11 +81,11 @@ def read_update_paths(path: str | Store, standing: AppliedState | None) -> Itera
 
 
 def _as_committed(path: str | Store, standing: AppliedState) -> Iterator[UpdatePath]:
-    """A way that was there before a compaction."""
+    """Yield the path that existed before a compaction, if its manifests still exist."""
     try:
         lineage = read_lineage(path, since=standing.head, is_as_committed=True)
     except (LoadError, StoreError) as error:
-        logger.info("%s was compacted, and what it was committed as is gone: %s", path, error)
+        logger.info("%s was compacted, and its original manifests cannot be read: %s", path, error)
         return
     if lineage.checkpoints[0].manifest.parent is not None:
         yield UpdatePath(lineage, UpdateBase.APPLIED)

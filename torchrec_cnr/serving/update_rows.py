@@ -1,7 +1,7 @@
-"""Staged rows: what the links hold of a table, decoded beside it, and then swapped in.
+"""Staged rows: the rows of a table in the links, decoded into separate memory, and then swapped in.
 
-Blocks are kept as they were stored until all links are read. Then it is known which rows there are, memory is taken for
-these only, and each is decoded once, from the newest link that has it, by the very regions that a load decodes with.
+Blocks are kept encoded until all links have been read. Then the row numbers are known, and memory is allocated only for
+these rows. Each row is decoded once, from the newest link that has it, by the same regions that a load uses.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from torchrec_cnr.reading.regions import LineageTensor, Region
 
 @dataclass(frozen=True, eq=False)
 class _KeptRows:
-    """Rows of a block that are wanted: ``positions`` in the block, and ``rows`` of the region, both int64 [k]."""
+    """Wanted rows of a block: their ``positions`` in the block, and their ``rows`` in the region, both int64 [k]."""
 
     block: Block
     positions: Tensor
@@ -27,16 +27,16 @@ class _KeptRows:
 
 @dataclass(eq=False)
 class UpdateRows(Region):
-    """The rows of a table's region that some links hold. As a region of a fold, it is written to and finished.
+    """A region of a fold that stages the rows of a table that the links contain.
 
     Attributes:
         saved: The table in the links.
-        tensor: The served rows, [num_rows, num_cols] or, of a quantized table, uint8 [num_rows, row_bytes].
-        row: How a quantized table keeps a row.
-        rows: int64 [k], increasing, once it is finished: which rows are staged.
-        values: [k, ...], like ``tensor``: what they will be.
-        is_complete: Whether links hold all that is needed of every row; a piece of a quantized row is not enough.
-        has_whole_rows: Whether links hold all columns of every row.
+        tensor: The served rows, [num_rows, num_cols]; for a quantized table, uint8 [num_rows, row_bytes].
+        row: Layout of a row of a quantized table; None for any other table.
+        rows: Numbers of the staged rows, int64 [k], increasing; set by :meth:`finish`.
+        values: New values of these rows, [k, ...], in the layout of ``tensor``; set by :meth:`finish`.
+        is_complete: Whether the links suffice for every row. A quantized row needs all of its columns.
+        has_whole_rows: Whether the links contain all columns of every row.
     """
 
     saved: LineageTensor
@@ -49,13 +49,13 @@ class UpdateRows(Region):
     _kept: list[_KeptRows] = field(default_factory=list)
 
     def write(self, block: Block) -> None:
-        """Keep the block."""
+        """Keep the block, encoded, until :meth:`finish`."""
         common = block.rows.within(self.box) if block.box.intersect(self.box) is not None else None
         if common is not None:
             self._kept.append(_KeptRows(block, row_numbers(common[0]), row_numbers(common[1])))
 
     def finish(self) -> None:
-        """Decode what is the newest of each row."""
+        """Decode the newest version of each row."""
         if not self._kept:
             return
         kept, self._kept = self._kept, []
@@ -84,16 +84,16 @@ class UpdateRows(Region):
 
     @property
     def num_rows(self) -> int:
-        """How many are staged."""
+        """Number of staged rows."""
         return len(self.rows)
 
     def _columns(self, block: Block | None = None) -> tuple[int, int]:
-        """First column and the one behind the last, of the region or of what a block has of it."""
+        """Return the first column and the column after the last, of the region or of its intersection with a block."""
         box = self.box if block is None else block.box.intersect(self.box)
         return (0, 0) if box is None else (box.offsets[1], box.offsets[1] + box.sizes[1])
 
     def _are_covered(self, kept: Sequence[_KeptRows], numbers: Tensor) -> bool:
-        """Whether every row is there with all its columns."""
+        """Return whether the kept blocks contain every row with all its columns."""
         pieces = [self._columns(own.block) for own in kept]
         bounds = sorted({*self._columns(), *(bound for piece in pieces for bound in piece)})
         has = torch.zeros(len(numbers), len(bounds) - 1, dtype=torch.bool, device="cpu")
@@ -103,7 +103,7 @@ class UpdateRows(Region):
 
 
 def _newest_of_each(kept: Sequence[_KeptRows], num_rows: int) -> list[_KeptRows]:
-    """Of blocks in the order in which they overwrite one another, the rows that no later one has."""
+    """Return the rows of each block that no later block has. Blocks are in the order of overwriting."""
     is_taken = torch.zeros(num_rows, dtype=torch.bool, device="cpu")
     newest = []
     for own in reversed(kept):
@@ -114,6 +114,6 @@ def _newest_of_each(kept: Sequence[_KeptRows], num_rows: int) -> list[_KeptRows]
 
 
 def _renumbered(kept: _KeptRows, rows: Tensor, num_rows: int) -> Block:
-    """The wanted rows of a block as a block of their own, of other row numbers."""
+    """Return the wanted rows of a block as a new block with other row numbers."""
     box = Box((0, *kept.block.box.offsets[1:]), (num_rows, *kept.block.box.sizes[1:]))
     return kept.block.part(kept.positions, PlacedRows(box, 0, len(rows), rows))

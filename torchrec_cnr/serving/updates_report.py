@@ -1,4 +1,4 @@
-"""What a served model tells of itself: what an update did, and how far it is behind."""
+"""Reports of a served model: the result of an update, and the lag of the model."""
 
 import time
 from collections.abc import Sequence
@@ -11,18 +11,18 @@ from torchrec_cnr.serving.commit_sources import Commit
 
 @dataclass(frozen=True)
 class Applied:
-    """What an update did.
+    """The result of an update.
 
     Attributes:
-        path: The checkpoint that the model now has.
-        sha256: Digest of the manifest that committed it.
-        kind: ``delta`` if its rows went on top of what was applied before, ``baseline`` if everything was replaced.
-        num_checkpoints: How many were folded.
-        num_rows: Rows of tables that were overwritten in this process.
-        num_bytes: Bytes of packs that were read.
-        read_secs: To find, read, verify and decode it, while lookups went on.
-        apply_secs: To swap it in, while lookups waited.
-        committed_to_applied_secs: From its commit, by the clock of who saved it, until lookups saw it.
+        path: Path or URL of the checkpoint that the model now contains.
+        sha256: SHA-256 digest of the manifest that committed it.
+        kind: ``delta`` if only modified rows were overwritten, ``baseline`` if everything was replaced.
+        num_checkpoints: Number of checkpoints that were merged.
+        num_rows: Number of table rows that were overwritten in this process.
+        num_bytes: Number of bytes of packs that were read.
+        read_secs: Seconds to find, read, verify and decode the update, while lookups ran.
+        apply_secs: Seconds to swap it in, while lookups waited.
+        committed_to_applied_secs: Seconds from its commit, by the clock of the job that saved it, until lookups saw it.
     """
 
     path: str
@@ -43,12 +43,12 @@ class Applied:
 
 @dataclass(frozen=True)
 class Lag:
-    """How far a model is behind, as of the last look at the commits.
+    """The delay of a model, as of the last look at the commits.
 
     Attributes:
-        num_checkpoints: Committed, and not applied.
-        waiting_secs: For how long the oldest of these has been committed; 0 if there is none.
-        age_secs: Of the commit that is applied; None if none is.
+        num_checkpoints: Number of checkpoints that are committed and not applied.
+        waiting_secs: Seconds since the oldest of these was committed; 0 if there is none.
+        age_secs: Seconds since the applied checkpoint was committed; None if none is applied.
     """
 
     num_checkpoints: int
@@ -62,16 +62,16 @@ class Lag:
 
 
 def lag_of(applied: Commit | None, known: Sequence[Commit]) -> Lag:
-    """The lag by the present clock.
+    """Return the lag at this moment.
 
     Args:
-        applied: What the model has.
+        applied: The applied checkpoint; None if there is none.
         known: All commits, the newest first.
     """
     now_ns = time.time_ns()
     missing = [commit for commit in known if applied is None or commit.created_ns > applied.created_ns]
     if not missing and known and known[0] != applied:
-        missing = [known[0]]  # what was applied is gone, and another one is the newest again
+        missing = [known[0]]  # the applied checkpoint was removed, and an older one is now the newest
     oldest_ns = min((commit.created_ns for commit in missing), default=now_ns)
     age_secs = None if applied is None else (now_ns - applied.created_ns) / 1e9
     return Lag(len(missing), max(0.0, (now_ns - oldest_ns) / 1e9), age_secs)

@@ -1,11 +1,11 @@
-"""Fences: of two jobs that save to one root, one goes on and the other is refused.
+"""Fences: if two jobs save to one root, the newer one continues, and the saves of the older one fail.
 
-A job that was thought dead may still be saving when its replacement does. A fence is a small file in the root, with a
-number, that only one job can put. Every job puts the one behind the highest that it saw, before its first save: one
-that was restored saw it at its load, any other sees it then. A manager puts it before it looks for the newest.
-Once there is a higher one, a job's saves are refused.
+A job that was thought dead may still be saving when its replacement starts. A fence is a small numbered file in the
+root, which only one job can create. Before its first save, every job creates the fence after the highest that it has
+seen. A restored job has looked for it at its load, and any other job looks before its first save. A manager creates its
+fence before it looks for the latest checkpoint. As soon as there is a higher fence, the saves of a job fail.
 
-Fences are never removed, and their numbers have no gaps, so that the highest is found without listing the root.
+Fences are never removed, and their numbers have no gaps. So a job finds the highest without listing the root.
 """
 
 import json
@@ -31,12 +31,12 @@ _NAME = re.compile(r"fence-(?P<number>\d{8})\.json")
 
 @dataclass(frozen=True)
 class Fence:
-    """What a job knows of the fences of a root.
+    """The fence of a job in a root.
 
     Attributes:
         root: The root.
-        seen: Number of the highest fence when the job began, or loaded what it goes on from; 0 if there was none.
-        owner: What its own fence holds: by this, jobs are told apart.
+        seen: Number of the highest fence when the job began or loaded its checkpoint; 0 if there was none.
+        owner: Content of the job's own fence, which identifies the job.
     """
 
     root: Store
@@ -44,11 +44,11 @@ class Fence:
     owner: bytes
 
     def claim(self) -> None:
-        """Put up this job's fence, unless it is there already, and see that it is the highest.
+        """Create this job's fence unless it exists already, and check that it is the highest.
 
         Raises:
-            FencedError: Another job has.
-            StoreError: The root cannot be written to, or read.
+            FencedError: Another job has created this fence, or a higher one.
+            StoreError: The root cannot be written to or read.
         """
         with _turn(self.root):
             name = _name(self.seen + 1)
@@ -63,10 +63,10 @@ class Fence:
             self.check()
 
     def check(self) -> None:
-        """Whether this job may commit.
+        """Check that this job may commit.
 
         Raises:
-            FencedError: Another job came later.
+            FencedError: A newer job has created a higher fence.
             StoreError: The root cannot be read.
         """
         if self.root.exists(_name(self.seen + 2)):
@@ -74,9 +74,9 @@ class Fence:
 
     def _lost(self, number: int) -> FencedError:
         return FencedError(
-            f"{self.root.url}: another job saves here now, since {_name(number)} ({_told(self.root, number)}); nothing "
-            "was committed: end this job, or load the newest checkpoint with CNRLoadPlanner(tracker) and go on from "
-            "there; jobs that are to save side by side need roots of their own"
+            f"{self.root.url}: another job saves here now, as {_name(number)} shows ({_told(self.root, number)}); "
+            "nothing was committed; end this job, or load the latest checkpoint with CNRLoadPlanner(tracker) and "
+            "continue from there; jobs that run in parallel need separate roots"
         )
 
 
@@ -89,7 +89,7 @@ class JobFences(dict[str, Fence]):
     """The fences of a job, by root.
 
     Attributes:
-        owner: What its own fences hold.
+        owner: Content of the fences that this job creates.
     """
 
     def __init__(self) -> None:
@@ -97,26 +97,26 @@ class JobFences(dict[str, Fence]):
         self.owner = _owner()
 
     def fence(self, root: Store, is_new: bool = False) -> Fence:
-        """That of a root; made anew if so asked."""
+        """Return the fence of a root. With ``is_new``, look for the highest fence again."""
         place = without_client(root.url)
         if not is_new and (known := self.get(place)) is not None:
             return known
-        with _turn(root):  # else a thread could put what it saw in the place of what another one saw later
+        with _turn(root):  # otherwise a thread could replace what another thread saw later
             found = self.get(place)
             if found is None or is_new:
                 seen = highest(root)
                 if seen and not is_new and _read(root, seen) == self.owner:
-                    seen -= 1  # put up by another process that saves for this job
+                    seen -= 1  # another process that saves for this job has created it
                 found = self[place] = Fence(root, seen, self.owner)
             return found
 
     def adopt(self, job: "JobFences") -> None:
-        """From now on, this process saves for another one's job."""
+        """Save for the job of another process from now on."""
         self.owner = job.owner
         self.update(job)
 
     def forget(self) -> None:
-        """From now on, this process is a job of its own."""
+        """Become a separate job from now on."""
         self.clear()
         self.owner = _owner()
 
@@ -131,21 +131,21 @@ def _received(owner: bytes, fences: Mapping[str, Fence]) -> JobFences:
     return job
 
 
-_turns: dict[str, threading.RLock] = {}  # by root: threads of this process look and put one after the other
+_turns: dict[str, threading.RLock] = {}  # by root; threads of this process look at and create fences one at a time
 
 
 def _turn(root: Store) -> threading.RLock:
-    """Held from the look at a root's fences until what follows from it is done."""
+    """Return the lock to hold while a thread looks at a root's fences and acts on what it saw."""
     return _turns.setdefault(without_client(root.url), threading.RLock())
 
 
 _job = JobFences()
-os.register_at_fork(after_in_child=_turns.clear)  # a thread that the child does not have may hold one
+os.register_at_fork(after_in_child=_turns.clear)  # a thread that does not exist in the child may hold a lock
 os.register_at_fork(after_in_child=_job.forget)
 
 
 def fence_of(checkpoint: Store) -> Fence:
-    """The fence under which this process saves to the root of a checkpoint.
+    """Return the fence under which this process saves to the root of a checkpoint.
 
     Raises:
         StoreError: The root cannot be read.
@@ -154,7 +154,7 @@ def fence_of(checkpoint: Store) -> Fence:
 
 
 def restored_from(checkpoint: Store) -> None:
-    """This process goes on from a checkpoint: all jobs that saved to its root until now are the past.
+    """Record that this process continues from a checkpoint, so that it replaces all earlier jobs of that root.
 
     Raises:
         StoreError: The root cannot be read.
@@ -163,29 +163,29 @@ def restored_from(checkpoint: Store) -> None:
 
 
 def claim(root: Store) -> None:
-    """This process is about to go on from the newest checkpoint of a root: no other job adds to it from now on.
+    """Claim a root before this process continues from its latest checkpoint, so that saves of other jobs fail.
 
     Raises:
-        FencedError: Another job has done the same at this moment.
-        StoreError: The root cannot be written to, or read.
+        FencedError: Another job has claimed the root at the same moment.
+        StoreError: The root cannot be written to or read.
     """
     root.make()
-    with _turn(root):  # of two threads, the later one puts a fence of its own behind that of the first
+    with _turn(root):  # if two threads do this, the later one creates a fence after that of the first
         _job.fence(root, is_new=True).claim()
 
 
 def own_fences() -> JobFences:
-    """Those of this process's job, which a process that saves for it adopts."""
+    """Return the fences of this process's job. A process that saves for the same job adopts them."""
     return _job
 
 
 def is_fence(name: str) -> bool:
-    """Whether a file of a root is named like a fence."""
+    """Return whether a file of a root has the name of a fence."""
     return _NAME.fullmatch(name) is not None
 
 
 def highest(root: Store) -> int:
-    """The number of the highest fence; 0 if there is none. Looks at a handful of names."""
+    """Return the number of the highest fence; 0 if there is none. Takes a logarithmic number of look-ups."""
     low, high = 0, 1
     while root.exists(_name(high)):
         low, high = high, 2 * high
@@ -200,21 +200,21 @@ def _name(number: int) -> str:
 
 
 def _read(root: Store, number: int) -> bytes:
-    """What a fence holds; of one that somebody else made too long, no more than tells it from others."""
+    """Return the content of a fence, truncated to ``_MAX_BYTES``, since the file is untrusted."""
     return root.read(_name(number), 0, _MAX_BYTES)
 
 
 class _Owner(msgspec.Struct):
-    """What a message tells of whoever put a fence."""
+    """The part of a fence's content that messages show."""
 
     host: str
     pid: int
 
 
 def _told(root: Store, number: int) -> str:
-    """Who put a fence, for a message; what stands in it is not trusted."""
+    """Return which process created a fence, for a message. The file's content is untrusted."""
     try:
         owner = msgspec.json.decode(_read(root, number), type=_Owner)
         return f"host {owner.host[:80]!r}, process {owner.pid}"
     except (OSError, ValueError, RecursionError):
-        return "it does not tell whose"
+        return "unknown owner"

@@ -1,4 +1,4 @@
-"""Files that are written piece by piece, and listings of directories, on any fsspec file system."""
+"""Files that are written piece by piece, and directory listings, in any fsspec file system."""
 
 import os
 import posixpath
@@ -18,13 +18,13 @@ class Stream:
     """A file that is being written; see ``Store.create``.
 
     Attributes:
-        store: The store that it is written to.
-        name: What it is called there.
-        num_bytes: How many were written.
+        store: The store that the file is written to.
+        name: The name of the file in the store.
+        num_bytes: The number of bytes written so far.
 
     Args:
-        file: The file.
-        errors: What the file system's errors are turned into others by.
+        file: The open file of the file system.
+        errors: Returns a context manager that turns the file system's errors into ``StoreError``.
     """
 
     def __init__(self, store: Any, name: str, file: Any, errors: Callable[[], AbstractContextManager[None]]) -> None:
@@ -35,10 +35,10 @@ class Stream:
         self._errors = errors
 
     def write(self, data: Buffer) -> int:
-        """Append bytes; returns how many.
+        """Append bytes; return their number.
 
         Raises:
-            StoreError: The file system refused.
+            StoreError: The file system cannot write.
         """
         with self._errors():
             self._file.write(data)
@@ -47,18 +47,18 @@ class Stream:
         return num_bytes
 
     def flush(self) -> None:
-        """Nothing: what counts is a file that is whole."""
+        """Do nothing: only a complete file is used."""
 
     def close(self) -> None:
-        """Nothing: ``Store.create`` does."""
+        """Do nothing: ``Store.create`` closes the file."""
 
 
 class Upload:
-    """A file that is put at once if it is small, so that it can be put again, and piece by piece if it is not.
+    """An upload with one request if the file is small, so that it can be retried, and piece by piece otherwise.
 
     Args:
-        put: Puts all bytes.
-        begin: Opens a file for pieces.
+        put: Uploads all bytes at once.
+        begin: Opens a file to write piece by piece.
     """
 
     def __init__(self, put: Callable[[bytes], object], begin: Callable[[], Any]) -> None:
@@ -81,7 +81,7 @@ class Upload:
         self._file.write(data)
 
     def close(self) -> None:
-        """Put what is left."""
+        """Upload the remaining bytes."""
         if self.closed:
             return
         self.closed = True
@@ -91,7 +91,7 @@ class Upload:
             self._file.close()
 
     def discard(self) -> None:
-        """Put nothing."""
+        """Abort the upload."""
         self.closed = True
         if self._file is not None:
             give_up(self._file, None)
@@ -101,8 +101,8 @@ class RangedFile(RawIOBase):
     """A file that is read range by range.
 
     Args:
-        read: Reads from one byte to another.
-        num_bytes: Of the file.
+        read: Returns the bytes from one offset to another.
+        num_bytes: The size of the file in bytes.
     """
 
     def __init__(self, read: Callable[[int, int], bytes], num_bytes: int) -> None:
@@ -112,31 +112,31 @@ class RangedFile(RawIOBase):
         self._place = 0
 
     def readable(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def seek(self, offset: int, whence: int = SEEK_SET) -> int:
-        """Go to a byte."""
+        """Set the position; return it."""
         start = {SEEK_SET: 0, SEEK_CUR: self._place, SEEK_END: self._num_bytes}[whence]
         self._place = max(0, start + offset)
         return self._place
 
     def tell(self) -> int:
-        """Which byte comes next."""
+        """Return the offset of the next byte."""
         return self._place
 
     def readall(self) -> bytes:
-        """Read what is left, by one request and not by many small ones."""
+        """Read the remaining bytes with one request instead of many small ones."""
         found = self._read(self._place, self._num_bytes) if self._num_bytes > self._place else b""
         self._place += len(found)
         return found
 
     def readinto(self, buffer: Any) -> int:
-        """Read into a buffer; returns how many bytes."""
+        """Read into a buffer; return the number of bytes."""
         stop = min(self._place + memoryview(buffer).nbytes, self._num_bytes)
         found = self._read(self._place, stop) if stop > self._place else b""
         memoryview(buffer).cast("B")[: len(found)] = found
@@ -145,9 +145,9 @@ class RangedFile(RawIOBase):
 
 
 def give_up(file: Any, partial: str | None) -> None:
-    """Close a file that is not whole, whatever it says, and remove it if it has a name of its own.
+    """Close an incomplete file, ignoring errors, and remove it if it has a temporary name.
 
-    An upload is dropped, where the file system can do that: closed, it would come into being, without its end.
+    Discard an upload if the file system supports that: closing it would create an object without its last bytes.
     """
     with suppress(Exception):
         file.discard()
@@ -160,12 +160,12 @@ def give_up(file: Any, partial: str | None) -> None:
 
 @dataclass(frozen=True)
 class Listing:
-    """What is in a directory.
+    """The content of a directory.
 
     Attributes:
-        files: Sizes in bytes, by name.
-        directories: Names.
-        links: Names of symbolic links to directories.
+        files: Sizes of the files in bytes, by name.
+        directories: Names of the directories in it.
+        links: Names of the symbolic links to directories.
     """
 
     files: Mapping[str, int]
@@ -174,18 +174,18 @@ class Listing:
 
     @property
     def names(self) -> list[str]:
-        """All of them, sorted."""
+        """All names, sorted."""
         return sorted([*self.files, *self.directories, *self.links])
 
     @classmethod
     def of(cls, entries: Iterable[Mapping[str, Any]], path: str) -> "Listing":
-        """From what ``ls(path, detail=True)`` returns."""
+        """Return the listing that corresponds to the result of ``ls(path, detail=True)``."""
         files: dict[str, int] = {}
         directories, links = [], []
         for entry in sorted(entries, key=lambda entry: str(entry["name"])):
             entry_path = str(entry["name"]).rstrip("/")
             name = posixpath.basename(entry_path)
-            if entry_path == path:  # a file of this name, or what stands for the directory in an object store
+            if entry_path == path:  # a file of this name, or an object that represents the directory
                 continue
             if entry["type"] == "directory":
                 directories.append(name)

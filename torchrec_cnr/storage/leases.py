@@ -1,11 +1,11 @@
-"""Leases: how whoever saves to, loads from or compacts a checkpoint keeps it from being pruned meanwhile.
+"""Leases: files that protect a checkpoint from pruning while a save, a load or a compaction uses it.
 
-A lease is a small file in the checkpoint's directory whose name says what for and until when it holds. Pruning treats
-the checkpoint as one that is to be kept, with all that it needs. The lease is renewed while the work goes on, and
-removed when it is done. If the process dies, it runs out by itself; on the same machine, it is over at once. Where
-nothing can be written, work goes on without one.
+A lease is a small file in the checkpoint's directory. Its name contains its purpose and the time when it expires.
+Pruning keeps a checkpoint with a valid lease, and everything that this checkpoint needs. The owner renews the lease
+while it works, and then removes it. If the owner's process dies, the lease expires; processes on the same machine treat
+it as expired at once. If the lease cannot be written, the work continues without one.
 
-Leases and prunes go by the store's clock, since those of machines may differ by days.
+Leases and prunes use the store's clock, since the clocks of machines may differ by days.
 """
 
 import json
@@ -30,10 +30,10 @@ from torchrec_cnr.storage.store import Store
 
 logger = logging.getLogger(__name__)
 
-LEASE_SECS = 6 * 3600  # of a process that has died on another machine
+LEASE_SECS = 6 * 3600  # how long the lease of a process that died on another machine is valid
 _RENEWAL_SECS = LEASE_SECS / 3
-_MAX_AHEAD_NS = (LEASE_SECS + 24 * 3600) * 10**9  # no lease of ours holds longer, but where clocks cannot be asked
-_MAX_CLOCK_ERROR_NS = 60 * 10**9  # which is too little to write another lease
+_MAX_AHEAD_NS = (LEASE_SECS + 24 * 3600) * 10**9  # leases expire earlier than this, unless a clock could not be read
+_MAX_CLOCK_ERROR_NS = 60 * 10**9  # a smaller difference does not justify a second write
 _MAX_OWNER_BYTES = 4096
 _NAME = re.compile(r"[0-9a-f]{16}\.(?P<until_ns>\d{1,20})\.(?P<purpose>[a-z]{1,20})\.lease")
 
@@ -46,10 +46,10 @@ class Lease:
 
     Attributes:
         store: The checkpoint's directory.
-        name: The file in it.
-        purpose: What for.
-        until_ns: Unix time in nanoseconds, by the store's clock, when it runs out, if it is not renewed.
-        is_left: Whether it is neither renewed nor removed any more.
+        name: Name of the lease file in ``store``.
+        purpose: What the lease is for; a ``Purpose``.
+        until_ns: When the lease expires unless it is renewed, as Unix time in nanoseconds by the store's clock.
+        is_left: Whether this process no longer renews or removes the lease.
     """
 
     store: Store
@@ -59,18 +59,18 @@ class Lease:
     is_left: bool = field(default=False, repr=False, compare=False)
     _is_changing: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
     _renewal: threading.Timer | None = field(default=None, repr=False, compare=False)
-    _ahead_ns: int = field(default=0, repr=False, compare=False)  # of this machine's clock, the store's
+    _ahead_ns: int = field(default=0, repr=False, compare=False)  # store's clock minus this machine's clock
 
     @classmethod
     def take(cls, store: Store, purpose: Purpose) -> "Lease | None":
-        """Write a lease into a directory that exists; None where that cannot be done."""
+        """Write a lease into an existing directory; return None if it cannot be written."""
         now_ns = time.time_ns()
         lease = cls.until(store, purpose, now_ns + LEASE_SECS * 10**9)
         try:
             store.put(lease.name, [lease._content()], is_durable=False)
         except StoreError as error:
-            logger.info("no lease: pruning will not know of this %s: %s", purpose, error)
-            lease.release()  # on a full disk an empty file is there, which nobody would remove
+            logger.info("cannot write a lease; pruning may remove the checkpoint during this %s: %s", purpose, error)
+            lease.release()  # a full disk can leave an empty file, which no other process would remove
             return None
         try:
             ahead_ns = store.modified_ns(lease.name) - now_ns
@@ -78,13 +78,13 @@ class Lease:
                 lease._ahead_ns = ahead_ns
                 lease._replace()
         except StoreError as error:
-            logger.info("a lease goes by this machine's clock: %s", error)
+            logger.info("cannot read the store's clock; the lease uses the clock of this machine: %s", error)
         lease._renew_later()
         return lease
 
     @classmethod
     def until(cls, store: Store, purpose: str, until_ns: int) -> "Lease":
-        """A lease with a name of its own, which is not written yet."""
+        """Return a lease with a new name, without writing it."""
         return cls(store, f"{uuid.uuid4().hex[:16]}.{until_ns}.{purpose}.lease", purpose, until_ns)
 
     def _content(self) -> bytes:
@@ -92,20 +92,20 @@ class Lease:
         return json.dumps(told).encode()
 
     def _renew_later(self) -> None:
-        this = weakref.ref(self)  # nobody renews the lease of a writer that is gone
+        this = weakref.ref(self)  # so that renewals end when the writer that holds the lease is garbage collected
         self._renewal = threading.Timer(_RENEWAL_SECS, lambda: _renew(this()))
         self._renewal.daemon = True
         self._renewal.start()
 
     def renew(self) -> None:
-        """Write another one, which holds longer, and remove this one; where that fails, this one holds on."""
+        """Replace the lease file with one that expires later. If that fails, the old one is still valid."""
         with self._is_changing:
             if self._renewal is None:
                 return
             try:
                 self._replace()
             except StoreError as error:
-                logger.warning("a lease could not be renewed: %s", error)
+                logger.warning("cannot renew a lease; trying again later: %s", error)
             self._renew_later()
 
     def _replace(self) -> None:
@@ -122,45 +122,45 @@ class Lease:
 
     @property
     def has_run_out(self) -> bool:
-        """Whether it holds no longer."""
+        """Return whether the lease has expired."""
         return self.until_ns <= time.time_ns() + self._ahead_ns
 
     @property
     def is_lost(self) -> bool:
-        """Whether it holds no longer, or somebody has removed it: by a clock that is ahead, it had run out.
+        """Return whether the lease has expired, or a process whose clock is ahead has removed it as expired.
 
         Raises:
-            StoreError: The store does not tell.
+            StoreError: The store does not answer.
         """
         with self._is_changing:
             return self.has_run_out or not self.store.exists(self.name)
 
     def release(self) -> None:
-        """Remove the file, unless it was left. A failure is not worth failing for: the lease runs out."""
+        """Remove the lease file, unless the lease was left. A failure is only logged: the lease expires anyway."""
         if self.is_left:
             return
         self._end_renewals()
         try:
             self.store.remove(self.name)
         except StoreError as error:
-            logger.info("a lease stays until it runs out: %s", error)
+            logger.info("cannot remove a lease, which expires later: %s", error)
 
     def leave(self) -> None:
-        """End the work, but leave the file until it runs out: a request that seems to have failed may still arrive.
+        """Stop renewing, but keep the file until it expires: a request that seems to have failed may still arrive.
 
-        Also after this process has ended: from now on, the file names no owner.
+        The file then names no owner, so that the lease is valid even after this process has ended.
         """
         self._end_renewals()
         self.is_left = True
         try:
-            self.store.put(self.name, [b"{}"], is_durable=False)  # an empty file is a lease that has lapsed
+            self.store.put(self.name, [b"{}"], is_durable=False)  # not empty: an empty file is a lapsed lease
         except StoreError as error:
-            logger.warning("a lease ends with this process, although a request may still arrive: %s", error)
+            logger.warning("a lease ends with this process although a request may still arrive: %s", error)
 
     def lapse(self) -> None:
-        """End it, and leave one that has run out: by that, pruning recognises what a save that failed has left.
+        """Replace the lease with an expired one, which lets pruning recognise the files of a failed save.
 
-        One that was left stays as it is.
+        A lease that was left does not change.
         """
         if self.is_left:
             return
@@ -168,7 +168,7 @@ class Lease:
         try:
             self.store.put(self.until(self.store, self.purpose, 0).name, [], is_durable=False)
         except StoreError as error:
-            logger.info("a lease stays until it runs out: %s", error)
+            logger.info("cannot end a lease, which expires later: %s", error)
             return
         self.release()
 
@@ -182,10 +182,10 @@ class Owner(msgspec.Struct, frozen=True):
     """The process that has taken a lease.
 
     Attributes:
-        boot: What Linux calls the time since a machine was started; machines and their containers differ by it.
-        pids: The name space of its number.
-        pid: Its number.
-        started: When it began, in ticks since the boot: numbers are used again.
+        boot: Linux's boot id, which tells machines and boots apart.
+        pids: The PID namespace, which tells containers apart.
+        pid: The process id in this namespace.
+        started: When the process began, in clock ticks since the boot. It tells processes with a reused ``pid`` apart.
     """
 
     boot: str
@@ -195,7 +195,7 @@ class Owner(msgspec.Struct, frozen=True):
 
     @classmethod
     def own(cls) -> "Owner":
-        """This process; on systems that do not tell, one that nobody finds dead."""
+        """Return this process. If the system gives no boot id, the owner never counts as dead."""
         try:
             return cls(*_machine(), os.getpid(), _started(os.getpid()))
         except (OSError, ValueError, IndexError):
@@ -203,7 +203,7 @@ class Owner(msgspec.Struct, frozen=True):
 
     @property
     def is_dead(self) -> bool:
-        """Whether it ran on this machine and has ended, as far as this process can tell."""
+        """Return whether the process ran on this machine and has ended, as far as this process can tell."""
         try:
             if (self.boot, self.pids) != _machine():
                 return False
@@ -226,7 +226,7 @@ def _started(pid: int) -> int:
 
 @contextmanager
 def leased(store: Store, purpose: Purpose) -> Iterator[Lease | None]:
-    """Hold a lease for a while, where one can be written."""
+    """Hold a lease during the ``with`` block, if one can be written."""
     lease = Lease.take(store, purpose)
     try:
         yield lease
@@ -236,14 +236,14 @@ def leased(store: Store, purpose: Purpose) -> Iterator[Lease | None]:
 
 
 def is_lease(name: str) -> bool:
-    """Whether a file is a lease, be it over or not."""
+    """Return whether a file is a lease, valid or expired."""
     return _NAME.fullmatch(name) is not None
 
 
 def in_force(store: Store, names: Iterable[str], now_ns: int) -> list[Lease]:
-    """Those of a directory's files that are leases and are not over, what holds longest first.
+    """Return the valid leases among a directory's files, those that expire last first.
 
-    One whose process has ended on this machine is over. One that would hold longer than any that is written is none.
+    A lease is not valid if its process on this machine has ended, or if it expires later than this package allows.
     """
     matches = [found for name in names if (found := _NAME.fullmatch(name))]
     leases = [Lease(store, found[0], found["purpose"], int(found["until_ns"])) for found in matches]
@@ -255,22 +255,22 @@ def in_force(store: Store, names: Iterable[str], now_ns: int) -> list[Lease]:
 
 
 def _until_ns(lease: Lease, now_ns: int) -> int:
-    """Until when a lease holds, by the store's clock, where the clock of who took it may be days behind that."""
+    """Return when a lease expires by the store's clock, even if its owner's clock is days behind that."""
     if lease.until_ns > now_ns or not is_object_store(lease.store.fs):
         return lease.until_ns
     try:
-        if lease.store.listing().files.get(lease.name) == 0:  # it has lapsed
+        if lease.store.listing().files.get(lease.name) == 0:  # a lapsed lease
             return lease.until_ns
         return lease.store.modified_ns(lease.name) + LEASE_SECS * 10**9
     except StoreError as error:
         if isinstance(error.__cause__, NotImplementedError):
             return lease.until_ns
-        logger.info("a lease is taken for one that holds, since the store does not tell when it was written: %s", error)
+        logger.info("cannot read when a lease was written; treating it as valid: %s", error)
         return now_ns + LEASE_SECS * 10**9
 
 
 def _is_abandoned(lease: Lease) -> bool:
-    """Whether it was taken by a process of this machine that has ended; what stands in it is not trusted."""
+    """Return whether a process of this machine took the lease and has ended. The file's content is untrusted."""
     try:
         return msgspec.json.decode(lease.store.read(lease.name, 0, _MAX_OWNER_BYTES), type=Owner).is_dead
     except (OSError, CNRError, ValueError, RecursionError, OverflowError):
@@ -278,5 +278,5 @@ def _is_abandoned(lease: Lease) -> bool:
 
 
 def holds(store: Store, names: Iterable[str], now_ns: int) -> bool:
-    """Whether any of a directory's files is a lease that is not over."""
+    """Return whether any of a directory's files is a valid lease."""
     return bool(in_force(store, names, now_ns))

@@ -1,4 +1,4 @@
-"""Local files: what makes files and their names durable, and a file appear at once and whole."""
+"""Local files: make files and their names durable, and create files atomically."""
 
 import ctypes
 import errno
@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from torchrec_cnr.errors import DamagedError
 
-_PIECE_BYTES = 256 << 10  # stays in a core's cache until it was looked at
-_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)  # from file systems without hard links
+_PIECE_BYTES = 256 << 10  # small enough to be in a core's cache when ``on_piece`` reads it
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)  # errors of file systems without hard links
 _HERE, _NOT_REPLACING = -100, 1  # AT_FDCWD and RENAME_NOREPLACE of <fcntl.h> and <linux/fs.h>
 
 
@@ -30,10 +30,10 @@ def sync_directory(path: str) -> None:
 
 
 def make_directory(path: str) -> None:
-    """Make a directory and those above it, durably: each has its name for good before anything is in it.
+    """Create a directory and its parents durably: each has a durable name before anything is created in it.
 
-    Whoever made the one that is there already may have been killed before it was durable, so that its name is forced to
-    disk once more, where this process may read the directory above.
+    The process that created the first existing parent may have been killed before that was durable. So its name is
+    forced to disk again, if this process may read the directory above it.
     """
     missing: list[str] = []
     there = path
@@ -45,11 +45,11 @@ def make_directory(path: str) -> None:
     for directory in reversed(missing):
         os.makedirs(directory, exist_ok=True)
         sync_directory(posixpath.dirname(directory))
-    os.makedirs(path, exist_ok=True)  # refuses a file of that name
+    os.makedirs(path, exist_ok=True)  # raises an error if a file has that name
 
 
 def remove_empty(path: str) -> None:
-    """Remove a directory if it is there and nothing is in it."""
+    """Remove a directory if it exists and is empty."""
     try:
         os.rmdir(path)
     except OSError as error:
@@ -58,13 +58,13 @@ def remove_empty(path: str) -> None:
 
 
 def link_new(path: str, data: bytes, unlinked: str, sync_files: bool) -> None:
-    """Write a file atomically, unless its name exists: one that is created exclusively is there before its bytes are.
+    """Write a file atomically, unless its name exists. With ``open(path, "xb")``, the name would precede the bytes.
 
     Args:
-        path: The file.
-        data: What is in it.
-        unlinked: What it is called until it is whole.
-        sync_files: Whether it is forced to disk.
+        path: Path of the file.
+        data: Content of the file.
+        unlinked: Temporary path, until the file is complete.
+        sync_files: Whether to force the file and its name to disk.
 
     Raises:
         FileExistsError: The name exists.
@@ -76,7 +76,7 @@ def link_new(path: str, data: bytes, unlinked: str, sync_files: bool) -> None:
                 file.flush()
                 os.fsync(file.fileno())
         if sync_files:
-            sync_directory(posixpath.dirname(path))  # the packs' names, which must not come after the manifest's
+            sync_directory(posixpath.dirname(path))  # the packs' names must be durable before the manifest's name
         try:
             os.link(unlinked, path)
         except OSError as error:
@@ -91,11 +91,11 @@ def link_new(path: str, data: bytes, unlinked: str, sync_files: bool) -> None:
 
 
 def _rename_new(unlinked: str, path: str) -> None:
-    """Give a file its name where there are no links, unless the name exists.
+    """Rename a file unless the name exists, in a file system without hard links.
 
-    The name is never there without all bytes, also if the process is killed meanwhile. The kernel renames the file only
-    if the name is free, in one step, where the file system can. Elsewhere a lock of the directory keeps others from
-    taking the name between the look and the rename; the lock ends with the process.
+    The name never exists without all bytes, even if the process is killed. If the file system supports it, the kernel
+    checks that the name is free and renames the file in one step. Otherwise a lock of the directory prevents other
+    processes from taking the name between check and rename. The lock ends with the process.
 
     Raises:
         FileExistsError: The name exists.
@@ -113,10 +113,11 @@ def _rename_new(unlinked: str, path: str) -> None:
 
 
 def _rename_at_once(unlinked: str, path: str) -> bool:
-    """Rename a file by Linux's ``renameat2``, which no module of Python has; False if the file system cannot.
+    """Rename a file with Linux's ``renameat2``, which Python does not wrap; return False if it is not supported.
 
     Raises:
-        OSError: As :func:`_rename_new`.
+        FileExistsError: The name exists.
+        OSError: The file cannot be renamed for another reason.
     """
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
@@ -130,14 +131,14 @@ def _rename_at_once(unlinked: str, path: str) -> bool:
 
 
 def open_plain(path: str) -> FileIO:
-    """Open a file to read it, if it is one: a link may lead to any file of this machine, and a pipe need not end.
+    """Open a regular file for reading. A link could lead to any file of this machine, and a pipe may never end.
 
     Raises:
-        DamagedError: It is a symbolic link, a pipe, a device or a socket.
-        OSError: It cannot be opened, or is a directory.
+        DamagedError: The path is a symbolic link, a pipe, a device or a socket.
+        OSError: The path cannot be opened, or is a directory.
     """
     kind = os.lstat(path).st_mode
-    if stat.S_ISREG(kind):  # opened such that it makes no difference if it is something else by now
+    if stat.S_ISREG(kind):  # these flags are safe even if the path is another kind of file by now
         file = FileIO(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC))
         kind = os.fstat(file.fileno()).st_mode
         if stat.S_ISREG(kind):
@@ -146,31 +147,32 @@ def open_plain(path: str) -> FileIO:
     if stat.S_ISDIR(kind):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
     what = "a symbolic link" if stat.S_ISLNK(kind) else "a pipe, a device or a socket"
-    raise DamagedError(f"{path}: {what}, expected a file; put a copy of what was saved in its place")
+    raise DamagedError(f"{path}: expected a regular file, got {what}; replace it by a copy of the saved file")
 
 
 def cat_file(path: str, start: int | None, end: int | None) -> bytes:
-    """As fsspec's, of a file that is one."""
+    """Return bytes of a regular file, like fsspec's ``cat_file``."""
     return read_array(path, start or 0, end).tobytes()
 
 
 def pass_over(piece: npt.NDArray[np.uint8]) -> None:
-    """Do nothing with a piece of what is read."""
+    """Ignore a piece that was read."""
 
 
 def read_array(
     path: str, start: int, stop: int | None, on_piece: Callable[[npt.NDArray[np.uint8]], None] = pass_over
 ) -> npt.NDArray[np.uint8]:
-    """Bytes of a file, in an array of their own; fewer where it is shorter.
+    """Return bytes of a file in a new array; fewer if the file is shorter.
 
     Args:
-        path: The file.
-        start: First byte.
-        stop: Byte behind the last; None for all.
-        on_piece: Called with one view of the array after another, each as soon as it holds its bytes.
+        path: Path of the file.
+        start: Offset of the first byte.
+        stop: Offset after the last byte; None for the end of the file.
+        on_piece: Called with consecutive views of the array, each as soon as it has been read.
 
     Raises:
-        DamagedError, OSError: As :func:`open_plain`.
+        DamagedError: The path is a symbolic link, a pipe, a device or a socket.
+        OSError: The file cannot be read, or is a directory.
     """
     with open_plain(path) as file:
         num_bytes = os.fstat(file.fileno()).st_size

@@ -1,8 +1,8 @@
-"""S3 by obstore, a client in Rust: what URLs that begin with ``s3+obstore://`` are opened by.
+"""The S3 client for URLs with ``s3+obstore://``, based on obstore, which is written in Rust.
 
-A file system of fsspec's, made of obstore's own, which leaves out what a commit needs: a put unless the name exists. It
-is registered with fsspec in ``urls``, and takes endpoint, region and credentials from boto3, as s3fs takes them
-from botocore: of one bucket, ``s3://`` and ``s3+obstore://`` can be used in turns.
+It extends obstore's fsspec file system by the operation that a commit needs: write an object unless its name exists.
+``urls`` registers it with fsspec. It takes endpoint, region and credentials from boto3, as s3fs takes them from
+botocore. So ``s3://`` and ``s3+obstore://`` can be used for the same bucket.
 """
 
 import errno
@@ -24,20 +24,20 @@ from obstore.store import S3Store
 from torchrec_cnr.storage.retries import TRANSIENT_CODES, TRANSIENT_STATUS
 from torchrec_cnr.storage.urls import OBSTORE
 
-if TYPE_CHECKING:  # obstore's are not there at runtime
+if TYPE_CHECKING:  # obstore has these types only in its stubs
     from obstore.store import ClientConfig, RetryConfig, S3Config
 
 _PART_BYTES = 16 << 20
 _ONE_REQUEST_BYTES = 100_000_000
 _NUM_PARALLEL_PARTS = 4  # so that a file that is written piece by piece takes 64 MiB of memory
 
-# By default, a whole request has 30 seconds: too few for a pack on a slow network.
+# obstore's default limit of 30 seconds for a whole request is too short for a pack on a slow network.
 _CLIENT: "ClientConfig" = {"connect_timeout": "10s", "read_timeout": "30s", "timeout": "600s", "allow_http": True}
-# Callers try again, and tell of it. A file that is written piece by piece cannot be begun anew.
+# ``Store`` retries and logs. Only a file that is written piece by piece cannot be restarted, so its pieces are retried.
 _ONE_ATTEMPT: "RetryConfig" = {"max_retries": 0, "retry_timeout": timedelta(seconds=60)}
 _SOME_ATTEMPTS: "RetryConfig" = {"max_retries": 3, "retry_timeout": timedelta(seconds=60)}
 
-_DUMP = "\n\nDebug source:"  # of what obstore has in memory
+_DUMP = "\n\nDebug source:"  # begins a dump of obstore's internal state
 _ANSWER = re.compile(r"(.*?status code: (\d{3})[^:]*)(.*)", re.DOTALL)
 _REASONS = re.compile(r"<(?:Code|Message)>([^<]*)<")
 _ERRNO = {
@@ -46,11 +46,11 @@ _ERRNO = {
     PermissionDeniedError: errno.EACCES,
     UnauthenticatedError: errno.EACCES,
 }
-_ERRNO_OF_STATUS = {416: errno.EINVAL}  # a range behind the end
+_ERRNO_OF_STATUS = {416: errno.EINVAL}  # a range that begins after the end
 
 
 class ObstoreS3(FsspecStore):
-    """Buckets of S3, at the endpoint and with the credentials that boto3 finds.
+    """S3 buckets at the endpoint and with the credentials that boto3 finds.
 
     Raises:
         ValueError: boto3 finds no credentials.
@@ -59,16 +59,16 @@ class ObstoreS3(FsspecStore):
     protocol = OBSTORE
 
     def __init__(self, **options: Any) -> None:
-        super().__init__("s3", **options)  # the protocols that it knows are its own
+        super().__init__("s3", **options)  # obstore accepts only its own protocols
         self.protocol = OBSTORE
         session = boto3.Session()
         if session.get_credentials() is None:
-            raise ValueError("no AWS credentials were found: neither in the environment, nor in ~/.aws, nor a role")
+            raise ValueError("no AWS credentials were found in the environment, in ~/.aws, or from a role")
         self._credentials = Boto3CredentialProvider(session)
         client = session.client("s3").meta
         region = client.region_name
         self._bucket_config: S3Config = {"region": region}
-        # At Amazon's own, each bucket has a host, which obstore knows; any other is named, VPC endpoints among them.
+        # obstore derives the host of each bucket at Amazon's endpoints. Others must be set, such as VPC endpoints.
         if client.endpoint_url not in ("https://s3.amazonaws.com", f"https://s3.{region}.amazonaws.com"):
             self._bucket_config["endpoint"] = client.endpoint_url
 
@@ -113,7 +113,7 @@ class ObstoreS3(FsspecStore):
             )
 
     def modified(self, path: str) -> datetime:
-        """When a file was written last."""
+        """Return when a file was last written."""
         with _plain_errors():
             return super().modified(path)
 
@@ -123,7 +123,7 @@ class ObstoreS3(FsspecStore):
         if mode == "xb":
             return _NewObject(self, path)
         if mode != "wb":
-            raise ValueError(f"{path}: an object is read, or written as a whole: rb, wb or xb, not {mode}")
+            raise ValueError(f"{path}: expected the mode 'rb', 'wb' or 'xb', got {mode!r}")
         bucket, key = self._split_path(path)
         return _Upload(self._construct_store(bucket, True), key)
 
@@ -136,7 +136,7 @@ class _Download(AbstractBufferedFile):  # type: ignore[misc] # fsspec has no typ
 
 
 class _NewObject(io.BytesIO):
-    """An object that is put behind its ``with`` block, unless its name exists."""
+    """An object that is uploaded when its ``with`` block ends, unless its name exists."""
 
     def __init__(self, fs: ObstoreS3, path: str) -> None:
         super().__init__()
@@ -149,30 +149,30 @@ class _NewObject(io.BytesIO):
 
 
 class _Upload:
-    """An object that is put part by part, and is there once it is closed."""
+    """An object that is uploaded part by part, and exists once it is closed."""
 
     def __init__(self, store: S3Store, key: str) -> None:
         self._writer = open_writer(store, key, buffer_size=_PART_BYTES, max_concurrency=_NUM_PARALLEL_PARTS)
         self._is_open = True
 
     def write(self, data: Any) -> int:
-        """Append bytes; returns how many."""
+        """Append bytes; return their number."""
         with _plain_errors():
             return self._writer.write(data)
 
     def close(self) -> None:
-        """Put what is left."""
+        """Upload the remaining bytes, and create the object."""
         if self._is_open:
             self._is_open = False
             with _plain_errors():
                 self._writer.close()
 
     def discard(self) -> None:
-        """Drop the parts that were put."""
+        """Discard the uploaded parts."""
         if self._is_open:
             self._is_open = False
             given_up = InterruptedError("given up")
-            self._writer.__exit__(type(given_up), given_up, None)  # the only way to tell obstore
+            self._writer.__exit__(type(given_up), given_up, None)  # obstore has no other way to abort an upload
 
     def __enter__(self) -> "_Upload":
         return self
@@ -186,11 +186,11 @@ class _Upload:
 
 @contextmanager
 def _plain_errors() -> Iterator[None]:
-    """obstore's errors as the operating system's; of a server's answer its reasons alone: it may repeat access keys."""
+    """Turn obstore's errors into ``OSError``, with only the reasons of an answer, which can contain access keys."""
     try:
         yield
     except (BaseError, FileNotFoundError) as error:
-        raise _plain(error) from None  # kept in a variable, it would refer to itself
+        raise _plain(error) from None  # a chained error in a variable would refer to itself
 
 
 def _plain(error: Exception) -> OSError:

@@ -1,7 +1,7 @@
-"""Reading packs: the blobs wanted of one are joined into spans, and a span is one request.
+"""Reading packs: close blobs of a pack are joined into spans, and each span is read with one request.
 
-No byte is handed on before its blob's digest was checked. Digests are worked out while a span is read, piece by piece:
-to go through it once more would take longer, as it is larger than what a processor keeps at hand.
+A blob is returned only after its digest was checked. Digests are computed piece by piece while a span arrives. A span
+is larger than a processor's cache, so a second pass over it would take longer.
 """
 
 from collections import deque
@@ -18,14 +18,14 @@ from torchrec_cnr.storage.store import Store
 
 _SPAN_BYTES = 16 << 20
 _SPAN_GAP_BYTES = 256 << 10
-_GAP_DIVISOR = 8  # of the bytes wanted in a span, its gaps may add this part
+_GAP_DIVISOR = 8  # the gaps of a span may have this fraction of its wanted bytes: one eighth
 _FREE_GAP_BYTES = 4 << 10
 
 Prepare = Callable[[str, Bytes], Bytes]
 
 
 def unprepared(key: str, data: Bytes) -> Bytes:
-    """A blob as it was read."""
+    """Return a blob as it was read."""
     return data
 
 
@@ -35,9 +35,9 @@ class Span:
 
     Attributes:
         pack: Index into the manifest's packs.
-        start: First byte.
-        stop: Byte behind the last.
-        blobs: The wanted blobs in it, each with its key, by offset.
+        start: Offset of the first byte.
+        stop: Offset after the last byte.
+        blobs: The wanted blobs in the range, each with its key, sorted by offset.
     """
 
     pack: int
@@ -47,23 +47,23 @@ class Span:
 
 
 class SpanDigests:
-    """The crc32c of each blob in a span, worked out while its bytes arrive.
+    """The crc32c of each blob in a span, computed while the bytes of the span arrive.
 
     Args:
-        span: Where the blobs lie, by offset; some may overlap.
+        span: The span, whose blobs are sorted by offset; some may overlap.
 
     Attributes:
-        found: The digest of each blob, as far as the bytes that have come.
+        found: The digest of each blob, of the bytes that have arrived.
     """
 
     def __init__(self, span: Span) -> None:
         self.found = [0] * len(span.blobs)
         self._bounds = [(blob.offset, blob.offset + blob.num_bytes) for _, blob in span.blobs]
         self._place = span.start
-        self._num_done = 0  # of the blobs, from the first on
+        self._num_done = 0  # number of blobs that are complete, from the first on
 
     def extend(self, piece: Bytes) -> None:
-        """Take the bytes that come next."""
+        """Process the next bytes of the span."""
         place, end = self._place, self._place + len(piece)
         for number in range(self._num_done, len(self._bounds)):
             start, stop = self._bounds[number]
@@ -77,10 +77,10 @@ class SpanDigests:
 
 
 def plan_spans(wanted: Sequence[tuple[str, Blob]]) -> list[Span]:
-    """Join blobs that lie close together; every blob is in exactly one span. Keys name the blobs in errors.
+    """Join blobs that are close together; every blob is in exactly one span. Keys name the blobs in errors.
 
-    A gap between two blobs is read too, to save a request: if it is a small part of what is wanted around it, so that
-    gaps never make a load much longer, or if it is so short that it costs nothing.
+    The gap between two blobs is read too, if that is worth a saved request. The gap must either be very short, or be a
+    small part of the wanted bytes around it, so that gaps never make a load much longer.
     """
     spans: list[Span] = []
     wanted_bytes = gap_bytes = 0  # of the last span
@@ -105,11 +105,11 @@ def read_spans(
     """Read spans, a few ahead of the caller, and yield each blob's key and verified bytes.
 
     Args:
-        store: Of the checkpoint.
-        packs: Its packs.
-        spans: What to read.
-        thread_count: Threads that read.
-        prepare: What becomes of each blob, by its key, in the thread that has read it.
+        store: Store of the checkpoint.
+        packs: The checkpoint's packs.
+        spans: The spans to read.
+        thread_count: Number of threads that read.
+        prepare: Called with the key and bytes of each blob, in the thread that has read it; returns the bytes to yield.
 
     Raises:
         DamagedError: A pack is missing, truncated or altered.
@@ -145,14 +145,14 @@ def _read_span(store: Store, pack: Pack, span: Span, prepare: Prepare) -> list[t
         raise
     if len(buffer) != span.stop - span.start:
         raise DamagedError(
-            f"{where}: truncated: bytes {span.start} to {span.stop} wanted, {len(buffer)} of them there; "
+            f"{where}: truncated: expected bytes {span.start} to {span.stop}, got {len(buffer)} bytes; "
             "use another checkpoint"
         )
     found = []
     for (key, blob), actual in zip(span.blobs, digests.found, strict=True):
         if actual != blob.crc32c:
             raise DamagedError(
-                f"{where}: {key}: crc32c is {actual:#010x}, the manifest says {blob.crc32c:#010x}; "
+                f"{where}: {key}: corrupt: crc32c is {actual:#010x}, the manifest says {blob.crc32c:#010x}; "
                 "use another checkpoint"
             )
         start = blob.offset - span.start
@@ -161,10 +161,10 @@ def _read_span(store: Store, pack: Pack, span: Span, prepare: Prepare) -> list[t
 
 
 def place_of(store: Store, pack: Pack) -> str:
-    """Where a pack lies, for messages: its path or URL, or its records in a log.
+    """Return where a pack is, for messages: its path or URL, or its records in a log.
 
     Args:
-        store: Its directory, or of the checkpoint that has it in a log.
+        store: Directory of the pack, or of the checkpoint if the pack is in a log.
         pack: The pack.
     """
     return f"{store.url}/{pack.name}" if pack.log is None else f"{store.url}: {pack.name} in {pack.log}"
@@ -174,7 +174,7 @@ def _read_log(store: Store, pack: Pack, span: Span) -> Bytes:
     assert pack.log is not None
     if store.row_log is None:
         raise ConfigurationError(
-            f"{store.url}: {pack.name}: its rows lie in the topic {pack.log.topic!r} of Kafka; pass "
+            f"{store.url}: {pack.name}: its rows are in the Kafka topic {pack.log.topic!r}; pass "
             f"KafkaRows(bootstrap, {pack.log.topic!r}) as 'row_log', or on the command line "
             f"--kafka HOST:PORT/{pack.log.topic}"
         )
@@ -186,7 +186,7 @@ def _read_log(store: Store, pack: Pack, span: Span) -> Bytes:
 
 
 class PackReader:
-    """Reads blobs of one checkpoint. Of every pack that it reads from, it checks the header too, once.
+    """Reads blobs of one checkpoint, and checks the header of each pack when it first reads from that pack.
 
     A load does not need the safetensors headers, but other readers of packs do.
     """
@@ -200,10 +200,11 @@ class PackReader:
     def read(
         self, *turns: Iterable[tuple[str, Blob]], prepare: Prepare = unprepared
     ) -> Generator[tuple[str, Bytes], None, None]:
-        """Yield each blob's key and verified bytes: turn by turn, those of one in the order in which packs have them.
+        """Yield each blob's key and verified bytes: turn by turn, and within a turn in the order of the packs.
 
-        Turns are of keys and blobs. The rest is as in :func:`read_spans`. The threads run until the generator is used
-        up or closed. Close it if a variable refers to it, because after an error a traceback may refer to that.
+        Each turn is an iterable of keys and blobs. The rest is as in :func:`read_spans`. The threads run until the
+        generator is exhausted or closed. Close it if a variable refers to it, because the traceback of an error may
+        keep that variable alive.
         """
         wanted = [list(turn) for turn in turns]
         touched = {blob.pack for turn in wanted for _, blob in turn} - self._checked
@@ -220,7 +221,7 @@ class PackReader:
         self._checked |= touched
 
     def _place(self, span: Span) -> tuple[int, str, int, int]:
-        """Packs in files in their order, then those in logs in the order in which they lie there."""
+        """Return a sort key: packs in files by index, then packs in logs by their position in the log."""
         log = self._packs[span.pack].log
         return (0, "", 0, span.pack) if log is None else (1, log.topic, log.partition, log.first)
 
@@ -230,5 +231,5 @@ class PackReader:
 
 
 def _path(pack: Pack) -> str:
-    """Packs of several directories may have one name."""
+    """Return the path of a pack, since packs in several directories may have one name."""
     return pack.name if pack.directory is None else f"{pack.directory}/{pack.name}"

@@ -1,7 +1,7 @@
-"""Packs: the data files of a checkpoint.
+"""Writing packs: the data files of a checkpoint.
 
-A pack is a safetensors file of bounded size, put together in memory and written once, with one request. Blobs of wider
-elements come first, so that every tensor in it is aligned without padding.
+A pack is a safetensors file of bounded size. It is assembled in memory and written once, with one request. Blobs of
+wider elements come first, so that every tensor in it is aligned without padding.
 """
 
 import json
@@ -41,16 +41,16 @@ _ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16
 
 
 def crc32c(data: Bytes | bytes, before: int = 0) -> int:
-    """Castagnoli's CRC of a buffer, or of all up to its end where ``before`` is that of what comes before it.
+    """Return the CRC-32C (Castagnoli) of a buffer, continued from ``before``, the CRC of the bytes before the buffer.
 
-    AWS's implementation takes 64 bytes a step where a processor can, and lets other threads run meanwhile.
+    AWS's implementation processes 64 bytes per step on processors that can, and releases the GIL.
     """
     return int(checksums.crc32c(data, before))
 
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """A blob on its way into a pack; ``number`` is what ``PackWriter.add`` returned."""
+    """A blob that waits to be written into a pack; ``number`` is the number that ``PackWriter.add`` returned."""
 
     number: UnplacedBlob
     name: str
@@ -63,16 +63,16 @@ class PackWriter:
     """Fills packs with blobs and writes each when it is full, up to ``thread_count`` at once.
 
     Args:
-        store: Where to; a directory, or a log.
-        prefix: Begins their names.
-        thread_count: Packs written at once.
-        pack_bytes: When one is full.
-        buffer_bytes: Of all packs being filled. If that is exceeded, the fullest is written as it is.
+        store: Where to write packs: a directory or a log.
+        prefix: Prefix of their names.
+        thread_count: Number of packs written at the same time.
+        pack_bytes: Size in bytes at which a pack is full.
+        buffer_bytes: Largest total size in bytes of all packs being filled. Above it, the fullest pack is written.
 
     Attributes:
-        pace: Rests after each blob; None does not.
-        wait_secs: How long the caller has waited for packs to be written.
-        upload_secs: How long all threads together took to write them.
+        pace: Throttle that rests after each blob; None for no throttling.
+        wait_secs: Seconds that the caller has waited for packs to be written.
+        upload_secs: Seconds that all threads together took to write packs.
     """
 
     def __init__(
@@ -102,14 +102,18 @@ class PackWriter:
     def add(
         self, name: str, dtype: str, shape: tuple[int, ...], data: Bytes, heat: int = 0, age: int = 0
     ) -> UnplacedBlob:
-        """Take a blob; its bytes must not change afterwards.
+        """Add a blob to a pack; its bytes must not change afterwards.
 
         Args:
-            heat: Of its rows. Only blobs of one heat and age share a pack.
-            age: Of its rows.
+            name: Name of the tensor in the pack's header.
+            dtype: Type of its elements, by torch's name.
+            shape: Shape of the tensor.
+            data: Bytes of the tensor.
+            heat: Heat of its rows. Only blobs of the same heat and age share a pack.
+            age: Age of its rows.
 
         Returns:
-            The blob, whose place :meth:`finish` returns under this number.
+            The number of the blob. :meth:`finish` returns the blobs in the order of their numbers.
         """
         kind = (heat, age)
         if self._filled_bytes.get(kind, 0) + data.nbytes > self._pack_bytes:
@@ -125,28 +129,28 @@ class PackWriter:
         return number
 
     def flush(self) -> None:
-        """Write what there is, and wait for it."""
+        """Write all packs that are being filled, and wait until they are written."""
         for kind in list(self._parts):
             self._write_pack(kind)
         while self._writes:
             self._take_written()
 
     def end_pack(self, target: PackTarget) -> None:
-        """Write the pack that is being filled, of rows without heat or age, to a place of its own."""
+        """Write the pack of rows without heat or age to a separate target, even if it is not full."""
         self._write_pack((0, 0), target)
 
     def finish(self) -> tuple[tuple[Pack, ...], tuple[Blob, ...]]:
-        """Write what is left and wait: all packs of this rank, and all blobs by number."""
+        """Write the remaining packs, wait, and return all packs of this rank and all blobs by number."""
         self.flush()
         return tuple(self._packs), tuple(blob for _, blob in sorted(self._blobs.items()))
 
     @property
     def block_bytes(self) -> int:
-        """How many bytes of values a blob should hold; quantized, they take a quarter of that or less."""
+        """Number of bytes of values that a blob should hold; quantized, they take a quarter of that or less."""
         return min(BLOCK_BYTES, 2 * self._pack_bytes)
 
     def close(self) -> None:
-        """Stop the threads; packs that are not being written yet are dropped."""
+        """Stop the threads; drop packs that no thread has begun to write."""
         self._threads.shutdown(cancel_futures=True)
 
     def _write_pack(self, kind: tuple[int, int], target: PackTarget | None = None) -> None:
@@ -171,7 +175,7 @@ class PackWriter:
 
 @dataclass(frozen=True)
 class _WrittenPack:
-    """A pack, the blobs in it by number, and how long it took to write."""
+    """A written pack, the blobs in it by number, and the seconds that the write took."""
 
     pack: Pack
     blobs: Mapping[UnplacedBlob, Blob]
@@ -196,12 +200,12 @@ def _write_pack(store: PackTarget, stem: str, index: int, parts: list[_Part], he
 
 
 def safetensors_header(tensors: Iterable[tuple[str, str, Sequence[int], int]], metadata: Mapping[str, str]) -> bytes:
-    """A safetensors header: its length, then JSON, filled up with blanks to a multiple of eight bytes.
+    """Return a safetensors header: its length, then JSON, padded with spaces to a multiple of eight bytes.
 
     Args:
-        tensors: Name, dtype as safetensors calls it, shape, and size in bytes of each, in their order in the file. A
-            name that was there before gets a tilde.
-        metadata: What is said of the file.
+        tensors: Name, dtype by safetensors' name, shape, and size in bytes of each tensor, in the order of the file. A
+            duplicate name gets a tilde.
+        metadata: Metadata of the file.
     """
     entries: dict[str, object] = {"__metadata__": metadata}
     end = 0
@@ -216,10 +220,10 @@ def safetensors_header(tensors: Iterable[tuple[str, str, Sequence[int], int]], m
 
 
 def check_thread_count(thread_count: int) -> None:
-    """Raise a ConfigurationError for what is no number of threads."""
+    """Raise ``ConfigurationError`` unless the value is a valid number of threads."""
     check_count("thread_count", thread_count, least=1)
 
 
 def check_pack_bytes(pack_bytes: int) -> None:
-    """Raise a ConfigurationError for packs that are no files, or that would not fit in memory."""
+    """Raise ``ConfigurationError`` unless the value is a valid size of packs: from 1 KiB to 1 GiB."""
     check_count("pack_bytes", pack_bytes, 1 << 10, 1 << 30)

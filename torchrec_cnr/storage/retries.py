@@ -1,8 +1,8 @@
-"""Files that are not on this machine: tried again where the fault may pass.
+"""Retries for stores that are not local, and the classification of transient errors.
 
-Servers throttle, restart and drop connections. What these faults are called differs from one fsspec file system to the
-next, and none of their packages is needed here: so they are told by HTTP's status, by errno, and by their types' names.
-Every operation of a store may be done twice: names are used once, and who creates a file knows its bytes.
+Servers throttle, restart and drop connections. Each fsspec file system raises other errors for that, and this package
+requires none of their packages. So errors are classified by HTTP status, by errno, and by the names of their types.
+Every operation of a store is idempotent: each name is written once, and a writer recognises its own bytes.
 """
 
 import errno
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 RETRY_SECS = 60.0
 _FIRST_WAIT_SECS, _LONGEST_WAIT_SECS = 0.2, 10.0
 
-TRANSIENT_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504})  # 409: others write to the same name just now
+TRANSIENT_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504})  # 409: others are writing the same name
 _TRANSIENT_ERRNO = frozenset(
     {errno.EBUSY, errno.EAGAIN, errno.EREMOTEIO, errno.ETIMEDOUT, errno.ENETUNREACH, errno.EHOSTUNREACH}
 )
@@ -40,39 +40,38 @@ _TRANSIENT_TYPES = frozenset(
     }
 )
 
-# What an answer 400 is called that says nothing of the request: the server has waited too long for its body.
+# Error codes of a 400 answer that is transient: the server timed out while it waited for the body of the request.
 TRANSIENT_CODES = frozenset({"RequestTimeout"})
 
-_BAD_REQUEST = "status code: 400"  # as obstore tells it
+_BAD_REQUEST = "status code: 400"  # in obstore's messages
 
-# Some clients raise of a bucket what they raise of a file; Azure calls it a container.
+# Some clients raise the same error for a missing bucket as for a missing file. Azure calls a bucket a container.
 _NO_BUCKET = re.compile(r"\bNoSuchBucket\b|\bContainerNotFound\b|specified (?:bucket|container) does not exist")
 
 Result = TypeVar("Result")
 
 
 def is_object_store(fs: Any) -> bool:
-    """Whether an fsspec file system is one of objects in buckets.
+    """Return whether an fsspec file system is an object store.
 
-    It has no directories: to "make" one would look for the bucket, and create it where that is allowed.
+    An object store has no directories. Creating one would check for the bucket, or even create it.
     """
     protocols = [fs.protocol] if isinstance(fs.protocol, str) else fs.protocol
     return not OBJECT_STORES.isdisjoint(protocols)
 
 
 def tried_again(call: Callable[[], Result], what: str) -> Result:
-    """Call until it succeeds, or fails by what will not pass, with random waits that grow (AWS's "full jitter").
+    """Call a function, retrying on transient errors with exponential backoff and full jitter.
 
     No attempt begins later than ``RETRY_SECS`` after the first.
 
     Args:
-        call: May be called again.
-        what: It does, for the log.
+        call: The function; it must be idempotent.
+        what: What it does, for the log.
 
     Raises:
-        Exception: What the last attempt raised.
+        Exception: The error of the last attempt.
     """
-
     deadline, longest_secs = time.monotonic() + RETRY_SECS, _FIRST_WAIT_SECS
     while True:
         try:
@@ -89,10 +88,10 @@ def tried_again(call: Callable[[], Result], what: str) -> Result:
 
 
 def forget_frames(error: BaseException) -> None:
-    """Drop where an error and its causes were raised.
+    """Drop the tracebacks of an error and its causes.
 
-    Clients of object stores keep an error in a variable and raise it from there: it and its traceback then refer to
-    each other, and keep what the callers hold, such as staged rows, until a full garbage collection.
+    Clients of object stores keep an error in a variable and raise it from there. The error and its traceback then refer
+    to each other, and keep the callers' objects, such as staged rows, alive until a full garbage collection.
     """
     seen: BaseException | None = error
     while seen is not None and seen.__traceback__ is not None:
@@ -101,7 +100,7 @@ def forget_frames(error: BaseException) -> None:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether a fault may pass by itself, as far as its type and what it tells show."""
+    """Return whether an error is transient, judging by its type, status and errno."""
     if isinstance(error, (TimeoutError, ConnectionError)):
         return True
     status = _status(error)
@@ -115,19 +114,19 @@ def is_transient(error: BaseException) -> bool:
 
 
 def is_unanswered(error: BaseException) -> bool:
-    """Return whether a request got no answer, so that it may still be done."""
+    """Return whether a request got no answer, so that the server may still execute it."""
     return is_transient(error) and _status(error) is None
 
 
 def is_without_bucket(error: BaseException) -> bool:
-    """Whether it is the bucket that is not there."""
+    """Return whether the error is that the bucket does not exist."""
     if _NO_BUCKET.search(f"{type(error).__name__} {error}"):
         return True
     return error.__cause__ is not None and is_without_bucket(error.__cause__)
 
 
 def is_unexplained(error: BaseException) -> bool:
-    """Whether it is an answer 400, which after a look-up comes without a reason."""
+    """Return whether the error is a 400 answer. The answer to a look-up has no body, and so no reason."""
     status = _status(error)
     if status is not None:
         return status == 400
@@ -137,13 +136,13 @@ def is_unexplained(error: BaseException) -> bool:
 
 
 def _code(error: BaseException) -> str | None:
-    """What botocore calls an answer."""
+    """Return botocore's error code of an answer."""
     response = getattr(error, "response", None)
     return response.get("Error", {}).get("Code") if isinstance(response, dict) else None
 
 
 def _status(error: BaseException) -> int | None:
-    """The status of an answer by HTTP: as botocore, aiohttp, gcsfs and azure tell it."""
+    """Return the HTTP status in an error of botocore, aiohttp, gcsfs or azure."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):
         found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")

@@ -1,11 +1,11 @@
-"""Row logs: where the rows of deltas may lie beside a checkpoint's directory, and where checkpoints are announced.
+"""The interface of row logs: Kafka topics that hold rows of deltas instead of files, and commit records.
 
-A log takes packs, as a directory does, and markers. A checkpoint whose store has a log is committed by its marker: it
-comes when everything else of the checkpoint is durable, and only then does its manifest get its name. So whoever
-follows the log sees committed checkpoints only, in the order of their commits; and whoever looks at directories sees
-the same ones, a moment later.
+A row log takes packs, as a directory does, and markers. If the store of a checkpoint has a log, the checkpoint's marker
+commits it: the writer appends the marker when everything else of the checkpoint is durable, and only then gives the
+manifest its name. So a reader of the log sees only committed checkpoints, in the order of their commits. A reader of
+directories sees the same checkpoints a moment later.
 
-A log keeps all packs for a time, or the newest pack of each row block for ever; see ``row_blocks``.
+A log keeps either all packs for a limited time, or the newest pack of each row block forever; see ``row_blocks``.
 """
 
 import hashlib
@@ -26,16 +26,16 @@ if TYPE_CHECKING:  # stores need no torch
 
 @dataclass(frozen=True)
 class Marker:
-    """What says that a checkpoint is committed.
+    """The commit record of a checkpoint.
 
     Attributes:
-        root: Tells roots apart that share a log: :func:`root_id` of its URL.
-        name: Of the checkpoint's directory, in its root.
-        save_id: Of the save that wrote it.
-        sha256: Digest of its manifest.
-        parent_sha256: Digest of its parent's; None for a baseline.
-        created_ns: Unix time of its commit, in nanoseconds.
-        offset: Its place among the markers of its log; they are in the order of their commits.
+        root: :func:`root_id` of the root's URL, since several roots can share a log.
+        name: Name of the checkpoint's directory in its root.
+        save_id: Id of the save that wrote the checkpoint.
+        sha256: SHA-256 digest of the checkpoint's manifest.
+        parent_sha256: SHA-256 digest of its parent's manifest; None for a baseline.
+        created_ns: Unix time of the commit, in nanoseconds.
+        offset: Position among the markers of the log, which are in the order of their commits; -1 before it is written.
     """
 
     root: str
@@ -48,152 +48,151 @@ class Marker:
 
 
 def root_id(url: str) -> str:
-    """A short name for the directory that checkpoints' directories lie in, by its URL, whatever client that names."""
+    """Return a short name for a root, made from its URL. URLs that differ only in the client have the same name."""
     return hashlib.sha256(without_client(url).encode()).hexdigest()[:16]
 
 
 class PackTarget(Protocol):
-    """What packs are written to."""
+    """A place that packs are written to: a directory or a log."""
 
     def put(self, name: str, parts: Sequence[Buffer]) -> "LogRange | None":
-        """Write a pack whose name nobody else uses; returns where in a log it lies, None for a file."""
+        """Write a pack whose name no other writer uses. Return its place in the log, or None for a file."""
         ...
 
 
 @runtime_checkable
 class BlockTarget(Protocol):
-    """What packs of row blocks are written to.
-
-    Its ``owner`` begins the keys of what this rank writes.
-    """
+    """A log that packs of row blocks are written to."""
 
     @property
-    def owner(self) -> str: ...
+    def owner(self) -> str:
+        """Prefix of the keys of the records that this rank writes."""
+        ...
 
     def keyed(self, key: str, most_bytes: int) -> PackTarget:
-        """Where to write a pack that takes the place of the one with that key.
+        """Return the target for a pack that replaces the earlier pack with the same key.
 
         Args:
-            key: What the keys of its records begin with.
-            most_bytes: What any pack with that key may take.
+            key: Prefix of the keys of the pack's records.
+            most_bytes: Largest size of any pack with that key, in bytes.
         """
         ...
 
 
 class RowLog(Protocol):
-    """A log; a value that survives pickling.
+    """A log of rows and markers; it can be pickled.
 
     Roots are given by their :func:`root_id`. Methods raise a ``StoreError`` if the log does not answer in time.
     """
 
     @property
     def topic(self) -> str:
-        """What manifests call it."""
+        """Name of the log in manifests."""
         ...
 
     @property
     def block_bytes(self) -> int | None:
-        """How many bytes of values a row block has, if it keeps the newest pack of each; None if it keeps all."""
+        """Bytes of values in a row block, if the log keeps only the newest pack of each; None if it keeps all packs."""
         ...
 
     def open(self, *, may_make: bool) -> bool:
-        """See that it is as it must be, and make it if it is missing and whoever asks may.
+        """Validate the log's configuration; create the log if it is missing and ``may_make`` is true.
 
         Raises:
-            ConfigurationError: It is set up in a way that would lose rows.
+            ConfigurationError: The log's configuration would lose rows.
         """
         ...
 
     def target(self, root: str, rank: int, is_coordinator: bool = False) -> PackTarget | BlockTarget:
-        """What one save of one rank writes to; made by all ranks before any of them writes.
+        """Return the target of one rank for one save. All ranks call this before any of them writes.
 
         Args:
-            root: Where the checkpoint is.
-            rank: Of the process.
-            is_coordinator: Whether it will commit.
+            root: Root of the checkpoint.
+            rank: Rank of the process.
+            is_coordinator: Whether this rank will commit the checkpoint.
         """
         ...
 
     def read(self, name: str, num_bytes: int, place: "LogRange", start: int, stop: int) -> npt.NDArray[np.uint8]:
-        """Bytes of a pack, from ``start`` to ``stop``.
+        """Return the bytes of a pack from ``start`` to ``stop``.
 
         Raises:
-            DamagedError: Records of it are missing, doubled, out of order, or were removed.
+            DamagedError: Records of the pack are missing, duplicated or out of order.
         """
         ...
 
     def holds(self, packs: "Sequence[Pack]") -> bool:
-        """Whether packs, of one checkpoint or several, are there, as far as the oldest and the newest of them tell.
+        """Return whether the log still has packs of one or several checkpoints, judging by the oldest and the newest.
 
-        They are not if the log has forgotten them, has lost its last part, or was made anew.
+        It does not have them if it has removed them, has lost its last part, or was created again.
         """
         ...
 
     def begin(self, root: str) -> None:
-        """A save begins that will end with a marker.
+        """Begin a save that will end with a marker.
 
-        Whoever began to write markers for this root before is shut out.
+        From now on, the log rejects markers of earlier writers for this root.
         """
         ...
 
     def mark(self, marker: Marker, check: Callable[[], None]) -> None:
-        """Commit.
+        """Commit a checkpoint by its marker.
 
         Args:
-            marker: Of the checkpoint.
-            check: Raises if this job may not commit; asked if another one has begun to write markers since.
+            marker: Marker of the checkpoint.
+            check: Raises an error if this job may not commit. Called if another writer has begun a save since.
 
         Raises:
-            StoreError: It was not written, or nobody can tell yet whether it was.
+            StoreError: The marker was not written, or it is unknown whether it was.
         """
         ...
 
     def forget(self, root: str, packs: "Sequence[Pack]") -> None:
-        """Remove packs by their keys, right after a commit by :meth:`mark`; what is newer under these keys goes too.
+        """Remove packs by their keys, including newer packs with these keys. Call it right after :meth:`mark`.
 
         Raises:
             FencedError: Another job writes markers for this root now.
-            StoreError: It was not done.
+            StoreError: The packs were not removed.
         """
         ...
 
     def markers_from(self, offset: int, timeout_secs: float) -> tuple[Marker, ...]:
-        """Markers from an offset on; waits so long for the first.
+        """Return the markers from an offset on, waiting up to ``timeout_secs`` for the first.
 
         Raises:
-            DamagedError: The log has forgotten that offset.
-            StoreError: It does not answer; that is noticed although there is none.
+            DamagedError: The log has removed the marker at that offset.
+            StoreError: The log does not answer, even if there is no marker to read.
         """
         ...
 
     def end(self) -> int:
-        """The offset behind the last marker that is there: who reads on from here misses none that comes."""
+        """Return the offset after the last marker. A reader that continues from here misses no later marker."""
         ...
 
     def markers(self, root: str, most: int) -> tuple[Marker, ...]:
-        """Some of the newest markers of a root, oldest first, and no more than ``most``.
+        """Return up to ``most`` of the newest markers of a root, oldest first.
 
-        It waits for nothing and looks at the last part of the log only: those may be missing that lie before it, and
-        those may be there that were never committed.
+        It does not wait, and reads only the last part of the log. So earlier markers can be missing, and markers that
+        were never committed can be included.
         """
         ...
 
     def marked(self, root: str, manifests: Mapping[str, str | None]) -> frozenset[str]:
-        """Which of these manifests of a root are committed by a marker; returns once it is certain.
+        """Return which of these manifests of a root a marker commits, once this is certain.
 
         Args:
             root: The root.
-            manifests: Their digests, each with that of its parent, whose marker lies before its own; None for a
-                baseline.
+            manifests: Digest of each manifest, with the digest of its parent, whose marker comes before its own; None
+                for a baseline.
         """
         ...
 
 
 def check_row_log(row_log: object) -> None:
-    """Refuse what is no log, such as the address of one.
+    """Refuse a value that is not a log, such as the address of a broker.
 
     Raises:
-        ConfigurationError: It is neither a log nor None.
+        ConfigurationError: The value is neither a log nor None.
     """
     if row_log is not None and (isinstance(row_log, type) or not callable(getattr(row_log, "open", None))):
-        raise ConfigurationError(f"'row_log' must be a log, such as KafkaRows(…), or None (got {row_log!r})")
+        raise ConfigurationError(f"'row_log' must be a row log, such as KafkaRows(…), or None (got {row_log!r})")

@@ -1,7 +1,7 @@
-"""S3 by s3fs, which asks a server once: what URLs that begin with ``s3://`` are opened by.
+"""The S3 client for URLs with ``s3://``: s3fs without its own retries.
 
-A store asks again itself, until a time that it has set; the loops of s3fs and of botocore beneath would multiply that
-time. Only a file that is written piece by piece cannot be begun anew: for each piece of that, botocore asks again.
+A ``Store`` retries until its own deadline. The retry loops of s3fs and botocore inside it would multiply that time. The
+exception is a file that is written piece by piece: it cannot be restarted, so botocore retries each piece.
 """
 
 from collections.abc import Mapping
@@ -10,11 +10,11 @@ from typing import Any
 from s3fs import S3FileSystem
 
 _ONE_ATTEMPT = {"mode": "standard", "total_max_attempts": 1}
-_SOME_ATTEMPTS = {"mode": "standard", "total_max_attempts": 4}  # of 15 seconds, if nobody answers
+_SOME_ATTEMPTS = {"mode": "standard", "total_max_attempts": 4}  # each takes 15 seconds if the server does not answer
 
 
 class S3(S3FileSystem):  # type: ignore[misc] # fsspec has no types
-    """s3fs; retries that are set in fsspec's own configuration stay."""
+    """S3 by s3fs with one attempt per request, unless fsspec's own configuration sets other retries."""
 
     retries = 1
     attempts: Mapping[str, Any] = _ONE_ATTEMPT

@@ -1,8 +1,8 @@
-"""Stores: a directory in any fsspec file system, where checkpoints are.
+"""``Store``: a directory in any fsspec file system that contains checkpoints.
 
-A store writes files once and whole. ``put_new`` is the commit primitive: the name either holds all bytes, durably, or
-does not exist, and of several writers one wins. Every failure becomes a ``StoreError`` that names the file. A file that
-is read whole has a maximum size, since its writer is not trusted.
+A store writes each file once and as a whole. ``put_new`` is the commit primitive: the name either refers to all bytes,
+durably, or does not exist. If several writers compete for a name, one of them wins. Every failure becomes a
+``StoreError`` that names the file. ``read_whole`` limits the size of a file, since its content is untrusted.
 """
 
 import errno
@@ -44,8 +44,8 @@ from torchrec_cnr.throttling import Bandwidth
 
 logger = logging.getLogger(__name__)
 
-NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)  # nor can a file of that name be
-# Of the answer 412, s3fs makes ``FileExistsError`` only if it says which condition failed; many servers do not.
+NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)  # with ENAMETOOLONG, no file of that name can exist
+# s3fs turns a 412 answer into ``FileExistsError`` only if it says which condition failed; many servers do not say that.
 _REFUSED = (errno.EEXIST, errno.EINVAL)
 _CLOCK = re.compile(r"[0-9a-f]{16}\.clock")
 _one_at_a_time = threading.Lock()
@@ -59,14 +59,14 @@ _ERRNO: dict[type[Exception], int] = {
 
 @dataclass(frozen=True)
 class Store:
-    """A directory.
+    """A directory in an fsspec file system.
 
     Attributes:
-        fs: Its fsspec file system.
-        path: Its path there, without the protocol, as ``canonical_path`` spells it.
-        sync_files: Whether local files are forced to disk before a write counts as done.
-        bandwidth: What puts and reads of arrays take.
-        row_log: Where packs of its checkpoints may lie that are no files.
+        fs: The fsspec file system.
+        path: The path of the directory in ``fs``, without the protocol, as ``canonical_path`` spells it.
+        sync_files: Whether a write forces local files to disk before it returns.
+        bandwidth: The bandwidth limit of ``put`` and ``read_array``.
+        row_log: The row log that can hold packs of these checkpoints instead of files, or None.
     """
 
     fs: Any
@@ -79,11 +79,11 @@ class Store:
     def open(
         cls, url: "str | os.PathLike[str] | Store", sync_files: bool = True, row_log: RowLog | None = None
     ) -> "Store":
-        """The directory at a local path or fsspec URL, or what is one already; nothing is created.
+        """Return the store of a local path or fsspec URL; return a ``Store`` unchanged. Nothing is created.
 
         Raises:
-            ConfigurationError: The URL's protocol is unknown, or its package is not installed; or see ``checked_url``
-                and ``canonical_path``.
+            ConfigurationError: The URL's protocol is unknown, its package is not installed, or ``checked_url`` or
+                ``canonical_path`` refuses the URL.
         """
         if isinstance(url, Store):
             return url
@@ -96,7 +96,7 @@ class Store:
 
     @classmethod
     def can_open(cls, url: str | os.PathLike[str]) -> bool:
-        """Whether :meth:`open` would succeed."""
+        """Return whether :meth:`open` would succeed."""
         try:
             cls.open(url)
         except (ConfigurationError, TypeError):
@@ -105,21 +105,21 @@ class Store:
 
     @property
     def url(self) -> str:
-        """The full name, protocol included where it is not the local file system."""
+        """The full name: a path for a local file system, otherwise a URL with its protocol."""
         return self.path if isinstance(self.fs, LocalFileSystem) else str(self.fs.unstrip_protocol(self.path))
 
     @property
     def is_local(self) -> bool:
-        """Whether it is on this machine's file systems."""
+        """Return whether the store is in a local file system."""
         return isinstance(self.fs, LocalFileSystem)
 
     def at(self, path: str) -> "Store":
-        """Another directory of the same file system, by a path relative to this one."""
+        """Return another directory of the same file system, by a path relative to this one."""
         return replace(self, path=posixpath.normpath(posixpath.join(self.path, path)))
 
     def is_beside(self, other: "Store") -> bool:
-        """Whether both are in one file system, so that one can name the other by a relative path."""
-        ours, theirs = self.fs, other.fs  # which fsspec calls different where they were opened by different threads
+        """Return whether both stores are in one file system, so that relative paths lead from one to the other."""
+        ours, theirs = self.fs, other.fs  # fsspec has an instance for each thread, and they do not compare as equal
         same_arguments = (ours.storage_args, ours.storage_options) == (theirs.storage_args, theirs.storage_options)
         return same_arguments and (type(ours) is type(theirs) or self._service == other._service)
 
@@ -128,11 +128,11 @@ class Store:
         return without_client(self.url).partition("://")[0]
 
     def child(self, name: str) -> str:
-        """The path of a file in this directory."""
+        """Return the path of a file in this directory."""
         return f"{self.path.rstrip('/')}/{name}"
 
     def make(self) -> None:
-        """Create the directory and its parents, where the file system has directories."""
+        """Create the directory and its parents, if the file system has directories."""
         if is_object_store(self.fs):
             return
         is_durable = self.is_local and self.sync_files
@@ -140,15 +140,15 @@ class Store:
             make_directory(self.path) if is_durable else self.fs.makedirs(self.path, exist_ok=True)
 
     def exists(self, name: str) -> bool:
-        """Whether a file is there.
+        """Return whether a file exists.
 
         Raises:
-            StoreError: The file system does not tell, which fsspec's own ``exists`` takes for a no.
+            StoreError: The file system does not answer. fsspec's own ``exists`` returns False then.
         """
         return self._size(name) is not None
 
     def _size(self, name: str) -> int | None:
-        """Bytes of a file; None if it is not there."""
+        """Return the size of a file in bytes, or None if it does not exist."""
         found = _if_there(lambda: self._try("look up", name, lambda: self._info(self.child(name))))
         return None if found is None else int(found["size"] or 0)
 
@@ -157,101 +157,102 @@ class Store:
             return dict(self._fresh().info(path))
         except Exception as error:
             if not self.is_local and retries.is_unexplained(error):
-                self.fs.cat_file(path, start=0, end=1)  # whose answer has a reason
-                raise ConnectionError(f"an answer that has passed: {error}") from error
+                self.fs.cat_file(path, start=0, end=1)  # its error has a reason; without one, the fault was transient
+                raise ConnectionError(f"transient error: {error}") from error
             raise
 
     def _check_whole(self, name: str, num_bytes: int) -> None:
-        """What was written must be there: not every file system says so when it is not."""
+        """Raise an error unless a written file has its full size: some file systems fail without an error."""
         if (found := self._size(name)) != num_bytes:
             raise self._not_whole(name, num_bytes, found)
 
     def _not_whole(self, name: str, num_bytes: int, found: int | None) -> StoreError:
-        there = "it is not there" if found is None else f"{found} are there"
-        return StoreError(f"cannot write {self.url}/{name}: {num_bytes} bytes were written, and {there}")
+        there = "the file is missing" if found is None else f"the file has {found} bytes"
+        return StoreError(f"cannot write {self.url}/{name}: wrote {num_bytes} bytes, but {there}")
 
     def is_directory(self) -> bool:
-        """Whether the directory is there; in an object store, whether something is in it."""
+        """Return whether the directory exists. In an object store, it exists if it contains something."""
         return bool(self._try("look up", "", lambda: self._fresh().isdir(self.path)))
 
     def names(self) -> list[str]:
-        """Names in the directory, sorted; empty where there is no directory."""
+        """Return the sorted names in the directory; an empty list if the directory does not exist."""
         return self.listing().names
 
     def listing(self) -> Listing:
-        """What is in the directory; nothing where there is no directory."""
+        """Return the content of the directory; an empty listing if the directory does not exist."""
         entries = _if_there(lambda: self._try("list", "", lambda: self._fresh().ls(self.path, detail=True)))
         return Listing.of(entries or (), self.path)
 
     def modified_ns(self, name: str = "") -> int:
-        """Unix time in nanoseconds when a file, or the directory itself, was written last, by the store's clock."""
+        """Return when a file, or the directory itself, was last written, as Unix time in ns by the store's clock."""
         path = self.child(name).rstrip("/")
         return self._try("look up", name, lambda: int(self._fresh().modified(path).timestamp() * 1e9))
 
     def now_ns(self) -> int:
-        """Unix time in nanoseconds, by the clock that stamps what is written, if it tells: others may be wrong."""
+        """Return the Unix time in ns by the clock that stamps this store's files; if it keeps no times, by our own."""
         name = f"{uuid.uuid4().hex[:16]}.clock"
         try:
             self.put(name, [], is_durable=False)
             return self.modified_ns(name)
-        except StoreError as error:  # it may be read only
-            logger.info("the store's clock cannot be asked, this machine's is used: %s", error)
+        except StoreError as error:
+            if not isinstance(error.__cause__, NotImplementedError):
+                raise
             return time.time_ns()
         finally:
             with suppress(StoreError):
                 self.remove(name)
 
     def remove(self, name: str, is_durable: bool = False) -> None:
-        """Remove a file; that it is gone already is no error.
+        """Remove a file. A file that does not exist is not an error.
 
         Args:
-            name: The file.
-            is_durable: Whether it must not be there again after a power failure.
+            name: Name of the file.
+            is_durable: Whether the file must not reappear after a power failure.
         """
         try:
             self._try("remove", name, lambda: self.fs.rm_file(self.child(name)))
         except StoreError as error:
             if error.errno != errno.ENOENT:
                 raise
-        if is_durable and self.sync_files and self.is_local:  # also if another process has only just removed it
-            with self._errors("remove", name), suppress(FileNotFoundError):  # it may have removed the directory, too
+        if is_durable and self.sync_files and self.is_local:  # even if another process removed the file a moment ago
+            with self._errors("remove", name), suppress(FileNotFoundError):  # or the directory
                 sync_directory(self.path)
 
     def force_names(self) -> None:
-        """Force names to disk, of local files: a process that was killed may have put some that are not durable yet."""
+        """Force the names of local files to disk, because a process that was killed may not have done so."""
         if self.is_local and self.sync_files:
             with self._errors("write", ""):
                 sync_directory(self.path)
 
     @property
     def has_directories(self) -> bool:
-        """Whether a directory is there although nothing is in it."""
+        """Return whether an empty directory can exist."""
         return self.is_local
 
     def remove_directory(self) -> None:
-        """Remove the directory if it is empty, where the file system has directories."""
+        """Remove the directory if it is empty, if the file system has directories."""
         if self.has_directories:
             with self._errors("remove", ""):
                 local_files.remove_empty(self.path)
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> bytes:
-        """A file's bytes, or those from ``start`` to ``stop``; fewer where it is shorter.
+        """Return the bytes of a file, or those from ``start`` to ``stop``. A shorter file returns fewer.
 
         Raises:
-            StoreError: It cannot be read; its ``errno`` is ``ENOENT`` where it does not exist.
-            DamagedError: It is a link or a pipe where a file should be.
+            StoreError: The file cannot be read. ``errno`` is ``ENOENT`` if it does not exist.
+            DamagedError: A link or a pipe has the name of the file.
         """
         read = local_files.cat_file if self.is_local else self.fs.cat_file
         try:
             return bytes(self._try("read", name, lambda: read(self.child(name), start=start, end=stop)))
         except StoreError as error:
-            # Servers refuse a range behind the end.
+            # Servers refuse a range that begins after the end of the file.
             if start is not None and error.errno == errno.EINVAL and (self._size(name) or 0) <= start:
                 return b""
             raise
 
     def read_array(self, name: str, start: int, stop: int, on_piece: Callable[[Bytes], None] = pass_over) -> Bytes:
-        """As :meth:`read`, into an array of its own that may be written to; ``on_piece`` is given it as it fills."""
+        """Read like :meth:`read`, into a new writable array; call ``on_piece`` for each piece that has arrived."""
         self.bandwidth.wait(stop - start)
         if self.is_local:
             with self._errors("read", name):
@@ -261,7 +262,7 @@ class Store:
 
     @contextmanager
     def open_file(self, name: str) -> Iterator[Any]:
-        """A file to read from and to seek in; errors are those of :meth:`read`."""
+        """Open a file that can be read and seeked in. Errors are those of :meth:`read`."""
         if self.is_local:
             with self._errors("read", name):
                 file: Any = open_plain(self.child(name))
@@ -272,10 +273,10 @@ class Store:
             yield file
 
     def put(self, name: str, parts: Sequence[Buffer], is_durable: bool = True) -> None:
-        """Write a file whose name nobody else uses.
+        """Write a file whose name no other writer uses.
 
         Raises:
-            StoreError: It was not written, or, if it must be durable, not whole.
+            StoreError: The file was not written or, if it must be durable, not completely.
         """
         self.bandwidth.wait(sum(memoryview(part).nbytes for part in parts))
         if self.is_local:
@@ -291,9 +292,9 @@ class Store:
 
     @contextmanager
     def create(self, name: str) -> Iterator[Stream]:
-        """Write a file piece by piece, in the place of one of that name.
+        """Write a file piece by piece. It replaces a file of the same name.
 
-        A local file has its name once it is whole; elsewhere, one that failed may be there in part.
+        A local file gets its name when it is complete. Elsewhere, a failed write can leave an incomplete file.
         """
         is_local, path = self.is_local, self.child(name)
         unfinished = f"{path}.{uuid.uuid4().hex[:16]}.partial"
@@ -321,14 +322,14 @@ class Store:
         )
 
     def put_new(self, name: str, data: bytes, save_id: str) -> bool:
-        """Write a file atomically, unless the name exists; returns whether an earlier request may still arrive.
+        """Write a file atomically, unless the name exists; return whether an earlier request may still arrive.
 
-        A local file is written under a name of its own and then linked, or renamed where there are no links. Elsewhere,
-        an exclusive create has to do.
+        A local file is written under a temporary name and then linked, or renamed if the file system has no links.
+        Other file systems must support an exclusive create.
 
         Raises:
-            CheckpointExistsError: The name exists, with other bytes: who tries again finds what it has written itself.
-            StoreError: It was not written, or not whole.
+            CheckpointExistsError: The name exists, with other bytes. A retry succeeds if its own file is there already.
+            StoreError: The file was not written, or not completely.
         """
         is_ours, unanswered = True, list[str]()
         try:
@@ -341,13 +342,13 @@ class Store:
         except StoreError as error:
             if error.errno not in _REFUSED or not self.exists(name):
                 raise
-            is_ours = False  # another one's file, too, may be there before its bytes are
-        # Of several writers some stores let the last one win, and not every one says so when a write did not happen.
+            is_ours = False  # but the name can exist before all bytes of the other writer are in the file
+        # In some stores the last of several writers wins, and some report no error for a write that did not happen.
         if (found := _if_there(lambda: self.read(name, 0, len(data) + 1))) == data:
             return bool(unanswered)
         if found is None or (data.startswith(found) and (is_ours or save_id.encode() in found)):
             if found is not None:
-                self.remove(name)  # nobody must take it for a damaged one
+                self.remove(name)  # otherwise readers would report a corrupt file
             raise self._not_whole(name, len(data), None if found is None else len(found))
         raise CheckpointExistsError(f"{self.url}: another save committed here first; save under another checkpoint_id")
 
@@ -357,14 +358,14 @@ class Store:
         except Exception as error:
             if retries.is_unanswered(error):
                 unanswered.append(str(error))
-            # 409 may tell of others who write just now, which passes, or of one who has written, which does not.
+            # 409 means that others are writing now, which is transient, or that another writer has won, which is not.
             with suppress(Exception):
                 if is_transient(error) and self._info(self.child(name))["type"] == "file":
                     error = FileExistsError(errno.EEXIST, str(error))
             raise error
 
     def _create_new(self, name: str, data: bytes) -> None:
-        # memory:// looks first and creates then; it is one process's own, so that a lock makes it atomic.
+        # memory:// checks first and then creates. It belongs to one process, so a lock makes the two steps atomic.
         turn: AbstractContextManager[object] = nullcontext() if is_object_store(self.fs) else _one_at_a_time
         with turn, self.fs.open(self.child(name), "xb") as file:
             file.write(data)
@@ -375,18 +376,18 @@ class Store:
             os.fsync(file.fileno())
 
     def _fresh(self) -> Any:
-        """The file system, which forgets what it has listed here before."""
+        """Return the file system after it has dropped its cached listings of this directory."""
         self.fs.invalidate_cache(self.path)
         return self.fs
 
     def _try(self, action: str, name: str, call: Callable[[], Result]) -> Result:
-        """Do something that may be done twice, again and again where it fails by what may pass."""
+        """Run an idempotent operation, retrying on transient errors if the store is not local."""
         with self._errors(action, name):
             return call() if self.is_local else retries.tried_again(call, f"{action} {self.url}/{name}")
 
     @contextmanager
     def _errors(self, action: str, name: str) -> Iterator[None]:
-        """File systems raise whatever they like; callers see one type, with the cause and its errno."""
+        """Turn all errors of a file system into ``StoreError``, with the cause and its errno."""
         try:
             yield
         except CNRError:
@@ -398,17 +399,15 @@ class Store:
     def _failure(self, action: str, name: str, error: Exception) -> StoreError:
         where = self.url if not name else f"{self.url}/{name}"
         told = f"cannot {action} {where}: {type(error).__name__}: {without_secrets(str(error))}"
-        if is_object_store(self.fs) and retries.is_without_bucket(
-            error
-        ):  # a typing error, not a file that is not there yet
-            return StoreError(f"{told}: {self.path.split('/')[0]!r} is no bucket; make it, or name another one")
+        if is_object_store(self.fs) and retries.is_without_bucket(error):  # rather a typo than a file not yet written
+            return StoreError(f"{told}: bucket {self.path.split('/')[0]!r} does not exist; create it or use another")
         failure = StoreError(told)
         failure.errno = getattr(error, "errno", None) or _ERRNO.get(type(error))
         return failure
 
 
 def _client_of(name: str) -> tuple[Any, str]:
-    """The file system of a path or URL, and the path there."""
+    """Return the file system of a path or URL, and the path in that file system."""
     if protocol_of(name) in S3FS and "::" not in name:
         client = fsspec.get_filesystem_class(OWN_S3FS)
         return client(**client._get_kwargs_from_urls(name)), str(client._strip_protocol(name))
@@ -417,7 +416,7 @@ def _client_of(name: str) -> tuple[Any, str]:
 
 
 def _if_there(look: Callable[[], Result]) -> Result | None:
-    """What a look at a store finds; None if the file or directory is not there."""
+    """Return the result of a look-up; None if the file or directory does not exist."""
     try:
         return look()
     except StoreError as error:
@@ -427,23 +426,23 @@ def _if_there(look: Callable[[], Result]) -> Result | None:
 
 
 def is_clock(name: str) -> bool:
-    """Whether a file was written to ask for the time; one of a process that was killed meanwhile is left."""
+    """Return whether a file was written to read the store's clock. A process that was killed may have left it."""
     return _CLOCK.fullmatch(name) is not None
 
 
 def read_whole(store: Store, name: str, most_bytes: int) -> bytes:
-    """All bytes of a file.
+    """Return all bytes of a file.
 
     Raises:
-        DamagedError: It has more than ``most_bytes``, or is a link or a pipe.
-        StoreError: It cannot be read; its ``errno`` is ``ENOENT`` where it does not exist.
+        DamagedError: The file has more than ``most_bytes``, or is a link or a pipe.
+        StoreError: The file cannot be read. ``errno`` is ``ENOENT`` if it does not exist.
     """
     num_bytes = 0
     if store.is_local:
-        with suppress(OSError):  # which is told when it is read
+        with suppress(OSError):  # the read below raises the same error
             num_bytes = os.stat(store.child(name), follow_symlinks=False).st_size
     if num_bytes <= most_bytes:
         data = store.read(name, 0, most_bytes + 1)
         if len(data) <= most_bytes:
             return data
-    raise DamagedError(f"{store.url}/{name}: more than the {most_bytes} bytes it may have; use another checkpoint")
+    raise DamagedError(f"{store.url}/{name}: expected at most {most_bytes} bytes, got more; use another checkpoint")

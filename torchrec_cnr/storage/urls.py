@@ -1,4 +1,4 @@
-"""Which paths and URLs may name a store: those that checkpoints can refer to, and that hold no secrets."""
+"""Paths and URLs of stores: checks that checkpoints can refer to them, and that they contain no secrets."""
 
 import os
 import posixpath
@@ -13,26 +13,26 @@ OWN_S3FS = "s3+s3fs"
 S3FS = frozenset({"s3", "s3a"})
 OBJECT_STORES = frozenset({*S3FS, OBSTORE, "gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "oss", "r2"})
 
-# Not imported before such a URL is opened: what it needs is an extra.
+# Imported only when such a URL is opened, since it needs optional packages.
 fsspec.register_implementation(
     OBSTORE,
     "torchrec_cnr.storage.obstore_s3.ObstoreS3",
     errtxt='s3+obstore:// needs obstore and boto3: pip install "torchrec_cnr[obstore]"',
 )
 
-# Under a name of its own, so that others get s3fs as it is.
+# Registered under a separate name, so that other packages get the original s3fs.
 fsspec.register_implementation(
     OWN_S3FS,
     "torchrec_cnr.storage.s3fs_client.S3",
     errtxt='s3:// needs s3fs: pip install "torchrec_cnr[s3]"',
 )
 
-_MANIFEST_FILE = "manifest.json"  # as in ``format.manifest``, which imports torch
+_MANIFEST_FILE = "manifest.json"  # a copy, since ``format.manifest`` imports torch
 _NO_PATH = re.compile(r"[\\\x00-\x1f]")
 _CONTAINER_AT_ACCOUNT = frozenset({"abfs", "abfss", "az", "adl"})
 _BUCKETS = "|".join(map(re.escape, sorted(OBJECT_STORES - _CONTAINER_AT_ACCOUNT)))
-# Passwords may hold slashes and @. The name of a bucket holds neither a colon nor an @. The number after the colon of a
-# host is a port if a slash follows it, and the path may hold an @.
+# Passwords can contain slashes and @. Names of buckets contain neither a colon nor an @. The number after the colon of
+# a host is a port if a slash follows it, and the path can contain an @.
 _PASSWORD = re.compile(rf"((?:{_BUCKETS})://)[^/\s]*(?::\S*)?@|(https?://)[^/\s]*@|(://)[^/@\s]*:(?!\d+/)\S*@")
 _SIGNED = re.compile(
     r"([?&#][\w.-]*(?:signature|credential|token|secret|password|pwd|auth|key|sig|sas)[\w.-]*=)[^&\s'\")]+", re.I
@@ -40,76 +40,79 @@ _SIGNED = re.compile(
 
 
 def without_client(url: str) -> str:
-    """The URL that all clients of a service share: ``s3://`` for obstore's, too."""
+    """Return the URL that all clients of a service share: ``s3://`` for the obstore client, too."""
     return url.replace(f"{OBSTORE}://", "s3://", 1) if url.startswith(OBSTORE) else url
 
 
 def without_secrets(text: str) -> str:
-    """A URL, or a message in which there are some, without passwords and signatures."""
+    """Return a URL, or a message that contains URLs, without passwords and signatures."""
     return _SIGNED.sub(r"\1…", _PASSWORD.sub(r"\1\2\3…@", text))
 
 
 def checked_url(url: str | os.PathLike[str]) -> str:
-    """The path or URL as text.
+    """Return the path or URL as text, after checking it.
 
     Raises:
-        ConfigurationError: It is empty or names no bucket, or it has a password or a signature, a backslash, a control
-            character, or, in a name, ``::``: a delta or fsspec could not follow it.
+        ConfigurationError: It is empty, names no bucket, or contains a password or a signature. Or a delta or fsspec
+            could not resolve it, because of a backslash, a control character or ``::`` in a name.
     """
     if not isinstance(url, str | os.PathLike):
-        raise ConfigurationError(f"{url!r}: not a path or URL, but {type(url).__name__}")
+        raise ConfigurationError(f"{url!r}: expected a path or URL, got {type(url).__name__}")
     name = os.fspath(url)
     if name == "":
-        raise ConfigurationError("'': names no directory; for the working directory give '.'")
+        raise ConfigurationError("'': names no directory; pass '.' for the working directory")
     if protocol_of(name) in OBJECT_STORES and not name.partition("://")[2].strip("/"):
-        raise ConfigurationError(f"{name!r}: names no bucket; give a URL such as {protocol_of(name)}://bucket/job")
-    unspaced = re.sub(r"\s", "_", name)  # a password may hold spaces, where text has other words
+        raise ConfigurationError(f"{name!r}: names no bucket; pass a URL such as {protocol_of(name)}://bucket/job")
+    unspaced = re.sub(r"\s", "_", name)  # in a URL, unlike in text, a password may contain spaces
     if without_secrets(unspaced) != unspaced:
         raise ConfigurationError(
-            f"{without_secrets(unspaced)!r}: credentials in a URL come into logs and errors; give them to the "
-            "file system by its own configuration, such as the environment or fsspec's configuration files"
+            f"{without_secrets(unspaced)!r}: a URL must not contain credentials, since logs and errors show it; "
+            "configure them in the file system, such as by the environment or fsspec's configuration files"
         )
     if _NO_PATH.search(name) or _leads_elsewhere(name):
-        raise ConfigurationError(f"{name!r}: not a path or URL that checkpoints can refer to; choose plainer names")
+        raise ConfigurationError(
+            f"{name!r}: checkpoints cannot refer to this path or URL; use names without '\\', '::' and "
+            "control characters"
+        )
     return name
 
 
 def _leads_elsewhere(name: str) -> bool:
-    """Whether fsspec would leave out what is behind ``::``, which chains protocols and cannot be in a name."""
+    """Return whether fsspec would drop the text after ``::``, which chains protocols and cannot be in a name."""
     first, mark, behind = name.partition("::")
     return bool(mark) and ("://" not in behind or protocol_of(first) in OBJECT_STORES)
 
 
 def protocol_of(name: str) -> str:
-    """What a URL begins with; nothing for a path."""
+    """Return the protocol of a URL; an empty string for a path."""
     return name.partition("://")[0] if "://" in name else ""
 
 
 def canonical_path(path: str, is_local: bool) -> str:
-    """The one spelling of a path: checkpoints refer to each other, and jobs are kept apart, by their paths' names.
+    """Return the canonical spelling of a path. Paths identify jobs, and checkpoints refer to each other by path.
 
     Args:
-        path: As a file system of fsspec's knows it, without the protocol.
-        is_local: Whether symbolic links can be followed. One may be set to another place, and behind one, ``..``
-            leads elsewhere than its name tells.
+        path: A path in an fsspec file system, without the protocol.
+        is_local: Whether to resolve symbolic links. A link can be changed, and ``..`` after a link does not lead to
+            the directory that contains the link.
 
     Raises:
-        ConfigurationError: It leads above its bucket or host.
+        ConfigurationError: The path leads out of its bucket or host.
     """
     if is_local:
         return _real_path(path)
-    front, mark, names = path.rpartition("://")  # some file systems keep the protocol, as that of HTTP does
+    front, mark, names = path.rpartition("://")  # some file systems, such as HTTP's, keep the protocol
     within = names.lstrip("/")
     found = posixpath.normpath(f"/{within}")
     if ".." in names.split("/") and found.split("/")[1] != within.split("/")[0]:
-        raise ConfigurationError(f"{path!r}: '..' leads out of the bucket; name the directory itself")
+        raise ConfigurationError(f"{path!r}: '..' leads out of the bucket; write the path without '..'")
     return f"{front}{mark}{found if names.startswith('/') else found[1:]}" or "/"
 
 
 def _real_path(path: str) -> str:
-    """A local path without symbolic links, except one that a checkpoint has left in its root when it was moved away.
+    """Return a local path without symbolic links, except for a link that replaces a checkpoint that was moved away.
 
-    There, and not where it lies now, are the checkpoints that it is based on.
+    The checkpoints that it is based on are in the root that contains the link, not next to the moved directory.
     """
     found, root = os.path.realpath(path), os.path.realpath(os.path.dirname(path))
     if os.path.islink(path) and os.path.dirname(found) != root and os.path.isfile(f"{found}/{_MANIFEST_FILE}"):

@@ -1,7 +1,7 @@
-"""The hooks that a tracker puts into a model, all in one place, so that all of them can be removed.
+"""The hooks that a tracker adds to a model, all in one place, so that all of them can be removed.
 
-DCP loads in place, and then has modules take over their own tensors: a ``load_state_dict`` that copies a tensor onto
-itself is no write, and is told apart from one that overwrites a table.
+DCP loads in place, and then makes modules load their own tensors. A ``load_state_dict`` that copies a tensor onto
+itself is not a write, and the hooks distinguish it from one that overwrites a table.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,10 +23,10 @@ _WRAPPERS = ("_dmp_wrapped_module", "module")  # parts of a module's path that a
 
 @dataclass(frozen=True, eq=False)
 class Hook:
-    """A hook that stays with the model that is tracked: in a copy of it, or a file, one that does nothing replaces it.
+    """A hook that only the tracked model has. A copy of the model, or a file of it, has one that does nothing instead.
 
     Attributes:
-        act: What it does.
+        act: The function that it calls.
     """
 
     act: Callable[..., None]
@@ -43,11 +43,11 @@ def _untracked_hook() -> Callable[..., None]:
 
 
 def _do_nothing(*_: Any, **__: Any) -> None:
-    """The hook of a model that is not tracked."""
+    """Do nothing: the hook of a model that is not tracked."""
 
 
 class _Replacement:
-    """What is called in the place of a module's method; a copy of the module, or a file of it, has its own method."""
+    """Replacement for a module's method. A copy of the module, or a file of it, has its own method."""
 
     def __init__(self, owner: nn.Module, method: str, call: Callable[..., Any]) -> None:
         self._owner, self._method, self._call = owner, method, call
@@ -68,24 +68,25 @@ def _itself(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Hooks:
-    """Hooks and replaced methods."""
+    """Hooks and replaced methods of a model."""
 
     def __init__(self) -> None:
         self._removals: list[Callable[[], None]] = []
 
     def add(self, handle: RemovableHandle) -> None:
-        """Remove a hook later."""
+        """Record a hook to be removed later."""
         self._removals.append(handle.remove)
 
     def around(self, owner: nn.Module | type, method: str, around: Callable[..., Any]) -> None:
-        """Have ``around(original, *args, **kwargs)`` called instead of a method, which offers no hook.
+        """Replace a method, for which there is no hook, by ``around(original, *args, **kwargs)``.
 
-        Several may do so, and stop in any order: one that is not the last stays in the chain, and passes calls on.
+        A method can be replaced several times, and the replacements removed in any order. One that is not the last
+        remains in the chain, and passes calls on.
 
         Args:
-            owner: A module; or a class, whose objects all get it.
+            owner: A module; or a class, for all its objects.
             method: The method's name.
-            around: What is called.
+            around: The function to call.
         """
         original, own = getattr(owner, method), owner.__dict__.get(method)
         put = partial(setattr, owner) if isinstance(owner, type) else owner.__dict__.__setitem__
@@ -113,24 +114,24 @@ class Hooks:
         self._removals.append(remove)
 
     def remove(self) -> None:
-        """Take everything out, the last thing first."""
+        """Remove all hooks and replacements, the last one first."""
         while self._removals:
             self._removals.pop()()
 
 
 def on_gradient(output: Tensor, act: Callable[[], None]) -> None:
-    """Act when the gradient of a lookup's output arrives, if ever.
+    """Call a function when the gradient of a lookup's output arrives, if ever.
 
-    Gradients of ``torch.func`` are values like others: whoever takes them writes to the table himself, if at all.
+    Gradients of ``torch.func`` are ordinary values and update no table. Code that uses them writes to the table itself.
     """
     if output.requires_grad and not is_functorch_wrapped_tensor(output):
         output.register_hook(lambda _: act())
 
 
 def modules_below(module: nn.Module, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
-    """All modules with their FQNs, each once; nothing below TorchRec's sharded collections.
+    """Yield all modules with their FQNs, each once, but none below TorchRec's sharded collections.
 
-    TorchRec's sharded modules name only themselves in ``named_modules``, so towers would hide their tables there.
+    In ``named_modules``, TorchRec's sharded modules yield only themselves, so towers would hide their tables there.
     """
     seen = set() if seen is None else seen
     if id(module) in seen:
@@ -146,10 +147,10 @@ def modules_below(module: nn.Module, path: str = "", seen: set[int] | None = Non
 
 
 def watch_loads(module: nn.Module, shards: Sequence[tuple[str, TrackedShard]], hooks: Hooks) -> None:
-    """Watch what a module with these shards loads, each with the key of its weights in the module's state dict."""
+    """Watch what a module with these shards loads. Each has the key of its weights in the module's state dict."""
     loads = _Loads(shards)
     first = module.register_load_state_dict_pre_hook(Hook(loads.before))
-    # Before TorchRec's own hook, which puts other tensors in the place of the state dict's.
+    # Before TorchRec's own hook, which replaces tensors of the state dict.
     order: Any = module._load_state_dict_pre_hooks  # an OrderedDict
     order.move_to_end(first.id, last=False)
     hooks.add(first)
@@ -162,21 +163,21 @@ class _Loads:
         self._is_own = False
 
     def before(self, _: nn.Module, state_dict: Mapping[str, Any], prefix: str, *__: Any) -> None:
-        """See whether all that the module takes is its own."""
+        """Determine whether the module loads only its own tensors, and mark its rows if not."""
         for _key, shard in self._shards:
             shard.check_writes()
         taken = [(shard, state_dict[f"{prefix}{key}"]) for key, shard in self._shards if f"{prefix}{key}" in state_dict]
         self._is_own = all(_is_own(shard, value) for shard, value in taken)
         for shard, _value in taken:
             if not self._is_own:
-                shard.mark_written()  # at once: a mark of some rows accounts for all writes before it
+                shard.mark_written()  # at once, because a later mark of some rows would account for this write, too
                 continue
             for _key, other in self._shards:
                 if other.shares_storage(shard):
                     other.expect_copy()
 
     def after(self, *_: Any) -> None:
-        """The module has taken it; DistributedModelParallel does not always have this called."""
+        """Account for the load of the module's own tensors; ``DistributedModelParallel`` does not always call this."""
         if self._is_own:
             for _key, shard in self._shards:
                 shard.accept_weight()

@@ -1,6 +1,6 @@
 """Managed collisions (zero-collision hashing): rows whose ids are evicted are reset, and so modified.
 
-The id maps themselves are buffers of the model, saved whole with every checkpoint, and so from the same cut.
+The id maps themselves are buffers of the model. Every checkpoint stores them whole, from the same snapshot.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from torchrec_cnr.tracking.tracked_tables import TrackedShard, accounting
 
 
 def track_evictions(model: nn.Module, hooks: Hooks, shards: Sequence[TrackedShard]) -> None:
-    """Mark the rows of evicted ids. What resets them, TorchRec offers no hook for."""
+    """Mark the rows of evicted ids. TorchRec offers no hook for the method that resets them."""
     for path, module in modules_below(model):
         if not isinstance(module, BaseShardedManagedCollisionEmbeddingCollection):
             continue
@@ -29,7 +29,7 @@ def track_evictions(model: nn.Module, hooks: Hooks, shards: Sequence[TrackedShar
 def _evict(
     of_table: Mapping[str, TrackedShard], evict: Callable[[object], None], evicted: Mapping[str, Tensor | None]
 ) -> None:
-    """Called in the place of a method that resets the rows of evicted ids; with shards by the names of their tables."""
+    """Call the method that resets the rows of evicted ids, and mark these rows. Shards are keyed by table name."""
     rows = {of_table[table]: rows for table, rows in evicted.items() if rows is not None}
     with accounting(list(of_table.values())):
         evict(evicted)
@@ -38,10 +38,11 @@ def _evict(
 
 
 class IdMaps:
-    """The id maps of a model, which a load puts together from those of other ranks.
+    """The id maps of a model, which a load assembles from those of other ranks.
 
-    TorchRec sorts them again in ``load_state_dict`` only, and finds no id in a map that is out of order. It also takes
-    over how the map was divided, where this is loaded in place: then the next checkpoint would tell of the old ranks.
+    TorchRec sorts them again only in ``load_state_dict``, and finds no id in a map that is not sorted. An in-place load
+    also overwrites how the map is divided among ranks. The next checkpoint would then describe the division of the old
+    ranks.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -54,17 +55,17 @@ class IdMaps:
         ]
 
     def restored(self) -> None:
-        """The maps were loaded: sort them.
+        """Sort the maps after a load.
 
         Raises:
-            StateMismatchError: Ranks have parts of a map that was not divided there when it was saved.
+            StateMismatchError: A map has to be divided at a place where it was not divided when it was saved.
         """
         for path, table, collisions, segments in self._maps:
             try:
                 collisions.validate_state()
             except AssertionError as error:
                 raise StateMismatchError(
-                    f"id map of table {table!r} in {path or 'the model'}: {error}; load under the number of ranks that "
-                    "it was saved with, or one that divides it"
+                    f"id map of table {table!r} in {path or 'the model'}: {error}; load on the number of ranks that it "
+                    "was saved with, or on a divisor of that number"
                 ) from error
             collisions._output_segments_tensor.copy_(segments)

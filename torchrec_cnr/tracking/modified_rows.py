@@ -9,9 +9,9 @@ The life of a modified row::
 ``freeze`` takes the snapshot of a save: rows marked later belong to the next one. ``commit`` follows when the save's
 manifest is in the store, ``rollback`` when it is not.
 
-Marks are one bool per row on the table's own device: marking is then one ``index_fill_``, which no other representation
-came near (a set of row numbers grows without bound). The other two sets are ``RowBits``, a bit per row on the host and
-a bool per row on devices: all of them are read at every snapshot, while training waits, so their size is time.
+Marks are one bool per row on the table's own device, so marking is one ``index_fill_``. Every other representation was
+much slower, and a set of row numbers grows without bound. The other two sets are ``RowBits``: a bit per row on the
+host, and a bool per row on devices. Every snapshot reads all sets while training waits, so their size costs time.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ class RowBits:
     """A set of rows.
 
     Attributes:
-        num_rows: Rows of the shard.
+        num_rows: Number of rows of the shard.
         held: On the host int64 [num_rows / 64], the words of ``kernels.cpu.bitsets``; on a device bool [num_rows].
     """
 
@@ -42,7 +42,7 @@ class RowBits:
 
     @classmethod
     def none_of(cls, num_rows: int, device: torch.device) -> "RowBits":
-        """No row of a shard whose table lies on ``device``."""
+        """Return an empty set, for a shard whose table is on ``device``."""
         is_packed = device.type == "cpu"
         size, dtype = (num_words(num_rows), torch.int64) if is_packed else (num_rows, torch.bool)
         return cls(num_rows, torch.zeros(size, dtype=dtype, device=device))
@@ -56,11 +56,11 @@ class RowBits:
         return self.held.numpy().view(np.uint64)
 
     def mask(self) -> Tensor:
-        """The set as bool [num_rows]; on a device it is the set's own memory."""
+        """Return the set as bool [num_rows]; on a device this shares the set's memory."""
         return torch.from_numpy(unpacked(self._words, self.num_rows)) if self._is_packed else self.held
 
     def numbers(self) -> Iterator[Tensor]:
-        """The members in increasing order, int64, in parts that bound the memory that they take on a device."""
+        """Yield the members in increasing order, int64, in parts that limit the memory that they take on a device."""
         if self._is_packed:
             yield torch.from_numpy(numbers_of_bits(self._words))
             return
@@ -68,7 +68,7 @@ class RowBits:
             yield numbers_of(self.held[start : start + _WINDOW_ROWS]) + start
 
     def take(self, marked: Tensor) -> None:
-        """Be what is marked, bool [num_rows], and have nothing marked."""
+        """Replace the set by the marked rows, bool [num_rows], and clear the marks."""
         if self._is_packed:
             pack(marked.numpy(), self._words, clears=True)
         else:
@@ -76,7 +76,7 @@ class RowBits:
             marked.zero_()
 
     def put(self, mask: Tensor) -> None:
-        """Be the rows of a mask, bool [num_rows]."""
+        """Replace the set by the rows of a mask, bool [num_rows]."""
         if self._is_packed:
             pack(mask.contiguous().numpy(), self._words, clears=False)
         else:
@@ -87,7 +87,7 @@ class RowBits:
         self.held.bitwise_or_(other.held)
 
     def add_numbers(self, rows: Tensor) -> None:
-        """Add rows, int64 [k], any order, repeats allowed; not from several threads at once.
+        """Add rows, int64 [k], in any order, with or without repeats; not from several threads at once.
 
         Raises:
             IndexError: The shard has no such row.
@@ -96,27 +96,29 @@ class RowBits:
             self.held.index_fill_(0, rows, True)
         elif len(rows):
             if rows.min() < 0 or rows.max() >= self.num_rows:
-                raise IndexError(f"rows {int(rows.min())} to {int(rows.max())} are added, of {self.num_rows}")
+                raise IndexError(
+                    f"expected rows of a shard of {self.num_rows} rows, got rows {int(rows.min())} to {int(rows.max())}"
+                )
             set_bits(self._words, rows.contiguous().numpy())
 
     def union(self, other: "RowBits") -> "RowBits":
-        """The rows of either."""
+        """Return the union of both sets."""
         return RowBits(self.num_rows, self.held | other.held)
 
     def clear(self) -> None:
-        """Have no rows."""
+        """Remove all rows."""
         self.held.zero_()
 
 
 def numbers_of(mask: Tensor) -> Tensor:
-    """Where a mask is true, int64 [k] on its device."""
+    """Return the positions where a mask is true, int64 [k] on its device."""
     if mask.device.type == "cpu":
         return torch.from_numpy(selected(mask.numpy()))
     return mask.nonzero().squeeze(1)
 
 
 def count_rows(masks: Iterable[Tensor]) -> int:
-    """How many rows masks have in all. Waits once for each device."""
+    """Return the total number of rows in masks. Waits once for each device."""
     counts: dict[torch.device, Tensor] = {}
     for mask in masks:
         count = mask.count_nonzero()
@@ -125,7 +127,7 @@ def count_rows(masks: Iterable[Tensor]) -> int:
 
 
 MAX_HEAT = 3
-_WINDOW_ROWS = 1 << 22  # rows whose numbers are worked out at once: 32 MiB as int64
+_WINDOW_ROWS = 1 << 22  # rows whose numbers are computed in one step: 32 MiB as int64
 
 
 class ModifiedRows:
@@ -133,13 +135,13 @@ class ModifiedRows:
 
     Attributes:
         name: FQN of the table in its model, for messages.
-        box: The shard's place in the table.
-        marked: bool [num_rows]. Modified since the last cut.
-        heat: int8 [num_rows], or None where nobody asks for it. How often each row was in commits lately: one more for
-            each that it was part of, one less for each other, from 0 to ``MAX_HEAT``.
+        box: The shard's region of the table.
+        marked: bool [num_rows], the rows modified since the last snapshot.
+        heat: int8 [num_rows], or None if no policy uses it. Each commit adds one to the rows that it contains and
+            subtracts one from the others, within 0 and ``MAX_HEAT``.
 
     Args:
-        marked: Lies in the marks of several tables, if given; nothing is marked yet.
+        marked: Part of the marks of several tables, if given; nothing is marked yet.
     """
 
     def __init__(self, name: str, box: Box, device: torch.device, marked: Tensor | None = None) -> None:
@@ -149,20 +151,20 @@ class ModifiedRows:
         self.heat: Tensor | None = None
         self._frozen: RowBits | None = None
         self._since_baseline = RowBits.none_of(box.num_rows, device)
-        self._spare: RowBits | None = None  # what was frozen before: new memory costs more than a copy
+        self._spare: RowBits | None = None  # an earlier frozen set, kept because new memory costs more than a copy
 
     @property
     def frozen(self) -> Tensor | None:
-        """What was cut off for the save in flight, if there is one: bool [num_rows]."""
+        """The rows that were frozen for the save in progress, bool [num_rows]; None if there is none."""
         return self._frozen.mask() if self._frozen is not None else None
 
     @property
     def since_baseline(self) -> Tensor:
-        """What is in committed deltas since the baseline: bool [num_rows]."""
+        """The rows in committed deltas since the baseline, bool [num_rows]."""
         return self._since_baseline.mask()
 
     def mark(self, rows: Tensor) -> None:
-        """Mark rows, numbered within the box; int [N], any order, repeats allowed."""
+        """Mark rows, int [N], numbered within the shard, in any order, with or without repeats."""
         self.marked.index_fill_(0, rows.long(), True)
 
     def mark_where(self, mask: Tensor) -> None:
@@ -174,17 +176,17 @@ class ModifiedRows:
         self.marked.fill_(True)
 
     def freeze(self) -> None:
-        """Cut: what is marked becomes frozen, and nothing is marked."""
+        """Move all marked rows to the frozen set."""
         spare = self._spare if self._spare is not None else RowBits.none_of(self.box.num_rows, self.marked.device)
         spare.take(self.marked)
         self._frozen, self._spare = spare, None
 
     def commit(self, is_baseline: bool, has_heat: bool = True) -> None:
-        """The frozen rows are in a committed checkpoint.
+        """Record that the frozen rows are in a committed checkpoint.
 
         Args:
-            is_baseline: Which is one.
-            has_heat: Whether rows of different heat will be kept apart.
+            is_baseline: Whether that is a baseline.
+            has_heat: Whether to record heat, because rows of different heat will be stored separately.
         """
         if self._frozen is None:
             return
@@ -201,25 +203,25 @@ class ModifiedRows:
         self._spare, self._frozen = self._frozen, None
 
     def rollback(self) -> None:
-        """The frozen rows are in no checkpoint: they are marked again, beside those marked meanwhile."""
+        """Mark the frozen rows again, because they are in no checkpoint. Rows marked since then remain marked."""
         if self._frozen is not None:
             self.marked |= self._frozen.mask()
             self._spare, self._frozen = self._frozen, None
 
     def restore(self) -> None:
-        """The table was overwritten from a checkpoint: nothing is modified."""
+        """Record that the table was overwritten from a checkpoint: no row is modified."""
         self._frozen = self.heat = None
         self.marked.zero_()
         self._since_baseline.clear()
 
     def restore_rows(self, rows: Tensor) -> None:
-        """Rows came from a delta of that checkpoint, int64 [k], numbered within the box."""
+        """Record rows that came from a delta of that checkpoint, int64 [k], numbered within the shard."""
         self._since_baseline.add_numbers(rows.to(self.marked.device))
 
     def unite(self, since_baseline: Tensor, frozen: Tensor) -> None:
-        """Have the rows that any replica has, masks bool [num_rows].
+        """Replace the sets by the union over all replicas, masks bool [num_rows].
 
-        A save may have begun or ended on other replicas only: then what is frozen there is marked here.
+        A save may have begun or ended on other replicas only. Then rows that are frozen there are marked here.
         """
         self._since_baseline.put(since_baseline)
         if self._frozen is not None:
@@ -228,7 +230,7 @@ class ModifiedRows:
             self.mark_where(frozen)
 
     def select(self, since: Since) -> "RowMask":
-        """The frozen rows modified since then.
+        """Return the frozen rows, with those in deltas since the baseline if ``since`` asks for them.
 
         Raises:
             ConfigurationError: Nothing is frozen.
@@ -237,11 +239,11 @@ class ModifiedRows:
 
     def _selected(self, since: Since) -> RowBits:
         if self._frozen is None:
-            raise ConfigurationError(f"table {self.name!r}: no save is in flight")
+            raise ConfigurationError(f"table {self.name!r}: no save is in progress")
         return self._frozen if since is Since.HEAD else self._frozen.union(self._since_baseline)
 
     def select_parts(self, since: Since, is_by_heat: bool) -> "tuple[RowMask, ...]":
-        """The frozen rows modified since then, in one part or in one for each heat.
+        """Return the rows of :meth:`select`, in one part or in one for each heat.
 
         Raises:
             ConfigurationError: Nothing is frozen.
@@ -252,7 +254,7 @@ class ModifiedRows:
         return tuple(RowMask(rows.mask & (heat == value)) for value in range(MAX_HEAT + 1))
 
     def select_numbers(self, since: Since, is_by_heat: bool) -> tuple[Tensor, ...]:
-        """The numbers of what :meth:`select_parts` returns, int64 [k] on the host."""
+        """Return the row numbers of :meth:`select_parts`, int64 [k] on the host."""
         heat = self.heat if is_by_heat else None
         parts: list[list[Tensor]] = [[] for _ in range(1 if heat is None else MAX_HEAT + 1)]
         for numbers in self._selected(since).numbers():
@@ -277,24 +279,24 @@ class RowMask:
 
     @classmethod
     def union(cls, masks: "tuple[RowMask, ...]") -> "RowMask":
-        """The rows of all masks of one shard."""
+        """Return the rows of all masks of one shard."""
         return masks[0] if len(masks) == 1 else cls(torch.stack([rows.mask for rows in masks]).any(dim=0))
 
     def __len__(self) -> int:
         return int(self.mask.count_nonzero())
 
     def between(self, start: int, stop: int) -> tuple[Tensor, int | None]:
-        """The members from one number to before another, int64 [k]; they lie at their own numbers."""
+        """Return the members from ``start`` to before ``stop``, int64 [k], and None, since rows keep their numbers."""
         return numbers_of(self.mask[start:stop]) + start, None
 
     def digest(self) -> bytes:
-        """Tells whether another rank, which has the same shard, has the same rows."""
+        """Return a digest that is equal on two ranks if they have the same rows of the same shard."""
         return hashlib.blake2b(self.mask.cpu().numpy().tobytes(), digest_size=16).digest()
 
     def blocks(self, block_rows: int) -> Iterator[Tensor]:
-        """The members in increasing order, as int64 [block_rows] on the mask's device; the last may be shorter.
+        """Yield the members in increasing order, as int64 [block_rows] on the mask's device; the last may be shorter.
 
-        Row numbers are worked out window by window, so that memory is bounded whatever the size of the shard.
+        Row numbers are computed window by window, so that memory is limited whatever the size of the shard.
         """
         rest = torch.empty(0, dtype=torch.int64, device=self.mask.device)
         for start in range(0, len(self.mask), _WINDOW_ROWS):
@@ -313,7 +315,7 @@ class RowList:
 
     Attributes:
         numbers: int64 [k], increasing, on the host: their numbers in the shard.
-        first: Where the first one lies among the rows that were copied; the others follow it.
+        first: Index of the first row among the copied rows; the others follow it.
     """
 
     numbers: Tensor
@@ -323,11 +325,11 @@ class RowList:
         return len(self.numbers)
 
     def blocks(self, block_rows: int) -> Iterator[Tensor]:
-        """The members in increasing order, as int64 [block_rows]; the last may be shorter."""
+        """Yield the members in increasing order, as int64 [block_rows]; the last may be shorter."""
         yield from self.numbers.split(block_rows) if len(self.numbers) else ()
 
     def between(self, start: int, stop: int) -> tuple[Tensor, int | None]:
-        """The members from one number to before another, int64 [k], and where the first lies among the copies."""
+        """Return the members from ``start`` to before ``stop``, int64 [k], and the index of the first copy."""
         first, last = torch.searchsorted(self.numbers, torch.tensor([start, stop], device="cpu")).tolist()
         return self.numbers[first:last], self.first + first
 

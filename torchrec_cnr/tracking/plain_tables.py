@@ -1,4 +1,4 @@
-"""Tables of PyTorch's own: ``nn.EmbeddingBag`` and ``nn.Embedding``, those inside unsharded collections too."""
+"""PyTorch's own tables: ``nn.EmbeddingBag`` and ``nn.Embedding``, including those inside unsharded collections."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,11 +22,11 @@ _FORWARDS = (nn.EmbeddingBag.forward, nn.Embedding.forward)
 
 
 def track_plain(model: nn.Module, hooks: Hooks, stepped: OptimizerTables) -> Iterator[TrackedShard]:
-    """Track all such tables; modules may share one.
+    """Track all such tables and yield their shards; modules may share a table.
 
     Raises:
         ConfigurationError: A table is a DTensor, is computed from other parameters, or is managed by
-            FullyShardedDataParallel.
+            ``FullyShardedDataParallel``.
     """
     of_fsdp = set(_managed_by_fsdp(model))
     found: dict[MemoryKey | int, TrackedShard] = {}
@@ -43,8 +43,8 @@ def track_plain(model: nn.Module, hooks: Hooks, stepped: OptimizerTables) -> Ite
         if weight is not module._parameters.get("weight") or (key == id(weight) and weight.numel()):
             raise ConfigurationError(
                 f"{path}: its weight is a {type(weight).__name__}, not a parameter with memory of its own, and cannot "
-                "be tracked; leave the table out of what FSDP or tensor parallelism shards, remove its "
-                "parametrization, or save without a tracker"
+                "be tracked: exclude the table from FSDP or tensor parallelism, remove its parametrization, or save "
+                "without a tracker"
             )
         if key not in found:
             rows = ModifiedRows(path, Box.whole(tuple(weight.shape)), weight.device)
@@ -53,7 +53,7 @@ def track_plain(model: nn.Module, hooks: Hooks, stepped: OptimizerTables) -> Ite
         shard = found[key]
         watch_loads(module, [("weight", shard)], hooks)
         if getattr(module.forward, "__func__", None) not in _FORWARDS:
-            continue  # what its arguments are is its own matter: rows are marked by the gradient that a step uses
+            continue  # its arguments may be anything, so rows are marked by the gradient that a step uses
         if module.max_norm is None:
             hooks.add(module.register_forward_hook(Hook(_Lookup(shard)), with_kwargs=True))
         else:
@@ -62,7 +62,7 @@ def track_plain(model: nn.Module, hooks: Hooks, stepped: OptimizerTables) -> Ite
 
 
 def _managed_by_fsdp(model: nn.Module) -> Iterator[int]:
-    """The ids of the parameters that FSDP1 moves in and out of memory of its own, whatever its strategy."""
+    """Yield the ids of the parameters that FSDP1 moves in and out of memory of its own, with any strategy."""
     for module in FullyShardedDataParallel.fsdp_modules(model):
         if module._handle is not None:
             yield from map(id, module._handle.flat_param._params or ())
@@ -71,7 +71,7 @@ def _managed_by_fsdp(model: nn.Module) -> Iterator[int]:
 class Aliases:
     """Other tensors of a model over the memory of its plain tables, such as a layer that is tied to one.
 
-    Each has a version counter of its own, which moves when the table is written to through it.
+    Each has its own version counter, which changes when the table is written to through that tensor.
     """
 
     def __init__(self, model: nn.Module, shards: Sequence[TrackedShard]) -> None:
@@ -82,7 +82,7 @@ class Aliases:
             shard.accept_weight()
 
     def find(self) -> None:
-        """Watch those put into the model since the last look; what was written through them counts as a write."""
+        """Watch tensors that were added to the model since the last call; writes through them are detected."""
         model = self._model()
         if model is None or not self._shards:
             return
@@ -97,21 +97,21 @@ class Aliases:
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one storage may have a value in common."""
+    """Return whether two tensors of one storage may have a value in common."""
     return one.data_ptr() < _end(other) and other.data_ptr() < _end(one)
 
 
 def _end(tensor: Tensor) -> int:
-    """The address after a tensor's last value."""
+    """Return the address after a tensor's last value."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 @dataclass(frozen=True, eq=False)
 class _Lookup:
-    """Forward hook: rows that were looked up are marked when their gradient arrives.
+    """Forward hook that marks the rows of a lookup when their gradient arrives.
 
-    A hook of a user's may put something else than a tensor in the place of the output; its rows are marked by the step.
+    Another hook may replace the output by something that is not a tensor. Its rows are marked by the step.
     """
 
     shard: TrackedShard
@@ -128,7 +128,7 @@ class _Lookup:
 
 @dataclass(frozen=True, eq=False)
 class _BeforeNorm:
-    """Forward pre-hook where the lookup itself renormalises rows."""
+    """Forward pre-hook for lookups that renormalize rows."""
 
     shard: TrackedShard
 
@@ -138,9 +138,9 @@ class _BeforeNorm:
 
 @dataclass(frozen=True, eq=False)
 class _NormedLookup(_Lookup):
-    """Forward hook where the lookup itself renormalises rows, in evaluation too.
+    """Forward hook for lookups that renormalize rows, which they also do in evaluation.
 
-    Within ``torch.func`` its ids cannot be read; its writes are then noticed as others are that nobody marked.
+    Within ``torch.func`` the hook cannot read the ids. Such writes are then detected as unmarked ones.
     """
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

@@ -1,4 +1,4 @@
-"""The tracker itself: finds the tables of a model, and is told of what nothing can notice."""
+"""The tracker: finds the tables of a model, and offers methods to mark writes that it cannot detect."""
 
 from collections.abc import Sequence
 
@@ -20,37 +20,37 @@ from torchrec_cnr.tracking.torch_optim import OptimizerTables
 from torchrec_cnr.tracking.tracked_tables import TrackedRows, TrackedShard
 from torchrec_cnr.tracking.untracked_rows import ReferenceDigests
 
-_TOWERS = (ShardedEmbeddingTower, ShardedEmbeddingTowerCollection)  # some ranks know nothing of their tables
+_TOWERS = (ShardedEmbeddingTower, ShardedEmbeddingTowerCollection)  # only some ranks have the modules of their tables
 
 _ROW_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
-# A caller may be in inference mode, where tensors are made that nothing outside of it can write to.
+# A caller may be in inference mode. Tensors that are made in it cannot be written to outside of it.
 _OUTSIDE_INFERENCE = torch.inference_mode(False)
 
 
 class RowTracker(TrackedRows):
-    """Tracks the modified rows of all embedding tables of a model, on this rank.
+    """Tracker of the modified rows of all embedding tables of a model, on this rank.
 
-    Finds sharded EmbeddingBagCollections and EmbeddingCollections, also inside towers, feature processors and
-    managed-collision modules (under DistributedModelParallel, DMPCollection, or neither), and every ``nn.EmbeddingBag``
-    and ``nn.Embedding``, those inside unsharded collections included.
+    It finds sharded ``EmbeddingBagCollection`` and ``EmbeddingCollection`` modules, also inside towers, feature
+    processors and managed-collision modules. They may be under ``DistributedModelParallel``, ``DMPCollection``, or
+    neither. It also finds every ``nn.EmbeddingBag`` and ``nn.Embedding``, including those inside unsharded collections.
 
-    Writes in place by anything but training (``load_state_dict``, ``reset_parameters``, an assignment to rows) are
-    noticed at the next cut or step by PyTorch's version counters, which all tables of one kernel share: then all rows
-    of these tables count as modified. Writes through ``.data``, by collectives such as ``dist.broadcast``, or by
-    custom kernels cannot be detected: mark their rows.
+    The tracker detects in-place writes by anything but training (``load_state_dict``, ``reset_parameters``, an
+    assignment to rows) at the next save or step. It uses PyTorch's version counters, which all tables of one kernel
+    share, so all rows of these tables count as modified. Writes through ``.data``, by collectives such as
+    ``dist.broadcast``, or by custom kernels cannot be detected; call ``mark`` after them.
 
     Args:
-        model: The model, sharded already.
-        verify_untracked: At every save, check that the rows that are not marked are, bit for bit, what they were at
-            the save before or the load in between; their row-shaped optimizer state too. A save that finds others
-            fails. For this a digest is kept of each row, and another of each of its optimizer states: 8 bytes each, on
-            the table's device. Every save then reads the tables whole, and so does the end of every load.
+        model: The sharded model.
+        verify_untracked: Whether to check at every save that all unmarked rows, and their row-shaped optimizer state,
+            are bit for bit unchanged since the previous save or load. A save that finds a changed row fails. The
+            tracker keeps digests on the table's device: 8 bytes per row, and 8 more for each of its optimizer states.
+            Every save and the end of every load then read the tables completely.
 
     Raises:
-        ConfigurationError: The model has no table, or one that cannot be tracked: its rows do not lie in memory (SSD
-            and key-value kernels, ``DMPCollection`` with ``FULLY_SHARDED``), or it is a DTensor (FSDP2, tensor
-            parallelism), or in shared memory (Hogwild), where other processes train it.
+        ConfigurationError: The model has no table, or one that cannot be tracked. Its rows may not be in memory (SSD
+            and key-value kernels, ``DMPCollection`` with ``FULLY_SHARDED``). Or it is a DTensor (FSDP2, tensor
+            parallelism), or in shared memory, where other processes train it (Hogwild).
     """
 
     @_OUTSIDE_INFERENCE
@@ -89,34 +89,35 @@ class RowTracker(TrackedRows):
         num_rows = sum(shard.rows.box.num_rows for shard in self.shards)
         try:
             modified = f"{self.num_modified:,}"
-        except RuntimeError:  # such as a device that has failed: a repr shows what it can
+        except RuntimeError:  # a device may have failed, and a repr must not raise
             modified = "?"
         closed = ", closed" if self._is_closed else ""
         return f"RowTracker({count_text(num_tables, 'table')}, {modified} of {num_rows:,} rows modified{closed})"
 
     @property
     def num_modified(self) -> int:
-        """Rows marked on this rank since the last cut."""
+        """Number of rows marked on this rank since the last snapshot."""
         return super().num_modified + (self._replicas.num_modified if self._replicas is not None else 0)
 
     def mark(self, table: str, rows: Tensor) -> None:
-        """Mark rows that something else than training has just modified.
+        """Mark rows that something other than training has just modified.
 
-        Call it right after the write, before the next step or save. It accounts for all writes in place to this table
-        up to now, and to tables that share its storage; a ``load_state_dict`` of the model still counts as a write to
+        Call this right after the write, before the next step or save. It accounts for all in-place writes to this table
+        up to now, and to tables that share its storage. A ``load_state_dict`` of the model still counts as a write to
         all rows.
 
         Args:
-            table: FQN of the table in the model, or its end, such as its name.
-            rows: int [N] of any integer dtype, numbered within the whole table; those on other ranks are left to them.
+            table: FQN of the table in the model, or the end of it, such as the table's name.
+            rows: int [N] of any integer dtype, row numbers within the whole table; rows of other ranks are ignored.
 
         Raises:
-            ConfigurationError: No table has this name, the table has no such row, or these are no row numbers.
+            ConfigurationError: No table has this name, the table has no such row, or ``rows`` is not a tensor of
+                integers.
         """
         kind = getattr(rows, "dtype", type(rows).__name__)
         if kind not in _ROW_DTYPES and (not isinstance(kind, torch.dtype) or rows.numel()):
             raise ConfigurationError(f"rows of table {table!r}: expected a tensor of integers, got {kind}")
-        rows = rows.long().reshape(-1)  # a comparison would wrap a table's bounds to a narrower dtype
+        rows = rows.long().reshape(-1)  # in a narrower dtype, a comparison would wrap the table's bounds
         found = self._named(table)
         self._check_rows(table, rows)
         for tracked in found:
@@ -138,14 +139,14 @@ class RowTracker(TrackedRows):
 
     @_OUTSIDE_INFERENCE
     def freeze(self) -> None:
-        """Cut every shard at once.
+        """Freeze the modified rows of all shards for a save.
 
         Raises:
             ConfigurationError: The tracker was closed, or a table was put into shared memory.
-            UntrackedRowsError: Rows that are not marked have changed since the last cut; nothing was cut.
+            UntrackedRowsError: Rows that are not marked have changed since the last snapshot; nothing was frozen.
         """
         if self._is_closed:
-            raise ConfigurationError("the tracker was closed and has not seen what was modified since; make a new one")
+            raise ConfigurationError("the tracker was closed, and has missed later modifications: make a new one")
         self._check_shared()
         self._aliases.find()
         self.check_writes()
@@ -157,11 +158,11 @@ class RowTracker(TrackedRows):
 
     @_OUTSIDE_INFERENCE
     def commit(self, head: Head, has_heat: bool = True) -> None:
-        """The save in flight became ``head``; ``has_heat`` says whether rows of different heat will be kept apart."""
+        """Commit the frozen rows: their save became ``head``. ``has_heat`` says whether to record heat."""
         super().commit(head, has_heat)
 
     def forget(self) -> None:
-        """The tables are about to be overwritten: rows in caches of devices go, or they would be written over them."""
+        """Forget the latest checkpoint before a load; empty device caches, which would later overwrite loaded rows."""
         super().forget()
         self._references.drop()
         self._flush()
@@ -169,19 +170,19 @@ class RowTracker(TrackedRows):
             kernel.reset_cache_states()
 
     def _flush(self) -> None:
-        """Tables in host memory hold what their caches on devices hold; what was trained there is marked already."""
+        """Write rows in device caches back to the tables in host memory. Their modifications are already marked."""
         if not self._device_caches:
             return
         for kernel in self._device_caches:
             kernel.flush()
         for device in {kernel.current_device for kernel in self._device_caches if kernel.lxu_cache_weights.is_cuda}:
-            torch.cuda.synchronize(device)  # the rows are read in host memory
+            torch.cuda.synchronize(device)  # a save reads the rows in host memory
         for shard in self.shards:
             shard.accept_writes()
 
     @_OUTSIDE_INFERENCE
     def restore(self, head: Head) -> None:
-        """The tables hold what ``head`` holds.
+        """Record that the tables hold what ``head`` holds.
 
         Raises:
             StateMismatchError: An id map cannot be divided as the ranks divide its table.
@@ -193,7 +194,7 @@ class RowTracker(TrackedRows):
         self._references.take()
 
     def close(self) -> None:
-        """Remove all hooks; nothing is marked from here on, and nothing can be saved with this tracker."""
+        """Remove all hooks. From now on nothing is marked, and saves with this tracker fail."""
         self._is_closed = True
         self.saves = None
         self._references = ReferenceDigests(())
@@ -201,7 +202,7 @@ class RowTracker(TrackedRows):
 
     def _named(self, table: str) -> Sequence[TrackedShard]:
         if not any(_is_named(name, table) for name in self._num_rows) and not self._has_tables_elsewhere:
-            raise ConfigurationError(f"no table {table!r} is tracked; there are {', '.join(sorted(self._num_rows))}")
+            raise ConfigurationError(f"unknown table {table!r}; tracked tables: {', '.join(sorted(self._num_rows))}")
         return [shard for shard in self.shards if _is_named(shard.rows.name, table)]
 
     def _check_shared(self) -> None:
@@ -219,11 +220,11 @@ class RowTracker(TrackedRows):
         for name, num_rows in self._num_rows.items():
             if _is_named(name, table) and (first < 0 or last >= num_rows):
                 raise ConfigurationError(
-                    f"table {name!r} has rows 0 to {num_rows - 1}, got row {first if first < 0 else last}; nothing was "
-                    "marked: pass row numbers of the whole table"
+                    f"table {name!r}: expected rows 0 to {num_rows - 1}, got row {first if first < 0 else last}; "
+                    "nothing was marked: pass row numbers of the whole table"
                 )
 
 
 def _is_named(name: str, table: str) -> bool:
-    """Whether a table is meant by its FQN, or the end of it."""
+    """Return whether ``table`` is this name, or the end of it."""
     return f".{name}".endswith(f".{table.removesuffix('.weight')}")

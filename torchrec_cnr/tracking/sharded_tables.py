@@ -1,4 +1,4 @@
-"""Tables that TorchRec shards: the kernels that look them up, several tables at once, and mark their rows."""
+"""Tables that TorchRec shards: the kernels that look up several tables in one call, and mark their rows."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ ShardedCollection: TypeAlias = ShardedEmbeddingBagCollection | ShardedEmbeddingC
 
 
 def sharded_collections(model: nn.Module) -> Iterator[tuple[str, ShardedCollection]]:
-    """All sharded collections of tables; the path is that of their tables, as in FQNs."""
+    """Yield all sharded collections of tables, with the path of their tables as in FQNs."""
     for path, module in modules_below(model):
         if isinstance(module, ShardedCollection):
             tables = "embedding_bags" if isinstance(module, ShardedEmbeddingBagCollection) else "embeddings"
@@ -36,7 +36,7 @@ def sharded_collections(model: nn.Module) -> Iterator[tuple[str, ShardedCollecti
 
 
 def num_rows_of(module: ShardedCollection) -> Mapping[str, int]:
-    """The number of rows of each table of a collection, on all ranks together."""
+    """Return the number of rows of each table of a collection, on all ranks together."""
     is_pooled = isinstance(module, ShardedEmbeddingBagCollection)
     tables = module._embedding_bag_configs if is_pooled else module._embedding_configs
     return {table.name: table.num_embeddings for table in tables}
@@ -45,13 +45,13 @@ def num_rows_of(module: ShardedCollection) -> Mapping[str, int]:
 def track_collection(
     path: str, module: ShardedCollection, hooks: Hooks, stepped: OptimizerTables
 ) -> list[TrackedShard]:
-    """Track the shards that this rank has of a collection's tables.
+    """Track this rank's shards of a collection's tables.
 
     Raises:
-        ConfigurationError: Rows of a table do not lie in memory.
+        ConfigurationError: Rows of a table are not in memory.
     """
     if module.post_lookup_tracker_fn is not None:
-        logger.info("%s has a lookup tracker already; it keeps running, beside the row tracker", path)
+        logger.info("%s already has a lookup tracker, which keeps running in parallel with the row tracker", path)
     shards: list[TrackedShard] = []
     for lookup in module._lookups:
         kernels = lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
@@ -63,7 +63,7 @@ def track_collection(
 
 
 def device_caches(module: ShardedCollection) -> Iterator[SplitTableBatchedEmbeddingBagsCodegen]:
-    """Kernels of a collection that keep rows of tables in host memory in a cache on the device (``UVM_CACHING``)."""
+    """Yield the kernels of a collection that cache rows of host memory on the device (``UVM_CACHING``)."""
     for lookup in module._lookups:
         kernels = lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
         for kernel in kernels._emb_modules:
@@ -77,8 +77,8 @@ def _track_kernel(path: str, kernel: Any, hooks: Hooks, stepped: OptimizerTables
     for table, weight in zip(tables, weights, strict=True):
         if type(weight) not in (Tensor, nn.Parameter):
             raise ConfigurationError(
-                f"{path}.{table.name}: {type(kernel).__name__} keeps rows outside of memory; leave its module out of "
-                "the tracked model"
+                f"{path}.{table.name}: {type(kernel).__name__} keeps rows outside of memory, where they cannot be "
+                "tracked: leave its module out of the tracked model"
             )
     num_features = [len(table.feature_names) for table in tables]
     marks = KernelMarks.of([len(weight) for weight in weights], num_features, weights[0].device)
@@ -110,7 +110,7 @@ def _track_kernel(path: str, kernel: Any, hooks: Hooks, stepped: OptimizerTables
 
 
 def _look_up(forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Called in the place of a kernel's ``forward``, and never compiled: compiled, it does not keep its ids."""
+    """Call a kernel's ``forward``, which must not be compiled: a compiled kernel does not keep its ids."""
     return forward(*args, **kwargs)
 
 
@@ -120,9 +120,9 @@ def _average(
     average: Callable[..., None],
     mode: Mapping[str, float],
 ) -> None:
-    """Called in the place of a kernel's method that averages columns of all rows, past the counters.
+    """Call a kernel's method that averages columns of all rows, and mark them. No version counter shows these writes.
 
-    The kernel calls it in each lookup, and it does so in every ``step_ema``-th from ``step_start`` on.
+    The kernel calls the method in each lookup. It averages in every ``step_ema``-th step, from ``step_start`` on.
     """
     step = int(kernel.iter_cpu.item())
     average(mode)
@@ -140,16 +140,16 @@ def _reset(
     logical_table_ids: Tensor,
     buffer_ids: Tensor,
 ) -> None:
-    """Called in the place of a kernel's method that resets pruned rows, as ``ITEPEmbeddingBagCollection`` has it do.
+    """Call a kernel's method that resets pruned rows for ``ITEPEmbeddingBagCollection``, and mark these rows.
 
     Args:
-        shards: Those of the kernel.
-        of_feature: The shard of each feature.
+        shards: The kernel's shards.
+        of_feature: For each feature, the index of its shard.
         reset: The method.
-        pruned_indices: int [num_rows], of all buffers, one after another.
-        pruned_indices_offsets: int [num_buffers + 1]: where the rows of each buffer begin.
-        logical_table_ids: int [num_tables]: the first feature of each table to reset.
-        buffer_ids: int [num_tables]: its buffer.
+        pruned_indices: int [num_rows], rows of all buffers, one buffer after another.
+        pruned_indices_offsets: int [num_buffers + 1], where the rows of each buffer begin.
+        logical_table_ids: int [num_tables], the first feature of each table to reset.
+        buffer_ids: int [num_tables], the buffer of each table.
     """
     with accounting(shards):
         reset(pruned_indices, pruned_indices_offsets, logical_table_ids, buffer_ids)
@@ -158,8 +158,8 @@ def _reset(
             rows = shards[of_feature[feature]].rows
             pruned = pruned_indices[offsets[buffer] : offsets[buffer + 1]].to(rows.marked.device)
             if len(pruned) and int(pruned.max()) >= rows.box.num_rows:
-                # TorchRec's managed collisions pass the number of a table, not of its first feature: rows of tables
-                # behind this one are written to.
+                # TorchRec's managed collisions pass the number of a table, not of its first feature. So the kernel
+                # may reset rows of the tables that follow this one.
                 for shard in shards:
                     shard.rows.mark_all()
             else:
@@ -170,13 +170,13 @@ def _reset(
 class KernelLookup:
     """The ids that an FBGEMM kernel looks up, and later trains.
 
-    These are not always the caller's: FBGEMM may convert them, which makes a copy, and its check of bounds replaces
+    These may differ from the caller's. FBGEMM may convert the ids, which makes a copy. Its bounds check replaces
     invalid ones, in that copy or in place.
 
     Attributes:
-        ids: int [num_ids], of all features, one after another.
-        offsets: int [num_bags + 1]: where the ids of each bag begin; the bags of a feature are side by side.
-        first_bags: int [num_features + 1]: where the bags of each feature begin, or None if all have as many.
+        ids: int [num_ids], the ids of all features, one feature after another.
+        offsets: int [num_bags + 1], where the ids of each bag begin; the bags of a feature are adjacent.
+        first_bags: int [num_features + 1], where the bags of each feature begin; None if all features have as many.
     """
 
     ids: Tensor
@@ -193,7 +193,7 @@ class KernelLookup:
         batch_size_per_feature_per_rank: Sequence[Sequence[int]] | None = None,
         **__: Any,
     ) -> "KernelLookup":
-        """The lookup that a module of FBGEMM has just made, with its arguments."""
+        """Return the lookup that a module of FBGEMM has just made, given its arguments."""
         if isinstance(module, SplitTableBatchedEmbeddingBagsCodegen):
             return cls(module._indices, module._offsets, module._vbe_B_offsets)
         if batch_size_per_feature_per_rank is None:
@@ -202,7 +202,7 @@ class KernelLookup:
         return cls(indices, offsets, torch.tensor(first_bags, device=offsets.device))
 
     def first_ids(self, num_features: int) -> Tensor:
-        """Where the ids of each feature begin: int [num_features + 1], on the device of the ids."""
+        """Return where the ids of each feature begin: int [num_features + 1], on the device of the ids."""
         if self.first_bags is not None:
             return self.offsets.index_select(0, self.first_bags)
         num_bags = (len(self.offsets) - 1) // num_features
@@ -211,12 +211,12 @@ class KernelLookup:
 
 @dataclass(frozen=True, eq=False)
 class KernelMarks:
-    """The marks of all tables of a kernel, one after another, so that a device can mark a lookup at once.
+    """The marks of all tables of a kernel in one tensor, so that a device can mark a lookup in one operation.
 
     Attributes:
-        marked: bool [rows of all tables + 1]; the last is for ids that are no row of any table.
-        tables: The marks of each table, views.
-        of_feature: The table of each feature.
+        marked: bool [rows of all tables + 1]; the last one is for ids that are no row of any table.
+        tables: Views of the marks of each table.
+        of_feature: For each feature, the index of its table.
         first_rows: int64 [num_features], on the device: where the marks of each feature's table begin.
     """
 
@@ -227,7 +227,7 @@ class KernelMarks:
 
     @classmethod
     def of(cls, num_rows: Sequence[int], num_features: Sequence[int], device: torch.device) -> "KernelMarks":
-        """Marks of tables of so many rows, looked up by so many features each."""
+        """Return marks for tables with these numbers of rows and of features."""
         marked = torch.zeros(sum(num_rows) + 1, dtype=torch.bool, device=device)
         of_feature = [table for table, num in enumerate(num_features) for _ in range(num)]
         first_rows = torch.tensor([sum(num_rows[:table]) for table in of_feature], device=device)
@@ -241,31 +241,31 @@ class KernelMarks:
             self.mark_at_once(lookup)
 
     def mark_by_feature(self, lookup: KernelLookup) -> None:
-        """Mark the rows of one feature after another, which on CPUs is faster."""
+        """Mark the rows of one feature after another, which is faster on CPUs."""
         first_ids = lookup.first_ids(len(self.of_feature)).tolist()
         for table, (start, stop) in zip(self.of_feature, pairwise(first_ids), strict=True):
             if start < stop:
                 self.tables[table].index_fill_(0, lookup.ids[start:stop].long(), True)
 
     def mark_at_once(self, lookup: KernelLookup) -> None:
-        """Mark all rows without asking a device how many ids each feature has, which would wait for it.
+        """Mark all rows without reading from the device how many ids each feature has, which would wait for it.
 
-        Ids are moved to the marks of their tables on the device, as FBGEMM's ``linearize_cache_indices`` does.
+        The device adds to each id the position of its table's marks, as FBGEMM's ``linearize_cache_indices`` does.
         """
         num_features = len(self.of_feature)
         stops = lookup.first_ids(num_features)[1:].contiguous()
         places = torch.arange(len(lookup.ids), dtype=stops.dtype, device=stops.device)
         feature = torch.searchsorted(stops, places, right=True)
         rows = self.first_rows[feature.clamp(max=num_features - 1)] + lookup.ids
-        is_row = (feature < num_features) & (lookup.ids >= 0)  # FBGEMM passes over -1, a row that was pruned
+        is_row = (feature < num_features) & (lookup.ids >= 0)  # FBGEMM skips -1, a row that was pruned
         self.marked.index_fill_(0, rows.where(is_row, len(self.marked) - 1), True)
 
 
 class FusedStates:
     """The row-shaped optimizer state of the tables of a fused kernel.
 
-    FBGEMM makes that of all tables at once. It is asked again only when the memory of the kernel is another one:
-    otherwise each look at one of hundreds of tables would cost as much as all of them.
+    FBGEMM returns the state of all tables in one call. It is called again only when the kernel's memory has changed.
+    Otherwise each access to one of hundreds of tables would cost as much as all of them.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -274,7 +274,7 @@ class FusedStates:
         self._states: list[list[Tensor]] = []
 
     def of_table(self, index: int) -> Sequence[Tensor]:
-        """That of one table."""
+        """Return the state of one table."""
         memory = tuple(
             (tensor.data_ptr(), tensor.numel()) for tensor in chain(self._kernel.parameters(), self._kernel.buffers())
         )
@@ -290,7 +290,7 @@ class FusedStates:
 
 
 def _box(table: Any, weight: Tensor) -> Box:
-    """Where a shard lies in its table; replicated tables have no metadata."""
+    """Return a shard's region of its table; replicated tables have no metadata."""
     if table.local_metadata is None:
         return Box.whole(tuple(weight.shape))
     return Box(tuple(table.local_metadata.shard_offsets), tuple(table.local_metadata.shard_sizes))

@@ -1,8 +1,9 @@
 """Tables that a ``torch.optim`` optimizer modifies, rather than a fused kernel.
 
-They are marked when an optimizer steps, from the gradient that it used: that may have come from elsewhere than a lookup
-just made (another rank, a regularizer, an earlier batch). An optimizer that also moves rows without a gradient (by
-momentum or weight decay) marks all rows. Which optimizer it is, and so where its state lies, shows at the first step.
+Their rows are marked when an optimizer steps, from the gradient that it used. That gradient may not come from the last
+lookup, but from another rank, a regularizer, or an earlier batch. An optimizer that also modifies rows without a
+gradient (by momentum or weight decay) marks all rows. The first step shows which optimizer it is, and so where its
+state is.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,7 @@ from torchrec_cnr.tracking.tracked_tables import TrackedShard
 
 @dataclass(eq=False)
 class OptimizerTableState:
-    """The state of a table's rows, in the optimizer that was last seen to step it."""
+    """The state of a table's rows, in the optimizer that last stepped it."""
 
     num_rows: int
     optimizer: ReferenceType[Optimizer] | None = None
@@ -41,14 +42,14 @@ class OptimizerTableState:
 
 @dataclass(frozen=True, eq=False)
 class OptimizerTable:
-    """One table, and the state of its rows."""
+    """A table, and the state of its rows."""
 
     shard: TrackedShard
     state: OptimizerTableState
 
 
 class OptimizerTables:
-    """All such tables of a model."""
+    """All tables of a model that ``torch.optim`` optimizers modify."""
 
     def __init__(self) -> None:
         self._tables: list[OptimizerTable] = []
@@ -65,7 +66,7 @@ class OptimizerTables:
         return shard
 
     def watch(self) -> tuple[RemovableHandle, RemovableHandle]:
-        """Watch every optimizer's steps, without this being what keeps the tables alive."""
+        """Watch every optimizer's steps, with hooks that do not keep the tables alive."""
         handles: tuple[RemovableHandle, RemovableHandle] = (
             register_optimizer_step_pre_hook(_weakly(self.stepping)),
             register_optimizer_step_post_hook(_weakly(self.stepped)),
@@ -75,23 +76,23 @@ class OptimizerTables:
         return handles
 
     def stepping(self, optimizer: Optimizer) -> None:
-        """An optimizer begins a step, before its own hooks."""
-        self.stepped(optimizer)  # the step before, if it raised
-        if not isinstance(optimizer, KeyedOptimizer):  # has others make its steps
+        """Prepare for a step of an optimizer. Called before its own hooks."""
+        self.stepped(optimizer)  # ends the previous step, if that raised
+        if not isinstance(optimizer, KeyedOptimizer):  # it only calls other optimizers
             tables = self._tables_of(optimizer)
             if tables:
                 self._steps[optimizer] = _Step(optimizer, tables)
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """An optimizer has ended a step, after its own hooks."""
+        """End a step of an optimizer. Called after its own hooks."""
         step = self._steps.pop(optimizer, None)
         if step is not None:
             step.leave()
 
     def _tables_of(self, optimizer: Optimizer) -> list["_Stepped"]:
-        """The tables of an optimizer, with group and parameter, which may be a storage of several tables.
+        """Return the tables of an optimizer, with group and parameter, which may be a storage of several tables.
 
-        Parameters are known by their memory: modules replace their tensors.
+        Parameters are matched by their memory, because modules replace their tensors.
         """
         by_memory = {memory_key(table.shard.weight): table for table in self._tables}
         by_storage: dict[int, list[OptimizerTable]] = {}
@@ -114,8 +115,8 @@ _Stepped = tuple[Mapping[str, Any], Tensor, OptimizerTable]
 class _Step:
     """One step of an optimizer.
 
-    Its writes are those after all hooks of before the step, and before all hooks of after it, without those of the
-    closure: hooks and closures may clamp rows, or zero the gradients from which rows are marked.
+    Its writes are those between the last pre-hook and the first post-hook, without those of the closure. Hooks and
+    closures may clamp rows, or zero the gradients from which rows are marked.
     """
 
     def __init__(self, optimizer: Optimizer, tables: Sequence[_Stepped]) -> None:
@@ -125,7 +126,7 @@ class _Step:
         after.move_to_end(self._handles[1].id, last=False)
 
     def leave(self) -> None:
-        """Watch no other step."""
+        """Remove the hooks of this step."""
         for handle in self._handles:
             handle.remove()
 
@@ -134,11 +135,11 @@ class _Step:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         for _group, _parameter, table in self._tables:
             table.shard.check_writes()
-        args = (*args[:1], *(self._watched(optimizer, value) for value in args[1:]))  # the first is the optimizer
+        args = (*args[:1], *(self._watched(optimizer, value) for value in args[1:]))  # args[0] is the optimizer
         return args, {name: self._watched(optimizer, value) for name, value in kwargs.items()}
 
     def _watched(self, optimizer: Optimizer, argument: Any) -> Any:
-        """A closure whose writes are not the optimizer's, in the place of one."""
+        """Return the argument; a closure is wrapped so that its writes do not count as the optimizer's."""
         if not callable(argument):
             return argument
 
@@ -146,7 +147,7 @@ class _Step:
         def closure(*args: Any, **kwargs: Any) -> Any:
             result = argument(*args, **kwargs)
             for group, _parameter, table in self._tables:
-                if _moves_rows_with_gradient_only(optimizer, group):  # others mark all rows, and may have written some
+                if _moves_rows_with_gradient_only(optimizer, group):  # others mark all rows in any case
                     table.shard.check_writes()
             return result
 
@@ -168,16 +169,16 @@ class _Step:
 
 
 def _moves_rows_with_gradient_only(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
-    """Subclasses are not trusted to."""
+    """Return whether an optimizer modifies only rows that have a gradient. Subclasses may behave differently."""
     if type(optimizer) is SparseAdam:
         return True
-    # Adagrad without eps makes NaN of rows without a gradient, and maximize turns -0.0 of theirs into 0.0.
+    # In rows without a gradient, Adagrad with eps=0 writes NaN, and maximize turns -0.0 into 0.0.
     is_plain = not any(group.get(name) for name in ("weight_decay", "momentum", "maximize")) and group.get("eps", 1)
     return is_plain and type(optimizer) in (SGD, Adagrad, RowWiseAdagrad)
 
 
 def _weakly(method: Callable[[Optimizer], None]) -> Callable[..., None]:
-    """A hook that does not keep the method's object alive."""
+    """Return a hook that does not keep the method's object alive."""
     weak = WeakMethod(method)
 
     def hook(optimizer: Optimizer, *_: Any) -> None:
@@ -189,5 +190,5 @@ def _weakly(method: Callable[[Optimizer], None]) -> Callable[..., None]:
 
 
 def has_rows(state: Any, num_rows: int) -> bool:
-    """Whether optimizer state has the shape of a table's rows."""
+    """Return whether optimizer state has the shape of a table's rows."""
     return isinstance(state, Tensor) and state.dim() > 0 and len(state) == num_rows

@@ -1,9 +1,10 @@
-"""Tracked tables: the shards on this rank, the checkpoint their marks relate to, and writes that nobody marked.
+"""Tracked tables: the shards on this rank, the checkpoint that their marks relate to, and writes that were not marked.
 
-Training marks the rows it modifies. Whatever else writes to a table in place, such as ``load_state_dict``,
-``reset_parameters`` or an assignment to some rows, moves the version counter by which autograd notices such writes;
-fused kernels write beneath it. So a counter that moved between two points that account for every write of training
-tells that there was another one. It does not tell which rows, so all of them count as modified.
+Training marks the rows that it modifies. Other code may write to a table in place, such as ``load_state_dict``,
+``reset_parameters`` or an assignment to some rows. Such writes increment the version counter of autograd; those of
+fused kernels do not. The tracker records the counter whenever all writes of training are marked. If it then finds
+another value, there was another write. The counter does not show which rows it modified, so all of them count as
+modified.
 """
 
 import json
@@ -30,15 +31,16 @@ _LENGTH_BYTES = 8
 
 
 class TrackedShard:
-    """A shard of a table whose modified rows are known.
+    """A shard of a table whose modified rows are recorded.
 
     Attributes:
         rows: Its modified rows.
         weight: Its values [num_rows, num_cols], shared with the model.
-        state: The optimizer state of its rows, each [num_rows, ...], shared with the optimizer.
-        is_state_replaceable: Whether the optimizer may put other tensors in its place, all of whose rows are then new.
-        was_written: Whether something unknown has written to it since the last cut.
-        num_accounting: How many calls are under way that mark what they write, one within another.
+        state: Function that returns the optimizer state of its rows, each [num_rows, ...], shared with the optimizer.
+        is_state_replaceable: Whether the optimizer may replace the state by other tensors, all of whose rows are then
+            new.
+        was_written: Whether an unmarked write has been detected since the last snapshot.
+        num_accounting: Number of nested calls in progress that mark what they write.
     """
 
     def __init__(
@@ -59,42 +61,42 @@ class TrackedShard:
         self.accept_writes()
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Weights and optimizer state."""
+        """Return the weights and the optimizer state."""
         return (self.weight, *self.state())
 
     def watch(self, alias: Tensor) -> None:
-        """Look for writes by another tensor over the same memory, which has a version counter of its own."""
+        """Also detect writes through another tensor over the same memory, which has a version counter of its own."""
         if all(alias is not other for other in (self.weight, *self._aliases)):
             self._aliases.append(alias)
 
     def shares_storage(self, other: "TrackedShard") -> bool:
-        """Whether both lie in one storage, and so have one version counter."""
+        """Return whether both shards are in one storage, and so have one version counter."""
         return self.weight.untyped_storage().data_ptr() == other.weight.untyped_storage().data_ptr()
 
     def accept_writes(self) -> None:
-        """All writes up to now are accounted for by marks."""
+        """Record that marks account for all writes up to now."""
         self.accept_weight()
         self._state_versions = self._versions_of_state()
         self._restored_state = None
 
     def accept_weight(self) -> None:
-        """Writes to the weights up to now are accounted for."""
+        """Record that marks account for all writes to the weights up to now."""
         self._weight_version = self._version_of_weight()
         self._memory = self._memory_of_weight()
 
     def expect_copy(self) -> None:
-        """The weights, or others in their storage, are about to be copied onto themselves."""
+        """Expect one copy of the weights onto themselves, or of other weights in their storage."""
         self._weight_version += 1
 
     def check_writes(self) -> None:
-        """Mark all rows if something has written to them that accounted for nothing."""
+        """Mark all rows if something has written to them without marking rows."""
         if self.num_accounting:
             return
         versions = self._versions_of_state()
         has_moved = any(versions.get(key, version) != version for key, version in self._state_versions.items())
         if has_moved and self._restored_state is not None and self._restored_state == self._digest_of_state():
             has_moved = False
-        # Some put other memory into a parameter, which moves no counter: conversions, vector_to_parameters.
+        # Some functions (conversions, vector_to_parameters) give a parameter other memory, which no counter shows.
         is_other = self._memory_of_weight() != self._memory
         if has_moved or is_other or self._version_of_weight() != self._weight_version:
             self.mark_written()
@@ -102,21 +104,21 @@ class TrackedShard:
         self.accept_weight()
 
     def mark_written(self) -> None:
-        """Mark all rows: something unknown writes to them."""
+        """Mark all rows, because code that does not mark rows writes to them."""
         self.rows.mark_all()
         self.was_written = True
 
     def restored(self) -> None:
-        """The shard was loaded.
+        """Record that the shard was loaded.
 
-        Optimizer state may be copied onto itself afterwards, as loading ``Stateful`` objects does, which is no write:
-        so it is remembered what it was. Modules have hooks that tell of theirs.
+        Loading ``Stateful`` objects may later copy optimizer state onto itself, which must not count as a write. So a
+        digest of the state is kept. For modules, hooks detect such copies.
         """
         self.accept_writes()
         self._restored_state = self._digest_of_state()
 
     def check_restored(self) -> None:
-        """Training is about to modify the shard: see what was written since it was loaded, while that can be told."""
+        """Check for writes since the load, before training modifies the shard and they cannot be detected any more."""
         if self._restored_state is not None:
             self.check_writes()
             self._restored_state = None
@@ -125,7 +127,7 @@ class TrackedShard:
         return sum(tensor._version for tensor in (self.weight, *self._aliases))
 
     def _memory_of_weight(self) -> tuple[MemoryKey | None, StorageWeakRef]:
-        # An address alone may be that of memory which was freed and allocated again meanwhile.
+        # The address alone is not enough: the memory may have been freed and allocated again.
         return memory_key(self.weight), StorageWeakRef(self.weight.untyped_storage())
 
     def _versions_of_state(self) -> dict[MemoryKey, int]:
@@ -143,7 +145,7 @@ class TrackedShard:
 
 @contextmanager
 def accounting(shards: Sequence[TrackedShard]) -> Iterator[None]:
-    """What is written meanwhile is marked by whoever writes it; what was written before is looked for first."""
+    """Check for earlier writes, then run a block that itself marks all rows it writes."""
     for shard in shards:
         shard.check_writes()
         shard.num_accounting += 1
@@ -156,21 +158,21 @@ def accounting(shards: Sequence[TrackedShard]) -> Iterator[None]:
 
 
 class Pending:
-    """A save whose fate is not known yet.
+    """A save whose outcome is not known yet.
 
-    Where it goes is announced when it is planned, which may happen in another process. It is written into memory,
-    therefore, that both share: a tensor that goes to another process takes its memory along.
+    The save is planned, and announces its path, possibly in another process. So the path is written to memory that both
+    processes share: a tensor that is sent to another process shares its memory with it.
     """
 
     def __init__(self) -> None:
         self._page = torch.zeros(_PAGE_BYTES, dtype=torch.uint8, device="cpu")
 
     def announce(self, path: str, save_id: str) -> None:
-        """From now on, rows are written.
+        """Record where the save goes; from now on it may write rows.
 
         Args:
             path: Full path of its checkpoint.
-            save_id: The save.
+            save_id: Id of the save.
 
         Raises:
             ConfigurationError: The path is too long.
@@ -179,11 +181,11 @@ class Pending:
         if len(data) > _PAGE_BYTES - _LENGTH_BYTES:
             raise ConfigurationError(f"checkpoint_id is too long: {path[:80]!r}...")
         self._page[_LENGTH_BYTES : _LENGTH_BYTES + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        self._page[:_LENGTH_BYTES].view(torch.int64)[0] = len(data)  # last: until then nothing is there
+        self._page[:_LENGTH_BYTES].view(torch.int64)[0] = len(data)  # last, because a length of 0 means no path
 
     @property
     def place(self) -> tuple[str, str] | None:
-        """Path of its checkpoint, and the save; None if it was not planned."""
+        """Path of its checkpoint, and id of the save; None if it was not planned."""
         num_bytes = int(self._page[:_LENGTH_BYTES].view(torch.int64)[0])
         if num_bytes == 0:
             return None
@@ -192,11 +194,11 @@ class Pending:
 
 
 class PlannedSaves(Protocol):
-    """What makes the cuts of a tracker's saves."""
+    """Maker of the snapshots of a tracker's saves."""
 
     @property
     def has_planner(self) -> bool:
-        """Whether there is a planner that saves by them."""
+        """Whether a planner exists that saves with these snapshots."""
         ...
 
 
@@ -205,10 +207,10 @@ class TrackedRows:
 
     Attributes:
         shards: The shards.
-        head: The checkpoint that ``marked`` rows were modified since, or None: then only a baseline is right.
+        head: The checkpoint since which the ``marked`` rows were modified; if None, the next save must be a baseline.
         pending: The save whose rows are frozen.
-        num_restores: Restores from a checkpoint that the tables have been through.
-        saves: What makes the cuts of its saves, which belongs to a package above; None until there is a planner.
+        num_restores: Number of restores from a checkpoint in the history of the tables.
+        saves: Maker of the snapshots of its saves, an object of a package above; None until there is a planner.
     """
 
     def __init__(self, shards: Sequence[TrackedShard]) -> None:
@@ -226,24 +228,24 @@ class TrackedRows:
 
     @property
     def num_modified(self) -> int:
-        """Rows marked on this rank since the last cut."""
+        """Number of rows marked on this rank since the last snapshot."""
         return count_rows(shard.rows.marked for shard in self.shards)
 
     def freeze(self) -> None:
-        """Cut every shard at once."""
+        """Freeze the modified rows of all shards for a save."""
         for shard in self.shards:
             shard.rows.freeze()
         self.pending = Pending()
 
     def check_writes(self) -> None:
-        """Mark tables that something unknown has written to, all their rows, and say so."""
+        """Mark all rows of tables with unmarked writes, and log a warning."""
         for shard in self.shards:
             shard.check_writes()
         written = sorted({shard.rows.name for shard in self.shards if shard.was_written})
         if written and self.head is not None:
             logger.warning(
-                "%s: written to in place by something else than training (load_state_dict, reset_parameters, an "
-                "assignment), or shares a kernel with a table that was: all rows count as modified; to have only some, "
+                "%s: written to in place by something other than training (load_state_dict, reset_parameters, an "
+                "assignment), or shares a kernel with a table that was: all rows count as modified; to mark only some, "
                 "call tracker.mark(table, rows) right after such a write",
                 ", ".join(written),
             )
@@ -251,35 +253,35 @@ class TrackedRows:
             shard.was_written = False
 
     def commit(self, head: Head, has_heat: bool = True) -> None:
-        """The save in flight became ``head``; ``has_heat`` says whether rows of different heat will be kept apart."""
+        """Commit the frozen rows: their save became ``head``. ``has_heat`` says whether to record heat."""
         for shard in self.shards:
             shard.rows.commit(len(head.lineage) == 1, has_heat)
         self.head, self.pending = head, None
 
     def rollback(self) -> None:
-        """The save in flight failed."""
+        """Mark the frozen rows again, because their save failed."""
         for shard in self.shards:
             shard.rows.rollback()
         self.pending = None
 
     def forget(self) -> None:
-        """No checkpoint is what rows were modified since, until a save or :meth:`restore`: only a baseline is right."""
+        """Forget the latest checkpoint. Until a commit or :meth:`restore`, the next save must be a baseline."""
         self.head = self.pending = None
 
     def restore(self, head: Head) -> None:
-        """The tables hold what ``head`` holds; whoever loaded it has told the rows of its deltas."""
+        """Record that the tables hold what ``head`` holds. The caller has already recorded the rows of its deltas."""
         self.head, self.pending = head, None
         self.num_restores = head.num_restores + 1
         for shard in self.shards:
             shard.restored()
 
     def restore_partly(self, head: Head) -> None:
-        """The tables hold some of what ``head`` holds: they have been through its restores, and this one."""
+        """Record that the tables hold a part of ``head``: its restores count for them, and so does this one."""
         self.num_restores = max(self.num_restores, head.num_restores + 1)
 
 
 def check_tracker(tracker: object) -> None:
-    """Refuse what is no tracker, such as the model.
+    """Raise an error if the argument is not a tracker, but a model, for example.
 
     Raises:
         ConfigurationError: It is not.
@@ -291,33 +293,33 @@ def check_tracker(tracker: object) -> None:
 
 
 class TrackerRegistry:
-    """The trackers of this process, found by the memory that their tables lie in.
+    """The trackers of this process, by the memory of their tables.
 
-    DCP hands a stager and a reader nothing but tensors. So this is how a stager finds the tracker that they belong to,
-    and how a reader finds the trackers whose rows it overwrites. It keeps none alive.
+    DCP passes only tensors to a stager and a reader. With the registry, a stager finds the tracker of these tensors,
+    and a reader finds the trackers whose rows it overwrites. The registry keeps no tracker alive.
     """
 
     def __init__(self) -> None:
         self._trackers: WeakSet[TrackedRows] = WeakSet()
 
     def add(self, tracker: TrackedRows) -> None:
-        """From now on a tracker is found."""
+        """Add a tracker."""
         self._trackers.add(tracker)
 
     def planned_for(self, tensors: Iterable[Tensor]) -> list[TrackedRows]:
-        """The trackers of some memory that have a planner.
+        """Return the trackers of some memory that have a planner.
 
-        If none of them has, those of no rows: a rank may have no shard of any table.
+        If there are none, return trackers without rows that have a planner: a rank may have no shard of any table.
         """
         found = [tracker for tracker in self.tracking(tensors) if _has_planner(tracker)]
         return found or [tracker for tracker in self._trackers if not tracker.has_rows and _has_planner(tracker)]
 
     def planned(self) -> list[TrackedRows]:
-        """All trackers that have a planner."""
+        """Return all trackers that have a planner."""
         return [tracker for tracker in self._trackers if _has_planner(tracker)]
 
     def tracking(self, tensors: Iterable[Tensor]) -> list[TrackedRows]:
-        """The trackers of memory that one of the tensors lies in."""
+        """Return the trackers with a tensor in the same storage as one of these tensors."""
         storages = {tensor.untyped_storage().data_ptr() for tensor in tensors if memory_key(tensor) is not None}
         return [
             tracker
@@ -338,10 +340,10 @@ trackers = TrackerRegistry()
 
 
 def forget_overwritten(targets: Iterable[Tensor]) -> None:
-    """Tensors are about to be loaded: whoever tracks one of them knows its rows no longer.
+    """Let the trackers of these tensors forget their latest checkpoint, because a load is about to overwrite rows.
 
-    A load planner that has the tracker restores it afterwards. Any other load, with DCP's own planner say, would
-    otherwise leave rows that are modified and not marked, and the next delta would lack them.
+    A load planner that has the tracker restores it afterwards. After any other load, such as one with DCP's own
+    planner, some modified rows would otherwise be unmarked. The next delta would lack them.
     """
     for tracker in trackers.tracking(targets):
         tracker.forget()

@@ -1,4 +1,4 @@
-"""The check that every modified row is marked: what is not marked must be, bit for bit, what it was at the last cut."""
+"""The check that every modified row is marked: unmarked rows must be bit for bit unchanged since the last snapshot."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _NUM_NAMED = 10  # rows of a tensor that a message names
 
 @dataclass(frozen=True, eq=False)
 class _Reference:
-    """The rows of one tensor as they were at the last cut.
+    """The rows of one tensor at the last snapshot.
 
     Attributes:
         tensor: The tensor.
@@ -30,16 +30,16 @@ class _Reference:
 
     @classmethod
     def of(cls, tensor: Tensor, device: torch.device) -> "_Reference":
-        """A reference to what a tensor is now."""
+        """Return a reference to the present rows of a tensor."""
         digests = torch.empty(len(tensor), dtype=torch.int64, device=device)
         for rows, block in digest_rows(tensor):
             digests[rows] = block
         return cls(ref(tensor), _kind(tensor), digests)
 
     def update(self, tensor: Tensor, marked: Tensor) -> tuple[int, list[int]]:
-        """Take marked rows as they are now; returns how many others have changed, and the first numbers of these.
+        """Replace the digests of marked rows. Return how many others have changed, and the first numbers of these.
 
-        Those are left as they were.
+        The digests of these others are kept.
         """
         num_rows = 0
         first: list[int] = []
@@ -56,10 +56,10 @@ class _Reference:
 
 
 class ReferenceDigests:
-    """What the rows of all shards on this rank were at the last cut, in 8 bytes a row and tensor.
+    """Digests of the rows of all shards on this rank at the last snapshot, 8 bytes per row and tensor.
 
-    The tensors are the weights, and every row-shaped optimizer state. One that was not there at the last cut, because
-    the optimizer has made or replaced it since, is compared with nothing: it is stored whole.
+    The tensors are the weights, and all row-shaped optimizer state. State that did not exist at the last snapshot,
+    because the optimizer has made or replaced it since, is not compared: it is stored whole.
     """
 
     def __init__(self, shards: Sequence[TrackedShard]) -> None:
@@ -67,22 +67,22 @@ class ReferenceDigests:
         self._references: list[list[_Reference]] = [[] for _ in self._shards]
 
     def drop(self) -> None:
-        """The tables are overwritten: whatever comes next is right."""
+        """Drop all digests, because the tables are overwritten: the next check compares nothing."""
         self._references = [[] for _ in self._shards]
 
     def take(self) -> None:
-        """Refer to what the tables are now."""
+        """Replace all digests by those of the present rows."""
         self.drop()
         self.check()
 
     def check(self) -> None:
-        """Compare the rows that are not marked with the last cut; if all are what they were, this is the last cut.
+        """Compare the unmarked rows with the last snapshot. If they are unchanged, this is the new last snapshot.
 
-        One pass over the tables does both: rows that are marked are taken even if the check then fails. They stay
-        marked, so they are not compared before a check that passes has taken them again.
+        One pass over the tables does both, so digests of marked rows are replaced even if the check then fails. These
+        rows stay marked. So they are not compared until a check that passes has replaced their digests again.
 
         Raises:
-            UntrackedRowsError: Some have changed.
+            UntrackedRowsError: Unmarked rows have changed.
         """
         references: list[list[_Reference]] = []
         complaints: list[str] = []
@@ -100,7 +100,7 @@ class ReferenceDigests:
                 references[-1].append(reference)
         if complaints:
             raise UntrackedRowsError(
-                "rows have changed since the last save without being marked, so that a delta would lack them: "
+                "rows have changed since the last save without being marked, and a delta would lack them: "
                 f"{'; '.join(complaints)}; nothing was saved and no mark was lost: call tracker.mark(table, rows) or "
                 "tracker.mark_all(table), then save again"
             )
@@ -108,7 +108,7 @@ class ReferenceDigests:
 
 
 def _find(last: Sequence[_Reference], shard: TrackedShard, number: int, tensor: Tensor) -> _Reference | None:
-    """The reference to a tensor, by place where it cannot be replaced, as fused kernels always give new views."""
+    """Return the reference to a tensor: by position for fused kernels, which return new views each time."""
     if shard.is_state_replaceable:
         found = [reference for reference in last if reference.tensor() is tensor]
     else:
@@ -121,7 +121,7 @@ def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
 
 
 def _part(number: int, num_states: int) -> str:
-    """What a table's tensor is called in messages: the first is its weights."""
+    """Return the name of a table's tensor in messages: the first is its weights."""
     if number == 0:
         return "weights"
     return "optimizer state" if num_states == 1 else f"optimizer state ({number} of {num_states})"

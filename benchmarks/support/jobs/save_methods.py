@@ -68,14 +68,14 @@ def tensors(model: TableModel) -> dict[str, Tensor]:
 
 
 class Ours:
-    """Deltas of 4 bits on a baseline, saved asynchronously."""
+    """Deltas on a baseline, saved asynchronously; by default of 4 bits."""
 
-    def __init__(self, model: TableModel, folder: Path) -> None:
+    def __init__(self, model: TableModel, folder: Path, scheme: cnr.Scheme | None = None) -> None:
         self._model = model
         self._folder = folder
         self._tracker = cnr.RowTracker(model.sharded)
         self._planner = cnr.CNRSavePlanner(self._tracker, policy=cnr.Consecutive())
-        self._writer = cnr.CNRStorageWriter(folder, quantization=cnr.Asymmetric(4), sync_files=False)
+        self._writer = cnr.CNRStorageWriter(folder, quantization=scheme or cnr.Asymmetric(4), sync_files=False)
         self._numbers = itertools.count()
         self._saving: Future[Any] | None = None
         self.held_bytes = 0

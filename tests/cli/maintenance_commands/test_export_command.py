@@ -84,5 +84,5 @@ def test_export_of_a_root_tells_what_it_passed_over(run: Path, tmp_path: Path) -
     file.write_bytes(file.read_bytes()[:-1])
     result = cnr_result("export", run, tmp_path / "model.pt", "--to", "torch")
     assert result.exit_code == 0
-    assert re.fullmatch(rf"cnr: warning: passed over .*{re.escape(str(file))}.*\n", result.stderr)
+    assert re.fullmatch(rf"cnr: warning: skipped .*{re.escape(str(file))}.*\n", result.stderr)
     assert result.stdout.startswith(f"{run}/step-3: ")

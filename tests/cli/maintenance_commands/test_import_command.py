@@ -123,7 +123,7 @@ def test_import_writes_over_nothing(stock: dict[str, Any], tmp_path: Path, saved
     shutil.copytree(saved_run / "step-1", tmp_path / "step-1")
     (tmp_path / "file").write_bytes(b"mine")
     source = tmp_path / "stock"
-    assert "holds a committed checkpoint already" in refused(tmp_path, "import", source, tmp_path / "step-1")
+    assert "already contains a committed checkpoint" in refused(tmp_path, "import", source, tmp_path / "step-1")
     for out in ("file", "file/step-1"):
         assert "cannot create" in refused(tmp_path, "import", source, tmp_path / out)
 

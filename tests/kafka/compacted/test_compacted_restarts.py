@@ -237,8 +237,8 @@ def test_deltas_of_deltas_are_refused(tmp_path: Path, kafka: Broker, policy: Pol
     run = TopicJob(tmp_path, compacted(kafka), policy)
     with pytest.raises(CheckpointException) as raised:
         run.commit()
-    assert "keeps the newest rows only" in str(raised.value.failures)
-    with pytest.raises(ConfigurationError, match="keeps the newest rows only"):
+    assert "keeps only the newest rows" in str(raised.value.failures)
+    with pytest.raises(ConfigurationError, match="keeps only the newest rows"):
         cnr.CheckpointManager(tmp_path, run.tracker, policy=policy, row_log=run.row_log)
     run.close()
 

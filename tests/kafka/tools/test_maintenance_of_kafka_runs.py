@@ -58,7 +58,7 @@ def test_a_table_is_read_out_of_the_log(run: LoggedRun) -> None:
 def test_another_topic_is_refused(run: LoggedRun) -> None:
     """Rows are not looked for where they are not."""
     other = replace(run.rows, topic="another")
-    with pytest.raises(cnr.ConfigurationError, match=f"rows lie in topic '{run.rows.topic}'.*'another'"):
+    with pytest.raises(cnr.ConfigurationError, match=f"are in the Kafka topic '{run.rows.topic}'.*'another'"):
         cnr.load_table(run.root / "step-3", TABLE, row_log=other)
 
 
@@ -68,7 +68,7 @@ def test_a_lineage_in_the_log_is_right(run: LoggedRun) -> None:
         report = verify(path, row_log=run.rows)
         assert report.problems == ()
         assert len(report.checkpoints) == 3
-    with pytest.raises(cnr.ConfigurationError, match="its rows lie in the topic"):
+    with pytest.raises(cnr.ConfigurationError, match="its rows are in the Kafka topic"):
         verify(run.root / "step-3")
 
 

@@ -117,7 +117,7 @@ def test_loading_without_the_topic_names_it(kafka: "Broker", tmp_path: Path) -> 
     succeed(SCRIPT, "save", *root, *SMALL, "--epochs", "1", "--kafka", f"{kafka.bootstrap}/{topic}")
     ended = run(SCRIPT, "load", *root, *SMALL)
     assert (ended.status, ended.errors.count("\n")) == (2, 1)
-    assert f"its rows lie in the topic '{topic}' of Kafka" in ended.errors
+    assert f"its rows are in the Kafka topic '{topic}'" in ended.errors
 
 
 @pytest.mark.long

@@ -174,7 +174,7 @@ def test_two_trackers_of_one_state_are_refused(tmp_path: Path) -> None:
     future = dcp.async_save(state(job), storage_writer=writer, planner=planners[0])
     refused = faults.failure_of(lambda: future.result())  # type: ignore[union-attr]
     assert isinstance(refused, cnr.ConfigurationError)
-    assert "2 trackers with a planner" in str(refused)
+    assert "2 trackers that have a planner" in str(refused)
     trackers[1].close()
     dcp.async_save(state(job), storage_writer=writer, planner=planners[0]).result()  # type: ignore[union-attr]
     assert differing(models.load(plain_job(2), str(tmp_path / "0")), whole(state(job))) == []

@@ -41,7 +41,7 @@ def _save_after_its_end(rank: int, root: str) -> None:
     _dcp_process().join()
     job.train()
     for name in ("1", "2"):
-        with pytest.raises(cnr.SaveError, match="the process that DCP saves in has ended"):
+        with pytest.raises(cnr.SaveError, match="the process in which DCP saves has ended"):
             job.async_save(name, PROCESS).result(timeout=100)
     job.async_save("3").result(timeout=100)
     job.train()

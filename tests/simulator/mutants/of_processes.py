@@ -1,13 +1,13 @@
 """Mutants of clocks, of the end of the interpreter, and of what is left in a process."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from tests.simulator.engine.virtual import time_module
-from tests.simulator.mutants.replacing import Mutant, both, replacing
-from torchrec_cnr.errors import CNRError, SaveError
+from tests.simulator.mutants.replacing import Mutant, both, replacing, wrapping
+from torchrec_cnr.errors import CNRError, SaveError, StoreError
 from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.manager import restore
 from torchrec_cnr.saving import writer
@@ -51,6 +51,13 @@ def _keeps(saves: RunningSaves, save: RunningSave) -> None:
             save.at_end()
 
 
+def _guessed_time(now_ns: Callable[[Store], int], store: Store) -> int:
+    try:
+        return now_ns(store)
+    except StoreError:
+        return _own_clock(store)
+
+
 @contextmanager
 def _errors(store: Store, action: str, name: str) -> Iterator[None]:
     try:
@@ -79,6 +86,10 @@ OF_PROCESSES: tuple[Mutant, ...] = (
             replacing(leases, "_until_ns", _by_name),
             replacing(writer, "commit", _commit_by_own_clock),
         ),
+    ),
+    Mutant(
+        "a prune goes by its own clock if the store does not tell the time",
+        lambda: wrapping(Store, "now_ns", _guessed_time),
     ),
     Mutant("a lease of a clock that is behind has run out", lambda: replacing(leases, "_until_ns", _by_name)),
     Mutant(

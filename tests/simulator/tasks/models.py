@@ -122,8 +122,11 @@ def merged(parts: list[Snapshot], got: Snapshot) -> Snapshot:
                 first, tensor = value
                 whole = found.setdefault(fqn, torch.full((NUM_ROWS, NUM_COLS), float("nan")))
                 rows = slice(first, first + len(tensor))
-                if fqn not in got or not torch.equal(whole[rows], got[fqn][rows]):
-                    whole[rows] = tensor
+                if fqn in got:
+                    known = ~got[fqn][rows].isnan().any(dim=1)  # a rank may have got some of the rows
+                    if known.any() and torch.equal(whole[rows][known], got[fqn][rows][known]):
+                        continue
+                whole[rows] = tensor
             else:
                 found[fqn] = value
     return found

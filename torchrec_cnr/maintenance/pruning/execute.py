@@ -64,8 +64,10 @@ def run_prune(plan: PrunePlan, *, progress: Progress | None = None) -> PruneResu
     """Remove what a plan says, but for what is wanted by now; ``progress`` is told of files.
 
     Raises:
-        StoreError: The journal cannot be written, or what is kept not be made durable: nothing was removed.
+        StoreError: The store does not tell the time, the journal cannot be written, or what is kept not be made
+            durable: nothing was removed.
     """
+    now_ns = plan.now_ns if plan.is_now_given or not plan.removals else plan.catalog.root.now_ns()
     directory = plan.catalog.root.at(journal.DIRECTORY)
     planned = journal.write_file(directory, plan.told, plan.now_ns) if any(r.files for r in plan.removals) else None
     removed = {removal.entry.name for removal in plan.removals if removal.pruned is not None}
@@ -74,7 +76,7 @@ def run_prune(plan: PrunePlan, *, progress: Progress | None = None) -> PruneResu
             entry.store.force_names()
     num_files, num_done = sum(len(removal.files) for removal in plan.removals), 0
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="cnr-prune") as threads:
-        execution = _Execution(plan, threads)
+        execution = _Execution(plan, now_ns, threads)
         for removal in plan.removals:
             execution.remove(removal)
             num_done += len(removal.files)
@@ -117,7 +119,7 @@ def _tidy_root(plan: PrunePlan, removed: Collection[str]) -> None:
 class _Execution:
     """What was done so far, and what must not be done any more."""
 
-    def __init__(self, plan: PrunePlan, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, plan: PrunePlan, now_ns: int, threads: ThreadPoolExecutor) -> None:
         self.removed: list[str] = []
         self.failed: dict[str, list[str]] = {}
         self.refused: set[str] = set()
@@ -125,7 +127,7 @@ class _Execution:
         self._touched: list[str] = []  # directories of which a file went
         self._may_be_gone: list[str] = []  # checkpoints whose removal failed: perhaps only its answer was lost
         self._plan = plan
-        self._now_ns = max(plan.now_ns, plan.catalog.root.now_ns()) if plan.removals else plan.now_ns
+        self._now_ns = now_ns
         self._threads = threads
         self._wanted: dict[str, str] = {}  # checkpoints that stay after all, and why
         self._wanted_packs: set[PackPath] = set()

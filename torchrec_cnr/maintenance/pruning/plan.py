@@ -10,14 +10,16 @@ Everything else is kept: files of other names, and directories that are not reco
 in force is left alone entirely.
 """
 
+import logging
 import math
 import os
+import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torchrec_cnr.arguments import check_count
-from torchrec_cnr.errors import ConfigurationError
+from torchrec_cnr.errors import ConfigurationError, StoreError
 from torchrec_cnr.format.manifest import MANIFEST_FILE, PACK_SUFFIX
 from torchrec_cnr.human_text import bytes_text, count_text, instant_text, name_text, url_text
 from torchrec_cnr.lineage.checkpoint import Checkpoint
@@ -40,6 +42,9 @@ from torchrec_cnr.maintenance.pruning.retention import Keep, check_keep
 from torchrec_cnr.maintenance.restore_bytes import all_restore_bytes
 from torchrec_cnr.storage.leases import is_lease
 from torchrec_cnr.storage.row_log import RowLog
+from torchrec_cnr.storage.store import Store
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,7 @@ class PrunePlan:
         removals: What goes, in the order in which it goes: checkpoints, newest first, then what nothing uses.
         stays: Every directory of which something stays, and why.
         folds_journal: Whether the journal's files become one.
+        is_now_given: Whether the caller gave ``now_ns``. Otherwise the execution asks the store for the time.
     """
 
     catalog: Catalog
@@ -102,6 +108,7 @@ class PrunePlan:
     removals: tuple[Removal, ...]
     stays: Mapping[str, tuple[str, ...]]
     folds_journal: bool
+    is_now_given: bool = False
 
     @property
     def is_empty(self) -> bool:
@@ -181,8 +188,18 @@ def plan_prune(
         )
     catalog = root if isinstance(root, Catalog) else read_catalog(root, row_log=row_log)
     keep = Keep() if keep is None else keep
-    now_ns = catalog.root.now_ns() if now_ns is None else now_ns
-    return _Planner(catalog, find_kept(catalog, keep, now_ns), now_ns).plan(keep)
+    plan_ns = _present_ns(catalog.root) if now_ns is None else now_ns
+    plan = _Planner(catalog, find_kept(catalog, keep, plan_ns), plan_ns).plan(keep)
+    return replace(plan, is_now_given=now_ns is not None)
+
+
+def _present_ns(root: Store) -> int:
+    """Return the time by the store's clock, or by this machine's if the store does not tell: a plan removes nothing."""
+    try:
+        return root.now_ns()
+    except StoreError as error:
+        logger.info("pruning is planned by this machine's clock, since the store does not tell the time: %s", error)
+        return time.time_ns()
 
 
 def record_of(

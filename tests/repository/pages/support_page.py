@@ -1,6 +1,6 @@
 """The page of the documentation that tells what is supported, and what is refused with which error.
 
-``python -m tests.repository.support_page`` writes it from the matrix that the tests run.
+``python -m tests.repository.pages.support_page`` writes it from the matrix that the tests run.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.properties.matrix import COLLISIONS, FORMS, REFUSALS, Refusal, all_cells, is_meant, pairwise_cells, refusal
 from tests.support.zoo import MODULES, OPTIMIZERS, SHARDINGS, Kind
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "support.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "support.md"
 
 WAYS = {  # how an optimizer is used, shown with this module and sharding
     "fused": ("EmbeddingBagCollection", "row_wise"),
@@ -22,7 +22,7 @@ WAYS = {  # how an optimizer is used, shown with this module and sharding
 
 TEXT = """# What is saved and loaded
 
-Made by `python -m tests.repository.support_page` from what the tests run on CPUs; do not edit.
+Made by `python -m tests.repository.pages.support_page` from what the tests run on CPUs; do not edit.
 
 A ✓ stands for models that are trained, saved as baseline and delta, loaded into models sharded otherwise on other
 numbers of ranks (1 to 4), trained on and saved there, loaded back, and found equal. On {num_pairwise} such ways

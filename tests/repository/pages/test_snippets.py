@@ -23,7 +23,7 @@ import pytest
 
 from tests.servers import s3_servers
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 README = ROOT / "README.md"
 PAGES = sorted([*ROOT.glob("README.md"), *(ROOT / "docs").rglob("*.md")])
 LIMIT_SECS = 240
@@ -138,6 +138,13 @@ def _program(page: Path) -> str:
     return python_program(blocks) if blocks else ""
 
 
+def _promised_output(page: Path) -> list[str]:
+    """Return the lines that a page says its Python prints: blocks of text after a paragraph that is ``prints``."""
+    lines = page.read_text().splitlines()
+    blocks = [block for block in parse_blocks(page.read_text()) if lines[: block.first_line - 2][-2:] == ["prints", ""]]
+    return [line for block in blocks for line in block.lines]
+
+
 def _files(page: Path) -> dict[str, str]:
     """The files that a page gives, by name."""
     blocks = [(block.file, block.lines) for block in _blocks(page, "python")]
@@ -188,7 +195,8 @@ def test_code_of_a_page_runs(page: Path, tmp_path: Path, request: pytest.Fixture
     for name, lines in _files(page).items():
         (folder / name).write_text(lines)
     with _surroundings(page, tmp_path) as environment:
-        _run([sys.executable, str(program)], page, folder, environment)
+        printed = _run([sys.executable, str(program)], page, folder, environment)
+        assert [line for line in _promised_output(page) if line not in printed.splitlines()] == []
         if _script(page):
             path = f"{_make_commands(tmp_path)}:{os.environ.get('PATH', os.defpath)}"
             script = in_one_process(_script(page))

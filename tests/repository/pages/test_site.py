@@ -14,7 +14,7 @@ import pytest
 import torchrec_cnr
 import torchrec_cnr.testing
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PACKAGES = ("mkdocs", "material", "mkdocstrings", "mkdocstrings_handlers")
 PAGES = sorted(page.relative_to(ROOT / "docs") for page in (ROOT / "docs").rglob("*.md"))
 LIMIT_SECS = 120

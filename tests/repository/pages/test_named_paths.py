@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PATH = re.compile(r"(?<![\w./:-])(?:torchrec_cnr|tests|benchmarks|examples|docs|requirements)/[\w./-]*[\w/]")
 LINK = re.compile(r"\]\([^)]*\)")  # relative to its page; the build of the site looks for what it leads to

@@ -10,7 +10,7 @@ from benchmarks.plots import quantization
 from benchmarks.plots.quantization import draw, save
 from benchmarks.support.quantization_errors import SERIES, WIDTHS, Point, error_table, measure, restore_table
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "concepts" / "quantization.md"
 PLOT = ROOT / "docs" / "images" / "quantization.svg"
 NUM_ROWS = 60

@@ -1,0 +1,78 @@
+"""The table of measured figures in the README.
+
+``python -m tests.repository.pages.headline_table`` writes it from ``docs/benchmarks/headline.json``, which ``python -m
+benchmarks headline --json docs/benchmarks/headline.json --plots docs/images`` measures.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torchrec_cnr.human_text import bytes_text
+
+ROOT = Path(__file__).parents[3]
+README = ROOT / "README.md"
+FIGURES = ROOT / "docs" / "benchmarks" / "headline.json"
+BEGIN, END = "<!-- figures: begin -->\n", "<!-- figures: end -->\n"
+
+
+def with_table(page: str, content: Mapping[str, Any]) -> str:
+    """Return a page with the table of these figures between its marks."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}{table(content)}{END}{after}"
+
+
+def table(content: Mapping[str, Any]) -> str:
+    """Return the table, with the machine and the command under it."""
+    report = content["headline"]
+    values = {figure["what"]: figure["value"] for figure in report["figures"]}
+    num_rows = max(int(found[1].replace(",", "")) for what in values if (found := re.search(r"([\d,]+) rows$", what)))
+    size = f", {num_rows:,} rows"
+    rows = [
+        ("bytes of a checkpoint", "bytes, dcp.save", "bytes, {}", bytes_text),
+        (
+            "training waits for an asynchronous save",
+            f"stall, dcp.async_save{size}",
+            f"stall, {{}}{size}",
+            _secs_text,
+        ),
+        (
+            "asynchronous save until it is committed",
+            f"save, dcp.async_save{size}",
+            f"save, {{}}{size}",
+            _secs_text,
+        ),
+        ("restore", f"restore, dcp.save{size}", f"restore, {{}}{size}", _secs_text),
+        ("peak memory of an asynchronous save", "memory, dcp.async_save", "memory, {}", _mib_text),
+    ]
+    lines = ["", "| | plain DCP | exact | 4-bit |", "|---|---|---|---|"]
+    for title, plain, ours, text in rows:
+        cells = [text(values[plain])]
+        for name in ("exact", "4-bit"):
+            value = values[ours.format(name)]
+            cells.append(f"{text(value)} ({values[plain] / value:.3g} ×)")
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    title = report["title"].partition(", ")
+    lines += [
+        "",
+        f"Measured on {title[0]};",
+        f"{title[2]}; {content['machine']['machine']}.",
+        "In parentheses: how many times less than plain DCP. Command: `python -m benchmarks headline`.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _secs_text(millis: float) -> str:
+    return f"{millis:.0f} ms" if millis < 1000 else f"{millis / 1000:.2f} s"
+
+
+def _mib_text(mib: float) -> str:
+    return bytes_text(round(mib * 2**20))
+
+
+if __name__ == "__main__":
+    README.write_text(with_table(README.read_text(), json.loads(FIGURES.read_text())))

@@ -1,0 +1,35 @@
+"""``cnr latest``: the newest checkpoint of a root."""
+
+from typing import Annotated
+
+import typer
+
+from torchrec_cnr.cli.options import AsJson, Kafka, KafkaFile, KafkaSettings, rows_log
+from torchrec_cnr.cli.output import name_cell, print_json, stdout
+from torchrec_cnr.errors import CheckpointNotFoundError
+from torchrec_cnr.lineage.latest import latest as latest_checkpoint
+
+
+def latest(
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="A directory of checkpoints.")],
+    kafka: Kafka = None,
+    kafka_settings: KafkaSettings = None,
+    kafka_file: KafkaFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print the path of the newest committed checkpoint.
+
+    The exit status is 1 if there is none.
+
+    Examples:
+
+    - `cnr latest runs/a`
+    - `cnr latest s3://bucket/runs/a --json`
+    """
+    path = latest_checkpoint(root, row_log=rows_log(kafka, kafka_settings, kafka_file))
+    if path is None:
+        raise CheckpointNotFoundError(f"{root}: there is no checkpoint under this root")
+    if as_json:
+        print_json({"path": path})
+    else:
+        stdout().print(name_cell(path))
