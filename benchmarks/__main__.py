@@ -18,32 +18,32 @@ BENCHMARKS = find_benchmarks()
 EPILOG = f"""\
 {help_text(BENCHMARKS)}
 
-* takes minutes, and runs only if it is named or with --full
+* takes minutes, and runs only if you name it or pass --full
 
 examples:
-  python -m benchmarks                       all but the long ones; takes some minutes, and 6 GB of memory
-  python -m benchmarks --full                all of them; takes an hour and a half, and 8 GB of disk
-  python -m benchmarks time memory           two of them
-  python -m benchmarks --quick               small sizes, to see whether it works; the figures mean nothing
-  python -m benchmarks bytes --json out.json the figures as JSON too
-  python -m benchmarks scale --all-cases     with row-wise Adagrad's state too, which takes three times as long
+  python -m benchmarks                       run all except the long ones: some minutes, 6 GB of memory
+  python -m benchmarks --full                run all: an hour and a half, 8 GB of disk
+  python -m benchmarks time memory           run two of them
+  python -m benchmarks --quick               try them with small sizes; the figures have no meaning
+  python -m benchmarks bytes --json out.json write the figures as JSON, too
+  python -m benchmarks scale --all-cases     include row-wise Adagrad's state, which takes three times as long
   python -m benchmarks accuracy movement --all-cases --plots plots
-                                             with more clicks and seeds, and plots; takes most of an hour
-  python -m benchmarks time --dir /mnt/nvme  on another disk
-  python -m benchmarks modified --data criteo=train.txt --plots plots   what your own data modifies
+                                             use more clicks and seeds, and draw plots: most of an hour
+  python -m benchmarks time --dir /mnt/nvme  use another disk
+  python -m benchmarks modified --data criteo=train.txt --plots plots   count the rows that your own data modifies
 
-Figures are ratios of what was measured in this run, in turns. Times differ from machine to machine and from run to run.
+Figures are ratios of values measured alternately in this run. Times differ between machines and between runs.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run benchmarks, print their figures, and give the exit status: 0 unless one could not be run."""
+    """Run benchmarks, print their figures, and return the exit status: 0, or 1 if a benchmark failed."""
     args = _parse(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that files are removed
     found = machine(args.dir.resolve()) | {"threads": f"{args.threads} of torch"}
     print("\n".join(f"{key + ':':10} {value}" for key, value in found.items()))
     if args.quick:
-        print("\nSmall sizes, to see whether it works: the figures mean nothing.")
+        print("\nSmall sizes, only to try the benchmarks: the figures have no meaning.")
     print(flush=True)
     started = time.monotonic()
     reports: dict[str, Report] = {}
@@ -80,33 +80,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Measure what the project promises.",
+        description="Measure the project's figures, and compare them with its targets.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "names", nargs="*", metavar="name", help="benchmarks to run (default: all below without a star)"
-    )
-    parser.add_argument("--quick", action="store_true", help="small sizes, to try it out")
-    parser.add_argument("--dir", type=Path, default=Path(), help="where temporary files go (default: this folder)")
-    parser.add_argument("--threads", type=int, default=1, help="of torch (default: 1, as torchrun gives each rank)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file too")
-    parser.add_argument("--full", action="store_true", help="run the long ones too")
+    parser.add_argument("names", nargs="*", metavar="name", help="benchmarks to run (default: all without a star)")
+    parser.add_argument("--quick", action="store_true", help="use small sizes, to try the benchmarks")
+    parser.add_argument("--dir", type=Path, default=Path(), help="folder for temporary files (default: this folder)")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch (default: 1, as under torchrun)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file, too")
+    parser.add_argument("--full", action="store_true", help="run the long benchmarks, too")
     parser.add_argument(
         "--all-cases",
         action="store_true",
         help="scale: with optimizer state; alternatives: 64 million rows; accuracy, movement: more clicks",
     )
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw plots into this folder")
-    parser.add_argument("--kafka", metavar="HOST:PORT", help="a broker to use, in the place of one that is started")
-    parser.add_argument("--s3", metavar="URL", help="a place in a bucket to use, in the place of a server of our own")
+    parser.add_argument("--kafka", metavar="HOST:PORT", help="Kafka broker to use (default: start one)")
+    parser.add_argument("--s3", metavar="URL", help="S3 bucket and path to use (default: start a server)")
     parser.add_argument(
-        "--data", type=_data, metavar="FORMAT=FILE", help="modified: a file of clicks, movielens or criteo to read"
+        "--data", type=_data, metavar="FORMAT=FILE", help="modified: file to read; clicks, movielens or criteo"
     )
     args = parser.parse_args(arguments)
     unknown = [name for name in args.names if name not in BENCHMARKS]
     if unknown:
-        parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
+        parser.error(f"unknown benchmark {', '.join(unknown)}; benchmarks: {', '.join(BENCHMARKS)}")
     if args.threads < 1:
         parser.error(f"--threads must be at least 1 (got {args.threads})")
     if not args.dir.is_dir():
@@ -117,7 +115,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _data(text: str) -> tuple[str, Path]:
     data_format, _, path = text.partition("=")
     if data_format not in ("clicks", "movielens", "criteo") or not Path(path).is_file():
-        raise argparse.ArgumentTypeError(f"{text!r}: expected clicks=, movielens= or criteo= and a file")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected clicks=, movielens= or criteo= and an existing file")
     return data_format, Path(path)
 
 

@@ -1,6 +1,6 @@
-"""What a run's checkpoints cost, read from their manifests on disk: the lines of a table, and a picture.
+"""A report on the sizes of a run's checkpoints, as the lines of a table and as a picture.
 
-Because the manifests are the only source, a resumed run reports the checkpoints of the runs before it as well.
+It is read only from the manifests on disk, so a resumed run also reports the checkpoints of the runs before it.
 """
 
 import math
@@ -22,15 +22,15 @@ TABLE_HEAD = "   step  kind           rows stored       bytes  vs full fp32"
 
 @dataclass(frozen=True)
 class Record:
-    """One committed checkpoint.
+    """The sizes of one committed checkpoint.
 
     Attributes:
-        step: The training step after which it was taken.
+        step: The training step after which it was saved.
         kind: ``baseline`` or ``delta``.
-        num_rows: Rows of tables that it stores.
-        all_rows: Rows that the tables have.
-        num_bytes: Of all its files.
-        full_bytes: What the same state takes without deltas and quantization.
+        num_rows: Number of table rows that it stores.
+        all_rows: Number of rows of all tables.
+        num_bytes: Bytes of all its files.
+        full_bytes: Bytes of a full fp32 checkpoint of the same state.
     """
 
     step: int
@@ -42,11 +42,11 @@ class Record:
 
     @property
     def ratio(self) -> float:
-        """How many times smaller than a full checkpoint it is."""
+        """The size of a full fp32 checkpoint, divided by the size of this one."""
         return self.full_bytes / self.num_bytes
 
     def line(self) -> str:
-        """The record under ``TABLE_HEAD``."""
+        """Return the record as a line of the table with the head ``TABLE_HEAD``."""
         share = self.num_rows / self.all_rows
         return (
             f"{self.step:>7}  {self.kind:<8}  {self.num_rows:>9,} {share:>7.1%}  {human_bytes(self.num_bytes):>10}"
@@ -56,12 +56,12 @@ class Record:
 
 @dataclass(frozen=True)
 class Resume:
-    """A place where one run ended and another continued.
+    """The point at which one run ended and another one continued.
 
     Attributes:
         step: Step of the checkpoint that was loaded.
-        world_size: Ranks from there on.
-        killed_save: Step of the save that the earlier run died in, or None if it did not die in one.
+        world_size: Number of ranks of the resumed run.
+        killed_save: Step of the save in which the earlier run was killed, or None if it was not killed in a save.
     """
 
     step: int
@@ -70,13 +70,13 @@ class Resume:
 
 
 def read_records(root: Path) -> list[Record]:
-    """The committed checkpoints under ``root``, by step."""
+    """Read the records of the committed checkpoints under ``root``, ordered by step."""
     steps = [step for step in steps_on_disk(root) if is_committed(step_path(root, step))]
     return [read_record(root, step) for step in steps]
 
 
 def read_record(root: Path, step: int) -> Record:
-    """The record of a committed checkpoint."""
+    """Read the record of a committed checkpoint."""
     checkpoint = cnr.read_checkpoint(step_path(root, step))
     tensors = checkpoint.manifest.tensors.values()
     return Record(
@@ -90,23 +90,23 @@ def read_record(root: Path, step: int) -> Record:
 
 
 def summary(records: Sequence[Record]) -> str:
-    """One line about all checkpoints together."""
+    """Return one line about all checkpoints together."""
     stored = sum(record.num_bytes for record in records)
     full = sum(record.full_bytes for record in records)
     return (
-        f"{len(records)} checkpoints take {human_bytes(stored)}; as full fp32 checkpoints they would take"
+        f"{len(records)} checkpoints take {human_bytes(stored)}; full fp32 checkpoints would take"
         f" {human_bytes(full)}, {full / stored:.1f} times as much"
     )
 
 
 def human_bytes(num_bytes: float) -> str:
-    """Bytes in the unit that needs few digits."""
+    """Format a number of bytes in the largest unit in which it is at least 1."""
     power = min(int(math.log10(max(num_bytes, 1)) // 3), len(UNITS) - 1)
     return f"{num_bytes / 1000**power:.{2 if power else 0}f} {UNITS[power]}"
 
 
 def draw_report(png: Path, records: Sequence[Record], resumes: Sequence[Resume], title: str) -> None:
-    """Bytes of each checkpoint, on a log scale, against a full one; places where a run died and went on are marked."""
+    """Draw the bytes of each checkpoint and of a full one, on a log scale, and mark where a run was resumed."""
     figure = Figure(figsize=(max(8.0, 0.55 * len(records) + 2), 5.2), layout="constrained")
     axes = figure.subplots()
     _draw_bars(axes, records)

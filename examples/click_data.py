@@ -1,11 +1,11 @@
-"""Interactions in time order, as endless streams of samples: news clicks, MovieLens ratings, Criteo's display ads.
+"""Endless streams of samples in time order: news clicks, MovieLens ratings, Criteo's display ads.
 
     stream = open_stream("clicks", Path("clicks.csv.gz"), seed=0)
     for batch in global_batches(stream, start=0, batch_size=1024):
         ...
 
-A file starts over after its last line. Nothing is cached: files are parsed as they are read, a few seconds for a
-million lines, and a stream that begins in the middle of a file skips to it by reading.
+After its last line, a file is read again from the beginning. Nothing is cached: files are parsed while they are read,
+which takes a few seconds for a million lines. A stream that begins in the middle of a file reads all lines before it.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,9 +22,9 @@ DAY_SECS = 86_400
 
 
 def open_stream(data_format: str, path: Path | None, seed: int) -> Stream:
-    """The stream of one of ``FORMATS``; reads far enough into a file to know that it is one."""
+    """Return the stream of one of ``FORMATS``, after checking the beginning of the file."""
     if (path is None) != (data_format == "synthetic"):
-        needs = "has no file" if data_format == "synthetic" else "needs a file"
+        needs = "does not take a file" if data_format == "synthetic" else "needs a file"
         raise DataError(f"--format {data_format} {needs} (--data)")
     if path is None:
         return SyntheticClicks(seed)
@@ -35,10 +35,11 @@ def open_stream(data_format: str, path: Path | None, seed: int) -> Stream:
 
 
 class NewsClicks:
-    """Clicks of a news portal's readers, with one negative for each click.
+    """Clicks of a news portal's readers, with one negative sample for each click.
 
-    The file holds clicks only, so each gets a partner: the same reader and context with an article that somebody
-    clicked recently, drawn by the click's number. Sample 2n is click n, sample 2n + 1 its partner.
+    The file contains only clicks. The negative sample of a click has the same reader and context, with an article that
+    another reader clicked recently. The click's number determines this article. Sample 2n is click n, and sample 2n + 1
+    is its negative sample.
     """
 
     HEADER = (
@@ -67,10 +68,10 @@ class NewsClicks:
             recent = articles[-self.RECENT_CLICKS :]
 
     def _recent_articles(self, articles: Int64Array, num_recent: int, num_before: int) -> Int64Array:
-        """For each click after the first ``num_recent``: the article of an earlier click of the last RECENT_CLICKS."""
+        """Return, for each click after the first ``num_recent``, the article of one of the RECENT_CLICKS before it."""
         at = np.arange(num_recent, len(articles))
         numbers = np.arange(num_before, num_before + len(at))
-        # The first click of all has none before it and draws itself.
+        # The very first click has no earlier click, and draws itself.
         reach = np.clip(numbers, 1, self.RECENT_CLICKS).astype(np.uint64)
         back = mix64(numbers.astype(np.uint64)) % reach + np.uint64(1)
         return articles[at - np.minimum(back.astype(np.int64), at)]
@@ -81,7 +82,7 @@ class NewsClicks:
         ids[:, :, 1] = block.ints(1)[:, None]
         ids[:, 0, 2], ids[:, 1, 2] = articles, drawn
         for at, field in enumerate(self.CONTEXT_FIELDS):
-            # One table for all context fields: the field's number keeps equal values of two fields apart.
+            # All context fields share one table; the field's number distinguishes equal values of two fields.
             ids[:, :, 3 + at] = (block.ints(field) * 16 + field)[:, None]
         dense = np.repeat(time_of_week(block.ints(3) / 1000), 2, axis=0)
         labels = np.tile(np.array([1, 0], dtype=np.float32), len(block))
@@ -89,9 +90,9 @@ class NewsClicks:
 
 
 class MovieLens:
-    """MovieLens ratings (``ratings.csv``, or ``ratings.dat`` with ``::``), sorted by time; 4 stars and more is a 1.
+    """MovieLens ratings (``ratings.csv``, or ``ratings.dat`` with ``::``), sorted by time; the label is 1 from 4 stars.
 
-    The file is in the order of users, so it is read whole, once: about 20 bytes a rating.
+    The file is ordered by user, so it is read as a whole, which takes about 20 bytes of memory per rating.
     """
 
     HEADER = "userId,movieId,rating,timestamp"
@@ -105,7 +106,7 @@ class MovieLens:
         blocks = read_blocks(path, "," if with_header else "::", 4, self.HEADER if with_header else None)
         columns = [(b.ints(0), b.ints(1), b.floats(2) >= self.LIKED, b.ints(3)) for b in blocks]
         users, movies, liked, times = (np.concatenate(column) for column in zip(*columns, strict=True))
-        # Equal times keep the file's order, so that the stream is the same wherever it is read.
+        # A stable sort keeps the file's order for equal times, so that the stream is always the same.
         order = np.argsort(times, kind="stable")
         self._ids = np.stack([users[order], movies[order]], axis=1).astype(np.uint64)
         self._liked, self._times = liked[order], times[order]
@@ -121,7 +122,7 @@ class MovieLens:
 
 
 class Criteo:
-    """Criteo's display ads (Kaggle's ``train.txt``, or a ``day_N``), in file order, which is time order."""
+    """Criteo's display ads (Kaggle's ``train.txt``, or a ``day_N`` file), in file order, which is time order."""
 
     NUM_INTS, NUM_CATEGORIES = 13, 26
     features = tuple(Feature(f"cat_{number}") for number in range(NUM_CATEGORIES))
@@ -143,7 +144,7 @@ class Criteo:
 
 
 def time_of_week(seconds: NDArray[np.float64]) -> Floats:
-    """Unix times [N] as four dense features: the angles of the hour in the day and of the day in the week."""
+    """Convert Unix times [N] to four dense features: sine and cosine of the time of day and of the time of week."""
     day = 2 * np.pi * (seconds % DAY_SECS) / DAY_SECS
     week = 2 * np.pi * (seconds % (7 * DAY_SECS)) / (7 * DAY_SECS)
     return np.stack([np.sin(day), np.cos(day), np.sin(week), np.cos(week)], axis=1).astype(np.float32)

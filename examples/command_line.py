@@ -1,4 +1,4 @@
-"""What the examples' command lines share: whole numbers with a least value, and errors of one line."""
+"""Code that the command lines of the examples share: whole numbers with a minimum, and errors of one line."""
 
 import argparse
 import sys
@@ -6,14 +6,14 @@ from typing import NoReturn
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without repeating the usage."""
+    """A parser that reports an error in one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         fail(self.prog, f"{message} (see --help)")
 
 
 class CountFrom:
-    """Converts a whole number that is at least ``least``."""
+    """A converter of arguments that must be whole numbers of at least ``least``."""
 
     def __init__(self, least: int) -> None:
         self._least = least
@@ -27,6 +27,6 @@ class CountFrom:
 
 
 def fail(program: str, message: str) -> NoReturn:
-    """End with the exit status of a wrong call, and one line that says why."""
+    """Exit with status 2, which means a wrong command line, and print the reason in one line."""
     print(f"{program}: error: {message}", file=sys.stderr)
     raise SystemExit(2)

@@ -1,8 +1,8 @@
-"""Delimited text to numpy columns, block by block, without a loop over lines.
+"""A parser of delimited text to NumPy columns, block by block, without a loop over lines.
 
-A click log has millions of lines, and ``csv`` or ``np.loadtxt`` take minutes for what ``np.flatnonzero`` finds in
-seconds: where each field begins and ends. ``read_blocks`` yields one ``LineBlock`` per few megabytes of text; columns
-are cut from it only when asked for. Nothing is kept between blocks but the unfinished last line.
+A click log has millions of lines. ``np.flatnonzero`` finds the beginning and the end of each field in seconds, while
+``csv`` or ``np.loadtxt`` take minutes. ``read_blocks`` yields one ``LineBlock`` per few megabytes of text, and its
+columns are parsed only on demand. Between blocks, only the incomplete last line is kept.
 """
 
 import gzip
@@ -24,18 +24,19 @@ Floats = NDArray[np.float32]
 
 
 class DataError(Exception):
-    """The data cannot be read as what it was said to be. The message is one line, for the person who gave the path."""
+    """The data has not the given format. The message is one line, for the user who gave the path."""
 
 
 @dataclass(frozen=True, eq=False)
 class LineBlock:
-    """Whole lines of a file, and where their fields lie.
+    """Whole lines of a file, with the positions of their fields.
 
     Attributes:
         source: The file's path, for messages.
         first_line: Number of the block's first line in the file, counted from 1.
-        text: uint8 [num_bytes].
-        starts, ends: int64 [num_lines, num_fields]. Field ``f`` of line ``i`` is ``text[starts[i, f]:ends[i, f]]``.
+        text: The bytes of the lines, uint8 [num_bytes].
+        starts, ends: The positions of the fields, int64 [num_lines, num_fields]. Field ``f`` of line ``i`` is
+            ``text[starts[i, f]:ends[i, f]]``.
     """
 
     source: Path
@@ -48,7 +49,7 @@ class LineBlock:
         return len(self.starts)
 
     def strings(self, field: int) -> BytesArray:
-        """One column as bytes [num_lines], padded with zeros to its longest value."""
+        """Return a column as bytes [num_lines], padded with zeros to its longest value."""
         starts, ends = self.starts[:, field], self.ends[:, field]
         width = max(int((ends - starts).max()), 1)
         at = starts[:, None] + np.arange(width)
@@ -57,11 +58,11 @@ class LineBlock:
         return letters.view(f"S{width}")[:, 0]
 
     def ints(self, field: int, missing: int | None = None) -> Int64Array:
-        """One column as int64 [num_lines]; ``missing``, where given, stands for an empty field."""
+        """Return a column as int64 [num_lines]; ``missing``, if given, replaces an empty field."""
         return self._numbers(field, np.int64, "a whole number", missing).astype(np.int64)
 
     def floats(self, field: int) -> Floats:
-        """One column as float32 [num_lines]."""
+        """Return a column as float32 [num_lines]."""
         return self._numbers(field, np.float64, "a number", None).astype(np.float32)
 
     def _numbers(self, field: int, dtype: type[np.generic], expected: str, missing: int | None) -> NDArray[np.generic]:
@@ -87,13 +88,13 @@ def _first_not_number(words: BytesArray, dtype: type[np.generic]) -> tuple[int, 
 
 
 def read_blocks(path: Path, delimiter: str, num_fields: int, header: str | None = None) -> Iterator[LineBlock]:
-    """The lines of a text file (``.gz`` too) after its header, in order.
+    """Yield the lines of a text file (``.gz`` too) after its header, in order.
 
     Args:
         path: The file.
-        delimiter: What separates fields: one character, or ``::``.
-        num_fields: What each line must have.
-        header: What the first line must say; None for a file without a header.
+        delimiter: The separator of fields: one character, or ``::``.
+        num_fields: The number of fields that each line must have.
+        header: The expected first line; None for a file without a header.
     """
     first_line = 1
     for raw in _whole_lines(path):
@@ -130,7 +131,7 @@ def split_lines(source: Path, first_line: int, text: bytes, delimiter: str, num_
 
 
 def _whole_lines(path: Path) -> Iterator[bytes]:
-    """The file's bytes in blocks that end with a line."""
+    """Yield the file's bytes in blocks that end with a line."""
     rest = b""
     try:
         with _open(path) as file:
@@ -142,7 +143,7 @@ def _whole_lines(path: Path) -> Iterator[bytes]:
                 else:
                     rest += block
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{path}: not a whole gzip file: {error}") from error
+        raise DataError(f"{path}: not a complete gzip file: {error}") from error
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}") from error
     if rest:

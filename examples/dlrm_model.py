@@ -1,6 +1,6 @@
-"""TorchRec's DLRM for a stream of samples: tables sharded by hand, row-wise Adagrad fused into their backward.
+"""TorchRec's DLRM for a stream of samples: tables sharded by hand, with row-wise Adagrad fused into their backward.
 
-Nothing in this module knows about checkpoints, except that ``Trainer.state`` says what one must hold.
+Nothing in this module knows about checkpoints, except that ``Trainer.state`` returns the content of one.
 """
 
 from collections.abc import Iterator, Mapping
@@ -33,7 +33,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 TABLES_PATH = "model.sparse_arch.embedding_bag_collection"
 TABLE_LEARNING_RATE = 0.05
 DENSE_LEARNING_RATE = 0.01
-# Not the world size, so that any --dim can be split on any number of ranks; a single rank holds both shards.
+# Independent of the world size, so that any --dim can be split on any number of ranks; a single rank has both shards.
 NUM_COLUMN_SHARDS = 2
 
 
@@ -42,10 +42,10 @@ class Trainer:
     """The model and its optimizers on one rank.
 
     Attributes:
-        model: DLRMTrain, its tables sharded over all ranks, its dense part replicated.
-        dense_optimizer: Adagrad of the dense part; that of the tables runs inside backward.
-        features: In the order of the ids of a sample.
-        num_rows: Of the large tables.
+        model: A DLRMTrain with tables sharded over all ranks and a replicated dense part.
+        dense_optimizer: The Adagrad of the dense part; that of the tables runs inside backward.
+        features: The sparse features, in the order of the ids of a sample.
+        num_rows: Number of rows of the large tables.
     """
 
     model: DistributedModelParallel
@@ -54,7 +54,7 @@ class Trainer:
     num_rows: int
 
     def train(self, samples: Samples) -> torch.Tensor:
-        """One step on this rank's share of a batch: its mean loss, float64 scalar."""
+        """Train one step on this rank's share of a batch, and return its mean loss, a float64 scalar."""
         self.dense_optimizer.zero_grad()
         loss, _ = self.model(to_batch(samples, self.features, self.num_rows))
         loss.backward()
@@ -62,7 +62,7 @@ class Trainer:
         return torch.as_tensor(loss.detach(), dtype=torch.float64)
 
     def state(self, progress: dict[str, Any]) -> dict[str, Any]:
-        """Everything that the run's future depends on; its tensors are the live ones."""
+        """Return the complete state of the run; its tensors are the live ones."""
         return {
             "model": self.model.state_dict(),
             "optim": self.model.fused_optimizer.state_dict(),
@@ -71,13 +71,13 @@ class Trainer:
         }
 
     def table_sizes(self) -> dict[str, tuple[int, ...]]:
-        """Global size of each table, by its name in ``state``."""
+        """Return the global size of each table, by its name in ``state``."""
         items = self.model.state_dict().items()
         return {f"model.{name}": tuple(value.size()) for name, value in items if name.startswith(TABLES_PATH)}
 
 
 def build_dlrm(stream: Stream, num_rows: int, dim: int, table_device: torch.device) -> DLRMTrain:
-    """TorchRec's DLRM with a loss, not sharded."""
+    """Create TorchRec's DLRM with a loss, not sharded."""
     tables = EmbeddingBagCollection(
         device=table_device,
         tables=[
@@ -95,7 +95,7 @@ def build_dlrm(stream: Stream, num_rows: int, dim: int, table_device: torch.devi
 
 
 def build_trainer(stream: Stream, num_rows: int, dim: int, sharding: str, seed: int) -> Trainer:
-    """A fresh model on this rank; the process group must be there."""
+    """Create an untrained model on this rank; the process group must exist."""
     torch.manual_seed(seed)
     train_module = build_dlrm(stream, num_rows, dim, torch.device("meta"))
     tables = train_module.model.sparse_arch.embedding_bag_collection
@@ -108,24 +108,24 @@ def build_trainer(stream: Stream, num_rows: int, dim: int, sharding: str, seed: 
         data_parallel_wrapper=data_parallel_wrapper(),
     )
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
-    # This Adagrad makes its state when it is made, so a fresh trainer already has every tensor that a load fills.
+    # This Adagrad creates its state at once, so a new trainer already has every tensor that a load fills.
     dense_optimizer = KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adagrad(params, lr=DENSE_LEARNING_RATE))
     return Trainer(model, dense_optimizer, stream.features, num_rows)
 
 
 def data_parallel_wrapper() -> DefaultDataParallelWrapper:
-    """What averages the gradients of the dense part, in an order that is the same from step to step.
+    """Return the wrapper that averages the gradients of the dense part, in the same order at each step.
 
-    By default, DDP arranges gradients anew after a process's first step. From three ranks on that changes the order in
-    which they are added, so a resumed run would differ in its last bits. Looking for unused parameters prevents it, at
-    the price of a warning that there are none; the sum over two ranks has one order only.
+    By default, DDP rearranges gradients after the first step of a process. With three ranks or more, this changes the
+    order in which they are added, so a resumed run would differ in its last bits. Searching for unused parameters
+    prevents this, but causes a warning that there are none. The sum over two ranks has only one order.
     """
     is_order_free = dist.get_world_size() <= 2
     return DefaultDataParallelWrapper(static_graph=is_order_free, find_unused_parameters=not is_order_free)
 
 
 def plan_tables(tables: EmbeddingBagCollection, sharding: str) -> ShardingPlan:
-    """Where each table's rows and columns lie, on any number of ranks; ``mixed`` takes the three ways in turn."""
+    """Return the sharding plan of the tables, for any number of ranks; ``mixed`` alternates the three ways."""
     world_size = dist.get_world_size()
     column_ranks = [shard % world_size for shard in range(NUM_COLUMN_SHARDS)]
     ways = ("row", "table", "column") if sharding == "mixed" else (sharding,)
@@ -143,7 +143,7 @@ def plan_tables(tables: EmbeddingBagCollection, sharding: str) -> ShardingPlan:
 
 
 def to_batch(samples: Samples, features: tuple[Feature, ...], num_rows: int) -> Batch:
-    """Samples as TorchRec wants them: ids hashed to rows, feature by feature."""
+    """Convert samples to a TorchRec batch, with ids hashed to rows, feature by feature."""
     values, lengths, at = [], [], 0
     for feature in features:
         rows = table_rows(samples.ids[:, at : at + feature.num_ids], feature.num_rows(num_rows))
@@ -155,7 +155,7 @@ def to_batch(samples: Samples, features: tuple[Feature, ...], num_rows: int) -> 
 
 
 def local_tensors(name: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors, or shards of tensors, that this rank has of a nested state."""
+    """Yield the tensors, or the shards of tensors, that this rank has of a nested state."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from local_tensors(f"{name}/{key}", item)

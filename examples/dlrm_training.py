@@ -1,4 +1,4 @@
-"""One rank's training run: step, save when due, resume. The checkpoint calls are the stock ones of PyTorch.
+"""The training run of one rank: step, save, resume. The checkpoint calls are those of PyTorch.
 
 dcp.save(state, checkpoint_id=…, storage_writer=writer, planner=planner)
 dcp.async_save(state, checkpoint_id=…, storage_writer=writer, planner=planner, process_group=…)
@@ -52,13 +52,13 @@ POLICIES: dict[str, Callable[[], cnr.Policy]] = {
 
 @dataclass(frozen=True)
 class _Saving:
-    """A save behind training.
+    """A save in the background.
 
     Attributes:
-        step: The step that it is of.
-        secs: How long training stood still for it.
-        mean_loss: Of the steps since the save before.
-        future: Its end.
+        step: The step after which it began.
+        secs: Seconds for which training waited.
+        mean_loss: Mean loss of the steps since the save before.
+        future: The future that DCP returned, which is done when the save ends.
     """
 
     step: int
@@ -68,41 +68,41 @@ class _Saving:
 
 
 class _Clock:
-    """How fast steps are made, saves included; the first ones, which compile and fill caches, do not count."""
+    """A measurement of the steps per second, saves included, without the first steps, which compile and fill caches."""
 
     def __init__(self, first: int) -> None:
         self._first = self._last = first + WARM_UP_STEPS
         self._began = self._ended = time.monotonic()
 
     def has_done(self, step: int) -> None:
-        """A step is done."""
+        """Record the end of a step."""
         self._ended = time.monotonic()
         if step <= self._first:
             self._began = self._ended
         self._last = max(step, self._first)
 
     def line(self) -> str:
-        """For the user."""
+        """Return the rate as a line of text."""
         rate = (self._last - self._first) / max(self._ended - self._began, 1e-9)
-        return f"{rate:.2f} steps a second" if self._last > self._first else "too few steps to tell their rate"
+        return f"{rate:.2f} steps per second" if self._last > self._first else "too few steps to measure their rate"
 
 
 class WriterKilledInSave(cnr.CNRStorageWriter):
-    """Ends its process, as a machine that fails would, when this rank's packs are written but nothing is committed."""
+    """A writer that simulates the failure of a machine: it kills its process after writing data, before the commit."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write, then die."""
+        """Write this rank's data files, then kill the process."""
         super().write_data(plan, planner).wait()
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("a process does not survive SIGKILL")
 
 
 def train(options: Options) -> None:
-    """Be one rank of a run, from its first step or from its newest checkpoint to its last step."""
-    # TorchRec itself uses what torch deprecates, and says so on every rank.
+    """Train as one rank of a run, from its first step or its newest checkpoint to its last step."""
+    # TorchRec itself uses functions that torch deprecates, which causes warnings on every rank.
     warnings.filterwarnings("ignore", category=FutureWarning)
     logging.getLogger("torch.fx").setLevel(logging.ERROR)
-    # More threads would add in another order from run to run, and a resumed run could not be bit-exact.
+    # With more threads, the order of additions differs from run to run, and a resumed run could not be bit-exact.
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     Run(options).train()
@@ -110,7 +110,7 @@ def train(options: Options) -> None:
 
 
 class Run:
-    """The model, its data, its checkpoints, and how far it is."""
+    """A run: the model, its data, its checkpoints, and its progress."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -121,33 +121,33 @@ class Run:
         self._planner = cnr.CNRSavePlanner(self._tracker, policy=POLICIES[options.policy]())
         self._writer = self._make_writer(cnr.CNRStorageWriter)
         self._saving: _Saving | None = None
-        # A group of its own: a save behind training must not meet training's collectives.
+        # The collectives of a save in the background must not interfere with those of training.
         self._group = dist.new_group(backend="gloo") if options.asynchronous else None
         self._progress: dict[str, Any] = {"step": 0, "next_sample": 0, "resumes": []}
         if options.resume:
             self._resume()
 
     def _resume(self) -> None:
-        """Load the newest checkpoint; from here on this run is the one that took it."""
+        """Load the newest checkpoint, to continue the run that saved it."""
         root = self._options.root
         head = cnr.latest(str(root))
         if head is None:
-            raise DataError(f"every checkpoint under {root} is damaged")
+            raise DataError(f"every checkpoint under {root} is corrupt")
         self._check_tables(head)
         uncommitted = [step for step in steps_on_disk(root) if not is_committed(step_path(root, step))]
         state = self._trainer.state(self._progress)
         dcp.load(  # type: ignore[attr-defined]  # torch does not mark it as exported
             state, storage_reader=cnr.CNRStorageReader(head), planner=cnr.CNRLoadPlanner(self._tracker)
         )
-        # The tensors of the state are the live ones, and now hold what was loaded. The rest was replaced.
+        # The load wrote to the live tensors in place; other items of the state were replaced.
         self._progress = state["progress"]
         step = self._progress["step"]
         killed_save = max((late for late in uncommitted if late > step), default=0)
         self._progress["resumes"] = [*self._progress["resumes"], [step, self._world_size, killed_save]]
-        self._say(f"resumed from {head}, taken by {cnr.read_checkpoint(head).manifest.world_size} ranks")
+        self._say(f"resumed from {head}, saved by {cnr.read_checkpoint(head).manifest.world_size} ranks")
 
     def _check_tables(self, head: str) -> None:
-        """Refuse a checkpoint of other tables with a line that names the difference."""
+        """Raise an error that names the difference if a checkpoint has other tables."""
         tensors = cnr.read_checkpoint(head).manifest.tensors
         saved = {name: tuple(entry.size) for name, entry in tensors.items() if entry.is_table}
         ours = self._trainer.table_sizes()
@@ -155,11 +155,11 @@ class Run:
             if saved.get(name) != ours.get(name):
                 raise DataError(
                     f"{head} has {name.split('.')[-2]} of size {saved.get(name)}, these options make {ours.get(name)};"
-                    " resume with the options it was trained with"
+                    " resume with the options of the run that saved it"
                 )
 
     def train(self) -> None:
-        """Train to the last step, with a checkpoint whenever one is due; then report."""
+        """Train to the last step, with checkpoints on schedule, and print a report."""
         options, first = self._options, self._progress["step"]
         self._say(TABLE_HEAD + "    secs  mean loss")
         losses_since_save: list[float] = []
@@ -180,7 +180,7 @@ class Run:
             self._report()
 
     def _steps(self, first: int) -> Iterator[tuple[int, float]]:
-        """Train from the step after ``first`` on: each step's number and its loss over all ranks."""
+        """Train from the step after ``first``, and yield each step and its loss over all ranks."""
         options = self._options
         batches = global_batches(self._stream, self._progress["next_sample"], options.batch_size)
         for step, batch in zip(range(first + 1, options.steps + 1), batches, strict=False):
@@ -204,21 +204,21 @@ class Run:
         state = self._trainer.state(self._progress)
         if self._options.asynchronous:
             future = dcp.async_save(state, **saving)  # type: ignore[attr-defined]  # torch does not mark it as exported
-            assert isinstance(future, concurrent.futures.Future)  # as it is with the writer for a stager
+            assert isinstance(future, concurrent.futures.Future)  # true because the writer is also the stager
             self._saving = _Saving(step, time.monotonic() - started, mean_loss, future)
         else:
             dcp.save(state, **saving)  # type: ignore[attr-defined]
             self._say_saved(step, time.monotonic() - started, mean_loss)
 
     def _finish_save(self) -> None:
-        """Wait for the save behind training, which raises what it failed with."""
+        """Wait for the save in the background; raise its error if it failed."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.future.result()
             self._say_saved(saving.step, saving.secs, saving.mean_loss)
 
     def _say_saved(self, step: int, secs: float, mean_loss: float) -> None:
-        """A line on a checkpoint; ``secs`` is how long training stood still for it."""
+        """Print a line about a checkpoint; ``secs`` are the seconds for which training waited."""
         if self._rank == 0:
             self._say(f"{read_record(self._options.root, step).line()}  {secs:>6.2f}  {mean_loss:>9.4f}")
 
@@ -242,7 +242,7 @@ class Run:
             self._say(f"drawn: {options.report}")
 
     def _digest(self) -> str:
-        """A digest of every rank's part of the state."""
+        """Return a digest of the state, over the parts of all ranks."""
         mine = hashlib.sha256()
         for name, tensor in sorted(local_tensors("", self._trainer.state({}))):
             mine.update(name.encode())
@@ -257,10 +257,10 @@ class Run:
 
 
 class _LossFile:
-    """One line a step: its number, and its loss as a hexadecimal float, which is exact.
+    """A file with one line per step: its number, and its loss as a hexadecimal float, which is exact.
 
-    A resumed run keeps the lines up to its first step, so that the file of a run that was killed and resumed can be
-    compared with that of one that was not.
+    A resumed run keeps the lines up to its first step. So the file of a killed and resumed run can be compared with
+    that of an uninterrupted run.
     """
 
     def __init__(self, path: Path | None, first_step: int) -> None:
@@ -274,7 +274,7 @@ class _LossFile:
         self._file.writelines(line + "\n" for line in kept)
 
     def write(self, step: int, loss: float) -> None:
-        """Add a line, at once: the process may be killed after it."""
+        """Add a line and flush it, because the process may be killed afterwards."""
         if self._file is not None:
             self._file.write(f"{step} {loss.hex()}\n")
             self._file.flush()

@@ -1,7 +1,7 @@
-"""Samples of an interaction stream, batches of them, and the hashing of their ids into table rows.
+"""Samples of an interaction stream, their batches, and the hashing of their ids into table rows.
 
-A stream yields samples that depend only on their global position, never on who asks: a trainer that continues at
-sample ``n`` on another number of ranks sees exactly what it would have seen.
+A sample depends only on its global position. A trainer that continues at sample ``n`` on another number of ranks
+therefore gets exactly the samples that the interrupted run would have got.
 """
 
 from collections.abc import Iterator
@@ -17,12 +17,12 @@ Ids = NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class Feature:
-    """One sparse feature, which has a table of its own.
+    """A sparse feature, which has its own table.
 
     Attributes:
-        name: Of the feature and its table.
-        num_ids: How many ids each sample has for it.
-        max_rows: Rows that its table needs at most, where few different ids exist.
+        name: Name of the feature and of its table.
+        num_ids: Number of ids of the feature in each sample.
+        max_rows: The most rows that its table needs, for features with few different ids.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Feature:
     max_rows: int = 1 << 40
 
     def num_rows(self, at_most: int) -> int:
-        """Rows of its table, where tables have no more than ``at_most``."""
+        """Return the number of rows of its table, limited to ``at_most``."""
         return min(self.max_rows, at_most)
 
 
@@ -39,9 +39,9 @@ class Samples:
     """Consecutive samples of a stream.
 
     Attributes:
-        dense: float32 [N, num_dense].
-        ids: uint64 [N, sum of the features' num_ids], in the order of the stream's features; not yet rows of a table.
-        labels: float32 [N], 0 or 1.
+        dense: The dense features, float32 [N, num_dense].
+        ids: The ids before hashing, uint64 [N, sum of the features' num_ids], in the order of the stream's features.
+        labels: The labels, 0 or 1, float32 [N].
     """
 
     dense: Floats
@@ -65,18 +65,18 @@ class Stream(Protocol):
     def num_dense(self) -> int: ...
 
     def samples(self, start: int) -> Iterator[Samples]:
-        """Samples from global position ``start`` on, in blocks of whatever size is handy."""
+        """Yield samples from global position ``start``, in blocks of any size."""
         ...
 
 
 class OnePass(Protocol):
-    """What can be read from its beginning to its end, any number of times."""
+    """Samples that can be read from the beginning to the end, any number of times."""
 
     def one_pass(self) -> Iterator[Samples]: ...
 
 
 def endless(one_pass: "OnePass", start: int) -> Iterator[Samples]:
-    """Passes over a file, one after another, from global position ``start`` on."""
+    """Yield passes over a file, one after another, from global position ``start``."""
     while True:
         num_in_pass = 0
         for block in one_pass.one_pass():
@@ -88,7 +88,7 @@ def endless(one_pass: "OnePass", start: int) -> Iterator[Samples]:
 
 
 def global_batches(stream: Stream, start: int, batch_size: int) -> Iterator[Samples]:
-    """Batches of exactly ``batch_size`` samples, the first of which begins at global position ``start``."""
+    """Yield batches of exactly ``batch_size`` samples, from global position ``start``."""
     pending: list[Samples] = []
     num_pending = 0
     for block in stream.samples(start):
@@ -105,13 +105,13 @@ def global_batches(stream: Stream, start: int, batch_size: int) -> Iterator[Samp
 
 
 def rank_share(batch: Samples, rank: int, world_size: int) -> Samples:
-    """The part of a global batch that one rank trains on."""
+    """Return the part of a global batch on which one rank trains."""
     share = len(batch) // world_size
     return batch[rank * share : (rank + 1) * share]
 
 
 def concatenate(parts: list[Samples]) -> Samples:
-    """Parts one after another."""
+    """Concatenate parts to one object."""
     return Samples(
         np.concatenate([part.dense for part in parts]),
         np.concatenate([part.ids for part in parts]),
@@ -120,7 +120,7 @@ def concatenate(parts: list[Samples]) -> Samples:
 
 
 def mix64(values: Ids) -> Ids:
-    """SplitMix64's finalizer: a bijection of 64-bit words in which every input bit moves half of the output bits."""
+    """Hash 64-bit words by SplitMix64's finalizer, a bijection in which each input bit changes half of the output."""
     values = (values + np.uint64(0x9E3779B97F4A7C15)).astype(np.uint64)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -128,17 +128,17 @@ def mix64(values: Ids) -> Ids:
 
 
 def table_rows(ids: Ids, num_rows: int) -> Int64Array:
-    """The rows of a hashed table of ``num_rows`` that ids fall on: int64, the shape of ``ids``."""
+    """Hash ids to rows of a table of ``num_rows`` rows: int64, of the shape of ``ids``."""
     return (mix64(ids) % np.uint64(num_rows)).astype(np.int64)
 
 
 def unit_floats(ids: Ids) -> NDArray[np.float64]:
-    """A fixed number in [0, 1) for each id."""
+    """Return a fixed pseudo-random number in [0, 1) for each id."""
     return (mix64(ids) >> np.uint64(11)).astype(np.float64) / float(1 << 53)
 
 
 def hash_words(words: BytesArray) -> Ids:
-    """A 64-bit id for each byte string [N], the same on every machine and whatever the width of the column."""
+    """Hash byte strings [N] to 64-bit ids, which do not depend on the machine or on the width of the column."""
     width = (words.dtype.itemsize + 7) // 8 * 8
     lanes = np.ascontiguousarray(words.astype(f"S{width}")).view("<u8").reshape(len(words), -1)
     hashed = np.zeros(len(words), dtype=np.uint64)

@@ -1,8 +1,8 @@
-"""Serve a DLRM in 8 bits while it is trained: each checkpoint is applied to the live model.
+"""Serve an 8-bit DLRM while another process trains it: each checkpoint is applied to the live model.
 
-Starts train_dlrm.py on made-up clicks, as a process of its own, and follows its folder of checkpoints. All the while
-the served model answers requests: clicks that training has not come to yet. What it gets wrong becomes less with every
-checkpoint that it applies.
+This example starts train_dlrm.py on synthetic clicks in another process, and follows its folder of checkpoints. At the
+same time, the served model answers requests, which are clicks that training has not seen yet. The loss of its answers
+decreases with every checkpoint that it applies.
 """
 
 import argparse
@@ -28,17 +28,17 @@ import torchrec_cnr as cnr
 EXAMPLES = Path(__file__).resolve().parent
 DIM, SEED = 32, 0
 REQUEST_SAMPLES = 512
-PAUSE_SECS = 0.005  # between requests, so that training has a processor too
+PAUSE_SECS = 0.005  # between requests, to leave processor time to training
 
 
 def main() -> None:
-    """Train, serve and follow, until the last checkpoint is applied."""
+    """Train and serve until the last checkpoint is applied."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, required=True, metavar="DIR", help="folder of the run's checkpoints")
-    parser.add_argument("--steps", type=int, default=100, metavar="N", help="of training (default 100)")
+    parser.add_argument("--steps", type=int, default=100, metavar="N", help="training steps (default 100)")
     parser.add_argument("--every", type=int, default=10, metavar="N", help="steps between checkpoints (default 10)")
     parser.add_argument("--num-rows", type=int, default=100_000, metavar="N", help="rows of each large table")
-    parser.add_argument("--batch-size", type=int, default=4096, metavar="N", help="samples a step (default 4096)")
+    parser.add_argument("--batch-size", type=int, default=4096, metavar="N", help="samples per step (default 4096)")
     args = parser.parse_args()
     model = served_model(args.num_rows)
     requests = unseen_requests(args.steps * args.batch_size, args.num_rows)
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def served_model(num_rows: int) -> nn.Module:
-    """The model that serves: of random weights, tables of 8 bits, in this process alone."""
+    """Create the served model, with random weights and 8-bit tables, not sharded."""
     stream = open_stream("synthetic", None, SEED)
     model = build_dlrm(stream, num_rows, DIM, torch.device("cpu"))
     served: nn.Module = quantize_embeddings(model, torch.qint8, inplace=True)
@@ -64,7 +64,7 @@ def served_model(num_rows: int) -> nn.Module:
 
 
 def unseen_requests(first: int, num_rows: int) -> Iterator[Batch]:
-    """Clicks from a position on that training does not come to."""
+    """Yield clicks from a position that training does not reach."""
     stream = open_stream("synthetic", None, SEED)
     for samples in global_batches(stream, first, REQUEST_SAMPLES):
         yield to_batch(samples, stream.features, num_rows)
@@ -73,7 +73,7 @@ def unseen_requests(first: int, num_rows: int) -> Iterator[Batch]:
 def serve(
     model: nn.Module, root: Path, requests: Iterator[Batch], training: "subprocess.Popen[bytes]", last: str
 ) -> None:
-    """Answer requests, and say after each update how good the answers were before it."""
+    """Answer requests, and print after each update the mean loss of the answers before it."""
     updates: queue.SimpleQueue[cnr.Applied] = queue.SimpleQueue()
     applied: cnr.Applied | None = None
     losses: list[float] = []
@@ -95,7 +95,7 @@ def serve(
 
 
 def described(update: cnr.Applied) -> str:
-    """An update, in a few words."""
+    """Return a short description of an update."""
     return (
         f"{Path(update.path).name}, a {update.kind} of {update.num_rows:,} rows and {human_bytes(update.num_bytes)}, "
         f"{update.committed_to_applied_secs:.2f} s after its commit; lookups waited {1e3 * update.apply_secs:.1f} ms"

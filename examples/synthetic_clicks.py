@@ -1,4 +1,4 @@
-"""Made-up clicks, for a machine without a data set: Zipf's law, articles that come and go, labels to be learned."""
+"""Synthetic clicks, for a machine without a data set: Zipf's law, articles that come and go, labels to be learned."""
 
 from collections.abc import Iterator
 
@@ -9,10 +9,10 @@ from samples import Feature, Ids, Samples, unit_floats
 
 
 class SyntheticClicks:
-    """Made-up clicks: readers and articles by Zipf's law, articles that come and go, and labels that can be learned.
+    """Synthetic clicks: readers and articles by Zipf's law, articles that come and go, and labels that can be learned.
 
-    Samples are drawn in chunks of fixed size, each from the seed and its own number. The article of a given popularity
-    changes with time, so that rows modified since a baseline grow in number as they do in a real stream.
+    Samples are drawn in chunks of fixed size, each from the seed and its own number. The popularity of an article
+    changes over time, so the number of rows modified since a baseline grows as in a real stream.
     """
 
     CHUNK_SAMPLES = 4096
@@ -36,7 +36,7 @@ class SyntheticClicks:
         positions = number * self.CHUNK_SAMPLES + np.arange(self.CHUNK_SAMPLES)
         users = zipf_ranks(random.random(self.CHUNK_SAMPLES), self.NUM_USERS, self.USER_SKEW)
         popularity = zipf_ranks(random.random(self.CHUNK_SAMPLES), self.NUM_ARTICLES, self.ARTICLE_SKEW)
-        # Ranks slide under the articles: one rises to the top, is the most popular for a while, and is forgotten.
+        # The ranks of articles shift over time: each one rises to the top, and later falls to the end.
         articles = (popularity + positions // self.SAMPLES_PER_NEW_ARTICLE) % self.NUM_ARTICLES
         contexts = random.integers(self.NUM_CONTEXTS, size=(self.CHUNK_SAMPLES, 3)) * 3 + np.arange(3)
         dense = random.standard_normal((self.CHUNK_SAMPLES, self.num_dense)).astype(np.float32)
@@ -45,7 +45,7 @@ class SyntheticClicks:
         return Samples(dense, ids, labels.astype(np.float32))
 
     def _click_probability(self, ids: Ids, dense: Floats) -> NDArray[np.float64]:
-        """What a model can learn: some articles, sections and contexts are liked more, by some readers more readily."""
+        """Return the probability of each click: a function of its article, section, contexts, reader and numbers."""
         users, articles, sections, contexts = ids[:, 0], ids[:, 1], ids[:, 2], ids[:, 3:]
         seed = np.uint64(self._seed)
         score = 3.0 * (unit_floats(articles ^ seed) - 0.5) + 3.0 * (unit_floats(sections + np.uint64(1 << 32)) - 0.5)
@@ -56,9 +56,10 @@ class SyntheticClicks:
 
 
 def zipf_ranks(uniform: NDArray[np.float64], num_ranks: int, skew: float) -> Int64Array:
-    """Ranks 0 to ``num_ranks`` - 1 with a probability proportional to about (rank + 1) ** -``skew``; ``skew`` is not 1.
+    """Convert uniform numbers to ranks 0 to ``num_ranks`` - 1 by Zipf's law.
 
-    The inverse of the continuous law's distribution function, so that nothing of the size of ``num_ranks`` is built.
+    The probability of a rank is about proportional to (rank + 1) ** -``skew``; ``skew`` must not be 1. The function
+    inverts the distribution function of the continuous law, so it needs no array of ``num_ranks`` elements.
     """
     top = float(num_ranks + 1) ** (1 - skew)
     ranks: NDArray[np.float64] = (1 + uniform * (top - 1)) ** (1 / (1 - skew)) - 1

@@ -1,7 +1,7 @@
-"""Train TorchRec's DLRM on clicks and checkpoint it with torchrec_cnr; ``--help`` shows how.
+"""Train TorchRec's DLRM on clicks and checkpoint it with torchrec_cnr; ``--help`` lists the options.
 
-Under torchrun this process is one rank. Started directly, it starts the ranks itself and waits for them; if one is
-killed, it ends with 128 plus the signal's number, as a shell would.
+Under torchrun this process is one rank. Otherwise it starts the ranks itself and waits for them. If a rank is killed,
+its exit status is 128 plus the signal's number, as in a shell.
 """
 
 import os
@@ -18,7 +18,7 @@ from train_options import Options, fail, parse_options
 
 
 def main() -> None:
-    """Parse, check the data, then be a rank or start the ranks."""
+    """Parse the options, check the data, then train as a rank or start the ranks."""
     arguments = sys.argv[1:]
     options = parse_options(arguments)
     try:
@@ -31,25 +31,25 @@ def main() -> None:
             start_ranks(options, arguments)
     except DataError as error:
         if os.environ.get("RANK", "0") != "0":
-            raise SystemExit(2) from None  # rank 0 says it for all
+            raise SystemExit(2) from None  # rank 0 prints the error
         fail(str(error))
 
 
 def run_rank(options: Options) -> None:
-    """Train as the rank that torchrun says this process is."""
-    # Imported here, because it takes seconds and the process that starts the ranks needs none of it.
+    """Train as the rank that torchrun has assigned to this process."""
+    # Imported here, because it takes seconds, and the process that starts the ranks does not need it.
     from dlrm_training import train  # noqa: PLC0415
 
     train(options)
-    # DDP keeps gloo's threads alive beyond destroy_process_group. One that lets go of its last tensor while Python is
-    # shutting down wants the interpreter's lock and aborts the process, so there is no shutting down.
+    # DDP keeps gloo's threads alive after destroy_process_group. If such a thread frees a tensor while Python shuts
+    # down, it needs the GIL and aborts the process. So the process exits without a shutdown of Python.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
 def start_ranks(options: Options, arguments: list[str]) -> None:
-    """What ``torchrun --standalone --nproc-per-node N`` does; ends the program if a rank fails."""
+    """Start the ranks as ``torchrun --standalone --nproc-per-node N`` does, and exit if a rank fails."""
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -64,7 +64,7 @@ def start_ranks(options: Options, arguments: list[str]) -> None:
     try:
         elastic_launch(config, sys.executable)(str(script), *arguments)
     except ChildFailedError as error:
-        # The ranks that lose their peer fail as well, so the one that was killed is looked for first.
+        # Ranks that lose their peer fail, too, so a rank that was killed is reported first.
         failures = sorted(error.failures.items(), key=lambda item: item[1].exitcode != -signal.SIGKILL)
         rank, status = failures[0][0], failures[0][1].exitcode
         ended = f"was killed by signal {-status}" if status < 0 else f"failed with exit status {status}"

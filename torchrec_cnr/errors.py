@@ -1,53 +1,53 @@
-"""Every error this package raises on purpose, grouped by what a caller would do about it.
+"""Every error that this package raises on purpose, grouped by what the caller should do about it.
 
     CNRError
     ├── ConfigurationError       the call is wrong: change the arguments
-    ├── SaveError                this save did not happen: the last checkpoint stands, save again
-    │   ├── CheckpointExistsError    the id is taken: save under another one
-    │   ├── FencedError              another job saves to this root now: end this one
+    ├── SaveError                this save failed, the last checkpoint is intact: save again
+    │   ├── CheckpointExistsError    the id has a committed checkpoint: save with another id
+    │   ├── FencedError              a newer job saves to this root: stop this job
     │   └── UntrackedRowsError       rows were modified but not marked: mark them, save again
-    ├── LoadError                nothing was loaded completely: do not train on
+    ├── LoadError                the load is incomplete: do not continue training
     │   ├── CheckpointNotFoundError  there is no committed checkpoint here
-    │   ├── StateMismatchError       the checkpoint and the state dict do not fit each other
-    │   ├── VersionError             written by a newer version: upgrade
-    │   └── DamagedError             bytes or lineage are not what was committed: use another checkpoint
-    └── StoreError               the file system refused: mend it (disk full, permissions), try again
+    │   ├── StateMismatchError       the checkpoint does not match the state dict
+    │   ├── VersionError             a newer version wrote the checkpoint: upgrade
+    │   └── DamagedError             the checkpoint or its chain is corrupt: use another checkpoint
+    └── StoreError               a file system operation failed: fix the cause (disk full, permissions), try again
 
-Messages say what, where, expected, got, and the way out. Each error is made of its message alone, so that it survives
-the pickling by which DCP carries a failure from one rank to all others.
+A message says what is wrong, where, expected and got, and the way out. An error has its message as its only argument,
+so that it can be pickled: DCP pickles the errors of a rank to send them to all others.
 """
 
 
 class CNRError(Exception):
-    """The root of all errors of this package."""
+    """The base class of all errors of this package."""
 
 
 class ConfigurationError(CNRError, ValueError):
-    """An argument, or a combination of objects passed to DCP, cannot work."""
+    """An argument, or a combination of objects passed to DCP, is invalid."""
 
 
 class SaveError(CNRError):
-    """A save failed; nothing was committed and its rows stay marked for the next save."""
+    """A save failed. Nothing was committed, and its rows are still marked, so the next save includes them."""
 
 
 class CheckpointExistsError(SaveError):
-    """The checkpoint id holds a committed checkpoint already."""
+    """The checkpoint id already has a committed checkpoint."""
 
 
 class FencedError(SaveError):
-    """Another job began to save to the same root later."""
+    """A newer job has begun to save to the same root."""
 
 
 class UntrackedRowsError(SaveError):
-    """Rows were modified since the last save, but not marked: a delta would lack them."""
+    """Rows were modified since the last save but not marked, so a delta would lack them."""
 
 
 class LoadError(CNRError):
-    """A load failed; tensors of the target may hold a mixture of old and new values."""
+    """A load failed. The target tensors may contain a mixture of old and new values."""
 
 
 class CheckpointNotFoundError(LoadError):
-    """No committed checkpoint lies at this place."""
+    """There is no committed checkpoint at this path or URL."""
 
 
 class StateMismatchError(LoadError):
@@ -55,11 +55,11 @@ class StateMismatchError(LoadError):
 
 
 class VersionError(LoadError):
-    """The checkpoint was written by a version of the format that this package does not read."""
+    """The checkpoint was written in a version of the format that this package cannot read."""
 
 
 class DamagedError(LoadError):
-    """A manifest, pack or lineage is truncated, altered, foreign or contradicts itself."""
+    """A manifest, data file or checkpoint chain is corrupt: truncated, altered, foreign or contradictory."""
 
 
 class StoreError(CNRError, OSError):

@@ -1,7 +1,7 @@
-"""Numbers, times and names as people read them.
+"""Numbers, times and names formatted for people.
 
-Three digits are enough to compare by. Names come from a store that anybody may have written to: what does not print, or
-turns the direction of writing, is shown as an escape.
+Numbers have three significant digits, which is enough to compare them. Names come from a store to which others may
+write, so characters that do not print, or that change the direction of text, are escaped.
 """
 
 import re
@@ -11,13 +11,13 @@ from typing import Any
 
 _CREDENTIALS = re.compile(r"://[^/]*@")
 _MAX_URL_CHARS = 60
-_CLOCKS_NS = 60_000_000_000  # by as much, clocks of machines may differ
+_CLOCKS_NS = 60_000_000_000  # the clocks of machines may differ by this much
 UNITS = ("B", "KB", "MB", "GB", "TB", "PB", "EB")
 _SECS = (("day", 86_400), ("hour", 3_600), ("minute", 60), ("second", 1))
 
 
 def number_text(value: float) -> str:
-    """Three digits, or all of those before the point: ``0.0123``, ``1.20``, ``12.0``, ``1,234``."""
+    """Format a number with three significant digits, or all before the point: ``0.012``, ``1.20``, ``1,234``."""
     if value == 0:
         return "0"
     if value < 0.0005:
@@ -28,12 +28,12 @@ def number_text(value: float) -> str:
 
 
 def count_text(num: int, noun: str) -> str:
-    """A count and its noun, to which an s is put where it takes one: ``1 delta``, ``2,000 deltas``."""
+    """Format a count and its noun, in the plural unless the count is one: ``1 delta``, ``2,000 deltas``."""
     return f"{num:,} {noun}" if num == 1 else f"{num:,} {noun}s"
 
 
 def bytes_unit(num_bytes: float) -> tuple[str, int]:
-    """The unit that a size needs few digits in, and its bytes."""
+    """Return the largest unit in which a size is at least 1, and the bytes of this unit."""
     power = 0
     while power < len(UNITS) - 1 and num_bytes / 1000**power >= 999.5:
         power += 1
@@ -41,7 +41,7 @@ def bytes_unit(num_bytes: float) -> tuple[str, int]:
 
 
 def bytes_text(num_bytes: int) -> str:
-    """A size in decimal units: ``0 B``, ``12.3 MB``."""
+    """Format a size in decimal units: ``0 B``, ``12.3 MB``."""
     unit, one = bytes_unit(num_bytes)
     return f"{num_bytes:,} B" if one == 1 else f"{number_text(num_bytes / one)} {unit}"
 
@@ -52,32 +52,32 @@ def models_text(models: float) -> str:
 
 
 def share_text(share: float) -> str:
-    """A part of a whole, in percent."""
+    """Format a fraction in percent: ``4.00 %``."""
     return f"{number_text(100 * share)} %"
 
 
 def percent_text(share: float) -> str:
-    """A part of a whole in a column of such: ``4.0%``, with one digit behind each point."""
+    """Format a fraction in percent for a column, with one digit after the point: ``4.0%``."""
     return f"{share:.1%}" if share == 0 or share >= 0.0005 else "<0.1%"
 
 
 def ratio_text(ratio: float) -> str:
-    """Three digits, however small it is: ``0.00312``, ``1.20``, ``1,234``."""
+    """Format a ratio with three significant digits, also if it is small: ``0.00312``, ``1.20``, ``1,234``."""
     return f"{ratio:,.0f}" if ratio >= 99.5 else f"{ratio:#.3g}"
 
 
 def instant(at_ns: int) -> datetime:
-    """A Unix time in nanoseconds, to the second, in UTC."""
+    """Convert a Unix time in nanoseconds to a ``datetime`` in UTC, truncated to seconds."""
     return datetime.fromtimestamp(at_ns // 1_000_000_000, UTC)
 
 
 def instant_text(at_ns: int) -> str:
-    """A time, to the second, in UTC: ``2026-11-20 14:03:21 UTC``."""
+    """Format a Unix time in nanoseconds, to the second: ``2026-11-20 14:03:21 UTC``."""
     return f"{instant(at_ns):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def duration_text(num_ns: int) -> str:
-    """How long, in the two largest units: ``3 days 4 hours``."""
+    """Format a duration in nanoseconds in its two largest units: ``3 days 4 hours``."""
     secs = num_ns // 1_000_000_000
     words: list[str] = []
     for noun, one in _SECS:
@@ -88,7 +88,7 @@ def duration_text(num_ns: int) -> str:
 
 
 def age_text(num_ns: int) -> str:
-    """How long ago, in one unit of a column: ``12 s``, ``3 min``, ``5 h``, ``10 d``; ``in 5 h`` if that is to come."""
+    """Format an age in nanoseconds in one unit: ``12 s``, ``3 min``, ``5 h``, ``10 d``; ``in 5 h`` for the future."""
     if num_ns <= -_CLOCKS_NS:
         return f"in {age_text(-num_ns)}"
     secs = max(0, num_ns) // 1_000_000_000
@@ -99,12 +99,12 @@ def age_text(num_ns: int) -> str:
 
 
 def name_text(name: str) -> str:
-    """A name with escapes for what does not print, such as line breaks, lone surrogates and marks of direction."""
+    """Escape characters that do not print, such as line breaks, lone surrogates and marks of text direction."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in name)
 
 
 def url_text(url: str) -> str:
-    """A path or URL on one short line: its end if it is long, and neither the user nor the query of a URL."""
+    """Format a path or URL as one short line: the end of a long one, without the user and the query of a URL."""
     if "://" in url:
         url = _CREDENTIALS.sub("://", url).partition("?")[0]
     text = name_text(url)
@@ -112,11 +112,11 @@ def url_text(url: str) -> str:
 
 
 def given_text(value: Any, *shown: str) -> str:
-    """The expression that makes a dataclass's value, without arguments that are the default, unless they are named.
+    """Format an instance of a dataclass as the expression that creates it, without arguments that equal the default.
 
     Args:
         value: An instance of a dataclass.
-        shown: Fields that are there even if they are the default.
+        shown: Fields to include even if they equal the default.
     """
     given = []
     for field in fields(value):

@@ -1,7 +1,7 @@
-"""Policies: what the next checkpoint is a delta of (Check-N-Run, section 4.1).
+"""Policies, which decide which earlier checkpoint each delta is based on (Check-N-Run, section 4.1).
 
-A policy is a frozen value; it decides from the bytes of the lineage's checkpoints since the baseline and from nothing
-else, so every run with the same history decides alike.
+A policy is a frozen value. It decides only from the sizes of the checkpoints since the baseline, so it makes the same
+decisions in every run with the same sizes.
 """
 
 import re
@@ -15,7 +15,7 @@ from torchrec_cnr.format.manifest import History
 
 
 class Since(Enum):
-    """What the rows of a save were modified since, and so what its checkpoint is a delta of."""
+    """The checkpoint since which the rows of a save were modified; ``EVER`` means all rows, which is a baseline."""
 
     EVER = "ever"
     BASELINE = "baseline"
@@ -23,55 +23,57 @@ class Since(Enum):
 
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-MAX_RATIO = 1.16  # with row numbers, which deltas need and a full checkpoint does not, a restore reads 1.2 models
+# Deltas store row numbers, which a full checkpoint does not need. With these, a restore reads 1.2 × a full checkpoint.
+MAX_RATIO = 1.16
 
 
 class Policy(Protocol):
-    """What every policy has."""
+    """The interface of every policy."""
 
     def decide(self, history: History) -> Since:
-        """What the next checkpoint holds, given a lineage that has a baseline."""
+        """Return the checkpoint since which the next save stores modified rows, if there is a baseline already."""
         ...
 
 
 @dataclass(frozen=True)
 class Full:
-    """Every checkpoint is a baseline."""
+    """A policy of full checkpoints: every checkpoint is a baseline."""
 
     def decide(self, history: History) -> Since:
-        """Everything."""
+        """Return ``EVER``: the next checkpoint is a baseline."""
         return Since.EVER
 
 
 @dataclass(frozen=True)
 class OneShot:
-    """One baseline, and each delta holds the rows modified since it. A restore reads two checkpoints."""
+    """A policy of one baseline, on which all deltas are based. A restore reads two checkpoints."""
 
     def decide(self, history: History) -> Since:
-        """Rows modified since the baseline."""
+        """Return ``BASELINE``: the next delta contains the rows modified since the baseline."""
         return Since.BASELINE
 
 
 @dataclass(frozen=True)
 class Consecutive:
-    """Each delta holds the rows modified since the checkpoint before. A restore reads the whole lineage."""
+    """A policy of consecutive deltas: each is based on the checkpoint before it. A restore reads the whole chain."""
 
     def decide(self, history: History) -> Since:
-        """Rows modified since the last checkpoint."""
+        """Return ``HEAD``: the next delta contains the rows modified since the last checkpoint."""
         return Since.HEAD
 
 
 @dataclass(frozen=True)
 class Compacted:
-    """Consecutive deltas on a lineage that is compacted meanwhile, by a manager or by ``cnr compact``.
+    """A policy of consecutive deltas, while a manager or ``cnr compact`` compacts the checkpoint chain.
 
-    A delta keeps rows apart by their heat: those that most deltas before it held, too, are likely to be in the next.
+    A delta stores hot and cold rows separately. Hot rows are those that most earlier deltas contained, so the next
+    delta is likely to contain them again.
 
     Attributes:
-        max_deltas: A baseline is taken when that many deltas were not compacted yet, so that restores stay bounded if
-            nobody compacts.
-        max_ratio: How much a restore may read after a manager's compaction, of what it needs. The less, the less lies
-            there; the more, the less is copied.
+        max_deltas: The number of deltas after which the next checkpoint is a baseline, if none of them was compacted.
+            This bounds restores if the chain is not compacted.
+        max_ratio: The most bytes that a restore reads after a manager's compaction, as a multiple of the bytes that it
+            needs. With a smaller ratio less storage is used; with a larger one compactions copy less.
     """
 
     max_deltas: int = 64
@@ -82,21 +84,21 @@ class Compacted:
         check_count("max_deltas", self.max_deltas, least=1)
 
     def decide(self, history: History) -> Since:
-        """Rows modified since the last checkpoint."""
+        """Return ``HEAD``, or ``EVER`` after ``max_deltas`` deltas that were not compacted."""
         return Since.HEAD if len(history.delta_bytes) < self.max_deltas else Since.EVER
 
 
 @dataclass(frozen=True)
 class Intermittent:
-    """Deltas on the last baseline, and a new baseline when history says that it pays (the default).
+    """A policy of deltas that are based on the last baseline, with a new baseline when this pays (the default).
 
-    With S_i the size of the i-th delta as a fraction of the baseline, a baseline now makes the next i + 1 checkpoints
-    cost F = 1 + S_1 + ... + S_i if history repeats itself; none makes them cost at least I = (i + 1) * S_i. A baseline
-    is taken when F <= I.
+    Let S_i be the size of the i-th delta as a fraction of the baseline. If the next save is a baseline and the deltas
+    then grow as before, the next i + 1 checkpoints cost F = 1 + S_1 + ... + S_i. Without a new baseline they cost at
+    least I = (i + 1) * S_i. The next checkpoint is a baseline if F <= I.
     """
 
     def decide(self, history: History) -> Since:
-        """Everything if F <= I, else rows modified since the baseline."""
+        """Return ``EVER`` if F <= I, otherwise ``BASELINE``."""
         if not history.delta_bytes:
             return Since.BASELINE
         with_baseline = history.baseline_bytes + sum(history.delta_bytes)
@@ -105,20 +107,20 @@ class Intermittent:
 
 
 def check_policy(policy: object) -> None:
-    """Refuse what is no policy, such as the class of one.
+    """Raise an error if ``policy`` is not a policy, for example if it is a class instead of an instance.
 
     Raises:
-        ConfigurationError: It is not.
+        ConfigurationError: ``policy`` is not a policy.
     """
     if isinstance(policy, type) or not callable(getattr(policy, "decide", None)):
-        made = f"; make one: {policy.__name__}()" if isinstance(policy, type) else ""
+        made = f"; pass an instance: {policy.__name__}()" if isinstance(policy, type) else ""
         raise ConfigurationError(f"'policy' must be a policy such as Compacted() or OneShot() (got {policy!r}){made}")
 
 
 def policy_text(policy: Policy) -> str:
-    """Return a policy as text, in which those of one class with equal attributes are alike in all processes.
+    """Return a policy as text that is the same in all processes for policies of one class with equal attributes.
 
-    Where objects lie in memory is left out, and sets are sorted: their order differs between processes.
+    Memory addresses are left out, and sets are sorted, because their order differs between processes.
     """
     kind, state = type(policy), object.__getstate__(policy)  # the attributes, and those in slots
     parts = state if isinstance(state, tuple) else (state,)
@@ -136,11 +138,11 @@ def _text(value: object) -> str:
 
 
 def check_max_ratio(max_ratio: float) -> None:
-    """Refuse what no compaction can reach.
+    """Raise an error if no compaction can reach ``max_ratio``.
 
     Raises:
-        ConfigurationError: It is less than 1, or no number.
+        ConfigurationError: ``max_ratio`` is less than 1, or not a number.
     """
     given: object = max_ratio
     if not isinstance(given, int | float) or isinstance(given, bool) or not given >= 1:
-        raise ConfigurationError(f"'max_ratio' must be at least 1 (got {max_ratio!r})")
+        raise ConfigurationError(f"'max_ratio' must be a number, at least 1 (got {max_ratio!r})")

@@ -1,19 +1,19 @@
-"""Progress of an operation, the phases of a save, and what a manager reports of each checkpoint."""
+"""Progress callbacks, the phases of a save, and the manager's report of each checkpoint."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from torchrec_cnr.human_text import bytes_text, count_text, number_text, url_text
 
-Progress = Callable[[int, int], None]  # what is done, of what
+Progress = Callable[[int, int], None]  # called with the amount done and the total
 
 
 class Count:
-    """Adds up what is done.
+    """A counter of the amount done, which reports each change.
 
     Args:
-        total: What there is to do.
-        progress: Whom to tell; None for nobody.
+        total: The total amount.
+        progress: The callback to report to, or None.
     """
 
     def __init__(self, total: int, progress: Progress | None) -> None:
@@ -22,7 +22,7 @@ class Count:
         self._done = 0
 
     def add(self, num: int) -> None:
-        """So much more is done."""
+        """Add to the amount done, and report it."""
         self._done += num
         if self._progress is not None:
             self._progress(self._done, self._total)
@@ -30,17 +30,19 @@ class Count:
 
 @dataclass(frozen=True)
 class SavePhases:
-    """What a save took on one rank.
+    """The time and bytes of each phase of a save, on one rank.
 
     Attributes:
-        stage_secs: To copy rows, of an asynchronous save: training stood still for it.
-        staged_bytes: What was copied.
-        plan_secs: From the beginning of ``dcp.save`` until rows were read: planning, with all ranks.
-        encode_secs: To gather rows and encode them.
-        wait_secs: For uploads, when so many were under way that encoding had to wait, or all was encoded.
-        upload_secs: To write packs to the store, of all threads together, mostly while others encode.
-        commit_secs: To check all results and write the manifest, on the coordinator.
-        num_bytes: Of this rank's packs.
+        stage_secs: Seconds in which an asynchronous save copied rows, and training waited.
+        staged_bytes: Bytes that an asynchronous save copied.
+        plan_secs: Seconds from the beginning of ``dcp.save`` until the first row was read. All ranks plan together.
+        encode_secs: Seconds in which rows were gathered and encoded.
+        wait_secs: Seconds in which the save only waited for uploads: too many were in progress, or all rows were
+            encoded.
+        upload_secs: Seconds in which data files were written to the store, summed over all threads. Most of this time
+            overlaps with encoding.
+        commit_secs: Seconds in which the coordinator checked all results and wrote the manifest.
+        num_bytes: Bytes of this rank's data files.
     """
 
     stage_secs: float = 0.0
@@ -55,18 +57,18 @@ class SavePhases:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that was taken.
+    """A report of a checkpoint that was saved.
 
     Attributes:
-        step: After which step.
-        path: Where.
+        step: The training step after which it was saved.
+        path: The path or URL of the checkpoint.
         kind: ``baseline`` or ``delta``.
-        num_bytes: Of all its files, and of what went to a log.
-        num_rows: Rows of tables stored.
-        stall_secs: How long training stood still for it, on this rank.
-        secs: Until it was committed, from the start.
-        phases: What took how long, on this rank.
-        num_retries: How often it had failed before.
+        num_bytes: Bytes of all its files, and of its rows in a Kafka topic.
+        num_rows: Number of table rows that it contains.
+        stall_secs: Seconds for which training waited, on this rank.
+        secs: Seconds from the start of the save to its commit.
+        phases: The time and bytes of each phase, on this rank.
+        num_retries: Number of failed attempts before it succeeded.
     """
 
     step: int

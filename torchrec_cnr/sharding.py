@@ -1,4 +1,4 @@
-"""What a rank holds of a tensor: the only module that knows ShardedTensor and DTensor."""
+"""The shards of a tensor that a rank holds. The only module that knows ``ShardedTensor`` and ``DTensor``."""
 
 import copy
 from collections.abc import Iterable, Sequence
@@ -18,11 +18,11 @@ from torchrec_cnr.format.boxes import Box
 
 @dataclass(frozen=True, eq=False)
 class LocalShard:
-    """One shard on this rank.
+    """A shard of a tensor on this rank.
 
     Attributes:
-        box: Where it lies in its tensor.
-        tensor: Its values, of the box's size; shares memory with the state dict.
+        box: The shard region: its offsets and sizes in the tensor.
+        tensor: The values, of the region's sizes; shares memory with the state dict.
     """
 
     box: Box
@@ -30,7 +30,7 @@ class LocalShard:
 
 
 def local_shards(value: Any) -> Sequence[LocalShard]:
-    """The shards of a state dict's item that this rank holds; none for what is no tensor."""
+    """Return the shards of an item of a state dict that this rank holds; none if the item is not a tensor."""
     if isinstance(value, ShardedTensor):
         return [
             LocalShard(_box(shard.metadata.shard_offsets, shard.metadata.shard_sizes), shard.tensor)
@@ -44,7 +44,7 @@ def local_shards(value: Any) -> Sequence[LocalShard]:
 
 
 def copied(value: Any) -> Any:
-    """A copy of a state dict's item that shares no memory with it; tensors are copied to the host."""
+    """Return a copy of an item of a state dict that shares no memory with it. Tensors are copied to the host."""
     if isinstance(value, ShardedTensor):
         shards = [Shard(_on_host(shard.tensor), shard.metadata) for shard in value.local_shards()]
         group = value._process_group
@@ -59,12 +59,12 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 def _dtensor_shards(value: DTensor) -> Sequence[LocalShard]:
-    if value.device_mesh.get_coordinate() is None:  # this rank is no part of its mesh
+    if value.device_mesh.get_coordinate() is None:  # this rank is not in the mesh
         return []
     local = value.to_local()
-    # TorchRec's LocalShardsWrapper holds several shards; DCP's _Checkpointable protocol names their boxes.
+    # TorchRec's LocalShardsWrapper holds several shards, whose regions DCP's _Checkpointable protocol gives.
     if hasattr(local, "local_shards") and hasattr(local, "local_offsets"):
-        # Without shards it still names one offset, hence not strict.
+        # A wrapper without shards still has one offset, so zip must not be strict.
         return [
             LocalShard(_box(offsets, shard.shape), shard)
             for shard, offsets in zip(local.local_shards(), local.local_offsets(), strict=False)
@@ -78,7 +78,7 @@ def _box(offsets: Sequence[int], sizes: Sequence[int]) -> Box:
 
 
 def is_replicated(value: Any) -> bool:
-    """Whether several ranks may hold one and the same shard of a state dict's item."""
+    """Return whether several ranks may hold the same shard of an item of a state dict."""
     if isinstance(value, DTensor):
         return any(placement.is_replicate() for placement in value.placements)
     return isinstance(value, Tensor) and not isinstance(value, ShardedTensor)
@@ -88,10 +88,10 @@ MemoryKey = tuple[object, ...]
 
 
 def memory_key(tensor: Tensor) -> MemoryKey | None:
-    """Identify the memory that a tensor's values lie in, and how they are read from it; None where there is none.
+    """Return a key of a tensor's memory and of how values are read from it, or None if it has no memory of its own.
 
-    All objects that wrap the same values have the same key. A view of another dtype, or a lazily negated one, has not.
-    DTensors and other tensors that are made of tensors have none of their own.
+    All objects that wrap the same values have the same key. A view with another dtype, or a lazily negated view, has
+    another key. DTensors, and other tensors that consist of tensors, have no memory of their own.
     """
     if tensor.layout is not torch.strided or tensor.numel() == 0 or hasattr(tensor, "__tensor_flatten__"):
         return None
@@ -100,9 +100,9 @@ def memory_key(tensor: Tensor) -> MemoryKey | None:
 
 
 def wait_for_devices(values: Iterable[Any]) -> None:
-    """Wait until what all streams of GPUs were given is done, where tensors or a state dict's items lie on them.
+    """Synchronize all GPUs that hold one of these tensors or items of a state dict.
 
-    Whoever reads or writes them next does so in a stream that need not be the one in which the model is trained.
+    The next access to them may use another stream than training does.
     """
     tensors = (shard.tensor for value in values for shard in local_shards(value))
     for device in {tensor.device for tensor in tensors if tensor.device.type == "cuda"}:
@@ -110,7 +110,7 @@ def wait_for_devices(values: Iterable[Any]) -> None:
 
 
 def dtype_name(tensor: Tensor) -> str:
-    """A dtype as manifests name it, such as ``float32``."""
+    """Return the name of a tensor's dtype in manifests, such as ``float32``."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
@@ -118,5 +118,5 @@ ShardKey = tuple[str, tuple[int, ...]]
 
 
 def shard_key(item: WriteItem) -> ShardKey:
-    """Which shard an item of a plan is."""
+    """Return the key of the shard that an item of a plan writes."""
     return item.index.fqn, tuple(item.index.offset or ())

@@ -1,4 +1,4 @@
-"""Pace: work behind training takes no more than its share of a core, and files no more than theirs of a network."""
+"""Throttling: limits on the share of a core, and on the bandwidth, that background work uses."""
 
 import threading
 import time
@@ -8,10 +8,10 @@ from torchrec_cnr.errors import ConfigurationError
 
 
 class CpuThrottle:
-    """Rests between pieces of work, as long as the calling thread's share of a core asks for.
+    """A throttle that rests between pieces of work, so that the calling thread uses only a share of a core.
 
     Args:
-        cpu_share: Of a core, from more than 0 to 1.
+        cpu_share: The share of a core, more than 0 and at most 1.
     """
 
     def __init__(self, cpu_share: float) -> None:
@@ -19,31 +19,31 @@ class CpuThrottle:
         self._worked_secs = time.thread_time()
 
     def rest(self) -> None:
-        """A piece of work is done."""
+        """Rest after a piece of work, in proportion to the processor time that it took."""
         if self._rest_secs > 0:
             time.sleep(self._rest_secs * max(0.0, time.thread_time() - self._worked_secs))
             self._worked_secs = time.thread_time()
 
 
 class Bandwidth:
-    """Lets so many bytes pass a second, of all threads together: by the second, not by the packet.
+    """A limit on the bytes per second of all threads together. Single writes may exceed it for a moment.
 
     Args:
-        bytes_per_sec: How many; None for any.
+        bytes_per_sec: The limit in bytes per second, or None for no limit.
 
     Raises:
-        ConfigurationError: Not a number above 0.
+        ConfigurationError: ``bytes_per_sec`` is not a number above 0.
     """
 
     def __init__(self, bytes_per_sec: float | None = None) -> None:
         if bytes_per_sec is not None:
             check_positive("max_bytes_per_sec", bytes_per_sec)
         self._bytes_per_sec = bytes_per_sec
-        self._free_secs = 0.0  # when all that has passed would have, at this rate
+        self._free_secs = 0.0  # the time at which all bytes so far would have been sent, at this rate
         self._lock = threading.Lock()
 
     def wait(self, num_bytes: int) -> None:
-        """Wait until as many bytes may pass."""
+        """Wait until this many bytes may be sent."""
         if self._bytes_per_sec is None:
             return
         with self._lock:
@@ -53,15 +53,15 @@ class Bandwidth:
         time.sleep(begin - now)
 
     def __reduce__(self) -> tuple[type["Bandwidth"], tuple[float | None]]:
-        """Another process has one of its own."""
+        """Pickle only the limit: another process counts its own bytes."""
         return Bandwidth, (self._bytes_per_sec,)
 
 
 def check_cpu_share(cpu_share: float) -> None:
-    """Refuse what is no share.
+    """Raise an error if ``cpu_share`` is not a share of a core.
 
     Raises:
-        ConfigurationError: It is not above 0, or above 1.
+        ConfigurationError: ``cpu_share`` is not a number above 0 and at most 1.
     """
     check_positive("cpu_share", cpu_share)
     if cpu_share > 1:

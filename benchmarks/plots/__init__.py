@@ -7,6 +7,6 @@
 - ``modified``: modified rows by interval.
 - ``movement``: distances that rows move, and bits of an element.
 - ``policies``: bytes written, kept and restored over a long run.
-- ``style``: the style of the plots, and how they are written.
-- ``quantization``: errors by bytes per row; also a program that makes the plot and tables of its page.
+- ``style``: the style of the plots, and a function that writes them.
+- ``quantization``: errors by bytes per row; also a program that makes the plot and the tables of its page.
 """

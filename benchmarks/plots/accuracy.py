@@ -13,7 +13,7 @@ COLORS = {"2": "#d55e00", "3": "#e69f00", "4": "#009e73", "8": "#0072b2"}
 
 
 class Compared(Protocol):
-    """What is drawn of a kind of run, each a change in per cent."""
+    """The values to draw for a kind of run, each a change in percent."""
 
     @property
     def log_loss(self) -> Interval: ...
@@ -26,18 +26,18 @@ class Compared(Protocol):
 
 
 def draw(compared: Mapping[tuple[str, int], Compared], bar: float, path: Path) -> None:
-    """Write an SVG of a plot for each measure.
+    """Write an SVG with a plot of each measure.
 
     Args:
-        compared: By bits and number of restores; what has no bits is left out.
-        bar: The change that is allowed, per cent.
-        path: Where to.
+        compared: The values by bits and number of restores; runs without bits are left out.
+        bar: The accepted change, in percent.
+        path: The file to write.
     """
     with svg_figure(path, 11, 3.8) as figure:
         log_loss, auc, training = figure.subplots(1, 3)
         for number, bits in enumerate(COLORS):
             cells = {restores: found for (scheme, restores), found in compared.items() if scheme == bits}
-            shift = 1.08 ** (number - 1.5)  # side by side, so that bars do not cover each other
+            shift = 1.08 ** (number - 1.5)  # shifted, so that bars do not overlap
             _draw_line(log_loss, bits, shift, {restores: found.log_loss for restores, found in cells.items()})
             _draw_line(auc, bits, shift, {restores: found.auc for restores, found in cells.items()})
             _draw_line(training, bits, shift, {restores: found.training for restores, found in cells.items()})

@@ -21,7 +21,7 @@ REPORTED = {"written": (6.0, 17.0), "capacity": (2.5, 8.0)}  # at 8 bits and at 
 
 
 class Cell(Protocol):
-    """What is drawn of a policy at a width: so many times less than full checkpoints in fp32."""
+    """The values to draw for a policy and width: the ratios of full fp32 checkpoints to its bytes."""
 
     @property
     def written(self) -> float: ...
@@ -31,7 +31,7 @@ class Cell(Protocol):
 
 
 def draw(cells: Mapping[tuple[str, str], Cell], widths: Sequence[str], path: Path) -> None:
-    """Write an SVG of two plots: bars by width, a color for each policy."""
+    """Write an SVG of two plots, with bars by width and a color for each policy."""
     with svg_figure(path, 11, 4.5) as figure:
         titles = {"written": "Written in all", "capacity": "Kept, at its most"}
         bar_width = 0.8 / len(COLORS)

@@ -1,4 +1,4 @@
-"""The plot of modified rows: in each interval, and since the first."""
+"""The plot of modified rows, in each interval and since the first."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from benchmarks.plots.style import svg_figure
 
 COLORS = ("#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#0072b2", "#555555")
-REPORTED = ((1, 26.0), (11, 52.0))  # intervals and per cent; NSDI '22, section 3.2
+REPORTED = ((1, 26.0), (11, 52.0))  # intervals and percent; NSDI '22, section 3.2
 
 
 class Curve(Protocol):
-    """What is drawn: shares of all rows."""
+    """The values to draw, as shares of all rows."""
 
     @property
     def each(self) -> NDArray[np.float64]: ...

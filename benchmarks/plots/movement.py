@@ -1,4 +1,4 @@
-"""The plot of movement: how far rows moved between checkpoints, and what residuals of them would take."""
+"""The plot of movement: the distances that rows move between checkpoints, and the bits of their residuals."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ NUM_POINTS = 200
 
 
 class Course(Protocol):
-    """What is drawn of a distance between checkpoints, a part ``share`` of the clicks."""
+    """The values to draw for checkpoints after each ``share`` of the clicks."""
 
     dim: int
     share: float
@@ -30,10 +30,10 @@ def draw(courses: Sequence[Course], bits: Sequence[int], kinds: tuple[str, str],
     """Write an SVG of two plots.
 
     Args:
-        courses: Of one width.
-        bits: Qualities of residuals.
-        kinds: Of rows that were touched before, and of those that were not.
-        path: Where to.
+        courses: The values for tables of one width.
+        bits: The bits of residuals.
+        kinds: The names of the rows that were touched before, and of those that were not.
+        path: The file to write.
     """
     with svg_figure(path, 10, 4) as figure:
         moved, stored = figure.subplots(1, 2)
@@ -53,7 +53,7 @@ def draw(courses: Sequence[Course], bits: Sequence[int], kinds: tuple[str, str],
 
 
 def _draw_movement(axes: Axes, course: Course, kinds: tuple[str, str], color: str) -> None:
-    """How many rows moved no further than that; solid for those touched before, dotted for the others."""
+    """Draw the share of rows that moved at most a distance: solid for those touched before, dotted for the others."""
     percents = np.linspace(0, 100, NUM_POINTS)
     for kind, line in zip(kinds, ("-", ":"), strict=True):
         found = course.moved(kind)

@@ -1,4 +1,4 @@
-"""The plot of a long run: what each policy writes, keeps and reads, over the checkpoints of the run."""
+"""The plot of a long run: the bytes that each policy writes, keeps and reads for each checkpoint."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +18,7 @@ COLORS = {
 
 
 class Course(Protocol):
-    """What is drawn of a policy, each a number a checkpoint, in full checkpoints."""
+    """The values to draw for a policy: a number per checkpoint, as a multiple of a full checkpoint."""
 
     written: list[float]
     capacity: list[float]

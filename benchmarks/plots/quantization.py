@@ -1,7 +1,7 @@
-"""The plot and tables of docs/concepts/quantization.md: the error of every scheme against its bytes per row.
+"""The plot and the tables of docs/concepts/quantization.md: the error of every scheme by its bytes per row.
 
-``python -m benchmarks.plots.quantization --help`` tells how to run it. It times nothing, so it is not among the names
-of ``python -m benchmarks``.
+``python -m benchmarks.plots.quantization --help`` describes how to run it. It measures no times, so it is not one of
+the benchmarks of ``python -m benchmarks``.
 """
 
 import argparse
@@ -43,7 +43,7 @@ The rows are those of two tables that were trained on the clicks that the benchm
 
 
 def draw(points: Sequence[Point]) -> Figure:
-    """Above, the errors; below, those of uniform codes as parts of ``BASE``'s. A column of panels for each width."""
+    """Draw a column of panels for each width: above the errors, below those of uniform codes relative to ``BASE``."""
     widths = widths_of(points)
     figure = Figure(figsize=(8.6, 6.6), layout="constrained")
     panels = figure.subplots(2, len(widths), sharex="col", sharey="row", height_ratios=(3, 1.7), squeeze=False)
@@ -75,7 +75,7 @@ def _draw_errors(axes: Axes, points: Sequence[Point]) -> None:
                 ha=side,
                 va=level,
                 fontsize=8,
-                color="black" if series.is_uniform else series.color,  # black: it is for all of its bits
+                color="black" if series.is_uniform else series.color,  # black, because it is not specific to one scheme
             )
     axes.set_yscale("log")
     axes.set_ylim(0.01, 100)
@@ -111,7 +111,7 @@ def _draw_line(axes: Axes, series: Series, places: Sequence[tuple[float, float]]
 
 
 def _draw_bytes(upper: Axes, lower: Axes, points: Sequence[Point], fp32_bytes: int) -> None:
-    """The axis that a column of panels shares, with a tick for each width of uniform codes, and fp32 on the right."""
+    """Draw the axis of a column of panels, with a tick for each width of uniform codes, and fp32 at the right."""
     names = {series.name for series in SERIES if series.is_uniform}
     ticks = sorted({point.row_bytes for point in points if point.series in names} | {fp32_bytes // 2, fp32_bytes})
     lower.set_xscale("log")
@@ -139,13 +139,13 @@ def _draw_bytes(upper: Axes, lower: Axes, points: Sequence[Point], fp32_bytes: i
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure as SVG, with the same bytes for the same figures."""
+    """Write a figure as SVG, with the same bytes for the same content."""
     with mpl.rc_context({"svg.hashsalt": "torchrec_cnr", "svg.fonttype": "path", "path.simplify": False}):
         figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, draw, and print the tables."""
+    """Measure the errors, draw the plot, and print the tables."""
     args = _parse(arguments)
     say = Progress("quantization", time.monotonic())
     points = measure(WIDTHS, args.rows, say)

@@ -1,4 +1,4 @@
-"""The style of the plots, and how they are written."""
+"""The style of the plots, and the function that writes them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 @contextmanager
 def svg_figure(path: Path, width: float, height: float) -> Iterator[Figure]:
-    """A figure of this size in inches, written as SVG afterwards: the same bytes for the same figures."""
+    """Yield a figure of this size in inches, then write it as SVG, with the same bytes for the same content."""
     with mpl.rc_context(
         {
             "svg.fonttype": "none",

@@ -1,7 +1,7 @@
 """The benchmarks, in a folder for each subject.
 
-A file's name is the benchmark's name on the command line, without a trailing underscore: ``async_`` has one because
-``async`` is a keyword. Each module ends with its ``BENCHMARK``, by which the registry finds it.
+A file's name, without a trailing underscore, is the benchmark's name on the command line: ``async_`` has one because
+``async`` is a keyword. Each module ends with its ``BENCHMARK``, which the registry finds.
 
 - ``loading``: reads of tables and ranges, integrity, serving.
 - ``maintenance``: compaction, and bytes over a run by policy.

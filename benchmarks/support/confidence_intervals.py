@@ -1,4 +1,4 @@
-"""What runs that were done several times, each with another seed, tell of a difference between two kinds of them."""
+"""Confidence intervals of the difference between two kinds of runs, each repeated with several seeds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean, and how far off it may be.
+    """A mean with its confidence interval.
 
     Attributes:
-        mean: Of the differences.
-        half_width: Of the confidence interval around it, by Student's t distribution.
-        spread: Standard deviation of the differences.
+        mean: The mean of the differences.
+        half_width: Half the width of the confidence interval around it, by Student's t distribution.
+        spread: The standard deviation of the differences.
     """
 
     mean: float
@@ -25,24 +25,24 @@ class Interval:
 
     @property
     def low(self) -> float:
-        """The lower end."""
+        """The lower end of the interval."""
         return self.mean - self.half_width
 
     @property
     def high(self) -> float:
-        """The upper end."""
+        """The upper end of the interval."""
         return self.mean + self.half_width
 
 
 def relative_change(values: Sequence[float], bases: Sequence[float]) -> Interval:
-    """How many per cent values are above those that they are paired with.
+    """Return the relative difference of values from their bases, in percent.
 
     Args:
-        values: One for each seed.
-        bases: Of the same seeds.
+        values: One value for each seed.
+        bases: The values to compare with, for the same seeds.
 
     Raises:
-        ValueError: There are less than two, or not as many bases as values.
+        ValueError: There are fewer than two values, or not as many bases as values.
     """
     changes = [100 * (value / base - 1) for value, base in zip(values, bases, strict=True)]
     if len(changes) < 2:
@@ -53,5 +53,5 @@ def relative_change(values: Sequence[float], bases: Sequence[float]) -> Interval
 
 
 def num_seeds_for(half_width: float, spread: float) -> int:
-    """About how many seeds make a confidence interval this narrow."""
+    """Return about how many seeds are needed for a confidence interval of this half width."""
     return max(2, round((NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * spread / half_width) ** 2))

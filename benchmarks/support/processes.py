@@ -1,4 +1,4 @@
-"""A benchmark in a process of its own: what one leaves behind in memory does not change the figures of the next."""
+"""A benchmark in its own process, so that the memory that one leaves does not change the figures of the next."""
 
 import logging
 import multiprocessing
@@ -19,7 +19,7 @@ _SPAWN = multiprocessing.get_context("spawn")
 
 @dataclass(frozen=True)
 class Progress:
-    """Prints a line on stderr for each stage, with the seconds since ``started`` (of ``time.monotonic``)."""
+    """A callback that prints a line for each stage on stderr, with the seconds since ``started``."""
 
     name: str
     started: float
@@ -29,14 +29,14 @@ class Progress:
 
 
 class BenchmarkError(Exception):
-    """A benchmark's process ended without a report; it has printed why."""
+    """The process of a benchmark ended without a report; it has printed the reason."""
 
 
 def run_alone(run: Callable[[Setup], Report], setup: Setup) -> Report:
-    """Run a benchmark in a fresh process, which dies with this one.
+    """Run a benchmark in a new process, which ends with this one.
 
     Raises:
-        BenchmarkError: It failed.
+        BenchmarkError: The benchmark failed.
     """
     receiver, sender = _SPAWN.Pipe(duplex=False)
     process = _SPAWN.Process(target=_answer, args=(sender, run, setup), daemon=True)
@@ -54,7 +54,7 @@ def run_alone(run: Callable[[Setup], Report], setup: Setup) -> Report:
 
 
 def _answer(sender: Connection, run: Callable[[Setup], Report], setup: Setup) -> None:
-    # torch, torchrec and DCP warn on every run that they are going to change.
+    # torch, torchrec and DCP print warnings about future changes on every run.
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""The error of every scheme against the bytes that a row takes: measured, and as tables."""
+"""The error of every scheme by its bytes per row, measured and as tables."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,16 +21,16 @@ BASE, DEFAULT = "Asymmetric", "AdaptiveAsymmetric"
 
 @dataclass(frozen=True)
 class Series:
-    """A scheme with all its widths of codes, and how it is drawn.
+    """A scheme with all its numbers of bits, and its style in the plot.
 
     Attributes:
-        name: As in the legend and the tables.
-        schemes: What makes the scheme from the rows, by label: ``4`` bits, or ``fp16``.
-        color: Of line and marker; as light or dark in grey as no other one nearby.
-        marker: Of each point.
-        line: Between the points.
-        is_uniform: Whether it differs from the others of its bits in the range only, and takes as many bytes.
-        label: Where a point's label stands: offset in points, and how it is aligned; None without labels.
+        name: Name in the legend and the tables.
+        schemes: Functions that return the scheme for given rows, by label, such as ``4`` (bits) or ``fp16``.
+        color: Color of line and marker; its brightness differs from that of colors nearby.
+        marker: Marker of each point.
+        line: Style of the line between the points.
+        is_uniform: Whether its codes are uniform, so that it differs from other uniform schemes only in the range.
+        label: Offset in points and alignment of the labels of points; None for no labels.
     """
 
     name: str
@@ -44,17 +44,17 @@ class Series:
 
 @dataclass(frozen=True)
 class Point:
-    """What was measured of one scheme.
+    """The measured values of one scheme.
 
     Attributes:
-        num_cols: Columns of the table.
-        series: The series' name.
-        bits: The scheme's label in it.
-        row_bytes: Bytes that a row takes, with what rows stored exactly take in addition.
-        error: Mean l2 norm of the rows' errors, as a part of the mean l2 norm of the rows.
-        relative_square: Squared errors of all rows, as a part of their squared values.
-        num_exact: Rows stored exactly.
-        scheme: As a manifest records it.
+        num_cols: Number of columns of the table.
+        series: Name of the series.
+        bits: Label of the scheme in the series.
+        row_bytes: Bytes per row, including the additional bytes of exact rows.
+        error: Mean l2 norm of the rows' errors, divided by the mean l2 norm of the rows.
+        relative_square: Sum of the squared errors of all rows, divided by the sum of their squared values.
+        num_exact: Number of rows that are stored exactly.
+        scheme: The scheme as a manifest records it.
     """
 
     num_cols: int
@@ -72,7 +72,7 @@ def _by_bits(make: Callable[[int, Tensor], Scheme]) -> Mapping[str, Callable[[Te
 
 
 def _default(bits: int, rows: Tensor) -> Scheme:
-    """The default, settled as a save does it."""
+    """Return the default scheme, with the search that a save chooses."""
     return cnr.AdaptiveAsymmetric(bits).choose(lambda: sampled_rows(rows, None), 0)
 
 
@@ -117,7 +117,7 @@ SERIES = (
 
 
 def measure(widths: Iterable[int], num_rows: int, say: Callable[[str], None]) -> list[Point]:
-    """Every scheme, on trained rows of every width, unless it takes as many bytes as fp32."""
+    """Measure every scheme on trained rows of every width, except schemes that take as many bytes as fp32."""
     points = []
     for num_cols in widths:
         say(f"training tables of {num_cols} columns")
@@ -146,7 +146,7 @@ def _point(rows: Tensor, series: str, bits: str, scheme: Scheme) -> Point:
 
 
 def error_table(points: Sequence[Point]) -> str:
-    """Bytes and errors of all schemes, in Markdown."""
+    """Return a table of bytes and errors of all schemes, in Markdown."""
     by_place = {(point.series, point.bits, point.num_cols): point for point in points}
     widths = widths_of(points)
     lines = [["scheme", "bits", *(f"{num} columns: {what}" for num in widths for what in ("bytes a row", "error"))]]
@@ -160,7 +160,7 @@ def error_table(points: Sequence[Point]) -> str:
 
 
 def restore_table(points: Sequence[Point]) -> str:
-    """How many restores the default error budget allows to what the rules choose among, in Markdown."""
+    """Return a table of the restores that the default error budget allows for each scheme of the rules, in Markdown."""
     by_place = {(point.series, point.bits, point.num_cols): point for point in points}
     widths = widths_of(points)
     lines = [["scheme", *(f"restores, {num_cols} columns" for num_cols in widths)]]
@@ -173,7 +173,7 @@ def restore_table(points: Sequence[Point]) -> str:
 
 
 def widths_of(points: Sequence[Point]) -> list[int]:
-    """The numbers of columns that were measured."""
+    """Return the numbers of columns that were measured."""
     return list(dict.fromkeys(point.num_cols for point in points))
 
 

@@ -14,12 +14,12 @@ RUNNERS = Path(__file__).parents[1] / "runners"
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One benchmark: each module in a folder of ``runners`` defines one, ``BENCHMARK``, at its end.
+    """A benchmark. Each module in a folder of ``runners`` defines one at its end, as ``BENCHMARK``.
 
     Attributes:
-        run: Measures, and returns the figures.
-        description: What is measured, in one line of ``--help``.
-        is_long: Whether it takes minutes, and runs only if it is named or with ``--full``.
+        run: Measures, and returns a report.
+        description: A line of ``--help`` about the measured values.
+        is_long: Whether it takes minutes, so that it runs only if it is named or with ``--full``.
     """
 
     run: Callable[[Setup], Report]
@@ -28,7 +28,7 @@ class Benchmark:
 
 
 def find_benchmarks(folder: Path = RUNNERS) -> Mapping[str, Benchmark]:
-    """Import all runners, and return their benchmarks by name, in the order of the paths.
+    """Import all runners, and return their benchmarks by name, in the order of their paths.
 
     Raises:
         ValueError: Two files have the same name.
@@ -48,7 +48,7 @@ def find_benchmarks(folder: Path = RUNNERS) -> Mapping[str, Benchmark]:
 
 
 def help_text(benchmarks: Mapping[str, Benchmark]) -> str:
-    """The benchmarks by folder, each with its description; a star marks the long ones."""
+    """Return the benchmarks by folder, each with its description and a star if it is long, as text."""
     lines = []
     for group, names in groupby(benchmarks, lambda name: benchmarks[name].run.__module__.split(".")[-2]):
         lines.append(f"{group}:")

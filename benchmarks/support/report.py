@@ -1,4 +1,4 @@
-"""What a benchmark gives: figures, each beside its target if it has one, and tables of what they come from."""
+"""The report of a benchmark: figures, each with its target if it has one, and tables of the measured values."""
 
 import platform
 import statistics
@@ -15,16 +15,16 @@ PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy")
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured number.
+    """A measured number.
 
     Attributes:
-        what: What was measured.
-        value: The number; the median where there were several rounds.
-        unit: Such as ``×``.
-        low: First quartile of the rounds, None where there was only one.
-        high: Third quartile.
-        at_least: Target, if there is one from below.
-        at_most: Target, if there is one from above.
+        what: Name of the figure.
+        value: The number; the median if there were several rounds.
+        unit: The unit, such as ``×``.
+        low: First quartile of the rounds, or None if there was only one.
+        high: Third quartile of the rounds, or None if there was only one.
+        at_least: Lower bound as a target, if there is one.
+        at_most: Upper bound as a target, if there is one.
     """
 
     what: str
@@ -45,19 +45,19 @@ class Figure:
         at_least: float | None = None,
         at_most: float | None = None,
     ) -> "Figure":
-        """From the number that each round gave."""
+        """Create a figure from the values of all rounds."""
         low, median, high = quartiles(values)
         return cls(what, median, unit, low, high, at_least, at_most)
 
     @property
     def is_met(self) -> bool | None:
-        """Whether the target is met; None where there is none."""
+        """Return whether the target is met, or None if there is no target."""
         if self.at_least is not None:
             return self.value >= self.at_least
         return None if self.at_most is None else self.value <= self.at_most
 
     def cells(self, is_judged: bool) -> tuple[str, str, str, str]:
-        """What, measured, target, and whether it is met, unless it is not to be judged."""
+        """Return name, measured value and target, and whether the target is met (empty if not ``is_judged``)."""
         spread = "" if self.low is None or self.high is None else f" ({number(self.low)} to {number(self.high)})"
         target = ""
         if self.at_least is not None:
@@ -70,11 +70,11 @@ class Figure:
 
 @dataclass(frozen=True)
 class Table:
-    """What figures come from.
+    """A table of the values from which figures are computed.
 
     Attributes:
-        columns: Headings.
-        rows: As many cells each.
+        columns: The headings.
+        rows: The rows, with a cell for each heading.
     """
 
     columns: tuple[str, ...]
@@ -83,13 +83,13 @@ class Table:
 
 @dataclass(frozen=True)
 class Report:
-    """What a benchmark found.
+    """The result of a benchmark.
 
     Attributes:
-        title: What was measured, in one line.
-        notes: How, and what to keep in mind.
-        figures: The results.
-        tables: What they come from.
+        title: Title, in one line.
+        notes: Lines about the method and its limits.
+        figures: The figures.
+        tables: The values from which the figures are computed.
     """
 
     title: str
@@ -98,13 +98,13 @@ class Report:
     tables: tuple[Table, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """The report as JSON has it."""
+        """Return the report as JSON values."""
         figures = [asdict(figure) | {"is_met": figure.is_met} for figure in self.figures]
         return asdict(self) | {"figures": figures}
 
 
 def text_of(name: str, report: Report, is_judged: bool) -> str:
-    """A report as it is printed, with or without a word on whether targets are met."""
+    """Format a report; if ``is_judged``, show whether targets are met."""
     lines = [f"== {name}: {report.title}", *(f"   {note}" for note in report.notes)]
     for table in report.tables:
         lines += ["", *_aligned([table.columns, *table.rows])]
@@ -115,18 +115,18 @@ def text_of(name: str, report: Report, is_judged: bool) -> str:
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """First quartile, median, third quartile."""
+    """Return first quartile, median and third quartile."""
     low, median, high = statistics.quantiles([*values, *values] if len(values) == 1 else values, method="inclusive")
     return low, median, high
 
 
 def number(value: float) -> str:
-    """Four digits, or all of a whole number before the point."""
+    """Format a number with four significant digits, or all digits of a whole number."""
     return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.4g}"
 
 
 def machine(folder: Path) -> dict[str, str]:
-    """Where figures were measured, and by which versions."""
+    """Return a description of the machine and of the versions of packages."""
     memory_gib = psutil.virtual_memory().total / 2**30
     disks = [disk for disk in psutil.disk_partitions(all=True) if folder.is_relative_to(disk.mountpoint)]
     disk = max(disks, key=lambda disk: len(disk.mountpoint), default=None)
@@ -151,13 +151,13 @@ def _versions(packages: Iterable[str]) -> list[str]:
     for package in packages:
         try:
             found.append(f"{package} {version(package)}")
-        except PackageNotFoundError:  # of the two fbgemm packages only one is there
+        except PackageNotFoundError:  # only one of the two fbgemm packages is installed
             continue
     return found
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Columns side by side; the first is text, the others are aligned right where they are numbers."""
+    """Format rows as lines with aligned columns."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return [lines[0], "-" * max(map(len, lines)), *lines[1:]]

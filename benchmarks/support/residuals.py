@@ -1,8 +1,8 @@
-"""What rows would take if they were stored as residuals: what is missing from the row that a reader has already.
+"""The bits of rows that are stored as residuals: differences from the values that a reader already has.
 
-The coder is closed-loop: it follows what a reader would reconstruct, so errors do not add up. A residual is a whole
-number of steps an element, the step being that of the row's own plain code, ``Asymmetric(bits)``: so an element that
-was stored is off by half a step at most, as with the plain code. Nothing is stored; bits are entropies of order 0.
+The coder is closed-loop: it follows the values that a reader would reconstruct, so errors do not add up. The residual
+of an element is a whole number of steps of the row's own plain code, ``Asymmetric(bits)``. So the error of a stored
+element is at most half a step, as with the plain code. Nothing is written; bits are entropies of order 0.
 """
 
 from collections import Counter
@@ -15,12 +15,12 @@ from torch import Tensor
 
 import torchrec_cnr as cnr
 
-STEP_BITS = 16  # a row's step in fp16, where a reader is told it
-SCALE_AND_BIAS_BITS = 32  # of a row in a plain code
+STEP_BITS = 16  # per row: its step in fp16, if the reader needs it
+SCALE_AND_BIAS_BITS = 32  # per row of a plain code
 
 
 def entropy(counts: Collection[int]) -> float:
-    """Bits a symbol, of how often each one occurs; 0 where there are none."""
+    """Return the bits per symbol, from the number of occurrences of each; 0 if there are none."""
     found = np.array([count for count in counts if count > 0], dtype=np.float64)
     shares = found / found.sum() if len(found) else found
     return float(-(shares * np.log2(shares)).sum()) + 0.0  # no negative zero
@@ -28,17 +28,17 @@ def entropy(counts: Collection[int]) -> float:
 
 @dataclass
 class Tally:
-    """What was stored of some rows.
+    """Counts of the rows that were stored.
 
     Attributes:
-        dim: Elements of a row.
-        num_rows: How many rows were modified and could be coded.
-        num_zero: Of these, rows whose residuals are all zero; they take a flag and nothing else.
-        num_exact: Rows beside these, which the plain code stores exactly.
-        residuals: How often each residual occurs in the other rows.
-        codes: How often each plain code occurs in all of the rows.
-        squared_error: Of what a reader has of the rows afterwards.
-        plain_squared_error: The same with plain codes.
+        dim: Elements per row.
+        num_rows: Number of modified rows that could be coded.
+        num_zero: Number of these rows whose residuals are all zero; they take only a flag.
+        num_exact: Number of further rows, which the plain code stores exactly.
+        residuals: Occurrences of each residual in the rows with residuals.
+        codes: Occurrences of each plain code in all coded rows.
+        squared_error: Sum of squared errors of the values that a reader has afterwards.
+        plain_squared_error: Sum of squared errors with plain codes.
     """
 
     dim: int
@@ -52,23 +52,23 @@ class Tally:
 
     @property
     def zero_share(self) -> float:
-        """The part of the rows that take a flag and nothing else."""
+        """The share of rows that take only a flag."""
         return self.num_zero / max(1, self.num_rows)
 
     @property
     def residual_bits(self) -> float:
-        """Bits an element, the row's flag counted, steps not."""
+        """The bits per element, with the flags of rows and without steps."""
         flag = entropy((self.num_zero, self.num_rows - self.num_zero)) / self.dim
         return flag + (1 - self.zero_share) * entropy(self.residuals.values())
 
     @property
     def step_bits(self) -> float:
-        """Bits an element that steps take, if a reader is told those of rows that are not zero."""
+        """The bits per element for the steps of rows that are not zero."""
         return (1 - self.zero_share) * STEP_BITS / self.dim
 
     @property
     def code_bits(self) -> float:
-        """Bits an element that plain codes would take if they were entropy-coded, without scale and bias."""
+        """The bits per element of plain codes if they were entropy-coded, without scale and bias."""
         return entropy(self.codes.values())
 
     def __add__(self, other: "Tally") -> "Tally":
@@ -85,10 +85,11 @@ class Tally:
 
 
 class ResidualReader:
-    """What a reader of residuals has of a table.
+    """A reader of residuals of a table.
 
     Attributes:
-        values: float32 [num_rows, dim]; at first what the table began with, which a seed tells.
+        values: The values that the reader has, float32 [num_rows, dim]; at first the initial values of the table,
+            which a seed determines.
     """
 
     def __init__(self, values: Tensor, bits: int) -> None:
@@ -97,11 +98,11 @@ class ResidualReader:
         self._scheme = cnr.Asymmetric(bits)
 
     def store(self, table: Tensor, rows: Tensor) -> Tally:
-        """Bring rows to what a table has now; rows that ``Asymmetric`` stores exactly are only counted.
+        """Update rows to the values that a table has now; rows that ``Asymmetric`` stores exactly are only counted.
 
         Args:
-            table: float32 [num_rows, dim].
-            rows: int64 [n], those that were modified, each once.
+            table: The table, float32 [num_rows, dim].
+            rows: The numbers of the modified rows, int64 [n], each once.
         """
         dim = table.shape[1]
         encoded = self._scheme.encode(table, rows)
@@ -129,13 +130,13 @@ class ResidualReader:
 
 
 def plain_codes(codes: Tensor, bits: int, dim: int) -> Tensor:
-    """int64 [n, dim], each from 0 to ``2**bits - 1``: out of fused rows of 2, 4 or 8 bits, lowest bits first."""
+    """Unpack the codes of fused rows of 2, 4 or 8 bits: int64 [n, dim], each from 0 to ``2**bits - 1``."""
     shifts = torch.arange(0, 8, bits)
     unpacked = (codes[:, :-4].long()[:, :, None] >> shifts) & ((1 << bits) - 1)
     return unpacked.flatten(1)[:, :dim]
 
 
 def counts_of(values: Tensor) -> Counter[int]:
-    """How often each value of an int64 tensor occurs."""
+    """Count the occurrences of each value of an int64 tensor."""
     found, counts = values.unique(return_counts=True)
     return Counter(dict(zip(found.tolist(), counts.tolist(), strict=True)))

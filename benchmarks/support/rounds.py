@@ -1,4 +1,4 @@
-"""Candidates timed in turns: whatever else the machine does meanwhile, it does to all of them."""
+"""Candidates that are timed alternately, so that other load of the machine affects all of them."""
 
 import gc
 import time
@@ -12,18 +12,18 @@ from benchmarks.support.report import Table, quartiles
 
 @dataclass(frozen=True)
 class Setup:
-    """What every benchmark is given.
+    """The setup of a benchmark.
 
     Attributes:
         folder: An empty folder for its files; it is removed afterwards.
-        quick: Sizes to try a benchmark out, whose figures mean nothing.
-        num_threads: Of torch.
-        say: Takes a line on what goes on.
-        plots: Where plots go, if they are wanted.
-        all_cases: Whether to measure also what takes long and has no target of its own.
-        kafka: ``host:port`` of a broker, if there is one already.
-        s3: URL of a place in a bucket, if there is one already.
-        data: Format and path of a file of interactions, if there is one to be read.
+        quick: Whether to use small sizes, only to try the benchmark.
+        num_threads: Number of torch's threads.
+        say: A callback that takes a line about the progress.
+        plots: Folder for plots, or None for no plots.
+        all_cases: Whether to measure cases that take long and have no target, too.
+        kafka: ``host:port`` of a broker to use, or None to start one.
+        s3: URL in a bucket to use, or None to start a server.
+        data: Format and path of a file of interactions to read, or None.
     """
 
     folder: Path
@@ -43,12 +43,12 @@ def _nothing(number: int) -> None:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Something to be timed. Its functions are called with the number of the round, 0 being the warm-up.
+    """An operation to time. Its functions are called with the number of the round, which is 0 for the warm-up.
 
     Attributes:
-        run: What is timed.
-        before: Done before, and not timed.
-        after: Done afterwards, and not timed.
+        run: The function to time.
+        before: Called before ``run``, and not timed.
+        after: Called after ``run``, and not timed.
     """
 
     run: Callable[[int], object]
@@ -57,11 +57,11 @@ class Candidate:
 
 
 class Taken(NamedTuple):
-    """Time that something took.
+    """The time that an operation took.
 
     Attributes:
-        secs: By the clock.
-        processor_secs: Of all threads of this process; work of other processes does not count.
+        secs: Elapsed seconds.
+        processor_secs: Processor seconds of all threads of this process; other processes do not count.
     """
 
     secs: float
@@ -74,12 +74,12 @@ Timings = Mapping[str, Sequence[Taken]]
 def interleave(
     candidates: Mapping[str, Candidate], num_rounds: int, before_round: Callable[[int], object] = _nothing
 ) -> Timings:
-    """Time every candidate once a round, after a warm-up, so that each round is a comparison of its own.
+    """Time every candidate once per round, after a warm-up, so that each round is a comparison by itself.
 
-    The order changes from round to round: nobody always comes after the same other one.
+    The order changes from round to round, so that no candidate always runs after the same other one.
 
     Returns:
-        What each round took, by candidate.
+        The times of all rounds, by candidate.
     """
     taken: dict[str, list[Taken]] = {name: [] for name in candidates}
     names = list(candidates)
@@ -100,17 +100,17 @@ def interleave(
 
 
 def ratios(timings: Timings, dividend: str, divisor: str) -> list[float]:
-    """How many times as long one candidate took as another, in each round."""
+    """Return the time of one candidate divided by that of another, for each round."""
     return [a.secs / b.secs for a, b in zip(timings[dividend], timings[divisor], strict=True)]
 
 
 def processor_ratios(timings: Timings, dividend: str, divisor: str) -> list[float]:
-    """As :func:`ratios`, by processor time: for what neither waits nor shares its work among threads."""
+    """Return :func:`ratios` of processor time, for operations that neither wait nor use several threads."""
     return [a.processor_secs / b.processor_secs for a, b in zip(timings[dividend], timings[divisor], strict=True)]
 
 
 def times_table(heading: str, timings: Timings, num_steps: int = 1) -> Table:
-    """Milliseconds of each candidate, or of each of the steps that a round of it has."""
+    """Return a table of the milliseconds of each candidate, per round or per step of a round."""
     rows = []
     for name, taken in timings.items():
         low, median, high = (1e3 * value / num_steps for value in quartiles([took.secs for took in taken]))
@@ -120,5 +120,5 @@ def times_table(heading: str, timings: Timings, num_steps: int = 1) -> Table:
 
 
 def round_name(number: int, num_rounds: int) -> str:
-    """For progress."""
+    """Return the name of a round for progress lines."""
     return f"round {number} of {num_rounds}" if number else "warm-up"

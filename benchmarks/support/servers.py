@@ -1,4 +1,4 @@
-"""Servers to measure with, named on the command line or started as the tests do: a Kafka broker, an S3 bucket."""
+"""A Kafka broker and an S3 bucket to measure with, given on the command line or started as the tests do."""
 
 import importlib
 import uuid
@@ -14,7 +14,7 @@ from torchrec_cnr.storage.urls import without_client
 
 @contextmanager
 def broker(setup: Setup) -> Iterator[str | None]:
-    """``host:port`` of a broker; None where there is none, and none can be started."""
+    """Yield ``host:port`` of a broker, or None if none is given and none can be started."""
     if setup.kafka is not None:
         yield setup.kafka
         return
@@ -30,7 +30,7 @@ def broker(setup: Setup) -> Iterator[str | None]:
 
 
 def _kafka_server(setup: Setup) -> Any:
-    # By name, because benchmarks do without the tests, and without what they need, where a server is named.
+    # Imported by name, because benchmarks need neither the tests nor their dependencies if a server is given.
     try:
         kafka_server = importlib.import_module("tests.servers.kafka_server")
     except ModuleNotFoundError as error:
@@ -47,12 +47,12 @@ def _kafka_server(setup: Setup) -> Any:
 
 @contextmanager
 def bucket(setup: Setup) -> Iterator[str | None]:
-    """Bucket and path, without a protocol, where nothing is yet; None where there is none, and none can be started."""
+    """Yield an unused bucket and path, without a protocol, or None if none is given and none can be started."""
     if setup.s3 is not None:
         fs, path = fsspec.core.url_to_fs(f"{without_client(setup.s3).rstrip('/')}/{uuid.uuid4().hex}")
         try:
             yield path
-        finally:  # it is somebody's own, and paid for
+        finally:  # the bucket belongs to the user, who pays for its storage
             fs.invalidate_cache()
             if fs.exists(path):
                 fs.rm(path, recursive=True)

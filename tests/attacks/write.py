@@ -79,19 +79,19 @@ def pickle_calls(root: Path) -> None:
     _object(root, MKDIR)
 
 
-@attack("a call of builtins.bytearray that no state needs")
+@attack("a call of builtins.bytearray that no state dict needs")
 def pickle_bytearray(root: Path) -> None:
     """Has 64 GiB of zeros made, by a class that weights-only unpicklers allow."""
     _object(root, b"c__builtin__\nbytearray\n" + HUGE + b"\x85R.")
 
 
-@attack("a call of torch.Tensor that no state needs")
+@attack("a call of torch.Tensor that no state dict needs")
 def pickle_tensor(root: Path) -> None:
     """Has 256 GiB of a tensor made, and written by whoever hands it on."""
     _object(root, b"ctorch\nTensor\n" + HUGE + b"\x85R.")
 
 
-@attack("a call of builtins.bytearray that no state needs")
+@attack("a call of builtins.bytearray that no state dict needs")
 def pickle_by_case(root: Path) -> None:
     """The same, in `data.PKL`: torch finds the files of an archive without regard to case."""
     pickled = b"c__builtin__\nbytearray\n" + HUGE + b"\x85R."
@@ -107,46 +107,46 @@ def pickle_by_two_cases(root: Path) -> None:
     Draft(archive=archive.getvalue()).write(root / "step-1")
 
 
-@attack("DeviceMesh, which acts when it is rebuilt")
+@attack("DeviceMesh, which has side effects when it is rebuilt")
 def pickle_mesh(root: Path) -> None:
     """A mesh of devices, which starts torch.distributed where it is rebuilt."""
     _object(root, b"ctorch.distributed.device_mesh\nDeviceMesh\nX\x03\0\0\0cpu](K\0K\x01e\x86R.")
 
 
-@attack("a call of builtins.bytearray that no state needs")
+@attack("a call of builtins.bytearray that no state dict needs")
 def pickle_by_proxy(root: Path) -> None:
     """The same as `pickle-bytearray`, called by a function that calls what it is given."""
     bomb = b"c__builtin__\nbytearray\nctorch\nTensor\n" + HUGE + b"\x85}t"
     _object(root, b"ctorch._tensor\n_rebuild_from_type_v2\n(" + bomb + b"R.")
 
 
-@attack("a call of _codecs.encode that no state needs")
+@attack("a call of _codecs.encode that no state dict needs")
 def pickle_doubles(root: Path) -> None:
     """Writes bytes as hexadecimal digits, forty times over, which doubles them each time."""
     text = b"X\x01\0\0\0aX\x06\0\0\0latin1\x86R"
     _object(root, b"c_codecs\nencode\n" * 41 + text + b"X\x03\0\0\0hex\x86R" * 40 + b".")
 
 
-@attack("tuples within tuples that are hashed again and again")
+@attack("nested tuples that are hashed again and again")
 def pickle_hashes(root: Path) -> None:
     """A key made of pairs of pairs, sixty deep: hashing it takes 2^60 steps."""
     pairs = b"".join(b"h" + bytes([i]) + b"\x86q" + bytes([i + 1]) for i in range(60))
     _object(root, b"}" + INT + b"\x85q\x00" + pairs + INT + b"s.")
 
 
-@attack("tuples within tuples without end")
+@attack("tuples nested more than 500 levels deep")
 def pickle_deep_key(root: Path) -> None:
     """A key of 20,000 tuples within one another: hashing it may overflow the stack."""
     _object(root, b"}" + INT + b"\x85" * 20_000 + INT + b"s.")
 
 
-@attack("object .seen.: it cannot be handed on")
+@attack("object .seen.: it cannot be pickled again")
 def pickle_deep_list(root: Path) -> None:
     """Lists within one another, deeper than Python recurses."""
     _object(root, b"]" * 5_000 + b"a" * 4_999 + b".")
 
 
-@attack("an archive that is longer unpacked than packed")
+@attack("an archive that is larger when decompressed")
 def pickle_compressed(root: Path) -> None:
     """An archive that unpacks to a thousand times its size."""
     num_bytes = 16 << 20
@@ -163,7 +163,7 @@ def pickle_unwrapped(root: Path) -> None:
 # JSON.
 
 
-@attack("no complete manifest")
+@attack("not a complete manifest")
 def manifest_of_a_pickle(root: Path) -> None:
     """A pickle that runs code in the place of the manifest, as DCP's own metadata is one."""
     (root / "step-1").mkdir(parents=True)
@@ -391,7 +391,7 @@ def _split(root: Path, blob: bytes) -> None:
     draft.write(root / "step-1")
 
 
-@attack("unpack to 5 bytes, expected 128")
+@attack("decompress to 5 bytes, expected 128")
 def split_that_lies(root: Path) -> None:
     """A split blob whose frame does not hold its rows."""
     _split(root, _frame(5, 1))

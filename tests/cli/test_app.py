@@ -110,7 +110,7 @@ FAILURES = {
     "empty": ("an empty directory", {"ls": 0, "inspect": 1, "verify": 1, "diff": 1}),
     "foreign": ("no checkpoint is here", {"ls": 1, "inspect": 1, "verify": 1, "diff": 1}),
     "half-written": ("packs, but no manifest.json", {"ls": 1, "inspect": 1, "verify": 1, "diff": 1}),
-    "manifest": ("no complete manifest", {"ls": 2, "inspect": 1, "verify": 1, "diff": 1}),
+    "manifest": ("not a complete manifest", {"ls": 2, "inspect": 1, "verify": 1, "diff": 1}),
     "newer": ("format version 99", {"ls": 2, "inspect": 1, "verify": 1, "diff": 1}),
     "pack": ("truncated", {"ls": 2, "inspect": 0, "verify": 1, "diff": 1}),
 }

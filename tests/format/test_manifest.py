@@ -582,7 +582,7 @@ LOG = ("packs", 0, 7)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        pytest.param(_set("packs", 0, 0, "../step-1"), "in a log and in the directory", id="two places"),
+        pytest.param(_set("packs", 0, 0, "../step-1"), "both in a Kafka topic and in the directory", id="two places"),
         pytest.param(_set("packs", 0, 7, DELETE), "list of 8", id="pack that does not say where"),
         pytest.param(_set("packs", 0, REPEAT), "two packs", id="pack twice"),
         pytest.param(_set(*LOG, 0, "a/b"), "packs", id="topic with a slash"),
@@ -657,7 +657,7 @@ CUBE = TensorEntry("int8", (0, 2, 3), (), folded=(Place(Box.whole((0, 2, 3))),))
         pytest.param(_set("packs", 1, 0, 7), "packs", id="directory that is a number"),
         pytest.param(
             lambda body: {**body, "packs": [*body["packs"], ["../x", "y.safetensors", 99, 64, 7, None, 0, None]]},
-            "it holds nothing",
+            "it holds no blob",
             id="pack that nobody needs",
         ),
         pytest.param(
@@ -692,7 +692,7 @@ CUBE = TensorEntry("int8", (0, 2, 3), (), folded=(Place(Box.whole((0, 2, 3))),))
         pytest.param(
             _set(*STATE, "folded", 2, 1, [[0, 0], [8, 2]]), "its table", id="place with more rows of the table"
         ),
-        pytest.param(_set(*STATE, "table", "step"), "no table", id="folded state of no table"),
+        pytest.param(_set(*STATE, "table", "step"), "not a table", id="folded state of no table"),
         pytest.param(_set("row_sets", 2, 1, 1, 8), "beyond the 8 rows", id="shared code beyond a shard"),
         pytest.param(_set(*SHARD, 3, 0, 1, 64), "overlap", id="values that are row numbers, too"),
     ],
@@ -1071,7 +1071,7 @@ def test_packed_manifest_is_not_unpacked_beyond_the_limit(monkeypatch: pytest.Mo
     body = packed_body(json.dumps(body_of(delta()), separators=(",", ":")).encode())
     loads(body)
     monkeypatch.setattr(manifest_json, "MAX_BYTES", 100)
-    with pytest.raises(DamagedError, match="expected 32 times as many at most"):
+    with pytest.raises(DamagedError, match="expected at most 32 times as many"):
         loads(body)
 
 

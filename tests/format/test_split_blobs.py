@@ -80,7 +80,7 @@ def test_whatever_a_split_blob_holds(rows: Rows, data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     ("frame", "reason"),
     [
-        (zstandard.compress(bytes(511)), "unpack to 511 bytes, expected 512"),
+        (zstandard.compress(bytes(511)), "decompress to 511 bytes, expected 512"),
         (zstandard.compress(bytes(512)) + b"x", "unused data"),
         (zstandard.compress(bytes(512)) * 2, "unused data"),
         (

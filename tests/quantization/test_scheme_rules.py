@@ -195,7 +195,7 @@ def test_patterns_are_for_all_tensors() -> None:
 @pytest.mark.parametrize("quantization", [8, "asymmetric", [Asymmetric(8)], {"*": 8}, {"*": Asymmetric}, Asymmetric])
 def test_what_is_no_scheme_is_refused(quantization: Any) -> None:
     """A wrong argument is named before anything is saved."""
-    with pytest.raises(ConfigurationError, match="'quantization' must be a scheme or a mapping to schemes"):
+    with pytest.raises(ConfigurationError, match="'quantization' must be a scheme such as Asymmetric"):
         SchemeRules.of(quantization)
 
 

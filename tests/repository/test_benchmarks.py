@@ -108,7 +108,7 @@ def test_unknown_name_is_refused() -> None:
     """A name that is none is answered with those that are."""
     done = run("speed")
     assert done.returncode == 2
-    assert f"no benchmark speed; there are {', '.join(BENCHMARKS)}" in done.stderr
+    assert f"unknown benchmark speed; benchmarks: {', '.join(BENCHMARKS)}" in done.stderr
 
 
 def test_help_names_every_benchmark() -> None:

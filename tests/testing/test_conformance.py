@@ -81,7 +81,7 @@ def test_file_systems_that_break_a_promise_are_refused(
     url = f"{broken.protocol}://{tmp_path}"
     with pytest.raises(StoreError) as raised:
         check(url)
-    assert str(raised.value).startswith(f"{check.name}: {check.promise} Not so at {url}: ")
+    assert str(raised.value).startswith(f"{check.name}: {check.promise} Not met at {url}: ")
 
 
 def test_a_spoiled_store_is_refused(tmp_path: Path) -> None:
@@ -104,11 +104,11 @@ def test_places_that_cannot_be_opened_are_no_broken_promises() -> None:
 def test_the_command_tells_what_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A line for each promise, the problem below one that is broken, and a status that scripts can use."""
     assert main([str(tmp_path), "--only", "whole"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "1 promises kept, 0 broken"
+    assert capsys.readouterr().out.splitlines()[-1] == "checks: 1 passed, 0 failed"
     fsspec.register_implementation("losestheend", broken_file_systems.LosesTheEnd, clobber=True)
     assert main([f"losestheend://{tmp_path}", "--only", "whole"]) == 1
     out = capsys.readouterr().out
-    assert out.startswith("BROKEN  whole files")
+    assert out.startswith("FAILED  whole files")
     assert "the bytes of 'pack': expected b'one two three', got b'one two thre'" in out
 
 

@@ -1,13 +1,13 @@
-"""The bytes of a blob: rows of codes, whose tails may be split off and compressed, and the rows that codes cannot hold.
+"""The bytes of a blob: rows of codes, whose tails may be split off and compressed, and exact rows.
 
-A row's tail is what follows its codes, such as scale and bias. Scales of one table are alike, and so is its optimizer
-state: their upper bytes tell little. So tails are compressed as byte planes (all first bytes, then all second bytes,
-and so on), each plane with a code of its own, in one Zstandard frame that states its size. Why codes are not
-compressed, and how much is saved, is in docs/design/006-split-blobs.md.
+The tail of a row is the bytes after its codes, such as scale and bias. The scales of one table are similar, and so is
+its optimizer state, so their upper bytes contain little information. Tails are therefore compressed as byte planes (all
+first bytes, then all second bytes, and so on). Each plane has its own entropy code, and all are in one Zstandard frame
+that states its size. docs/design/006-split-blobs.md explains why codes are not compressed, and how much this saves.
 
-A blob is split only where that makes it smaller, and then holds no exact rows, so its size tells whether it is. Rows
-that are all alike, such as state of a table before its first step, are not split: a thousandth of their size would let
-a small file ask for any amount of memory.
+A blob is split only if that makes it smaller. A split blob has no exact rows, so the size of a blob shows whether it is
+split. Rows that are all equal, such as optimizer state before the first step, are not split: they would shrink to a
+thousandth, and if readers accepted such ratios, a small file could demand any amount of memory.
 """
 
 from collections.abc import Iterator
@@ -20,13 +20,13 @@ from torchrec_cnr.errors import DamagedError
 
 _LEVEL = 1
 _PIECE_BYTES = 1 << 10
-_MAX_WHOLE_BYTES = 16 << 20  # that a frame is unpacked to at once; larger ones are gone through in pieces
-_STREAM_BYTES = 256  # of such a frame at a time: four bytes can stand for 128 KiB
-_MAX_WINDOW_BYTES = 8 << 20  # of such a frame: what RFC 8878 wants every reader to take
+_MAX_WHOLE_BYTES = 16 << 20  # frames with more content are decompressed in pieces
+_STREAM_BYTES = 256  # compressed bytes per piece of such a frame: four of them can expand to 128 KiB
+_MAX_WINDOW_BYTES = 8 << 20  # of such a frame: the window size that RFC 8878 recommends all readers to support
 
 
 def compressed(*planes: bytes) -> bytes:
-    """One frame of planes, one behind the other."""
+    """Compress planes, one after the other, into one frame."""
     num_bytes = sum(map(len, planes))
     frame = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True).compressobj(size=num_bytes)
     parts = []
@@ -36,45 +36,45 @@ def compressed(*planes: bytes) -> bytes:
 
 
 def decompressed(data: bytes | memoryview, num_bytes: int, what: str) -> bytes:
-    """The bytes of a frame, whose size is checked before anything is allocated.
+    """Decompress a frame, after checking its size, before memory is allocated.
 
     Args:
         data: One frame.
-        num_bytes: The size expected.
-        what: Names what is packed, and where, in errors.
+        num_bytes: The expected size of the result.
+        what: The content and its place, for errors.
 
     Raises:
-        DamagedError: It is no frame, or has another size than expected, or than it states.
+        DamagedError: ``data`` is not a frame, or its content is not as large as expected or as it states.
     """
     try:
         declared = zstandard.frame_content_size(data)
         if declared != num_bytes:
-            raise DamagedError(f"{what} unpack to {declared} bytes, expected {num_bytes}; use another checkpoint")
+            raise DamagedError(f"{what} decompress to {declared} bytes, expected {num_bytes}; use another checkpoint")
         if num_bytes:
             return zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
-        frame = zstandard.ZstdDecompressor().decompressobj()  # the above does not look at a frame of nothing
+        frame = zstandard.ZstdDecompressor().decompressobj()  # decompress() above does not check an empty frame
         content = any(
             frame.decompress(data[start : start + _PIECE_BYTES]) for start in range(0, len(data), _PIECE_BYTES)
         )
         if content or not frame.eof or frame.unused_data:
-            raise zstandard.ZstdError("not one frame of nothing")
+            raise zstandard.ZstdError("not exactly one empty frame")
         return b""
     except zstandard.ZstdError as error:
         raise DamagedError(f"{what} do not decompress ({error}); use another checkpoint") from error
 
 
 class Unpacked:
-    """The bytes of a frame, in pieces, as often as they are gone through; never more of them in memory than a bound.
+    """A compressed frame whose content can be read in pieces, several times, in bounded memory.
 
-    So what is made of them can be checked before room is made for it: a frame of a few KB can be one of 128 MiB.
+    Thus the content can be checked before memory is allocated for the result: a frame of a few KB may contain 128 MiB.
 
     Args:
         data: One frame.
-        num_bytes: The size expected.
-        what: Names what is packed, and where, in errors.
+        num_bytes: The expected size of the content.
+        what: The content and its place, for errors.
 
     Raises:
-        DamagedError: As :func:`decompressed`, here or while the pieces are taken.
+        DamagedError: As for :func:`decompressed`, here or when the pieces are read.
     """
 
     def __init__(self, data: bytes | memoryview, num_bytes: int, what: str) -> None:
@@ -84,7 +84,7 @@ class Unpacked:
         self._whole = decompressed(data, num_bytes, what) if num_bytes <= _MAX_WHOLE_BYTES else None
 
     def pieces(self, most_bytes: int) -> Iterator[tuple[int, "Bytes"]]:
-        """Pieces of at most so many bytes, in their order, each with the place of its first byte."""
+        """Yield pieces of at most ``most_bytes`` bytes, in order, each with the position of its first byte."""
         place = 0
         for part in (self._whole,) if self._whole is not None else self._streamed():
             array = np.frombuffer(part, dtype=np.uint8)
@@ -104,29 +104,29 @@ class Unpacked:
                 left -= len(part)
                 yield part
                 if frame.eof and (frame.unused_data or start + _STREAM_BYTES < len(self._data)):
-                    raise zstandard.ZstdError("bytes behind the frame")
+                    raise zstandard.ZstdError("bytes after the frame")
             if left or not frame.eof:
-                raise zstandard.ZstdError("not one whole frame")
+                raise zstandard.ZstdError("not one complete frame")
         except zstandard.ZstdError as error:
             raise DamagedError(f"{self._what} do not decompress ({error}); use another checkpoint") from error
 
 
-MAX_CODED_ROWS = 1 << 24  # in a block; blocks are cut by bytes, long before
+MAX_CODED_ROWS = 1 << 24  # per block; writers limit blocks by bytes, to far fewer rows
 
 
 Bytes = npt.NDArray[np.uint8]
 
-_MAX_RATIO = 64  # of rows and a blob: a reader makes room by what manifests say, and no more than a file warrants
-_MIN_SAVED = 128  # a split saves a 128th of the tails: a blob that lacks less is one that was cut
-_MIN_FRAME = 10  # bytes of a frame that holds something
+_MAX_RATIO = 64  # most bytes of rows per byte of a split blob; bounds the memory that a small file can demand
+_MIN_SAVED = 128  # a split must save at least 1/128 of the tails; a blob that is only a bit short is a truncated one
+_MIN_FRAME = 10  # bytes of the smallest frame with content
 
 
 def split(codes: Bytes, tail_bytes: int) -> Bytes | None:
-    """A blob of rows, split; None if that is not smaller.
+    """Return the bytes of rows as a split blob, or None if that is not smaller.
 
     Args:
-        codes: uint8 [n, row_bytes].
-        tail_bytes: Of each row; 0 for none.
+        codes: The encoded rows, uint8 [n, row_bytes].
+        tail_bytes: Bytes of each row's tail; 0 if rows have none.
     """
     if not tail_bytes or not len(codes):
         return None
@@ -142,20 +142,20 @@ def split(codes: Bytes, tail_bytes: int) -> Bytes | None:
 
 
 def join(data: Bytes, num_rows: int, row_bytes: int, tail_bytes: int, where: str) -> Bytes:
-    """The rows of a blob, whether it is split or not, and what lies behind them.
+    """Return the rows of a blob, split or not, and the bytes after them.
 
     Args:
-        data: The blob.
-        num_rows: How many rows are in it; of a split one, what manifests allow.
-        row_bytes: Of each, with its tail.
-        tail_bytes: Of each.
-        where: Names the blob in errors.
+        data: The bytes of the blob.
+        num_rows: Number of rows. For a split blob, the manifest parser must have checked it with ``may_be_split``.
+        row_bytes: Bytes of each row, with its tail.
+        tail_bytes: Bytes of each row's tail.
+        where: The name of the blob, for errors.
 
     Returns:
         uint8 [num_rows * row_bytes + ...].
 
     Raises:
-        DamagedError: The tails of a split blob are not one frame of so many.
+        DamagedError: The tails of a split blob are not one frame of the expected size.
     """
     if len(data) >= num_rows * row_bytes:
         return data
@@ -169,7 +169,7 @@ def join(data: Bytes, num_rows: int, row_bytes: int, tail_bytes: int, where: str
 
 
 def may_be_split(num_bytes: int, num_rows: int, row_bytes: int, tail_bytes: int) -> bool:
-    """Whether a blob of this size is one of so many rows, split."""
+    """Return whether a blob of this size may be a split blob of ``num_rows`` rows."""
     most, tails = num_rows * row_bytes, num_rows * tail_bytes
     is_between = most - tails + _MIN_FRAME <= num_bytes <= most - -(-tails // _MIN_SAVED)
     return is_between and num_bytes * _MAX_RATIO >= most and num_rows <= MAX_CODED_ROWS
@@ -189,20 +189,20 @@ def with_exact_rows(codes: Bytes, positions: Positions, values: Bytes) -> Bytes:
     """Return the bytes of a blob.
 
     Args:
-        codes: Codes of all rows, in order, of any shape.
-        positions: int64 [k], increasing: rows of the block that the codes do not represent.
-        values: Values of these rows, as bytes of any shape.
+        codes: Codes of all rows, in order, uint8 of any shape.
+        positions: The positions of the exact rows in the block, int64 [k], increasing.
+        values: Values of the exact rows, uint8 of any shape.
     """
     return np.concatenate((codes.reshape(-1), positions.astype(_POSITION).view(np.uint8), values.reshape(-1)))
 
 
 def exact_rows(data: Bytes, num_cols: int, itemsize: int) -> tuple[Positions, Bytes]:
-    """Return positions, int64 [k], and values, uint8 [k, num_cols * itemsize], unchecked.
+    """Return the positions, int64 [k], and the values, uint8 [k, num_cols * itemsize], of the exact rows, unchecked.
 
     Args:
-        data: What a blob has after its codes.
-        num_cols: Values in a row.
-        itemsize: Bytes of a value.
+        data: The bytes of a blob after its codes.
+        num_cols: Values per row.
+        itemsize: Bytes per value.
     """
     num_exact = len(data) // exact_row_bytes(num_cols, itemsize)
     num_bytes = num_exact * _POSITION.itemsize

@@ -1,16 +1,16 @@
-"""Boxes: where a shard lies in its tensor."""
+"""Boxes, which are the regions of tensors that shards cover."""
 
 import itertools
 import math
 from collections import Counter
 from dataclasses import dataclass
 
-MAX_DIVIDED_DIMS = 8  # dimensions of a tensor that its boxes divide
+MAX_DIVIDED_DIMS = 8  # the most dimensions along which the boxes of a tensor may divide it
 
 
 @dataclass(frozen=True)
 class Box:
-    """Where a shard lies in its tensor.
+    """A shard region: the part of a tensor that a shard covers.
 
     Attributes:
         offsets: First index in each dimension.
@@ -22,26 +22,26 @@ class Box:
 
     @classmethod
     def whole(cls, size: tuple[int, ...]) -> "Box":
-        """The box of a tensor that is not sharded."""
+        """Return the box of a whole tensor of ``size``."""
         return cls((0,) * len(size), tuple(size))
 
     @property
     def first_row(self) -> int:
-        """First index of the first dimension; 0 for a scalar."""
+        """The first index in the first dimension; 0 for a scalar."""
         return self.offsets[0] if self.offsets else 0
 
     @property
     def num_rows(self) -> int:
-        """Size of the first dimension; a scalar counts as one row."""
+        """The size of the first dimension; a scalar counts as one row."""
         return self.sizes[0] if self.sizes else 1
 
     @property
     def num_cols(self) -> int:
-        """Number of elements in a row."""
+        """The number of elements in a row."""
         return math.prod(self.sizes[1:])
 
     def intersect(self, other: "Box") -> "Box | None":
-        """The common part of both, in the tensor's own indices, or None."""
+        """Return the intersection of both boxes, in indices of the tensor, or None if it is empty."""
         starts = tuple(map(max, self.offsets, other.offsets))
         stops = tuple(
             min(a + m, b + n) for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
@@ -50,7 +50,7 @@ class Box:
         return None if any(size <= 0 for size in sizes) else Box(starts, sizes)
 
     def slices(self, origin: "Box") -> tuple[slice, ...]:
-        """This box as an index into a tensor that holds ``origin``."""
+        """Return this box as an index into a tensor that contains the values of the box ``origin``."""
         return tuple(
             slice(start - base, start - base + size)
             for start, base, size in zip(self.offsets, origin.offsets, self.sizes, strict=True)
@@ -58,12 +58,12 @@ class Box:
 
 
 def fills(size: tuple[int, ...], boxes: list[Box]) -> bool:
-    """Whether ``boxes`` cover a tensor of ``size`` exactly: inside it, without a hole or an overlap.
+    """Return whether ``boxes`` cover a tensor of ``size`` exactly: inside it, without a hole or an overlap.
 
-    How often each element is covered is a function of its index, and a function is told by its differences along all
-    dimensions. Those of a box are 1 and -1 at its corners, and 0 elsewhere. So the corners of all boxes must add up to
-    those of the tensor: that takes time in proportion to the boxes, however they lie. Boxes that divide more than
-    ``MAX_DIVIDED_DIMS`` dimensions have too many corners, and do not count as covering anything.
+    The number of boxes that cover an element is a function of its index, and the differences of this function along all
+    dimensions determine it. The differences of one box are 1 and -1 at its corners, and 0 elsewhere. So the corners of
+    all boxes must add up to those of the tensor. This takes time proportional to the number of boxes, for any
+    arrangement. Boxes that divide more than ``MAX_DIVIDED_DIMS`` dimensions have too many corners: the result is False.
     """
     if _are_stacked(size, boxes):
         return True
@@ -84,7 +84,7 @@ def fills(size: tuple[int, ...], boxes: list[Box]) -> bool:
 
 
 def _are_stacked(size: tuple[int, ...], boxes: list[Box]) -> bool:
-    """Whether boxes in this order lie one behind the other along the first dimension, as tables are sharded by rows."""
+    """Return whether the boxes, in this order, divide the tensor by rows, as in row-wise sharding."""
     end, rest, origin = 0, size[1:], (0,) * (len(size) - 1)
     for box in boxes:
         if not box.offsets or box.offsets[0] != end or box.sizes[1:] != rest or box.offsets[1:] != origin:
@@ -94,7 +94,7 @@ def _are_stacked(size: tuple[int, ...], boxes: list[Box]) -> bool:
 
 
 def lies_within(size: tuple[int, ...], box: Box) -> bool:
-    """Whether a box has the dimensions of a tensor of ``size``, and does not reach out of it."""
+    """Return whether a box has as many dimensions as a tensor of ``size``, and is inside it."""
     return len(box.offsets) == len(size) and all(
         first + length <= whole for first, length, whole in zip(box.offsets, box.sizes, size, strict=True)
     )

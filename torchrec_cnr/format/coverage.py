@@ -1,8 +1,9 @@
-"""Coverage: which elements of a box are stored, row by row and range of columns by range of columns.
+"""Coverage of a box: a record of which of its elements are stored, for each row and each range of columns.
 
-Going from the newest checkpoint to the oldest, a row whose columns are all covered is dead: a load overwrites what it
-holds. Going through all of them, a row that is not covered in the end is a hole. Columns are divided where any shard's
-box divides them; only the first two dimensions are, which is how tables and the state of their rows are sharded.
+Callers add the shards of a chain from the newest checkpoint to the oldest. A row whose columns are all covered already
+is dead: a load overwrites its values by newer ones. A row that is not covered after all checkpoints is a hole. Columns
+are divided where the box of any shard begins or ends. Only the first two dimensions are divided, because tables and
+the optimizer state of their rows are sharded in these only.
 """
 
 from collections.abc import Iterable
@@ -18,16 +19,16 @@ Mask = npt.NDArray[np.bool_]
 
 
 class Coverage:
-    """What of a box is covered; one byte for each row and range of columns.
+    """A record of the covered elements of a box, with one byte for each row and range of columns.
 
     Args:
-        box: The box, in its tensor's indices.
-        boxes: Of all shards that will be asked for or added, where they divide the columns.
-        most_rows: Rows that will be added at most. Where the box has more, one of as many and one is a hole, and no
-            others are looked at: a size that somebody made up takes no memory.
+        box: The box, in indices of the tensor.
+        boxes: The boxes of all shards that will be added or queried; their edges divide the columns.
+        most_rows: The most rows that will be added, or None. If the box has more rows, only its first ``most_rows + 1``
+            are recorded, since one of these must be a hole. So a forged size of a tensor takes no memory.
 
     Raises:
-        LoadError: It does not fit into memory.
+        LoadError: The record does not fit into memory.
     """
 
     def __init__(self, box: Box, boxes: Iterable[Box], most_rows: int | None = None) -> None:
@@ -42,12 +43,12 @@ class Coverage:
             self._covered: Mask = np.zeros(shape, dtype=np.bool_)
         except (MemoryError, ValueError) as error:
             raise LoadError(
-                f"which of {box.num_rows} rows in {shape[0]} ranges of columns are stored does not fit into memory; "
-                "load fewer rows"
+                f"the record of the stored rows does not fit into memory: {box.num_rows} rows in {shape[0]} ranges of "
+                "columns, one byte each; load fewer rows"
             ) from error
 
     def add(self, box: Box, rows: RowNumbers | slice) -> None:
-        """Rows of a shard's box, numbered within it, are stored."""
+        """Record that rows of a shard are stored; ``rows`` are numbered within its box."""
         ranges, own = self._ranges(box), self._own(box, rows)
         if not isinstance(own, slice):
             own = own[(own >= 0) & (own < self._box.num_rows)]
@@ -55,12 +56,15 @@ class Coverage:
             self._covered[number, own] = True
 
     def parts(self, box: Box, rows: RowNumbers | slice) -> Mask:
-        """bool [k, n]: for each range of a shard's columns, which rows of its box are covered; all must lie in this."""
+        """Return which rows of a shard are covered in each range of its columns, bool [k, n].
+
+        All rows of the shard must be inside the box of this object.
+        """
         covered: Mask = self._covered[self._ranges(box)][:, self._own(box, rows)]
         return covered
 
     def first_hole(self) -> int | None:
-        """The first row of the tensor that is not covered in all columns, or None."""
+        """Return the first row of the tensor that is not covered in all columns, or None."""
         whole = self._covered.all(axis=0)
         return None if whole.all() else self._box.first_row + int(np.argmin(whole))
 

@@ -1,7 +1,8 @@
-"""The manifest: the one object that describes a checkpoint and, by being there, commits it.
+"""The manifest, which describes a checkpoint. The checkpoint is committed as soon as its manifest exists.
 
-This module has values only. ``manifest_json`` writes and reads them as JSON; docs/reference/format.md specifies each
-field. A pack of rows that streamed through Kafka is a pack like any other, with its place in the topic (``LogRange``).
+This module has only values. ``manifest_json`` converts them to JSON and back; docs/reference/format.md specifies
+each field.
+A pack whose rows are in a Kafka topic differs from other packs only by its place in the topic (``LogRange``).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,16 +20,16 @@ from torchrec_cnr.quantization import Scheme
 
 @dataclass(frozen=True)
 class LogRange:
-    """A pack in a log, cut into records of one size but the last.
+    """The place of a pack in a Kafka topic, where it is divided into records of equal size, except the last one.
 
     Attributes:
-        topic: The log.
-        partition: Of the log.
+        topic: Name of the topic.
+        partition: Number of the partition.
         first: Offset of its first record.
-        last: Offset of its last; records of others may lie between them.
-        part_bytes: Size of each record but the last, which has what is left.
-        key: What the keys of its records begin with, in a log that keeps the last record of each key; None if they are
-            the pack's name.
+        last: Offset of its last record. Records of other packs may be between the two.
+        part_bytes: Bytes of each record except the last, which has the remaining bytes.
+        key: Prefix of the keys of its records, in a compacted topic, which keeps the last record of each key. None if
+            the keys begin with the pack's name.
     """
 
     topic: str
@@ -42,13 +43,13 @@ class LogRange:
         return f"topic {self.topic!r} partition {self.partition} offsets {self.first} to {self.last}"
 
     def num_parts(self, num_bytes: int) -> int:
-        """How many records a pack of that size has."""
+        """Return the number of records of a pack of ``num_bytes`` bytes."""
         return -(-num_bytes // self.part_bytes)
 
 
 MANIFEST_FILE = "manifest.json"
 PACK_SUFFIX = ".safetensors"
-UNCOMMITTED_SUFFIX = ".uncommitted.json"  # of a manifest that waits for its marker
+UNCOMMITTED_SUFFIX = ".uncommitted.json"  # of a manifest that has no commit record yet
 
 CheckpointKind = Literal["baseline", "delta"]
 
@@ -58,17 +59,17 @@ DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in _DTY
 
 @dataclass(frozen=True)
 class Pack:
-    """A data file: a safetensors header, then blobs without holes.
+    """A data file: a safetensors header, then blobs without gaps between them.
 
     Attributes:
         name: File name within its directory.
-        num_bytes: Size of the file.
-        header_bytes: Size of the safetensors header, its length field included.
-        header_crc32c: Its digest.
-        directory: Of another checkpoint, relative to this one's; None for this one's own.
-        written_ns: When the newest of its rows was stored first, Unix time in nanoseconds; None for the commit's.
-        heat: How often its rows were stored lately, when they were stored first, from 0 to 3.
-        log: Where it lies if it is no file.
+        num_bytes: Size of the file, in bytes.
+        header_bytes: Size of the safetensors header with its length field, in bytes.
+        header_crc32c: CRC-32C of the header.
+        directory: Directory of another checkpoint, relative to this checkpoint's; None for this checkpoint's own.
+        written_ns: When the newest of its rows was first stored, Unix time in nanoseconds; None for the commit time.
+        heat: How often its rows had been in recent deltas when they were first stored, from 0 (cold) to 3 (hot).
+        log: Its place in a Kafka topic; None if it is a file.
     """
 
     name: str
@@ -82,19 +83,19 @@ class Pack:
 
     @property
     def is_own_file(self) -> bool:
-        """Whether it is a file of the checkpoint's own directory."""
+        """Return whether it is a file in the checkpoint's own directory."""
         return self.directory is None and self.log is None
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Stored rows of one box of a tensor.
+    """The stored rows of one shard of a tensor.
 
     Attributes:
-        box: Where the shard lies in its tensor.
-        rows: Which rows of the box are stored; shards that share it have equal ones.
+        box: The shard region: its offsets and sizes in the tensor.
+        rows: The stored rows of the shard. Shards with the same rows share one object.
         blobs: The codes of each block of rows.
-        scheme: How its rows are quantized; each rank decides for its own shards.
+        scheme: The quantization scheme of its rows. Each rank chooses it for its own shards.
         table_box: For row-wise optimizer state, the box of the table shard that it belongs to.
     """
 
@@ -106,30 +107,30 @@ class Shard:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every row of the box is stored."""
+        """Return whether every row of the box is stored."""
         return self.box.num_cols == 0 or (
             all(block.coding == "all" for block in self.rows.blocks) and self.rows.num_rows == self.box.num_rows
         )
 
     def bytes_behind_codes(self, dtype: torch.dtype) -> Iterator[int]:
-        """Of each blob, what it has behind the codes of its rows: exact rows, or less than nothing if it is split."""
+        """Yield the bytes of each blob after the codes of its rows, which are exact rows; negative for a split blob."""
         row_bytes = self.scheme.row_bytes(self.box.num_cols, dtype)
-        blobs = zip(self.blobs, self.rows.blocks, strict=False)  # there are none where there are no columns
+        blobs = zip(self.blobs, self.rows.blocks, strict=False)  # a shard without columns has blocks but no blobs
         return (blob.num_bytes - block.num_rows * row_bytes for blob, block in blobs)
 
     @property
     def place(self) -> "Place":
-        """Where it lies."""
+        """The regions of the shard in its tensor and table."""
         return Place(self.box, self.table_box)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a shard lies.
+    """The place of a shard.
 
     Attributes:
-        box: In its tensor.
-        table_box: For row-wise optimizer state, in its table.
+        box: Its region in its tensor.
+        table_box: For row-wise optimizer state, its region in its table.
     """
 
     box: Box
@@ -143,11 +144,12 @@ class TensorEntry:
     Attributes:
         dtype: Name of its torch dtype, such as ``float32``.
         size: Its global size.
-        shards: The stored rows. Where boxes overlap, what comes later overwrites what came before.
+        shards: The stored rows. Where boxes overlap, rows of later shards overwrite those of earlier ones.
         is_table: Whether it is an embedding table.
-        table: For row-wise optimizer state (one value a row), the FQN of its table.
-        folded: Where boxes of ``shards`` overlap, because they come from several checkpoints or are parts of a delta's
-            rows, how the tensor is sharded: boxes that fill it exactly. None where those of ``shards`` do that.
+        table: For row-wise optimizer state (one value per row), the FQN of its table.
+        folded: The sharding of the tensor, as boxes that fill it exactly, if the boxes of ``shards`` overlap. They
+            overlap if they come from several checkpoints, or are parts of a delta's rows. None if the boxes of
+            ``shards`` fill the tensor exactly.
     """
 
     dtype: str
@@ -159,33 +161,33 @@ class TensorEntry:
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """How it is sharded: boxes that fill it exactly."""
+        """The sharding of the tensor: boxes that fill it exactly."""
         return tuple(shard.place for shard in self.shards) if self.folded is None else self.folded
 
     @property
     def sharding(self) -> "Sequence[Shard | Place]":
-        """What has the boxes of :attr:`places`."""
+        """Objects with the boxes of :attr:`places`, without creating a ``Place`` for each."""
         return self.shards if self.folded is None else self.folded
 
     @property
     def is_whole(self) -> bool:
-        """Whether every row is stored, as the manifest alone tells, so that no older checkpoint is needed."""
+        """Return whether this manifest alone shows that every row is stored, so that no older checkpoint is needed."""
         return self.folded is None and all(shard.is_whole for shard in self.shards)
 
     @property
     def num_stored_rows(self) -> float:
-        """Rows that are stored; a row whose columns are in several shards counts as its share of them."""
+        """The number of stored rows; a row that is divided by columns counts in each shard as its share of columns."""
         width = Box.whole(self.size).num_cols or 1
         return sum(shard.rows.num_rows * (shard.box.num_cols / width) for shard in self.shards)
 
 
 @dataclass(frozen=True)
 class CheckpointRef:
-    """Another checkpoint, named so that a replaced one is noticed.
+    """A reference to another checkpoint that detects whether it was replaced.
 
     Attributes:
-        path: Its place; relative to the referring checkpoint in a manifest, a full path or URL elsewhere.
-        sha256: Digest of its manifest.
+        path: Its path: relative to the referring checkpoint in a manifest, otherwise a full path or URL.
+        sha256: SHA-256 of its manifest.
     """
 
     path: str
@@ -194,11 +196,11 @@ class CheckpointRef:
 
 @dataclass(frozen=True)
 class History:
-    """Bytes in packs of a lineage since its baseline, from which policies decide.
+    """The sizes of the checkpoints since the last baseline, from which policies decide.
 
     Attributes:
-        baseline_bytes: Of the baseline.
-        delta_bytes: Of each delta on top of it, in the order in which they were saved.
+        baseline_bytes: Bytes in data files of the baseline.
+        delta_bytes: Bytes in data files of each delta since the baseline, in the order in which they were saved.
     """
 
     baseline_bytes: int
@@ -207,23 +209,23 @@ class History:
 
 @dataclass(frozen=True)
 class Manifest:
-    """One committed checkpoint.
+    """The description of one committed checkpoint.
 
     Attributes:
-        created_ns: Unix time of the commit, in nanoseconds; grows along a lineage.
+        created_ns: Unix time of the commit, in nanoseconds; increases along a checkpoint chain.
         checkpoint_id: Last part of the checkpoint's path when it was saved.
-        save_id: Unique to the save that wrote it; begins the name of each of its packs.
-        parent: What must be loaded first, or None for a baseline.
-        replaces: Digest of another manifest in its directory, of the same state, that it replaces; or None.
-        policy: Name of the policy that decided.
-        history: Of the lineage, up to and with this checkpoint.
-        num_restores: Restores from a checkpoint that the saved state has been through.
+        save_id: Unique id of the save that wrote it; the names of its packs begin with it.
+        parent: The checkpoint that must be loaded first, or None for a baseline.
+        replaces: Digest of the manifest that it replaces, which is in its directory and has the same state; or None.
+        policy: Name of the policy that chose between baseline and delta.
+        history: Sizes of the checkpoints since the baseline, including this one.
+        num_restores: Number of restores of the training before this save.
         world_size: Number of ranks that saved.
         writer: Name and version of the software that wrote it.
         packs: The data files.
-        tensors: By FQN.
-        objects: Non-tensor items by FQN, each one blob as written by ``torch.save``.
-        paths: The keys and indices that lead to each FQN in the nested state dict.
+        tensors: The tensors, by FQN.
+        objects: Non-tensor items by FQN, each as one blob that ``torch.save`` wrote.
+        paths: For each FQN, the keys and indices that lead to it in the nested state dict.
     """
 
     created_ns: int
@@ -243,7 +245,7 @@ class Manifest:
 
     @property
     def kind(self) -> CheckpointKind:
-        """``baseline`` or ``delta``."""
+        """The kind of the checkpoint: ``baseline`` or ``delta``."""
         return "delta" if self.parent else "baseline"
 
     @cached_property
@@ -253,7 +255,7 @@ class Manifest:
 
     @property
     def row_set_numbers(self) -> Mapping[int, int]:
-        """The place of each shard's row set among them, by the object's identity: comparing long ones takes time."""
+        """The index in :attr:`row_sets` of each shard's row set, by its ``id()``: comparing long row sets is slow."""
         return self._numbered_row_sets[1]
 
     @cached_property
@@ -265,7 +267,7 @@ class Manifest:
 
     @cached_property
     def row_block_names(self) -> Mapping[RowBlock, str]:
-        """What messages call each coded block of row numbers; row sets may share blocks."""
+        """The name in messages of each coded block of row numbers; row sets may share blocks."""
         names: dict[RowBlock, str] = {}
         for index, rows in enumerate(self.row_sets):
             for number, block in enumerate(rows.blocks):
@@ -275,22 +277,22 @@ class Manifest:
 
     @property
     def pack_bytes(self) -> int:
-        """Bytes in packs of its own directory."""
+        """The bytes of the packs in its own directory."""
         return sum(pack.num_bytes for pack in self.packs if pack.is_own_file)
 
     @property
     def blob_bytes(self) -> int:
-        """Bytes of its blobs, wherever they lie: what a load reads of it."""
+        """The bytes of all its blobs, in any directory or topic, which a load of it reads."""
         return sum(blob.num_bytes for blob in self.unnamed_blobs())
 
     @property
     def num_rows(self) -> int:
-        """Rows of tables that are stored; a row whose columns are in several shards counts as its share of them."""
+        """The number of stored table rows; a row divided by columns counts in each shard as its share of columns."""
         return round(sum(entry.num_stored_rows for entry in self.tensors.values() if entry.is_table))
 
     @property
     def num_exact_rows(self) -> int:
-        """Rows stored exactly because codes cannot represent them; one in several shards counts in each."""
+        """The number of exact rows, which codes cannot represent; a row in several shards counts in each."""
         return sum(
             max(0, num_bytes) // exact_row_bytes(shard.box.num_cols, DTYPES[entry.dtype].itemsize)
             for entry in self.tensors.values()
@@ -299,7 +301,7 @@ class Manifest:
         )
 
     def blobs(self) -> Iterator[tuple[str, Blob]]:
-        """Every blob, once, with a name for messages."""
+        """Yield every blob once, with its name for messages."""
         for fqn, entry in self.tensors.items():
             for index, shard in enumerate(entry.shards):
                 for number, blob in enumerate(shard.blobs):
@@ -314,25 +316,25 @@ class Manifest:
             yield f"object '{fqn}'", blob
 
     def unnamed_blobs(self) -> list[Blob]:
-        """Every blob, once; faster than with names."""
+        """Return every blob once, without names, which is faster."""
         codes = [blob for entry in self.tensors.values() for shard in entry.shards for blob in shard.blobs]
         row_codes = [block.blob for rows in self.row_sets for block in rows.blocks if block.blob is not None]
         return [*codes, *dict.fromkeys(row_codes), *self.objects.values()]
 
 
 def name_of(fqn: str, entry: TensorEntry, index: int) -> str:
-    """What messages call a shard: by its box, and by its number where boxes may be there more than once."""
+    """Return the name of a shard for messages: its box, and its number if several shards may have this box."""
     which = "" if entry.folded is None else f" shard {index}"
     return f"blob '{fqn}' box {list(entry.shards[index].box.offsets)}{which}"
 
 
 def replacement_name(sha256: str) -> str:
-    """The file, beside ``manifest.json``, of the manifest that replaces the one with this digest."""
+    """Return the name of the file, next to ``manifest.json``, that replaces the manifest with this digest."""
     return f"manifest-{sha256}.json"
 
 
 def moved_block(block: RowBlock, place: Callable[[Blob], Blob]) -> RowBlock:
-    """A block of row numbers with its code put elsewhere."""
+    """Return a block of row numbers whose code is in the blob that ``place`` returns."""
     if block.blob is None:
         return block
     return RowBlock(block.coding, block.first, block.span, block.num_rows, place(block.blob))
@@ -340,19 +342,19 @@ def moved_block(block: RowBlock, place: Callable[[Blob], Blob]) -> RowBlock:
 
 @dataclass
 class Renumbering:
-    """Gives every blob another place.
+    """A mapping that moves every blob of shards, row sets and tensors.
 
     Attributes:
-        blob: The place of a blob.
+        blob: Returns the new place of a blob.
     """
 
     blob: Callable[[Blob], Blob]
     _row_sets: dict[int, tuple[RowSet, RowSet]] = field(default_factory=dict)
 
     def rows(self, row_set: RowSet) -> RowSet:
-        """One object for what was one object."""
+        """Return a moved row set. The same object always has the same result, so shards still share row sets."""
         found = self._row_sets.get(id(row_set))
-        if found is None:  # kept with what it came from, whose id would be another's otherwise
+        if found is None:  # the original is kept, too, so that no other object can get its id
             found = self._row_sets[id(row_set)] = (
                 row_set,
                 RowSet(tuple([moved_block(block, self.blob) for block in row_set.blocks])),
@@ -360,10 +362,10 @@ class Renumbering:
         return found[1]
 
     def shard(self, shard: Shard) -> Shard:
-        """A shard, its row set included."""
+        """Return a moved shard, with its row set."""
         rows, blobs = self.rows(shard.rows), tuple(map(self.blob, shard.blobs))
         return Shard(shard.box, rows, blobs, shard.scheme, shard.table_box)
 
     def tensor(self, entry: TensorEntry) -> TensorEntry:
-        """A tensor's shards."""
+        """Return a tensor with moved shards."""
         return replace(entry, shards=tuple(map(self.shard, entry.shards)))

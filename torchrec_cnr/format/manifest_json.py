@@ -1,12 +1,12 @@
-"""A manifest as JSON, and back with every check that makes using it safe.
+"""Conversion of a manifest to JSON and back, with all checks that make it safe to use.
 
-The file is one JSON object in a fixed frame, ``{"sha256":"<64 hex digits>","manifest":<body>}``: the digest is that of
-the body's bytes, and is also how other checkpoints refer to this one. What :func:`loads` returns was validated: only
-the blobs' own bytes need further checks.
+The file is one JSON object in a fixed frame, ``{"sha256":"<64 hex digits>","manifest":<body>}``. The digest is that of
+the body's bytes, and other checkpoints refer to this one by it. :func:`loads` returns validated manifests: only the
+bytes of blobs need further checks.
 
-The body of a large manifest is compressed, because the shards of many ranks repeat one another; a small one stays
-plain, for people and other programs. A process keeps the manifests that it has parsed, by their digests: each save and
-each load looks at a whole lineage, so manifests are read and hashed each time, but parsed once.
+The body of a large manifest is compressed, because the shards of many ranks repeat one another. A small body is plain,
+for people and other programs. A process caches the manifests that it has parsed, by their digests: each save and each
+load reads a whole checkpoint chain, so manifests are read and hashed each time, but parsed once.
 """
 
 import base64
@@ -30,20 +30,20 @@ from torchrec_cnr.format.manifest_parser import FORMAT, VERSION, ManifestParser
 from torchrec_cnr.format.row_sets import Blob, RowSet
 from torchrec_cnr.gc_pause import paused_gc
 
-_MAX_PARTS = 1 << 18  # of all that is kept; each takes about one KiB
+_MAX_PARTS = 1 << 18  # of all cached manifests together; each part takes about one KiB
 
 
 def _num_parts(manifest: Manifest) -> int:
-    """Shards, packs and row sets, each of which takes about as much memory."""
+    """Return the number of shards, packs, row sets and objects, which take about the same memory each."""
     shards = sum(len(entry.shards) + len(entry.folded or ()) for entry in manifest.tensors.values())
     return 1 + shards + len(manifest.packs) + len(manifest.row_sets) + len(manifest.objects)
 
 
 class KnownManifests:
-    """The manifests that were used last, by the digests of their bodies.
+    """A cache of the most recently used manifests, by the digests of their bodies.
 
     Args:
-        max_parts: How many shards, packs and row sets those that are kept have, together.
+        max_parts: The most shards, packs, row sets and objects of all cached manifests together.
     """
 
     def __init__(self, max_parts: int = _MAX_PARTS) -> None:
@@ -51,33 +51,33 @@ class KnownManifests:
         self._found: LRUCache[str, Manifest] = LRUCache(max_parts, getsizeof=_num_parts)
 
     def get(self, digest: str) -> Manifest | None:
-        """Return the manifest with a digest, if it is kept."""
+        """Return the manifest with this digest, or None if it is not cached."""
         with self._lock:
             return self._found.get(digest)
 
     def add(self, digest: str, manifest: Manifest) -> None:
-        """Keep a manifest that is valid, unless it is larger than all that may be kept."""
+        """Add a valid manifest, unless it is larger than the whole cache."""
         with self._lock, contextlib.suppress(ValueError):
             self._found[digest] = manifest
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all manifests."""
         with self._lock:
             self._found.clear()
 
 
-PLAIN_BYTES = 1 << 20  # a body of more is packed
-MAX_BYTES = 1 << 30  # what a body is unpacked to, at most
-# Manifests of many ranks or tables shrink to a 4th up to a 28th, and their values take up to 195 times the frame.
-MAX_PACKED_RATIO = 32  # of a body, and the frame that it is packed in
+PLAIN_BYTES = 1 << 20  # larger bodies are packed, which means compressed
+MAX_BYTES = 1 << 30  # the largest body that is decompressed
+# Measured: manifests of many ranks or tables compress to 1/4 to 1/28, and their values take up to 195 times the frame.
+MAX_PACKED_RATIO = 32  # most bytes of a body per byte of its frame
 _VALUES_BYTES = 1 << 26
 _VALUES_RATIO = 256
-_BYTES_OF = {b"[": 96, b"{": 208, b",": 32}  # of memory that the value takes which begins or ends so
+_BYTES_OF = {b"[": 96, b"{": 208, b",": 32}  # bytes of memory for the value that begins or ends with this character
 _KEYS = ("format", "version", "created_ns", "zstd")
 
 
 def may_be_packed(body: bytes, frame_bytes: int) -> bool:
-    """Whether a frame of so many bytes may hold a body: its text and its values take memory within bounds."""
+    """Return whether a frame of this size may contain a body: its text and its values must not take too much memory."""
     values_bytes = sum(num_bytes * body.count(mark) for mark, num_bytes in _BYTES_OF.items())
     return _has_room(len(body), frame_bytes) and values_bytes <= _VALUES_BYTES + _VALUES_RATIO * frame_bytes
 
@@ -87,7 +87,7 @@ def _has_room(num_bytes: int, frame_bytes: int) -> bool:
 
 
 def compressed_body(body: bytes, created_ns: int) -> dict[str, Any] | None:
-    """What stands for a large body; None if it shrinks so much that a reader would take it for a bomb."""
+    """Return the packed form of a large body, or None if it shrinks so much that readers would refuse it as a bomb."""
     frame = zstandard.ZstdCompressor(write_content_size=True).compress(body)
     if not may_be_packed(body, len(frame)):
         return None
@@ -96,14 +96,14 @@ def compressed_body(body: bytes, created_ns: int) -> dict[str, Any] | None:
 
 
 def decompressed_body(value: Mapping[str, Any], where: str) -> bytes:
-    """The body that was packed.
+    """Decompress a packed body.
 
     Args:
         value: A parsed body with the key ``zstd``.
-        where: Names the file in errors.
+        where: The name of the file, for errors.
 
     Raises:
-        DamagedError: It is none, or takes memory out of proportion.
+        DamagedError: ``value`` is not a packed body, or would take too much memory for its size.
     """
     if tuple(value) != _KEYS:
         raise DamagedError(f"{where}: its keys are not {list(_KEYS)}; use another checkpoint")
@@ -111,39 +111,39 @@ def decompressed_body(value: Mapping[str, Any], where: str) -> bytes:
         frame = base64.b64decode(value["zstd"], validate=True)
         num_bytes = zstandard.frame_content_size(frame)
     except (zstandard.ZstdError, binascii.Error, TypeError, ValueError) as error:
-        raise DamagedError(f"{where}: it cannot be unpacked ({error}); use another checkpoint") from error
+        raise DamagedError(f"{where}: it cannot be decompressed ({error}); use another checkpoint") from error
     if base64.b64encode(frame).decode() != value["zstd"] or num_bytes <= 0:
-        raise DamagedError(f"{where}: packed otherwise than manifests are; use another checkpoint")
-    body = decompressed(frame, num_bytes, f"{where}: its packed body") if _has_room(num_bytes, len(frame)) else b""
+        raise DamagedError(f"{where}: not compressed as manifests are; use another checkpoint")
+    body = decompressed(frame, num_bytes, f"{where}: bytes of its body") if _has_room(num_bytes, len(frame)) else b""
     if not may_be_packed(body, len(frame)):
         raise DamagedError(
-            f"{where}: a frame of {len(frame)} bytes unpacks to {num_bytes} bytes, expected {MAX_PACKED_RATIO} times "
-            "as many at most, and not so many values; use another checkpoint"
+            f"{where}: a frame of {len(frame)} bytes decompresses to {num_bytes} bytes, expected at most "
+            f"{MAX_PACKED_RATIO} times as many, with fewer values; use another checkpoint"
         )
     return body
 
 
-MAX_MANIFEST_BYTES = 1 << 30  # of a manifest; one of so many describes some 80 TB of rows
+MAX_MANIFEST_BYTES = 1 << 30  # the largest manifest file; it can describe about 80 TB of rows
 _FRAME = re.compile(rb'\{"sha256":"([0-9a-f]{64})","manifest":(.*)\}\n', re.DOTALL)
 _KNOWN = KnownManifests()
 _CREATED = re.compile(rb'"created_ns":(\d{1,20})\b')
 
 
 def dumps(manifest: Manifest) -> tuple[bytes, str]:
-    """The file's bytes, and the manifest's digest."""
+    """Return the bytes of the manifest file, and the digest of the manifest."""
     with paused_gc():
         return _framed(_to_json(manifest))
 
 
 def dumps_valid(manifest: Manifest, where: str) -> tuple[bytes, str]:
-    """The file's bytes and the digest, of a manifest that :func:`loads` will not refuse.
+    """Return the bytes and the digest as :func:`dumps` does, after checking that :func:`loads` accepts the manifest.
 
     Args:
         manifest: The manifest.
-        where: Names the file in errors.
+        where: The name of the file, for errors.
 
     Raises:
-        DamagedError: It would.
+        DamagedError: :func:`loads` would refuse the manifest.
     """
     with paused_gc():
         value = _to_json(manifest)
@@ -157,20 +157,20 @@ def loads(data: bytes, where: str) -> tuple[Manifest, str]:
     """Parse and validate a manifest file.
 
     Args:
-        data: The whole file.
-        where: Names the file in errors.
+        data: The bytes of the file.
+        where: The name of the file, for errors.
 
     Raises:
-        DamagedError: It is not what was committed, or contradicts itself.
-        VersionError: It was written in a newer version of the format.
+        DamagedError: The manifest is corrupt, or contradicts itself.
+        VersionError: The manifest was written in a newer version of the format.
     """
     if len(data) > MAX_MANIFEST_BYTES:
         raise DamagedError(
-            f"{where}: more than the {MAX_MANIFEST_BYTES} bytes that a manifest may have; use another checkpoint"
+            f"{where}: too large for a manifest, expected at most {MAX_MANIFEST_BYTES} bytes; use another checkpoint"
         )
     frame = _FRAME.fullmatch(data)
     if frame is None:
-        raise DamagedError(f"{where}: {len(data)} bytes that are no complete manifest; use another checkpoint")
+        raise DamagedError(f"{where}: not a complete manifest ({len(data)} bytes); use another checkpoint")
     digest, body = frame[1].decode(), frame[2]
     actual = hashlib.sha256(body).hexdigest()
     if actual != digest:
@@ -184,19 +184,19 @@ def loads(data: bytes, where: str) -> tuple[Manifest, str]:
             created_ns = value.get("created_ns")
             value = _parsed(decompressed_body(value, where), where)
             if value.get("created_ns") != created_ns:
-                raise DamagedError(f"{where}: what is packed in it is another manifest; use another checkpoint")
+                raise DamagedError(f"{where}: its compressed body has another 'created_ns'; use another checkpoint")
         manifest = ManifestParser(where).manifest(value)
     _KNOWN.add(digest, manifest)
     return manifest, digest
 
 
 def forget() -> None:
-    """Parse all manifests anew, as a process that has just started does: for benchmarks and tests."""
+    """Clear the cache of manifests, for benchmarks and tests: they are parsed again, as in a new process."""
     _KNOWN.clear()
 
 
 def _parsed(body: bytes, where: str) -> dict[str, Any]:
-    """A body, of a version that can be read."""
+    """Parse a body, and check that this version of the package can read it."""
     try:
         value = json.loads(body)
         is_plain = _body(value) == body
@@ -212,13 +212,13 @@ def _parsed(body: bytes, where: str) -> dict[str, Any]:
         )
     if type(version) is not int or version < 1:
         raise DamagedError(f"{where}: there is no format version {version!r}; use another checkpoint")
-    if not is_plain:  # white space, floating-point numbers, a key that occurs twice, other escapes
+    if not is_plain:  # white space, floating-point numbers, a repeated key, other escapes
         raise DamagedError(f"{where}: not written as manifests are; use another checkpoint")
     return value
 
 
 def _framed(value: dict[str, Any]) -> tuple[bytes, str]:
-    """The file with this body, packed if it is large, and the body's digest."""
+    """Return the bytes of a manifest file with this body, packed if it is large, and the digest of its body."""
     body = _body(value)
     packed = compressed_body(body, value["created_ns"]) if len(body) > PLAIN_BYTES else None
     if packed is not None:
@@ -228,18 +228,19 @@ def _framed(value: dict[str, Any]) -> tuple[bytes, str]:
 
 
 def _body(value: Any) -> bytes:
-    """The one way to write a manifest's body."""
-    return json.dumps(value, separators=(",", ":"), check_circular=False).encode()  # it comes from JSON, or from above
+    """Return the canonical bytes of a manifest's body."""
+    # Values come from JSON or from this module, so they cannot be circular.
+    return json.dumps(value, separators=(",", ":"), check_circular=False).encode()
 
 
 def created_ns(start: bytes) -> int | None:
-    """The time of commit from the first bytes of a manifest file (512 suffice), unverified."""
+    """Return the commit time from the first bytes of a manifest file (512 suffice), without verifying it."""
     found = _CREATED.search(start)
     return int(found[1]) if found else None
 
 
 def _to_json(manifest: Manifest) -> dict[str, Any]:
-    schemes: dict[int, dict[str, Any]] = {}  # by identity: few objects, many shards
+    schemes: dict[int, dict[str, Any]] = {}  # by id(), because many shards share few objects
     numbers = manifest.row_set_numbers
     return {
         "format": FORMAT,

@@ -1,7 +1,7 @@
-"""Validation: from parsed JSON to a manifest that can be relied on, and the constants of the format.
+"""Validation of manifests, from parsed JSON to values that can be relied on, and the constants of the format.
 
-Checked are types and bounds, that blobs fill their packs without holes or overlaps, that boxes fill their tensors, that
-every blob has the size its rows need, and that every reference names an entry of the right kind.
+The parser checks types and bounds. Blobs must fill their packs, and boxes their tensors, without holes or overlaps.
+Every blob must have the size that its rows need, and every reference must name an entry of the right kind.
 """
 
 import re
@@ -34,20 +34,20 @@ FORMAT = "torchrec_cnr"
 VERSION = 1
 TOPIC = re.compile(r"(?!\.\.?$)[A-Za-z0-9._-]{1,249}")  # Kafka's rule
 
-# How a checkpoint names another: '../' first, then plain names.
+# The path of another checkpoint: at least one '../', then plain names.
 PARENT_PATH = re.compile(r"(\.\./)+(?!\.\.?(/|$))[^/\\\x00-\x1f]+(/(?!\.\.?(/|$))[^/\\\x00-\x1f]+)*")
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
-_SURROGATE = re.compile("[\ud800-\udfff]")  # alone: a pair is one character by now
+_SURROGATE = re.compile("[\ud800-\udfff]")  # only lone ones: json.loads made one character of each pair
 _PACK_NAME = re.compile(r"[A-Za-z0-9._-]{1,188}" + re.escape(PACK_SUFFIX))
 _HEX = re.compile(r"[0-9a-f]{64}")
 _MAX_INT = 2**62
 _MAX_CRC32C = 2**32 - 1
-_MAX_DIMENSIONS = 64  # torch has no more
-_MAX_FQN = 1 << 13  # characters; the FQN is in the name of each blob
+_MAX_DIMENSIONS = 64  # the limit of torch
+_MAX_FQN = 1 << 13  # characters; bounded because the name of each blob contains the FQN
 _MAX_MESSAGE = 2 * _MAX_FQN  # characters
-_MAX_LIST_INDEX = 2**20  # a longer list of tensors in a state dict is not believable, and would be allocated
-_MAX_PARTITION = 2**31 - 1  # Kafka's
+_MAX_LIST_INDEX = 2**20  # bounded because a load allocates a list of this length
+_MAX_PARTITION = 2**31 - 1  # the limit of Kafka
 _MAX_PART_BYTES = 1 << 30
 _RECORD_KEY = re.compile(r"[^\x00-\x1f]{1,16384}")
 
@@ -55,10 +55,10 @@ T = TypeVar("T")
 
 
 class ManifestParser:
-    """Turns parsed JSON into a manifest.
+    """A parser from JSON values to a manifest.
 
     Args:
-        where: Names the file in errors.
+        where: The name of the file, for errors.
     """
 
     keys = (
@@ -84,10 +84,10 @@ class ManifestParser:
         baseline_bytes, delta_bytes = self.tuple_of(value["history"], 2, "history")
         self.packs = self.items(self.pack, value["packs"], "packs")
         if len({(pack.directory, pack.name) for pack in self.packs}) != len(self.packs):
-            self.fail("two packs have one name")
+            self.fail("two packs have the same name")
         keys = [(pack.log.topic, pack.log.key) for pack in self.packs if pack.log is not None and pack.log.key]
         if len(set(keys)) != len(keys):
-            self.fail("two packs have one key in a log, which keeps the last of them only")
+            self.fail("two packs have the same key in a Kafka topic, which keeps only the last record of each key")
         self.row_sets = self.items(self.row_set, value["row_sets"], "row_sets")
         manifest = Manifest(
             created_ns=self.integer(value["created_ns"], "created_ns"),
@@ -119,7 +119,7 @@ class ManifestParser:
         directory, name, num_bytes, header_bytes, crc32c, written_ns, heat, log = self.tuple_of(value, 8, what)
         size = self.integer(num_bytes, what)
         if log is not None and directory is not None:
-            self.fail(f"{what}: in a log and in the directory {str(directory)[:80]!r}")
+            self.fail(f"{what}: both in a Kafka topic and in the directory {str(directory)[:80]!r}")
         return Pack(
             self.string(name, what, _PACK_NAME),
             size,
@@ -142,7 +142,7 @@ class ManifestParser:
             self.optional(partial(self.string, pattern=_RECORD_KEY), key, what),
         )
         if found.last - found.first + 1 < found.num_parts(num_bytes):
-            self.fail(f"{what}: records {found.first} to {found.last} are too few for {num_bytes} bytes")
+            self.fail(f"{what}: records {found.first} to {found.last} are too few for {num_bytes} bytes in a topic")
         return found
 
     def blob(self, value: Any, what: str) -> Blob:
@@ -173,7 +173,7 @@ class ManifestParser:
         if coding != "all" and block.num_rows > MAX_CODED_ROWS:
             self.fail(f"{what}: a block of {block.num_rows} rows, expected {MAX_CODED_ROWS} at most")
         if coding == "bitmap" and block.span > MAX_ROWS_PER_MEMBER * block.num_rows:
-            self.fail(f"{what}: a bitmap of {block.span} bits for {block.num_rows} rows")
+            self.fail(f"{what}: a bitmap of {block.span} bits for {block.num_rows} rows, expected fewer bits")
         if (coding == "all") != (blob is None):
             self.fail(f"{what}: coding {coding!r} {'without' if blob is None else 'with'} a blob")
         if block.num_rows > block.span or (blob is None and block.num_rows < block.span):
@@ -197,14 +197,14 @@ class ManifestParser:
             folded=self.optional(partial(self.items, self.place), value["folded"], what),
         )
         if entry.is_table and len(entry.size) != 2:
-            self.fail(f"{what}: a table of {len(entry.size)} dimensions")
+            self.fail(f"{what}: a table of {len(entry.size)} dimensions, expected 2")
         if not fills(entry.size, [place.box for place in entry.sharding]):
             self.fail(
                 f"{what}: its boxes do not fill its size {list(entry.size)} exactly, or divide more than "
                 f"{MAX_DIVIDED_DIMS} dimensions"
             )
         for shard in entry.shards:
-            if entry.folded is not None:  # else this follows from their filling the tensor
+            if entry.folded is not None:  # otherwise fills() has checked the boxes already
                 self.check_box(shard.box, entry, what)
             self.check_blobs(shard, entry, what)
         return entry
@@ -224,7 +224,7 @@ class ManifestParser:
     def scheme(self, value: Any, dtype: str, what: str) -> Scheme:
         if self._last_scheme is not None and value is self._last_scheme[0] and dtype == self._last_scheme[1]:
             return self._last_scheme[2]
-        key = f"{dtype} {value}"  # few schemes, many shards; this tells 1 from True, and orders
+        key = f"{dtype} {value}"  # in text, unlike in dicts, 1 differs from True, and the order of keys counts
         if key not in self.schemes:
             scheme = scheme_from_json(self.mapping(value, what), f"{self.where}: {what}")
             if not scheme.supports(DTYPES[dtype]):
@@ -234,13 +234,13 @@ class ManifestParser:
         return self.schemes[key]
 
     def check_box(self, box: Box, entry: TensorEntry, what: str) -> None:
-        """Of a tensor that is folded."""
+        """Check a box of a folded tensor."""
         if len(box.sizes) != len(entry.size):
-            self.fail(f"{what}: a box of {len(box.sizes)} dimensions")
+            self.fail(f"{what}: a box of {len(box.sizes)} dimensions, expected {len(entry.size)}")
         if entry.table is None and not lies_within(entry.size, box):
             self.fail(f"{what}: a box outside of its size {list(entry.size)}")
-        if box.sizes[2:] != entry.size[2:]:  # Coverage divides two dimensions
-            self.fail(f"{what}: it is folded, and a box does not have all of its dimensions from the third on")
+        if box.sizes[2:] != entry.size[2:]:  # Coverage divides only two dimensions
+            self.fail(f"{what}: it is folded, and a box divides it in its third or a later dimension")
 
     def check_blobs(self, shard: Shard, entry: TensorEntry, what: str) -> None:
         blocks = shard.rows.blocks
@@ -265,17 +265,20 @@ class ManifestParser:
                 )
 
     def stored(self, manifest: Manifest) -> list[Blob]:
-        """All blobs. Nothing is listed that is not used: it would be kept for nobody, and nobody would check it."""
+        """Return all blobs, after checking that every listed row set and pack is used.
+
+        Unused ones would be kept needlessly, and no check would cover them.
+        """
         if manifest.row_sets != self.row_sets:
             self.fail("its row sets are not those of its shards, each once, in the order of the shards")
         blobs = manifest.unnamed_blobs()
         unused = set(range(len(self.packs))).difference(blob.pack for blob in blobs)
         if unused:
-            self.fail(f"pack {self.packs[min(unused)].name}: it holds nothing")
+            self.fail(f"pack {self.packs[min(unused)].name}: it holds no blob")
         return blobs
 
     def check_packs(self, manifest: Manifest, blobs: Iterable[Blob]) -> None:
-        """Blobs do not overlap; and they fill their packs, but for what a manifest that replaces another leaves out."""
+        """Check that blobs do not overlap, and that they fill their packs unless this is a replacement manifest."""
         fields = [(blob.pack, blob.offset, blob.num_bytes) for blob in blobs]
         packs, offsets, sizes = np.array(fields, dtype=np.int64).reshape(-1, 3).T
         order = np.lexsort((sizes, offsets, packs))
@@ -292,26 +295,26 @@ class ManifestParser:
             ends[pack] = stop
         for pack_, end in zip(self.packs, ends, strict=True):
             if end != pack_.num_bytes and manifest.replaces is None:
-                self.fail(f"pack {pack_.name}: its blobs end at byte {end} of {pack_.num_bytes}")
+                self.fail(f"pack {pack_.name}: its blobs end at byte {end}, expected {pack_.num_bytes}")
         if manifest.replaces is None and any(pack.directory is not None for pack in self.packs):
             self.fail("it uses other checkpoints' packs, but replaces no manifest")
 
     def check_references(self, manifest: Manifest) -> None:
-        is_replacement = manifest.replaces is not None  # of which a load sees whether it holds every row
+        is_replacement = manifest.replaces is not None  # a load checks whether it contains every row
         is_whole = all(entry.is_whole or (is_replacement and entry.folded) for entry in manifest.tensors.values())
         if manifest.parent is None and not is_whole:
-            self.fail("a baseline that does not hold every row")
+            self.fail("it is a baseline that does not contain every row")
         if set(manifest.tensors) & set(manifest.objects):
-            self.fail("a tensor and an object have one name")
+            self.fail("a tensor and an object have the same name")
         for fqn, entry in manifest.tensors.items():
             places: list[Place | Shard] = [*(entry.folded or ()), *entry.shards]
             if entry.table is None:
                 if any(place.table_box is not None for place in places):
-                    self.fail(f"tensor {fqn!r}: boxes of a table that it does not name")
+                    self.fail(f"tensor {fqn!r}: it has boxes of a table, but names no table")
                 continue
             table = manifest.tensors.get(entry.table)
             if table is None or not table.is_table or len(entry.size) != 1:
-                self.fail(f"tensor {fqn!r}: its table {entry.table!r} is no table of this checkpoint")
+                self.fail(f"tensor {fqn!r}: its table {entry.table!r} is not a table of this checkpoint")
             rows_agree = all(
                 place.box.num_rows == (place.table_box.num_rows if place.table_box else 0) for place in places
             )
@@ -320,7 +323,7 @@ class ManifestParser:
                 lies_within(table.size, shard.table_box) for shard in entry.shards if shard.table_box is not None
             )
             if not rows_agree or not fills(table.size, boxes) or not within:
-                self.fail(f"tensor {fqn!r}: its shards are not those of its table {entry.table!r}")
+                self.fail(f"tensor {fqn!r}: its shards do not match those of its table {entry.table!r}")
 
     def box(self, value: Any, what: str) -> Box:
         offsets, sizes = self.tuple_of(value, 2, what)
@@ -330,12 +333,12 @@ class ManifestParser:
         return box
 
     def indices(self, value: Any, what: str) -> tuple[int, ...]:
-        """One for each dimension."""
+        """Parse a list of indices, one for each dimension."""
         if isinstance(value, list) and len(value) > _MAX_DIMENSIONS:
             self.fail(f"{what}: {len(value)} dimensions, expected {_MAX_DIMENSIONS} at most")
         if type(value) is list and not [item for item in value if type(item) is not int or not 0 <= item <= _MAX_INT]:
             return tuple(value)
-        return self.items(self.integer, value, what)  # which says what is wrong
+        return self.items(self.integer, value, what)  # fails with a message about the wrong item
 
     def path(self, value: Any, what: str) -> tuple[str | int, ...]:
         keys: tuple[str | int, ...] = self.items(lambda key, _: key, value, what)
@@ -354,7 +357,7 @@ class ManifestParser:
     def items(self, parse: Callable[[Any, str], T], value: Any, what: str) -> tuple[T, ...]:
         if not isinstance(value, list):
             self.fail(f"{what}: expected a list, got {type(value).__name__}")
-        return tuple([parse(item, what) for item in value])  # a list is faster than a generator
+        return tuple([parse(item, what) for item in value])  # a list comprehension is faster than a generator
 
     def tuple_of(self, value: Any, length: int, what: str) -> list[Any]:
         if not isinstance(value, list) or len(value) != length:

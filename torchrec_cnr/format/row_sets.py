@@ -1,14 +1,14 @@
-"""Row sets: which rows of a shard are stored, block by block, and the coding of their numbers.
+"""Row sets, which are the stored rows of a shard in blocks, and the coding of their numbers.
 
-A delta holds the modified rows of a box, so it has to say which. The set is cut into blocks of consecutive members.
-Each block is coded by itself, relative to its first row, in the smaller of two codings:
+A delta contains only the modified rows of a shard, so it has to store their numbers. The set is divided into blocks of
+consecutive members. Each block is coded separately, relative to its first row, in the smaller of two codings:
 
     bitmap   one bit per row from the first to the last member, least significant bit first
     gaps     the distance of each member to the one before, minus one, as byte planes (all lowest bytes, then all
              second bytes, ...)
 
-Both are compressed with zstd. At random rows of density .001 to .9 this stays within a quarter of the entropy H(p)/p
-bits per row, and within a few per cent at usual densities, around p = .26.
+Both are compressed with zstd. For random rows of density p from .001 to .9, the size is within 25 % of the entropy of
+H(p)/p bits per row. At usual densities, around p = .26, it is within a few percent.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,18 +25,18 @@ from torchrec_cnr.format.blob_bytes import Bytes, Unpacked, compressed
 RowNumbers = npt.NDArray[np.int64]
 Coding = Literal["bitmap", "gaps"]
 
-_PIECE_BYTES = 128 << 10  # of a code at a time
-MAX_ROWS_PER_MEMBER = 64  # in a bitmap; in a sparser one gaps are always smaller
+_PIECE_BYTES = 128 << 10  # bytes of a code that are processed at a time
+MAX_ROWS_PER_MEMBER = 64  # most bits of a bitmap per member; for sparser rows, gaps are always smaller
 
 
 @dataclass(frozen=True)
 class CodedRows:
-    """One block of a row set as it is stored.
+    """A coded block of a row set.
 
     Attributes:
-        coding: How ``data`` is to be read.
+        coding: The coding of ``data``.
         first: The smallest member.
-        span: Last member - first member + 1.
+        span: The largest member - the smallest member + 1.
         data: The compressed code.
     """
 
@@ -47,10 +47,10 @@ class CodedRows:
 
 
 def encode_row_numbers(rows: RowNumbers) -> CodedRows:
-    """Code one block of row numbers.
+    """Encode one block of row numbers.
 
     Args:
-        rows: int64 [N], N >= 1, strictly increasing, not negative.
+        rows: The numbers, int64 [N], N >= 1, strictly increasing, not negative.
     """
     first, span = int(rows[0]), int(rows[-1] - rows[0]) + 1
     gaps = np.diff(rows) - 1
@@ -67,33 +67,34 @@ def encode_row_numbers(rows: RowNumbers) -> CodedRows:
 
 
 def decode_row_numbers(coded: CodedRows, num_rows: int, where: str) -> RowNumbers:
-    """The inverse of :func:`encode_row_numbers`; what does not code exactly ``num_rows`` rows of ``span`` is refused.
+    """Decode one block of row numbers, and check that it has exactly ``num_rows`` members over its span.
 
-    That is seen before there is room for the rows: the code of a hostile file takes a few MiB.
+    This is checked before memory for the rows is allocated, so the code of a hostile file takes only a few MiB.
 
     Args:
-        num_rows: How many members the block has.
-        where: Names the block in errors.
+        coded: The coded block.
+        num_rows: The expected number of members.
+        where: The name of the block, for errors.
 
     Returns:
         int64 [num_rows], strictly increasing, from ``coded.first`` to ``coded.first + coded.span - 1``.
 
     Raises:
-        DamagedError: The code is not of this many rows, or not of this span.
+        DamagedError: The code has another number of rows, or another span.
     """
     is_bitmap = coded.coding == "bitmap"
     num_bytes = (coded.span + 7) // 8 if is_bitmap else _gap_width(coded.span) * (num_rows - 1)
     code = Unpacked(coded.data, num_bytes, f"{where}: row numbers")
     if not (_is_bitmap_of if is_bitmap else _are_gaps_of)(code, num_rows, coded.span):
         raise DamagedError(
-            f"{where}: its row numbers are not {num_rows} strictly increasing rows over a span of {coded.span}; "
+            f"{where}: its row numbers are not {num_rows} strictly increasing numbers over a span of {coded.span}; "
             "use another checkpoint"
         )
     return (_rows_of_bitmap if is_bitmap else _rows_of_gaps)(code, num_rows, coded.first)
 
 
 def _is_bitmap_of(code: Unpacked, num_rows: int, span: int) -> bool:
-    """Whether so many bits are set, among them the first and the last of the span, and none behind it."""
+    """Return whether ``num_rows`` bits are set, including the first and the last of the span, and none after it."""
     num_set, first, last = 0, 0, 0
     for place, piece in code.pieces(_PIECE_BYTES):
         num_set += int(np.bitwise_count(piece).sum(dtype=np.int64))
@@ -106,7 +107,7 @@ def _rows_of_bitmap(code: Unpacked, num_rows: int, first: int) -> RowNumbers:
     rows = np.empty(num_rows, dtype=np.int64)
     filled = 0
     for place, piece in code.pieces(_PIECE_BYTES):
-        mask = np.unpackbits(piece, bitorder="little").view(np.bool_)  # several times as fast as numbers
+        mask = np.unpackbits(piece, bitorder="little").view(np.bool_)  # flatnonzero is several times faster on bools
         members = np.flatnonzero(mask)
         np.add(members, first + 8 * place, out=rows[filled : filled + len(members)])
         filled += len(members)
@@ -114,7 +115,7 @@ def _rows_of_bitmap(code: Unpacked, num_rows: int, first: int) -> RowNumbers:
 
 
 def _are_gaps_of(code: Unpacked, num_rows: int, span: int) -> bool:
-    """Whether they add up to the rows of the span that are no members; then no row number overflows either."""
+    """Return whether the gaps add up to the rows of the span that are not members; then no row number overflows."""
     total = sum(int(part.sum(dtype=np.int64)) << shift for _, part, shift in _of_planes(code, num_rows))
     return total == span - num_rows
 
@@ -128,7 +129,7 @@ def _rows_of_gaps(code: Unpacked, num_rows: int, first: int) -> RowNumbers:
 
 
 def _of_planes(code: Unpacked, num_rows: int) -> Iterator[tuple[int, Bytes, int]]:
-    """Pieces of one plane: the number of the first gap, bytes of consecutive gaps, and by how much to shift them."""
+    """Yield pieces of planes: the number of the first gap, one byte of each consecutive gap, and its shift in bits."""
     num_gaps = num_rows - 1
     for place, piece in code.pieces(_PIECE_BYTES):
         taken = 0
@@ -140,7 +141,7 @@ def _of_planes(code: Unpacked, num_rows: int) -> Iterator[tuple[int, Bytes, int]
 
 
 def _gap_width(span: int) -> int:
-    """Bytes that the largest gap possible within ``span`` needs."""
+    """Return the bytes that the largest possible gap within ``span`` needs."""
     return max(1, (max(span - 2, 0).bit_length() + 7) // 8)
 
 
@@ -150,9 +151,9 @@ class Blob:
 
     Attributes:
         pack: Index into the manifest's packs.
-        offset: First byte, counted from the start of the file.
-        num_bytes: Length.
-        crc32c: Digest of the bytes.
+        offset: Position of the first byte in the file.
+        num_bytes: Number of bytes.
+        crc32c: CRC-32C of the bytes.
     """
 
     pack: int
@@ -161,24 +162,24 @@ class Blob:
     crc32c: int
 
     def in_pack(self, pack: int) -> "Blob":
-        """The same bytes, where the pack has another index."""
+        """Return this blob with another index of its pack."""
         return Blob(pack, self.offset, self.num_bytes, self.crc32c)
 
 
-# A blob that a pack writer has taken, and whose pack may not be written yet: its number among those of the writer.
+# The number of a blob among the blobs of a pack writer, whose pack may not be written yet.
 UnplacedBlob = NewType("UnplacedBlob", int)
 
 
 @dataclass(frozen=True)
 class RowBlock:
-    """The numbers of the rows in a blob.
+    """The numbers of the rows of a block.
 
     Attributes:
-        coding: ``all`` for consecutive rows, else how ``blob`` is to be read; see ``CodedRows``.
-        first: The smallest.
-        span: Largest - smallest + 1.
-        num_rows: How many.
-        blob: Their code; None for consecutive rows.
+        coding: ``all`` for consecutive rows, otherwise the coding of ``blob``; see ``CodedRows``.
+        first: The smallest row number.
+        span: The largest row number - the smallest + 1.
+        num_rows: The number of rows.
+        blob: The code of the row numbers; None for consecutive rows.
     """
 
     coding: Coding | Literal["all"]
@@ -190,7 +191,7 @@ class RowBlock:
 
 @dataclass(frozen=True)
 class UnplacedRowBlock:
-    """A row block whose code a pack writer has taken; the attributes are those of :class:`RowBlock`."""
+    """A row block whose code was given to a pack writer. It has the attributes of :class:`RowBlock`."""
 
     coding: Coding | Literal["all"]
     first: int
@@ -199,7 +200,7 @@ class UnplacedRowBlock:
     blob: UnplacedBlob | None
 
     def placed(self, place: Callable[[UnplacedBlob], Blob]) -> RowBlock:
-        """The row block, with its code where ``place`` says that it is."""
+        """Return the row block, with the blob that ``place`` returns for its code."""
         blob = None if self.blob is None else place(self.blob)
         return RowBlock(self.coding, self.first, self.span, self.num_rows, blob)
 
@@ -209,13 +210,13 @@ class RowSet:
     """The stored rows of one shard, shared by a table and the optimizer state of its rows.
 
     Attributes:
-        blocks: The rows in increasing order, numbered within the shard's box.
+        blocks: The blocks of rows, in increasing order, numbered within the shard's box.
     """
 
     blocks: tuple[RowBlock, ...]
 
     def __hash__(self) -> int:
-        """Of little of the first block: there are many row sets, and most of them differ there."""
+        """Hash only a few fields of the first block: there are many row sets, and most of them differ in these."""
         if not self.blocks:
             return 0
         first = self.blocks[0]
@@ -224,12 +225,12 @@ class RowSet:
 
     @classmethod
     def all(cls, num_rows: int, block_rows: int) -> "RowSet":
-        """RowNumbers from the first on, in blocks of one size but the last."""
+        """Return the set of all rows from 0 to ``num_rows - 1``, in blocks of ``block_rows`` rows."""
         starts = range(0, num_rows, block_rows)
         sizes = (min(block_rows, num_rows - start) for start in starts)
         return cls(tuple(RowBlock("all", start, size, size, None) for start, size in zip(starts, sizes, strict=True)))
 
     @cached_property
     def num_rows(self) -> int:
-        """Number of members."""
+        """The number of rows."""
         return sum(block.num_rows for block in self.blocks)

@@ -1,9 +1,9 @@
-"""Pickles of others, looked through before they are loaded: what they would cost, and what they would call.
+"""Checks of untrusted pickles before they are loaded: the functions that they call, and the memory and time they take.
 
-An unpickler that runs no code can still be made to take all memory or time there is: by an archive that unpacks to a
-thousand times its size, by a call that allocates as many bytes as a number says, by tuples of tuples that are hashed
-again and again. So the instructions of a pickle are gone through one by one, with nothing in the place of each value
-but what is to be known of it. Then the archive is put together anew from what was looked at, and torch loads that.
+Even an unpickler that runs no code can be made to use unlimited memory or time. An archive may decompress to a thousand
+times its size. A call may allocate as many bytes as a number says, and tuples of tuples may be hashed again and again.
+So this module interprets the instructions of a pickle one by one, with a short description instead of each value. It
+then builds a new archive from the files that it has checked, and torch loads this archive.
 """
 
 import io
@@ -22,47 +22,47 @@ import torch
 
 from torchrec_cnr.errors import ConfigurationError, DamagedError
 
-ARCHIVE_BEGIN = b"PK\x03\x04"  # of a file of torch.save
-# Its end: the 64-bit record of the central directory, with size and offset; its locator; and the 32-bit record.
+ARCHIVE_BEGIN = b"PK\x03\x04"  # the first bytes of a file of torch.save
+# Its last bytes: the 64-bit record of the central directory, with size and offset; its locator; and the 32-bit record.
 _ARCHIVE_END = struct.Struct("<4s36x2Q4s4xQ4x4s18x")
 _END_MARKS = (b"PK\x06\x06", b"PK\x06\x07", b"PK\x05\x06")
-_MAX_DEPTH = 500  # of tuples; hashing one of more may overflow the stack
-_FREE_WORK = 1 << 24  # values to be hashed, in any pickle
-_WORK_PER_BYTE = 16
-_MAX_WEIGHT = 1 << 62  # nobody needs to know it more closely
-_MAX_TENSOR_WEIGHT = 1 << 20  # bytes of its pickle, without its values
+_MAX_DEPTH = 500  # of nested tuples; hashing a deeper one may overflow the stack
+_FREE_WORK = 1 << 24  # values that a pickle of any size may hash
+_WORK_PER_BYTE = 16  # further values that it may hash, per byte
+_MAX_WEIGHT = 1 << 62  # weights are capped here, far above every limit
+_MAX_TENSOR_WEIGHT = 1 << 20  # bytes of a tensor's pickle, without the values of the tensor
 _PUTS = ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE")
 _GETS = ("GET", "BINGET", "LONG_BINGET")
 _CALLS = ("REDUCE", "NEWOBJ", "NEWOBJ_EX", "OBJ", "INST")
 _IN_PLACE = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD")
-_ENCODE = "_codecs.encode"  # how bytes are written
+_ENCODE = "_codecs.encode"  # pickles of protocol 2 contain bytes as calls of it
 _REBUILD_FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
-# Their types act when they are rebuilt: a DeviceMesh starts torch.distributed. These do not.
+# Types with side effects when they are rebuilt: a DeviceMesh starts torch.distributed. The excepted ones have none.
 _ACTING = re.compile(r"torch\.distributed\.(?!tensor\.placement_types\.|checkpoint\.(metadata|filesystem)\.)")
-# They allocate what a number says, or take one tensor for another: no state needs to call them.
+# These allocate as much as a number says, or reinterpret tensors. No state dict needs to call them.
 _ALLOCATING = re.compile(r"torch\.(?!distributed\.)(\w+\.)*(\w*(Tensor|Storage)|_rebuild_device_tensor_\w+)")
 _CONTAINERS = {"builtins.set", "builtins.frozenset", "collections.Counter", "collections.OrderedDict", "torch.Size"}
 
 
 class _Costly(Exception):
-    """A pickle asks for more than it should."""
+    """A pickle would take too much memory or time for its size."""
 
 
 class _Acting(Exception):
-    """A pickle names a type that acts when it is rebuilt."""
+    """A pickle contains a type that has side effects when it is rebuilt."""
 
 
 @dataclass(eq=False, slots=True)
 class _Value:
-    """What is to be known of a value.
+    """A description of a value of the pickle, used instead of the value.
 
     Attributes:
-        weight: Values in it, those that are in it twice counted twice.
-        depth: How deep they lie.
-        name: Of what it is: a global's own, in full, or of what made it.
+        weight: Number of values that it contains; a value that it contains twice counts twice.
+        depth: Nesting depth of these values.
+        name: Full name of a global; for other values, the full name of the global whose call created it.
         is_global: Whether it is a global.
-        text: What it is, if it is a string.
-        items: What is in it, if it is a tuple.
+        text: The string, if it is one.
+        items: The items, if it is a tuple.
     """
 
     weight: int = 1
@@ -74,23 +74,23 @@ class _Value:
 
 
 def load_state(data: bytes) -> Any:
-    """Load what ``torch.save`` wrote, without running code, in time and memory that its size bounds.
+    """Load an object that ``torch.save`` wrote, without running code, in time and memory bounded by its size.
 
     Raises:
-        Exception: Of any type: it is something else, or needs types that are not registered.
+        Exception: Of any type, if ``data`` is something else, or needs types that are not registered.
     """
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         entries = archive.infolist()
         if sum(entry.file_size for entry in entries) > len(data):
-            raise _Costly("an archive that is longer unpacked than packed")
+            raise _Costly("an archive that is larger when decompressed")
         contents = {entry.filename: archive.read(entry) for entry in entries if _is_stored(entry)}
-    if len({name.lower() for name in contents}) != len(entries):  # torch compares them without case
+    if len({name.lower() for name in contents}) != len(entries):  # torch ignores the case of names
         raise _Costly("an archive with compressed or repeated files")
     for name, content in contents.items():
         if _is_pickle(name):
             check_pickle(content)
     rebuilt = io.BytesIO()
-    with zipfile.ZipFile(rebuilt, "w") as archive:  # so that torch cannot find another meaning in the same bytes
+    with zipfile.ZipFile(rebuilt, "w") as archive:  # torch might read other files than zipfile from the same bytes
         for name, content in contents.items():
             archive.writestr(name, content)
     rebuilt.seek(0)
@@ -98,10 +98,10 @@ def load_state(data: bytes) -> Any:
 
 
 def check_archive(file: IO[bytes] | io.RawIOBase) -> None:
-    """Look through the pickle of one tensor, in an archive that is too long to be read as a whole.
+    """Check the pickle of one tensor, in an archive that is too large to be read as a whole.
 
     Raises:
-        Exception: Of any type: it would take time or memory out of proportion, or is no such archive.
+        Exception: Of any type, if it would take too much time or memory for its size, or is not such an archive.
     """
     _check_layout(file)
     with zipfile.ZipFile(file) as archive:
@@ -110,15 +110,16 @@ def check_archive(file: IO[bytes] | io.RawIOBase) -> None:
                 raise _Costly("an archive with compressed files")
             if _is_pickle(entry.filename):
                 if entry.file_size > _MAX_TENSOR_WEIGHT:
-                    raise _Costly(f"{entry.file_size} bytes of a pickle")
+                    raise _Costly(f"a pickle of {entry.file_size} bytes, expected at most {_MAX_TENSOR_WEIGHT}")
                 check_pickle(archive.read(entry))
 
 
 def _check_layout(file: IO[bytes] | io.RawIOBase) -> None:
-    """Refuse an archive that does not begin and end as torch writes it: zipfile and torch may find other files in it.
+    """Raise an error if an archive does not begin and end as torch writes it.
 
-    torch takes one that begins otherwise for a bare pickle. Where the offset of the central directory is not its place,
-    as after bytes in front of an archive, zipfile corrects it, and torch does not.
+    From other archives, zipfile and torch may read different files. torch treats a file that begins otherwise as a bare
+    pickle. If the offset of the central directory is wrong, for example because of bytes before the archive, zipfile
+    corrects it, and torch does not.
     """
     file.seek(0)
     begin = file.read(len(ARCHIVE_BEGIN))
@@ -129,26 +130,26 @@ def _check_layout(file: IO[bytes] | io.RawIOBase) -> None:
         record, num_bytes, start, locator, record_at, last = _ARCHIVE_END.unpack(end)
         if (record, locator, last) == _END_MARKS and record_at == start + num_bytes == at:
             return
-    raise _Costly("an archive of another layout than torch's")
+    raise _Costly("an archive whose layout is not that of torch.save")
 
 
 def _is_pickle(name: str) -> bool:
-    """Whether torch may take a file in an archive for a pickle; it finds files without regard to case."""
+    """Return whether torch may read a file in an archive as a pickle. It ignores the case of names."""
     return name.lower().endswith(".pkl")
 
 
 def _is_stored(entry: zipfile.ZipInfo) -> bool:
-    """Whether a file in an archive is there as it is, as ``torch.save`` writes it."""
+    """Return whether a file in an archive is not compressed, as ``torch.save`` writes it."""
     return entry.compress_type == zipfile.ZIP_STORED and entry.compress_size == entry.file_size
 
 
 def check_pickle(data: bytes) -> None:
-    """Refuse a pickle that would take time or memory out of proportion.
+    """Raise an error if a pickle would take too much time or memory for its size.
 
     Raises:
-        Exception: Of any type: it does, or is no pickle.
+        Exception: Of any type, if it would, or is not a pickle.
     """
-    stack: list[_Value | None] = []  # None for a mark
+    stack: list[_Value | None] = []  # None represents a mark
     memo: dict[int, _Value] = {}
     work = 0
     argument: Any
@@ -157,7 +158,7 @@ def check_pickle(data: bytes) -> None:
         if name in _PUTS:
             index = len(memo) if argument is None else argument
             if index > number:
-                raise _Costly(f"place {index} of its memo")
+                raise _Costly(f"a memo index of {index}, more than its instructions")
             memo[index] = _top(stack)
         elif name in _GETS:
             stack.append(memo[argument])
@@ -172,19 +173,19 @@ def check_pickle(data: bytes) -> None:
             taken = _taken(stack, opcode)
             work += _hashed(name, taken)
             if work > _FREE_WORK + _WORK_PER_BYTE * len(data):
-                raise _Costly("tuples within tuples that are hashed again and again")
+                raise _Costly("nested tuples that are hashed again and again")
             stack += _given(opcode, argument, taken)
 
 
 def _top(stack: Sequence[_Value | None]) -> _Value:
     top = stack[-1]
     if top is None:
-        raise _Costly("a mark that is taken for a value")
+        raise _Costly("a mark that is used as a value")
     return top
 
 
 def _taken(stack: list[_Value | None], opcode: pickletools.OpcodeInfo) -> list[_Value]:
-    """What an instruction takes off the stack."""
+    """Take the values that an instruction uses off the stack."""
     taken: list[_Value] = []
     for kind in reversed(opcode.stack_before):
         if kind is pickletools.stackslice:
@@ -197,14 +198,14 @@ def _taken(stack: list[_Value | None], opcode: pickletools.OpcodeInfo) -> list[_
 
 
 def _hashed(name: str, taken: Sequence[_Value]) -> int:
-    """How much of what an instruction takes it hashes."""
+    """Return how many values an instruction may hash, of those that it uses."""
     if name in ("SETITEM", "SETITEMS"):
         return sum(value.weight for value in taken[1::2])
     return sum(value.weight for value in taken) if name in ("ADDITEMS", "FROZENSET", *_CALLS) else 0
 
 
 def _given(opcode: pickletools.OpcodeInfo, argument: object, taken: Sequence[_Value]) -> list[_Value]:
-    """What an instruction puts onto the stack."""
+    """Return the values that an instruction puts onto the stack."""
     name = opcode.name
     weight = min(1 + sum(value.weight for value in taken), _MAX_WEIGHT)
     depth = 1 + max((value.depth for value in taken), default=-1)
@@ -217,7 +218,7 @@ def _given(opcode: pickletools.OpcodeInfo, argument: object, taken: Sequence[_Va
         parts = str(argument).split(" ", 1) if name == "GLOBAL" else [str(value.text) for value in taken]
         found = _global_name(*parts)
         if _ACTING.match(found):
-            raise _Acting(f"{found}, which acts when it is rebuilt")
+            raise _Acting(f"{found}, which has side effects when it is rebuilt")
         return [_Value(name=found, is_global=True)]
     if name in _CALLS:
         if name in ("OBJ", "INST"):
@@ -225,13 +226,13 @@ def _given(opcode: pickletools.OpcodeInfo, argument: object, taken: Sequence[_Va
         _check_call(taken[0], taken[1].items)
         return [_Value(weight, depth, taken[0].name)]
     if name.startswith("TUPLE") and depth > _MAX_DEPTH:
-        raise _Costly("tuples within tuples without end")
+        raise _Costly(f"tuples nested more than {_MAX_DEPTH} levels deep")
     items = tuple(taken) if name.startswith("TUPLE") else ()
     return [_Value(weight, depth, items=items)]
 
 
 def _global_name(module: str, name: str) -> str:
-    """By which it is known to Python 3."""
+    """Return the full name in Python 3 of a global that a pickle may give by its name in Python 2."""
     module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
     return f"{module}.{name}"
 
@@ -244,16 +245,16 @@ def _check_call(called: _Value, arguments: Sequence[_Value]) -> None:
         _ENCODE: len(arguments) == 2 and arguments[1].text == "latin1",
         "builtins.bytearray": all(value.text is not None or value.name == _ENCODE for value in arguments),
         "builtins.bytes": not arguments,
-        **dict.fromkeys(_CONTAINERS, not made),  # a tensor may look like one of any length
+        **dict.fromkeys(_CONTAINERS, not made),  # iterating a tensor may yield any number of values
     }
     if not allowed.get(called.name, _ALLOCATING.fullmatch(called.name) is None):
-        raise _Costly(f"a call of {called.name} that no state needs")
+        raise _Costly(f"a call of {called.name} that no state dict needs")
 
 
 def unpickling_error(where: str, error: Exception) -> DamagedError:
-    """The error of a pickle that was not loaded."""
+    """Return the error for a pickle that was not loaded because of ``error``."""
     if isinstance(error, _Costly):
-        return DamagedError(f"{where}: takes memory or time out of proportion: {error}; use another checkpoint")
+        return DamagedError(f"{where}: it could take too much memory or time: it holds {error}; use another checkpoint")
     if isinstance(error, _Acting):
         return DamagedError(f"{where}: it holds {error}; use another checkpoint")
     return DamagedError(
@@ -263,10 +264,10 @@ def unpickling_error(where: str, error: Exception) -> DamagedError:
 
 
 def unpickled(data: bytes, where: str) -> Any:
-    """An object, from what ``torch.save`` made of it.
+    """Load an object from the bytes that ``torch.save`` wrote.
 
     Raises:
-        DamagedError: It would run code, or take time or memory out of proportion.
+        DamagedError: The object would run code, or take too much time or memory for its size.
     """
     try:
         return load_state(data)
@@ -275,14 +276,14 @@ def unpickled(data: bytes, where: str) -> Any:
 
 
 def check_loadable(data: bytes, what: str) -> None:
-    """Refuse, before it is stored, an object that no load would accept.
+    """Raise an error before an object is stored that no load would accept.
 
     Args:
-        data: What ``torch.save`` made of it.
-        what: Names the object in errors.
+        data: The bytes that ``torch.save`` wrote.
+        what: The name of the object, for errors.
 
     Raises:
-        ConfigurationError: It would run code, act, or take time or memory out of proportion.
+        ConfigurationError: The object would run code, have side effects, or take too much time or memory for its size.
     """
     try:
         load_state(data)
@@ -298,15 +299,15 @@ def check_loadable(data: bytes, what: str) -> None:
 
 
 def serialized(value: Any, where: str) -> io.BytesIO:
-    """An object as DCP hands it to planners, which unpickle it without any check.
+    """Return an object as the stream that DCP passes to planners, which unpickle it without any check.
 
     Raises:
-        DamagedError: It cannot be pickled again, because it is nested too deeply.
+        DamagedError: The object cannot be pickled again, for example because it is nested too deeply.
     """
     stream = io.BytesIO()
     try:
         torch.save(value, stream)
-    except Exception as error:  # torch may find anything wrong with a tensor that somebody made up
-        raise DamagedError(f"{where}: it cannot be handed on ({error}); use another checkpoint") from error
+    except Exception as error:  # torch may raise anything for a forged tensor
+        raise DamagedError(f"{where}: it cannot be pickled again ({error}); use another checkpoint") from error
     stream.seek(0)
     return stream

@@ -1,17 +1,17 @@
 """Compiled code that encodes and decodes rows in one pass, on the device that holds the table.
 
 The functions of this module choose the device. The kernels of all devices write the same bytes; the tests compare them
-with a reference in plain PyTorch. Schemes say what to compute and know nothing about devices.
+with a reference in plain PyTorch. Schemes define what to compute, and know nothing about devices.
 
-- ``search_plan``: how the range of a row is searched, as numbers that compiled code can read.
+- ``search_plan``: ``SearchPlan``, the search for the range of a row as numbers that compiled code can read.
 - ``cpu/``: kernels for CPUs, compiled by numba.
 - ``gpu/``: kernels for GPUs, in Triton.
 
-Words of this package:
+Terms of this package:
 
 - *fused row*: the codes of a row, lowest bits first, then scale and bias in fp16, as in FBGEMM.
-- *closed range*: a range that encoding finds again after decoding, so that repeated saves change nothing.
-- *lane*: one of the 16 elements of a vector on a CPU, or of the 32 of a warp on a GPU. Each holds another row.
+- *closed range*: a range that encoding the decoded values finds again, so that repeated saves change nothing.
+- *lane*: one of the 16 elements of a vector on a CPU, or of the 32 threads of a warp on a GPU. Each has its own row.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.kernels import cpu
 from torchrec_cnr.kernels.search_plan import SCALE_AND_BIAS_BYTES, SearchPlan
 
-# Triton comes with torch for CUDA, and is not needed elsewhere.
+# Triton is installed with torch for CUDA, and is not needed elsewhere.
 _gpu: ModuleType | None = import_module("torchrec_cnr.kernels.gpu.fused_rows") if find_spec("triton") else None
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -41,18 +41,19 @@ def encode_rows(
     """Encode rows of a table as fused rows: codes, lowest bits first, then scale and bias in fp16.
 
     Args:
-        table: [num_rows, num_cols] of fp32, fp16 or bf16, the elements of a row side by side.
-        rows: int64 [n], numbers of the rows, on the table's device.
-        bits: 2, 3, 4 or 8.
-        plan: How scale and bias are searched.
-        row_bytes: Of an encoded row.
-        are_checked: Whether the rows are known to be there: to look where they lie on a device is to wait for it.
+        table: [num_rows, num_cols] of fp32, fp16 or bf16; the elements of a row are contiguous.
+        rows: The numbers of the rows, int64 [n], on the table's device.
+        bits: Bits per code: 2, 3, 4 or 8.
+        plan: How to search scale and bias.
+        row_bytes: Bytes per encoded row.
+        are_checked: Whether the caller has checked the row numbers. Checking them here waits for their device.
 
     Returns:
-        uint8 [n, row_bytes], and bool [n]: rows that codes cannot represent, whose bytes are zeros.
+        The encoded rows, uint8 [n, row_bytes], and a mask, bool [n], of the rows that codes cannot represent. The bytes
+        of these are zeros.
 
     Raises:
-        ConfigurationError: The table is of another dtype or layout, or has no such rows, or no columns.
+        ConfigurationError: The table has another dtype or layout, lacks one of the rows, or has no columns.
     """
     _check_encodable(table, rows, are_checked)
     if table.is_cuda and _gpu is not None:
@@ -65,15 +66,16 @@ def decode_rows(codes: Tensor, positions: Tensor, bits: int, first_col: int, tar
     """Decode fused rows into rows of a target.
 
     Args:
-        codes: uint8 [n, row_bytes], on the target's device.
-        positions: int64 [k], which of them.
-        bits: 2, 3, 4 or 8.
-        first_col: The encoded column that is the target's first.
-        target: [num_rows, num_cols] of fp32, fp16 or bf16, the elements of a row side by side. Written.
-        rows: int64 [k], the rows of the target that they go to.
+        codes: The fused rows, uint8 [n, row_bytes], on the target's device.
+        positions: The positions in ``codes`` of the rows to decode, int64 [k].
+        bits: Bits per code: 2, 3, 4 or 8.
+        first_col: The encoded column that becomes the first column of ``target``.
+        target: The tensor to write to, [num_rows, num_cols] of fp32, fp16 or bf16; the elements of a row are
+            contiguous.
+        rows: The rows of ``target`` to write to, int64 [k].
 
     Raises:
-        ConfigurationError: The target is of another dtype or layout, or there are no such rows or columns.
+        ConfigurationError: The target has another dtype or layout, or a row or column does not exist.
     """
     _check(target, rows)
     code_bytes = codes.shape[1] - SCALE_AND_BIAS_BYTES
@@ -85,15 +87,15 @@ def decode_rows(codes: Tensor, positions: Tensor, bits: int, first_col: int, tar
 
 
 def warm_up(table: Tensor, bits: int, plan: SearchPlan, row_bytes: int) -> None:
-    """Compile now what encodes rows of a table, and encodes and decodes samples of them, if it lies on a GPU.
+    """Compile the kernels that encode rows of a table, and that encode and decode samples of them, if it is on a GPU.
 
-    Triton compiles for seconds where it is first called. Kernels for CPUs are loaded from a cache of their own.
+    Otherwise Triton compiles a kernel at its first call, which takes seconds. Kernels for CPUs are cached on disk.
 
     Args:
         table: [num_rows, num_cols], at least one of both; its values do not matter.
-        bits: As for ``encode_rows``, and so are those below.
-        plan: How scale and bias are searched.
-        row_bytes: Of an encoded row.
+        bits: Bits per code.
+        plan: How to search scale and bias.
+        row_bytes: Bytes per encoded row.
     """
     if table.is_cuda and _gpu is not None:
         _gpu.warm_up(table, bits, plan, row_bytes)
@@ -102,15 +104,15 @@ def warm_up(table: Tensor, bits: int, plan: SearchPlan, row_bytes: int) -> None:
 def encode_clusters(table: Tensor, rows: Tensor, bits: int, row_bytes: int) -> tuple[Tensor, Tensor]:
     """Encode rows of a table by k-means: codes, lowest bits first, then the codebook in fp16, in increasing order.
 
-    Arguments and results are those of ``encode_rows``. There is no kernel for GPUs: their rows are clustered on the
-    host.
+    Arguments and results are those of ``encode_rows``. There is no kernel for GPUs: rows of a table on a GPU are
+    clustered on the host.
     """
     _check_encodable(table, rows)
     return cpu.encode_clusters(*_on_host(table, rows), bits, row_bytes)
 
 
 def decode_clusters(codes: Tensor, positions: Tensor, bits: int, first_col: int, target: Tensor, rows: Tensor) -> None:
-    """Decode rows of k-means into rows of a target; the arguments are those of ``decode_rows``."""
+    """Decode rows of k-means codes into rows of a target; the arguments are those of ``decode_rows``."""
     _check(target, rows)
     code_bytes = codes.shape[1] - 2 * (1 << bits)
     _check_codes(codes, positions, (first_col + target.shape[1]) * bits <= 8 * code_bytes)
@@ -118,7 +120,7 @@ def decode_clusters(codes: Tensor, positions: Tensor, bits: int, first_col: int,
 
 
 def _check(table: Tensor, rows: Tensor, are_checked: bool = False) -> None:
-    """Compiled code checks nothing: whatever it is told to read and write must be there."""
+    """Check a table and its rows before they are passed to compiled code, which has no bounds checks."""
     if table.dim() != 2 or table.dtype not in _DTYPES:
         raise ConfigurationError(f"a table must be two-dimensional fp32, fp16 or bf16 (got {_described(table)})")
     num_rows, num_cols = table.shape
@@ -143,15 +145,15 @@ def _check_codes(codes: Tensor, positions: Tensor, has_columns: bool) -> None:
 
 
 def check_numbers(rows: Tensor, num_rows: int) -> None:
-    """Refuse numbers that are not of rows of a table. Waits for the device that they lie on.
+    """Check that these are numbers of rows of a table. This waits for the device of ``rows``.
 
     Raises:
-        ConfigurationError: They are not.
+        ConfigurationError: A number is not that of a row, or the tensor is not one-dimensional int64.
     """
     if rows.dtype is not torch.int64 or rows.dim() != 1:
         raise ConfigurationError(f"numbers of rows must be one-dimensional int64 (got {_described(rows)})")
     if rows.device.type == "cpu":
-        is_there = len(rows) == 0 or rows.numpy().view(np.uint64).max() < num_rows  # without a sign none is negative
+        is_there = len(rows) == 0 or rows.numpy().view(np.uint64).max() < num_rows  # as uint64, negatives are large
     else:
         is_there = bool(((rows >= 0) & (rows < num_rows)).all())
     if not is_there:

@@ -1,4 +1,4 @@
-"""What a kernel is told of a search, in numbers that compiled code reads."""
+"""The search for the range of a row, as numbers that compiled code can read."""
 
 from typing import Any, NamedTuple
 
@@ -6,22 +6,22 @@ import numpy as np
 import numpy.typing as npt
 
 COVERING, MIRRORED, GREEDY, LEAST_SQUARES = range(4)
-SCALE_AND_BIAS_BYTES = 4  # of a row: two fp16 values behind its codes
-CLOSING_ROUNDS = 3  # almost every range is closed after one; the third tells whether the second was
+SCALE_AND_BIAS_BYTES = 4  # per row: two fp16 values after its codes
+CLOSING_ROUNDS = 3  # almost every range is closed after one round; the third shows whether the second closed it
 
 
 class SearchPlan(NamedTuple):
-    """How a range is searched.
+    """A method to find a range, with its settings.
 
     Attributes:
-        method: ``COVERING``: from the least to the greatest value. ``MIRRORED``: as far to both sides of zero as the
-            greatest magnitude. ``GREEDY`` and ``LEAST_SQUARES``: the search that the fields below belong to.
-        num_bins: Of the greedy search: a step cuts this part of the range off.
-        num_steps: Of the greedy search: how many steps.
-        cuts: float32 [num_cuts]. Of least squares: parts of the range to cut off; each pair (below, above) is a start.
-        rounds: Rounds from each start.
-        kept: How many of the ranges found go on.
-        polish: Further rounds of these.
+        method: ``COVERING``: the range from the least to the greatest value. ``MIRRORED``: a range symmetric about
+            zero, up to the largest absolute value. ``GREEDY`` and ``LEAST_SQUARES``: a search with the settings below.
+        num_bins: Greedy search: the number of bins of the range; a step cuts off one.
+        num_steps: Greedy search: the number of steps.
+        cuts: Least squares: fractions of the range to cut off, float32 [num_cuts]. Each pair (below, above) is a start.
+        rounds: Least squares: the number of rounds from each start.
+        kept: Least squares: the number of best ranges with which the search continues.
+        polish: Least squares: the number of further rounds for these ranges.
     """
 
     method: int
@@ -34,7 +34,7 @@ class SearchPlan(NamedTuple):
 
 
 def search_plan(method: int, **settings: Any) -> SearchPlan:
-    """A plan of a method with its settings; the others' settings are left empty."""
+    """Return a plan of a method with its settings; the settings of other methods are 0 or empty."""
     empty: dict[str, Any] = {
         "num_bins": 0,
         "num_steps": 0,

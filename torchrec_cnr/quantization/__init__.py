@@ -1,22 +1,22 @@
-"""Quantization schemes: turn the rows of a table into bytes, and bytes into rows. Schemes are frozen values.
+"""Quantization schemes, which turn the rows of a table into bytes and back. Schemes are frozen values.
 
-- ``scheme``: what every scheme offers; ``NoQuantization`` and ``HalfPrecision``, which store each value by itself.
+- ``scheme``: the interface of all schemes; ``NoQuantization`` and ``HalfPrecision``, which store each value by itself.
 - ``uniform``: ``Symmetric``, ``Asymmetric`` and ``AdaptiveAsymmetric``, which store evenly spaced codes, and the
   searches for the range that the codes of a row cover (``GreedySearch``, ``LeastSquares``).
 - ``kmeans``: ``KMeans``, which stores a codebook with each row.
 - ``choose_bits``: ``ByExpectedRestores`` and ``ByErrorBudget``, which choose a scheme for each shard.
-- ``rules``: which scheme each tensor gets, and schemes as manifests record them. Knows every scheme.
-- ``fbgemm_rows``: codes as FBGEMM's inference kernels store them.
+- ``rules``: chooses the scheme of each tensor, and parses schemes from manifests. Knows every scheme.
+- ``fbgemm_rows``: converts codes to the row layout of FBGEMM's inference kernels.
 
-Words of this package:
+Terms of this package:
 
 - *codes*: the small integers that represent the values of a row; for ``HalfPrecision``, its values in 16 bits.
-- *scale*, *bias*: what turns codes into values: ``code × scale + bias``.
-- *range*: the values from code 0 to the largest code of a row.
-- *codebook*: the values that the codes of a row stand for in k-means.
+- *scale*, *bias*: the two numbers of a row that turn its codes into values: ``code × scale + bias``.
+- *range*: the interval from the value of code 0 to the value of the largest code, for one row.
+- *codebook*: the values that the codes of a row represent in k-means.
 - *tail*: the bytes of a row after its codes, if they are few enough to be worth compressing.
 - *exact row*: a row that codes cannot represent (NaN, infinity, out of range), stored in full after the codes.
-- *sample*: some of the rows to be stored, by which a rule chooses.
+- *sample*: some of the rows to be stored; a rule measures them to choose a scheme.
 """
 
 from torchrec_cnr.quantization.choose_bits import ByErrorBudget, ByExpectedRestores, expected_restores

@@ -1,8 +1,7 @@
-"""Rules that choose a scheme for every shard: by how often its error will be taken on, or by how large it may get.
+"""Rules that choose a scheme for every shard, from the expected number of restores or from an error budget.
 
-A restore puts decoded rows in the place of trained ones, and training goes on from there. What a job loses by
-quantization therefore grows with the number of its restores, and a job that hardly ever restores can use few bits
-(Check-N-Run, section 5.3).
+A restore replaces trained rows by decoded ones, and training continues from these. The loss by quantization therefore
+grows with the number of restores, and a job that hardly ever restores can use few bits (Check-N-Run, section 5.3).
 """
 
 import math
@@ -16,19 +15,19 @@ from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.quantization.scheme import NoQuantization, Sample, Scheme, is_quantizable
 from torchrec_cnr.quantization.uniform import BITS, AdaptiveAsymmetric, Asymmetric, relative_error
 
-_MAX_RESTORES = ((1, 2), (3, 3), (20, 4))  # up to so many restores, so many bits; 8 bits beyond
+_MAX_RESTORES = ((1, 2), (3, 3), (20, 4))  # pairs (most restores, bits); 8 bits for more restores
 
 
 def expected_restores(failures_per_node_hour: float, num_nodes: int, job_hours: float) -> float:
-    """How many restores a job has to expect: any node that fails stops all of it.
+    """Return the expected number of restores of a job, which has to restore whenever one of its nodes fails.
 
     Args:
         failures_per_node_hour: Probability that a node fails within an hour.
-        num_nodes: Nodes of the job.
+        num_nodes: Number of nodes of the job.
         job_hours: Length of the training, in hours.
 
     Raises:
-        ConfigurationError: A number is negative or none.
+        ConfigurationError: An argument is negative, infinite or not a number.
     """
     _check_count("failures_per_node_hour", failures_per_node_hour)
     _check_count("num_nodes", num_nodes)
@@ -38,16 +37,17 @@ def expected_restores(failures_per_node_hour: float, num_nodes: int, job_hours: 
 
 @dataclass(frozen=True)
 class ByExpectedRestores:
-    """Bits by the expected number of restores: up to one 2 bits, up to three 3, up to twenty 4, beyond that 8.
+    """A rule that chooses the bits per element by the expected number of restores.
 
-    The lineage counts its restores (``CNRLoadPlanner`` with the tracker, ``CNRSavePlanner``). Once there were more than
-    expected, 8 bits are used from then on.
+    It chooses 2 bits for up to one restore, 3 bits for up to three, 4 bits for up to twenty, and 8 bits for more. The
+    checkpoints record how often a job was restored (``CNRLoadPlanner`` with the tracker, ``CNRSavePlanner``). Once
+    there have been more restores than expected, all further saves use 8 bits.
 
     Attributes:
-        num_restores: How many are expected; see ``expected_restores``.
+        num_restores: The expected number of restores; see ``expected_restores``.
 
     Raises:
-        ConfigurationError: It is negative or no number.
+        ConfigurationError: ``num_restores`` is negative, infinite or not a number.
     """
 
     num_restores: float
@@ -56,34 +56,34 @@ class ByExpectedRestores:
         _check_count("num_restores", self.num_restores)
 
     def supports(self, dtype: torch.dtype) -> bool:
-        """What uniform schemes support."""
+        """Return whether uniform schemes support ``dtype``."""
         return is_quantizable(dtype)
 
     def choose(self, sample: Sample, num_restores: int) -> Scheme:
-        """Adaptive with 2 to 4 bits, from least to greatest value with 8."""
+        """Return an ``AdaptiveAsymmetric`` scheme of 2 to 4 bits, or ``Asymmetric`` with 8 bits."""
         first, last = self.choices()
         return (last if num_restores > self.num_restores else first).choose(sample, num_restores)
 
     def choices(self) -> tuple[Scheme, Scheme]:
-        """What it chooses as long as there were no more restores than expected, and after that; without a search."""
+        """Return its choice for up to the expected number of restores, and its choice for more; without a search."""
         fitting = [bits for most, bits in _MAX_RESTORES if self.num_restores <= most]
         return _with(fitting[0] if fitting else BITS[-1]), _with(BITS[-1])
 
 
 @dataclass(frozen=True)
 class ByErrorBudget:
-    """The fewest bits for each table whose error stays within a budget after all restores.
+    """A rule that chooses the fewest bits per element with which the error of all restores is within a budget.
 
-    The error of one restore is the squared error of a sample of rows over their squared values, and restores add up.
-    Where not even 8 bits stay within the budget, rows are stored exactly. The default budget is what makes the usual
-    choice of bits by restores come out (an observation, not a theorem).
+    The error of one restore is the sum of the squared errors of a sample of rows, divided by the sum of their squared
+    values. The errors of all restores add up. If not even 8 bits are within the budget, rows are stored exactly. With
+    the default budget the rule usually chooses the bits that ``ByExpectedRestores`` chooses, as measured.
 
     Attributes:
-        num_restores: How many are expected; once there were as many, those there were and the next one count.
-        budget: What the relative squared errors of all restores together may reach.
+        num_restores: The expected number of restores. Once there have been as many, the actual number plus one counts.
+        budget: The largest sum of the relative squared errors of all restores.
 
     Raises:
-        ConfigurationError: One of them is negative or no number.
+        ConfigurationError: An attribute is negative, infinite or not a number.
     """
 
     num_restores: float
@@ -94,24 +94,24 @@ class ByErrorBudget:
         _check_count("budget", self.budget)
 
     def supports(self, dtype: torch.dtype) -> bool:
-        """What uniform schemes support."""
+        """Return whether uniform schemes support ``dtype``."""
         return is_quantizable(dtype)
 
     def choose(self, sample: Sample, num_restores: int) -> Scheme:
-        """The scheme with the fewest bits that stays within the budget."""
+        """Return the scheme with the fewest bits that is within the budget."""
         rows = sample()
         restores = max(self.num_restores, num_restores + 1)
         for bits in BITS:
             scheme = _with(bits).choose(lambda: rows, num_restores)
             error = relative_error(scheme, rows)
-            if error is None:  # no row of the sample tells anything, and others may be there
+            if error is None:  # the sample has only zeros or exact rows, but rows outside it may have other values
                 return _with(BITS[-1])
             if restores * error <= self.budget:
                 return scheme
         return NoQuantization()
 
     def choices(self) -> tuple[Scheme, ...]:
-        """What it may choose or try but for storing rows exactly, without a search."""
+        """Return the schemes that it may choose or try, without a search, except ``NoQuantization``."""
         return tuple(map(_with, BITS))
 
 

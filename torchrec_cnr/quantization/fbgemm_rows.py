@@ -1,8 +1,9 @@
-"""Rows as FBGEMM's inference kernels keep them, made of a checkpoint's codes or of values.
+"""Rows in the layout of FBGEMM's inference kernels, made from a checkpoint's codes or from values.
 
-A row of 2, 4 or 8 bits has scale and bias (fp16) in front, then codes, lowest bits first, then padding. But for the
-order, these are the fused rows of uniform schemes, so codes can be taken over. Also codes of fewer bits can: with the
-scale and bias that they have, they stand for the same values in more bits. A row of 16 or 32 bits has values.
+A row of 2, 4 or 8 bits consists of scale and bias (fp16), then the codes, lowest bits first, then padding. Only the
+order differs from the fused rows of uniform schemes, so codes can be reused. Codes of fewer bits can be reused, too:
+with the same scale and bias, the same numbers in wider codes represent the same values. A row of 16 or 32 bits
+consists of values.
 """
 
 from dataclasses import dataclass
@@ -16,17 +17,17 @@ from torchrec_cnr.kernels.search_plan import SCALE_AND_BIAS_BYTES
 from torchrec_cnr.quantization import Asymmetric
 
 _HALF_MAX, _HALF_MIN = 65504.0, 2.0**-24  # the largest and the smallest positive number of fp16
-_UNIT_SCALE = (0x00, 0x3C, 0x00, 0x00)  # 1 and 0 as scale and bias: a row decodes to its codes
+_UNIT_SCALE = (0x00, 0x3C, 0x00, 0x00)  # scale 1 and bias 0 in fp16, with which a row decodes to its codes
 
 
 @dataclass(frozen=True)
 class InferenceRow:
-    """How the rows of one table are kept.
+    """The layout of the rows of one table in an inference kernel.
 
     Attributes:
-        num_cols: Elements of a row; their codes fill whole bytes.
-        bits: 2, 4 or 8 for codes, 16 or 32 for fp16 and fp32 values.
-        row_bytes: Of a whole row, padding included.
+        num_cols: Number of elements of a row; their codes fill whole bytes.
+        bits: Bits per element: 2, 4 or 8 for codes, 16 or 32 for fp16 and fp32 values.
+        row_bytes: Bytes per row, padding included.
     """
 
     num_cols: int
@@ -34,15 +35,15 @@ class InferenceRow:
     row_bytes: int
 
     def takes_over(self, bits: int | None) -> bool:
-        """Whether codes of so many bits, None for those of no uniform scheme, are kept as they are."""
+        """Return whether codes of this many bits can be reused; ``bits`` is None if no uniform scheme made them."""
         return bits is not None and bits <= self.bits <= 8
 
     def of_codes(self, codes: Tensor, bits: int) -> Tensor:
-        """Rows of the values that fused rows decode to, exactly.
+        """Convert fused rows of a uniform scheme. The results decode to exactly the same values.
 
         Args:
-            codes: uint8 [n, bytes of a fused row], of ``num_cols`` elements.
-            bits: Of a code, as many as here or fewer.
+            codes: The fused rows, uint8 [n, bytes per fused row], of ``num_cols`` elements each.
+            bits: Bits per code of ``codes``, at most ``self.bits``.
 
         Returns:
             uint8 [n, row_bytes].
@@ -56,14 +57,14 @@ class InferenceRow:
         return self._joined(codes[:, -SCALE_AND_BIAS_BYTES:], packed)
 
     def of_values(self, values: Tensor) -> Tensor:
-        """Rows of values, quantized by ``Asymmetric``, or rounded to fp16 or fp32.
+        """Quantize values by ``Asymmetric``, or round them to fp16 or fp32.
 
-        Rows that ``Asymmetric`` leaves to be stored exactly get codes here, too. Where fp16 cannot hold the range of a
-        row closely, a wider one is taken, so that values are off by half a step at most. What a scale and
-        a bias of at most 65504 do not reach is clipped. Rows with NaN or infinity are NaN throughout.
+        Rows that ``Asymmetric`` would store exactly get codes here, too. If fp16 cannot represent the range of a row
+        closely, a wider range is used, so that the error of a value is at most half a step. Values that a scale and a
+        bias of at most 65504 cannot represent are clipped. In rows with NaN or infinity, all values become NaN.
 
         Args:
-            values: [n, num_cols] of a floating dtype, in host memory.
+            values: [n, num_cols] of a floating-point dtype, in host memory.
 
         Returns:
             uint8 [n, row_bytes].
@@ -79,7 +80,7 @@ class InferenceRow:
         return rows
 
     def _of_widened(self, values: Tensor) -> Tensor:
-        """Rows whose scale and bias are rounded away from their values, which are all between code 0 and the last."""
+        """Quantize rows with bias rounded down and scale rounded up, so that the range includes all their values."""
         top = (1 << self.bits) - 1
         wide = values.double().numpy()
         is_finite = np.isfinite(wide).all(axis=1, keepdims=True)
@@ -91,7 +92,7 @@ class InferenceRow:
         return self._joined(torch.from_numpy(ends).view(torch.uint8), _packed(torch.from_numpy(codes), self.bits))
 
     def _joined(self, *parts: Tensor) -> Tensor:
-        """Parts of rows, each uint8 [n, k], side by side, and zeros behind."""
+        """Concatenate parts of rows, each uint8 [n, k], and pad with zeros to [n, row_bytes]."""
         rows = parts[0].new_zeros(len(parts[0]), self.row_bytes)
         start = 0
         for part in parts:
@@ -101,7 +102,7 @@ class InferenceRow:
 
 
 def _rounded_away(values: npt.NDArray[np.float64], towards: float) -> npt.NDArray[np.float64]:
-    """Finite numbers of fp16, each the nearest in one direction."""
+    """Round to finite fp16 numbers in one direction: down if ``towards`` is negative, otherwise up."""
     wanted = values.clip(-_HALF_MAX, _HALF_MAX)
     found = wanted.astype(np.float16)
     is_short = found > wanted if towards < 0 else found < wanted
@@ -110,7 +111,7 @@ def _rounded_away(values: npt.NDArray[np.float64], towards: float) -> npt.NDArra
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
-    """uint8 [n, num_cols], one code a byte, to uint8 [n, num_cols * bits / 8], lowest bits first."""
+    """Pack uint8 [n, num_cols], one code per byte, into uint8 [n, num_cols * bits / 8], lowest bits first."""
     if bits == 8:
         return codes
     parts = codes.view(len(codes), -1, 8 // bits)

@@ -1,4 +1,4 @@
-"""K-means of each row: the codes' values lie where the row's values do, and are stored with it."""
+"""K-means of each row: its values are clustered, and each row stores its cluster means as a codebook."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -13,21 +13,23 @@ from torchrec_cnr.quantization.uniform import check_bits
 
 @dataclass(frozen=True)
 class KMeans(RowCodes):
-    """The best clusters of each row's values, found exactly, and a codebook of their means in fp16 (section 5.2).
+    """The optimal clusters of each row's values, with a codebook of their means in fp16 (Check-N-Run, section 5.2).
 
-    Check-N-Run has the smallest error for it and rejects it, because it took days. Here a row of 64 columns takes some
-    microseconds, and one twice as wide about three times as long; but a codebook takes ``2 * 2**bits`` bytes a row, so
-    that it pays for wide rows only: at 64 columns, 4 bits take as many bytes as 7.
+    Check-N-Run measures the smallest error for k-means, but rejects it, because it took days. Here the optimal clusters
+    of a row of 64 columns take some microseconds, and twice the columns take about three times as long. A codebook
+    takes ``2 * 2**bits`` bytes per row, so ``KMeans`` pays only for wide rows: at 64 columns, 4 bits with a codebook
+    take as many bytes as 7 bits of a uniform scheme.
 
-    Each value is stored as the nearest one of the codebook. Rows with NaN or infinity are stored exactly, and rows
-    whose means fp16 moves by more than half a step of a uniform code; with one value, if fp16 does not hold it.
-    Clustering takes ``64 * 2**bits`` bytes of memory for each column of a row, in every thread.
+    Each value is stored as the nearest value of the codebook. Rows are stored exactly if they contain NaN or infinity,
+    or if rounding to fp16 moves a mean by more than half a step of a uniform code. A row of equal values is stored
+    exactly if fp16 cannot represent this value. Clustering takes ``64 * 2**bits`` bytes of memory per column, in every
+    thread.
 
     Attributes:
-        bits: 2, 3, 4 or 8 bits an element.
+        bits: Bits per element: 2, 3, 4 or 8.
 
     Raises:
-        ConfigurationError: ``bits`` is none of these.
+        ConfigurationError: ``bits`` is not 2, 3, 4 or 8.
     """
 
     bits: int
@@ -37,15 +39,15 @@ class KMeans(RowCodes):
         check_bits(self.bits)
 
     def row_bytes(self, num_cols: int, dtype: torch.dtype) -> int:
-        """Whole bytes of codes, and two bytes for each value of the codebook."""
+        """Return the bytes per row: the codes, rounded up to whole bytes, and two for each value of the codebook."""
         return -(-num_cols * self.bits // 8) + 2 * (1 << self.bits)
 
     def tail_bytes(self, num_cols: int, dtype: torch.dtype) -> int:
-        """The codebook, if it is small."""
+        """Return the bytes of the codebook if it is small, otherwise 0."""
         return tail_of(2 * (1 << self.bits))
 
     def encode(self, table: Tensor, rows: Tensor | None = None) -> Encoded:
-        """Cluster each row; the rows of tables on other devices are copied to the host first."""
+        """Cluster each row. Rows on other devices are first copied to the host."""
         numbers = all_rows(table) if rows is None else rows
         codes, is_exact = kernels.encode_clusters(
             table, numbers, self.bits, self.row_bytes(table.shape[1], table.dtype)
@@ -53,9 +55,9 @@ class KMeans(RowCodes):
         return Encoded(codes, positions(is_exact))
 
     def decode_into(self, codes: Tensor, positions: Tensor, first_col: int, target: Tensor, rows: Tensor) -> None:
-        """Look the codes up."""
+        """Look up each code in the codebook of its row."""
         kernels.decode_clusters(codes, positions, self.bits, first_col, target, rows)
 
     def to_json(self) -> dict[str, Any]:
-        """``{"name": "kmeans", "bits": ...}``."""
+        """Return ``{"name": "kmeans", "bits": ...}``."""
         return {"name": self.name, "bits": self.bits}

@@ -1,4 +1,4 @@
-"""Which scheme each tensor gets, and schemes as manifests record them."""
+"""Rules that choose the scheme of each tensor, and the parser for schemes in manifests."""
 
 import json
 from collections.abc import Collection, Iterator, Mapping
@@ -30,16 +30,16 @@ _ALL = (
     | ByExpectedRestores | ByErrorBudget
 )  # fmt: skip
 
-_NUM_NEAREST = 3  # FQNs in a message
+_NUM_NEAREST = 3  # FQNs that a message suggests
 
 
 @dataclass(frozen=True)
 class SchemeRules:
-    """Which scheme each tensor gets: one for all tables, or by FQN patterns, first match wins.
+    """The choice of a scheme for each tensor: one scheme for all tables, or FQN patterns. The first match wins.
 
     Attributes:
-        tables: For every table, where ``patterns`` is empty.
-        patterns: Pairs of an ``fnmatch`` pattern and a scheme or a rule, for tables and all other tensors.
+        tables: The scheme or rule for every table; used if ``patterns`` is empty.
+        patterns: Pairs of an ``fnmatch`` pattern and a scheme or rule, for tables and all other tensors.
     """
 
     tables: Quantization
@@ -47,44 +47,47 @@ class SchemeRules:
 
     @classmethod
     def of(cls, quantization: Quantization | Mapping[str, Quantization]) -> "SchemeRules":
-        """From the writer's ``quantization`` argument.
+        """Create rules from the writer's ``quantization`` argument.
 
         Raises:
-            ConfigurationError: It is neither a scheme nor a mapping of patterns to schemes.
+            ConfigurationError: The argument is neither a scheme or rule nor a mapping from patterns to these.
         """
         if isinstance(quantization, Mapping):
             for pattern in quantization:
-                check_type("quantization", pattern, str, "a scheme, or a mapping of patterns to schemes")
+                check_type("quantization", pattern, str, "a scheme, or a mapping from FQN patterns to schemes")
             rules = cls(NoQuantization(), tuple(quantization.items()))
         else:
             rules = cls(quantization)
         for scheme in (rules.tables, *(scheme for _, scheme in rules.patterns)):
             if not isinstance(scheme, _ALL):
-                raise ConfigurationError(f"'quantization' must be a scheme or a mapping to schemes (got {scheme!r})")
+                raise ConfigurationError(
+                    f"'quantization' must be a scheme such as Asymmetric(8), or a mapping from FQN patterns to schemes "
+                    f"(got {scheme!r})"
+                )
         return rules
 
     def rule_for(self, fqn: str, dtype: torch.dtype, is_table: bool) -> Quantization:
-        """What chooses the scheme of one tensor; dtypes that it does not know are stored exactly."""
+        """Return the scheme or rule of one tensor: ``NoQuantization`` if it does not support the dtype."""
         for pattern, scheme in self.patterns:
             if fnmatchcase(fqn, pattern):
                 return scheme if scheme.supports(dtype) else NoQuantization()
         return self.tables if is_table and self.tables.supports(dtype) else NoQuantization()
 
     def possible(self, dtype: torch.dtype) -> Iterator[Scheme]:
-        """Every scheme that a tensor of this dtype may get, whatever its name and values are."""
+        """Yield every scheme that a tensor of this dtype may get, for any name and any values."""
         for rule in (self.tables, *(rule for _, rule in self.patterns)):
             if rule.supports(dtype):
                 yield from possible_schemes(rule)
 
     def unused(self, fqns: Collection[str]) -> Iterator[tuple[str, list[str]]]:
-        """Patterns that no tensor of a save matches, each with the FQNs that are most like it."""
+        """Yield the patterns that match no tensor of a save, each with the FQNs that are most similar to it."""
         for pattern, _ in self.patterns:
             if not any(fnmatchcase(fqn, pattern) for fqn in fqns):
                 yield pattern, get_close_matches(pattern, fqns, n=_NUM_NEAREST, cutoff=0.0)
 
 
 def possible_schemes(rule: Quantization) -> Iterator[Scheme]:
-    """Every scheme that a rule may choose or try, with its search."""
+    """Yield every scheme that a rule may choose or try, with its search."""
     match rule:
         case AdaptiveAsymmetric(bits, None):
             yield from (AdaptiveAsymmetric(bits, search) for search in LADDERS[bits])
@@ -96,16 +99,17 @@ def possible_schemes(rule: Quantization) -> Iterator[Scheme]:
 
 
 def scheme_from_json(value: Mapping[str, Any], where: str) -> Scheme:
-    """The scheme that a manifest records.
+    """Parse a scheme from a manifest.
 
     Raises:
-        DamagedError: Not a scheme of this version of the format.
+        DamagedError: ``value`` is not a scheme of this version of the format.
     """
     try:
         scheme = _parsed(value)
     except ConfigurationError as error:
         raise DamagedError(f"{where}: {str(value)[:80]} is not a quantization scheme: {error}") from error
-    if scheme is None or json.dumps(scheme.to_json()) != json.dumps(value):  # which tells 1 from True, and orders
+    # As JSON text, unlike as dicts, 1 differs from True, and the order of the keys counts.
+    if scheme is None or json.dumps(scheme.to_json()) != json.dumps(value):
         raise DamagedError(f"{where}: {str(value)[:80]} is not a quantization scheme of this format version")
     return scheme
 
@@ -137,7 +141,7 @@ def _parsed_search(value: Mapping[str, Any]) -> Search | None:
 
 
 def _decimal(value: Any) -> float:
-    """Numbers with a point are strings in a manifest: there is one way to write those."""
+    """Parse a decimal number. Manifests store these as strings, because a string has one canonical form."""
     try:
         number = float(value) if isinstance(value, str) else None
     except ValueError:

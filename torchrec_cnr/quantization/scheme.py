@@ -1,7 +1,7 @@
-"""Quantization schemes: frozen values that turn rows into codes and back; and the two that store values as they are.
+"""The interface of quantization schemes, and the two schemes that store each value by itself.
 
-A scheme knows nothing of tables' names, files or deltas. What it cannot represent (NaN, infinity, values that fp16
-cannot tell apart) it names in ``Encoded.exact``, and such rows are stored in full beside the codes.
+A scheme knows nothing of the names of tables, of files or of deltas. ``Encoded.exact`` lists the rows that it cannot
+represent (NaN, infinity, values that fp16 cannot distinguish). These are stored in full, in addition to the codes.
 """
 
 from collections.abc import Callable
@@ -14,17 +14,17 @@ from torch import Tensor
 
 from torchrec_cnr.errors import ConfigurationError
 
-_MAX_TAIL_BYTES = 16  # of a row; wide rows of values would take longer to pack than it is worth
-Sample = Callable[[], Tensor]  # gathers some rows of a table, [n, num_cols]; called only where a choice needs them
+_MAX_TAIL_BYTES = 16  # per row; compressing longer tails takes more time than it is worth
+Sample = Callable[[], Tensor]  # returns some rows of a table, [n, num_cols]; called only if a choice needs them
 
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """A block of rows as it is stored.
+    """An encoded block of rows.
 
     Attributes:
-        codes: uint8 [n, row_bytes].
-        exact: int64 [k], the positions in the block of rows that ``codes`` cannot represent.
+        codes: The encoded rows, uint8 [n, row_bytes].
+        exact: The positions in the block of the rows that ``codes`` cannot represent, int64 [k].
     """
 
     codes: Tensor
@@ -32,114 +32,116 @@ class Encoded:
 
 
 class Quantization(Protocol):
-    """What the writer takes for a tensor: a scheme, or a rule that chooses one for every shard."""
+    """The ``quantization`` of a tensor: a scheme, or a rule that chooses a scheme for every shard."""
 
     def choose(self, sample: Sample, num_restores: int) -> "Scheme":
-        """The scheme of one shard, ready to encode.
+        """Return the scheme of one shard, ready to encode.
 
         Args:
-            sample: Gathers some of the rows that are to be stored.
-            num_restores: Restores that the state has been through.
+            sample: Returns some of the rows that are to be stored.
+            num_restores: The number of restores of the training so far.
         """
         ...
 
     def supports(self, dtype: torch.dtype) -> bool:
-        """Whether tensors of this dtype can be encoded."""
+        """Return whether tensors of this dtype can be encoded."""
         ...
 
 
 class Scheme(Quantization, Protocol):
-    """What every quantization scheme has."""
+    """The interface of every quantization scheme."""
 
     name: ClassVar[str]
 
     def row_bytes(self, num_cols: int, dtype: torch.dtype) -> int:
-        """Bytes that a row of ``num_cols`` elements takes."""
+        """Return the bytes that the codes of a row of ``num_cols`` elements take."""
         ...
 
     def tail_bytes(self, num_cols: int, dtype: torch.dtype) -> int:
-        """Bytes of a row behind its codes, as far as they are worth being packed; see ``format.blob_bytes``."""
+        """Return the bytes of a row after its codes that are worth compressing; see ``format.blob_bytes``."""
         ...
 
     def encode(self, table: Tensor, rows: Tensor | None = None) -> Encoded:
         """Encode rows of a table.
 
         Args:
-            table: [num_rows, num_cols] of a supported dtype, the elements of a row side by side.
-            rows: int64 [n], numbers of the rows, on the table's device; None for all of them.
+            table: [num_rows, num_cols] of a supported dtype; the elements of a row are contiguous.
+            rows: The numbers of the rows, int64 [n], on the table's device; None for all of them.
         """
         ...
 
     def decode(self, codes: Tensor, num_cols: int, dtype: torch.dtype) -> Tensor:
-        """[n, num_cols] of ``dtype``, from uint8 [n, row_bytes]."""
+        """Decode uint8 [n, row_bytes] to [n, num_cols] of ``dtype``."""
         ...
 
     def decode_into(self, codes: Tensor, positions: Tensor, first_col: int, target: Tensor, rows: Tensor) -> None:
-        """Decode some rows and columns straight into a target.
+        """Decode some rows and columns directly into a target.
 
         Args:
-            codes: uint8 [n, row_bytes], on the target's device.
-            positions: int64 [k], which rows.
-            first_col: The encoded column that is the target's first.
-            target: [num_rows, num_cols] of the table's dtype, the elements of a row side by side. Written.
-            rows: int64 [k], the rows of the target that they go to.
+            codes: The encoded rows, uint8 [n, row_bytes], on the target's device.
+            positions: The positions in ``codes`` of the rows to decode, int64 [k].
+            first_col: The encoded column that becomes the first column of ``target``.
+            target: The tensor to write to, [num_rows, num_cols]; the elements of a row are contiguous.
+            rows: The rows of ``target`` to write to, int64 [k].
         """
         ...
 
     def to_json(self) -> dict[str, Any]:
-        """The scheme as the manifest records it."""
+        """Return the scheme as the manifest records it."""
         ...
 
 
 class DeviceScheme(Scheme, Protocol):
-    """A scheme whose codes are made on the device that holds the table."""
+    """A scheme that encodes on the device of the table."""
 
     def encode_without_waiting(self, table: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Encode rows that are known to be there, and do not wait for the device.
+        """Encode rows without waiting for the device.
 
         Args:
             table: As for ``encode``.
-            rows: int64 [n], numbers of rows that the table has, on its device: nobody looks at them.
+            rows: The numbers of the rows, int64 [n], on the table's device. They are not checked: the table must have
+                these rows.
 
         Returns:
-            uint8 [n, row_bytes], and bool [n], on the table's device: rows that codes cannot represent.
+            The codes, uint8 [n, row_bytes], and a mask of the rows that codes cannot represent, bool [n]. Both are on
+            the table's device.
         """
         ...
 
 
 class RowCodes:
-    """What the schemes share that turn each row into codes of its own."""
+    """The base class of the schemes. Each encodes a row independently of the other rows."""
 
     def choose(self, sample: Sample, num_restores: int) -> Any:
-        """Itself: nothing is left open."""
+        """Return ``self``, since a scheme leaves nothing to choose."""
         return self
 
     def supports(self, dtype: torch.dtype) -> bool:
-        """fp32, fp16 and bf16."""
+        """Return whether ``dtype`` is fp32, fp16 or bf16."""
         return is_quantizable(dtype)
 
     def decode(self, codes: Tensor, num_cols: int, dtype: torch.dtype) -> Tensor:
-        """[n, num_cols] of ``dtype``, from uint8 [n, row_bytes]."""
+        """Decode uint8 [n, row_bytes] to [n, num_cols] of ``dtype``."""
         values = torch.empty(len(codes), num_cols, dtype=dtype, device=codes.device)
         numbers = all_rows(codes)
         self.decode_into(codes, numbers, 0, values, numbers)
         return values
 
     def decode_into(self, codes: Tensor, positions: Tensor, first_col: int, target: Tensor, rows: Tensor) -> None:
-        """Decode some rows and columns straight into a target; see ``Scheme.decode_into``."""
+        """Decode some rows and columns directly into a target; see ``Scheme.decode_into``."""
         raise NotImplementedError
 
 
 def is_quantizable(dtype: torch.dtype) -> bool:
-    """Whether rows of this dtype can be turned into codes: fp32, fp16 and bf16."""
+    """Return whether rows of this dtype can be turned into codes, which holds for fp32, fp16 and bf16."""
     return dtype in (torch.float32, torch.float16, torch.bfloat16)
 
 
 def all_rows(table: Tensor) -> Tensor:
-    """The numbers of a table's rows, on its device.
+    """Return the numbers of a table's rows, on its device.
 
-    On CPUs this and ``positions`` leave torch's threads alone: after an operation they wait for the next one at full
-    speed, and would take cores from the kernels' threads.
+    On CPUs, this and ``positions`` use NumPy, because torch's threads would take cores from the kernels' threads: after
+    an operation they spin while they wait for the next one.
     """
     if table.device.type == "cpu":
         return torch.from_numpy(np.arange(len(table)))
@@ -147,70 +149,71 @@ def all_rows(table: Tensor) -> Tensor:
 
 
 def positions(mask: Tensor) -> Tensor:
-    """int64 [k]: where a bool mask [n] is true."""
+    """Return the positions, int64 [k], at which a bool mask [n] is true."""
     if mask.device.type == "cpu":
         return torch.from_numpy(np.flatnonzero(mask.numpy()))
     return mask.nonzero().squeeze(1)
 
 
 def tail_of(num_bytes: int) -> int:
-    """The tail of a row that has so many bytes behind its codes."""
+    """Return ``num_bytes`` if a tail of this many bytes is worth compressing, otherwise 0."""
     return num_bytes if num_bytes <= _MAX_TAIL_BYTES else 0
 
 
 @dataclass(frozen=True)
 class NoQuantization(RowCodes):
-    """Rows as they are, bit for bit, in the table's own dtype, whatever it is."""
+    """No quantization: rows are stored bit for bit, in the table's own dtype, which can be any."""
 
     name: ClassVar[str] = "none"
 
     def supports(self, dtype: torch.dtype) -> bool:
-        """Every dtype."""
+        """Return True: every dtype can be stored."""
         return True
 
     def row_bytes(self, num_cols: int, dtype: torch.dtype) -> int:
-        """``num_cols`` elements of ``dtype``."""
+        """Return the bytes of ``num_cols`` elements of ``dtype``."""
         return num_cols * dtype.itemsize
 
     def tail_bytes(self, num_cols: int, dtype: torch.dtype) -> int:
-        """All of a row of a few values, such as row-wise optimizer state."""
+        """Return all bytes of a short row, such as row-wise optimizer state; 0 for longer rows."""
         return tail_of(self.row_bytes(num_cols, dtype))
 
     def encode(self, table: Tensor, rows: Tensor | None = None) -> Encoded:
-        """The bytes of the values."""
+        """Return the bytes of the values."""
         values = table if rows is None else table.index_select(0, rows)
         row_bytes = self.row_bytes(values.shape[1], values.dtype)
         codes = values.contiguous().reshape(-1).view(torch.uint8).view(len(values), row_bytes)
         return Encoded(codes, torch.empty(0, dtype=torch.int64, device="cpu"))
 
     def decode(self, codes: Tensor, num_cols: int, dtype: torch.dtype) -> Tensor:
-        """The bytes, seen as ``dtype``."""
+        """Return a view of the bytes as ``dtype``."""
         return codes.reshape(-1).view(dtype).view(-1, num_cols)
 
     def decode_into(self, codes: Tensor, positions: Tensor, first_col: int, target: Tensor, rows: Tensor) -> None:
-        """Copy."""
+        """Copy some rows and columns into a target; see ``Scheme.decode_into``."""
         values = codes.reshape(-1).view(target.dtype).view(len(codes), -1)
         columns = slice(first_col, first_col + target.shape[1])
         target.index_copy_(0, rows, values[:, columns].index_select(0, positions))
 
     def to_json(self) -> dict[str, Any]:
-        """``{"name": "none"}``."""
+        """Return ``{"name": "none"}``."""
         return {"name": self.name}
 
 
 @dataclass(frozen=True)
 class HalfPrecision(RowCodes):
-    """Every value of an fp32 table rounded to 16 bits.
+    """Rounding of every value of an fp32 table to 16 bits.
 
-    fp16 keeps 11 significant bits of values up to 65504, and bf16 8 bits of any value: an error is at most 2^-11 or
-    2^-8 of the value (below 6.1e-5, fp16 is off by at most 3e-8). Rows in which a value becomes infinite or zero, or
-    is NaN, are stored exactly, and rows of several columns with one value that is rounded.
+    fp16 keeps 11 significant bits of values up to 65504, and bf16 keeps 8 of any value. The error is at most 2^-11
+    (fp16) or 2^-8 (bf16) of the value; for values below 6.1e-5, the error of fp16 is at most 3e-8. A row is stored
+    exactly if rounding makes one of its values infinite or zero, or if it contains NaN. A row of several equal values
+    is stored exactly if rounding changes the value.
 
     Attributes:
-        dtype: ``torch.float16`` or ``torch.bfloat16``.
+        dtype: The dtype to round to, ``torch.float16`` or ``torch.bfloat16``.
 
     Raises:
-        ConfigurationError: ``dtype`` is another one.
+        ConfigurationError: ``dtype`` is another dtype.
     """
 
     dtype: torch.dtype = torch.float16
@@ -221,11 +224,11 @@ class HalfPrecision(RowCodes):
             raise ConfigurationError(f"'dtype' must be torch.float16 or torch.bfloat16 (got {self.dtype!r})")
 
     def row_bytes(self, num_cols: int, dtype: torch.dtype) -> int:
-        """Two bytes an element."""
+        """Return two bytes per element."""
         return 2 * num_cols
 
     def tail_bytes(self, num_cols: int, dtype: torch.dtype) -> int:
-        """All of a row of a few values."""
+        """Return all bytes of a short row; 0 for longer rows."""
         return tail_of(self.row_bytes(num_cols, dtype))
 
     def encode(self, table: Tensor, rows: Tensor | None = None) -> Encoded:
@@ -234,7 +237,7 @@ class HalfPrecision(RowCodes):
         return Encoded(codes, positions(is_exact))
 
     def encode_without_waiting(self, table: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The same; which rows are stored exactly stays on the device."""
+        """Round as ``encode`` does; the mask of the exact rows is returned on the device."""
         return self._rounded(table.index_select(0, rows))
 
     def _rounded(self, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -249,11 +252,11 @@ class HalfPrecision(RowCodes):
         return codes, ~is_held
 
     def decode_into(self, codes: Tensor, positions: Tensor, first_col: int, target: Tensor, rows: Tensor) -> None:
-        """Widen."""
+        """Convert some rows and columns to the dtype of a target; see ``Scheme.decode_into``."""
         columns = slice(first_col, first_col + target.shape[1])
         values = codes.contiguous().view(self.dtype)[:, columns].index_select(0, positions)
         target.index_copy_(0, rows, values.to(target.dtype))
 
     def to_json(self) -> dict[str, Any]:
-        """``{"name": "half", "dtype": ...}``."""
+        """Return ``{"name": "half", "dtype": ...}``."""
         return {"name": self.name, "dtype": str(self.dtype).removeprefix("torch.")}

@@ -1,13 +1,13 @@
-"""Uniform quantization of each row: codes at even distances, and what the range they cover is chosen by.
+"""Uniform quantization of each row: evenly spaced codes over a range, and the searches that choose the range.
 
-The three schemes of Check-N-Run (section 5.2) differ in that choice alone. Their bytes are FBGEMM's fused row-wise
-layout: the codes, lowest bits first, filled up to pairs of bytes, then scale and bias in fp16. FBGEMM has no 3 bits;
-there, eight codes take three bytes, and the last of a row are filled up to one byte.
+The three schemes of Check-N-Run (section 5.2) differ only in how they choose the range. Their bytes have FBGEMM's fused
+row-wise layout: the codes, lowest bits first, padded to an even number of bytes, then scale and bias in fp16. FBGEMM
+does not support 3 bits; with 3 bits, eight codes take three bytes, and the codes are padded to whole bytes.
 
-Scale and bias are rounded to fp16 before a range is judged, so an element within the range is off by half a step at
-most, the step being the scale as stored (and what rounding to the table's dtype adds), and encoding what was decoded
-changes nothing. A row is stored exactly where fp16 cannot hold its range to within a factor of two, which is also where
-a value is NaN or infinite; a row of one value, where fp16 does not hold that value.
+Scale and bias are rounded to fp16 before the error of a range is computed. Thus the error of an element within the
+range is at most half the stored scale, plus the error of rounding to the table's dtype. Encoding decoded rows again
+changes nothing. A row is stored exactly if it contains NaN or infinity, or if fp16 cannot represent its range to
+within a factor of two. A row of equal values is stored exactly if fp16 cannot represent this value.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,17 +43,17 @@ def _check_whole(name: str, value: int, least: int, most: int) -> None:
 
 @dataclass(frozen=True)
 class GreedySearch:
-    """The search of Check-N-Run (section 5.2), with scale and bias rounded to fp16 before each is judged.
+    """The greedy search of Check-N-Run (section 5.2), with scale and bias rounded to fp16 before each comparison.
 
-    Each step tries to cut one bin off the low end of the range and one off the high end, and keeps what has the smaller
-    error; the best range met on the way wins. PyTorch's ``choose_qparams_optimized`` is another one of its kind.
+    Each step tries to cut one bin off the low end of the range, or one off the high end, and takes the cut with the
+    smaller error. It returns the best range of all steps. PyTorch's ``choose_qparams_optimized`` is a similar search.
 
     Attributes:
-        num_bins: Into how many bins the range from least to greatest value is divided.
-        ratio: The part of the range that is searched at most.
+        num_bins: The number of bins into which the range from the least to the greatest value is divided.
+        ratio: The fraction of the bins that may be cut off, more than 0 and at most 1.
 
     Raises:
-        ConfigurationError: One of them cannot be.
+        ConfigurationError: An attribute is out of bounds.
     """
 
     num_bins: int = 25
@@ -67,32 +67,34 @@ class GreedySearch:
 
     @property
     def plan(self) -> SearchPlan:
-        """For the kernels: the last bin is never cut."""
+        """The search as the kernels take it."""
+        # The last bin is never cut off.
         num_steps = min(round(self.num_bins * self.ratio), self.num_bins - 1)
         return search_plan(GREEDY, num_bins=self.num_bins, num_steps=num_steps)
 
     def to_json(self) -> dict[str, Any]:
-        """As the manifest records it."""
+        """Return the search as the manifest records it."""
         return {"name": self.name, "num_bins": self.num_bins, "ratio": repr(float(self.ratio))}
 
 
 @dataclass(frozen=True)
 class LeastSquares:
-    """Alternating least squares: the nearest codes for a range, then the range that fits these codes best, and so on.
+    """Alternating least squares: each round finds the nearest codes for a range, then the best range for these codes.
 
-    With codes fixed, the best scale and bias are the linear regression of the values on them; with scale and bias
-    fixed, the best codes are the nearest. This finds the nearest local optimum, so it begins from several ranges: every
-    pair of ``cuts``, one from below and one from above. Lloyd's algorithm ("Least squares quantization in PCM", IEEE
-    Transactions on Information Theory 28(2), 1982), with levels held at even distances.
+    With fixed codes, a linear regression of the values on the codes gives the best scale and bias. With fixed scale and
+    bias, the nearest codes are the best. This converges to a local optimum, so the search starts from several ranges:
+    every pair of ``cuts``, one at the low end and one at the high end. It is Lloyd's algorithm ("Least squares
+    quantization in PCM", IEEE Transactions on Information Theory 28(2), 1982) with evenly spaced levels.
 
     Attributes:
-        cuts: Parts of the range from least to greatest value, each from 0 to below .5.
-        rounds: Rounds from each start.
-        kept: How many of the best ranges then go on.
-        polish: Further rounds of these.
+        cuts: Fractions of the range from the least to the greatest value to cut off at the start, each from 0 to
+            below .5.
+        rounds: Number of rounds from each start.
+        kept: Number of best ranges with which the search continues after these rounds.
+        polish: Number of further rounds for the kept ranges.
 
     Raises:
-        ConfigurationError: One of them cannot be.
+        ConfigurationError: An attribute is out of bounds.
     """
 
     cuts: tuple[float, ...]
@@ -102,7 +104,7 @@ class LeastSquares:
     name: ClassVar[str] = "least_squares"
 
     def __post_init__(self) -> None:
-        cuts: Any = self.cuts  # whatever was given
+        cuts: Any = self.cuts  # callers may pass other types than the annotated one
         is_tuple = isinstance(cuts, tuple) and 1 <= len(cuts) <= MAX_CUTS
         if not is_tuple or not all(type(cut) in (int, float) and 0.0 <= cut < 0.5 for cut in cuts):
             got = str(cuts)[:80]
@@ -113,12 +115,12 @@ class LeastSquares:
 
     @property
     def plan(self) -> SearchPlan:
-        """For the kernels."""
+        """The search as the kernels take it."""
         cuts = np.array(self.cuts, np.float32)
         return search_plan(LEAST_SQUARES, cuts=cuts, rounds=self.rounds, kept=self.kept, polish=self.polish)
 
     def to_json(self) -> dict[str, Any]:
-        """As the manifest records it."""
+        """Return the search as the manifest records it."""
         cuts = [repr(float(cut)) for cut in self.cuts]
         return {"name": self.name, "cuts": cuts, "rounds": self.rounds, "kept": self.kept, "polish": self.polish}
 
@@ -127,10 +129,10 @@ Search = GreedySearch | LeastSquares
 
 
 def _ladder(*thirds: float) -> tuple[LeastSquares, ...]:
-    """Least squares in steps of cost, about 4, 11, 15, 22, 32 and 66 passes over a row; the last one is the best.
+    """Return searches of increasing cost, about 4, 11, 15, 22, 32 and 66 passes over a row; the last one is the best.
 
-    They lie on the front of what was tried (numbers of cuts, rounds, kept and polish, over widths from 16 to 128 and
-    four distributions): no cheaper search among these had a smaller error than any of them.
+    They are the Pareto front of all tried numbers of cuts, rounds, kept and polish, over widths from 16 to 128 and four
+    distributions: no tried search was cheaper than one of these and had a smaller error.
     """
     most = thirds[-1]
     sixths = tuple(round(most * number / 5, 4) for number in range(6))
@@ -145,7 +147,7 @@ def _ladder(*thirds: float) -> tuple[LeastSquares, ...]:
     )
 
 
-# By bits: the fewer codes, the more it pays to cut off the ends of a row.
+# By bits per code. With fewer codes, it pays to cut more off the ends of a row.
 LADDERS: Mapping[int, tuple[LeastSquares, ...]] = {
     2: _ladder(0.0, 0.1, 0.2, 0.3),
     3: _ladder(0.0, 0.05, 0.1, 0.15),
@@ -155,18 +157,18 @@ LADDERS: Mapping[int, tuple[LeastSquares, ...]] = {
 
 
 BITS = (2, 3, 4, 8)
-_PLATEAU = 1.005  # a search this close to the best one of its ladder has reached the plateau of the error
+_PLATEAU = 1.005  # a search is good enough if its error is at most this times that of the best search of its ladder
 
 
 def check_bits(bits: int) -> None:
-    """Raise a ConfigurationError for what is no width of codes."""
+    """Raise a ``ConfigurationError`` if codes cannot have this many bits."""
     if type(bits) is not int or bits not in BITS:
         raise ConfigurationError(f"'bits' must be 2, 3, 4 or 8 (got {bits!r})")
 
 
 @dataclass(frozen=True)
 class _Uniform(RowCodes):
-    """Codes at even distances, of ``bits`` bits each."""
+    """The base class of the schemes with evenly spaced codes of ``bits`` bits each."""
 
     bits: int
     name: ClassVar[str]
@@ -175,33 +177,33 @@ class _Uniform(RowCodes):
         check_bits(self.bits)
 
     def row_bytes(self, num_cols: int, dtype: torch.dtype) -> int:
-        """Whole pairs of bytes of codes (3 bits: whole bytes), and four bytes of scale and bias."""
+        """Return the bytes per row: its codes, padded to an even number (3 bits: whole bytes), plus scale and bias."""
         if self.bits == 3:
             return -(-num_cols * 3 // 8) + SCALE_AND_BIAS_BYTES
         return -(-num_cols * self.bits // 16) * 2 + SCALE_AND_BIAS_BYTES
 
     def tail_bytes(self, num_cols: int, dtype: torch.dtype) -> int:
-        """Scale and bias."""
+        """Return the bytes of scale and bias."""
         return SCALE_AND_BIAS_BYTES
 
     def encode(self, table: Tensor, rows: Tensor | None = None) -> Encoded:
-        """Search each row's range and quantize it, in one pass over the table's rows."""
+        """Choose each row's range and quantize the row, in one pass over the rows of the table."""
         row_bytes = self.row_bytes(table.shape[1], table.dtype)
         numbers = all_rows(table) if rows is None else rows
         codes, is_exact = kernels.encode_rows(table, numbers, self.bits, self._plan(table, numbers), row_bytes)
         return Encoded(codes, positions(is_exact))
 
     def encode_without_waiting(self, table: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The same; which rows are stored exactly stays on the device."""
+        """Encode as ``encode`` does; the mask of the exact rows is returned on the device."""
         row_bytes = self.row_bytes(table.shape[1], table.dtype)
         return kernels.encode_rows(table, rows, self.bits, self._plan(table, rows), row_bytes, are_checked=True)
 
     def decode_into(self, codes: Tensor, positions: Tensor, first_col: int, target: Tensor, rows: Tensor) -> None:
-        """``bias + scale * code``, rounded once to fp32 and then to the target's dtype."""
+        """Compute ``bias + scale * code``, rounded once to fp32 and then to the target's dtype."""
         kernels.decode_rows(codes, positions, self.bits, first_col, target, rows)
 
     def to_json(self) -> dict[str, Any]:
-        """``{"name": ..., "bits": ...}``."""
+        """Return ``{"name": ..., "bits": ...}``."""
         return {"name": self.name, "bits": self.bits}
 
     def _plan(self, table: Tensor, rows: Tensor) -> SearchPlan:
@@ -210,13 +212,15 @@ class _Uniform(RowCodes):
 
 @dataclass(frozen=True)
 class Symmetric(_Uniform):
-    """As far to both sides of zero as the value farthest from it. The worst of the three, for comparison.
+    """Uniform codes over a range symmetric about zero, up to the row's largest absolute value.
+
+    It has the largest error of the three uniform schemes, and exists for comparison.
 
     Attributes:
-        bits: 2, 3, 4 or 8 bits an element.
+        bits: Bits per element: 2, 3, 4 or 8.
 
     Raises:
-        ConfigurationError: ``bits`` is none of these.
+        ConfigurationError: ``bits`` is not 2, 3, 4 or 8.
     """
 
     name: ClassVar[str] = "symmetric"
@@ -227,13 +231,15 @@ class Symmetric(_Uniform):
 
 @dataclass(frozen=True)
 class Asymmetric(_Uniform):
-    """From the least to the greatest value of a row. Good enough with 8 bits, and by far the fastest.
+    """Uniform codes over the range from the least to the greatest value of a row.
+
+    With 8 bits its error is small enough for most uses, and it is by far the fastest scheme with codes.
 
     Attributes:
-        bits: 2, 3, 4 or 8 bits an element.
+        bits: Bits per element: 2, 3, 4 or 8.
 
     Raises:
-        ConfigurationError: ``bits`` is none of these.
+        ConfigurationError: ``bits`` is not 2, 3, 4 or 8.
     """
 
     name: ClassVar[str] = "asymmetric"
@@ -244,17 +250,18 @@ class Asymmetric(_Uniform):
 
 @dataclass(frozen=True)
 class AdaptiveAsymmetric(_Uniform):
-    """The range of the least error, which with 2 to 4 bits is smaller than that from least to greatest value.
+    """Uniform codes over the range that has the least error, found for each row by a search.
 
-    Without a ``search``, it is chosen for every shard and save from a sample of the rows that are stored: the cheapest
-    one whose error comes within half a percent of the best's. The manifest records which.
+    With 2 to 4 bits, this range is narrower than the range from the least to the greatest value. If ``search`` is None,
+    the writer chooses a search for every shard and save, from a sample of the rows to be stored. It takes the cheapest
+    search whose error is within half a percent of the best search's error. The manifest records the choice.
 
     Attributes:
-        bits: 2, 3, 4 or 8 bits an element.
-        search: How the range is searched, or None to choose.
+        bits: Bits per element: 2, 3, 4 or 8.
+        search: How to search the range, or None to choose a search from a sample.
 
     Raises:
-        ConfigurationError: ``bits`` is none of these.
+        ConfigurationError: ``bits`` is not 2, 3, 4 or 8, or ``search`` is not a search.
     """
 
     search: Search | None = None
@@ -267,7 +274,9 @@ class AdaptiveAsymmetric(_Uniform):
 
     @classmethod
     def best(cls, bits: int) -> "AdaptiveAsymmetric":
-        """With the best search there is: about three times the time of the usual choice, for half a percent of error.
+        """Return a scheme with the best search.
+
+        It takes about three times as long as the search that is usually chosen, for about half a percent less error.
 
         Raises:
             ConfigurationError: ``bits`` is not 2, 3, 4 or 8.
@@ -276,11 +285,11 @@ class AdaptiveAsymmetric(_Uniform):
         return cls(bits, LADDERS[bits][-1])
 
     def choose(self, sample: Sample, num_restores: int) -> "AdaptiveAsymmetric":
-        """With a search: the cheapest of its ladder that reaches the plateau of the error on the sample."""
+        """Return a scheme with a search: the cheapest one that is good enough for the sample."""
         return self if self.search is not None else AdaptiveAsymmetric(self.bits, _cheapest(self.bits, sample()))
 
     def to_json(self) -> dict[str, Any]:
-        """``{"name": ..., "bits": ..., "search": ...}``."""
+        """Return ``{"name": ..., "bits": ..., "search": ...}``."""
         return super().to_json() | {"search": None if self.search is None else self.search.to_json()}
 
     def _plan(self, table: Tensor, rows: Tensor) -> SearchPlan:
@@ -289,16 +298,16 @@ class AdaptiveAsymmetric(_Uniform):
 
 
 def fused_bits(scheme: Scheme) -> int | None:
-    """Bits of a code, if the rows that a scheme makes are fused rows of uniform codes; None if they are others."""
+    """Return the bits per code if a scheme stores fused rows of uniform codes, otherwise None."""
     return scheme.bits if isinstance(scheme, _Uniform) else None
 
 
 def warm_up(scheme: Scheme, table: Tensor) -> None:
-    """Compile now, if the table lies on a GPU, what rows of it will be encoded by.
+    """Compile the kernels that will encode rows of a table, if the table is on a GPU.
 
     Args:
-        scheme: One with its search, if it has any.
-        table: [num_rows, num_cols], at least one of both, the elements of a row side by side.
+        scheme: The scheme, with its search if it has one.
+        table: [num_rows, num_cols], at least one of both; the elements of a row are contiguous.
     """
     if isinstance(scheme, _Uniform):
         plan = scheme._plan(table, torch.empty(0, dtype=torch.int64, device="cpu"))
@@ -313,15 +322,15 @@ def _cheapest(bits: int, rows: Tensor) -> LeastSquares:
 
 
 def mean_error(scheme: Scheme, rows: Tensor) -> float:
-    """The mean l2 norm of the rows' errors (Check-N-Run's measure), without rows that would be stored exactly."""
+    """Return the mean l2 norm of the rows' errors (Check-N-Run's measure), leaving out exact rows."""
     errors, _ = _errors_and_rows(scheme, rows)
     return float(errors.norm(dim=1).mean()) if len(errors) else 0.0
 
 
 def relative_error(scheme: Scheme, rows: Tensor) -> float | None:
-    """The squared errors of rows, as a part of their squared values, without rows that would be stored exactly.
+    """Return the rows' sum of squared errors divided by their sum of squared values, or None if all values are zero.
 
-    None where there is nothing but zeros.
+    Rows that would be stored exactly are left out.
     """
     errors, values = _errors_and_rows(scheme, rows)
     total = float(values.square().sum())
@@ -329,7 +338,7 @@ def relative_error(scheme: Scheme, rows: Tensor) -> float | None:
 
 
 def _errors_and_rows(scheme: Scheme, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """float64 [k, num_cols]: what encoding and decoding adds to rows, and the rows, but those stored exactly."""
+    """Return the errors of encoding, and the rows, each float64 [k, num_cols], without rows stored exactly."""
     encoded = scheme.encode(rows)
     is_coded = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
     is_coded[encoded.exact] = False

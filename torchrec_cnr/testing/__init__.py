@@ -1,4 +1,4 @@
-"""Tests for any file system that should hold checkpoints: checks of its guarantees, and faults on demand.
+"""Tests for any file system that should hold checkpoints: checks of the storage requirements, and injected faults.
 
 ::
 
@@ -11,20 +11,20 @@
     for check in conformance_checks():
         check("s3://bucket/tests")
 
-Each name is imported on first use, because processes that only race to commit a file need no torch.
+Each name is imported on first use, because processes that only race to commit a file do not need torch.
 
-- ``__main__``: ``python -m torchrec_cnr.testing <url>`` runs the checks on a file system.
-- ``conformance``: ``conformance_checks`` and ``run_conformance``: the list of checks, and how to run them.
+- ``__main__``: ``python -m torchrec_cnr.testing <url>``, which runs the checks on a file system.
+- ``conformance``: ``conformance_checks`` lists the checks, and ``run_conformance`` runs them.
 - ``checks``: the storage requirements, each with the check that a file system meets it.
 - ``racing``: several processes create the same file at once, and exactly one must succeed.
 - ``trips``: a small job saves, compacts and prunes while one operation of its file system fails.
 - ``faults``: ``FaultyStore``, which counts operations and injects faults into those that a test names.
 - ``file_system``: the fsspec file system that a ``FaultyStore`` registers.
 
-Words of this package:
+Terms of this package:
 
 - *operation*: one request to a file system.
-- *fault*: what goes wrong with an operation: it fails, is lost, cut short, doubled or delayed.
+- *fault*: an error that is injected into an operation: it fails, is truncated, repeated, reordered or delayed.
 - *trip*: a run of the small job with one fault.
 - *racer*: a process that takes part in a race.
 """

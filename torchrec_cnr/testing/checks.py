@@ -1,7 +1,8 @@
-"""Promises of a file system: what checkpoints are built on, each with a check that a file system keeps it.
+"""The storage requirements of checkpoints, each with a check that a file system meets it.
 
-A check works in an empty directory of its own, and raises a ``StoreError`` that says what was expected and what came.
-It sees the file system as checkpoints do, through ``Store``.
+A check works in an empty directory of its own, and raises a ``StoreError`` with the expected and the actual result. It
+accesses the file system as checkpoints do, through ``Store``. The first line of a check's docstring is the requirement,
+which the command prints.
 """
 
 import errno
@@ -17,7 +18,7 @@ from torchrec_cnr.storage.files import Buffer
 from torchrec_cnr.storage.store import Store
 from torchrec_cnr.testing.faults import Fault, FaultyStore
 
-CLOCK_SECS = 600.0  # by how much a store's clock may differ from this machine's
+CLOCK_SECS = 600.0  # the most by which a store's clock may differ from this machine's
 NUM_AT_ONCE = 8
 LARGE_BYTES = 64 << 20
 PIECE_BYTES = 1 << 20
@@ -39,7 +40,7 @@ _NAME = "manifest.json"
 
 
 def expect(found: object, expected: object, what: str) -> None:
-    """Raise a StoreError if what was found is not what was expected."""
+    """Raise a ``StoreError`` if ``found`` and ``expected`` differ."""
     if found != expected:
         raise StoreError(f"{what}: expected {_shown(expected)}, got {_shown(found)}")
 
@@ -51,28 +52,28 @@ def _shown(value: object) -> str:
 
 @contextmanager
 def must_raise(kind: type[StoreError] | type[CheckpointExistsError], what: str) -> Iterator[Any]:
-    """Raise a StoreError if what is done in it does not raise."""
+    """Return a context that raises a ``StoreError`` if its body does not raise an error of the given kind."""
     try:
         yield
     except kind:
         return
-    raise StoreError(f"{what}: expected a {kind.__name__}, and there was no error")
+    raise StoreError(f"{what}: expected {kind.__name__}, got no error")
 
 
 def expect_absent(store: Store, name: str) -> None:
-    """Raise a StoreError if a file is found, listed or read, or if the file system does not tell."""
-    expect(store.exists(name), False, f"whether {name!r} is there, which it is not")
-    expect(name in store.names(), False, f"whether {name!r} is listed, which is not there")
+    """Raise a ``StoreError`` if a missing file is found, listed or read, or if the error does not say it is missing."""
+    expect(store.exists(name), False, f"whether {name!r} exists, which was not written or was removed")
+    expect(name in store.names(), False, f"whether {name!r} is listed, which was not written or was removed")
     try:
         store.read(name)
     except StoreError as error:
-        expect(error.errno in (errno.ENOENT, errno.ENOTDIR), True, f"whether {error} says that it is not there")
+        expect(error.errno in (errno.ENOENT, errno.ENOTDIR), True, f"whether the error '{error}' says 'not found'")
         return
-    raise StoreError(f"{name!r} can be read, though it is not there")
+    raise StoreError(f"{name!r} can be read, but it was not written or was removed")
 
 
 def again(store: Store) -> Store:
-    """The same directory, seen by a file system object that remembers nothing of what this one has done."""
+    """Return the same directory in a new file system object, which has no cache of this object's operations."""
     fs = store.fs
     if not getattr(type(fs), "cachable", False):
         return store
@@ -85,7 +86,7 @@ def again(store: Store) -> Store:
 
 
 def whole_files(store: Store) -> None:
-    """What was put is read back whole_files, by others too."""
+    """A file that was written is read back completely, also by other clients."""
     files: dict[str, list[Buffer]] = {
         "pack": [b"one ", memoryview(b"two "), b"", b"three"],
         "empty": [],
@@ -100,7 +101,7 @@ def whole_files(store: Store) -> None:
 
 
 def ranges(store: Store) -> None:
-    """Parts of a file are read as they are asked for."""
+    """Any range of a file can be read."""
     data = bytes(range(100))
     store.put("pack", [data])
     for start, stop in combinations((0, 1, 7, 50, 99, 100, 130), 2):
@@ -113,47 +114,47 @@ def ranges(store: Store) -> None:
 
 
 def listings(store: Store) -> None:
-    """A file is listed as soon as it was put, and directories are told from files."""
+    """A file is listed as soon as it was written, and listings distinguish directories from files."""
     expect(store.names(), [], "the names in an empty directory")
     for number in range(3):
         store.put(f"pack-{number}", [b"x" * number])
         expect(store.names(), [f"pack-{n}" for n in range(number + 1)], "the names in a directory")
-        expect(again(store).names(), [f"pack-{n}" for n in range(number + 1)], "the names that others see")
+        expect(again(store).names(), [f"pack-{n}" for n in range(number + 1)], "the names that other clients see")
     below = store.at("step-1")
     below.make()
     below.put(_NAME, [b"{}"])
-    expect(dict(store.listing().files), {f"pack-{n}": n for n in range(3)}, "files and sizes beside a directory")
-    expect(store.listing().directories, ("step-1",), "directories beside files")
+    expect(dict(store.listing().files), {f"pack-{n}": n for n in range(3)}, "files and sizes next to a directory")
+    expect(store.listing().directories, ("step-1",), "directories next to files")
     expect(dict(below.listing().files), {_NAME: 2}, "files of a directory in a directory")
-    expect(store.is_directory(), True, "whether a directory with files is there")
+    expect(store.is_directory(), True, "whether a directory with files exists")
 
 
 def absence(store: Store) -> None:
-    """What is not there is said to be not there, and is no error; an answer that does not come is no such answer."""
+    """Only missing files are reported as missing; a failed request is an error, and not an answer."""
     expect_absent(store, "pack")
     expect_absent(store.at("no-such-directory"), "pack")
-    expect(store.at("no-such-directory").names(), [], "the names in a directory that is not there")
-    expect(store.at("no-such-directory").is_directory(), False, "whether a directory is there, which is not")
+    expect(store.at("no-such-directory").names(), [], "the names in a missing directory")
+    expect(store.at("no-such-directory").is_directory(), False, "whether a missing directory exists")
     store.put("pack", [b"x"])
-    expect(store.exists("pack"), True, "whether a file is there, which is")
-    with FaultyStore(store.url) as faulty, must_raise(StoreError, "a look-up that nobody answers"):
+    expect(store.exists("pack"), True, "whether a file exists that was written")
+    with FaultyStore(store.url) as faulty, must_raise(StoreError, "a look-up that fails"):
         faulty.faults[1] = Fault.FAIL
         Store.open(faulty.url).exists("pack")
 
 
 def removal(store: Store) -> None:
-    """A file that was removed is gone at once, and may be removed again."""
+    """A removed file disappears at once, and removing it again is not an error."""
     for name in ("pack", "other"):
         store.put(name, [b"x"])
     for _ in range(2):
         store.remove("pack")
         expect_absent(store, "pack")
         expect_absent(again(store), "pack")
-    expect(store.read("other"), b"x", "the bytes of what was not removed")
+    expect(store.read("other"), b"x", "the bytes of a file that was not removed")
 
 
 def streams(store: Store, large_bytes: int) -> None:
-    """A large file is written piece by piece, takes the place of a smaller one, and is read in parts."""
+    """A large file can be written piece by piece, replaces a smaller one, and can be read in parts."""
     store.put("export", [b"before"])
     pieces = [bytes([number % 251]) * PIECE_BYTES for number in range(max(1, large_bytes // PIECE_BYTES))]
     with store.create("export") as stream:
@@ -169,7 +170,7 @@ def streams(store: Store, large_bytes: int) -> None:
 
 
 def odd_names(store: Store) -> None:
-    """Files and directories keep the names that they were given."""
+    """Files and directories keep their names, also with unusual characters."""
     for name in ODD_NAMES:
         store.put(name, [name.encode()])
         below = store.at("below").at(name)
@@ -181,14 +182,14 @@ def odd_names(store: Store) -> None:
         expect(store.read(name), name.encode(), f"the bytes of {name!r}")
         expect(store.at("below").at(name).read(_NAME), f"{name}/".encode(), f"the bytes of a file in {name!r}")
     store.remove(ODD_NAMES[-2])
-    expect(store.exists(ODD_NAMES[-3]), True, "whether a file is there whose name differs from a removed one by case")
+    expect(store.exists(ODD_NAMES[-3]), True, "whether a file exists whose name differs from a removed one by case")
     store.remove("star*")
     store.remove("[brackets]")
-    expect(len(store.names()), len(ODD_NAMES) - 2, "the number of files that are left")
+    expect(len(store.names()), len(ODD_NAMES) - 2, "the number of remaining files")
 
 
 def at_once(store: Store) -> None:
-    """Files that are written and read at the same time do not disturb one another."""
+    """Files that are written and read at the same time do not affect one another."""
 
     def put_and_read(number: int) -> bytes:
         data = bytes([number]) * 100_000
@@ -197,34 +198,37 @@ def at_once(store: Store) -> None:
 
     with ThreadPoolExecutor(NUM_AT_ONCE) as threads:
         for number, found in enumerate(threads.map(put_and_read, range(4 * NUM_AT_ONCE))):
-            expect(found, bytes([number]) * 10, f"what was written at once with {4 * NUM_AT_ONCE - 1} others")
+            expect(found, bytes([number]) * 10, f"the bytes of one of {4 * NUM_AT_ONCE} files written at once")
 
 
 def times(store: Store) -> None:
-    """The store tells when a file was written, by a clock that is about right."""
+    """The store reports when a file was written, by a clock that is at most ten minutes wrong."""
     before = time.time()
     store.put("pack", [b"x"])
     found = store.modified_ns("pack") / 1e9
     if not before - CLOCK_SECS <= found <= time.time() + CLOCK_SECS:
-        raise StoreError(f"a file was written {found - before:,.0f} s after it was, by the store's clock")
+        raise StoreError(
+            f"the store's clock: expected a difference of at most {CLOCK_SECS:,.0f} s to this machine's, got "
+            f"{found - before:,.0f} s"
+        )
 
 
 # The commit.
 
 
 def exclusive(store: Store) -> None:
-    """A name is given once: who comes second gets a typed error, and changes nothing."""
+    """Only the first writer can create a file; the second one gets FileExistsError, and changes nothing."""
     store.put_new(_NAME, b"first", "save-1")
     for data in (b"second, and longer", b"2nd", b"first, and more"):
         for seen in (store, again(store)):
-            with must_raise(CheckpointExistsError, f"a commit of {data!r} where there is one"):
+            with must_raise(CheckpointExistsError, f"a commit of {data!r} where a commit exists"):
                 seen.put_new(_NAME, data, "save-2")
-            expect(seen.read(_NAME), b"first", "the bytes of a commit, after another one was must_raise")
+            expect(seen.read(_NAME), b"first", "the bytes of a commit, after another one was refused")
     expect(store.names(), [_NAME], "the names after commits")
 
 
 def own_commit(store: Store) -> None:
-    """Who has lost the answer to his own commit may try it again."""
+    """A writer that lost the answer to its own commit can try the commit again."""
     _commit_spoiled(store, Fault.LOSE, b"mine", "a commit whose answer was lost")
     store.put_new(_NAME, b"mine", "save-1")
     again(store).put_new(_NAME, b"mine", "save-1")
@@ -232,8 +236,8 @@ def own_commit(store: Store) -> None:
 
 
 def half_commit(store: Store) -> None:
-    """A commit that arrives in part is noticed, and is no commit."""
-    _commit_spoiled(store, Fault.TRUNCATE, b"0123456789", "a commit of which half arrived")
+    """A truncated commit is detected, and does not count as a commit."""
+    _commit_spoiled(store, Fault.TRUNCATE, b"0123456789", "a truncated commit")
     expect_absent(store, _NAME)
     store.put_new(_NAME, b"0123456789", "save-2")
 

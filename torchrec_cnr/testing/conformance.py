@@ -1,4 +1,4 @@
-"""Conformance: does a file system keep what checkpoints are built on?
+"""Conformance checks: whether a file system meets the storage requirements of checkpoints.
 
 ::
 
@@ -46,12 +46,12 @@ _PROMISES: Sequence[tuple[str, Act]] = (
 
 @dataclass(frozen=True)
 class ConformanceCheck:
-    """One promise that a file system must keep; call it to see whether it does.
+    """A storage requirement and its check; call the object to check a file system.
 
     Attributes:
-        name: In two or three words.
-        promise: In a sentence.
-        act: Sees whether an empty directory keeps it.
+        name: Name of the check, in two or three words.
+        promise: The storage requirement, in a sentence.
+        act: Raises an error if an empty directory does not meet the requirement.
     """
 
     name: str
@@ -62,10 +62,10 @@ class ConformanceCheck:
         """Check a file system, in a new directory that is removed afterwards.
 
         Args:
-            url: A directory in it, path or fsspec URL.
+            url: A directory in the file system, as a path or fsspec URL.
 
         Raises:
-            StoreError: The promise was broken: what was expected, and what came.
+            StoreError: The requirement is not met; the message has the expected and the actual result.
             ConfigurationError: The URL cannot be opened.
         """
         store = Store.open(url, sync_files=False).at(f"conformance-{uuid.uuid4().hex[:12]}")
@@ -73,7 +73,7 @@ class ConformanceCheck:
         try:
             self.act(store)
         except CNRError as error:
-            raise StoreError(f"{self.name}: {self.promise} Not so at {url}: {error}") from error
+            raise StoreError(f"{self.name}: {self.promise} Not met at {url}: {error}") from error
         finally:
             with suppress(CNRError):
                 _remove(store)
@@ -84,12 +84,12 @@ class ConformanceCheck:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a check.
+    """The outcome of a check.
 
     Attributes:
-        check: Which.
-        problem: Why the promise was broken; None if it was kept.
-        secs: How long it took.
+        check: The check.
+        problem: The error message if the check failed; None if it passed.
+        secs: Duration of the check, in seconds.
     """
 
     check: ConformanceCheck
@@ -98,11 +98,13 @@ class Outcome:
 
 
 def conformance_checks(*, num_faults: int = NUM_FAULTS, large_bytes: int = LARGE_BYTES) -> Sequence[ConformanceCheck]:
-    """All checks, each for itself; in order, so that the first that fails tells most.
+    """Return all checks, which are independent of each other.
+
+    The simplest requirements come first, so the first check that fails shows most about the cause.
 
     Args:
-        num_faults: Round trips of a small job with each kind of fault.
-        large_bytes: How large the largest file is.
+        num_faults: Number of round trips of a small job with each kind of fault.
+        large_bytes: Size of the large file, in bytes.
     """
     acts: list[tuple[str, Act]] = [
         *_PROMISES,
@@ -112,14 +114,14 @@ def conformance_checks(*, num_faults: int = NUM_FAULTS, large_bytes: int = LARGE
     found = [ConformanceCheck(name, _promise_of(act), act) for name, act in acts]
     for fault in Fault:
         if fault is not Fault.CRASH:
-            what = f"The same, where an operation on the way meets a fault: {fault.value}."
+            what = f"The same round trip succeeds if one of its operations has a fault: {fault.value}."
             act = partial(trips_with, fault=fault, num_faults=num_faults)
             found.append(ConformanceCheck(f"round trip, {fault.value}", what, act))
     return tuple(found)
 
 
 def run_conformance(url: str, found: Sequence[ConformanceCheck]) -> Iterator[Outcome]:
-    """Check a file system, and say what became of each check when it is done."""
+    """Run checks on a file system, and yield the outcome of each as soon as it ends."""
     for check in found:
         began = time.monotonic()
         try:
@@ -136,7 +138,7 @@ def _promise_of(act: Callable[..., object]) -> str:
 
 
 def _remove(store: Store) -> None:
-    """Remove a directory and all that is in it."""
+    """Remove a directory and everything in it."""
     found = store.listing()
     for name in found.files:
         store.remove(name)

@@ -1,7 +1,7 @@
-"""Faults: a store that stands before another one, counts its operations, and spoils those it is told to.
+"""Fault injection: a store that wraps another one, counts its operations, and injects faults into chosen ones.
 
-It behaves as an object store does. A file that is written is put at once, when it is closed; what a fault spoils is
-therefore a request, and not a part of one. It is known to fsspec by the URL ``faulty://<name>``, in this process only.
+It behaves as an object store does: a file is written in one request, when it is closed. A fault therefore affects a
+whole request. In this process only, fsspec opens it by the URL ``faulty://<name>``.
 """
 
 import errno
@@ -23,16 +23,16 @@ ResultT = TypeVar("ResultT")
 PROTOCOL = "faulty"
 
 OperationKind = Literal["read", "put", "put new", "look up", "list", "remove", "make"]
-CHANGES = frozenset({"put", "put new", "remove"})  # what may be done later: they return nothing
+CHANGES = frozenset({"put", "put new", "remove"})  # only these can be reordered, since they return nothing
 
 
 class Fault(Enum):
-    """What happens to an operation.
+    """A fault of an operation.
 
-    ``FAIL``: it is not done, and an error says so. ``LOSE``: it is done, and an error says it is not: the answer was
-    lost. ``DELAY``: it takes longer. ``TRUNCATE``: half of the bytes are put, or read, and no error says so.
-    ``DUPLICATE``: it is done twice, as by a client that tries again. ``REORDER``: it is done after the next one, though
-    the caller was told that it is done. ``CRASH``: the process is killed before it.
+    ``FAIL``: it is not done, and raises an error. ``LOSE``: it is done, but raises an error, because the answer was
+    lost. ``DELAY``: it takes longer. ``TRUNCATE``: only half of the bytes are written or read, without an error.
+    ``DUPLICATE``: it is done twice, as by a client that retries. ``REORDER``: it is done only after the next operation,
+    but returns at once. ``CRASH``: the process is killed before it.
     """
 
     FAIL = "fail"
@@ -44,7 +44,7 @@ class Fault(Enum):
     CRASH = "crash"
 
     def spoils(self, kind: OperationKind) -> bool:
-        """Whether it makes a difference to an operation of some kind; one that it does not is done as it should be."""
+        """Return whether the fault affects operations of this kind; other operations are done correctly."""
         if self is Fault.TRUNCATE:
             return kind in ("read", "put", "put new")
         return kind in CHANGES or self not in (Fault.LOSE, Fault.DUPLICATE, Fault.REORDER)
@@ -52,12 +52,12 @@ class Fault(Enum):
 
 @dataclass(frozen=True)
 class Operation:
-    """What was asked of the store.
+    """A request to the store.
 
     Attributes:
         kind: "read", "put", "put new" (which fails if the name exists), "look up", "list", "remove" or "make".
-        path: Of what, within the store.
-        num_bytes: How many were to be put; 0 for other kinds.
+        path: Path of the file or directory, relative to the store.
+        num_bytes: Number of bytes to write; 0 for kinds that do not write.
     """
 
     kind: OperationKind
@@ -66,22 +66,22 @@ class Operation:
 
 
 class FaultyStore:
-    """A directory whose operations may be spoiled; known to fsspec while it is open.
+    """A directory with injected faults, which fsspec can open while this object is open.
 
     Operations are numbered from 1, in the order in which they arrive from any thread.
 
     Args:
-        url: The directory that stands behind it, a path or fsspec URL.
-        name: Its name in URLs; ranks of one job must give theirs the same one. By default one of its own.
-        delay_secs: How long a ``DELAY`` takes.
+        url: The wrapped directory, as a path or fsspec URL.
+        name: The name of the store in URLs, by default a random one. The ranks of a job must use the same name.
+        delay_secs: Duration of a ``DELAY``, in seconds.
 
     Attributes:
-        url: What to pass for a root, or to join a checkpoint's name to.
-        faults: By number, what happens to an operation; may be changed at any time.
-        operations: All so far.
-        inner: The file system behind it.
-        root: The directory's path there.
-        uploads: Where local files are put together; the directory is removed in the end.
+        url: The URL of the store, to be used as a root or as the directory of checkpoints.
+        faults: The fault of each operation that has one, by its number; may be changed at any time.
+        operations: All operations so far.
+        inner: The wrapped file system.
+        root: The path of the directory in the wrapped file system.
+        uploads: A directory for local files that are being written; ``close`` removes it.
     """
 
     def __init__(self, url: str | os.PathLike[str], name: str | None = None, delay_secs: float = 0.2) -> None:
@@ -105,25 +105,25 @@ class FaultyStore:
         self.close()
 
     def close(self) -> None:
-        """Do what is late, and be known no longer."""
+        """Do all reordered operations, and unregister the store."""
         self._do_late()
         open_stores.pop(self._name, None)
-        with suppress(OSError):  # there is none, or another process is not done
+        with suppress(OSError):  # the directory is missing, or another process still uses it
             os.rmdir(self.uploads)
 
     def clear(self) -> None:
-        """Forget operations and faults, and do what is late: the next operation is the first again."""
+        """Do all reordered operations, then clear operations and faults; the next operation has number 1 again."""
         self._do_late()
         with self._lock:
             self.operations.clear()
             self.faults.clear()
 
     def do(self, operation: Operation, act: Callable[[bool], ResultT]) -> ResultT | None:
-        """Count an operation, and do it as its fault says; None if it is done later.
+        """Record an operation, and do it with its fault. Return None if it is done later.
 
         Args:
-            operation: Which.
-            act: Does it; with half of the bytes, if it is told so.
+            operation: The operation.
+            act: Does the operation; if its argument is true, with half of the bytes.
         """
         with self._lock:
             self.operations.append(operation)
@@ -162,7 +162,7 @@ class FaultyStore:
 
 
 def _unheard(act: Callable[[bool], object]) -> None:
-    """Whoever asked was told that it is done."""
+    """Do a reordered operation, ignoring errors: its caller was already told that it is done."""
     with suppress(OSError):
         act(False)
 

@@ -14,24 +14,24 @@ from torchrec_cnr.testing.faults import PROTOCOL, FaultyStore, Operation, Operat
 
 
 class FaultyFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
-    """Passes what is asked of it on to the directory behind a ``FaultyStore``.
+    """A file system that forwards requests to the directory that a ``FaultyStore`` wraps.
 
-    Methods are fsspec's; each is one operation.
+    The methods are those of fsspec, and each call is one operation.
     """
 
     protocol = PROTOCOL
 
     def info(self, path: str, **_: Any) -> Mapping[str, Any]:
-        """What is there.
+        """Return the name, size and type of a file or directory.
 
         Raises:
-            FileNotFoundError: Nothing is.
+            FileNotFoundError: There is no such file or directory.
         """
         found: Mapping[str, Any] = self._do("look up", path, lambda fs, inner: fs.info(inner))
         return {**found, "name": _outer(path, found)}
 
     def exists(self, path: str, **_: Any) -> bool:
-        """Whether something is there; that nobody answers does not mean that it is not."""
+        """Return whether a file or directory exists. A failed request raises an error, unlike in fsspec's default."""
         try:
             self.info(path)
         except FileNotFoundError:
@@ -39,20 +39,20 @@ class FaultyFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has 
         return True
 
     def isdir(self, path: str) -> bool:
-        """Whether a directory is there."""
+        """Return whether a directory exists."""
         try:
             return bool(self.info(path)["type"] == "directory")
         except FileNotFoundError:
             return False
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
-        """What is in a directory."""
+        """List the contents of a directory."""
         found = self._do("list", path, lambda fs, inner: fs.ls(inner, detail=True))
         entries = [{**entry, "name": _outer(path, entry)} for entry in found]
         return entries if detail else [entry["name"] for entry in entries]
 
     def modified(self, path: str) -> Any:
-        """When it was written last."""
+        """Return when a file was last written."""
         return self._do("look up", path, lambda fs, inner: fs.modified(inner))
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
@@ -68,19 +68,19 @@ class FaultyFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has 
         self._do("remove", path, lambda fs, inner: fs.rmdir(inner))
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
-        """A file's bytes, or some of them."""
+        """Return the bytes of a file, or a range of them."""
         return bytes(self._do("read", path, lambda fs, inner: fs.cat_file(inner, start=start, end=end)))
 
     def open(self, path: str, mode: str = "rb", *_: Any, **__: Any) -> io.BytesIO:
-        """A file, read at once ("rb"), or put when it is closed ("wb", and "xb" if it must be new)."""
+        """Open a file, which is read at once ("rb"), or written when it is closed ("wb", or "xb" if it must be new)."""
         if mode == "rb":
             return io.BytesIO(self.cat_file(path))
         if mode not in ("wb", "xb"):
-            raise NotImplementedError(f"mode {mode!r}: files are read ('rb') or written whole ('wb', 'xb')")
+            raise NotImplementedError(f"mode {mode!r} is not supported, expected 'rb', 'wb' or 'xb'")
         return _Upload(path, is_new=mode == "xb")
 
     def _do(self, kind: OperationKind, path: str, act: Callable[[Any, str], Any]) -> Any:
-        """One operation, by the file system behind and the path there; ``TRUNCATE`` takes half of what is read."""
+        """Do one operation in the wrapped file system; ``TRUNCATE`` returns half of the bytes that are read."""
         store, inner = _place(path)
 
         def do(half: bool) -> Any:
@@ -99,7 +99,7 @@ class _Upload(io.BytesIO):
         self._is_new = is_new
 
     def close(self) -> None:
-        """Put it."""
+        """Write the file."""
         if self.closed:
             return
         data = self.getvalue()
@@ -114,7 +114,7 @@ class _Upload(io.BytesIO):
 
 
 def _put(store: FaultyStore, path: str, data: bytes, is_new: bool) -> None:
-    """Write a file at once: nobody sees a part of it."""
+    """Write a file atomically: no reader sees a part of it."""
     if not isinstance(store.inner, LocalFileSystem):
         with store.inner.open(path, "xb" if is_new else "wb") as file:
             file.write(data)
@@ -134,16 +134,16 @@ def _put(store: FaultyStore, path: str, data: bytes, is_new: bool) -> None:
 
 
 def _place(path: str) -> tuple[FaultyStore, str]:
-    """The store that a path or URL is in, and the path behind it."""
+    """Return the store of a path or URL, and the path in the wrapped file system."""
     name, _, rest = str(FaultyFileSystem._strip_protocol(path)).lstrip("/").partition("/")
     store = open_stores.get(name)
     if store is None:
-        raise OSError(f"{PROTOCOL}://{name}: no FaultyStore of that name is open in this process")
+        raise OSError(f"{PROTOCOL}://{name}: no FaultyStore named {name!r} is open in this process")
     return store, posixpath.join(store.root, rest).rstrip("/")
 
 
 def _outer(path: str, entry: Mapping[str, Any]) -> str:
-    """The path of an entry that a look at ``path`` has found, as this file system calls it."""
+    """Return the path in this file system of an entry that the wrapped file system returned for ``path``."""
     store, _ = _place(path)
     name = store.url.removeprefix(f"{PROTOCOL}://")
     return posixpath.join(name, posixpath.relpath(str(entry["name"]), store.root)).removesuffix("/.")

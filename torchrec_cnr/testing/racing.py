@@ -1,8 +1,8 @@
-"""Races: several processes commit at once, and one must win.
+"""Races: several processes commit at once, and exactly one of them must win.
 
-Threads of one process would not do: many file systems look whether a name is there and create it afterwards, and a
-process keeps its own threads apart. Where a store is this process's own, as ``memory://`` is, threads have to do.
-The processes are started afresh, rather than by ``multiprocessing``, which would run the caller's script in each.
+Threads of one process would not be a sufficient test. Many file systems check whether a name exists and then create it,
+and locks within the process may hide this race. Only for stores that are local to a process, such as ``memory://``, the
+racers are threads. The processes are not started by ``multiprocessing``, which would run the caller's script in each.
 """
 
 import pickle
@@ -22,16 +22,16 @@ from torchrec_cnr.storage.store import Store
 
 NUM_RACERS = 4
 NUM_RACES = 10
-READY_SECS = 60.0  # for a process to start
+READY_SECS = 60.0  # time limit for the start of a process
 COMMIT_SECS = 60.0
-AHEAD_SECS = 0.02  # how long before a race its time is told
+AHEAD_SECS = 0.02  # the racers receive the starting time this long before it
 
 _PROBE = "probe"
 _RACER = "import sys; sys.path[:] = {path!r}; from torchrec_cnr.testing.racing import be_racer; be_racer({descriptor})"
 
 
 def race(store: Store) -> None:
-    """Of several that commit at once, one wins, the others get a typed error, and the winner's bytes are there."""
+    """Check that of several processes that create a file at once, one succeeds and the others change nothing."""
     store.put(_PROBE, [b"x"])
     with _racers(store) as racers:
         is_shared = all(_answers(racers, READY_SECS))
@@ -58,15 +58,15 @@ def _of_threads(store: Store, name: str) -> list[bool | str]:
 
 
 def _judge(store: Store, name: str, answers: Sequence[Any]) -> None:
-    """Raises a StoreError if not exactly one has won."""
+    """Raise a ``StoreError`` if not exactly one racer has won."""
     strange = [answer for answer in answers if isinstance(answer, str)]
     if strange:
-        raise StoreError(f"of {NUM_RACERS} that committed at once, one got neither a yes nor a no: {strange[0]}")
+        raise StoreError(f"{NUM_RACERS} racers created a file at once, and one got an unexpected error: {strange[0]}")
     if answers.count(True) != 1:
-        raise StoreError(f"of {NUM_RACERS} that committed at once, {answers.count(True)} were told that they had won")
+        raise StoreError(f"{NUM_RACERS} racers created a file at once: expected 1 success, got {answers.count(True)}")
     if store.read(name) != _content(answers.index(True)):
         raise StoreError(
-            f"of {NUM_RACERS} that committed at once, one was told that he had won, but others' bytes are there"
+            f"{NUM_RACERS} racers created a file at once, and one succeeded, but the file has another one's bytes"
         )
 
 
@@ -75,7 +75,7 @@ def _content(number: int) -> bytes:
 
 
 def _commit(store: Store, name: str, number: int) -> bool | str:
-    """Whether a racer has won; or what else it was told."""
+    """Commit, and return whether the racer has won, or the message of an unexpected error."""
     try:
         store.put_new(name, _content(number), f"save-{number}")
     except CheckpointExistsError:
@@ -87,7 +87,7 @@ def _commit(store: Store, name: str, number: int) -> bool | str:
 
 @contextmanager
 def _racers(store: Store) -> Iterator[Sequence[Connection]]:
-    """Processes that say first whether they see the same store, and then race when they are told."""
+    """Start processes that first send whether they see the same store, and then race when they receive orders."""
     ours, processes = [], []
     try:
         for _ in range(NUM_RACERS):
@@ -109,28 +109,28 @@ def _racers(store: Store) -> Iterator[Sequence[Connection]]:
 def _pickled(store: Store) -> bytes:
     try:
         return pickle.dumps(store)
-    except (pickle.PicklingError, TypeError, AttributeError):  # no other process can have it
+    except (pickle.PicklingError, TypeError, AttributeError):  # the store cannot be opened by other processes
         return b""
 
 
 def _answers(racers: Sequence[Connection], limit_secs: float) -> list[Any]:
-    """What each says; of one that cannot be asked, that it does not see the store."""
+    """Receive one answer from each racer."""
     found = []
     for racer in racers:
         if not racer.poll(limit_secs):
-            raise StoreError(f"a commit at once with others did not end within {limit_secs:.0f} s")
+            raise StoreError(f"a racer did not answer within {limit_secs:.0f} s")
         try:
             found.append(racer.recv())
         except EOFError as error:
-            raise StoreError("a process that committed at once with others has died") from error
+            raise StoreError("the process of a racer has died") from error
     return found
 
 
 def be_racer(descriptor: int) -> None:
-    """Say whether the store is the same one, and commit under each name that is told, at its time.
+    """Send whether this process sees the same store, then commit under each name that is received, at its time.
 
     Args:
-        descriptor: Of the file that leads to whoever tells.
+        descriptor: File descriptor of the connection to the process that started this one.
     """
     orders = Connection(descriptor)
     store = _store(orders.recv_bytes())
@@ -143,7 +143,7 @@ def be_racer(descriptor: int) -> None:
 
 
 def _store(data: bytes) -> Store | None:
-    """The store, if it is the same one here."""
+    """Unpickle the store; return None if it is not the same one in this process."""
     try:
         store: Store = pickle.loads(data)
         return store if store.read(_PROBE) == b"x" else None

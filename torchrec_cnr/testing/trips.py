@@ -1,7 +1,7 @@
-"""Round trips: a small job saves, saves deltas, compacts and prunes, while one operation of its store is spoiled.
+"""Round trips: a small job saves a baseline and deltas, compacts and prunes, while one operation has a fault.
 
-Whatever fails is tried once more, as a job would do. After each step, the newest checkpoint must hold what the job held
-when it was saved, bit for bit; after the prune, no file may be there that it does not need.
+The job retries an action that fails once, as real jobs do. After each step, the newest checkpoint must contain the
+state of the job at the last save, bit for bit. After the prune, there must be no file that it does not need.
 """
 
 import time
@@ -35,23 +35,23 @@ from torchrec_cnr.tracking.row_tracker import RowTracker
 ResultT = TypeVar("ResultT")
 
 NUM_SAVES = 3
-TRIP_PACK_BYTES = 1 << 10  # the least there is
+TRIP_PACK_BYTES = 1 << 10  # the smallest size that writers accept
 _NUM_ROWS, _DIM, _NUM_LOOKED_UP = 64, 8, 20
 
 
 def trip(store: Store, fault: Fault | None = None, number: int = 0) -> list[Operation]:
-    """A small job saves, saves deltas, compacts and prunes: nothing is lost, and nothing is left.
+    """A small job can save a baseline and deltas, compact and prune: no row is lost, and no unneeded file remains.
 
     Args:
         store: An empty directory.
-        fault: What happens.
-        number: At which operation, from 1.
+        fault: The fault to inject, or None.
+        number: Number of the operation that has the fault, from 1.
 
     Returns:
-        The operations that it took.
+        The operations of the round trip.
 
     Raises:
-        StoreError: Something was lost, or failed twice.
+        StoreError: A row was lost, an unneeded file remains, or an action failed twice.
     """
     with FaultyStore(store.url) as faulty:
         if fault is not None:
@@ -60,15 +60,15 @@ def trip(store: Store, fault: Fault | None = None, number: int = 0) -> list[Oper
         try:
             job.run()
         except (CNRError, CheckpointException) as error:
-            what = "nothing" if fault is None else f"operation {number} ({_told(faulty, number)}: {fault.value})"
-            raise StoreError(f"a round trip of which {what} was spoiled: {error}") from error
+            what = "no fault" if fault is None else f"fault {fault.value!r} at {number} ({_told(faulty, number)})"
+            raise StoreError(f"a round trip failed, with {what}: {error}") from error
         finally:
             job.close()
         return list(faulty.operations)
 
 
 def trips_with(store: Store, fault: Fault, num_faults: int) -> None:
-    """Some trips, with a fault at operations all along the way."""
+    """Run round trips, each with a fault in another operation, spread evenly over all operations."""
     operations = trip(store.at("unspoiled"))
     numbers = [number for number, operation in enumerate(operations, 1) if fault.spoils(operation.kind)]
     for index in range(min(num_faults, len(numbers))):
@@ -84,7 +84,7 @@ def _told(faulty: FaultyStore, number: int) -> str:
 
 
 class _Job:
-    """A table in training, in one process."""
+    """A job that trains a table, in one process."""
 
     def __init__(self, root: str) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -99,7 +99,7 @@ class _Job:
         self._generator = generator
 
     def run(self) -> None:
-        """Every step, and what must be there after it."""
+        """Run all steps, and check the newest checkpoint after each."""
         for number in range(NUM_SAVES):
             self._train()
             self._save(f"step-{number}")
@@ -112,7 +112,7 @@ class _Job:
         _twice(self._expect_nothing_else)
 
     def close(self) -> None:
-        """Give back what it took."""
+        """Close the writer and the tracker."""
         self._writer.close()
         self._tracker.close()
 
@@ -123,7 +123,7 @@ class _Job:
         self._optimizer.zero_grad()
 
     def _save(self, name: str) -> None:
-        """Save; if that fails, under another name."""
+        """Save; if this fails, save again with another name."""
         try:
             self._save_once(name)
         except (CNRError, CheckpointException):
@@ -131,7 +131,7 @@ class _Job:
 
     def _save_once(self, name: str) -> None:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is")  # as it is where there is one process
+            warnings.filterwarnings("ignore", "torch.distributed is")  # DCP warns if there is no process group
             save(
                 {"table": self._table.state_dict()},
                 checkpoint_id=f"{self._root}/{name}",
@@ -141,31 +141,31 @@ class _Job:
             )
 
     def _prune(self) -> None:
-        later_ns = time.time_ns() + 2 * LEASE_SECS * 10**9  # when leases of what failed have run out
+        later_ns = time.time_ns() + 2 * LEASE_SECS * 10**9  # when the leases of failed operations have expired
         result = run_prune(plan_prune(self._root, Keep(last=1), now_ns=later_ns))
         if result.failed:
-            raise StoreError(f"a prune left something: {result}")
+            raise StoreError(f"a prune could not remove everything: {result}")
 
     def _expect_all(self) -> None:
-        """Raise a StoreError if the newest checkpoint does not hold the job."""
+        """Raise a ``StoreError`` if the newest checkpoint does not contain the state of the job."""
         newest = _twice(lambda: latest(self._root))
         if newest is None:
-            raise StoreError(f"{self._root}: no checkpoint is there, though saves have returned")
+            raise StoreError(f"{self._root}: there is no checkpoint, although saves have returned")
         if not torch.equal(_twice(lambda: load_table(newest, "table.weight")), self._table.weight.detach()):
-            raise StoreError(f"{newest}: not all rows are those that were saved")
+            raise StoreError(f"{newest}: not all rows have the values that were saved")
 
     def _expect_nothing_else(self) -> None:
-        """Raise a StoreError if a file is there that the newest checkpoint does not need."""
+        """Raise a ``StoreError`` if there is a file that the newest checkpoint does not need."""
         root = Store.open(self._root)
         needed = set(_needed_by(str(latest(self._root))))
         for name in root.listing().directories:
             files = {root.at(name).child(file) for file in root.at(name).names()}
             if name != journal.DIRECTORY and not files <= needed:
-                raise StoreError(f"a prune left {sorted(files - needed)[0]}, which nothing refers to")
+                raise StoreError(f"a prune did not remove {sorted(files - needed)[0]}, which no checkpoint needs")
 
 
 def _needed_by(path: str) -> Iterator[str]:
-    """Paths of the files that a checkpoint needs."""
+    """Yield the paths of the files that a checkpoint needs."""
     for checkpoint in read_lineage(path).checkpoints:
         for pack in checkpoint.manifest.packs:
             yield checkpoint.store.at(pack.directory or ".").child(pack.name)
@@ -175,7 +175,7 @@ def _needed_by(path: str) -> Iterator[str]:
 
 
 def _twice(act: Callable[[], ResultT]) -> ResultT:
-    """Do it, and once more if it failed."""
+    """Run an action, and run it again if it failed."""
     with suppress(CNRError, CheckpointException):
         return act()
     return act()

@@ -1,6 +1,6 @@
-"""Benchmarks of what reads checkpoints.
+"""Benchmarks of reading checkpoints.
 
-- ``integrity``: the part of a load that digests take.
+- ``integrity``: share of a load's time that the verification of digests takes.
 - ``reading``: bytes read for one table, or a range of its rows.
-- ``serving``: lag of a model that follows a job.
+- ``serving``: lag of online model updates.
 """

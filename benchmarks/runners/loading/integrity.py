@@ -1,4 +1,4 @@
-"""Integrity: what it costs a load that the digests of all blobs and manifests are compared before anything is used."""
+"""The cost of integrity: a load compares the digests of all blobs and manifests before it uses anything."""
 
 import shutil
 from collections.abc import Iterator, Mapping
@@ -17,12 +17,12 @@ from torchrec_cnr.storage.pack_reader import Span
 FULL, QUICK = TableSizes(8, 250_000, 64), TableSizes(2, 500, 64)
 NUM_ROUNDS, QUICK_ROUNDS = 25, 2
 NUM_DELTAS, SHARE = 3, 0.1
-MAX_RATIO = 1 / 0.9  # a tenth of a load
+MAX_RATIO = 1 / 0.9  # digests take at most a tenth of a load
 SCHEMES: Mapping[str, cnr.Scheme] = {"4 bits": cnr.AdaptiveAsymmetric(4), "exact": cnr.NoQuantization()}
 
 
 class _Expected:
-    """A digest that was not worked out: it is what anybody expects."""
+    """A digest that was not computed; it equals any expected digest."""
 
     def __init__(self, *_: object) -> None:
         pass
@@ -38,7 +38,7 @@ class _Expected:
 
 
 class _ExpectedDigests:
-    """Digests of a span that were not worked out."""
+    """Digests of a span that were not computed."""
 
     def __init__(self, span: Span) -> None:
         self.found = [_Expected()] * len(span.blobs)
@@ -49,7 +49,7 @@ class _ExpectedDigests:
 
 @contextmanager
 def unchecked() -> Iterator[None]:
-    """Digests are not worked out. The library has no way to ask for that."""
+    """Disable the computation of digests, which the library itself does not offer, for the duration of the context."""
     with (
         patch("torchrec_cnr.storage.pack_reader.SpanDigests", _ExpectedDigests),
         patch("torchrec_cnr.format.manifest_json.hashlib.sha256", _Expected),
@@ -58,7 +58,7 @@ def unchecked() -> Iterator[None]:
 
 
 def run(setup: Setup) -> Report:
-    """Load a lineage with and without digests, in turns."""
+    """Load a checkpoint chain with and without digests, alternately."""
     sizes, num_rounds = (QUICK, QUICK_ROUNDS) if setup.quick else (FULL, NUM_ROUNDS)
     figures: list[Figure] = []
     tables: list[Table] = []
@@ -118,4 +118,4 @@ def _unchecked(load: partial[None], _: int) -> None:
         load()
 
 
-BENCHMARK = Benchmark(run, "share of the time of a load that the comparison of digests takes")
+BENCHMARK = Benchmark(run, "share of a load's time that the verification of digests takes")

@@ -1,4 +1,4 @@
-"""Bytes read: one table of many, or a range of its rows, out of a lineage; every byte counted, manifests too."""
+"""Bytes read for one table of many, or for a range of its rows, from a checkpoint chain, including its manifests."""
 
 import logging
 import shutil
@@ -27,9 +27,9 @@ SizedT = TypeVar("SizedT", bound=Sized)
 
 DIM = 64
 NUM_DELTAS = 2
-SHARE = 0.2  # of each table's rows is modified before each delta
+SHARE = 0.2  # share of each table's rows that are modified before each delta
 RANGE_SHARE = 0.01
-MAX_RATIO = 1.2  # times the bytes wanted
+MAX_RATIO = 1.2  # bytes read, relative to the bytes wanted
 SCHEMES: Mapping[str, cnr.Scheme] = {"4 bits": cnr.AdaptiveAsymmetric(4), "exact": cnr.NoQuantization()}
 FULL = (1_000, 10_000, 150_000)  # rows of the smallest table, of the largest but one, and of the largest
 QUICK = (10, 100, 500)
@@ -38,11 +38,11 @@ NUM_TABLES = 26
 
 @dataclass
 class Counted:
-    """What was read from stores.
+    """Counts of reads from stores.
 
     Attributes:
-        num_bytes: Bytes.
-        num_requests: Reads.
+        num_bytes: Number of bytes read.
+        num_requests: Number of reads.
     """
 
     num_bytes: int = 0
@@ -50,7 +50,7 @@ class Counted:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def counting(self, read: Callable[..., SizedT]) -> Callable[..., SizedT]:
-        """A method that reads, counted."""
+        """Return a wrapper of a method that counts the bytes and requests it reads."""
 
         def counted(*args: Any) -> SizedT:
             data = read(*args)
@@ -64,7 +64,7 @@ class Counted:
 
 @contextmanager
 def counted_reads() -> Iterator[Counted]:
-    """Counts everything that this process reads from local checkpoints: the store has no other ways to read a file."""
+    """Count everything that this process reads from local checkpoints, by wrapping all methods that read files."""
     counted = Counted()
     with (
         patch.object(Store, "read", counted.counting(Store.read)),
@@ -75,13 +75,13 @@ def counted_reads() -> Iterator[Counted]:
 
 @dataclass(frozen=True)
 class Reading:
-    """What one read took.
+    """The bytes and requests of one read.
 
     Attributes:
-        what: That was read, and how.
-        wanted_bytes: Of the blobs that hold it and of their row numbers, in all checkpoints.
-        num_bytes: Read.
-        num_requests: Reads.
+        what: The content that was read, and the method.
+        wanted_bytes: Bytes of the blobs that contain it and of their row numbers, in all checkpoints.
+        num_bytes: Number of bytes read.
+        num_requests: Number of reads.
     """
 
     what: str
@@ -91,18 +91,18 @@ class Reading:
 
     @property
     def ratio(self) -> float:
-        """Bytes read, of those wanted."""
+        """The bytes read, divided by the bytes wanted."""
         return self.num_bytes / self.wanted_bytes
 
 
 def table_rows(smallest: int, second: int, largest: int) -> list[int]:
-    """Rows of each table: all sizes from ``smallest`` to ``second``, and one table that is larger."""
+    """Return the rows of each table: sizes from ``smallest`` to ``second``, and one table that is larger."""
     ratio = (second / smallest) ** (1 / (NUM_TABLES - 2))
     return [*(round(smallest * ratio**index) for index in range(NUM_TABLES - 1)), largest]
 
 
 def save_lineage(root: Path, scheme: cnr.Scheme, num_rows: Sequence[int]) -> str:
-    """A baseline and deltas on top of it, of tables with row-wise Adagrad; the head's path."""
+    """Save a baseline and deltas of tables with row-wise Adagrad, and return the path of the latest checkpoint."""
     torch.manual_seed(0)
     model = nn.ModuleDict({f"t{index}": nn.EmbeddingBag(rows, DIM) for index, rows in enumerate(num_rows)})
     optimizer = RowWiseAdagrad(model.parameters(), lr=0.1)
@@ -123,7 +123,7 @@ def save_lineage(root: Path, scheme: cnr.Scheme, num_rows: Sequence[int]) -> str
 
 
 def wanted_bytes(head: str, fqn: str, rows: range) -> int:
-    """Bytes of the blobs that hold rows of a table, and of the numbers of these rows, in a lineage."""
+    """Return the bytes of all blobs of a checkpoint chain that contain rows of a table or the numbers of these rows."""
     total, path = 0, head
     while path:
         checkpoint = cnr.read_checkpoint(path)
@@ -136,7 +136,7 @@ def wanted_bytes(head: str, fqn: str, rows: range) -> int:
 
 
 def measure(head: str, num_rows: Sequence[int], tables: Sequence[int]) -> list[Reading]:
-    """Read some tables, each in both ways, and a range of rows of the last; what it took."""
+    """Read some tables, each in both ways, and a range of rows of the last one, and return the counts."""
     found = []
     for index in tables:
         fqn, whole = f"model.t{index}.weight", range(num_rows[index])
@@ -168,12 +168,13 @@ def _read(what: str, head: str, fqn: str, rows: range, read: Callable[[], object
 
 def _load(head: str, target: dict[str, dict[str, Tensor]]) -> None:
     planner = cnr.CNRLoadPlanner(allow_partial_load=True)
-    with patch.object(logging.getLogger("torchrec_cnr.loading.planner"), "disabled", new=True):  # it warns of the rest
+    # The planner warns about tensors that are not loaded.
+    with patch.object(logging.getLogger("torchrec_cnr.loading.planner"), "disabled", new=True):
         dcp.load(target, storage_reader=cnr.CNRStorageReader(head), planner=planner)  # type: ignore[attr-defined]
 
 
 def run(setup: Setup) -> Report:
-    """Read a table in the middle, and the largest, of each lineage."""
+    """Read a table of medium size, and the largest one, from each checkpoint chain."""
     num_rows = table_rows(*(QUICK if setup.quick else FULL))
     figures, rows = [], []
     with one_rank(setup.folder):
@@ -197,4 +198,6 @@ def run(setup: Setup) -> Report:
     )
 
 
-BENCHMARK = Benchmark(run, "bytes read for one table of many, or for a range of its rows, of the bytes that store it")
+BENCHMARK = Benchmark(
+    run, "bytes read for one table of many, or a range of its rows, relative to the bytes that store it"
+)

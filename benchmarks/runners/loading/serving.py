@@ -1,4 +1,4 @@
-"""Lag of a model that follows a job: from the commit of a delta to the first lookup that is answered with its rows."""
+"""Lag of online model updates: from the commit of a delta to the first lookup that returns its rows."""
 
 import threading
 import time
@@ -23,21 +23,21 @@ from benchmarks.support.servers import broker
 from torchrec_cnr.kafka import KafkaRows
 
 SCHEME = cnr.AdaptiveAsymmetric(4)
-SHARE = 0.1  # of the rows is in each delta
+SHARE = 0.1  # share of rows in each delta
 FULL, QUICK = TableSizes(1, 1_000_000, 64), TableSizes(1, 2_000, 64)
 NUM_ROUNDS, NUM_QUICK_ROUNDS = 15, 2
-NUM_LOOKED_UP = 1_000  # rows a lookup
+NUM_LOOKED_UP = 1_000  # rows per lookup
 PAUSE_SECS = 0.001  # between two lookups
 LIMIT_SECS = 60.0
 MAX_LAG_SECS = 1.0
 
 
 class Lookups:
-    """Looks the same rows up, again and again, in a thread of its own.
+    """A thread that looks up the same rows again and again.
 
     Attributes:
-        num_lookups: How many there were.
-        longest_secs: What the longest took.
+        num_lookups: Number of lookups so far.
+        longest_secs: Duration of the longest lookup, in seconds.
     """
 
     def __init__(self, model: nn.Module, features: KeyedJaggedTensor) -> None:
@@ -49,7 +49,7 @@ class Lookups:
         self.longest_secs = 0.0
 
     def run(self) -> None:
-        """Until it is over."""
+        """Look up rows until the thread is stopped."""
         before = self._look_up()
         while not self._is_over.wait(PAUSE_SECS):
             started = time.perf_counter()
@@ -65,7 +65,7 @@ class Lookups:
             return torch.as_tensor(self._model(self._features).values())
 
     def next_change(self, num_before: int) -> float:
-        """Unix time of the first answer that was another one, after so many of them."""
+        """Return the Unix time of the first different answer after ``num_before`` different answers."""
         deadline = time.monotonic() + LIMIT_SECS
         while len(self._changes) <= num_before:
             if time.monotonic() > deadline:
@@ -75,7 +75,7 @@ class Lookups:
 
     @contextmanager
     def going_on(self) -> Iterator[None]:
-        """As long as this lasts."""
+        """Run the thread for the duration of the context."""
         thread = threading.Thread(target=self.run, daemon=True)
         thread.start()
         try:
@@ -87,12 +87,12 @@ class Lookups:
 
 @dataclass
 class _Followed:
-    """What was seen of a model that follows a job.
+    """Measurements of a model with online updates.
 
     Attributes:
-        lookups: Of the model.
+        lookups: The lookups of the model.
         lags: Seconds from each delta's commit to the first answer with its rows; the first delta does not count.
-        applied: What was told of these deltas.
+        applied: The subscriber's reports of these deltas.
     """
 
     lookups: Lookups
@@ -101,7 +101,7 @@ class _Followed:
 
 
 def run(setup: Setup) -> Report:
-    """Save deltas while a quantized model follows and is looked up: with rows in files, and then in Kafka."""
+    """Save deltas while a quantized model applies them and answers lookups: first with rows in files, then in Kafka."""
     sizes = QUICK if setup.quick else FULL
     with broker(setup) as bootstrap, one_rank(setup.folder):
         followed = {"files": _follow(setup, sizes, setup.folder / "files", None)}
@@ -135,7 +135,7 @@ def _follow(setup: Setup, sizes: TableSizes, root: Path, rows: KafkaRows | None)
 
 
 def quantized_tables(sizes: TableSizes) -> nn.Module:
-    """A model of the same tables, of 4 bits and no rows."""
+    """Return a 4-bit model of the same tables, without values."""
     tables = [
         EmbeddingBagConfig(
             name=f"t{index}",
@@ -179,6 +179,4 @@ def _report(sizes: TableSizes, followed: Mapping[str, _Followed]) -> Report:
     )
 
 
-BENCHMARK = Benchmark(
-    run, "lag of a model that follows a job: from the commit of a delta to the first lookup of its rows"
-)
+BENCHMARK = Benchmark(run, "lag of online model updates: from the commit of a delta to the first lookup of its rows")

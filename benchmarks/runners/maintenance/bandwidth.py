@@ -1,8 +1,8 @@
-"""Write bandwidth and capacity by policy and width, against the stock writer in fp32 and the paper's own bytes.
+"""Write bandwidth and capacity by policy and width, relative to plain DCP in fp32 and to the paper's own bytes.
 
-Every checkpoint of every run is saved for real, and everything that lies in its files counts: codes, row numbers, exact
-optimizer state, manifests, compaction. Check-N-Run's bytes are worked out for the same rows: n bits a value, scale and
-bias in fp32, row-wise optimizer state in fp32, and eight bytes for a row's number (NSDI '22, sections 4 and 5).
+Every checkpoint of every run is saved for real, and all bytes of its files count: codes, row numbers, exact optimizer
+state, manifests, compaction. Check-N-Run's bytes are computed for the same rows: n bits per value, scale and bias in
+fp32, row-wise optimizer state in fp32, and eight bytes per row number (NSDI '22, sections 4 and 5).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ from benchmarks.support.rounds import Setup
 
 NUM_ROWS, NUM_QUICK_ROWS = 400_000, 4_000
 NUM_CHECKPOINTS, NUM_QUICK_CHECKPOINTS = 100, 4
-NUM_PACKS = 32  # of a whole model: as one of 512 MiB has
+NUM_PACKS = 32  # data files of a full checkpoint, as for a model of 512 MiB
 SCHEMES: Mapping[str, cnr.Scheme] = {
     "2 bits": cnr.AdaptiveAsymmetric(2),
     "3 bits": cnr.AdaptiveAsymmetric(3),
@@ -40,7 +40,7 @@ POLICIES: Mapping[str, cnr.Policy] = {
     "Compacted(max_ratio=1.7)": cnr.Compacted(max_ratio=1.7),
 }
 HALF = cnr.HalfPrecision(torch.bfloat16)
-WIDTHS_WITH_HALF = ("2 bits", "4 bits", "8 bits")  # run with state in bf16, too
+WIDTHS_WITH_HALF = ("2 bits", "4 bits", "8 bits")  # run also with optimizer state in bf16
 POLICIES_WITH_HALF = ("Consecutive", "Compacted", "Compacted(max_ratio=1.7)")
 PAPER = "Check-N-Run's bytes"
 MIN_WRITTEN = {
@@ -61,13 +61,13 @@ MIN_CAPACITY = {
 
 @dataclass(frozen=True)
 class Cell:
-    """What a policy at a width came to over a run, as so many times less than full checkpoints in fp32.
+    """The results of a policy and width over a run, as ratios of full fp32 checkpoints to its bytes.
 
     Attributes:
-        written: Of all that was written.
-        delta: Of what its last delta took alone; of a checkpoint where there are none.
-        capacity: Of the most that was kept once what it replaced was removed.
-        peak: Of the most that lay there at any moment.
+        written: Ratio for all bytes written.
+        delta: Ratio for its last delta alone, or for a checkpoint if there are no deltas.
+        capacity: Ratio for the most bytes kept after replaced files were removed.
+        peak: Ratio for the most bytes in the store at any time.
     """
 
     written: float
@@ -77,7 +77,7 @@ class Cell:
 
 
 def run(setup: Setup) -> Report:
-    """Save runs of all policies at all widths."""
+    """Save runs with all policies and widths."""
     num_rows = NUM_QUICK_ROWS if setup.quick else NUM_ROWS
     num_checkpoints = NUM_QUICK_CHECKPOINTS if setup.quick else NUM_CHECKPOINTS
     cells: dict[tuple[str, str], Cell] = {}
@@ -146,7 +146,7 @@ def _cell(steps: Sequence[Step], full_bytes: float) -> Cell:
 
 
 def _paper_cell(bits: int | None, num_rows: int, num_checkpoints: int) -> Cell:
-    """Its intermittent policy, and a row of ``bits`` a value."""
+    """Compute the results of Check-N-Run's intermittent policy, with ``bits`` bits per value."""
     code_bytes = 4 * DIM if bits is None else bits * DIM // 8 + 8
     masks = modified_rows(num_rows, num_checkpoints)
     steps = simulated(cnr.Intermittent(), num_rows * (code_bytes + 4), masks, lambda rows: 8 * len(rows))
@@ -184,5 +184,5 @@ def _table(
 
 
 BENCHMARK = Benchmark(
-    run, "bytes written and kept over a run, by policy and bits, against fp32 and the paper's own bytes", is_long=True
+    run, "bytes written and kept over a run, by policy and bits, relative to fp32 and the paper's bytes", is_long=True
 )

@@ -1,4 +1,4 @@
-"""Compaction of gigabytes: its memory, and its speed against a copy of the same files."""
+"""Compaction of gigabytes: its memory, and its speed relative to a copy of the same files."""
 
 import os
 import shutil
@@ -20,7 +20,7 @@ COPY_BYTES = 16 << 20
 
 
 def run(setup: Setup) -> Report:
-    """Fold a lineage of exact rows into one checkpoint, all of it copied, in turns with a plain copy of its files."""
+    """Merge a chain of exact rows into one checkpoint, with all rows copied, alternately with a copy of its files."""
     sizes = QUICK if setup.quick else FULL
     num_deltas = NUM_QUICK_DELTAS if setup.quick else NUM_DELTAS
     num_rounds = NUM_QUICK_ROUNDS if setup.quick else NUM_ROUNDS
@@ -63,7 +63,7 @@ def run(setup: Setup) -> Report:
 
 
 def _make_lineage(sizes: TableSizes, folder: Path, num_deltas: int) -> int:
-    """Save a baseline and deltas; bytes of the deltas."""
+    """Save a baseline and deltas, and return the bytes of the deltas."""
     model = TableModel(sizes)
     tracker = cnr.RowTracker(model.sharded)
     planner = cnr.CNRSavePlanner(tracker, policy=cnr.Compacted())
@@ -87,5 +87,5 @@ def _copy(source: Path, target: Path) -> None:
 
 
 BENCHMARK = Benchmark(
-    run, "speed of compacting gigabytes of deltas, against a copy of the files, and its memory", is_long=True
+    run, "speed of compacting gigabytes of deltas, relative to a copy of the files, and its memory", is_long=True
 )

@@ -1,7 +1,7 @@
-"""A run of 2,000 checkpoints whose rows are modified as Check-N-Run's were: bytes written, kept and restored by policy.
+"""A run of 2,000 checkpoints with rows modified as in Check-N-Run: bytes written, kept and restored, by policy.
 
-``Compacted`` is run for real, with saves, compactions and prunes in a file system in memory. The bytes of the other
-policies follow from the same rows: codes by their number, row numbers coded for real.
+``Compacted`` runs for real, with saves, compactions and prunes in a file system in memory. The bytes of the other
+policies are computed for the same rows: codes by the number of rows, row numbers by coding them for real.
 """
 
 from collections.abc import Iterable
@@ -22,19 +22,19 @@ from torchrec_cnr.format.row_sets import encode_row_numbers
 SCHEME = cnr.Asymmetric(4)
 NUM_ROWS, NUM_QUICK_ROWS = 400_000, 4_000
 NUM_CHECKPOINTS, NUM_QUICK_CHECKPOINTS = 2_000, 12
-PACK_BYTES = 512 << 10  # of a model of 16 MB: as 16 MiB are of one of 512 MB
+PACK_BYTES = 512 << 10  # for a model of 16 MB, in the same proportion as 16 MiB for a model of 512 MB
 MIN_REDUCTION, MAX_CAPACITY, MAX_RESTORE = 2.6, 1.6, 1.2
 
 
 @dataclass
 class Course:
-    """What a policy came to, checkpoint by checkpoint; all in full checkpoints, quantized alike.
+    """The results of a policy for each checkpoint, as multiples of a full checkpoint at the same quantization.
 
     Attributes:
-        written: Bytes written for it, its compaction included.
-        capacity: Most that lay in the store, from the commit until what it replaced was removed.
-        restore: What a load of it reads, once it was compacted.
-        fresh: What a load of it reads before that.
+        written: Bytes written for it, including its compaction.
+        capacity: The most bytes in the store, from the commit until the replaced files were removed.
+        restore: Bytes that a load of it reads after its compaction.
+        fresh: Bytes that a load of it reads before its compaction.
     """
 
     written: list[float] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Course:
     fresh: list[float] = field(default_factory=list)
 
     def extend(self, steps: Iterable[Step], full_bytes: int) -> None:
-        """Add what came next."""
+        """Add the next checkpoints."""
         for step in steps:
             self.written.append(step.written / full_bytes)
             self.capacity.append(step.capacity / full_bytes)
@@ -51,7 +51,7 @@ class Course:
             self.fresh.append(step.fresh / full_bytes)
 
     def row(self, name: str) -> tuple[str, ...]:
-        """A row of the table."""
+        """Return a row of the table."""
         mean = float(np.mean(self.written))
         numbers = (mean, 1 / mean, max(self.capacity), max(self.restore), max(self.fresh))
         return (name, *(f"{value:,.2f}" for value in numbers))

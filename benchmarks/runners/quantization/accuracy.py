@@ -1,4 +1,4 @@
-"""Accuracy: what restores from quantized checkpoints cost a model, by bits and by how many there are."""
+"""The loss of accuracy of a model by restores from quantized checkpoints, by bits and number of restores."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
@@ -30,7 +30,7 @@ from torchrec_cnr.quantization.uniform import BITS
 
 DIM = 16
 RESTORES = (1, 3, 10, 30, 100)
-BAR = 0.01  # per cent of the log loss: what the paper allows
+BAR = 0.01  # percent of the log loss, the change that the paper accepts
 BUDGET = cnr.ByErrorBudget(0).budget
 MIN_AUC = 0.6
 CONTROL, CONTROL_RESTORES = "last bits", 30
@@ -45,13 +45,13 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class _Sizes:
-    """How much is done.
+    """The sizes of the benchmark.
 
     Attributes:
-        num_clicks: That each run is trained on.
-        num_later: That follow them, and that it is judged by.
-        num_seeds: Of the initial weights and of the partners of clicks, both.
-        restores: How many there are in the runs that have any.
+        num_clicks: Number of clicks on which each run is trained.
+        num_later: Number of the following clicks, on which it is evaluated.
+        num_seeds: Number of seeds, each for the initial weights and the partners of clicks.
+        restores: Numbers of restores of the runs that are restored.
     """
 
     num_clicks: int
@@ -67,12 +67,12 @@ ALL_CASES = _Sizes(1000 * BATCH_CLICKS, 20 * BATCH_CLICKS, 10)
 
 @dataclass(frozen=True)
 class Compared:
-    """A kind of run against bit-exact ones, seed by seed.
+    """A comparison of a kind of run with bit-exact runs of the same seeds.
 
     Attributes:
-        log_loss: Change on later clicks, per cent; above zero is worse.
-        auc: Change on later clicks, per cent; below zero is worse.
-        training: Change of the mean loss while training, per cent; above zero is worse.
+        log_loss: Change on later clicks, in percent; above zero is worse.
+        auc: Change on later clicks, in percent; below zero is worse.
+        training: Change of the mean loss while training, in percent; above zero is worse.
         error_sum: Mean over seeds of ``Outcome.error_sum``.
         stored_error_sum: Mean over seeds of ``Outcome.stored_error_sum``.
     """
@@ -85,7 +85,7 @@ class Compared:
 
 
 def run(setup: Setup) -> Report:
-    """Train all runs, seed by seed, and compare them with those that are not restored."""
+    """Train all runs, seed by seed, and compare them with runs that are not restored."""
     sizes = QUICK if setup.quick else ALL_CASES if setup.all_cases else FULL
     setup.say("reading clicks")
     clicks = read_clicks(sizes.num_clicks + sizes.num_later)
@@ -108,7 +108,7 @@ def run(setup: Setup) -> Report:
 def _outcomes(
     setup: Setup, clicks: Clicks, sizes: _Sizes, seed: int, cells: Sequence[Cell]
 ) -> tuple[Outcome, dict[Cell, Outcome]]:
-    """The bit-exact run of a seed, and its other runs."""
+    """Return the outcomes of the bit-exact run and of all other runs of a seed."""
     trained = batches(clicks, 0, sizes.num_clicks, seed)
     later = batches(clicks, sizes.num_clicks, len(clicks), seed)
     place = f"seed {seed + 1} of {sizes.num_seeds}"
@@ -135,7 +135,7 @@ def _run(
 
 
 def _decode(scheme: str) -> Decode:
-    """What a restore does with rows, by the name of a cell's scheme, or ``exact``."""
+    """Return the function that a restore applies to rows, by the name of a cell's scheme, or ``exact``."""
     if scheme == CONTROL:
         return with_other_last_bits
     if scheme == "exact":
@@ -144,10 +144,10 @@ def _decode(scheme: str) -> Decode:
 
 
 def check_same(model: ClickModel, other: ClickModel) -> None:
-    """Refuse to go on if restores alone, without quantization, change anything: then differences would mean nothing.
+    """Check that exact restores change nothing; otherwise, differences between runs would have no meaning.
 
     Raises:
-        RuntimeError: The tables, their optimizer's state or the dense parts differ.
+        RuntimeError: The tables, their optimizer state or the dense parts of the models differ.
     """
     ours, theirs = ([*found.tables, *found.state, *found.dense] for found in (model, other))
     if not all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)):
@@ -155,7 +155,7 @@ def check_same(model: ClickModel, other: ClickModel) -> None:
 
 
 def compare(outcomes: Sequence[Outcome], bases: Sequence[Outcome]) -> Compared:
-    """Runs against the bit-exact ones of the same seeds."""
+    """Compare runs with the bit-exact runs of the same seeds."""
     ours, theirs = (list(zip(*map(astuple, found), strict=True)) for found in (outcomes, bases))
     log_loss, auc, training = (relative_change(a, b) for a, b in zip(ours[:3], theirs[:3], strict=True))
     return Compared(log_loss, auc, training, fmean(ours[3]), fmean(ours[4]))
@@ -199,7 +199,7 @@ def _half(intervals: Sequence[Interval]) -> float:
 
 
 def _resolution(measures: Mapping[str, Sequence[Interval]]) -> list[str]:
-    """What the intervals can tell of the bar, and what they cannot."""
+    """Return a note about the changes that the confidence intervals can distinguish from the accepted change."""
     lines = []
     for name, intervals in measures.items():
         within = sum(interval.high < BAR for interval in intervals)
@@ -225,7 +225,7 @@ def _cells_row(cell: Cell, found: Compared) -> tuple[str, ...]:
 
 
 def _rule_table(compared: Mapping[Cell, Compared]) -> Table:
-    """Whether cells whose sum of errors stays within the budget are those without a loss."""
+    """Return a table that shows whether the error budget separates the kinds of runs with and without a loss."""
     rows = []
     for measure, kind in product(("log_loss", "training"), ("error_sum", "stored_error_sum")):
         losing = [getattr(found, kind) for found in compared.values() if getattr(found, measure).low > 0]
@@ -253,4 +253,6 @@ def _rule_table(compared: Mapping[Cell, Compared]) -> Table:
     return Table(columns, tuple(rows))
 
 
-BENCHMARK = Benchmark(run, "log loss and AUC that restores from quantized checkpoints cost a small model", is_long=True)
+BENCHMARK = Benchmark(
+    run, "change of log loss and AUC by restores from quantized checkpoints, for a small model", is_long=True
+)

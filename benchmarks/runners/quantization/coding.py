@@ -1,4 +1,4 @@
-"""Coding: the throughput of quantization from least to greatest value against FBGEMM's, and of k-means."""
+"""The throughput of plain quantization, relative to FBGEMM, and of k-means."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ MODIFIED = 0.26
 
 _OPS = torch.ops.fbgemm
 Coder = Callable[[Tensor], Tensor]
-FP16_SCALE, FP32_SCALE = "FBGEMM", "FBGEMM, fp32 scale"  # our bytes, and a layout of 8 bits that is faster
+FP16_SCALE, FP32_SCALE = "FBGEMM", "FBGEMM, fp32 scale"  # the same bytes as ours, and a faster 8-bit layout
 
 
 def _encoders(bits: int) -> dict[str, Coder]:
@@ -42,7 +42,7 @@ def _decoders(bits: int) -> dict[str, Coder]:
 
 
 def _candidate(run: Callable[[Tensor], object], tensor: Tensor) -> Candidate:
-    """Block by block, as a save and a load do it: the memory of one block's result serves for the next one's."""
+    """Return a candidate that runs block by block, as saves and loads do, so that blocks reuse the same memory."""
 
     def run_blocks(_: int) -> None:
         for block in tensor.split(BLOCK_ROWS):
@@ -52,7 +52,7 @@ def _candidate(run: Callable[[Tensor], object], tensor: Tensor) -> Candidate:
 
 
 def run(setup: Setup) -> Report:
-    """Time both ways of coding in turns, and clusters beside them."""
+    """Time both implementations alternately, and k-means separately."""
     torch.set_num_threads(os.cpu_count() or 1)
     rows = drawn_rows("gaussian", NUM_QUICK_ROWS if setup.quick else NUM_ROWS, DIM)
     figures: list[Figure] = []
@@ -125,7 +125,7 @@ def _compared(
 
 
 def _clusters(setup: Setup) -> Iterator[Figure]:
-    """Our k-means and scikit-learn's, on the same rows; the latter on the first of them only, and scaled."""
+    """Compare our k-means with that of scikit-learn, which is run only on the first rows, with scaled times."""
     setup.say("clustering")
     num_rows = NUM_QUICK_CLUSTERED if setup.quick else NUM_CLUSTERED
     rows = trained_rows(num_rows, DIM)
@@ -144,10 +144,10 @@ def _clusters(setup: Setup) -> Iterator[Figure]:
 
 
 def _sklearn_l2(rows: NDArray[np.float32]) -> float:
-    """Mean l2 of one fit a row, with scikit-learn's own settings."""
-    with threadpool_limits(1):  # with more threads than that it is slower: a row is little work
+    """Return the mean l2 error of one fit per row, with scikit-learn's default settings."""
+    with threadpool_limits(1):  # more threads are slower, because a row is little work
         inertias = [KMeans(n_clusters=16, random_state=0).fit(row[:, None]).inertia_ for row in rows]
     return float(np.sqrt(inertias).mean())
 
 
-BENCHMARK = Benchmark(run, "speed of plain quantization and of k-means, against FBGEMM and scikit-learn")
+BENCHMARK = Benchmark(run, "speed of plain quantization and of k-means, relative to FBGEMM and scikit-learn")

@@ -1,6 +1,6 @@
-"""The error of every scheme and width on trained tables, against the bytes a row takes; and the rows a search improves.
+"""The error of every scheme and width on trained tables, by bytes per row, and the rows that a search improves.
 
-The error is Check-N-Run's: the mean l2 norm of the rows' errors (NSDI '22, section 4.2).
+The error is that of Check-N-Run: the mean l2 norm of the rows' errors (NSDI '22, section 4.2).
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ DIM = 64
 
 
 def run(setup: Setup) -> Report:
-    """Measure errors, and compare each scheme with the plain one of as many bits, row by row."""
+    """Measure errors, and compare each scheme with the plain one of the same bits, row by row."""
     num_rows = NUM_QUICK_ROWS if setup.quick else NUM_ROWS
     points = measure(WIDTHS, num_rows, setup.say)
     if setup.plots is not None:
@@ -65,14 +65,14 @@ def _gain(points: Sequence[Point], bits: str) -> Figure:
 
 
 def _improved(rows: Tensor, name: str, bits: str) -> float:
-    """The share of rows that a scheme gives back nearer to what they were than the plain one."""
+    """Return the share of rows that a scheme decodes with less error than the plain scheme."""
     schemes = {series.name: series.schemes[bits](rows) for series in SERIES if series.name in (name, BASE)}
     errors = {series: _row_errors(scheme, rows) for series, scheme in schemes.items()}
     return float((errors[name] < errors[BASE]).double().mean())
 
 
 def _row_errors(scheme: Scheme, rows: Tensor) -> Tensor:
-    """float64 [num_rows]: the l2 norm of each row's error."""
+    """Return the l2 norm of each row's error, float64 [num_rows]."""
     encoded = scheme.encode(rows)
     decoded = scheme.decode(encoded.codes, rows.shape[1], rows.dtype)
     decoded[encoded.exact] = rows[encoded.exact]

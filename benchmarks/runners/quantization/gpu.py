@@ -1,4 +1,4 @@
-"""GPU kernels: their throughput against FBGEMM's operators for CUDA, and against copying the rows."""
+"""The throughput of the GPU kernels, relative to FBGEMM's CUDA operators and to a copy of the rows."""
 
 from collections.abc import Callable, Mapping
 
@@ -27,7 +27,7 @@ Call = Callable[[], object]
 
 
 def run(setup: Setup) -> Report:
-    """Time encoding and decoding in turns with FBGEMM and a copy; without a CUDA device, say so."""
+    """Time encoding and decoding alternately with FBGEMM and a copy; without a CUDA device, report that."""
     if not torch.cuda.is_available():
         setup.say(NO_DEVICE)
         return Report(NO_DEVICE, (), ())
@@ -60,7 +60,7 @@ def run(setup: Setup) -> Report:
 
 
 def _plans(bits: int) -> Mapping[str, SearchPlan]:
-    """What is searched, by name."""
+    """Return the searches to time, by name."""
     ladder = LADDERS[bits]
     return {
         "Asymmetric": search_plan(COVERING),
@@ -107,7 +107,7 @@ def _decoders(table: Tensor, bits: int) -> dict[str, Call]:
 
 
 def _compared(what: str, calls: Mapping[str, Call], quick: bool) -> tuple[list[Figure], Table]:
-    """Our throughput in that of each other one, which come before ours."""
+    """Return our throughput relative to each other candidate; ours is the last of ``calls``."""
     timings = interleave(
         {name: Candidate(lambda _, call=call: _repeat(call)) for name, call in calls.items()},  # type: ignore[misc]  # bound now
         NUM_QUICK_ROUNDS if quick else NUM_ROUNDS,
@@ -127,4 +127,4 @@ def _repeat(call: Call) -> None:
     torch.cuda.synchronize()
 
 
-BENCHMARK = Benchmark(run, "speed of the kernels on a CUDA device, against FBGEMM and a copy")
+BENCHMARK = Benchmark(run, "speed of the kernels on a CUDA device, relative to FBGEMM and a copy")

@@ -1,9 +1,9 @@
-"""Movement: how far rows move between checkpoints, and what storing them as residuals would take.
+"""The distances that rows move between checkpoints, and the bits that storing them as residuals would take.
 
-Rows are those of the model that ``accuracy`` trains, with checkpoints at even distances. At each of them the modified
-rows are compared with what they were at the one before, and given to readers of residuals
-(``benchmarks.support.residuals``) of several qualities. These know what never-touched rows hold, as a seed of their
-initial values would tell.
+The rows are those of the model that ``accuracy`` trains, with checkpoints at even distances. At each checkpoint, the
+modified rows are compared with their values at the one before, and stored for readers of residuals
+(``benchmarks.support.residuals``) with several numbers of bits. The readers know the initial values of all rows, as
+from a seed.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,28 +23,28 @@ from benchmarks.support.residuals import SCALE_AND_BIAS_BITS, STEP_BITS, Residua
 from benchmarks.support.rounds import Setup
 
 DIM, SMALL_DIM = 64, 16
-SHARES = (0.01, 0.05, 0.1)  # of the clicks, between two checkpoints
+SHARES = (0.01, 0.05, 0.1)  # shares of the clicks between two checkpoints
 BITS = (2, 4, 8)
-WARM_UP = 0.2  # of the clicks, whose checkpoints do not count
+WARM_UP = 0.2  # share of the clicks whose checkpoints do not count
 NUM_CLICKS, NUM_QUICK_CLICKS, NUM_ALL_CLICKS = 2_000_000, 20 * BATCH_CLICKS, 2_988_181
 QUANTILES = (0.5, 0.9, 0.99, 0.999, 1.0)
 KNOWN, NEW = "touched before", "touched first"
-BOUNDS = (0.01, 0.03, 0.1, 0.3, 1.0)  # of movement, between classes of rows that were touched before
+BOUNDS = (0.01, 0.03, 0.1, 0.3, 1.0)  # bounds of movement between classes of rows that were touched before
 NEW_CLASS = len(BOUNDS) + 1
 ALL_CLASSES, KNOWN_CLASSES = range(NEW_CLASS + 1), range(NEW_CLASS)
 
 
 @dataclass
 class Course:
-    """What the checkpoints of a run showed, after its warm-up.
+    """Measurements at the checkpoints of a run, after its warm-up.
 
     Attributes:
-        dim: Columns of the tables.
-        share: Of the clicks, between two checkpoints.
-        num_checkpoints: That count.
-        movement: For each table and ``KNOWN`` or ``NEW``, float32 arrays of what each modified row moved.
-        tallies: For each of ``BITS`` and each of ``ALL_CLASSES``, what readers were told.
-        untouched: For each table, the part of its rows that no click touched until the end.
+        dim: Number of columns of the tables.
+        share: Share of the clicks between two checkpoints.
+        num_checkpoints: Number of checkpoints that count.
+        movement: For each table and ``KNOWN`` or ``NEW``, the movement of each modified row, as float32 arrays.
+        tallies: For each of ``BITS`` and each of ``ALL_CLASSES``, the counts of stored rows.
+        untouched: For each table, the share of its rows that no click touched until the end.
     """
 
     dim: int
@@ -55,17 +55,17 @@ class Course:
     untouched: dict[str, float] = field(default_factory=dict)
 
     def moved(self, *kinds: str) -> NDArray[np.float32]:
-        """Of rows of these kinds, of all tables together: what each moved."""
+        """Return the movement of each row of these kinds, of all tables together."""
         return np.concatenate([part for (_, kind), parts in self.movement.items() if kind in kinds for part in parts])
 
     def tally(self, bits: int, classes: Iterable[int] = ALL_CLASSES) -> Tally:
-        """Of rows of these classes together, in one code."""
+        """Return the counts of rows of these classes together, in one code."""
         found = (self.tallies.get((bits, number), Tally(self.dim)) for number in classes)
         return sum(found, Tally(self.dim))
 
 
 def run(setup: Setup) -> Report:
-    """Train once for each distance of checkpoints, and look at the rows at each of them."""
+    """Train once for each distance between checkpoints, and measure the rows at each checkpoint."""
     num_clicks = NUM_QUICK_CLICKS if setup.quick else NUM_ALL_CLICKS if setup.all_cases else NUM_CLICKS
     setup.say("reading clicks")
     clicks = read_clicks(num_clicks)
@@ -81,7 +81,7 @@ def run(setup: Setup) -> Report:
 
 
 def follow(clicks: Clicks, dim: int, share: float) -> Course:
-    """Train a model on all clicks, and stop at each checkpoint to see what became of its rows."""
+    """Train a model on all clicks, and measure its rows at each checkpoint."""
     trained = batches(clicks, 0, len(clicks), 0)
     model = ClickModel(clicks.num_rows(), dim, 0)
     tables = [_FollowedTable(name, table) for name, table in zip(TABLES, model.tables, strict=True)]
@@ -101,12 +101,12 @@ def follow(clicks: Clicks, dim: int, share: float) -> Course:
 
 
 class _FollowedTable:
-    """A table, what it was at the checkpoint before, and what readers have of it.
+    """A table, with its values at the checkpoint before and its readers of residuals.
 
     Attributes:
         name: One of ``TABLES``.
-        modified: bool [num_rows], since the checkpoint before.
-        touched: bool [num_rows], up to the checkpoint before.
+        modified: A mask of the rows modified since the checkpoint before, bool [num_rows].
+        touched: A mask of the rows touched until the checkpoint before, bool [num_rows].
     """
 
     def __init__(self, name: str, values: Tensor) -> None:
@@ -118,7 +118,7 @@ class _FollowedTable:
         self._readers = {bits: ResidualReader(values, bits) for bits in BITS}
 
     def checkpoint(self, course: Course | None) -> None:
-        """Look at the modified rows, and tell the course of them, if there is one."""
+        """Store the modified rows, and record their movement in ``course`` unless it is None."""
         rows = self.modified.nonzero().squeeze(1)
         is_new = ~self.touched[rows]
         moved = movement(self._values[rows], self._before[rows])
@@ -137,7 +137,7 @@ class _FollowedTable:
 
 
 def movement(rows: Tensor, before: Tensor) -> Tensor:
-    """float32 [n]: the norm of what rows [n, dim] moved by, over their own norm; 0 where they did not move."""
+    """Return the norm of each row's change, divided by the norm of the row, float32 [n]; 0 for unchanged rows."""
     moved = (rows - before).norm(dim=1)
     return torch.where(moved == 0, moved, moved / rows.norm(dim=1))
 
@@ -211,7 +211,7 @@ def _bits_table(courses: Sequence[Course]) -> Table:
 
 
 def _classes_table(courses: Sequence[Course]) -> Table:
-    """What residuals take by how far rows moved, each class in a code of its own."""
+    """Return a table of the bits of residuals by the movement of rows, with a separate code for each class."""
     lines = []
     names = [f"up to {bound:.0%}" for bound in BOUNDS] + [f"more than {BOUNDS[-1]:.0%}"]
     for course in courses:
@@ -225,5 +225,5 @@ def _classes_table(courses: Sequence[Course]) -> Table:
 
 
 BENCHMARK = Benchmark(
-    run, "how far rows move between checkpoints, and the bytes that storing them as residuals would take", is_long=True
+    run, "distances that rows move between checkpoints, and the bytes that storing residuals would take", is_long=True
 )

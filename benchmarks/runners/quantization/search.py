@@ -1,4 +1,4 @@
-"""Searching: error and speed of adaptive quantization, against the greedy search of the paper and of PyTorch."""
+"""Error and speed of adaptive quantization, relative to the greedy search of the paper and of PyTorch."""
 
 import os
 from collections.abc import Callable
@@ -23,7 +23,7 @@ NUM_ROUNDS, NUM_QUICK_ROUNDS = 5, 1
 WIDTHS = (16, 32, 64, 128)
 BITS = (2, 3, 4)
 NUM_ERROR_ROWS, NUM_QUICK_ERROR_ROWS = 2000, 50
-BINS = {2: 25, 3: 25, 4: 45}  # the paper's
+BINS = {2: 25, 3: 25, 4: 45}  # the numbers of bins in the paper
 MAX_BINS = 200
 PREPACK: dict[int, Callable[..., Tensor]] = {
     2: torch.ops.quantized.embedding_bag_2bit_prepack,
@@ -94,7 +94,7 @@ def _throughput(setup: Setup, bits: int, kind: str) -> tuple[list[Figure], Table
 
 
 def _errors(setup: Setup) -> tuple[list[Figure], Table]:
-    """The error of both settings, relative to greedy searches of few and of many bins, for all kinds of rows."""
+    """Compare the error of both settings with greedy searches of few and of many bins, for all kinds of rows."""
     num_rows = NUM_QUICK_ERROR_ROWS if setup.quick else NUM_ERROR_ROWS
     lines = []
     worst = {"default": 0.0, "best": 0.0}
@@ -121,7 +121,7 @@ def _rows(kind: str, num_rows: int, width: int) -> Tensor:
 
 
 def _chosen(bits: int, rows: Tensor) -> Scheme:
-    """The default, settled as a save does it."""
+    """Return the default scheme, with the search that a save chooses."""
     return cnr.AdaptiveAsymmetric(bits).choose(lambda: sampled_rows(rows, None), 0)
 
 
@@ -134,13 +134,13 @@ def _mean_l2(rows: Tensor, decoded: Tensor) -> float:
 
 
 def _greedy_error(rows: Tensor, bits: int, num_bins: int) -> float:
-    """The lesser mean l2 of PyTorch's greedy search and of ours, both over the whole range."""
+    """Return the lesser mean l2 error of PyTorch's greedy search and of ours, both over the whole range."""
     ours = _decoded(cnr.AdaptiveAsymmetric(bits, cnr.GreedySearch(num_bins)), rows)
     return min(_mean_l2(rows, ours), _mean_l2(rows, _torch_greedy(rows, bits, num_bins)))
 
 
 def _torch_greedy(rows: Tensor, bits: int, num_bins: int) -> Tensor:
-    """What ``torch.choose_qparams_optimized`` leads to, with scale and bias in fp16 as they are stored."""
+    """Return the rows decoded after ``torch.choose_qparams_optimized``, with scale and bias rounded to fp16."""
     ends = [torch.choose_qparams_optimized(row, row.numel(), num_bins, 1.0, bits) for row in rows]
     high, low = (torch.cat([pair[end] for pair in ends]) for end in (0, 1))
     top = (1 << bits) - 1
@@ -150,5 +150,5 @@ def _torch_greedy(rows: Tensor, bits: int, num_bins: int) -> Tensor:
 
 
 BENCHMARK = Benchmark(
-    run, "error and speed of adaptive quantization, against the greedy search of the paper and of PyTorch"
+    run, "error and speed of adaptive quantization, relative to the greedy searches of the paper and PyTorch"
 )

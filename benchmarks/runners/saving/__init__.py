@@ -2,12 +2,12 @@
 
 - ``alternatives``: torch.save, plain DCP and deltas written by hand, as tables grow.
 - ``async_``: stalls, rate and memory of asynchronous saves.
-- ``bytes``: what a delta takes on disk.
+- ``bytes``: size of a delta on disk.
 - ``cost``: time and bytes of a delta by the share of rows modified.
 - ``growth``: the stall of an asynchronous save as tables grow.
 - ``headline``: the figures of the README, exact rows and 4 bits against plain DCP.
 - ``memory``: peak memory of saves and loads.
 - ``scale``: a thousand tables on 128 ranks.
 - ``time``: time of a delta save and of a load.
-- ``training``: what asynchronous saves take from training.
+- ``training``: throughput of training with asynchronous saves.
 """

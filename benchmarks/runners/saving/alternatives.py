@@ -1,8 +1,8 @@
-"""Side by side with what people use instead: stall, time to save and to restore, and memory, as tables grow.
+"""A comparison with the usual alternatives: stall, time to save and to restore, and memory, as tables grow.
 
-A quarter of the rows is modified by training before each round. The alternatives are ``torch.save`` of the state, DCP's
-own ``save`` and ``async_save``, and deltas written by hand: the rows that TorchRec's ``ModelDeltaTracker`` gives, with
-their optimizer state, by ``torch.save`` on top of a whole one.
+Training modifies a quarter of the rows before each round. The alternatives are ``torch.save`` of the state, DCP's own
+``save`` and ``async_save``, and deltas written by hand. The latter contain the rows that TorchRec's
+``ModelDeltaTracker`` returns, with their optimizer state, and are written by ``torch.save`` after a full checkpoint.
 """
 
 import os
@@ -20,7 +20,7 @@ from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report, Table, number, quartiles
 from benchmarks.support.rounds import Candidate, Setup, Timings, interleave, ratios, round_name
 
-SHARE = 0.26  # of the rows is modified between two checkpoints
+SHARE = 0.26  # share of rows that are modified between two checkpoints
 DIM = 16  # so that 64 million rows and a copy of them fit into 24 GiB
 MILLIONS, ALL_MILLIONS = (1, 4, 16), (1, 4, 16, 64)
 NUM_QUICK_ROWS = 4_000
@@ -150,6 +150,6 @@ def _memory(memory: Mapping[int, Mapping[str, float]]) -> Table:
 
 BENCHMARK = Benchmark(
     run,
-    "stalls, saves, restores and memory as tables grow, beside torch.save, DCP and hand-written deltas",
+    "stalls, saves, restores and memory as tables grow; also torch.save, DCP, hand-written deltas",
     is_long=True,
 )

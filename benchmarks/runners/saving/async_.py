@@ -1,4 +1,4 @@
-"""Asynchronous saves: how long training stands still, what they take in memory, and how many a minute can be taken."""
+"""Asynchronous saves: the stall of training, their memory, and the number of saves per minute."""
 
 import gc
 from typing import Any
@@ -16,7 +16,7 @@ MIN_STALL_RATIO, MAX_MIB, MIN_RATE_RATIO = 5.0, 256, 6.0
 
 
 def run(setup: Setup) -> Report:
-    """Measure memory, then compare stalls and rates with the stock writer's."""
+    """Measure memory, then compare stalls and rates with those of DCP's own writer."""
     sizes = QUICK if setup.quick else FULL
     num_rounds = NUM_QUICK_ROUNDS if setup.quick else NUM_ROUNDS
     with one_rank(setup.folder):
@@ -66,7 +66,7 @@ def _rate_figures(rates: Timings) -> list[Figure]:
 
 
 def _memory(model: TableModel, setup: Setup) -> list[Figure]:
-    """The peak of each of many saves, beyond the rows that they stage, and how far memory grows over all of them."""
+    """Measure the peak of each of many saves, beyond the staged rows, and the growth of memory over all of them."""
     num_saves = NUM_QUICK_SAVES if setup.quick else NUM_SAVES
     lineage = Lineage(model, setup.folder / "memory", SCHEMES["4 bits"], SHARE)
     peaks, residents = [], []
@@ -105,5 +105,5 @@ def _memory(model: TableModel, setup: Setup) -> list[Figure]:
 
 
 BENCHMARK = Benchmark(
-    run, "stalls, rate and memory of asynchronous saves, against DCP's own writer and stager", is_long=True
+    run, "stalls, rate and memory of asynchronous saves, relative to DCP's own writer and stager", is_long=True
 )

@@ -1,4 +1,4 @@
-"""Bytes on disk: what a delta takes, against the same state saved by DCP's own writer."""
+"""The bytes of a delta on disk, relative to the same state saved by DCP's own writer."""
 
 import math
 from collections.abc import Mapping
@@ -13,14 +13,14 @@ from benchmarks.support.registry import Benchmark
 from benchmarks.support.report import Figure, Report, Table
 from benchmarks.support.rounds import Setup
 
-SHARE = 0.26  # of the rows is modified between two checkpoints
+SHARE = 0.26  # share of rows that are modified between two checkpoints
 SCHEMES: Mapping[str, cnr.Scheme] = {
     "2 bits": cnr.AdaptiveAsymmetric(2),
     "4 bits": cnr.AdaptiveAsymmetric(4),
     "8 bits": cnr.Asymmetric(8),
     "exact": cnr.NoQuantization(),
 }
-TARGETS = {"4 bits": 20.0}  # times smaller than the stock checkpoint
+TARGETS = {"4 bits": 20.0}  # size of DCP's checkpoint, divided by that of the delta
 FULL, QUICK = TableSizes(1, 1_000_000, 64), TableSizes(1, 2_000, 64)
 
 
@@ -34,7 +34,7 @@ class _Sizes:
 
 
 def run(setup: Setup) -> Report:
-    """Save a baseline and a delta under each scheme, and the whole state with the stock writer."""
+    """Save a baseline and a delta with each scheme, and the whole state with DCP's own writer."""
     sizes = QUICK if setup.quick else FULL
     num_modified = sizes.num_tables * round(SHARE * sizes.num_rows)
     with one_rank(setup.folder):
@@ -74,7 +74,7 @@ def run(setup: Setup) -> Report:
 
 
 def _save(model: TableModel, setup: Setup, name: str) -> _Sizes:
-    """A baseline, then a delta of the rows that training modified since."""
+    """Save a baseline, then a delta of the rows that training has modified since."""
     setup.say(f"saving a baseline and a delta, {name}")
     tracker = cnr.RowTracker(model.sharded)
     planner = cnr.CNRSavePlanner(tracker, policy=cnr.OneShot())
@@ -92,8 +92,8 @@ def _row_set_bytes(path: Path) -> int:
 
 
 def _entropy(share: float) -> float:
-    """Of a coin that falls on one side with this probability, in bits."""
+    """Return the entropy in bits of a binary variable with this probability."""
     return -share * math.log2(share) - (1 - share) * math.log2(1 - share)
 
 
-BENCHMARK = Benchmark(run, "bytes of a delta on disk at 2, 4 and 8 bits, against DCP's own writer")
+BENCHMARK = Benchmark(run, "bytes of a delta on disk at 2, 4 and 8 bits, relative to DCP's own writer")

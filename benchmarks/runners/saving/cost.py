@@ -1,4 +1,4 @@
-"""Cost of a delta: whether its time and its bytes follow the number of modified rows."""
+"""The cost of a delta: whether its time and bytes are proportional to the number of modified rows."""
 
 import os
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ NUM_ROUNDS, NUM_QUICK_ROUNDS = 5, 1
 
 
 def run(setup: Setup) -> Report:
-    """Save deltas of more and more rows, and a baseline, in turns."""
+    """Save deltas of more and more rows, and a baseline, alternately."""
     sizes = QUICK if setup.quick else FULL
     num_rounds = NUM_QUICK_ROUNDS if setup.quick else NUM_ROUNDS
     with one_rank(setup.folder):
@@ -45,7 +45,7 @@ def run(setup: Setup) -> Report:
 
 
 def _candidates(model: TableModel, folder: Path) -> Mapping[str, Candidate]:
-    """A lineage that grows by one delta of each share a round, and baselines beside it."""
+    """Return a chain that grows by a delta of each share per round, and separate baselines, as candidates."""
     lineage = cnr.CNRSavePlanner(cnr.RowTracker(model.sharded), policy=cnr.Consecutive())
     model.save(cnr.CNRStorageWriter(folder / "first", quantization=SCHEME), lineage)
 

@@ -1,4 +1,4 @@
-"""Asynchronous saves of larger tables: whether training stands still for the rows modified, or for all there are."""
+"""Asynchronous saves of larger tables: whether the stall depends on the modified rows, or on all rows."""
 
 from benchmarks.support.jobs.async_saves import FULL, QUICK, SCHEMES, SHARE, Lineage, time_saves
 from benchmarks.support.jobs.table_models import TableModel, TableSizes, one_rank
@@ -7,12 +7,12 @@ from benchmarks.support.report import Figure, Report
 from benchmarks.support.rounds import Setup, ratios, times_table
 
 TIMES_LARGER = 8
-NUM_ROUNDS, NUM_QUICK_ROUNDS = 21, 1  # tens of milliseconds are compared
+NUM_ROUNDS, NUM_QUICK_ROUNDS = 21, 1  # many rounds, because only tens of milliseconds are compared
 MAX_GROWTH = 1.2
 
 
 def run(setup: Setup) -> Report:
-    """Compare the stalls of tables of two sizes, of which as many rows were modified."""
+    """Compare the stalls for tables of two sizes, with the same number of modified rows."""
     sizes = QUICK if setup.quick else FULL
     larger = TableSizes(sizes.num_tables, TIMES_LARGER * sizes.num_rows, sizes.dim)
     num_rounds = NUM_QUICK_ROUNDS if setup.quick else NUM_ROUNDS
@@ -37,6 +37,4 @@ def run(setup: Setup) -> Report:
     )
 
 
-BENCHMARK = Benchmark(
-    run, "stall of an asynchronous save if tables have 8 times as many rows, and as many are modified"
-)
+BENCHMARK = Benchmark(run, "stall of an asynchronous save with 8 times as many rows, if the same number is modified")

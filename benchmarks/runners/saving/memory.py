@@ -1,4 +1,4 @@
-"""Memory: how much a save takes beyond the state that it saves, at its peak, and whether that grows with the tables."""
+"""The peak memory of a save beyond the state that it saves, and whether this grows with the tables."""
 
 import shutil
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ from torchrec_cnr.saving.encoding import EncodingInput, sampled_rows, write_all_
 from torchrec_cnr.storage.pack_writer import PackWriter
 from torchrec_cnr.storage.store import Store
 
-SHARE = 0.26  # of the rows is modified between two checkpoints
+SHARE = 0.26  # share of rows that are modified between two checkpoints
 MAX_MIB = 256
 LARGE_TABLE_BYTES, LARGE_TABLE_COLS = 4 << 30, 64
 MAX_ENCODING_MIB = 64
@@ -80,7 +80,7 @@ def _our_figures(model: TableModel, setup: Setup, name: str, condition: str) -> 
 
 
 def _encoding_figures(setup: Setup) -> Iterator[Figure]:
-    """One large table by itself: what is encoded goes into packs, which are written as they fill."""
+    """Measure a save of one large table, whose encoded rows are written to data files as these fill."""
     num_rows = QUICK.num_rows if setup.quick else LARGE_TABLE_BYTES // (4 * LARGE_TABLE_COLS)
     table = torch.empty(num_rows, LARGE_TABLE_COLS).normal_(0, 0.05)
     for scheme in (cnr.AdaptiveAsymmetric(4), cnr.Asymmetric(8)):

@@ -1,6 +1,6 @@
-"""Scale: what a thousand tables on 128 ranks cost the coordinator, and a process that loads them.
+"""The cost of a thousand tables on 128 ranks, for the coordinator and for a process that loads them.
 
-Everything that the coordinator does is run, on the plans and results of all ranks; what ranks do side by side is not.
+All work of the coordinator is run, on the plans and results of all ranks. The parallel work of the ranks is not run.
 """
 
 import time
@@ -35,18 +35,18 @@ MAX_SECS, MAX_MIB, MAX_MB = 10, 1024, 16
 
 @dataclass
 class _Costs:
-    """What steps took.
+    """The costs of the steps of an operation.
 
     Attributes:
-        secs: Processor time of each; they run in one thread.
-        mib: Peak of each.
+        secs: Processor seconds of each step, which runs in one thread.
+        mib: Peak memory of each step, in MiB.
     """
 
     secs: dict[str, float] = field(default_factory=dict)
     mib: dict[str, float] = field(default_factory=dict)
 
     def of(self, step: str, act: Callable[[], T]) -> T:
-        """Run a step."""
+        """Run a step, and record its costs."""
         found: list[T] = []
 
         def measured() -> None:
@@ -59,7 +59,7 @@ class _Costs:
 
 
 def run(setup: Setup) -> Report:
-    """A baseline and a delta of tables alone, and a load of each; if asked for, of tables with row-wise Adagrad too."""
+    """Save and load a baseline and a delta of tables; with ``--all-cases``, also of tables with row-wise Adagrad."""
     num_tables, num_ranks = QUICK if setup.quick else FULL
     figures: list[Figure] = []
     rows: list[tuple[str, ...]] = []
@@ -105,7 +105,7 @@ def run(setup: Setup) -> Report:
 
 
 def _save(job: ManyRanks, path: Path, head: Head | None, costs: _Costs) -> tuple[float, float]:
-    """Plan and commit; MiB of the plans and of the results that the coordinator gathers."""
+    """Plan and commit, and return the MiB of the plans and of the results that the coordinator gathers."""
     writer = cnr.CNRStorageWriter(path, quantization=SCHEME)
     meta = writer.storage_meta()
     writer.set_up_storage_writer(True, rank=0)
@@ -129,7 +129,7 @@ def _save(job: ManyRanks, path: Path, head: Head | None, costs: _Costs) -> tuple
 
 
 def _plan_load(job: ManyRanks, path: Path) -> None:
-    """What one rank does to load its shards, but for the reading: metadata of all tensors, and which blobs to read."""
+    """Do what one rank does to load its shards, except reading: the metadata of all tensors, and the blobs to read."""
     reader = CNRStorageReader(path)
     reader.read_metadata()
     lineage = reader._lineage
@@ -146,5 +146,5 @@ def _plan_load(job: ManyRanks, path: Path) -> None:
 
 
 BENCHMARK = Benchmark(
-    run, "what a thousand tables on 128 ranks cost the coordinator: time, memory, size of the manifest"
+    run, "cost of a thousand tables on 128 ranks for the coordinator: time, memory, size of the manifest"
 )

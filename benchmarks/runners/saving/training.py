@@ -1,4 +1,4 @@
-"""Training with asynchronous saves: the example's throughput, against the same without any save."""
+"""Training with asynchronous saves: the example's throughput, relative to the same training without saves."""
 
 import os
 import re
@@ -24,7 +24,7 @@ NONE, ASYNC, SYNC = "none", "asynchronous", "synchronous"
 
 
 def run(setup: Setup) -> Report:
-    """Run the example without saves, with asynchronous saves, and with saves that training waits for, in turns."""
+    """Run the example alternately without saves, with asynchronous saves, and with saves that training waits for."""
     num_steps = NUM_QUICK_STEPS if setup.quick else NUM_STEPS
     num_rounds = NUM_QUICK_ROUNDS if setup.quick else NUM_ROUNDS
     ways: Mapping[str, Sequence[str]] = {
@@ -67,7 +67,7 @@ def run(setup: Setup) -> Report:
 
 
 def _rate(root: Path, num_steps: int, options: Sequence[str]) -> float:
-    """Steps a second of a run, as it prints them."""
+    """Run the example, and return the steps per second that it prints."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, str(SCRIPT), "--root", str(root), "--steps", str(num_steps), *options]
     done = subprocess.run(
@@ -79,12 +79,10 @@ def _rate(root: Path, num_steps: int, options: Sequence[str]) -> float:
         check=False,
     )
     shutil.rmtree(root, ignore_errors=True)
-    found = re.search(r"^([\d.]+) steps a second$", done.stdout, re.MULTILINE)
+    found = re.search(r"^([\d.]+) steps per second$", done.stdout, re.MULTILINE)
     if found is None:
         raise RuntimeError(f"{' '.join(command)} ended with status {done.returncode}:\n{done.stderr[-2000:]}")
     return float(found[1])
 
 
-BENCHMARK = Benchmark(
-    run, "throughput of training that asynchronous saves cost, on 2 ranks of the example", is_long=True
-)
+BENCHMARK = Benchmark(run, "loss of training throughput by asynchronous saves, on 2 ranks of the example", is_long=True)

@@ -1,4 +1,4 @@
-"""Rows in Kafka: what saves, stalls and loads take, against files, and how fast rows stream there."""
+"""Rows in Kafka: times of saves, stalls and loads, relative to files, and the rate of rows."""
 
 import os
 import time
@@ -31,7 +31,7 @@ BATCH_CLICKS, QUICK_BATCH_CLICKS = 8192, 128
 NUM_CHECKPOINTS, NUM_QUICK_CHECKPOINTS = 20, 6
 NUM_LOADS, NUM_QUICK_LOADS = 7, 1
 STREAM, QUICK_STREAM = TableSizes(1, 2_000_000, DIM), TableSizes(1, 4_000, DIM)
-SHARE = 0.26  # of the rows that are streamed is modified between two saves
+SHARE = 0.26  # share of the streamed rows that are modified between two saves
 NUM_SAVES, NUM_QUICK_SAVES = 7, 1
 SCHEME = cnr.AdaptiveAsymmetric(4)
 MIN_ROWS_A_SEC, MAX_LOAD_TIMES = 500_000, 1.5
@@ -42,7 +42,7 @@ NO_BROKER = "no Kafka here: nothing was timed"
 
 
 def run(setup: Setup) -> Report:
-    """Train two models alike, one saved to files and one to Kafka; load both; then stream as fast as it goes."""
+    """Train two equal models, one saved to files and one to Kafka; load both; then measure the maximum rate of rows."""
     with broker(setup) as bootstrap:
         if bootstrap is None:
             return Report(NO_BROKER, (), ())
@@ -83,11 +83,11 @@ def run(setup: Setup) -> Report:
 
 @dataclass
 class _Lineage:
-    """A model, its checkpoints, and what they took.
+    """A model, its checkpoints, and their times.
 
     Attributes:
-        saves: Of ``dcp.save``.
-        stalls: Of ``dcp.async_save``.
+        saves: Times of ``dcp.save``.
+        stalls: Stalls of ``dcp.async_save``.
     """
 
     model: TableModel
@@ -107,7 +107,7 @@ class _Lineage:
         self._begin(dcp.save)  # type: ignore[attr-defined]  # torch does not mark it as exported
 
     def async_save(self) -> Any:
-        """Begin to save the next one; its future."""
+        """Begin an asynchronous save of the next checkpoint, and return its future."""
         return self._begin(dcp.async_save)  # type: ignore[attr-defined]
 
     def _begin(self, how: Callable[..., Any]) -> Any:
@@ -120,7 +120,7 @@ class _Lineage:
         )
 
     def checkpoint(self, number: int) -> None:
-        """Save, asynchronously or not by turns; the baseline, and the first delta of each kind, do not count."""
+        """Save, alternately asynchronously and not. The baseline and the first delta of each kind do not count."""
         start, processor_start = time.perf_counter(), time.process_time()
         is_async = number % 2 == 0
         future = None
@@ -135,14 +135,14 @@ class _Lineage:
             (self.stalls if is_async else self.saves).append(took)
 
     def num_bytes(self, *, in_log: bool) -> int:
-        """Of the deltas' packs, those in the log or those in files."""
+        """Return the bytes of the deltas' packs, in the Kafka topic or in files."""
         manifests = [cnr.read_checkpoint(path).manifest for path in self.checkpoints[1:]]
         packs = [pack for manifest in manifests for pack in manifest.packs]
         return sum(pack.num_bytes for pack in packs if (pack.log is not None) is in_log)
 
 
 def _train(setup: Setup, bootstrap: str, topic: str) -> Mapping[str, _Lineage]:
-    """Two models, trained alike."""
+    """Train and save two equal models, one with files and one with Kafka."""
     sizes = QUICK_RUN if setup.quick else RUN
     setup.say(f"making {sizes}, twice, and reading clicks")
     lineages = {
@@ -164,7 +164,7 @@ def _train(setup: Setup, bootstrap: str, topic: str) -> Mapping[str, _Lineage]:
 
 
 def _time_loads(setup: Setup, saved: Mapping[str, _Lineage], rows: Callable[[int], KafkaRows]) -> Timings:
-    """Load both lineages in turns, each into its own model, which must then hold the same."""
+    """Load both checkpoint chains alternately, each into its own model, and check that the models are equal."""
 
     def candidate(lineage: _Lineage) -> Candidate:
         def load(number: int) -> None:
@@ -190,7 +190,7 @@ def _values(model: TableModel) -> Sequence[Tensor]:
 
 
 def _stream(setup: Setup, bootstrap: str, topic: str) -> tuple[Timings, int]:
-    """Deltas of random rows, one after the other, beside a bare producer of as many bytes; how many rows each has."""
+    """Save deltas of random rows alternately with a bare producer of the same bytes; return also the rows per delta."""
     sizes = QUICK_STREAM if setup.quick else STREAM
     setup.say(f"making {sizes}, twice")
     lineages = {
@@ -237,12 +237,12 @@ def _run_figures(saved: Mapping[str, _Lineage]) -> list[Figure]:
 
 
 class BareProducer:
-    """What a Kafka client can do at its best: it sends random bytes, each transaction to one partition.
+    """A producer without overhead, for comparison: it sends random bytes, each transaction to one partition.
 
     Args:
-        bootstrap: Of the broker.
-        topic: Where to.
-        sizes: Of each transaction.
+        bootstrap: ``host:port`` of the broker.
+        topic: The topic to send to.
+        sizes: The bytes of each transaction.
     """
 
     def __init__(self, bootstrap: str, topic: str, sizes: Sequence[int]) -> None:
@@ -263,7 +263,7 @@ class BareProducer:
         ]
 
     def send(self) -> None:
-        """Send all of it; returns when it is committed."""
+        """Send all bytes, and return when they are committed."""
         for number, values in enumerate(self._transactions):
             self._producer.begin_transaction()
             for value in values:
@@ -271,4 +271,4 @@ class BareProducer:
             self._producer.commit_transaction(BARE_SECS)
 
 
-BENCHMARK = Benchmark(run, "saves, stalls and loads with rows in Kafka, against files, and the rate of rows")
+BENCHMARK = Benchmark(run, "saves, stalls and loads with rows in Kafka, relative to files, and the rate of rows")

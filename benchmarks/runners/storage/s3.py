@@ -1,4 +1,4 @@
-"""S3 by s3fs and by obstore: what saves and loads take, of the clock and of the processor."""
+"""S3 by s3fs and by obstore: elapsed time and processor time of saves and loads."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -23,7 +23,7 @@ NO_SERVER = "no S3 here: nothing was timed"
 
 
 def run(setup: Setup) -> Report:
-    """Save and load baselines by each client, in turns."""
+    """Save and load baselines by each client, alternately."""
     sizes, num_rounds = (QUICK, QUICK_ROUNDS) if setup.quick else (FULL, NUM_ROUNDS)
     figures: list[Figure] = []
     tables: list[Table] = []
@@ -67,7 +67,7 @@ class _Client:
     """Saves and loads of a model by one client.
 
     Attributes:
-        name: Of the client.
+        name: Name of the client.
     """
 
     def __init__(self, model: TableModel, scheme: cnr.Scheme, root: str, name: str, loaded: list[Tensor]) -> None:
@@ -110,4 +110,4 @@ def _remove(url: str) -> None:
     fs.rm(path, recursive=True)
 
 
-BENCHMARK = Benchmark(run, "saves and loads by each of the two clients of S3")
+BENCHMARK = Benchmark(run, "saves and loads by each of the two S3 clients")

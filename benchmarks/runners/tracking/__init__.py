@@ -1,5 +1,5 @@
 """Benchmarks of tracking.
 
 - ``modified``: rows that training modifies.
-- ``tracker``: what tracking adds to a training step.
+- ``tracker``: time that tracking adds to a training step.
 """

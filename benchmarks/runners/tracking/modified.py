@@ -1,7 +1,7 @@
-"""How many rows training modifies, in each interval and since the first: of real data, any file, the paper's curve.
+"""The rows that training modifies, in each interval and since the first: real data, any file, the paper's curve.
 
-A row is modified when a sample has its id. Shares are of the rows that the whole stream modifies, so that they can be
-compared with those of Check-N-Run: 26 % in half an hour, 52 % in eleven times that (NSDI '22, section 3.2).
+A row is modified if a sample has its id. Shares are relative to the rows that the whole stream modifies, so that they
+can be compared with those of Check-N-Run: 26 % in half an hour, 52 % in eleven times that (NSDI '22, section 3.2).
 """
 
 import sys
@@ -26,10 +26,10 @@ from click_data import open_stream
 from samples import Stream, table_rows
 from synthetic_clicks import SyntheticClicks
 
-NUM_INTERVALS = 11  # after which the paper tells how many rows were modified
-INTERVALS = (0.01, 0.02, 0.05, 0.08)  # parts of the samples
+NUM_INTERVALS = 11  # the paper reports the modified rows after this number of intervals
+INTERVALS = (0.01, 0.02, 0.05, 0.08)  # lengths of intervals, as shares of the samples
 MAX_SAMPLES, MADE_UP_SAMPLES, NUM_QUICK_SAMPLES = 20_000_000, 2_000_000, 20_000
-NUM_ROWS, NUM_QUICK_ROWS = 1_000_000, 20_000  # of the generator
+NUM_ROWS, NUM_QUICK_ROWS = 1_000_000, 20_000  # rows of the generator
 HASHED_ROWS = 1 << 24
 GENERATOR = "the paper's curve"
 
@@ -39,8 +39,8 @@ class Curve:
     """Rows modified in intervals of one length, as shares of all rows.
 
     Attributes:
-        each: In each interval.
-        since: Since the beginning of the first of them, after each.
+        each: Share modified in each interval.
+        since: Share modified from the beginning of the first interval to the end of each interval.
     """
 
     each: NDArray[np.float64]
@@ -48,7 +48,7 @@ class Curve:
 
     @classmethod
     def of(cls, masks: Iterator[Mask]) -> "Curve":
-        """Of the rows that each interval modifies, bool [num_rows]."""
+        """Compute the curve from masks of the rows that each interval modifies, bool [num_rows]."""
         each, since, modified = [], [], None
         for mask in masks:
             modified = mask if modified is None else modified | mask
@@ -57,7 +57,7 @@ class Curve:
         return cls(np.array(each), np.array(since))
 
     def row(self, name: str, interval: str) -> tuple[str, ...]:
-        """A row of the table."""
+        """Return a row of the table."""
         last = min(NUM_INTERVALS, len(self.since)) - 1
         spread = f"{100 * self.each.min():.1f} to {100 * self.each.max():.1f}"
         later = f"{100 * self.since[last]:.1f} after {last + 1}"
@@ -66,7 +66,7 @@ class Curve:
 
 
 def run(setup: Setup) -> Report:
-    """Count what a stream modifies, and what the generator that other benchmarks use does."""
+    """Count the rows that a stream modifies, and those that the generator of other benchmarks modifies."""
     name, stream = _stream(setup)
     setup.say(f"reading {name}")
     ids = _row_numbers(stream, NUM_QUICK_SAMPLES if setup.quick else MAX_SAMPLES)
@@ -111,7 +111,7 @@ def run(setup: Setup) -> Report:
 
 
 def _stream(setup: Setup) -> tuple[str, Stream]:
-    """The file that was asked for, or real clicks where they are, or made-up ones."""
+    """Return the stream of the given file, or of real clicks if they are present, or of synthetic ones."""
     if setup.data is not None:
         return f"{setup.data[1].name}", open_stream(setup.data[0], setup.data[1], seed=0)
     if CLICKS.exists():
@@ -120,7 +120,7 @@ def _stream(setup: Setup) -> tuple[str, Stream]:
 
 
 def _row_numbers(stream: Stream, most: int) -> NDArray[np.int64]:
-    """Rows of the samples in time order, int64 [N, ids of a sample]: those of all tables, numbered through."""
+    """Return the rows of samples in time order, int64 [N, ids per sample], numbered consecutively over all tables."""
     parts: list[NDArray[np.int64]] = []
     num_read = 0
     is_endless = isinstance(stream, SyntheticClicks)
@@ -141,7 +141,7 @@ def _row_numbers(stream: Stream, most: int) -> NDArray[np.int64]:
 
 
 def _masks(ids: NDArray[np.int64], length: int) -> Iterator[Mask]:
-    """Which rows each whole interval modifies."""
+    """Yield masks of the rows that each complete interval modifies."""
     for first in range(0, len(ids) - length + 1, length):
         mask = np.zeros(int(ids.max()) + 1, dtype=np.bool_)
         mask[ids[first : first + length].ravel()] = True
@@ -149,5 +149,5 @@ def _masks(ids: NDArray[np.int64], length: int) -> Iterator[Mask]:
 
 
 BENCHMARK = Benchmark(
-    run, "rows that training modifies, in each interval and since the first; --data names your own file"
+    run, "rows that training modifies, in each interval and since the first; --data gives your own file"
 )

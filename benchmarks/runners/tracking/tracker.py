@@ -1,4 +1,4 @@
-"""Tracking: what it adds to a training step, with our tracker and with TorchRec's own."""
+"""The time that tracking adds to a training step, with our tracker and with TorchRec's own."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from benchmarks.support.rounds import Candidate, Setup, interleave, processor_ra
 from torchrec_cnr.policies import Since
 
 UNTRACKED = "untracked"
-MAX_TIMES = {"RowTracker": 1.1}  # of the untracked step
+MAX_TIMES = {"RowTracker": 1.1}  # time of a tracked step, divided by that of an untracked one
 FULL, QUICK = TableSizes(8, 100_000, 64), TableSizes(8, 1_000, 64)
 IDS_PER_TABLE, IDS_PER_SAMPLE = 4096, 4
 NUM_BATCHES = 16
@@ -24,11 +24,11 @@ NUM_ROUNDS, NUM_QUICK_ROUNDS = 15, 1
 
 @dataclass(frozen=True)
 class _Tracking:
-    """What a kind of tracking does beside the forward and backward.
+    """The work of a kind of tracking outside of forward and backward.
 
     Attributes:
-        after_step: Once a step.
-        after_round: Once a round, as for a save.
+        after_step: Called after each step.
+        after_round: Called after each round, as for a save.
     """
 
     after_step: Callable[[], object]
@@ -36,7 +36,7 @@ class _Tracking:
 
 
 def run(setup: Setup) -> Report:
-    """Time the same steps on models that are tracked in different ways."""
+    """Time the same steps on models with different kinds of tracking."""
     sizes = QUICK if setup.quick else FULL
     num_steps = QUICK_STEPS_PER_ROUND if setup.quick else STEPS_PER_ROUND
     num_rounds = NUM_QUICK_ROUNDS if setup.quick else NUM_ROUNDS
@@ -108,4 +108,4 @@ def _nothing() -> None:
     pass
 
 
-BENCHMARK = Benchmark(run, "time that tracking adds to a training step: ours, and TorchRec's own")
+BENCHMARK = Benchmark(run, "time that tracking adds to a training step, by our tracker and by TorchRec's own")

@@ -1,8 +1,8 @@
-"""A small DLRM that is trained on clicks in time order: what the benchmarks of accuracy and of movement train.
+"""A small DLRM that the benchmarks of accuracy and movement train on clicks in time order.
 
-It has what DLRM has: tables of readers, of articles and of context, a dense part for the time of the week, the products
-of their vectors, and a head. It is plain torch, because a run of it must take seconds. Its tables have the optimizer
-that TorchRec fuses into their backward, row-wise Adagrad: each row has one sum of squared gradients,
+It has the parts of DLRM: tables of readers, articles and context, a dense part for the time of the week, the products
+of their vectors, and a head. It is plain torch, because a run of it must take only seconds. Its tables have the
+optimizer that TorchRec fuses into their backward, row-wise Adagrad. Each row has one sum of squared gradients,
 ``sum += mean(g**2)``, and moves by ``-rate * g / (sqrt(sum) + 1e-8)``.
 """
 
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from benchmarks.support.data.clicks import NUM_DENSE, Batch
 
 TABLE_LEARNING_RATE = 0.05  # that of examples/dlrm_model.py
-# The example's is 0.01. With it, runs that differ in the last bits of their rows end a thousandth of log loss apart,
-# which hides what restores do; with this one, ten times less, and the model is nearly as good.
+# The example's rate is 0.01. With it, runs that differ in the last bits of their rows end with a difference of a
+# thousandth of log loss, which hides the effect of restores. With this rate the difference is ten times smaller, and
+# the model is nearly as good.
 DENSE_LEARNING_RATE = 0.003
 ADAGRAD_EPSILON = 1e-8
 
@@ -24,8 +25,8 @@ class ClickModel:
     """The model and its optimizers.
 
     Attributes:
-        tables: float32 [num_rows, dim], for each of ``TABLES``; changed in place.
-        state: float32 [num_rows] of each table, row-wise Adagrad's.
+        tables: The tables, float32 [num_rows, dim], for each of ``TABLES``; changed in place.
+        state: The state of row-wise Adagrad, float32 [num_rows], for each table.
     """
 
     def __init__(self, num_rows: Sequence[int], dim: int, seed: int) -> None:
@@ -43,7 +44,7 @@ class ClickModel:
         self._optimizer = torch.optim.Adagrad(self.dense, lr=DENSE_LEARNING_RATE)
 
     def train(self, batch: Batch) -> float:
-        """One step: the mean loss before it."""
+        """Train one step, and return the mean loss before it."""
         vectors = [
             table.index_select(0, lookup.rows).requires_grad_()
             for table, lookup in zip(self.tables, batch.lookups, strict=True)
@@ -60,7 +61,7 @@ class ClickModel:
 
     @torch.no_grad()
     def predict(self, batch: Batch) -> Tensor:
-        """Logits, float32 [2 n]: of n clicks and then of their partners."""
+        """Return the logits of n clicks and then of their partners, float32 [2 n]."""
         vectors = [table.index_select(0, lookup.rows) for table, lookup in zip(self.tables, batch.lookups, strict=True)]
         return self._logits(vectors, batch)
 
@@ -81,13 +82,13 @@ class ClickModel:
 
 
 def update_rows(table: Tensor, state: Tensor, rows: Tensor, gradient: Tensor) -> None:
-    """A step of row-wise Adagrad.
+    """Update rows by a step of row-wise Adagrad.
 
     Args:
-        table: float32 [num_rows, dim]; changed in place.
-        state: float32 [num_rows], the sums of squared gradients; changed in place.
-        rows: int64 [n], different ones.
-        gradient: float32 [n, dim], of these rows.
+        table: The table, float32 [num_rows, dim]; changed in place.
+        state: The sums of squared gradients, float32 [num_rows]; changed in place.
+        rows: The numbers of the rows, int64 [n], all different.
+        gradient: The gradients of these rows, float32 [n, dim].
     """
     sums = state[rows] + gradient.square().mean(dim=1)
     state[rows] = sums
@@ -96,5 +97,5 @@ def update_rows(table: Tensor, state: Tensor, rows: Tensor, gradient: Tensor) ->
 
 
 def labels(num_samples: int) -> Tensor:
-    """float32 [num_samples]: 1 for the clicks, the first half, 0 for their partners."""
+    """Return the labels, float32 [num_samples]: 1 for the clicks in the first half, 0 for their partners."""
     return (torch.arange(num_samples) < num_samples // 2).float()

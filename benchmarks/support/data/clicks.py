@@ -1,7 +1,8 @@
-"""Clicks in time order, and as samples for a model: whether a reader clicked an article.
+"""Clicks in time order, and samples of them for a model that predicts whether a reader clicks an article.
 
-The data has clicks only, so each click has a partner, which is not one: the same reader and context with the article of
-one of the 65,536 clicks before it, drawn at random. So an article's popularity alone tells little.
+The data contains only clicks, so each click gets a partner, which is a negative sample. It has the same reader and
+context, and the article of one of the 65,536 clicks before it, drawn at random. So the popularity of an article alone
+is a poor predictor.
 """
 
 import gzip
@@ -13,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-# Real clicks, where they lie beside the project; else made-up ones with about the same skew.
+# Real clicks, if the file is next to the project; otherwise synthetic ones with about the same skew.
 CLICKS = Path(__file__).parents[4] / "shared" / "data" / "clicks.csv.gz"
 NUM_COLUMNS = 3
 BATCH_CLICKS = 1024
@@ -22,16 +23,16 @@ TABLES = ("readers", "articles", "context")
 CONTEXT_COLUMNS = range(4, 10)
 DAY_SECS = 86_400
 NUM_DENSE = 4
-_MADE_UP = ((320_000, 0.6), (1_000_000, 0.1), (46_000, 1.05))  # how many ids there are, and their skew
+_MADE_UP = ((320_000, 0.6), (1_000_000, 0.1), (46_000, 1.05))  # number of ids, and their skew
 
 
 def trained_on() -> str:
-    """What :func:`click_ids` gives."""
+    """Return a description of the clicks of :func:`click_ids`."""
     return "real news clicks" if CLICKS.exists() else "made-up clicks"
 
 
 def click_ids(num_clicks: int) -> Tensor:
-    """int64 [num_clicks or less, NUM_COLUMNS]: reader, session and article of the first clicks."""
+    """Return reader, session and article of the first clicks, int64 [num_clicks or less, NUM_COLUMNS]."""
     if CLICKS.exists():
         with gzip.open(CLICKS, "rt") as file:
             found = np.loadtxt(
@@ -49,10 +50,10 @@ class Clicks:
     """Clicks in time order.
 
     Attributes:
-        readers: int64 [N], rows of the table of readers.
-        articles: int64 [N], rows of the table of articles.
-        context: int64 [N, k], rows of the table of context: device, place, and where the reader came from.
-        secs: float64 [N], Unix time.
+        readers: Rows of the table of readers, int64 [N].
+        articles: Rows of the table of articles, int64 [N].
+        context: Rows of the table of context, int64 [N, k]: device, place, and referrer.
+        secs: Unix times, float64 [N].
     """
 
     readers: NDArray[np.int64]
@@ -64,17 +65,17 @@ class Clicks:
         return len(self.readers)
 
     def num_rows(self) -> tuple[int, ...]:
-        """Rows of each of ``TABLES``: as many as there are numbers up to the greatest one."""
+        """The number of rows of each of ``TABLES``, which is the largest row number plus one."""
         return tuple(int(rows.max()) + 1 for rows in (self.readers, self.articles, self.context))
 
 
 @dataclass(frozen=True, eq=False)
 class Lookup:
-    """What a batch looks up in one table.
+    """The lookups of a batch in one table.
 
     Attributes:
-        rows: int64 [m], different rows, ascending.
-        places: int32 [n, k], for each sample the positions in ``rows`` of its k ids, whose vectors are added up.
+        rows: The different rows, int64 [m], ascending.
+        places: For each sample, the positions in ``rows`` of its k ids, whose vectors are summed, int32 [n, k].
     """
 
     rows: Tensor
@@ -83,11 +84,12 @@ class Lookup:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Clicks, and the partner of each.
+    """A batch of clicks and their partners.
 
     Attributes:
-        lookups: For each of ``TABLES``; readers and context of n clicks, articles of these and then of their partners.
-        dense: float32 [n, NUM_DENSE].
+        lookups: The lookups in each of ``TABLES``: readers and context of n clicks, and articles of these and then of
+            their partners.
+        dense: The dense features, float32 [n, NUM_DENSE].
     """
 
     lookups: tuple[Lookup, ...]
@@ -95,14 +97,14 @@ class Batch:
 
 
 def read_clicks(num_clicks: int) -> Clicks:
-    """The first clicks; made-up ones where there are no real ones."""
+    """Read the first clicks; return synthetic ones if there are no real ones."""
     if not CLICKS.exists():
         return _made_up_clicks(num_clicks)
     with gzip.open(CLICKS, "rt") as file:
         found = np.loadtxt(file, np.int64, delimiter=",", skiprows=1, max_rows=num_clicks)
     context = np.empty((len(found), len(CONTEXT_COLUMNS)), dtype=np.int64)
     num_values = 0
-    for at, column in enumerate(CONTEXT_COLUMNS):  # equal values of two columns are rows of their own
+    for at, column in enumerate(CONTEXT_COLUMNS):  # equal values of two columns have different rows
         values, numbers = np.unique(found[:, column], return_inverse=True)
         context[:, at] = numbers + num_values
         num_values += len(values)
@@ -110,7 +112,7 @@ def read_clicks(num_clicks: int) -> Clicks:
 
 
 def _made_up_clicks(num_clicks: int) -> Clicks:
-    """Half of the clicks are on one of few articles that the context leads to, so that there is something to learn."""
+    """Return synthetic clicks. In half of them the context selects one of few articles, so that models can learn it."""
     random = np.random.default_rng(1)
     ids = click_ids(num_clicks).numpy()
     context = random.integers(0, 8, (len(ids), len(CONTEXT_COLUMNS))) + 8 * np.arange(len(CONTEXT_COLUMNS))
@@ -120,7 +122,7 @@ def _made_up_clicks(num_clicks: int) -> Clicks:
 
 
 def batches(clicks: Clicks, first: int, last: int, seed: int) -> list[Batch]:
-    """Batches of clicks ``first`` to ``last`` without it, their partners drawn by the seed; the rest is left out."""
+    """Return batches of clicks ``first`` to ``last - 1``, without an incomplete one; the seed selects the partners."""
     generator = np.random.default_rng(seed)
     numbers = np.arange(len(clicks))
     back = generator.integers(1, np.clip(numbers, 1, RECENT_CLICKS), endpoint=True)
@@ -141,6 +143,6 @@ def _lookup(ids: NDArray[np.int64]) -> Lookup:
 
 
 def time_of_week(secs: NDArray[np.float64]) -> NDArray[np.float32]:
-    """Unix times [N] as float32 [N, NUM_DENSE]: the angles of the hour in the day and of the day in the week."""
+    """Convert Unix times [N] to float32 [N, NUM_DENSE]: sine and cosine of the time of day and of the time of week."""
     angles = [2 * np.pi * (secs % period) / period for period in (DAY_SECS, 7 * DAY_SECS)]
     return np.column_stack([wave(angle) for angle in angles for wave in (np.sin, np.cos)]).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Rows to quantize: of four distributions, and of tables that were trained on clicks."""
+"""Rows to quantize, from four distributions and from tables that were trained on clicks."""
 
 import csv
 import gzip
@@ -19,7 +19,7 @@ STD = 0.05
 
 
 def drawn_rows(kind: str, num_rows: int, num_cols: int, seed: int = 0) -> Tensor:
-    """float32 [num_rows, num_cols] of one of ``DISTRIBUTIONS``."""
+    """Draw rows from one of ``DISTRIBUTIONS``, float32 [num_rows, num_cols]."""
     return torch.from_numpy(DISTRIBUTIONS[kind](np.random.default_rng(seed), (num_rows, num_cols)).astype(np.float32))
 
 
@@ -32,9 +32,9 @@ DISTRIBUTIONS: Mapping[str, Callable[[np.random.Generator, tuple[int, int]], NDA
 
 
 def trained_rows(num_rows: int, num_cols: int) -> Tensor:
-    """float32 [num_rows, num_cols]: rows of two tables that were trained, half of them readers and half articles.
+    """Return rows of two trained tables, float32 [num_rows, num_cols], half of them readers and half articles.
 
-    The rows are drawn among those that were modified; some occur twice where there are too few.
+    The rows are drawn from those that training modified. If these are too few, some rows occur twice.
     """
     tables = _trained_tables(num_cols)
     generator = torch.Generator().manual_seed(0)
@@ -44,9 +44,9 @@ def trained_rows(num_rows: int, num_cols: int) -> Tensor:
 
 @cache
 def _trained_tables(num_cols: int) -> tuple[Tensor, Tensor]:
-    """The modified rows of readers and of articles, after factorising who clicked what, by Adagrad."""
+    """Train tables that factorise the clicks, by Adagrad, and return the modified rows of readers and articles."""
     torch.manual_seed(0)
-    torch.sparse.check_sparse_tensor_invariants.disable()  # torch asks for a word on it
+    torch.sparse.check_sparse_tensor_invariants.disable()  # torch warns unless this is set explicitly
     pairs = _clicks()
     num_readers, num_articles = (int(ids.max()) + 1 for ids in pairs.T)
     readers, articles = (nn.Embedding(num, num_cols, sparse=True) for num in (num_readers, num_articles))
@@ -55,7 +55,7 @@ def _trained_tables(num_cols: int) -> tuple[Tensor, Tensor]:
     optimizer = torch.optim.Adagrad([readers.weight, articles.weight], lr=0.05)
     for _ in range(NUM_EPOCHS):
         for batch in pairs.split(BATCH_CLICKS):
-            others = batch[torch.randperm(len(batch)), 1]  # what somebody else clicked stands for what one did not
+            others = batch[torch.randperm(len(batch)), 1]  # clicks of other readers are the negative samples
             clicked = (readers(batch[:, 0]) * articles(batch[:, 1])).sum(1)
             passed = (readers(batch[:, 0]) * articles(others)).sum(1)
             loss = nn.functional.softplus(-clicked).mean() + nn.functional.softplus(passed).mean()
@@ -67,7 +67,7 @@ def _trained_tables(num_cols: int) -> tuple[Tensor, Tensor]:
 
 @cache
 def _clicks() -> Tensor:
-    """int64 [NUM_CLICKS, 2]: reader and article."""
+    """Return reader and article of each click, int64 [NUM_CLICKS, 2]."""
     if CLICKS.exists():
         with gzip.open(CLICKS, "rt", newline="") as file:
             rows = csv.reader(file)

@@ -1,4 +1,4 @@
-"""Asynchronous saves to be timed: ours, and DCP's own."""
+"""Asynchronous saves to be timed, by this library and by DCP itself."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ import torchrec_cnr as cnr
 from benchmarks.support.jobs.table_models import TableModel, TableSizes
 from benchmarks.support.rounds import Candidate, Setup, Timings, interleave, round_name
 
-SHARE = 0.26  # of the rows is modified between two checkpoints
+SHARE = 0.26  # share of rows that are modified between two checkpoints
 SCHEMES: Mapping[str, cnr.Scheme] = {
     "4 bits": cnr.Asymmetric(4),
     "4 bits adaptive": cnr.AdaptiveAsymmetric(4),
@@ -56,7 +56,7 @@ class Lineage:
         return how(self._model.state(), checkpoint_id=place, storage_writer=self._writer, planner=self._planner)
 
     def close(self) -> None:
-        """Remove what was saved."""
+        """Remove the saved checkpoints."""
         self._writer.close()
         self._tracker.close()
         shutil.rmtree(self._folder)
@@ -70,7 +70,7 @@ class DCPSaves:
         self._folder = folder
 
     def modify(self) -> None:
-        """Everything is saved anyway; the save before is removed."""
+        """Remove the save before. No rows are marked, because DCP saves everything."""
         if self._folder.exists():
             shutil.rmtree(self._folder)
 
@@ -85,12 +85,12 @@ class DCPSaves:
         return future
 
     def close(self) -> None:
-        """Remove what was saved."""
+        """Remove the saved checkpoints."""
         shutil.rmtree(self._folder)
 
 
 def time_saves(saves: "Mapping[str, DCPSaves | Lineage]", setup: Setup, num_rounds: int, *, waits: bool) -> Timings:
-    """Time each kind of save until it returns, or until it is committed."""
+    """Time each kind of save until it returns, or until it is committed if ``waits`` is true."""
     saving: dict[str, Future[Any]] = {}
 
     def candidate(name: str, lineage: DCPSaves | Lineage) -> Candidate:

@@ -1,8 +1,8 @@
-"""Runs of a policy: checkpoints of one table whose rows are modified as told, saved for real or by their bytes.
+"""Runs of a policy: checkpoints of one table with given modified rows, saved for real or computed by their bytes.
 
-How often a row is modified is drawn once: rates whose logarithms are even, up to the rate that makes the first delta
-hold 26 % of the rows. Rows modified in i intervals are then .26 + .105 ln i of all, the curve fitted to the figures of
-Check-N-Run (NSDI '22, section 3.2).
+The rate at which each row is modified is drawn once. The logarithms of the rates are uniform, up to the rate with which
+the first delta contains 26 % of the rows. The share of rows modified in i intervals is then .26 + .105 ln i, the curve
+fitted to the figures of Check-N-Run (NSDI '22, section 3.2).
 """
 
 import math
@@ -36,14 +36,14 @@ EULER_GAMMA = 0.5772156649
 
 @dataclass(frozen=True)
 class Step:
-    """Bytes of one checkpoint of a run, of which the last one is kept.
+    """Bytes of one checkpoint of a run that keeps the last checkpoint.
 
     Attributes:
-        written: Written for it, its compaction included.
-        capacity: Most that lay in the store, from the commit until what it replaced was removed.
-        kept: What lay there afterwards.
-        restore: What a load of it reads, once it was compacted.
-        fresh: What a load of it reads before that.
+        written: Bytes written for it, including its compaction.
+        capacity: The most bytes in the store, from the commit until the replaced files were removed.
+        kept: Bytes in the store afterwards.
+        restore: Bytes that a load of it reads after its compaction.
+        fresh: Bytes that a load of it reads before its compaction.
     """
 
     written: int
@@ -54,7 +54,7 @@ class Step:
 
 
 def modified_rows(num_rows: int, num_checkpoints: int) -> Iterator[Mask]:
-    """Which rows each interval modifies, bool [num_rows]; the same whenever it is called."""
+    """Yield masks of the rows that each interval modifies, bool [num_rows]; each call yields the same masks."""
     generator = np.random.default_rng(0)
     fastest = math.exp(FIRST_SHARE / GROWTH - EULER_GAMMA)
     rates = fastest * np.exp(-(np.arange(num_rows) + 0.5) / num_rows / GROWTH)
@@ -66,14 +66,14 @@ def modified_rows(num_rows: int, num_checkpoints: int) -> Iterator[Mask]:
 def saved(
     policy: cnr.Policy, scheme: cnr.Scheme, masks: Iterable[Mask], pack_bytes: int, state_scheme: cnr.Scheme = EXACT
 ) -> Iterator[Step]:
-    """Save for real, into a file system in memory: rows × 64 in fp32 with row-wise state, compacted and pruned.
+    """Save, compact and prune for real, into a file system in memory: rows × 64 in fp32, with row-wise state.
 
     Args:
-        policy: The policy; ``Compacted`` is compacted after each save.
-        scheme: Of the table.
-        masks: The rows that each interval modifies, bool [num_rows].
-        pack_bytes: Size of packs, roughly.
-        state_scheme: Of its state.
+        policy: The policy; with ``Compacted``, the run is compacted after each save.
+        scheme: The scheme of the table.
+        masks: Masks of the rows that each interval modifies, bool [num_rows].
+        pack_bytes: Approximate size of data files, in bytes.
+        state_scheme: The scheme of the optimizer state.
     """
     root = f"memory://run-{uuid.uuid4().hex}"
     quantization = {"table": scheme, "state": state_scheme}
@@ -103,7 +103,7 @@ def saved(
 
 
 class _Run:
-    """A table with its state, and what is known of its rows."""
+    """A table with its optimizer state, in a run of checkpoints."""
 
     def __init__(self, num_rows: int, policy: cnr.Policy) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -127,13 +127,13 @@ def _restore_bytes(path: str) -> int:
 def simulated(
     policy: cnr.Policy, full_bytes: int, masks: Iterable[Mask], number_bytes: Callable[[NDArray[np.int64]], int]
 ) -> Iterator[Step]:
-    """By their bytes alone: a row costs in a delta what it does in a full checkpoint, and its number besides.
+    """Compute the bytes of checkpoints: a row takes as much in a delta as in a full checkpoint, plus its number.
 
     Args:
-        policy: The policy; none that compacts.
-        full_bytes: Of a full checkpoint.
-        masks: The rows that each interval modifies, bool [num_rows].
-        number_bytes: What the numbers of some rows take, int64 [k].
+        policy: The policy, which must not need compaction.
+        full_bytes: Bytes of a full checkpoint.
+        masks: Masks of the rows that each interval modifies, bool [num_rows].
+        number_bytes: Returns the bytes that row numbers, int64 [k], take.
     """
     since_baseline = np.zeros(0, dtype=np.bool_)
     history: History | None = None

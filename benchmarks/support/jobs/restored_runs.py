@@ -1,8 +1,8 @@
-"""A training run that is restored some times on the way: what the restores did to its tables, and how well it predicts.
+"""A training run that is restored several times: the errors of its tables, and the quality of its predictions.
 
-A restore puts into the tables, and into nothing else, what a load gives: rows as they are decoded. Only rows that were
-modified since the restore before are encoded; the others were decoded before, and encoding what was decoded changes
-nothing (docs/concepts/quantization.md). At the first restore these are all rows, as a baseline stores them.
+A restore replaces the rows of the tables, and nothing else, by decoded rows, as a load does. Only rows modified since
+the restore before are encoded. The others were decoded already, and encoding decoded rows changes nothing
+(docs/concepts/quantization.md). The first restore encodes all rows, as a baseline does.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,19 +18,19 @@ from benchmarks.support.data.clicks import Batch
 from torchrec_cnr.quantization import Quantization
 from torchrec_cnr.saving.encoding import sampled_rows
 
-Decode = Callable[[Tensor, Tensor], Tensor]  # a table and int64 [n], numbers of its rows: their values, [n, dim]
+Decode = Callable[[Tensor, Tensor], Tensor]  # from a table and row numbers, int64 [n], to their values, [n, dim]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to.
+    """The outcome of a run.
 
     Attributes:
-        log_loss: Mean on the clicks that follow those trained on, nats a sample.
-        auc: Area under the ROC curve, on the same.
-        loss_while_training: Mean of all batches, each before the step that it was for, nats a sample.
-        error_sum: Over the restores, squared error of the tables over the squared values of the tables.
-        stored_error_sum: The same over the squared values of the rows that were encoded, which is what a sample tells.
+        log_loss: Mean log loss on the clicks after those trained on, in nats per sample.
+        auc: Area under the ROC curve, on the same clicks.
+        loss_while_training: Mean loss of all batches, each before its step, in nats per sample.
+        error_sum: Sum over the restores: squared error of the tables divided by the squared values of the tables.
+        stored_error_sum: The same, divided by the squared values of the encoded rows, which a sample estimates.
     """
 
     log_loss: float
@@ -42,11 +42,11 @@ class Outcome:
 
 @dataclass
 class Restores:
-    """Restores of a model's tables, and what error they added up.
+    """Restores of a model's tables, which add up their errors.
 
     Attributes:
-        model: Its tables are written.
-        decode: What a load gives for rows of a table; see :func:`decoded_rows`.
+        model: The model, whose tables are written.
+        decode: Returns the values that a load gives for rows of a table; see :func:`decoded_rows`.
     """
 
     model: ClickModel
@@ -59,12 +59,12 @@ class Restores:
         self._modified = [torch.ones(len(table), dtype=torch.bool) for table in self.model.tables]
 
     def mark(self, batch: Batch) -> None:
-        """Note the rows that a step on this batch modifies."""
+        """Mark the rows that a step on this batch modifies."""
         for modified, lookup in zip(self._modified, batch.lookups, strict=True):
             modified[lookup.rows] = True
 
     def restore(self) -> None:
-        """Put decoded rows into the place of those that were modified."""
+        """Replace the modified rows by decoded ones."""
         error, stored = 0.0, 0.0
         whole = sum(float(table.norm().double().square()) for table in self.model.tables)
         for table, modified in zip(self.model.tables, self._modified, strict=True):
@@ -80,15 +80,15 @@ class Restores:
 
 
 def decoded_rows(table: Tensor, rows: Tensor, rule: Quantization) -> Tensor:
-    """What a load gives for rows of a table that were saved by a rule.
+    """Return the values that a load gives for rows of a table that were saved with a scheme or rule.
 
     Args:
-        table: float32 [num_rows, dim].
-        rows: int64 [n], different ones.
-        rule: A scheme, or what chooses one.
+        table: The table, float32 [num_rows, dim].
+        rows: The numbers of the rows, int64 [n], all different.
+        rule: A scheme, or a rule that chooses one.
 
     Returns:
-        float32 [n, dim].
+        The decoded rows, float32 [n, dim].
     """
     scheme = rule.choose(lambda: sampled_rows(table, rows), 0)
     encoded = scheme.encode(table, rows)
@@ -98,14 +98,14 @@ def decoded_rows(table: Tensor, rows: Tensor, rule: Quantization) -> Tensor:
 
 
 def with_other_last_bits(table: Tensor, rows: Tensor) -> Tensor:
-    """Rows with about every other value off by one in its last bit: what a change too small to matter does to a run.
+    """Return rows with about every second value changed by one in its last bit, as a control for irrelevant changes.
 
     Args:
-        table: float32 [num_rows, dim].
-        rows: int64 [n].
+        table: The table, float32 [num_rows, dim].
+        rows: The numbers of the rows, int64 [n].
 
     Returns:
-        float32 [n, dim].
+        The changed rows, float32 [n, dim].
     """
     values = table[rows]
     is_off = torch.rand(values.shape, generator=torch.Generator().manual_seed(0)) < 0.5
@@ -113,7 +113,7 @@ def with_other_last_bits(table: Tensor, rows: Tensor) -> Tensor:
 
 
 def restore_steps(num_steps: int, num_restores: int) -> set[int]:
-    """After which steps, counted from 1, a run of so many steps is restored, at even distances.
+    """Return the steps, counted from 1, after which a run is restored, at even distances.
 
     Raises:
         ValueError: There are fewer steps than restores.
@@ -125,7 +125,7 @@ def restore_steps(num_steps: int, num_restores: int) -> set[int]:
 
 
 def train(model: ClickModel, batches: Sequence[Batch], restores: Restores, num_restores: int) -> list[float]:
-    """Train through all batches: the mean loss of each before its step, nats a sample."""
+    """Train on all batches, and return the mean loss of each before its step, in nats per sample."""
     steps = restore_steps(len(batches), num_restores)
     losses = []
     for step, batch in enumerate(batches, 1):
@@ -137,13 +137,13 @@ def train(model: ClickModel, batches: Sequence[Batch], restores: Restores, num_r
 
 
 def judge(model: ClickModel, losses: Sequence[float], later: Sequence[Batch], restores: Restores) -> Outcome:
-    """The outcome of a run.
+    """Return the outcome of a run.
 
     Args:
-        model: As it is at the end.
-        losses: Of its steps.
-        later: Clicks that follow those trained on.
-        restores: That it has been through.
+        model: The model at the end.
+        losses: The losses of its steps.
+        later: Batches of the clicks after those trained on.
+        restores: The restores of the run.
     """
     logits = torch.cat([model.predict(batch) for batch in later]).double()
     clicked = torch.cat([labels(2 * len(batch.dense)) for batch in later]).double()
@@ -157,5 +157,5 @@ def judge(model: ClickModel, losses: Sequence[float], later: Sequence[Batch], re
 
 
 def auc_of(logits: Tensor, clicked: Tensor) -> float:
-    """The area under the ROC curve, of logits [n] and of 1 or 0 [n] for each."""
+    """Return the area under the ROC curve, from logits [n] and labels 1 or 0 [n]."""
     return float(roc_auc_score(clicked.numpy(), logits.numpy()))

@@ -1,4 +1,4 @@
-"""Methods to save and restore a model of tables: ours, and what people use instead."""
+"""Methods to save and restore a model of tables: this library, and the usual alternatives."""
 
 import itertools
 import shutil
@@ -22,20 +22,20 @@ OWN_DELTAS = "ModelDeltaTracker, by hand"
 
 
 class SaveMethod(Protocol):
-    """One method; each save takes the place of the one before, but for what that one stands on.
+    """A method. Each save replaces the one before, but not the checkpoint on which that one is based.
 
     Attributes:
-        held_bytes: Of the memory that a save takes, what is kept from one save to the next.
+        held_bytes: The part of a save's memory that remains allocated from one save to the next, in bytes.
     """
 
     held_bytes: int
 
     def begin(self) -> None:
-        """Save, at least until training may go on."""
+        """Begin a save, and return when training may continue."""
         ...
 
     def finish(self) -> None:
-        """Wait until the checkpoint is there."""
+        """Wait until the checkpoint is complete."""
         ...
 
     def restore(self) -> None:
@@ -43,12 +43,12 @@ class SaveMethod(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Release the model."""
         ...
 
 
 def save_methods(model: TableModel, folder: Path) -> Mapping[str, SaveMethod]:
-    """All of them, with what deltas stand on saved."""
+    """Return all methods, after saving the checkpoints on which their deltas are based."""
     folder.mkdir(parents=True)
     return {
         OURS: Ours(model, folder / "ours"),
@@ -60,7 +60,7 @@ def save_methods(model: TableModel, folder: Path) -> Mapping[str, SaveMethod]:
 
 
 def tensors(model: TableModel) -> dict[str, Tensor]:
-    """The live tables and their optimizer state, as plain tensors."""
+    """Return the live tables and their optimizer state, as plain tensors."""
     found = {f"t{index}": table for index, table in enumerate(model.tables())}
     for name, values in model.sharded.fused_optimizer.state_dict()["state"].items():
         found |= {f"{name}.{key}": value.local_shards()[0].tensor for key, value in values.items()}
@@ -114,7 +114,7 @@ class Whole:
         torch.save(self._tensors, self._path)
 
     def finish(self) -> None:
-        """It is there."""
+        """Do nothing: the checkpoint is already complete."""
 
     def restore(self) -> None:
         _copy(torch.load(self._path, mmap=True, weights_only=True), self._tensors)
@@ -137,17 +137,17 @@ class DCPSave:
         self._model.save(FileSystemWriter(self._folder, sync_files=False))
 
     def finish(self) -> None:
-        """It is there."""
+        """Do nothing: the checkpoint is already complete."""
 
     def restore(self) -> None:
         self._model.load(FileSystemReader(self._folder))
 
     def close(self) -> None:
-        """It holds nothing."""
+        """Do nothing: the method does not hold the model."""
 
 
 class DCPAsyncSave:
-    """``dcp.async_save`` of the whole state; as plain tensors, since the stock stager cannot copy TorchRec's."""
+    """``dcp.async_save`` of the whole state, as plain tensors, because DCP's stager cannot copy TorchRec's tensors."""
 
     held_bytes = 0
 
@@ -173,9 +173,9 @@ class DCPAsyncSave:
 
 
 class OwnDeltas:
-    """What one writes with TorchRec's tracker: the rows it gives, and their state, on a whole one.
+    """Deltas written by hand with TorchRec's tracker: modified rows and their optimizer state, on a full checkpoint.
 
-    Only the newest delta is kept: it restores what was saved if it is the first.
+    Only the newest delta is kept, so a restore is correct only for the first delta.
     """
 
     held_bytes = 0
@@ -190,12 +190,12 @@ class OwnDeltas:
 
     def begin(self) -> None:
         (ids,) = self._tracker.get_unique_ids().values()
-        self._tracker.step()  # what is looked up from now on is of the next delta
+        self._tracker.step()  # later lookups belong to the next delta
         rows = {name: value[ids] for name, value in self._tensors.items()}
         torch.save((ids, rows), self._folder / "delta.pt")
 
     def finish(self) -> None:
-        """It is there."""
+        """Do nothing: the checkpoint is already complete."""
 
     def restore(self) -> None:
         _copy(torch.load(self._folder / "whole.pt", mmap=True, weights_only=True), self._tensors)

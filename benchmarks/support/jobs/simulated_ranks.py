@@ -1,8 +1,8 @@
-"""A job of many ranks as its coordinator sees it: the plans that it gathers, and what ranks report to have written.
+"""A job of many ranks as its coordinator sees it: the plans that it gathers, and the results that ranks report.
 
-The plans come from the library's own planner, one rank after another, as it plans in a process of its own what an
-asynchronous save has staged: that takes shapes, and no values. What ranks report is what they would if they had written
-their shards: nothing is encoded, and there are no packs.
+The plans are made by the library's own planner, one rank after another, as for staged state of an asynchronous save in
+another process: this needs shapes, but no values. The results are those that ranks would report after writing their
+shards. Nothing is encoded, and there are no data files.
 """
 
 import pickle
@@ -35,18 +35,18 @@ from torchrec_cnr.tracking.modified_rows import RowList
 from torchrec_cnr.tracking.tracked_tables import Pending
 
 T = TypeVar("T")
-SCHEME = cnr.AdaptiveAsymmetric.best(4)  # none takes more room in a manifest
+SCHEME = cnr.AdaptiveAsymmetric.best(4)  # no scheme takes more space in a manifest
 EXACT = cnr.NoQuantization()
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table with row-wise Adagrad, sharded by rows as TorchRec does it.
+    """A table with row-wise Adagrad, sharded by rows as in TorchRec.
 
     Attributes:
-        name: Its own.
-        num_rows: Rows.
-        dim: Values in a row.
+        name: Name of the table.
+        num_rows: Number of rows.
+        dim: Values per row.
     """
 
     name: str
@@ -55,21 +55,21 @@ class Table:
 
     @property
     def weight(self) -> str:
-        """Its FQN in the model."""
+        """The FQN of the table in the model."""
         return f"sparse_arch.embedding_bag_collection.embedding_bags.{self.name}.weight"
 
     @property
     def fqn(self) -> str:
-        """Its FQN in the checkpoint."""
+        """The FQN of the table in the checkpoint."""
         return f"model.{self.weight}"
 
     @property
     def momentum_fqn(self) -> str:
-        """That of its optimizer state."""
+        """The FQN of its optimizer state in the checkpoint."""
         return f"optim.state.{self.weight}.{self.name}.momentum1"
 
     def boxes(self, rank: int, num_ranks: int) -> tuple[Box, Box]:
-        """A rank's rows of the table, and of its optimizer state: as many as the others', but for the last ones."""
+        """Return a rank's regions of the table and its state. All ranks except the last ones have as many rows."""
         length = -(-self.num_rows // num_ranks)
         first = min(self.num_rows, rank * length)
         num_rows = min(length, self.num_rows - first)
@@ -82,8 +82,8 @@ class ManyRanks:
 
     Attributes:
         tables: The tables.
-        num_ranks: How many ranks.
-        has_state: Whether their optimizer state is saved too.
+        num_ranks: Number of ranks.
+        has_state: Whether the optimizer state is saved, too.
     """
 
     tables: tuple[Table, ...]
@@ -92,17 +92,17 @@ class ManyRanks:
 
     @classmethod
     def of(cls, num_tables: int, num_rows: int, dim: int, num_ranks: int, has_state: bool = True) -> "ManyRanks":
-        """Tables of ``num_rows`` and more, no two of one size."""
+        """Create tables of ``num_rows`` and more rows, all of different sizes."""
         tables = tuple(Table(f"t{number}", num_rows + 1000 * number, dim) for number in range(num_tables))
         return cls(tables, num_ranks, has_state)
 
     @property
     def num_boxes(self) -> int:
-        """Shards of all tensors."""
+        """The number of shards of all tensors."""
         return len(self.tables) * self.num_ranks * (2 if self.has_state else 1)
 
     def planner(self, rank: int, meta: StorageMeta, head: Head | None) -> cnr.CNRSavePlanner:
-        """A rank's planner of a delta of a head, or of a baseline, that is about to create its local plan."""
+        """Return a rank's planner of a delta (or of a baseline, without a head), ready to create its local plan."""
         since = Since.EVER if head is None else Since.HEAD
         rows = None if head is None else StagedRows(since, (RowList(torch.zeros(1, dtype=torch.int64)),), b"")
         items: dict[ShardKey, TrackedItem] = {}
@@ -127,7 +127,7 @@ class ManyRanks:
         return planner
 
     def results(self, plan: SavePlan, rank: int, share: float) -> list[WriteResult]:
-        """What a rank reports to have written: a share of each shard's rows, all of them if it is 1."""
+        """Return the results that a rank reports after writing a share of each shard's rows (all rows if it is 1)."""
         packs = _Packs(f"{plan.storage_data}-{rank}", random.Random(rank))
         items = {item.index.fqn: item for item in plan.items}
         records: list[tuple[WriteItem, ShardRecord]] = []
@@ -152,7 +152,7 @@ class ManyRanks:
 
 
 def make_packs(path: Path, results: Sequence[Sequence[WriteResult]]) -> None:
-    """Files of the sizes that ranks report; they take no room on a disk."""
+    """Create files of the sizes that ranks report. They are sparse, so they take no space on a disk."""
     for rank_results in results:
         for result in rank_results:
             if isinstance(result.storage_data, RankRecord):
@@ -162,7 +162,7 @@ def make_packs(path: Path, results: Sequence[Sequence[WriteResult]]) -> None:
 
 
 class _Packs:
-    """Where a rank's blobs would lie."""
+    """The places that a rank's blobs would have in data files."""
 
     def __init__(self, prefix: str, drawn: random.Random) -> None:
         self._prefix = prefix
@@ -187,7 +187,7 @@ _TRACKER = 1
 
 
 def _staged(fqn: str, box: Box, size: tuple[int, ...]) -> StagedTensor:
-    """A shard that was staged, with the plan that DCP makes of a shard of a ShardedTensor."""
+    """Return a staged shard, with the plan that DCP makes for a shard of a ``ShardedTensor``."""
     chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
     data = TensorWriteData(chunk, TensorProperties(dtype=torch.float32), torch.Size(size))
     item = WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
@@ -195,6 +195,6 @@ def _staged(fqn: str, box: Box, size: tuple[int, ...]) -> StagedTensor:
 
 
 def gathered(value: T) -> T:
-    """As it arrives from another process."""
+    """Return a value as it arrives from another process, which pickles it."""
     copy: T = pickle.loads(pickle.dumps(value))
     return copy

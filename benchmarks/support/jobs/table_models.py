@@ -1,4 +1,4 @@
-"""TorchRec tables as a job has them: sharded, with row-wise Adagrad fused into their backward, on one gloo rank."""
+"""TorchRec tables as in a job: sharded, with row-wise Adagrad fused into their backward, on one gloo rank."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,12 +24,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_cnr.format.manifest_json import forget
 
 SAMPLED_EVERY = 97
-CHUNK_ROWS = 1 << 16  # looked up at once where many rows are to be modified
+CHUNK_ROWS = 1 << 16  # rows per lookup when many rows are modified
 
 
 @contextmanager
 def one_rank(folder: Path) -> Iterator[None]:
-    """A process group of this process alone."""
+    """Create a process group of only this process, for the duration of the context."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=0, world_size=1)
     try:
         yield
@@ -39,12 +39,12 @@ def one_rank(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class TableSizes:
-    """How many tables, and how large.
+    """The number and sizes of tables.
 
     Attributes:
-        num_tables: Tables in one EmbeddingBagCollection.
-        num_rows: Of each.
-        dim: Values in a row.
+        num_tables: Number of tables in one ``EmbeddingBagCollection``.
+        num_rows: Rows per table.
+        dim: Values per row.
     """
 
     num_tables: int
@@ -57,11 +57,11 @@ class TableSizes:
 
 
 class TableModel:
-    """A model that is nothing but tables. The process group must be there.
+    """A model that consists only of tables. The process group must exist.
 
     Attributes:
-        sizes: Of its tables.
-        sharded: The model under DistributedModelParallel.
+        sizes: The sizes of its tables.
+        sharded: The model in ``DistributedModelParallel``.
     """
 
     def __init__(self, sizes: TableSizes, seed: int = 0) -> None:
@@ -89,48 +89,48 @@ class TableModel:
         )
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds; its tensors are the live ones."""
+        """Return the state that a checkpoint contains; its tensors are the live ones."""
         return {"model": self.sharded.state_dict(), "optim": self.sharded.fused_optimizer.state_dict()}
 
     def tables(self) -> list[Tensor]:
-        """The live values of each table."""
+        """Return the live values of each table."""
         return [table.local_shards()[0].tensor for table in self.sharded.state_dict().values()]
 
     def clear(self) -> None:
-        """Forget all rows, and what was read of manifests: as a process that has just started."""
+        """Clear all rows and the cache of manifests, as in a new process."""
         forget()
         for table in self.tables():
             table.zero_()
 
     def sampled_rows(self) -> Tensor:
-        """Some rows of every table, copied."""
+        """Return a copy of some rows of every table."""
         return torch.cat([table[::SAMPLED_EVERY] for table in self.tables()])
 
     def save(self, writer: StorageWriter, planner: SavePlanner | None = None) -> None:
-        """``dcp.save``, as a job calls it; torch does not mark it as exported."""
+        """Call ``dcp.save`` as a job does; torch does not mark it as exported."""
         dcp.save(self.state(), storage_writer=writer, planner=planner)  # type: ignore[attr-defined]
 
     def load(self, reader: StorageReader, planner: LoadPlanner | None = None) -> None:
-        """``dcp.load`` into the live tables; not marked either."""
+        """Call ``dcp.load`` for the live tables; torch does not mark it as exported, either."""
         dcp.load(self.state(), storage_reader=reader, planner=planner)  # type: ignore[attr-defined]
 
     def batch(self, ids: Sequence[Tensor], ids_per_sample: int = 1) -> KeyedJaggedTensor:
-        """A batch that looks up ids of each table.
+        """Return a batch that looks up ids of each table.
 
         Args:
-            ids: int64 [N] a table, N the same for all.
-            ids_per_sample: How many consecutive ids are pooled.
+            ids: The ids for each table, int64 [N], with the same N for all.
+            ids_per_sample: Number of consecutive ids that are pooled.
         """
         values = torch.cat(list(ids))
         lengths = torch.full((len(values) // ids_per_sample,), ids_per_sample, dtype=torch.int64)
         return KeyedJaggedTensor([f"f_{name}" for name in self._names], values, lengths=lengths)
 
     def step(self, batch: KeyedJaggedTensor) -> None:
-        """Forward and backward, the optimizer within."""
+        """Run forward and backward, which includes the optimizer."""
         self.sharded(batch).wait().values().sum().backward()
 
     def modify(self, share: float) -> None:
-        """Train on this share of every table's rows, drawn at random without repeats, each row once."""
+        """Train once on each row of a random share of every table's rows."""
         num_rows = round(share * self.sizes.num_rows)
         rows = [torch.randperm(self.sizes.num_rows)[:num_rows] for _ in self._names]
         for chunks in zip(*(table_rows.split(CHUNK_ROWS) for table_rows in rows), strict=True):
@@ -139,5 +139,5 @@ class TableModel:
 
 
 def num_bytes(folder: Path) -> int:
-    """Of all files in a folder."""
+    """Return the bytes of all files in a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -103,10 +103,10 @@ def test_ls_tells_apart_what_is_no_checkpoint(run: Path, tmp_path: Path) -> None
     }
     messages = {entry["name"]: entry["message"] for entry in document["others"]}
     assert "version 99" in messages["newer"]
-    assert "no complete manifest" in messages["damaged"]
+    assert "not a complete manifest" in messages["damaged"]
     text = cnr_text("ls", root)
     for words in (
-        r"damaged +damaged +.*no complete",
+        r"damaged +damaged +.*not a complete",
         "newer +of a newer version",
         "unfinished +unfinished +1 file, 5 B",
     ):

@@ -268,7 +268,7 @@ def test_two_packs_with_one_key_are_refused(run: TopicJob) -> None:
     key = next(pack.log.key for pack in manifest.packs if pack.log is not None)
     same = [pack if pack.log is None else replace(pack, log=replace(pack.log, key=key)) for pack in manifest.packs]
     data, _ = manifest_json.dumps(replace(manifest, packs=tuple(same)))
-    with pytest.raises(DamagedError, match="two packs have one key"):
+    with pytest.raises(DamagedError, match="two packs have the same key"):
         manifest_json.loads(data, "here")
 
 

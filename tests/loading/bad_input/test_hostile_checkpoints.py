@@ -256,9 +256,9 @@ def test_many_forged_manifests_are_refused_or_load(run: SavingJob, number: int) 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (b"", "no complete manifest"),
-        (b"{}\n", "no complete manifest"),
-        (b"\x80\x04]q\x00.", "no complete manifest"),
+        (b"", "not a complete manifest"),
+        (b"{}\n", "not a complete manifest"),
+        (b"\x80\x04]q\x00.", "not a complete manifest"),
         (None, "not JSON"),
         (b"null", "not a manifest"),
         (b'{"format":"another"}', "not a manifest"),
@@ -271,7 +271,7 @@ def test_a_file_that_is_no_manifest_is_refused(run: SavingJob, text: bytes | Non
     """Nothing, a pickle, other JSON, JSON to break parsers with: refused, with the file's name."""
     body = b"\xff\xfe" if text is None else text
     framed = b'{"sha256":"%s","manifest":%s}\n' % (hashlib.sha256(body).hexdigest().encode(), body)
-    manifest(run, 2).write_bytes(text if text is not None and words == "no complete manifest" else framed)
+    manifest(run, 2).write_bytes(text if text is not None and words == "not a complete manifest" else framed)
     message = load_failure(run.path(2))
     assert message.startswith("DamagedError" if words else ("DamagedError", "VersionError"))
     assert str(manifest(run, 2)) in message

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 SCRIPT = str(ROOT / "examples" / "continuous_dlrm.py")
 NUM_SAMPLES, EVERY = 1_000, 7  # 20 steps an epoch: the last checkpoint of 3 lies in the midst of the third
 SMALL = ("--num-samples", str(NUM_SAMPLES), "--num-rows", "300", "--dim", "8", "--every", str(EVERY))
-CHECKED = "equal those of a run that was never stopped, bit for bit"
+CHECKED = "equal those of an uninterrupted run, bit for bit"
 
 
 @pytest.fixture(params=["files", "Kafka"])
@@ -40,7 +40,7 @@ def test_a_run_is_saved_stopped_and_loaded(place: list[str]) -> None:
     where = "Kafka" if "--kafka" in place else "files"
     assert len(re.findall(rf"delta .* rows, .* MB to {where}", saved.output)) == 60 // EVERY - 1
     loaded = succeed(SCRIPT, "load", *place, *SMALL, "--check")
-    assert "resumed behind step 56: epoch 3, sample 800\n" in loaded.output
+    assert "resumed after step 56: epoch 3, sample 800\n" in loaded.output
     assert "epoch 8 of 8: mean loss" in loaded.output
     assert f"{160 - 56} losses and " in loaded.output
     assert CHECKED in loaded.output
@@ -58,7 +58,7 @@ def test_a_run_that_is_killed_anywhere_is_loaded(place: list[str]) -> None:
                 process.kill()
     step = max(int(found[1]) for line in lines if (found := re.match(r"  step +(\d+):", line)))
     loaded = succeed(SCRIPT, "load", *place, *SMALL, "--epochs", str(step // 20 + 3), "--check")
-    resumed = re.search(r"resumed behind step (\d+):", loaded.output)
+    resumed = re.search(r"resumed after step (\d+):", loaded.output)
     assert resumed is not None
     assert step <= int(resumed[1]) <= step + 2 * EVERY
     assert CHECKED in loaded.output
@@ -77,7 +77,7 @@ def test_a_broker_that_goes_away_does_not_stop_the_run(tmp_path: Path) -> None:
             deltas = (line for line in process.stdout if "delta" in line)
             next(deltas)
             server.kill()
-            assert "not saved, its rows ride in the next checkpoint" in process.stderr.readline()
+            assert "save failed, the next checkpoint includes its rows" in process.stderr.readline()
             server.start()
             step = int(next(deltas).split()[1].rstrip(":"))
             process.kill()
@@ -94,7 +94,7 @@ def test_a_run_that_is_stopped_by_hand_says_how_to_go_on(tmp_path: Path) -> None
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=LIMIT_SECS)
     assert process.returncode == 130
-    assert errors == "stopped; `load` goes on from the last checkpoint\n"
+    assert errors == "stopped; `load` continues from the last checkpoint\n"
 
 
 @pytest.mark.slow
@@ -103,11 +103,11 @@ def test_runs_do_not_mix(tmp_path: Path) -> None:
     root = ["--root", str(tmp_path / "run")]
     ended = run(SCRIPT, "load", *root)
     assert (ended.status, ended.errors.count("\n")) == (2, 1)
-    assert "holds no checkpoint to load; `save` makes some" in ended.errors
+    assert "contains no checkpoint to load; create some with `save`" in ended.errors
     succeed(SCRIPT, "save", *root, *SMALL, "--epochs", "1")
     ended = run(SCRIPT, "save", *root, *SMALL)
     assert (ended.status, ended.errors.count("\n")) == (2, 1)
-    assert "holds checkpoints; go on with `load`" in ended.errors
+    assert "already contains checkpoints; continue with `load`" in ended.errors
 
 
 @pytest.mark.slow

@@ -142,7 +142,8 @@ def test_a_second_run_does_not_mix_with_the_first(killed: Killed) -> None:
     """Without --resume, a root that holds checkpoints is refused."""
     ended = run(TRAIN, *EXACT, "--root", str(killed.folder / "checkpoints"), "--world-size", "1")
     assert ended.status == 2
-    assert ended.errors.endswith("checkpoints holds checkpoints; continue with --resume, or give another --root\n")
+    expected = "checkpoints already contains checkpoints; continue with --resume, or give another --root\n"
+    assert ended.errors.endswith(expected)
     assert ended.errors.count("\n") == 1
 
 
@@ -150,14 +151,14 @@ def test_a_batch_that_ranks_cannot_share_is_one_line_and_status_2(tmp_path: Path
     """A step must give every rank equally many samples."""
     ended = run(TRAIN, "--root", str(tmp_path), "--batch-size", "5", "--world-size", "2")
     assert ended.status == 2
-    assert ended.errors == "train_dlrm.py: error: --batch-size 5 does not divide over 2 ranks\n"
+    assert ended.errors == "train_dlrm.py: error: --batch-size 5 is not divisible by 2 ranks\n"
 
 
 def test_nothing_to_resume_from_is_one_line_and_status_2(tmp_path: Path) -> None:
     """A mistyped --root does not start a training run from scratch."""
     ended = run(TRAIN, "--root", str(tmp_path / "mistyped"), "--resume")
     assert ended.status == 2
-    assert ended.errors == f"train_dlrm.py: error: {tmp_path / 'mistyped'} holds no checkpoint to resume from\n"
+    assert ended.errors == f"train_dlrm.py: error: {tmp_path / 'mistyped'} contains no checkpoint to resume from\n"
 
 
 def test_a_missing_file_is_one_line_and_status_2(tmp_path: Path) -> None:
@@ -226,5 +227,5 @@ def test_the_demo_leaves_a_folder_of_others_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
     ended = run(str(ROOT / "examples" / "demo.py"), "--output", str(tmp_path))
     assert ended.status == 1
-    assert "holds files that are not of a demo" in ended.errors
+    assert "contains files that no demo has written" in ended.errors
     assert (tmp_path / "thesis.txt").exists()

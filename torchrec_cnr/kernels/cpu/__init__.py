@@ -11,10 +11,10 @@ The functions of this module pass tensors to the compiled kernels.
 - ``gather_rows``: copies scattered rows of a table into contiguous memory.
 - ``bitsets``: sets of rows with one bit for each row.
 
-Words of this package:
+Terms of this package:
 
 - *tile*: 16 rows, transposed so that each column is one vector.
-- *scratch*: memory that a kernel works in; compiled code allocates nothing.
+- *scratch*: working memory of a kernel, passed by the caller, because compiled code allocates nothing.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def encode_rows(table: Tensor, rows: Tensor, bits: int, plan: SearchPlan, row_by
 
 def decode_rows(codes: Tensor, positions: Tensor, bits: int, first_col: int, target: Tensor, rows: Tensor) -> None:
     """Decode rows into a target; see ``kernels.decode_rows``."""
-    # Half of 8 MiB of fp32 take a thread about as long as waking another one does.
+    # A thread decodes half of 8 MiB of fp32 in about the time of waking another thread.
     _decode(fused_rows.decode, codes, positions, bits, first_col, target, rows, chunk_elements=1 << 21)
 
 
@@ -52,7 +52,7 @@ def encode_clusters(table: Tensor, rows: Tensor, bits: int, row_bytes: int) -> t
 
 def decode_clusters(codes: Tensor, positions: Tensor, bits: int, first_col: int, target: Tensor, rows: Tensor) -> None:
     """Decode rows of k-means into a target; see ``kernels.decode_clusters``."""
-    # Looking codes up takes about fourteen times as long.
+    # Looking up codes takes about fourteen times as long, so smaller chunks are worth another thread.
     _decode(kmeans.decode, codes, positions, bits, first_col, target, rows, chunk_elements=1 << 17)
 
 
@@ -99,7 +99,7 @@ def _decode(
 
 
 def _flat(table: Tensor) -> Any:
-    """The memory from a table's first element to its last, as kernels take it; see ``memory``. Shared, not copied."""
+    """Return the memory of a table as a flat array that kernels accept (see ``memory``), without copying."""
     span = (table.shape[0] - 1) * table.stride(0) + table.shape[1] if table.numel() else 0
     flat = torch.as_strided(table.detach(), (span,), (1,))
     if table.dtype is torch.float32:

@@ -1,7 +1,8 @@
-"""Selecting: sets of rows as one bit a row, made of a byte a row and read as row numbers, 64 rows at a time.
+"""Sets of rows with one bit per row, made from masks with one byte per row, and read as row numbers.
 
-A mask is read once, and written to only where something is set; from there on bits are an eighth of it. Numbers are put
-four at a time: how many bits of a word are set is chance, and a branch on that would be guessed wrongly.
+Rows are processed 64 at a time. A mask is read once, and only words with set rows are cleared. The bits take an eighth
+of its memory. Row numbers are written four at a time: the number of set bits in a word is random, and the processor
+would mispredict a branch on it.
 """
 
 from typing import Any
@@ -16,8 +17,8 @@ from torchrec_cnr.kernels.cpu.compiling import Kernel, in_parallel
 from torchrec_cnr.kernels.cpu.lanes import BIT, BYTE, LONG, pointer_to
 
 WORD_ROWS = 64
-_BLOCK_WORDS = 512  # whose numbers are counted together
-_CHUNK_WORDS = 1 << 14  # a mask of 1 MiB: reading it takes a thread as long as waking another one does
+_BLOCK_WORDS = 512  # words whose bits are counted together
+_CHUNK_WORDS = 1 << 14  # a mask of 1 MiB: a thread reads it in about the time of waking another thread
 _CHUNK_BLOCKS = 32
 _BYTES = ir.VectorType(BYTE, WORD_ROWS)
 
@@ -26,7 +27,7 @@ Words = npt.NDArray[np.uint64]
 
 @intrinsic
 def lowest_bit(typing: Any, word: Any) -> Any:
-    """The number of the lowest bit that is set; 64 if none is."""
+    """Return the number of the lowest set bit, or 64 if none is set."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return builder.cttz(args[0], ir.Constant(BIT, 0))
@@ -36,13 +37,13 @@ def lowest_bit(typing: Any, word: Any) -> Any:
 
 @intrinsic
 def num_bits(typing: Any, word: Any) -> Any:
-    """How many bits are set."""
+    """Return the number of set bits."""
     return types.int64(types.uint64), lambda context, builder, sig, args: builder.ctpop(args[0])
 
 
 @intrinsic
 def word_of(typing: Any, mask: Any, index: Any) -> Any:
-    """A bit for each of ``mask[index : index + 64]``, bytes: whether it is set."""
+    """Return a word with one bit for each byte of ``mask[index : index + 64]``, set if the byte is not 0."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         loaded = builder.load(pointer_to(context, builder, _BYTES, sig.args[0], *args), align=1)
@@ -53,7 +54,7 @@ def word_of(typing: Any, mask: Any, index: Any) -> Any:
 
 @intrinsic
 def clear_word(typing: Any, mask: Any, index: Any) -> Any:
-    """``mask[index : index + 64] = 0``."""
+    """Set ``mask[index : index + 64] = 0``."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         pointer = pointer_to(context, builder, _BYTES, sig.args[0], *args)
@@ -64,7 +65,7 @@ def clear_word(typing: Any, mask: Any, index: Any) -> Any:
 
 
 def _pack_mask(mask, words, clears):
-    """The bits of a mask, uint8; ``clears`` says whether it is cleared."""
+    """Write the bits of a mask, uint8, into words, and clear the mask if ``clears`` is true."""
     num_whole = len(mask) // 64
     for index in range(num_whole):
         word = word_of(mask, index * 64)
@@ -82,7 +83,7 @@ def _pack_mask(mask, words, clears):
 
 
 def _count_bits(words, block_words, counts):
-    """How many bits are set in each block of words."""
+    """Count the set bits in each block of words."""
     for block in range(len(counts)):
         count = 0
         for index in range(block * block_words, min(len(words), (block + 1) * block_words)):
@@ -91,9 +92,9 @@ def _count_bits(words, block_words, counts):
 
 
 def _put_numbers(words, first, numbers):
-    """The numbers of all bits, in order, from ``first`` on; as many as there is room for, exactly.
+    """Write the numbers of all set bits, in order, counted from ``first``; ``numbers`` must have exactly this size.
 
-    Where there is room for four, four are written, and those that are none are overwritten by the next word's.
+    If there is room for four numbers, four are written; the numbers of the next word overwrite the invalid ones.
     """
     num_found = 0
     for index in range(len(words)):
@@ -122,17 +123,17 @@ pack_mask, count_bits, put_numbers, set_bits = (
 
 
 def num_words(num_rows: int) -> int:
-    """Words that a bit for each row takes."""
+    """Return the number of words for one bit per row."""
     return -(-num_rows // WORD_ROWS)
 
 
 def pack(mask: npt.NDArray[np.bool_], words: Words, *, clears: bool) -> None:
-    """Have the bits of a mask, and clear it if told so.
+    """Write the bits of a mask into words, and optionally clear the mask.
 
     Args:
-        mask: bool [num_rows], its elements side by side.
-        words: uint64 [num_words(num_rows)], written: row r is bit r % 64 of word r // 64.
-        clears: Whether the mask is false everywhere afterwards.
+        mask: The mask, bool [num_rows], contiguous.
+        words: The words to write to, uint64 [num_words(num_rows)]: row r is bit r % 64 of word r // 64.
+        clears: Whether to set the mask to false.
     """
     content = mask.view(np.uint8)
 
@@ -143,12 +144,12 @@ def pack(mask: npt.NDArray[np.bool_], words: Words, *, clears: bool) -> None:
 
 
 def unpacked(words: Words, num_rows: int) -> npt.NDArray[np.bool_]:
-    """The mask that these are the bits of, bool [num_rows]."""
+    """Return the mask with these bits, bool [num_rows]."""
     return np.unpackbits(words.view(np.uint8), count=num_rows, bitorder="little").view(np.bool_)
 
 
 def numbers_of_bits(words: Words) -> npt.NDArray[np.int64]:
-    """The numbers of all bits that are set, increasing."""
+    """Return the numbers of all set bits, increasing."""
     counts = np.empty(-(-len(words) // _BLOCK_WORDS), np.int64)
     count_bits(words, _BLOCK_WORDS, counts)
     places = [0, *np.cumsum(counts).tolist()]
@@ -163,7 +164,7 @@ def numbers_of_bits(words: Words) -> npt.NDArray[np.int64]:
 
 
 def selected(mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """Where a mask is true, increasing: as ``numpy.flatnonzero``, several times as fast; PyTorch takes longer still."""
+    """Return the positions at which a mask is true, increasing, several times faster than ``numpy.flatnonzero``."""
     words = np.empty(num_words(len(mask)), np.uint64)
     pack(np.ascontiguousarray(mask), words, clears=False)
     return numbers_of_bits(words)

@@ -1,12 +1,12 @@
 """Compilation of CPU kernels, and the threads that run them.
 
-numba keeps the machine code of a kernel beside its source, or in the user's cache directory. It decides by the one file
-that defines the kernel whether this code is still valid, but kernels call functions from all files of the package.
-Cached code is therefore keyed by the digest of all of them, so that an upgrade never runs old code.
+numba caches the machine code of a kernel next to its source, or in the user's cache directory. It checks only the file
+that defines the kernel to decide whether this code is still valid, but kernels call functions from all files of the
+package. Cached code is therefore keyed by the digest of all these files, so that an upgrade never runs old code.
 
-Kernels release the GIL and run in as many threads as torch uses. numba's own parallel loops are not used: its portable
-threading layer ends the process when two Python threads enter it at once, as a background save and a load may, and none
-of its layers is safe after a fork.
+Kernels release the GIL and run in as many threads as torch uses. numba's own parallel loops are not used, because its
+portable threading layer ends the process if two Python threads enter it at once. A background save and a load may do
+so. None of numba's threading layers is safe after a fork.
 """
 
 import hashlib
@@ -32,34 +32,35 @@ from torchrec_cnr.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
-# Kernels allocate nothing, so that no references need to be counted: numba does that by locked instructions, for each
-# array at each call of a function, and they took a third of the time. The option is not public, and may be missing.
+# Kernels allocate nothing, so numba need not count references. It does so with atomic instructions, for each array at
+# each call of a function, which took a third of the time. The option is not public, and may be missing.
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 if hasattr(CPUTargetOptions, "_nrt"):
     _OPTIONS["_nrt"] = False
 
 
 def named(function: Callable[..., None], suffix: int) -> Callable[..., None]:
-    """Give one of several functions that a factory makes a name of its own, before it is compiled.
+    """Give one of several functions that a factory makes a unique name, before it is compiled.
 
-    numba tells functions of one name and signature apart by a number that each process counts for itself. Kernels that
-    different processes compiled would therefore take one another's.
+    numba distinguishes functions of the same name and signature by a counter of the process. Kernels that different
+    processes compiled could therefore call the wrong functions.
     """
     function.__qualname__ += f"_{suffix}"
     return function
 
 
 class Kernel:
-    """A compiled function; it runs with the interpreter's lock released.
+    """A compiled function, which runs without the GIL.
 
-    It is compiled at its first call for each dtype, which takes some seconds, and loaded by later processes. Where its
-    code cannot be kept (nothing is writable, or a disk is full), every process compiles for itself.
+    It is compiled at its first call for each dtype, which takes some seconds; later processes load the cached code. If
+    the code cannot be cached (no directory is writable, or a disk is full), every process compiles it again.
 
     Args:
-        function: What to compile.
+        function: The function to compile.
 
     Raises:
-        ConfigurationError: When called, if numba compiles for a CPU that cannot convert fp16: LLVM would end it all.
+        ConfigurationError: When called, if numba compiles for a CPU that cannot convert fp16. Otherwise LLVM would end
+            the process.
     """
 
     def __init__(self, function: Callable[..., None]) -> None:
@@ -73,16 +74,16 @@ class Kernel:
             self._compiled = njit(**_OPTIONS)(function)
 
     def __call__(self, *args: Any) -> None:
-        """Run it; the arguments are the function's."""
+        """Run the kernel with the arguments of the function."""
         _check_cpu()
         try:
             self._compiled(*args)
         except OSError as error:
             self._tell(error)
-            self._compiled(*args)  # it is compiled by now
+            self._compiled(*args)  # the first call has compiled it, and failed only to cache it
 
     def _tell(self, error: Exception) -> None:
-        logger.warning("%s is compiled anew by every process, because its code cannot be kept: %s", self._name, error)
+        logger.warning("%s is compiled again by every process, because its code cannot be kept: %s", self._name, error)
 
 
 @cache
@@ -102,10 +103,10 @@ def _check_cpu() -> None:
 
 
 class _Pool:
-    """The pool of this process."""
+    """The thread pool of this process."""
 
     def __init__(self) -> None:
-        self._made: tuple[int, ThreadPoolExecutor] | None = None  # for how many threads
+        self._made: tuple[int, ThreadPoolExecutor] | None = None  # with its number of threads
 
     def of(self, num_threads: int) -> ThreadPoolExecutor:
         made = self._made
@@ -115,7 +116,7 @@ class _Pool:
         return made[1]
 
     def forget(self) -> None:
-        """Threads do not survive a fork: the child makes its own."""
+        """Drop the pool in a child after a fork: its threads do not survive, so the child creates its own pool."""
         self._made = None
 
 
@@ -124,7 +125,7 @@ os.register_at_fork(after_in_child=_pool.forget)
 
 
 class _Callers(threading.local):
-    """What holds for the calling thread."""
+    """State of the calling thread."""
 
     is_alone = False
 
@@ -134,7 +135,7 @@ _callers = _Callers()
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Kernels that this thread calls run in it, and in no other: for work that must leave the cores to training."""
+    """Run kernels only in the calling thread, for work that must leave the other cores to training."""
     _callers.is_alone = True
     try:
         yield
@@ -143,12 +144,12 @@ def one_thread() -> Iterator[None]:
 
 
 def in_parallel(work: Callable[[int, int], None], num_rows: int, chunk_rows: int = 1024) -> None:
-    """Call ``work(start, stop)`` for ranges that together are all rows, one of them in the calling thread.
+    """Call ``work(start, stop)`` for ranges that together cover all rows, one of them in the calling thread.
 
     Args:
-        work: Must not depend on how the rows are divided.
-        num_rows: How many there are.
-        chunk_rows: At least, for a thread: with fewer, waking it takes longer than the work.
+        work: The function to call. Its results must not depend on how the rows are divided.
+        num_rows: Number of rows.
+        chunk_rows: The fewest rows for a thread; with fewer, waking it takes longer than the work.
     """
     num_threads = 1 if _callers.is_alone else torch.get_num_threads()
     num_chunks = max(1, min(num_threads, num_rows // chunk_rows))
@@ -161,6 +162,6 @@ def in_parallel(work: Callable[[int, int], None], num_rows: int, chunk_rows: int
     try:
         work(bounds[0], bounds[1])
     finally:
-        wait(others)  # nothing is written any more when this returns or raises
+        wait(others)  # so that no thread writes any more after this function returns or raises
     for other in others:
         other.result()

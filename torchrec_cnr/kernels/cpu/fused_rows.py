@@ -1,9 +1,9 @@
 """Fused rows on CPUs: the codes of a row, lowest bits first, then its scale and bias in fp16.
 
 With 2, 4 and 8 bits this is FBGEMM's fused row-wise layout (``FloatToFusedNBitRowwiseQuantizedSBHalf``), whose codes
-fill pairs of bytes. With 3 bits, which FBGEMM does not have, eight codes take three bytes. Encoding reads rows by their
-numbers straight from the table; decoding writes them straight into the target's rows. Sixteen rows are packed at once,
-one per lane. Compiled code allocates nothing: a thread makes the scratch memory and passes it in.
+are padded to an even number of bytes. FBGEMM does not support 3 bits; with 3 bits, eight codes take three bytes.
+Encoding reads rows by their numbers directly from the table; decoding writes directly into the target's rows. Sixteen
+rows are packed at once, one per lane. Compiled code allocates nothing: each thread passes scratch memory to it.
 """
 
 from typing import Any, NamedTuple
@@ -39,7 +39,7 @@ from torchrec_cnr.kernels.search_plan import SCALE_AND_BIAS_BYTES, SearchPlan
 
 @njit(inline="always")
 def _word_of(tile, start, stop, bits, inverse, bias, top):
-    """The codes of some columns in one word, the first in its lowest bits."""
+    """Return the codes of some columns in one word, the first in its lowest bits."""
     word = whole(spread(0.0))
     for column in range(stop - 1, start - 1, -1):
         word = shifted(word, bits) | whole(position_of(load(tile, column * LANES), inverse, bias, top))
@@ -47,7 +47,7 @@ def _word_of(tile, start, stop, bits, inverse, bias, top):
 
 
 def _putting_words(bits):
-    """A function that puts words of codes of so many bits: a constant, so that a word is made without a loop."""
+    """Return a function that writes words of codes; ``bits`` is a constant in it, so a word is made without a loop."""
     per_word = 32 // bits
 
     def put_words_of_codes(tile, words, num_cols, codes, offsets, scale, bias, is_right):
@@ -75,7 +75,7 @@ _put_words_2, _put_words_4, _put_words_8 = _putting_words(2), _putting_words(4),
 
 @njit
 def put_codes(tile, words, num_cols, bits, codes, offsets, scale, bias, is_right):
-    """The codes of 16 rows. The last word of a row may reach into its scale and bias, which come later."""
+    """Write the codes of 16 rows. The last word of a row may overlap its scale and bias, which are written later."""
     if bits == 2:
         _put_words_2(tile, words, num_cols, codes, offsets, scale, bias, is_right)
     elif bits == 4:
@@ -91,7 +91,7 @@ def put_codes(tile, words, num_cols, bits, codes, offsets, scale, bias, is_right
 
 @njit
 def _put_rows(codes, offsets, at, words, num_words):
-    """Up to 16 words of each of 16 rows, side by side."""
+    """Write up to 16 consecutive words of each of 16 rows."""
     if num_words == 16:
         put_16_words(codes, offsets, at, words)
     elif num_words == 8:
@@ -109,15 +109,15 @@ def encode(table, row_stride, rows, num_cols, bits, plan, row_bytes, codes, is_e
 
     Args:
         table: The flat table; see ``memory``.
-        row_stride: Elements between the beginnings of two rows.
-        rows: int64 [n], the rows' numbers.
-        num_cols: Elements of a row.
-        bits: 2, 3, 4 or 8.
+        row_stride: Elements from the beginning of a row to that of the next.
+        rows: The numbers of the rows, int64 [n].
+        num_cols: Elements per row.
+        bits: Bits per code: 2, 3, 4 or 8.
         plan: A ``SearchPlan``.
         row_bytes: Bytes of a row's codes, scale and bias.
-        codes: uint8 [n * row_bytes], written.
-        is_exact: bool [n], written: rows that are to be stored exactly. Their codes are zeros.
-        scratch: A ``Scratch`` for such rows and such a plan.
+        codes: The encoded rows, uint8 [n * row_bytes], written.
+        is_exact: A mask of the rows that must be stored exactly, bool [n], written. Their codes are zeros.
+        scratch: A ``Scratch`` for rows of this width and this plan.
     """
     offsets, places, exact = scratch.offsets, scratch.places, scratch.exact
     zero, one, top = spread(0.0), spread(1.0), spread((1 << bits) - 1)
@@ -125,7 +125,7 @@ def encode(table, row_stride, rows, num_cols, bits, plan, row_bytes, codes, is_e
     num_lines = -(-num_cols // line_cols)
     for first in range(0, len(rows), LANES):
         for lane in range(LANES):
-            row = min(first + lane, len(rows) - 1)  # lanes without a row do the last one over again
+            row = min(first + lane, len(rows) - 1)  # lanes without a row repeat the last one
             offsets[lane] = rows[row] * row_stride
             places[lane] = row * row_bytes
             next_row = min(first + LANES + lane, len(rows) - 1)
@@ -141,7 +141,7 @@ def encode(table, row_stride, rows, num_cols, bits, plan, row_bytes, codes, is_e
 
 
 def _decoding_lanes(lanes_at, lane_bytes):
-    """A function that decodes whole lanes of rows; without the columns left over, it keeps everything in registers."""
+    """Return a function that decodes columns in whole vectors; without remaining columns, all is in registers."""
 
     def decode_lanes(codes, row_bytes, positions, first_byte, target, row_stride, rows, num_cols):
         for number in range(len(positions)):
@@ -151,7 +151,7 @@ def _decoding_lanes(lanes_at, lane_bytes):
             to = rows[number] * row_stride
             at += first_byte
             for column in range(0, num_cols, LANES):
-                # 11 bits of scale times 8 of a code: float32 holds the product.
+                # The product of 11 bits of scale and 8 bits of a code is exact in float32.
                 store(target, to + column, exact_times_plus(scale, lanes_at(codes, at), bias))
                 at += lane_bytes
 
@@ -164,12 +164,12 @@ _decode_lanes_4 = _decoding_lanes(unpacked_4, 8)
 _decode_lanes_8 = _decoding_lanes(widened_bytes, 16)
 
 
-_BLOCK_ROWS = 64  # are decoded in two passes, and stay in the cache between them
+_BLOCK_ROWS = 64  # rows that are decoded in two passes, and remain in the cache between them
 
 
 @njit
 def _decode_rows(codes, row_bytes, positions, bits, first_col, target, row_stride, rows, num_cols):
-    """Decode rows: first all whole lanes, then the columns that are left over."""
+    """Decode rows: first columns in whole vectors, then the remaining columns."""
     whole_cols = num_cols // LANES * LANES if first_col % 8 == 0 else 0
     first_byte = first_col * bits // 8
     if bits == 2:
@@ -202,15 +202,15 @@ def decode(codes, row_bytes, positions, bits, first_col, target, row_stride, row
     """Decode rows into a target.
 
     Args:
-        codes: uint8 [n * row_bytes].
+        codes: The encoded rows, uint8 [n * row_bytes].
         row_bytes: Bytes of a row's codes, scale and bias.
-        positions: int64 [k], the rows to decode.
-        bits: 2, 3, 4 or 8.
+        positions: The positions of the rows to decode, int64 [k].
+        bits: Bits per code: 2, 3, 4 or 8.
         first_col: The first column to decode.
         target: The flat target; see ``memory``.
-        row_stride: Elements between the beginnings of two of its rows.
-        rows: int64 [k], where they go.
-        num_cols: Columns to decode.
+        row_stride: Elements from the beginning of a row of the target to that of the next.
+        rows: The rows of the target to write to, int64 [k].
+        num_cols: Number of columns to decode.
     """
     for first in range(0, len(positions), _BLOCK_ROWS):
         some, places = positions[first : first + _BLOCK_ROWS], rows[first : first + _BLOCK_ROWS]
@@ -218,17 +218,17 @@ def decode(codes, row_bytes, positions, bits, first_col, target, row_stride, row
 
 
 class Scratch(NamedTuple):
-    """What encoding 16 rows at a time needs.
+    """The working memory to encode 16 rows at a time.
 
     Attributes:
-        offsets: int64 [16], where the rows begin in the table.
-        places: int64 [16], where they begin in the codes.
-        tile: float32 [16 * num_cols], the rows.
-        shifted: float32 [16 * num_cols], the rows less their least values.
-        sums: float32 [32], of these and of their squares.
-        kept: float32 [48 * plan.kept], three times 16 for each range that goes on: error, scale and bias.
-        words: int32 [256], up to 16 words of codes of each row.
-        exact: float32 [16], not 0 for rows that codes cannot represent.
+        offsets: The positions in the table at which the rows begin, int64 [16].
+        places: The positions in the codes at which the rows begin, int64 [16].
+        tile: The rows, float32 [16 * num_cols].
+        shifted: The rows minus their least values, float32 [16 * num_cols].
+        sums: The sums of the shifted values and of their squares, float32 [32].
+        kept: Error, scale and bias (16 values each) of each kept range, float32 [48 * plan.kept].
+        words: Up to 16 words of codes of each row, int32 [256].
+        exact: Not 0 for rows that codes cannot represent, float32 [16].
     """
 
     offsets: npt.NDArray[np.int64]
@@ -242,7 +242,7 @@ class Scratch(NamedTuple):
 
 
 def scratch_for(num_cols: int, plan: SearchPlan) -> Scratch:
-    """Memory to encode rows of ``num_cols`` values in."""
+    """Allocate the working memory to encode rows of ``num_cols`` values."""
     return Scratch(
         offsets=np.empty(LANES, np.int64),
         places=np.empty(LANES, np.int64),
@@ -256,7 +256,7 @@ def scratch_for(num_cols: int, plan: SearchPlan) -> Scratch:
 
 
 def aligned(size: int) -> npt.NDArray[Any]:
-    """float32 [size], on a boundary of lanes: loads that cross cache lines take twice as long."""
+    """Allocate float32 [size] aligned to vectors, because loads that cross cache lines take twice as long."""
     memory = np.zeros(size + LANES, np.float32)
     skip = -(memory.ctypes.data // 4) % LANES
     return memory[skip : skip + size]

@@ -1,7 +1,7 @@
-"""Gathering: rows of a table copied one behind the other, while training waits.
+"""Gathering of scattered rows of a table into contiguous memory, while training waits.
 
-Rows lie far apart, so that each is waited for, and in a large table its page has to be found too. What a processor
-reads ahead by itself are few rows; told of more, it has them, and their pages, in its second cache in time.
+Rows are far apart in memory, so each is a cache miss, and in a large table a TLB miss, too. The processor itself
+prefetches only few rows. With explicit prefetches, more rows and their pages are in the second-level cache in time.
 """
 
 import numpy as np
@@ -16,11 +16,11 @@ from torchrec_cnr.kernels.cpu.memory import CACHE_LINE_BYTES, load_words, prefet
 _WORD_BYTES = 4
 _LINE_WORDS = CACHE_LINE_BYTES // _WORD_BYTES
 _LINES_AHEAD = 96
-_CHUNK_WORDS = 1 << 16  # a thread copies that in about the time of waking another one
+_CHUNK_WORDS = 1 << 16  # a thread copies this many words in about the time of waking another thread
 
 
 def _copy_rows(words, stride, numbers, row_words, target):
-    """``target[i * row_words :] = words[numbers[i] * stride :]``, int32, ``row_words`` of each."""
+    """Copy ``target[i * row_words :] = words[numbers[i] * stride :]``, int32, ``row_words`` words of each row."""
     num_rows, num_lines = len(numbers), (row_words - 1) // _LINE_WORDS + 1
     ahead, whole_words = max(1, _LINES_AHEAD // num_lines), row_words // LANES * LANES
     for index in range(num_rows):
@@ -35,7 +35,7 @@ def _copy_rows(words, stride, numbers, row_words, target):
 
 
 def _copy_words(words, stride, numbers, target):
-    """The same for rows of one word, as row-wise optimizer state has them."""
+    """Copy rows of one word each, such as row-wise optimizer state."""
     num_ahead = max(0, len(numbers) - _LINES_AHEAD)
     for index in range(num_ahead):
         prefetch_far(words, numbers[index + _LINES_AHEAD] * stride)
@@ -48,16 +48,16 @@ copy_rows, copy_words = Kernel(_copy_rows), Kernel(_copy_words)
 
 
 def gather_rows(source: Tensor, numbers: Tensor, target: Tensor) -> None:
-    """As ``torch.index_select(source, 0, numbers, out=target)`` on the host, in less time.
+    """Do the same as ``torch.index_select(source, 0, numbers, out=target)`` on the host, in less time.
 
     Args:
-        source: [num_rows, ...].
-        numbers: int64 [k], its rows; the closer they lie, the less time it takes.
-        target: [k, ...] of the same dtype, contiguous. Written.
+        source: The table, [num_rows, ...].
+        numbers: The numbers of the rows, int64 [k]. Rows that are close together take less time.
+        target: The tensor to write to, [k, ...] of the same dtype, contiguous.
 
     Raises:
         ConfigurationError: The target has another shape or dtype.
-        IndexError: There are no such rows.
+        IndexError: A row does not exist.
     """
     if target.shape != (len(numbers), *source.shape[1:]) or target.dtype is not source.dtype:
         raise ConfigurationError(
@@ -66,14 +66,14 @@ def gather_rows(source: Tensor, numbers: Tensor, target: Tensor) -> None:
         )
     if target.numel() == 0:
         return
-    # Where each line is read anyway, the processor knows what comes.
+    # If nearly every cache line is read anyway, the processor prefetches by itself.
     is_dense = source.nbytes <= CACHE_LINE_BYTES * len(numbers)
     is_laid_out = source[0].is_contiguous() and target.is_contiguous() and _has_words(source) and _has_words(target)
     if is_dense or not is_laid_out:
         torch.index_select(source, 0, numbers, out=target)
         return
     rows = numbers.contiguous().numpy()
-    if rows.view(np.uint64).max() >= len(source):  # without a sign none is negative
+    if rows.view(np.uint64).max() >= len(source):  # as uint64, negative numbers are large
         raise IndexError(f"rows {rows.min()} to {rows.max()} are asked for, of {len(source)}")
     row_words = source[0].nbytes // _WORD_BYTES
     stride = source.stride(0) * source.itemsize // _WORD_BYTES
@@ -92,7 +92,7 @@ def gather_rows(source: Tensor, numbers: Tensor, target: Tensor) -> None:
 
 
 def _has_words(tensor: Tensor) -> bool:
-    """Whether its rows are whole words, on their boundaries."""
+    """Return whether the rows of a tensor consist of whole words that are aligned."""
     is_aligned = all(
         offset * tensor.itemsize % _WORD_BYTES == 0 for offset in (tensor.storage_offset(), tensor.stride(0))
     )

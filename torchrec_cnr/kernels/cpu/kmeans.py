@@ -1,10 +1,10 @@
 """K-means of rows on CPUs: codes, lowest bits first, then a codebook of fp16 values in increasing order.
 
-Sixteen rows are clustered at once, one per lane. Values on a line have one best clustering, and dynamic programming
-finds it: the best k clusters of the first i values end with a cluster that begins no earlier than it does for the first
-i - 1, nor than for k - 1 clusters (Wang and Song, "Ckmeans.1d.dp", The R Journal 3(2), 2011). So there are no starts to
-choose, nothing is random, and no other clustering has a smaller error. Sums are float64, so that close values stay
-apart beside a distant one.
+Sixteen rows are clustered at once, one per lane. For one-dimensional values, dynamic programming finds the optimal
+clustering. Consider the last of the best k clusters of the first i values. It begins no earlier than the last cluster
+for the first i - 1 values, and no earlier than the last of k - 1 clusters (Wang and Song, "Ckmeans.1d.dp", The R
+Journal 3(2), 2011). So there are no starting points, nothing is random, and no other clustering has a smaller error.
+Sums are float64, so that close values are still distinguished if another value is far away.
 """
 
 from typing import NamedTuple
@@ -33,23 +33,23 @@ from torchrec_cnr.kernels.cpu.memory import code_at, half_at, load, load_tile, p
 
 
 class ClusterScratch(NamedTuple):
-    """What clustering 16 rows needs: 16 lanes for each of the numbers below, where nothing else is said.
+    """The working memory to cluster 16 rows. Arrays without a shape below have 16 lanes for each of their numbers.
 
     Attributes:
-        offsets: int64 [16], where the rows begin in the table.
-        places: int64 [16], where they begin in the codes.
-        tile: float32, num_cols values of a row, and later their codes.
-        ordered: float32, num_cols values, sorted.
-        sums: float64, num_cols + 1, of the sorted values before each one, less the one in the middle.
-        squares: float64, num_cols + 1, of their squares.
-        shares: float64 [num_cols + 1], 1 / (n + 1) for each n.
-        costs: float64, num_cols least squared errors of the values up to each one.
-        begins: float32, num_clusters * num_cols: where the last of so many clusters of the values up to each one
-            begins. Exact below 2**24 columns.
-        codebook: float32, num_clusters means.
-        middles: float32, num_clusters - 1, between these.
-        flags: float32, one: not 0 for rows that need no clustering, and later for rows to be stored exactly.
-        words: int32 [256], up to 16 words of codes of each row.
+        offsets: The positions in the table at which the rows begin, int64 [16].
+        places: The positions in the codes at which the rows begin, int64 [16].
+        tile: The num_cols values of a row, and later their codes, float32.
+        ordered: The num_cols values, sorted, float32.
+        sums: num_cols + 1 sums of the sorted values before each one, each minus the middle value, float64.
+        squares: num_cols + 1 sums of the squares of these differences, float64.
+        shares: 1 / (n + 1) for each n, float64 [num_cols + 1].
+        costs: num_cols least squared errors of the values up to each one, float64.
+        begins: The beginning of the last cluster, for each number of clusters and for the values up to each one:
+            num_clusters * num_cols values, float32, exact below 2**24 columns.
+        codebook: The num_clusters means, float32.
+        middles: The num_clusters - 1 midpoints between the means, float32.
+        flags: One value, not 0 for rows that need no clustering, and later for rows to be stored exactly, float32.
+        words: Up to 16 words of codes of each row, int32 [256].
     """
 
     offsets: npt.NDArray[np.int64]
@@ -68,7 +68,7 @@ class ClusterScratch(NamedTuple):
 
 
 def cluster_scratch_for(num_cols: int, num_clusters: int) -> ClusterScratch:
-    """Memory to cluster rows of ``num_cols`` values in."""
+    """Allocate the working memory to cluster rows of ``num_cols`` values."""
     row, row_of_doubles = LANES * num_cols, 2 * LANES * (num_cols + 1)
     return ClusterScratch(
         offsets=np.empty(LANES, np.int64),
@@ -89,7 +89,7 @@ def cluster_scratch_for(num_cols: int, num_clusters: int) -> ClusterScratch:
 
 @njit
 def sort(ordered, num_values):
-    """Sort each row, by the same comparisons for all (Knuth, The Art of Computer Programming 3, 5.2.2, algorithm M)."""
+    """Sort each row, with the same comparisons (Knuth, The Art of Computer Programming 3, 5.2.2, algorithm M)."""
     top = 1
     while 2 * top < num_values:
         top *= 2
@@ -109,7 +109,7 @@ def sort(ordered, num_values):
 
 @njit
 def _add_up(ordered, num_values, sums, squares):
-    """Sums of the values before each one, and of their squares; less the value in the middle, they lose less."""
+    """Sum the values before each one, and their squares. Subtracting the middle value first reduces rounding errors."""
     middle = doubles(load(ordered, num_values // 2 * LANES))
     total, total_squares = spread_double(0.0), spread_double(0.0)
     for index in range(num_values):
@@ -123,11 +123,11 @@ def _add_up(ordered, num_values, sums, squares):
 
 @njit
 def _add_cluster(layer, first, last, num_values, scratch):
-    """One cluster more than the layer before: ``costs`` and ``begins`` for the values up to each one between two.
+    """Compute ``costs`` and ``begins`` for one cluster more, for the values up to each one from ``first`` to ``last``.
 
-    The last value is done first, whose cluster bounds where those of the others begin, and the layer before bounds it
-    from the other side. (It does not reach as far, so that it is asked for one value less.) Each row keeps to its own
-    bounds: what it gets does not depend on the rows beside it.
+    The values are processed from the last to the first: the beginning of a value's cluster is the upper bound for the
+    values before it. The layer before gives the lower bound. (It has one value less, so its index is one less.) Each
+    row has its own bounds, so its result does not depend on the rows in the other lanes.
     """
     sums, squares, shares, costs, begins = scratch.sums, scratch.squares, scratch.shares, scratch.costs, scratch.begins
     skipped = load(scratch.flags, 0) > spread(0.0)
@@ -163,7 +163,7 @@ def best_means(num_values, num_clusters, scratch):
         store(costs, index * LANES, cost)
         store(begins, index * LANES, spread(0.0))
     for layer in range(1, num_clusters):
-        # Each cluster still to come needs a value, and of the last layer only the last value counts.
+        # Each further cluster needs at least one value, and only the last value of the last layer is used.
         last = num_values - num_clusters + layer
         _add_cluster(layer, layer if layer < num_clusters - 1 else last, last, num_values, scratch)
     for lane in range(LANES):
@@ -177,7 +177,7 @@ def best_means(num_values, num_clusters, scratch):
 
 @njit
 def _are_few(ordered, num_values, num_clusters):
-    """A mask of the rows that have no more different values than there are clusters."""
+    """Return a mask of the rows that have at most as many different values as there are clusters."""
     zero, one = spread(0.0), spread(1.0)
     different = one
     for index in range(1, num_values):
@@ -188,7 +188,7 @@ def _are_few(ordered, num_values, num_clusters):
 
 @njit
 def _write_different(ordered, num_values, num_clusters, lane, codebook):
-    """Write the different values of a row into its codebook, the last one into what is left over."""
+    """Write the different values of a row into its codebook, and fill the rest with the last one."""
     at = lane
     codebook[at] = ordered[lane]
     for index in range(LANES + lane, num_values * LANES, LANES):
@@ -201,7 +201,10 @@ def _write_different(ordered, num_values, num_clusters, lane, codebook):
 
 @njit
 def _rounded_is_right(codebook, num_clusters, low, high):
-    """Round the codebook to fp16; a mask of rows of which no mean moved by more than half a step of even codes."""
+    """Round the codebook to fp16, and return a mask of the rows in which no mean moved too far.
+
+    The limit is half a step of uniform codes over the range of the row.
+    """
     half, zero = spread(0.5), spread(0.0)
     limit = (high * half - low * half) / spread(num_clusters - 1)
     is_right = low == low
@@ -215,7 +218,7 @@ def _rounded_is_right(codebook, num_clusters, low, high):
 
 @njit
 def _code(tile, num_cols, num_clusters, codebook, middles):
-    """Replace each value by the number of the nearest one in the codebook."""
+    """Replace each value by the index of the nearest value of the codebook."""
     half, zero, one = spread(0.5), spread(0.0), spread(1.0)
     for at in range(0, (num_clusters - 1) * LANES, LANES):
         store(middles, at, (load(codebook, at) + load(codebook, at + LANES)) * half)
@@ -228,7 +231,7 @@ def _code(tile, num_cols, num_clusters, codebook, middles):
 
 @njit
 def _cluster(num_cols, num_clusters, scratch):
-    """Write 16 rows' codebooks, and codes over their values; returns a mask of those that this can represent."""
+    """Write the codebooks of 16 rows, replace the values by codes, and return a mask of the rows so represented."""
     tile, ordered, codebook, flags = scratch.tile, scratch.ordered, scratch.codebook, scratch.flags
     zero, one = spread(0.0), spread(1.0)
     nothing = zero
@@ -260,7 +263,7 @@ def encode(table, row_stride, rows, num_cols, bits, row_bytes, codes, is_exact, 
     zero, one = spread(0.0), spread(1.0)
     for first in range(0, len(rows), LANES):
         for lane in range(LANES):
-            row = min(first + lane, len(rows) - 1)  # lanes without a row do the last one over again
+            row = min(first + lane, len(rows) - 1)  # lanes without a row repeat the last one
             offsets[lane] = rows[row] * row_stride
             places[lane] = row * row_bytes
         load_tile(table, offsets, num_cols, scratch.tile)

@@ -1,13 +1,13 @@
-"""Lanes: a vector of 16 values for numba, one lane for each of 16 rows, made of LLVM instructions.
+"""Vectors of 16 values for numba, with one lane for each of 16 rows, made of LLVM instructions.
 
-Compilers vectorise the loop over a row's columns, and then wait at the end of every pass for the sums across the
-vector. With one row in each lane there is nothing to sum across: a search runs over 16 rows at once, its state stays in
-registers, and every row is summed from its first column to its last, on any machine in the same order. This made a pass
-over a row seven times faster.
+Compilers vectorise the loop over the columns of a row, and every pass then ends with slow sums across the vector. With
+one row per lane there are no such sums. A search processes 16 rows at once, and its state remains in registers. Every
+row is summed from its first column to its last, in the same order on any machine. This made a pass over a row seven
+times faster.
 
-Each function emits one or two LLVM instructions, which LLVM splits where a machine's vectors are narrower. None of them
-leaves it to the machine whether a product is rounded, unless it makes no difference: results are the same bits
-everywhere.
+Each function emits one or two LLVM instructions, which LLVM splits if the vectors of a machine are narrower. None of
+them lets the machine decide whether to round a product, unless this makes no difference. So results are bit-identical
+on all machines.
 """
 
 import operator
@@ -31,20 +31,20 @@ def vector(element: Any) -> Any:
 
 
 def spread_scalar(builder: Any, scalar: Any) -> Any:
-    """A vector with ``scalar`` in every lane."""
+    """Return a vector with ``scalar`` in every lane."""
     undefined = ir.Constant(vector(scalar.type), ir.Undefined)
     first = builder.insert_element(undefined, scalar, ir.Constant(INT, 0))
     return builder.shuffle_vector(first, undefined, ir.Constant(vector(INT), [0] * LANES))
 
 
 def pointer_to(context: Any, builder: Any, element: Any, array_type: Any, array: Any, index: Any) -> Any:
-    """The address of ``array[index]``, as a pointer to ``element``."""
+    """Return the address of ``array[index]``, as a pointer to ``element``."""
     data = context.make_array(array_type)(context, builder, array).data
     return builder.bitcast(builder.gep(data, [index]), element.as_pointer())
 
 
 def widened(builder: Any, dtype: Any, bits: Any) -> Any:
-    """Elements of a table, scalar or lanes, as float32."""
+    """Convert elements of a table, a scalar or lanes, to float32."""
     lanes = isinstance(bits.type, ir.VectorType)
     shaped = vector if lanes else lambda element: element
     if dtype is types.int16:
@@ -57,7 +57,7 @@ def widened(builder: Any, dtype: Any, bits: Any) -> Any:
 
 
 def narrowed(builder: Any, dtype: Any, values: Any) -> Any:
-    """float32 lanes, rounded to nearest even, as elements of a table."""
+    """Convert float32 lanes to elements of a table, rounded to nearest even."""
     if dtype is types.int16:
         return builder.bitcast(builder.fptrunc(values, vector(HALF)), vector(SHORT))
     if dtype is types.uint16:
@@ -68,7 +68,7 @@ def narrowed(builder: Any, dtype: Any, values: Any) -> Any:
         bits = builder.bitcast(values, vector(INT))
         odd = builder.and_(builder.lshr(bits, every(16)), every(1))
         rounded = builder.add(bits, builder.add(odd, every(0x7FFF)))
-        is_nan = builder.fcmp_unordered("uno", values, values)  # which rounding could carry into a zero
+        is_nan = builder.fcmp_unordered("uno", values, values)  # rounding could turn the bits of a NaN into a zero
         kept = builder.select(is_nan, builder.or_(bits, every(0x400000)), rounded)
         return builder.trunc(builder.lshr(kept, every(16)), vector(SHORT))
     return values
@@ -79,7 +79,7 @@ def element_of(dtype: Any) -> Any:
 
 
 def transposed(builder: Any, rows: list[Any]) -> list[Any]:
-    """16 vectors of 16, transposed by exchanging blocks of 1, 2, 4 and 8."""
+    """Transpose 16 vectors of 16 lanes, by exchanging blocks of 1, 2, 4 and 8."""
     step = 1
     while step < LANES:
         low = [lane if not lane & step else LANES + lane - step for lane in range(LANES)]
@@ -95,7 +95,7 @@ def transposed(builder: Any, rows: list[Any]) -> list[Any]:
 
 
 class LanesType(types.Type):
-    """numba's type of 16 lanes of one kind: float32, float64, int32 or bool."""
+    """The numba type of 16 lanes of one kind: float32, float64, int32 or bool."""
 
     def __init__(self, kind: Any) -> None:
         self.kind = kind
@@ -114,7 +114,7 @@ class _LanesModel(models.PrimitiveModel):
 
 
 def _operators() -> None:
-    """Give lanes Python's operators."""
+    """Define Python's operators for lanes."""
 
     def comparison(sign: str) -> Callable[..., Any]:
         return lambda builder, x, y: builder.fcmp_ordered(sign, x, y)
@@ -140,7 +140,7 @@ def _operators() -> None:
     for function, operand, result, emit in cases:
         signatures.setdefault(function, []).append(signature(result, operand, operand))
         lower_builtin(function, operand, operand)(
-            lambda context, builder, sig, args, emit=emit: emit(builder, *args)  # bound now, one for each
+            lambda context, builder, sig, args, emit=emit: emit(builder, *args)  # bind emit of this iteration
         )
     for function, found in signatures.items():
         infer_global(function)(type(f"Lanes_{function.__name__}", (ConcreteTemplate,), {"cases": found}))
@@ -151,7 +151,7 @@ _operators()
 
 @intrinsic
 def spread(typing: Any, value: Any) -> Any:
-    """A number in every lane, as float32."""
+    """Return a number in every lane, as float32."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return spread_scalar(builder, context.cast(builder, args[0], sig.args[0], types.float32))
@@ -161,7 +161,7 @@ def spread(typing: Any, value: Any) -> Any:
 
 @intrinsic
 def spread_double(typing: Any, value: Any) -> Any:
-    """A number in every lane, as float64."""
+    """Return a number in every lane, as float64."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return spread_scalar(builder, context.cast(builder, args[0], sig.args[0], types.float64))
@@ -171,13 +171,13 @@ def spread_double(typing: Any, value: Any) -> Any:
 
 @intrinsic
 def doubles(typing: Any, values: Any) -> Any:
-    """float32 lanes as float64."""
+    """Convert float32 lanes to float64."""
     return DOUBLES(FLOATS), lambda context, builder, sig, args: builder.fpext(args[0], vector(DOUBLE))
 
 
 @intrinsic
 def whole(typing: Any, values: Any) -> Any:
-    """To the nearest whole number, halves to even, as int32."""
+    """Round to the nearest whole number, halves to even, as int32."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         function = cgutils.get_or_insert_function(
@@ -190,7 +190,7 @@ def whole(typing: Any, values: Any) -> Any:
 
 @intrinsic
 def shifted(typing: Any, codes: Any, num_bits: Any) -> Any:
-    """int32 lanes, shifted to the left."""
+    """Shift int32 lanes to the left."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return builder.shl(args[0], spread_scalar(builder, context.cast(builder, args[1], sig.args[1], types.int32)))
@@ -200,13 +200,13 @@ def shifted(typing: Any, codes: Any, num_bits: Any) -> Any:
 
 @intrinsic
 def where(typing: Any, mask: Any, x: Any, y: Any) -> Any:
-    """``x`` in the lanes of the mask, ``y`` in the others."""
+    """Return ``x`` in the lanes of the mask, and ``y`` in the others."""
     return x(MASK, x, x), lambda context, builder, sig, args: builder.select(*args)
 
 
 @intrinsic
 def exact_times_plus(typing: Any, x: Any, y: Any, z: Any) -> Any:
-    """``x * y + z``, where float32 holds the product: in one instruction or two, the result is the same."""
+    """Return ``x * y + z`` if float32 holds the product exactly, so that fusing the operations changes nothing."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         lanes = vector(FLOAT)
@@ -220,7 +220,7 @@ def exact_times_plus(typing: Any, x: Any, y: Any, z: Any) -> Any:
 
 @intrinsic
 def lesser(typing: Any, x: Any, y: Any) -> Any:
-    """The lesser of two; ``y`` where either is NaN."""
+    """Return the lesser of two; ``y`` where either is NaN."""
     return FLOATS(FLOATS, FLOATS), lambda context, builder, sig, args: builder.select(
         builder.fcmp_ordered("<", *args), *args
     )
@@ -228,7 +228,7 @@ def lesser(typing: Any, x: Any, y: Any) -> Any:
 
 @intrinsic
 def greater(typing: Any, x: Any, y: Any) -> Any:
-    """The greater of two; ``y`` where either is NaN."""
+    """Return the greater of two; ``y`` where either is NaN."""
     return FLOATS(FLOATS, FLOATS), lambda context, builder, sig, args: builder.select(
         builder.fcmp_ordered(">", *args), *args
     )
@@ -236,7 +236,7 @@ def greater(typing: Any, x: Any, y: Any) -> Any:
 
 @intrinsic
 def rounded(typing: Any, x: Any) -> Any:
-    """To the nearest whole number, halves to even."""
+    """Round to the nearest whole number, halves to even."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         lanes = vector(FLOAT)
@@ -249,7 +249,7 @@ def rounded(typing: Any, x: Any) -> Any:
 
 
 def _of_all_lanes(name: str, meaning: str) -> Any:
-    """A function that makes one number of lanes in which there is no NaN."""
+    """Return a function that reduces lanes without NaN to one number, with ``meaning`` as its docstring."""
 
     @intrinsic
     def reduced(typing: Any, x: Any) -> Any:
@@ -265,13 +265,13 @@ def _of_all_lanes(name: str, meaning: str) -> Any:
     return reduced
 
 
-least_lane = _of_all_lanes("fmin", "The least of all lanes.")
-greatest_lane = _of_all_lanes("fmax", "The greatest of all lanes.")
+least_lane = _of_all_lanes("fmin", "Return the least of all lanes.")
+greatest_lane = _of_all_lanes("fmax", "Return the greatest of all lanes.")
 
 
 @intrinsic
 def to_half(typing: Any, x: Any) -> Any:
-    """To the nearest fp16 value."""
+    """Round to the nearest fp16 value."""
     return FLOATS(FLOATS), lambda context, builder, sig, args: builder.fpext(
         builder.fptrunc(args[0], vector(HALF)), vector(FLOAT)
     )
@@ -279,7 +279,7 @@ def to_half(typing: Any, x: Any) -> Any:
 
 @intrinsic
 def half_below(typing: Any, x: Any) -> Any:
-    """The next fp16 value below one that fp16 holds."""
+    """Return the next fp16 value below an fp16 value."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         def every(number: int) -> Any:
@@ -296,7 +296,7 @@ def half_below(typing: Any, x: Any) -> Any:
 
 @intrinsic
 def as_in(typing: Any, table: Any, x: Any) -> Any:
-    """To the nearest value that the table's dtype holds."""
+    """Round to the nearest value of the table's dtype."""
     dtype = table.dtype
     return FLOATS(table, FLOATS), lambda context, builder, sig, args: widened(
         builder, dtype, narrowed(builder, dtype, args[1])
@@ -305,7 +305,7 @@ def as_in(typing: Any, table: Any, x: Any) -> Any:
 
 @intrinsic
 def any_lane(typing: Any, mask: Any) -> Any:
-    """Whether the mask has any lane."""
+    """Return whether the mask is true in any lane."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         bits = builder.bitcast(args[0], ir.IntType(LANES))
@@ -316,7 +316,7 @@ def any_lane(typing: Any, mask: Any) -> Any:
 
 @intrinsic
 def every_lane(typing: Any, mask: Any) -> Any:
-    """Whether the mask has every lane."""
+    """Return whether the mask is true in every lane."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         bits = builder.bitcast(args[0], ir.IntType(LANES))
@@ -327,7 +327,7 @@ def every_lane(typing: Any, mask: Any) -> Any:
 
 @intrinsic
 def halves(typing: Any, low: Any, high: Any) -> Any:
-    """Two fp16 values in one int32, the first in its lower half."""
+    """Return two fp16 values in one int32, the first in its lower half."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         low, high = (

@@ -1,7 +1,8 @@
-"""How lanes and single values get out of tables and codes, and into them.
+"""Loads and stores of lanes and single values, in tables and codes.
 
-Tables come as flat arrays whose dtype tells theirs: ``float32``, or the bits of fp16 as ``int16`` and those of bf16 as
-``uint16``, because numba knows neither on CPUs. Codes are flat arrays of bytes; numbers in them are not aligned.
+Tables are passed as flat arrays of ``float32``, or of the bits of their elements: fp16 as ``int16`` and bf16 as
+``uint16``, because numba does not support these two on CPUs. Codes are flat arrays of bytes; numbers in them are not
+aligned.
 """
 
 from typing import Any
@@ -38,7 +39,7 @@ CACHE_LINE_BYTES = 64
 
 @intrinsic
 def load(typing: Any, array: Any, index: Any) -> Any:
-    """``array[index : index + 16]`` of float32 or float64."""
+    """Return ``array[index : index + 16]`` of float32 or float64."""
     kind, element = (DOUBLES, DOUBLE) if array.dtype is types.float64 else (FLOATS, FLOAT)
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -50,7 +51,7 @@ def load(typing: Any, array: Any, index: Any) -> Any:
 
 @intrinsic
 def load_words(typing: Any, array: Any, index: Any) -> Any:
-    """``array[index : index + 16]`` of int32."""
+    """Return ``array[index : index + 16]`` of int32."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return builder.load(pointer_to(context, builder, vector(INT), sig.args[0], *args), align=4)
@@ -60,7 +61,7 @@ def load_words(typing: Any, array: Any, index: Any) -> Any:
 
 @intrinsic
 def store(typing: Any, array: Any, index: Any, lanes: Any) -> Any:
-    """``array[index : index + 16] = lanes``, of the array's dtype: float32, float64 or int32, or a table's."""
+    """Set ``array[index : index + 16] = lanes``; the array is float32, float64 or int32, or a table."""
     dtype = array.dtype
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -74,7 +75,7 @@ def store(typing: Any, array: Any, index: Any, lanes: Any) -> Any:
 
 @intrinsic
 def element(typing: Any, table: Any, index: Any) -> Any:
-    """``table[index]`` as float32."""
+    """Return ``table[index]`` as float32."""
     dtype = table.dtype
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -86,7 +87,7 @@ def element(typing: Any, table: Any, index: Any) -> Any:
 
 
 def _prefetching(locality: int) -> Any:
-    """A function that has ``table[index]`` brought into a cache: 3 is the first level, 2 the second."""
+    """Return a function that prefetches ``table[index]`` into a cache: locality 3 is the first level, 2 the second."""
 
     @intrinsic
     def prefetch(typing: Any, table: Any, index: Any) -> Any:
@@ -104,12 +105,12 @@ def _prefetching(locality: int) -> Any:
     return prefetch
 
 
-prefetch, prefetch_far = _prefetching(3), _prefetching(2)  # what is read soon, and what is read later
+prefetch, prefetch_far = _prefetching(3), _prefetching(2)  # for data that is read soon, or later
 
 
 @intrinsic
 def put_element(typing: Any, table: Any, index: Any, value: Any) -> Any:
-    """``table[index] = value``, rounded to the table's dtype."""
+    """Set ``table[index] = value``, rounded to the table's dtype."""
     dtype = table.dtype
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -123,7 +124,7 @@ def put_element(typing: Any, table: Any, index: Any, value: Any) -> Any:
 
 @intrinsic
 def put_words(typing: Any, codes: Any, offsets: Any, at: Any, words: Any) -> Any:
-    """``codes[offsets[r] + at : offsets[r] + at + 4] = words[r]`` for every lane r, an int32 into bytes."""
+    """Set ``codes[offsets[r] + at : offsets[r] + at + 4] = words[r]`` for every lane r, an int32 into bytes."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         codes, offsets, at, words = args
@@ -136,13 +137,13 @@ def put_words(typing: Any, codes: Any, offsets: Any, at: Any, words: Any) -> Any
 
 
 def _place(context: Any, builder: Any, sig: Any, codes: Any, offsets: Any, at: Any, lane: int, element: Any) -> Any:
-    """The address of ``codes[offsets[lane] + at]``, as a pointer to ``element``."""
+    """Return the address of ``codes[offsets[lane] + at]``, as a pointer to ``element``."""
     offset = pointer_to(context, builder, LONG, sig.args[1], offsets, ir.Constant(LONG, lane))
     return pointer_to(context, builder, element, sig.args[0], codes, builder.add(builder.load(offset), at))
 
 
 def _putting_rows(num_words: int) -> Any:
-    """A function like ``put_words`` for so many words side by side, which are transposed first."""
+    """Return a function like ``put_words`` for ``num_words`` consecutive words, which are transposed first."""
 
     @intrinsic
     def put_rows(typing: Any, codes: Any, offsets: Any, at: Any, words: Any) -> Any:
@@ -171,7 +172,7 @@ put_4_words, put_8_words, put_16_words = _putting_rows(4), _putting_rows(8), _pu
 
 @intrinsic
 def half_at(typing: Any, codes: Any, index: Any) -> Any:
-    """``codes[index : index + 2]``, an fp16 value, as float32."""
+    """Return ``codes[index : index + 2]``, an fp16 value, as float32."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return builder.fpext(builder.load(pointer_to(context, builder, HALF, sig.args[0], *args), align=1), FLOAT)
@@ -180,9 +181,9 @@ def half_at(typing: Any, codes: Any, index: Any) -> Any:
 
 
 def _unpacking(num_bits: int) -> Any:
-    """A function for the 16 codes of so many bits that begin at ``codes[index]``, fewer than 8.
+    """Return a function that unpacks the 16 codes of ``num_bits`` bits, fewer than 8, that begin at ``codes[index]``.
 
-    With 3 bits it reads a byte behind them, too, where a row has its scale.
+    With 3 bits it reads one byte too many, which is safe, because the scale of the row follows its codes.
     """
     per_word = LANES if num_bits == 2 else LANES // 2
     shifts = ir.Constant(vector(INT), [lane % per_word * num_bits for lane in range(LANES)])
@@ -214,7 +215,7 @@ unpacked_2, unpacked_3, unpacked_4 = _unpacking(2), _unpacking(3), _unpacking(4)
 
 @intrinsic
 def widened_bytes(typing: Any, codes: Any, index: Any) -> Any:
-    """``codes[index : index + 16]``, codes of 8 bits."""
+    """Return ``codes[index : index + 16]``, which are codes of 8 bits, as float32."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         lanes = builder.load(pointer_to(context, builder, vector(BYTE), sig.args[0], *args), align=1)
@@ -225,7 +226,7 @@ def widened_bytes(typing: Any, codes: Any, index: Any) -> Any:
 
 @intrinsic
 def _load_square(typing: Any, table: Any, offsets: Any, column: Any, tile: Any) -> Any:
-    """16 columns of 16 rows, transposed: ``tile[16 * (column + c) + r] = table[offsets[r] + column + c]``."""
+    """Load 16 columns of 16 rows, transposed: ``tile[16 * (column + c) + r] = table[offsets[r] + column + c]``."""
     dtype = table.dtype
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -247,20 +248,20 @@ def _load_square(typing: Any, table: Any, offsets: Any, column: Any, tile: Any) 
 
 @njit(inline="always")
 def prefetch_row(table, offset, num_lines, line_cols):
-    """Have a row brought into the cache: so many lines, of ``line_cols`` elements."""
+    """Prefetch a row into the cache, as ``num_lines`` cache lines of ``line_cols`` elements."""
     for line in range(num_lines):
         prefetch(table, offset + line * line_cols)
 
 
 @njit(inline="always")
 def load_tile(table, offsets, num_cols, tile):
-    """Load 16 rows of a table, one a lane: column c lies in ``tile[16 * c : 16 * c + 16]``, as float32.
+    """Load 16 rows of a table, one per lane: column c is in ``tile[16 * c : 16 * c + 16]``, as float32.
 
     Args:
         table: The flat table.
-        offsets: int64 [16], where the rows begin in it.
-        num_cols: Columns.
-        tile: float32 [16 * num_cols], written.
+        offsets: The positions in the table at which the rows begin, int64 [16].
+        num_cols: Number of columns.
+        tile: The tile, float32 [16 * num_cols], written.
     """
     whole_cols = num_cols // LANES * LANES
     for column in range(0, whole_cols, LANES):
@@ -272,7 +273,7 @@ def load_tile(table, offsets, num_cols, tile):
 
 @njit
 def code_at(codes, start, column, num_bits):
-    """One code of a row that begins at ``codes[start]``. Reads the byte behind it, too: a code may lie across two."""
+    """Return a code of the row that begins at ``codes[start]``. This also reads the next byte: a code may span two."""
     bit = column * num_bits
     at = start + bit // 8
     pair = np.int64(codes[at]) | np.int64(codes[at + 1]) << 8

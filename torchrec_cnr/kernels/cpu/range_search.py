@@ -1,13 +1,13 @@
-"""Searching the range of a row: from 16 rows in lanes to the scale and bias of each, as they will be stored.
+"""The search for the range of a row: from 16 rows in lanes to the scale and bias of each, as they will be stored.
 
-A *range* is a pair of fp16 values, scale and bias; a code q stands for the value ``bias + scale * q``, rounded to the
-table's dtype. Every candidate is rounded to fp16 first and judged by the error of what a reader will decode.
+A *range* is a pair of fp16 values, scale and bias; a code q represents the value ``bias + scale * q``, rounded to the
+table's dtype. Every candidate is first rounded to fp16, and then compared by the error of the decoded values.
 
-Every range that is chosen is *closed*: decoding and encoding again finds the same range. The range of least and
-greatest value is always among the candidates and comes first, so a decoded row, which lies on its grid without any
-error, keeps it, and saving and restoring again and again changes nothing. See docs/concepts/quantization.md.
+Every chosen range is *closed*: encoding the decoded values finds the same range again. The range from the least to the
+greatest value is always the first candidate. A decoded row has no error with it, so it keeps this range. Repeated saves
+and restores therefore change nothing. See docs/concepts/quantization.md.
 
-These functions are compiled by numba and are bit for bit those of the reference in the tests.
+These functions are compiled by numba. Their results are bit-identical to those of the reference in the tests.
 """
 
 import numpy as np
@@ -35,45 +35,45 @@ _MAX_HALF, _LEAST_NORMAL_HALF = np.float32(65504.0), np.float32(2.0**-14)
 
 @njit(inline="always")
 def _half_floor(x):
-    """The greatest fp16 value that is not greater."""
+    """Return the greatest fp16 value that is not greater than ``x``."""
     half = to_half(x)
     return where(half > x, half_below(half), half)
 
 
 @njit(inline="always")
 def _half_above(x):
-    """The next fp16 value above one that fp16 holds."""
+    """Return the next fp16 value above an fp16 value."""
     zero = spread(0.0)
     return zero - half_below(zero - x)
 
 
 @njit(inline="always")
 def inverse_of(scale):
-    """What to multiply with instead of dividing by the scale; 0 for a scale of 0, where every code is 0."""
+    """Return 1 / scale, for multiplying instead of dividing; 0 for a scale of 0, with which every code is 0."""
     return where(scale > spread(0.0), spread(1.0) / scale, spread(0.0))
 
 
 @njit(inline="always")
 def position_of(x, inverse, bias, top):
-    """Where a value lies on the scale of codes, from 0 to the greatest one."""
+    """Return the unrounded code of a value, from 0 to the greatest code."""
     return greater(lesser((x - bias) * inverse, top), spread(0.0))
 
 
 @njit(inline="always")
 def code_of(x, inverse, bias, top):
-    """The nearest code."""
+    """Return the nearest code."""
     return rounded(position_of(x, inverse, bias, top))
 
 
 @njit(inline="always")
 def value_of(table, code, scale, bias):
-    """What a reader decodes."""
+    """Return the value that a reader decodes."""
     return as_in(table, scale * code + bias)
 
 
 @njit(inline="always")
 def _covering(table, low, high, top):
-    """The smallest stored range that reaches from ``low`` to ``high``."""
+    """Return the smallest range in fp16 that covers ``low`` to ``high``."""
     bias = _half_floor(low) + spread(0.0)  # no negative zero
     scale = to_half((high - bias) / top)
     reaches = value_of(table, top, scale, bias) >= high
@@ -82,7 +82,7 @@ def _covering(table, low, high, top):
 
 @njit(inline="always")
 def _closed(table, scale, bias, low, high, top):
-    """The range that its own decoded least and greatest value lead to, and whether it is one that leads to itself."""
+    """Return the range of the decoded least and greatest value, after some rounds, and whether it is closed."""
     same = scale < spread(0.0)
     for _ in range(CLOSING_ROUNDS):
         inverse = inverse_of(scale)
@@ -98,7 +98,7 @@ def _closed(table, scale, bias, low, high, top):
 
 @njit(inline="always")
 def _error(table, tile, num_cols, scale, bias, top):
-    """The sum of squared errors of what a reader will decode."""
+    """Return the sum of the squared errors of the decoded values."""
     inverse = inverse_of(scale)
     error = spread(0.0)
     for column in range(num_cols):
@@ -110,7 +110,7 @@ def _error(table, tile, num_cols, scale, bias, top):
 
 @njit
 def _holds(table, scale, bias, low, high, top):
-    """Whether the least and the greatest value come back within half a step."""
+    """Return whether the least and the greatest value are decoded with an error of at most half a step."""
     inverse, zero = inverse_of(scale), spread(0.0)
     low_error = low - value_of(table, code_of(low, inverse, bias, top), scale, bias)
     high_error = high - value_of(table, code_of(high, inverse, bias, top), scale, bias)
@@ -120,11 +120,11 @@ def _holds(table, scale, bias, low, high, top):
 
 @njit
 def _is_plain(scale, bias, low, high, top):
-    """Whether it is known without trying that the covering range is closed, and holds both ends within half a step.
+    """Return whether the covering range is certainly closed and holds both ends within half a step, without a trial.
 
-    The least value gets the first code, being within half a step of the bias. The greatest gets the last, because fp16
-    rounds a scale that is not subnormal by less than 2**-10, and so all steps together by less than half a step. And
-    the sums are not rounded so much, for a bias of this size, that dividing them would not give the same scale.
+    The least value gets the first code, because it is within half a step of the bias. The greatest value gets the last
+    code: fp16 rounds a normal scale by less than 2**-10 of it, so the error of all steps together is less than half a
+    step. For a bias of this size, the rounding of the sums is too small to change the scale that is found again.
     """
     zero = spread(0.0)
     distance, size = low - bias, greater(bias, zero - bias)
@@ -134,7 +134,7 @@ def _is_plain(scale, bias, low, high, top):
 
 @njit
 def _better(table, tile, num_cols, scale, bias, low, high, top, best, best_scale, best_bias):
-    """The better of the best range so far and another, which is rounded and closed first."""
+    """Return the better of the best range so far and another one, which is first rounded and closed."""
     scale, bias, same = _closed(table, to_half(scale), to_half(bias), low, high, top)
     error = _error(table, tile, num_cols, scale, bias, top)
     better = same & (scale > spread(0.0)) & (error < best)
@@ -143,9 +143,10 @@ def _better(table, tile, num_cols, scale, bias, low, high, top, best, best_scale
 
 @njit
 def _mirrored(table, tile, num_cols, low, high, top):
-    """Symmetric ranges: the one with the least error of three whose scales lie next to the one asked for.
+    """Return the symmetric range with the least error, of the three whose scales are next to the exact scale.
 
-    A decoded row may ask for a scale some units in the last place from its own: seven are tried for an error of zero.
+    The exact scale of a decoded row may differ from its stored one by some units in the last place. So seven scales are
+    tried; the outer four are accepted only if their error is zero.
     """
     zero = spread(0.0)
     magnitude = greater(high, zero - low)
@@ -166,7 +167,7 @@ def _mirrored(table, tile, num_cols, low, high, top):
 
 @njit
 def _greedy(table, tile, num_cols, low, high, top, num_bins, num_steps, best, best_scale, best_bias):
-    """Check-N-Run's greedy search: cut one bin off the side where it costs less, and remember the best range."""
+    """Run Check-N-Run's greedy search: cut one bin off the side with the smaller error, and keep the best range."""
     step = (high - low) / spread(num_bins)
     left, right = low, high
     for _ in range(num_steps):
@@ -179,7 +180,7 @@ def _greedy(table, tile, num_cols, low, high, top, num_bins, num_steps, best, be
         scale, bias = where(cut_left, left_scale, right_scale), where(cut_left, left_bias, right_bias)
         improves = lesser(left_error, right_error) < best
         if any_lane(improves):
-            scale = where(improves, scale, spread(0.0))  # refused by what follows
+            scale = where(improves, scale, spread(0.0))  # _better refuses a scale of 0
             found = _better(table, tile, num_cols, scale, bias, low, high, top, best, best_scale, best_bias)
             best, best_scale, best_bias = found
     return best_scale, best_bias
@@ -187,10 +188,10 @@ def _greedy(table, tile, num_cols, low, high, top, num_bins, num_steps, best, be
 
 @njit
 def _regressed(tile, num_cols, scale, offset, top, sums):
-    """One round of least squares: the nearest codes, then the scale and offset that fit them best.
+    """Run one round of least squares: find the nearest codes, then the scale and offset that fit them best.
 
-    ``tile`` holds values less their row's least one, and ``offset`` is the bias less it. Returns the new scale and
-    offset, and the squared error they leave before they are rounded.
+    ``tile`` holds the values minus the least value of their row, and ``offset`` is the bias minus this value. Return
+    the new scale and offset, and their squared error before they are rounded.
     """
     zero, count = spread(0.0), spread(num_cols)
     inverse = inverse_of(scale)
@@ -214,7 +215,7 @@ def _regressed(tile, num_cols, scale, offset, top, sums):
 
 @njit
 def _least_squares(tile, num_cols, low, high, top, plan, scratch):
-    """Alternating least squares from every pair of cuts; leaves the best ranges in ``kept``, each refined further."""
+    """Run alternating least squares from every pair of cuts, and write the best ranges, refined, to ``kept``."""
     zero = spread(0.0)
     shifted, sums, kept = scratch.shifted, scratch.sums, scratch.kept
     total, total_squares = zero, zero
@@ -253,13 +254,13 @@ def _least_squares(tile, num_cols, low, high, top, plan, scratch):
 
 @njit(inline="always")
 def _ends(tile, num_cols):
-    """The least and the greatest value of each row, and a mask of the rows in which all are numbers.
+    """Return the least and the greatest value of each row, and a mask of the rows without NaN.
 
-    A sum is NaN if a value is. (Or if values overflow to both sides, which are too great for any range.)
+    A sum is NaN if a value is. (It is also NaN if sums overflow to both sides, but then no range fits the values.)
     """
     low = high = total = load(tile, 0)
     whole_cols = 1 + (num_cols - 1) // 4 * 4
-    for column in range(1, whole_cols, 4):  # four at once, for each waits for those before
+    for column in range(1, whole_cols, 4):  # four at once, because each comparison waits for the one before
         a, b = load(tile, column * LANES), load(tile, (column + 1) * LANES)
         c, d = load(tile, (column + 2) * LANES), load(tile, (column + 3) * LANES)
         low = lesser(lesser(lesser(a, b), lesser(c, d)), low)
@@ -273,18 +274,19 @@ def _ends(tile, num_cols):
 
 @njit
 def find_range(table, num_cols, top, plan, scratch):
-    """The range of each of 16 rows.
+    """Find the range of each of 16 rows.
 
     Args:
-        table: The flat table, for its dtype.
-        num_cols: Columns.
+        table: The flat table, of which only the dtype is used.
+        num_cols: Number of columns.
         top: The greatest code.
-        plan: How to search.
-        scratch: Its ``tile`` holds the rows; see ``load_tile``.
+        plan: The ``SearchPlan``.
+        scratch: The working memory; its ``tile`` holds the rows (see ``load_tile``).
 
     Returns:
-        Scale, bias, and a mask of the rows that they can represent: fp16 holds their range without widening it by more
-        than twice, least and greatest value come back within half a step, and a row of one value comes back exactly.
+        Scale, bias, and a mask of the rows that they can represent. For these rows, fp16 holds the range without making
+        it more than twice as wide. The least and the greatest value are decoded within half a step, and the values of
+        a row of equal values exactly.
     """
     tile = scratch.tile
     low, high, is_number = _ends(tile, num_cols)

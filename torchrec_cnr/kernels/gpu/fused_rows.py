@@ -1,8 +1,8 @@
-"""Fused rows on GPUs: ``cpu.fused_rows`` in Triton, which says what a row looks like, and the same bytes.
+"""Fused rows on GPUs, in Triton, with the same bytes as ``cpu.fused_rows``, which describes the layout.
 
-Encoding reads rows by their numbers straight from the table: one row in each of a warp's lanes while their ranges are
-searched, several lanes to a row while it is read first and put last. Decoding writes straight into the target's rows.
-Beside what it returns, encoding allocates only the tiles of the warps that run at a time, however large the table is.
+Encoding reads rows by their numbers directly from the table. During a search, each lane of a warp has one row; when
+rows are first read and finally written, several lanes process one row. Decoding writes directly into the target's rows.
+Apart from its results, encoding allocates only the tiles of the warps that run at a time, for tables of any size.
 """
 
 from functools import lru_cache
@@ -18,19 +18,19 @@ from torchrec_cnr.kernels.gpu.range_search import LANES, DevicePlan, code_of, fi
 from torchrec_cnr.kernels.search_plan import SearchPlan
 
 _SCALE_AND_BIAS_BYTES = tl.constexpr(search_plan.SCALE_AND_BIAS_BYTES)
-_READ_COLS = tl.constexpr(8)  # of a warp's rows at a time
-_PUT_BYTES = tl.constexpr(8)  # of a warp's encoded rows at a time
-_DECODED_COLS = tl.constexpr(64)  # of a program's rows at a time
-_WARPS_PER_CORE = 16  # enough to hide what each waits for, and few enough for their tiles to stay in the cache
-_TILES_BYTES = 1 << 26  # of memory at most, unless one tile for each core takes more
-_NO_FUSION = {"enable_fp_fusion": False, "num_stages": 1}  # nor loads that overtake the stores of a tile
+_READ_COLS = tl.constexpr(8)  # columns of its rows that a warp reads at a time
+_PUT_BYTES = tl.constexpr(8)  # bytes of its encoded rows that a warp writes at a time
+_DECODED_COLS = tl.constexpr(64)  # columns of its rows that a program decodes at a time
+_WARPS_PER_CORE = 16  # enough to hide latencies, and few enough for their tiles to remain in the cache
+_TILES_BYTES = 1 << 26  # the most memory for tiles, unless one tile for each core takes more
+_NO_FUSION = {"enable_fp_fusion": False, "num_stages": 1}  # one stage, so that no load overtakes a store to a tile
 
 
 @triton.jit
 def _read_rows(starts, num_cols, tile, keep: tl.constexpr):
-    """Least and greatest value of each of 32 rows, and the rows without NaN; keeps the rows in the tile if asked to.
+    """Return the least and the greatest value of each of 32 rows, and the rows without NaN; if ``keep``, fill the tile.
 
-    Neither depends on the order of the columns: many lanes read a row.
+    The results do not depend on the order of the columns, so several lanes can read a row.
     """
     low, high = tl.full([LANES], float("inf"), tl.float32), tl.full([LANES], float("-inf"), tl.float32)
     num_nans = tl.zeros([LANES], tl.int32)
@@ -50,20 +50,20 @@ def _read_rows(starts, num_cols, tile, keep: tl.constexpr):
 
 @triton.jit
 def _bits_of(x):
-    """The bits of an fp16 value, as int32 from 0."""
+    """Return the bits of an fp16 value, as a non-negative int32."""
     return x.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
 
 
 @triton.jit
 def _put_rows(starts, num_cols, to, is_there, row_bytes, scale, bias, is_right, bits: tl.constexpr):
-    """Codes, scale and bias of 32 rows, byte by byte; zeros for rows that these cannot represent."""
+    """Write codes, scale and bias of 32 rows, byte by byte; zeros for rows that these cannot represent."""
     inverse = inverse_of(scale)
     top = tl.zeros_like(scale) + ((1 << bits) - 1)
     scale_and_bias = tl.where(is_right, _bits_of(scale) | (_bits_of(bias) << 16), 0)
     code_bytes = row_bytes - _SCALE_AND_BIAS_BYTES
     for first in range(0, row_bytes, _PUT_BYTES):
         byte = first + tl.arange(0, _PUT_BYTES)[None, :]
-        column = byte * 8 // bits  # the first of those whose codes lie in the byte: it may begin before
+        column = byte * 8 // bits  # the first column whose code overlaps the byte; the code may begin before it
         value = tl.zeros([LANES, _PUT_BYTES], tl.int32)
         for _ in tl.static_range(8 // bits if 8 % bits == 0 else 8 // bits + 2):
             has_code = is_right[:, None] & (column < num_cols)
@@ -76,7 +76,7 @@ def _put_rows(starts, num_cols, to, is_there, row_bytes, scale, bias, is_right, 
         tl.store(to[:, None] + byte, value.to(tl.uint8), mask=is_there[:, None] & (byte < row_bytes))
 
 
-# Blocks of row numbers begin anywhere in those of a table: an alignment of their own would have them compiled twice.
+# Blocks of row numbers begin at any address: specializing on their alignment would compile the kernel twice.
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["rows"])
 def _encode(
     table,
@@ -98,18 +98,18 @@ def _encode(
 
     Args:
         table: The table.
-        row_stride: Elements between the beginnings of two rows.
-        rows: int64 [num_rows], the rows' numbers.
-        num_rows: How many.
-        num_cols: Elements of a row.
-        tiles: [num_programs, num_cols, 32] of the table's dtype, to work in.
+        row_stride: Elements from the beginning of a row to that of the next.
+        rows: The numbers of the rows, int64 [num_rows].
+        num_rows: Number of rows.
+        num_cols: Elements per row.
+        tiles: Working memory, [num_programs, num_cols, 32] of the table's dtype.
         plan: A ``DevicePlan``.
-        codes: uint8 [num_rows, row_bytes], written.
+        codes: The encoded rows, uint8 [num_rows, row_bytes], written.
         row_bytes: Bytes of a row's codes, scale and bias.
-        is_exact: uint8 [num_rows], written: 1 for rows that are to be stored exactly.
-        bits: 2, 3, 4 or 8.
-        method: Of the ``SearchPlan``.
-        kept: Of the ``SearchPlan``.
+        is_exact: 1 for rows that must be stored exactly, uint8 [num_rows], written.
+        bits: Bits per code: 2, 3, 4 or 8.
+        method: The ``method`` of the ``SearchPlan``.
+        kept: The ``kept`` of the ``SearchPlan``.
         searches: Whether the method reads rows more than once.
     """
     lanes = tl.arange(0, LANES)
@@ -118,13 +118,13 @@ def _encode(
     for block in range(tl.program_id(0), tl.cdiv(num_rows, LANES), tl.num_programs(0)):
         positions = tl.full([LANES], LANES, tl.int64) * block + lanes
         is_there = positions < num_rows
-        # Lanes without a row do the last one over again.
+        # Lanes without a row repeat the last one.
         starts = table + tl.load(rows + tl.minimum(positions, num_rows - 1)) * row_stride
         if searches:
-            tl.debug_barrier()  # until nothing reads the tile's last rows any more
+            tl.debug_barrier()  # wait until all lanes have read the previous rows of the tile
         low, high, is_number = _read_rows(starts, num_cols, tile, searches)
         if searches:
-            tl.debug_barrier()  # other lanes wrote what a lane is going to read
+            tl.debug_barrier()  # wait for the other lanes, which wrote values that this lane reads
         scale, bias, is_right = find_range(tile, num_cols, low, high, is_number, top, plan, method, kept)
         _put_rows(starts, num_cols, codes + positions * row_bytes, is_there, row_bytes, scale, bias, is_right, bits)
         tl.store(is_exact + positions, tl.where(is_right, 0, 1).to(tl.uint8), mask=is_there)
@@ -132,7 +132,7 @@ def _encode(
 
 @triton.jit
 def _half_at(codes, at, is_there):
-    """fp16 values wherever they begin, as float32."""
+    """Return fp16 values at any byte addresses, as float32."""
     low_byte = tl.load(codes + at, mask=is_there, other=0).to(tl.int16)
     high_byte = tl.load(codes + at + 1, mask=is_there, other=0).to(tl.int16)
     return (low_byte | (high_byte << 8)).to(tl.float16, bitcast=True).to(tl.float32)
@@ -155,17 +155,17 @@ def _decode(
     """Decode 32 rows into a target.
 
     Args:
-        codes: uint8, the encoded rows.
-        code_stride: Bytes between the beginnings of two of them.
+        codes: The encoded rows, uint8.
+        code_stride: Bytes from the beginning of an encoded row to that of the next.
         row_bytes: Bytes of a row's codes, scale and bias.
-        positions: int64 [num_rows], the rows to decode.
-        num_rows: How many.
+        positions: The positions of the rows to decode, int64 [num_rows].
+        num_rows: Number of rows to decode.
         first_col: The first column to decode.
         target: The target, written.
-        row_stride: Elements between the beginnings of two of its rows.
-        rows: int64 [num_rows], where they go.
-        num_cols: Columns to decode.
-        bits: 2, 3, 4 or 8.
+        row_stride: Elements from the beginning of a row of the target to that of the next.
+        rows: The rows of the target to write to, int64 [num_rows].
+        num_cols: Number of columns to decode.
+        bits: Bits per code: 2, 3, 4 or 8.
     """
     numbers = tl.full([LANES], LANES, tl.int64) * tl.program_id(0) + tl.arange(0, LANES)
     is_there = numbers < num_rows
@@ -180,7 +180,7 @@ def _decode(
         at = start[:, None] + bit // 8
         code = tl.load(at, mask=is_element, other=0).to(tl.int32)
         if 8 % bits != 0:
-            code |= tl.load(at + 1, mask=is_element, other=0).to(tl.int32) << 8  # a code may lie across two bytes
+            code |= tl.load(at + 1, mask=is_element, other=0).to(tl.int32) << 8  # a code may span two bytes
         code = (code >> (bit % 8)) & ((1 << bits) - 1)
         values = scale * code.to(tl.float32) + bias
         tl.store(to[:, None] + column, narrowed(values, target.dtype.element_ty), mask=is_element)
@@ -247,9 +247,10 @@ def decode_rows(codes: Tensor, positions: Tensor, bits: int, first_col: int, tar
 
 
 def warm_up(table: Tensor, bits: int, plan: SearchPlan, row_bytes: int) -> None:
-    """Compile what ``kernels.warm_up`` names, by one row: Triton compiles for the arguments that it is called with.
+    """Compile the kernels as ``kernels.warm_up`` does, by encoding and decoding one row.
 
-    Whether addresses and strides are multiples of 16 is among these; a sample begins anew, where a table need not.
+    Triton compiles for properties of the arguments, such as whether addresses and strides are multiples of 16. These
+    may differ between a table and a sample of it, so both are encoded.
     """
     first = torch.zeros(1, dtype=torch.int64, device=table.device)
     sample = table.detach().index_select(0, first)
@@ -260,18 +261,18 @@ def warm_up(table: Tensor, bits: int, plan: SearchPlan, row_bytes: int) -> None:
 
 @lru_cache(maxsize=256)
 def _cuts_on(device: torch.device, cuts: bytes) -> Tensor:
-    """The cuts of a plan, float32; kept, as a copy of a few bytes waits for the device as any other does."""
+    """Return the cuts of a plan on a device, float32; cached, because even a small copy waits for the device."""
     return torch.from_numpy(np.frombuffer(cuts, np.float32).copy()).to(device)
 
 
 def _elements(table: Tensor) -> Tensor:
-    """A table as kernels take it: bf16 as its bits. Shared, not copied."""
+    """Return a table as kernels accept it, without copying; bf16 becomes the int16 of its bits."""
     return table.detach().view(torch.int16) if table.dtype is torch.bfloat16 else table.detach()
 
 
 def _num_tiles(device: torch.device, tile_bytes: int) -> int:
-    """How many warps run at a time, each with a tile of its own."""
+    """Return the number of warps that run at a time, each with its own tile."""
     if device.type != "cuda":
-        return 1  # Triton's interpreter runs one after another
+        return 1  # Triton's interpreter runs programs one after another
     num_cores = torch.cuda.get_device_properties(device).multi_processor_count
     return max(num_cores, min(num_cores * _WARPS_PER_CORE, _TILES_BYTES // tile_bytes))

@@ -1,6 +1,6 @@
-"""Host memory that devices copy to directly, in exactly the size that is asked for, and given back when it is dropped.
+"""Pinned host memory, to which GPUs copy directly, in exactly the requested size, and freed with its last tensor.
 
-Torch's own pinned memory is a power of two in size, and stays pinned for as long as the process lives.
+Torch rounds the size of its own pinned memory up to a power of two, and never unpins it.
 """
 
 import mmap
@@ -13,16 +13,16 @@ from torchrec_cnr.errors import ConfigurationError
 
 
 class PinnedMemory:
-    """Pinned memory, which is unpinned when the tensor and its views are dropped.
+    """Pinned memory, which is unpinned when the tensor and all its views are deleted.
 
     Attributes:
-        memory: uint8 [num_bytes].
+        memory: The memory, uint8 [num_bytes].
 
     Args:
-        num_bytes: At least one.
+        num_bytes: Size of the memory in bytes, at least one.
 
     Raises:
-        ConfigurationError: So much cannot be pinned.
+        ConfigurationError: The system cannot pin this many bytes.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -32,7 +32,7 @@ class PinnedMemory:
         self._end = self._pin(pages)
 
     def settle(self) -> None:
-        """Pin it where it lies now: it has been moved if it was shared with another process."""
+        """Pin the memory again if its address has changed, which happens if it is shared with another process."""
         if self.memory.data_ptr() != self._address:
             self._end()
             self._address = self.memory.data_ptr()
@@ -46,7 +46,7 @@ class PinnedMemory:
                 f"{num_bytes} bytes of host memory cannot be pinned ({result}): lower 'staging_bytes', or raise the "
                 "limit of locked memory"
             )
-        return weakref.finalize(self.memory, _unpin, self._address, pages)  # the pages stay until then
+        return weakref.finalize(self.memory, _unpin, self._address, pages)  # keeps the pages alive until then
 
 
 def _unpin(address: int, pages: mmap.mmap | None) -> None:

@@ -1,12 +1,12 @@
 """The search for the range of a row on GPUs: ``cpu.range_search`` in Triton, with one row in each of a warp's 32 lanes.
 
-Names, order and arithmetic are those of ``cpu.range_search`` and ``cpu.lanes``, and so are the bits: every row is
-summed from its first column to its last, every function rounds as IEEE 754 says, and kernels are compiled without fused
-multiply-add.
+Names, order and arithmetic are those of ``cpu.range_search`` and ``cpu.lanes``, and the results are bit-identical.
+Every row is summed from its first column to its last, every function rounds as in IEEE 754, and kernels are compiled
+without fused multiply-add.
 
-A warp searches rows in a *tile*, a transposed copy of them in global memory: its lanes read a column side by side, once
-for each pass of a search, and tiles are small enough to stay in the cache. Tables of bf16 come as the int16 of their
-bits: Triton's interpreter, in which the tests run, does not round to bf16 correctly.
+A warp searches rows in a *tile*, a transposed copy of them in global memory. In each pass of a search, its lanes read
+adjacent elements of one column. Tiles are small enough to remain in the cache. Tables of bf16 are passed as the int16
+of their bits, because Triton's interpreter, in which the tests run, does not round to bf16 correctly.
 """
 
 from typing import Any, NamedTuple
@@ -17,12 +17,12 @@ import triton.language as tl
 from torchrec_cnr.kernels import search_plan
 
 LANES = tl.constexpr(32)
-_ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2**23: what is added to it becomes a whole number, halves to even
+_ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds a number to a whole one, halves to even
 
 
 @triton.jit
 def widened(x):
-    """Elements of a table as float32."""
+    """Convert elements of a table to float32."""
     if x.dtype == tl.int16:
         return (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:  # noqa: RET505  # the branch is chosen when this is compiled
@@ -31,11 +31,11 @@ def widened(x):
 
 @triton.jit
 def narrowed(x, dtype: tl.constexpr):
-    """float32, rounded to nearest even, as elements of a table."""
+    """Convert float32 to elements of a table, rounded to nearest even."""
     if dtype == tl.int16:
         bits = x.to(tl.int32, bitcast=True)
         rounded = bits + ((bits >> 16) & 1) + 0x7FFF
-        # A GPU's NaN has all bits set: rounding would carry into its sign and make it a zero.
+        # All bits of a GPU's NaN are set: rounding it would overflow into the sign and result in zero.
         return (tl.where(x == x, rounded, bits | 0x400000) >> 16).to(tl.int16)
     else:  # noqa: RET505  # the branch is chosen when this is compiled
         return x.to(dtype)
@@ -43,13 +43,13 @@ def narrowed(x, dtype: tl.constexpr):
 
 @triton.jit
 def to_half(x):
-    """To the nearest fp16 value."""
+    """Round to the nearest fp16 value."""
     return x.to(tl.float16).to(tl.float32)
 
 
 @triton.jit
 def half_below(x):
-    """The next fp16 value below one that fp16 holds."""
+    """Return the next fp16 value below an fp16 value."""
     bits = x.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
     below = tl.where(bits < 0, bits + 1, bits - 1)
     below = tl.where(bits == 0, -0x7FFF, below)
@@ -58,7 +58,7 @@ def half_below(x):
 
 @triton.jit
 def rounded(x):
-    """To the nearest whole number, halves to even, from 0 to 255."""
+    """Round numbers from 0 to 255 to the nearest whole number, halves to even."""
     return (x + _ROUNDER) - _ROUNDER
 
 
@@ -71,12 +71,12 @@ _MAX_HALF = tl.constexpr(65504.0)
 
 
 class DevicePlan(NamedTuple):
-    """What a kernel reads of a ``SearchPlan``, beside what it is compiled for.
+    """The values of a ``SearchPlan`` that a kernel reads at run time; others are constants when it is compiled.
 
     Attributes:
         cuts: The plan's cuts, float32 [num_cuts] on the device.
-        num_cuts: How many.
-        num_bins: As in the plan, and so are those below.
+        num_cuts: Number of cuts.
+        num_bins: The attribute of the plan, as are those below.
     """
 
     cuts: Any
@@ -89,51 +89,51 @@ class DevicePlan(NamedTuple):
 
 @triton.jit
 def _half_floor(x):
-    """The greatest fp16 value that is not greater."""
+    """Return the greatest fp16 value that is not greater than ``x``."""
     half = to_half(x)
     return tl.where(half > x, half_below(half), half)
 
 
 @triton.jit
 def _half_above(x):
-    """The next fp16 value above one that fp16 holds."""
+    """Return the next fp16 value above an fp16 value."""
     return 0.0 - half_below(0.0 - x)
 
 
 @triton.jit
 def _column(tile, column):
-    """A column of the rows in a tile."""
+    """Return a column of the rows in a tile."""
     return widened(tl.load(tile + column * LANES))
 
 
 @triton.jit
 def inverse_of(scale):
-    """What to multiply with instead of dividing by the scale; 0 for a scale of 0, where every code is 0."""
+    """Return 1 / scale, for multiplying instead of dividing; 0 for a scale of 0, with which every code is 0."""
     return tl.where(scale > 0.0, tl.div_rn(1.0, scale), 0.0)
 
 
 @triton.jit
 def _bounded(position, top):
-    """From 0 to the greatest code, which NaN becomes."""
+    """Limit a position to 0 up to the greatest code, which NaN becomes, too."""
     position = tl.where(position < top, position, top)
     return tl.where(position > 0.0, position, 0.0)
 
 
 @triton.jit
 def code_of(x, scale_inverse, bias, top):
-    """The nearest code."""
+    """Return the nearest code."""
     return rounded(_bounded((x - bias) * scale_inverse, top))
 
 
 @triton.jit
 def _value_of(tile, code, scale, bias):
-    """What a reader decodes."""
+    """Return the value that a reader decodes."""
     return widened(narrowed(scale * code + bias, tile.dtype.element_ty))
 
 
 @triton.jit
 def _covering(tile, low, high, top):
-    """The smallest stored range that reaches from ``low`` to ``high``."""
+    """Return the smallest range in fp16 that covers ``low`` to ``high``."""
     bias = _half_floor(low) + 0.0  # no negative zero
     scale = to_half(tl.div_rn(high - bias, top))
     reaches = _value_of(tile, top, scale, bias) >= high
@@ -142,7 +142,7 @@ def _covering(tile, low, high, top):
 
 @triton.jit
 def _closed(tile, scale, bias, low, high, top):
-    """The range that its own decoded least and greatest value lead to, and whether it is one that leads to itself."""
+    """Return the range of the decoded least and greatest value, after some rounds, and whether it is closed."""
     same = scale != scale
     for _ in range(_CLOSING_ROUNDS):
         inverse = inverse_of(scale)
@@ -156,7 +156,7 @@ def _closed(tile, scale, bias, low, high, top):
 
 @triton.jit
 def _holds(tile, scale, bias, low, high, top):
-    """Whether the least and the greatest value come back within half a step."""
+    """Return whether the least and the greatest value are decoded with an error of at most half a step."""
     inverse = inverse_of(scale)
     low_error = tl.abs(low - _value_of(tile, code_of(low, inverse, bias, top), scale, bias))
     high_error = tl.abs(high - _value_of(tile, code_of(high, inverse, bias, top), scale, bias))
@@ -166,7 +166,7 @@ def _holds(tile, scale, bias, low, high, top):
 
 @triton.jit
 def _error(tile, num_cols, scale, bias, top):
-    """The sum of squared errors of what a reader will decode."""
+    """Return the sum of the squared errors of the decoded values."""
     inverse = inverse_of(scale)
     error = tl.zeros_like(scale)
     for column in tl.range(num_cols, loop_unroll_factor=4):
@@ -178,7 +178,7 @@ def _error(tile, num_cols, scale, bias, top):
 
 @triton.jit
 def _better(tile, num_cols, scale, bias, low, high, top, best, best_scale, best_bias):
-    """The better of the best range so far and another, which is rounded and closed first."""
+    """Return the better of the best range so far and another one, which is first rounded and closed."""
     scale, bias, same = _closed(tile, to_half(scale), to_half(bias), low, high, top)
     error = _error(tile, num_cols, scale, bias, top)
     better = same & (scale > 0.0) & (error < best)
@@ -187,7 +187,7 @@ def _better(tile, num_cols, scale, bias, low, high, top, best, best_scale, best_
 
 @triton.jit
 def _mirrored(tile, num_cols, low, high, top):
-    """Symmetric ranges: see ``cpu.range_search``."""
+    """Return the symmetric range with the least error; see ``cpu.range_search``."""
     magnitude = tl.where(high > 0.0 - low, high, 0.0 - low)
     wanted = tl.div_rn(magnitude + magnitude, top)
     scale = half_below(half_below(half_below(0.0 - _half_floor(0.0 - wanted))))
@@ -206,7 +206,7 @@ def _mirrored(tile, num_cols, low, high, top):
 
 @triton.jit
 def _greedy(tile, num_cols, low, high, top, num_bins, num_steps, best, best_scale, best_bias):
-    """Check-N-Run's greedy search: cut one bin off the side where it costs less, and remember the best range."""
+    """Run Check-N-Run's greedy search: cut one bin off the side with the smaller error, and keep the best range."""
     step = tl.div_rn(high - low, tl.zeros_like(low) + num_bins)
     left, right = low, high
     for _ in range(num_steps):
@@ -220,7 +220,7 @@ def _greedy(tile, num_cols, low, high, top, num_bins, num_steps, best, best_scal
         scale, bias = tl.where(cut_left, left_scale, right_scale), tl.where(cut_left, left_bias, right_bias)
         improves = tl.where(cut_left, left_error, right_error) < best
         if tl.max(improves.to(tl.int32), 0) > 0:
-            scale = tl.where(improves, scale, 0.0)  # refused by what follows
+            scale = tl.where(improves, scale, 0.0)  # _better refuses a scale of 0
             best, best_scale, best_bias = _better(
                 tile, num_cols, scale, bias, low, high, top, best, best_scale, best_bias
             )
@@ -229,10 +229,10 @@ def _greedy(tile, num_cols, low, high, top, num_bins, num_steps, best, best_scal
 
 @triton.jit
 def _regressed(tile, num_cols, scale, offset, low, top, total, total_squares):
-    """One round of least squares: the nearest codes, then the scale and offset that fit them best.
+    """Run one round of least squares: find the nearest codes, then the scale and offset that fit them best.
 
-    Of values less their row's least one, ``low``; ``offset`` is the bias less it. Returns the new scale and offset, and
-    the squared error they leave before they are rounded.
+    It uses the values minus the least value of their row, ``low``; ``offset`` is the bias minus ``low``. Return the new
+    scale and offset, and their squared error before they are rounded.
     """
     count = tl.zeros_like(scale) + num_cols
     inverse = inverse_of(scale)
@@ -255,19 +255,19 @@ def _regressed(tile, num_cols, scale, offset, low, top, total, total_squares):
 
 @triton.jit
 def _exchanged(better, new, old):
-    """Two values, exchanged where the new one is better: the better one, then the other."""
+    """Return two values, exchanged where the new one is better: first the better one, then the other."""
     return tl.where(better, new, old), tl.where(better, old, new)
 
 
 @triton.jit
 def _replaced(values, number: tl.constexpr, value):
-    """A tuple with another value in one place."""
+    """Return a tuple with another value at one index."""
     return values[:number] + (value,) + values[number + 1 :]  # noqa: RUF005  # Triton cannot unpack
 
 
 @triton.jit
 def _least_squares(tile, num_cols, low, high, top, plan, kept: tl.constexpr, best, best_scale, best_bias):
-    """Alternating least squares from every pair of cuts; the best ranges are refined further."""
+    """Run alternating least squares from every pair of cuts, and refine the best ranges further."""
     total, total_squares = tl.zeros_like(low), tl.zeros_like(low)
     for column in tl.range(num_cols, loop_unroll_factor=4):
         x = _column(tile, column) - low
@@ -301,18 +301,18 @@ def _least_squares(tile, num_cols, low, high, top, plan, kept: tl.constexpr, bes
 
 @triton.jit
 def find_range(tile, num_cols, low, high, is_number, top, plan, method: tl.constexpr, kept: tl.constexpr):
-    """The range of each of 32 rows.
+    """Find the range of each of 32 rows.
 
     Args:
-        tile: Pointers [32] to the first values of the rows in their tile, which are of the table's dtype.
-        num_cols: Columns.
+        tile: Pointers [32] to the first values of the rows in their tile, which have the table's dtype.
+        num_cols: Number of columns.
         low: The least value of each row.
-        high: The greatest.
-        is_number: Rows without NaN.
+        high: The greatest value of each row.
+        is_number: A mask of the rows without NaN.
         top: The greatest code, as float32.
         plan: A ``DevicePlan``.
-        method: Of the ``SearchPlan``.
-        kept: Of the ``SearchPlan``.
+        method: The ``method`` of the ``SearchPlan``.
+        kept: The ``kept`` of the ``SearchPlan``.
 
     Returns:
         Scale, bias, and a mask of the rows that they can represent; see ``cpu.range_search``.
