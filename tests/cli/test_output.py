@@ -81,7 +81,7 @@ def test_a_terminal_gets_colours_and_a_bar(run: Path) -> None:
     text = b"".join(chunks).decode()
     assert "verifying" in text
     assert "\x1b[2K" in text, "the bar's line is erased"
-    assert "\x1b[1;32m✓ all right" in text
+    assert "\x1b[1;32m✓ no problems" in text
     assert "\x1b" not in cnr_text("verify", run)
 
 

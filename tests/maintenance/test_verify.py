@@ -306,7 +306,7 @@ def test_a_pack_that_is_too_long_is_told_and_loads(run: Path) -> None:
     (problem,) = verify(run).problems
     assert (problem.checkpoint, problem.file) == (str(run / "step-3"), str(pack))
     assert "the manifest says" in problem.message
-    assert cnr.plan_prune(run, cnr.Keep(last=1)).stays["step-3"] == ("one of the last",)
+    assert cnr.plan_prune(run, cnr.Keep(last=1)).stays["step-3"] == ("newest",)
     cnr.load_table(run / "step-3", _first_table(run))
 
 

@@ -99,7 +99,7 @@ def test_a_prune_keeps_what_another_root_depends_on(tmp_path: Path, tagged: bool
     keep = cnr.Keep(last=1, tagged=tagged)
     plan = cnr.plan_prune(tmp_path / "run", keep)
     assert not plan.pruned
-    assert any("needed by another root" in reason for reason in plan.stays["step-3"])
+    assert any("another root needs it" in reason for reason in plan.stays["step-3"])
     (tag,) = (tmp_path / "run" / "step-3").glob("needed-by-fork-*.tag")
     cnr.untag(tmp_path / "run" / "step-3", tag.stem)
     assert len(cnr.plan_prune(tmp_path / "run", keep).pruned) == 3
@@ -126,7 +126,7 @@ def test_dependencies_on_other_roots_are_shown(tmp_path: Path) -> None:
     """By the commands that list a root and describe a checkpoint."""
     _saved_across(tmp_path)
     fork = tmp_path / "fork"
-    assert "delta, on other roots: ../../run/step-3" in cnr_text("ls", fork)
+    assert "delta, needs other roots: ../../run/step-3" in cnr_text("ls", fork)
     (entry,) = cnr_json("ls", fork)["checkpoints"]
     assert entry["needed_of_other_roots"] == ["../../run/step-3"]
     assert "../run/step-1 ← ../run/step-2 ← ../run/step-3" in cnr_text("inspect", fork)

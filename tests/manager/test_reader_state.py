@@ -237,7 +237,7 @@ def test_what_was_trained_is_what_was_reported() -> None:
     """A position is that of the last batch reported, over passes; what was not handed out cannot be reported."""
     reader = cnr.ReaderState(["a", "b", "c"])
     beginning = reader.state_dict()
-    with pytest.raises(cnr.ConfigurationError, match="1 batches cannot have been trained: 0 were handed out"):
+    with pytest.raises(cnr.ConfigurationError, match="1 batches cannot have been trained: 0 were returned"):
         reader.trained()
     assert list(reader) == ["a", "b", "c"]
     assert reader.state_dict() == beginning

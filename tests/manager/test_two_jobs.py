@@ -73,13 +73,13 @@ def test_a_root_that_cannot_be_written_to_is_restored_from(
     with monkeypatch.context() as patch:
         patch.setattr(Store, "put_new", refusing)
         assert _ManagedJob(tmp_path, monkeypatch).restore() == 1
-    assert "nothing can be saved here" in caplog.text
+    assert "cannot claim the root: this job cannot save there" in caplog.text
 
 
 def test_a_second_manager_of_one_process_is_refused(tmp_path: Path) -> None:
     """However its root is spelled, until the first one is closed or gone."""
     first = cnr.CheckpointManager(tmp_path / "run", cnr.RowTracker(plain_job(1).model))
-    with pytest.raises(cnr.ConfigurationError, match="has a manager for this root already"):
+    with pytest.raises(cnr.ConfigurationError, match="already has a manager for this root"):
         cnr.CheckpointManager(f"{tmp_path}/run/", cnr.RowTracker(plain_job(2).model))
     cnr.CheckpointManager(tmp_path / "other", cnr.RowTracker(plain_job(2).model)).close()
     first.close()

@@ -142,7 +142,7 @@ def test_the_repr_of_a_value_makes_it_again(name: str) -> None:
         (cnr.Commit("/job/step-1", float("inf")), "Commit(/job/step-1, at an unknown time)"),
         (cnr.Lag(2, 3.0, 12.5), "Lag(2 checkpoints behind for 3.00 s, applied commit is 12.5 s old)"),
         (cnr.Lag(0, 0.0, None), "Lag(0 checkpoints behind for 0 s, nothing applied)"),
-        (cnr.PruneResult(("a",), 0, {"c": ("why",)}), "PruneResult(1 checkpoint removed, 0 B freed, 1 failed)"),
+        (cnr.PruneResult(("a",), 0, {"c": ("why",)}), "PruneResult(removed 1 checkpoint, freed 0 B, 1 failed)"),
         (cnr.Export(("a",), 12_000, ("b",)), "Export(1 file, 12.0 KB, 1 left out)"),
         (cnr.LoadReport("/a", ("x",), missing=("y", "z")), "LoadReport(1 loaded, 2 missing, /a)"),
         (cnr.VerifyReport(("a",), ("a", "b"), 3, 12_000, ()), "VerifyReport(2 checkpoints, 12.0 KB, 0 problems)"),

@@ -88,7 +88,7 @@ def test_what_is_being_saved_is_not_pruned(tmp_path: Path) -> None:
 
     cuts["2"] = save_and_act(trainer, "2", "finish", prune_all_but_the_last)
     assert plans[0].stays["2"][0].startswith("leased (a save, until ")
-    assert plans[0].stays["1"] == ("newest of its lineage, which 2 may stand on",)
+    assert plans[0].stays["1"] == ("newest of its lineage, on which 2 may be based",)
     assert cnr.read_checkpoint(tmp_path / "2").parent == str(tmp_path / "1")
     for name, cut in cuts.items():
         trainer.assert_loads(name, cut)

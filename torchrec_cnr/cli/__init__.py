@@ -20,7 +20,7 @@ _NEEDED = ("typer", "rich")
 
 
 def main() -> None:
-    """Run the command line of this process."""
+    """Run ``cnr`` with the arguments of this process."""
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         sys.exit(f"cnr: error: {' and '.join(missing)} not installed: pip install 'torchrec-cnr[cli]'")

@@ -1,4 +1,4 @@
-"""``python -m torchrec_cnr.cli`` is ``cnr``."""
+"""Makes ``python -m torchrec_cnr.cli`` the same as ``cnr``."""
 
 from torchrec_cnr.cli import main
 

@@ -1,10 +1,10 @@
-"""The application: which commands there are, and what holds for all of them.
+"""The application: the table of commands, and the handling of errors and warnings for all of them.
 
-A new command is a function and a line in `COMMANDS`. Importing torch takes seconds, so a command's module is imported
-when the command is called; the help of ``cnr`` itself needs the table alone.
+A new command is a function and a line in ``COMMANDS``. Importing torch takes seconds, so a command's module is imported
+only when the command is called. The help of ``cnr`` itself needs only the table.
 
-Every error of this package becomes one line on stderr. The exit status is 0, 1 after an error, 2 where the command line
-is wrong, and 130 after Ctrl-C.
+Every error of this package is printed as one line on stderr. The exit status is 0 for success, 1 after an error, 2 if
+the command line is wrong, and 130 after Ctrl-C.
 """
 
 import logging
@@ -29,11 +29,11 @@ _MARKUP: Literal["markdown"] = "markdown"  # of help texts
 
 @dataclass(frozen=True)
 class Command:
-    """A command.
+    """A command of ``cnr``.
 
     Attributes:
-        function: Where it is: ``module:function``.
-        summary: The first line of its docstring.
+        function: The function that runs it, as ``module:function``.
+        summary: The first line of the function's docstring.
     """
 
     function: str
@@ -41,29 +41,29 @@ class Command:
 
 
 COMMANDS: Mapping[str, Command] = {
-    "ls": Command("torchrec_cnr.cli.commands.ls:ls", "List the checkpoints under a root, and what stands on what."),
-    "inspect": Command("torchrec_cnr.cli.commands.inspect:inspect", "Show what one checkpoint holds."),
-    "verify": Command("torchrec_cnr.cli.commands.verify:verify", "Read a whole lineage, and check every byte of it."),
+    "ls": Command("torchrec_cnr.cli.commands.ls:ls", "List the checkpoints under a root, and their parents."),
+    "inspect": Command("torchrec_cnr.cli.commands.inspect:inspect", "Show what one checkpoint contains."),
+    "verify": Command("torchrec_cnr.cli.commands.verify:verify", "Check every byte of a checkpoint chain."),
     "latest": Command("torchrec_cnr.cli.commands.latest:latest", "Print the path of the newest committed checkpoint."),
     "diff": Command("torchrec_cnr.cli.commands.diff:diff", "Show what differs between two checkpoints."),
-    "prune": Command("torchrec_cnr.cli.commands.prune:prune", "Remove the checkpoints that are not to be kept."),
+    "prune": Command("torchrec_cnr.cli.commands.prune:prune", "Remove the checkpoints that need not be kept."),
     "tag": Command("torchrec_cnr.cli.commands.tag:tag", "Give a checkpoint a tag, so that pruning keeps it."),
     "untag": Command("torchrec_cnr.cli.commands.tag:untag", "Remove a tag from a checkpoint."),
-    "compact": Command("torchrec_cnr.cli.commands.compact:compact", "Fold a lineage into one checkpoint."),
+    "compact": Command("torchrec_cnr.cli.commands.compact:compact", "Merge a checkpoint chain into one checkpoint."),
     "export": Command(
-        "torchrec_cnr.cli.commands.export:export", "Write a checkpoint as plain files of full precision."
+        "torchrec_cnr.cli.commands.export:export", "Write a checkpoint as plain files in full precision."
     ),
-    "import": Command("torchrec_cnr.cli.commands.export:import_", "Make a baseline of a stock DCP checkpoint."),
-    "report": Command("torchrec_cnr.cli.commands.report:report", "Draw what a run has written, kept and read."),
+    "import": Command("torchrec_cnr.cli.commands.export:import_", "Make a baseline from a plain DCP checkpoint."),
+    "report": Command("torchrec_cnr.cli.commands.report:report", "Plot what a run has written, kept and read."),
 }
 
 
 class Commands(TyperGroup):
-    """The commands of `COMMANDS`, and one way to fail for all of them."""
+    """The commands of ``COMMANDS``. Errors of all of them are printed in the same way."""
 
-    # Types of typer's own copy of click have no public names, hence `Any`.
+    # `Any`, because the types of typer's own copy of click have no public names.
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """The command that was called, in place of the stub that stood for it in the help."""
+        """Return the command that was called, instead of the stub that represents it in the help."""
         name, command, rest = super().resolve_command(ctx, args)
         return name, command if name is None else _load(name), rest
 
@@ -75,7 +75,7 @@ class Commands(TyperGroup):
     def _status(self, *args: Any, **options: Any) -> int:
         try:
             status = super().main(*args, **options)
-            sys.stdout.flush()  # says now whether anybody reads it
+            sys.stdout.flush()  # raises BrokenPipeError now if the reader has closed the pipe
         except typer.TyperException as error:
             print_error(_usage_text(error))
             return error.exit_code
@@ -83,13 +83,13 @@ class Commands(TyperGroup):
             print_error(str(error))
             return 2 if isinstance(error, ConfigurationError) else 1
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter will flush once more
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes again at exit
             return 1
         return status if isinstance(status, int) else 0
 
 
 def _load(name: str) -> Any:
-    """The command of a name, from its module."""
+    """Import the module of a command, and return the command."""
     try:
         function = resolve_name(COMMANDS[name].function)
     except ModuleNotFoundError as error:
@@ -108,7 +108,7 @@ def _usage_text(error: typer.TyperException) -> str:
 
 
 class _LineFormatter(logging.Formatter):
-    """One line, with escapes for what does not print: messages hold names from stores."""
+    """Formats a message as one line. Names in it come from stores, so characters that do not print are escaped."""
 
     def format(self, record: logging.LogRecord) -> str:
         return name_text(" ".join(super().format(record).split()))
@@ -116,7 +116,7 @@ class _LineFormatter(logging.Formatter):
 
 @contextmanager
 def _warnings_as_lines() -> Iterator[None]:
-    """Warnings of the library are lines on stderr, too."""
+    """Print the library's warnings as lines on stderr."""
     handler = logging.StreamHandler()
     handler.setFormatter(_LineFormatter("cnr: warning: %(message)s"))
     logger = logging.getLogger("torchrec_cnr")
@@ -140,19 +140,20 @@ def _print_version(wanted: bool) -> None:
 def cnr(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version, and exit.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Look after incremental, quantized checkpoints of TorchRec models.
+    """Inspect and maintain incremental, quantized checkpoints of TorchRec models.
 
-    A root is a directory of checkpoints; paths may be local or any URL that fsspec can open, such as s3://bucket/run.
+    A root is a directory that contains the checkpoints of a run. Paths may be local, or URLs that fsspec can open, for
+    example s3://bucket/run.
     """
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
 
 def _stub() -> None:
-    """Stands for a command in the help."""
+    """Represent a command in the help, so that its module need not be imported."""
 
 
 for _name, _command in COMMANDS.items():

@@ -1,4 +1,4 @@
-"""The contents of one checkpoint, as text."""
+"""The text that ``cnr inspect`` prints: the contents of one checkpoint."""
 
 import posixpath
 import time
@@ -17,21 +17,21 @@ from torchrec_cnr.maintenance.file_names import log_bytes
 from torchrec_cnr.maintenance.restore_bytes import restore_bytes, tensor_bytes
 from torchrec_cnr.quantization import Scheme
 
-_LINES = 10  # of tensors and packs, unless all are wanted
+_LINES = 10  # of tensors, and of data files, without --all
 _MANY_LINKS = 3
 
 
 @dataclass(frozen=True)
 class PackSummary:
-    """A pack, and what a checkpoint uses of it.
+    """A data file (pack), and how much of it a checkpoint uses.
 
     Attributes:
-        name: File name.
-        directory: Of another checkpoint, relative to this one's; None for this one's own.
-        num_bytes: Size of the file.
-        num_blobs: Blobs that are used.
-        blob_bytes: Bytes of these.
-        log: Where in a log it lies; None if it is a file.
+        name: The name of the file.
+        directory: The directory of another checkpoint, relative to this one's; None for this one's own.
+        num_bytes: The size of the file in bytes.
+        num_blobs: The number of blobs that the checkpoint uses.
+        blob_bytes: The bytes of these blobs.
+        log: The place in a Kafka topic; None if it is a file.
     """
 
     name: str
@@ -43,7 +43,7 @@ class PackSummary:
 
 
 def pack_summaries(manifest: Manifest) -> list[PackSummary]:
-    """All packs that a manifest names, in its order."""
+    """Return a summary of each data file that a manifest names, in its order."""
     blobs: list[list[int]] = [[] for _ in manifest.packs]
     for _, blob in manifest.blobs():
         blobs[blob.pack].append(blob.num_bytes)
@@ -56,7 +56,7 @@ def pack_summaries(manifest: Manifest) -> list[PackSummary]:
 def print_contents(
     console: Console, checkpoint: Checkpoint, lineage: Lineage | None, problem: str | None, everything: bool
 ) -> None:
-    """Print everything that a manifest tells, or, of many tensors and packs, the largest."""
+    """Print what a manifest says; of many tensors only the largest, unless ``everything`` is true."""
     manifest = checkpoint.manifest
     kind = f"{checkpoint.committed.kind}{', compacted' if checkpoint.is_compacted else ''}"
     console.print(Text.assemble(name_cell(checkpoint.store.url, "bold"), f"  {kind}", overflow="fold"))
@@ -78,19 +78,19 @@ def _facts(checkpoint: Checkpoint, lineage: Lineage | None, problem: str | None)
     all_rows = sum(entry.size[0] for entry in manifest.tensors.values() if entry.is_table)
     # A compacted checkpoint may store older versions of a row, too.
     share = f", {share_text(checkpoint.num_rows / all_rows)} of all" if 0 < all_rows >= checkpoint.num_rows else ""
-    exact = f"; {checkpoint.num_exact_rows:,} stored exactly, as codes cannot" if checkpoint.num_exact_rows else ""
+    exact = f"; {checkpoint.num_exact_rows:,} of them in full precision" if checkpoint.num_exact_rows else ""
     table = bare_grid("what", "fact")
     table.columns[0].style = "dim"
     age = age_text(time.time_ns() - checkpoint.created_ns)
-    ago = f"{age}: by a clock that is ahead" if age.startswith("in ") else f"{age} ago"
+    ago = f"{age} by this machine's clock" if age.startswith("in ") else f"{age} ago"
     table.add_row("committed", f"{instant_text(checkpoint.created_ns)}, {ago}")
-    table.add_row("stands on", Text(_stands_on(lineage)) if lineage is not None else name_cell(problem or "", "red"))
+    table.add_row("based on", Text(_stands_on(lineage)) if lineage is not None else name_cell(problem or "", "red"))
     if lineage is not None:
         read_bytes = bytes_text(restore_bytes(lineage))
-        table.add_row("restore", f"reads {read_bytes} of {count_text(len(lineage.checkpoints), 'checkpoint')}")
+        table.add_row("restore", f"reads {read_bytes} from {count_text(len(lineage.checkpoints), 'checkpoint')}")
     table.add_row("rows", f"{checkpoint.num_rows:,} of tables{share}{exact}")
     in_log = f"; {bytes_text(log_bytes(manifest))} more in Kafka" if log_bytes(manifest) else ""
-    of_manifest = f"with {bytes_text(checkpoint.manifest_bytes)} of manifest"
+    of_manifest = f"including {bytes_text(checkpoint.manifest_bytes)} of manifests"
     table.add_row("size", f"{bytes_text(checkpoint.num_bytes)}, {of_manifest}{in_log}")
     ranks, restores = count_text(manifest.world_size, "rank"), count_text(manifest.num_restores, "restore")
     table.add_row("saved by", name_cell(f"{manifest.writer} on {ranks}, policy {manifest.policy}, after {restores}"))
@@ -102,7 +102,7 @@ def _stands_on(lineage: Lineage) -> str:
     root = lineage.newest.store.at("..").path
     names = [name_cell(posixpath.relpath(link.store.path, root)).plain for link in lineage.checkpoints[:-1]]
     if not names:
-        return "nothing: a baseline"
+        return "no other checkpoint (baseline)"
     if len(names) > _MANY_LINKS:
         names = [names[0], f"… {len(names) - 2:,} more …", names[-1]]
     return " ← ".join(names)
@@ -137,7 +137,7 @@ def _print_tensors(console: Console, manifest: Manifest, fqns: Sequence[str], ti
 
 
 def print_under(console: Console, title: str, note: str, prefix: str) -> None:
-    """A heading, and what is left out of the names of the table below."""
+    """Print a heading, and the common prefix that the names in the table below omit."""
     console.print(heading(title, note))
     if prefix:
         console.print(Dotted(f"{prefix}*", "dim"))
@@ -162,19 +162,19 @@ def _print_packs(console: Console, uses: Sequence[PackSummary], everything: bool
     shown = uses if everything else uses[:_LINES]
     has_others = any(use.directory is not None for use in shown)
     in_kafka = ["in Kafka"] * any(use.log is not None for use in uses)
-    table = grid("pack", ">size", ">blobs", ">used", *in_kafka)
+    table = grid("data file", ">size", ">blobs", ">used", *in_kafka)
     for use in shown:
         place = f"{use.directory}/" if use.directory is not None else ""
         used = percent_text(use.blob_bytes / use.num_bytes)
         log = [name_cell("" if use.log is None else str(use.log)) for _ in in_kafka]
         table.add_row(name_cell(place + use.name), bytes_text(use.num_bytes), f"{use.num_blobs:,}", used, *log)
-    console.print(heading("packs", "those in other directories are used by this checkpoint, too" if has_others else ""))
+    console.print(heading("data files", "this checkpoint also uses files of other directories" if has_others else ""))
     console.print(table)
-    print_left_out(console, len(uses) - len(shown), "packs")
+    print_left_out(console, len(uses) - len(shown), "data files")
 
 
 def _dtypes(entries: Sequence[TensorEntry]) -> tuple[list[str], str]:
-    """A column for dtypes, if there are several; else what the heading says of the one."""
+    """Return the heading of a dtype column if there are several dtypes, and else a note for the table's heading."""
     dtypes = {entry.dtype for entry in entries}
     return ([">dtype"], "") if len(dtypes) > 1 else ([], f"of {min(dtypes)}")
 
@@ -184,7 +184,7 @@ def _size(entry: TensorEntry) -> str:
 
 
 def _schemes(entry: TensorEntry) -> str:
-    """How its shards are quantized, each way once."""
+    """Return the names of the schemes of a tensor's shards, each once."""
     return " + ".join(dict.fromkeys(_scheme(shard.scheme) for shard in entry.shards)) or "none"
 
 

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands have, each with one name and one meaning."""
+"""Arguments and options that several commands accept, each with the same name and meaning everywhere."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,43 +12,47 @@ from torchrec_cnr.storage.row_log import RowLog
 
 _PANEL = "Rows in Kafka"
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else.")]
-Everything = Annotated[bool, typer.Option("--all", help="Leave no lines out.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+Everything = Annotated[bool, typer.Option("--all", help="Show all lines, however many there are.")]
 Kafka = Annotated[
     str | None,
     typer.Option(
         "--kafka",
         metavar="HOST:PORT/TOPIC",
-        help="Where rows of deltas went, if not to files. Several brokers are separated by commas.",
+        help="Kafka topic that contains the rows of deltas. Separate several brokers by commas.",
         rich_help_panel=_PANEL,
     ),
 ]
 KafkaSettings = Annotated[
     list[str] | None,
     typer.Option(
-        "-X", metavar="KEY=VALUE", help="A setting of librdkafka, such as for security.", rich_help_panel=_PANEL
+        "-X", metavar="KEY=VALUE", help="A librdkafka setting. May be given several times.", rich_help_panel=_PANEL
     ),
 ]
 KafkaFile = Annotated[
     Path | None,
     typer.Option(
-        "--kafka-config", "-F", metavar="FILE", help="Such settings, one a line; secrets.", rich_help_panel=_PANEL
+        "--kafka-config",
+        "-F",
+        metavar="FILE",
+        help="File of settings, one per line. Use it for secrets.",
+        rich_help_panel=_PANEL,
     ),
 ]
-Threads = Annotated[int, typer.Option("--threads", min=1, help="Requests in flight at once.")]
+Threads = Annotated[int, typer.Option("--threads", min=1, help="Number of requests in flight at once.")]
 
 
 def rows_log(kafka: str | None, settings: Sequence[str] | None, file: Path | None) -> RowLog | None:
-    """The log that the options name; None where there is none.
+    """Return the Kafka topic that the options name, or None if they name none.
 
     Raises:
-        ConfigurationError: They make no sense, there is no such topic, or what Kafka needs is not installed. Values of
-            settings, which may be secret, are not told.
+        ConfigurationError: The options are wrong, there is no such topic, or a package for Kafka is not installed. The
+            message contains no values of settings, since they may be secret.
         StoreError: Kafka does not answer in time.
     """
     if kafka is None:
         if settings or file is not None:
-            raise ConfigurationError("-X and --kafka-config are of no use without --kafka HOST:PORT/TOPIC")
+            raise ConfigurationError("-X and --kafka-config need --kafka HOST:PORT/TOPIC")
         return None
     bootstrap, slash, topic = kafka.rpartition("/")
     if not (slash and bootstrap and topic):
@@ -59,7 +63,7 @@ def rows_log(kafka: str | None, settings: Sequence[str] | None, file: Path | Non
     except ImportError as error:
         raise ConfigurationError("--kafka needs confluent-kafka: pip install 'torchrec-cnr[kafka]'") from error
     if not rows.open(may_make=False):
-        raise ConfigurationError(f"there is no topic {topic!r}, or none of its markers, in Kafka at {bootstrap}")
+        raise ConfigurationError(f"Kafka at {bootstrap} lacks topic {topic!r} or the topic of its commit records")
     return rows
 
 
@@ -69,12 +73,12 @@ def _settings_in(file: Path | None) -> dict[str, str]:
     try:
         lines = [line.strip() for line in file.read_text().splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"--kafka-config {file}: it cannot be read ({type(error).__name__})") from error
+        raise ConfigurationError(f"--kafka-config {file}: cannot be read ({type(error).__name__})") from error
     return dict(_setting(line, f"--kafka-config {file}") for line in lines if line and not line.startswith("#"))
 
 
 def _setting(text: str, where: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
-        raise ConfigurationError(f"{where}: a setting must be KEY=VALUE, and one is not")
+        raise ConfigurationError(f"{where}: each setting must be KEY=VALUE")
     return key.strip(), value.strip()

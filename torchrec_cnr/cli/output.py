@@ -1,9 +1,8 @@
-"""Output: text for people and JSON for programs on stdout; progress bars and errors on stderr.
+"""Output: text for people or JSON for programs on stdout; progress bars and errors on stderr.
 
-Text is laid out for the width of the terminal. Where stdout is no terminal, lines are as long as they need to be, so
-that the input of another program is never wrapped. Names come from stores and may hold anything: they are shown as
-``Text``, never as markup, with escapes for characters that do not print. Long dotted names, as state dicts have them,
-are broken at their dots.
+Text is laid out for the width of the terminal. If stdout is not a terminal, lines are never wrapped, since another
+program may read them. Names come from stores and may contain any characters. They are shown as ``Text``, not as
+markup, with escapes for characters that do not print. Long dotted names of state dicts are broken at their dots.
 """
 
 import json
@@ -27,7 +26,7 @@ _ENDLESS = 100_000  # columns
 
 
 def stdout() -> Console:
-    """Where text for people goes."""
+    """Return the console for text on stdout."""
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = _ENDLESS
@@ -35,22 +34,22 @@ def stdout() -> Console:
 
 
 def print_json(value: Mapping[str, Any]) -> None:
-    """One document. Integers are exact, and what is not ASCII is escaped."""
+    """Print one JSON document. Integers are exact, and characters outside ASCII are escaped."""
     typer.echo(json.dumps(value, indent=2))
 
 
 def print_error(message: str) -> None:
-    """One line on stderr."""
+    """Print an error as one line on stderr."""
     line = Text.assemble(("cnr: error:", "bold red"), " ", name_text(" ".join(message.split())))
     Console(stderr=True, highlight=False).print(line, soft_wrap=True)
 
 
 @contextmanager
 def progress_bar(what: str, is_wanted: bool = True) -> Iterator[progress.Progress]:
-    """A bar on stderr for as long as something takes, if that is a terminal; gone afterwards.
+    """Show a progress bar on stderr within the context, if stderr is a terminal. It disappears at the end.
 
     Yields:
-        What to tell how many of how many are done.
+        The progress callback, which takes the amount done and the total.
     """
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(None), TaskProgressColumn(), TimeRemainingColumn())
@@ -61,7 +60,7 @@ def progress_bar(what: str, is_wanted: bool = True) -> Iterator[progress.Progres
 
 
 def grid(*columns: str) -> Table:
-    """A table without lines. A heading that begins with ``>`` has numbers below it: they end at its end."""
+    """Return a table without lines. The columns whose heading begins with ``>`` contain numbers, aligned right."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for column in columns:
         is_number = column.startswith(">")
@@ -70,7 +69,7 @@ def grid(*columns: str) -> Table:
 
 
 def bare_grid(*columns: str) -> Table:
-    """A table without headings; its last column is wrapped where it has to be."""
+    """Return a table without headings. Only its last column is wrapped."""
     table = grid()
     table.show_header = False
     for column in columns:
@@ -79,40 +78,40 @@ def bare_grid(*columns: str) -> Table:
 
 
 def name_cell(value: str, style: str = "") -> Text:
-    """A name from a store; where it is too long for its column, it goes on in the next line."""
+    """Return a name from a store as a cell. If it is too long for its column, it continues on the next line."""
     return Text(name_text(value), style, overflow="fold")
 
 
 def heading(text: str, note: str = "") -> Text:
-    """What stands above a table, with what holds for all of it."""
+    """Return the heading of a table, with a note that applies to the whole table."""
     return Text.assemble(("\n" + text, "bold"), (f"  {note}" if note else "", "dim"))
 
 
 def print_left_out(console: Console, num: int, noun: str) -> None:
-    """Say that there is more, if there is."""
+    """Print how many items were not shown, if any."""
     if num:
         console.print(f"… {num:,} more {noun}; --all shows them")
 
 
 @dataclass(frozen=True)
 class Dotted:
-    """A name in a column; where it is too long, it is broken after a dot.
+    """A name in a column, broken after a dot if it is too long.
 
     Attributes:
         name: The name.
-        style: Of rich.
+        style: The style, in rich's syntax.
     """
 
     name: str
     style: str = ""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Lines of at most the column's width."""
+        """Yield the name in lines of at most the column's width."""
         text = "\n".join(_lines(name_text(self.name), options.max_width))
         yield Text(text, self.style, overflow="fold")
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        """From its longest part to all of it."""
+        """Return the length of the longest part, and that of the whole name."""
         parts = name_text(self.name).split(".")
         return Measurement(max(map(len, parts)) + 1, len(name_text(self.name)) or 1)
 
@@ -124,13 +123,13 @@ def _lines(name: str, width: int) -> Iterator[str]:
         piece = part if number == len(parts) else f"{part}."
         if line and len(line) + len(piece) > width:
             yield line
-            line = "  "  # what belongs to the line above
+            line = "  "  # continues the line above
         line += piece
     yield line
 
 
 def common_prefix(names: Sequence[str]) -> str:
-    """What several names begin with, up to and with a dot; nothing for a single name."""
+    """Return the common beginning of several names, up to and including a dot; "" for a single name."""
     if len(names) < 2:
         return ""
     first, last = (name.split(".")[:-1] for name in (min(names), max(names)))

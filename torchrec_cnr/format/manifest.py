@@ -1,7 +1,8 @@
 """The manifest, which describes a checkpoint. The checkpoint is committed as soon as its manifest exists.
 
-This module has only values. ``manifest_json`` converts them to JSON and back, and docs/reference/format.md specifies each
-field. A pack whose rows are in a Kafka topic differs from other packs only by its place in the topic (``LogRange``).
+This module has only values. ``manifest_json`` converts them to JSON and back; docs/reference/format.md specifies
+each field.
+A pack whose rows are in a Kafka topic differs from other packs only by its place in the topic (``LogRange``).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

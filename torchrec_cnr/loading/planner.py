@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _OfRank:
-    """What a rank reports to the coordinator.
+    """The report of a rank to the coordinator.
 
     Attributes:
         wanted: The items of its state dict.
@@ -57,7 +57,7 @@ class _OfRank:
 
 @dataclass(frozen=True)
 class _Decision:
-    """What the coordinator sends to all ranks.
+    """The answer of the coordinator to all ranks.
 
     Attributes:
         report: What is loaded.

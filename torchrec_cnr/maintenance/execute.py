@@ -1,4 +1,4 @@
-"""Execution: what a plan says is done. Plans are values; until they come here, nothing was changed."""
+"""``execute``, which executes a plan of a prune or a compaction. A plan alone changes nothing."""
 
 from typing import overload
 
@@ -20,19 +20,21 @@ def execute(plan: CompactionPlan, *, progress: Progress | None = None) -> Checkp
 
 
 def execute(plan: PrunePlan | CompactionPlan, *, progress: Progress | None = None) -> PruneResult | Checkpoint:
-    """Do what a plan says, as far as it is still right.
+    """Execute a plan of a prune or a compaction.
+
+    Right before each removal, a prune checks again that nothing needs the checkpoint by now.
 
     Args:
-        plan: From :func:`plan_prune` or :func:`plan_compaction`.
-        progress: Told how much of how much is done: files that go, or bytes that are copied.
+        plan: A plan from :func:`plan_prune` or :func:`plan_compaction`.
+        progress: Called with the amount done and the total: files that are removed, or bytes that are copied.
 
     Returns:
-        What was removed and what could not be; or the checkpoint with its new manifest.
+        What was removed and what could not be removed; or the checkpoint with its new manifest.
 
     Raises:
-        CheckpointExistsError: Another compaction of the same checkpoint was faster; nothing was changed.
-        LoadError: What is to be copied is damaged, or somebody has removed it; nothing was changed.
-        StoreError: The store refused before anything was changed.
+        CheckpointExistsError: Another compaction of the same checkpoint was faster. Nothing was changed.
+        LoadError: Data to copy is corrupt or was removed. Nothing was changed.
+        StoreError: The store failed before anything was changed.
     """
     if isinstance(plan, PrunePlan):
         return run_prune(plan, progress=progress)

@@ -1,4 +1,4 @@
-"""How a manager works beside training: the settings of saves in the background and of compaction."""
+"""The settings of a manager's background saves and compaction."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -13,18 +13,19 @@ WhenBusy = Literal["wait", "skip", "fail"]
 
 @dataclass(frozen=True)
 class Background:
-    """What a manager's work in the background may take, and what gives way to what.
+    """The limits on a manager's background work, and what ``async_save`` does while a save is running.
 
     Attributes:
-        when_busy: What ``async_save`` does while the save before is under way on any rank: "wait" for it, "skip" this
-            one, whose rows the next one takes, or "fail" with a ``SaveError``.
-        cpu_share: Of a core, for saves in the background; see ``CNRStorageWriter``.
-        staging_bytes: How much such a save copies; see ``CNRStorageWriter``.
-        compacts: Whether lineages are compacted, in a thread on the coordinator. By default they are if the policy
-            expects it; pass False where ``cnr compact`` does it elsewhere.
+        when_busy: What ``async_save`` does while the previous save is still running on any rank: "wait" for it, "skip"
+            this save, whose rows the next one includes, or "fail" with a ``SaveError``.
+        cpu_share: The share of one core that a background save may use, above 0 and at most 1; see
+            ``CNRStorageWriter``.
+        staging_bytes: How many bytes a background save copies at most; see ``CNRStorageWriter``.
+        compacts: Whether a thread on the coordinator compacts checkpoint chains. By default, it does so if the policy
+            expects it. Pass False if another process runs ``cnr compact``.
 
     Raises:
-        ConfigurationError: A value cannot work.
+        ConfigurationError: A value is out of its range.
 
     Example:
         >>> Background(cpu_share=0.5, when_busy="skip").staging_bytes
@@ -47,5 +48,5 @@ class Background:
 
 
 def check_background(background: object) -> None:
-    """Raise a ConfigurationError for what is neither a Background nor None."""
+    """Raise a ``ConfigurationError`` if ``background`` is neither a ``Background`` nor None."""
     check_type("background", background, (Background, type(None)), "a Background, such as Background(cpu_share=0.5)")

@@ -1,4 +1,4 @@
-"""The callbacks of a manager: what they raise ends neither a save nor a thread."""
+"""The callbacks of a manager: an exception that they raise ends neither a save nor a thread."""
 
 import logging
 import threading
@@ -13,14 +13,16 @@ logger = logging.getLogger(__name__)
 
 
 class Callbacks:
-    """Calls what the user has passed. An error of it is logged with its traceback once, and counted.
+    """The callbacks that the user passed to a manager.
+
+    The first exception of each callback is logged with its traceback. All of them are counted.
 
     Args:
-        on_saved: Gets each checkpoint that was committed; None for nobody.
-        on_progress: Gets what is being done, and how much of how much is done; None for nobody.
+        on_saved: Called with each committed checkpoint; None for no callback.
+        on_progress: Called with the operation, the amount done and the total; None for no callback.
 
     Attributes:
-        num_errors: Calls that raised.
+        num_errors: Number of calls that raised an exception.
     """
 
     def __init__(
@@ -33,11 +35,11 @@ class Callbacks:
         self._counting = threading.Lock()
 
     def saved(self, saved: Saved) -> None:
-        """A checkpoint was committed."""
+        """Call ``on_saved`` with a committed checkpoint."""
         self._call("on_saved", self._on_saved, saved)
 
     def progress(self, what: str, num_done: int, num_total: int) -> None:
-        """So much is done; called from any thread."""
+        """Call ``on_progress`` with the operation ``what``, the amount done and the total. Any thread may call it."""
         self._call("on_progress", self._on_progress, what, num_done, num_total)
 
     def _call(self, name: str, callback: Callable[..., None] | None, *args: Any) -> None:
@@ -45,10 +47,10 @@ class Callbacks:
             return
         try:
             callback(*args)
-        except (Exception, CheckpointException) as error:  # foreign code, whose errors are not those of a checkpoint
+        except (Exception, CheckpointException) as error:  # the user's code may raise anything; the save goes on
             with self._counting:
                 self.num_errors += 1
                 is_first = name not in self._told
                 self._told.add(name)
             if is_first:
-                logger.warning("%s raised, which ends nothing; later errors of it are counted", name, exc_info=error)
+                logger.warning("%s raised an exception; later ones are only counted", name, exc_info=error)

@@ -1,7 +1,7 @@
-"""The manager: one object for the checkpoints of a run. It knows nothing that a function does not.
+"""``CheckpointManager``: one object for the checkpoints of a run. All that it does is available as functions, too.
 
-``save`` and ``async_save`` hand the state to DCP when a checkpoint is due, ``restore`` loads the newest that can be
-read. On the coordinator, a thread of its own compacts and prunes after each commit. All ranks call everything alike.
+``save`` and ``async_save`` pass the state to DCP when a checkpoint is due. ``restore`` loads the newest readable
+checkpoint. After each commit, a thread on the coordinator compacts and prunes. All ranks must make the same calls.
 """
 
 import itertools
@@ -44,34 +44,40 @@ from torchrec_cnr.tracking.tracked_tables import TrackedRows, check_tracker
 
 logger = logging.getLogger(__name__)
 
-MAX_STEP = 10**18 - 1  # what a name has room for
+MAX_STEP = 10**18 - 1  # a directory name has at most 18 digits
 StateSource = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
 
 class CheckpointManager:
-    """Saves, restores, compacts and prunes the checkpoints of one run, ``step-<n>`` under one root.
+    """Saves, restores, compacts and prunes the checkpoints of one run. They are named ``step-<n>`` under one root.
 
-    Where a restore has passed over a damaged checkpoint, that one keeps its name, and the next of its step is called
-    ``step-<n>-2``.
+    If a restore skips a corrupt checkpoint, that checkpoint keeps its name. The next checkpoint of the same step is
+    then named ``step-<n>-2``.
 
     Args:
-        root: Where the checkpoints lie, a path or fsspec URL.
-        tracker: Knows the modified rows of the model.
-        policy: What each checkpoint is a delta of; by default ``Compacted``, or ``OneShot`` where rows go to a
-            compacted topic.
+        root: The directory that contains the checkpoints of the run, as a path or fsspec URL.
+        tracker: The tracker that records the modified rows of the model.
+        policy: Decides which earlier checkpoint each delta is based on. The default is ``Compacted``, or ``OneShot``
+            if rows go to a compacted Kafka topic.
         quantization: How rows are stored; see ``CNRStorageWriter``.
-        every_steps: ``save`` saves at every multiple of this number.
-        every_secs: ``save`` saves when so much time went by since the last checkpoint. With neither, it always saves.
-        keep: What is kept; None keeps everything.
-        num_retries: How often a save that the file system refused is tried again.
-        thread_count: Packs read and written at once.
-        background: What work in the background may take: processor, memory, compaction.
-        timeout_secs: How long a rank waits for the others in a save; one that is missing is named then.
-        row_log: Where rows of deltas and markers that commit go (``KafkaRows``). By default, both are files.
-        on_saved: Called on every rank with each checkpoint that was committed. What a callback raises is logged, and
-            counted in :attr:`num_callback_errors`.
-        on_progress: Called from any thread with what is being done ("save", "restore", "compact" or "prune") and how
-            much is done of how much: shards of a save, files of a prune, bytes of others.
+        every_steps: ``save`` saves at every multiple of this number of steps.
+        every_secs: ``save`` saves when this many seconds have passed since the last checkpoint. If neither
+            ``every_steps`` nor ``every_secs`` is given, it saves at every call.
+        keep: Retention rules: which checkpoints are kept. None keeps all of them.
+        num_retries: How many times a save is retried after the file system refused it.
+        thread_count: Number of data files that are read or written at the same time.
+        background: Limits on the processor time, memory and compaction of background work.
+        timeout_secs: How many seconds a rank waits for the others in a save. After that, the error names the missing
+            ranks.
+        row_log: The Kafka topic (``KafkaRows``) for the rows of deltas and for commit records. By default, both are
+            files.
+        on_saved: Called on every rank with each committed checkpoint. Exceptions of a callback are logged, and counted
+            in :attr:`num_callback_errors`.
+        on_progress: Called from any thread with the operation ("save", "restore", "compact" or "prune"), the amount
+            done and the total. The unit is shards for a save, files for a prune, and bytes for the others.
+
+    Attributes:
+        report: What the last :meth:`restore` loaded and left out; None before it.
     """
 
     def __init__(
@@ -124,7 +130,7 @@ class CheckpointManager:
         max_ratio = policy.max_ratio if isinstance(policy, Compacted) else MAX_RATIO
         self._upkeep: Upkeep | None = None
         open_roots.enter(self._root, self)
-        self._ranks = RunRanks(timeout_secs)  # once all arguments have been looked at
+        self._ranks = RunRanks(timeout_secs)  # a collective, so after the checks of all arguments
         self._refuse_different(every_steps, every_secs, timeout_secs)
         self._due.share = self._ranks.decide
         if self._ranks.rank == 0:
@@ -135,7 +141,11 @@ class CheckpointManager:
         self._back_at: Return | None = None
 
     def _refuse_different(self, every_steps: int | None, every_secs: float | None, timeout_secs: float) -> None:
-        """By these, each rank decides alone whether it saves, waits or tries again: others would wait for it."""
+        """Raise a ``ConfigurationError`` if arguments that decide about collectives differ between ranks.
+
+        Each rank decides by these alone whether it saves, waits or retries. If one decided differently, the others
+        would wait for it in a collective.
+        """
         arguments = {
             "every_steps": every_steps,
             "every_secs": every_secs,
@@ -156,15 +166,19 @@ class CheckpointManager:
         return f"CheckpointManager({url_text(self._root)}, {newest}, keep={self._keep!r})"
 
     def save(self, step: int, state: StateSource, *, force: bool = False) -> Saved | None:
-        """Save if a checkpoint is due; returns once it is committed.
+        """Save a checkpoint if one is due, and return once it is committed.
 
         Args:
-            step: The step that training has just made.
-            state: As for ``dcp.save``: live state dicts or ``Stateful`` objects; or what returns it, called when due.
-            force: Save whether it is due or not; the same on all ranks.
+            step: The number of the training step that was just completed.
+            state: The state as for ``dcp.save``: live state dicts or ``Stateful`` objects. Or a function that returns
+                it, which is called only if a checkpoint is due.
+            force: Save even if no checkpoint is due. Must be the same on all ranks.
+
+        Returns:
+            The committed checkpoint, or None if none was due.
 
         Raises:
-            CheckpointException, SaveError: It failed, as often as it was tried. The rows are in the next one.
+            CheckpointException, SaveError: All attempts failed. The next checkpoint includes the rows.
         """
         _check_step(step, state)
         if not (force or self._due(step)):
@@ -183,19 +197,27 @@ class CheckpointManager:
                 if num_retries == self._num_retries or not _may_be_tried_again(error):
                     raise
                 num_retries += 1
-                logger.warning("step %d: the save failed and is tried again: %s", step, error)
+                logger.warning("step %d: the save failed and is retried: %s", step, error)
             else:
                 secs = time.monotonic() - started
                 return self._finish(step, metadata, secs, secs, num_retries)
 
     def async_save(self, step: int, state: StateSource, *, force: bool = False) -> Future[Any] | None:
-        """Copy what a checkpoint needs if it is due, and save that in the background.
+        """If a checkpoint is due, copy the modified rows and other state, and save the copy in the background.
 
-        How it ended shows at the next call of anything here, :meth:`wait` at the latest.
+        The next call of this manager that saves, restores, waits or closes reports the outcome of this save.
+
+        Args:
+            step: As for :meth:`save`.
+            state: As for :meth:`save`.
+            force: As for :meth:`save`.
+
+        Returns:
+            A future that completes when the checkpoint is committed, or None if none was started.
 
         Raises:
-            SaveError: The save before is under way, and ``when_busy`` is "fail".
-            CheckpointException, SaveError: The save before failed.
+            SaveError: The previous save is still running, and ``when_busy`` is "fail".
+            CheckpointException, SaveError: The previous save failed.
         """
         _check_step(step, state)
         if not (force or self._due(step)):
@@ -203,7 +225,7 @@ class CheckpointManager:
         if self._when_busy != "wait" and self._ranks.any(self._is_busy):
             if self._when_busy == "skip":
                 return None
-            raise SaveError(f"step {step}: the save before is still under way; its rows are in it, others in the next")
+            raise SaveError(f"step {step}: the previous save is still running; a later save includes all rows")
         self.wait()
         started = time.monotonic()
         future: Future[Any] = self._save(async_save, step, state)
@@ -212,7 +234,7 @@ class CheckpointManager:
         return future
 
     def _is_committed(self, step: int, error: CheckpointException) -> bool:
-        """Whether a save was refused because the try before it, which seemed to fail, had committed it."""
+        """Return whether a save was refused because the previous attempt, which seemed to fail, committed it."""
         is_there = all(isinstance(failure, CheckpointExistsError) for failure, _ in error.failures.values())
         head, path = self._tracker.head, Store.open(self._path(step)).path
         return is_there and head is not None and head.ref.path == path
@@ -239,7 +261,10 @@ class CheckpointManager:
         )
 
     def _leave_other_roots(self) -> None:
-        """Begin a root with a baseline, whatever the job has loaded: it may be copied, moved or pruned alone."""
+        """Forget a latest checkpoint of another root, so that the first save to this root is a baseline.
+
+        A root that depends on no other can be copied, moved and pruned by itself.
+        """
         self._settle_last_save()
         head, pending = self._tracker.head, self._tracker.pending
         paths = [] if head is None else [head.ref.path]
@@ -249,14 +274,21 @@ class CheckpointManager:
             self._tracker.forget()
 
     def _settle_last_save(self) -> None:
-        """Learn how the last save ended, if that can be told: a rank alone must not raise, since others go on."""
+        """Find out whether the last save was committed, if possible, and do not raise.
+
+        If this rank alone raised, the other ranks would continue and wait for it in their next collective.
+        """
         try:
             self._planner.resolve_last_save()
         except CNRError as error:
-            logger.info("the next save looks at it, in a phase in which all ranks learn of an error: %s", error)
+            logger.info("cannot tell whether the last save was committed; the next save checks it again: %s", error)
 
     def wait(self) -> Saved | None:
-        """Wait for a save in the background; raises what it failed with."""
+        """Wait for the background save, and raise its error if it failed.
+
+        Returns:
+            The committed checkpoint, or None if no background save was running.
+        """
         if self._in_flight is None:
             return None
         step, started, stall_secs, future = self._in_flight
@@ -271,7 +303,10 @@ class CheckpointManager:
     def _finish(
         self, step: int, metadata: SaveMetadata | None, stall_secs: float, secs: float, num_retries: int
     ) -> Saved:
-        """Tell of a save that was committed. One rank alone raises nothing here: the others have gone on."""
+        """Report a committed save to maintenance and to the callbacks.
+
+        Nothing here may raise on one rank alone, since the other ranks have continued.
+        """
         self._due.saved(step)
         self._settle_last_save()
         path = self._path(step)
@@ -305,32 +340,33 @@ class CheckpointManager:
 
     @property
     def num_callback_errors(self) -> int:
-        """How often ``on_saved`` or ``on_progress`` has raised on this rank."""
+        """Number of times that ``on_saved`` or ``on_progress`` raised an exception on this rank."""
         return self._callbacks.num_errors
 
     def restore(
         self, state: StateSource, *, step: int | None = None, path: str | os.PathLike[str] | None = None
     ) -> int | None:
-        """Load the newest checkpoint that can be read, or the one that is asked for.
+        """Load the newest readable checkpoint, or the one that ``step`` or ``path`` names.
 
-        From here on, this job is the one that saves to the root: saves of another one that still does are refused.
-        After a return to an older checkpoint, the next save records in the root that the newer ones are abandoned:
-        :func:`latest`, restores, and the counts of ``Keep`` pass them over from then on.
+        From this call on, only this job may save to the root: the next save of any other job fails with
+        ``FencedError``. If an older checkpoint was loaded by name, the next save marks the newer ones as abandoned.
+        :func:`latest`, restores, and the counts of ``Keep`` then skip them.
 
         Args:
-            state: As for ``dcp.load``. Entries that are no tensors are replaced in it, so it must be the very mapping
-                that training goes on with, or hold ``Stateful`` objects.
+            state: The state as for ``dcp.load``. Its entries that are not tensors are replaced. So pass the mapping
+                that training uses afterwards, or one with ``Stateful`` objects.
             step: Load the checkpoint that was taken after this step.
-            path: Load this checkpoint, of this root or of another.
+            path: Load this checkpoint, from this root or another.
 
         Returns:
-            The step after which it was taken, or None where there is no checkpoint.
+            The step after which the checkpoint was taken, or None if there is no checkpoint.
 
         Raises:
-            ConfigurationError: ``state`` is no mapping, such as a model, or both ``step`` and ``path`` are given.
+            ConfigurationError: ``state`` is not a mapping, for example a model, or both ``step`` and ``path`` are
+                given.
             CheckpointNotFoundError: There is no checkpoint of that step.
             DamagedError: There are checkpoints, but none can be read.
-            CheckpointException: The load failed otherwise, or that of the checkpoint that was asked for did.
+            CheckpointException: The load failed for another reason, or the named checkpoint cannot be loaded.
         """
         _check_state(state)
         self.wait()
@@ -341,7 +377,7 @@ class CheckpointManager:
         if step is not None:
             check_count("step", step, 0, MAX_STEP)
             if chosen is not None:
-                raise ConfigurationError("'step' and 'path' both name a checkpoint: give one of them")
+                raise ConfigurationError("'step' and 'path' both name a checkpoint; pass only one of them")
         self._ranks.decide(self._claimed() if self._ranks.rank == 0 else None)
         if step is not None:
             chosen = self._ranks.decide(path_of_step(root, step) if self._ranks.rank == 0 else None)
@@ -364,24 +400,24 @@ class CheckpointManager:
         return restored
 
     def _abandon(self) -> None:
-        """Record that a return to an older checkpoint has left others behind, before the first save after it."""
+        """Mark newer checkpoints as abandoned, if an older one was loaded by name since the last save."""
         if self._back_at is not None:
             root = Store.open(self._root, row_log=self._log)
             self._ranks.decide(abandon_newer(root, self._back_at) if self._ranks.rank == 0 else None)
             self._back_at = None
 
     def _claimed(self) -> CNRError | None:
-        """Keep other jobs from adding checkpoints to the root; an error for all ranks if a third one just has."""
+        """Claim the root, so that other jobs cannot save to it. Return the error for all ranks if another job did."""
         try:
             claim(Store.open(self._root))
         except FencedError as error:
             return error
         except StoreError as error:
-            logger.warning("nothing can be saved here, and another job may still do so: %s", error)
+            logger.warning("cannot claim the root: this job cannot save there, and another job still may: %s", error)
         return None
 
     def close(self) -> None:
-        """Wait for everything that is under way."""
+        """Wait for the background save and for maintenance, and end their threads and process groups."""
         try:
             self.wait()
         finally:
@@ -405,7 +441,7 @@ def _check_arguments(
     on_saved: object,
     on_progress: object,
 ) -> None:
-    """What neither the writer nor the planner checks, before anything is begun."""
+    """Check the arguments that neither the writer nor the planner checks."""
     check_tracker(tracker)
     check_keep(keep)
     check_row_log(row_log)
@@ -424,5 +460,5 @@ def _check_state(state: object) -> None:
     if isinstance(state, torch.nn.Module) or not (isinstance(state, Mapping) or callable(state)):
         raise ConfigurationError(
             f"'state' must be a mapping, or a function that returns one (got {type(state).__name__}); pass the live "
-            "state dict, such as {'model': model.state_dict()}"
+            "state dict, for example {'model': model.state_dict()}"
         )

@@ -1,8 +1,7 @@
-"""The ranks of a run: their process groups for saves and decisions, and a heartbeat that names a missing rank.
+"""The ranks of a run: their process groups for saves and decisions, and a heartbeat that identifies missing ranks.
 
-A collective that fails or times out tells that some rank is missing, not which. So every rank counts up a number in the
-group's store, once a second, from a thread of its own, whatever else it does. A rank whose number stops is dead or
-stopped.
+When a collective fails or times out, it does not say which rank is missing. So a thread of every rank increments a
+counter in the group's store once a second. A rank whose counter stops is dead or stopped.
 """
 
 import logging
@@ -23,17 +22,17 @@ from torchrec_cnr.manager.restore import shared
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECS = 1.0
-_MAX_MISSED = 5  # beats, since a process may hold the interpreter's lock for a while
-_instances = iter(range(1 << 62))  # ranks make theirs in one order
+_MAX_MISSED = 5  # heartbeats, since other threads of a live process may hold the GIL for a while
+_instances = iter(range(1 << 62))  # all ranks create heartbeats in the same order, so these numbers agree
 
 
 class Heartbeat:
-    """This rank's pulse, from now on; all ranks make theirs alike.
+    """The heartbeat of this rank, which begins at once. All ranks must create theirs in the same order.
 
     Args:
-        rank: This rank.
-        world_size: How many there are.
-        store: Where ranks find one another's.
+        rank: The rank of this process.
+        world_size: The number of ranks.
+        store: The store that contains the counters of all ranks.
     """
 
     def __init__(self, rank: int, world_size: int, store: Store) -> None:
@@ -44,15 +43,18 @@ class Heartbeat:
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="cnr-pulse", daemon=True)
         self._thread.start()
-        # Not to be caught in the store when the interpreter ends, which would end it with a crash.
+        # If the thread were in a call of the store while the interpreter exits, the process would crash.
         self._stop = weakref.finalize(self, _stop, self._is_closed, self._thread)
 
     def missing(self) -> Sequence[int]:
-        """Ranks whose pulse has stopped; takes some seconds. All but this one, if not even the store answers."""
+        """Return the ranks whose heartbeat has stopped. This takes some seconds.
+
+        If the store does not answer either, return all ranks except this one.
+        """
         found: list[int] = []
         looking = threading.Thread(target=lambda: found.extend(self._missing()), name="cnr-pulse-look", daemon=True)
         looking.start()
-        looking.join(3 * _MAX_MISSED * HEARTBEAT_SECS)  # a store whose process was stopped keeps its clients waiting
+        looking.join(3 * _MAX_MISSED * HEARTBEAT_SECS)  # if the process of the store was stopped, its clients hang
         return self._others() if looking.is_alive() else found
 
     def _missing(self) -> Sequence[int]:
@@ -69,14 +71,14 @@ class Heartbeat:
         return [rank for rank in range(self._world_size) if rank != self._rank]
 
     def close(self) -> None:
-        """End it: others will take this rank for missing."""
+        """End the heartbeat. The other ranks then regard this rank as missing."""
         self._stop()
 
     def _beat(self) -> None:
         while True:
             try:
                 self._store.add(f"{self._prefix}/{self._rank}", 1)
-            except (RuntimeError, OSError):  # whoever has the store is gone: the next collective will tell
+            except (RuntimeError, OSError):  # the process that hosts the store has ended: the next collective fails
                 return
             if self._is_closed.wait(HEARTBEAT_SECS):
                 return
@@ -91,16 +93,17 @@ def _stop(is_closed: threading.Event, thread: threading.Thread) -> None:
 
 
 class RunRanks:
-    """All ranks of the default group, or this process alone; all ranks make theirs alike.
+    """All ranks of the default process group, or this process alone. All ranks must create it together.
 
-    Saves in the background must not meet collectives of training, on one group, nor decisions that are made meanwhile.
+    Background saves have a process group of their own, and decisions have another. On a shared group, their collectives
+    could be mixed up with each other and with those of training.
 
     Args:
-        timeout_secs: How long a rank waits for the others.
+        timeout_secs: How many seconds a rank waits for the others.
 
     Attributes:
-        rank: This one.
-        group: For saves and loads; None where there is one process.
+        rank: The rank of this process.
+        group: The process group for saves and loads; None if there is only one process.
     """
 
     def __init__(self, timeout_secs: float) -> None:
@@ -116,21 +119,21 @@ class RunRanks:
             self._pulse = Heartbeat(self.rank, dist.get_world_size(), _get_default_store())
 
     def decide(self, value: Any) -> Any:
-        """What rank 0 has, on all ranks."""
+        """Return the value of rank 0 on all ranks. If it is a ``CNRError``, raise it on all."""
         try:
             return shared(value, self._deciding)
         finally:
-            del value  # an error would refer to itself
+            del value  # else an error would be in a reference cycle with its own traceback
 
     def any(self, is_so: bool) -> bool:
-        """Whether it is so on any rank."""
+        """Return whether ``is_so`` is true on any rank."""
         return any(self._gathered(is_so))
 
     def refuse_different(self, arguments: Mapping[str, object]) -> None:
-        """Compare arguments by which each rank decides alone whether it takes part in a collective.
+        """Compare the arguments by which each rank decides by itself whether to join a collective.
 
         Raises:
-            ConfigurationError: One is not the same on all ranks; raised on all of them.
+            ConfigurationError: An argument differs between ranks. It is raised on all ranks.
         """
         given = self._gathered(dict(arguments))
         for name, value in given[0].items():
@@ -148,7 +151,7 @@ class RunRanks:
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """Replace an error that came from a collective of a save by one that names the missing ranks, if any are."""
+        """Replace an error of a save's collective with one that names the missing ranks, if any are missing."""
         try:
             yield
         except RuntimeError as error:
@@ -157,12 +160,12 @@ class RunRanks:
                 raise
             ranks = f"rank {missing[0]} does" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} do"
             raise SaveError(
-                f"{ranks} not answer: killed, stopped, or cut off. Whether the save was committed, its manifest tells; "
-                "start the job again, and restore the newest checkpoint"
+                f"{ranks} not answer: killed, stopped, or disconnected. The save was committed if it has a manifest; "
+                "start the job again and restore the newest checkpoint"
             ) from error
 
     def close(self) -> None:
-        """This rank leaves, and gives its groups back."""
+        """End the heartbeat of this rank and destroy its process groups."""
         if self._pulse is not None:
             self._pulse.close()
         for group in (self.group, self._deciding):

@@ -1,11 +1,12 @@
-"""Reader state: where a data reader stands, counted in batches that were trained rather than handed out.
+"""The data loader state: the position of a data loader after the last batch that was trained.
 
-A pipeline holds batches that it has taken and not trained yet. A job that resumed behind them would never train them;
-one that resumed at an older place would train some twice. So a position is remembered with every batch that is handed
-out, and the one that counts is that of the last batch whose training was reported.
+A training pipeline holds batches that it has taken from the loader and not trained yet. If a job resumed after them, it
+would never train them. If it resumed too early, it would train some batches twice. So ``ReaderState`` records the
+loader's position with every batch, and saves the position of the last batch whose training was reported.
 
-Each rank has a reader of its own, and its position lies in the checkpoint under a name of its own, with the number of
-ranks in it. It is stored as bytes, because a reader may have other things to say when it is asked before a load.
+Each rank has its own loader. Its position is in the checkpoint under a name that contains the rank and the number of
+ranks. It is stored as bytes: DCP would otherwise match it to the structure of the state that the loader has before the
+load, which may be different.
 """
 
 import io
@@ -26,26 +27,26 @@ Output = TypeVar("Output")
 OutputCo = TypeVar("OutputCo", covariant=True)
 
 _MAX_POSITION = 2**62  # passes, or batches
-_MAX_IN_FLIGHT = 64  # of a pipeline's batches; more were handed out because nobody reported that they are trained
+_MAX_IN_FLIGHT = 64  # batches; no pipeline holds more, so the caller does not report which batches are trained
 
 
 @runtime_checkable
 class StatefulLoader(Protocol):
-    """A loader that knows its position, such as torchdata's ``StatefulDataLoader``."""
+    """A data loader that can save and load its position, such as torchdata's ``StatefulDataLoader``."""
 
     def __iter__(self) -> Iterator[Any]: ...
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Its position, after the batch that it handed out last."""
+        """Return the position after the last batch that the loader returned."""
         ...
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Its next pass begins there."""
+        """Let the next iteration begin at this position."""
         ...
 
 
 class _Counted(Generic[Batch]):
-    """A position for readers that have none: how many batches of which pass were handed out."""
+    """A loader for iterables without a position. It counts passes, and the batches of the current pass."""
 
     def __init__(self, batches: Iterable[Batch] | Callable[[int], Iterable[Batch]]) -> None:
         self._batches = batches
@@ -73,8 +74,8 @@ class _Counted(Generic[Batch]):
                 self._num_passes, self._first, self._num_batches = passes, batches, batches
             case _:
                 raise StateMismatchError(
-                    "the position of a reader does not count passes and batches, so that another kind of loader saved "
-                    "it; pass ReaderState a loader of that kind"
+                    "the data loader state does not consist of passes and batches, so another kind of loader saved it; "
+                    "pass ReaderState a loader of that kind"
                 )
 
 
@@ -83,29 +84,30 @@ def _may_be(position: int) -> bool:
 
 
 class Pipeline(Protocol[OutputCo]):
-    """What trains the next batch of an iterator, as TorchRec's train pipelines do."""
+    """An object that trains the next batch of an iterator, such as TorchRec's train pipelines."""
 
     def progress(self, dataloader_iter: Iterator[Any]) -> OutputCo:
-        """Train a batch; raises StopIteration when none is left."""
+        """Train a batch; raise ``StopIteration`` if none is left."""
         ...
 
 
 class ReaderState(Generic[Batch]):
-    """The position of this rank's data reader; a ``Stateful`` to be saved with the model.
+    """The position of this rank's data loader, as a ``Stateful`` to save together with the model.
 
-    Iterate over it in the reader's place, and report every batch that was trained, or let :meth:`train` do both. Saved
-    then is the position behind the last batch trained, whatever a pipeline has taken beyond it.
+    Iterate over this object instead of the loader, and report every trained batch with :meth:`trained`. Or let
+    :meth:`train` do both. The saved position is that after the last trained batch, even if a pipeline has taken more.
 
     Args:
-        loader: A loader with ``state_dict`` and ``load_state_dict``; or a function that returns the batches from a
-            position on, counted in batches; or any iterable, whose batches up to the position are skipped after a load.
-        reshard: Makes the state of a rank's reader from those of all ranks that saved: called with their states, this
-            rank, and how many ranks there are now. By default, a checkpoint of another number of ranks is refused.
+        loader: A loader with ``state_dict`` and ``load_state_dict``. Or a function that returns the batches that
+            follow the first ``n`` batches of a pass. Or any iterable: after a load, its first batches are skipped.
+        reshard: Makes the loader state of a rank from the states of all ranks that saved. It is called with their
+            states, this rank, and the current number of ranks. By default, a checkpoint that was saved by another
+            number of ranks is refused.
 
     Raises:
-        ConfigurationError: While iterating, if batches are handed out and none is reported as trained, or if a position
-            was loaded since the iteration began.
-        StateMismatchError: While loading, if the checkpoint is of another number of ranks and ``reshard`` is missing.
+        ConfigurationError: While iterating, if many batches were returned and none was reported as trained, or if a
+            position was loaded after the iteration began.
+        StateMismatchError: While loading, if another number of ranks saved the checkpoint and there is no ``reshard``.
     """
 
     def __init__(
@@ -123,7 +125,7 @@ class ReaderState(Generic[Batch]):
 
     @property
     def num_in_flight(self) -> int:
-        """Batches that were handed out and not trained yet."""
+        """Number of batches that were returned and are not trained yet."""
         return len(self._ahead)
 
     def __repr__(self) -> str:
@@ -136,7 +138,7 @@ class ReaderState(Generic[Batch]):
         for batch in self._loader:
             if len(self._ahead) >= _MAX_IN_FLIGHT:
                 raise ConfigurationError(
-                    f"{_MAX_IN_FLIGHT} batches were handed out, and none was reported as trained: call trained() after "
+                    f"{_MAX_IN_FLIGHT} batches were returned, and none was reported as trained; call trained() after "
                     "each step, or iterate over train(pipeline)"
                 )
             self._ahead.append(self._loader.state_dict())
@@ -144,11 +146,11 @@ class ReaderState(Generic[Batch]):
             self._check_loads(num_loads)
 
     def quota(self, num_batches: int) -> Iterator[Batch]:
-        """The next batches, and no more of them, so that a pipeline has none left in flight when they are trained.
+        """Yield at most the next ``num_batches`` batches, so that a pipeline holds none once these are trained.
 
-        This is how Check-N-Run's reader works for a checkpoint interval (section 4). The next quota goes on behind
-        this one; before it, ``TrainPipelineBase`` wants a ``reset()``. A quota with fewer batches, or none, is the last
-        of its pass, and the next quota begins another pass. After a load, the next quota begins where the load says.
+        Check-N-Run's reader works like this for each checkpoint interval (section 4). The next quota continues after
+        this one; ``TrainPipelineBase`` needs a ``reset()`` before it. A quota with fewer batches, or none, is the last
+        of its pass, and the next quota begins another pass. After a load, it begins at the loaded position.
         """
         if num_batches < 1:
             raise ConfigurationError(f"'num_batches' must be at least 1 (got {num_batches})")
@@ -165,20 +167,21 @@ class ReaderState(Generic[Batch]):
             yield batch
 
     def trained(self, num_batches: int = 1) -> None:
-        """So many batches more were trained, in the order in which they were handed out.
+        """Record that the next ``num_batches`` batches, in the order in which they were returned, were trained.
 
         Raises:
-            ConfigurationError: They were not handed out.
+            ConfigurationError: Fewer batches were returned.
         """
         if not 0 <= num_batches <= len(self._ahead):
             raise ConfigurationError(
-                f"{num_batches} batches cannot have been trained: {len(self._ahead)} were handed out since the last"
+                f"{num_batches} batches cannot have been trained: {len(self._ahead)} were returned since the last "
+                "report"
             )
         for _ in range(num_batches):
             self._trained = self._ahead.popleft()
 
     def train(self, pipeline: Pipeline[Output]) -> Iterator[Output]:
-        """Train all batches of a pass with a pipeline: what each step returns, once it is done and reported."""
+        """Train all batches of a pass with a pipeline, and report each. Yield the output of each step."""
         batches, num_loads = iter(self), self._num_loads
         while True:
             self._check_loads(num_loads)  # a pipeline may hold batches that it took before the load
@@ -190,34 +193,34 @@ class ReaderState(Generic[Batch]):
             yield output
 
     def state_dict(self) -> dict[str, bytes]:
-        """This rank's position, behind the last batch trained."""
+        """Return the position of this rank after the last trained batch."""
         stream = io.BytesIO()
         torch.save(self._loader.state_dict() if self._trained is None else self._trained, stream)
         return {ranked_name(*_own_place()): stream.getvalue()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on behind the last batch that had been trained when this was saved.
+        """Continue after the last batch that was trained when this state was saved.
 
         Raises:
-            StateMismatchError: It was saved by another number of ranks, and there is no ``reshard``; or by another kind
-                of loader.
-            DamagedError: It is no position that was saved.
+            StateMismatchError: Another number of ranks saved it, and there is no ``reshard``. Or another kind of loader
+                saved it.
+            DamagedError: It is not a saved position.
         """
         rank, world_size = _own_place()
         saved = state_dict[ranked_name(rank, world_size)]
         if isinstance(saved, bytes):
-            state = unpickled(saved, "the position of a reader")
+            state = unpickled(saved, "the data loader state")
         elif not isinstance(saved, list):
             raise DamagedError(
-                f"the position of a reader is no bytes, but {type(saved).__name__}; use another checkpoint"
+                f"the data loader state must be bytes (got {type(saved).__name__}); use another checkpoint"
             )
         elif self._reshard is None:
             raise StateMismatchError(
-                f"positions of readers were saved by {len(saved)} ranks, and there are {world_size} now: pass "
-                "ReaderState a 'reshard' that divides them, or load with as many ranks"
+                f"the data loader state was saved by {len(saved)} ranks, and there are {world_size} now; pass "
+                "ReaderState a 'reshard' that divides it, or load with as many ranks"
             )
         else:
-            positions = [unpickled(position, "the position of a reader") for position in saved]
+            positions = [unpickled(position, "the data loader state") for position in saved]
             state = self._reshard(positions, rank, world_size)
         self._loader.load_state_dict(state)
         self._passing = None
@@ -228,7 +231,7 @@ class ReaderState(Generic[Batch]):
     def _check_loads(self, num_loads: int) -> None:
         if self._num_loads != num_loads:
             raise ConfigurationError(
-                "a position was loaded after this iteration began, so its next batch would not follow that position: "
+                "a position was loaded after this iteration began, so its next batch would not follow that position; "
                 "leave the loop after a load and iterate again, with a pipeline that holds no earlier batches"
             )
 

@@ -1,4 +1,4 @@
-"""Restoring: the newest checkpoint that can be read, or a chosen one, on all ranks the same."""
+"""Restores: load the newest readable checkpoint, or a chosen one. All ranks load the same checkpoint."""
 
 import logging
 import os
@@ -29,11 +29,11 @@ from torchrec_cnr.tracking.tracked_tables import TrackedRows
 logger = logging.getLogger(__name__)
 
 NAME = re.compile(r"step-(\d{1,18})(?:-\d{1,9})?")
-_NUM_NAMED = 10  # steps in a message
+_NUM_NAMED = 10  # steps that a message lists
 
 
 def shared(value: Any, group: dist.ProcessGroup | None) -> Any:
-    """What rank 0 of a group has, on all its ranks; an error of ours is raised on all of them."""
+    """Return the value of the group's rank 0 on all its ranks. If the value is a ``CNRError``, raise it on all."""
     values = [value]
     if group is not None:
         dist.broadcast_object_list(values, src=dist.get_global_rank(group, 0), group=group)
@@ -42,7 +42,7 @@ def shared(value: Any, group: dist.ProcessGroup | None) -> Any:
             raise values[0]
         return values[0]
     finally:
-        del value, values  # an error would refer to itself
+        del value, values  # else an error would be in a reference cycle with its own traceback
 
 
 def restore_newest(
@@ -56,29 +56,29 @@ def restore_newest(
     progress: Progress | None = None,
     chosen: str | None = None,
 ) -> tuple[str, LoadReport] | None:
-    """Load the newest checkpoint under a root whose bytes are what was committed.
+    """Load the newest checkpoint under a root that is not corrupt.
 
-    A checkpoint that is damaged is passed over with a warning, and the one before is tried.
+    If a checkpoint is corrupt, log a warning, skip it, and try the previous one.
 
     Args:
-        root: A directory of checkpoints, path or fsspec URL.
-        state: As for ``dcp.load``.
-        tracker: The next save continues the lineage.
-        group: The ranks that load together; by default all of the default group, if there is one.
-        thread_count: Requests in flight at once.
-        row_log: The log that rows of deltas went to, if they did: ``KafkaRows``.
-        progress: Told how many of how many bytes of rows this rank has read.
+        root: A directory that contains checkpoints, as a path or fsspec URL.
+        state: The state as for ``dcp.load``.
+        tracker: A tracker, so that the next save can be a delta that is based on the loaded checkpoint.
+        group: The ranks that load together. By default, all ranks of the default process group, if there is one.
+        thread_count: Number of read requests in flight at the same time.
+        row_log: The Kafka topic that contains the rows of deltas, if they are not in files (``KafkaRows``).
+        progress: Called with the number of bytes of rows that this rank has read, and the total.
         chosen: Load this checkpoint and no other.
 
     Returns:
-        Path of what was loaded, and the report; None where there is no checkpoint.
+        The path of the loaded checkpoint and the report of the load; None if there is no checkpoint.
 
     Raises:
         DamagedError: There are checkpoints, but none can be read.
-        VersionError: The newest was written by a newer version.
+        VersionError: The newest checkpoint was written by a newer version of this library.
         StoreError: The root cannot be listed.
         CheckpointException: A load failed for another reason, such as a state that does not fit.
-        Exception: A ``load_state_dict`` of the state raised it. The next save is a baseline then.
+        Exception: A ``load_state_dict`` of the state raised it. The next save is then a baseline.
     """
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
@@ -93,9 +93,9 @@ def restore_newest(
             is_gone = all(isinstance(failure, DamagedError | CheckpointNotFoundError) for failure in failures)
             if chosen is not None or not is_gone:
                 raise
-            logger.warning("cannot restore from %s, the one before is tried: %s", path, failures[0])
+            logger.warning("cannot restore from %s, trying the previous checkpoint: %s", path, failures[0])
             passed_over.append(f"{path}: {failures[0]}")
-        except BaseException:  # of a Stateful, which takes what was loaded after the planner has come to its end
+        except BaseException:  # from a Stateful, whose load_state_dict DCP calls after the planner has finished
             if tracker is not None:
                 tracker.forget()
             raise
@@ -107,7 +107,7 @@ def restore_newest(
 
 
 def _candidates(root: str | os.PathLike[str], group: dist.ProcessGroup | None, row_log: RowLog | None) -> Iterator[str]:
-    """Paths of checkpoints, newest first: rank 0's view of them, on all ranks."""
+    """Yield the paths of checkpoints, newest first. Rank 0 lists them for all ranks."""
     found = newest_first(root, row_log)
     is_first = group is None or dist.get_rank(group) == 0
     while (path := shared(_next_path(found) if is_first else None, group)) is not None:
@@ -122,19 +122,22 @@ def _next_path(found: Iterator[Any]) -> str | CNRError | None:
 
 
 def step_of(path: str) -> int:
-    """The step that a checkpoint of a manager's was taken after.
+    """Return the step after which a manager took a checkpoint, from its name.
 
     Raises:
-        ConfigurationError: Its name does not tell.
+        ConfigurationError: The name is not one that a manager gives.
     """
     found = NAME.fullmatch(posixpath.basename(path))
     if found is None:
-        raise ConfigurationError(f"{path} is none of a manager's checkpoints, whose names are 'step-<n>'")
+        raise ConfigurationError(f"{path} is not a checkpoint of a manager; their names are 'step-<n>'")
     return int(found[1])
 
 
 def path_of_step(root: Store, step: int) -> str | CNRError:
-    """The checkpoint that was taken after a step, of several the newest that is not abandoned; errors for all ranks."""
+    """Return the path of the checkpoint that was taken after a step, or an error to raise on all ranks.
+
+    If there are several, it is the newest one that is not abandoned, or the newest if all are.
+    """
     try:
         found = [checkpoint for checkpoint in newest_first(root, with_abandoned=True) if _is_of(checkpoint, step)]
         names = root.names()
@@ -153,21 +156,24 @@ def _is_of(checkpoint: Checkpoint, step: int) -> bool:
 
 
 def names_behind(root: Store, step: int) -> frozenset[str] | CNRError:
-    """Checkpoints of later steps, which a restore has passed over or gone back from: their names are taken."""
+    """Return the names of committed checkpoints of later steps, or an error to raise on all ranks.
+
+    They are there if a restore skipped them or loaded an older one by name. New checkpoints need other names.
+    """
     try:
         later = [name for name in root.names() if (found := NAME.fullmatch(name)) and int(found[1]) > step]
         return frozenset(name for name in later if root.at(name).exists(MANIFEST_FILE))
-    except CNRError as error:  # for all ranks
+    except CNRError as error:
         return error
 
 
 @dataclass(frozen=True)
 class Return:
-    """A checkpoint that a job has gone back to.
+    """A checkpoint that a job has loaded by name, and from which it continues.
 
     Attributes:
-        path: Its URL.
-        created_ns: Time of its commit.
+        path: The URL of the checkpoint.
+        created_ns: The time of its commit, in nanoseconds since 1970.
     """
 
     path: str
@@ -175,9 +181,12 @@ class Return:
 
 
 def abandon_newer(root: Store, back_at: Return) -> CNRError | None:
-    """Record that a job goes on from a checkpoint, and not from what is newer; errors for all ranks.
+    """Mark the checkpoints as abandoned that are newer than the one from which a job continues.
 
-    The checkpoint may have been pruned since it was loaded: the next save is a baseline then.
+    The checkpoint may have been pruned since it was loaded. The next save is then a baseline.
+
+    Returns:
+        An error to raise on all ranks, or None.
     """
     is_own = _is_in(root, back_at.path)
     try:

@@ -1,8 +1,8 @@
-"""When a checkpoint is due: every so many steps, or every so many seconds, at the same step on all ranks.
+"""When a checkpoint is due: at multiples of a number of steps, or after a number of seconds, and on all ranks alike.
 
-Clocks of ranks differ, and asking all of them at every step would cost more than the answer is worth. So the
-coordinator says at which step to ask again: at half of the steps that it expects until the time is up, by the pace so
-far.
+The clocks of ranks differ, so the coordinator decides for all of them. A collective at every step would be too
+expensive. So the coordinator estimates, from the speed so far, how many steps are left until the checkpoint is due. It
+is asked again after half of them.
 """
 
 import time
@@ -14,12 +14,12 @@ from torchrec_cnr.arguments import check_count, check_secs
 
 @dataclass
 class Schedule:
-    """Whether a checkpoint is due.
+    """Decides whether a checkpoint is due.
 
     Attributes:
-        every_steps: Save at every multiple of this number.
-        every_secs: Save when so much time went by since the last save.
-        share: Gives all ranks the coordinator's number; called by all of them at the same steps.
+        every_steps: Save at every multiple of this number of steps.
+        every_secs: Save when this many seconds have passed since the last save.
+        share: Returns the coordinator's number on all ranks. All ranks call it at the same steps.
     """
 
     every_steps: int | None
@@ -36,7 +36,7 @@ class Schedule:
             check_secs("every_secs", self.every_secs)
 
     def __call__(self, step: int) -> bool:
-        """Whether to save after this step; to be called at every step, on all ranks."""
+        """Return whether to save after this step. All ranks must call it at every step."""
         if self.every_steps is None and self.every_secs is None:
             return True
         if self.every_steps is not None and step % self.every_steps == 0:
@@ -44,7 +44,7 @@ class Schedule:
         return self.every_secs is not None and self._is_time(step, self.every_secs)
 
     def saved(self, step: int) -> None:
-        """A checkpoint was taken."""
+        """Record that a checkpoint was taken."""
         self._saved_at, self._saved_step, self._ask_at = time.monotonic(), step, step + 1
 
     def _is_time(self, step: int, every_secs: float) -> bool:

@@ -1,4 +1,4 @@
-"""What all ranks of a save must have in common. The coordinator compares it before anything is written.
+"""The values that all ranks of a save must have in common. The coordinator compares it before anything is written.
 
 Each rank's plan carries a ``RankPlan`` to the coordinator. If ranks differ, the coordinator fails the save on all ranks
 and names the difference. These arguments of the writer may differ: ``thread_count``, ``pack_bytes``,
@@ -22,7 +22,7 @@ _MAX_TEXT = 300  # characters of a value in a message
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What a rank adds to DCP's plan, as its ``storage_data``.
+    """The data that a rank adds to DCP's plan, as its ``storage_data``.
 
     Attributes:
         checkpoint: URL of the checkpoint.

@@ -74,7 +74,7 @@ _Block = tuple[RowBlock, tuple[Blob, ...]]
 
 @dataclass(frozen=True)
 class Predecessor:
-    """What a save is based on.
+    """The checkpoint that a save is based on.
 
     Attributes:
         head: Row blocks of the latest checkpoint; None if there is none, or if it is not a delta of the same parent.

@@ -76,7 +76,7 @@ class RowTensor:
 
 @dataclass(frozen=True)
 class RankData:
-    """What a rank's plan reports to the coordinator.
+    """The report of a rank's plan to the coordinator.
 
     Attributes:
         is_tracked: Whether the rank's planner has a tracker.
@@ -109,7 +109,7 @@ class RankData:
 
 @dataclass(frozen=True)
 class Base:
-    """What a save will be based on.
+    """The checkpoint that a save will be based on.
 
     Attributes:
         since: What its rows were modified since.

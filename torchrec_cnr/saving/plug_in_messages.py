@@ -38,7 +38,7 @@ STAGED = "torchrec_cnr.staged"  # key of the ``StagedSave`` in a staged state di
 
 @dataclass(eq=False)
 class StagedSave:
-    """What an asynchronous save carries from its snapshot to the thread or process that saves.
+    """The state that an asynchronous save carries from its snapshot to the thread or process that saves.
 
     It is an entry of the staged state dict, and no checkpoint stores it.
 
@@ -230,7 +230,7 @@ _threads = threading.local()
 
 @dataclass(kw_only=True)
 class CNRStorageMeta(StorageMeta):
-    """What the writer sends the planner: the destinations of this save and of its rows. ``save_id`` is set."""
+    """The message of the writer to the planner: the destinations of this save and of its rows. ``save_id`` is set."""
 
     writing: WriterSave
     destination: RowDestination

@@ -34,7 +34,7 @@ _LOG_PACK_BYTES = 4 << 20  # small: sending overlaps with encoding as soon as th
 
 
 class Captured(Protocol):
-    """What a destination must know of a table's shard when the snapshot is taken, besides its modified rows.
+    """The facts that a destination must know of a table's shard when the snapshot is taken, besides its modified rows.
 
     The snapshot carries it to the sink. Nothing in between uses its content.
     """
@@ -140,7 +140,7 @@ class PackSink:
         self._located.append(partial(_located, kinds, parts))
 
     def throttle(self, cpu_share: float) -> None:
-        """From now on, pause so that encoding uses no more than this share of a core."""
+        """Pause from now on so that encoding uses no more than this share of a core."""
         for writer in self._writers:
             writer.pace = CpuThrottle(cpu_share)
 

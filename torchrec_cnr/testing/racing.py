@@ -31,7 +31,7 @@ _RACER = "import sys; sys.path[:] = {path!r}; from torchrec_cnr.testing.racing i
 
 
 def race(store: Store) -> None:
-    """If several processes create a file at once, one succeeds, the others get FileExistsError and change nothing."""
+    """Check that of several processes that create a file at once, one succeeds and the others change nothing."""
     store.put(_PROBE, [b"x"])
     with _racers(store) as racers:
         is_shared = all(_answers(racers, READY_SECS))

@@ -22,8 +22,8 @@ def test_inspect_tells_what_a_checkpoint_holds(run: Path) -> None:
     checkpoint = cnr.read_checkpoint(run / "step-3")
     assert text.splitlines()[0] == f"{run}/step-3  delta"
     for words in (
-        "stands on +step-1 ← step-2",
-        "restore +reads .* of 3 checkpoints",
+        "based on +step-1 ← step-2",
+        "restore +reads .* from 3 checkpoints",
         f"rows +{checkpoint.num_rows} of tables",
         "saved by +torchrec_cnr .* on 1 rank, policy Consecutive, after 0 restores",
         f"sha256 +{checkpoint.sha256}",
@@ -35,7 +35,7 @@ def test_inspect_tells_what_a_checkpoint_holds(run: Path) -> None:
         re.escape(checkpoint.manifest.packs[0].name),
     ):
         assert re.search(words, text), words
-    assert "stands on  nothing: a baseline" in cnr_text("inspect", run / "step-1")
+    assert "based on   no other checkpoint (baseline)" in cnr_text("inspect", run / "step-1")
 
 
 def test_inspect_tells_programs_the_same(run: Path) -> None:
@@ -100,7 +100,7 @@ def test_inspect_of_a_root_shows_its_newest(run: Path) -> None:
 def test_inspect_works_without_the_parent(run: Path, tmp_path: Path) -> None:
     """What is known of a checkpoint is shown, with what is wrong below it."""
     shutil.copytree(run / "step-3", tmp_path / "step-3")
-    assert re.search(r"stands on +.*its parent .*/step-2 is missing", cnr_text("inspect", tmp_path / "step-3"))
+    assert re.search(r"based on +.*its parent .*/step-2 is missing", cnr_text("inspect", tmp_path / "step-3"))
     document = cnr_json("inspect", tmp_path / "step-3")
     assert (document["lineage"], document["restore_bytes"]) == (None, None)
     assert "is missing" in document["lineage_problem"]

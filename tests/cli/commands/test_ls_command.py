@@ -106,8 +106,8 @@ def test_ls_tells_apart_what_is_no_checkpoint(run: Path, tmp_path: Path) -> None
     assert "not a complete manifest" in messages["damaged"]
     text = cnr_text("ls", root)
     for words in (
-        r"damaged +damaged +.*not a complete",
-        "newer +of a newer version",
+        r"damaged +corrupt +.*not a complete",
+        "newer +newer version",
         "unfinished +unfinished +1 file, 5 B",
     ):
         assert re.search(words, text)
@@ -118,7 +118,7 @@ def test_ls_tells_of_parents_that_are_not_here(run: Path, tmp_path: Path) -> Non
     shutil.copytree(run / "step-2", tmp_path / "step-2")
     shutil.copytree(run / "step-3", tmp_path / "step-3")
     lines = cnr_text("ls", tmp_path).splitlines()
-    assert re.search(r"^step-2 +delta of none here .* \? ", lines[1])
+    assert re.search(r"^step-2 +delta, parent missing .* \? ", lines[1])
     assert re.search(r"^step-3 +delta  .* \? ", lines[2])
     first, second = cnr_json("ls", tmp_path)["checkpoints"]
     assert (first["is_parent_here"], first["restore_bytes"]) == (False, None)

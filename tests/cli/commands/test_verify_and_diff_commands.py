@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 def test_verify_says_whether_all_is_right(run: Path, tmp_path: Path) -> None:
     """In words, in JSON, and by its exit status."""
-    assert re.fullmatch(r"✓ all right: 3 checkpoints, \d+ blobs, [\d.]+ KB\n", cnr_text("verify", run / "step-3"))
+    assert re.fullmatch(r"✓ no problems: 3 checkpoints, \d+ blobs, [\d.]+ KB\n", cnr_text("verify", run / "step-3"))
     assert "5 checkpoints" in cnr_text("verify", run, "--all", "--threads", "3")
     root = tmp_path / "run"
     shutil.copytree(run, root)
@@ -43,14 +43,14 @@ def test_diff_says_what_differs(run: Path) -> None:
     """By table, and of the rest what differs."""
     text = cnr_text("diff", run / "step-1", run / "step-3")
     lines = text.splitlines()
-    assert lines[:3] == [f"a  {run}/step-1", f"b  {run}/step-3", "b stands on a, with 2 deltas"]
+    assert lines[:3] == [f"a  {run}/step-1", f"b  {run}/step-3", "b is based on a, 2 deltas later"]
     found = {tensor.fqn: tensor for tensor in compare(run / "step-1", run / "step-3").tensors}
     bag = found["model.bag.weight"]
     assert re.search(rf"bag\.weight +40 +{bag.num_differing} +\d+\.\d% +{bag.num_stored} +[\d.]+ +[\d.]+ +[\d.]+", text)
     assert "objects that differ\nreader.position" in text
     assert cnr_text("diff", run / "step-3", run / "step-3").splitlines()[-1] == "no difference"
-    assert "both stand on" in cnr_text("diff", run / "step-3", run / "branch-3")
-    assert "a stands on b, with 2 deltas" in cnr_text("diff", run / "step-3", run / "step-1")
+    assert "a and b are both based on" in cnr_text("diff", run / "step-3", run / "branch-3")
+    assert "a is based on b, 2 deltas later" in cnr_text("diff", run / "step-3", run / "step-1")
 
 
 def test_diff_tells_programs_the_same(run: Path) -> None:

@@ -26,10 +26,10 @@ def test_compact_says_what_it_would_do(run: Path, tmp_path: Path) -> None:
     assert 0 < len(plan.victims) < len(plan.uses)
     lines = cnr_text("compact", run, "--dry-run").splitlines()
     assert lines == [
-        f"{run}/step-4: 4 checkpoints would become one",
-        f"rewritten: {len(plan.victims)} of {len(plan.uses)} files, {bytes_text(plan.moved_bytes)} copied",
-        f"a restore reads {plan.bytes_after / plan.live_bytes:.2f} times what it needs, "
-        f"before {plan.bytes_before / plan.live_bytes:.2f} times",
+        f"{run}/step-4: would merge 4 checkpoints into one",
+        f"rewritten: {len(plan.victims)} of {len(plan.uses)} files ({bytes_text(plan.moved_bytes)} copied)",
+        f"restore read amplification: {plan.bytes_before / plan.live_bytes:.2f}× → "
+        f"{plan.bytes_after / plan.live_bytes:.2f}×",
     ]
     assert cnr_json("compact", run, "--dry-run") == {
         "checkpoint": f"{run}/step-4",
@@ -70,11 +70,11 @@ def test_compact_does_what_it_said(run: Path) -> None:
 def test_compact_says_what_it_did(run: Path) -> None:
     """In text, too; and again, where less room is to be left than the first time."""
     lines = cnr_text("compact", run / "step-3", "--max-ratio", "99").splitlines()
-    assert lines[0] == f"{run}/step-3: 3 checkpoints became one"
-    assert lines[1] == "rewritten: 0 of 3 files, 0 B copied"
+    assert lines[0] == f"{run}/step-3: merged 3 checkpoints into one"
+    assert lines[1] == "rewritten: 0 of 3 files (0 B copied)"
     lines = cnr_text("compact", run / "step-3").splitlines()
     assert lines[0] == f"{run}/step-3: was compacted"
-    assert re.fullmatch(r"rewritten: [12] of 3 files, [\d.]+ KB copied", lines[1])
+    assert re.fullmatch(r"rewritten: [12] of 3 files \([\d.]+ KB copied\)", lines[1])
 
 
 def test_compact_since_an_ancestor(run: Path) -> None:

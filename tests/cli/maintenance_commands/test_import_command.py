@@ -95,7 +95,7 @@ def test_import_says_what_it_did(stock: dict[str, Any], tmp_path: Path) -> None:
         (["--bits", "5"], "--bits must be one of 2, 3, 4, 8, 32 (got 5)"),
         (["--bits", "-4"], "--bits must be one of 2, 3, 4, 8, 32 (got -4)"),
         (["--bits", "four"], "'--bits'"),
-        (["--table", "mine.*"], "--table says what is quantized, so that it needs --bits, too"),
+        (["--table", "mine.*"], "--table selects the tensors to quantize; also pass --bits 2, 3, 4 or 8"),
         (
             ["--bits", "4", "--table", "model.*"],
             f"nothing would be quantized: no tensor is named model.*; give patterns for its tables; its matrices are "

@@ -22,20 +22,23 @@ def test_prune_says_what_it_would_do(root: Root, tmp_path: Path) -> None:
     before = files_in(tmp_path)
     sizes = {name: bytes_in(Path(root.at(name))) for name in root.checkpoints}
     text = cnr_text("prune", root.url, "--last", 1, "--no-tagged")
-    assert re.match(r"keep the last\n", text)
-    goes = re.findall(r"goes +(\S+ \S+) +(\S+)", text)
+    assert re.match(r"keep the newest\n", text)
+    goes = re.findall(r"^remove +(\S+ \S+) +(\S+) *$", text, re.M)
     assert goes == [(bytes_text(sizes[name]), name) for name in ("b", "a-1", "a")]
-    assert re.search(rf"stays +{bytes_text(sizes['c'])} +c +needed by c-1", text)
-    assert re.search(rf"stays +{bytes_text(sizes['c-1'])} +c-1 +one of the last", text)
+    assert re.search(rf"keep +{bytes_text(sizes['c'])} +c +needed by c-1", text)
+    assert re.search(rf"keep +{bytes_text(sizes['c-1'])} +c-1 +newest", text)
     freed, left = sizes["a"] + sizes["a-1"] + sizes["b"], sizes["c"] + sizes["c-1"]
-    last = f"3 checkpoints would go, {bytes_text(freed)} be freed, {bytes_text(left)} be left; --execute does it"
+    last = (
+        f"Dry run: would remove 3 checkpoints, free {bytes_text(freed)} and keep {bytes_text(left)}. "
+        "Add --execute to remove them"
+    )
     assert text.splitlines()[-1] == last
 
     document = cnr_json("prune", root.url, "--last", 1, "--no-tagged")
     assert document == {
-        "keep": "the last",
+        "keep": "the newest",
         "goes": [{"name": name, "bytes": sizes[name]} for name in ("b", "a-1", "a")],
-        "stays": {"c": ["needed by c-1"], "c-1": ["one of the last"]},
+        "stays": {"c": ["needed by c-1"], "c-1": ["newest"]},
         "freed_bytes": freed,
         "left_bytes": left,
         "executed": False,
@@ -54,15 +57,15 @@ def test_prune_does_what_it_said(root: Root) -> None:
     assert sum(root.files().values()) == done["left_bytes"]
     root.assert_loads(["c", "c-1"])
     text = cnr_text("prune", root.url, "--last", 1, "--no-tagged", "--execute")
-    assert text.splitlines()[-1] == "✓ 0 checkpoints removed, 0 B freed"
+    assert text.splitlines()[-1] == "✓ removed 0 checkpoints, freed 0 B"
 
 
 def test_prune_says_what_it_did(root: Root) -> None:
     """In text, too."""
     text = cnr_text("prune", root.url, "--last", 1, "--execute")
     assert root.directories() == {"b", "c", "c-1"}
-    assert re.search(r"goes .* a-1 *\ngoes .* a *\nstays .* b +tagged 'release'", text)
-    assert re.match(r"✓ 2 checkpoints removed, [\d.]+ KB freed", text.splitlines()[-1])
+    assert re.search(r"remove .* a-1 *\nremove .* a *\nkeep .* b +tagged 'release'", text)
+    assert re.match(r"✓ removed 2 checkpoints, freed [\d.]+ KB", text.splitlines()[-1])
 
 
 @pytest.mark.parametrize(
@@ -118,9 +121,9 @@ def test_prune_leaves_alone_what_is_not_ours(root: Root) -> None:
     flip_middle(file)
     before = files_in(Path(root.url))
     text = cnr_text("prune", root.url, "--last", 1, "--execute")
-    assert re.search(r"stays .* notes +not recognised", text)
-    assert re.search(r"stays .* c +cannot be read: .*sha256", text)
-    assert re.search(r"stays .* a +.*c, which cannot be read, may need it", text)
+    assert re.search(r"keep .* notes +not recognised", text)
+    assert re.search(r"keep .* c +cannot be read: .*sha256", text)
+    assert re.search(r"keep .* a +.*c, which cannot be read, may need it", text)
     assert files_in(Path(root.url)) == before
 
 
@@ -133,7 +136,7 @@ def test_prune_leaves_alone_what_is_not_ours(root: Root) -> None:
         (["--last", "0", "--no-tagged"], 2, "nothing would be kept"),
         (["--best", ""], 2, "--best needs the name of a metric"),
         (["--best", "-"], 2, "--best needs the name of a metric"),
-        (["--best", "acu"], 2, "no checkpoint has the metric 'acu'; metrics that are there: 'auc', 'loss'"),
+        (["--best", "acu"], 2, "no checkpoint has the metric 'acu'; known metrics: 'auc', 'loss'"),
         (["--bets", "auc"], 2, "No such option: --bets"),
     ],
 )

@@ -27,7 +27,7 @@ def test_report_writes_a_page_of_the_facts(run: Path, tmp_path: Path) -> None:
     assert f"<bdi>{run}</bdi>" in first
     assert all(f"<bdi>{name}</bdi>" in first for name in NAMES)
     assert "1 baseline and 3 deltas; 4 are kept" in first
-    assert "lay here before" not in first
+    assert "stored here before" not in first
 
     cnr_text("compact", run)
     cnr_text("prune", run, "--last", 1, "--execute")
@@ -72,8 +72,8 @@ def test_report_tells_what_cannot_be_read(run: Path, tmp_path: Path) -> None:
     text = cnr_text("report", run, "-o", tmp_path / "page.html")
     assert text.endswith("3 events, 3 checkpoints kept, 1 that cannot be read\n")
     page = (tmp_path / "page.html").read_text()
-    assert "What cannot be read is not in this report: step-2." in page
-    assert "its parent is not here" in page
+    assert "Directories that cannot be read are not in this report: step-2." in page
+    assert "its parent is missing" in page
     assert cnr_json("report", run)["unreadable"] == ["step-2"]
 
 
@@ -86,9 +86,9 @@ def test_report_counts_packs_that_outlive_their_checkpoint(root: Root, tmp_path:
     assert document["left_bytes"] == left > 0
     cnr_text("report", root.url, "-o", tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
-    assert f"{bytes_text(left)} of checkpoints that were removed lie here still, in packs that others use." in page
+    assert f"{bytes_text(left)} of removed checkpoints remain, in data files that other checkpoints use." in page
     assert f"{bytes_text(sum(root.files().values()))}; at most" in page
-    assert "that no event removed" not in page
+    assert "have disappeared" not in page
 
 
 def test_report_of_an_empty_root_says_so(tmp_path: Path) -> None:
@@ -105,9 +105,9 @@ def test_report_replaces_nothing_but_pages(run: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"mine")
     (tmp_path / "empty").write_bytes(b"")
     for out, status, words in (
-        (tmp_path / "file", 2, "is there already, and no page"),
-        (run / "step-4" / "manifest.json", 2, "is there already, and no page"),
-        (tmp_path, 2, "is a directory; name a file in it"),
+        (tmp_path / "file", 2, "already exists and is not a report page"),
+        (run / "step-4" / "manifest.json", 2, "already exists and is not a report page"),
+        (tmp_path, 2, "is a directory; give the name of a file in it"),
         ("no-such-protocol://x", 2, "not a path or URL that fsspec can open"),
     ):
         before = files_in(tmp_path)

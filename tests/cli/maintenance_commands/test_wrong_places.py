@@ -139,5 +139,5 @@ def test_wrong_places_of_any_store_are_told(tmp_path: Path) -> None:
         runs.save_state(tmp_path / to, {"weight": torch.ones(3)})
         out = f"{home}/foreign/notes" if to == "torch" else f"{home}/foreign"
         assert "is there already" in refused(tmp_path, "export", tmp_path / to, out, "--to", to, status=2)
-    assert "no page" in cnr_result("report", tmp_path, "-o", f"{home}/foreign/notes").stderr
+    assert "not a report page" in cnr_result("report", tmp_path, "-o", f"{home}/foreign/notes").stderr
     assert fs.cat(f"{home}/foreign/notes") == b"mine"

@@ -256,7 +256,7 @@ def test_empty_root_is_told_kindly(browser: Browser, page_of: Callable[[int], Pa
     browser.open(page_of(0), width)
     text = browser.run("return document.body.innerText")
     assert "No checkpoints yet" in text
-    assert "shows what it took" in text
+    assert "this page shows what it wrote" in text
     assert browser.run("return document.querySelectorAll('svg, table, dl').length") == 0
 
 
@@ -287,9 +287,9 @@ def test_gaps_in_a_history_are_told(browser: Browser, tmp_path: Path) -> None:
     show(browser, tmp_path, run_of(2), 1_280)
     assert browser.run(script) == []
     show(browser, tmp_path, replace(run_of(2), kept=()), 1_280)
-    assert [line.partition(" are gone")[1] for line in browser.run(script)] == [" are gone"]
+    assert [line.partition(" have disappeared")[1] for line in browser.run(script)] == [" have disappeared"]
     show(browser, tmp_path, replace(run_of(2), events=run_of(2).events[1:]), 1_280)
-    assert browser.run(script) == ["178 GB lay here before the first event that is known."]
+    assert browser.run(script) == ["178 GB were stored here before the first known event."]
 
 
 HOSTILE = (

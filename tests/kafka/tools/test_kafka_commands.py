@@ -78,7 +78,7 @@ def test_every_command_knows_the_log(run: LoggedRun, tmp_path: Path, command: st
 @pytest.mark.long
 def test_the_newest_of_a_root_is_what_a_marker_says(run: LoggedRun, died: LoggedRun) -> None:
     """Commands that look for the newest see one that waits for its name."""
-    assert re.search("step-3 .*unfinished.*--kafka tells", cnr_text("ls", died.root))
+    assert re.search("step-3 .*unfinished.*pass --kafka to check", cnr_text("ls", died.root))
     assert json.loads(cnr_text("inspect", died.root, run.option, "--json"))["checkpoint_id"] == "step-3"
 
 
@@ -87,7 +87,7 @@ def test_the_newest_of_a_root_is_what_a_marker_says(run: LoggedRun, died: Logged
     [
         (["--kafka=nonsense"], "HOST:PORT/TOPIC"),
         (["--kafka=localhost:1/"], "HOST:PORT/TOPIC"),
-        (["-X", "a=b"], "no use without --kafka"),
+        (["-X", "a=b"], "need --kafka HOST:PORT/TOPIC"),
         (["--kafka=localhost:1/t", "-X", SECRET], "KEY=VALUE"),
         (["--kafka=localhost:1/t", "-F", "/nowhere"], "cannot be read"),
         (["--kafka=localhost:1/t", "-X", "no.such.setting=1"], "no.such.setting"),
@@ -107,7 +107,7 @@ def test_a_topic_that_is_not_there_is_not_made(run: LoggedRun, kafka: Broker) ->
     """Who mistypes a topic is told so, and finds no empty topic later."""
     result = cnr_result("ls", run.root, f"--kafka={kafka.bootstrap}/mistyped")
     assert result.exit_code == 2
-    assert "there is no topic 'mistyped'" in result.stderr
+    assert "lacks topic 'mistyped'" in result.stderr
     assert not {"mistyped", "mistyped-markers"} & set(kafka.admin().list_topics(timeout=30).topics)
 
 

@@ -319,7 +319,7 @@ def test_a_directory_that_cannot_be_written_is_pruned_later(open_folder: Path) -
     assert isinstance(result, PruneResult)
     assert set(result.removed) == {"b-0", "b-1"}
     assert "cannot remove" in result.failed["a-1"][0]
-    assert result.failed["a-0"] == ("needed by a-1, which stays",)
+    assert result.failed["a-0"] == ("needed by a-1, which is kept",)
     root.assert_loads(["a-0", "a-1", "c-0"])
     assert pruned_names(root.url) == ["b-0", "b-1"], "what is still there was not pruned"
     (open_folder / "job" / "a-1").chmod(0o755)

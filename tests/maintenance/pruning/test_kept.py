@@ -43,13 +43,13 @@ def test_reasons_are_told(root: Root) -> None:
     root.put("3b", "notes.txt")
     tag(root.at("1"), "release")
     plan = plan_prune(root.url, Keep(last=1), now_ns=now_ns)
-    lineage = "newest of its lineage, which saving may stand on"
+    lineage = "newest of its lineage, on which saving may be based"
     assert dict(plan.stays) == {
         "0": ("needed by 2b",),
         "1": ("tagged 'release'",),
         "2": ("needed by 2b",),
-        "2b": ("one of the last", lineage),
-        "3": ("baseline before a compaction, which saving may stand on",),
+        "2b": ("newest", lineage),
+        "3": ("baseline before a compaction, on which saving may be based",),
         "3b": ("not recognised: notes.txt",),
         "4": (lineage,),
         "5": ("leased (a load, until 14:00 UTC)", lineage),
@@ -61,9 +61,9 @@ def test_reasons_are_told(root: Root) -> None:
     assert plan.freed_bytes == sum(plan.removals[0].entry.files[name] for name in plan.removals[0].files) > 0
     text = str(plan)
     assert f"3b: delta of 2026-11-20 12:00:00 UTC, {bytes_text(plan.freed_bytes)}" in text
-    assert "stays  5: leased (a load, until 14:00 UTC); newest of its lineage, which saving may stand on" in text
+    assert "keep    5: leased (a load, until 14:00 UTC); newest of its lineage, on which saving may be based" in text
     assert text.endswith(
-        f"1 checkpoint to remove, {bytes_text(plan.freed_bytes)} to free, {bytes_text(plan.left_bytes)} left"
+        f"removes 1 checkpoint, frees {bytes_text(plan.freed_bytes)}, keeps {bytes_text(plan.left_bytes)}"
     )
 
 
@@ -71,13 +71,13 @@ def test_names_do_not_forge_the_text(tmp_path: Path) -> None:
     """Line breaks and escapes in names of files and directories are shown as escapes."""
     root = Root(tmp_path)
     hourly(root, 2)
-    hostile = "x\n  goes   everything\x1b[2J"
+    hostile = "x\n  remove  everything\x1b[2J"
     os.makedirs(tmp_path / hostile)
     (tmp_path / hostile / "file\n").touch()
     os.makedirs(os.fsencode(tmp_path) + b"/not\xffutf8")
     text = str(plan_prune(root.url, Keep(last=1)))
     assert "\x1b" not in text
-    assert "  stays  x\\n  goes   everything\\x1b[2J: not recognised" in text
+    assert "  keep    x\\n  remove  everything\\x1b[2J: not recognised" in text
     text.encode()
 
 
@@ -136,7 +136,7 @@ def test_packs_that_what_cannot_be_read_may_use_stay(tmp_path: Path) -> None:
     root.save("2", time.time_ns() + 9 * DAY_NS)
     root.save("3", time.time_ns() + 10 * DAY_NS)
     plan = plan_prune(root.url, Keep(last=1))
-    assert plan.stays["0"] == ("a checkpoint that cannot be read may need its packs",)
+    assert plan.stays["0"] == ("a checkpoint that cannot be read may need its data files",)
     assert execute(plan).removed == ("2",)
     (tmp_path / "1" / MANIFEST_FILE).write_bytes(good)
     root.assert_loads(["1", "3"])
@@ -153,14 +153,14 @@ def test_what_cannot_be_loaded_stays_and_is_not_counted(root: Root) -> None:
     num_bytes = root.checkpoints["1"].stored[0][0].pack.num_bytes
     plan = plan_prune(root.url, Keep(last=1))
     assert {name: reasons[0] for name, reasons in plan.stays.items()} == {
-        "0": "one of the last",
-        "1": f"cannot be loaded: its pack 1/{pack} has 5 bytes, expected {num_bytes}",
+        "0": "newest",
+        "1": f"cannot be loaded: its data file 1/{pack} has 5 bytes, expected {num_bytes}",
         "3": "cannot be loaded: its parent 2 is missing",
         "4": "cannot be loaded: its parent 3 cannot be loaded",
         "5": "cannot be loaded: its parent 1 cannot be loaded",
     }
     root.store.at("1").remove(pack)
-    assert plan_prune(root.url, Keep(last=1)).stays["1"][0] == f"cannot be loaded: its pack 1/{pack} is missing"
+    assert plan_prune(root.url, Keep(last=1)).stays["1"][0] == f"cannot be loaded: its data file 1/{pack} is missing"
     root.save("2", NOON_NS + 2)
     assert plan_prune(root.url, Keep(last=1)).stays["3"][0] == "cannot be loaded: its parent 2 was replaced"
 
@@ -170,7 +170,7 @@ def test_parents_elsewhere_may_be_there(root: Root) -> None:
     root.save("../other/0", NOON_NS)
     root.save("1", NOON_NS + 1, "../other/0", range(3))
     plan = plan_prune(root.url, Keep(last=1))
-    assert plan.stays["1"] == ("one of the last",)
+    assert plan.stays["1"] == ("newest",)
     root.assert_loads(["1"])
     root.save("2", NOON_NS + 2)
     prune(root, Keep(last=1))
@@ -192,7 +192,7 @@ def test_links_and_what_they_lead_to_stay(tmp_path: Path) -> None:
         "1": "linked as best",
         "2": "needed by 3",
         "3": "a link",
-        "5": "one of the last",
+        "5": "newest",
         "best": "a link",
     }
     assert execute(plan).removed == ("4",)

@@ -27,7 +27,7 @@ def test_last_is_by_time_of_commit(root: Root) -> None:
     assert kept(plan_prune(root.url, Keep(last=1))) == {"c"}
     assert kept(plan_prune(root.url, Keep(last=2))) == {"a", "c"}
     assert kept(plan_prune(root.url, Keep(last=9))) == {"a", "b", "c"}
-    assert plan_prune(root.url, Keep(last=2)).stays["a"] == ("one of the last 2",)
+    assert plan_prune(root.url, Keep(last=2)).stays["a"] == ("one of the newest 2",)
 
 
 def test_daily_is_the_newest_of_each_day(root: Root) -> None:
@@ -74,14 +74,14 @@ def test_tagged_ones_stay(root: Root) -> None:
 @pytest.mark.parametrize(
     ("keep", "text"),
     [
-        (Keep(), "the last 3, those that are tagged"),
-        (Keep(last=1, tagged=False), "the last"),
-        (Keep(last=0, daily=7), "the newest of each of the last 7 days that have one, those that are tagged"),
+        (Keep(), "the newest 3, those with a tag"),
+        (Keep(last=1, tagged=False), "the newest"),
+        (Keep(last=0, daily=7), "the newest of each of the last 7 days that have one, those with a tag"),
         (
             Keep(daily="all", best=Best("auc", 2), tagged=False),
-            "the last 3, the newest of each day, the best 2 by auc (largest)",
+            "the newest 3, the newest of each day, the best 2 by auc (largest)",
         ),
-        (Keep(last=0, best=Best("loss", largest=False)), "the best by loss (smallest), those that are tagged"),
+        (Keep(last=0, best=Best("loss", largest=False)), "the best by loss (smallest), those with a tag"),
     ],
 )
 def test_rules_describe_themselves(keep: Keep, text: str) -> None:
@@ -119,7 +119,7 @@ def test_rules_that_want_nothing_are_refused(root: Root, keep: Keep) -> None:
     assert plan_prune(root.url, keep).is_empty, "nothing to keep, nothing to remove"
     hourly(root, 2)
     write_metrics(root.at("0"), {"auc": 0.5})
-    with pytest.raises(ConfigurationError, match=r"none of 2 checkpoints would be kept.*metrics that are there: 'auc'"):
+    with pytest.raises(ConfigurationError, match=r"none of 2 checkpoints would be kept.*known metrics: 'auc'"):
         plan_prune(root.url, keep)
 
 

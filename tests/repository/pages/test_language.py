@@ -31,12 +31,12 @@ whoever
 
 # What is left to be rewritten; these numbers only fall.
 MAX_FINDINGS = {
-    "torchrec_cnr": 584,
+    "torchrec_cnr": 175,
     "docs": 90,
-    "examples": 23,
+    "examples": 0,
     "README.md": 7,
     "CONTRIBUTING.md": 7,
-    "CHANGELOG.md": 4,
+    "CHANGELOG.md": 0,
 }
 
 

@@ -154,7 +154,7 @@ def _save_while_busy(rank: int, root: str, when_busy: Any) -> tuple[list[int | N
     [
         ("wait", ["saved", "saved"], 4),
         ("skip", [None, "saved"], 3),
-        ("fail", ["step 3: the save before is still under way; its rows are in it, others in the next", "saved"], 3),
+        ("fail", ["step 3: the previous save is still running; a later save includes all rows", "saved"], 3),
     ],
 )
 def test_what_becomes_of_a_save_while_another_is_under_way(

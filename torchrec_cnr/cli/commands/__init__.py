@@ -5,7 +5,7 @@
 - ``latest``: prints the newest checkpoint of a root.
 - ``verify``: reads a whole checkpoint chain and reports every corrupt byte.
 - ``diff``: shows what differs between two checkpoints.
-- ``prune``: removes the checkpoints that need not be kept.
+- ``prune``: removes the checkpoints that retention rules do not keep.
 - ``tag``: two commands, ``cnr tag`` and ``cnr untag``: names that keep a checkpoint from being pruned.
 - ``compact``: merges a checkpoint chain into one checkpoint.
 - ``export``: two commands, ``cnr export`` and ``cnr import``: to plain files, and from DCP's own format.

@@ -1,4 +1,4 @@
-"""``cnr compact``: fold a lineage into one checkpoint."""
+"""``cnr compact``: merge a checkpoint chain into one checkpoint."""
 
 from typing import Annotated
 
@@ -18,27 +18,28 @@ from torchrec_cnr.storage.leases import leased
 def compact(
     path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint; or a root, for its newest checkpoint.")],
     since: Annotated[
-        str | None, typer.Option("--since", metavar="PATH", help="Fold only what lies above this ancestor.")
+        str | None, typer.Option("--since", metavar="PATH", help="Merge only checkpoints newer than this ancestor.")
     ] = None,
     max_ratio: Annotated[
-        float, typer.Option("--max-ratio", min=1, help="What a restore may read, of what it needs.")
+        float, typer.Option("--max-ratio", min=1, help="Bytes a restore may read, per byte that it needs.")
     ] = MAX_RATIO,
     self_contained: Annotated[
         bool,
-        typer.Option("--self-contained", help="Copy all that lies in other checkpoints' directories, or in Kafka."),
+        typer.Option("--self-contained", help="Copy all rows from other directories and Kafka."),
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be done.")] = False,
     threads: Threads = 2,
     kafka: Kafka = None,
     kafka_settings: KafkaSettings = None,
     kafka_file: KafkaFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Fold a lineage into one checkpoint.
+    """Merge a checkpoint chain into one checkpoint.
 
-    Training may go on meanwhile. The checkpoint gets a new manifest that needs no parent; deltas on top of it find
-    that. Files that are worth keeping are kept, rows of others are copied without being decoded. Nothing is removed:
-    cnr prune does that.
+    The checkpoint gets a new manifest that needs no parent. Deltas that are based on it use the new manifest. Files
+    that contain few overwritten rows remain in use. The rows of other files are copied without decoding.
+
+    You may run this while a job is training and saving. It removes nothing; use cnr prune for that.
 
     Examples:
 
@@ -85,9 +86,9 @@ def _print(plan: CompactionPlan, dry_run: bool) -> None:
     if len(plan.run) == 1:
         done = "would be compacted" if dry_run else "was compacted"
     else:
-        done = f"{count_text(len(plan.run), 'checkpoint')} {'would become' if dry_run else 'became'} one"
+        done = f"{'would merge' if dry_run else 'merged'} {count_text(len(plan.run), 'checkpoint')} into one"
     console.print(f"{name_text(plan.newest.store.url)}: {done}")
     files, moved = f"{len(plan.victims):,} of {count_text(len(plan.uses), 'file')}", bytes_text(plan.moved_bytes)
-    console.print(f"rewritten: {files}, {moved} copied")
+    console.print(f"rewritten: {files} ({moved} copied)")
     before, after = ratio_text(plan.bytes_before / live_bytes), ratio_text(plan.bytes_after / live_bytes)
-    console.print(f"a restore reads {after} times what it needs, before {before} times")
+    console.print(f"restore read amplification: {before}× → {after}×")

@@ -1,4 +1,4 @@
-"""``cnr diff``: what differs between two checkpoints."""
+"""``cnr diff``: show what differs between two checkpoints."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -41,9 +41,10 @@ def diff(
 ) -> None:
     """Show what differs between two checkpoints.
 
-    Rows are compared bit for bit, each checkpoint as its whole lineage has it. How far a row moved is |b - a| / |a|, by
-    Euclidean norms: mean, median and maximum are those of the rows that differ, but for rows of norm 0 in A, and rows
-    with NaN or infinity, which are counted apart. "stored" are the rows in the deltas from A to B.
+    Rows are compared bit for bit, as a load of each checkpoint would return them. The distance of a row is |b - a| /
+    |a|, with Euclidean norms. Mean, median and maximum are over the rows that differ. Rows whose norm in A is 0, and
+    rows with NaN or infinity, have no distance and are counted separately. "stored" is the number of rows in the
+    deltas from A to B.
 
     Examples:
 
@@ -89,14 +90,14 @@ def _print(console: Console, found: Comparison, everything: bool) -> None:
 
 def _relation(found: Comparison) -> str:
     if found.common is None:
-        return "they have no checkpoint in common"
+        return "a and b are based on no common checkpoint"
     if found.num_own_a and found.num_own_b:
-        return f"both stand on {found.common}"
+        return f"a and b are both based on {found.common}"
     if found.num_own_a:
-        return f"a stands on b, with {count_text(found.num_own_a, 'delta')}"
+        return f"a is based on b, {count_text(found.num_own_a, 'delta')} later"
     if found.num_own_b:
-        return f"b stands on a, with {count_text(found.num_own_b, 'delta')}"
-    return "one and the same checkpoint"
+        return f"b is based on a, {count_text(found.num_own_b, 'delta')} later"
+    return "a and b are the same checkpoint"
 
 
 def _print_tensors(
@@ -122,7 +123,7 @@ def _print_tensors(
 
 
 def _print_apart(console: Console, found: Comparison) -> None:
-    """Rows that differ and have no distance."""
+    """Print how many of the rows that differ have no distance."""
     num_from_zero = sum(tensor.movement.num_from_zero for tensor in found.tensors)
     num_not_finite = sum(tensor.movement.num_not_finite for tensor in found.tensors)
     parts = []
@@ -131,12 +132,12 @@ def _print_apart(console: Console, found: Comparison) -> None:
     if num_not_finite:
         parts.append(f"{count_text(num_not_finite, 'row')} with NaN or infinity")
     if parts:
-        console.print(Text(f"not among the distances: {', '.join(parts)}", "dim"))
+        console.print(Text(f"no distance: {', '.join(parts)}", "dim"))
 
 
 def _print_names(console: Console, found: Comparison) -> None:
     if found.reshaped:
-        console.print(heading("of another size or dtype"))
+        console.print(heading("different size or dtype"))
         table = grid("tensor", ">a", ">b")
         for tensor in found.reshaped:
             old, new = f"{tensor.dtype_a} {list(tensor.size_a)}", f"{tensor.dtype_b} {list(tensor.size_b)}"

@@ -1,4 +1,4 @@
-"""``cnr export`` and ``cnr import``: ways out, and in."""
+"""``cnr export`` and ``cnr import``: write plain files, and make a baseline from a plain DCP checkpoint."""
 
 from typing import Annotated, Literal
 
@@ -23,17 +23,17 @@ _SCHEMES: dict[int, Quantization] = {
 
 def export(
     path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint; or a root, for its newest checkpoint.")],
-    out: Annotated[str, typer.Argument(metavar="OUT", help="Where to: a directory that is not there, or a file.")],
-    to: Annotated[Literal["dcp", "safetensors", "torch"], typer.Option("--to", help="The format.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="The new directory or file to write.")],
+    to: Annotated[Literal["dcp", "safetensors", "torch"], typer.Option("--to", help="The format of the files.")],
     threads: Threads = 2,
     kafka: Kafka = None,
     kafka_settings: KafkaSettings = None,
     kafka_file: KafkaFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a checkpoint as plain files of full precision.
+    """Write a checkpoint as plain files in full precision.
 
-    They load without this package.
+    You can load them without this package, with dcp.load, torch.load or safetensors.
 
     Examples:
 
@@ -54,19 +54,20 @@ def export(
 
 
 def import_(
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A checkpoint that dcp.save wrote by itself.")],
-    path: Annotated[str, typer.Argument(metavar="PATH", help="Where to: the new checkpoint's directory.")],
-    bits: Annotated[int, typer.Option("--bits", help="Of tables: 2, 3, 4, 8, or 32 for exact values.")] = 32,
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A plain DCP checkpoint.")],
+    path: Annotated[str, typer.Argument(metavar="PATH", help="The directory of the new checkpoint.")],
+    bits: Annotated[int, typer.Option("--bits", help="Bits per value of tables: 2, 3, 4, 8, or 32 (exact).")] = 32,
     tables: Annotated[
         list[str] | None,
-        typer.Option("--table", metavar="PATTERN", help="Quantize tensors of such names, not those TorchRec gives."),
+        typer.Option("--table", metavar="PATTERN", help="Quantize the tensors with these names. May be repeated."),
     ] = None,
     threads: Threads = 2,
     as_json: AsJson = False,
 ) -> None:
-    """Make a baseline of a stock DCP checkpoint.
+    """Make a baseline from a plain DCP checkpoint.
 
-    Tables are known by the names that TorchRec gives them, or by patterns (--table, which may be given several times).
+    Tables are recognised by the names that TorchRec gives them. If yours have other names, pass --table with a name or
+    pattern, as often as needed.
 
     Examples:
 
@@ -77,7 +78,7 @@ def import_(
     if bits not in _SCHEMES:
         raise ConfigurationError(f"--bits must be one of {', '.join(map(str, _SCHEMES))} (got {bits})")
     if tables and isinstance(_SCHEMES[bits], NoQuantization):
-        raise ConfigurationError("--table says what is quantized, so that it needs --bits, too")
+        raise ConfigurationError("--table selects the tensors to quantize; also pass --bits 2, 3, 4 or 8")
     quantization = dict.fromkeys(tables, _SCHEMES[bits]) if tables else _SCHEMES[bits]
     with progress_bar("importing", not as_json) as report:
         checkpoint = import_checkpoint(source, path, quantization=quantization, thread_count=threads, progress=report)

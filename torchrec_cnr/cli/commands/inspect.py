@@ -1,4 +1,4 @@
-"""``cnr inspect``: what one checkpoint holds, as its manifest tells."""
+"""``cnr inspect``: show what one checkpoint contains, from its manifest."""
 
 import dataclasses
 from typing import Annotated, Any
@@ -24,10 +24,10 @@ def inspect(
     kafka_file: KafkaFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what one checkpoint holds.
+    """Show what one checkpoint contains.
 
-    Only manifests are read. Bytes of a tensor are those of its rows and of their numbers in this checkpoint; the share
-    is that of all that it stores.
+    Only manifests are read. The bytes of a tensor are those of its rows and row numbers in this checkpoint. The share
+    is relative to all bytes that the checkpoint stores.
 
     Examples:
 
@@ -43,7 +43,7 @@ def inspect(
 
 
 def _lineage(checkpoint: Checkpoint) -> tuple[Lineage | None, str | None]:
-    """What it stands on, or why that cannot be said."""
+    """Return the checkpoint chain, or the reason why it cannot be read."""
     try:
         return read_lineage(checkpoint.store), None
     except LoadError as error:

@@ -6,7 +6,7 @@ checkpoint, which continues the chain. If the newest has no child yet, all of th
 
     step-10
     step-20
-    ├─ step-30     was left, when the job went back to step-20
+    ├─ step-30     abandoned when the job was restored from step-20
     │  step-40
     step-35
     step-45
@@ -40,9 +40,9 @@ class Line:
     """A checkpoint in the drawing.
 
     Attributes:
-        name: The checkpoint's.
-        guide: What stands before it.
-        root: The checkpoint that its tree begins with.
+        name: The name of the checkpoint.
+        guide: The characters before the name, which draw the tree.
+        root: The name of the first checkpoint of its tree.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Line:
 
 
 def draw(catalog: Catalog) -> list[Line]:
-    """All checkpoints, tree by tree; the newest comes last."""
+    """Return the lines of all checkpoints, tree by tree, with the newest one last."""
     children: dict[str | None, list[str]] = {}
     parents = {name: catalog.parent(checkpoint) for name, checkpoint in catalog.checkpoints.items()}
     for name, parent in parents.items():
@@ -63,7 +63,11 @@ def draw(catalog: Catalog) -> list[Line]:
 
 
 def _newest_above(parents: Mapping[str, str | None]) -> dict[str, int]:
-    """For each checkpoint, the number of the newest that stands on it, or its own; ``parents`` are oldest first."""
+    """Return, for each checkpoint, the number of the newest one that is based on it, or its own.
+
+    Args:
+        parents: The parent of each checkpoint, oldest first.
+    """
     newest = {name: number for number, name in enumerate(parents)}
     for name, parent in reversed(list(parents.items())):
         if parent is not None:
@@ -72,7 +76,7 @@ def _newest_above(parents: Mapping[str, str | None]) -> dict[str, int]:
 
 
 def _tree(root: str, children: Mapping[str | None, Sequence[str]]) -> Iterator[Line]:
-    waiting = [(root, "", "")]  # what comes next last: a name, what stands before it, and before all that follows it
+    waiting = [(root, "", "")]  # a stack of: name, guide before it, guide before the checkpoints based on it
     while waiting:
         name, guide, indent = waiting.pop()
         yield Line(name, guide, root)
@@ -88,16 +92,16 @@ def _tree(root: str, children: Mapping[str | None, Sequence[str]]) -> Iterator[L
 
 @dataclass(frozen=True)
 class Gap:
-    """Checkpoints that are left out of a drawing."""
+    """Consecutive checkpoints that a drawing does not show."""
 
     names: tuple[str, ...]
 
 
 def visible(lines: Sequence[Line], shown: Collection[str]) -> Iterator[Line | Gap | None]:
-    """What is left of a drawing if only some checkpoints are shown, and the beginning of each of their trees.
+    """Yield the visible part of a drawing: some checkpoints, and the beginning of each of their trees.
 
     Yields:
-        Lines, gaps, and None where a blank line sets trees apart.
+        Lines, gaps, and None for a blank line between trees.
     """
     roots = {line.root for line in lines if line.name in shown}
     sizes = Counter(line.root for line in lines)
@@ -120,26 +124,26 @@ def visible(lines: Sequence[Line], shown: Collection[str]) -> Iterator[Line | Ga
 
 EntryState = Literal["damaged", "newer", "unreadable", "pruned", "unfinished", "empty", "foreign"]
 
-_LINES = 40  # what fits on a screen
+_LINES = 40  # fit on a screen
 _MEANINGS: Mapping[EntryState, str] = {
-    "damaged": "damaged",
-    "newer": "of a newer version",
+    "damaged": "corrupt",
+    "newer": "newer version",
     "unreadable": "unreadable",
     "pruned": "pruned",
     "unfinished": "unfinished",
     "empty": "empty",
-    "foreign": "no checkpoint",
+    "foreign": "not a checkpoint",
 }
 _NOTES: Mapping[EntryState, str] = {
     "pruned": "; compacted checkpoints use them, or the next prune removes them",
-    "unfinished": "; a save that died, or is not done yet",
+    "unfinished": "; from a save that failed or is still running",
 }
 
 
 def ls(
-    root: Annotated[str, typer.Argument(metavar="ROOT", help="A directory of checkpoints, path or URL.")],
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="A directory of checkpoints, as a path or URL.")],
     last: Annotated[
-        int | None, typer.Option("--last", min=1, help="Only the newest N checkpoints.", metavar="N")
+        int | None, typer.Option("--last", min=1, help="Show only the newest N checkpoints.", metavar="N")
     ] = None,
     everything: Everything = False,
     kafka: Kafka = None,
@@ -147,10 +151,11 @@ def ls(
     kafka_file: KafkaFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the checkpoints under a root, and what stands on what.
+    """List the checkpoints under a root, and their parents.
 
-    A chain of deltas goes straight down; where two stand on one checkpoint, a branch begins. "restore" is what a load
-    of this checkpoint reads, with all that it stands on. Long lists show their newest part.
+    Each checkpoint is based on the one above it. If several are based on one checkpoint, branches begin there. The
+    column "restore" shows how many bytes a load reads, from the checkpoint and all that it is based on. If there are
+    more than 40 checkpoints, only the newest are shown.
 
     Examples:
 
@@ -215,7 +220,7 @@ def _others(catalog: Catalog) -> list[Entry]:
 
 
 def _state(entry: Entry, catalog: Catalog) -> EntryState:
-    """Why a directory is no checkpoint."""
+    """Return why a directory is not a checkpoint."""
     if isinstance(entry.problem, DamagedError):
         return "damaged"
     if isinstance(entry.problem, VersionError):
@@ -246,7 +251,7 @@ def _print(console: Console, catalog: Catalog, shown: set[str]) -> None:
             table.add_row(
                 name_cell(entry.name), Text(_MEANINGS[state], "red" if is_bad else "yellow"), _why(entry, state)
             )
-        console.print(Text("\nalso here", "bold"))
+        console.print(Text("\nother directories", "bold"))
         console.print(table)
 
 
@@ -256,7 +261,7 @@ def _why(entry: Entry, state: EntryState) -> Text:
     size = f"{count_text(len(entry.files), 'file')}, {bytes_text(entry.num_bytes)}" if entry.files else ""
     note = _NOTES.get(state, "")
     if entry.store.row_log is None and any(map(is_uncommitted, entry.files)):
-        note = "; a marker in Kafka may have committed it: --kafka tells"
+        note = "; may be committed in Kafka: pass --kafka to check"
     return Text(size + note, "dim")
 
 
@@ -277,7 +282,7 @@ def _summary(catalog: Catalog) -> Text:
 
 
 def _in_logs(checkpoints: Iterable[Checkpoint]) -> str:
-    """What they need of logs; a pack that several need counts once."""
+    """Return how many bytes in Kafka the checkpoints need, as text. Data that several of them need counts once."""
     packs = {pack.log: pack for checkpoint in checkpoints for pack in checkpoint.manifest.packs if pack.log is not None}
     return f" and {bytes_text(sum(pack.num_bytes for pack in packs.values()))} in Kafka" if packs else ""
 
@@ -316,13 +321,13 @@ def _table(catalog: Catalog, lines: Sequence[Line | Gap | None]) -> Table:
 
 
 def _kind(catalog: Catalog, name: str) -> Text:
-    """What the save wrote, and what has become of it."""
+    """Return the kind of checkpoint that the save wrote, and what has happened to it since."""
     checkpoint = catalog.checkpoints[name]
     kind, elsewhere = checkpoint.committed.kind, needed_of_other_roots(checkpoint.manifest)
     flags = ["compacted"] * checkpoint.is_compacted + ["abandoned"] * catalog.entries[name].is_abandoned
     if elsewhere:
-        flags.append(f"on other roots: {name_text(', '.join(elsewhere))}")
+        flags.append(f"needs other roots: {name_text(', '.join(elsewhere))}")
     elif checkpoint.parent is not None and catalog.parent(checkpoint) is None:
-        return Text("delta of none here", "red")
+        return Text("delta, parent missing", "red")
     text = Text(kind, "green" if kind == "baseline" else "")
     return text.append(f", {', '.join(flags)}", "cyan") if flags else text

@@ -1,4 +1,4 @@
-"""``cnr prune``: remove the checkpoints that are not to be kept."""
+"""``cnr prune``: remove the checkpoints that need not be kept."""
 
 from typing import Annotated
 
@@ -16,28 +16,29 @@ from torchrec_cnr.maintenance.pruning.retention import Best, Keep
 
 
 def prune(
-    root: Annotated[str, typer.Argument(metavar="ROOT", help="A directory of checkpoints, path or URL.")],
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="A directory of checkpoints, as a path or URL.")],
     last: Annotated[int, typer.Option("--last", min=0, metavar="N", help="Keep the newest N checkpoints.")] = 3,
     daily: Annotated[
-        int, typer.Option("--daily", min=0, metavar="N", help="Keep the newest of each of the last N days.")
+        int, typer.Option("--daily", min=0, metavar="N", help="Keep the newest checkpoint of each of the last N days.")
     ] = 0,
     metric: Annotated[
-        str | None, typer.Option("--best", metavar="METRIC", help="Keep the best by a metric; -METRIC: the smallest.")
+        str | None,
+        typer.Option("--best", metavar="METRIC", help="Keep the one with the largest METRIC; -METRIC: the smallest."),
     ] = None,
-    tagged: Annotated[bool, typer.Option(help="Keep those that have a tag.")] = True,
-    execute: Annotated[bool, typer.Option("--execute", help="Do it. Without, only say what would be done.")] = False,
+    tagged: Annotated[bool, typer.Option(help="Keep the checkpoints that have a tag.")] = True,
+    execute: Annotated[bool, typer.Option("--execute", help="Remove them. By default, only print the plan.")] = False,
     kafka: Kafka = None,
     kafka_settings: KafkaSettings = None,
     kafka_file: KafkaFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Remove the checkpoints that are not to be kept.
+    """Remove the checkpoints that need not be kept.
 
-    What a kept checkpoint needs stays, and so does what is being saved, loaded or compacted, what cannot be read, and
-    what is not recognised. Without --execute nothing is removed.
+    This is a dry run unless you pass --execute. It also keeps everything that a kept checkpoint needs, that is being
+    saved, loaded or compacted, that cannot be read, or that is not recognised.
 
-    Rows in Kafka stay there as long as the topic keeps them. With --kafka it is known what a job has committed that
-    died right then; without, that stays.
+    Rows in Kafka are not removed; the topic's own settings decide. A job may have died right after a commit to Kafka.
+    With --kafka, such a checkpoint is recognised as committed. Without it, its files are kept in any case.
 
     Examples:
 
@@ -73,12 +74,12 @@ def _best(metric: str | None) -> Best | None:
 
 
 def _check_metric(catalog: Catalog, best: Best | None) -> None:
-    """A metric whose name is spelled wrong would not keep what it was to keep."""
+    """Refuse a metric that no checkpoint has: if its name is misspelled, the best checkpoint would be removed."""
     known = {metric for entry in catalog.entries.values() for metric in entry.metrics}
     if best is not None and best.metric not in known and catalog.checkpoints:
         there = ", ".join(map(repr, sorted(known))) or "none"
         raise ConfigurationError(
-            f"{catalog.root.url}: no checkpoint has the metric {best.metric!r}; metrics that are there: {there}"
+            f"{catalog.root.url}: no checkpoint has the metric {best.metric!r}; known metrics: {there}"
         )
 
 
@@ -99,18 +100,19 @@ def _print(plan: PrunePlan, result: PruneResult | None) -> None:
     console.print(Text.assemble("keep ", (str(plan.keep), "bold")))
     lines = bare_grid("what", "size", "name", "why")
     for removal in plan.removals:
-        why = "" if removal.pruned is not None else "files that nothing needs"
-        lines.add_row(Text("goes", "red"), bytes_text(removal.num_bytes), name_cell(removal.entry.name), why)
+        why = "" if removal.pruned is not None else "files that no checkpoint needs"
+        lines.add_row(Text("remove", "red"), bytes_text(removal.num_bytes), name_cell(removal.entry.name), why)
     for directory, reasons in plan.stays.items():
         size = bytes_text(plan.catalog.entries[directory].num_bytes) if directory in plan.catalog.entries else ""
-        lines.add_row(Text("stays", "green"), size, name_cell(directory), name_cell("; ".join(reasons)))
+        lines.add_row(Text("keep", "green"), size, name_cell(directory), name_cell("; ".join(reasons)))
     console.print(lines)
     if result is None:
         gone, freed = count_text(len(plan.pruned), "checkpoint"), bytes_text(plan.freed_bytes)
-        console.print(f"{gone} would go, {freed} be freed, {bytes_text(plan.left_bytes)} be left; --execute does it")
+        left = bytes_text(plan.left_bytes)
+        console.print(f"Dry run: would remove {gone}, free {freed} and keep {left}. Add --execute to remove them")
         return
     for directory, reasons in result.failed.items():
         told = name_cell("; ".join(reasons))
         console.print(Text.assemble(("not removed: ", "bold red"), name_cell(directory), "  ", told))
     gone, freed = count_text(len(result.removed), "checkpoint"), bytes_text(result.freed_bytes)
-    console.print(Text.assemble(("✓ ", "bold green"), f"{gone} removed, {freed} freed"))
+    console.print(Text.assemble(("✓ ", "bold green"), f"removed {gone}, freed {freed}"))

@@ -1,4 +1,4 @@
-"""``cnr report``: a page that shows what a run has written, kept and read."""
+"""``cnr report``: write a page that plots what a run has written, kept and read."""
 
 import posixpath
 from dataclasses import asdict
@@ -17,19 +17,19 @@ from torchrec_cnr.storage.store import Store
 
 
 def report(
-    root: Annotated[str, typer.Argument(metavar="ROOT", help="A directory of checkpoints, path or URL.")],
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="A directory of checkpoints, as a path or URL.")],
     out: Annotated[
-        str, typer.Option("--out", "-o", metavar="FILE", help="Where the page goes, path or URL; replaces a page.")
+        str, typer.Option("--out", "-o", metavar="FILE", help="Path or URL of the page; an old page is replaced.")
     ] = "report.html",
     kafka: Kafka = None,
     kafka_settings: KafkaSettings = None,
     kafka_file: KafkaFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Draw what a run has written, kept and read.
+    """Plot what a run has written, kept and read.
 
-    One HTML page. Checkpoints that were pruned are in it as well. With --json, the history is printed, and no page is
-    written.
+    The result is one HTML page. It includes checkpoints that were pruned. With --json, the history is printed and no
+    page is written.
 
     Examples:
 
@@ -57,9 +57,9 @@ def report(
 
 
 def _check_out(place: Store) -> None:
-    """A page is drawn again and again. Nothing else is replaced by one."""
+    """Refuse a place that contains something other than an older page."""
     if place.is_directory():
-        raise ConfigurationError(f"{place.url} is a directory; name a file in it")
+        raise ConfigurationError(f"{place.url} is a directory; give the name of a file in it")
     directory, name = place.at(".."), posixpath.basename(place.path)
     if directory.exists(name) and not BEGINNING.startswith(directory.read(name, 0, len(BEGINNING))):
-        raise ConfigurationError(f"{place.url} is there already, and no page; choose another name")
+        raise ConfigurationError(f"{place.url} already exists and is not a report page; choose another name")

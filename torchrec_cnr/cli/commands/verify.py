@@ -1,4 +1,4 @@
-"""``cnr verify``: whether everything is as it was committed."""
+"""``cnr verify``: check whether a checkpoint chain is as it was committed."""
 
 import dataclasses
 from itertools import groupby
@@ -16,17 +16,17 @@ from torchrec_cnr.maintenance.verification.verify import verify as verify_checkp
 
 def verify(
     path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint; or a root, for its newest checkpoint.")],
-    all_heads: Annotated[bool, typer.Option("--all", help="Of a root, verify every checkpoint.")] = False,
+    all_heads: Annotated[bool, typer.Option("--all", help="Verify all checkpoints of a root.")] = False,
     threads: Threads = 2,
     kafka: Kafka = None,
     kafka_settings: KafkaSettings = None,
     kafka_file: KafkaFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Read a whole lineage, and check every byte of it.
+    """Check every byte of a checkpoint chain.
 
-    All manifests, pack headers and blobs are compared with their digests, also of the checkpoints that this one stands
-    on, and every row is decoded. All that is wrong is listed. The exit status is 0 only if nothing is.
+    For the checkpoint and all that it is based on, this compares manifests and data files with their digests, and
+    decodes every row. It lists everything that is wrong. The exit status is 0 only if nothing is wrong.
 
     Examples:
 
@@ -56,6 +56,6 @@ def _print(found: VerifyReport) -> None:
     num_checkpoints, num_blobs = count_text(len(found.checkpoints), "checkpoint"), count_text(found.num_blobs, "blob")
     extent = f"{num_checkpoints}, {num_blobs}, {bytes_text(found.num_bytes)}"
     if found.is_right:
-        console.print(Text.assemble(("✓ all right: ", "bold green"), extent))
+        console.print(Text.assemble(("✓ no problems: ", "bold green"), extent))
     else:
         console.print(Text.assemble(("\n" + count_text(len(found.problems), "problem"), "bold red"), f" in {extent}"))

@@ -1,4 +1,4 @@
-"""What a report says about a run in words: its totals, and a sentence or two under each plot."""
+"""The text of a report: the totals of a run, and a sentence or two below each plot."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,19 +21,19 @@ from torchrec_cnr.maintenance.run_history import EventKind, KeptCheckpoint, RunH
 
 _Size = TypeVar("_Size", int, float)
 
-_NUM_NAMED = 5  # directories in a note
+_NUM_NAMED = 5  # directories that a note lists
 
 _MEANINGS: Mapping[EventKind, tuple[str, str]] = {
     "baseline": ("Baselines", "saved with every row"),
     "delta": ("Deltas", "saved with the rows that were modified since their parent"),
-    "compaction": ("Compactions", "a checkpoint and all it stands on, written as one baseline"),
-    "prune": ("Prunes", "checkpoints removed that were not to be kept"),
+    "compaction": ("Compactions", "merged a checkpoint and all that it is based on into one baseline"),
+    "prune": ("Prunes", "removed the checkpoints that need not be kept"),
 }
 
 
 @dataclass(frozen=True)
 class Total:
-    """A number that matters: what it counts, the number, and what it means."""
+    """A number at the top of the page: what it counts, its value, and a note that explains it."""
 
     what: str
     value: str
@@ -41,7 +41,7 @@ class Total:
 
 
 def span(history: RunHistory) -> str:
-    """From when to when."""
+    """Return the time from the first to the last event, as a sentence."""
     times = [event.at_ns for event in history.events] or [kept.created_ns for kept in history.kept]
     first, last = min(times), max(times)
     if first == last:
@@ -50,7 +50,7 @@ def span(history: RunHistory) -> str:
 
 
 def totals(history: RunHistory) -> tuple[Total, ...]:
-    """What a reader wants to know first."""
+    """Return the numbers at the top of the page."""
     return (_num_saved(history), _written(history), _capacity(history), _newest_restore(history))
 
 
@@ -62,23 +62,23 @@ def _num_saved(history: RunHistory) -> Total:
 
 
 def _kinds(kinds: Sequence[str]) -> str:
-    """How many of each kind."""
+    """Return how many there are of each kind, as text."""
     return " and ".join(count_text(len(list(group)), kind) for kind, group in groupby(sorted(kinds))) or "none"
 
 
 def _written(history: RunHistory) -> Total:
-    included = ", compactions included" if history.of_kind("compaction") else ""
-    in_log = f"; {bytes_text(history.log_bytes)} of it to a log" if history.log_bytes else ""
+    included = ", including compactions" if history.of_kind("compaction") else ""
+    in_log = f"; {bytes_text(history.log_bytes)} of it to Kafka" if history.log_bytes else ""
     return Total("Written", bytes_text(_all_bytes(history)), f"{_comparison(history)}{included}{in_log}")
 
 
 def _all_bytes(history: RunHistory) -> int:
-    """Written to files and to a log."""
+    """Return the bytes written to files and to Kafka."""
     return history.written_bytes + history.log_bytes
 
 
 def _comparison(history: RunHistory) -> str:
-    """Bytes written, against those of full checkpoints each time."""
+    """Return a comparison of the bytes written with those of a full checkpoint at each save, as text."""
     num, full, written = len(history.saves), history.full_bytes, _all_bytes(history)
     if not num or not written:
         return "no save is known"
@@ -92,7 +92,7 @@ def _comparison(history: RunHistory) -> str:
 def _capacity(history: RunHistory) -> Total:
     highest, model_bytes = history.highest, history.model_bytes
     if highest is None or model_bytes is None:
-        return Total("Capacity now", bytes_text(history.kept_bytes), "no event is known")
+        return Total("Capacity now", bytes_text(history.kept_bytes), "no events are known")
     most = max(highest.peak_models, history.kept_bytes / model_bytes)
     value = models_text(history.kept_bytes / model_bytes)
     return Total("Capacity now", value, f"{bytes_text(history.kept_bytes)}; at most {models_text(most)}")
@@ -104,7 +104,7 @@ def _newest_restore(history: RunHistory) -> Total:
         return Total(what, "–", "no checkpoint is kept")
     newest = history.newest_first[0]
     if newest.restore_bytes is None:
-        return Total(what, "–", "its parent is not here")
+        return Total(what, "–", "its parent is missing")
     models, size = history.restore_models_of(newest), bytes_text(newest.restore_bytes)
     if models is None:
         return Total(what, size, "read by a load")
@@ -112,7 +112,7 @@ def _newest_restore(history: RunHistory) -> Total:
 
 
 def on_written(history: RunHistory) -> str:
-    """The sizes of what was written."""
+    """Return the caption of the plot of bytes written."""
     parts = []
     for kind in ("baseline", "delta", "compaction"):
         sizes = [event.all_bytes for event in history.of_kind(kind)]
@@ -122,7 +122,7 @@ def on_written(history: RunHistory) -> str:
 
 
 def on_cumulative(history: RunHistory) -> str:
-    """What it comes to, and compactions' part."""
+    """Return the caption of the plot of bytes written so far."""
     compacted = sum(event.written_bytes for event in history.of_kind("compaction"))
     share = share_text(compacted / _all_bytes(history)) if compacted else "none"
     of_compactions = f" Compactions wrote {bytes_text(compacted)} of it, {share}." if compacted else ""
@@ -130,30 +130,30 @@ def on_cumulative(history: RunHistory) -> str:
 
 
 def on_capacity(history: RunHistory) -> str:
-    """When most lay there."""
+    """Return the caption of the plot of capacity."""
     highest = history.highest
     if highest is None:
         return ""
     freed = sum(event.freed_bytes for event in history.events)
-    removed = f" {bytes_text(freed)} were removed." if freed else " Nothing was removed."
+    removed = f" Prunes removed {bytes_text(freed)}." if freed else " Nothing was removed."
     return f"At most {models_text(highest.peak_models)}, first at {instant_text(highest.at_ns)}.{removed}"
 
 
 def on_modified(history: RunHistory) -> str:
-    """How much of the tables deltas held."""
+    """Return the caption of the plot of modified rows."""
     shares = [event.modified_share for event in history.of_kind("delta") if event.modified_share is not None]
     return f"{count_text(len(shares), 'delta')}: {_spread(shares, share_text)} of all rows of the tables."
 
 
 def on_restores(history: RunHistory) -> str:
-    """How dear restores were."""
+    """Return the caption of the plot of restores."""
     models = [event.restore_models for event in history.events if event.restore_models is not None]
     within = sum(value <= GOAL_MODELS for value in models)
     return f"Read by a load: {_spread(models, models_text)}. {within:,} of {len(models):,} are within {GOAL_MODELS}."
 
 
 def _spread(values: Sequence[_Size], text: Callable[[_Size], str]) -> str:
-    """The median (of two values the lower) and the greatest, or the only one."""
+    """Return the median (the lower of the two middle values) and the maximum, as text; or the only value."""
     middle, most = text(median_low(values)), text(max(values))
     if len(set(values)) == 1:
         return f"{most} each" if len(values) > 1 else most
@@ -161,34 +161,34 @@ def _spread(values: Sequence[_Size], text: Callable[[_Size], str]) -> str:
 
 
 def on_older(older: Sequence[KeptCheckpoint]) -> str:
-    """The checkpoints that a table has no lines for."""
+    """Return a summary of the checkpoints that the table does not show."""
     size = bytes_text(sum(kept.num_bytes for kept in older))
     return f"And {len(older):,} older: {_kinds([kept.kind for kept in older])}, {size} together."
 
 
 def notes(history: RunHistory) -> tuple[str, ...]:
-    """What the events do not tell."""
+    """Return notes about everything that the events do not account for."""
     found = []
     if history.unreadable:
         which = ", ".join(map(name_text, history.unreadable[:_NUM_NAMED]))
         more = f" and {len(history.unreadable) - _NUM_NAMED} more" if len(history.unreadable) > _NUM_NAMED else ""
-        found.append(f"What cannot be read is not in this report: {which}{more}.")
+        found.append(f"Directories that cannot be read are not in this report: {which}{more}.")
     if history.log_bytes:
-        found.append(f"{bytes_text(history.log_bytes)} of rows went to a log; capacity is that of files alone.")
+        found.append(f"{bytes_text(history.log_bytes)} of rows were written to Kafka; capacity counts only files.")
     if history.left_bytes:
         left = bytes_text(history.left_bytes)
-        found.append(f"{left} of checkpoints that were removed lie here still, in packs that others use.")
+        found.append(f"{left} of removed checkpoints remain, in data files that other checkpoints use.")
     if history.opening_bytes and history.events:
-        found.append(f"{bytes_text(history.opening_bytes)} lay here before the first event that is known.")
+        found.append(f"{bytes_text(history.opening_bytes)} were stored here before the first known event.")
     if history.vanished_bytes:
         gone = bytes_text(history.vanished_bytes)
-        found.append(f"{gone} are gone that no event removed; the plot of capacity has them to its end.")
+        found.append(f"{gone} have disappeared without an event; the plot of capacity still includes them.")
     return tuple(found)
 
 
 @dataclass(frozen=True)
 class KindTotals:
-    """All events of a kind together, as text; ``meaning`` says what the kind is."""
+    """The totals of all events of one kind, as text; ``meaning`` explains the kind."""
 
     name: str
     meaning: str
@@ -198,7 +198,7 @@ class KindTotals:
 
 
 def totals_by_kind(history: RunHistory) -> tuple[KindTotals, ...]:
-    """What was done, by kind."""
+    """Return the totals of each kind of event."""
     lines = []
     for kind, (name, meaning) in _MEANINGS.items():
         events = history.of_kind(kind)

@@ -1,7 +1,7 @@
 """The report of a run's checkpoints: one HTML file that needs no network, no script and no other file.
 
-Words come from ``findings``, plots from ``plots``; the template in ``templates`` puts them in their places and escapes
-them. A content security policy in the page forbids whatever is not in it.
+The template in ``templates`` combines the text from ``findings`` with the plots from ``plots``, and escapes the text. A
+content security policy in the page forbids everything that is not in the file.
 """
 
 from collections.abc import Callable
@@ -16,13 +16,13 @@ from torchrec_cnr.cli.report.svg import PALETTE, inline_svg
 from torchrec_cnr.human_text import bytes_text, instant_text, models_text, name_text
 from torchrec_cnr.maintenance.run_history import KeptCheckpoint, RunHistory
 
-MAX_LINES = 50  # of the table of kept checkpoints
-BEGINNING = b"<!DOCTYPE html>"  # of a page
+MAX_LINES = 50  # in the table of kept checkpoints
+BEGINNING = b"<!DOCTYPE html>"  # every page begins with this, which identifies older pages
 
 
 @dataclass(frozen=True)
 class _Plot:
-    """A plot of the page: ``text`` under it, or ``absence`` in its place."""
+    """A plot of the page, with ``text`` as its caption. ``absence`` is shown instead if there is nothing to plot."""
 
     name: str
     title: str
@@ -39,7 +39,7 @@ _PLOTS = (
         plots.draw_written,
         findings.on_written,
         lambda history: all(event.kind == "prune" for event in history.events),
-        "Nothing was written yet.",
+        "Nothing has been written yet.",
     ),
     _Plot(
         "cumulative",
@@ -47,7 +47,7 @@ _PLOTS = (
         plots.draw_cumulative,
         findings.on_cumulative,
         lambda history: all(event.kind == "prune" for event in history.events),
-        "Nothing was written yet.",
+        "Nothing has been written yet.",
     ),
     _Plot(
         "capacity",
@@ -55,7 +55,7 @@ _PLOTS = (
         plots.draw_capacity,
         findings.on_capacity,
         lambda history: not history.events,
-        "No event is known.",
+        "No events are known.",
     ),
     _Plot(
         "restores",
@@ -63,7 +63,7 @@ _PLOTS = (
         plots.draw_restores,
         findings.on_restores,
         lambda history: all(event.restore_bytes is None for event in history.events),
-        "What a load reads is not known of any checkpoint.",
+        "The bytes that a load reads are unknown for all checkpoints.",
     ),
     _Plot(
         "modified",
@@ -71,13 +71,13 @@ _PLOTS = (
         plots.draw_modified,
         findings.on_modified,
         lambda history: all(event.modified_share is None for event in history.of_kind("delta")),
-        "There is no delta yet. Each will show which part of the rows it stores.",
+        "There are no deltas yet. This plot will show the share of rows that each of them stores.",
     ),
 )
 
 
 def render(history: RunHistory) -> str:
-    """The report as the text of an HTML file, to be written as UTF-8; the same history gives the same text."""
+    """Return the report as the text of an HTML file in UTF-8. The same history always gives the same text."""
     newest, older = history.newest_first[:MAX_LINES], history.newest_first[MAX_LINES:]
     is_empty = not history.events and not history.kept
     environment = Environment(
@@ -103,7 +103,7 @@ def render(history: RunHistory) -> str:
 
 
 def _panel(plot: _Plot, history: RunHistory) -> dict[str, str | None]:
-    """A plot as the template takes it; ``svg`` is None where there is nothing to draw."""
+    """Return the values of a plot for the template; ``svg`` is None if there is nothing to draw."""
     if plot.is_empty(history):
         return {"name": plot.name, "title": plot.title, "text": plot.absence, "svg": None}
     text = plot.text(history)
@@ -112,7 +112,7 @@ def _panel(plot: _Plot, history: RunHistory) -> dict[str, str | None]:
 
 
 def _line(checkpoint: KeptCheckpoint, restore_models: float | None) -> dict[str, str | None]:
-    """A kept checkpoint as the template takes it."""
+    """Return the values of a kept checkpoint for the template."""
     restore = "–" if checkpoint.restore_bytes is None else bytes_text(checkpoint.restore_bytes)
     return {
         "name": name_text(checkpoint.name),

@@ -1,10 +1,10 @@
-"""The plots of a run's history. Each is 480 wide, so that it can be read on a phone and in one of two columns.
+"""The plots of a run's history. Each is 480 units wide, so that it is readable on a phone and in a two-column layout.
 
-Plots by checkpoint number the checkpoints that the job saved, from 1 on; a compaction is drawn between the checkpoint
-that it followed and the next. No name of the store appears in a plot.
+Plots by checkpoint number the checkpoints that the job saved, beginning with 1. A compaction is drawn between the
+checkpoint after which it ran and the next one. Plots contain no names from the store.
 
-A line of many points is thinned: in each column of the picture only the first, last, lowest and highest point are kept
-(M4 aggregation, Jugel et al., VLDB 2014). So a plot stays small however long a run was, and no extreme is lost.
+A line of many points is thinned: each pixel column keeps only its first, last, lowest and highest point (M4
+aggregation, Jugel et al., VLDB 2014). So the size of a plot does not grow with the run, and no extreme is lost.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,15 +27,15 @@ from torchrec_cnr.maintenance.run_history import Event, EventKind, RunHistory
 
 
 def thin(xs: NDArray[np.float64], ys: NDArray[np.float64], num_columns: int) -> NDArray[np.intp]:
-    """Which points to draw: all, where they are few, else at most four in each column.
+    """Return which points of a line to draw: all if they are few, otherwise at most four in each column.
 
     Args:
-        xs: [N], not decreasing.
-        ys: [N].
-        num_columns: Into which the span of ``xs`` is divided.
+        xs: float64 [N], the horizontal coordinates, not decreasing.
+        ys: float64 [N], the vertical coordinates.
+        num_columns: The number of columns into which the span of ``xs`` is divided.
 
     Returns:
-        Indices of points, strictly increasing.
+        The indices of the points, strictly increasing.
     """
     if len(xs) <= 4 * num_columns:
         return np.arange(len(xs))
@@ -44,7 +44,7 @@ def thin(xs: NDArray[np.float64], ys: NDArray[np.float64], num_columns: int) -> 
     columns = np.minimum(columns, num_columns - 1)
     starts = np.flatnonzero(np.diff(columns, prepend=-1))
     ends = np.append(starts[1:], len(xs)) - 1
-    by_height = np.lexsort((ys, columns))  # columns stay where they are, and begin with their lowest point
+    by_height = np.lexsort((ys, columns))  # sorts within each column, so its lowest point is first, its highest last
     return np.unique(np.concatenate((starts, ends, by_height[starts], by_height[ends])))
 
 
@@ -54,7 +54,7 @@ _NUM_TICKS = 6
 
 @contextmanager
 def plot_axes(unit: str) -> Iterator[tuple[Figure, Axes]]:
-    """A figure of one plot, with what its vertical axis counts."""
+    """Yield a figure of one plot, and its axes. ``unit`` is the label of the vertical axis."""
     with page_style():
         figure = Figure(figsize=_SIZE, dpi=72, layout="constrained")
         axes = figure.subplots()
@@ -65,7 +65,7 @@ def plot_axes(unit: str) -> Iterator[tuple[Figure, Axes]]:
 
 
 def number_checkpoints(axes: Axes, num_saves: int) -> None:
-    """The axis of checkpoints, with whole numbers from the first to the last."""
+    """Set up the horizontal axis of checkpoints, with whole numbers from the first to the last."""
     last = max(num_saves, 1)
     room = 0.5 + 0.01 * last
     axes.set_xlim(1 - room, last + room)
@@ -76,8 +76,11 @@ def number_checkpoints(axes: Axes, num_saves: int) -> None:
 
 
 def date_axis(axes: Axes) -> None:
-    """An axis of time, in days since 1970: a tick has what changes, what does not stands at the right."""
-    locator = AutoDateLocator(tz=UTC, minticks=2, maxticks=5)  # with 3 it would know no interval for 50 hours
+    """Set up the horizontal axis of time, in days since 1970.
+
+    A tick shows the parts of a date that change. The parts that do not change are shown once, at the right end.
+    """
+    locator = AutoDateLocator(tz=UTC, minticks=2, maxticks=5)  # with 3, matplotlib finds no interval for 50 hours
     form = ConciseDateFormatter(
         locator,
         tz=UTC,
@@ -91,7 +94,7 @@ def date_axis(axes: Axes) -> None:
 
 
 def add_legend(figure: Figure) -> None:
-    """Above the plot; marks have one size there, however small they are in the plot."""
+    """Add a legend above the plot. Its markers have a fixed size, however small they are in the plot."""
     legend = figure.legend(loc="outside upper left", ncols=5, handlelength=1.6, columnspacing=1.2, borderaxespad=0)
     for handle in legend.legend_handles:
         if isinstance(handle, Line2D) and handle.get_linestyle() == "None":
@@ -100,20 +103,20 @@ def add_legend(figure: Figure) -> None:
 
 Floats = NDArray[np.float64]
 
-GOAL_MODELS = 1.2  # what a restore should read at most
-_NUM_COLUMNS = 400  # about as many as the axes are wide
-_MAX_STEMS = 200  # that can be told apart
-_MIN_NS = 10 * 10**9  # of an axis of time: in less, ticks would need parts of a second
+GOAL_MODELS = 1.2  # a restore should read at most this multiple of a full checkpoint
+_NUM_COLUMNS = 400  # about the width of the axes in units
+_MAX_STEMS = 200  # more cannot be distinguished
+_MIN_NS = 10 * 10**9  # the span of the time axis: a shorter one would need fractions of a second
 
 
 @dataclass(frozen=True)
 class _Look:
-    """How events of a kind are told from others, also without colours.
+    """How events of one kind are drawn, so that they can be distinguished even without colours.
 
     Attributes:
-        kind: Of event; its colour has the same name.
-        marker: Its shape.
-        sizes: Of the marker, from least to greatest: the more there are, the smaller.
+        kind: The kind of event; its colour has the same name.
+        marker: The shape of the marker.
+        sizes: The smallest and the largest size of the marker. The more events there are, the smaller it is.
     """
 
     kind: EventKind
@@ -126,7 +129,7 @@ class _Look:
 
 
 class _Marks(NamedTuple):
-    """What was drawn of a kind; what has a greater ``order`` is drawn above."""
+    """The markers that were drawn for one kind of event. Markers with a greater ``order`` are drawn above others."""
 
     look: _Look
     places: Floats
@@ -137,12 +140,12 @@ class _Marks(NamedTuple):
 _LOOKS = (
     _Look("baseline", "s", (2.2, 5.5)),
     _Look("delta", "o", (2.2, 5.0)),
-    _Look("compaction", "^", (5.0, 7.0)),  # as high as baselines, it would hide behind them
+    _Look("compaction", "^", (5.0, 7.0)),  # larger than baselines of the same height, which would cover it
 )
 
 
 def draw_written(history: RunHistory) -> Figure:
-    """Bytes that each checkpoint and each compaction wrote."""
+    """Draw the bytes that each checkpoint and each compaction wrote."""
     unit, one = bytes_unit(max(event.all_bytes for event in history.events))
     with plot_axes(f"{unit} written") as (figure, axes):
         _draw_amounts(axes, history, lambda event: event.all_bytes / one)
@@ -152,7 +155,7 @@ def draw_written(history: RunHistory) -> Figure:
 
 
 def draw_cumulative(history: RunHistory) -> Figure:
-    """Bytes written so far, by kind, one on top of the other, and what full checkpoints would have come to."""
+    """Draw the bytes written so far, stacked by kind, and the total if each checkpoint had been a full one."""
     placed = [(0.0, None), *_placed(history)]
     places = np.array([place for place, _ in placed])
     full = _sums([event.model_bytes if event and event.is_save else 0 for _, event in placed])
@@ -180,7 +183,10 @@ def draw_cumulative(history: RunHistory) -> Figure:
 
 
 def draw_capacity(history: RunHistory) -> Figure:
-    """What lay under the root, in models, over time. What an event wrote before it removed shows as a spike."""
+    """Draw the bytes stored under the root over time, as multiples of a full checkpoint.
+
+    An event that wrote files before it removed others shows as a spike.
+    """
     levels = [
         (at.at_ns, num_bytes / at.model_bytes)
         for at in history.capacities
@@ -207,7 +213,7 @@ def draw_capacity(history: RunHistory) -> Figure:
 
 
 def draw_modified(history: RunHistory) -> Figure:
-    """Rows that each delta stores, in percent of all rows of the tables."""
+    """Draw the rows that each delta stores, in percent of all rows of the tables."""
     with plot_axes("% of rows") as (figure, axes):
         _draw_amounts(axes, history, lambda event: None if event.modified_share is None else 100 * event.modified_share)
         number_checkpoints(axes, len(history.saves))
@@ -216,7 +222,7 @@ def draw_modified(history: RunHistory) -> Figure:
 
 
 def draw_restores(history: RunHistory) -> Figure:
-    """What a load of each checkpoint reads, in models."""
+    """Draw the bytes that a load of each checkpoint reads, as multiples of a full checkpoint."""
     known = [(place, event.restore_models) for place, event in _placed(history) if event.restore_models is not None]
     places, models = np.array(known, np.float64).T
     kept = thin(places, models, _NUM_COLUMNS)
@@ -235,7 +241,7 @@ def draw_restores(history: RunHistory) -> Figure:
 
 
 def _placed(history: RunHistory) -> Iterator[tuple[float, Event]]:
-    """What was written, and where it stands on an axis of checkpoints."""
+    """Yield each event that wrote something, with its place on the axis of checkpoints."""
     num_saves = 0
     for event in history.events:
         num_saves += event.is_save
@@ -248,7 +254,7 @@ def _sums(sizes: Sequence[int]) -> Floats:
 
 
 def _draw_events(axes: Axes, history: RunHistory, height: Callable[[Event], float | None]) -> list[_Marks]:
-    """A mark for each event that has a height; the fewer of a kind, the further above."""
+    """Draw a marker for each event that has a height. The fewer there are of a kind, the further above they are."""
     placed = [(place, value, event.kind) for place, event in _placed(history) if (value := height(event)) is not None]
     drawn = []
     for look in _LOOKS:
@@ -275,7 +281,7 @@ def _draw_events(axes: Axes, history: RunHistory, height: Callable[[Event], floa
 
 
 def _draw_amounts(axes: Axes, history: RunHistory, amount: Callable[[Event], float | None]) -> None:
-    """Marks of amounts: on stems where these can be told apart, else a line leads from delta to delta."""
+    """Draw markers of amounts, on stems if these can be distinguished. Otherwise, a line connects the deltas."""
     drawn = _draw_events(axes, history, amount)
     num_marks = sum(len(marks.places) for marks in drawn)
     for look, places, values, order in drawn:

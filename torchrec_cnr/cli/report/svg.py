@@ -1,7 +1,7 @@
-"""A matplotlib figure as SVG that belongs into a page: colours of the page, text as text, ids that clash with no other.
+"""Converts a matplotlib figure to inline SVG: with the page's colours, text as text, and ids that are unique in a page.
 
-Figures are drawn with the light colours of ``PALETTE``. In the page these become CSS variables, so that the same plot
-also has dark colours, and black ink on white paper when it is printed.
+Figures are drawn with the light colours of ``PALETTE``. In the page, these become CSS variables. So the same plot also
+works in dark mode, and is printed in black on white.
 """
 
 import io
@@ -14,7 +14,8 @@ from xml.etree import ElementTree
 from matplotlib import style
 from matplotlib.figure import Figure
 
-# A colour for each role, with a contrast to the paper of at least 4.5 (text) or 3 (marks). No two may be the same.
+# Each colour has a contrast to the paper of at least 4.5 (text) or 3 (markers). All must differ: an SVG colour is
+# mapped back to its role.
 PALETTE: Mapping[str, tuple[str, str]] = {  # role: on light paper, on dark paper
     "paper": ("#ffffff", "#161b22"),
     "ink": ("#1c2128", "#e6edf3"),
@@ -26,10 +27,10 @@ PALETTE: Mapping[str, tuple[str, str]] = {  # role: on light paper, on dark pape
     "level": ("#0f7a6c", "#4fc9b7"),
 }
 LIGHT = {role: light for role, (light, _) in PALETTE.items()}
-_SETTINGS: dict[Any, Any] = {  # matplotlib types keys as one literal of all there are
+_SETTINGS: dict[Any, Any] = {  # matplotlib types the keys as a literal of all settings
     "svg.fonttype": "none",
     "svg.hashsalt": "torchrec_cnr",  # the same figure gives the same bytes
-    "font.family": "DejaVu Sans",  # as wide as fonts get: what fits with it fits with that of the page
+    "font.family": "DejaVu Sans",  # wider than most fonts: text that fits in it also fits in the page's font
     "font.size": 12,
     "text.color": LIGHT["ink"],
     "axes.labelcolor": LIGHT["quiet"],
@@ -44,7 +45,7 @@ _SETTINGS: dict[Any, Any] = {  # matplotlib types keys as one literal of all the
     "grid.color": LIGHT["grid"],
     "grid.linewidth": 1.0,
     "xtick.color": LIGHT["quiet"],
-    "xtick.major.pad": 9,  # labels stay below that of the origin on the other axis
+    "xtick.major.pad": 9,  # keeps the labels below the lowest label of the vertical axis
     "ytick.color": LIGHT["quiet"],
     "ytick.major.size": 0,
     "legend.frameon": False,
@@ -59,18 +60,18 @@ _VARIABLES = {light: f"var(--{role})" for role, light in LIGHT.items()}
 
 @contextmanager
 def page_style() -> Iterator[None]:
-    """Figures made within look like the page, whatever the settings of the machine are."""
+    """Let figures that are made within the context look like the page, whatever matplotlib's settings are."""
     with style.context(_SETTINGS, after_reset=True):
         yield
 
 
 def inline_svg(figure: Figure, name: str, label: str) -> str:
-    """An ``<svg>`` element without a size of its own, to be scaled by the page.
+    """Return a figure as an ``<svg>`` element without a size of its own, which the page scales.
 
     Args:
-        figure: Made within ``page_style``.
-        name: Letters that begin all ids within; no other figure of the page has it.
-        label: What the figure shows, for those who cannot see it.
+        figure: The figure, made within ``page_style``.
+        name: A prefix, in letters, for all ids of the figure. It must be unique in the page.
+        label: A description of the figure for screen readers.
     """
     file = io.StringIO()
     with page_style():
@@ -78,10 +79,10 @@ def inline_svg(figure: Figure, name: str, label: str) -> str:
     root = ElementTree.fromstring(file.getvalue())
     for parent in list(root.iter()):
         for child in list(parent):
-            if child.tag.endswith("}metadata") or child.find("{*}style") is not None:  # rules would hold page-wide
+            if child.tag.endswith("}metadata") or child.find("{*}style") is not None:  # CSS applies page-wide
                 parent.remove(child)
     for element in root.iter():
-        element.tag = element.tag.partition("}")[2]  # within a page, names of SVG need no namespace
+        element.tag = element.tag.partition("}")[2]  # inline SVG needs no namespace
         element.attrib = {key.partition("}")[2] or key: value for key, value in element.attrib.items()}
         _adopt(element, name)
     root.attrib = {"viewBox": root.attrib["viewBox"], "role": "img", "aria-label": label}
@@ -89,7 +90,7 @@ def inline_svg(figure: Figure, name: str, label: str) -> str:
 
 
 def _adopt(element: ElementTree.Element, name: str) -> None:
-    """Let an element refer to the page's colours and fonts, and to ids of its own figure."""
+    """Make an element use the page's colours and fonts, and the prefixed ids of its figure."""
     attributes = element.attrib
     if "id" in attributes:
         attributes["id"] = f"{name}-{attributes['id']}"

@@ -83,7 +83,7 @@ class Kernel:
             self._compiled(*args)  # the first call has compiled it, and failed only to cache it
 
     def _tell(self, error: Exception) -> None:
-        logger.warning("%s is compiled anew by every process, because its code cannot be kept: %s", self._name, error)
+        logger.warning("%s is compiled again by every process, because its code cannot be kept: %s", self._name, error)
 
 
 @cache

@@ -1,9 +1,9 @@
 """Pruning: decides which checkpoints of a root are kept, and removes the others.
 
 - ``retention``: ``Keep`` and ``Best``, the rules that say which checkpoints are wanted.
-- ``kept``: what must be kept besides: what wanted checkpoints need, what is in use, and what cannot be read.
+- ``kept``: what else must be kept: what wanted checkpoints need, what is in use, and what cannot be read.
 - ``plan``: ``plan_prune``, which works out what will be removed, in which order, and why the rest is kept.
-- ``execute``: removes what a plan says, and checks right before each removal that it is still right.
+- ``execute``: removes what a plan lists, and checks right before each removal that nothing needs it by now.
 
 Words of this package:
 

@@ -1,14 +1,14 @@
-"""The execution of a prune plan: whatever it has done when it dies, what is kept can be loaded.
+"""The execution of a prune plan. If it dies at any point, everything that is kept can still be loaded.
 
-    1. The journal gets a file that tells what will be removed. If that fails, nothing is removed.
-    2. Checkpoints go one by one, each before its parent. Right before, it is looked whether somebody wants it after
-       all: whether there is a lease, anything new in its directory, such as a tag, or a checkpoint that was committed
-       meanwhile. If so it stays, with all that it needs.
-    3. Of a directory, ``manifest.json`` goes first, so that there is no checkpoint any more; then all others.
-    4. What nobody uses in the other directories goes; then the journal gets a file that tells what was removed, in the
-       place of the first, and its files become one, if there are many.
+    1. It writes a file to the journal that lists what will be removed. If that fails, nothing is removed.
+    2. It removes checkpoints one by one, each before its parent. Right before each, it checks whether the checkpoint is
+       needed by now. It is, if there is a lease, a new file in its directory such as a tag, or a new checkpoint that is
+       based on it. If so, the checkpoint is kept, with all that it needs.
+    3. In a directory, it removes ``manifest.json`` first, so that no partial checkpoint is left; then all other files.
+    4. It removes unused files in other directories. Then it replaces its journal file with one that lists what was
+       removed. If the journal has many files, it merges them into one.
 
-A file that cannot be removed stops nothing else; the next plan has it again.
+If a file cannot be removed, the others are still removed. The next plan includes it again.
 """
 
 from collections.abc import Collection, Mapping
@@ -36,13 +36,14 @@ _NUM_THREADS = 8
 
 @dataclass(frozen=True)
 class PruneResult:
-    """What a prune has done.
+    """The result of a prune.
 
     Attributes:
-        removed: Names of the checkpoints that are gone, newest first.
-        freed_bytes: Bytes of the files that were removed.
-        failed: By directory, why something in it was not removed.
-        refused: Those of them in which the store did not do what it was asked; in the others, somebody needs it now.
+        removed: The names of the removed checkpoints, newest first.
+        freed_bytes: The bytes of the removed files.
+        failed: The directories in which something was not removed, with the reasons.
+        refused: Those directories of ``failed`` in which the store failed to remove a file. In the others, something
+            needs the files by now.
     """
 
     removed: tuple[str, ...]
@@ -51,27 +52,31 @@ class PruneResult:
     refused: frozenset[str] = frozenset()
 
     def __repr__(self) -> str:
-        done = f"{count_text(len(self.removed), 'checkpoint')} removed, {bytes_text(self.freed_bytes)} freed"
+        done = f"removed {count_text(len(self.removed), 'checkpoint')}, freed {bytes_text(self.freed_bytes)}"
         return f"PruneResult({done}, {len(self.failed):,} failed)" if self.failed else f"PruneResult({done})"
 
     def __str__(self) -> str:
-        lines = [f"{count_text(len(self.removed), 'checkpoint')} removed, {bytes_text(self.freed_bytes)} freed"]
+        lines = [f"removed {count_text(len(self.removed), 'checkpoint')}, freed {bytes_text(self.freed_bytes)}"]
         lines += [f"  not removed  {name_text(name)}: {name_text('; '.join(why))}" for name, why in self.failed.items()]
         return "\n".join(lines)
 
 
 def run_prune(plan: PrunePlan, *, progress: Progress | None = None) -> PruneResult:
-    """Remove what a plan says, but for what is wanted by now; ``progress`` is told of files.
+    """Remove what a plan lists, except what is needed by now.
+
+    Args:
+        plan: The plan.
+        progress: Called with the number of files that are done, and the total.
 
     Raises:
-        StoreError: The store does not tell the time, the journal cannot be written, or what is kept not be made
-            durable: nothing was removed.
+        StoreError: The store does not report the time, the journal cannot be written, or the kept files cannot be
+            forced to disk. Nothing was removed.
     """
     now_ns = plan.now_ns if plan.is_now_given or not plan.removals else plan.catalog.root.now_ns()
     directory = plan.catalog.root.at(journal.DIRECTORY)
     planned = journal.write_file(directory, plan.told, plan.now_ns) if any(r.files for r in plan.removals) else None
     removed = {removal.entry.name for removal in plan.removals if removal.pruned is not None}
-    for name, entry in plan.catalog.entries.items():  # what is kept is durable before anything is removed
+    for name, entry in plan.catalog.entries.items():  # kept checkpoints must be durable before any removal
         if removed and entry.checkpoint is not None and name not in removed:
             entry.store.force_names()
     num_files, num_done = sum(len(removal.files) for removal in plan.removals), 0
@@ -92,7 +97,7 @@ def run_prune(plan: PrunePlan, *, progress: Progress | None = None) -> PruneResu
 
 
 def _tidy_journal(directory: Store, plan: PrunePlan, done: Journal, planned: str | None) -> None:
-    """What was done takes the place of what was planned; then the files become one, if there are many."""
+    """Replace the record of what was planned with that of what was done, and merge the files if there are many."""
     known = plan.catalog.journal
     written: tuple[str, ...] = ()
     if planned is not None:
@@ -108,7 +113,7 @@ def _tidy_journal(directory: Store, plan: PrunePlan, done: Journal, planned: str
 
 
 def _tidy_root(plan: PrunePlan, removed: Collection[str]) -> None:
-    """Remove the marks of abandoned checkpoints that are gone, and what a killed prune has left of its clock."""
+    """Remove the marks of abandoned checkpoints that no longer exist, and clock files that a killed prune has left."""
     catalog = plan.catalog
     for file in catalog.files:
         name = marked_name(file)
@@ -117,19 +122,19 @@ def _tidy_root(plan: PrunePlan, removed: Collection[str]) -> None:
 
 
 class _Execution:
-    """What was done so far, and what must not be done any more."""
+    """The state of an execution: what was removed so far, and what must not be removed any more."""
 
     def __init__(self, plan: PrunePlan, now_ns: int, threads: ThreadPoolExecutor) -> None:
         self.removed: list[str] = []
         self.failed: dict[str, list[str]] = {}
         self.refused: set[str] = set()
         self.freed_bytes = 0
-        self._touched: list[str] = []  # directories of which a file went
-        self._may_be_gone: list[str] = []  # checkpoints whose removal failed: perhaps only its answer was lost
+        self._touched: list[str] = []  # directories from which a file was removed
+        self._may_be_gone: list[str] = []  # checkpoints whose removal failed, perhaps only because the answer was lost
         self._plan = plan
         self._now_ns = now_ns
         self._threads = threads
-        self._wanted: dict[str, str] = {}  # checkpoints that stay after all, and why
+        self._wanted: dict[str, str] = {}  # checkpoints that are kept contrary to the plan, and why
         self._wanted_packs: set[PackPath] = set()
         self._counting = Lock()
         entries = plan.catalog.entries.items()
@@ -137,7 +142,7 @@ class _Execution:
 
     @property
     def done(self) -> Journal:
-        """What the journal is told in the end: nothing, if no file can have gone."""
+        """Return what to record in the journal at the end; nothing, if no file can have been removed."""
         gone = {*self.removed, *self._may_be_gone}
         pruned = tuple(checkpoint for checkpoint in self._plan.pruned if checkpoint.name in gone)
         if not self._touched:
@@ -146,16 +151,16 @@ class _Execution:
         return Journal(pruned, died, (Prune(self._plan.now_ns, self._touched[0], self.freed_bytes),))
 
     def fail(self, name: str, reason: str) -> None:
-        """Note why something in a directory stays."""
+        """Record why something in a directory is not removed."""
         self.failed.setdefault(name, []).append(reason)
 
     def refuse(self, name: str, error: CNRError) -> None:
-        """Note that the store did not remove something in a directory."""
+        """Record that the store failed to remove something in a directory."""
         self.refused.add(name)
         self.fail(name, str(error))
 
     def remove(self, removal: Removal) -> None:
-        """Remove what goes from one directory."""
+        """Remove what the plan lists for one directory, unless it is needed by now."""
         store, name = removal.entry.store, removal.entry.name
         reason = self._why_not(removal)
         if reason is None and removal.pruned is not None:
@@ -165,7 +170,7 @@ class _Execution:
         if reason is not None:
             self.fail(name, reason)
             if removal.pruned is not None:
-                self._want([name], f"needed by {name_text(name)}, which stays", loading=True)
+                self._want([name], f"needed by {name_text(name)}, which is kept", loading=True)
             return
         if removal.pruned is not None:
             self.removed.append(name)
@@ -177,12 +182,12 @@ class _Execution:
                 self.refuse(name, error)
 
     def _remove_files(self, removal: Removal) -> None:
-        """All but the manifest. Packs are in no order among themselves; leases stay if anything else does."""
+        """Remove all files but the manifest. Data files are removed in any order; leases only if nothing has failed."""
         name = removal.entry.name
         files = [file for file in removal.files if file != MANIFEST_FILE]
         unwanted = [file for file in files if (name, file) not in self._wanted_packs]
         if len(unwanted) < len(files):
-            self.fail(name, "its packs are needed by a checkpoint that stays after all")
+            self.fail(name, "its data files are needed by a checkpoint that is kept after all")
         for are_packs, group in groupby(unwanted, key=lambda file: file.endswith(PACK_SUFFIX)):
             if are_packs:
                 reasons = list(self._threads.map(partial(self._remove_file, removal), group))
@@ -192,11 +197,11 @@ class _Execution:
                 self.fail(name, reason)
 
     def _is_sign(self, name: str, file: str) -> bool:
-        """Whether a file is the lease by which the next prune recognises what could not be removed."""
+        """Return whether a file is the lease by which the next prune recognises the files that were not removed."""
         return is_lease(file) and name in self.failed
 
     def _remove_file(self, removal: Removal, file: str) -> str | None:
-        """Remove a file; returns why it could not be removed."""
+        """Remove a file. Return None, or why it could not be removed."""
         try:
             removal.entry.store.remove(file, is_durable=file == MANIFEST_FILE)
         except StoreError as error:
@@ -208,10 +213,10 @@ class _Execution:
                 self._touched.append(removal.entry.name)
         return None
 
-    # What is wanted by now.
+    # Checks right before a removal
 
     def _why_not(self, removal: Removal) -> str | None:
-        """Why something must not be removed any more."""
+        """Return why something must not be removed any more, or None."""
         name = removal.entry.name
         try:
             if removal.pruned is not None:
@@ -224,22 +229,22 @@ class _Execution:
             )
         except CNRError as error:
             self.refused.add(name)
-            return f"it is not known who needs it: {error}"
+            return f"cannot tell whether something needs it: {error}"
 
     def _why_leased(self, name: str, names: list[str]) -> str | None:
         leases = in_force(self._plan.catalog.root.at(name), names, self._now_ns)
         return lease_text(leases[0], self._now_ns) if leases else None
 
     def _why_changed(self, removal: Removal, names: list[str]) -> str | None:
-        """What came into a directory of which no checkpoint was to be left: a tag, another save, a compaction."""
+        """Return which files are new in a directory that would be emptied: a tag, a save or a compaction."""
         came = sorted({*names} - {*removal.entry.files, *removal.entry.directories})
-        if removal.entry.name == journal.DIRECTORY:  # a checkpoint may be called so, too
+        if removal.entry.name == journal.DIRECTORY:  # a checkpoint may have this name, too
             came = [name for name in came if not journal.is_journal_file(name)]
         if not came or (removal.pruned is None and removal.entry.checkpoint is not None):
             return None
-        self._known.discard(removal.entry.name)  # there may be another checkpoint
+        self._known.discard(removal.entry.name)  # it may contain another checkpoint now
         more = "" if len(came) == 1 else f" and {len(came) - 1} more"
-        return f"{name_text(came[0])}{more} came meanwhile"
+        return f"{name_text(came[0])}{more} appeared after the plan was made"
 
     def _why_loading(self, loading: tuple[str, ...]) -> str | None:
         for name in loading:
@@ -249,7 +254,7 @@ class _Execution:
         return None
 
     def _take_in_newcomers(self) -> None:
-        """What was committed since the catalog was read stays with all that it needs; so does what may be."""
+        """Keep what is needed by checkpoints that were committed since the catalog was read, or are being saved."""
         root = self._plan.catalog.root
         listed = root.listing()
         for name in {*listed.directories, *listed.links} - self._known:
@@ -257,14 +262,14 @@ class _Execution:
             if MANIFEST_FILE not in names:
                 if holds(root.at(name), names, self._now_ns):
                     bases = list(saves_stand_on(self._plan.catalog))
-                    self._want(bases, f"{name_text(name)}, which is being saved, may stand on it")
+                    self._want(bases, f"{name_text(name)}, which is being saved, may be based on it")
                 continue
             try:
                 found = read_checkpoint(root.at(name))
-            except CheckpointNotFoundError:  # removed by somebody else
+            except CheckpointNotFoundError:  # another process has removed it
                 continue
             self._known.add(name)
-            self._want_all_of(found, f"needed by {name_text(name)}, which was committed meanwhile")
+            self._want_all_of(found, f"needed by {name_text(name)}, which was committed after the plan was made")
 
     def _want_all_of(self, newcomer: Checkpoint, reason: str) -> None:
         catalog = self._plan.catalog

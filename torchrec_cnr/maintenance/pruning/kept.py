@@ -1,24 +1,23 @@
 """Which checkpoints are kept when a root is pruned, and why.
 
-Besides those that retention keeps, these are kept, with all that they need:
+In addition to those that retention rules select, these are kept, with all that they need:
 
-- those with a lease in their directory, which some process is saving, loading or compacting;
-- while a save is in progress, which may be based on any of them, the newest of each lineage, and what was ever a
-  baseline: the job goes on by the lineage that it knows, although a compaction may have folded that meanwhile;
-- those that cannot be loaded because a parent or a pack is missing, since it may be put back;
-- symbolic links, and what they lead to;
-- those that a save to another root has tagged, because it depends on them.
+- those with a lease in their directory: some process is saving, loading or compacting them;
+- while a save is in progress, those on which it may be based. These are the newest of each lineage, and everything that
+  was ever a baseline: the job may not know yet that a compaction has merged its lineage;
+- those that cannot be loaded because a parent or a data file is missing, since a user may restore that file;
+- symbolic links, and the checkpoints that they lead to;
+- those that a save to another root has tagged because it depends on them.
 
-A checkpoint needs the parents that its manifest names, and the packs that it uses in directories of others. A load that
-began before a compaction still reads by the manifest that was replaced: of a checkpoint that may be loaded, all
-manifests count.
+A checkpoint needs the parents that its manifest names, and the data files that it uses in directories of others. A load
+that began before a compaction still uses the replaced manifest. So for a checkpoint with a lease, all manifests count.
 
-A checkpoint that cannot be read (corrupt, of a newer version, forbidden, or the store did not answer) is kept. Its
-parent is unknown. So everything is kept that was committed before its manifest was written, by the store's clock and a
-day more, since clocks differ; or simply everything, where the store does not tell when. Whoever can read it, now or
-once it is repaired, then finds all that it is based on. What came later cannot be among that, and retention decides on
-it: so pruning is not blocked forever, since what such a checkpoint holds back does not grow. The plan says which
-checkpoint holds back what, until a user repairs or removes it.
+A checkpoint that cannot be read is kept: it is corrupt, of a newer version or forbidden, or the store did not answer.
+Its parent is unknown. So every checkpoint is kept that was committed before its manifest was written, by the store's
+clock plus one day, since clocks differ. If the store does not report that time, all checkpoints are kept. So once the
+checkpoint can be read again, all that it is based on is still there. Later checkpoints cannot be among that, and
+retention rules decide on them. So such a checkpoint does not block pruning forever. The plan says which checkpoint
+keeps which others, until a user repairs or removes it.
 """
 
 import math
@@ -32,16 +31,17 @@ from torchrec_cnr.maintenance.catalog import Catalog, Entry
 from torchrec_cnr.maintenance.pruning.retention import Keep
 from torchrec_cnr.storage.leases import Lease
 
-PackPath = tuple[str, str]  # directory under the root, and file in it
+PackPath = tuple[str, str]  # a directory under the root, and a file in it
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What some checkpoints need, and which of them needs it.
+    """What some checkpoints need, and which of them need it.
 
     Attributes:
-        checkpoints: Names, those who need them included; each with the first of those.
-        packs: Directory and file, each with the first of those who need it.
+        checkpoints: The names of the needed checkpoints, including the given ones. The value is the first of the given
+            ones that needs it.
+        packs: The needed data files. The value is the first of the given checkpoints that needs it.
     """
 
     checkpoints: Mapping[str, str]
@@ -49,12 +49,12 @@ class Needs:
 
 
 def needed_by(catalog: Catalog, names: Iterable[str], loading: Collection[str] = ()) -> Needs:
-    """What checkpoints need.
+    """Return what checkpoints need.
 
     Args:
-        catalog: What there is.
-        names: Of checkpoints; the first that needs something is the one that is named.
-        loading: Those of ``names`` that may be read by manifests that were replaced.
+        catalog: The contents of the root.
+        names: The names of the checkpoints. If several need the same thing, the first of them is recorded.
+        loading: Those of ``names`` that a load may be reading by a replaced manifest.
     """
     checkpoints: dict[str, str] = {}
     packs: dict[PackPath, str] = {}
@@ -78,7 +78,7 @@ def needed_by(catalog: Catalog, names: Iterable[str], loading: Collection[str] =
 
 
 def why_broken(catalog: Catalog) -> dict[str, str]:
-    """The checkpoints that cannot be loaded although their manifests can be read, and why; as far as is known."""
+    """Return the checkpoints that cannot be loaded although their manifests can be read, and why, as far as known."""
     found: dict[str, str] = {}
     for name in catalog.checkpoints:  # parents come first, or are not older
         reason = _parent_problem(catalog, name, found) or _pack_problem(catalog, name)
@@ -91,7 +91,7 @@ def _parent_problem(catalog: Catalog, name: str, broken: Mapping[str, str]) -> s
     checkpoint = catalog.checkpoints[name]
     ref = checkpoint.manifest.parent
     parent = None if ref is None else catalog.name_of(checkpoint.store.at(ref.path))
-    if ref is None or parent is None:  # elsewhere: it may well be there
+    if ref is None or parent is None:  # a parent under another root is assumed to exist
         return None
     there, entry = catalog.checkpoints.get(parent), catalog.entries.get(parent)
     if there is None:
@@ -113,16 +113,16 @@ def _pack_problem(catalog: Catalog, name: str) -> str | None:
             or directory is None
             or (entry is not None and (entry.is_link or entry.problem is not None))
         ):
-            continue  # what is in there is not known
+            continue  # its files are not listed in the catalog
         there = None if entry is None else entry.files.get(pack.name)
-        if there is None or there < pack.num_bytes:  # what is behind the committed bytes, no load reads
+        if there is None or there < pack.num_bytes:  # no load reads bytes after the committed ones
             what = "is missing" if there is None else f"has {there} bytes, expected {pack.num_bytes}"
-            return f"its pack {directory}/{pack.name} {what}"
+            return f"its data file {directory}/{pack.name} {what}"
     return None
 
 
 def newest_of_lineages(catalog: Catalog) -> list[str]:
-    """Of all that was saved on top of one baseline, the newest checkpoint: what a save in progress may stand on."""
+    """Return the newest checkpoint of each lineage, on which a save in progress may be based."""
     baseline_of: dict[str, str] = {}
     newest: dict[str, str] = {}
     for name, checkpoint in catalog.checkpoints.items():
@@ -133,7 +133,10 @@ def newest_of_lineages(catalog: Catalog) -> list[str]:
 
 
 def saves_stand_on(catalog: Catalog) -> dict[str, str]:
-    """What a save in progress may stand on, and what each of them is: the newest of a lineage, or its baseline."""
+    """Return the checkpoints on which a save in progress may be based.
+
+    The values say what each of them is: the newest of its lineage, or a baseline from before a compaction.
+    """
     newest = dict.fromkeys(newest_of_lineages(catalog), "newest of its lineage")
     needed = needed_by(catalog, newest).checkpoints
     baselines = [
@@ -144,19 +147,20 @@ def saves_stand_on(catalog: Catalog) -> dict[str, str]:
     return {**newest, **dict.fromkeys(baselines, "baseline before a compaction")}
 
 
-_CLOCKS_NS = 24 * 3600 * 10**9  # by as much, clocks of jobs and of the store may differ
+_CLOCKS_NS = 24 * 3600 * 10**9  # the largest expected difference between the clocks of jobs and of the store
 _PURPOSES = {"save": "a save", "load": "a load", "compact": "a compaction"}
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What stays.
+    """The checkpoints that are kept.
 
     Attributes:
-        reasons: Why each checkpoint stays, by name.
-        needs: What these need.
-        untouched: Directories in which nothing may be removed.
-        horizon_ns: What was committed until then may be needed by a checkpoint that cannot be read.
+        reasons: The reasons why each checkpoint is kept, by name.
+        needs: What these checkpoints need.
+        untouched: The directories in which nothing may be removed.
+        horizon_ns: The time until which a committed checkpoint may be needed by one that cannot be read, in nanoseconds
+            since 1970.
     """
 
     reasons: Mapping[str, tuple[str, ...]]
@@ -166,10 +170,10 @@ class Kept:
 
 
 def find_kept(catalog: Catalog, keep: Keep, now_ns: int) -> Kept:
-    """Work out what stays of a catalog.
+    """Find the checkpoints of a catalog that are kept.
 
     Raises:
-        ConfigurationError: There are checkpoints, and retention wants none.
+        ConfigurationError: There are checkpoints, and the retention rules select none.
     """
     broken = why_broken(catalog)
     leases = {name: entry.leases(now_ns) for name, entry in catalog.entries.items()}
@@ -182,12 +186,12 @@ def find_kept(catalog: Catalog, keep: Keep, now_ns: int) -> Kept:
         reasons.setdefault(name, []).append(reason)
     for name in catalog.checkpoints:
         if any(tag.startswith(NEEDED_TAG) for tag in catalog.entries[name].tags):
-            reasons.setdefault(name, []).append("needed by another root, which has tagged it")
+            reasons.setdefault(name, []).append("tagged because another root needs it")
     for name, reason in broken.items():
         reasons.setdefault(name, []).append(f"cannot be loaded: {name_text(reason)}")
     saving = [name for name, found in leases.items() if found and name not in catalog.checkpoints]
     for name, what in saves_stand_on(catalog).items() if saving else ():
-        reasons.setdefault(name, []).append(f"{what}, which {name_text(saving[0])} may stand on")
+        reasons.setdefault(name, []).append(f"{what}, on which {name_text(saving[0])} may be based")
     older = [name for name, checkpoint in catalog.checkpoints.items() if checkpoint.created_ns <= horizon_ns]
     for name in older:
         if unreadable is not None:
@@ -203,7 +207,7 @@ def find_kept(catalog: Catalog, keep: Keep, now_ns: int) -> Kept:
 
 
 def lease_text(lease: Lease, now_ns: int) -> str:
-    """Why what has a lease stays: ``leased (a load, until 14:03 UTC)``."""
+    """Return why a checkpoint with a lease is kept, for example ``leased (a load, until 14:03 UTC)``."""
     until = instant(lease.until_ns)
     day = "" if until.date() == instant(now_ns).date() else f"{until:%Y-%m-%d} "
     return f"leased ({_PURPOSES.get(lease.purpose, lease.purpose)}, until {day}{until:%H:%M} UTC)"
@@ -215,7 +219,7 @@ def _candidates(catalog: Catalog, broken: Mapping[str, str]) -> list[tuple[Entry
 
 
 def _horizon(entries: Iterable[Entry]) -> tuple[float, Entry | None]:
-    """Until when what cannot be read may have its ancestors, and which that is."""
+    """Return the latest time at which an ancestor of an unreadable checkpoint may be committed, and that checkpoint."""
     horizon_ns, latest = -math.inf, None
     for entry in entries:
         until_ns = math.inf if entry.modified_ns is None else entry.modified_ns + _CLOCKS_NS
@@ -225,7 +229,7 @@ def _horizon(entries: Iterable[Entry]) -> tuple[float, Entry | None]:
 
 
 def _linked(catalog: Catalog) -> dict[str, str]:
-    """Links to checkpoints, and the checkpoints that they lead to."""
+    """Return why links to checkpoints, and the checkpoints that they lead to, are kept."""
     links = {name: checkpoint for name, checkpoint in catalog.checkpoints.items() if catalog.entries[name].is_link}
     targets = {checkpoint.sha256: name for name, checkpoint in links.items()}
     found = {

@@ -2,12 +2,12 @@
 
 It is computed from a catalog without I/O. These will be removed:
 
-- each checkpoint that is not kept, see ``kept``: its manifests, and its packs, except those that others use;
-- packs that no checkpoint uses any more, in directories of checkpoints that are kept or were pruned before;
-- what saves and compactions that died have left: in a directory with a manifest, or with a lease that has run out.
+- each checkpoint that is not kept, see ``kept``: its manifests, and its data files, except those that others use;
+- data files that no checkpoint uses any more, in directories of checkpoints that are kept or were pruned before;
+- files of saves and compactions that died, in a directory with a manifest or with an expired lease.
 
-Everything else is kept: files of other names, and directories that are not recognised as ours. A directory with a lease
-in force is left alone entirely.
+Everything else is kept: files with other names, and directories that are not recognised as ours. In a directory with a
+lease in force, nothing is removed.
 """
 
 import logging
@@ -49,15 +49,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Removal:
-    """What goes from one directory.
+    """The files that will be removed from one directory.
 
     Attributes:
         entry: The directory.
-        files: Names, in the order in which they are removed.
-        pruned: What the journal tells of the checkpoint, if that goes; or None.
-        takes_directory: Whether nothing is left in it, and it goes, too.
-        loading: Checkpoints that stay, and needed something of this before they were compacted: who has begun to load
-            one of them then still does.
+        files: The names of the files, in the order in which they are removed.
+        pruned: The journal's record of the checkpoint, if the checkpoint will be removed; or None.
+        takes_directory: Whether nothing is left in the directory, so that it will be removed, too.
+        loading: The kept checkpoints that needed some of these files before they were compacted. A load of one of them
+            that began before the compaction still needs the files.
     """
 
     entry: Entry
@@ -68,12 +68,12 @@ class Removal:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the files."""
+        """Return the bytes of the files."""
         return sum(self.entry.files[name] for name in self.files)
 
     @property
     def is_dead_save(self) -> bool:
-        """Whether it is all that a save that died has left."""
+        """Return whether the directory contains only what a save that died has left."""
         return self.takes_directory and bool(self.files) and self.entry.checkpoint is None
 
     def __str__(self) -> str:
@@ -82,7 +82,7 @@ class Removal:
         elif self.is_dead_save:
             what = f"{count_text(len(self.files), 'file')} of a save that died"
         elif self.files:
-            what = f"{count_text(len(self.files), 'file')} that nothing uses"
+            what = f"{count_text(len(self.files), 'file')} that no checkpoint needs"
         else:
             what = "empty directory"
         return f"{name_text(self.entry.name)}: {what}, {bytes_text(self.num_bytes)}"
@@ -90,16 +90,16 @@ class Removal:
 
 @dataclass(frozen=True)
 class PrunePlan:
-    """What a prune will do.
+    """What a prune will remove and what it keeps. Print it as a dry run, and pass it to :func:`execute` to remove.
 
     Attributes:
-        catalog: What there is.
-        keep: What was asked for.
-        now_ns: Unix time for which it was made, in nanoseconds.
-        removals: What goes, in the order in which it goes: checkpoints, newest first, then what nothing uses.
-        stays: Every directory of which something stays, and why.
-        folds_journal: Whether the journal's files become one.
-        is_now_given: Whether the caller gave ``now_ns``. Otherwise the execution asks the store for the time.
+        catalog: The contents of the root.
+        keep: The retention rules.
+        now_ns: The time for which the plan was made, in nanoseconds since 1970.
+        removals: What will be removed, in this order: checkpoints, newest first, then files that nothing uses.
+        stays: Why something is kept, for each directory in which something is kept.
+        folds_journal: Whether the files of the journal will be merged into one.
+        is_now_given: Whether the caller passed ``now_ns``. Otherwise the execution asks the store for the time.
     """
 
     catalog: Catalog
@@ -112,49 +112,52 @@ class PrunePlan:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to do."""
+        """Return whether there is nothing to do."""
         return not (self.removals or self.folds_journal or self.catalog.journal.abandoned)
 
     @cached_property
     def pruned(self) -> tuple[PrunedCheckpoint, ...]:
-        """The checkpoints that go, newest first."""
+        """Return the checkpoints that will be removed, newest first."""
         return tuple(removal.pruned for removal in self.removals if removal.pruned is not None)
 
     @cached_property
     def died(self) -> tuple[str, ...]:
-        """Directories of saves that died, that go."""
+        """Return the directories of saves that died, which will be removed."""
         return tuple(removal.entry.name for removal in self.removals if removal.is_dead_save)
 
     @cached_property
     def told(self) -> Journal:
-        """What the journal is told before anything goes, by which the next prune recognises what is left of it."""
+        """Return what to record in the journal before the first removal.
+
+        If this prune dies, the next one recognises by this record what is left.
+        """
         return Journal(self.pruned, frozenset(self.died))
 
     @cached_property
     def freed_bytes(self) -> int:
-        """Bytes of all files that go."""
+        """Return the bytes of all files that will be removed."""
         return sum(removal.num_bytes for removal in self.removals)
 
     @cached_property
     def left_bytes(self) -> int:
-        """Bytes of all files that stay in the root and its directories, the journal's not counted."""
+        """Return the bytes of all files that are kept in the root and its directories, without the journal."""
         there = total_bytes(self.catalog.entries.values()) + sum(self.catalog.files.values())
         return there - self.freed_bytes
 
     def __repr__(self) -> str:
         removed = f"removes {count_text(len(self.pruned), 'checkpoint')}, frees {bytes_text(self.freed_bytes)}"
-        return f"PrunePlan({removed}, leaves {bytes_text(self.left_bytes)}, {url_text(self.catalog.root.url)})"
+        return f"PrunePlan({removed}, keeps {bytes_text(self.left_bytes)}, {url_text(self.catalog.root.url)})"
 
     def __str__(self) -> str:
         lines = [f"{name_text(self.catalog.root.url)}: keep {self.keep}"]
-        lines += [f"  goes   {removal}" for removal in self.removals]
-        lines += [f"  stays  {name_text(name)}: {'; '.join(reasons)}" for name, reasons in self.stays.items()]
+        lines += [f"  remove  {removal}" for removal in self.removals]
+        lines += [f"  keep    {name_text(name)}: {'; '.join(reasons)}" for name, reasons in self.stays.items()]
         gone = count_text(len(self.pruned), "checkpoint")
-        lines.append(f"{gone} to remove, {bytes_text(self.freed_bytes)} to free, {bytes_text(self.left_bytes)} left")
+        lines.append(f"removes {gone}, frees {bytes_text(self.freed_bytes)}, keeps {bytes_text(self.left_bytes)}")
         return "\n".join(lines)
 
 
-_NUM_NAMED = 3  # files in a reason
+_NUM_NAMED = 3  # files that a reason lists
 
 
 def plan_prune(
@@ -164,27 +167,28 @@ def plan_prune(
     row_log: RowLog | None = None,
     now_ns: int | None = None,
 ) -> PrunePlan:
-    """Work out what to remove.
+    """Plan a prune: compute what to remove and what to keep, without removing anything.
 
-    Checkpoints under other roots that stand on ones here are not seen: the tag tells that their save gave its parent.
+    Checkpoints under other roots that are based on one here are not seen. Their saves have tagged it, which keeps it.
 
     Args:
-        root: A directory of checkpoints, path or fsspec URL; or its catalog, from which everything is worked out.
-        keep: Which checkpoints are wanted; by default the last three, and those that are tagged.
-        row_log: The log that rows of deltas went to, if they did: ``KafkaRows``. It tells what was committed; none is
-            removed from it. Without it, what it may have committed stays. A catalog was read with it.
-        now_ns: Unix time in nanoseconds by which leases have run out or not; by default the present.
+        root: A directory of checkpoints, as a path or fsspec URL; or its catalog, if you have read one.
+        keep: The retention rules. By default, the newest three checkpoints and those with a tag are kept.
+        row_log: The Kafka topic that contains the rows of deltas, if they are not in files (``KafkaRows``). It shows
+            which checkpoints were committed; nothing is removed from it. Without it, every checkpoint is kept whose
+            commit record may be in Kafka. If you pass a catalog, read that with the same topic.
+        now_ns: The time in nanoseconds since 1970 at which leases are checked for expiry. By default, now.
 
     Raises:
-        ConfigurationError: There are checkpoints, and none of them would be kept; or there is no such log.
-        StoreError: The root cannot be listed, or the log does not answer in time.
+        ConfigurationError: There are checkpoints and none of them would be kept, or there is no such topic.
+        StoreError: The root cannot be listed, or Kafka does not answer in time.
     """
     check_keep(keep)
     if now_ns is not None:
         check_count("now_ns", now_ns)
-    if row_log is not None and not row_log.open(may_make=False):  # it would say of no save that it was committed
+    if row_log is not None and not row_log.open(may_make=False):  # without the topic, no save would seem committed
         raise ConfigurationError(
-            f"'row_log': there is no topic {row_log.topic!r}; pass the one that rows went to, or None"
+            f"'row_log': there is no topic {row_log.topic!r}; pass the topic that contains the rows, or None"
         )
     catalog = root if isinstance(root, Catalog) else read_catalog(root, row_log=row_log)
     keep = Keep() if keep is None else keep
@@ -205,7 +209,7 @@ def _present_ns(root: Store) -> int:
 def record_of(
     catalog: Catalog, entry: Entry, checkpoint: Checkpoint, restore_bytes: int | None, removed_ns: int
 ) -> PrunedCheckpoint:
-    """What the journal tells of a checkpoint once it is removed."""
+    """Return the journal's record of a checkpoint that is removed."""
     saved = checkpoint.committed
     parent = None if saved.parent is None else catalog.name_of(checkpoint.store.at(saved.parent.path))
     packs = packs_of(checkpoint) | {name for name in entry.files if is_pack(name)}
@@ -228,7 +232,7 @@ def record_of(
 
 @dataclass(frozen=True)
 class _Planner:
-    """What a plan is worked out from."""
+    """The inputs of a plan, and the computations on them."""
 
     catalog: Catalog
     staying: Kept
@@ -244,10 +248,10 @@ class _Planner:
         folds = len(self.catalog.journal.files) + any(removal.files for removal in removals) >= journal.NUM_FOLDED
         return PrunePlan(self.catalog, keep, self.now_ns, removals, stays, folds)
 
-    # What goes from one directory.
+    # Removals from one directory
 
     def removal(self, entry: Entry) -> Removal | None:
-        """What goes from a directory; None if nothing does."""
+        """Return what will be removed from a directory; None if nothing will."""
         if entry.name in self.staying.untouched:
             return None
         files = in_order(name for name in self.own_files(entry) if not self.is_used(entry, name))
@@ -262,11 +266,11 @@ class _Planner:
         return Removal(entry, files, pruned, takes_directory, self.loading(entry, files))
 
     def is_used(self, entry: Entry, name: str) -> bool:
-        """Whether a file is a pack that somebody needs."""
+        """Return whether a file is a data file that a kept checkpoint needs."""
         return (entry.name, name) in self.staying.needs.packs
 
     def own_files(self, entry: Entry) -> Iterator[str]:
-        """The files that a directory has on account of us, but for those that its checkpoint has if it stays."""
+        """Yield the files of a directory that are ours, except those of a checkpoint that is kept."""
         if entry.checkpoint is None:
             yield from self.leftovers(entry)
             return
@@ -277,7 +281,7 @@ class _Planner:
                 yield name
 
     def leftovers(self, entry: Entry) -> Iterator[str]:
-        """What is left of a checkpoint that was pruned, or of a save that died."""
+        """Yield the files that are left of a pruned checkpoint, or of a save that died."""
         has_died = any(is_lease(name) for name in entry.files)
         if (not has_died and not self.was_ours(entry)) or self.may_be_committed(entry):
             return
@@ -288,15 +292,15 @@ class _Planner:
                 yield name
 
     def may_be_committed(self, entry: Entry) -> bool:
-        """Whether a marker may say so, in a log that was not looked at."""
+        """Return whether a commit record for it may be in a Kafka topic that was not read."""
         return self.catalog.root.row_log is None and any(is_uncommitted(name) for name in entry.files)
 
     def was_ours(self, entry: Entry) -> bool:
-        """Whether the journal tells of a directory."""
+        """Return whether the journal has a record of a directory."""
         return entry.name in self.catalog.journal.died or entry.name in self.pruned_before
 
     def known_packs(self, entry: Entry) -> dict[str, int]:
-        """The packs that are left of checkpoints that were pruned from a directory, with the time of their commit."""
+        """Return the data files that are left of pruned checkpoints in a directory, with the times of their commits."""
         before = self.pruned_before.get(entry.name, ())
         created_ns = {save_id: checkpoint.created_ns for checkpoint in before for save_id in checkpoint.save_ids}
         packs = (name for name in entry.files if name.endswith(PACK_SUFFIX))
@@ -304,14 +308,14 @@ class _Planner:
 
     @cached_property
     def pruned_before(self) -> dict[str, list[PrunedCheckpoint]]:
-        """What the journal tells, by directory."""
+        """Return the journal's records, by directory."""
         found: dict[str, list[PrunedCheckpoint]] = {}
         for checkpoint in self.catalog.journal.pruned:
             found.setdefault(checkpoint.name, []).append(checkpoint)
         return found
 
     def loading(self, entry: Entry, files: tuple[str, ...]) -> tuple[str, ...]:
-        """Who may load something of what goes by a manifest that was replaced."""
+        """Return the kept checkpoints that a load may still read by a replaced manifest, which needs these files."""
         packs = {(entry.name, name) for name in files}
         return tuple(
             name
@@ -321,7 +325,7 @@ class _Planner:
 
     @cached_property
     def needs_before(self) -> dict[str, Needs]:
-        """What checkpoints that stay have needed so far, of those that were compacted, or stand on one that was."""
+        """Return what each kept checkpoint needs by any of its manifests, if it or an ancestor was compacted."""
         compacted: set[str] = set()
         for name, checkpoint in self.catalog.checkpoints.items():
             if checkpoint.is_compacted or self.catalog.parent(checkpoint) in compacted:
@@ -330,13 +334,13 @@ class _Planner:
 
     @cached_property
     def restore_bytes(self) -> Mapping[str, int | None]:
-        """What a load of each checkpoint reads."""
+        """Return the bytes that a load of each checkpoint reads."""
         return all_restore_bytes(self.catalog)
 
-    # Why what is left stays.
+    # Reasons for keeping
 
     def reasons(self, entry: Entry, removal: Removal | None) -> Iterator[str]:
-        """Why a directory stays, or some of its files do."""
+        """Yield the reasons why a directory, or some of its files, are kept."""
         if entry.name in self.staying.reasons:
             yield from self.staying.reasons[entry.name]
         elif entry.problem is not None:
@@ -346,18 +350,18 @@ class _Planner:
         elif leases := entry.leases(self.now_ns):
             yield lease_text(leases[0], self.now_ns)
         elif entry.checkpoint is None and self.may_be_committed(entry):
-            yield "a marker in Kafka may have committed it: pass rows=KafkaRows(…) or --kafka to find out"
+            yield "may be committed in Kafka: pass row_log=KafkaRows(…) or --kafka to check"
         else:
             yield from self.reasons_of_files(entry, set(removal.files if removal else ()))
 
     def reasons_of_files(self, entry: Entry, going: set[str]) -> Iterator[str]:
         left = [name for name in entry.files if name not in going]
         users = [self.staying.needs.packs[entry.name, name] for name in left if self.is_used(entry, name)]
-        yield from dict.fromkeys(f"its packs are used by {name_text(user)}" for user in users)
+        yield from dict.fromkeys(f"its data files are used by {name_text(user)}" for user in users)
         known = self.known_packs(entry) if entry.checkpoint is None else {}
         unused = [name for name in left if not self.is_used(entry, name)]
         if not known.keys().isdisjoint(unused):
-            yield "a checkpoint that cannot be read may need its packs"
+            yield "a checkpoint that cannot be read may need its data files"
         others = [*(name for name in unused if name not in known), *(f"{name}/" for name in entry.directories)]
         if others and len(others) == len(entry.files) + len(entry.directories):
             yield "not recognised"

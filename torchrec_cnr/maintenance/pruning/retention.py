@@ -1,6 +1,6 @@
-"""Retention: which checkpoints are wanted, as a value that describes itself.
+"""Retention rules: they decide which checkpoints are wanted, and why.
 
-A checkpoint stays if any of the rules names it. What it needs stays as well, which is not for retention to know.
+A checkpoint is kept if any rule selects it. What such a checkpoint needs is kept, too; ``kept`` finds that.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,15 +16,15 @@ from torchrec_cnr.maintenance.catalog import Entry
 
 @dataclass(frozen=True)
 class Best:
-    """The checkpoints of which a metric is best. Those that do not have it are not among them.
+    """A retention rule: keep the checkpoints with the best values of a metric. Those without a value are not kept.
 
     Attributes:
-        metric: Its name, see ``annotations.write_metrics``.
-        n: How many checkpoints; of two with one value, the newer.
-        largest: Whether the largest value is the best, not the smallest.
+        metric: The name of the metric; see :func:`write_metrics`.
+        n: How many checkpoints to keep. If two have the same value, the newer one is better.
+        largest: Whether the largest value is the best. If False, the smallest is.
 
     Raises:
-        ConfigurationError: ``n`` is less than 1, or there is no name.
+        ConfigurationError: ``n`` is less than 1, or the name is empty.
     """
 
     metric: str
@@ -46,7 +46,7 @@ class Best:
         return f"{which} by {name_text(self.metric)} ({'largest' if self.largest else 'smallest'})"
 
     def choose(self, candidates: Sequence[tuple[Entry, Checkpoint]]) -> dict[str, str]:
-        """Why each of the best is wanted, by name. Candidates come newest first."""
+        """Return why each of the best checkpoints is wanted, by name. ``candidates`` are in order, newest first."""
         valued = [(entry.metrics[self.metric], entry.name) for entry, _ in candidates if self.metric in entry.metrics]
         best = sorted(valued, key=lambda item: -item[0] if self.largest else item[0])[: self.n]
         which = "best" if self.n == 1 else f"one of the best {self.n}"
@@ -55,18 +55,19 @@ class Best:
 
 @dataclass(frozen=True)
 class Keep:
-    """Which checkpoints are wanted: those that any of these rules names.
+    """Retention rules. A checkpoint is kept if any of them selects it.
 
-    One that a job has abandoned, when it went back to an older one, is wanted only for its metric or its tag.
+    A checkpoint that a job has abandoned, by restoring an older one, is only kept for its metric or its tag.
 
     Attributes:
-        last: As many of those committed last.
-        daily: The last one of each UTC day, for as many days that have one, counted from the newest; or of ``"all"``.
-        best: The best by a metric.
-        tagged: Those that have a tag.
+        last: Keep this many of the newest checkpoints, by time of commit.
+        daily: Keep the newest checkpoint of each of this many UTC days, or of ``"all"`` days. Days without a checkpoint
+            do not count, and the newest days come first.
+        best: Keep the best checkpoints by a metric.
+        tagged: Whether to keep the checkpoints that have a tag.
 
     Raises:
-        ConfigurationError: A number is negative, or nothing would be kept.
+        ConfigurationError: A number is negative, or the rules would keep nothing.
     """
 
     last: int = 3
@@ -82,7 +83,7 @@ class Keep:
             check_type("best", self.best, Best, "a Best, such as Best('auc')")
         check_type("tagged", self.tagged, bool, "True or False")
         if not (self.last or self.daily or self.best or self.tagged):
-            raise ConfigurationError("nothing would be kept: give 'last', 'daily', 'best' or 'tagged'")
+            raise ConfigurationError("nothing would be kept; pass 'last', 'daily', 'best' or 'tagged'")
 
     def __repr__(self) -> str:
         return given_text(self, "last")
@@ -90,27 +91,27 @@ class Keep:
     def __str__(self) -> str:
         days = "each day" if self.daily == "all" else f"each of the last {self.daily} days that have one"
         rules = {
-            "the last" if self.last == 1 else f"the last {self.last}": self.last,
+            "the newest" if self.last == 1 else f"the newest {self.last}": self.last,
             f"the newest of {days}": self.daily,
             str(self.best): self.best,
-            "those that are tagged": self.tagged,
+            "those with a tag": self.tagged,
         }
         return ", ".join(text for text, is_given in rules.items() if is_given)
 
     def choose(self, candidates: Sequence[tuple[Entry, Checkpoint]]) -> Mapping[str, tuple[str, ...]]:
-        """Why each checkpoint that is wanted is wanted, by name.
+        """Return the names of the wanted checkpoints, each with the reasons why it is wanted.
 
         Args:
-            candidates: Those that can be loaded, in any order.
+            candidates: The checkpoints that can be loaded, in any order.
 
         Raises:
-            ConfigurationError: There are some, and none is wanted: no metric or tag is there that the rules ask for.
+            ConfigurationError: There are candidates and none is wanted, because none has the metric or a tag.
         """
         newest_first = sorted(candidates, key=lambda item: (item[1].created_ns, item[0].name), reverse=True)
         reasons: dict[str, list[str]] = {}
         going_on = [(entry, checkpoint) for entry, checkpoint in newest_first if not entry.is_abandoned]
         for entry, _ in going_on[: self.last]:
-            reasons.setdefault(entry.name, []).append("one of the last" + (f" {self.last}" if self.last > 1 else ""))
+            reasons.setdefault(entry.name, []).append(f"one of the newest {self.last}" if self.last > 1 else "newest")
         for name, reason in self._newest_of_days(going_on).items():
             reasons.setdefault(name, []).append(reason)
         for name, reason in (self.best.choose(newest_first) if self.best else {}).items():
@@ -121,8 +122,8 @@ class Keep:
         if candidates and not reasons:
             metrics = ", ".join(sorted({repr(name) for entry, _ in candidates for name in entry.metrics})) or "none"
             raise ConfigurationError(
-                f"none of {len(candidates)} checkpoints would be kept by: {self}; metrics that are there: {metrics}; "
-                "keep the last ones, too"
+                f"none of {len(candidates)} checkpoints would be kept by: {self}; known metrics: {metrics}; "
+                "also pass 'last' to keep the newest"
             )
         return {name: tuple(found) for name, found in reasons.items()}
 
@@ -135,10 +136,6 @@ class Keep:
 
 
 def check_keep(keep: object) -> None:
-    """Refuse what is no rules.
-
-    Raises:
-        ConfigurationError: It is neither a ``Keep`` nor None.
-    """
+    """Raise a ``ConfigurationError`` if ``keep`` is neither a ``Keep`` nor None."""
     if keep is not None:
         check_type("keep", keep, Keep, "a Keep, such as Keep(last=3), or None")
