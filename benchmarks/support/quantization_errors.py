@@ -149,7 +149,7 @@ def error_table(points: Sequence[Point]) -> str:
     """Return a table of bytes and errors of all schemes, in Markdown."""
     by_place = {(point.series, point.bits, point.num_cols): point for point in points}
     widths = widths_of(points)
-    lines = [["scheme", "bits", *(f"{num} columns: {what}" for num in widths for what in ("bytes a row", "error"))]]
+    lines = [["scheme", "bits", *(f"{num} columns: {what}" for num in widths for what in ("bytes per row", "error"))]]
     for series, bits in dict.fromkeys((point.series, point.bits) for point in points):
         cells = [f"`{series}`", bits]
         for num_cols in widths:

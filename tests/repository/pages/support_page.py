@@ -1,4 +1,4 @@
-"""The page of the documentation that tells what is supported, and what is refused with which error.
+"""Generate the page of supported models, and of the errors for those that are not supported.
 
 ``python -m tests.repository.pages.support_page`` writes it from the matrix that the tests run.
 """
@@ -20,48 +20,69 @@ WAYS = {  # how an optimizer is used, shown with this module and sharding
     "`nn.EmbeddingBag`, sparse": ("nn.EmbeddingBag, nn.Embedding, sparse", "data_parallel"),
 }
 
-TEXT = """# What is saved and loaded
+TEXT = """# Supported models
 
-Made by `python -m tests.repository.pages.support_page` from what the tests run on CPUs; do not edit.
+This page lists the TorchRec modules, shardings, optimizers and forms of state dicts that the tests save and load.
+`python -m tests.repository.pages.support_page` generates it from these tests, which run on CPUs; do not edit it.
 
-A ✓ stands for models that are trained, saved as baseline and delta, loaded into models sharded otherwise on other
-numbers of ranks (1 to 4), trained on and saved there, loaded back, and found equal. On {num_pairwise} such ways
-any two of module, source sharding, target sharding, optimizer, form of state dict and numbers of ranks meet: every test
-run goes each third of them. `make test-full` goes all, and {num_all} more: all modules, shardings and optimizers with
-one another. A number refers to a note below: such a model cannot be built or trained, with or without `torchrec_cnr`.
+| entry | meaning |
+|---|---|
+| ✓ | tested, see [below](#how-it-is-tested) |
+| a number | TorchRec, FBGEMM or PyTorch cannot build or train such a model; see the [note](#notes) |
+| ✓ and a number | tested, except for what the note describes |
+| empty | the combination does not exist |
 
 ## Modules and shardings
 
 {modules}
 
-Unsharded collections and PyTorch's own tables are replicated, under DistributedDataParallel. Quantized modules are a
-target of loads: see [inference](inference.md). 2-D parallel models (`DMPCollection`) are saved after synchronisations
-and between them, table-, row- and column-wise (`tests/tracking/test_replicas.py`); `ShardingStrategy.FULLY_SHARDED` and
-`submodule_configs` are refused with a `ConfigurationError`.
+- **Unsharded collections and PyTorch's own tables** are replicated under DistributedDataParallel.
+- **Quantized modules** can be loaded into, see [Inference](../guides/inference.md).
+- **2-D parallel models** (`DMPCollection`) are supported table-, row- and column-wise, and are saved at any time, also
+  between two synchronizations (`tests/tracking/test_replicas.py`). `ShardingStrategy.FULLY_SHARDED` and
+  `submodule_configs` raise `ConfigurationError`.
 
 ## Optimizers
 
 {optimizers}
 
-Fused optimizers without a kernel for CPUs are saved by the same code, which knows of their state only that it has a row
-or a value for each row of its table; they were not run.
+Fused optimizers without a CPU kernel are saved by the same code, but no test runs them. This code only relies on their
+state having a row, or a value, for each row of the table.
 
 ## Forms of state dicts
 
-`ShardedTensor`, `DTensor` (`output_dtensor=True`), plain tensors, `Stateful` objects (`{{"model": dmp, "optim":
-optimizer}}`), nested dictionaries and lists, with values of any kind that loads without running code. Each loads into
-each other that has the same names. `get_state_dict(dmp.module, optimizers)` of
-`torch.distributed.checkpoint.state_dict` works for the model and its `torch.optim` optimizers; it knows nothing of
-fused ones, whose state is `dmp.fused_optimizer.state_dict()`.
+- **Tensors**: `ShardedTensor`, `DTensor` (`output_dtensor=True`) and plain tensors.
+- **Structure**: `Stateful` objects (`{{"model": dmp, "optim": optimizer}}`), nested dictionaries and lists.
+- **Other values**: all that load without running code.
+- **`get_state_dict(dmp.module, optimizers)`** of `torch.distributed.checkpoint.state_dict` works for the model and its
+  `torch.optim` optimizers. It does not include fused optimizers; save `dmp.fused_optimizer.state_dict()`.
+
+Each form loads into each other form that has the same names.
+
+## Refused loads and saves
+
+A load raises `StateMismatchError` if
+
+- a name is on one side only, and you did not pass `allow_partial_load=True`;
+- a tensor has another size or dtype;
+- the number of ranks does not divide the number that saved the id maps of managed collisions.
+
+A save raises `ConfigurationError` if ranks have different tensors under one name that is not sharded. `torch.optim`
+creates such state for sharded tables with dense kernels.
+
+## How it is tested
+
+A test trains a model, saves a baseline and a delta, and loads both into a model with another sharding on another number
+of ranks (1 to 4). It trains and saves there, loads that back, and compares all values. {num_pairwise} such tests cover
+each pair of module, source sharding, target sharding, optimizer, form of state dict and numbers of ranks. `make test`
+runs a third of them each time. `make test-full` runs all, and {num_all} more: each combination of module, shardings
+and optimizer.
 
 ## Notes
 
-{notes}
+Each note names the library that raises the error, the error, and the reason.
 
-A load is refused with a `StateMismatchError` where the state does not fit: names that are on one side only, unless
-`allow_partial_load=True` asks for less; tensors of another size or dtype; id maps of managed collisions under a number
-of ranks that does not divide theirs. A save is refused with a `ConfigurationError` where ranks hold different tensors
-under one name that is not sharded, as `torch.optim` makes them for tables with dense kernels.
+{notes}
 """
 
 
