@@ -33,12 +33,12 @@ def broken(saved_run: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-NO_ROOT = (2, "a checkpoint, no root; give the directory that it lies in")
+NO_ROOT = (2, "a checkpoint, not a root; pass the directory that contains it")
 NO_CHECKPOINT = {
-    "missing": (1, "nothing is there"),
-    "file": (1, "a file, no directory"),
-    "foreign": (1, "no checkpoint is here, nor in a directory of it"),
-    "half-written": (1, "packs, but no manifest.json"),
+    "missing": (1, "does not exist"),
+    "file": (1, "a file, not a directory"),
+    "foreign": (1, "neither a checkpoint nor a directory that contains one"),
+    "half-written": (1, "data files, but no manifest.json"),
 }
 OF_ROOTS = {**NO_CHECKPOINT, "manifest": NO_ROOT, "pack": NO_ROOT}
 OF_CHECKPOINTS = {**NO_CHECKPOINT, "empty": (1, "an empty directory"), "manifest": (1, "/manifest.json: sha256 is")}
@@ -131,7 +131,7 @@ def test_wrong_places_of_any_store_are_told(tmp_path: Path) -> None:
         ["compact", "{}"],
         ["export", "{}", tmp_path / "out", "--to", "dcp"],
     ]
-    for place, words in (("nothing", "nothing is there"), ("foreign", "no checkpoint is here")):
+    for place, words in (("nothing", "does not exist"), ("foreign", "neither a checkpoint nor")):
         for command in commands:
             line = refused(tmp_path, *(str(arg).format(f"{home}/{place}") for arg in command))
             assert line.startswith(f"cnr: error: {home}/{place}: {words}")
