@@ -48,7 +48,7 @@ WRONG_PLACES = [
     *((["compact", "{place}"], place, *found) for place, found in OF_CHECKPOINTS.items()),
     *((["export", "{place}", "{out}", "--to", "dcp"], place, *found) for place, found in OF_CHECKPOINTS.items()),
     *((["export", "{place}", "{out}", "--to", to], "pack", 1, "truncated: ") for to in FORMATS),
-    *((["import", "{place}", "{out}"], place, 1, "no checkpoint of dcp.save") for place in (*OF_CHECKPOINTS, "pack")),
+    *((["import", "{place}", "{out}"], place, 1, "that dcp.save wrote") for place in (*OF_CHECKPOINTS, "pack")),
     *(([command, "{place}", *options], "no-such-protocol://x", 2, "not a path or URL that fsspec can open")
       for command, options in (
           ("prune", []), ("report", []), ("compact", []), ("export", ["{out}", "--to", "dcp"]), ("import", ["{out}"]),
@@ -138,6 +138,6 @@ def test_wrong_places_of_any_store_are_told(tmp_path: Path) -> None:
     for to in FORMATS:
         runs.save_state(tmp_path / to, {"weight": torch.ones(3)})
         out = f"{home}/foreign/notes" if to == "torch" else f"{home}/foreign"
-        assert "is there already" in refused(tmp_path, "export", tmp_path / to, out, "--to", to, status=2)
+        assert "already exists" in refused(tmp_path, "export", tmp_path / to, out, "--to", to, status=2)
     assert "not a report page" in cnr_result("report", tmp_path, "-o", f"{home}/foreign/notes").stderr
     assert fs.cat(f"{home}/foreign/notes") == b"mine"
