@@ -198,10 +198,16 @@ def test_a_commit_that_may_yet_arrive_keeps_its_lease(monkeypatch: pytest.Monkey
         trainer.assert_loads(name, trainer.saved[name])
 
 
-def test_a_commit_that_was_tried_again_keeps_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first request, which got no answer, may arrive after a prune has removed the checkpoint."""
-    root = f"memory://leases-again-{os.getpid()}"
-    trainer, create, late = SavingJob(root, policy=cnr.Full()), Store._create_new, []
+@pytest.mark.parametrize("has_lease", [True, False])
+def test_a_commit_that_was_tried_again_keeps_a_lease(monkeypatch: pytest.MonkeyPatch, has_lease: bool) -> None:
+    """The first request may arrive after a prune. A save that got no lease at its start takes one then."""
+    root = f"memory://leases-again-{os.getpid()}-{has_lease}"
+    trainer, create, take = SavingJob(root, policy=cnr.Full()), Store._create_new, Lease.take
+    late: list[Any] = []
+    refused = [] if has_lease else [None]
+
+    def take_later(store: Store, purpose: Any) -> Lease | None:
+        return refused.pop() if refused else take(store, purpose)
 
     def fail_once(*args: Any) -> None:
         if not late:
@@ -212,7 +218,9 @@ def test_a_commit_that_was_tried_again_keeps_its_lease(monkeypatch: pytest.Monke
     trainer.train_and_save("0")
     with monkeypatch.context() as patch:
         patch.setattr(Store, "_create_new", fail_once)
+        patch.setattr(Lease, "take", take_later)
         trainer.train_and_save("1")
+    assert not refused
     trainer.train_and_save("2")
     prune(root, Keep(last=1))
     trainer.assert_loads("1", trainer.saved["1"])

@@ -249,15 +249,22 @@ def commit(store: Store, file: ManifestFile, lease: Lease | None, fence: Fence |
     try:
         if store.row_log is not None:
             commit_marked(store, store.row_log, file.marker(store), file.data, check)
-        elif store.put_new(MANIFEST_FILE, file.data, file.manifest.save_id) and lease is not None:
-            lease.leave()  # a request that is still in flight may write the manifest: no prune must come before it
+        elif store.put_new(MANIFEST_FILE, file.data, file.manifest.save_id):
+            _leave(lease, store)  # a request in flight may still write the manifest: no prune must come before it
     except (CheckpointExistsError, FencedError):
         raise
     except BaseException:
         # A request that seems to have failed may still write the manifest. Until then, no prune may remove the files.
-        if lease is not None and not (store.is_local and store.row_log is None):
-            lease.leave()
+        if not (store.is_local and store.row_log is None):
+            _leave(lease, store)
         raise
+
+
+def _leave(lease: Lease | None, store: Store) -> None:
+    """Leave the save's lease until it expires. If the store refused it when the save began, take one now."""
+    lease = lease or Lease.take(store, "save")
+    if lease is not None:
+        lease.leave()
 
 
 def _refuse_missing_packs(store: Store, manifest: Manifest) -> None:
