@@ -106,10 +106,10 @@ def broken(run: Path, tmp_path: Path) -> Path:
 
 
 FAILURES = {
-    "missing": ("nothing is there", {"ls": 1, "inspect": 1, "verify": 1, "diff": 1}),
+    "missing": ("does not exist", {"ls": 1, "inspect": 1, "verify": 1, "diff": 1}),
     "empty": ("an empty directory", {"ls": 0, "inspect": 1, "verify": 1, "diff": 1}),
-    "foreign": ("no checkpoint is here", {"ls": 1, "inspect": 1, "verify": 1, "diff": 1}),
-    "half-written": ("packs, but no manifest.json", {"ls": 1, "inspect": 1, "verify": 1, "diff": 1}),
+    "foreign": ("neither a checkpoint nor", {"ls": 1, "inspect": 1, "verify": 1, "diff": 1}),
+    "half-written": ("data files, but no manifest.json", {"ls": 1, "inspect": 1, "verify": 1, "diff": 1}),
     "manifest": ("not a complete manifest", {"ls": 2, "inspect": 1, "verify": 1, "diff": 1}),
     "newer": ("format version 99", {"ls": 2, "inspect": 1, "verify": 1, "diff": 1}),
     "pack": ("truncated", {"ls": 2, "inspect": 0, "verify": 1, "diff": 1}),

@@ -41,11 +41,11 @@ def test_a_target_that_is_there_is_refused(to: Format, tmp_path: Path) -> None:
     file.write_text("mine")
     empty.mkdir()
     for out in (full, file):
-        with pytest.raises(cnr.ConfigurationError, match=f"{out.name} is there already"):
+        with pytest.raises(cnr.ConfigurationError, match=f"{out.name} already exists"):
             export(tmp_path / "0", out, to=to)
     assert [(full / "x").read_text(), file.read_text(), len(list(full.iterdir()))] == ["mine", "mine", 1]
     if to == "torch":
-        with pytest.raises(cnr.ConfigurationError, match="empty is there already"):
+        with pytest.raises(cnr.ConfigurationError, match="empty already exists"):
             export(tmp_path / "0", empty, to=to)
     else:
         export(tmp_path / "0", empty, to=to)

@@ -96,7 +96,7 @@ def test_models_are_those_of_their_time() -> None:
         ({"model_bytes": 0}, r"'model_bytes' must be a whole number from 1 to 2\^62 \(got 0\)"),
         ({"modified_share": 1.01}, r"'modified_share' must be from 0 to 1 \(got 1.01\)"),
         ({"kind": "baseline"}, r"a baseline has no 'modified_share' \(got 0.25\)"),
-        ({"kind": "prune", "modified_share": None}, r"a prune writes nothing .* \(got 30 bytes, 130 to restore\)"),
+        ({"kind": "prune", "modified_share": None}, r"a prune writes no bytes .* \(got 30 bytes, 130 to restore\)"),
         ({"modified_share": float("nan")}, r"'modified_share' must be from 0 to 1 \(got nan\)"),
     ],
 )
@@ -111,8 +111,8 @@ def test_bad_events_are_refused(changes: dict[str, Any], message: str) -> None:
     [
         ({"kind": "prune"}, r"checkpoint 'step-1': 'kind' must be one of baseline, delta \(got 'prune'\)"),
         ({"num_bytes": -1}, r"'num_bytes' .* \(got -1\)"),
-        ({"parent": "step-0"}, r"a delta has a parent, a baseline none \(got 'step-0'\)"),
-        ({"kind": "delta"}, r"a delta has a parent, a baseline none \(got None\)"),
+        ({"parent": "step-0"}, r"a delta has a parent, a baseline has none \(got 'step-0'\)"),
+        ({"kind": "delta"}, r"a delta has a parent, a baseline has none \(got None\)"),
     ],
 )
 def test_bad_checkpoints_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -124,5 +124,5 @@ def test_bad_checkpoints_are_refused(changes: dict[str, Any], message: str) -> N
 def test_events_must_be_in_order() -> None:
     """The error names the two that are not; two at one time are in order."""
     RunHistory("root", (BASELINE, replace(DELTA, at_ns=5)), ())
-    with pytest.raises(ConfigurationError, match=r"root: .*'step-1' at 5 ns comes behind 'step-2' at 7 ns"):
+    with pytest.raises(ConfigurationError, match=r"root: .*'step-1' at 5 ns follows 'step-2' at 7 ns"):
         RunHistory("root", (DELTA, BASELINE), ())

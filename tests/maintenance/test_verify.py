@@ -281,7 +281,12 @@ def test_what_is_no_checkpoint_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "died" / "1-0-0.safetensors").write_bytes(b"x")
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "file").write_bytes(b"x")
-    said = {"missing": "nothing is there", "empty": "an empty", "died": "packs, but", "notes": "no checkpoint"}
+    said = {
+        "missing": "does not exist",
+        "empty": "an empty",
+        "died": "data files, but",
+        "notes": "neither a checkpoint",
+    }
     for name, words in said.items():
         with pytest.raises(cnr.CheckpointNotFoundError, match=f"{tmp_path}/{name}: {words}"):
             verify(tmp_path / name)

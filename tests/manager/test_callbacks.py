@@ -112,7 +112,7 @@ def test_a_foreign_error_does_not_end_upkeep(
     upkeep.after(str(tmp_path / "step-2"))
     upkeep.close()
     assert upkeep.num_errors == 1
-    assert "upkeep failed" in caplog.text
+    assert "maintenance failed" in caplog.text
     assert "foreign" in caplog.text
     assert list(read_catalog(tmp_path).checkpoints) == ["step-2"]
 

@@ -35,7 +35,6 @@ class Model:
         self.tags: dict[str, str] = {}
         self.metrics: dict[str, float] = {}
         self.leased: set[str] = set()
-        self.saving = False
         self.foreign: set[File] = set()
         self.ours: set[File] = set()  # that no checkpoint needs: to go, unless somebody works in the directory
         self.beside: dict[str, set[str]] = {}  # annotations, by checkpoint
@@ -58,14 +57,6 @@ class Model:
     def kept(self, keep: Keep) -> tuple[set[str], set[File]]:
         """Checkpoints that stay, and packs."""
         roots = self.wanted(keep) | (self.leased & self.there)
-        if self.saving:
-            of_lineage: dict[str, str] = {}
-            for name in reversed(newest(self.root, self.there)):
-                links = list(self.root.saved_on(name))
-                first_gone = next((n for n, link in enumerate(links) if link not in self.there), len(links))
-                of_lineage[links[first_gone - 1]] = name
-            roots |= set(of_lineage.values())
-            roots |= {name for name in self.there if None in self.root.checkpoints[name].parents}  # once a baseline
         names: set[str] = set()
         packs: set[File] = set()
         for name in roots:
@@ -135,7 +126,6 @@ def _draw_others(draw: Callable[[st.SearchStrategy[Any]], Any], model: Model) ->
         root.put_pack(name)
         root.lease(name, now_ns + HOUR_NS, "save")
         model.leased.add(name)
-        model.saving = True
     if draw(st.booleans()):
         name = f"logs-{next(numbers)}"
         model.foreign.add((name, root.put_pack(name)))

@@ -1,15 +1,15 @@
-"""What is done to checkpoints after they were written. Needs neither TorchRec nor a model.
+"""Maintenance of committed checkpoints. Needs neither TorchRec nor a model.
 
-A compaction or a prune is planned first. The plan is a value, so that it can be shown before it is executed.
+A compaction or a prune is planned first, so that the plan can be printed before it is executed.
 
 - ``catalog``: reads what a root contains, once: checkpoints, what cannot be read, and other files.
 - ``file_names``: which files of a directory are ours, by their names, and in which order they may be removed.
 - ``tags_and_metrics``: metrics and tags of a checkpoint, small files next to its manifest.
 - ``journal``: files under the root that record what was pruned.
-- ``execute``: ``execute``, which does what a compaction plan or a prune plan says.
+- ``execute``: ``execute``, which executes a compaction plan or a prune plan.
 - ``compaction/``: merges a checkpoint chain, or its newest deltas, into one checkpoint.
 - ``pruning/``: retention rules, and the removal of checkpoints that need not be kept.
-- ``background_upkeep``: the manager's thread, which compacts and prunes after each commit.
+- ``background_upkeep``: the maintenance thread of a manager, which compacts and prunes after each commit.
 - ``verification/``: finds corrupt or missing bytes of a checkpoint chain.
 - ``comparison/``: finds what differs between two checkpoints.
 - ``export/``: writes a checkpoint as plain files: safetensors, ``torch.save`` or DCP's own format.

@@ -1,11 +1,11 @@
-"""Upkeep: compaction and retention of a run in a thread of its own, so that training never waits for either.
+"""Maintenance in the background: a thread compacts and prunes the checkpoints of a run, so training never waits for it.
 
-One checkpoint is worked on at a time. Commits that come meanwhile are not queued: the newest counts most, and what was
-not done for one checkpoint is done after the next, if it is still kept then, also if it failed. A process that ends
-without ``close`` does not wait for it: compaction and retention may die at any moment.
+The thread works on one checkpoint at a time. Commits in the meantime are not queued: the newest one is next. Work that
+was skipped or failed for a checkpoint is done after the next one, if the checkpoint is still kept then. A process that
+ends without ``close`` does not wait for the thread, since compaction and pruning may be killed at any moment.
 """
 
-import concurrent.futures.thread  # noqa: F401 - registers its own end first, and so comes after ours
+import concurrent.futures.thread  # noqa: F401 - registers its exit handler first, so that it runs after ours
 import logging
 import threading
 from collections.abc import Callable
@@ -26,28 +26,28 @@ from torchrec_cnr.storage.pack_writer import PACK_BYTES
 from torchrec_cnr.storage.row_log import RowLog
 from torchrec_cnr.storage.store import Store
 
-MOVED_SHARE = 0.1  # of a model, copied at a time
+MOVED_SHARE = 0.1  # share of the live bytes that one step of a compaction copies
 
 logger = logging.getLogger(__name__)
 
-_is_ending = threading.Event()  # the interpreter is
+_is_ending = threading.Event()  # set when the interpreter exits
 threading._register_atexit(_is_ending.set)  # type: ignore[attr-defined]
 
 
 class Upkeep:
-    """Keeps a root in order.
+    """The maintenance of a root in the background: compacts and prunes after each commit.
 
     Args:
-        root: The root.
-        keep: What is kept; None keeps everything.
-        compacts: Whether the newest lineage is compacted.
-        max_ratio: How much a restore may read, of what it needs.
-        pack_bytes: Size of new files, roughly.
-        row_log: The log that rows of deltas went to, if they did.
-        progress: Told what is done of what, in "compact" (bytes) and "prune" (files).
+        root: The directory that contains the checkpoints.
+        keep: Retention rules; None keeps all checkpoints.
+        compacts: Whether the newest checkpoint chain is compacted.
+        max_ratio: The bytes that a restore may read, per byte that it needs.
+        pack_bytes: The approximate size of new data files in bytes.
+        row_log: The Kafka topic that contains the rows of deltas, if they are not in files.
+        progress: Called with the operation ("compact" or "prune"), the amount done and the total, in bytes or files.
 
     Attributes:
-        num_errors: How often it has failed.
+        num_errors: Number of times that maintenance has failed.
     """
 
     def __init__(
@@ -75,7 +75,11 @@ class Upkeep:
         self._thread: threading.Thread | None = None
 
     def after(self, path: str) -> None:
-        """The checkpoint at a path was committed."""
+        """Start maintenance after a commit.
+
+        Args:
+            path: The checkpoint that was committed.
+        """
         if self._keep is None and not self._compacts:
             return
         with self._changed:
@@ -86,7 +90,7 @@ class Upkeep:
             self._changed.notify()
 
     def close(self) -> None:
-        """Do what is left to do, and end."""
+        """Finish the remaining work, and end the thread."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -98,13 +102,13 @@ class Upkeep:
             try:
                 self.run_for(read_checkpoint(Store.open(path, row_log=self._log)))
             except CheckpointNotFoundError as error:
-                logger.info("%s needs no upkeep any more, it was pruned: %s", path, error)
-            except BaseException as error:  # without this thread, nothing would be compacted or pruned any more
-                if _is_ending.is_set():  # executors take no more work: this is no failure
+                logger.info("%s needs no maintenance any more because it was pruned: %s", path, error)
+            except BaseException as error:  # the thread must not end: nothing else compacts and prunes
+                if _is_ending.is_set():  # executors refuse work while the interpreter exits; this is not a failure
                     return
                 self.num_errors += 1
                 is_foreign = not isinstance(error, CNRError)
-                message = "%s: upkeep failed, and is done after the next checkpoint: %s"
+                message = "%s: maintenance failed and is retried after the next checkpoint: %s"
                 logger.warning(message, path, error, exc_info=is_foreign)
 
     def _next(self) -> str | None:
@@ -114,21 +118,21 @@ class Upkeep:
             return path
 
     def run_for(self, checkpoint: Checkpoint) -> None:
-        """Compact a checkpoint's lineage, then prune; then do so for what was passed over while it was the newest.
+        """Compact a checkpoint's lineage, then prune. Then do the same for kept checkpoints that were skipped before.
 
         Raises:
-            CNRError: Something of it failed; nothing is lost.
+            CNRError: Compaction or pruning failed. No checkpoint is lost.
         """
         self._compact(checkpoint)
         self.prune()
         for late in self._passed_over():
-            if self._waiting is not None:  # a newer one counts more
+            if self._waiting is not None:  # a newer checkpoint comes first
                 return
             self._compact(late)
             self.prune()
 
     def _passed_over(self) -> list[Checkpoint]:
-        """Deltas that are kept for themselves, newest first."""
+        """Return the deltas that retention rules select, newest first."""
         if self._keep is None or not self._compacts:
             return []
         catalog = read_catalog(self._root, row_log=self._log)
@@ -145,10 +149,14 @@ class Upkeep:
         except CNRError as error:
             if checkpoint.store.exists(MANIFEST_FILE):
                 raise
-            logger.info("%s need not be compacted any more, it was pruned: %s", checkpoint.store.url, error)
+            logger.info("%s need not be compacted any more because it was pruned: %s", checkpoint.store.url, error)
 
     def compact_some(self, checkpoint: Checkpoint) -> bool:
-        """Copy a part of what is to be copied, so that little room is taken at a time; whether that was all."""
+        """Compact a part of a checkpoint's lineage, so that little additional space is needed at a time.
+
+        Returns:
+            Whether nothing is left to compact.
+        """
         with leased(checkpoint.store, "compact") as lease:
             plan = plan_compaction(checkpoint.store.url, max_ratio=self._max_ratio, empties_log=True, row_log=self._log)
             max_moved_bytes = round(MOVED_SHARE * plan.live_bytes)
@@ -158,10 +166,10 @@ class Upkeep:
         return plan.is_enough or not plan.victims
 
     def prune(self) -> None:
-        """Remove what need not stay."""
+        """Remove the checkpoints that the retention rules do not keep."""
         if self._keep is not None:
             plan = plan_prune(self._root, self._keep, row_log=self._log)
             result = run_prune(plan, progress=partial(self._progress, "prune"))
             for name, reasons in result.failed.items():
-                level = logging.WARNING if name in result.refused else logging.INFO  # somebody is at work
+                level = logging.WARNING if name in result.refused else logging.INFO  # else a process needs it
                 logger.log(level, "%s/%s: not removed yet: %s", self._root, name, "; ".join(reasons))

@@ -1,7 +1,7 @@
-"""The catalog: all that is under a root, read once; and what a path that a user gave refers to.
+"""The catalog: the contents of a root, read once. Also finds the checkpoint to which a path of the user refers.
 
-Every directory of the root is in it: checkpoints with their manifests, those that cannot be read with the reason, and
-everything else. Maintenance plans from a catalog alone, without I/O, so that a plan can be shown before it is executed.
+The catalog contains every directory of the root: checkpoints with their manifests, unreadable ones with the reason, and
+everything else. Plans are computed from a catalog alone, without I/O.
 """
 
 import os
@@ -35,16 +35,16 @@ class Entry:
 
     Attributes:
         store: The directory.
-        name: Its name.
-        files: Sizes in bytes of the files in it, by name.
-        checkpoint: What was committed there, or None.
-        problem: Why a manifest that is there, or the directory itself, cannot be read, or None.
-        directories: Names of directories in it.
-        metrics: Of the checkpoint; finite ones.
-        modified_ns: Where there is a problem, when its manifest or else the directory was written last, if that is
-            known.
-        is_link: Whether it is a symbolic link to a directory; of that, no files are listed.
-        is_abandoned: Whether a job has left the checkpoint behind, when it went back to an older one.
+        name: The name of the directory.
+        files: The sizes in bytes of the files in it, by name.
+        checkpoint: The committed checkpoint, or None.
+        problem: Why the manifest or the directory cannot be read, or None.
+        directories: The names of the directories in it.
+        metrics: The metrics of the checkpoint, by name; only finite values.
+        modified_ns: If there is a problem, when the manifest or else the directory was last written, in nanoseconds
+            since 1970; None if unknown.
+        is_link: Whether it is a symbolic link to a directory. Its files are not listed then.
+        is_abandoned: Whether a job has abandoned the checkpoint by restoring an older one.
     """
 
     store: Store
@@ -60,28 +60,28 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files in it."""
+        """Return the bytes of all files in the directory."""
         return sum(self.files.values())
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """Tags of the checkpoint, sorted."""
+        """Return the tags of the checkpoint, sorted."""
         return tags_and_metrics.tags(self.files)
 
     def leases(self, now_ns: int) -> list[Lease]:
-        """Leases that hold, the one that holds longest first."""
+        """Return the leases in force, the one that expires last first."""
         return in_force(self.store, self.files, now_ns)
 
 
 @dataclass(frozen=True)
 class Catalog:
-    """What lies under a root.
+    """The contents of a root.
 
     Attributes:
         root: The root.
-        entries: Its directories, by name; the journal's files are not among what is in them.
-        files: Sizes in bytes of the files in the root itself, by name.
-        journal: What is known of checkpoints that were pruned.
+        entries: The directories of the root, by name, without the journal's files.
+        files: The sizes in bytes of the files in the root itself, by name.
+        journal: The records of checkpoints that were pruned.
     """
 
     root: Store
@@ -91,18 +91,18 @@ class Catalog:
 
     @cached_property
     def checkpoints(self) -> Mapping[str, Checkpoint]:
-        """All checkpoints that can be read, by name, oldest first."""
+        """Return all readable checkpoints, by name, oldest first."""
         found = [(name, entry.checkpoint) for name, entry in self.entries.items() if entry.checkpoint is not None]
         return dict(sorted(found, key=lambda item: item[1].created_ns))
 
     @cached_property
     def pruned(self) -> tuple[PrunedCheckpoint, ...]:
-        """Checkpoints that are gone, oldest first."""
+        """Return the pruned checkpoints, oldest first."""
         there = {(name, checkpoint.created_ns) for name, checkpoint in self.checkpoints.items()}
         return tuple(found for found in self.journal.pruned if (found.name, found.created_ns) not in there)
 
     def parent(self, checkpoint: Checkpoint) -> str | None:
-        """The name of a checkpoint's parent, if it is here, is the one that was meant, and is older, as it must be."""
+        """Return the name of a checkpoint's parent, if it is under this root, has the expected digest, and is older."""
         ref = checkpoint.manifest.parent
         name = None if ref is None else self.name_of(checkpoint.store.at(ref.path))
         found = self.checkpoints.get(name) if name is not None else None
@@ -111,7 +111,7 @@ class Catalog:
         return name if found.sha256 == ref.sha256 else None
 
     def lineage(self, name: str) -> Lineage | None:
-        """From the baseline to a checkpoint; None if a link is missing."""
+        """Return the lineage of a checkpoint, from its baseline on; None if a parent is missing."""
         found: list[Checkpoint] = []
         next_: str | None = name
         while next_ is not None and len(found) <= len(self.checkpoints):
@@ -120,7 +120,7 @@ class Catalog:
         return Lineage(tuple(reversed(found))) if found[-1].manifest.parent is None else None
 
     def uses(self, checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-        """The packs of a checkpoint that are files: name of the directory under the root, and file name."""
+        """Yield the data files of a checkpoint: name of the directory under the root, and file name."""
         own = self.name_of(checkpoint.store)
         for pack in checkpoint.manifest.packs:
             name = own if pack.directory is None else self.name_of(checkpoint.store.at(pack.directory))
@@ -129,19 +129,19 @@ class Catalog:
 
     @cached_property
     def newest(self) -> str | None:
-        """The newest checkpoint that is not abandoned, or else the newest; None where there is none."""
+        """Return the newest checkpoint that is not abandoned, or the newest if all are; None if there is none."""
         names = list(self.checkpoints)
         return next(
             (name for name in reversed(names) if not self.entries[name].is_abandoned), names[-1] if names else None
         )
 
     def heads(self) -> list[str]:
-        """Checkpoints that are nobody's parent, oldest first."""
+        """Return the checkpoints that are not the parent of another one, oldest first."""
         parents = {self.parent(checkpoint) for checkpoint in self.checkpoints.values()}
         return [name for name in self.checkpoints if name not in parents]
 
     def name_of(self, store: Store) -> str | None:
-        """The name of a directory of the root, be it there or not; None for one elsewhere."""
+        """Return the name of a directory of the root, whether it exists or not; None if it is elsewhere."""
         above, _, name = store.path.rpartition("/")
         return name if above == self.root.path.rstrip("/") else None
 
@@ -151,16 +151,17 @@ def read_catalog(
 ) -> Catalog:
     """List a root and read all manifests.
 
-    What cannot be listed or read is in the catalog with the reason; so a catalog never lacks a directory.
+    Directories and manifests that cannot be read are in the catalog, too, with the reason.
 
     Args:
-        root: A directory of checkpoints, path or fsspec URL.
-        progress: Told how many of how many directories were read.
-        row_log: The log that rows of deltas went to, if they did: ``KafkaRows``. Without it, one is not seen that
-            was committed by a job which died before it could give the manifest its name.
+        root: A directory of checkpoints, as a path or fsspec URL.
+        progress: Called with the number of directories that were read, and the total.
+        row_log: The Kafka topic that contains the rows of deltas, if they are not in files (``KafkaRows``). A job may
+            have died after a commit in Kafka and before it renamed the manifest. Without the topic, such a checkpoint
+            does not count as committed.
 
     Raises:
-        StoreError: The root cannot be listed, its journal cannot be read, or the log does not answer in time.
+        StoreError: The root cannot be listed, its journal cannot be read, or Kafka does not answer in time.
     """
     store = Store.open(root, row_log=row_log)
     listed = store.listing()
@@ -182,7 +183,10 @@ def read_catalog(
 
 
 def read_journal(root: str | os.PathLike[str] | Catalog) -> list[PrunedCheckpoint]:
-    """The checkpoints that were pruned from a root, or from the root that a catalog was read of, oldest first.
+    """Return the checkpoints that were pruned from a root, oldest first.
+
+    Args:
+        root: The root, as a path or fsspec URL; or its catalog.
 
     Raises:
         StoreError: As :func:`read_catalog`.
@@ -217,7 +221,7 @@ def _modified_ns(store: Store, name: str) -> int | None:
 
 
 def _without_journal(entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    """The directories without the journal's files; a directory that has nothing else is left out."""
+    """Return the directories without the journal's files, and without the journal if it contains nothing else."""
     own = entries[journal.DIRECTORY]
     files = {name: num_bytes for name, num_bytes in own.files.items() if not journal.is_journal_file(name)}
     others = {name: entry for name, entry in entries.items() if entry is not own}
@@ -227,24 +231,24 @@ def _without_journal(entries: Mapping[str, Entry]) -> dict[str, Entry]:
 
 
 def total_bytes(entries: Iterable[Entry]) -> int:
-    """Bytes of all files in some directories."""
+    """Return the bytes of all files in some directories."""
     return sum(entry.num_bytes for entry in entries)
 
 
 def is_checkpoint(store: Store) -> bool:
-    """Whether a manifest lies there, or a marker in the store's log says that one is to."""
+    """Return whether a directory is a committed checkpoint, by its manifest or by a commit record in Kafka."""
     if not store.exists(MANIFEST_FILE):
         publish_marked(store.at(".."), [posixpath.basename(store.path)])
     return store.exists(MANIFEST_FILE)
 
 
 def checkpoint_at(path: str | os.PathLike[str], row_log: RowLog | None = None) -> Store:
-    """The checkpoint at a path, and of a root its newest checkpoint; its store has the log that rows went to.
+    """Return the store of the checkpoint at a path. For a root, return that of its newest checkpoint.
 
     Raises:
-        CheckpointNotFoundError: There is none.
-        VersionError: The newest was written by a newer version.
-        StoreError: The place cannot be read.
+        CheckpointNotFoundError: There is no checkpoint.
+        VersionError: The newest checkpoint was written by a newer version of this library.
+        StoreError: The path cannot be read.
     """
     store = Store.open(path, row_log=row_log)
     if is_checkpoint(store):
@@ -256,32 +260,32 @@ def checkpoint_at(path: str | os.PathLike[str], row_log: RowLog | None = None) -
 
 
 def check_root(catalog: Catalog) -> None:
-    """A root is a directory of directories. An empty one may become one.
+    """Check that a catalog is that of a root: a directory that contains directories, or an empty one.
 
     Raises:
         ConfigurationError: It is a checkpoint itself.
-        CheckpointNotFoundError: Nothing is there, or files only.
-        StoreError: The place cannot be looked up.
+        CheckpointNotFoundError: It does not exist, or contains only files.
+        StoreError: It cannot be read.
     """
     root = catalog.root
     if MANIFEST_FILE in catalog.files:
-        raise ConfigurationError(f"{root.url}: a checkpoint, no root; give the directory that it lies in")
+        raise ConfigurationError(f"{root.url}: a checkpoint, not a root; pass the directory that contains it")
     if not catalog.entries and not catalog.journal.files and (catalog.files or not root.is_directory()):
         raise no_checkpoint(root)
 
 
 def no_checkpoint(store: Store) -> CheckpointNotFoundError:
-    """The error of a place where neither a checkpoint is nor a directory that holds one.
+    """Return the error for a path that is neither a checkpoint nor a directory that contains one.
 
     Raises:
-        StoreError: The place cannot be listed.
+        StoreError: The path cannot be listed.
     """
     names = store.names()
     if any(name.endswith(PACK_SUFFIX) for name in names):
-        why = f"packs, but no {MANIFEST_FILE}: a save that died, or is not done yet"
+        why = f"data files, but no {MANIFEST_FILE}: from a save that failed or is still running"
     elif names:
-        why = "no checkpoint is here, nor in a directory of it"
+        why = "neither a checkpoint nor a directory that contains one"
     else:
-        what = "a file, no directory" if store.exists("") else "nothing is there"
+        what = "a file, not a directory" if store.exists("") else "does not exist"
         why = "an empty directory" if store.is_directory() else what
     return CheckpointNotFoundError(f"{store.url}: {why}")

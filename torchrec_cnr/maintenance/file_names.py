@@ -1,6 +1,6 @@
-"""Which files in a checkpoint's directory are ours, told by their names, and in which order they may be removed.
+"""Recognises by their names which files in a checkpoint's directory are ours, and orders them for removal.
 
-Whatever is not named like one of ours is somebody else's and stays.
+A file with any other name belongs to someone else and is never removed.
 """
 
 import re
@@ -18,53 +18,53 @@ _TEMPORARY = re.compile(r"[0-9a-f]{16}\.(manifest(-[0-9a-f]{64})?|uncommitted|me
 
 
 def is_pack(name: str) -> bool:
-    """Whether a file is named like the packs that saves and compactions write."""
+    """Return whether a file has a name like the data files that saves and compactions write."""
     return _PACK.fullmatch(name) is not None
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a file is named like one that is written before it gets its name: a manifest's, or metrics'."""
+    """Return whether a file has the temporary name of a manifest or of metrics, which is renamed once it is written."""
     return _TEMPORARY.fullmatch(name) is not None
 
 
 def is_uncommitted(name: str) -> bool:
-    """Whether a file is named like a manifest that a marker in a log may have committed, or may yet."""
+    """Return whether a file has the name of a manifest that a commit record in Kafka may have committed, or will."""
     return name.endswith(UNCOMMITTED_SUFFIX) and is_temporary(name)
 
 
 def is_replacement(name: str) -> bool:
-    """Whether a file is named like a manifest that replaces another."""
+    """Return whether a file has a name like a manifest that replaces another."""
     return _REPLACEMENT.fullmatch(name) is not None
 
 
 def is_beside_packs(name: str) -> bool:
-    """Whether a file is named like any of ours but a pack."""
+    """Return whether a file has a name like any of our files other than data files."""
     return name == MANIFEST_FILE or is_replacement(name) or is_temporary(name) or is_annotation(name) or is_lease(name)
 
 
 def save_id(pack: str) -> str:
-    """What a pack's name begins with: the id of the save or compaction that wrote it, or all of another name."""
+    """Return the id of the save or compaction that wrote a data file, from its name; of another name, all of it."""
     found = _NUMBERED.fullmatch(pack)
     return found["save_id"] if found else pack
 
 
 def packs_of(checkpoint: Checkpoint) -> set[str]:
-    """The packs in a checkpoint's own directory that any of its manifests names."""
+    """Return the data files in a checkpoint's own directory that any of its manifests names."""
     packs = (pack for manifest in checkpoint.manifests for pack in manifest.packs)
     return {pack.name for pack in packs if pack.is_own_file}
 
 
 def written_bytes(manifest: Manifest, files: Mapping[str, int]) -> int:
-    """What was written with a manifest: the packs of its save or compaction, and itself.
+    """Return the bytes that a save or a compaction wrote: its manifest and data files.
 
-    With the manifest that committed a checkpoint also what was put beside it, such as tags.
+    Tags and other files next to the manifest count as written by the save.
 
     Args:
-        manifest: One of a checkpoint's.
-        files: Sizes of the files in its directory, by name.
+        manifest: The manifest that the save or the compaction wrote.
+        files: The sizes in bytes of the files in the checkpoint's directory, by name.
     """
     packs = {name: num_bytes for name, num_bytes in files.items() if name.endswith(PACK_SUFFIX)}
-    # Some of them may be gone.
+    # Some data files may have been removed since.
     packs |= {pack.name: pack.num_bytes for pack in manifest.packs if pack.log is None}
     num_bytes = sum(num_bytes for name, num_bytes in packs.items() if save_id(name) == manifest.save_id)
     if manifest.replaces is not None:
@@ -74,13 +74,16 @@ def written_bytes(manifest: Manifest, files: Mapping[str, int]) -> int:
 
 
 def log_bytes(manifest: Manifest) -> int:
-    """Bytes in packs that lie in a log, which are no files of anybody's."""
+    """Return the bytes of a manifest's data that is in Kafka and not in files."""
     return sum(pack.num_bytes for pack in manifest.packs if pack.log is not None)
 
 
 def in_order(names: Iterable[str]) -> tuple[str, ...]:
-    """In the order in which a directory's files are removed: without its manifest a checkpoint is gone, and the leases
-    that have run out, by which what a save left is recognised, go last."""
+    """Return the files of a directory in the order in which they are removed.
+
+    The manifest is first: without it, there is no checkpoint. Expired leases are last: by them, the next prune
+    recognises the remaining files of a save.
+    """
     return tuple(sorted(names, key=lambda name: (_rank(name), name)))
 
 

@@ -1,9 +1,10 @@
-"""The journal: what was pruned, told by files under the root that outlive it.
+"""The journal: files under the root that record which checkpoints were pruned.
 
-A prune writes what it is about to remove into one new file before it removes anything, and in the end another in its
-place, which tells what was removed; many files are folded into one.
-So a report over months can still tell of checkpoints that are gone, and what a prune that died has left behind is
-recognised by the next one. That a checkpoint is in the journal twice, or is still there, does no harm.
+Before a prune removes anything, it writes a file that lists what it will remove. At the end, it replaces this file with
+one that lists what it has removed. Many files are merged into one.
+
+So a report can include checkpoints that were removed months ago. And a prune recognises what an earlier one has left
+that died. A checkpoint may be in the journal twice, or may still exist.
 """
 
 import json
@@ -25,33 +26,33 @@ from torchrec_cnr.storage.store import Store, read_whole
 logger = logging.getLogger(__name__)
 
 DIRECTORY = "journal"
-NUM_FOLDED = 16  # as many files become one
+NUM_FOLDED = 16  # this many files are merged into one
 _NAME = re.compile(r"\d{20}-[0-9a-f]{16}\.json")
 _TEMPORARY = re.compile(r"[0-9a-f]{16}\.(?P<at_ns>\d{20})-[0-9a-f]{16}\.json")
 _FORMAT, _VERSION = "torchrec_cnr journal", 1
-_MAX_BYTES = 1 << 28  # of a file; one of so many tells of a million checkpoints
+_MAX_BYTES = 1 << 28  # of a file; enough for a million checkpoints
 
 BoundedCount = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
 
 @dataclass(frozen=True)
 class PrunedCheckpoint:
-    """A checkpoint that was pruned.
+    """The journal's record of a checkpoint that was pruned.
 
     Attributes:
-        name: Its directory under the root.
-        created_ns: Unix time of its commit, in nanoseconds.
+        name: The name of its directory under the root.
+        created_ns: The time of its commit, in nanoseconds since 1970.
         kind: ``baseline`` or ``delta``, as it was saved.
-        num_bytes: Bytes of the files that its save wrote.
-        num_rows: Rows of tables that its save stored.
-        num_table_rows: Rows of all tables.
-        parent: Directory of the parent that it was saved on; a relative path where that is not under the root, None for
-            a baseline.
-        restore_bytes: What a load of it read, with all that it stood on; None if that was not all there.
-        removed_ns: When it was removed.
-        save_ids: What the names of packs in its directory began with.
-        compactions: Time of each compaction of it, and bytes of the files that it wrote.
-        log_bytes: Bytes of the packs that its save wrote to a log; they stay there as long as the log keeps them.
+        num_bytes: The bytes of the files that its save wrote.
+        num_rows: The number of rows of tables that its save stored.
+        num_table_rows: The number of rows of all tables.
+        parent: The directory of the parent at the time of the save; a relative path if it is not under the root, None
+            for a baseline.
+        restore_bytes: The bytes that a load of its whole chain read; None if the chain was not complete.
+        removed_ns: The time of its removal, in nanoseconds since 1970.
+        save_ids: The ids of the saves and compactions that wrote data files in its directory.
+        compactions: For each compaction of it, the time in nanoseconds since 1970 and the bytes that it wrote.
+        log_bytes: The bytes that its save wrote to Kafka. They are not removed by a prune.
     """
 
     name: str
@@ -74,12 +75,12 @@ class PrunedCheckpoint:
 
 @dataclass(frozen=True)
 class Prune:
-    """A prune that has come to its end.
+    """The journal's record of a completed prune.
 
     Attributes:
-        at_ns: Unix time in nanoseconds.
-        name: The newest of the directories that it removed something from.
-        freed_bytes: Bytes of the files that it removed.
+        at_ns: The time of the prune, in nanoseconds since 1970.
+        name: The newest directory from which it removed something.
+        freed_bytes: The bytes of the files that it removed.
     """
 
     at_ns: BoundedCount
@@ -89,14 +90,14 @@ class Prune:
 
 @dataclass(frozen=True)
 class Journal:
-    """All that the journal's files tell.
+    """The records of all files of the journal.
 
     Attributes:
-        pruned: Checkpoints that were, or were to be, removed, in order of time of commit, each once.
-        died: Directories of saves that died, of which the files were removed.
-        prunes: What removed them, in order of time.
-        files: The files that were read, by name.
-        abandoned: Files that a prune which died has left half-way.
+        pruned: The checkpoints that were removed, or were about to be, in order of their commits, each once.
+        died: The directories of saves that died, whose files were removed.
+        prunes: The completed prunes, in order of time.
+        files: The names of the files that were read.
+        abandoned: The names of incomplete files of a prune that died.
     """
 
     pruned: tuple[PrunedCheckpoint, ...] = ()
@@ -107,7 +108,7 @@ class Journal:
 
 
 class _File(msgspec.Struct):
-    """What a file holds. A record is a list of its fields' values: without names it takes half of the room."""
+    """The contents of a file. A record is a list of its fields' values, which is half as large as with names."""
 
     format: Literal["torchrec_cnr journal"]
     version: Literal[1]
@@ -120,17 +121,17 @@ _Record = TypeVar("_Record", PrunedCheckpoint, Prune)
 
 
 def is_journal_file(name: str) -> bool:
-    """Whether a file in the journal's directory is the journal's."""
+    """Return whether a file has a name like the journal's files."""
     return any(pattern.fullmatch(name) for pattern in (_NAME, _TEMPORARY))
 
 
 def read_files(directory: Store, names: Iterable[str], now_ns: int) -> Journal:
-    """Read the journal's files among ``names``; those that cannot be made sense of are passed over with a warning.
+    """Read the journal's files among ``names``. If a file is not valid, log a warning and skip it.
 
-    A file that was begun long before ``now_ns`` is not going to be finished.
+    An incomplete file that was begun long before ``now_ns`` counts as abandoned.
 
     Raises:
-        StoreError: A file that is there cannot be read.
+        StoreError: An existing file cannot be read.
     """
     read, entries = [], []
     for name in sorted(name for name in names if _NAME.fullmatch(name)):
@@ -138,11 +139,11 @@ def read_files(directory: Store, names: Iterable[str], now_ns: int) -> Journal:
             entries.append(_parsed(read_whole(directory, name, _MAX_BYTES)))
             read.append(name)
         except (ValueError, RecursionError, DamagedError) as error:
-            logger.warning("%s/%s: passed over, it is no file of a journal: %s", directory.url, name, error)
+            logger.warning("%s/%s: skipped because it is not a valid journal file: %s", directory.url, name, error)
         except StoreError as error:
             if not isinstance(error.__cause__, FileNotFoundError):
                 raise
-            logger.info("%s: another prune has folded it meanwhile", error)
+            logger.info("%s: another prune has merged this file into another", error)
     pruned = _each_once(checkpoint for entry in entries for checkpoint in entry.pruned)
     died = frozenset(name for entry in entries for name in entry.died)
     prunes = {prune for entry in entries for prune in entry.prunes}
@@ -153,10 +154,10 @@ def read_files(directory: Store, names: Iterable[str], now_ns: int) -> Journal:
 
 
 def write_file(directory: Store, told: Journal, now_ns: int) -> str:
-    """Write one file that tells something; returns its name.
+    """Write records to a new file, and return its name.
 
     Raises:
-        StoreError: It cannot be written. It is not there then.
+        StoreError: The file cannot be written. It does not exist then.
     """
     data = {
         "format": _FORMAT,
@@ -173,10 +174,10 @@ def write_file(directory: Store, told: Journal, now_ns: int) -> str:
 
 
 def fold_files(directory: Store, told: Journal, now_ns: int) -> None:
-    """Write what a journal tells into one file, and remove the files that it was read from.
+    """Merge a journal into one file, and remove the files from which it was read.
 
     Raises:
-        StoreError: That cannot be done; nothing is lost.
+        StoreError: A file cannot be written or removed. No record is lost.
     """
     write_file(directory, told, now_ns)
     for name in told.files:
@@ -184,7 +185,7 @@ def fold_files(directory: Store, told: Journal, now_ns: int) -> None:
 
 
 def _fields(checkpoint: PrunedCheckpoint) -> tuple[Any, ...]:
-    """As journals had it before there were logs, where nothing went to one."""
+    """Return the values of a record, in the older format without ``log_bytes`` if nothing was written to Kafka."""
     return astuple(checkpoint) if checkpoint.log_bytes else astuple(checkpoint)[:-1]
 
 
@@ -196,15 +197,15 @@ def _each_once(checkpoints: Iterable[PrunedCheckpoint]) -> tuple[PrunedCheckpoin
 
 
 def _parsed(data: bytes) -> Journal:
-    # Not by msgspec's own decoder, which refuses lone surrogates: a directory's name may have some.
+    # msgspec's own decoder refuses lone surrogates, and the name of a directory may contain some.
     file = msgspec.convert(json.loads(data), _File)
     pruned = tuple(_record(PrunedCheckpoint, values, num_optional=1) for values in file.pruned)
     return Journal(pruned, file.died, tuple(_record(Prune, values) for values in file.prunes))
 
 
 def _record(kind: type[_Record], values: list[Any], num_optional: int = 0) -> _Record:
-    """From the values of its fields, in their order; those of the last ones may be missing."""
+    """Return a record, given the values of its fields in order. The last ``num_optional`` values may be missing."""
     names = [field.name for field in fields(kind)]
     if not len(names) - num_optional <= len(values) <= len(names):
-        raise ValueError(f"not the fields {', '.join(names)}: {str(values)[:80]!r}")
+        raise ValueError(f"expected the fields {', '.join(names)}, got {str(values)[:80]!r}")
     return msgspec.convert(dict(zip(names, values, strict=False)), kind)

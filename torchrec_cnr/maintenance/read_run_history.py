@@ -1,7 +1,7 @@
-"""The run history of a root: put together from the manifests that are there, and the journal of what was pruned.
+"""Builds the run history of a root from its manifests and from the journal of pruned checkpoints.
 
-What a save or a compaction wrote is told by its manifest, or, once that was pruned, by the journal. What a prune has
-removed is told once it has ended; of one that was killed, nothing. Links are no checkpoints of their own.
+What a save or a compaction wrote is taken from its manifest, or from the journal once it was pruned. Prunes are in the
+journal only if they were completed. Symbolic links do not count as checkpoints.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from torchrec_cnr.quantization import NoQuantization
 
 
 def read_run_history(catalog: Catalog) -> RunHistory:
-    """All that is known to have happened under a root."""
+    """Return the history of a root, as far as it is known."""
     restore_bytes = all_restore_bytes(catalog)
     events: list[Event] = []
     kept = []
@@ -42,7 +42,7 @@ def read_run_history(catalog: Catalog) -> RunHistory:
 
 
 def model_bytes(manifest: Manifest) -> int:
-    """About what one full baseline would take, quantized as the rows that are stored are."""
+    """Return the approximate bytes of a full checkpoint, quantized like the rows that a manifest stores."""
     stored = sum(_whole_bytes(manifest, entry) for entry in manifest.tensors.values())
     return round(stored) + sum(blob.num_bytes for blob in manifest.objects.values())
 
@@ -58,7 +58,7 @@ def _whole_bytes(manifest: Manifest, entry: TensorEntry) -> float:
 
 
 def _events(saved: PrunedCheckpoint, model: int) -> Iterator[Event]:
-    """A save and its compactions, by time; what a restore reads is known of the last of them."""
+    """Yield the events of a checkpoint: its save and its compactions. Only the last has the bytes of a restore."""
     share = min(1.0, saved.num_rows / saved.num_table_rows) if saved.num_table_rows else 0.0
     written = [(saved.created_ns, saved.num_bytes), *saved.compactions]
     for number, (at_ns, num_bytes) in enumerate(written):

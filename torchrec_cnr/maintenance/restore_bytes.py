@@ -1,8 +1,8 @@
-"""What a restore of a checkpoint reads, from manifests alone.
+"""The bytes that a restore of a checkpoint reads, computed from manifests alone.
 
-A load reads the manifests of the whole lineage, and of each tensor no checkpoint older than the newest that has it
-whole. Objects are read from the head only. Headers of packs and gaps between blobs, which are read along with them, are
-not counted.
+A load reads the manifests of the whole lineage. It reads each tensor from the newest checkpoint that has all its rows,
+and from the newer ones. It reads objects from the latest checkpoint only. Headers of data files, and gaps between blobs
+that are read along with them, are not counted.
 """
 
 from collections.abc import Mapping
@@ -16,12 +16,12 @@ from torchrec_cnr.maintenance.catalog import Catalog
 
 @dataclass(frozen=True)
 class _Reads:
-    """Bytes that are read of a lineage.
+    """The bytes that a load of a lineage reads.
 
     Attributes:
-        manifest_bytes: Of all manifests.
-        tensors: Of each tensor of the head.
-        object_bytes: Of the head's objects.
+        manifest_bytes: The bytes of all manifests.
+        tensors: The bytes of each tensor of the latest checkpoint, by FQN.
+        object_bytes: The bytes of the objects of the latest checkpoint.
     """
 
     manifest_bytes: int = 0
@@ -29,7 +29,7 @@ class _Reads:
     object_bytes: int = 0
 
     def below(self, checkpoint: Checkpoint) -> "_Reads":
-        """With a checkpoint on top."""
+        """Return the bytes if ``checkpoint`` is added to the lineage as the latest."""
         manifest = checkpoint.manifest
         tensors = {
             fqn: num_bytes + (0 if manifest.tensors[fqn].is_whole else self.tensors.get(fqn, 0))
@@ -40,12 +40,12 @@ class _Reads:
 
     @property
     def num_bytes(self) -> int:
-        """All of them."""
+        """Return the total."""
         return self.manifest_bytes + sum(self.tensors.values()) + self.object_bytes
 
 
 def restore_bytes(lineage: Lineage) -> int:
-    """Bytes of manifests and blobs that a load of everything reads."""
+    """Return the bytes of manifests and blobs that a load of all tensors and objects reads."""
     reads = _Reads()
     for checkpoint in lineage.checkpoints:
         reads = reads.below(checkpoint)
@@ -53,9 +53,9 @@ def restore_bytes(lineage: Lineage) -> int:
 
 
 def all_restore_bytes(catalog: Catalog) -> Mapping[str, int | None]:
-    """The same for each checkpoint of a catalog, by name; None where its lineage is not complete under the root."""
+    """Return the bytes that a load of each checkpoint reads, by name; None if its lineage is incomplete in the root."""
     found: dict[str, _Reads | None] = {}
-    for name, checkpoint in catalog.checkpoints.items():  # oldest first: a parent before its children
+    for name, checkpoint in catalog.checkpoints.items():  # oldest first, so each parent is before its children
         parent = catalog.parent(checkpoint)
         if checkpoint.manifest.parent is None:
             found[name] = _Reads().below(checkpoint)
@@ -66,7 +66,7 @@ def all_restore_bytes(catalog: Catalog) -> Mapping[str, int | None]:
 
 
 def tensor_bytes(manifest: Manifest) -> dict[str, int]:
-    """Bytes of the blobs of each tensor, with its row numbers; those that several share count for the first of them."""
+    """Return the bytes of each tensor's blobs and row numbers. Shared row numbers count for the first tensor only."""
     known: set[Blob] = set()
     found = {}
     for fqn, entry in manifest.tensors.items():

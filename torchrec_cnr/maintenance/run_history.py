@@ -1,7 +1,7 @@
-"""What happened under the root of a run: each save, compaction and prune, and what lies there now.
+"""The history of a run: each save, compaction and prune under its root, and the checkpoints that exist now.
 
-A history is a value, put together by whoever read the store. It adds up what a report tells, and reads nothing itself.
-Where sizes are told in models, a model is one full baseline, quantized like the checkpoint that it is compared with.
+A history is a value that ``read_run_history`` builds; nothing here reads a store. It computes the totals for a report.
+A size in *models* is a multiple of one full checkpoint at the same quantization.
 """
 
 from collections.abc import Sequence
@@ -15,26 +15,28 @@ from torchrec_cnr.format.manifest import CheckpointKind
 
 EventKind = Literal["baseline", "delta", "compaction", "prune"]
 
-_MAX_COUNT = 1 << 62  # of any count, as in a manifest
+_MAX_COUNT = 1 << 62  # the limit of any count, as in a manifest
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that changed what lies under a root.
+    """A save, a compaction or a prune.
 
     Attributes:
-        at_ns: When, in nanoseconds of Unix time.
-        kind: ``baseline`` or ``delta``, a save; ``compaction``, a lineage was written as one baseline; or ``prune``.
-        name: Directory of the checkpoint that was written, or of the newest that something was removed from.
-        written_bytes: Bytes of all files that were written; a prune writes none.
-        freed_bytes: Bytes of all files that were removed, after the others had been written.
-        modified_share: Rows stored in a delta as a part of all rows of the tables, 0 to 1; None for all other kinds.
-        restore_bytes: What a load of the checkpoint that was written reads; None for a prune, or if it is not known.
-        model_bytes: One full baseline at that time, quantized alike; at least 1.
-        log_bytes: Bytes of rows that were written to a log, not to files.
+        at_ns: The time of the event, in nanoseconds since 1970.
+        kind: ``baseline`` or ``delta`` for a save; ``compaction`` for a lineage that was merged into one baseline; or
+            ``prune``.
+        name: The directory of the checkpoint that was written, or the newest one from which files were removed.
+        written_bytes: The bytes of all files that were written; 0 for a prune.
+        freed_bytes: The bytes of all files that were removed after that.
+        modified_share: The rows stored in a delta, divided by all rows of the tables, from 0 to 1; None for other
+            kinds.
+        restore_bytes: The bytes that a load of the written checkpoint reads; None for a prune, or if unknown.
+        model_bytes: The bytes of a full checkpoint at that time and at the same quantization; at least 1.
+        log_bytes: The bytes of rows that were written to Kafka instead of files.
 
     Raises:
-        ConfigurationError: A value is out of its bounds, or its kind of event has no such value.
+        ConfigurationError: A value is out of range, or this kind of event has no such value.
     """
 
     at_ns: int
@@ -61,38 +63,38 @@ class Event:
             raise ConfigurationError(f"{where}: a {self.kind} has no 'modified_share' (got {self.modified_share!r})")
         if self.kind == "prune" and (self.written_bytes or self.log_bytes or self.restore_bytes is not None):
             got = f"{self.written_bytes} bytes, {self.restore_bytes!r} to restore"
-            raise ConfigurationError(f"{where}: a prune writes nothing that could be restored (got {got})")
+            raise ConfigurationError(f"{where}: a prune writes no bytes and has no restore (got {got})")
 
     @property
     def is_save(self) -> bool:
-        """Whether it is a checkpoint that the job saved."""
+        """Return whether the event is a save."""
         return self.kind in get_args(CheckpointKind)
 
     @property
     def all_bytes(self) -> int:
-        """Bytes that were written to files and to a log."""
+        """Return the bytes that were written to files and to Kafka."""
         return self.written_bytes + self.log_bytes
 
     @property
     def restore_models(self) -> float | None:
-        """What a load of the checkpoint reads, in models."""
+        """Return what a load of the checkpoint reads, as a multiple of a full checkpoint."""
         return None if self.restore_bytes is None else self.restore_bytes / self.model_bytes
 
 
 @dataclass(frozen=True)
 class KeptCheckpoint:
-    """A checkpoint that lies under the root now.
+    """A checkpoint that exists under the root now.
 
     Attributes:
-        name: Its directory.
-        kind: ``baseline``, whether it was saved or compacted, or ``delta``.
-        created_ns: Time of its commit, in nanoseconds of Unix time.
-        num_bytes: Bytes of all its files.
-        parent: Directory of its parent; None for a baseline.
-        restore_bytes: What a load of it reads, with the checkpoints that it stands on; None if that is not known.
+        name: The name of its directory.
+        kind: ``baseline``, if it was saved as one or compacted; or ``delta``.
+        created_ns: The time of its commit, in nanoseconds since 1970.
+        num_bytes: The bytes of all its files.
+        parent: The directory of its parent; None for a baseline.
+        restore_bytes: The bytes that a load of its whole chain reads; None if unknown.
 
     Raises:
-        ConfigurationError: A value is out of its bounds.
+        ConfigurationError: A value is out of range.
     """
 
     name: str
@@ -110,19 +112,19 @@ class KeptCheckpoint:
         if self.restore_bytes is not None:
             _check_count(where, "restore_bytes", self.restore_bytes)
         if (self.parent is None) != (self.kind == "baseline"):
-            raise ConfigurationError(f"{where}: a delta has a parent, a baseline none (got {self.parent!r})")
+            raise ConfigurationError(f"{where}: a delta has a parent, a baseline has none (got {self.parent!r})")
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """What lay under the root around an event.
+    """The bytes stored under the root around an event.
 
     Attributes:
-        at_ns: Time of the event.
-        before_bytes: Before it.
-        peak_bytes: When it had written what it wrote, and not yet removed what it removed.
-        after_bytes: After it.
-        model_bytes: One full baseline at that time.
+        at_ns: The time of the event, in nanoseconds since 1970.
+        before_bytes: The bytes stored before the event.
+        peak_bytes: The bytes stored after the event wrote its files, and before it removed others.
+        after_bytes: The bytes stored after the event.
+        model_bytes: The bytes of a full checkpoint at that time.
     """
 
     at_ns: int
@@ -133,23 +135,23 @@ class Capacity:
 
     @property
     def peak_models(self) -> float:
-        """The most, in models."""
+        """Return the peak as a multiple of a full checkpoint."""
         return self.peak_bytes / self.model_bytes
 
 
 @dataclass(frozen=True)
 class RunHistory:
-    """All that is known to have happened under a root, and what lies there now.
+    """The known events under a root, and the checkpoints that exist there now.
 
     Attributes:
-        root: The root's path or URL.
-        events: In order of time.
-        kept: The checkpoints that lie there now, in any order.
-        left_bytes: Bytes of files that lie there of checkpoints that were pruned: compacted ones may use them.
-        unreadable: Directories of checkpoints that cannot be read, of which nothing is known.
+        root: The path or URL of the root.
+        events: The events, in order of time.
+        kept: The checkpoints that exist now, in any order.
+        left_bytes: The bytes of remaining files of pruned checkpoints, which compacted ones may use.
+        unreadable: The directories of checkpoints that cannot be read. They are not in ``events`` or ``kept``.
 
     Raises:
-        ConfigurationError: Events are not in order of time, or a value is out of its bounds.
+        ConfigurationError: Events are not in order of time, or a value is out of range.
     """
 
     root: str
@@ -163,41 +165,44 @@ class RunHistory:
         for earlier, later in pairwise(self.events):
             if later.at_ns < earlier.at_ns:
                 raise ConfigurationError(
-                    f"{self.root}: events must be in order of time: {later.name!r} at {later.at_ns} ns comes behind "
+                    f"{self.root}: events must be in order of time: {later.name!r} at {later.at_ns} ns follows "
                     f"{earlier.name!r} at {earlier.at_ns} ns"
                 )
 
     @cached_property
     def saves(self) -> tuple[Event, ...]:
-        """The checkpoints that the job saved, kept or not."""
+        """Return the saves, of kept and removed checkpoints."""
         return tuple(event for event in self.events if event.is_save)
 
     def of_kind(self, kind: EventKind) -> tuple[Event, ...]:
-        """The events of one kind."""
+        """Return the events of one kind."""
         return tuple(event for event in self.events if event.kind == kind)
 
     @cached_property
     def written_bytes(self) -> int:
-        """Bytes of files written in all, compactions included."""
+        """Return the bytes of all files that were written, including those of compactions."""
         return sum(event.written_bytes for event in self.events)
 
     @cached_property
     def log_bytes(self) -> int:
-        """Bytes of rows written to a log in all."""
+        """Return the bytes of all rows that were written to Kafka."""
         return sum(event.log_bytes for event in self.events)
 
     @cached_property
     def full_bytes(self) -> int:
-        """Bytes that would have been written if every save had been a full baseline, quantized alike."""
+        """Return the bytes that the saves would have written if each were a full checkpoint, quantized alike."""
         return sum(event.model_bytes for event in self.saves)
 
     @property
     def model_bytes(self) -> int | None:
-        """One full baseline now; None where nothing happened."""
+        """Return the bytes of a full checkpoint now; None if there are no events."""
         return self.events[-1].model_bytes if self.events else None
 
     def restore_models_of(self, checkpoint: KeptCheckpoint) -> float | None:
-        """What a load of a kept checkpoint reads, in models of the time of its event, or else of now; or None."""
+        """Return what a load of a kept checkpoint reads, as a multiple of a full checkpoint; None if unknown.
+
+        The full checkpoint is that of the time of the save or compaction, or the current one if that is unknown.
+        """
         model_bytes = self._model_bytes_by_name.get(checkpoint.name, self.model_bytes)
         if model_bytes is None or checkpoint.restore_bytes is None:
             return None
@@ -205,34 +210,34 @@ class RunHistory:
 
     @cached_property
     def _model_bytes_by_name(self) -> dict[str, int]:
-        """For each checkpoint that was written."""
+        """Return the bytes of a full checkpoint when each checkpoint was last written, by name."""
         return {event.name: event.model_bytes for event in self.events if event.kind != "prune"}
 
     @cached_property
     def kept_bytes(self) -> int:
-        """Bytes that lie there now."""
+        """Return the bytes that are stored now."""
         return self.left_bytes + sum(checkpoint.num_bytes for checkpoint in self.kept)
 
     @cached_property
     def newest_first(self) -> tuple[KeptCheckpoint, ...]:
-        """What lies there now, by time of commit; of those of one time the greater name first."""
+        """Return the kept checkpoints, newest first; those with the same time by name, in descending order."""
         return tuple(sorted(self.kept, key=lambda kept: (kept.created_ns, kept.name), reverse=True))
 
     @cached_property
     def opening_bytes(self) -> int:
-        """The least that must have lain there before the first event, for the events and what is kept to add up."""
+        """Return the minimum of bytes stored before the first event that is consistent with events and kept bytes."""
         changes = [change for event in self.events for change in (event.written_bytes, -event.freed_bytes)]
         balances = list(accumulate(changes, initial=0))
         return max(self.kept_bytes - balances[-1], -min(balances))
 
     @cached_property
     def vanished_bytes(self) -> int:
-        """Bytes that should lie there by what the events tell, and do not."""
+        """Return the bytes that should be stored according to the events, and are not."""
         return (self.capacities[-1].after_bytes if self.capacities else self.opening_bytes) - self.kept_bytes
 
     @cached_property
     def capacities(self) -> tuple[Capacity, ...]:
-        """What lay under the root, around each event."""
+        """Return the bytes stored under the root around each event."""
         found, level = [], self.opening_bytes
         for event in self.events:
             peak = level + event.written_bytes
@@ -242,7 +247,7 @@ class RunHistory:
 
     @property
     def highest(self) -> Capacity | None:
-        """When most lay there, in models; the first such time."""
+        """Return the first event with the highest peak, as a multiple of a full checkpoint; None without events."""
         return max(self.capacities, key=lambda capacity: capacity.peak_models, default=None)
 
 

@@ -1,7 +1,7 @@
-"""A save by one process alone, which plays as many ranks as there are plans, one after the other.
+"""A save by one process, which acts as all ranks, one after the other.
 
-``dcp.save`` asks for a process group or warns, and hides what went wrong in an error of its own. Storage writers and
-planners are public, so they are called here in the order in which DCP calls them.
+Without a process group, ``dcp.save`` warns, and it wraps every error in one of its own. So this module calls the public
+methods of storage writers and planners directly, in the order in which DCP calls them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,19 +16,19 @@ from torchrec_cnr.maintenance.export.contents import Chunk
 
 
 def index_of(chunk: Chunk) -> MetadataIndex:
-    """What DCP calls a chunk of a tensor."""
+    """Return DCP's index of a chunk of a tensor."""
     return MetadataIndex(chunk.fqn, chunk.box.offsets)
 
 
 def chunk_item(chunk: Chunk, size: Sequence[int], kind: WriteItemType) -> WriteItem:
-    """A chunk of a tensor of that size, as an item of a plan."""
+    """Return a plan's item for a chunk of a tensor whose global size is ``size``."""
     box = ChunkStorageMetadata(torch.Size(chunk.box.offsets), torch.Size(chunk.box.sizes))
     data = TensorWriteData(box, TensorProperties(dtype=chunk.dtype), torch.Size(size))
     return WriteItem(index_of(chunk), kind, tensor_data=data)
 
 
 def object_items(fqns: Iterable[str]) -> list[WriteItem]:
-    """Objects as items of a plan."""
+    """Return a plan's items for objects."""
     return [WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO) for fqn in fqns]
 
 
@@ -38,12 +38,12 @@ def save(
     planner: SavePlanner,
     paths: Mapping[str, tuple[str | int, ...]],
 ) -> None:
-    """Write plans, and commit them as one checkpoint.
+    """Write the plans of all ranks, and commit them as one checkpoint.
 
     Args:
-        writer: Where to.
-        plans: Each is written by itself, before the next one's data is asked for.
-        planner: Asked for the data of items.
+        writer: The storage writer.
+        plans: One plan per rank. Each is written before the data of the next one is read.
+        planner: Returns the data of the items.
         paths: The keys and indices that lead to each FQN in the nested state dict.
     """
     writer.storage_meta()

@@ -1,8 +1,8 @@
-"""Annotations: metrics and tags of a checkpoint, from which retention decides.
+"""Annotations: the metrics and tags of a checkpoint, which retention rules use.
 
-They are small files beside the manifest, written after the commit. As all files they are written once: metrics that are
-written again come into another file, and of each metric the value that was written last counts. A tag is an empty file.
-No reader of checkpoints looks at them, and what is in them is not trusted: what is no metric is passed over.
+They are small files next to the manifest, written after the commit. A tag is an empty file. A file is never changed:
+each call of ``write_metrics`` writes another one, and the last value of a metric counts. Loads do not read these files.
+Their contents are not trusted: everything that is not a metric is skipped.
 """
 
 import json
@@ -28,22 +28,24 @@ _MAX_BYTES = 1 << 20  # of a file of metrics
 
 
 def write_metrics(path: str | os.PathLike[str], metrics: Mapping[str, float]) -> None:
-    """Note what a checkpoint is worth, such as ``{"auc": 0.8123}``.
+    """Store metrics of a checkpoint, for example ``{"auc": 0.8123}``. The rule :class:`Best` uses them.
 
     Args:
-        path: The checkpoint, a path or fsspec URL.
-        metrics: Numbers by name. One that is not finite says that there is no value, also where there was one before.
+        path: The checkpoint, as a path or fsspec URL.
+        metrics: Numbers by name. NaN or infinity removes the value of a metric.
 
     Raises:
-        ConfigurationError: A name is empty, longer than 200 characters or does not print, or a value is no number.
+        ConfigurationError: A name is empty, has more than 200 characters or does not print, or a value is not a number.
         CheckpointNotFoundError: Nothing was committed at ``path``.
-        StoreError: It cannot be written.
+        StoreError: The metrics cannot be written.
     """
     check_type("metrics", metrics, Mapping, "numbers by name")
     values: dict[str, float | None] = {}
     for name, given in metrics.items():
         if not _is_name(name):
-            raise ConfigurationError(f"a metric's name must be 1 to {_MAX_NAME_LENGTH} printable characters: {name!r}")
+            raise ConfigurationError(
+                f"the name of a metric must be 1 to {_MAX_NAME_LENGTH} printable characters (got {name!r})"
+            )
         try:
             value = float(given)
         except (TypeError, ValueError, OverflowError) as error:
@@ -51,59 +53,66 @@ def write_metrics(path: str | os.PathLike[str], metrics: Mapping[str, float]) ->
         values[name] = value if math.isfinite(value) else None
     data = json.dumps(values).encode()
     if len(data) > _MAX_BYTES:
-        raise ConfigurationError(f"{len(values)} metrics take {len(data)} bytes, more than {_MAX_BYTES}")
+        raise ConfigurationError(f"{len(values)} metrics take {len(data)} bytes; at most {_MAX_BYTES} are allowed")
     id_ = uuid.uuid4().hex[:16]
     _committed(path).put_new(f"metrics-{time.time_ns():020d}-{id_}.json", data, id_)
 
 
 def tag(path: str | os.PathLike[str], name: str) -> None:
-    """Give a checkpoint a tag, such as ``release``; that it has it already is no error.
+    """Add a tag to a checkpoint, for example ``release``. Do nothing if it already has this tag.
+
+    Args:
+        path: The checkpoint, as a path or fsspec URL.
+        name: The tag: 1 to 100 letters, digits, ``.``, ``_`` and ``-``, of which the first is a letter or digit.
 
     Raises:
-        ConfigurationError: The tag is not made of 1 to 100 letters, digits, ``.``, ``_`` and ``-``, the first a letter
-            or digit.
+        ConfigurationError: ``name`` is not a valid tag.
         CheckpointNotFoundError: Nothing was committed at ``path``.
-        StoreError: It cannot be written.
+        StoreError: The tag cannot be written.
     """
     _committed(path).put(_tag_file(name), [])
 
 
 def untag(path: str | os.PathLike[str], name: str) -> None:
-    """Take a tag away; that it is not there is no error.
+    """Remove a tag from a checkpoint. Do nothing if it does not have this tag.
+
+    Args:
+        path: The checkpoint, as a path or fsspec URL.
+        name: The tag.
 
     Raises:
-        ConfigurationError: There is no such tag, as for :func:`tag`.
-        StoreError: It cannot be removed.
+        ConfigurationError: ``name`` is not a valid tag; see :func:`tag`.
+        StoreError: The tag cannot be removed.
     """
     Store.open(path).remove(_tag_file(name), is_durable=True)
 
 
 def is_annotation(name: str) -> bool:
-    """Whether a file beside a manifest holds metrics, or is a tag."""
+    """Return whether a file next to a manifest contains metrics, or is a tag."""
     return _METRICS.fullmatch(name) is not None or _TAG.fullmatch(name) is not None
 
 
 def tags(names: Iterable[str]) -> tuple[str, ...]:
-    """The tags among a directory's files, sorted."""
+    """Return the tags among a directory's files, sorted."""
     return tuple(sorted(found["tag"] for name in names if (found := _TAG.fullmatch(name))))
 
 
 def read_metrics(store: Store, files: Mapping[str, int]) -> dict[str, float]:
-    """The metrics of a checkpoint, finite ones only.
+    """Return the metrics of a checkpoint, only those with a finite value.
 
     Args:
-        store: Its directory.
-        files: Sizes in bytes of the files in it, by name.
+        store: The directory of the checkpoint.
+        files: The sizes in bytes of the files in it, by name.
 
     Raises:
-        StoreError: They are there and cannot be read: which checkpoint is the best would be a guess.
+        StoreError: A file of metrics cannot be read, so that the best checkpoint cannot be determined.
     """
     found: dict[str, float | None] = {}
     for name in sorted(name for name in files if _METRICS.fullmatch(name)):
         try:
             found |= _parsed(read_whole(store, name, _MAX_BYTES))
         except (ValueError, RecursionError, DamagedError) as error:
-            logger.warning("%s/%s: passed over, it holds no metrics: %s", store.url, name, error)
+            logger.warning("%s/%s: skipped because it contains no metrics: %s", store.url, name, error)
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -141,6 +150,6 @@ def _committed(path: str | os.PathLike[str]) -> Store:
     store = Store.open(path)
     if not store.exists(MANIFEST_FILE):
         raise CheckpointNotFoundError(
-            f"{store.url}: no {MANIFEST_FILE}: nothing was committed here that could be annotated"
+            f"{store.url}: no {MANIFEST_FILE}, so there is no committed checkpoint to annotate"
         )
     return store

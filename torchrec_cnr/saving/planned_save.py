@@ -195,6 +195,8 @@ class PlannedSave(DefaultSavePlanner):
         )
         policy = policy_of_all(self._options.policy, data)
         base = choose_base(policy, head, [rank.head for rank in data], newest_baseline(data), store)
+        if base is not None and meta is not None and not meta.writing.protect_base(base.parent.store):
+            base = None  # it was pruned after it was chosen, and before the lease
         if base is not None:
             tensors = {fqn: tensor for rank in data for fqn, tensor in rank.tensors.items()}
             new = stored_whole(tensors, metadata, base.parent.manifest)

@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import _get_default_group, _set_pg_timeo
 
 from torchrec_cnr.errors import ConfigurationError, SaveError
 from torchrec_cnr.format.boxes import Box
+from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.progress import SavePhases
 from torchrec_cnr.saving.cut import Cut
 from torchrec_cnr.saving.decision import Decision
@@ -217,6 +218,12 @@ class WriterSave:
             self.running = running_saves.add(has_begun=True)
             self.running.wait_for_earlier(self.timeout_secs)
         return self.running
+
+    def protect_base(self, base: Store) -> bool:
+        """Take a lease on the checkpoint that this save is based on; return whether that checkpoint still exists."""
+        if self.lease is not None:
+            self.lease.base = Lease.take(base, "save")
+        return base.exists(MANIFEST_FILE)
 
     def end_lease(self) -> None:
         """End the lease of a save that has committed nothing, so that its files can be pruned."""

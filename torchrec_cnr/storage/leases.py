@@ -50,6 +50,7 @@ class Lease:
         purpose: What the lease is for; a ``Purpose``.
         until_ns: When the lease expires unless it is renewed, as Unix time in nanoseconds by the store's clock.
         is_left: Whether this process no longer renews or removes the lease.
+        base: For a save of a delta, a lease on the parent. It ends with this lease.
     """
 
     store: Store
@@ -57,6 +58,7 @@ class Lease:
     purpose: str
     until_ns: int
     is_left: bool = field(default=False, repr=False, compare=False)
+    base: "Lease | None" = field(default=None, repr=False, compare=False)
     _is_changing: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
     _renewal: threading.Timer | None = field(default=None, repr=False, compare=False)
     _ahead_ns: int = field(default=0, repr=False, compare=False)  # store's clock minus this machine's clock
@@ -140,6 +142,8 @@ class Lease:
         if self.is_left:
             return
         self._end_renewals()
+        if self.base is not None:
+            self.base.release()
         try:
             self.store.remove(self.name)
         except StoreError as error:
@@ -151,6 +155,8 @@ class Lease:
         The file then names no owner, so that the lease is valid even after this process has ended.
         """
         self._end_renewals()
+        if self.base is not None:
+            self.base.leave()
         self.is_left = True
         try:
             self.store.put(self.name, [b"{}"], is_durable=False)  # not empty: an empty file is a lapsed lease
@@ -169,6 +175,8 @@ class Lease:
             self.store.put(self.until(self.store, self.purpose, 0).name, [], is_durable=False)
         except StoreError as error:
             logger.info("cannot end a lease, which expires later: %s", error)
+            if self.base is not None:
+                self.base.release()
             return
         self.release()
 

@@ -76,4 +76,4 @@ def test_all_works_on_any_store(tmp_path: Path) -> None:
     assert cnr_json("verify", root)["is_right"]
     assert not cnr_json("diff", f"{root}/step-1", root)["is_same"]
     result = cnr_result("ls", f"{root}/nothing")
-    assert (result.exit_code, result.stderr) == (1, f"cnr: error: {root}/nothing: nothing is there\n")
+    assert (result.exit_code, result.stderr) == (1, f"cnr: error: {root}/nothing: does not exist\n")

@@ -109,9 +109,9 @@ def test_compact_self_contained(run: Path, is_self_contained: bool) -> None:
         (
             ["--since", "{run}/step-4"],
             1,
-            "/step-4 is not below {run}/step-3, which stands on {run}/step-2, {run}/step-1",
+            "/step-4 is not an ancestor of {run}/step-3; its ancestors are {run}/step-2, {run}/step-1",
         ),
-        (["--since", "{run}/nothing"], 1, "/nothing is not below {run}/step-3"),
+        (["--since", "{run}/nothing"], 1, "/nothing is not an ancestor of {run}/step-3"),
         (["--since", "no-such-protocol://x"], 2, "not a path or URL that fsspec can open"),
         (["--max-ratio", "0.9"], 2, "'--max-ratio'"),
         (["--max-ratio", "-1"], 2, "'--max-ratio'"),

@@ -58,7 +58,7 @@ def test_export_writes_over_nothing(saved_run: Path, tmp_path: Path, to: str) ->
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_bytes(b"mine")
     for out in ("file", "full"):
-        assert "is there already" in refused(tmp_path, "export", saved_run, tmp_path / out, "--to", to, status=2)
+        assert "already exists" in refused(tmp_path, "export", saved_run, tmp_path / out, "--to", to, status=2)
     assert "cannot create" in refused(tmp_path, "export", saved_run, tmp_path / "file" / "out", "--to", to)
 
 

@@ -98,8 +98,8 @@ def test_import_says_what_it_did(stock: dict[str, Any], tmp_path: Path) -> None:
         (["--table", "mine.*"], "--table selects the tensors to quantize; also pass --bits 2, 3, 4 or 8"),
         (
             ["--bits", "4", "--table", "model.*"],
-            f"nothing would be quantized: no tensor is named model.*; give patterns for its tables; its matrices are "
-            f"'{TABLE}', '{MINE}'\n",
+            f"nothing would be quantized: no tensor is named model.*; pass patterns that match its tables; its "
+            f"matrices are '{TABLE}', '{MINE}'\n",
         ),
         (["--threads", "0"], "'--threads'"),
     ],

@@ -33,12 +33,12 @@ def broken(saved_run: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-NO_ROOT = (2, "a checkpoint, no root; give the directory that it lies in")
+NO_ROOT = (2, "a checkpoint, not a root; pass the directory that contains it")
 NO_CHECKPOINT = {
-    "missing": (1, "nothing is there"),
-    "file": (1, "a file, no directory"),
-    "foreign": (1, "no checkpoint is here, nor in a directory of it"),
-    "half-written": (1, "packs, but no manifest.json"),
+    "missing": (1, "does not exist"),
+    "file": (1, "a file, not a directory"),
+    "foreign": (1, "neither a checkpoint nor a directory that contains one"),
+    "half-written": (1, "data files, but no manifest.json"),
 }
 OF_ROOTS = {**NO_CHECKPOINT, "manifest": NO_ROOT, "pack": NO_ROOT}
 OF_CHECKPOINTS = {**NO_CHECKPOINT, "empty": (1, "an empty directory"), "manifest": (1, "/manifest.json: sha256 is")}
@@ -48,7 +48,7 @@ WRONG_PLACES = [
     *((["compact", "{place}"], place, *found) for place, found in OF_CHECKPOINTS.items()),
     *((["export", "{place}", "{out}", "--to", "dcp"], place, *found) for place, found in OF_CHECKPOINTS.items()),
     *((["export", "{place}", "{out}", "--to", to], "pack", 1, "truncated: ") for to in FORMATS),
-    *((["import", "{place}", "{out}"], place, 1, "no checkpoint of dcp.save") for place in (*OF_CHECKPOINTS, "pack")),
+    *((["import", "{place}", "{out}"], place, 1, "that dcp.save wrote") for place in (*OF_CHECKPOINTS, "pack")),
     *(([command, "{place}", *options], "no-such-protocol://x", 2, "not a path or URL that fsspec can open")
       for command, options in (
           ("prune", []), ("report", []), ("compact", []), ("export", ["{out}", "--to", "dcp"]), ("import", ["{out}"]),
@@ -131,13 +131,13 @@ def test_wrong_places_of_any_store_are_told(tmp_path: Path) -> None:
         ["compact", "{}"],
         ["export", "{}", tmp_path / "out", "--to", "dcp"],
     ]
-    for place, words in (("nothing", "nothing is there"), ("foreign", "no checkpoint is here")):
+    for place, words in (("nothing", "does not exist"), ("foreign", "neither a checkpoint nor")):
         for command in commands:
             line = refused(tmp_path, *(str(arg).format(f"{home}/{place}") for arg in command))
             assert line.startswith(f"cnr: error: {home}/{place}: {words}")
     for to in FORMATS:
         runs.save_state(tmp_path / to, {"weight": torch.ones(3)})
         out = f"{home}/foreign/notes" if to == "torch" else f"{home}/foreign"
-        assert "is there already" in refused(tmp_path, "export", tmp_path / to, out, "--to", to, status=2)
+        assert "already exists" in refused(tmp_path, "export", tmp_path / to, out, "--to", to, status=2)
     assert "not a report page" in cnr_result("report", tmp_path, "-o", f"{home}/foreign/notes").stderr
     assert fs.cat(f"{home}/foreign/notes") == b"mine"

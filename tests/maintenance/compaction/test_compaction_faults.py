@@ -200,7 +200,9 @@ def test_of_two_compactions_one_wins(run: HotLineage) -> None:
     winners = [digest for outcome, digest in answers if outcome == "won"]
     after = read_checkpoint(run.path)
     assert winners == [after.manifest_sha256]
-    assert all("another compaction of it was faster" in text for outcome, text in answers if outcome == "lost")
+    assert all(
+        "another compaction of this checkpoint was faster" in text for outcome, text in answers if outcome == "lost"
+    )
     save_ids = {name.split("-")[0] for name in own_packs(after)}
     assert save_ids == {run.newest.committed.save_id, after.manifest.save_id}
     assert all(is_same(*pair) for pair in zip(before, run.load(), strict=True))

@@ -73,7 +73,7 @@ def test_less_room_is_more_to_copy(tmp_path: Path) -> None:
     assert [plan.bytes_after for plan in plans] == sorted(plan.bytes_after for plan in plans)
     assert plans[-1].victims == frozenset()
     before = run.load()
-    assert "9 checkpoints become one; 0 of" in str(plans[-1])
+    assert "merges 9 checkpoints into one; rewrites 0 of" in str(plans[-1])
     files = own_packs(run.newest)
     after = run_compaction(plans[-1])
     assert (after.is_compacted, after.parent, own_packs(after)) == (True, None, files)

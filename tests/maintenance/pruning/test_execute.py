@@ -220,7 +220,8 @@ def test_what_is_wanted_since_the_plan_was_made_stays(tmp_path: Path, where: str
         root.compact("a-1", num_moved=2)
     elif what == "save":
         root.put_pack("a-2")
-        root.lease("a-2", time.time_ns() + HOUR_NS, "save")
+        for name in ("a-2", "a-1"):  # a save holds a lease on its parent, too
+            root.lease(name, time.time_ns() + HOUR_NS, "save")
     elif what == "damage":
         root.put("a-2", MANIFEST_FILE, b"no manifest")
     else:

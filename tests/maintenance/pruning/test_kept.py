@@ -36,6 +36,7 @@ def test_reasons_are_told(root: Root) -> None:
     root.compact("4")
     root.lease("5", now_ns + 2 * HOUR_NS, "load")
     root.lease("6", now_ns + 20 * HOUR_NS, "compact")
+    root.lease("3", now_ns + HOUR_NS, "save")
     root.put_pack("saving")
     root.lease("saving", now_ns + HOUR_NS, "save")
     root.save("2b", NOON_NS + 9, "2", range(2))
@@ -43,27 +44,25 @@ def test_reasons_are_told(root: Root) -> None:
     root.put("3b", "notes.txt")
     tag(root.at("1"), "release")
     plan = plan_prune(root.url, Keep(last=1), now_ns=now_ns)
-    lineage = "newest of its lineage, on which saving may be based"
     assert dict(plan.stays) == {
         "0": ("needed by 2b",),
         "1": ("tagged 'release'",),
         "2": ("needed by 2b",),
-        "2b": ("newest", lineage),
-        "3": ("baseline before a compaction, on which saving may be based",),
+        "2b": ("newest",),
+        "3": ("leased (a save, until 13:00 UTC)",),
         "3b": ("not recognised: notes.txt",),
-        "4": (lineage,),
-        "5": ("leased (a load, until 14:00 UTC)", lineage),
-        "6": ("leased (a compaction, until 2026-11-24 08:00 UTC)", lineage),
+        "5": ("leased (a load, until 14:00 UTC)",),
+        "6": ("leased (a compaction, until 2026-11-24 08:00 UTC)",),
         "logs": ("not recognised",),
         "saving": ("leased (a save, until 13:00 UTC)",),
     }
-    assert [checkpoint.name for checkpoint in plan.pruned] == ["3b"]
-    assert plan.freed_bytes == sum(plan.removals[0].entry.files[name] for name in plan.removals[0].files) > 0
+    assert [removal.entry.name for removal in plan.removals] == ["4", "3b"]
+    assert plan.freed_bytes == sum(removal.num_bytes for removal in plan.removals) > 0
     text = str(plan)
-    assert f"3b: delta of 2026-11-20 12:00:00 UTC, {bytes_text(plan.freed_bytes)}" in text
-    assert "keep    5: leased (a load, until 14:00 UTC); newest of its lineage, on which saving may be based" in text
+    assert f"3b: delta of 2026-11-20 12:00:00 UTC, {bytes_text(plan.removals[1].num_bytes)}" in text
+    assert "keep    5: leased (a load, until 14:00 UTC)" in text
     assert text.endswith(
-        f"removes 1 checkpoint, frees {bytes_text(plan.freed_bytes)}, keeps {bytes_text(plan.left_bytes)}"
+        f"removes 2 checkpoints, frees {bytes_text(plan.freed_bytes)}, keeps {bytes_text(plan.left_bytes)}"
     )
 
 

@@ -10,7 +10,7 @@ from torchrec_cnr.lineage.checkpoint import Checkpoint
 from torchrec_cnr.maintenance.catalog import Catalog, Entry
 from torchrec_cnr.maintenance.compaction import compact
 from torchrec_cnr.maintenance.pruning import execute, kept
-from torchrec_cnr.saving import writer
+from torchrec_cnr.saving import plug_in_messages, writer
 from torchrec_cnr.storage.leases import Lease
 from torchrec_cnr.storage.store import Store
 
@@ -45,10 +45,6 @@ def _alone(needed_by: Any, catalog: Catalog, names: Any, loading: Any = ()) -> A
     needs = needed_by(catalog, names, loading)
     own = {name: by for name, by in needs.checkpoints.items() if name in set(names)}
     return kept.replace(needs, checkpoints=own)
-
-
-def _newest_only(stand_on: Any, catalog: Catalog) -> dict[str, str]:
-    return {name: what for name, what in stand_on(catalog).items() if what.startswith("newest")}
 
 
 def _own_packs(uses: Any, catalog: Catalog, checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
@@ -112,8 +108,8 @@ OF_UPKEEP: tuple[Mutant, ...] = (
     ),
     Mutant("a prune removes packs that others use", lambda: wrapping(Catalog, "uses", _own_packs)),
     Mutant(
-        "a prune removes what a save in progress takes for its baseline",
-        lambda: both(wrapping(kept, "saves_stand_on", _newest_only), wrapping(execute, "saves_stand_on", _newest_only)),
+        "a save takes no lease on its parent",
+        lambda: replacing(plug_in_messages.WriterSave, "protect_base", lambda *_: True),
     ),
     Mutant("a prune removes the manifest last", lambda: wrapping(execute._Execution, "remove", _manifest_last)),
     Mutant("a compaction replaces another one", lambda: replacing(compact, "commit_replacement", _overwrites)),

@@ -123,7 +123,7 @@ class ManagedRank:
         try:
             found = act()
         except (CheckpointException, CNRError, RuntimeError) as error:
-            is_busy = isinstance(error, SaveError) and "is still under way" in str(error)
+            is_busy = isinstance(error, SaveError) and "is still running" in str(error)
             if before is not None and self._rank not in before.outcomes and not is_busy:
                 if attempt is not None:
                     attempt.outcomes[self._rank] = "not begun"

@@ -1,4 +1,4 @@
-"""Compaction: merges a checkpoint chain, or its newest deltas, into one checkpoint, and copies as few bytes as pays.
+"""Compaction: merges a checkpoint chain, or its newest deltas, into one checkpoint. It copies as little as necessary.
 
 The merged checkpoint gets a second manifest, which replaces the first one. Most data files stay as they are. Files with
 many overwritten rows are rewritten: their live rows are copied, without decoding, into new files. Nothing is removed;
@@ -16,5 +16,5 @@ Words of this package:
 - *moved*: copied without decoding.
 - *piece*: one block of rows of the merged checkpoints.
 - *window*: the range of rows of a table that is worked on at a time.
-- *heat*: how often rows were modified lately, from 0 to 3. Rows that are likely to be overwritten soon lie together.
+- *heat*: how often rows were modified lately, from 0 (cold) to 3 (hot). Rows of the same heat are in the same files.
 """

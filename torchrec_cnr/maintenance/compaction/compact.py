@@ -1,4 +1,4 @@
-"""Running a compaction: copy the live rows of victims, then build, check and commit the new manifest."""
+"""The execution of a compaction: copies the live rows of victims, then builds, checks and commits the new manifest."""
 
 import os
 import posixpath
@@ -39,10 +39,17 @@ from torchrec_cnr.version import __version__
 def replacement_of(
     plan: CompactionPlan, save_id: str, copied: Copied, packs: Sequence[Pack], blobs: Sequence[Blob]
 ) -> bytes:
-    """The new manifest's file, given what was copied, the new packs, and the places of the new blobs by number.
+    """Return the bytes of the new manifest.
+
+    Args:
+        plan: The plan of the compaction.
+        save_id: The id of the compaction.
+        copied: What was copied.
+        packs: The new data files.
+        blobs: The places of the new blobs, by number.
 
     Raises:
-        SaveError: It could not be read.
+        SaveError: The new manifest would not be readable.
     """
     newest = plan.newest
     contents = _NewContents(plan, copied, packs, blobs)
@@ -62,28 +69,29 @@ def replacement_of(
     try:
         return manifest_json.dumps_valid(manifest, f"{newest.store.url}/{_name(newest)}")[0]
     except LoadError as error:
-        raise SaveError(f"nothing was compacted, because it could not be loaded again: {error}") from error
+        raise SaveError(f"nothing was compacted, because the result could not be loaded: {error}") from error
 
 
 def commit_replacement(newest: Checkpoint, data: bytes, save_id: str) -> None:
-    """Put the new manifest's file.
+    """Commit the new manifest by writing its file.
 
     Raises:
         CheckpointExistsError: Another compaction was faster.
-        StoreError: It cannot be written.
+        StoreError: The file cannot be written.
     """
     try:
         newest.store.put_new(_name(newest), data, save_id)
     except CheckpointExistsError as error:
         raise CheckpointExistsError(
-            f"{newest.store.url}: another compaction of it was faster; nothing was changed, and nothing is lost"
+            f"{newest.store.url}: another compaction of this checkpoint was faster; nothing was changed"
         ) from error
 
 
 def may_have_committed(newest: Checkpoint, save_id: str) -> bool:
-    """Whether a commit that raised may have taken effect, or may yet: then all files that it names must stay.
+    """Return whether a commit that raised may have taken effect, or still may. Then all its files must be kept.
 
-    A local file system has linked the file or has not. Elsewhere, a request that seems to have failed may still arrive.
+    On a local file system, the file exists or does not. On others, a request that seems to have failed may still
+    arrive.
     """
     try:
         if not newest.store.exists(_name(newest)):
@@ -111,14 +119,14 @@ def _history(plan: CompactionPlan, manifest: Manifest) -> History:
 
 
 class _NewContents:
-    """What the new manifest holds: tensors and objects by FQN, with every blob in its place, and the packs of these."""
+    """The contents of the new manifest: tensors and objects by FQN, the places of their blobs, and the data files."""
 
     def __init__(self, plan: CompactionPlan, copied: Copied, packs: Sequence[Pack], blobs: Sequence[Blob]) -> None:
         self._plan = plan
         self._copied = copied
         self._new_packs = packs
         self._new_blobs = blobs
-        self._numbers: dict[Pack, int] = {}  # of packs, in the order in which blobs need them
+        self._numbers: dict[Pack, int] = {}  # numbers of data files, in the order in which blobs use them
         self._row_sets: dict[RowSet, RowSet] = {}
         self._renumbered = Renumbering(self._place)
         self.tensors = {fqn: self._tensor(fqn, entry) for fqn, entry in plan.flat.tensors.items()}
@@ -126,7 +134,7 @@ class _NewContents:
         self.packs = tuple(self._numbers)
 
     def _place(self, blob: Blob) -> Blob:
-        """Where an old blob is now."""
+        """Return the place of an old blob in the new manifest."""
         copy = self._copied.blobs.get(blob)
         return blob.in_pack(self._number(self._plan.flat.packs[blob.pack])) if copy is None else self._new_place(copy)
 
@@ -143,7 +151,7 @@ class _NewContents:
         return replace(entry, shards=tuple(self._shards(fqn, entry)))
 
     def _shards(self, fqn: str, entry: TensorEntry) -> Iterator[Shard]:
-        """Old shards without what is dead or was moved, and each new one after the last that it took rows from."""
+        """Yield the old shards without dead and moved rows, and each new shard after the last one it has rows from."""
         stay: dict[int, list[Piece]] = {}
         for piece in pieces_of(fqn, entry):
             if self._plan.stays(piece):
@@ -161,7 +169,7 @@ class _NewContents:
         return replace(new.source, rows=rows, blobs=tuple(self._new_place(blob) for _, blob in new.blocks))
 
     def _row_set(self, blocks: Iterable[RowBlock]) -> RowSet:
-        """One object for shards that share all blocks."""
+        """Return the row set of some blocks: the same object for shards that share all blocks."""
         rows = RowSet(tuple(blocks))
         return self._row_sets.setdefault(rows, rows)
 
@@ -178,19 +186,22 @@ def compact(
     pack_bytes: int = PACK_BYTES,
     progress: Progress | None = None,
 ) -> Checkpoint:
-    """Fold a lineage, or the newest deltas of it, into one checkpoint; see :func:`plan_compaction`.
+    """Merge a checkpoint chain, or its newest deltas, into one checkpoint.
 
-    Needs less than 512 MiB of memory. May run anywhere, also while training goes on saving.
+    This needs less than 512 MiB of memory. Any process that can write to the store may run it, even while a job is
+    saving. All arguments that are not listed here are those of :func:`plan_compaction`.
 
     Args:
-        pack_bytes: Size of new files, roughly.
-        progress: Told how many of how many bytes were copied.
+        path: The newest checkpoint to merge, as a path or fsspec URL.
+        thread_count: Number of read requests in flight at the same time, and of data files written at the same time.
+        pack_bytes: The approximate size of new data files in bytes.
+        progress: Called with the number of bytes that were copied, and the total.
 
     Returns:
         The checkpoint, with its new manifest.
 
     Raises:
-        CheckpointExistsError: Another compaction of the same checkpoint was faster; nothing was changed.
+        CheckpointExistsError: Another compaction of the same checkpoint was faster. Nothing was changed.
         ConfigurationError, LoadError, StoreError: As :func:`plan_compaction`.
     """
     newest = read_checkpoint(Store.open(path, row_log=row_log))
@@ -214,11 +225,12 @@ def run_compaction(
     pack_bytes: int = PACK_BYTES,
     progress: Progress | None = None,
 ) -> Checkpoint:
-    """Do what a plan says, if it is of any use; see :func:`compact`.
+    """Execute a plan, unless there is nothing to compact. The other arguments are those of :func:`compact`.
 
     Args:
-        lease: That of whoever calls this. If the commit fails and may yet arrive, it is left until it runs out, so that
-            nobody prunes the new packs before.
+        plan: The plan.
+        lease: The caller's lease on the checkpoint. If the commit fails and may still arrive, the lease is not removed
+            but left to expire, so that no prune removes the new data files before that.
     """
     check_thread_count(thread_count)
     check_pack_bytes(pack_bytes)
@@ -242,7 +254,7 @@ def run_compaction(
 def _rewritten(
     plan: CompactionPlan, save_id: str, thread_count: int, pack_bytes: int, progress: Progress | None
 ) -> tuple[bytes, NewPacks]:
-    """The new manifest's file, and the packs that are written."""
+    """Copy rows into new data files. Return the bytes of the new manifest, and the data files."""
     packs = NewPacks(plan, save_id, thread_count, pack_bytes, progress)
     try:
         copied = Copying(plan, packs, PackReader(plan.newest.store, plan.flat.packs, thread_count)).run()

@@ -1,10 +1,10 @@
-"""Copying rows: the live rows of victims go into new packs, and so does what is kept as it is but is in a victim.
+"""Copies the live rows of victims into new data files, and all other data of victims that the new manifest needs.
 
-Codes are copied as they are, in the order of their row numbers. Rows of one box, one scheme and about one age go into
-one shard, block by block.
+Codes are copied without decoding, in the order of their row numbers. Rows of one shard region, one scheme and about the
+same age are copied into one new shard, block by block.
 
-Memory is bounded, whatever the size of the tables: it holds the row numbers of one window, a few blocks that are being
-filled, and the blobs that they are filled from. A blob is read again if too many are needed at once.
+Memory is bounded, whatever the size of the tables. It contains the row numbers of one window, a few incomplete blocks,
+and the blobs from which they are filled. If too many blobs are needed at once, some are read again.
 """
 
 import hashlib
@@ -32,24 +32,24 @@ from torchrec_cnr.storage.pack_writer import PackWriter
 
 logger = logging.getLogger(__name__)
 
-CACHE_BYTES = 96 << 20  # of blobs that rows are copied from
-_MAX_WAITING = 6  # of a tensor's blocks that are being filled, counted in full ones
+CACHE_BYTES = 96 << 20  # of blobs from which rows are copied
+_MAX_WAITING = 6  # the total size of a tensor's incomplete blocks, in multiples of a full one
 
-RowGroupKey = tuple[int, int]  # of rows: their heat, and the logarithm of their age
+RowGroupKey = tuple[int, int]  # the heat of rows, and the logarithm of their age
 RowLayout = tuple[str, tuple[int, ...]]  # dtype and shape
 
 
 class NewPacks:
-    """The packs of a compaction, while they are written: rows of one heat and about one age in each.
+    """The new data files of a compaction. Each contains rows of one heat and about the same age.
 
-    So the packs of young rows, which soon hold dead rows, can be rewritten alone.
+    So the next compaction can rewrite the files of young rows, which are overwritten soon, without those of old rows.
 
     Args:
-        plan: The compaction.
-        save_id: Its own, which the names begin with.
-        thread_count: Packs written at once.
-        pack_bytes: Their size, roughly.
-        progress: Told how many of how many bytes were copied.
+        plan: The plan of the compaction.
+        save_id: The id of the compaction, with which the names of its files begin.
+        thread_count: Number of files that are written at the same time.
+        pack_bytes: The approximate size of a file in bytes.
+        progress: Called with the number of bytes that were copied, and the total.
     """
 
     def __init__(
@@ -67,15 +67,15 @@ class NewPacks:
 
     @property
     def block_bytes(self) -> int:
-        """How many bytes of values a blob should hold."""
+        """Return how many bytes of values a blob should contain."""
         return self._writer.block_bytes
 
     def kind_of(self, blob: Blob) -> RowGroupKey:
-        """Of an old blob's rows."""
+        """Return the heat and age of an old blob's rows."""
         return self._kind_of[blob.pack]
 
     def add(self, kind: RowGroupKey, name: str, data: Bytes, typed: RowLayout | None = None) -> UnplacedBlob:
-        """Take a blob; ``typed`` says of one that holds values how other readers of packs see it."""
+        """Add a blob. ``typed`` is the dtype and shape in the file's header, if the blob contains plain values."""
         self._num_bytes += data.nbytes
         if self._progress is not None:
             self._progress(self._num_bytes, max(self._num_bytes, self._plan.moved_bytes))
@@ -84,7 +84,7 @@ class NewPacks:
         return self._writer.add(name, dtype, shape, data, *kind)
 
     def add_rows(self, kind: RowGroupKey, name: str, rows: RowNumbers) -> UnplacedRowBlock:
-        """Take row numbers, int64 [n], strictly increasing: once where a table and its state have the same."""
+        """Add row numbers, int64 [n], strictly increasing. If a table and its state have the same, add them once."""
         first, span = int(rows[0]), int(rows[-1] - rows[0]) + 1
         if span == len(rows):
             return UnplacedRowBlock("all", first, span, len(rows), None)
@@ -96,36 +96,36 @@ class NewPacks:
         return self._rows[key]
 
     def finish(self) -> tuple[tuple[Pack, ...], tuple[Blob, ...]]:
-        """Write what is left: all new packs, and all blobs by number."""
+        """Write the rest. Return all new data files, and the places of all blobs, by number."""
         packs, blobs = self._writer.finish()
         kinds = {blob.pack: kind for blob, kind in zip(blobs, self._kinds, strict=True)}
         newest_ns = dict(sorted(zip(self._kind_of, (use.written_ns for use in self._plan.uses), strict=True)))
         return tuple(replace(pack, written_ns=newest_ns[kinds[n]]) for n, pack in enumerate(packs)), blobs
 
     def close(self) -> None:
-        """Stop the threads."""
+        """End the threads."""
         self._writer.close()
 
     def discard(self) -> None:
-        """Remove what was written. What cannot be removed now, pruning removes."""
+        """Remove the files that were written. If that fails, the next prune removes them."""
         self.close()
         try:
             for name in self._store.names():
                 if name.startswith(f"{self._save_id}-"):
                     self._store.remove(name)
         except StoreError as error:
-            logger.info("files of a compaction that failed stay until the next prune: %s", error)
+            logger.info("cannot remove files of a failed compaction; the next prune removes them: %s", error)
 
 
 @dataclass(frozen=True, eq=False)
 class CodedBlock:
-    """Rows with their codes, as they will lie in a blob.
+    """The rows of a block with their codes, as a blob stores them.
 
     Attributes:
-        rows: int64 [n], strictly increasing, numbered within the box.
-        codes: uint8 [n, row_bytes].
-        exact: int64 [k], increasing: positions among the n of rows that codes do not represent.
-        exact_values: uint8 [k, value_bytes].
+        rows: int64 [n], strictly increasing: the row numbers within the shard region.
+        codes: uint8 [n, row_bytes], the codes.
+        exact: int64 [k], increasing: the positions of the exact rows, which codes do not represent.
+        exact_values: uint8 [k, value_bytes], the values of the exact rows.
     """
 
     rows: RowNumbers
@@ -137,7 +137,7 @@ class CodedBlock:
         return len(self.rows)
 
     def data(self, tail_bytes: int) -> Bytes:
-        """The blob's bytes, where rows have such tails."""
+        """Return the bytes of the blob; byte-split, if that pays. ``tail_bytes`` is the size of each row's tail."""
         divided = None if len(self.exact) else blob_bytes.split(self.codes, tail_bytes)
         if divided is not None:
             return divided
@@ -145,7 +145,7 @@ class CodedBlock:
 
 
 def concatenated(blocks: Sequence[CodedBlock]) -> CodedBlock:
-    """Blocks one behind the other."""
+    """Return one block with the rows of all blocks, in order."""
     starts = np.cumsum([0, *map(len, blocks)])
     return CodedBlock(
         np.concatenate([block.rows for block in blocks]),
@@ -156,14 +156,14 @@ def concatenated(blocks: Sequence[CodedBlock]) -> CodedBlock:
 
 
 class BlobCache:
-    """Verified blobs, kept from one use to the next as long as there is room.
+    """A cache of verified blobs.
 
-    A use goes through its blobs once, and the next one through most of them again. What is kept for other uses makes
-    room, therefore, oldest first, but nothing that this use has kept: the next one would miss all of it.
+    Each use reads its blobs once, and the next use reads most of them again. So if the cache is full, blobs of earlier
+    uses are evicted, oldest first, but none that the current use has added. Otherwise, the next use would find none.
 
     Args:
-        reader: Reads them.
-        max_bytes: What is kept.
+        reader: The reader of the data files.
+        max_bytes: The size of the cache in bytes.
     """
 
     def __init__(self, reader: PackReader, max_bytes: int = CACHE_BYTES) -> None:
@@ -172,7 +172,7 @@ class BlobCache:
         self._kept: dict[int, Bytes] = {}
 
     def blobs(self, pieces: Sequence[Piece], next_row: int) -> Iterator[tuple[Piece, Bytes]]:
-        """Each piece and its bytes, in any order; kept are those that may have ``next_row`` or one behind it."""
+        """Yield each piece and its bytes, in any order. Cache those that may have rows from ``next_row`` on."""
         kept = [(piece, self._kept.pop(id(piece))) for piece in pieces if id(piece) in self._kept]
         others = deque(self._kept)
         missing = {piece.key: piece for piece in pieces if all(piece is not other for other, _ in kept)}
@@ -187,24 +187,24 @@ class BlobCache:
         while others and room < data.nbytes:
             room += self._kept.pop(others.popleft()).nbytes
         if room >= data.nbytes:
-            # A copy of its own: what was read is a view of all that was read with it.
+            # A copy, because the data is a view of a larger read, which would remain in memory.
             self._kept[id(piece)] = data if data.base is None else data.copy()
 
 
 @dataclass(eq=False)
 class NewShard:
-    """A new shard, whose rows are collected; its packs may not be written yet.
+    """A new shard, whose rows are being collected and written.
 
     Attributes:
-        source: One of the shards that its rows come from: same box, table box and scheme.
-        kind: Of its rows.
-        dtype: Of the tensor.
-        block_rows: Rows in a block.
-        where: Names the checkpoint in errors.
-        after: Index of the last shard that rows come from, after which this one goes.
-        source_bytes: Size of the blobs that rows come from.
-        waiting: Rows that do not fill a block yet.
-        blocks: What was written: rows, and the blob of their codes.
+        source: One of the shards from which its rows are taken. All have the same region, table region and scheme.
+        kind: The heat and age of its rows.
+        dtype: The dtype of the tensor.
+        block_rows: The number of rows in a block.
+        where: The name of the checkpoint in errors.
+        after: The index of the last shard from which rows are taken. The new shard follows it.
+        source_bytes: The bytes of the blobs from which rows are taken.
+        waiting: The rows that do not fill a block yet.
+        blocks: The blocks that were written: their rows, and the blob of their codes.
     """
 
     source: Shard
@@ -219,30 +219,30 @@ class NewShard:
 
     @property
     def box(self) -> Box:
-        """Where it is in its tensor; for row-wise optimizer state, in its table."""
+        """Return the shard region in the tensor; for row-wise optimizer state, in the table."""
         return self.source.table_box or self.source.box
 
     def ends_within(self, window: Box) -> bool:
-        """Whether later windows have no rows of it."""
+        """Return whether later windows contain no rows of this shard."""
         return self.box.first_row + self.box.num_rows <= window.first_row + window.num_rows
 
     @property
     def tail_bytes(self) -> int:
-        """Of a row."""
+        """Return the size of a row's tail in bytes."""
         return self.source.scheme.tail_bytes(self.source.box.num_cols, DTYPES[self.dtype])
 
     @property
     def num_waiting(self) -> int:
-        """Rows that wait."""
+        """Return the number of rows that do not fill a block yet."""
         return sum(map(len, self.waiting))
 
     @property
     def fill(self) -> float:
-        """What part of a block they are."""
+        """Return these rows as a share of a full block."""
         return self.num_waiting / self.block_rows
 
     def add(self, found: Sequence[LiveRows], cache: BlobCache) -> Iterator[CodedBlock]:
-        """Take the rows of a window, all behind those of the window before; yields blocks that are full."""
+        """Add the rows of a window, which follow those of the previous window. Yield each block that is full."""
         rows = np.concatenate([live.rows for live in found])
         order = np.argsort(rows, kind="stable")
         rows, start = rows[order], 0
@@ -254,13 +254,13 @@ class NewShard:
                 yield from self.flush()
 
     def flush(self) -> Iterator[CodedBlock]:
-        """What is left is a block, too."""
+        """Yield the remaining rows as a block, if there are any."""
         if self.waiting:
             block, self.waiting = concatenated(self.waiting), []
             yield block
 
     def _gathered(self, found: Sequence[LiveRows], rows: RowNumbers, cache: BlobCache) -> CodedBlock:
-        """The codes of some rows, strictly increasing, out of all pieces that have some of them."""
+        """Return a block of some rows, strictly increasing, with the codes from all pieces that contain them."""
         num_cols, itemsize = self.source.box.num_cols, DTYPES[self.dtype].itemsize
         row_bytes = self.source.scheme.row_bytes(num_cols, DTYPES[self.dtype])
         codes = np.empty((len(rows), row_bytes), dtype=np.uint8)
@@ -288,8 +288,8 @@ class Copied:
     """What a compaction has copied.
 
     Attributes:
-        blobs: The copy of each old blob that was copied as it was.
-        shards: New shards of folded tensors, by FQN.
+        blobs: The copy of each old blob that was copied as a whole.
+        shards: The new shards of merged tensors, by FQN.
     """
 
     blobs: Mapping[Blob, UnplacedBlob]
@@ -297,7 +297,7 @@ class Copied:
 
 
 class Copying:
-    """Writes into new packs what a new manifest holds and no pack that stays does."""
+    """Copies into new data files all that the new manifest needs from victims."""
 
     def __init__(self, plan: CompactionPlan, packs: NewPacks, reader: PackReader) -> None:
         self._plan = plan
@@ -306,13 +306,13 @@ class Copying:
         self._where = plan.newest.store.url
 
     def run(self) -> Copied:
-        """Copy everything."""
+        """Copy whole blobs, and the live rows of merged tensors."""
         blobs = self._copy_blobs()
         folded = {fqn: entry for fqn, entry in self._plan.flat.tensors.items() if entry.folded is not None}
         return Copied(blobs, {fqn: self._new_shards(fqn, entry) for fqn, entry in folded.items()})
 
     def _copy_blobs(self) -> dict[Blob, UnplacedBlob]:
-        """Copy what victims hold that is kept as it is: tensors that are not folded, objects, row numbers of others."""
+        """Copy whole blobs of victims: tensors that are not merged, objects, and row numbers of other blobs."""
         wanted: dict[str, tuple[Blob, RowLayout | None]] = {}
         for fqn, blob in self._plan.flat.objects.items():
             wanted[f"object '{fqn}'"] = (blob, None)
@@ -327,16 +327,16 @@ class Copying:
         copied = {}
         for key, data in self._reader.read((key, blob) for blob, key in keys.items()):
             blob, typed = wanted[key]
-            # A copy of its own: what was read is a view of all that was read with it.
+            # A copy, because the data is a view of a larger read, which would remain in memory.
             copied[blob] = self._packs.add(self._packs.kind_of(blob), key, data.copy(), typed)
         return copied
 
     def _new_shards(self, fqn: str, entry: TensorEntry) -> Sequence[NewShard]:
-        """Copy the live rows that victims hold of a folded tensor into new shards."""
+        """Copy the live rows of a merged tensor from victims into new shards."""
         pieces, cache = pieces_of(fqn, entry), BlobCache(self._reader)
         taken = self._taken(fqn, entry, [piece for piece in pieces if piece.blob.pack in self._plan.victims])
         new = list(dict.fromkeys(taken.values()))
-        num_parts = len({shard.box.offsets[1:] for shard in new})  # of a row, in shards of other columns
+        num_parts = len({shard.box.offsets[1:] for shard in new})  # of a row, if shards divide the columns
         for window in windows(self._plan.flat.row_space(entry), num_parts) if new else ():
             self._move_window(fqn, pieces, window, taken, cache)
             for shard in new:
@@ -356,14 +356,17 @@ class Copying:
             self._limit_waiting(fqn, taken)
 
     def _limit_waiting(self, fqn: str, taken: Mapping[int, NewShard]) -> None:
-        """Write the fullest block before it is full where many are being filled."""
+        """Write the fullest block early if there are many incomplete blocks, to limit memory."""
         shards = dict.fromkeys(taken.values())
         fullest = max(shards, key=lambda shard: shard.fill)
         if sum(shard.fill for shard in shards) > _MAX_WAITING:
             self._write(fqn, fullest, fullest.flush())
 
     def _taken(self, fqn: str, entry: TensorEntry, pieces: Sequence[Piece]) -> dict[int, NewShard]:
-        """Which new shard takes the rows of each old one, by the old one's index: at any time, each needs a blob."""
+        """Return the new shard for the rows of each old shard, by the index of the old one.
+
+        A new shard has only so many old ones that a blob of each fits into the cache.
+        """
         by_kind: dict[object, NewShard] = {}
         taken: dict[int, NewShard] = {}
         for piece in pieces:
@@ -381,7 +384,7 @@ class Copying:
         return taken
 
     def _block_rows(self, entry: TensorEntry, piece: Piece) -> int:
-        """As many rows as a table's blocks have, so that its state has them too, and row numbers are shared."""
+        """Return the number of rows in a block: the same for a table and its state, so that they share row numbers."""
         dtype = entry.dtype if entry.table is None else self._plan.flat.tensors[entry.table].dtype
         return max(1, self._packs.block_bytes // max(1, piece.place.num_cols * DTYPES[dtype].itemsize))
 
@@ -395,7 +398,7 @@ class Copying:
 
 
 def _typed(dtype: str, shard: Shard, num_rows: int, num_bytes: int) -> RowLayout | None:
-    """What rows of a shard are in a pack, if they are stored as values, and not split."""
+    """Return the dtype and shape of a shard's rows in a data file, if they are plain values and not byte-split."""
     is_plain = num_bytes == num_rows * shard.box.num_cols * DTYPES[dtype].itemsize
     has_values = is_plain and isinstance(shard.scheme, NoQuantization)
     return (dtype, (num_rows, *shard.box.sizes[1:])) if has_values else None
@@ -409,6 +412,6 @@ def _between(live: LiveRows, first: int, last: int) -> LiveRows | None:
 
 
 def _copy_rows(source: Bytes, positions: Positions, target: Bytes, places: Positions) -> None:
-    """Rows as single elements: one copy each, rather than one for each byte."""
+    """Copy rows as single elements, which is faster than copying their bytes one by one."""
     row = np.dtype((np.void, source.shape[1]))
     target.view(row)[places, 0] = np.ascontiguousarray(source).view(row)[positions, 0]

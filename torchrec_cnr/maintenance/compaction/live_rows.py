@@ -1,4 +1,4 @@
-"""What the checkpoints of a compaction hold, and which of it is live: what a load still sees.
+"""The contents of the checkpoints to merge, and which rows of them are live: those that a load still sees.
 
 :func:`flatten` lists the tensors and packs of several checkpoints as if one checkpoint had stored all of them. The
 shards of a tensor are in the order in which they were stored, so that later ones overwrite earlier ones as before. The
@@ -29,18 +29,18 @@ from torchrec_cnr.reading.blocks import BlockRowNumbers
 from torchrec_cnr.reading.plan import held
 from torchrec_cnr.storage.pack_reader import PackReader
 
-WINDOW_ROWS = 1 << 21  # looked at at once: a byte for each range of columns
+WINDOW_ROWS = 1 << 21  # rows per window; each needs a byte of memory per range of columns
 
 
 @dataclass(frozen=True)
 class Flat:
-    """A run of checkpoints, flattened.
+    """The contents of several checkpoints, as if one checkpoint had stored all of them.
 
     Attributes:
-        packs: All packs; directories are relative to the newest checkpoint's.
-        written_ns: For each pack, when the newest of its rows was stored first: Unix time in nanoseconds.
-        tensors: Of the newest checkpoint, with the shards of all.
-        objects: Of the newest checkpoint.
+        packs: All data files; their directories are relative to the newest checkpoint's.
+        written_ns: For each data file, when the newest of its rows was first stored, in nanoseconds since 1970.
+        tensors: The tensors of the newest checkpoint, with the shards of all checkpoints.
+        objects: The objects of the newest checkpoint.
     """
 
     packs: tuple[Pack, ...]
@@ -49,7 +49,7 @@ class Flat:
     objects: Mapping[str, Blob]
 
     def row_space(self, entry: TensorEntry) -> tuple[int, ...]:
-        """The size whose rows a tensor's are: its own, or its table's."""
+        """Return the size that defines a tensor's row numbers: its own, or its table's for row-wise state."""
         return entry.size if entry.table is None else self.tensors[entry.table].size
 
 
@@ -57,7 +57,7 @@ def flatten(run: Sequence[Checkpoint]) -> Flat:
     """Flatten checkpoints of one lineage, oldest first, each the parent of the next.
 
     Raises:
-        DamagedError: A checkpoint lacks a tensor that a later one has a delta of, or has it otherwise.
+        DamagedError: A later checkpoint has a delta of a tensor that an earlier one lacks, or has in another form.
     """
     newest = run[-1]
     numbering = _Numbering(newest)
@@ -75,7 +75,7 @@ def flatten(run: Sequence[Checkpoint]) -> Flat:
 
 
 class _Numbering:
-    """Packs as the newest checkpoint names them, each once."""
+    """The numbers of data files, each once, under the names that the newest checkpoint uses."""
 
     def __init__(self, newest: Checkpoint) -> None:
         self._newest = newest
@@ -104,11 +104,11 @@ class Piece:
     """A blob of rows.
 
     Attributes:
-        shard: Of its tensor, by its index among the shards.
-        place: The shard's box; for row-wise optimizer state, the table's.
-        rows: Its rows.
-        blob: Their codes.
-        key: What messages call it; no other piece is called so.
+        shard: The index of its shard in the tensor.
+        place: The shard region; for row-wise optimizer state, that of the table.
+        rows: The row numbers.
+        blob: The codes of the rows.
+        key: The name in messages, which is unique.
     """
 
     shard: int
@@ -120,13 +120,13 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class LiveRows:
-    """Some rows of a piece.
+    """The live rows of a piece within a window.
 
     Attributes:
         piece: The piece.
-        positions: int64 [n], increasing: which of its rows are live, among those in the window.
-        rows: int64 [n], their numbers within the piece's place.
-        is_partial: Whether of any of them some columns were overwritten.
+        positions: int64 [n], increasing: the positions of the live rows among the rows of the piece.
+        rows: int64 [n], the row numbers, relative to the piece's place.
+        is_partial: Whether any of these rows was overwritten in some of its columns.
     """
 
     piece: Piece
@@ -136,21 +136,21 @@ class LiveRows:
 
 
 def pieces_of(fqn: str, entry: TensorEntry) -> list[Piece]:
-    """All blobs of a tensor, in the order in which they overwrite one another."""
+    """Return all blobs of a tensor, in the order in which they overwrite one another."""
     return [
         Piece(index, shard.table_box or shard.box, rows, blob, f"{name_of(fqn, entry, index)} block {number}")
         for index, shard in enumerate(entry.shards)
-        if shard.blobs  # there are none where there are no columns
+        if shard.blobs  # a shard without columns has none
         for number, (rows, blob) in enumerate(zip(shard.rows.blocks, shard.blobs, strict=True))
     ]
 
 
 def windows(size: tuple[int, ...], num_parts: int = 1) -> Iterator[Box]:
-    """Boxes of rows that a tensor of this size is worked on in.
+    """Yield the windows of a tensor, which are ranges of its rows.
 
     Args:
-        size: Of the tensor.
-        num_parts: How many numbers are kept of a row: the more, the fewer rows are in a window.
+        size: The size of the tensor.
+        num_parts: How many numbers are held for each row. The more there are, the fewer rows are in a window.
     """
     whole = Box.whole(size)
     num_rows = max(1, WINDOW_ROWS // num_parts)
@@ -161,17 +161,17 @@ def windows(size: tuple[int, ...], num_parts: int = 1) -> Iterator[Box]:
 def live_rows(
     pieces: Sequence[Piece], window: Box, reader: PackReader, where: str, is_filled: bool
 ) -> Iterator[LiveRows]:
-    """The live rows of each piece within a window, newest piece first.
+    """Yield the live rows of each piece within a window, newest piece first.
 
     Args:
-        pieces: All of a tensor.
-        window: Rows of it; for row-wise optimizer state, of its table.
-        reader: Reads the pieces' packs.
-        where: Names the checkpoint in errors.
+        pieces: All pieces of a tensor.
+        window: A range of its rows; for row-wise optimizer state, of the rows of its table.
+        reader: The reader of the data files.
+        where: The name of the checkpoint and tensor in errors.
         is_filled: Whether every row must be stored.
 
     Raises:
-        DamagedError: Row numbers are not what was committed, or a row is nowhere stored.
+        DamagedError: Row numbers are corrupt, or a row is not stored anywhere.
     """
     inside = [piece for piece in pieces if _overlaps(piece, window)]
     coverage = Coverage(window, (piece.place for piece in inside))
@@ -208,12 +208,12 @@ def _overlaps(piece: Piece, window: Box) -> bool:
 
 @dataclass(frozen=True)
 class PackUse:
-    """What a pack of a lineage is worth.
+    """How much of a data file is live.
 
     Attributes:
-        pack: The pack.
-        live_bytes: What of it a load still sees.
-        written_ns: When the newest of its rows was stored first, Unix time in nanoseconds.
+        pack: The data file.
+        live_bytes: The bytes of it that a load still needs.
+        written_ns: When the newest of its rows was first stored, in nanoseconds since 1970.
     """
 
     pack: Pack
@@ -222,23 +222,23 @@ class PackUse:
 
     @property
     def dead_bytes(self) -> int:
-        """What of it a load reads in vain, or never."""
+        """Return the bytes that no load needs."""
         return self.pack.num_bytes - self.live_bytes
 
     @property
     def moved_bytes(self) -> int:
-        """What is copied if the pack is rewritten; of one without live rows, nothing."""
+        """Return the bytes to copy if the file is rewritten; 0 if it has no live rows."""
         return self.live_bytes - self.pack.header_bytes
 
 
 def survey(
     newest: Checkpoint, flat: Flat, reader: PackReader, is_filled: bool
 ) -> tuple[dict[str, int], frozenset[tuple[str, int]]]:
-    """Count live rows, window by window; arguments and errors are those of :func:`live_rows`.
+    """Count live rows, window by window. Arguments and errors are as for :func:`live_rows`.
 
     Returns:
-        Live rows of each piece of the folded tensors, by its key; and the shards, by FQN and index, with rows that were
-        overwritten in some columns only.
+        The number of live rows of each piece of the merged tensors, by its key. And the shards, by FQN and index, with
+        rows that were overwritten in some of their columns only.
     """
     num_live: dict[str, int] = {}
     partly_dead: set[tuple[str, int]] = set()
@@ -256,11 +256,11 @@ def survey(
 
 
 def uses_of(flat: Flat, num_live: Mapping[str, int]) -> tuple[PackUse, ...]:
-    """What each pack of ``flat`` is worth, from :func:`survey`'s counts."""
+    """Return how much of each data file of ``flat`` is live, from the counts of :func:`survey`."""
     live = [float(pack.header_bytes) for pack in flat.packs]
     for blob in flat.objects.values():
         live[blob.pack] += blob.num_bytes
-    row_shares: dict[RowBlock, float] = {}  # shared by a table and its state: they live while any does
+    row_shares: dict[RowBlock, float] = {}  # of row numbers: live if a table or its state needs them
     for fqn, entry in flat.tensors.items():
         for piece in pieces_of(fqn, entry):
             share = num_live.get(piece.key, piece.rows.num_rows) / piece.rows.num_rows

@@ -1,11 +1,11 @@
-"""The plan of a compaction: which files of a lineage are victims, and what folding its checkpoints into one comes to.
+"""The plan of a compaction: which data files of a lineage are rewritten, and how many bytes that copies and saves.
 
-The trainer takes no part in a compaction: its next delta names its parent as before, and finds the new manifest in the
-parent's directory. A compaction that dies leaves files that nobody uses.
+The trainer does not take part in a compaction. Its next delta names its parent as before, and loads find the new
+manifest in the parent's directory. A compaction that dies leaves files that no checkpoint uses.
 
-Which files to choose is what log-structured stores have long known (Rosenblum and Ousterhout, SOSP '91): by benefit and
-cost. Benefit is the room that is freed, and how long it is likely to stay free: old rows are seldom overwritten soon.
-Its cost is what must be copied. The root of the age was the best of those tried on the curve of Check-N-Run.
+Files are chosen by benefit and cost, as in log-structured file systems (Rosenblum and Ousterhout, SOSP '91). The
+benefit is the space that is freed, times how long it is likely to remain free: old rows are seldom overwritten soon.
+The cost is the bytes to copy. Age counts by its square root, the best of the functions tried on Check-N-Run's workload.
 """
 
 import math
@@ -26,23 +26,23 @@ from torchrec_cnr.storage.pack_writer import check_thread_count
 from torchrec_cnr.storage.row_log import RowLog
 from torchrec_cnr.storage.store import Store
 
-_NUM_NAMED = 5  # ancestors in a message
+_NUM_NAMED = 5  # ancestors that a message lists
 
 
 @dataclass(frozen=True)
 class CompactionPlan:
-    """What a compaction would do.
+    """What a compaction will merge and copy. Print it as a dry run, and pass it to :func:`execute` to do it.
 
     Attributes:
-        run: The checkpoints that become one, oldest first.
-        parent: The one they stand on, or None where their oldest is the lineage's baseline.
-        flat: All that they hold.
-        uses: Of each of their packs.
-        num_live: Live rows of each blob of rows, by the key of its piece.
-        partial: Shards, by FQN and index, some of whose rows were overwritten in some columns only.
-        victims: Which packs' live rows are copied, by index.
-        max_ratio: How much a restore may read in the end, of what it needs.
-        empties_log: Whether all that lies in a log is copied.
+        run: The checkpoints to merge, oldest first.
+        parent: The checkpoint that they are based on; None if the oldest of them is the baseline.
+        flat: The contents of all of them.
+        uses: How much of each of their data files is live.
+        num_live: The number of live rows of each blob, by the key of its piece.
+        partial: The shards, by FQN and index, with rows that were overwritten in some of their columns only.
+        victims: The indices of the data files whose live rows are copied.
+        max_ratio: The bytes that a restore may read after the compaction, per byte that it needs.
+        empties_log: Whether everything that is in Kafka is copied.
     """
 
     run: tuple[Checkpoint, ...]
@@ -57,55 +57,58 @@ class CompactionPlan:
 
     @property
     def newest(self) -> Checkpoint:
-        """The checkpoint that gets a new manifest."""
+        """Return the checkpoint that gets a new manifest."""
         return self.run[-1]
 
     @property
     def is_needed(self) -> bool:
-        """Whether it would change anything."""
+        """Return whether the compaction would change anything."""
         return bool(self.victims) or len(self.run) > 1
 
     @property
     def is_enough(self) -> bool:
-        """Whether nothing is left to do afterwards."""
+        """Return whether no further compaction is needed after this one."""
         return self.bytes_after <= self.max_ratio * self.live_bytes
 
     @property
     def live_bytes(self) -> int:
-        """What a load sees: about as much as all of it takes that was ever stored, stored once."""
+        """Return the bytes that a load needs: about the size of everything that was ever stored, if stored once."""
         return sum(use.live_bytes for use in self.uses)
 
     @property
     def bytes_before(self) -> int:
-        """Of all files that a restore needs now."""
+        """Return the bytes of all data files that a restore reads now."""
         return sum(use.pack.num_bytes for use in self.uses)
 
     @property
     def moved_bytes(self) -> int:
-        """What is copied."""
+        """Return the bytes to copy."""
         return sum(self.uses[number].moved_bytes for number in self.victims)
 
     @property
     def bytes_after(self) -> int:
-        """Of all files that a restore needs afterwards; row numbers in other files than their rows count as live."""
+        """Return the bytes of all data files that a restore reads afterwards.
+
+        Row numbers that are in another file than their rows count as live.
+        """
         return self.bytes_before - sum(self.uses[number].dead_bytes for number in self.victims)
 
     def restricted(self, max_moved_bytes: int) -> "CompactionPlan":
-        """A part of the plan that copies no more than that, or one file."""
+        """Return a part of the plan that copies at most ``max_moved_bytes``, or one file."""
         return replace(self, victims=_victims(self, max_moved_bytes, self_contained=False))
 
     def stays(self, piece: Piece) -> bool:
-        """Whether the new manifest uses a piece of a folded tensor where it is: it has live rows, and is not moved."""
+        """Return whether the new manifest uses a piece in its present file: it has live rows and is not moved."""
         return self.num_live[piece.key] > 0 and piece.blob.pack not in self.victims
 
     @cached_property
     def _interval_ns(self) -> int:
-        """Time between the newest rows and those before."""
+        """Return the time between the two newest sets of rows, in nanoseconds."""
         now_ns = self.newest.created_ns
         return now_ns - max((use.written_ns for use in self.uses if use.written_ns < now_ns), default=now_ns - 1)
 
     def age(self, use: PackUse) -> float:
-        """Of a pack's rows, in intervals between checkpoints."""
+        """Return the age of a data file's rows, in intervals between checkpoints."""
         return max(0, self.newest.created_ns - use.written_ns) / self._interval_ns
 
     def __repr__(self) -> str:
@@ -118,12 +121,12 @@ class CompactionPlan:
         if not self.is_needed:
             return f"{self.newest.store.url}: nothing to compact"
         models = (
-            f"{self.bytes_before / max(1, self.live_bytes):.2f} to {self.bytes_after / max(1, self.live_bytes):.2f}"
+            f"{self.bytes_before / max(1, self.live_bytes):.2f}× → {self.bytes_after / max(1, self.live_bytes):.2f}×"
         )
         return (
-            f"{self.newest.store.url}: {len(self.run)} checkpoints become one; {len(self.victims)} of {len(self.uses)} "
-            f"files are rewritten, {self.moved_bytes:,} bytes of them copied; what a restore reads goes from {models} "
-            "times what it needs"
+            f"{self.newest.store.url}: merges {count_text(len(self.run), 'checkpoint')} into one; rewrites "
+            f"{len(self.victims)} of {count_text(len(self.uses), 'file')} ({self.moved_bytes:,} bytes copied); restore "
+            f"read amplification: {models}"
         )
 
 
@@ -138,26 +141,27 @@ def plan_compaction(
     row_log: RowLog | None = None,
     thread_count: int = 2,
 ) -> CompactionPlan:
-    """Work out how to fold a lineage, or the newest deltas of it, into one checkpoint. Reads row numbers only.
+    """Plan how to merge a checkpoint chain, or its newest deltas, into one checkpoint. This reads only row numbers.
 
-    What lies with checkpoints of another root is always copied, so that the new manifest needs no file there.
+    Data of checkpoints under another root is always copied, so that the new manifest does not need that root.
 
     Args:
-        path: The newest checkpoint of those that become one.
-        since: One of its ancestors, which becomes its parent; None folds the lineage down to its baseline.
-        max_ratio: How much a restore may read in the end, of what it needs, at least 1. The less, the more is copied.
-        max_moved_bytes: Copy no more than that, or one file: what is left to do, the next compaction does. Meanwhile
-            files that are no longer needed can be pruned, so that less room is taken at a time.
-        self_contained: Copy all that lies in other checkpoints' directories or in a log, too, so that these are needed
-            no more.
-        row_log: The log that rows of deltas went to, if they did: ``KafkaRows``.
-        empties_log: Copy all that lies in a log, which forgets it one day, whatever is needed of it.
-        thread_count: Requests in flight at once. Each takes up to 16 MiB of memory.
+        path: The newest checkpoint to merge, as a path or fsspec URL.
+        since: An ancestor, which becomes the parent. Only newer checkpoints are merged. None merges the whole chain.
+        max_ratio: The bytes that a restore may read afterwards, per byte that it needs; at least 1. A smaller ratio
+            copies more.
+        max_moved_bytes: Copy at most this many bytes, or one file. The next compaction continues. In between, files
+            that are no longer needed can be pruned, so that less additional space is needed at a time.
+        self_contained: Copy everything from other checkpoints' directories and from Kafka, so that the checkpoint needs
+            only its own directory.
+        row_log: The Kafka topic that contains the rows of deltas, if they are not in files (``KafkaRows``).
+        empties_log: Copy everything from Kafka, because a topic deletes its records after some time.
+        thread_count: Number of requests in flight at the same time. Each takes up to 16 MiB of memory.
 
     Raises:
-        ConfigurationError: An argument cannot work.
-        CheckpointNotFoundError: ``since`` is no ancestor of ``path``.
-        DamagedError, VersionError, StoreError: The lineage cannot be read.
+        ConfigurationError: An argument is out of its range.
+        CheckpointNotFoundError: ``since`` is not an ancestor of ``path``.
+        DamagedError, VersionError, StoreError: The chain cannot be read.
     """
     check_max_ratio(max_ratio)
     if max_moved_bytes is not None:
@@ -185,7 +189,7 @@ def plan_compaction(
 
 
 def _check_sizes(store: Store, flat: Flat) -> None:
-    """Refuse packs that are not there in full: a table may be as large as a manifest says, and take as long."""
+    """Raise a ``DamagedError`` for truncated data files, before a survey that may take long."""
     files = {directory: store.at(directory or ".").listing().files for directory in {p.directory for p in flat.packs}}
     for pack in flat.packs:
         num_bytes = files[pack.directory].get(pack.name, 0)
@@ -208,13 +212,17 @@ def _split(
     below = [checkpoint.store.url for checkpoint in reversed(lineage[:-1])]
     more = f" and {len(below) - _NUM_NAMED} more" if len(below) > _NUM_NAMED else ""
     raise CheckpointNotFoundError(
-        f"{wanted.url} is not below {lineage[-1].store.url}, which stands on "
-        f"{', '.join(below[:_NUM_NAMED]) or 'nothing'}{more}"
+        f"{wanted.url} is not an ancestor of {lineage[-1].store.url}; its ancestors are "
+        f"{', '.join(below[:_NUM_NAMED]) or 'none'}{more}"
     )
 
 
 def _victims(plan: CompactionPlan, max_moved_bytes: float, self_contained: bool) -> frozenset[int]:
-    """Packs of other roots or without live rows, and the best others, until the rest is small enough."""
+    """Return the indices of the data files to rewrite.
+
+    These are all files that must be, such as those of other roots or without live rows. Then come those with the best
+    ratio of benefit and cost, until a restore reads few enough bytes.
+    """
     uses = plan.uses
     victims = {
         number
@@ -235,7 +243,7 @@ def _victims(plan: CompactionPlan, max_moved_bytes: float, self_contained: bool)
             excess -= uses[number].dead_bytes
             moved_bytes += uses[number].moved_bytes
     for number in reversed(chosen):
-        if excess + uses[number].dead_bytes <= 0:  # what came behind it has freed enough without it
+        if excess + uses[number].dead_bytes <= 0:  # files that were chosen later free enough without this one
             chosen.remove(number)
             excess += uses[number].dead_bytes
     return frozenset(victims.union(chosen))

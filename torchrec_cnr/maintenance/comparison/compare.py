@@ -1,7 +1,7 @@
-"""Comparison: what differs between two checkpoints, each as its whole lineage has it.
+"""``compare``: what differs between two checkpoints, each merged from its whole chain.
 
-Tensors are read in ranges of rows, so that memory is bounded whatever their size. Rows are compared bit for bit; how
-far they moved, ``row_distance`` measures.
+Tensors are read in ranges of rows, so that memory is bounded whatever their size. Rows are compared bit for bit, and
+``row_distance`` measures how far the differing rows moved.
 """
 
 import os
@@ -24,23 +24,23 @@ from torchrec_cnr.storage.pack_writer import check_thread_count
 from torchrec_cnr.storage.row_log import RowLog
 from torchrec_cnr.storage.store import Store
 
-_RANGE_BYTES = 32 << 20  # of the rows of one checkpoint that are in memory at once
+_RANGE_BYTES = 32 << 20  # of the rows of one checkpoint that are in memory at the same time
 
 
 @dataclass(frozen=True)
 class TensorComparison:
-    """A tensor that both checkpoints have, of one size and dtype.
+    """The comparison of a tensor that both checkpoints have, with the same size and dtype.
 
     Attributes:
-        fqn: Its name.
-        dtype: Name of its torch dtype.
-        size: Its global size; of row-wise optimizer state, that of its table's rows: state under column-wise sharding
-            is compared as the mean over a row's columns.
+        fqn: The FQN of the tensor.
+        dtype: The name of its torch dtype.
+        size: Its global size. For row-wise optimizer state, the number of rows of its table: under column-wise
+            sharding, the mean over a row's columns is compared.
         is_table: Whether it is an embedding table.
-        num_differing: Rows that differ.
-        num_stored: Of a table, rows stored in the deltas that lead from the first checkpoint to the second; a row in
-            several counts as often. None where the second does not stand on the first.
-        movement: How far they moved.
+        num_differing: The number of rows that differ.
+        num_stored: For a table, the number of rows in the deltas from the first checkpoint to the second. A row in
+            several deltas counts several times. None if the second is not based on the first.
+        movement: How far the differing rows moved.
     """
 
     fqn: str
@@ -53,13 +53,13 @@ class TensorComparison:
 
     @property
     def num_rows(self) -> int:
-        """All rows."""
+        """Return the number of rows."""
         return Box.whole(self.size).num_rows
 
 
 @dataclass(frozen=True)
 class Reshaped:
-    """A tensor that has another size or dtype in the second checkpoint."""
+    """A tensor whose size or dtype differs between the two checkpoints."""
 
     fqn: str
     size_a: tuple[int, ...]
@@ -70,20 +70,20 @@ class Reshaped:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What differs between two checkpoints.
+    """The differences between two checkpoints.
 
     Attributes:
-        a: Path or URL of the first.
-        b: Of the second.
-        common: Of the newest checkpoint that both stand on, or that one of them is; None if there is none.
-        num_own_a: Checkpoints in the first's lineage that are not in the second's.
-        num_own_b: Checkpoints in the second's lineage that are not in the first's.
-        tensors: Those of one size and dtype in both.
-        reshaped: Those of another size or dtype.
-        only_in_a: Names of tensors and objects.
-        only_in_b: Names of tensors and objects.
-        objects: Names of the objects in both.
-        differing_objects: Of these, those that differ, by the size and digest of what ``torch.save`` made of them.
+        a: The path or URL of the first checkpoint.
+        b: The path or URL of the second checkpoint.
+        common: The path or URL of the newest checkpoint that both chains contain; None if there is none.
+        num_own_a: The number of checkpoints that only the first chain contains.
+        num_own_b: The number of checkpoints that only the second chain contains.
+        tensors: The tensors with the same size and dtype in both.
+        reshaped: The tensors whose size or dtype differs.
+        only_in_a: The FQNs of tensors and objects that only the first checkpoint has.
+        only_in_b: The FQNs of tensors and objects that only the second checkpoint has.
+        objects: The FQNs of the objects in both.
+        differing_objects: The FQNs of the objects that differ, by size and digest of their bytes from ``torch.save``.
     """
 
     a: str
@@ -107,7 +107,7 @@ class Comparison:
 
     @property
     def is_same(self) -> bool:
-        """Whether nothing differs."""
+        """Return whether nothing differs."""
         unlike = (self.reshaped, self.only_in_a, self.only_in_b, self.differing_objects)
         return not any(unlike) and not any(tensor.num_differing for tensor in self.tensors)
 
@@ -120,18 +120,18 @@ def compare(
     progress: Progress | None = None,
     thread_count: int = 2,
 ) -> Comparison:
-    """Compare two checkpoints, of one run or of several.
+    """Compare two checkpoints, of the same run or of different runs.
 
     Args:
-        a: The first, a path or fsspec URL.
-        b: The second.
-        row_log: The log that rows of deltas went to, if they did: ``KafkaRows``.
-        progress: Told how many of how many bytes of tensors were compared.
-        thread_count: Requests in flight at once. Each takes up to 16 MiB of memory.
+        a: The first checkpoint, as a path or fsspec URL.
+        b: The second checkpoint.
+        row_log: The Kafka topic that contains the rows of deltas, if they are not in files (``KafkaRows``).
+        progress: Called with the number of bytes of tensors that were compared, and the total.
+        thread_count: Number of requests in flight at the same time. Each takes up to 16 MiB of memory.
 
     Raises:
         CheckpointNotFoundError, DamagedError, VersionError, StoreError: A checkpoint cannot be read.
-        ConfigurationError: An argument cannot work.
+        ConfigurationError: An argument is out of its range.
     """
     check_thread_count(thread_count)
     lineages = read_lineage(Store.open(a, row_log=row_log)), read_lineage(Store.open(b, row_log=row_log))
@@ -163,9 +163,9 @@ def compare(
 
 
 def read_rows(lineage: Lineage, fqn: str, rows: range, thread_count: int) -> Tensor:
-    """Rows of a tensor as a lineage has them: [len(rows), ...] of its dtype.
+    """Return rows of a tensor, merged from a lineage: [len(rows), ...] of the tensor's dtype.
 
-    Of row-wise optimizer state, rows are those of its table, and the value of each is the mean over its columns.
+    For row-wise optimizer state, rows are those of its table, and the value of each is the mean over its columns.
     """
     tensor = LineageTensor(lineage, fqn)
     is_row_state = tensor.entry.table is not None
@@ -192,7 +192,7 @@ def _reshaped(a: Manifest, b: Manifest) -> Iterator[Reshaped]:
 
 
 def _shared(a: Lineage, b: Lineage) -> int:
-    """How many checkpoints two lineages begin with in common."""
+    """Return the number of checkpoints that two lineages have in common, from the baseline on."""
     pairs = zip(a.checkpoints, b.checkpoints, strict=False)
     differing = (number for number, (first, second) in enumerate(pairs) if first.sha256 != second.sha256)
     return next(differing, min(len(a.checkpoints), len(b.checkpoints)))

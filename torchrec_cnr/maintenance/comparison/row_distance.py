@@ -1,7 +1,8 @@
-"""Movement: how far the rows of a tensor lie apart in two checkpoints, in bounded memory.
+"""Movement: how far apart the rows of a tensor are in two checkpoints, computed in bounded memory.
 
-Distances are relative: |b - a| / |a|, with Euclidean norms in fp64. For the median they are counted in bins, by the
-first 20 bits of each as fp32: bins are 1/2048 of their values wide, and 4 MiB of counters do for any number of rows.
+Distances are relative: |b - a| / |a|, with Euclidean norms in fp64. For the median, they are counted in bins, by the
+first 20 bits of their fp32 values. The width of a bin is 1/2048 of its values, and 4 MiB of counters are enough for any
+number of rows.
 """
 
 import math
@@ -13,21 +14,21 @@ from torch import Tensor
 
 _CUT_BITS = 12
 _NUM_BINS = 1 << (31 - _CUT_BITS)  # distances have no sign
-_FARTHEST = float(np.finfo(np.float32).max)  # what is farther is taken for this
-_BLOCK_ELEMENTS = 1 << 20  # of rows that are in memory as fp64 at once
+_FARTHEST = float(np.finfo(np.float32).max)  # greater distances count as this one
+_BLOCK_ELEMENTS = 1 << 20  # of rows that are in memory as fp64 at the same time
 
 
 @dataclass(frozen=True)
 class Movement:
-    """How far rows moved that differ.
+    """How far the differing rows of a tensor moved, relative to their norms in the first checkpoint.
 
     Attributes:
-        num_measured: Rows that have a distance.
-        mean: Of the distances; None where there are none.
-        median: Of the distances, to within 1/2048 of it.
-        max: Of the distances.
-        num_from_zero: Rows of norm 0 before, which have no relative distance.
-        num_not_finite: Rows with NaN or infinity in either checkpoint, which have none either.
+        num_measured: The number of rows that have a distance.
+        mean: The mean of the distances; None if there are none.
+        median: The median of the distances, with a relative error of at most 1/2048; None if there are none.
+        max: The largest distance; None if there are none.
+        num_from_zero: The number of rows whose norm was 0. They have no relative distance.
+        num_not_finite: The number of rows with NaN or infinity in either checkpoint. They have no distance.
     """
 
     num_measured: int
@@ -39,7 +40,11 @@ class Movement:
 
 
 class MovementMeter:
-    """Takes rows block by block, and says in the end how far they moved."""
+    """Computes the movement of rows, which are added block by block.
+
+    Attributes:
+        num_differing: The number of rows so far that differ.
+    """
 
     def __init__(self) -> None:
         self.num_differing = 0
@@ -49,7 +54,7 @@ class MovementMeter:
         self._num_from_zero = self._num_not_finite = 0
 
     def add(self, before: Tensor, after: Tensor) -> None:
-        """Rows of both checkpoints, [n, ...] of one dtype; those that are the same, bit for bit, are passed over."""
+        """Add rows of both checkpoints, [n, ...] of the same dtype. Rows with the same bits are skipped."""
         before, after = _as_rows(before), _as_rows(after)
         block_rows = max(1, _BLOCK_ELEMENTS // max(1, before.shape[1]))
         for first, second in zip(before.split(block_rows), after.split(block_rows), strict=True):
@@ -72,7 +77,7 @@ class MovementMeter:
             self._counts += np.bincount(bits >> _CUT_BITS, minlength=_NUM_BINS)
 
     def movement(self) -> Movement:
-        """What the rows so far have in common."""
+        """Return the movement of the rows so far."""
         num_measured = int(self._counts.sum())
         unmeasured = self._num_from_zero, self._num_not_finite
         if num_measured == 0:
@@ -80,7 +85,7 @@ class MovementMeter:
         return Movement(num_measured, self._sum / num_measured, self._median(num_measured), self._max, *unmeasured)
 
     def _median(self, num_measured: int) -> float:
-        """The mean of the two in the middle, each in the middle of its bin."""
+        """Return the mean of the two middle distances, each rounded to the middle of its bin."""
         ends = np.cumsum(self._counts)
         bins = np.searchsorted(ends, [(num_measured - 1) // 2, num_measured // 2], side="right")
         middles = ((bins.astype(np.uint32) << _CUT_BITS) | (1 << (_CUT_BITS - 1))).view(np.float32)
@@ -88,5 +93,5 @@ class MovementMeter:
 
 
 def _as_rows(values: Tensor) -> Tensor:
-    """[n, num_cols], the elements of a row side by side."""
+    """Return values as a contiguous tensor [n, num_cols]."""
     return values.reshape(len(values) if values.dim() else 1, math.prod(values.shape[1:])).contiguous()

@@ -1,8 +1,8 @@
-"""A checkpoint in DCP's own format: where its values are, and how rows of them are read.
+"""A checkpoint in DCP's own format: finds its values in the files, and reads rows of them.
 
-Metadata and files are compared when it is opened, and no values are read. Each chunk of a tensor is a ``torch.save``
-archive somewhere in a file. It is opened on the device ``meta``, which reads no values but tells where they begin, so
-that rows can then be read by themselves, however large the chunk is.
+Opening a checkpoint compares its metadata with its files and reads no values. Each chunk of a tensor is a
+``torch.save`` archive within a file. The archive is loaded to the device ``meta``, which only finds where its values
+begin. So rows can then be read separately, however large the chunk is.
 """
 
 import errno
@@ -33,12 +33,12 @@ from torchrec_cnr.storage.store import Store
 
 @dataclass(frozen=True)
 class Extent:
-    """Bytes of a file.
+    """A range of bytes in a file.
 
     Attributes:
-        file: Its name in the checkpoint's directory.
-        start: The first.
-        num_bytes: How many.
+        file: The name of the file in the checkpoint's directory.
+        start: The offset of the first byte.
+        num_bytes: The number of bytes.
     """
 
     file: str
@@ -48,14 +48,14 @@ class Extent:
 
 @dataclass(frozen=True)
 class DCPChunk:
-    """Rows of a tensor, and where they lie.
+    """Rows of a tensor, and the place of their values.
 
     Attributes:
         chunk: The rows.
-        size: Of the whole tensor.
-        extent: The bytes that have them, perhaps among others.
-        stride: Of the rows in these bytes, in elements; None where they are row after row and nothing else.
-        first: Element in these bytes that is theirs first.
+        size: The size of the whole tensor.
+        extent: The bytes that contain the values, perhaps with others.
+        stride: The stride of the values in these bytes, in elements; None if the bytes are exactly the values in order.
+        first: The index of the first element in these bytes.
     """
 
     chunk: Chunk
@@ -67,12 +67,12 @@ class DCPChunk:
 
 @dataclass(frozen=True)
 class DCPCheckpoint:
-    """What a checkpoint in DCP's own format holds.
+    """The contents of a checkpoint in DCP's own format.
 
     Attributes:
-        store: Its directory.
+        store: The directory of the checkpoint.
         chunks: All rows of all tensors.
-        objects: By FQN, what ``torch.save`` wrote.
+        objects: The bytes of each object, as ``torch.save`` wrote them, by FQN.
         paths: The keys and indices that lead to each FQN in the nested state dict.
     """
 
@@ -82,40 +82,40 @@ class DCPCheckpoint:
     paths: Mapping[str, tuple[str | int, ...]]
 
     def read(self, found: DCPChunk) -> Tensor:
-        """The values of rows, on the host.
+        """Read the values of rows. Return them as a tensor on the CPU.
 
         Raises:
-            DamagedError: The file is shorter, or bytes are no bools.
-            StoreError: It cannot be read.
+            DamagedError: The file is truncated, or a byte is not a valid bool.
+            StoreError: The file cannot be read.
         """
         chunk = found.chunk
         if not chunk.num_bytes:
             return torch.empty(chunk.box.sizes, dtype=chunk.dtype, device="cpu")
         data = torch.from_numpy(self._bytes(found.extent))
         if chunk.dtype is torch.bool and bool((data > 1).any()):
-            raise DamagedError(f"{self.store.url}/{found.extent.file}: {chunk.fqn!r} has bytes that are no bools")
+            raise DamagedError(f"{self.store.url}/{found.extent.file}: {chunk.fqn!r} has bytes that are not bools")
         values = data.view(chunk.dtype)
         if found.stride is None:
             return values.view(chunk.box.sizes)
         return values.as_strided(chunk.box.sizes, found.stride, found.first)
 
     def read_object(self, fqn: str) -> io.BytesIO:
-        """An object as ``torch.save`` wrote it.
+        """Read an object. Return its bytes as ``torch.save`` wrote them.
 
         Raises:
-            DamagedError: The file is shorter, or holds something else there.
-            StoreError: It cannot be read.
+            DamagedError: The file is truncated, or contains something else at this place.
+            StoreError: The file cannot be read.
         """
         extent = self.objects[fqn]
         data = self._bytes(extent).tobytes()
         where = f"{self.store.url}/{extent.file}: object {fqn!r}"
         if not data.startswith(ARCHIVE_BEGIN):
-            raise DamagedError(f"{where}: not what torch.save wrote")
+            raise DamagedError(f"{where}: not an object from torch.save")
         try:
             load_state(data)
         except pickle.UnpicklingError:
-            pass  # it may need types that are to be registered: whoever stores it says so
-        except Exception as error:  # bytes that are no pickle may make the unpickler raise anything
+            pass  # it may need types that must be registered; the writer that stores it reports this
+        except Exception as error:  # invalid bytes may make the unpickler raise anything
             raise DamagedError(f"{where} cannot be read ({error})") from error
         return io.BytesIO(data)
 
@@ -124,15 +124,15 @@ class DCPCheckpoint:
             data = self.store.read_array(extent.file, extent.start, extent.start + extent.num_bytes)
         if len(data) != extent.num_bytes:
             raise DamagedError(
-                f"{self.store.url}/{extent.file}: truncated: {extent.num_bytes} bytes wanted from {extent.start}, "
-                f"{len(data)} of them there"
+                f"{self.store.url}/{extent.file}: truncated: expected {extent.num_bytes} bytes from {extent.start}, "
+                f"got {len(data)}"
             )
         return data
 
 
 @contextmanager
 def missing_is_damage() -> Iterator[None]:
-    """Files that the metadata names must be there."""
+    """Turn the error of a missing file into a ``DamagedError``, since the metadata names the file."""
     try:
         yield
     except StoreError as error:
@@ -142,12 +142,12 @@ def missing_is_damage() -> Iterator[None]:
 
 
 def read_dcp_checkpoint(source: str | os.PathLike[str]) -> DCPCheckpoint:
-    """Learn what a checkpoint in DCP's own format holds, and where. No values are read.
+    """Find the contents of a checkpoint in DCP's own format, without reading values.
 
     Raises:
-        CheckpointNotFoundError: There is none.
-        ConfigurationError: It has tensors that cannot be stored, or was written through extensions.
-        DamagedError: It contradicts itself, or its metadata needs more than DCP's classes.
+        CheckpointNotFoundError: There is no checkpoint.
+        ConfigurationError: It has tensors that cannot be stored, or was written with extensions.
+        DamagedError: It contradicts itself, or its metadata needs other classes than DCP's.
         StoreError: It cannot be read.
     """
     store = Store.open(source)
@@ -156,16 +156,16 @@ def read_dcp_checkpoint(source: str | os.PathLike[str]) -> DCPCheckpoint:
         return _opened(store, metadata)
     except CNRError:
         raise
-    except (TypeError, ValueError, AttributeError, LookupError) as error:  # what a pickle says may be of any type
+    except (TypeError, ValueError, AttributeError, LookupError) as error:  # values in a pickle may be of any type
         raise DamagedError(
-            f"{store.url}/{METADATA_FILE}: no sound metadata ({type(error).__name__}: {error})"
+            f"{store.url}/{METADATA_FILE}: invalid metadata ({type(error).__name__}: {error})"
         ) from error
 
 
 def _opened(store: Store, metadata: Metadata) -> DCPCheckpoint:
     known = set(metadata.state_dict_metadata)
     if any(type(fqn) is not str for fqn in known):
-        raise DamagedError(f"{store.url}/{METADATA_FILE}: names that are no strings")
+        raise DamagedError(f"{store.url}/{METADATA_FILE}: names that are not strings")
     wanted: list[tuple[Chunk, tuple[int, ...], _StorageInfo]] = []
     chunks: list[DCPChunk] = []
     objects: dict[str, Extent] = {}
@@ -175,7 +175,7 @@ def _opened(store: Store, metadata: Metadata) -> DCPCheckpoint:
             objects[fqn] = Extent(info.relative_path, info.offset, info.length)
             continue
         if not isinstance(entry, TensorStorageMetadata):
-            raise DamagedError(f"{store.url}/{METADATA_FILE}: {fqn!r} is neither tensor nor object")
+            raise DamagedError(f"{store.url}/{METADATA_FILE}: {fqn!r} is neither a tensor nor an object")
         size, boxes, dtype = _checked(store, fqn, entry)
         if 0 in size:
             chunks.append(DCPChunk(Chunk(fqn, Box.whole(size), dtype), size, Extent("", 0, 0)))
@@ -190,11 +190,11 @@ def _opened(store: Store, metadata: Metadata) -> DCPCheckpoint:
 
 
 def _checked(store: Store, fqn: str, entry: TensorStorageMetadata) -> tuple[tuple[int, ...], list[Box], torch.dtype]:
-    """Size, boxes with elements, and dtype of a tensor."""
+    """Return the size, the regions of non-empty chunks, and the dtype of a tensor, after checking them."""
     size, dtype = tuple(map(int, entry.size)), entry.properties.dtype
     if dtype not in DTYPES.values():
         raise ConfigurationError(
-            f"{store.url}: tensor {fqn!r} of {dtype} cannot be stored; leave it out, or convert it"
+            f"{store.url}: tensor {fqn!r} of {dtype} cannot be stored; omit it, or convert it to another dtype"
         )
     boxes = [Box(tuple(map(int, chunk.offsets)), tuple(map(int, chunk.sizes))) for chunk in entry.chunks]
     boxes = [box for box in boxes if 0 not in box.sizes]
@@ -207,18 +207,19 @@ def _checked(store: Store, fqn: str, entry: TensorStorageMetadata) -> tuple[tupl
 
 
 def _info(store: Store, metadata: Metadata, index: MetadataIndex) -> _StorageInfo:
-    """Where an item lies: in a file of the checkpoint's own directory."""
+    """Return the place of an item, which must be in a file of the checkpoint's own directory."""
     info = metadata.storage_data[index]
     if not isinstance(info, _StorageInfo) or min(info.offset, info.length) < 0:
-        raise DamagedError(f"{store.url}/{METADATA_FILE}: it does not say where {index.fqn!r} lies")
+        raise DamagedError(f"{store.url}/{METADATA_FILE}: the place of {index.fqn!r} is missing or invalid")
     if info.transform_descriptors:
         raise ConfigurationError(
-            f"{store.url}: {index.fqn!r} was written through extensions ({', '.join(info.transform_descriptors)}): "
-            "dcp.load it, and save it without"
+            f"{store.url}: {index.fqn!r} was written with extensions ({', '.join(info.transform_descriptors)}); load "
+            "it with dcp.load, and save it without extensions"
         )
     if not info.relative_path or "/" in info.relative_path or info.relative_path in (".", ".."):
         raise DamagedError(
-            f"{store.url}/{METADATA_FILE}: {index.fqn!r} lies in {info.relative_path!r}, no file beside it"
+            f"{store.url}/{METADATA_FILE}: {index.fqn!r} must be in a file of the same directory (got "
+            f"{info.relative_path!r})"
         )
     return info
 
@@ -227,14 +228,14 @@ def _paths(store: Store, metadata: Metadata, known: set[str]) -> dict[str, tuple
     paths = {fqn: tuple(path) for fqn, path in (metadata.planner_data or {}).items() if fqn in known}
     for fqn, path in paths.items():
         if not path or type(path[0]) is not str or any(type(key) not in (str, int) for key in path):
-            raise DamagedError(f"{store.url}/{METADATA_FILE}: {fqn!r} has no path of keys and indices, but {path!r}")
+            raise DamagedError(f"{store.url}/{METADATA_FILE}: {fqn!r} has no path of keys and indices (got {path!r})")
     return paths
 
 
 def _open_chunks(
     store: Store, name: str, wanted: Sequence[tuple[Chunk, tuple[int, ...], _StorageInfo]]
 ) -> list[DCPChunk]:
-    """Find the values of chunks that lie in one file."""
+    """Find the values of chunks in one file."""
     found: list[DCPChunk] = []
     with missing_is_damage(), store.open_file(name) as file:
         for chunk, size, info in wanted:
@@ -246,14 +247,14 @@ def _open_chunks(
                 opened: Any = torch.load(view, map_location="meta", weights_only=True)
             except OSError as error:
                 raise StoreError(f"cannot read {where}: {error}") from error
-            except Exception as error:  # bytes that are no pickle may make the unpickler raise anything
-                raise DamagedError(f"{where}: no tensor that torch.save wrote ({type(error).__name__})") from error
+            except Exception as error:  # invalid bytes may make the unpickler raise anything
+                raise DamagedError(f"{where}: not a tensor from torch.save ({type(error).__name__})") from error
             found += _located(where, chunk, size, info, opened)
     return found
 
 
 class _Part(io.RawIOBase):
-    """A range of a file, as a file; torch's own does not find its end when it is asked to."""
+    """A range of a file, as a file. torch's own view cannot seek relative to its end."""
 
     def __init__(self, file: IO[bytes], start: int, num_bytes: int) -> None:
         super().__init__()
@@ -284,20 +285,20 @@ class _Part(io.RawIOBase):
 
 
 def _located(where: str, chunk: Chunk, size: tuple[int, ...], info: _StorageInfo, opened: Any) -> list[DCPChunk]:
-    """Rows of a chunk, divided so that each part can be held. Where rows do not follow one another, it stays whole."""
+    """Return the places of a chunk's values, in parts that fit into memory; one part if they are not contiguous."""
     if not isinstance(opened, Tensor) or opened.layout is not torch.strided:
-        raise DamagedError(f"{where}: no dense tensor")
+        raise DamagedError(f"{where}: not a dense tensor")
     if opened.dtype is not chunk.dtype or tuple(opened.shape) != chunk.box.sizes:
         raise DamagedError(
-            f"{where}: {list(opened.shape)} of {opened.dtype}, expected {list(chunk.box.sizes)} of {chunk.dtype}"
+            f"{where}: expected {list(chunk.box.sizes)} of {chunk.dtype}, got {list(opened.shape)} of {opened.dtype}"
         )
     storage: Any = opened.untyped_storage()
     itemsize, first, start = chunk.dtype.itemsize, int(opened.storage_offset()), int(storage._checkpoint_offset)
     span = 1 + sum((length - 1) * step for length, step in zip(opened.shape, opened.stride(), strict=True))
     if (first + span) * itemsize > storage.nbytes() or start + storage.nbytes() > info.length:
-        raise DamagedError(f"{where}: it ends before its values do")
-    if opened.numel() * itemsize > storage.nbytes():  # a small file could ask for any amount of memory
-        raise DamagedError(f"{where}: {storage.nbytes()} bytes for {opened.numel()} values, which overlap")
+        raise DamagedError(f"{where}: truncated before the end of its values")
+    if opened.numel() * itemsize > storage.nbytes():  # a small file could require any amount of memory
+        raise DamagedError(f"{where}: overlapping values ({storage.nbytes()} bytes for {opened.numel()} values)")
     if not opened.is_contiguous():
         extent = Extent(info.relative_path, info.offset + start, (first + span) * itemsize)
         return [DCPChunk(chunk, size, extent, opened.stride(), first)]

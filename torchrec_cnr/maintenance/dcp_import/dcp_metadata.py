@@ -1,7 +1,7 @@
-"""The ``.metadata`` of a checkpoint in DCP's own format, read without running its code.
+"""Reads the ``.metadata`` of a checkpoint in DCP's own format, without running code from it.
 
-It is a pickle, and a pickle may call whatever it names. This one is given the few classes that DCP's metadata is made
-of, and nothing else.
+It is a pickle, and a pickle can call any function that it names. So the unpickler allows only the few classes that
+DCP's metadata consists of.
 """
 
 import errno
@@ -37,7 +37,7 @@ _KNOWN: dict[tuple[str, str], Any] = {
     **{(known.__module__, known.__name__): known for known in _CLASSES},
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): _get_layout,
-    # The path that it was saved to, of whatever system; nothing is done with it.
+    # The path to which it was saved, of any operating system. It is not used.
     **{
         (module, f"{system}Path"): pathlib.PurePosixPath
         for module in ("pathlib", "pathlib._local")
@@ -47,11 +47,11 @@ _KNOWN: dict[tuple[str, str], Any] = {
 
 
 def read_dcp_metadata(store: Store) -> Metadata:
-    """Read what DCP's ``FileSystemWriter`` says of a checkpoint. Nothing in it is checked but its type.
+    """Read the metadata that DCP's ``FileSystemWriter`` wrote. Only its type is checked, not its contents.
 
     Raises:
         CheckpointNotFoundError: There is no ``.metadata``.
-        DamagedError: It is no pickle of DCP's metadata, or needs something that this does not.
+        DamagedError: It is not a pickle of DCP's metadata, or needs other classes.
         StoreError: It cannot be read.
     """
     url = f"{store.url}/{METADATA_FILE}"
@@ -60,7 +60,7 @@ def read_dcp_metadata(store: Store) -> Metadata:
     except StoreError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             raise CheckpointNotFoundError(
-                f"{url}: there is none, so this is no checkpoint of dcp.save with a FileSystemWriter"
+                f"{url}: does not exist, so this is not a checkpoint that dcp.save wrote with a FileSystemWriter"
             ) from error
         raise
     try:
@@ -68,8 +68,8 @@ def read_dcp_metadata(store: Store) -> Metadata:
         found = _Unpickler(io.BytesIO(data), url).load()
     except DamagedError:
         raise
-    except Exception as error:  # bytes that are no pickle may make the unpickler raise anything
-        raise DamagedError(f"{url}: no metadata of DCP ({type(error).__name__}: {error})") from error
+    except Exception as error:  # invalid bytes may make the unpickler raise anything
+        raise DamagedError(f"{url}: not DCP's metadata ({type(error).__name__}: {error})") from error
     if not isinstance(found, Metadata):
         raise DamagedError(f"{url}: expected DCP's Metadata, got {type(found).__name__}")
     return found
@@ -81,12 +81,12 @@ class _Unpickler(pickle.Unpickler):
         self._url = url
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a pickle may name."""
+        """Return a class or function that a pickle names, if it is allowed."""
         if (module, name) in _KNOWN:
             return _KNOWN[module, name]
         if module == "torch" and isinstance(value := vars(torch).get(name), torch.dtype):
             return value
         raise DamagedError(
-            f"{self._url}: it names {module}.{name}, which metadata of DCP's FileSystemWriter does not need and which "
-            "might run code; if you trust it, dcp.load it and save it with a FileSystemWriter"
+            f"{self._url}: names {module}.{name}, which metadata of DCP's FileSystemWriter does not need and which "
+            "might run code; if you trust it, load it with dcp.load and save it with a FileSystemWriter"
         )

@@ -1,6 +1,6 @@
-"""Imports: a checkpoint in DCP's own format becomes a baseline, by the code that saves any other.
+"""``import_checkpoint``: makes a baseline of a checkpoint in DCP's own format, with the same code as other saves.
 
-The save's items are rows of the source's tensors, which are read when they are to be encoded.
+The items of the save are rows of the source's tensors, which are read right before they are encoded.
 """
 
 import io
@@ -22,7 +22,7 @@ from torchrec_cnr.saving.rank_writer import TABLE_PATTERNS, is_table_name
 from torchrec_cnr.saving.writer import CNRStorageWriter
 from torchrec_cnr.storage.store import Store
 
-_NUM_NAMED = 5  # tensors in a message
+_NUM_NAMED = 5  # tensors that a message lists
 
 
 def import_checkpoint(
@@ -36,35 +36,36 @@ def import_checkpoint(
     """Make a baseline of a checkpoint that ``dcp.save`` wrote with its own ``FileSystemWriter``.
 
     Tables are recognised by TorchRec's names for them (``embedding_bags.*.weight``, ``embeddings.*.weight``), as in a
-    save without a tracker. DCP does not say what row-wise optimizer state belongs to, so it loads into the column
-    sharding that it was saved under. A table becomes shards of 64 MiB at most. As much is read at a time, so that some
-    300 MiB of memory are enough, but for chunks whose rows do not follow one another in memory, such as those of
-    transposed tensors, which are read whole.
+    save without a tracker. DCP does not record to which table row-wise optimizer state belongs. So such state loads
+    only into the column sharding under which it was saved.
 
-    The source's pickles are not trusted: its metadata may name DCP's classes only, and its objects must load without
-    running code. It has no digests, so that damage within values goes unnoticed.
+    A table is divided into shards of at most 64 MiB, and one is read at a time. So about 300 MiB of memory are enough.
+    Chunks that are not contiguous, such as those of transposed tensors, are read as a whole.
+
+    The source's pickles are not trusted: its metadata may name only DCP's classes, and its objects must load without
+    running code. It has no digests, so corrupt values cannot be detected.
 
     Args:
-        source: The checkpoint, a path or fsspec URL.
-        path: Where to, a path or fsspec URL.
+        source: The checkpoint to import, as a path or fsspec URL.
+        path: The path or fsspec URL of the new checkpoint.
         quantization: As in ``CNRStorageWriter``.
-        thread_count: Packs written at once. Each takes up to 24 MiB of memory.
-        progress: Called now and then with the bytes of tensors that were read, and that there are.
+        thread_count: Number of data files that are written at the same time. Each takes up to 24 MiB of memory.
+        progress: Called with the number of bytes of tensors that were read, and the total.
 
     Returns:
         The baseline.
 
     Raises:
-        ConfigurationError: An argument cannot work, DCP's own checkpoint lies at ``path``, ``quantization`` is for none
-            of the source's tensors, or it holds what cannot be stored.
-        CheckpointExistsError: There is a checkpoint at ``path`` already.
+        ConfigurationError: An argument is wrong, there is a checkpoint in DCP's own format at ``path``,
+            ``quantization`` applies to none of the source's tensors, or a tensor cannot be stored.
+        CheckpointExistsError: There is already a checkpoint at ``path``.
         CheckpointNotFoundError, DamagedError: The source cannot be read, or its metadata names other classes.
         SaveError, StoreError: Nothing was committed.
     """
     if Store.open(path).exists(METADATA_FILE):
         raise ConfigurationError(
-            f"{Store.open(path).url} holds a checkpoint in DCP's own format already, and a directory holds one "
-            "checkpoint; give another 'path'"
+            f"{Store.open(path).url} already contains a checkpoint in DCP's own format, and a directory can contain "
+            "only one checkpoint; pass another 'path'"
         )
     writer = CNRStorageWriter(path, quantization=quantization, thread_count=thread_count)
     stock = read_dcp_checkpoint(source)
@@ -75,7 +76,7 @@ def import_checkpoint(
 
 
 def _check_quantized(stock: DCPCheckpoint, rules: SchemeRules) -> None:
-    """Who asks for codes gets some: names may be other than TorchRec's."""
+    """Refuse a ``quantization`` that applies to no tensor, for example because the tables have other names."""
     asked = [pattern for pattern, scheme in rules.patterns if not isinstance(scheme, NoQuantization)]
     if not asked and isinstance(rules.tables, NoQuantization):
         return
@@ -88,12 +89,12 @@ def _check_quantized(stock: DCPCheckpoint, rules: SchemeRules) -> None:
     more = f" and {len(matrices) - _NUM_NAMED} more" if len(matrices) > _NUM_NAMED else ""
     raise ConfigurationError(
         f"{stock.store.url}: nothing would be quantized: no tensor is named {' or '.join(asked or TABLE_PATTERNS)}; "
-        f"give patterns for its tables; its matrices are {named}{more}"
+        f"pass patterns that match its tables; its matrices are {named}{more}"
     )
 
 
 class _ImportPlanner(DefaultSavePlanner):
-    """Plans a save of all that a source holds, and reads it item by item."""
+    """Plans a save of all contents of a source, and reads them item by item."""
 
     def __init__(self, stock: DCPCheckpoint, progress: Progress | None) -> None:
         super().__init__()
@@ -104,12 +105,12 @@ class _ImportPlanner(DefaultSavePlanner):
         self._done_bytes = 0
 
     def whole_plan(self) -> SavePlan:
-        """Everything, in the source's order."""
+        """Return a plan of all items, in the source's order."""
         tensors = [chunk_item(found.chunk, found.size, WriteItemType.SHARD) for found in self._stock.chunks]
         return SavePlan([*object_items(self._stock.objects), *tensors])
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """Read an item."""
+        """Read the data of an item."""
         if write_item.type is WriteItemType.BYTE_IO:
             return self._stock.read_object(write_item.index.fqn)
         found = self._chunks[write_item.index]

@@ -1,8 +1,8 @@
-"""What a checkpoint holds, as its whole lineage has it, read a bounded part at a time.
+"""The contents of a checkpoint, merged from its whole chain and read a bounded part at a time.
 
-Tensors are cut into chunks of rows, and chunks are put together to batches, each of which is one fold of the lineage.
-Blobs that straddle two batches are read twice: a batch is as large as eight blocks of a baseline, and its chunks end
-where these do, so that only deltas and shards that begin elsewhere cost more bytes than they have.
+Tensors are divided into chunks of rows, and chunks are combined to batches. Each batch is read in one pass over the
+chain. A blob that overlaps two batches is read twice. A batch is as large as eight blocks of a baseline, and its chunks
+end at the ends of blocks. So only blobs of deltas, and of shards that begin elsewhere, are read twice.
 """
 
 import math
@@ -23,17 +23,17 @@ from torchrec_cnr.reading.plan import plan_fold
 from torchrec_cnr.reading.regions import LineageTensor, Region, RowStateRegion
 from torchrec_cnr.storage.pack_writer import BLOCK_BYTES
 
-HELD_BYTES = 64 << 20  # of values in a batch
+HELD_BYTES = 64 << 20  # of values in a batch, which are in memory at the same time
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows of a tensor that are read, and held, together.
+    """Rows of a tensor that are read together.
 
     Attributes:
-        fqn: The tensor.
-        box: Where they lie in it.
-        dtype: Its dtype.
+        fqn: The FQN of the tensor.
+        box: The region of the rows in the tensor (offsets, sizes).
+        dtype: The dtype of the tensor.
     """
 
     fqn: str
@@ -42,22 +42,22 @@ class Chunk:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its values."""
+        """Return the bytes of the values."""
         return math.prod(self.box.sizes) * self.dtype.itemsize
 
 
 class Contents:
-    """The tensors and objects of a lineage's newest checkpoint.
+    """The tensors and objects of a checkpoint.
 
     Args:
-        lineage: The checkpoint, and what it stands on.
-        thread_count: Requests in flight at once.
-        progress: Told how many bytes of tensors have been handed out, and how many there are.
+        lineage: The checkpoint, and all that it is based on.
+        thread_count: Number of requests in flight at the same time.
+        progress: Called with the number of bytes of tensors that were written, and the total.
 
     Attributes:
-        tensors: By FQN, each as one chunk.
-        paths: By FQN of a tensor or object, the keys and indices that lead to it in the nested state dict.
-        num_bytes: Of all tensors.
+        tensors: Each tensor as one chunk, by FQN.
+        paths: The keys and indices that lead to each tensor or object in the nested state dict, by FQN.
+        num_bytes: The bytes of all tensors.
     """
 
     def __init__(self, lineage: Lineage, thread_count: int, progress: Progress | None = None) -> None:
@@ -71,12 +71,12 @@ class Contents:
         self.num_bytes = sum(tensor.num_bytes for tensor in self.tensors.values())
 
     def objects(self) -> dict[str, Any]:
-        """All objects by FQN."""
+        """Return all objects by FQN."""
         newest = self._lineage.newest
         return dict(read_objects(newest, newest.manifest.objects, self._thread_count))
 
     def plan_batches(self, fqns: Iterable[str]) -> list[tuple[Chunk, ...]]:
-        """Cut tensors into chunks, and put these into batches, all in order."""
+        """Divide tensors into chunks, and combine these to batches, all in order."""
         batches: list[list[Chunk]] = []
         left_bytes = 0
         for fqn in fqns:
@@ -91,11 +91,11 @@ class Contents:
         return [tuple(batch) for batch in batches]
 
     def read_batch(self, batch: Sequence[Chunk]) -> list[Tensor]:
-        """The values of a batch's chunks, on the host.
+        """Read the values of a batch's chunks. Return them as tensors on the CPU.
 
         Raises:
-            DamagedError: Bytes are not what was committed.
-            StoreError: A pack cannot be read.
+            DamagedError: Data is corrupt.
+            StoreError: A data file cannot be read.
         """
         targets = [torch.empty(chunk.box.sizes, dtype=chunk.dtype, device="cpu") for chunk in batch]
         regions: list[Region] = []
@@ -105,20 +105,23 @@ class Contents:
         return targets
 
     def read(self, fqns: Iterable[str]) -> Iterator[tuple[Chunk, Tensor]]:
-        """The chunks of tensors with their values, in order; what was yielded before counts as done."""
+        """Yield the chunks of tensors with their values, in order. Each counts as done when the next is requested."""
         for batch in self.plan_batches(fqns):
             for chunk, values in zip(batch, self.read_batch(batch), strict=True):
                 yield chunk, values
                 self.count(chunk)
 
     def count(self, chunk: Chunk) -> None:
-        """A chunk is done with."""
+        """Report a chunk as done to the progress callback."""
         self._done_bytes += chunk.num_bytes
         if self._progress is not None:
             self._progress(self._done_bytes, self.num_bytes)
 
     def _held_row_bytes(self, fqn: str) -> int:
-        """What a row takes while it is read: for row-wise state under changing sharding, each range of columns too."""
+        """Return the bytes of memory that a row needs while it is read.
+
+        For row-wise state under changing sharding, this includes a value for each range of columns.
+        """
         tensor = self.tensors[fqn]
         itemsize = tensor.dtype.itemsize
         entry = self._lineage.newest.manifest.tensors[fqn]
@@ -132,11 +135,11 @@ class Contents:
 
 
 def split_rows(chunk: Chunk, held_row_bytes: int) -> Iterator[Chunk]:
-    """Divide a chunk into such of ``HELD_BYTES`` at most, or of one row.
+    """Divide a chunk into chunks of at most ``HELD_BYTES``, or of one row if a row is larger.
 
     Args:
         chunk: Any part of a tensor.
-        held_row_bytes: What a row takes while it is held.
+        held_row_bytes: The bytes of memory that a row needs.
     """
     box = chunk.box
     if chunk.num_bytes == 0 or not box.sizes:
@@ -153,6 +156,6 @@ def split_rows(chunk: Chunk, held_row_bytes: int) -> Iterator[Chunk]:
 
 
 def bytes_of(values: Tensor) -> Bytes:
-    """The elements of a tensor on the host, in order, as little-endian bytes; shared with it where they lie so."""
+    """Return the elements of a CPU tensor, in order, as little-endian bytes. If it is contiguous, memory is shared."""
     array: Bytes = values.contiguous().reshape(-1).view(torch.uint8).numpy()
     return array

@@ -1,4 +1,4 @@
-"""Where an export goes: a directory or file that is not there yet, and is gone again if the export fails."""
+"""The destination of an export: a new directory or file, which is removed again if the export fails."""
 
 import os
 import posixpath
@@ -14,16 +14,16 @@ Written = tuple[Store, tuple[str, ...], tuple[str, ...]]  # directory, names of 
 
 @contextmanager
 def new_directory(out: str | os.PathLike[str]) -> Iterator[Store]:
-    """An empty directory, which is made if there is none.
+    """Yield an empty directory, which is created if it does not exist.
 
     Raises:
-        ConfigurationError: Something is in it, or it is a file.
-        StoreError: The file system refused.
+        ConfigurationError: The directory is not empty, or it is a file.
+        StoreError: The file system failed.
     """
     store = Store.open(out)
     above, name = store.at("..").listing(), posixpath.basename(store.path)
     if name in above.files or store.names():
-        raise ConfigurationError(f"{store.url} is there already, and not empty; export to another place")
+        raise ConfigurationError(f"{store.url} already exists and is not empty; export to another path")
     is_new = name not in (*above.directories, *above.links)
     store.make()
     try:
@@ -39,16 +39,16 @@ def new_directory(out: str | os.PathLike[str]) -> Iterator[Store]:
 
 @contextmanager
 def new_file(out: str | os.PathLike[str]) -> Iterator[Stream]:
-    """A file to be written, in a directory that is made if there is none.
+    """Yield a stream that writes a new file. Its directory is created if it does not exist.
 
     Raises:
-        ConfigurationError: Something is there already.
-        StoreError: The file system refused.
+        ConfigurationError: The path already exists.
+        StoreError: The file system failed.
     """
     place = Store.open(out)
     store, name = place.at(".."), posixpath.basename(place.path)
     if store.exists(name):
-        raise ConfigurationError(f"{place.url} is there already; export to another place")
+        raise ConfigurationError(f"{place.url} already exists; export to another path")
     store.make()
     try:
         with store.create(name) as stream:

@@ -1,6 +1,6 @@
-"""Exports: a checkpoint, with all that it stands on, as plain full-precision files that load without this package.
+"""``export``: writes a checkpoint as plain full-precision files that load without this package.
 
-The lineage is folded as any load folds it, a batch of rows at a time, and each format's module writes what comes.
+The checkpoint chain is merged like in a load, a batch of rows at a time. The module of each format writes the batches.
 """
 
 import os
@@ -32,12 +32,12 @@ _FORMATS: Mapping[str, Callable[[Contents, str | os.PathLike[str]], Written]] = 
 
 @dataclass(frozen=True)
 class Export:
-    """What an export wrote.
+    """The result of an export.
 
     Attributes:
-        files: Full paths or URLs, in order of names.
-        num_bytes: Of the values of all tensors.
-        left_out: FQNs that the format cannot hold, sorted: with ``safetensors``, objects that are no JSON.
+        files: The full paths or URLs of the files, sorted by name.
+        num_bytes: The bytes of the values of all tensors.
+        left_out: The FQNs that the format cannot represent, sorted: with ``safetensors``, objects that are not JSON.
     """
 
     files: tuple[str, ...]
@@ -58,35 +58,34 @@ def export(
     thread_count: int = 2,
     progress: Progress | None = None,
 ) -> Export:
-    """Write a checkpoint as plain files, which hold what a load of it gives, quantized tables as floats.
+    """Write a checkpoint as plain files with the values that a load would return. Quantized tables become floats.
 
     ======================  ===========================================================================================
-    ``to``                  is written
+    ``to``                  result
     ======================  ===========================================================================================
-    ``"dcp"``               DCP's own format: a directory for the stock ``dcp.load``, under any sharding
+    ``"dcp"``               DCP's own format: a directory for plain ``dcp.load``, under any sharding
     ``"safetensors"``       a directory with ``model.safetensors``, or above 4 GiB with several files and
                             ``model.safetensors.index.json``; tensors are named by their FQNs. Objects that JSON can
-                            hold are in ``objects.json``, tuples as lists
+                            represent are in ``objects.json``, with tuples as lists
     ``"torch"``             one file, which ``torch.load(out, weights_only=True)`` reads as the nested state dict
     ======================  ===========================================================================================
 
-    Values are read 64 MiB at a time (a row that is larger at once), so that some 300 MiB of memory are enough for
-    tables of any size. Row-wise optimizer state has the size that ``load_table`` gives it. If an export fails, nothing
-    is left of it; if it is killed, what is left does not load.
+    Values are read 64 MiB at a time, or a whole row if that is larger. So about 300 MiB of memory are enough for tables
+    of any size. Row-wise optimizer state has the size that ``load_table`` returns. If an export fails, its files are
+    removed. If it is killed, the remaining files do not load.
 
     Args:
-        path: The checkpoint, a path or fsspec URL; usually ``latest(root)``.
-        out: Where to, a path or fsspec URL: a directory that is empty or not there, or for ``"torch"`` a file that is
-            not there.
+        path: The checkpoint, as a path or fsspec URL; usually ``latest(root)``.
+        out: The path or fsspec URL to write: an empty or new directory, or a new file for ``"torch"``.
         to: The format.
-        row_log: The log that rows of deltas went to, if they did: ``KafkaRows``.
-        thread_count: Requests in flight at once. Each takes up to 16 MiB of memory.
-        progress: Called now and then with the bytes of tensors that were written, and that there are.
+        row_log: The Kafka topic that contains the rows of deltas, if they are not in files (``KafkaRows``).
+        thread_count: Number of requests in flight at the same time. Each takes up to 16 MiB of memory.
+        progress: Called with the number of bytes of tensors that were written, and the total.
 
     Raises:
-        ConfigurationError: An argument cannot work, or something is at ``out`` already.
+        ConfigurationError: An argument is wrong, or ``out`` already exists.
         CheckpointNotFoundError, DamagedError, VersionError: The checkpoint cannot be read.
-        StoreError: A file system refused.
+        StoreError: A file system failed.
     """
     check_thread_count(thread_count)
     if to not in _FORMATS:

@@ -1,7 +1,7 @@
-"""Exports to DCP's own format: its storage writer writes them, from items that are read when it asks for them.
+"""Exports to DCP's own format. DCP's storage writer writes the files, and asks for one item after the other.
 
-Every batch of chunks is a plan, so that no more than one is in memory. In DCP's eyes each is the part of a rank: the
-tensors are sharded by rows, and load into any sharding.
+Every batch of chunks is a plan, so that only one batch is in memory. For DCP, each plan is that of a rank: the tensors
+are sharded by rows, and load into any sharding.
 """
 
 import io
@@ -25,14 +25,14 @@ from torchrec_cnr.storage.store import Store
 
 
 def write_dcp(contents: Contents, out: str | os.PathLike[str]) -> Written:
-    """Write a directory that ``dcp.load`` reads; ``.metadata``, which makes it a checkpoint, comes last."""
+    """Write a directory that ``dcp.load`` reads. ``.metadata``, which makes it a checkpoint, is written last."""
     planner = _ReadingPlanner(contents)
     with new_directory(out) as store:
         try:
             save(_writer(store), planner.plans(), planner, contents.paths)
         except CNRError:
             raise
-        except (OSError, RuntimeError) as error:  # torch.save says of a full disk that a position is unexpected
+        except (OSError, RuntimeError) as error:  # if the disk is full, torch.save raises a RuntimeError
             raise _failure(store, error) from error
         return store, tuple(store.names()), ()
 
@@ -44,14 +44,14 @@ def _failure(store: Store, error: OSError | RuntimeError) -> StoreError:
 
 
 def _writer(store: Store) -> FileSystemWriter:
-    # Without copies ahead: with CUDA there, the writer would else ask for items in another order.
+    # With CUDA and copies ahead, the writer would ask for items in another order.
     if isinstance(store.fs, LocalFileSystem):
         return FileSystemWriter(store.path, per_thread_copy_ahead=0, overwrite=False)
     return FsspecWriter(store.url, per_thread_copy_ahead=0, overwrite=False, sync_files=False)
 
 
 class _ReadingPlanner(DefaultSavePlanner):
-    """Plans a save of all that a checkpoint holds, and reads it batch by batch."""
+    """Plans a save of all contents of a checkpoint, and reads them batch by batch."""
 
     def __init__(self, contents: Contents) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class _ReadingPlanner(DefaultSavePlanner):
         self._read: dict[MetadataIndex, tuple[Chunk, Tensor]] = {}
 
     def plans(self) -> list[SavePlan]:
-        """One for each batch; the first has the objects too."""
+        """Return one plan for each batch. The first also has the objects."""
         batches: Sequence[tuple[Chunk, ...]] = list(dict.fromkeys(self._batches.values())) or [()]
         plans = [SavePlan([self._item(chunk) for chunk in batch]) for batch in batches]
         plans[0].items[:0] = object_items(self._objects)
@@ -72,7 +72,7 @@ class _ReadingPlanner(DefaultSavePlanner):
         return chunk_item(chunk, size, WriteItemType.TENSOR if chunk.box.sizes == size else WriteItemType.SHARD)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """Read the batch that an item is in, if it is the first of it."""
+        """Return the data of an item. Read its batch, if the item is the first one of it."""
         if write_item.type is WriteItemType.BYTE_IO:
             fqn = write_item.index.fqn
             return serialized(self._objects.pop(fqn), f"object {fqn!r}")

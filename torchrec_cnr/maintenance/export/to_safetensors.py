@@ -1,7 +1,7 @@
-"""Exports to safetensors: each file's header first, then its tensors' rows as they are read.
+"""Exports to safetensors: writes the header of each file, and then the rows of its tensors as they are read.
 
-One file, or several with the index that Hugging Face's libraries know. Objects, which safetensors cannot hold, go into
-a JSON file where JSON can hold them.
+The result is one file, or several with an index for Hugging Face's libraries. Safetensors files cannot contain objects,
+so these are written to a JSON file, if JSON can represent them.
 """
 
 import json
@@ -16,21 +16,21 @@ from torchrec_cnr.maintenance.export.destination import Written, new_directory
 from torchrec_cnr.storage.pack_writer import SAFETENSORS, safetensors_header
 from torchrec_cnr.storage.store import Store
 
-FILE_BYTES = 4 << 30  # of tensors in a file, but for one that is larger by itself
+FILE_BYTES = 4 << 30  # of tensors in a file; a larger tensor gets a file of its own
 _INDEX = "model.safetensors.index.json"
 _OBJECTS = "objects.json"
 _RESERVED = "__metadata__"
 
 
 def write_safetensors(contents: Contents, out: str | os.PathLike[str]) -> Written:
-    """Write a directory with ``model.safetensors``, or with several files and their index, which comes last.
+    """Write a directory with ``model.safetensors``, or with several files and their index, which is written last.
 
     Raises:
-        ConfigurationError: A tensor has the one name that safetensors keeps for itself.
+        ConfigurationError: A tensor has a name that is reserved in safetensors files.
     """
     if _RESERVED in contents.tensors:
         raise ConfigurationError(
-            f"a tensor is called {_RESERVED!r}, which no safetensors file may hold; export to 'dcp'"
+            f"a tensor has the name {_RESERVED!r}, which is reserved in safetensors files; export to 'dcp'"
         )
     objects = contents.objects()
     kept = {fqn: value for fqn, value in sorted(objects.items()) if _is_json(value)}
@@ -46,7 +46,7 @@ def write_safetensors(contents: Contents, out: str | os.PathLike[str]) -> Writte
 
 
 def _plan_files(contents: Contents) -> dict[str, list[str]]:
-    """Which tensors are in which file, those with wider elements first, so that all are aligned."""
+    """Return the FQNs of the tensors in each file. Those with larger elements come first, so that all are aligned."""
     files: list[list[str]] = [[]]
     left_bytes = FILE_BYTES
     for fqn, tensor in sorted(contents.tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])):
@@ -78,7 +78,7 @@ def _index(files: Mapping[str, list[str]], contents: Contents) -> bytes:
 
 
 def _is_json(value: Any) -> bool:
-    """Whether JSON can hold a value, tuples as lists, so that nothing of it is lost."""
+    """Return whether JSON can represent a value without loss, except that tuples become lists."""
     if type(value) in (list, tuple):
         return all(map(_is_json, value))
     if type(value) is dict:

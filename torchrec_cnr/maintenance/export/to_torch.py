@@ -1,9 +1,9 @@
-"""Exports to one file as ``torch.save`` writes it: a pickle of the nested state dict, and the tensors' bytes beside it.
+"""Exports to one file in the format of ``torch.save``: a pickle of the nested state dict, and the bytes of the tensors.
 
-Such a file is a zip archive, nothing compressed, in which the pickle names for each tensor the record that has its
-bytes. So the pickle is made first, with tensors that are not there yet, and records are then written row by row.
-``torch.save`` itself can leave room for bytes to be filled in later (``skip_data``), but the digests that a zip archive
-has of its records are then wrong, which other readers of zip archives take for damage.
+Such a file is a zip archive without compression. For each tensor, the pickle names the record that contains its bytes.
+So the pickle is written first, with placeholders for tensors, and then the records, row by row. ``torch.save`` can
+reserve space for bytes that are written later (``skip_data``). But then the checksums in the archive are wrong, and
+other readers of zip archives report corruption.
 """
 
 import io
@@ -27,12 +27,12 @@ from torchrec_cnr.maintenance.export.contents import Chunk, Contents, bytes_of
 from torchrec_cnr.maintenance.export.destination import Written, new_file
 from torchrec_cnr.storage.files import Stream
 
-_ALIGNMENT = 64  # of records, as torch.save has it
-_HEADER_BYTES = 30 + 20 + 4  # of a record, before its name; then its size in 64 bits, and what begins the padding
-_MAX_PLACES = 1 << 20  # of all lists of a state dict
+_ALIGNMENT = 64  # of records, as in torch.save
+_HEADER_BYTES = 30 + 20 + 4  # of a record: fixed part, 64-bit sizes, and the beginning of the padding
+_MAX_PLACES = 1 << 20  # the total length of all lists of a state dict
 _MAX_DEPTH = 64
 _PATHS = "the paths of the checkpoint"
-_FOLDER = "archive"  # torch.load takes any name
+_FOLDER = "archive"  # torch.load accepts any name
 
 _STORAGE_TYPES: Mapping[torch.dtype, type] = {
     torch.float64: torch.DoubleStorage,
@@ -74,10 +74,10 @@ def write_torch(contents: Contents, out: str | os.PathLike[str]) -> Written:
 
 
 def _check_paths(paths: Sequence[Sequence[str | int]]) -> None:
-    """Refuse paths that contradict one another, or lead into lists that are far longer than what they hold."""
+    """Refuse paths that contradict one another, or that imply lists far longer than their contents."""
     if any(len(path) > _MAX_DEPTH for path in paths):
         raise DamagedError(f"{_PATHS} lead through more than {_MAX_DEPTH} keys; use another checkpoint")
-    lengths: dict[tuple[str | int, ...], int] = {}  # of lists; 0 for a dictionary
+    lengths: dict[tuple[str | int, ...], int] = {}  # the length of each list; 0 for a dictionary
     for path in paths:
         for depth, key in enumerate(path):
             length, way = (key + 1 if isinstance(key, int) else 0), tuple(path[:depth])
@@ -94,24 +94,24 @@ def _check_paths(paths: Sequence[Sequence[str | int]]) -> None:
 
 @dataclass(frozen=True)
 class _LaterTensor:
-    """Stands in the state dict for a tensor that is read later."""
+    """The placeholder in the state dict for a tensor that is read later."""
 
     whole: Chunk
 
 
 @dataclass(frozen=True)
 class _LaterStorage:
-    """And this for its memory."""
+    """The placeholder for the storage of such a tensor."""
 
     whole: Chunk
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles as ``torch.save`` does, and numbers the records that tensors are to be found in.
+    """Pickles like ``torch.save``, and numbers the records that will contain the bytes of tensors.
 
     Attributes:
-        fqns: By number of the record, the tensor that is to be read.
-        storages: By number of the record, memory of tensors within objects.
+        fqns: The FQN of the tensor to read, by record number.
+        storages: The storage of tensors within objects, by record number.
     """
 
     def __init__(self, stream: io.BytesIO) -> None:
@@ -120,7 +120,7 @@ class _Pickler(pickle.Pickler):
         self.storages: dict[int, UntypedStorage] = {}
 
     def reducer_override(self, value: Any) -> Any:
-        """A tensor to come is a view of all its memory."""
+        """Pickle a placeholder like a tensor that is a view of its whole storage."""
         if not isinstance(value, _LaterTensor):
             return NotImplemented
         size = value.whole.box.sizes
@@ -128,7 +128,7 @@ class _Pickler(pickle.Pickler):
         return torch._utils._rebuild_tensor_v2, (_LaterStorage(value.whole), 0, size, stride, False, OrderedDict())
 
     def persistent_id(self, value: Any) -> Any:
-        """What the pickle says of memory: its type, record, device, and number of elements."""
+        """Return what the pickle contains for a storage: its type, record, device, and number of elements."""
         number = len(self.fqns) + len(self.storages)
         if isinstance(value, _LaterStorage):
             self.fqns[number] = value.whole.fqn
@@ -141,7 +141,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Archive:
-    """A zip archive that is written from its beginning to its end."""
+    """A zip archive that is written sequentially."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -149,7 +149,7 @@ class _Archive:
 
     @contextmanager
     def record(self, name: str) -> Iterator[IO[bytes]]:
-        """A record whose bytes begin at a multiple of 64, so that a memory-mapped tensor is aligned."""
+        """Yield a file to write a record. Its bytes begin at a multiple of 64, to align memory-mapped tensors."""
         info = zipfile.ZipInfo(f"{_FOLDER}/{name}")
         padding = -(self._stream.num_bytes + _HEADER_BYTES + len(info.filename)) % _ALIGNMENT
         info.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
@@ -157,10 +157,10 @@ class _Archive:
             yield file
 
     def put(self, name: str, data: bytes) -> None:
-        """A record that is there already."""
+        """Write a record from bytes in memory."""
         with self.record(name) as file:
             file.write(data)
 
     def close(self) -> None:
-        """Write the list of records, without which the file is no archive."""
+        """Write the list of records, without which the file is not a valid archive."""
         self._zip.close()

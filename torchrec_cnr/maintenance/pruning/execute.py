@@ -25,10 +25,10 @@ from torchrec_cnr.lineage.abandoned import marked_name
 from torchrec_cnr.lineage.checkpoint import Checkpoint, read_checkpoint
 from torchrec_cnr.maintenance import journal
 from torchrec_cnr.maintenance.journal import Journal, Prune
-from torchrec_cnr.maintenance.pruning.kept import PackPath, lease_text, needed_by, saves_stand_on
+from torchrec_cnr.maintenance.pruning.kept import PackPath, lease_text, needed_by
 from torchrec_cnr.maintenance.pruning.plan import PrunePlan, Removal
 from torchrec_cnr.progress import Progress
-from torchrec_cnr.storage.leases import holds, in_force, is_lease
+from torchrec_cnr.storage.leases import in_force, is_lease
 from torchrec_cnr.storage.store import Store, is_clock
 
 _NUM_THREADS = 8
@@ -254,15 +254,12 @@ class _Execution:
         return None
 
     def _take_in_newcomers(self) -> None:
-        """Keep what is needed by checkpoints that were committed since the catalog was read, or are being saved."""
+        """Keep what is needed by checkpoints that were committed since the catalog was read."""
         root = self._plan.catalog.root
         listed = root.listing()
         for name in {*listed.directories, *listed.links} - self._known:
             names = root.at(name).names()
             if MANIFEST_FILE not in names:
-                if holds(root.at(name), names, self._now_ns):
-                    bases = list(saves_stand_on(self._plan.catalog))
-                    self._want(bases, f"{name_text(name)}, which is being saved, may be based on it")
                 continue
             try:
                 found = read_checkpoint(root.at(name))

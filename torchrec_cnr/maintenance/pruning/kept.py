@@ -2,9 +2,7 @@
 
 In addition to those that retention rules select, these are kept, with all that they need:
 
-- those with a lease in their directory: some process is saving, loading or compacting them;
-- while a save is in progress, those on which it may be based. These are the newest of each lineage, and everything that
-  was ever a baseline: the job may not know yet that a compaction has merged its lineage;
+- those with a lease in their directory: some process is loading or compacting them, or saves a delta on top of them;
 - those that cannot be loaded because a parent or a data file is missing, since a user may restore that file;
 - symbolic links, and the checkpoints that they lead to;
 - those that a save to another root has tagged because it depends on them.
@@ -121,32 +119,6 @@ def _pack_problem(catalog: Catalog, name: str) -> str | None:
     return None
 
 
-def newest_of_lineages(catalog: Catalog) -> list[str]:
-    """Return the newest checkpoint of each lineage, on which a save in progress may be based."""
-    baseline_of: dict[str, str] = {}
-    newest: dict[str, str] = {}
-    for name, checkpoint in catalog.checkpoints.items():
-        parent = catalog.parent(replace(checkpoint, manifest=checkpoint.committed))
-        baseline_of[name] = name if parent is None else baseline_of.get(parent, parent)
-        newest[baseline_of[name]] = name
-    return list(newest.values())
-
-
-def saves_stand_on(catalog: Catalog) -> dict[str, str]:
-    """Return the checkpoints on which a save in progress may be based.
-
-    The values say what each of them is: the newest of its lineage, or a baseline from before a compaction.
-    """
-    newest = dict.fromkeys(newest_of_lineages(catalog), "newest of its lineage")
-    needed = needed_by(catalog, newest).checkpoints
-    baselines = [
-        name
-        for name, checkpoint in catalog.checkpoints.items()
-        if name not in needed and any(manifest.parent is None for manifest in checkpoint.manifests)
-    ]
-    return {**newest, **dict.fromkeys(baselines, "baseline before a compaction")}
-
-
 _CLOCKS_NS = 24 * 3600 * 10**9  # the largest expected difference between the clocks of jobs and of the store
 _PURPOSES = {"save": "a save", "load": "a load", "compact": "a compaction"}
 
@@ -189,9 +161,6 @@ def find_kept(catalog: Catalog, keep: Keep, now_ns: int) -> Kept:
             reasons.setdefault(name, []).append("tagged because another root needs it")
     for name, reason in broken.items():
         reasons.setdefault(name, []).append(f"cannot be loaded: {name_text(reason)}")
-    saving = [name for name, found in leases.items() if found and name not in catalog.checkpoints]
-    for name, what in saves_stand_on(catalog).items() if saving else ():
-        reasons.setdefault(name, []).append(f"{what}, on which {name_text(saving[0])} may be based")
     older = [name for name, checkpoint in catalog.checkpoints.items() if checkpoint.created_ns <= horizon_ns]
     for name in older:
         if unreadable is not None:

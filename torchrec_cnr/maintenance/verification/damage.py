@@ -1,8 +1,8 @@
-"""Damage: what of one checkpoint is not as it was committed.
+"""Finds the corrupt and missing bytes of one checkpoint.
 
-Tensors are decoded as a load decodes them, though into nothing: whatever the size of a table, no more than a few blocks
-of it are in memory. That reads nearly all blobs. Those of tensors that could not be decoded, and what belongs to no
-tensor, are then looked at one by one, so that everything that is wrong is found, and named by file and blob.
+Tensors are decoded like in a load, but the values are discarded. So only a few blocks are in memory, whatever the size
+of a table. This reads nearly all blobs. The others are then checked one by one: those of tensors that could not be
+decoded, and those that belong to no tensor. So every problem is found, and reported with its file and blob.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ from torchrec_cnr.reading.regions import Region
 from torchrec_cnr.storage.pack_reader import Span, place_of, plan_spans, read_spans
 
 _WAY_OUT = "; use another checkpoint"
-_GROUP_ROWS = 1 << 26  # of tensors decoded together: of one that was folded, a byte is kept for each row
+_GROUP_ROWS = 1 << 26  # of tensors that are decoded together: a merged one needs a byte of memory per row
 
 Advance = Callable[[int], None]
 
@@ -31,10 +31,10 @@ class Problem:
     """Something that is not as it was committed.
 
     Attributes:
-        checkpoint: Path or URL of the checkpoint that is not right: the one whose manifest names what is wrong.
-        file: Path or URL of the damaged or missing file, or which records of a log they are; None where no one is to
-            blame.
-        blob: What messages call the part of the file, such as a block of rows; None where all of it is meant.
+        checkpoint: The path or URL of the checkpoint whose manifest names the corrupt data.
+        file: The path or URL of the corrupt or missing file, or the records of a Kafka topic; None if the problem is
+            not in a single file.
+        blob: The name of the corrupt part of the file, such as a block of rows; None for the whole file.
         message: What is wrong.
     """
 
@@ -45,9 +45,12 @@ class Problem:
 
 
 def find_damage(checkpoint: Checkpoint, thread_count: int, advance: Advance) -> list[Problem]:
-    """All that is wrong with the packs of a checkpoint, its own and those of others that it uses.
+    """Return all problems of the data files that a checkpoint uses, its own and those of others.
 
-    ``advance`` is told how many bytes of blobs were read since it was called last.
+    Args:
+        checkpoint: The checkpoint.
+        thread_count: Number of requests in flight at the same time.
+        advance: Called with the number of bytes of blobs that were read since its last call.
     """
     decoded, failures = _decode(checkpoint, thread_count, advance)
     found = _read_blobs(checkpoint, decoded, thread_count, advance)
@@ -58,7 +61,7 @@ def find_damage(checkpoint: Checkpoint, thread_count: int, advance: Advance) -> 
 
 
 def _longer_packs(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Packs with something behind what was committed: loads do not read it, other readers refuse the file."""
+    """Yield a problem for each data file that is too long. Loads ignore that, but other readers refuse the file."""
     sizes: dict[str, Mapping[str, int]] = {}
     for pack in checkpoint.manifest.packs:
         if pack.log is not None:
@@ -67,23 +70,21 @@ def _longer_packs(checkpoint: Checkpoint) -> Iterator[Problem]:
         if store.path not in sizes:
             try:
                 sizes[store.path] = store.listing().files
-            except StoreError:  # what is missing is found when it is read
+            except StoreError:  # files that are missing are found when they are read
                 sizes[store.path] = {}
         num_bytes = sizes[store.path].get(pack.name, 0)
         if num_bytes > pack.num_bytes:
             file = store.child(pack.name)
-            message = (
-                f"{file}: has {num_bytes} bytes, the manifest says {pack.num_bytes}; nothing that a load reads is wrong"
-            )
+            message = f"{file}: has {num_bytes} bytes, the manifest says {pack.num_bytes}; loads ignore the extra bytes"
             yield Problem(checkpoint.store.url, file, None, message)
 
 
 def find_dead_damage(checkpoints: Sequence[Checkpoint], thread_count: int) -> list[Problem]:
-    """What is wrong with bytes of packs that no load needs any more: those that compactions have left behind.
+    """Return the problems of bytes in data files that no load needs any more, because of a compaction.
 
-    The manifests under which they were written have digests of them, as far as these are still there. Where they or
-    whole packs are gone, nothing is missed. Those in a log are not looked at: it forgets them. Nor is what the
-    checkpoints need now.
+    They are compared with the digests of the manifests under which they were written, if these still exist. Missing
+    manifests and missing files are not problems. Data in Kafka is not checked, since a topic deletes its records. Data
+    that the checkpoints need now is not checked here, either.
     """
     alive = {_place(checkpoint, blob) for checkpoint in checkpoints for _, blob in checkpoint.manifest.blobs()}
     found: dict[Problem, None] = {}
@@ -101,13 +102,13 @@ def find_dead_damage(checkpoints: Sequence[Checkpoint], thread_count: int) -> li
 
 
 def _place(checkpoint: Checkpoint, blob: Blob) -> tuple[str, int, int]:
-    """Which bytes of which file a blob is."""
+    """Return the file, the offset and the size in bytes of a blob."""
     pack = checkpoint.manifest.packs[blob.pack]
     return checkpoint.store.at(pack.directory or ".").child(pack.name), blob.offset, blob.num_bytes
 
 
 def _beside(checkpoints: Sequence[Checkpoint]) -> Iterator[Checkpoint]:
-    """Other checkpoints that packs belong to, where these are still there."""
+    """Yield the other checkpoints to which data files belong, if these still exist."""
     paths = {checkpoint.store.path for checkpoint in checkpoints}
     for checkpoint in checkpoints:
         for directory in sorted({pack.directory for pack in checkpoint.manifest.packs if pack.directory is not None}):
@@ -119,7 +120,7 @@ def _beside(checkpoints: Sequence[Checkpoint]) -> Iterator[Checkpoint]:
 
 
 def find_contradictions(lineage: Lineage) -> Iterator[Problem]:
-    """Deltas of tensors that the checkpoints which they stand on do not have, or have otherwise."""
+    """Yield a problem for each delta of a tensor that its ancestors lack, or have in another form."""
     url = lineage.newest.store.url
     for fqn in lineage.newest.manifest.tensors:
         try:
@@ -130,18 +131,18 @@ def find_contradictions(lineage: Lineage) -> Iterator[Problem]:
 
 @dataclass(eq=False)
 class _Discarded(Region):
-    """A region that is decoded and let go."""
+    """A region whose values are decoded and discarded."""
 
     advance: Advance
 
     def write(self, block: Block) -> None:
-        """Decode."""
+        """Decode a block, and discard the values."""
         values = block.values
         self.advance(len(values) * block.codes.shape[1])
 
 
 def _decode(checkpoint: Checkpoint, thread_count: int, advance: Advance) -> tuple[set[str], list[str]]:
-    """Decode all tensors; names of the blobs that were read, and what went wrong."""
+    """Decode all tensors. Return the names of the blobs that were read, and the errors."""
     decoded: set[str] = set()
     failures: list[str] = []
     groups = list(_groups(checkpoint.manifest))
@@ -162,7 +163,7 @@ def _decode(checkpoint: Checkpoint, thread_count: int, advance: Advance) -> tupl
 
 
 def _groups(manifest: Manifest) -> Iterator[list[str]]:
-    """Tensors that are decoded together, so that many small ones take few requests."""
+    """Yield groups of tensors that are decoded together, so that many small ones need few requests."""
     group: list[str] = []
     num_rows = 0
     for fqn in manifest.tensors:
@@ -177,7 +178,7 @@ def _groups(manifest: Manifest) -> Iterator[list[str]]:
 
 
 def _read_blobs(checkpoint: Checkpoint, known: set[str], thread_count: int, advance: Advance) -> list[Problem]:
-    """Compare blobs with their digests, but for those known to be right, and headers that were not read with these."""
+    """Compare all blobs except ``known`` with their digests, and the headers of files without a known blob."""
     manifest = checkpoint.manifest
     touched = {blob.pack for key, blob in manifest.blobs() if key in known}
     wanted = [(key, blob) for key, blob in manifest.blobs() if key not in known]
@@ -185,7 +186,7 @@ def _read_blobs(checkpoint: Checkpoint, known: set[str], thread_count: int, adva
         if index not in touched:
             wanted.append((f"header of {pack.name}", Blob(index, 0, pack.header_bytes, pack.header_crc32c)))
     spans = plan_spans(wanted)
-    found: dict[Problem, None] = {}  # a missing pack is found with each of its blobs
+    found: dict[Problem, None] = {}  # a missing file is found once per blob
     with ThreadPoolExecutor(thread_count, thread_name_prefix="cnr-verify") as threads:
         try:
             results = threads.map(lambda span: _read_span(checkpoint, span), spans)

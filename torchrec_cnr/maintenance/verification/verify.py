@@ -1,7 +1,7 @@
-"""Verification: would a restore give what was committed?
+"""``verify``: checks whether a restore would give exactly what was committed.
 
-Of every checkpoint in a lineage, all manifests, headers and blobs are compared with their digests, and all rows are
-decoded; see ``damage``. What is wrong is listed, and the rest is verified all the same.
+For every checkpoint of a chain, it compares manifests, headers and blobs with their digests, and decodes all rows; see
+``damage``. It lists all problems, and continues after each.
 """
 
 import os
@@ -23,14 +23,14 @@ from torchrec_cnr.storage.store import Store
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What a verification found.
+    """The result of a verification.
 
     Attributes:
-        heads: Checkpoints whose lineages were verified.
-        checkpoints: These and all that they stand on, as far as their manifests can be read.
-        num_blobs: Blobs of these checkpoints.
-        num_bytes: Bytes of the blobs.
-        problems: All that is wrong: with manifests, then with packs, then with what checkpoints say of one another.
+        heads: The checkpoints whose chains were verified.
+        checkpoints: All checkpoints of these chains whose manifests can be read.
+        num_blobs: The number of blobs of these checkpoints.
+        num_bytes: The bytes of these blobs.
+        problems: All problems: of manifests, then of data files, then contradictions between checkpoints.
     """
 
     heads: tuple[str, ...]
@@ -45,7 +45,7 @@ class VerifyReport:
 
     @property
     def is_right(self) -> bool:
-        """Whether nothing is wrong."""
+        """Return whether there are no problems."""
         return not self.problems
 
 
@@ -57,27 +57,27 @@ def verify(
     progress: Progress | None = None,
     thread_count: int = 2,
 ) -> VerifyReport:
-    """Read all that a lineage consists of, compare it with its digests, and decode it.
+    """Read a whole checkpoint chain, compare all bytes with their digests, and decode all rows.
 
-    Bytes of packs that no load needs any more, as compaction leaves them behind, are compared with the digests in the
-    manifests under which they were written, if these are still there. They do not count in the report.
+    After a compaction, data files may contain bytes that no load needs any more. These are compared with the manifests
+    under which they were written, if those still exist. They do not count in ``num_blobs`` and ``num_bytes``.
 
     Args:
-        path: A checkpoint, path or fsspec URL; or a root, which stands for its newest checkpoint. A manifest under a
-            root that cannot be read is a problem too: it might be the newest.
-        all_heads: Of a root, verify all lineages, that is, all checkpoints.
-        row_log: The log that rows of deltas went to, if they did: ``KafkaRows``.
-        progress: Told how many of how many bytes were verified.
-        thread_count: Requests in flight at once. Each takes up to 16 MiB of memory.
+        path: A checkpoint, as a path or fsspec URL; or a root, to verify its newest checkpoint. Every unreadable
+            manifest under a root is a problem, too, since it might be the newest.
+        all_heads: Whether to verify all checkpoints of a root.
+        row_log: The Kafka topic that contains the rows of deltas, if they are not in files (``KafkaRows``).
+        progress: Called with the number of bytes that were verified, and the total.
+        thread_count: Number of requests in flight at the same time. Each takes up to 16 MiB of memory.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
-        VersionError, StoreError: The checkpoint's own manifest cannot be read, or the log does not answer in time.
-        ConfigurationError: An argument cannot work, or rows lie in a log that was not given.
+        VersionError, StoreError: The checkpoint's own manifest cannot be read, or Kafka does not answer in time.
+        ConfigurationError: An argument is out of its range, or rows are in a Kafka topic and ``row_log`` is missing.
     """
     check_thread_count(thread_count)
     if row_log is not None:
-        row_log.open(may_make=False)  # or each part that cannot be read would be waited for
+        row_log.open(may_make=False)  # fails early: otherwise, each read of rows would wait for its timeout
     place = Store.open(path, row_log=row_log)
     if is_checkpoint(place):
         return _verify([_read_links(place)], (), progress, thread_count)
@@ -92,12 +92,12 @@ def verify(
 
 @dataclass(frozen=True)
 class _Links:
-    """A lineage as far as it can be read.
+    """A checkpoint chain, as far as it can be read.
 
     Attributes:
-        head: Path or URL of its newest checkpoint.
-        checkpoints: Those that can be read, oldest first.
-        problem: Why others cannot, or None.
+        head: The path or URL of its newest checkpoint.
+        checkpoints: The readable checkpoints, oldest first.
+        problem: Why older ones cannot be read, or None.
     """
 
     head: str
@@ -108,7 +108,7 @@ class _Links:
 def _verify(
     lineages: list[_Links], unreadable: Iterable[Problem], progress: Progress | None, thread_count: int
 ) -> VerifyReport:
-    """Verify each checkpoint once, however many lineages it belongs to."""
+    """Verify each checkpoint once, even if it belongs to several chains."""
     checkpoints = {checkpoint.store.url: checkpoint for links in lineages for checkpoint in links.checkpoints}
     manifests = [checkpoint.manifest for checkpoint in checkpoints.values()]
     num_bytes, done = sum(manifest.blob_bytes for manifest in manifests), 0
@@ -149,7 +149,7 @@ def _catalog_links(catalog: Catalog, name: str) -> _Links:
 
 
 def _read_links(head: Store) -> _Links:
-    """Read a lineage; if it is damaged, as much of it as can be read from the head on."""
+    """Read a checkpoint chain. If a manifest is corrupt, return the checkpoints that are newer than it."""
     try:
         return _Links(head.url, read_lineage(head).checkpoints)
     except (DamagedError, VersionError, StoreError) as error:
@@ -163,7 +163,7 @@ def _read_links(head: Store) -> _Links:
 
 
 def _readable(store: Store) -> Iterator[Checkpoint]:
-    """Checkpoints from a head on, as long as each is the one that its child names."""
+    """Yield the checkpoints of a chain, newest first, as long as each has the digest that its child names."""
     seen: set[str] = set()
     expected = None
     while store.path not in seen:
@@ -182,6 +182,6 @@ def _readable(store: Store) -> Iterator[Checkpoint]:
 
 
 def _manifest_in(message: str, url: str) -> str:
-    """The manifest file of a checkpoint that a message is about."""
+    """Return the manifest file of a checkpoint that a message names."""
     named = re.match(rf"{re.escape(url)}/manifest(-[0-9a-f]+)?\.json(?=: )", message)
     return named[0] if named else f"{url}/{MANIFEST_FILE}"
