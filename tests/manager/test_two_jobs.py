@@ -99,7 +99,7 @@ def test_a_fresh_job_is_the_newest_of_a_root_with_a_checkpoint_from_the_future(
         ahead.save(7, state(job))
     ahead.close()
     assert re.search(r"in \d+ (h|min)", cnr_text("ls", tmp_path))
-    assert "by a clock that is ahead" in cnr_text("inspect", tmp_path)
+    assert "by this machine's clock" in cnr_text("inspect", tmp_path)
     other = plain_job(2)
     fresh = cnr.CheckpointManager(tmp_path, cnr.RowTracker(other.model), background=cnr.Background(compacts=False))
     fresh.save(1, state(other))
