@@ -61,14 +61,13 @@ class CheckpointManager:
             if rows go to a compacted Kafka topic.
         quantization: How rows are stored; see ``CNRStorageWriter``.
         every_steps: ``save`` saves at every multiple of this number of steps.
-        every_secs: ``save`` saves when this many seconds have passed since the last checkpoint. If neither
-            ``every_steps`` nor ``every_secs`` is given, it saves at every call.
+        every_secs: ``save`` saves when this many seconds have passed since the last checkpoint. With neither, it always
+            saves.
         keep: Retention rules: which checkpoints are kept. None keeps all of them.
         num_retries: How many times a save is retried after the file system refused it.
         thread_count: Number of data files that are read or written at the same time.
         background: Limits on the processor time, memory and compaction of background work.
-        timeout_secs: How many seconds a rank waits for the others in a save. After that, the error names the missing
-            ranks.
+        timeout_secs: How many seconds a rank waits for the others in a save, before an error names the missing ranks.
         row_log: The Kafka topic (``KafkaRows``) for the rows of deltas and for commit records. By default, both are
             files.
         on_saved: Called on every rank with each committed checkpoint. Exceptions of a callback are logged, and counted
@@ -141,11 +140,7 @@ class CheckpointManager:
         self._back_at: Return | None = None
 
     def _refuse_different(self, every_steps: int | None, every_secs: float | None, timeout_secs: float) -> None:
-        """Raise a ``ConfigurationError`` if arguments that decide about collectives differ between ranks.
-
-        Each rank decides by these alone whether it saves, waits or retries. If one decided differently, the others
-        would wait for it in a collective.
-        """
+        """Raise an error if arguments differ by which each rank decides by itself whether to save, wait or retry."""
         arguments = {
             "every_steps": every_steps,
             "every_secs": every_secs,
@@ -205,12 +200,8 @@ class CheckpointManager:
     def async_save(self, step: int, state: StateSource, *, force: bool = False) -> Future[Any] | None:
         """If a checkpoint is due, copy the modified rows and other state, and save the copy in the background.
 
-        The next call of this manager that saves, restores, waits or closes reports the outcome of this save.
-
-        Args:
-            step: As for :meth:`save`.
-            state: As for :meth:`save`.
-            force: As for :meth:`save`.
+        The arguments are those of :meth:`save`. The next call of this manager that saves, restores, waits or closes
+        reports the outcome of this save.
 
         Returns:
             A future that completes when the checkpoint is committed, or None if none was started.
@@ -284,11 +275,7 @@ class CheckpointManager:
             logger.info("cannot tell whether the last save was committed; the next save checks it again: %s", error)
 
     def wait(self) -> Saved | None:
-        """Wait for the background save, and raise its error if it failed.
-
-        Returns:
-            The committed checkpoint, or None if no background save was running.
-        """
+        """Wait for the background save, if there is one. Return its checkpoint, or raise its error."""
         if self._in_flight is None:
             return None
         step, started, stall_secs, future = self._in_flight
@@ -303,10 +290,7 @@ class CheckpointManager:
     def _finish(
         self, step: int, metadata: SaveMetadata | None, stall_secs: float, secs: float, num_retries: int
     ) -> Saved:
-        """Report a committed save to maintenance and to the callbacks.
-
-        Nothing here may raise on one rank alone, since the other ranks have continued.
-        """
+        """Report a committed save. Nothing here may raise on one rank alone, since the other ranks have continued."""
         self._due.saved(step)
         self._settle_last_save()
         path = self._path(step)

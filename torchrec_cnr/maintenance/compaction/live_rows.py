@@ -1,15 +1,15 @@
 """The contents of the checkpoints to merge, and which rows of them are live: those that a load still sees.
 
-:func:`flatten` lists the tensors and packs of several checkpoints as if one checkpoint had stored all of them. The
+:func:`flatten` lists the tensors and data files of several checkpoints as if one checkpoint had stored all of them. The
 shards of a tensor are in the order in which they were stored, so that later ones overwrite earlier ones as before. The
-directories of packs are relative to the newest checkpoint's.
+directories of data files are relative to the newest checkpoint's.
 
 :func:`live_rows` finds the rows that no later checkpoint has overwritten. It needs only row numbers, and looks at one
 window of rows at a time, newest shard first; no codes are read for it. A row is dead once all its columns were stored
-again later. A row of which only some columns were stored again is live, but must stay where it is: if it were moved to
-a later shard, it would overwrite the newer columns.
+again later. If only some columns of a row were stored again, the row is live. But it must not be moved to a later
+shard, where it would overwrite the newer columns.
 
-:func:`survey` and :func:`uses_of` count how much of each pack is live.
+:func:`survey` and :func:`uses_of` count how much of each data file is live.
 """
 
 import posixpath
