@@ -1,4 +1,4 @@
-"""What MkDocs does with each page on its way to the site, besides what mkdocs.yml says."""
+"""A hook of MkDocs for each page on its way to the site, besides what mkdocs.yml says."""
 
 import re
 

@@ -19,7 +19,7 @@ from torchrec_cnr.kafka.topics import TopicRules
 from torchrec_cnr.storage.row_log import Marker
 
 _ENVELOPE_BYTES = 4 << 10  # bytes of a record in addition to its value
-_MAX_TIMEOUT_SECS = 900.0  # the default limit of brokers for the duration of a transaction
+_MAX_TIMEOUT_SECS = 900.0  # the default limit of brokers for a transaction
 _MAX_BLOCK_BYTES = 64 << 20
 
 

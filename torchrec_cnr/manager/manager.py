@@ -198,7 +198,7 @@ class CheckpointManager:
                 return self._finish(step, metadata, secs, secs, num_retries)
 
     def async_save(self, step: int, state: StateSource, *, force: bool = False) -> Future[Any] | None:
-        """If a checkpoint is due, copy the modified rows and other state, and save the copy in the background.
+        """Copy the modified rows and other state if a checkpoint is due, and save the copy in the background.
 
         The arguments are those of :meth:`save`. The next call of this manager that saves, restores, waits or closes
         reports the outcome of this save.

@@ -1,4 +1,4 @@
-"""When a checkpoint is due: at multiples of a number of steps, or after a number of seconds, and on all ranks alike.
+"""The schedule of checkpoints: at multiples of a number of steps, or after a number of seconds, and on all ranks alike.
 
 The clocks of ranks differ, so the coordinator decides for all of them. A collective at every step would be too
 expensive. So the coordinator estimates, from the speed so far, how many steps are left until the checkpoint is due. It

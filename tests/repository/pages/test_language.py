@@ -31,11 +31,11 @@ whoever
 
 # What is left to be rewritten; these numbers only fall.
 MAX_FINDINGS = {
-    "torchrec_cnr": 175,
-    "docs": 90,
+    "torchrec_cnr": 2,
+    "docs": 17,
     "examples": 0,
     "README.md": 7,
-    "CONTRIBUTING.md": 7,
+    "CONTRIBUTING.md": 0,
     "CHANGELOG.md": 0,
 }
 

@@ -111,7 +111,7 @@ _MIN_NS = 10 * 10**9  # the span of the time axis: a shorter one would need frac
 
 @dataclass(frozen=True)
 class _Look:
-    """How events of one kind are drawn, so that they can be distinguished even without colours.
+    """The style in which events of one kind are drawn, so that they can be distinguished even without colours.
 
     Attributes:
         kind: The kind of event; its colour has the same name.

@@ -1,7 +1,7 @@
 """Sets of rows with one bit per row, made from masks with one byte per row, and read as row numbers.
 
 Rows are processed 64 at a time. A mask is read once, and only words with set rows are cleared. The bits take an eighth
-of its memory. Row numbers are written four at a time: the number of set bits in a word is random, and the processor
+of its memory. Row numbers are written four at a time: the number of set bits in one word is random, and the processor
 would mispredict a branch on it.
 """
 

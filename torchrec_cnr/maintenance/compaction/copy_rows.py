@@ -285,7 +285,7 @@ class NewShard:
 
 @dataclass(frozen=True, eq=False)
 class Copied:
-    """What a compaction has copied.
+    """The blocks that a compaction has copied.
 
     Attributes:
         blobs: The copy of each old blob that was copied as a whole.

@@ -208,7 +208,7 @@ def _overlaps(piece: Piece, window: Box) -> bool:
 
 @dataclass(frozen=True)
 class PackUse:
-    """How much of a data file is live.
+    """The share of a data file that is live.
 
     Attributes:
         pack: The data file.

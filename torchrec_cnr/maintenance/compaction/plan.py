@@ -31,7 +31,7 @@ _NUM_NAMED = 5  # ancestors that a message lists
 
 @dataclass(frozen=True)
 class CompactionPlan:
-    """What a compaction will merge and copy. Print it as a dry run, and pass it to :func:`execute` to do it.
+    """The plan of a compaction. Print it as a dry run, and pass it to :func:`execute` to do it.
 
     Attributes:
         run: The checkpoints to merge, oldest first.

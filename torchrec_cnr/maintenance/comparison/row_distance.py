@@ -20,7 +20,7 @@ _BLOCK_ELEMENTS = 1 << 20  # of rows that are in memory as fp64 at the same time
 
 @dataclass(frozen=True)
 class Movement:
-    """How far the differing rows of a tensor moved, relative to their norms in the first checkpoint.
+    """The distances that the differing rows of a tensor moved, relative to their norms in the first checkpoint.
 
     Attributes:
         num_measured: The number of rows that have a distance.

@@ -34,7 +34,7 @@ PackPath = tuple[str, str]  # a directory under the root, and a file in it
 
 @dataclass(frozen=True)
 class Needs:
-    """What some checkpoints need, and which of them need it.
+    """The checkpoints and data files that some checkpoints need, and which of them need it.
 
     Attributes:
         checkpoints: The names of the needed checkpoints, including the given ones. The value is the first of the given

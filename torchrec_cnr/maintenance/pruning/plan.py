@@ -90,7 +90,7 @@ class Removal:
 
 @dataclass(frozen=True)
 class PrunePlan:
-    """What a prune will remove and what it keeps. Print it as a dry run, and pass it to :func:`execute` to remove.
+    """The plan of a prune. Print it as a dry run, and pass it to :func:`execute` to remove what it lists.
 
     Attributes:
         catalog: The contents of the root.
