@@ -47,7 +47,7 @@ def bytes_text(num_bytes: int) -> str:
 
 
 def models_text(models: float) -> str:
-    """A size in models: ``1.20 models``."""
+    """Return a size in models: ``1.20 models``."""
     return f"{number_text(models)} models"
 
 

@@ -65,7 +65,7 @@ class Clicks:
         return len(self.readers)
 
     def num_rows(self) -> tuple[int, ...]:
-        """The number of rows of each of ``TABLES``, which is the largest row number plus one."""
+        """Return the number of rows of each of ``TABLES``, which is the largest row number plus one."""
         return tuple(int(rows.max()) + 1 for rows in (self.readers, self.articles, self.context))
 
 
