@@ -96,11 +96,8 @@ OF_UPKEEP: tuple[Mutant, ...] = (
         lambda: both(wrapping(Lease, "take", _releases_at_once), replacing(writer, "commit", _commit_unchecked)),
     ),
     Mutant(
-        "a prune does not look for what was committed meanwhile, nor does a commit for its parent",
-        lambda: both(
-            replacing(execute._Execution, "_take_in_newcomers", nothing),
-            replacing(writer, "commit", _commit_without_parent),
-        ),
+        "a prune does not look for what was committed meanwhile",
+        lambda: replacing(execute._Execution, "_take_in_newcomers", nothing),
     ),
     Mutant(
         "a prune removes parents of what is kept",
@@ -108,8 +105,11 @@ OF_UPKEEP: tuple[Mutant, ...] = (
     ),
     Mutant("a prune removes packs that others use", lambda: wrapping(Catalog, "uses", _own_packs)),
     Mutant(
-        "a save takes no lease on its parent",
-        lambda: replacing(plug_in_messages.WriterSave, "protect_base", lambda *_: True),
+        "a save takes no lease on its parent, nor does its commit look for it",
+        lambda: both(
+            replacing(plug_in_messages.WriterSave, "protect_base", lambda *_: True),
+            replacing(writer, "commit", _commit_without_parent),
+        ),
     ),
     Mutant("a prune removes the manifest last", lambda: wrapping(execute._Execution, "remove", _manifest_last)),
     Mutant("a compaction replaces another one", lambda: replacing(compact, "commit_replacement", _overwrites)),
