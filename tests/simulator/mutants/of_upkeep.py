@@ -36,7 +36,6 @@ def _ignores_leases() -> Any:
     return both(
         replacing(Entry, "leases", _no_leases),
         replacing(execute, "in_force", _no_leases),
-        replacing(execute, "holds", _no_leases),
     )
 
 
