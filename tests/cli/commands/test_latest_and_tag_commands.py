@@ -31,7 +31,7 @@ def test_a_tag_keeps_a_checkpoint(run: Path, tmp_path: Path) -> None:
     assert cnr_text("tag", root, "v1.0") == f"tagged v1.0: {newest}\n"
     stays = plan_prune(root, Keep(last=1)).stays
     assert "tagged 'release'" in stays["step-1"]
-    assert cnr_text("untag", root / "step-1", "release") == f"not tagged release: {root}/step-1\n"
+    assert cnr_text("untag", root / "step-1", "release") == f"removed tag release: {root}/step-1\n"
     assert "tagged 'release'" not in plan_prune(root, Keep(last=1)).stays.get("step-1", ())
 
 

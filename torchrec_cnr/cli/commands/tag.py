@@ -40,4 +40,4 @@ def untag(path: Annotated[str, _PATH], name: Annotated[str, _NAME]) -> None:
     """
     found = checkpoint_at(path).url
     remove_tag(found, name)
-    stdout().print(Text.assemble(f"not tagged {name}: ", name_cell(found)))
+    stdout().print(Text.assemble(f"removed tag {name}: ", name_cell(found)))
