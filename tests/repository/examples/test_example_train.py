@@ -124,7 +124,7 @@ def test_a_run_resumes_on_another_number_of_ranks(
 ) -> None:
     """One rank continues what two began: the next samples, and losses that differ by rounding only."""
     ended, folder = resume(killed, tmp_path / "on-1", world_size=1)
-    assert "taken by 2 ranks" in ended.output
+    assert "saved by 2 ranks" in ended.output
     assert losses(folder) == pytest.approx(losses(undisturbed[1]), rel=1e-4)
 
 
