@@ -240,7 +240,7 @@ def _packed(root: Path, values: bytes) -> None:
     write_body(root / "step-1" / "manifest.json", dumps(packed))
 
 
-@attack("unpacks to 134\\d{6} bytes, expected 32 times as many at most")
+@attack("decompresses to 134\\d{6} bytes, expected at most 32 times as many")
 def packed_values(root: Path) -> None:
     """A file of 17 KB that unpacks to 128 MiB, and these to 45 million lists, which take 4 GB."""
     _packed(root, b"[" + b"[]," * 44_739_242 + b"[]]")
