@@ -9,24 +9,27 @@ from matplotlib.figure import Figure
 from benchmarks.plots.style import FAINT, TEXT, TINTS, Plot, label_lines
 
 BITS = ("2", "3", "4", "8")
-MEASURES = {"log_loss": "Log loss on\nlater clicks", "auc": "AUC on\nlater clicks", "training": "Loss while\ntraining"}
-WORST, BEST = 6.0, -1.0  # limits of all axes, in percent
+MEASURES = {  # titles, and signs with which up is worse
+    "log_loss": ("Log loss on\nlater clicks", 1),
+    "auc": ("AUC lost on\nlater clicks", -1),
+    "training": ("Loss while\ntraining", 1),
+}
 
 
 def draw(report: Mapping[str, Any], figure: Figure) -> None:
     """Draw a panel for each measure, in which up is worse, with a line for each number of bits."""
     cells = {(cell["bits"], cell["restores"]): cell for cell in report["plot"]["cells"]}
     restores = sorted({number for _, number in cells})
-    panels = figure.subplots(1, len(MEASURES))
-    for axes, (measure, title) in zip(panels, MEASURES.items(), strict=True):
+    panels = figure.subplots(1, len(MEASURES), sharey=True)
+    for axes, (measure, (title, sign)) in zip(panels, MEASURES.items(), strict=True):
         ends = []
         for number, bits in enumerate(BITS):
             found = [cells[bits, num_restores][measure] for num_restores in restores]
-            _draw_line(axes, 0.12 * (number - 1.5), [change["mean"] for change in found], found, TINTS[bits])
-            ends.append((found[-1]["mean"], f"{bits} bits", TEXT))
+            means = [sign * change["mean"] for change in found]
+            _draw_line(axes, 0.12 * (number - 1.5), means, found, TINTS[bits])
+            ends.append((means[-1], f"{bits} bits", TEXT))
         axes.axhline(0, color=TEXT, linewidth=1)
         axes.set_title(title)
-        axes.set_ylim(*((-BEST, -WORST) if measure == "auc" else (BEST, WORST)))
         axes.set_xticks(range(len(restores)), [str(num_restores) for num_restores in restores])
         axes.set_xlabel("restores")
         axes.grid(axis="y")
