@@ -63,8 +63,8 @@ def table(content: Mapping[str, Any]) -> str:
         "",
         f"Measured on {title[0]};",
         f"{title[2]}; {content['machine']['machine']}.",
-        "Medians, with quartiles where one is more than twice the other; in parentheses, how many times less than plain",
-        "DCP. Command: `python -m benchmarks headline`.",
+        "Medians, with quartiles where one is more than twice the other; in parentheses, how many times less than",
+        "plain DCP. Command: `python -m benchmarks headline`.",
         "",
     ]
     return "\n".join(lines)
