@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib as mpl
+from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -81,7 +81,7 @@ class Plot:
         Raises:
             KeyError: The report lacks a value that the plot shows.
         """
-        with mpl.rc_context(_STYLE):
+        with style.context(_STYLE, after_reset=True):
             figure = Figure(figsize=(WIDTH / 72, self.height / 72), layout="constrained")
             self.draw(report, figure)
             text = io.StringIO()

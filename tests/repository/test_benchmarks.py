@@ -38,8 +38,11 @@ def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-# The longest, and those whose parts other tests run: loads by ranks, requests to S3, a served model.
+# The longest, and those whose parts other tests run: loads by ranks, requests to S3, a served model, methods to save.
 SLOW = (
+    "headline",
+    "cost",
+    "integrity",
     "training",
     "search",
     "coding",
