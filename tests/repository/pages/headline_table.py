@@ -1,7 +1,8 @@
 """The table of measured figures in the README.
 
 ``python -m tests.repository.pages.headline_table`` writes it from ``docs/benchmarks/headline.json``, which ``python -m
-benchmarks headline --json docs/benchmarks/headline.json --plots docs/images`` measures.
+benchmarks headline --json docs/benchmarks/headline.json --plots docs/images`` measures. ``python -m benchmarks --redraw
+docs/benchmarks/headline.json --plots docs/images`` draws the picture again from the same file.
 """
 
 import json
