@@ -135,7 +135,7 @@ def label_lines(axes: Axes, labels: Sequence[tuple[float, str, str]], gap: float
 
 
 def _for_pages(svg: str) -> str:
-    """Return an SVG with sizes in pixels and the colors of dark pages, without the date and the metadata."""
+    """Return an SVG with its size in pixels, without metadata, and with the colors for dark pages."""
     svg = re.sub(r'(width|height)="([\d.]+)pt"', r'\1="\2"', svg)
     svg = re.sub(r"\s*<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     rules = "".join(

@@ -1,4 +1,4 @@
-"""Every benchmark runs at a small size and prints its figures; what they are is nobody's promise here."""
+"""Every benchmark runs at a small size and prints its figures. The figures themselves are not tested."""
 
 import json
 import os

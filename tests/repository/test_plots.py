@@ -32,7 +32,7 @@ LABELS = {
 
 
 def problems(svg: str) -> list[str]:
-    """What makes an SVG illegible on a phone or on a dark page, in words."""
+    """Return the reasons for which an SVG is illegible on a phone or on a dark page."""
     found = []
     root = ElementTree.fromstring(svg)
     if (root.get("width"), root.get("viewBox", "").split()[2:3]) != (str(WIDTH), [str(WIDTH)]):
@@ -62,7 +62,7 @@ def test_image_is_legible_and_shown(path: Path) -> None:
 
 
 def test_hero_shows_the_figures_of_the_file(tmp_path: Path) -> None:
-    """After a new measurement, ``--redraw`` draws the picture of the README from the same file as its table."""
+    """The picture of the README has the figures of the file from which its table is written; ``--redraw`` draws it."""
     assert main(["--redraw", str(HEADLINE), "--plots", str(tmp_path)]) == 0
     drawn, shown = (
         [text for text in ElementTree.parse(folder / "hero.svg").getroot().itertext() if text.strip()]

@@ -6,7 +6,7 @@ from tests.repository.pages.headline_table import BEGIN, FIGURES, README, with_t
 
 
 def test_the_table_has_the_figures_of_the_file() -> None:
-    """After a new measurement, ``python -m tests.repository.pages.headline_table`` writes the table."""
+    """``python -m tests.repository.pages.headline_table`` writes the table after a new measurement."""
     page, content = README.read_text(), json.loads(FIGURES.read_text())
     assert BEGIN in page
     assert page == with_table(page, content)
