@@ -113,8 +113,8 @@ def check_policy(policy: object) -> None:
         ConfigurationError: ``policy`` is not a policy.
     """
     if isinstance(policy, type) or not callable(getattr(policy, "decide", None)):
-        made = f"; pass an instance: {policy.__name__}()" if isinstance(policy, type) else ""
-        raise ConfigurationError(f"'policy' must be a policy such as Compacted() or OneShot() (got {policy!r}){made}")
+        hint = f"; pass an instance: {policy.__name__}()" if isinstance(policy, type) else ""
+        raise ConfigurationError(f"'policy' must be a policy such as Compacted() or OneShot() (got {policy!r}){hint}")
 
 
 def policy_text(policy: Policy) -> str:
