@@ -143,6 +143,6 @@ def check_max_ratio(max_ratio: float) -> None:
     Raises:
         ConfigurationError: ``max_ratio`` is less than 1, or not a number.
     """
-    given: object = max_ratio
-    if not isinstance(given, int | float) or isinstance(given, bool) or not given >= 1:
+    value: object = max_ratio
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 1:
         raise ConfigurationError(f"'max_ratio' must be a number, at least 1 (got {max_ratio!r})")
