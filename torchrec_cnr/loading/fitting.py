@@ -141,11 +141,11 @@ def fit(wanted: Collection[Wanted], manifest: Manifest, url: str, *, allow_parti
         StateMismatchError: Something does not fit; the message names all of it, or the first few and their number.
     """
     sizes = {item.fqn: item.size for item in wanted}
-    saved = {fqn: entry.size for fqn, entry in manifest.tensors.items()} | dict.fromkeys(manifest.objects)
+    saved_sizes = {fqn: entry.size for fqn, entry in manifest.tensors.items()} | dict.fromkeys(manifest.objects)
     tables = _Tables.of(sizes, manifest)
-    pairing = pair(sizes, saved, {item.name for item in wanted} | set(tables.fqns))
-    missing = set(sizes) - set(saved) - set(pairing.renamed)
-    unexpected = set(saved) - set(sizes) - set(pairing.renamed.values())
+    pairing = pair(sizes, saved_sizes, {item.name for item in wanted} | set(tables.fqns))
+    missing = set(sizes) - set(saved_sizes) - set(pairing.renamed)
+    unexpected = set(saved_sizes) - set(sizes) - set(pairing.renamed.values())
     left_out = frozenset((missing | unexpected) - pairing.tolerated)
     ambiguous = pairing.ambiguous.items()
     mismatches = _Mismatches([f"{fqn!r} (may be {' or '.join(map(repr, others))})" for fqn, others in ambiguous])
