@@ -24,7 +24,7 @@ from torchrec_cnr.saving.running_saves import RunningSave
 # Bytes of rows that a device gathers or encodes in one step.
 DEVICE_BLOCK_BYTES = 256 << 20
 ALIGNMENT = 64  # bytes: a cache line
-_SLACK = 1.25  # the number of modified rows varies from save to save
+SLACK = 1.25  # the number of modified rows varies from save to save
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +71,7 @@ class StagingBuffer:
         self.taken_bytes = 0
         if len(self._memory) < num_bytes:
             self.free()
-            size = round(_SLACK * num_bytes)
+            size = round(SLACK * num_bytes)
             if is_pinned:
                 self._pinned = PinnedMemory(size)
                 self._memory = self._pinned.memory
