@@ -220,7 +220,7 @@ def record_of(
         kind=saved.kind,
         num_bytes=written_bytes(saved, entry.files),
         num_rows=saved.num_rows,
-        num_table_rows=sum(tensor.size[0] for tensor in saved.tensors.values() if tensor.is_table),
+        num_table_rows=checkpoint.num_table_rows,
         parent=parent if saved.parent is None or parent is not None else saved.parent.path,
         restore_bytes=restore_bytes,
         removed_ns=removed_ns,
