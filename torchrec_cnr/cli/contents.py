@@ -19,6 +19,7 @@ from torchrec_cnr.cli.output import (
     print_columns,
     print_left_out,
 )
+from torchrec_cnr.errors import StoreError
 from torchrec_cnr.format.manifest import LogRange, Manifest, TensorEntry
 from torchrec_cnr.human_text import (
     age_text,
@@ -70,6 +71,15 @@ def pack_summaries(manifest: Manifest) -> list[PackSummary]:
         PackSummary(pack.name, pack.directory, pack.num_bytes, len(own), sum(own), pack.log)
         for pack, own in zip(manifest.packs, blobs, strict=True)
     ]
+
+
+def bytes_of_save(checkpoint: Checkpoint) -> int:
+    """Return the bytes that a save wrote; without those of its manifest, if the directory may not be listed."""
+    try:
+        files = checkpoint.store.listing().files
+    except StoreError:
+        files = {}
+    return saved_bytes(checkpoint, files)
 
 
 def print_contents(
@@ -137,7 +147,7 @@ def _rows(checkpoint: Checkpoint) -> str:
 
 def _written(checkpoint: Checkpoint) -> str:
     """Return what the save wrote, without what was written since."""
-    num_bytes, full = saved_bytes(checkpoint, checkpoint.store.listing().files), exact_bytes(checkpoint.committed)
+    num_bytes, full = bytes_of_save(checkpoint), exact_bytes(checkpoint.committed)
     relation = relation_text(num_bytes, full, f"a full {precision_text(checkpoint.committed)} checkpoint")
     return f"{bytes_text(num_bytes)} by the save{', ' * bool(relation)}{relation}"
 

@@ -5,14 +5,14 @@ from typing import Annotated, Any
 
 import typer
 
-from torchrec_cnr.cli.contents import pack_summaries, print_contents
+from torchrec_cnr.cli.contents import bytes_of_save, pack_summaries, print_contents
 from torchrec_cnr.cli.options import AsJson, Everything
 from torchrec_cnr.cli.output import print_json, stdout
-from torchrec_cnr.errors import LoadError
+from torchrec_cnr.errors import LoadError, StoreError
 from torchrec_cnr.format.manifest import TensorEntry
 from torchrec_cnr.lineage.checkpoint import Checkpoint, Lineage, read_checkpoint, read_lineage
 from torchrec_cnr.maintenance.catalog import checkpoint_at
-from torchrec_cnr.maintenance.file_names import log_bytes, saved_bytes
+from torchrec_cnr.maintenance.file_names import log_bytes
 from torchrec_cnr.maintenance.read_run_history import exact_bytes
 from torchrec_cnr.maintenance.restore_bytes import restore_bytes, tensor_bytes
 
@@ -45,7 +45,7 @@ def _lineage(checkpoint: Checkpoint) -> tuple[Lineage | None, str | None]:
     """Return the checkpoint chain, or the reason why it cannot be read."""
     try:
         return read_lineage(checkpoint.store), None
-    except LoadError as error:
+    except (LoadError, StoreError) as error:
         return None, str(error)
 
 
@@ -64,7 +64,7 @@ def _document(checkpoint: Checkpoint, lineage: Lineage | None, problem: str | No
         "world_size": manifest.world_size,
         "writer": manifest.writer,
         "num_bytes": checkpoint.num_bytes,
-        "written_bytes": saved_bytes(checkpoint, checkpoint.store.listing().files),
+        "written_bytes": bytes_of_save(checkpoint),
         "exact_bytes": exact_bytes(checkpoint.committed),
         "manifest_bytes": checkpoint.manifest_bytes,
         "log_bytes": log_bytes(manifest),
