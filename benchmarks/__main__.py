@@ -29,6 +29,8 @@ examples:
   python -m benchmarks scale --all-cases     include row-wise Adagrad's state, which takes three times as long
   python -m benchmarks accuracy movement --all-cases --plots plots
                                              use more clicks and seeds, and draw plots: most of an hour
+  python -m benchmarks --redraw out.json --plots plots
+                                             draw the plots of earlier figures again, without measuring
   python -m benchmarks time --dir /mnt/nvme  use another disk
   python -m benchmarks modified --data criteo=train.txt --plots plots   count the rows that your own data modifies
 
@@ -39,6 +41,8 @@ Figures are ratios of values measured alternately in this run. Times differ betw
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run benchmarks, print their figures, and return the exit status: 0, or 1 if a benchmark failed."""
     args = _parse(arguments)
+    if args.redraw:
+        return _redraw(args.redraw, args.plots)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that files are removed
     found = machine(args.dir.resolve()) | {"threads": f"{args.threads} of torch"}
     print("\n".join(f"{key + ':':10} {value}" for key, value in found.items()))
@@ -55,7 +59,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 args.quick,
                 args.threads,
                 Progress(name, started),
-                args.plots,
                 args.all_cases,
                 args.kafka,
                 args.s3,
@@ -68,6 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"{name}: {error}", file=sys.stderr)
                 continue
         print(text_of(name, reports[name], is_judged=not args.quick), flush=True)
+        plot = BENCHMARKS[name].plot
+        if args.plots and plot:
+            plot.write(reports[name].to_json(), args.plots / plot.name)
     if not args.quick:
         _print_summary(reports)
     if args.json:
@@ -96,6 +102,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="scale: with optimizer state; alternatives: 64 million rows; accuracy, movement: more clicks",
     )
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw plots into this folder")
+    parser.add_argument(
+        "--redraw", type=Path, metavar="FILE", help="measure nothing; draw the plots of a file that --json wrote"
+    )
     parser.add_argument("--kafka", metavar="HOST:PORT", help="Kafka broker to use (default: start one)")
     parser.add_argument("--s3", metavar="URL", help="S3 bucket and path to use (default: start a server)")
     parser.add_argument(
@@ -105,11 +114,32 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     unknown = [name for name in args.names if name not in BENCHMARKS]
     if unknown:
         parser.error(f"unknown benchmark {', '.join(unknown)}; benchmarks: {', '.join(BENCHMARKS)}")
+    if args.redraw and not args.plots:
+        parser.error("--redraw needs --plots FOLDER")
+    if args.redraw and not args.redraw.is_file():
+        parser.error(f"--redraw {args.redraw}: no such file")
     if args.threads < 1:
         parser.error(f"--threads must be at least 1 (got {args.threads})")
     if not args.dir.is_dir():
         parser.error(f"--dir {args.dir}: no such folder")
     return args
+
+
+def _redraw(figures: Path, folder: Path) -> int:
+    """Draw the plots of earlier reports, and print their paths; return 1 if a report lacks what its plot shows."""
+    content = json.loads(figures.read_text())
+    is_complete = True
+    for name, benchmark in BENCHMARKS.items():
+        if name not in content or benchmark.plot is None:
+            continue
+        try:
+            benchmark.plot.write(content[name], folder / benchmark.plot.name)
+        except KeyError as error:
+            print(f"{name}: the report in {figures} has no {error}; measure it again", file=sys.stderr)
+            is_complete = False
+        else:
+            print(folder / benchmark.plot.name)
+    return 0 if is_complete else 1
 
 
 def _data(text: str) -> tuple[str, Path]:

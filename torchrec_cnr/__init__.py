@@ -1,8 +1,8 @@
 """Incremental, quantized checkpoints of TorchRec models, through the stock ``torch.distributed.checkpoint``.
 
 A package or module in this list imports only from those below it, never from those above. ``saving`` and ``loading`` do
-not import each other, nor do ``manager`` and ``serving``, nor ``lineage`` and ``kafka``. A package that needs something
-from further up gets it as an argument.
+not import each other, nor do ``manager`` and ``serving``, nor ``maintenance`` and ``sizing``, nor ``lineage`` and
+``kafka``. A package that needs something from further up gets it as an argument.
 
 - ``cli/``: the command line ``cnr``. Nothing in the library imports it.
 - ``testing/``: checks whether a file system can hold checkpoints, and a file system that injects faults for tests.
@@ -11,6 +11,7 @@ from further up gets it as an argument.
 - ``manager/``: ``CheckpointManager``, one object that saves, restores, compacts and prunes the checkpoints of a run.
 - ``serving/``: ``RowSubscriber``, which updates a live model with each checkpoint that a job commits.
 - ``maintenance/``: operations on committed checkpoints: compact, prune, verify, compare, export, import.
+- ``sizing/``: estimates bytes, bandwidth, disk and memory of a model's checkpoints before there are any.
 - ``saving/``: the plug-ins for ``dcp.save`` and ``dcp.async_save``, which decide, copy, encode, write and commit.
 - ``loading/``: the plug-ins for ``dcp.load``, which match a checkpoint to a state dict and read the local shards.
 - ``reading/``: merges the checkpoints of a chain into tensors, without DCP.

@@ -42,8 +42,8 @@ def bytes_unit(num_bytes: float) -> tuple[str, int]:
 
 def bytes_text(num_bytes: int) -> str:
     """Format a size in decimal units: ``0 B``, ``12.3 MB``."""
-    unit, one = bytes_unit(num_bytes)
-    return f"{num_bytes:,} B" if one == 1 else f"{number_text(num_bytes / one)} {unit}"
+    unit, unit_bytes = bytes_unit(num_bytes)
+    return f"{num_bytes:,} B" if unit_bytes == 1 else f"{number_text(num_bytes / unit_bytes)} {unit}"
 
 
 def full_checkpoints_text(times: float) -> str:
@@ -97,10 +97,10 @@ def duration_text(num_ns: int) -> str:
     """Format a duration in nanoseconds in its two largest units: ``3 days 4 hours``."""
     secs = num_ns // 1_000_000_000
     words: list[str] = []
-    for noun, one in _SECS:
-        num, secs = divmod(secs, one)
-        if num or words:
-            words.append(count_text(num, noun) if num else "")
+    for noun, unit_secs in _SECS:
+        num_units, secs = divmod(secs, unit_secs)
+        if num_units or words:
+            words.append(count_text(num_units, noun) if num_units else "")
     return " ".join(filter(None, words[:2])) or "less than a second"
 
 
@@ -109,9 +109,9 @@ def age_text(num_ns: int) -> str:
     if num_ns <= -_CLOCKS_NS:
         return f"in {age_text(-num_ns)}"
     secs = max(0, num_ns) // 1_000_000_000
-    for unit, one, most in (("s", 1, 120), ("min", 60, 120 * 60), ("h", 3_600, 48 * 3_600)):
-        if secs < most:
-            return f"{secs // one} {unit}"
+    for unit, unit_secs, max_secs in (("s", 1, 120), ("min", 60, 120 * 60), ("h", 3_600, 48 * 3_600)):
+        if secs < max_secs:
+            return f"{secs // unit_secs} {unit}"
     return f"{secs // 86_400:,} d"
 
 
@@ -135,9 +135,9 @@ def given_text(value: Any, *shown: str) -> str:
         value: An instance of a dataclass.
         shown: Fields to include even if they equal the default.
     """
-    given = []
+    arguments = []
     for field in fields(value):
         default = field.default if field.default_factory is MISSING else field.default_factory()
         if field.repr and (field.name in shown or getattr(value, field.name) != default):
-            given.append(f"{field.name}={getattr(value, field.name)!r}")
-    return f"{type(value).__name__}({', '.join(given)})"
+            arguments.append(f"{field.name}={getattr(value, field.name)!r}")
+    return f"{type(value).__name__}({', '.join(arguments)})"

@@ -113,8 +113,8 @@ def check_policy(policy: object) -> None:
         ConfigurationError: ``policy`` is not a policy.
     """
     if isinstance(policy, type) or not callable(getattr(policy, "decide", None)):
-        made = f"; pass an instance: {policy.__name__}()" if isinstance(policy, type) else ""
-        raise ConfigurationError(f"'policy' must be a policy such as Compacted() or OneShot() (got {policy!r}){made}")
+        hint = f"; pass an instance: {policy.__name__}()" if isinstance(policy, type) else ""
+        raise ConfigurationError(f"'policy' must be a policy such as Compacted() or OneShot() (got {policy!r}){hint}")
 
 
 def policy_text(policy: Policy) -> str:
@@ -143,6 +143,6 @@ def check_max_ratio(max_ratio: float) -> None:
     Raises:
         ConfigurationError: ``max_ratio`` is less than 1, or not a number.
     """
-    given: object = max_ratio
-    if not isinstance(given, int | float) or isinstance(given, bool) or not given >= 1:
+    value: object = max_ratio
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 1:
         raise ConfigurationError(f"'max_ratio' must be a number, at least 1 (got {max_ratio!r})")

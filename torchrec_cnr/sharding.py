@@ -95,8 +95,8 @@ def memory_key(tensor: Tensor) -> MemoryKey | None:
     """
     if tensor.layout is not torch.strided or tensor.numel() == 0 or hasattr(tensor, "__tensor_flatten__"):
         return None
-    place = tensor.data_ptr(), tensor.device, tuple(tensor.shape), tensor.stride()
-    return *place, tensor.dtype, tensor.is_neg(), tensor.is_conj()
+    layout = tensor.data_ptr(), tensor.device, tuple(tensor.shape), tensor.stride()
+    return *layout, tensor.dtype, tensor.is_neg(), tensor.is_conj()
 
 
 def wait_for_devices(values: Iterable[Any]) -> None:

@@ -1,69 +1,57 @@
-"""The plot of accuracy after restores: the change of each measure, by restores and bits."""
+"""The plot of accuracy after restores: the change of each measure, by the number of restores and of bits."""
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-from benchmarks.plots.style import svg_figure
-from benchmarks.support.confidence_intervals import Interval
+from benchmarks.plots.style import FAINT, TEXT, TINTS, Plot, label_lines
 
-COLORS = {"2": "#d55e00", "3": "#e69f00", "4": "#009e73", "8": "#0072b2"}
-
-
-class Compared(Protocol):
-    """The values to draw for a kind of run, each a change in percent."""
-
-    @property
-    def log_loss(self) -> Interval: ...
-
-    @property
-    def auc(self) -> Interval: ...
-
-    @property
-    def training(self) -> Interval: ...
+BITS = ("2", "3", "4", "8")
+MEASURES = {  # titles, and signs with which up is worse
+    "log_loss": ("Log loss on\nlater clicks", 1),
+    "auc": ("AUC lost on\nlater clicks", -1),
+    "training": ("Loss while\ntraining", 1),
+}
 
 
-def draw(compared: Mapping[tuple[str, int], Compared], bar: float, path: Path) -> None:
-    """Write an SVG with a plot of each measure.
-
-    Args:
-        compared: The values by bits and number of restores; runs without bits are left out.
-        bar: The accepted change, in percent.
-        path: The file to write.
-    """
-    with svg_figure(path, 11, 3.8) as figure:
-        log_loss, auc, training = figure.subplots(1, 3)
-        for number, bits in enumerate(COLORS):
-            cells = {restores: found for (scheme, restores), found in compared.items() if scheme == bits}
-            shift = 1.08 ** (number - 1.5)  # shifted, so that bars do not overlap
-            _draw_line(log_loss, bits, shift, {restores: found.log_loss for restores, found in cells.items()})
-            _draw_line(auc, bits, shift, {restores: found.auc for restores, found in cells.items()})
-            _draw_line(training, bits, shift, {restores: found.training for restores, found in cells.items()})
-        numbers = sorted({restores for _, restores in compared})
-        titles = ("Log loss on later clicks", "AUC on later clicks", "Loss while training")
-        for axes, title in zip((log_loss, auc, training), titles, strict=True):
-            axes.axhspan(-bar, bar, color="#888888", alpha=0.4, linewidth=0)
-            axes.axhline(0, color="#888888", linewidth=0.8)
-            axes.set(title=title, xlabel="restores", ylabel="change from bit-exact, %", xscale="log")
-            axes.set_yscale("symlog", linthresh=0.1)
-            axes.set_xticks(numbers, [str(number) for number in numbers])
-            axes.minorticks_off()
-        figure.legend(
-            *log_loss.get_legend_handles_labels(), loc="outside lower center", ncols=len(COLORS), frameon=False
-        )
+def draw(report: Mapping[str, Any], figure: Figure) -> None:
+    """Draw a panel for each measure, in which up is worse, with a line for each number of bits."""
+    cells = {(cell["bits"], cell["restores"]): cell for cell in report["plot"]["cells"]}
+    restores = sorted({number for _, number in cells})
+    panels = figure.subplots(1, len(MEASURES), sharey=True)
+    for axes, (measure, (title, sign)) in zip(panels, MEASURES.items(), strict=True):
+        ends = []
+        for number, bits in enumerate(BITS):
+            found = [cells[bits, num_restores][measure] for num_restores in restores]
+            means = [sign * change["mean"] for change in found]
+            _draw_line(axes, 0.12 * (number - 1.5), means, found, TINTS[bits])
+            ends.append((means[-1], f"{bits} bits", TEXT))
+        axes.axhline(0, color=TEXT, linewidth=1)
+        axes.set_title(title)
+        axes.set_xticks(range(len(restores)), [str(num_restores) for num_restores in restores])
+        axes.set_xlabel("restores")
+        axes.grid(axis="y")
+        axes.set_axisbelow(True)
+    panels[0].set_ylabel("change, % (up is worse)")
+    label_lines(panels[-1], ends, 0.1)
 
 
-def _draw_line(axes: Axes, bits: str, shift: float, changes: Mapping[int, Interval]) -> None:
+def _draw_line(axes: Axes, shift: float, means: list[float], found: list[Mapping[str, float]], color: str) -> None:
+    """Draw means with their confidence intervals, shifted so that the intervals of different bits do not overlap."""
     axes.errorbar(
-        [restores * shift for restores in changes],
-        [change.mean for change in changes.values()],
-        yerr=[change.half_width for change in changes.values()],
-        color=COLORS[bits],
+        [number + shift for number in range(len(means))],
+        means,
+        yerr=[change["half_width"] for change in found],
+        color=color,
+        ecolor=color,
+        elinewidth=1.5,
         marker="o",
-        markersize=4,
-        capsize=2,
-        linewidth=1.2,
-        label=f"{bits} bits",
+        markersize=6,
+        markeredgecolor=FAINT,
+        markeredgewidth=0.5,
     )
+
+
+PLOT = Plot("accuracy.svg", 380, draw)

@@ -1,29 +1,37 @@
-"""The plot of the alternatives: stall, time to save and to restore, and memory, by the number of rows."""
+"""The plot of the alternatives: stall, time to save and to restore, and memory, for the largest table."""
 
 from collections.abc import Mapping
-from pathlib import Path
-from statistics import median
+from typing import Any
 
-from benchmarks.plots.style import svg_figure
-from benchmarks.support.jobs.save_methods import DCP, DCP_ASYNC, OURS, OWN_DELTAS, TORCH_SAVE
-from benchmarks.support.rounds import Timings
+from matplotlib.figure import Figure
 
-COLORS = {OURS: "#0072b2", TORCH_SAVE: "#e69f00", DCP: "#555555", DCP_ASYNC: "#cc79a7", OWN_DELTAS: "#009e73"}
+from benchmarks.plots.style import OTHER, OURS, Bar, Plot, draw_bars
+from torchrec_cnr.human_text import number_text
+
+TITLES = {
+    "stall": "Training waits, seconds",
+    "save": "Until saved, seconds",
+    "restore": "Restore, seconds",
+    "memory": "Memory of a save, MiB",
+}
 
 
-def draw(timings: Mapping[int, Mapping[str, Timings]], memory: Mapping[int, Mapping[str, float]], path: Path) -> None:
-    """Write an SVG of four plots, with logarithmic axes."""
-    with svg_figure(path, 12, 3.8) as figure:
-        *timed, last = figure.subplots(1, 4)
-        titles = {"stall": "Stall", "save": "Save", "restore": "Restore"}
-        for axes, (phase, title) in zip(timed, titles.items(), strict=True):
-            for name in next(iter(timings.values()))[phase]:
-                heights = [median(took.secs for took in phases[phase][name]) for phases in timings.values()]
-                axes.plot(list(timings), heights, marker="o", color=COLORS[name], label=name)
-            axes.set(title=title, ylabel="seconds", xlabel="rows", xscale="log", yscale="log")
-        for name, color in COLORS.items():
-            last.plot(
-                list(memory), [max(1.0, found[name]) for found in memory.values()], marker="o", color=color, label=name
-            )
-        last.set(title="Memory beyond the state", ylabel="MiB", xlabel="rows", xscale="log", yscale="log")
-        figure.legend(*last.get_legend_handles_labels(), loc="outside lower center", ncols=len(COLORS), frameon=False)
+def draw(report: Mapping[str, Any], figure: Figure) -> None:
+    """Draw a panel of bars for each measure, and name the size of the table below."""
+    data = report["plot"]
+    names = list(data["values"]["stall"])
+    panels = figure.subplots(2, 2, sharey=True)
+    for axes, (measure, title) in zip(panels.flat, TITLES.items(), strict=True):
+        found = data["values"][measure]
+        bars = []
+        for name in names:
+            value = found.get(name, 0.0)
+            text = f"{value:,.0f}" if measure == "memory" else number_text(value)
+            color = OURS if name == data["ours"] else OTHER
+            bars.append(Bar(name.replace(", ", ",\n"), value, text if name in found else "(as dcp.save)", color))
+        draw_bars(axes, bars)
+        axes.set_title(title)
+    figure.supxlabel(f"{data['rows']:,} rows × {data['columns']}, {data['share']:.0%} modified by training")
+
+
+PLOT = Plot("alternatives.svg", 560, draw)

@@ -1,51 +1,48 @@
 """The plot of write bandwidth and capacity by policy and width, with what Check-N-Run reports."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Protocol
+from typing import Any
 
-import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
-from benchmarks.plots.style import svg_figure
+from benchmarks.plots.style import FAINT, OTHER, TEXT, TINTS, Plot
 
-COLORS = {
-    "Compacted": "#0072b2",
-    "Compacted(max_ratio=1.7)": "#56b4e9",
-    "Full": "#999999",
-    "OneShot": "#e69f00",
-    "Intermittent": "#009e73",
-    "Consecutive": "#cc79a7",
-    "Check-N-Run's bytes": "#222222",
-}
-REPORTED = {"written": (6.0, 17.0), "capacity": (2.5, 8.0)}  # at 8 bits and at 2 bits; NSDI '22, abstract
+TITLES = {"written": "Written, × less", "capacity": "Kept at most, × less"}
+SHOWN = {"2 bits": "2", "4 bits": "4", "8 bits": "8", "exact": "exact"}  # widths, and their tints
+REPORTED = {"written": (17.0, 6.0), "capacity": (8.0, 2.5)}  # at 2 bits and at 8 bits; NSDI '22, abstract
 
 
-class Cell(Protocol):
-    """The values to draw for a policy and width: the ratios of full fp32 checkpoints to its bytes."""
+def draw(report: Mapping[str, Any], figure: Figure) -> None:
+    """Draw the bytes written and those kept, each with a line of points for each policy, by the bytes written."""
+    policies, paper = report["plot"]["policies"], report["plot"]["paper"]
+    names = sorted(policies, key=lambda name: (name == paper, -policies[name]["written"]["2 bits"]))
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, (what, title) in zip(panels, TITLES.items(), strict=True):
+        for place, name in enumerate(names):
+            colors = [OTHER if name == paper else TINTS[tint] for tint in SHOWN.values()]
+            _draw_points(axes, place, [policies[name][what][width] for width in SHOWN], colors)
+        _draw_points(axes, len(names), REPORTED[what], [OTHER] * 2)
+        axes.set_title(title, pad=24)
+        axes.set_xlabel("than full fp32 checkpoints")
+        axes.set_xlim(left=0)
+        axes.set_ylim(len(names) + 0.5, -0.5)
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axes.tick_params(axis="y", length=0)
+        axes.spines["left"].set_visible(False)
+    labels = [name.replace("(", "\n(") for name in [*names, "the same, reported"]]
+    panels[0].set_yticks(range(len(labels)), labels)
+    for width, tint in SHOWN.items():
+        point = policies[names[0]]["written"][width], 0
+        panels[0].annotate(
+            tint if tint in ("4", "8") else width, point, (0, 12), textcoords="offset points", color=TEXT, ha="center"
+        )
 
-    @property
-    def written(self) -> float: ...
 
-    @property
-    def capacity(self) -> float: ...
+def _draw_points(axes: Axes, place: int, values: Sequence[float], colors: Sequence[str]) -> None:
+    axes.plot([0, max(values)], [place, place], color=FAINT, linewidth=2, zorder=1)
+    axes.scatter(values, [place] * len(values), s=90, c=colors, zorder=2, clip_on=False)
 
 
-def draw(cells: Mapping[tuple[str, str], Cell], widths: Sequence[str], path: Path) -> None:
-    """Write an SVG of two plots, with bars by width and a color for each policy."""
-    with svg_figure(path, 11, 4.5) as figure:
-        titles = {"written": "Written in all", "capacity": "Kept, at its most"}
-        bar_width = 0.8 / len(COLORS)
-        places = np.arange(len(widths))
-        for axes, (what, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
-            for number, (name, color) in enumerate(COLORS.items()):
-                heights = [getattr(cells[name, width], what) for width in widths]
-                axes.bar(
-                    places + (number - (len(COLORS) - 1) / 2) * bar_width, heights, bar_width, color=color, label=name
-                )
-            for value in REPORTED[what]:
-                axes.axhline(value, color="#222222", linestyle=":", linewidth=1)
-                axes.annotate(f"reported: {value:g} ×", (len(widths) - 0.5, value), ha="right", va="bottom", fontsize=8)
-            axes.set(title=title, ylabel="times less than full fp32 checkpoints")
-            axes.set_xticks(places, widths)
-        handles = axes.get_legend_handles_labels()
-        figure.legend(*handles, loc="outside lower center", ncols=4, frameon=False)
+PLOT = Plot("bandwidth.svg", 470, draw)

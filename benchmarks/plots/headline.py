@@ -1,62 +1,89 @@
-"""The picture at the top of the README: bytes of a checkpoint by method, and stall by size of the table."""
+"""The picture at the top of the README: bytes per checkpoint by method, and stall by size of the table."""
 
-from collections.abc import Sequence
-from pathlib import Path
+import re
+from collections.abc import Mapping
+from typing import Any
 
-from benchmarks.plots.style import svg_figure
-from benchmarks.support.report import Report
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
-OURS, OTHERS = "#0b6bcb", "#8a8f98"  # legible on white and on black
+from benchmarks.plots.style import FAINT, OTHER, OURS, TEXT, TINTS, Bar, Plot, draw_bars, label_lines
+from torchrec_cnr.human_text import bytes_text, ratio_text
+
+PLAIN = "bytes, dcp.save"
 BARS = {
-    "plain DCP": "bytes, dcp.save",
-    "delta by hand": "bytes, ModelDeltaTracker, by hand",
-    "exact": "bytes, exact",
-    "8-bit": "bytes, 8-bit",
-    "4-bit": "bytes, 4-bit",
-    "2-bit": "bytes, 2-bit",
-}
-LINES = {
-    "dcp.async_save": ("dcp.async_save", OTHERS, "-"),
-    "ModelDeltaTracker, by hand": ("delta by hand", OTHERS, "--"),
-    "exact": ("exact", OURS, "--"),
-    "4-bit": ("4-bit", OURS, "-"),
+    "plain DCP": (PLAIN, OTHER),
+    "TorchRec deltas": ("bytes, ModelDeltaTracker, by hand", OTHER),
+    "exact": ("bytes, exact", TINTS["exact"]),
+    "8-bit": ("bytes, 8-bit", TINTS["8"]),
+    "4-bit": ("bytes, 4-bit", TINTS["4"]),
+    "2-bit": ("bytes, 2-bit", TINTS["2"]),
 }
 NUM_OTHERS = 2  # bars that are not ours
+NAME_OFFSET = 80  # pixels from the bars to the name of the library, which is left of the names of our bars
+LINES = {
+    "ModelDeltaTracker, by hand": ("TorchRec deltas", OTHER, TEXT, "--"),
+    "dcp.async_save": ("plain DCP", OTHER, TEXT, "-"),
+    "exact": ("exact", TINTS["exact"], TINTS["exact"], "--"),
+    "4-bit": ("4-bit", OURS, OURS, "-"),
+}
+STALL = re.compile(r"stall, (.*), ([\d,]+) rows")
 
 
-def draw(report: Report, all_rows: Sequence[int], path: Path) -> None:
-    """Write an SVG of two plots with linear axes, on a transparent ground."""
-    values = {figure.what: figure.value for figure in report.figures}
-    with svg_figure(path, 8.4, 3.2) as figure:
-        figure.patch.set_alpha(0)
-        left, right = figure.subplots(1, 2, gridspec_kw={"wspace": 0.12})
-        megabytes = [values[what] / 1e6 for what in BARS.values()]
-        colors = [OTHERS] * NUM_OTHERS + [OURS] * (len(BARS) - NUM_OTHERS)
-        bars = left.barh(list(BARS), megabytes, color=colors)
-        texts = [f"{size:,.0f} MB" for size in megabytes]
-        left.bar_label(bars, texts, padding=4, color=OTHERS, fontsize=11)
-        left.invert_yaxis()
-        left.set_title("Bytes of a checkpoint", color=OTHERS, loc="left", fontsize=13)
-        left.set_xlim(0, 1.25 * max(megabytes))
-        left.xaxis.set_visible(False)
-        for name, (label, color, style) in LINES.items():
-            heights = [values[f"stall, {name}, {num_rows:,} rows"] / 1e3 for num_rows in all_rows]
-            right.plot([num_rows / 1e6 for num_rows in all_rows], heights, style, marker="o", color=color)
-            right.annotate(
-                label,
-                (all_rows[-1] / 1e6, heights[-1]),
-                xytext=(8, -4),
-                textcoords="offset points",
-                color=color,
-                fontsize=11,
-            )
-        right.set_title("Training waits, seconds", color=OTHERS, loc="left", fontsize=13)
-        right.set_xlabel("million rows × 64", color=OTHERS, fontsize=11)
-        right.set_xlim(0, 1.5 * all_rows[-1] / 1e6)
-        right.set_ylim(bottom=0)
-        for axes in (left, right):
-            axes.patch.set_alpha(0)
-            axes.tick_params(colors=OTHERS, labelsize=11)
-            for spine in axes.spines.values():
-                spine.set_color(OTHERS)
-        left.spines["bottom"].set_visible(False)
+def draw(report: Mapping[str, Any], figure: Figure) -> None:
+    """Draw bars of bytes, and lines of stalls."""
+    values = {found["what"]: found["value"] for found in report["figures"]}
+    left, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
+    _draw_bytes(left, values)
+    _draw_stalls(right, values)
+
+
+def _draw_bytes(axes: Axes, values: Mapping[str, float]) -> None:
+    bars = []
+    for number, (name, (what, color)) in enumerate(BARS.items()):
+        text = bytes_text(round(values[what]))
+        if number >= NUM_OTHERS:
+            text += f" ({ratio_text(values[PLAIN] / values[what])} × less)"
+        bars.append(Bar(name, values[what], text, color))
+    draw_bars(axes, bars)
+    axes.set_title("Bytes per checkpoint")
+    for label in axes.get_yticklabels()[NUM_OTHERS:]:
+        label.set(color=OURS, fontweight="bold")
+    middle = 1 - (NUM_OTHERS + len(BARS)) / 2 / len(BARS)
+    axes.annotate(
+        "torchrec_cnr",
+        (0, middle),
+        (-NAME_OFFSET, 0),
+        "axes fraction",
+        "offset points",
+        color=OURS,
+        fontweight="bold",
+        rotation=90,
+        ha="center",
+        va="center",
+    )
+
+
+def _draw_stalls(axes: Axes, values: Mapping[str, float]) -> None:
+    stalls: dict[str, dict[float, float]] = {name: {} for name in LINES}
+    for what, value in values.items():
+        found = STALL.fullmatch(what)
+        if found and found[1] in stalls:
+            stalls[found[1]][float(found[2].replace(",", "")) / 1e6] = value / 1e3
+    labels = []
+    for name, (label, color, text_color, style) in LINES.items():
+        axes.plot(list(stalls[name]), list(stalls[name].values()), style, marker="o", color=color, clip_on=False)
+        labels.append((list(stalls[name].values())[-1], label, text_color))
+    axes.set_title("Training waits, seconds")
+    axes.set_xlabel("million rows × 64")
+    axes.set_xlim(left=0)
+    axes.set_xticks(list(stalls["exact"]), [f"{millions:g}" for millions in stalls["exact"]])
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_locator(MaxNLocator(4, steps=(1, 2, 5, 10)))
+    axes.grid(axis="y", color=FAINT)
+    axes.set_axisbelow(True)
+    label_lines(axes, labels, 0.11)
+
+
+PLOT = Plot("hero.svg", 330, draw)

@@ -1,38 +1,42 @@
-"""The plot of modified rows, in each interval and since the first."""
+"""The plot of modified rows: the share that is modified since the first interval, by the number of intervals."""
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Protocol
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
-from benchmarks.plots.style import svg_figure
+from benchmarks.plots.style import FAINT, OTHER, OURS, TEXT, Plot, label_lines
 
-COLORS = ("#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#0072b2", "#555555")
 REPORTED = ((1, 26.0), (11, 52.0))  # intervals and percent; NSDI '22, section 3.2
+MOST_INTERVALS = 20
 
 
-class Curve(Protocol):
-    """The values to draw, as shares of all rows."""
+def draw(report: Mapping[str, Any], figure: Figure) -> None:
+    """Draw a line for each length of intervals, and one for the paper's curve with what Check-N-Run reports."""
+    data = report["plot"]
+    axes = figure.subplots()
+    axes.set(xlim=(0, MOST_INTERVALS), ylim=(0, 100), xlabel="intervals", ylabel="% of all rows")
+    labels = []
+    for share, since in data["stream_since"].items():
+        percents = [100 * modified for modified in since[:MOST_INTERVALS]]
+        axes.plot(range(1, len(percents) + 1), percents, color=OTHER)
+        label = f"each {share} of samples"
+        if len(percents) == MOST_INTERVALS:
+            labels.append((percents[-1], label, TEXT))
+        else:
+            axes.annotate(
+                label, (len(percents), percents[-1]), (-8, 0), textcoords="offset points", ha="right", va="center"
+            )
+    paper = [100 * modified for modified in data["paper_since"][:MOST_INTERVALS]]
+    axes.plot(range(1, len(paper) + 1), paper, color=OURS)
+    axes.plot(*zip(*REPORTED, strict=True), "x", color=OURS, markersize=11, markeredgewidth=3, clip_on=False)
+    labels.append((paper[-1], "the paper's curve,\n× as reported", OURS))
+    axes.set_title(f"Rows modified since the first interval: {data['stream']}")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(axis="y", color=FAINT)
+    axes.set_axisbelow(True)
+    label_lines(axes, labels, 0.1)
 
-    @property
-    def each(self) -> NDArray[np.float64]: ...
 
-    @property
-    def since(self) -> NDArray[np.float64]: ...
-
-
-def draw(curves: Mapping[str, Curve], path: Path) -> None:
-    """Write an SVG of two plots."""
-    with svg_figure(path, 11, 4.2) as figure:
-        each, since = figure.subplots(1, 2)
-        for color, (name, curve) in zip(COLORS, curves.items(), strict=False):
-            each.plot(np.linspace(0, 100, len(curve.each)), 100 * curve.each, color=color, label=name)
-            since.plot(np.arange(1, len(curve.since) + 1), 100 * curve.since, color=color)
-        for interval, share in REPORTED:
-            since.plot(interval, share, "x", color="#222222")
-            since.annotate(f"Check-N-Run: {share:g} %", (interval, share), (6, -10), textcoords="offset points")
-        each.set(title="Modified in each interval", xlabel="time, % of the run", ylabel="rows, %", ylim=(0, None))
-        since.set(title="Modified since the first", xlabel="intervals", ylabel="rows, %", xscale="log", ylim=(0, 100))
-        figure.legend(loc="outside lower center", ncols=3, frameon=False)
+PLOT = Plot("modified-rows.svg", 430, draw)

@@ -1,52 +1,29 @@
-"""The plot of a long run: the bytes that each policy writes, keeps and reads for each checkpoint."""
+"""The plot of a long run: what each policy writes, keeps and reads, in full checkpoints."""
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Protocol
+from typing import Any
 
-import numpy as np
+from matplotlib.figure import Figure
 
-from benchmarks.plots.style import svg_figure
+from benchmarks.plots.style import OTHER, OURS, Bar, Plot, draw_bars
 
-COLORS = {
-    "Compacted": "#0072b2",
-    "Full": "#555555",
-    "OneShot": "#e69f00",
-    "Intermittent": "#009e73",
-    "Consecutive": "#cc79a7",
-}
+TITLES = {"written": "Written for each", "capacity": "Kept, at most", "restore": "Read by a restore"}
+LONGEST = 4.0  # full checkpoints; longer bars are cut
 
 
-class Course(Protocol):
-    """The values to draw for a policy: a number per checkpoint, as a multiple of a full checkpoint."""
+def draw(report: Mapping[str, Any], figure: Figure) -> None:
+    """Draw a panel of bars for each measure."""
+    policies, ours = report["plot"]["policies"], report["plot"]["ours"]
+    for axes, (measure, title) in zip(figure.subplots(1, 3, sharey=True), TITLES.items(), strict=True):
+        values = {name: found[measure] for name, found in policies.items()}
+        bars = [Bar(name, value, _text(value), OURS if name == ours else OTHER) for name, value in values.items()]
+        draw_bars(axes, bars, end=max(value for value in values.values() if value <= LONGEST))
+        axes.set_title(title)
+    figure.supxlabel("× a full checkpoint with as many bits")
 
-    written: list[float]
-    capacity: list[float]
-    restore: list[float]
+
+def _text(value: float) -> str:
+    return f"{value:.2f}" if value <= LONGEST else f"{value:,.0f} →"
 
 
-def draw(courses: Mapping[str, Course], path: Path) -> None:
-    """Write an SVG of three plots."""
-    with svg_figure(path, 11, 3.8) as figure:
-        written, capacity, restore = figure.subplots(1, 3)
-        for name, course in courses.items():
-            steps = np.arange(1, len(course.written) + 1)
-            is_ours = name == "Compacted"
-            style = {
-                "color": COLORS[name],
-                "label": name,
-                "linewidth": 2.4 if is_ours else 1.2,
-                "zorder": 3 if is_ours else 2,
-            }
-            written.plot(steps, np.cumsum(course.written) / steps, **style)
-            capacity.plot(steps, course.capacity, **style)
-            restore.plot(steps, course.restore, **style)
-        written.set(title="Written a checkpoint, mean so far", ylim=(0, 1.05))
-        for axes, limit, title in ((capacity, 1.6, "Kept, at its most"), (restore, 1.2, "Read by a restore")):
-            axes.axhline(limit, color="#888888", linestyle=":", linewidth=1)
-            axes.set(title=title, ylim=(0, 5))
-        for axes in (written, capacity, restore):
-            axes.set(xscale="log", xlabel="checkpoint", ylabel="full checkpoints")
-        figure.legend(
-            *written.get_legend_handles_labels(), loc="outside lower center", ncols=len(courses), frameon=False
-        )
+PLOT = Plot("policies.svg", 300, draw)

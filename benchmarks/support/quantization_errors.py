@@ -21,25 +21,17 @@ BASE, DEFAULT = "Asymmetric", "AdaptiveAsymmetric"
 
 @dataclass(frozen=True)
 class Series:
-    """A scheme with all its numbers of bits, and its style in the plot.
+    """A scheme with all its numbers of bits.
 
     Attributes:
-        name: Name in the legend and the tables.
+        name: Name in the tables.
         schemes: Functions that return the scheme for given rows, by label, such as ``4`` (bits) or ``fp16``.
-        color: Color of line and marker; its brightness differs from that of colors nearby.
-        marker: Marker of each point.
-        line: Style of the line between the points.
         is_uniform: Whether its codes are uniform, so that it differs from other uniform schemes only in the range.
-        label: Offset in points and alignment of the labels of points; None for no labels.
     """
 
     name: str
     schemes: Mapping[str, Callable[[Tensor], Scheme]]
-    color: str
-    marker: str
-    line: str = "-"
     is_uniform: bool = False
-    label: tuple[tuple[float, float], str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -77,41 +69,21 @@ def _default(bits: int, rows: Tensor) -> Scheme:
 
 
 SERIES = (
-    Series("Symmetric", _by_bits(lambda bits, _: cnr.Symmetric(bits)), color="#999999", marker="v", is_uniform=True),
-    Series(BASE, _by_bits(lambda bits, _: cnr.Asymmetric(bits)), color="#000000", marker="s", is_uniform=True),
+    Series("Symmetric", _by_bits(lambda bits, _: cnr.Symmetric(bits)), is_uniform=True),
+    Series(BASE, _by_bits(lambda bits, _: cnr.Asymmetric(bits)), is_uniform=True),
     Series(
         "AdaptiveAsymmetric, GreedySearch(25, 0.6)",
         _by_bits(lambda bits, _: cnr.AdaptiveAsymmetric(bits, cnr.GreedySearch(25, 0.6))),
-        color="#56b4e9",
-        marker="^",
         is_uniform=True,
     ),
-    Series(
-        DEFAULT,
-        _by_bits(_default),
-        color="#b34700",
-        marker="o",
-        is_uniform=True,
-        label=((-6, -4), "right", "top"),
-    ),
-    Series(
-        "KMeans",
-        _by_bits(lambda bits, _: cnr.KMeans(bits)),
-        color="#0072b2",
-        marker="D",
-        line=":",
-        label=((6, 4), "left", "bottom"),
-    ),
+    Series(DEFAULT, _by_bits(_default), is_uniform=True),
+    Series("KMeans", _by_bits(lambda bits, _: cnr.KMeans(bits))),
     Series(
         "HalfPrecision",
         {
             "bf16": lambda _: cnr.HalfPrecision(torch.bfloat16),
             "fp16": lambda _: cnr.HalfPrecision(torch.float16),
         },
-        color="#009e73",
-        marker="P",
-        line="none",
-        label=((-7, 0), "right", "center"),
     ),
 )
 

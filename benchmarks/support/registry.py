@@ -6,6 +6,7 @@ from importlib import import_module
 from itertools import groupby
 from pathlib import Path
 
+from benchmarks.plots.style import Plot
 from benchmarks.support.report import Report
 from benchmarks.support.rounds import Setup
 
@@ -20,11 +21,13 @@ class Benchmark:
         run: Measures, and returns a report.
         description: A line of ``--help`` about the measured values.
         is_long: Whether it takes minutes, so that it runs only if it is named or with ``--full``.
+        plot: The plot of its report, or None if it has none.
     """
 
     run: Callable[[Setup], Report]
     description: str
     is_long: bool = False
+    plot: Plot | None = None
 
 
 def find_benchmarks(folder: Path = RUNNERS) -> Mapping[str, Benchmark]:

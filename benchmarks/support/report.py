@@ -2,7 +2,7 @@
 
 import platform
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -90,17 +90,20 @@ class Report:
         notes: Lines about the method and its limits.
         figures: The figures.
         tables: The values from which the figures are computed.
+        plot: The values that the plot shows and the figures lack, as JSON values with strings as keys; None if there
+            are none.
     """
 
     title: str
     notes: tuple[str, ...]
     figures: tuple[Figure, ...]
     tables: tuple[Table, ...] = ()
+    plot: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as JSON values."""
-        figures = [asdict(figure) | {"is_met": figure.is_met} for figure in self.figures]
-        return asdict(self) | {"figures": figures}
+        """Return the report as JSON values; without ``plot`` if it is None."""
+        content = asdict(self) | {"figures": [asdict(figure) | {"is_met": figure.is_met} for figure in self.figures]}
+        return {key: value for key, value in content.items() if value is not None}
 
 
 def text_of(name: str, report: Report, is_judged: bool) -> str:

@@ -67,6 +67,11 @@ class Tally:
         return (1 - self.zero_share) * STEP_BITS / self.dim
 
     @property
+    def told_bits(self) -> float:
+        """The bits per element, with the flags of rows and with steps."""
+        return self.residual_bits + self.step_bits
+
+    @property
     def code_bits(self) -> float:
         """The bits per element of plain codes if they were entropy-coded, without scale and bias."""
         return entropy(self.codes.values())

@@ -19,7 +19,6 @@ class Setup:
         quick: Whether to use small sizes, only to try the benchmark.
         num_threads: Number of torch's threads.
         say: A callback that takes a line about the progress.
-        plots: Folder for plots, or None for no plots.
         all_cases: Whether to measure cases that take long and have no target, too.
         kafka: ``host:port`` of a broker to use, or None to start one.
         s3: URL in a bucket to use, or None to start a server.
@@ -30,7 +29,6 @@ class Setup:
     quick: bool
     num_threads: int
     say: Callable[[str], None]
-    plots: Path | None = None
     all_cases: bool = False
     kafka: str | None = None
     s3: str | None = None

@@ -15,7 +15,7 @@ ORDER = (
     {"tracking"},
     {"reading"},
     {"saving", "loading"},
-    {"maintenance"},
+    {"maintenance", "sizing"},
     {"manager", "serving"},
     {"__init__"},
     {"cli", "testing"},

@@ -6,6 +6,7 @@ import os
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 
@@ -14,6 +15,7 @@ if os.environ.get("PYTHONHASHSEED") != "0":  # sets of strings would have anothe
     os.execv(sys.executable, [sys.executable, "-m", "tests.simulator", *sys.argv[1:]])
 
 from tests.simulator.leaks import MIN_SCHEDULES, NUM_WARM_UP, Resources
+from tests.simulator.reached import reached
 from tests.simulator.shrinking import report
 from tests.simulator.world import FAMILIES, run, scenario_of, simulation
 
@@ -58,16 +60,37 @@ def _search(options: argparse.Namespace) -> int:
     else:  # children have all that is imported and installed
         with ProcessPoolExecutor(num, mp_context=multiprocessing.get_context("fork")) as pool:
             found = [future.result() for future in [pool.submit(_share, *share) for share in shares]]
-    num_schedules, num_saves, num_findings = (sum(numbers) for numbers in zip(*found, strict=True))
+    num_schedules, num_saves, num_findings = (
+        sum(numbers) for numbers in zip(*[share[:3] for share in found], strict=True)
+    )
     per_min = 60 * num_schedules / (time.monotonic() - began)
     _say(f"from seed {first}: {num_schedules} schedules, {per_min:.0f} a minute; {num_saves} saves")
+    counts: Counter[str] = Counter()
+    for share in found:
+        counts.update(share[3])  # a sum would drop what is 0
+    num_findings += _num_never_reached(counts, num_schedules)
     _say(f"{num_findings} findings")
     return int(num_findings > 0)
 
 
-def _share(options: argparse.Namespace, seeds: Sequence[int], until: float) -> tuple[int, int, int]:
-    """Run these seeds until the time is over or there are three findings; numbers of schedules, saves and findings."""
+def _num_never_reached(counts: Counter[str], num_schedules: int) -> int:
+    """Say in how many schedules of a family each thing has happened; what never has is a finding."""
+    if counts:
+        _say("schedules with: " + ", ".join(f"{phrase.strip(' =*:')!r} {count}" for phrase, count in counts.items()))
+    never = [phrase for phrase, count in counts.items() if not count and num_schedules >= MIN_SCHEDULES]
+    for phrase in never:
+        _say(f"no schedule had {phrase!r}: nothing is checked about it")
+    return len(never)
+
+
+def _share(options: argparse.Namespace, seeds: Sequence[int], until: float) -> tuple[int, int, int, Counter[str]]:
+    """Run these seeds until the time is over or there are three findings.
+
+    Returns:
+        Numbers of schedules, saves and findings; and what was reached, if only one family runs.
+    """
     num_schedules = num_saves = num_findings = 0
+    counts: Counter[str] = Counter()
     before: Resources | None = None
     for seed in seeds:
         if time.monotonic() > until or num_findings == 3:
@@ -79,6 +102,8 @@ def _share(options: argparse.Namespace, seeds: Sequence[int], until: float) -> t
         if num_schedules == NUM_WARM_UP:
             before = Resources.now()
         num_saves += outcome.num_saves
+        if options.family is not None:
+            counts.update(reached(outcome.trace, options.family))
         if outcome.finding is not None:
             num_findings += 1
             _say(report(outcome, options.family))
@@ -88,7 +113,7 @@ def _share(options: argparse.Namespace, seeds: Sequence[int], until: float) -> t
         if grown := after.grown(before):
             num_findings += 1
             _say(f"schedules leave something: {'; '.join(grown)}")
-    return num_schedules, num_saves, num_findings
+    return num_schedules, num_saves, num_findings, counts
 
 
 if __name__ == "__main__":

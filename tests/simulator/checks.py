@@ -125,7 +125,9 @@ def _check_kept(book: Book, store: Objects | Disk, keep: int | None) -> None:
 
 def _check_latest(book: Book, store: Objects | Disk) -> None:
     """The newest is found, whatever else is in the root."""
-    there = [path for path in _there(store) if path.startswith(f"{book.root}/")]
+    root = book.managed_roots.get(book.root)
+    abandoned = set() if root is None else root.abandoned
+    there = [path for path in _there(store) if path.startswith(f"{book.root}/") and path not in abandoned]
     # Of one that was late, after its save had failed, and the next one, times are equal if the clock was set back.
     newest = max(there, key=lambda path: (book.created_ns[path], path), default=None)
     try:

@@ -64,13 +64,13 @@ class Resources:
     def now(cls, most_threads: int | None = None) -> "Resources":
         """At this moment; threads that are about to end are waited for until there are no more than so many."""
         until = time.monotonic() + _PATIENCE_SECS
-        manifest_json._KNOWN.clear()  # it is bounded
-        gc.unfreeze()
-        gc.collect()
         while (num_threads := len(os.listdir("/proc/self/task"))) > (most_threads or num_threads):
             if time.monotonic() > until:
                 break
             time.sleep(0.01)
+        manifest_json._KNOWN.clear()  # it is bounded
+        gc.unfreeze()
+        gc.collect()  # after the threads, which hold what they worked with until they are gone
         num_pages = int(Path("/proc/self/statm").read_text().split()[1])
         num_files = len(os.listdir("/proc/self/fd"))
         return cls(num_threads, num_files, _registries(), num_pages * os.sysconf("SC_PAGE_SIZE"))

@@ -310,7 +310,7 @@ def _note(sim: Scheduler, book: Book, kind: str, path: str, data: bytes) -> None
     """A file was put or removed."""
     directory, _, name = path.rpartition("/")
     for root in book.managed_roots.values():
-        if not root.note(kind == "put", f"{storage.PROTOCOL}://{path}", data):
+        if not root.note(kind == "put", path, data):
             sim.found(FindingError("lost", f"{path} was removed, and retention has always wanted it"))
     task = this_task()
     run = task.process.own.get("run") if task is not None else None

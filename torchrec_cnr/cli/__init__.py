@@ -1,4 +1,4 @@
-"""The command line ``cnr``: list, inspect, verify, compare, prune, compact, export, import and plot checkpoints.
+"""The command line ``cnr``: list, inspect, verify, compare, prune, compact, export, import, plot and size checkpoints.
 
 It needs the extra ``cli``. A command's module is imported only when the command runs, because importing torch takes
 seconds.
@@ -7,6 +7,7 @@ seconds.
 - ``app``: the table of commands, and what all of them share: help, errors as one line on stderr, exit status.
 - ``commands/``: one module for each command.
 - ``options``: arguments and options that several commands accept.
+- ``quantities``: counts, shares and times as people write them, such as ``2.5e9``, ``26%`` and ``30m``.
 - ``output``: text and JSON on stdout, progress bars and errors on stderr.
 - ``contents``: prints what one checkpoint contains; used by ``cnr inspect``.
 - ``report/``: the HTML page that ``cnr report`` writes.

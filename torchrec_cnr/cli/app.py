@@ -55,6 +55,10 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "import": Command("torchrec_cnr.cli.commands.export:import_", "Make a baseline from a plain DCP checkpoint."),
     "report": Command("torchrec_cnr.cli.commands.report:report", "Plot what a run has written, kept and read."),
+    "estimate": Command(
+        "torchrec_cnr.cli.commands.estimate:estimate_",
+        "Estimate bytes, bandwidth, disk and memory of a model's checkpoints.",
+    ),
 }
 
 

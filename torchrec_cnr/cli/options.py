@@ -1,6 +1,6 @@
 """Arguments and options that several commands accept, each with the same name and meaning everywhere."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -8,9 +8,16 @@ import typer
 
 import torchrec_cnr
 from torchrec_cnr.errors import ConfigurationError
+from torchrec_cnr.quantization import AdaptiveAsymmetric, Asymmetric, NoQuantization, Scheme
 from torchrec_cnr.storage.row_log import RowLog
 
 _PANEL = "Rows in Kafka"
+# By the value of --bits.
+SCHEMES: Mapping[int, Scheme] = {
+    **{bits: AdaptiveAsymmetric(bits) for bits in (2, 3, 4)},
+    8: Asymmetric(8),
+    32: NoQuantization(),
+}
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Everything = Annotated[bool, typer.Option("--all", help="Show all lines, however many there are.")]

@@ -85,27 +85,27 @@ class Unpacked:
 
     def pieces(self, most_bytes: int) -> Iterator[tuple[int, "Bytes"]]:
         """Yield pieces of at most ``most_bytes`` bytes, in order, each with the position of its first byte."""
-        place = 0
-        for part in (self._whole,) if self._whole is not None else self._streamed():
-            array = np.frombuffer(part, dtype=np.uint8)
+        position = 0
+        for chunk in (self._whole,) if self._whole is not None else self._streamed():
+            array = np.frombuffer(chunk, dtype=np.uint8)
             for start in range(0, len(array), most_bytes):
                 piece = array[start : start + most_bytes]
-                yield place, piece
-                place += len(piece)
+                yield position, piece
+                position += len(piece)
 
     def _streamed(self) -> Iterator[bytes]:
-        left = self._num_bytes
+        num_left = self._num_bytes
         try:
             if (declared := zstandard.frame_content_size(self._data)) != self._num_bytes:
                 raise zstandard.ZstdError(f"{declared} bytes, expected {self._num_bytes}")
             frame = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES).decompressobj()
             for start in range(0, len(self._data), _STREAM_BYTES):
-                part = frame.decompress(self._data[start : start + _STREAM_BYTES])
-                left -= len(part)
-                yield part
+                chunk = frame.decompress(self._data[start : start + _STREAM_BYTES])
+                num_left -= len(chunk)
+                yield chunk
                 if frame.eof and (frame.unused_data or start + _STREAM_BYTES < len(self._data)):
                     raise zstandard.ZstdError("bytes after the frame")
-            if left or not frame.eof:
+            if num_left or not frame.eof:
                 raise zstandard.ZstdError("not one complete frame")
         except zstandard.ZstdError as error:
             raise DamagedError(f"{self._what} do not decompress ({error}); use another checkpoint") from error

@@ -72,12 +72,12 @@ def fills(size: tuple[int, ...], boxes: list[Box]) -> bool:
     boxes = [box for box in boxes if 0 not in box.sizes]
     if 0 in size:
         return True
-    divided = [number for number, length in enumerate(size) if any(box.sizes[number] != length for box in boxes)]
-    if len(divided) > MAX_DIVIDED_DIMS:
+    divided_dims = [dim for dim, length in enumerate(size) if any(box.sizes[dim] != length for box in boxes)]
+    if len(divided_dims) > MAX_DIVIDED_DIMS:
         return False
     differences: Counter[tuple[int, ...]] = Counter()
     for box, sign in [(Box.whole(size), -1), *((box, 1) for box in boxes)]:
-        ends = [((box.offsets[n], 1), (box.offsets[n] + box.sizes[n], -1)) for n in divided]
+        ends = [((box.offsets[n], 1), (box.offsets[n] + box.sizes[n], -1)) for n in divided_dims]
         for corner in itertools.product(*ends):
             differences[tuple(index for index, _ in corner)] += sign * math.prod(step for _, step in corner)
     return not any(differences.values())
@@ -85,9 +85,9 @@ def fills(size: tuple[int, ...], boxes: list[Box]) -> bool:
 
 def _are_stacked(size: tuple[int, ...], boxes: list[Box]) -> bool:
     """Return whether the boxes, in this order, divide the tensor by rows, as in row-wise sharding."""
-    end, rest, origin = 0, size[1:], (0,) * (len(size) - 1)
+    end, other_sizes, origin = 0, size[1:], (0,) * (len(size) - 1)
     for box in boxes:
-        if not box.offsets or box.offsets[0] != end or box.sizes[1:] != rest or box.offsets[1:] != origin:
+        if not box.offsets or box.offsets[0] != end or box.sizes[1:] != other_sizes or box.offsets[1:] != origin:
             return False
         end += box.sizes[0]
     return bool(size) and end == size[0]
@@ -96,5 +96,5 @@ def _are_stacked(size: tuple[int, ...], boxes: list[Box]) -> bool:
 def lies_within(size: tuple[int, ...], box: Box) -> bool:
     """Return whether a box has as many dimensions as a tensor of ``size``, and is inside it."""
     return len(box.offsets) == len(size) and all(
-        first + length <= whole for first, length, whole in zip(box.offsets, box.sizes, size, strict=True)
+        offset + length <= total for offset, length, total in zip(box.offsets, box.sizes, size, strict=True)
     )

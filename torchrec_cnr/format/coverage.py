@@ -36,7 +36,7 @@ class Coverage:
             box = Box(box.offsets, (most_rows + 1, *box.sizes[1:]))
         self._box = box
         start, stop = _columns(box)
-        edges = {edge for other in boxes for edge in _columns(other) if start < edge < stop}
+        edges = {edge for other_box in boxes for edge in _columns(other_box) if start < edge < stop}
         self._edges = np.array(sorted({start, stop} | edges), dtype=np.int64)
         shape = (max(0, len(self._edges) - 1), box.num_rows)
         try:
@@ -49,11 +49,11 @@ class Coverage:
 
     def add(self, box: Box, rows: RowNumbers | slice) -> None:
         """Record that rows of a shard are stored; ``rows`` are numbered within its box."""
-        ranges, own = self._ranges(box), self._own(box, rows)
-        if not isinstance(own, slice):
-            own = own[(own >= 0) & (own < self._box.num_rows)]
-        for number in range(ranges.start, ranges.stop):
-            self._covered[number, own] = True
+        ranges, own_rows = self._ranges(box), self._own(box, rows)
+        if not isinstance(own_rows, slice):
+            own_rows = own_rows[(own_rows >= 0) & (own_rows < self._box.num_rows)]
+        for index in range(ranges.start, ranges.stop):
+            self._covered[index, own_rows] = True
 
     def parts(self, box: Box, rows: RowNumbers | slice) -> Mask:
         """Return which rows of a shard are covered in each range of its columns, bool [k, n].
@@ -65,8 +65,8 @@ class Coverage:
 
     def first_hole(self) -> int | None:
         """Return the first row of the tensor that is not covered in all columns, or None."""
-        whole = self._covered.all(axis=0)
-        return None if whole.all() else self._box.first_row + int(np.argmin(whole))
+        is_covered = self._covered.all(axis=0)
+        return None if is_covered.all() else self._box.first_row + int(np.argmin(is_covered))
 
     def _ranges(self, box: Box) -> slice:
         start, stop = _columns(box)

@@ -306,11 +306,11 @@ class Manifest:
             for index, shard in enumerate(entry.shards):
                 for number, blob in enumerate(shard.blobs):
                     yield f"{name_of(fqn, entry, index)} block {number}", blob
-        known: set[Blob] = set()  # row sets may share blobs
+        yielded: set[Blob] = set()  # row sets may share blobs
         for index, rows in enumerate(self.row_sets):
             for number, block in enumerate(rows.blocks):
-                if block.blob is not None and block.blob not in known:
-                    known.add(block.blob)
+                if block.blob is not None and block.blob not in yielded:
+                    yielded.add(block.blob)
                     yield f"row set {index} block {number}", block.blob
         for fqn, blob in self.objects.items():
             yield f"object '{fqn}'", blob
@@ -324,8 +324,8 @@ class Manifest:
 
 def name_of(fqn: str, entry: TensorEntry, index: int) -> str:
     """Return the name of a shard for messages: its box, and its number if several shards may have this box."""
-    which = "" if entry.folded is None else f" shard {index}"
-    return f"blob '{fqn}' box {list(entry.shards[index].box.offsets)}{which}"
+    suffix = "" if entry.folded is None else f" shard {index}"
+    return f"blob '{fqn}' box {list(entry.shards[index].box.offsets)}{suffix}"
 
 
 def replacement_name(sha256: str) -> str:
@@ -353,13 +353,13 @@ class Renumbering:
 
     def rows(self, row_set: RowSet) -> RowSet:
         """Return a moved row set. The same object always has the same result, so shards still share row sets."""
-        found = self._row_sets.get(id(row_set))
-        if found is None:  # the original is kept, too, so that no other object can get its id
-            found = self._row_sets[id(row_set)] = (
+        original_and_moved = self._row_sets.get(id(row_set))
+        if original_and_moved is None:  # the original is kept, too, so that no other object can get its id
+            original_and_moved = self._row_sets[id(row_set)] = (
                 row_set,
                 RowSet(tuple([moved_block(block, self.blob) for block in row_set.blocks])),
             )
-        return found[1]
+        return original_and_moved[1]
 
     def shard(self, shard: Shard) -> Shard:
         """Return a moved shard, with its row set."""

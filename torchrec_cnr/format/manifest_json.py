@@ -175,9 +175,9 @@ def loads(data: bytes, where: str) -> tuple[Manifest, str]:
     actual = hashlib.sha256(body).hexdigest()
     if actual != digest:
         raise DamagedError(f"{where}: sha256 is {actual}, the manifest says {digest}; use another checkpoint")
-    known = _KNOWN.get(digest)
-    if known is not None:
-        return known, digest
+    cached = _KNOWN.get(digest)
+    if cached is not None:
+        return cached, digest
     with paused_gc():
         value = _parsed(body, where)
         if "zstd" in value:
@@ -235,8 +235,8 @@ def _body(value: Any) -> bytes:
 
 def created_ns(start: bytes) -> int | None:
     """Return the commit time from the first bytes of a manifest file (512 suffice), without verifying it."""
-    found = _CREATED.search(start)
-    return int(found[1]) if found else None
+    match = _CREATED.search(start)
+    return int(match[1]) if match else None
 
 
 def _to_json(manifest: Manifest) -> dict[str, Any]:
@@ -264,12 +264,12 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
 
 
 def _pack_json(pack: Pack) -> list[Any]:
-    place = [pack.directory, pack.name, pack.num_bytes, pack.header_bytes, pack.header_crc32c]
-    return [*place, pack.written_ns, pack.heat, pack.log and _log_range_json(pack.log)]
+    fields = [pack.directory, pack.name, pack.num_bytes, pack.header_bytes, pack.header_crc32c]
+    return [*fields, pack.written_ns, pack.heat, pack.log and _log_range_json(pack.log)]
 
 
-def _log_range_json(found: LogRange) -> list[Any]:
-    return [found.topic, found.partition, found.first, found.last, found.part_bytes, found.key]
+def _log_range_json(log_range: LogRange) -> list[Any]:
+    return [log_range.topic, log_range.partition, log_range.first, log_range.last, log_range.part_bytes, log_range.key]
 
 
 def _row_set_json(row_set: RowSet) -> list[Any]:

@@ -75,8 +75,8 @@ class ManifestParser:
         self._last_scheme: tuple[Any, str, Scheme] | None = None
 
     def fail(self, message: str) -> NoReturn:
-        short = message if len(message) <= _MAX_MESSAGE else f"{message[:_MAX_MESSAGE]}…"
-        raise DamagedError(f"{self.where}: {short}; use another checkpoint")
+        shortened = message if len(message) <= _MAX_MESSAGE else f"{message[:_MAX_MESSAGE]}…"
+        raise DamagedError(f"{self.where}: {shortened}; use another checkpoint")
 
     def manifest(self, value: dict[str, Any]) -> Manifest:
         if tuple(value) != self.keys:
@@ -133,7 +133,7 @@ class ManifestParser:
 
     def log_range(self, value: Any, what: str, num_bytes: int) -> LogRange:
         topic, partition, first, last, part_bytes, key = self.tuple_of(value, 6, what)
-        found = LogRange(
+        records = LogRange(
             self.string(topic, what, TOPIC),
             self.integer(partition, what, high=_MAX_PARTITION),
             self.integer(first, what),
@@ -141,16 +141,16 @@ class ManifestParser:
             self.integer(part_bytes, what, low=1, high=_MAX_PART_BYTES),
             self.optional(partial(self.string, pattern=_RECORD_KEY), key, what),
         )
-        if found.last - found.first + 1 < found.num_parts(num_bytes):
-            self.fail(f"{what}: records {found.first} to {found.last} are too few for {num_bytes} bytes in a topic")
-        return found
+        if records.last - records.first + 1 < records.num_parts(num_bytes):
+            self.fail(f"{what}: records {records.first} to {records.last} are too few for {num_bytes} bytes in a topic")
+        return records
 
     def blob(self, value: Any, what: str) -> Blob:
-        pack, offset, num_bytes, crc32c = self.tuple_of(value, 4, what)
-        index = self.integer(pack, what, high=len(self.packs) - 1)
-        found = self.packs[index]
-        start = self.integer(offset, what, found.header_bytes)
-        size = self.integer(num_bytes, what, 1, found.num_bytes - start)
+        pack_number, offset, num_bytes, crc32c = self.tuple_of(value, 4, what)
+        index = self.integer(pack_number, what, high=len(self.packs) - 1)
+        pack = self.packs[index]
+        start = self.integer(offset, what, pack.header_bytes)
+        size = self.integer(num_bytes, what, 1, pack.num_bytes - start)
         return Blob(index, start, size, self.integer(crc32c, what, 0, _MAX_CRC32C))
 
     def row_set(self, value: Any, what: str) -> RowSet:
@@ -210,12 +210,12 @@ class ManifestParser:
         return entry
 
     def shard(self, value: Any, what: str, tensor: Mapping[str, Any]) -> Shard:
-        box, table_box, row_set, blobs, scheme = self.tuple_of(value, 5, what)
-        place = self.box(box, what)
-        table_place = None if table_box is None else self.box(table_box, what)
-        rows = self.row_sets[self.integer(row_set, what, high=len(self.row_sets) - 1)]
+        box_value, table_box_value, row_set_number, blobs, scheme = self.tuple_of(value, 5, what)
+        box = self.box(box_value, what)
+        table_box = None if table_box_value is None else self.box(table_box_value, what)
+        rows = self.row_sets[self.integer(row_set_number, what, high=len(self.row_sets) - 1)]
         codes = self.items(self.blob, blobs, what)
-        return Shard(place, rows, codes, self.scheme(scheme, tensor["dtype"], what), table_place)
+        return Shard(box, rows, codes, self.scheme(scheme, tensor["dtype"], what), table_box)
 
     def place(self, value: Any, what: str) -> Place:
         box, table_box = self.tuple_of(value, 2, what)
@@ -258,8 +258,8 @@ class ManifestParser:
                 continue
             if may_be_split(blob.num_bytes, block.num_rows, row_bytes, tail_bytes):
                 continue
-            exact, rest = divmod(blob.num_bytes - num_bytes, exact_row_bytes(num_cols, dtype.itemsize))
-            if not 0 <= exact <= (block.num_rows if shard.scheme.name != "none" else 0) or rest:
+            num_exact, remainder = divmod(blob.num_bytes - num_bytes, exact_row_bytes(num_cols, dtype.itemsize))
+            if not 0 <= num_exact <= (block.num_rows if shard.scheme.name != "none" else 0) or remainder:
                 self.fail(
                     f"{what}: block {number} has {blob.num_bytes} bytes, its {block.num_rows} rows need {num_bytes}"
                 )
@@ -287,15 +287,15 @@ class ManifestParser:
         expected = np.where(np.diff(packs, prepend=-1) != 0, begins, np.roll(stops, 1))
         is_wrong = offsets < expected if manifest.replaces is not None else offsets != expected
         if is_wrong.any():
-            first = int(np.argmax(is_wrong))
-            at = min(offsets[first], expected[first])
-            self.fail(f"pack {self.packs[packs[first]].name}: a hole or an overlap at byte {at}")
+            first_wrong = int(np.argmax(is_wrong))
+            byte = min(offsets[first_wrong], expected[first_wrong])
+            self.fail(f"pack {self.packs[packs[first_wrong]].name}: a hole or an overlap at byte {byte}")
         ends = [pack.header_bytes for pack in self.packs]
-        for pack, stop in zip(packs.tolist(), stops.tolist(), strict=True):
-            ends[pack] = stop
-        for pack_, end in zip(self.packs, ends, strict=True):
-            if end != pack_.num_bytes and manifest.replaces is None:
-                self.fail(f"pack {pack_.name}: its blobs end at byte {end}, expected {pack_.num_bytes}")
+        for index, stop in zip(packs.tolist(), stops.tolist(), strict=True):
+            ends[index] = stop
+        for pack, end in zip(self.packs, ends, strict=True):
+            if end != pack.num_bytes and manifest.replaces is None:
+                self.fail(f"pack {pack.name}: its blobs end at byte {end}, expected {pack.num_bytes}")
         if manifest.replaces is None and any(pack.directory is not None for pack in self.packs):
             self.fail("it uses other checkpoints' packs, but replaces no manifest")
 
@@ -319,10 +319,10 @@ class ManifestParser:
                 place.box.num_rows == (place.table_box.num_rows if place.table_box else 0) for place in places
             )
             boxes = [place.table_box for place in entry.sharding if place.table_box is not None]
-            within = entry.folded is None or all(
+            is_within = entry.folded is None or all(
                 lies_within(table.size, shard.table_box) for shard in entry.shards if shard.table_box is not None
             )
-            if not rows_agree or not fills(table.size, boxes) or not within:
+            if not rows_agree or not fills(table.size, boxes) or not is_within:
                 self.fail(f"tensor {fqn!r}: its shards do not match those of its table {entry.table!r}")
 
     def box(self, value: Any, what: str) -> Box:

@@ -95,49 +95,49 @@ def decode_row_numbers(coded: CodedRows, num_rows: int, where: str) -> RowNumber
 
 def _is_bitmap_of(code: Unpacked, num_rows: int, span: int) -> bool:
     """Return whether ``num_rows`` bits are set, including the first and the last of the span, and none after it."""
-    num_set, first, last = 0, 0, 0
-    for place, piece in code.pieces(_PIECE_BYTES):
+    num_set, first_bit, last_byte = 0, 0, 0
+    for position, piece in code.pieces(_PIECE_BYTES):
         num_set += int(np.bitwise_count(piece).sum(dtype=np.int64))
-        first = int(piece[0]) & 1 if place == 0 else first
-        last = int(piece[-1])
-    return num_set == num_rows and first == 1 and last >> ((span - 1) % 8) == 1
+        first_bit = int(piece[0]) & 1 if position == 0 else first_bit
+        last_byte = int(piece[-1])
+    return num_set == num_rows and first_bit == 1 and last_byte >> ((span - 1) % 8) == 1
 
 
 def _rows_of_bitmap(code: Unpacked, num_rows: int, first: int) -> RowNumbers:
     rows = np.empty(num_rows, dtype=np.int64)
-    filled = 0
-    for place, piece in code.pieces(_PIECE_BYTES):
+    num_filled = 0
+    for position, piece in code.pieces(_PIECE_BYTES):
         mask = np.unpackbits(piece, bitorder="little").view(np.bool_)  # flatnonzero is several times faster on bools
         members = np.flatnonzero(mask)
-        np.add(members, first + 8 * place, out=rows[filled : filled + len(members)])
-        filled += len(members)
+        np.add(members, first + 8 * position, out=rows[num_filled : num_filled + len(members)])
+        num_filled += len(members)
     return rows
 
 
 def _are_gaps_of(code: Unpacked, num_rows: int, span: int) -> bool:
     """Return whether the gaps add up to the rows of the span that are not members; then no row number overflows."""
-    total = sum(int(part.sum(dtype=np.int64)) << shift for _, part, shift in _of_planes(code, num_rows))
+    total = sum(int(gap_bytes.sum(dtype=np.int64)) << shift for _, gap_bytes, shift in _of_planes(code, num_rows))
     return total == span - num_rows
 
 
 def _rows_of_gaps(code: Unpacked, num_rows: int, first: int) -> RowNumbers:
     rows = np.ones(num_rows, dtype=np.int64)
     rows[0] = first
-    for start, part, shift in _of_planes(code, num_rows):
-        rows[1 + start : 1 + start + len(part)] += part.astype(np.int64) << shift
+    for start, gap_bytes, shift in _of_planes(code, num_rows):
+        rows[1 + start : 1 + start + len(gap_bytes)] += gap_bytes.astype(np.int64) << shift
     return np.cumsum(rows, out=rows)
 
 
 def _of_planes(code: Unpacked, num_rows: int) -> Iterator[tuple[int, Bytes, int]]:
     """Yield pieces of planes: the number of the first gap, one byte of each consecutive gap, and its shift in bits."""
     num_gaps = num_rows - 1
-    for place, piece in code.pieces(_PIECE_BYTES):
-        taken = 0
-        while taken < len(piece):
-            plane, start = divmod(place + taken, num_gaps)
-            part = piece[taken : taken + num_gaps - start]
-            yield start, part, 8 * plane
-            taken += len(part)
+    for position, piece in code.pieces(_PIECE_BYTES):
+        num_taken = 0
+        while num_taken < len(piece):
+            plane, start = divmod(position + num_taken, num_gaps)
+            gap_bytes = piece[num_taken : num_taken + num_gaps - start]
+            yield start, gap_bytes, 8 * plane
+            num_taken += len(gap_bytes)
 
 
 def _gap_width(span: int) -> int:
@@ -219,9 +219,9 @@ class RowSet:
         """Hash only a few fields of the first block: there are many row sets, and most of them differ in these."""
         if not self.blocks:
             return 0
-        first = self.blocks[0]
-        place = None if first.blob is None else (first.blob.pack, first.blob.offset)
-        return hash((len(self.blocks), first.num_rows, place))
+        first_block = self.blocks[0]
+        location = None if first_block.blob is None else (first_block.blob.pack, first_block.blob.offset)
+        return hash((len(self.blocks), first_block.num_rows, location))
 
     @classmethod
     def all(cls, num_rows: int, block_rows: int) -> "RowSet":

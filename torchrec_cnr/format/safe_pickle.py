@@ -123,12 +123,12 @@ def _check_layout(file: IO[bytes] | io.RawIOBase) -> None:
     """
     file.seek(0)
     begin = file.read(len(ARCHIVE_BEGIN))
-    at = max(0, file.seek(0, os.SEEK_END) - _ARCHIVE_END.size)
-    file.seek(at)
+    end_offset = max(0, file.seek(0, os.SEEK_END) - _ARCHIVE_END.size)
+    file.seek(end_offset)
     end = file.read(_ARCHIVE_END.size) or b""
     if len(end) == _ARCHIVE_END.size and begin == ARCHIVE_BEGIN:
-        record, num_bytes, start, locator, record_at, last = _ARCHIVE_END.unpack(end)
-        if (record, locator, last) == _END_MARKS and record_at == start + num_bytes == at:
+        record, num_bytes, start, locator, record_offset, last = _ARCHIVE_END.unpack(end)
+        if (record, locator, last) == _END_MARKS and record_offset == start + num_bytes == end_offset:
             return
     raise _Costly("an archive whose layout is not that of torch.save")
 
@@ -153,11 +153,11 @@ def check_pickle(data: bytes) -> None:
     memo: dict[int, _Value] = {}
     work = 0
     argument: Any
-    for number, (opcode, argument, _) in enumerate(pickletools.genops(data)):
+    for instruction_number, (opcode, argument, _) in enumerate(pickletools.genops(data)):
         name = opcode.name
         if name in _PUTS:
             index = len(memo) if argument is None else argument
-            if index > number:
+            if index > instruction_number:
                 raise _Costly(f"a memo index of {index}, more than its instructions")
             memo[index] = _top(stack)
         elif name in _GETS:
@@ -170,11 +170,11 @@ def check_pickle(data: bytes) -> None:
             if opcode.stack_after:
                 stack.append(_Value(text=argument) if isinstance(argument, str) else _Value())
         else:
-            taken = _taken(stack, opcode)
-            work += _hashed(name, taken)
+            operands = _taken(stack, opcode)
+            work += _hashed(name, operands)
             if work > _FREE_WORK + _WORK_PER_BYTE * len(data):
                 raise _Costly("nested tuples that are hashed again and again")
-            stack += _given(opcode, argument, taken)
+            stack += _given(opcode, argument, operands)
 
 
 def _top(stack: Sequence[_Value | None]) -> _Value:
@@ -186,48 +186,48 @@ def _top(stack: Sequence[_Value | None]) -> _Value:
 
 def _taken(stack: list[_Value | None], opcode: pickletools.OpcodeInfo) -> list[_Value]:
     """Take the values that an instruction uses off the stack."""
-    taken: list[_Value] = []
+    operands: list[_Value] = []
     for kind in reversed(opcode.stack_before):
         if kind is pickletools.stackslice:
             while (value := stack.pop()) is not None:
-                taken.append(value)
+                operands.append(value)
         elif kind is not pickletools.markobject:
-            taken.append(_top(stack))
+            operands.append(_top(stack))
             stack.pop()
-    return taken[::-1]
+    return operands[::-1]
 
 
-def _hashed(name: str, taken: Sequence[_Value]) -> int:
+def _hashed(name: str, operands: Sequence[_Value]) -> int:
     """Return how many values an instruction may hash, of those that it uses."""
     if name in ("SETITEM", "SETITEMS"):
-        return sum(value.weight for value in taken[1::2])
-    return sum(value.weight for value in taken) if name in ("ADDITEMS", "FROZENSET", *_CALLS) else 0
+        return sum(value.weight for value in operands[1::2])
+    return sum(value.weight for value in operands) if name in ("ADDITEMS", "FROZENSET", *_CALLS) else 0
 
 
-def _given(opcode: pickletools.OpcodeInfo, argument: object, taken: Sequence[_Value]) -> list[_Value]:
+def _given(opcode: pickletools.OpcodeInfo, argument: object, operands: Sequence[_Value]) -> list[_Value]:
     """Return the values that an instruction puts onto the stack."""
     name = opcode.name
-    weight = min(1 + sum(value.weight for value in taken), _MAX_WEIGHT)
-    depth = 1 + max((value.depth for value in taken), default=-1)
+    weight = min(1 + sum(value.weight for value in operands), _MAX_WEIGHT)
+    depth = 1 + max((value.depth for value in operands), default=-1)
     if not opcode.stack_after:
         return []
     if name in _IN_PLACE:
-        taken[0].weight = weight - 1
-        return [taken[0]]
+        operands[0].weight = weight - 1
+        return [operands[0]]
     if name in ("GLOBAL", "STACK_GLOBAL"):
-        parts = str(argument).split(" ", 1) if name == "GLOBAL" else [str(value.text) for value in taken]
-        found = _global_name(*parts)
-        if _ACTING.match(found):
-            raise _Acting(f"{found}, which has side effects when it is rebuilt")
-        return [_Value(name=found, is_global=True)]
+        name_parts = str(argument).split(" ", 1) if name == "GLOBAL" else [str(value.text) for value in operands]
+        global_name = _global_name(*name_parts)
+        if _ACTING.match(global_name):
+            raise _Acting(f"{global_name}, which has side effects when it is rebuilt")
+        return [_Value(name=global_name, is_global=True)]
     if name in _CALLS:
         if name in ("OBJ", "INST"):
             raise _Costly(f"the instruction {name}")
-        _check_call(taken[0], taken[1].items)
-        return [_Value(weight, depth, taken[0].name)]
+        _check_call(operands[0], operands[1].items)
+        return [_Value(weight, depth, operands[0].name)]
     if name.startswith("TUPLE") and depth > _MAX_DEPTH:
         raise _Costly(f"tuples nested more than {_MAX_DEPTH} levels deep")
-    items = tuple(taken) if name.startswith("TUPLE") else ()
+    items = tuple(operands) if name.startswith("TUPLE") else ()
     return [_Value(weight, depth, items=items)]
 
 
@@ -240,12 +240,12 @@ def _global_name(module: str, name: str) -> str:
 def _check_call(called: _Value, arguments: Sequence[_Value]) -> None:
     if called.name == _REBUILD_FROM_TYPE and len(arguments) > 2:
         _check_call(arguments[0], arguments[2].items)
-    made = [value for value in arguments if value.is_global or "." in value.name]
+    constructed = [value for value in arguments if value.is_global or "." in value.name]
     allowed = {
         _ENCODE: len(arguments) == 2 and arguments[1].text == "latin1",
         "builtins.bytearray": all(value.text is not None or value.name == _ENCODE for value in arguments),
         "builtins.bytes": not arguments,
-        **dict.fromkeys(_CONTAINERS, not made),  # iterating a tensor may yield any number of values
+        **dict.fromkeys(_CONTAINERS, not constructed),  # iterating a tensor may yield any number of values
     }
     if not allowed.get(called.name, _ALLOCATING.fullmatch(called.name) is None):
         raise _Costly(f"a call of {called.name} that no state dict needs")

@@ -129,9 +129,9 @@ class OfProcess(Generic[KeyT, ConnectionT]):
     def close(self) -> None:
         """Close all objects."""
         with self._lock:
-            made, self._made = self._made, {}
-        for each in made.values():
-            each.close()
+            objects, self._made = self._made, {}
+        for closable in objects.values():
+            closable.close()
 
     def _begin_child(self) -> None:
         self._of_parents.append(self._made)

@@ -103,13 +103,13 @@ class KafkaLog:
         for pack in packs:
             log = pack.log
             if log is not None and log.key is not None and log.topic == self.rules.rows.name:
-                parts = tombstones(log.key, range(log.num_parts(pack.num_bytes)))
-                by_partition.setdefault(log.partition, []).extend(parts)
+                part_tombstones = tombstones(log.key, range(log.num_parts(pack.num_bytes)))
+                by_partition.setdefault(log.partition, []).extend(part_tombstones)
         rows = RowTopic(self.rules.cluster, self.rules.rows.name, self.open(may_make=False), self.rules.part_bytes)
-        for partition, found in by_partition.items():
-            for start in range(0, len(found), _MAX_TOMBSTONES):
-                records = found[start : start + _MAX_TOMBSTONES]
-                rows.send(self._producer(root, _MARKERS), partition, records, "remove packs from", is_held=True)
+        for partition, records in by_partition.items():
+            for start in range(0, len(records), _MAX_TOMBSTONES):
+                batch = records[start : start + _MAX_TOMBSTONES]
+                rows.send(self._producer(root, _MARKERS), partition, batch, "remove packs from", is_held=True)
 
     def markers(self, root: str, most: int) -> tuple[Marker, ...]:
         """Return some of the newest markers of a root."""
@@ -126,21 +126,21 @@ class KafkaLog:
     def markers_from(self, offset: int, timeout_secs: float) -> tuple[Marker, ...]:
         """Return the markers from an offset on, waiting for the first; check now and then that the broker answers."""
         with self.rules.cluster.errors(f"read topic {self.rules.markers.name!r}"):
-            found = tuple(self._markers.between(offset, 1 << 62, timeout_secs))
-            if not found and time.monotonic() > self._heard_secs + self.rules.cluster.timeout_secs:
+            markers = tuple(self._markers.between(offset, 1 << 62, timeout_secs))
+            if not markers and time.monotonic() > self._heard_secs + self.rules.cluster.timeout_secs:
                 self._markers.end()
                 self._heard_secs = time.monotonic()
-            return found
+            return markers
 
     def close(self) -> None:
         """Close the producers. A later save creates new ones."""
         with self._lock:
-            producing = list(self._producing.values())
-        for each in producing:
-            each.close()
+            producers = list(self._producing.values())
+        for producer in producers:
+            producer.close()
 
-    def _producer(self, root: str, who: str) -> Producing:
-        name = f"{self.rules.rows.name}.{root}.{who}"
+    def _producer(self, root: str, writer: str) -> Producing:
+        name = f"{self.rules.rows.name}.{root}.{writer}"
         with self._lock:
             return self._producing.setdefault(name, Producing(self.rules.cluster, name))
 
@@ -150,13 +150,22 @@ class KafkaLog:
         for pack in packs:
             if pack.log is not None and pack.log.topic == self.rules.rows.name:
                 by_partition.setdefault(pack.log.partition, []).append((pack.log, pack))
-        for partition, found in by_partition.items():
-            place, newest = max(found, key=lambda item: item[0].last)
-            with self.rules.cluster.errors(f"read topic {place.topic!r}"):
-                if self._offsets.first(place.topic, partition) > min(place.first for place, _ in found):
+        for partition, ranges_and_packs in by_partition.items():
+            log_range, newest_pack = max(ranges_and_packs, key=lambda item: item[0].last)
+            with self.rules.cluster.errors(f"read topic {log_range.topic!r}"):
+                if self._offsets.first(log_range.topic, partition) > min(
+                    log_range.first for log_range, _ in ranges_and_packs
+                ):
                     return False
             try:
-                self.read(newest.name, newest.num_bytes, place, newest.num_bytes - 1, newest.num_bytes, is_anew=True)
+                self.read(
+                    newest_pack.name,
+                    newest_pack.num_bytes,
+                    log_range,
+                    newest_pack.num_bytes - 1,
+                    newest_pack.num_bytes,
+                    is_anew=True,
+                )
             except DamagedError as error:
                 logger.warning("%s", error)
                 return False
@@ -168,60 +177,60 @@ class KafkaLog:
         """Return the bytes of a pack from ``start`` to ``stop``; with ``is_anew``, without the consumer's cache."""
         part_bytes = place.part_bytes
         where = f"topic {place.topic!r} partition {place.partition} of Kafka at {self.rules.cluster.bootstrap}"
-        first, last = start // part_bytes, (stop - 1) // part_bytes
-        found = bytearray()  # grows with the records that exist, since the sizes in a manifest are not trusted
-        begin = place.first + first  # the part is there, or later if there are records of others in between
-        expected = first
+        first_part, last_part = start // part_bytes, (stop - 1) // part_bytes
+        content = bytearray()  # grows with the records that exist, since the sizes in a manifest are not trusted
+        first_offset = place.first + first_part  # the part is there, or later if there are records of others in between
+        expected = first_part
         with (
             self.rules.cluster.errors(f"read topic {place.topic!r}"),
-            self._consumers.one(place.topic, place.partition, begin) as consumer,
+            self._consumers.one(place.topic, place.partition, first_offset) as consumer,
         ):
             if is_anew:
                 consumer.forget()
-            for message in consumer.records(place.topic, place.partition, begin, place.last + 1):
-                number = _part_of(message, name, place, num_bytes, where)
-                if number is None or (number < first and expected == first):
+            for message in consumer.records(place.topic, place.partition, first_offset, place.last + 1):
+                part = _part_of(message, name, place, num_bytes, where)
+                if part is None or (part < first_part and expected == first_part):
                     continue
-                size = min(part_bytes, num_bytes - number * part_bytes)
+                size = min(part_bytes, num_bytes - part * part_bytes)
                 value = message.value() or b""
-                if number != expected or len(value) != size:
+                if part != expected or len(value) != size:
                     raise DamagedError(
                         f"{where}: corrupt: at offset {message.offset()}: expected part {expected} of {name}, got part "
-                        f"{number} with {len(value)} of {size} bytes; use another checkpoint"
+                        f"{part} with {len(value)} of {size} bytes; use another checkpoint"
                     )
-                found += value
+                content += value
                 expected += 1
-                if expected > last:
+                if expected > last_part:
                     break
-        if expected <= last:
+        if expected <= last_part:
             raise DamagedError(
                 f"{where}: part {expected} of {place.num_parts(num_bytes)} of {name} is missing between offsets "
                 f"{place.first} and {place.last}; use another checkpoint"
             )
-        return np.frombuffer(found, dtype=np.uint8)[start - first * part_bytes : stop - first * part_bytes]
+        return np.frombuffer(content, dtype=np.uint8)[start - first_part * part_bytes : stop - first_part * part_bytes]
 
 
-def _part_of(message: Message, name: str, place: LogRange, num_bytes: int, where: str) -> int | None:
+def _part_of(message: Message, name: str, log_range: LogRange, num_bytes: int, where: str) -> int | None:
     """Return the number of a part of a pack; None if the record belongs to another pack or is not from this library."""
     if message.value() is None:  # a tombstone
         return None
-    num_parts = place.num_parts(num_bytes)
-    found = part_number(message.headers())
-    if found is None:
+    num_parts = log_range.num_parts(num_bytes)
+    part_and_count = part_number(message.headers())
+    if part_and_count is None:
         logger.warning(
             "%s: skipped the record at offset %s, which is no part of a pack; let no other program write to this topic",
             where,
             message.offset(),
         )
         return None
-    if (message.key() if place.key is None else pack_name(message.headers())) != name.encode():
+    if (message.key() if log_range.key is None else pack_name(message.headers())) != name.encode():
         return None
-    if found[1] != num_parts or not found[0] < num_parts:
+    if part_and_count[1] != num_parts or not part_and_count[0] < num_parts:
         raise DamagedError(
             f"{where}: corrupt: at offset {message.offset()}: expected one of {num_parts} parts of {name}, got part "
-            f"{found[0]} of {found[1]}; use another checkpoint"
+            f"{part_and_count[0]} of {part_and_count[1]}; use another checkpoint"
         )
-    return found[0]
+    return part_and_count[0]
 
 
 logs_of_process = OfProcess(KafkaLog)

@@ -64,29 +64,29 @@ class RangeConsumer:
             DamagedError: The offset has been removed, or does not exist yet.
             KafkaException: The broker does not answer in time.
         """
-        for kept in self._kept_from(topic, partition, start):
-            if (offset := kept.offset() or 0) >= stop:
+        for kept_message in self._kept_from(topic, partition, start):
+            if (offset := kept_message.offset() or 0) >= stop:
                 return
             start = offset + 1
-            yield kept
+            yield kept_message
         is_anew = self.distance(topic, partition, start) is None or (self._is_at_end and wait_secs == 0)
         if is_anew:
             self._go_to(topic, partition, start)
         self.place = None
-        began = heard = time.monotonic()
+        began_secs = heard_secs = time.monotonic()
         while True:
             message = self._consumer.poll(min(_POLL_SECS, wait_secs) if self._is_at_end else _POLL_SECS)
             now = time.monotonic()
-            if message is None and self._is_at_end and now > began + wait_secs:
+            if message is None and self._is_at_end and now > began_secs + wait_secs:
                 self.place = (topic, partition, start)
                 return
             if message is None:
-                if now > heard + self._cluster.timeout_secs and not self._is_at_end:
+                if now > heard_secs + self._cluster.timeout_secs and not self._is_at_end:
                     raise KafkaException(KafkaError(KafkaError._TIMED_OUT))
                 continue
             if (message.topic(), message.partition()) not in ((topic, partition), (None, None)):
                 continue  # fetched before the last seek
-            heard, error = now, message.error()
+            heard_secs, error = now, message.error()
             if error is not None and error.code() == KafkaError._PARTITION_EOF:
                 self._is_at_end = True
                 if wait_secs == 0 and not is_anew:  # the reported end may be outdated
@@ -201,11 +201,11 @@ class Consumers:
         """Borrow the idle consumer that has the fewest records to skip, or a new one. Close it if the block fails."""
         with self._lock:
             distances = [consumer.distance(topic, partition, start) for consumer in self._idle]
-            at_hand = [(distance, n) for n, distance in enumerate(distances) if distance is not None]
-            found = self._idle[min(at_hand)[1] if at_hand else 0] if self._idle else None
-            if found is not None:
-                self._idle.remove(found)
-        consumer = found if found is not None else RangeConsumer(self._cluster, self._isolation)
+            candidates = [(distance, n) for n, distance in enumerate(distances) if distance is not None]
+            idle_consumer = self._idle[min(candidates)[1] if candidates else 0] if self._idle else None
+            if idle_consumer is not None:
+                self._idle.remove(idle_consumer)
+        consumer = idle_consumer if idle_consumer is not None else RangeConsumer(self._cluster, self._isolation)
         try:
             yield consumer
         except BaseException:
@@ -213,16 +213,16 @@ class Consumers:
             raise
         with self._lock:
             self._idle.append(consumer)
-            surplus = self._idle[:-_MAX_IDLE]
+            surplus_consumers = self._idle[:-_MAX_IDLE]
             del self._idle[:-_MAX_IDLE]
-        for idle in surplus:
-            idle.close()
+        for surplus_consumer in surplus_consumers:
+            surplus_consumer.close()
 
     def close(self) -> None:
         """Close the idle consumers."""
         with self._lock:
-            idle, self._idle = self._idle, []
-        for consumer in idle:
+            idle_consumers, self._idle = self._idle, []
+        for consumer in idle_consumers:
             consumer.close()
 
 

@@ -88,8 +88,10 @@ class KafkaRows:
         check_count("row_block_bytes", self.row_block_bytes, 1, _MAX_BLOCK_BYTES)
         check_count("part_bytes", self.part_bytes, 1, MAX_RECORD_BYTES)
         check_type("config", self.config, Mapping, "a mapping of librdkafka's settings")
-        if own := sorted(self.config.keys() & OWN_SETTINGS):
-            raise ConfigurationError(f"'config' must not contain {', '.join(own)}, which KafkaRows sets; remove it")
+        if forbidden := sorted(self.config.keys() & OWN_SETTINGS):
+            raise ConfigurationError(
+                f"'config' must not contain {', '.join(forbidden)}, which KafkaRows sets; remove it"
+            )
 
     @property
     def _log(self) -> KafkaLog:

@@ -81,12 +81,12 @@ class MarkerTopic:
         """
         with self._cluster.errors(f"read topic {self._topic!r}"):
             end = self._end(IsolationLevel.READ_UNCOMMITTED)
-            found: list[Marker] = []
+            markers: list[Marker] = []
             for window in self._windows_back(end, max(0, end - _MAX_LOOKED_AT), self._all):
-                found[:0] = [marker for marker in window if marker.root == root]
-                if len(found) >= most:
+                markers[:0] = [marker for marker in window if marker.root == root]
+                if len(markers) >= most:
                     break
-            return tuple(found[-most:])
+            return tuple(markers[-most:])
 
     def marked(self, root: str, manifests: Mapping[str, str | None]) -> frozenset[str]:
         """Return which of these manifests a marker has committed, once that is certain; see ``RowLog``.
@@ -94,28 +94,28 @@ class MarkerTopic:
         Raises:
             StoreError: The broker does not answer in time, or a transaction with one of the markers does not end.
         """
-        left, found = dict(manifests), set()
+        undecided, committed = dict(manifests), set()
         with self._cluster.errors(f"read topic {self._topic!r}"):
             end = self._decided_end(root, manifests.keys())
             for window in self._windows_back(end, 0, self._committed):
                 for marker in reversed([marker for marker in window if marker.root == root]):
-                    if marker.sha256 in left:
-                        found.add(marker.sha256)
+                    if marker.sha256 in undecided:
+                        committed.add(marker.sha256)
                     # A manifest has no marker if the search has reached its parent's marker without finding its own.
-                    gone = [sha256 for sha256, parent in left.items() if marker.sha256 in (sha256, parent)]
-                    for sha256 in gone:
-                        del left[sha256]
-                if not left:
+                    decided = [sha256 for sha256, parent in undecided.items() if marker.sha256 in (sha256, parent)]
+                    for sha256 in decided:
+                        del undecided[sha256]
+                if not undecided:
                     break
-        return frozenset(found)
+        return frozenset(committed)
 
-    def _windows_back(self, end: int, first: int, consumers: Consumers) -> Iterator[list[Marker]]:
+    def _windows_back(self, end: int, first_offset: int, consumers: Consumers) -> Iterator[list[Marker]]:
         """Yield the markers between two offsets in windows, the last one first, each larger than the one before."""
-        first = max(first, self._offsets.first(self._topic, 0))
+        first_offset = max(first_offset, self._offsets.first(self._topic, 0))
         stop = end - 1  # the last record only ends a transaction, and a read up to the end takes longer
         width = _MIN_WINDOW
-        while stop > first:
-            start = max(first, stop - width)
+        while stop > first_offset:
+            start = max(first_offset, stop - width)
             yield list(self._read(consumers, start, stop, 0.0))
             stop, width = start, 4 * width
 
@@ -161,16 +161,16 @@ class MarkerTopic:
         """Return the end of the records whose outcome is known, once no marker of these manifests comes after it."""
         deadline = time.monotonic() + self._cluster.timeout_secs + _OPEN_SECS
         while True:
-            decided = self._end(IsolationLevel.READ_COMMITTED)
+            decided_end = self._end(IsolationLevel.READ_COMMITTED)
             end = self._end(IsolationLevel.READ_UNCOMMITTED)
             # An open transaction of another root must not block this one.
-            behind = [marker for marker in self._read(self._all, decided, end, 0.0) if marker.root == root]
-            if not any(marker.sha256 in sha256s for marker in behind):
-                return decided
+            undecided = [marker for marker in self._read(self._all, decided_end, end, 0.0) if marker.root == root]
+            if not any(marker.sha256 in sha256s for marker in undecided):
+                return decided_end
             if time.monotonic() > deadline:
                 raise StoreError(
                     f"topic {self._topic!r} of Kafka at {self._cluster.bootstrap}: cannot determine whether checkpoint "
-                    f"{behind[-1].name!r} was committed: a transaction has been open since offset {decided}; "
+                    f"{undecided[-1].name!r} was committed: a transaction has been open since offset {decided_end}; "
                     "try again, or abort that transaction with kafka-transactions --abort"
                 )
             time.sleep(_LOOK_SECS)

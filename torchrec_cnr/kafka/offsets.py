@@ -37,13 +37,15 @@ class Offsets:
         """
         return self._offset(TopicPartition(topic, partition), OffsetSpec.latest(), isolation)
 
-    def _offset(self, place: TopicPartition, spec: OffsetSpec, isolation: IsolationLevel) -> int:
+    def _offset(self, topic_partition: TopicPartition, spec: OffsetSpec, isolation: IsolationLevel) -> int:
         timeout_secs = self._cluster.timeout_secs
         deadline = time.monotonic() + timeout_secs
         while True:
-            futures = self._admin.list_offsets({place: spec}, isolation_level=isolation, request_timeout=timeout_secs)
+            futures = self._admin.list_offsets(
+                {topic_partition: spec}, isolation_level=isolation, request_timeout=timeout_secs
+            )
             try:
-                return int(self._cluster.result(futures[place]).offset)
+                return int(self._cluster.result(futures[topic_partition]).offset)
             except KafkaException:  # a broker that has just started does not lead its partitions yet
                 if time.monotonic() > deadline:
                     raise

@@ -64,8 +64,8 @@ class KafkaTarget:
 
     def put(self, name: str, parts: Sequence[Buffer]) -> LogRange:
         """Send a pack in one transaction."""
-        rows, number = self._rows, next(self._packs)
-        partition = (zlib.crc32(b"%d" % self._rank) + number) % rows.num_partitions
+        rows, pack_number = self._rows, next(self._packs)
+        partition = (zlib.crc32(b"%d" % self._rank) + pack_number) % rows.num_partitions
         values = list(parts_of(parts, rows.part_bytes))
         records = [Record(name.encode(), value, (part_header(n, len(values)),)) for n, value in enumerate(values)]
         offsets = rows.send(self._producing, partition, records, f"write {name} to", may_take_over=True)
@@ -114,8 +114,8 @@ class KeyedTarget:
             Record(part_key(self.key, number), value, (pack_header(name), part_header(number, len(values))))
             for number, value in enumerate(values)
         ]
-        rest = range(len(values), -(-self.most_bytes // rows.part_bytes))
-        records += tombstones(self.key, rest)
+        further_parts = range(len(values), -(-self.most_bytes // rows.part_bytes))
+        records += tombstones(self.key, further_parts)
         offsets = rows.send(self.blocks.producing, partition, records, f"write {name} to", is_held=True)
         return LogRange(rows.topic, partition, offsets[0], offsets[len(values) - 1], rows.part_bytes, self.key)
 

@@ -144,30 +144,30 @@ class Producing:
     def _transact(self, topic: str, partition: int, records: list[Record]) -> list[int]:
         producer = self._made()
         producer.begin_transaction()
-        sent = _Deliveries()
+        deliveries = _Deliveries()
         for number, record in enumerate(records):
             num_bytes = len(record.value or b"")
-            self._wait(producer, sent, _IN_FLIGHT_BYTES - num_bytes)
+            self._wait(producer, deliveries, _IN_FLIGHT_BYTES - num_bytes)
             producer.produce(
                 topic,
                 record.value,
                 record.key,
                 partition,
-                on_delivery=partial(sent.heard_of, number, num_bytes),
+                on_delivery=partial(deliveries.heard_of, number, num_bytes),
                 headers=list(record.headers),
             )
-            sent.bytes_in_flight += num_bytes
-        self._wait(producer, sent, 0)
+            deliveries.bytes_in_flight += num_bytes
+        self._wait(producer, deliveries, 0)
         producer.commit_transaction(self._cluster.timeout_secs)
-        return [sent.offsets[number] for number in range(len(records))]
+        return [deliveries.offsets[number] for number in range(len(records))]
 
-    def _wait(self, producer: Producer, sent: _Deliveries, most_bytes: int) -> None:
+    def _wait(self, producer: Producer, deliveries: _Deliveries, most_bytes: int) -> None:
         """Wait until at most ``most_bytes`` are in flight, which applies back pressure to the writer of packs."""
-        while sent.bytes_in_flight > max(0, most_bytes):
+        while deliveries.bytes_in_flight > max(0, most_bytes):
             producer.poll(_POLL_SECS)
-            if sent.failure is not None:
-                raise KafkaException(sent.failure)
-            if time.monotonic() > sent.heard + self._cluster.timeout_secs:
+            if deliveries.failure is not None:
+                raise KafkaException(deliveries.failure)
+            if time.monotonic() > deliveries.heard + self._cluster.timeout_secs:
                 raise KafkaException(KafkaError(KafkaError._MSG_TIMED_OUT))
 
     def _made(self) -> Producer:

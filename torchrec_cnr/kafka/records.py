@@ -70,8 +70,8 @@ def part_key(key: str, number: int) -> bytes:
 def part_number(headers: Any) -> tuple[int, int] | None:
     """Return the number of a part and the number of parts in its pack; None if the record is no part of a pack."""
     for key, value in headers or ():
-        if key == PART and isinstance(value, bytes) and (found := _PART.fullmatch(value)):
-            return int(found[1]), int(found[2])
+        if key == PART and isinstance(value, bytes) and (match := _PART.fullmatch(value)):
+            return int(match[1]), int(match[2])
     return None
 
 
@@ -85,7 +85,9 @@ def marker_json(marker: Marker) -> bytes:
 def marker_of(value: Any, offset: int) -> Marker | None:
     """Return the marker in a record's value; None if the value is not a valid marker."""
     try:
-        found = msgspec.convert(json.loads(value), _MarkerRecord)
+        record = msgspec.convert(json.loads(value), _MarkerRecord)
     except (ValueError, TypeError, RecursionError):
         return None
-    return Marker(found.root, found.name, found.save_id, found.sha256, found.parent_sha256, found.created_ns, offset)
+    return Marker(
+        record.root, record.name, record.save_id, record.sha256, record.parent_sha256, record.created_ns, offset
+    )

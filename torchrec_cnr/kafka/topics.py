@@ -45,26 +45,26 @@ class TopicRules:
     @property
     def settings(self) -> dict[str, str]:
         """Kafka's settings of the topic."""
-        safe = {"unclean.leader.election.enable": "false", "max.message.bytes": str(self.record_bytes)}
+        common_settings = {"unclean.leader.election.enable": "false", "max.message.bytes": str(self.record_bytes)}
         if self.is_compacted:
-            return {"cleanup.policy": "compact", **safe}
+            return {"cleanup.policy": "compact", **common_settings}
         retention = "-1" if self.retention_secs is None else str(round(1e3 * self.retention_secs))
-        return {"cleanup.policy": "delete", "retention.ms": retention, "retention.bytes": "-1", **safe}
+        return {"cleanup.policy": "delete", "retention.ms": retention, "retention.bytes": "-1", **common_settings}
 
     def complaints(self, found: Mapping[str, str], num_partitions: int) -> list[str]:
         """Return the wrong settings of an existing topic, each with the expected value."""
         complaints = []
         if num_partitions < self.num_partitions or (self.num_partitions == 1 and num_partitions != 1):
             complaints.append(f"{num_partitions} partitions, expected {self.num_partitions}: use another topic")
-        exactly = ("cleanup.policy", "unclean.leader.election.enable")
-        wrong = [key for key in exactly if found.get(key, self.settings[key]) != self.settings[key]]
-        complaints += [f"{key}={found[key]}, expected {self.settings[key]}" for key in wrong]
+        exact_keys = ("cleanup.policy", "unclean.leader.election.enable")
+        wrong_keys = [key for key in exact_keys if found.get(key, self.settings[key]) != self.settings[key]]
+        complaints += [f"{key}={found[key]}, expected {self.settings[key]}" for key in wrong_keys]
         for key in sorted({"retention.ms", "retention.bytes"} & self.settings.keys()):
-            wanted, has = int(self.settings[key]), _number(found.get(key, "-1"))
-            if has is None or (has != -1 and (wanted == -1 or has < wanted)):
-                complaints.append(f"{key}={found[key]}, expected {wanted}" + ("" if wanted == -1 else " or more"))
-        largest = _number(found.get("max.message.bytes", str(self.record_bytes)))
-        if largest is None or largest < self.record_bytes:
+            expected, actual = int(self.settings[key]), _number(found.get(key, "-1"))
+            if actual is None or (actual != -1 and (expected == -1 or actual < expected)):
+                complaints.append(f"{key}={found[key]}, expected {expected}" + ("" if expected == -1 else " or more"))
+        max_bytes = _number(found.get("max.message.bytes", str(self.record_bytes)))
+        if max_bytes is None or max_bytes < self.record_bytes:
             complaints.append(f"max.message.bytes={found['max.message.bytes']}, expected {self.record_bytes} or more")
         return complaints
 
@@ -97,8 +97,8 @@ class Topics:
         with self._cluster.errors(f"look up topic {rules.name!r}"):
             deadline = time.monotonic() + self._cluster.timeout_secs
             while rules.name not in (metadata := self._admin.list_topics(timeout=self._cluster.timeout_secs)).topics:
-                if (made := self._make(rules, len(metadata.brokers), may_make)) is not None:
-                    return made
+                if (num_created := self._make(rules, len(metadata.brokers), may_make)) is not None:
+                    return num_created
                 if time.monotonic() > deadline:
                     raise KafkaException(KafkaError(KafkaError._UNKNOWN_TOPIC))
                 time.sleep(_LOOK_SECS)
@@ -107,8 +107,8 @@ class Topics:
                 return num_partitions
             resource = ConfigResource(ResourceType.TOPIC, rules.name)
             future = self._admin.describe_configs([resource], request_timeout=self._cluster.timeout_secs)[resource]
-            found = {key: str(entry.value) for key, entry in self._cluster.result(future).items()}
-        complaints = rules.complaints(found, num_partitions)
+            settings = {key: str(entry.value) for key, entry in self._cluster.result(future).items()}
+        complaints = rules.complaints(settings, num_partitions)
         if complaints:
             raise ConfigurationError(
                 f"topic {rules.name!r} of Kafka at {self._cluster.bootstrap} would lose rows: {'; '.join(complaints)}; "

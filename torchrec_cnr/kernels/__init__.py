@@ -153,10 +153,10 @@ def check_numbers(rows: Tensor, num_rows: int) -> None:
     if rows.dtype is not torch.int64 or rows.dim() != 1:
         raise ConfigurationError(f"numbers of rows must be one-dimensional int64 (got {_described(rows)})")
     if rows.device.type == "cpu":
-        is_there = len(rows) == 0 or rows.numpy().view(np.uint64).max() < num_rows  # as uint64, negatives are large
+        is_in_range = len(rows) == 0 or rows.numpy().view(np.uint64).max() < num_rows  # as uint64, negatives are large
     else:
-        is_there = bool(((rows >= 0) & (rows < num_rows)).all())
-    if not is_there:
+        is_in_range = bool(((rows >= 0) & (rows < num_rows)).all())
+    if not is_in_range:
         raise ConfigurationError(f"rows {int(rows.min())} to {int(rows.max())} are asked for, of {num_rows}")
 
 

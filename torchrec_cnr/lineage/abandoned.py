@@ -21,8 +21,8 @@ def mark_of(checkpoint: Checkpoint) -> str:
 
 def marked_name(file: str) -> str | None:
     """Return the name of the checkpoint that a file of the root marks as abandoned; None for any other file."""
-    found = _MARK.fullmatch(file)
-    return found["name"] if found else None
+    match = _MARK.fullmatch(file)
+    return match["name"] if match else None
 
 
 def mark_abandoned(root: Store, checkpoints: Collection[Checkpoint], back_at: Checkpoint | None) -> None:

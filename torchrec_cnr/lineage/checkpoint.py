@@ -159,45 +159,45 @@ def read_checkpoint(path: str | os.PathLike[str] | Store) -> Checkpoint:
         StoreError: The manifest cannot be read for another reason.
     """
     store = Store.open(path)
-    found = _read_manifest(store, MANIFEST_FILE)
-    if found is None and store.row_log is not None:
+    manifest_file = _read_manifest(store, MANIFEST_FILE)
+    if manifest_file is None and store.row_log is not None:
         publish_marked(store.at(".."), [posixpath.basename(store.path)])
-        found = _read_manifest(store, MANIFEST_FILE)
-    if found is None:
+        manifest_file = _read_manifest(store, MANIFEST_FILE)
+    if manifest_file is None:
         raise CheckpointNotFoundError(
             f"{store.url}: no {MANIFEST_FILE}: no checkpoint was committed here (a failed save leaves packs without "
             "one); call torchrec_cnr.latest(root) for the latest checkpoint"
         )
-    committed, sha256, num_bytes = found
+    committed, sha256, num_bytes = manifest_file
     if committed.replaces is not None:
         raise DamagedError(
             f"{store.url}/{MANIFEST_FILE}: it replaces manifest {committed.replaces}, expected one that replaces none; "
             "use another checkpoint"
         )
-    manifest, last = committed, sha256
+    manifest, last_sha256 = committed, sha256
     chain: list[Manifest] = []
-    while (found := _read_manifest(store, replacement_name(last))) is not None:
-        replacement, digest, size = found
-        _check_replacement(replacement, manifest, last, store)
-        manifest, last, num_bytes = replacement, digest, num_bytes + size
+    while (manifest_file := _read_manifest(store, replacement_name(last_sha256))) is not None:
+        replacement, digest, size = manifest_file
+        _check_replacement(replacement, manifest, last_sha256, store)
+        manifest, last_sha256, num_bytes = replacement, digest, num_bytes + size
         chain.append(manifest)
-    return Checkpoint(store, committed, sha256, manifest, num_bytes, last, tuple(chain[:-1]))
+    return Checkpoint(store, committed, sha256, manifest, num_bytes, last_sha256, tuple(chain[:-1]))
 
 
 def _check_replacement(replacement: Manifest, replaced: Manifest, sha256: str, store: Store) -> None:
     """Raise ``DamagedError`` unless a manifest and its replacement describe the same state."""
-    different = []
+    differences = []
     if replacement.replaces != sha256:
-        different.append(f"it replaces manifest {replacement.replaces}, not the one that its name says")
+        differences.append(f"it replaces manifest {replacement.replaces}, not the one that its name says")
     if replacement.parent is not None and replaced.parent is None:
-        different.append("it has a parent, but the replaced manifest has none")
-    new, old = _items(replacement), _items(replaced)
-    items = sorted(name for name in new.keys() | old.keys() if new.get(name) != old.get(name))
-    if items:
-        different.append(f"it differs from the replaced manifest in: {', '.join(items[:_NUM_NAMED])}")
-    if different:
+        differences.append("it has a parent, but the replaced manifest has none")
+    new_items, old_items = _items(replacement), _items(replaced)
+    names = sorted(name for name in new_items.keys() | old_items.keys() if new_items.get(name) != old_items.get(name))
+    if names:
+        differences.append(f"it differs from the replaced manifest in: {', '.join(names[:_NUM_NAMED])}")
+    if differences:
         where = f"{store.url}/{replacement_name(sha256)}"
-        raise DamagedError(f"{where}: {'; '.join(different)}; use another checkpoint")
+        raise DamagedError(f"{where}: {'; '.join(differences)}; use another checkpoint")
 
 
 def _items(manifest: Manifest) -> dict[str, object]:
@@ -225,13 +225,13 @@ def _read_manifest(store: Store, name: str) -> tuple[Manifest, str, int] | None:
 
 def _check_places(manifest: Manifest, store: Store, name: str) -> None:
     """Raise ``DamagedError`` if a path in a manifest leads above the top of its store."""
-    places = {pack.directory for pack in manifest.packs if pack.directory is not None}
+    paths = {pack.directory for pack in manifest.packs if pack.directory is not None}
     if manifest.parent is not None:
-        places.add(manifest.parent.path)
+        paths.add(manifest.parent.path)
     top = "../" * len(store.path.strip("/").split("/"))
-    for place in places:
-        if place.startswith(f"{top}../"):
-            raise DamagedError(f"{store.url}/{name}: the path {place!r} leads out of the store; use another checkpoint")
+    for path in paths:
+        if path.startswith(f"{top}../"):
+            raise DamagedError(f"{store.url}/{name}: the path {path!r} leads out of the store; use another checkpoint")
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,10 @@ class Lineage:
     def limited(self, bandwidth: Bandwidth) -> "Lineage":
         """Return the same lineage with limited read bandwidth."""
         return Lineage(
-            tuple(replace(found, store=replace(found.store, bandwidth=bandwidth)) for found in self.checkpoints)
+            tuple(
+                replace(checkpoint, store=replace(checkpoint.store, bandwidth=bandwidth))
+                for checkpoint in self.checkpoints
+            )
         )
 
     def shards(self, fqn: str) -> Iterator[Shard]:
@@ -286,26 +289,26 @@ def read_lineage(
         checkpoint = read_checkpoint(store)
         return replace(checkpoint, manifest=checkpoint.committed) if is_as_committed else checkpoint
 
-    found = [read(Store.open(path))]
-    seen = {found[0].store.path}
-    while (parent := found[-1].manifest.parent) is not None and parent.sha256 != since:
-        child = found[-1].store.url
-        store = found[-1].store.at(parent.path)
-        if store.path in seen:
+    checkpoints = [read(Store.open(path))]
+    seen_paths = {checkpoints[0].store.path}
+    while (parent := checkpoints[-1].manifest.parent) is not None and parent.sha256 != since:
+        child = checkpoints[-1].store.url
+        store = checkpoints[-1].store.at(parent.path)
+        if store.path in seen_paths:
             raise DamagedError(f"{child}: its parent {store.url} is its own descendant; use another checkpoint")
-        seen.add(store.path)
+        seen_paths.add(store.path)
         try:
-            found.append(read(store))
+            checkpoints.append(read(store))
         except CheckpointNotFoundError as error:
             raise DamagedError(f"{child}: its parent {store.url} is missing; use another checkpoint") from error
-        if found[-1].sha256 != parent.sha256:
+        if checkpoints[-1].sha256 != parent.sha256:
             raise DamagedError(
-                f"{child}: its parent {store.url} was replaced: the manifest's sha256 is {found[-1].sha256}, "
+                f"{child}: its parent {store.url} was replaced: the manifest's sha256 is {checkpoints[-1].sha256}, "
                 f"the child expects {parent.sha256}; use another checkpoint"
             )
-        if found[-1].created_ns >= found[-2].created_ns:
+        if checkpoints[-1].created_ns >= checkpoints[-2].created_ns:
             raise DamagedError(f"{child}: it is not newer than its parent {store.url}; use another checkpoint")
-    return Lineage(tuple(reversed(found)))
+    return Lineage(tuple(reversed(checkpoints)))
 
 
 def existing(path: str | os.PathLike[str] | Store | None) -> str | os.PathLike[str] | Store:
@@ -340,10 +343,10 @@ def committed(path: str | Store, save_id: str) -> Checkpoint | None:
 
 def relative_path(store: Store, path: str) -> str | None:
     """Return the path relative to ``store`` of the checkpoint at ``path``; None if there is no such path."""
-    other = Store.open(path)
-    if not store.is_beside(other) or other.path == store.path:
+    other_store = Store.open(path)
+    if not store.is_beside(other_store) or other_store.path == store.path:
         return None
-    relative = posixpath.relpath(other.path, store.path)
+    relative = posixpath.relpath(other_store.path, store.path)
     return relative if PARENT_PATH.fullmatch(relative) else None
 
 

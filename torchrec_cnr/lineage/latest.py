@@ -63,15 +63,15 @@ def newest_first(
         StoreError: ``root`` cannot be listed.
     """
     directory = Store.open(root, row_log=row_log)
-    there = directory.names()
-    names = [name for name in there if not is_fence(name) and marked_name(name) is None]
-    found = {name: committed_ns(directory.at(name), logging.WARNING) for name in names}
-    published = publish_marked(directory, [name for name in names if found[name] is None])
-    found |= {name: committed_ns(directory.at(name), logging.WARNING) for name in published}
-    candidates = [(at_ns, name) for name, at_ns in found.items() if at_ns is not None]
+    root_names = directory.names()
+    names = [name for name in root_names if not is_fence(name) and marked_name(name) is None]
+    commit_times = {name: committed_ns(directory.at(name), logging.WARNING) for name in names}
+    published = publish_marked(directory, [name for name in names if commit_times[name] is None])
+    commit_times |= {name: committed_ns(directory.at(name), logging.WARNING) for name in published}
+    candidates = [(at_ns, name) for name, at_ns in commit_times.items() if at_ns is not None]
     for _, name in sorted(candidates, reverse=True):
         try:
-            newest = read_checkpoint(directory.at(name))
+            checkpoint = read_checkpoint(directory.at(name))
         except DamagedError as error:
             logger.warning(_PASSED_OVER, error)
             continue
@@ -80,8 +80,8 @@ def newest_first(
                 raise
             logger.warning(_PASSED_OVER, error)
             continue
-        if with_abandoned or mark_of(newest) not in there:
-            yield newest
+        if with_abandoned or mark_of(checkpoint) not in root_names:
+            yield checkpoint
 
 
 def newest_ns(root: Store) -> int:
@@ -94,9 +94,9 @@ def newest_ns(root: Store) -> int:
         StoreError: The root cannot be listed, or a manifest cannot be read.
     """
     names = [name for name in root.names() if not is_fence(name) and marked_name(name) is None]
-    found = [(committed_ns(root.at(name), logging.DEBUG), name) for name in names]
+    times_and_names = [(committed_ns(root.at(name), logging.DEBUG), name) for name in names]
     now_ns = time.time_ns()
-    for at_ns, name in sorted(((at_ns, name) for at_ns, name in found if at_ns is not None), reverse=True):
+    for at_ns, name in sorted(((at_ns, name) for at_ns, name in times_and_names if at_ns is not None), reverse=True):
         if at_ns <= now_ns or (at_ns <= _LAST_NS and _is_valid(root.at(name))):
             return int(at_ns)
         logger.warning("ignored a checkpoint with a corrupt or impossible commit time: %s", url_text(root.at(name).url))

@@ -69,11 +69,15 @@ def publish_marked(root: Store, names: Iterable[str] | None = None) -> list[str]
         return []
     if names is None:
         names = root.listing().directories
-    waiting = [found for name in names for found in _waiting(root.at(name))]
-    if not waiting:
+    manifests = [manifest for name in names for manifest in _waiting(root.at(name))]
+    if not manifests:
         return []
-    marked = root.row_log.marked(root_id(root.url), {found.sha256: found.parent_sha256 for found in waiting})
-    return [posixpath.basename(found.store.path) for found in waiting if found.sha256 in marked and found.publish()]
+    marked = root.row_log.marked(root_id(root.url), {manifest.sha256: manifest.parent_sha256 for manifest in manifests})
+    return [
+        posixpath.basename(manifest.store.path)
+        for manifest in manifests
+        if manifest.sha256 in marked and manifest.publish()
+    ]
 
 
 @dataclass(frozen=True)

@@ -44,16 +44,16 @@ def tell_other_root(store: Store, parent: str) -> None:
     """Tag the parent of a checkpoint, given by relative path, if it is in another root, so that no prune removes it."""
     if not is_in_other_root(parent):
         return
-    root, other = store.at(".."), store.at(parent)
+    root, parent_store = store.at(".."), store.at(parent)
     name = re.sub(r"[^A-Za-z0-9._-]", "-", posixpath.basename(root.path))[:60]
     tag = f"{NEEDED_TAG}{name}-{hashlib.sha256(root.path.encode()).hexdigest()[:8]}.tag"
     try:
-        if not other.exists(tag):
-            other.put(tag, [])
+        if not parent_store.exists(tag):
+            parent_store.put(tag, [])
     except StoreError as error:
         logger.warning(
             "%s depends on %s, but cannot tag it: a prune of that root does not see the dependency (%s)",
             store.url,
-            other.url,
+            parent_store.url,
             error,
         )

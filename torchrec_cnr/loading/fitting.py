@@ -48,20 +48,20 @@ class LoadReport:
     renamed: Mapping[str, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        parts = ("missing", "unexpected", "reshaped", "renamed")
-        counts = [f"{len(found):,} {what}" for what in parts if (found := getattr(self, what))]
+        kinds = ("missing", "unexpected", "reshaped", "renamed")
+        counts = [f"{len(names):,} {what}" for what in kinds if (names := getattr(self, what))]
         return f"LoadReport({', '.join([f'{len(self.loaded):,} loaded', *counts])}, {url_text(self.url)})"
 
     def __str__(self) -> str:
         lines = [f"{len(self.loaded)} loaded from {self.url}"]
         sizes = [f"{fqn!r} from {list(old)} to {list(new)}" for fqn, (old, new) in self.reshaped.items()]
-        parts = {
+        names_by_kind = {
             "missing, left as they were": [repr(fqn) for fqn in self.missing],
             "unexpected, left out": [repr(fqn) for fqn in self.unexpected],
             "reshaped": sizes,
             "renamed": [f"{fqn!r} was {saved!r}" for fqn, saved in self.renamed.items()],
         }
-        lines += [f"{len(names)} {what}: {listed(names)}" for what, names in parts.items() if names]
+        lines += [f"{len(names)} {what}: {listed(names)}" for what, names in names_by_kind.items() if names]
         return "\n".join(lines)
 
 
@@ -141,11 +141,11 @@ def fit(wanted: Collection[Wanted], manifest: Manifest, url: str, *, allow_parti
         StateMismatchError: Something does not fit; the message names all of it, or the first few and their number.
     """
     sizes = {item.fqn: item.size for item in wanted}
-    saved = {fqn: entry.size for fqn, entry in manifest.tensors.items()} | dict.fromkeys(manifest.objects)
+    saved_sizes = {fqn: entry.size for fqn, entry in manifest.tensors.items()} | dict.fromkeys(manifest.objects)
     tables = _Tables.of(sizes, manifest)
-    pairing = pair(sizes, saved, {item.name for item in wanted} | set(tables.fqns))
-    missing = set(sizes) - set(saved) - set(pairing.renamed)
-    unexpected = set(saved) - set(sizes) - set(pairing.renamed.values())
+    pairing = pair(sizes, saved_sizes, {item.name for item in wanted} | set(tables.fqns))
+    missing = set(sizes) - set(saved_sizes) - set(pairing.renamed)
+    unexpected = set(saved_sizes) - set(sizes) - set(pairing.renamed.values())
     left_out = frozenset((missing | unexpected) - pairing.tolerated)
     ambiguous = pairing.ambiguous.items()
     mismatches = _Mismatches([f"{fqn!r} (may be {' or '.join(map(repr, others))})" for fqn, others in ambiguous])
@@ -203,25 +203,25 @@ class _Tables:
         return next((table for table in tables if len(tables) == 1 and self.sizes[table][0] == num_rows), None)
 
 
-def _source(item: Wanted, saved: str, entry: TensorEntry | None, tables: _Tables) -> SavedItem | None:
+def _source(item: Wanted, saved_fqn: str, entry: TensorEntry | None, tables: _Tables) -> SavedItem | None:
     """Return the source of an item, or None if its size differs from the saved one."""
     if entry is None or item.size is None:
-        return SavedItem(saved)
-    if item.size != entry.size and len(item.size) <= 1 and len(entry.size) <= 1 and is_count(item.fqn, saved):
-        return SavedItem(saved, ValueLayout())
+        return SavedItem(saved_fqn)
+    if item.size != entry.size and len(item.size) <= 1 and len(entry.size) <= 1 and is_count(item.fqn, saved_fqn):
+        return SavedItem(saved_fqn, ValueLayout())
     if entry.table in tables.fitting and len(item.size) == 1:
         # The size of row-wise state depends on its table's sharding, so the table's shard regions place it.
-        return SavedItem(saved, RowsLayout(entry.table))
+        return SavedItem(saved_fqn, RowsLayout(entry.table))
     if item.size == entry.size and entry.table is None:
-        return SavedItem(saved)
-    if saved != item.fqn and _is_row_wise(item.size) and _is_row_wise(entry.size):
+        return SavedItem(saved_fqn)
+    if saved_fqn != item.fqn and _is_row_wise(item.size) and _is_row_wise(entry.size):
         num_rows, num_cols = (entry.size[0], 1) if entry.table is None else tables.sizes[entry.table]
         table = tables.placing(item.fqn, num_rows)
         if len(item.size) == 1 and table in tables.fitting:
-            return SavedItem(saved, RowsLayout(table))
+            return SavedItem(saved_fqn, RowsLayout(table))
         if item.size[0] == num_rows:
-            return SavedItem(saved, RowsLayout(num_cols=num_cols))
-    return SavedItem(saved) if item.size == entry.size else None
+            return SavedItem(saved_fqn, RowsLayout(num_cols=num_cols))
+    return SavedItem(saved_fqn) if item.size == entry.size else None
 
 
 def _is_row_wise(size: Size) -> bool:
@@ -244,7 +244,7 @@ def _compare(item: Wanted, entry: TensorEntry | None, source: SavedItem | None, 
 
 def _lines(mismatches: _Mismatches) -> Iterator[str]:
     """Yield the lines of the message: what does not fit, then what to do."""
-    parts = {
+    names_by_kind = {
         "quantized and not in the checkpoint": mismatches.quantized,
         "not in the checkpoint": mismatches.missing,
         "not in the state dict": mismatches.unexpected,
@@ -254,7 +254,7 @@ def _lines(mismatches: _Mismatches) -> Iterator[str]:
         "a tensor on one side only": mismatches.kinds,
         "state of another kind of optimizer under the same name": mismatches.roles,
     }
-    for what, names in parts.items():
+    for what, names in names_by_kind.items():
         if names:
             yield f"  {len(names)} {what}: {listed(names)}"
     if mismatches.quantized:
@@ -305,14 +305,14 @@ def saved_by_others(fqn: str, saved: Collection[str]) -> tuple[str, ...]:
         fqn: The object that one rank wants.
         saved: All names in the checkpoint.
     """
-    own = _RANKED_NAME.fullmatch(fqn)
-    if own is None or fqn in saved:
+    match = _RANKED_NAME.fullmatch(fqn)
+    if match is None or fqn in saved:
         return ()
     for name in saved:
-        other = _RANKED_NAME.fullmatch(name)
-        if other and other["before"] == own["before"] and int(other["world_size"]) <= len(saved):
-            world_size = int(other["world_size"])
-            names = tuple(own["before"] + ranked_name(rank, world_size) for rank in range(world_size))
+        other_match = _RANKED_NAME.fullmatch(name)
+        if other_match and other_match["before"] == match["before"] and int(other_match["world_size"]) <= len(saved):
+            world_size = int(other_match["world_size"])
+            names = tuple(match["before"] + ranked_name(rank, world_size) for rank in range(world_size))
             if all(name in saved for name in names):
                 return names
     return ()

@@ -102,8 +102,8 @@ def pair(wanted: Mapping[str, Size | None], saved: Mapping[str, Size | None], we
         if wanted[state.fqn] is not None
     }
     claims: dict[str, list[str]] = defaultdict(list)
-    for fqn, found in candidates.items():
-        for other_fqn in found:
+    for fqn, other_fqns in candidates.items():
+        for other_fqn in other_fqns:
             claims[other_fqn].append(fqn)
     ambiguous = {fqn: names for fqn, names in candidates.items() if len(names) > 1}
     ambiguous |= {fqn: tuple(names) for fqn, names in claims.items() if len(names) > 1}
@@ -136,10 +136,10 @@ def weight_of(key: str, weights: Collection[str]) -> str:
 
     A name without a dot, as in a state dict of a single module, would be the end of too many keys.
     """
-    rest = key
-    while "." in rest and rest not in weights:
-        rest = rest.partition(".")[2]
-    return rest if "." in rest else key
+    suffix = key
+    while "." in suffix and suffix not in weights:
+        suffix = suffix.partition(".")[2]
+    return suffix if "." in suffix else key
 
 
 def _parse(fqns: Iterable[str]) -> list[StateName]:

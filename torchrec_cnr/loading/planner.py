@@ -193,16 +193,16 @@ class CNRLoadPlanner(DefaultLoadPlanner):
         """
         fqn = read_item.dest_index.fqn
         try:
-            loaded = torch.load(value, weights_only=True)
+            loaded_value = torch.load(value, weights_only=True)
         except Exception as error:  # unpickling can raise any error
             raise unpickling_error(f"object {fqn!r}", error) from error
         names = self._decision.ranked.get(fqn, ()) if self._decision is not None else ()
         if names:
-            self._ranked[read_item.storage_index.fqn] = loaded
+            self._ranked[read_item.storage_index.fqn] = loaded_value
             if not all(name in self._ranked for name in names):
                 return
-            loaded = [self._ranked[name] for name in names]
-        _put(self.original_state_dict, self.mappings[fqn], loaded)
+            loaded_value = [self._ranked[name] for name in names]
+        _put(self.original_state_dict, self.mappings[fqn], loaded_value)
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         """Return the target of a read. For a quantized table it has whole rows, even if the state dict has a part."""
@@ -229,9 +229,9 @@ class CNRLoadPlanner(DefaultLoadPlanner):
             return
         if self.is_coordinator:
             restored_from(self._lineage.newest.store)
-        loaded = {id(shard) for key, shard in self._tracked.items() if key in self._restored}
-        tracked = {id(shard) for shard in self._tracker.shards if shard.rows.box.num_rows}
-        if self._decision.is_complete and loaded == tracked:
+        loaded_ids = {id(shard) for key, shard in self._tracked.items() if key in self._restored}
+        tracked_ids = {id(shard) for shard in self._tracker.shards if shard.rows.box.num_rows}
+        if self._decision.is_complete and loaded_ids == tracked_ids:
             self._tracker.restore(self._lineage.head)
         else:
             self._tracker.restore_partly(self._lineage.head)
@@ -275,7 +275,11 @@ def _own_key(container: Any, key: str | int) -> Any:
     if not isinstance(container, Mapping) or key in container:
         return key
     number = int(key) if str(key).isdecimal() else None
-    return number if number in container and str(number) == key else next(own for own in container if str(own) == key)
+    return (
+        number
+        if number in container and str(number) == key
+        else next(own_key for own_key in container if str(own_key) == key)
+    )
 
 
 def _key(item: ReadItem) -> ShardKey:
@@ -299,6 +303,6 @@ def _is_complete(fitted: Fit, lineage: Lineage) -> bool:
     It may if nothing was left out, and the next delta stores renamed and new items whole. It does so if no checkpoint
     of the chain has their names, because the delta can be based on any of them.
     """
-    new = {*fitted.report.renamed, *fitted.report.missing}
-    known = (fqn for checkpoint in lineage.checkpoints for fqn in checkpoint.manifest.tensors)
-    return not fitted.left_out and new.isdisjoint(known)
+    new_fqns = {*fitted.report.renamed, *fitted.report.missing}
+    known_fqns = (fqn for checkpoint in lineage.checkpoints for fqn in checkpoint.manifest.tensors)
+    return not fitted.left_out and new_fqns.isdisjoint(known_fqns)

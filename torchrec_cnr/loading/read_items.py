@@ -213,8 +213,8 @@ class InferenceLayout:
         self, fqn: str, saved_fqn: str, state_dict: Mapping[str, Any], metadata: LoadMetadata
     ) -> list[ReadItem]:
         """Return one read, of the size of the float table."""
-        whole = Box.whole((self.num_rows, self.row.num_cols))
-        return [LayoutReadItem.of(self, whole, fqn, saved_fqn, 0, whole)]
+        table_box = Box.whole((self.num_rows, self.row.num_cols))
+        return [LayoutReadItem.of(self, table_box, fqn, saved_fqn, 0, table_box)]
 
     def regions(self, tensor: LineageTensor, box: Box, target: Tensor) -> list[Region]:
         """Return the regions for the rows, in windows if checkpoints store them in pieces."""

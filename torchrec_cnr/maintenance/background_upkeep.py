@@ -125,10 +125,10 @@ class Upkeep:
         """
         self._compact(checkpoint)
         self.prune()
-        for late in self._passed_over():
+        for skipped in self._passed_over():
             if self._waiting is not None:  # a newer checkpoint comes first
                 return
-            self._compact(late)
+            self._compact(skipped)
             self.prune()
 
     def _passed_over(self) -> list[Checkpoint]:
@@ -136,9 +136,13 @@ class Upkeep:
         if self._keep is None or not self._compacts:
             return []
         catalog = read_catalog(self._root, row_log=self._log)
-        there = catalog.checkpoints
-        wanted = self._keep.choose([(catalog.entries[name], checkpoint) for name, checkpoint in there.items()])
-        return [there[name] for name in reversed(list(there)) if name in wanted and there[name].kind == "delta"]
+        checkpoints = catalog.checkpoints
+        selected = self._keep.choose([(catalog.entries[name], checkpoint) for name, checkpoint in checkpoints.items()])
+        return [
+            checkpoints[name]
+            for name in reversed(list(checkpoints))
+            if name in selected and checkpoints[name].kind == "delta"
+        ]
 
     def _compact(self, checkpoint: Checkpoint) -> None:
         try:
@@ -171,5 +175,5 @@ class Upkeep:
             plan = plan_prune(self._root, self._keep, row_log=self._log)
             result = run_prune(plan, progress=partial(self._progress, "prune"))
             for name, reasons in result.failed.items():
-                level = logging.WARNING if name in result.refused else logging.INFO  # else a process needs it
-                logger.log(level, "%s/%s: not removed yet: %s", self._root, name, "; ".join(reasons))
+                log_level = logging.WARNING if name in result.refused else logging.INFO  # else a process needs it
+                logger.log(log_level, "%s/%s: not removed yet: %s", self._root, name, "; ".join(reasons))

@@ -93,38 +93,38 @@ class Catalog:
     @cached_property
     def checkpoints(self) -> Mapping[str, Checkpoint]:
         """Return all readable checkpoints, by name, oldest first."""
-        found = [(name, entry.checkpoint) for name, entry in self.entries.items() if entry.checkpoint is not None]
-        return dict(sorted(found, key=lambda item: item[1].created_ns))
+        items = [(name, entry.checkpoint) for name, entry in self.entries.items() if entry.checkpoint is not None]
+        return dict(sorted(items, key=lambda item: item[1].created_ns))
 
     @cached_property
     def pruned(self) -> tuple[PrunedCheckpoint, ...]:
         """Return the pruned checkpoints, oldest first."""
-        there = {(name, checkpoint.created_ns) for name, checkpoint in self.checkpoints.items()}
-        return tuple(found for found in self.journal.pruned if (found.name, found.created_ns) not in there)
+        existing = {(name, checkpoint.created_ns) for name, checkpoint in self.checkpoints.items()}
+        return tuple(pruned for pruned in self.journal.pruned if (pruned.name, pruned.created_ns) not in existing)
 
     def parent(self, checkpoint: Checkpoint) -> str | None:
         """Return the name of a checkpoint's parent, if it is under this root, has the expected digest, and is older."""
         ref = checkpoint.manifest.parent
         name = None if ref is None else self.name_of(checkpoint.store.at(ref.path))
-        found = self.checkpoints.get(name) if name is not None else None
-        if found is None or ref is None or found.created_ns >= checkpoint.created_ns:
+        parent = self.checkpoints.get(name) if name is not None else None
+        if parent is None or ref is None or parent.created_ns >= checkpoint.created_ns:
             return None
-        return name if found.sha256 == ref.sha256 else None
+        return name if parent.sha256 == ref.sha256 else None
 
     def lineage(self, name: str) -> Lineage | None:
         """Return the lineage of a checkpoint, from its baseline on; None if a parent is missing."""
-        found: list[Checkpoint] = []
-        next_: str | None = name
-        while next_ is not None and len(found) <= len(self.checkpoints):
-            found.append(self.checkpoints[next_])
-            next_ = self.parent(found[-1])
-        return Lineage(tuple(reversed(found))) if found[-1].manifest.parent is None else None
+        checkpoints: list[Checkpoint] = []
+        next_name: str | None = name
+        while next_name is not None and len(checkpoints) <= len(self.checkpoints):
+            checkpoints.append(self.checkpoints[next_name])
+            next_name = self.parent(checkpoints[-1])
+        return Lineage(tuple(reversed(checkpoints))) if checkpoints[-1].manifest.parent is None else None
 
     def uses(self, checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
         """Yield the data files of a checkpoint: name of the directory under the root, and file name."""
-        own = self.name_of(checkpoint.store)
+        own_name = self.name_of(checkpoint.store)
         for pack in checkpoint.manifest.packs:
-            name = own if pack.directory is None else self.name_of(checkpoint.store.at(pack.directory))
+            name = own_name if pack.directory is None else self.name_of(checkpoint.store.at(pack.directory))
             if name is not None and pack.log is None:
                 yield name, pack.name
 
@@ -143,8 +143,8 @@ class Catalog:
 
     def name_of(self, store: Store) -> str | None:
         """Return the name of a directory of the root, whether it exists or not; None if it is elsewhere."""
-        above, _, name = store.path.rpartition("/")
-        return name if above == self.root.path.rstrip("/") else None
+        directory, _, name = store.path.rpartition("/")
+        return name if directory == self.root.path.rstrip("/") else None
 
 
 def read_catalog(
@@ -165,22 +165,22 @@ def read_catalog(
         StoreError: The root cannot be listed, its journal cannot be read, or Kafka does not answer in time.
     """
     store = Store.open(root, row_log=row_log)
-    listed = store.listing()
-    names = sorted({*listed.directories, *listed.links})
+    listing = store.listing()
+    names = sorted({*listing.directories, *listing.links})
     entries: dict[str, Entry] = {}
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="cnr-catalog") as threads:
-        for entry in threads.map(lambda name: _read_entry(store.at(name), name, name in listed.links), names):
-            is_abandoned = entry.checkpoint is not None and mark_of(entry.checkpoint) in listed.files
+        for entry in threads.map(lambda name: _read_entry(store.at(name), name, name in listing.links), names):
+            is_abandoned = entry.checkpoint is not None and mark_of(entry.checkpoint) in listing.files
             entries[entry.name] = replace(entry, is_abandoned=is_abandoned)
             if progress is not None:
                 progress(len(entries), len(names))
     for name in publish_marked(store, [name for name in entries if any(map(is_uncommitted, entries[name].files))]):
         entries[name] = _read_entry(store.at(name), name, is_link=False)
-    found = Journal()
+    root_journal = Journal()
     if journal.DIRECTORY in entries:
-        found = journal.read_files(store.at(journal.DIRECTORY), entries[journal.DIRECTORY].files, time.time_ns())
+        root_journal = journal.read_files(store.at(journal.DIRECTORY), entries[journal.DIRECTORY].files, time.time_ns())
         entries = _without_journal(entries)
-    return Catalog(store, entries, listed.files, found)
+    return Catalog(store, entries, listing.files, root_journal)
 
 
 def read_journal(root: str | os.PathLike[str] | Catalog) -> list[PrunedCheckpoint]:
@@ -197,21 +197,21 @@ def read_journal(root: str | os.PathLike[str] | Catalog) -> list[PrunedCheckpoin
 
 def _read_entry(store: Store, name: str, is_link: bool) -> Entry:
     try:
-        listed = store.listing()
+        listing = store.listing()
     except StoreError as error:
         return Entry(store, name, {}, problem=error, modified_ns=_modified_ns(store, ""), is_link=is_link)
-    files = {} if is_link else listed.files
-    there = Entry(store, name, files, directories=(*listed.directories, *listed.links), is_link=is_link)
-    if MANIFEST_FILE not in listed.files:
-        return there
+    files = {} if is_link else listing.files
+    entry = Entry(store, name, files, directories=(*listing.directories, *listing.links), is_link=is_link)
+    if MANIFEST_FILE not in listing.files:
+        return entry
     try:
-        found = read_checkpoint(store)
+        checkpoint = read_checkpoint(store)
         metrics = tags_and_metrics.read_metrics(store, files)
     except CheckpointNotFoundError:  # removed since it was listed
         return Entry(store, name, {}, is_link=is_link)
     except CNRError as error:
-        return replace(there, problem=error, modified_ns=_modified_ns(store, MANIFEST_FILE))
-    return replace(there, checkpoint=found, metrics=metrics)
+        return replace(entry, problem=error, modified_ns=_modified_ns(store, MANIFEST_FILE))
+    return replace(entry, checkpoint=checkpoint, metrics=metrics)
 
 
 def _modified_ns(store: Store, name: str) -> int | None:
@@ -223,12 +223,12 @@ def _modified_ns(store: Store, name: str) -> int | None:
 
 def _without_journal(entries: Mapping[str, Entry]) -> dict[str, Entry]:
     """Return the directories without the journal's files, and without the journal if it contains nothing else."""
-    own = entries[journal.DIRECTORY]
-    files = {name: num_bytes for name, num_bytes in own.files.items() if not journal.is_journal_file(name)}
-    others = {name: entry for name, entry in entries.items() if entry is not own}
-    if not (files or own.directories or own.problem or own.is_link):
-        return others
-    return {**others, own.name: replace(own, files=files)}
+    journal_entry = entries[journal.DIRECTORY]
+    files = {name: num_bytes for name, num_bytes in journal_entry.files.items() if not journal.is_journal_file(name)}
+    other_entries = {name: entry for name, entry in entries.items() if entry is not journal_entry}
+    if not (files or journal_entry.directories or journal_entry.problem or journal_entry.is_link):
+        return other_entries
+    return {**other_entries, journal_entry.name: replace(journal_entry, files=files)}
 
 
 def total_bytes(entries: Iterable[Entry]) -> int:
@@ -254,10 +254,10 @@ def checkpoint_at(path: str | os.PathLike[str], row_log: RowLog | None = None) -
     store = Store.open(path, row_log=row_log)
     if is_checkpoint(store):
         return store
-    newest = latest(path, row_log=row_log)
-    if newest is None:
+    newest_path = latest(path, row_log=row_log)
+    if newest_path is None:
         raise no_checkpoint(store)
-    return Store.open(newest, row_log=row_log)
+    return Store.open(newest_path, row_log=row_log)
 
 
 def check_root(catalog: Catalog) -> None:
@@ -300,14 +300,14 @@ def no_checkpoint(store: Store) -> CheckpointNotFoundError:
     """
     names, roots = store.names(), roots_in(store)
     if any(name.endswith(PACK_SUFFIX) for name in names):
-        why = f"data files, but no {MANIFEST_FILE}: from a save that failed or is still running"
+        reason = f"data files, but no {MANIFEST_FILE}: from a save that failed or is still running"
     elif roots:
         named = ", ".join(posixpath.basename(root.path) for root in roots[:_NUM_NAMED])
         more = f" and {len(roots) - _NUM_NAMED} more" if len(roots) > _NUM_NAMED else ""
-        why = f"no checkpoint, but roots that contain some: {named}{more}; pass one of them"
+        reason = f"no checkpoint, but roots that contain some: {named}{more}; pass one of them"
     elif names:
-        why = "neither a checkpoint nor a directory that contains one"
+        reason = "neither a checkpoint nor a directory that contains one"
     else:
         what = "a file, not a directory" if store.exists("") else "does not exist"
-        why = "an empty directory" if store.is_directory() else what
-    return CheckpointNotFoundError(f"{store.url}: {why}")
+        reason = "an empty directory" if store.is_directory() else what
+    return CheckpointNotFoundError(f"{store.url}: {reason}")

@@ -44,8 +44,8 @@ def is_beside_packs(name: str) -> bool:
 
 def save_id(pack: str) -> str:
     """Return the id of the save or compaction that wrote a data file, from its name; of another name, all of it."""
-    found = _NUMBERED.fullmatch(pack)
-    return found["save_id"] if found else pack
+    match = _NUMBERED.fullmatch(pack)
+    return match["save_id"] if match else pack
 
 
 def packs_of(checkpoint: Checkpoint) -> set[str]:
@@ -69,8 +69,8 @@ def written_bytes(manifest: Manifest, files: Mapping[str, int]) -> int:
     num_bytes = sum(num_bytes for name, num_bytes in packs.items() if save_id(name) == manifest.save_id)
     if manifest.replaces is not None:
         return num_bytes + files.get(replacement_name(manifest.replaces), 0)
-    beside = (name for name in files if not (name.endswith(PACK_SUFFIX) or is_replacement(name)))
-    return num_bytes + sum(files[name] for name in beside)
+    other_names = (name for name in files if not (name.endswith(PACK_SUFFIX) or is_replacement(name)))
+    return num_bytes + sum(files[name] for name in other_names)
 
 
 def saved_bytes(checkpoint: Checkpoint, files: Mapping[str, int]) -> int:

@@ -133,11 +133,11 @@ def read_files(directory: Store, names: Iterable[str], now_ns: int) -> Journal:
     Raises:
         StoreError: An existing file cannot be read.
     """
-    read, entries = [], []
+    read_names, entries = [], []
     for name in sorted(name for name in names if _NAME.fullmatch(name)):
         try:
             entries.append(_parsed(read_whole(directory, name, _MAX_BYTES)))
-            read.append(name)
+            read_names.append(name)
         except (ValueError, RecursionError, DamagedError) as error:
             logger.warning("%s/%s: skipped because it is not a valid journal file: %s", directory.url, name, error)
         except StoreError as error:
@@ -147,10 +147,10 @@ def read_files(directory: Store, names: Iterable[str], now_ns: int) -> Journal:
     pruned = _each_once(checkpoint for entry in entries for checkpoint in entry.pruned)
     died = frozenset(name for entry in entries for name in entry.died)
     prunes = {prune for entry in entries for prune in entry.prunes}
-    begun = {name: int(found["at_ns"]) for name in names if (found := _TEMPORARY.fullmatch(name))}
-    abandoned = tuple(name for name, at_ns in begun.items() if at_ns + LEASE_SECS * 10**9 < now_ns)
-    in_order = tuple(sorted(prunes, key=lambda prune: (prune.at_ns, prune.name)))
-    return Journal(pruned, died, in_order, tuple(read), abandoned)
+    begun_ns = {name: int(match["at_ns"]) for name in names if (match := _TEMPORARY.fullmatch(name))}
+    abandoned = tuple(name for name, at_ns in begun_ns.items() if at_ns + LEASE_SECS * 10**9 < now_ns)
+    ordered_prunes = tuple(sorted(prunes, key=lambda prune: (prune.at_ns, prune.name)))
+    return Journal(pruned, died, ordered_prunes, tuple(read_names), abandoned)
 
 
 def write_file(directory: Store, told: Journal, now_ns: int) -> str:
@@ -166,10 +166,10 @@ def write_file(directory: Store, told: Journal, now_ns: int) -> str:
         "died": sorted(told.died),
         "prunes": [astuple(prune) for prune in told.prunes],
     }
-    id_ = uuid.uuid4().hex[:16]
-    name = f"{now_ns:020d}-{id_}.json"
+    file_id = uuid.uuid4().hex[:16]
+    name = f"{now_ns:020d}-{file_id}.json"
     directory.make()
-    directory.put_new(name, json.dumps(data, separators=(",", ":")).encode(), id_)
+    directory.put_new(name, json.dumps(data, separators=(",", ":")).encode(), file_id)
     return name
 
 
@@ -190,10 +190,10 @@ def _fields(checkpoint: PrunedCheckpoint) -> tuple[Any, ...]:
 
 
 def _each_once(checkpoints: Iterable[PrunedCheckpoint]) -> tuple[PrunedCheckpoint, ...]:
-    found: dict[tuple[str, int], PrunedCheckpoint] = {}
+    records: dict[tuple[str, int], PrunedCheckpoint] = {}
     for checkpoint in sorted(checkpoints, key=lambda checkpoint: checkpoint.removed_ns):
-        found.setdefault((checkpoint.name, checkpoint.created_ns), checkpoint)
-    return tuple(sorted(found.values(), key=lambda checkpoint: (checkpoint.created_ns, checkpoint.name)))
+        records.setdefault((checkpoint.name, checkpoint.created_ns), checkpoint)
+    return tuple(sorted(records.values(), key=lambda checkpoint: (checkpoint.created_ns, checkpoint.name)))
 
 
 def _parsed(data: bytes) -> Journal:

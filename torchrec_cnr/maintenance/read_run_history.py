@@ -22,25 +22,27 @@ def read_run_history(catalog: Catalog) -> RunHistory:
     """Return the history of a root, as far as it is known."""
     restore_bytes = all_restore_bytes(catalog)
     events: list[Event] = []
-    kept, exact = [], 0
+    kept_checkpoints, exact = [], 0
     model = max([1, *(pruned.num_bytes for pruned in catalog.pruned if pruned.kind == "baseline")])
     for name, checkpoint in catalog.checkpoints.items():
-        entry, read = catalog.entries[name], restore_bytes[name]
+        entry, read_bytes = catalog.entries[name], restore_bytes[name]
         if entry.is_link:
             continue
         model, exact = max(1, model_bytes(checkpoint.manifest)), exact_bytes(checkpoint.manifest)
-        events += _events(record_of(catalog, entry, checkpoint, read, removed_ns=0), model)
-        kept.append(_kept(name, entry, checkpoint, catalog.parent(checkpoint), read))
+        events += _events(record_of(catalog, entry, checkpoint, read_bytes, removed_ns=0), model)
+        kept_checkpoints.append(_kept(name, entry, checkpoint, catalog.parent(checkpoint), read_bytes))
     for pruned in catalog.pruned:
         events += _events(pruned, model)
     for prune in catalog.journal.prunes:
         events.append(Event(prune.at_ns, "prune", prune.name, 0, prune.freed_bytes, None, None, model))
     events.sort(key=lambda event: event.at_ns)
-    before = {pruned.name for pruned in catalog.journal.pruned}
-    rest = (entry for name, entry in catalog.entries.items() if name in before and entry.checkpoint is None)
-    left_bytes = sum(entry.num_bytes for entry in rest)
+    pruned_names = {pruned.name for pruned in catalog.journal.pruned}
+    leftover_entries = (
+        entry for name, entry in catalog.entries.items() if name in pruned_names and entry.checkpoint is None
+    )
+    left_bytes = sum(entry.num_bytes for entry in leftover_entries)
     unreadable = tuple(name for name, entry in catalog.entries.items() if entry.problem is not None)
-    return RunHistory(catalog.root.url, tuple(events), tuple(kept), left_bytes, unreadable, exact)
+    return RunHistory(catalog.root.url, tuple(events), tuple(kept_checkpoints), left_bytes, unreadable, exact)
 
 
 def exact_bytes(manifest: Manifest) -> int:
@@ -57,8 +59,8 @@ def precision_text(manifest: Manifest) -> str:
 
 def model_bytes(manifest: Manifest) -> int:
     """Return the approximate bytes of a full checkpoint, quantized like the rows that a manifest stores."""
-    stored = sum(_whole_bytes(manifest, entry) for entry in manifest.tensors.values())
-    return round(stored) + sum(blob.num_bytes for blob in manifest.objects.values())
+    tensor_bytes = sum(_whole_bytes(manifest, entry) for entry in manifest.tensors.values())
+    return round(tensor_bytes) + sum(blob.num_bytes for blob in manifest.objects.values())
 
 
 def _whole_bytes(manifest: Manifest, entry: TensorEntry) -> float:
@@ -71,21 +73,21 @@ def _whole_bytes(manifest: Manifest, entry: TensorEntry) -> float:
     return float(sum(place.box.num_rows * scheme.row_bytes(place.box.num_cols, dtype) for place in entry.places))
 
 
-def _events(saved: PrunedCheckpoint, model: int) -> Iterator[Event]:
+def _events(checkpoint: PrunedCheckpoint, model: int) -> Iterator[Event]:
     """Yield the events of a checkpoint: its save and its compactions. Only the last has the bytes of a restore."""
-    share = min(1.0, saved.num_rows / saved.num_table_rows) if saved.num_table_rows else 0.0
-    written = [(saved.created_ns, saved.num_bytes), *saved.compactions]
-    for number, (at_ns, num_bytes) in enumerate(written):
+    modified_share = min(1.0, checkpoint.num_rows / checkpoint.num_table_rows) if checkpoint.num_table_rows else 0.0
+    writes = [(checkpoint.created_ns, checkpoint.num_bytes), *checkpoint.compactions]
+    for number, (at_ns, num_bytes) in enumerate(writes):
         yield Event(
-            at_ns=max(at_ns, saved.created_ns),
-            kind="compaction" if number else saved.kind,
-            name=saved.name,
+            at_ns=max(at_ns, checkpoint.created_ns),
+            kind="compaction" if number else checkpoint.kind,
+            name=checkpoint.name,
             written_bytes=num_bytes,
             freed_bytes=0,
-            modified_share=share if saved.kind == "delta" and not number else None,
-            restore_bytes=saved.restore_bytes if number == len(written) - 1 else None,
+            modified_share=modified_share if checkpoint.kind == "delta" and not number else None,
+            restore_bytes=checkpoint.restore_bytes if number == len(writes) - 1 else None,
             model_bytes=model,
-            log_bytes=0 if number else saved.log_bytes,  # a compaction writes files
+            log_bytes=0 if number else checkpoint.log_bytes,  # a compaction writes files
         )
 
 

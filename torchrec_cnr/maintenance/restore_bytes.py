@@ -54,24 +54,24 @@ def restore_bytes(lineage: Lineage) -> int:
 
 def all_restore_bytes(catalog: Catalog) -> Mapping[str, int | None]:
     """Return the bytes that a load of each checkpoint reads, by name; None if its lineage is incomplete in the root."""
-    found: dict[str, _Reads | None] = {}
+    reads_by_name: dict[str, _Reads | None] = {}
     for name, checkpoint in catalog.checkpoints.items():  # oldest first, so each parent is before its children
         parent = catalog.parent(checkpoint)
         if checkpoint.manifest.parent is None:
-            found[name] = _Reads().below(checkpoint)
+            reads_by_name[name] = _Reads().below(checkpoint)
         else:
-            under = found[parent] if parent is not None else None
-            found[name] = None if under is None else under.below(checkpoint)
-    return {name: None if reads is None else reads.num_bytes for name, reads in found.items()}
+            parent_reads = reads_by_name[parent] if parent is not None else None
+            reads_by_name[name] = None if parent_reads is None else parent_reads.below(checkpoint)
+    return {name: None if reads is None else reads.num_bytes for name, reads in reads_by_name.items()}
 
 
 def tensor_bytes(manifest: Manifest) -> dict[str, int]:
     """Return the bytes of each tensor's blobs and row numbers. Shared row numbers count for the first tensor only."""
-    known: set[Blob] = set()
-    found = {}
+    counted: set[Blob] = set()
+    bytes_by_fqn = {}
     for fqn, entry in manifest.tensors.items():
-        numbers = {block.blob for shard in entry.shards for block in shard.rows.blocks if block.blob is not None}
-        own = sum(blob.num_bytes for shard in entry.shards for blob in shard.blobs)
-        found[fqn] = own + sum(blob.num_bytes for blob in numbers - known)
-        known |= numbers
-    return found
+        number_blobs = {block.blob for shard in entry.shards for block in shard.rows.blocks if block.blob is not None}
+        row_bytes = sum(blob.num_bytes for shard in entry.shards for blob in shard.blobs)
+        bytes_by_fqn[fqn] = row_bytes + sum(blob.num_bytes for blob in number_blobs - counted)
+        counted |= number_blobs
+    return bytes_by_fqn

@@ -249,12 +249,14 @@ class RunHistory:
     @cached_property
     def capacities(self) -> tuple[Capacity, ...]:
         """Return the bytes stored under the root around each event."""
-        found, level = [], self.opening_bytes
+        capacities, stored_bytes = [], self.opening_bytes
         for event in self.events:
-            peak = level + event.written_bytes
-            found.append(Capacity(event.at_ns, level, peak, peak - event.freed_bytes, event.model_bytes))
-            level = found[-1].after_bytes
-        return tuple(found)
+            peak_bytes = stored_bytes + event.written_bytes
+            capacities.append(
+                Capacity(event.at_ns, stored_bytes, peak_bytes, peak_bytes - event.freed_bytes, event.model_bytes)
+            )
+            stored_bytes = capacities[-1].after_bytes
+        return tuple(capacities)
 
     @property
     def highest(self) -> Capacity | None:

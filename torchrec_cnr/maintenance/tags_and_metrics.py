@@ -41,21 +41,21 @@ def write_metrics(path: str | os.PathLike[str], metrics: Mapping[str, float]) ->
     """
     check_type("metrics", metrics, Mapping, "numbers by name")
     values: dict[str, float | None] = {}
-    for name, given in metrics.items():
+    for name, given_value in metrics.items():
         if not _is_name(name):
             raise ConfigurationError(
                 f"the name of a metric must be 1 to {_MAX_NAME_LENGTH} printable characters (got {name!r})"
             )
         try:
-            value = float(given)
+            value = float(given_value)
         except (TypeError, ValueError, OverflowError) as error:
-            raise ConfigurationError(f"metric {name!r} must be a number (got {given!r})") from error
+            raise ConfigurationError(f"metric {name!r} must be a number (got {given_value!r})") from error
         values[name] = value if math.isfinite(value) else None
     data = json.dumps(values).encode()
     if len(data) > _MAX_BYTES:
         raise ConfigurationError(f"{len(values)} metrics take {len(data)} bytes; at most {_MAX_BYTES} are allowed")
-    id_ = uuid.uuid4().hex[:16]
-    _committed(path).put_new(f"metrics-{time.time_ns():020d}-{id_}.json", data, id_)
+    file_id = uuid.uuid4().hex[:16]
+    _committed(path).put_new(f"metrics-{time.time_ns():020d}-{file_id}.json", data, file_id)
 
 
 def tag(path: str | os.PathLike[str], name: str) -> None:
@@ -94,7 +94,7 @@ def is_annotation(name: str) -> bool:
 
 def tags(names: Iterable[str]) -> tuple[str, ...]:
     """Return the tags among a directory's files, sorted."""
-    return tuple(sorted(found["tag"] for name in names if (found := _TAG.fullmatch(name))))
+    return tuple(sorted(match["tag"] for name in names if (match := _TAG.fullmatch(name))))
 
 
 def read_metrics(store: Store, files: Mapping[str, int]) -> dict[str, float]:
@@ -107,13 +107,13 @@ def read_metrics(store: Store, files: Mapping[str, int]) -> dict[str, float]:
     Raises:
         StoreError: A file of metrics cannot be read, so that the best checkpoint cannot be determined.
     """
-    found: dict[str, float | None] = {}
+    metrics: dict[str, float | None] = {}
     for name in sorted(name for name in files if _METRICS.fullmatch(name)):
         try:
-            found |= _parsed(read_whole(store, name, _MAX_BYTES))
+            metrics |= _parsed(read_whole(store, name, _MAX_BYTES))
         except (ValueError, RecursionError, DamagedError) as error:
             logger.warning("%s/%s: skipped because it contains no metrics: %s", store.url, name, error)
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in metrics.items() if value is not None}
 
 
 def _parsed(data: bytes) -> dict[str, float | None]:

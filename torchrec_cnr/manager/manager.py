@@ -157,8 +157,8 @@ class CheckpointManager:
 
     def __repr__(self) -> str:
         head = self._tracker.head
-        newest = "nothing saved yet" if head is None else f"newest {url_text(posixpath.basename(head.ref.path))}"
-        return f"CheckpointManager({url_text(self._root)}, {newest}, keep={self._keep!r})"
+        newest_text = "nothing saved yet" if head is None else f"newest {url_text(posixpath.basename(head.ref.path))}"
+        return f"CheckpointManager({url_text(self._root)}, {newest_text}, keep={self._keep!r})"
 
     def save(self, step: int, state: StateSource, *, force: bool = False) -> Saved | None:
         """Save a checkpoint if one is due, and return once it is committed.
@@ -226,9 +226,9 @@ class CheckpointManager:
 
     def _is_committed(self, step: int, error: CheckpointException) -> bool:
         """Return whether a save was refused because the previous attempt, which seemed to fail, committed it."""
-        is_there = all(isinstance(failure, CheckpointExistsError) for failure, _ in error.failures.values())
+        is_existing = all(isinstance(failure, CheckpointExistsError) for failure, _ in error.failures.values())
         head, path = self._tracker.head, Store.open(self._path(step)).path
-        return is_there and head is not None and head.ref.path == path
+        return is_existing and head is not None and head.ref.path == path
 
     def _path(self, step: int) -> str:
         names = (f"step-{step}" if number == 1 else f"step-{step}-{number}" for number in itertools.count(1))
@@ -238,12 +238,12 @@ class CheckpointManager:
     def _is_busy(self) -> bool:
         return self._in_flight is not None and not self._in_flight[-1].done()
 
-    def _save(self, how: Callable[..., Any], step: int, state: StateSource) -> Any:
+    def _save(self, save_function: Callable[..., Any], step: int, state: StateSource) -> Any:
         self._leave_other_roots()
         self._abandon()
         source = state() if callable(state) else state
         check_type("state", source, Mapping, "a mapping, or a function that returns one")
-        return how(
+        return save_function(
             dict(source),
             checkpoint_id=self._path(step),
             storage_writer=self._writer,
@@ -316,11 +316,11 @@ class CheckpointManager:
 
     def _size_of(self, path: str) -> CommittedSize | CNRError:
         try:
-            found = read_checkpoint(Store.open(path, row_log=self._log))
+            checkpoint = read_checkpoint(Store.open(path, row_log=self._log))
         except CNRError as error:  # for all ranks
             return error
-        num_bytes = sum(pack.num_bytes for pack in found.committed.packs) + found.manifest_bytes
-        return CommittedSize(found.committed.kind, num_bytes, found.committed.num_rows)
+        num_bytes = sum(pack.num_bytes for pack in checkpoint.committed.packs) + checkpoint.manifest_bytes
+        return CommittedSize(checkpoint.committed.kind, num_bytes, checkpoint.committed.num_rows)
 
     @property
     def num_callback_errors(self) -> int:
@@ -357,15 +357,15 @@ class CheckpointManager:
         target = state() if callable(state) else state
         check_type("state", target, dict, "a dict to load into")
         assert isinstance(target, dict)
-        root, chosen = Store.open(self._root, row_log=self._log), None if path is None else Store.open(path).url
+        root, chosen_path = Store.open(self._root, row_log=self._log), None if path is None else Store.open(path).url
         if step is not None:
             check_count("step", step, 0, MAX_STEP)
-            if chosen is not None:
+            if chosen_path is not None:
                 raise ConfigurationError("'step' and 'path' both name a checkpoint; pass only one of them")
         self._ranks.decide(self._claimed() if self._ranks.rank == 0 else None)
         if step is not None:
-            chosen = self._ranks.decide(path_of_step(root, step) if self._ranks.rank == 0 else None)
-        found = restore_newest(
+            chosen_path = self._ranks.decide(path_of_step(root, step) if self._ranks.rank == 0 else None)
+        path_and_report = restore_newest(
             self._root,
             target,
             self._tracker,
@@ -373,15 +373,15 @@ class CheckpointManager:
             thread_count=self._thread_count,
             row_log=self._log,
             progress=partial(self._callbacks.progress, "restore"),
-            chosen=chosen,
+            chosen=chosen_path,
         )
-        if found is None:
+        if path_and_report is None:
             return None
-        loaded, self.report = found
-        restored, head = step_of(loaded), self._tracker.head
-        self._back_at = None if chosen is None or head is None else Return(chosen, head.created_ns)
-        self._passed_over = self._ranks.decide(names_behind(root, restored) if self._ranks.rank == 0 else None)
-        return restored
+        loaded_path, self.report = path_and_report
+        restored_step, head = step_of(loaded_path), self._tracker.head
+        self._back_at = None if chosen_path is None or head is None else Return(chosen_path, head.created_ns)
+        self._passed_over = self._ranks.decide(names_behind(root, restored_step) if self._ranks.rank == 0 else None)
+        return restored_step
 
     def _abandon(self) -> None:
         """Mark newer checkpoints as abandoned, if an older one was loaded by name since the last save."""

@@ -51,21 +51,23 @@ class Heartbeat:
 
         If the store does not answer either, return all ranks except this one.
         """
-        found: list[int] = []
-        looking = threading.Thread(target=lambda: found.extend(self._missing()), name="cnr-pulse-look", daemon=True)
-        looking.start()
-        looking.join(3 * _MAX_MISSED * HEARTBEAT_SECS)  # if the process of the store was stopped, its clients hang
-        return self._others() if looking.is_alive() else found
+        missing_ranks: list[int] = []
+        thread = threading.Thread(
+            target=lambda: missing_ranks.extend(self._missing()), name="cnr-pulse-look", daemon=True
+        )
+        thread.start()
+        thread.join(3 * _MAX_MISSED * HEARTBEAT_SECS)  # if the process of the store was stopped, its clients hang
+        return self._others() if thread.is_alive() else missing_ranks
 
     def _missing(self) -> Sequence[int]:
         try:
-            before = self._beats()
+            beats_before = self._beats()
             time.sleep(_MAX_MISSED * HEARTBEAT_SECS)
-            after = self._beats()
+            beats_after = self._beats()
         except (RuntimeError, OSError) as error:
             logger.warning("the group's store does not answer: %s", error)
             return self._others()
-        return [rank for rank in self._others() if before[rank] == after[rank]]
+        return [rank for rank in self._others() if beats_before[rank] == beats_after[rank]]
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self._world_size) if rank != self._rank]
@@ -135,19 +137,19 @@ class RunRanks:
         Raises:
             ConfigurationError: An argument differs between ranks. It is raised on all ranks.
         """
-        given = self._gathered(dict(arguments))
-        for name, value in given[0].items():
-            for rank, other in enumerate(given):
-                if other[name] != value:
-                    got = f"{value!r} on rank 0, {other[name]!r} on rank {rank}"
+        arguments_by_rank = self._gathered(dict(arguments))
+        for name, value in arguments_by_rank[0].items():
+            for rank, other_arguments in enumerate(arguments_by_rank):
+                if other_arguments[name] != value:
+                    got = f"{value!r} on rank 0, {other_arguments[name]!r} on rank {rank}"
                     raise ConfigurationError(f"{name!r} must be the same on all ranks (got {got})")
 
     def _gathered(self, value: Any) -> list[Any]:
         if self._deciding is None:
             return [value]
-        found: list[Any] = [None] * dist.get_world_size(self._deciding)
-        dist.all_gather_object(found, value, group=self._deciding)
-        return found
+        values: list[Any] = [None] * dist.get_world_size(self._deciding)
+        dist.all_gather_object(values, value, group=self._deciding)
+        return values
 
     @contextmanager
     def explaining(self) -> Iterator[None]:

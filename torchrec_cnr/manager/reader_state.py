@@ -57,10 +57,10 @@ class _Counted(Generic[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         self._num_batches, self._first = self._first, 0
         if callable(self._batches):
-            found = iter(self._batches(self._num_batches))
+            batches = iter(self._batches(self._num_batches))
         else:
-            found = islice(iter(self._batches), self._num_batches, None)
-        for batch in found:
+            batches = islice(iter(self._batches), self._num_batches, None)
+        for batch in batches:
             self._num_batches += 1
             yield batch
         self._num_passes, self._num_batches = self._num_passes + 1, 0
@@ -156,12 +156,12 @@ class ReaderState(Generic[Batch]):
             raise ConfigurationError(f"'num_batches' must be at least 1 (got {num_batches})")
         if self._passing is None:
             self._passing = iter(self)
-        passing = self._passing
+        batches = self._passing
         for _ in range(num_batches):
             try:
-                batch = next(passing)
+                batch = next(batches)
             except StopIteration:
-                if self._passing is passing:
+                if self._passing is batches:
                     self._passing = None
                 return
             yield batch
@@ -207,20 +207,20 @@ class ReaderState(Generic[Batch]):
             DamagedError: It is not a saved position.
         """
         rank, world_size = _own_place()
-        saved = state_dict[ranked_name(rank, world_size)]
-        if isinstance(saved, bytes):
-            state = unpickled(saved, "the data loader state")
-        elif not isinstance(saved, list):
+        saved_state = state_dict[ranked_name(rank, world_size)]
+        if isinstance(saved_state, bytes):
+            state = unpickled(saved_state, "the data loader state")
+        elif not isinstance(saved_state, list):
             raise DamagedError(
-                f"the data loader state must be bytes (got {type(saved).__name__}); use another checkpoint"
+                f"the data loader state must be bytes (got {type(saved_state).__name__}); use another checkpoint"
             )
         elif self._reshard is None:
             raise StateMismatchError(
-                f"the data loader state was saved by {len(saved)} ranks, and there are {world_size} now; pass "
+                f"the data loader state was saved by {len(saved_state)} ranks, and there are {world_size} now; pass "
                 "ReaderState a 'reshard' that divides it, or load with as many ranks"
             )
         else:
-            positions = [unpickled(position, "the data loader state") for position in saved]
+            positions = [unpickled(position, "the data loader state") for position in saved_state]
             state = self._reshard(positions, rank, world_size)
         self._loader.load_state_dict(state)
         self._passing = None

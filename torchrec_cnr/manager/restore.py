@@ -108,15 +108,15 @@ def restore_newest(
 
 def _candidates(root: str | os.PathLike[str], group: dist.ProcessGroup | None, row_log: RowLog | None) -> Iterator[str]:
     """Yield the paths of checkpoints, newest first. Rank 0 lists them for all ranks."""
-    found = newest_first(root, row_log)
+    checkpoints = newest_first(root, row_log)
     is_first = group is None or dist.get_rank(group) == 0
-    while (path := shared(_next_path(found) if is_first else None, group)) is not None:
+    while (path := shared(_next_path(checkpoints) if is_first else None, group)) is not None:
         yield path
 
 
-def _next_path(found: Iterator[Any]) -> str | CNRError | None:
+def _next_path(checkpoints: Iterator[Any]) -> str | CNRError | None:
     try:
-        return next((checkpoint.store.url for checkpoint in found), None)
+        return next((checkpoint.store.url for checkpoint in checkpoints), None)
     except CNRError as error:
         return error
 
@@ -127,10 +127,10 @@ def step_of(path: str) -> int:
     Raises:
         ConfigurationError: The name is not one that a manager gives.
     """
-    found = NAME.fullmatch(posixpath.basename(path))
-    if found is None:
+    match = NAME.fullmatch(posixpath.basename(path))
+    if match is None:
         raise ConfigurationError(f"{path} is not a checkpoint of a manager; their names are 'step-<n>'")
-    return int(found[1])
+    return int(match[1])
 
 
 def path_of_step(root: Store, step: int) -> str | CNRError:
@@ -139,15 +139,17 @@ def path_of_step(root: Store, step: int) -> str | CNRError:
     If there are several, it is the newest one that is not abandoned, or the newest if all are.
     """
     try:
-        found = [checkpoint for checkpoint in newest_first(root, with_abandoned=True) if _is_of(checkpoint, step)]
+        checkpoints = [checkpoint for checkpoint in newest_first(root, with_abandoned=True) if _is_of(checkpoint, step)]
         names = root.names()
     except CNRError as error:
         return error
-    if not found:
+    if not checkpoints:
         steps = sorted({int(name[1]) for name in map(NAME.fullmatch, names) if name is not None})
-        there = ", ".join(map(str, steps[-_NUM_NAMED:])) or "none"
-        return CheckpointNotFoundError(f"{root.url}: no checkpoint of step {step} can be read; steps there: {there}")
-    return next((item for item in found if mark_of(item) not in names), found[0]).store.url
+        steps_text = ", ".join(map(str, steps[-_NUM_NAMED:])) or "none"
+        return CheckpointNotFoundError(
+            f"{root.url}: no checkpoint of step {step} can be read; steps there: {steps_text}"
+        )
+    return next((item for item in checkpoints if mark_of(item) not in names), checkpoints[0]).store.url
 
 
 def _is_of(checkpoint: Checkpoint, step: int) -> bool:
@@ -161,8 +163,8 @@ def names_behind(root: Store, step: int) -> frozenset[str] | CNRError:
     They are there if a restore skipped them or loaded an older one by name. New checkpoints need other names.
     """
     try:
-        later = [name for name in root.names() if (found := NAME.fullmatch(name)) and int(found[1]) > step]
-        return frozenset(name for name in later if root.at(name).exists(MANIFEST_FILE))
+        later_names = [name for name in root.names() if (match := NAME.fullmatch(name)) and int(match[1]) > step]
+        return frozenset(name for name in later_names if root.at(name).exists(MANIFEST_FILE))
     except CNRError as error:
         return error
 
@@ -190,8 +192,8 @@ def abandon_newer(root: Store, back_at: Return) -> CNRError | None:
     """
     is_own = _is_in(root, back_at.path)
     try:
-        found = newest_first(root, with_abandoned=True)
-        newer = takewhile(lambda checkpoint: not is_own or checkpoint.created_ns > back_at.created_ns, found)
+        checkpoints = newest_first(root, with_abandoned=True)
+        newer = takewhile(lambda checkpoint: not is_own or checkpoint.created_ns > back_at.created_ns, checkpoints)
         mark_abandoned(root, list(newer), _read_if_there(root, back_at.path) if is_own else None)
     except CNRError as error:
         return error

@@ -56,9 +56,9 @@ class Schedule:
         self._ask_at = step + max(1, wait_steps // 2)
         return wait_steps == 0
 
-    def _steps_left(self, step: int, since: int, every_secs: float) -> int:
-        passed = time.monotonic() - self._saved_at
-        if passed >= every_secs:
+    def _steps_left(self, step: int, saved_step: int, every_secs: float) -> int:
+        passed_secs = time.monotonic() - self._saved_at
+        if passed_secs >= every_secs:
             return 0
-        pace = max(1, step - since) / max(passed, 1e-3)
-        return max(1, min(1000, int((every_secs - passed) * pace)))
+        steps_per_sec = max(1, step - saved_step) / max(passed_secs, 1e-3)
+        return max(1, min(1000, int((every_secs - passed_secs) * steps_per_sec)))

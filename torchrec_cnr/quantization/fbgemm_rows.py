@@ -49,12 +49,14 @@ class InferenceRow:
             uint8 [n, row_bytes].
         """
         if bits == self.bits:
-            packed = codes[:, : self.num_cols * bits // 8]
+            packed_codes = codes[:, : self.num_cols * bits // 8]
         else:
-            unit = codes.clone()
-            unit[:, -SCALE_AND_BIAS_BYTES:] = torch.tensor(_UNIT_SCALE, dtype=torch.uint8, device="cpu")
-            packed = _packed(Asymmetric(bits).decode(unit, self.num_cols, torch.float32).to(torch.uint8), self.bits)
-        return self._joined(codes[:, -SCALE_AND_BIAS_BYTES:], packed)
+            unit_codes = codes.clone()
+            unit_codes[:, -SCALE_AND_BIAS_BYTES:] = torch.tensor(_UNIT_SCALE, dtype=torch.uint8, device="cpu")
+            packed_codes = _packed(
+                Asymmetric(bits).decode(unit_codes, self.num_cols, torch.float32).to(torch.uint8), self.bits
+            )
+        return self._joined(codes[:, -SCALE_AND_BIAS_BYTES:], packed_codes)
 
     def of_values(self, values: Tensor) -> Tensor:
         """Quantize values by ``Asymmetric``, or round them to fp16 or fp32.
@@ -88,8 +90,10 @@ class InferenceRow:
         bias = _rounded_away(wide.min(axis=1, keepdims=True), -np.inf)
         scale = _rounded_away((wide.max(axis=1, keepdims=True) - bias) / top, np.inf).clip(_HALF_MIN)
         codes = np.rint((wide - bias) / scale).clip(0, top).astype(np.uint8)
-        ends = np.hstack((scale, np.where(is_finite, bias, np.nan))).astype(np.float16)
-        return self._joined(torch.from_numpy(ends).view(torch.uint8), _packed(torch.from_numpy(codes), self.bits))
+        scales_and_biases = np.hstack((scale, np.where(is_finite, bias, np.nan))).astype(np.float16)
+        return self._joined(
+            torch.from_numpy(scales_and_biases).view(torch.uint8), _packed(torch.from_numpy(codes), self.bits)
+        )
 
     def _joined(self, *parts: Tensor) -> Tensor:
         """Concatenate parts of rows, each uint8 [n, k], and pad with zeros to [n, row_bytes]."""
@@ -103,11 +107,11 @@ class InferenceRow:
 
 def _rounded_away(values: npt.NDArray[np.float64], towards: float) -> npt.NDArray[np.float64]:
     """Round to finite fp16 numbers in one direction: down if ``towards`` is negative, otherwise up."""
-    wanted = values.clip(-_HALF_MAX, _HALF_MAX)
-    found = wanted.astype(np.float16)
-    is_short = found > wanted if towards < 0 else found < wanted
-    found[is_short] = np.nextafter(found[is_short], np.float16(towards))
-    return found.astype(np.float64)
+    clipped = values.clip(-_HALF_MAX, _HALF_MAX)
+    rounded = clipped.astype(np.float16)
+    is_short = rounded > clipped if towards < 0 else rounded < clipped
+    rounded[is_short] = np.nextafter(rounded[is_short], np.float16(towards))
+    return rounded.astype(np.float64)
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:

@@ -48,9 +48,9 @@ class KMeans(RowCodes):
 
     def encode(self, table: Tensor, rows: Tensor | None = None) -> Encoded:
         """Cluster each row. Rows on other devices are first copied to the host."""
-        numbers = all_rows(table) if rows is None else rows
+        row_numbers = all_rows(table) if rows is None else rows
         codes, is_exact = kernels.encode_clusters(
-            table, numbers, self.bits, self.row_bytes(table.shape[1], table.dtype)
+            table, row_numbers, self.bits, self.row_bytes(table.shape[1], table.dtype)
         )
         return Encoded(codes, positions(is_exact))
 

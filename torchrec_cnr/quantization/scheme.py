@@ -123,8 +123,8 @@ class RowCodes:
     def decode(self, codes: Tensor, num_cols: int, dtype: torch.dtype) -> Tensor:
         """Decode uint8 [n, row_bytes] to [n, num_cols] of ``dtype``."""
         values = torch.empty(len(codes), num_cols, dtype=dtype, device=codes.device)
-        numbers = all_rows(codes)
-        self.decode_into(codes, numbers, 0, values, numbers)
+        row_numbers = all_rows(codes)
+        self.decode_into(codes, row_numbers, 0, values, row_numbers)
         return values
 
     def decode_into(self, codes: Tensor, positions: Tensor, first_col: int, target: Tensor, rows: Tensor) -> None:

@@ -189,8 +189,8 @@ class _Uniform(RowCodes):
     def encode(self, table: Tensor, rows: Tensor | None = None) -> Encoded:
         """Choose each row's range and quantize the row, in one pass over the rows of the table."""
         row_bytes = self.row_bytes(table.shape[1], table.dtype)
-        numbers = all_rows(table) if rows is None else rows
-        codes, is_exact = kernels.encode_rows(table, numbers, self.bits, self._plan(table, numbers), row_bytes)
+        row_numbers = all_rows(table) if rows is None else rows
+        codes, is_exact = kernels.encode_rows(table, row_numbers, self.bits, self._plan(table, row_numbers), row_bytes)
         return Encoded(codes, positions(is_exact))
 
     def encode_without_waiting(self, table: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

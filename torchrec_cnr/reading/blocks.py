@@ -109,16 +109,16 @@ class Block:
             rows: int64 [k], or a slice: the rows of the target to write to.
         """
         device = target.device
-        places = row_numbers(rows, device)
+        target_rows = row_numbers(rows, device)
         if isinstance(positions, slice):
-            codes, chosen = self.codes[positions].to(device), torch.arange(len(places), device=device)
+            codes, code_positions = self.codes[positions].to(device), torch.arange(len(target_rows), device=device)
         else:
-            codes, chosen = self.codes.to(device), positions.to(device)
-        self.scheme.decode_into(codes, chosen, first_col, target, places)
+            codes, code_positions = self.codes.to(device), positions.to(device)
+        self.scheme.decode_into(codes, code_positions, first_col, target, target_rows)
         if len(self.exact_positions):
-            numbers, exact = self.exact_rows(row_numbers(positions))
-            values = exact[:, first_col : first_col + target.shape[1]]
-            target.index_copy_(0, places[numbers.to(device)], values.to(device))
+            indices, exact_values = self.exact_rows(row_numbers(positions))
+            values = exact_values[:, first_col : first_col + target.shape[1]]
+            target.index_copy_(0, target_rows[indices.to(device)], values.to(device))
 
     def exact_rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the exact rows among some rows of the block.
@@ -129,9 +129,9 @@ class Block:
         Returns:
             The indices of exact rows in ``positions``, int64 [m], and their values, [m, num_cols].
         """
-        numbers = torch.searchsorted(positions, self.exact_positions).clamp_(max=len(positions) - 1)
-        is_among = positions[numbers] == self.exact_positions
-        return numbers[is_among], self.exact_values[is_among]
+        indices = torch.searchsorted(positions, self.exact_positions).clamp_(max=len(positions) - 1)
+        is_among = positions[indices] == self.exact_positions
+        return indices[is_among], self.exact_values[is_among]
 
     def part(self, positions: Tensor, placed: PlacedRows) -> "Block":
         """Return some of the rows as a new block.
@@ -140,9 +140,9 @@ class Block:
             positions: int64 [k], k >= 1, increasing: positions of the rows in the block.
             placed: The numbers of these rows.
         """
-        exact, values = self.exact_rows(positions)
+        exact_positions, exact_values = self.exact_rows(positions)
         codes = self.codes.index_select(0, positions)
-        return replace(self, rows=placed, codes=codes, exact_positions=exact, exact_values=values)
+        return replace(self, rows=placed, codes=codes, exact_positions=exact_positions, exact_values=exact_values)
 
 
 class BlockRowNumbers:

@@ -61,9 +61,9 @@ class CheckpointRows:
 
     def placed(self) -> Iterator[tuple[int, BlobRead, PlacedRows]]:
         """Yield the places of the rows, turn by turn, with the number of the turn."""
-        for number, turn in enumerate(self.plan.turns(), self._first_turn):
+        for turn_number, turn in enumerate(self.plan.turns(), self._first_turn):
             for read in turn.values():
-                yield number, read, self._placed(read)
+                yield turn_number, read, self._placed(read)
 
     def blocks(self) -> Iterator[tuple[int, BlobRead, Block]]:
         """Yield the rows, turn by turn. Call this only once, since it frees the codes that were held.
@@ -75,10 +75,10 @@ class CheckpointRows:
         turns, is_delta = self.plan.turns(), self.plan.checkpoint.manifest.parent is not None
         left_blobs = [[(key, read.blob) for key, read in turn.items() if key not in self._held] for turn in turns]
         with closing(self._packs.read(*left_blobs, prepare=self._joined)) as blobs_read:
-            for number, (turn, left) in enumerate(zip(turns, left_blobs, strict=True), self._first_turn):
-                held = [(key, self._joined(key, self._held.pop(key))) for key in turn if key in self._held]
-                for key, data in itertools.chain(held, itertools.islice(blobs_read, len(left))):
-                    yield number, turn[key], self._block(key, data, is_delta)
+            for turn_number, (turn, turn_blobs) in enumerate(zip(turns, left_blobs, strict=True), self._first_turn):
+                held_blobs = [(key, self._joined(key, self._held.pop(key))) for key in turn if key in self._held]
+                for key, data in itertools.chain(held_blobs, itertools.islice(blobs_read, len(turn_blobs))):
+                    yield turn_number, turn[key], self._block(key, data, is_delta)
 
     def _joined(self, key: str, data: Bytes) -> Bytes:
         """Return the bytes of a blob, joined if they were byte-split. For files, the reading threads do this."""
@@ -112,16 +112,19 @@ class LatestWriter:
 
     def __init__(self, checkpoints: Sequence[CheckpointRows]) -> None:
         regions: dict[int, Region] = {}
-        times: Counter[int] = Counter()
+        checkpoint_counts: Counter[int] = Counter()
         for checkpoint in checkpoints:
             reads = [read for read in checkpoint.plan.reads.values() if read.rows.blob and read.entry.table is None]
             own_regions = {id(region): region for read in reads for region in read.regions}
             regions |= own_regions
-            times.update(own_regions.keys())
-        boxes = {number: region.box for number, region in regions.items() if times[number] > 1}
-        wide = {number: box for number, box in boxes.items() if len(box.sizes) == 2 and box.num_cols >= _MIN_COLS}
+            checkpoint_counts.update(own_regions.keys())
+        boxes = {region_id: region.box for region_id, region in regions.items() if checkpoint_counts[region_id] > 1}
+        wide_boxes = {
+            region_id: box for region_id, box in boxes.items() if len(box.sizes) == 2 and box.num_cols >= _MIN_COLS
+        }
         self._turns = {
-            number: torch.zeros(box.num_rows, dtype=torch.int16, device="cpu") for number, box in wide.items()
+            region_id: torch.zeros(box.num_rows, dtype=torch.int16, device="cpu")
+            for region_id, box in wide_boxes.items()
         }
         for checkpoint in checkpoints if self._turns else ():
             for turn, read, rows in checkpoint.placed():
@@ -145,11 +148,13 @@ class LatestWriter:
         are_left = (turns[rows] if isinstance(rows, slice) else turns.index_select(0, rows)) <= turn
         if bool(are_left.all()):
             return block
-        left = are_left.nonzero().squeeze(1)
-        if not len(left):
+        left_indices = are_left.nonzero().squeeze(1)
+        if not len(left_indices):
             return None
-        kept = left + positions.start if isinstance(positions, slice) else positions[left]
-        return block.part(kept, PlacedRows(block.box, 0, len(kept), numbers.index_select(0, kept)))
+        left_positions = left_indices + positions.start if isinstance(positions, slice) else positions[left_indices]
+        return block.part(
+            left_positions, PlacedRows(block.box, 0, len(left_positions), numbers.index_select(0, left_positions))
+        )
 
 
 def _has_all_columns(placed: PlacedRows, region: Region) -> bool:
@@ -186,13 +191,13 @@ def fold(
             CheckpointRows(plan, first_turn, thread_count, holds_logs=len(window) > 1)
             for plan, first_turn in zip(window, first_turns, strict=False)
         ]
-        turns = LatestWriter(checkpoints)
+        latest_writer = LatestWriter(checkpoints)
         for checkpoint in checkpoints:
             for turn, read, block in checkpoint.blocks():
                 for region in read.regions:
-                    left = turns.left(region, block, turn)
-                    if left is not None:
-                        region.write(left)
+                    left_block = latest_writer.left(region, block, turn)
+                    if left_block is not None:
+                        region.write(left_block)
                     if id(region) in coverages:
                         coverages[id(region)].add(block.box, block.rows.index)
                 count.add(read.blob.num_bytes)
@@ -228,8 +233,8 @@ def _coverages(plans: Sequence[CheckpointReads], regions: Sequence[Region]) -> d
                 reads[id(region)].append(read)
     coverages: dict[int, Coverage] = {}
     for region in regions:
-        own = reads[id(region)]
-        if math.prod(region.box.sizes) and not (own and own[0].entry.is_whole):
-            boxes = [read.shard.table_box or read.shard.box for read in own]
-            coverages[id(region)] = Coverage(region.box, boxes, sum(read.rows.num_rows for read in own))
+        region_reads = reads[id(region)]
+        if math.prod(region.box.sizes) and not (region_reads and region_reads[0].entry.is_whole):
+            boxes = [read.shard.table_box or read.shard.box for read in region_reads]
+            coverages[id(region)] = Coverage(region.box, boxes, sum(read.rows.num_rows for read in region_reads))
     return coverages

@@ -88,9 +88,9 @@ def _similar(fqn: str, manifest: Manifest) -> list[str]:
 
 
 def _wanted_box(fqn: str, entry: TensorEntry, rows: range | slice | None) -> Box:
-    whole = Box.whole(entry.size)
+    tensor_box = Box.whole(entry.size)
     if rows is None:
-        return whole
+        return tensor_box
     if getattr(rows, "step", 0) not in (None, 1):
         raise ConfigurationError(f"'rows' must be a range or slice with step 1, or None (got {rows!r})")
     if not entry.size:
@@ -100,7 +100,7 @@ def _wanted_box(fqn: str, entry: TensorEntry, rows: range | slice | None) -> Box
     stop = max(start, stop)
     if start < 0 or stop > num_rows:
         raise ConfigurationError(f"'rows' must be within the {num_rows} rows of {fqn!r} (got {rows!r})")
-    return Box((start, *whole.offsets[1:]), (stop - start, *whole.sizes[1:]))
+    return Box((start, *tensor_box.offsets[1:]), (stop - start, *tensor_box.sizes[1:]))
 
 
 def _target(out: Tensor | None, fqn: str, box: Box, dtype: torch.dtype) -> Tensor:

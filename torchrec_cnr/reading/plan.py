@@ -78,9 +78,9 @@ def plan_fold(lineage: Lineage, regions: Sequence[Region]) -> list[CheckpointRea
     """
     reads: dict[int, dict[str, BlobRead]] = {len(lineage.checkpoints) - 1: {}}
     for region in regions:
-        for number, entry in held(lineage.checkpoints, region.fqn):
-            _add_reads(reads.setdefault(number, {}), region, entry)
-    return [CheckpointReads(lineage.checkpoints[number], own_reads) for number, own_reads in sorted(reads.items())]
+        for index, entry in held(lineage.checkpoints, region.fqn):
+            _add_reads(reads.setdefault(index, {}), region, entry)
+    return [CheckpointReads(lineage.checkpoints[index], own_reads) for index, own_reads in sorted(reads.items())]
 
 
 def held(run: Sequence[Checkpoint], fqn: str) -> Iterator[tuple[int, TensorEntry]]:
@@ -100,17 +100,17 @@ def held(run: Sequence[Checkpoint], fqn: str) -> Iterator[tuple[int, TensorEntry
     Raises:
         DamagedError: A checkpoint lacks the tensor, or has another dtype or size, and its child has a delta of it.
     """
-    above: Checkpoint | None = None
-    for number in reversed(range(len(run))):
-        entry = run[number].manifest.tensors.get(fqn)
-        if entry is None or _nature(run[number], fqn) != _nature(run[-1], fqn):
-            if above is not None and above.is_compacted:
+    newer_checkpoint: Checkpoint | None = None
+    for index in reversed(range(len(run))):
+        entry = run[index].manifest.tensors.get(fqn)
+        if entry is None or _nature(run[index], fqn) != _nature(run[-1], fqn):
+            if newer_checkpoint is not None and newer_checkpoint.is_compacted:
                 return
-            _refuse(run[number], entry, run[-1], fqn)
-        yield number, entry
+            _refuse(run[index], entry, run[-1], fqn)
+        yield index, entry
         if entry.is_whole:
             return
-        above = run[number]
+        newer_checkpoint = run[index]
 
 
 def whole_box(manifest: Manifest, fqn: str) -> Box:
@@ -123,9 +123,10 @@ def _refuse(checkpoint: Checkpoint, entry: TensorEntry | None, newest: Checkpoin
     url, head = checkpoint.store.url, newest.store.url
     if entry is None:
         raise DamagedError(f"{url}: tensor {fqn!r} is missing, but {head} has a delta of it; use another checkpoint")
-    old, new = _nature(checkpoint, fqn), _nature(newest, fqn)
+    old_nature, new_nature = _nature(checkpoint, fqn), _nature(newest, fqn)
     raise DamagedError(
-        f"{url}: tensor {fqn!r} is {old}, but {new} in {head}, which has a delta of it; use another checkpoint"
+        f"{url}: tensor {fqn!r} is {old_nature}, but {new_nature} in {head}, which has a delta of it; "
+        "use another checkpoint"
     )
 
 

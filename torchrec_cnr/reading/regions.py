@@ -104,12 +104,12 @@ class RowStateRegion(Region):
             return
         positions, rows = common_rows
         first_range = self.bounds.index(common.offsets[1])
-        end = self.bounds.index(common.offsets[1] + common.sizes[1])
-        values = block.values[positions].reshape(-1, 1).expand(-1, end - first_range).to(self.ranges.device)
+        stop_range = self.bounds.index(common.offsets[1] + common.sizes[1])
+        values = block.values[positions].reshape(-1, 1).expand(-1, stop_range - first_range).to(self.ranges.device)
         if isinstance(rows, slice):
-            self.ranges[rows, first_range:end] = values
+            self.ranges[rows, first_range:stop_range] = values
         else:
-            self.ranges[:, first_range:end].index_copy_(0, rows.to(self.ranges.device), values)
+            self.ranges[:, first_range:stop_range].index_copy_(0, rows.to(self.ranges.device), values)
 
     def finish(self) -> None:
         """Write the mean over the columns to the target."""
@@ -147,19 +147,19 @@ class InferenceRegion(Region):
 
     def write(self, block: Block) -> None:
         """Copy the codes if the layout allows it; otherwise decode and quantize the rows."""
-        common = block.rows.within(self.box)
-        if common is None:
+        common_rows = block.rows.within(self.box)
+        if common_rows is None:
             return
-        positions, rows = common
+        positions, rows = common_rows
         bits = fused_bits(block.scheme)
         if bits is not None and self.row.takes_over(bits):
-            written = self.row.of_codes(block.codes[positions], bits)
-            exact, values = block.exact_rows(row_numbers(positions))
-            if len(exact):
-                written[exact] = self.row.of_values(values)
+            inference_rows = self.row.of_codes(block.codes[positions], bits)
+            exact_indices, values = block.exact_rows(row_numbers(positions))
+            if len(exact_indices):
+                inference_rows[exact_indices] = self.row.of_values(values)
         else:
-            written = self.row.of_values(_decoded(block, row_numbers(positions)))
-        put_rows(self.target, rows, written)
+            inference_rows = self.row.of_values(_decoded(block, row_numbers(positions)))
+        put_rows(self.target, rows, inference_rows)
 
 
 @dataclass(eq=False)
@@ -211,8 +211,8 @@ def inference_regions(
         return [InferenceRegion(fqn, Box.whole((num_rows, row.num_cols)), target, row)]
     window_rows = _rows_in(FLOAT_BYTES, row, dtype)
     return [
-        PiecedRegion(fqn, Box((first, 0), (len(window), row.num_cols)), window, row, dtype)
-        for first, window in zip(range(0, num_rows, window_rows), target.split(window_rows), strict=True)
+        PiecedRegion(fqn, Box((first_row, 0), (len(window), row.num_cols)), window, row, dtype)
+        for first_row, window in zip(range(0, num_rows, window_rows), target.split(window_rows), strict=True)
     ]
 
 

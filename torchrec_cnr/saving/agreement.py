@@ -63,16 +63,16 @@ def rank_plans(plans: Sequence[SavePlan]) -> list[RankPlan]:
     Raises:
         ConfigurationError: A rank saves with another storage writer, or ranks do not agree.
     """
-    carried: list[Any] = [plan.storage_data for plan in plans]
-    for rank, plan in enumerate(carried):
+    storage_data: list[Any] = [plan.storage_data for plan in plans]
+    for rank, plan in enumerate(storage_data):
         if not isinstance(plan, RankPlan):
             raise ConfigurationError(
                 f"nothing was saved, because rank {rank} uses another storage writer than CNRStorageWriter, or another "
                 "version of it: use the same on all ranks"
             )
     for what, value_of in _COMPARED:
-        _compare(what, [value_of(plan) for plan in carried])
-    return carried
+        _compare(what, [value_of(plan) for plan in storage_data])
+    return storage_data
 
 
 def _compare(what: str, values: Sequence[object]) -> None:

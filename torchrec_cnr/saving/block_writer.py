@@ -105,29 +105,31 @@ class WrittenBlocks:
 
     def located(self, places: Places) -> PlacedShards:
         """Return the rows of each member: one shard for each combination of schemes among the blocks."""
-        parts: dict[tuple[Scheme, ...], list[_Block]] = {}
+        blocks_by_schemes: dict[tuple[Scheme, ...], list[_Block]] = {}
         for schemes, block in (*self._new(places.row_blobs), *self._kept(places.num_packs)):
-            parts.setdefault(schemes, []).append(block)
-        found = [self._part(schemes, blocks) for schemes, blocks in parts.items()] or [self._part(self.schemes, [])]
-        return zip(zip(*found, strict=True), [encoded.num_exact for encoded in self.codes], strict=True)
+            blocks_by_schemes.setdefault(schemes, []).append(block)
+        shards = [self._part(schemes, blocks) for schemes, blocks in blocks_by_schemes.items()] or [
+            self._part(self.schemes, [])
+        ]
+        return zip(zip(*shards, strict=True), [encoded.num_exact for encoded in self.codes], strict=True)
 
     def _part(self, schemes: tuple[Scheme, ...], blocks: list[_Block]) -> tuple[Shard, ...]:
         blocks.sort(key=lambda block: block[0].first)
         rows = RowSet(tuple(block for block, _ in blocks))
         return tuple(
-            Shard(member.place.box, rows, tuple(codes[number] for _, codes in blocks), scheme, member.place.table_box)
-            for number, (member, scheme) in enumerate(zip(self.members, schemes, strict=True))
+            Shard(member.place.box, rows, tuple(codes[index] for _, codes in blocks), scheme, member.place.table_box)
+            for index, (member, scheme) in enumerate(zip(self.members, schemes, strict=True))
         )
 
     def _new(self, blobs: Sequence[Blob]) -> Iterator[tuple[tuple[Scheme, ...], _Block]]:
-        for number, rows in enumerate(self.new.located(blobs).blocks):
-            yield self.schemes, (rows, tuple(blobs[shard.blobs[number]] for shard in self.codes))
+        for index, rows in enumerate(self.new.located(blobs).blocks):
+            yield self.schemes, (rows, tuple(blobs[shard.blobs[index]] for shard in self.codes))
 
     def _kept(self, num_packs: int) -> Iterator[tuple[tuple[Scheme, ...], _Block]]:
         for block, index in self.kept:
-            moved = partial(_in_pack, num_packs + index)
+            moved_blob = partial(_in_pack, num_packs + index)
             for rows, codes in zip(block.rows, zip(*block.blobs, strict=True), strict=True):
-                yield block.schemes, (moved_block(rows, moved), tuple(map(moved, codes)))
+                yield block.schemes, (moved_block(rows, moved_blob), tuple(map(moved_blob, codes)))
 
 
 def _in_pack(pack: int, blob: Blob) -> Blob:
@@ -162,33 +164,35 @@ class BlockSink(PackSink):
         if rows is None or not isinstance(captured, TouchedBlocks) or not sources[0].values.numel():
             super().write(members, sources, rows, captured)
             return
-        (selected,) = rows
+        (selected_rows,) = rows
         with record_function("torchrec_cnr.encode"):
-            written = self._write_blocks(members, sources, selected, captured)
-        self._located.append(written.located)
+            written_blocks = self._write_blocks(members, sources, selected_rows, captured)
+        self._located.append(written_blocks.located)
 
     def _write_blocks(
         self, members: Sequence[Member], sources: Sequence[EncodingInput], rows: SelectedRows, touched: TouchedBlocks
     ) -> WrittenBlocks:
         head = self._before.head
         most_bytes = _most_bytes(sources, min(touched.block_rows, touched.box.num_rows))
-        kept: list[tuple[KeptBlock, int]] = []
-        new: list[WrittenBlock] = []
+        kept_blocks: list[tuple[KeptBlock, int]] = []
+        new_blocks: list[WrittenBlock] = []
         for number, is_touched in enumerate(touched.are_touched.tolist()):
-            first = number * touched.block_rows
-            numbers, place = rows.between(first, first + touched.block_rows)
-            found = None
-            if head is not None and not is_touched and len(numbers):
-                found = head.kept(members, touched.block_rows, number, len(numbers))
-            if found is not None:
-                kept.append((found, len(self._kept_packs)))
-                self._kept_packs.append(found.pack)
-            elif len(numbers):
-                new.append(write_block(self._rows, sources, number, numbers, place, heat=0))
+            first_row = number * touched.block_rows
+            row_numbers, position = rows.between(first_row, first_row + touched.block_rows)
+            kept_block = None
+            if head is not None and not is_touched and len(row_numbers):
+                kept_block = head.kept(members, touched.block_rows, number, len(row_numbers))
+            if kept_block is not None:
+                kept_blocks.append((kept_block, len(self._kept_packs)))
+                self._kept_packs.append(kept_block.pack)
+            elif len(row_numbers):
+                new_blocks.append(write_block(self._rows, sources, number, row_numbers, position, heat=0))
                 key = BlockKey.free(self._target.owner, touched, number, self._before.used)
                 self._rows.end_pack(self._target.keyed(str(key), most_bytes))
-        encoded_rows, encoded = join_blocks(new, len(sources))
-        return WrittenBlocks(members, tuple(source.scheme for source in sources), encoded_rows, encoded, tuple(kept))
+        encoded_rows, encoded = join_blocks(new_blocks, len(sources))
+        return WrittenBlocks(
+            members, tuple(source.scheme for source in sources), encoded_rows, encoded, tuple(kept_blocks)
+        )
 
     def finish(self) -> SinkRecords:
         """Return the records of this rank; the reused data files follow those that were written."""
@@ -237,9 +241,9 @@ class CompactedTopic(PlainTopic):
         for marker in reversed(self.row_log.markers(root_id(root.url), _NUM_LOOKED_AT)):
             if head is not None and marker.sha256 == head.sha256:
                 return None
-            found = committed(root.at(marker.name), marker.save_id)
-            if found is not None and found.sha256 == marker.sha256:
-                return found.ref
+            checkpoint = committed(root.at(marker.name), marker.save_id)
+            if checkpoint is not None and checkpoint.sha256 == marker.sha256:
+                return checkpoint.ref
         newest = next(newest_first(root.url, self.row_log), None)
         return None if newest is None or (head is not None and newest.sha256 == head.sha256) else newest.ref
 
@@ -255,9 +259,9 @@ class CompactedTopic(PlainTopic):
         """Remove row blocks that no checkpoint needs any more from the topic. If this fails now, they stay there."""
         try:
             refs = [ref for ref in (decision.head, decision.loadable_besides) if ref is not None]
-            gone = superseded([_committed_blocks(self.row_log, ref) for ref in refs], manifest)
-            if gone:
-                self.row_log.forget(root_id(store.at("..").url), gone)
+            unneeded_packs = superseded([_committed_blocks(self.row_log, ref) for ref in refs], manifest)
+            if unneeded_packs:
+                self.row_log.forget(root_id(store.at("..").url), unneeded_packs)
         except CNRError as error:
             logger.warning("topic %r: rows that no checkpoint needs were not removed: %s", self.row_log.topic, error)
 
@@ -280,13 +284,13 @@ def predecessor(row_log: RowLog, decision: Decision | None) -> Predecessor:
     if decision is None or decision.since is Since.EVER or decision.head is None or decision.parent is None:
         return Predecessor(None, frozenset())
     head = _committed_blocks(row_log, decision.head)
-    used = head.keys
+    used_keys = head.keys
     if decision.loadable_besides is not None:
         try:
-            used |= _committed_blocks(row_log, decision.loadable_besides).keys
+            used_keys |= _committed_blocks(row_log, decision.loadable_besides).keys
         except LoadError as error:
             logger.warning("a checkpoint cannot be loaded, and its rows may be replaced by this save: %s", error)
-    return Predecessor(head if head.parent_sha256 == decision.parent.sha256 else None, used)
+    return Predecessor(head if head.parent_sha256 == decision.parent.sha256 else None, used_keys)
 
 
 @cached(LRUCache(_MAX_REMEMBERED), key=lambda row_log, ref: (ref.sha256, row_log.topic), lock=threading.Lock())

@@ -105,42 +105,46 @@ def _behind(num_packs: int, blob: Blob) -> Blob:
     return Blob(blob.pack + num_packs, blob.offset, blob.num_bytes, blob.crc32c)
 
 
-def _tensor_entry(fqn: str, written: Sequence[tuple[ShardRecord, tuple[Shard, ...]]]) -> TensorEntry:
+def _tensor_entry(fqn: str, records_and_parts: Sequence[tuple[ShardRecord, tuple[Shard, ...]]]) -> TensorEntry:
     # An empty shard's record does not count: its rank cannot know the table that it belongs to.
-    filled = [record for record, parts in written if 0 not in parts[0].box.sizes] or [written[0][0]]
-    first = filled[0]
-    shared = {(r.size, r.dtype, r.is_table, r.table) for r in filled}
-    if len(shared) != 1:
-        raise SaveError(f"tensor {fqn!r}: its shards differ in size, dtype or table: {shared}")
-    ordered = sorted([parts for _, parts in written], key=lambda parts: parts[0].box.offsets)
-    shards = tuple(itertools.chain.from_iterable(ordered))
-    places = tuple([parts[0].place for parts in ordered]) if len(shards) > len(ordered) else None
-    return TensorEntry(first.dtype, first.size, shards, first.is_table, first.table, folded=places)
+    filled_records = [record for record, parts in records_and_parts if 0 not in parts[0].box.sizes] or [
+        records_and_parts[0][0]
+    ]
+    first_record = filled_records[0]
+    descriptions = {(r.size, r.dtype, r.is_table, r.table) for r in filled_records}
+    if len(descriptions) != 1:
+        raise SaveError(f"tensor {fqn!r}: its shards differ in size, dtype or table: {descriptions}")
+    ordered_parts = sorted([parts for _, parts in records_and_parts], key=lambda parts: parts[0].box.offsets)
+    shards = tuple(itertools.chain.from_iterable(ordered_parts))
+    places = tuple([parts[0].place for parts in ordered_parts]) if len(shards) > len(ordered_parts) else None
+    return TensorEntry(
+        first_record.dtype, first_record.size, shards, first_record.is_table, first_record.table, folded=places
+    )
 
 
 def _check_against_plan(metadata: Metadata, tensors: Mapping[str, TensorEntry], objects: Mapping[str, Blob]) -> None:
-    planned: dict[str, set[Key]] = {}
+    planned_keys: dict[str, set[Key]] = {}
     for fqn, plan in metadata.state_dict_metadata.items():
         chunks = plan.chunks if isinstance(plan, TensorStorageMetadata) else None
-        planned[fqn] = {None} if chunks is None else {(c.offsets, c.sizes) for c in chunks}
-    written: dict[str, set[Key]] = {fqn: {None} for fqn in objects}
+        planned_keys[fqn] = {None} if chunks is None else {(c.offsets, c.sizes) for c in chunks}
+    written_keys: dict[str, set[Key]] = {fqn: {None} for fqn in objects}
     for fqn, entry in tensors.items():
         places = [(place.box.offsets, place.box.sizes) for place in entry.sharding]
-        written.setdefault(fqn, set()).update(places)
+        written_keys.setdefault(fqn, set()).update(places)
         if len(set(places)) != len(places):
             raise SaveError("a shard was written twice; save again")
-    if written != planned:
-        missing, surplus = _difference(planned, written), _difference(written, planned)
+    if written_keys != planned_keys:
+        missing, unplanned = _difference(planned_keys, written_keys), _difference(written_keys, planned_keys)
         raise SaveError(
             f"the ranks did not write what was planned: missing {missing or 'nothing'}, not planned "
-            f"{surplus or 'nothing'}; nothing was committed, save again"
+            f"{unplanned or 'nothing'}; nothing was committed, save again"
         )
 
 
-def _difference(some: Mapping[str, set[Key]], others: Mapping[str, set[Key]]) -> list[str]:
-    """Return the first few shards and objects that are in ``some`` and not in ``others``."""
-    found = [(fqn, key) for fqn, keys in some.items() for key in keys - others.get(fqn, set())]
-    return sorted(str((fqn, key and Box(*key))) for fqn, key in found)[:3]
+def _difference(keys_by_fqn: Mapping[str, set[Key]], other_keys: Mapping[str, set[Key]]) -> list[str]:
+    """Return the first few shards and objects that are in ``keys_by_fqn`` and not in ``other_keys``."""
+    difference = [(fqn, key) for fqn, keys in keys_by_fqn.items() for key in keys - other_keys.get(fqn, set())]
+    return sorted(str((fqn, key and Box(*key))) for fqn, key in difference)[:3]
 
 
 @dataclass(frozen=True)
@@ -189,28 +193,28 @@ def file_of(
         SaveError: Ranks did not write what was planned, or disagree about a tensor; or the checkpoint could not be
             loaded, or no relative path leads to its parent.
     """
-    parts = assemble(results)
-    _check_against_plan(metadata, parts.tensors, parts.objects)
+    contents = assemble(results)
+    _check_against_plan(metadata, contents.tensors, contents.objects)
     manifest = Manifest(
         created_ns=max(time.time_ns(), decision.after_ns + 1),
         checkpoint_id=posixpath.basename(store.path),
         save_id=save_id,
         parent=_parent(store, decision),
         policy=decision.policy,
-        history=_extended(decision.history, sum(pack.num_bytes for pack in parts.packs)),
+        history=_extended(decision.history, sum(pack.num_bytes for pack in contents.packs)),
         num_restores=decision.num_restores,
-        world_size=len(parts.phases),
+        world_size=len(contents.phases),
         writer=f"torchrec_cnr {__version__}",
-        packs=tuple(parts.packs),
-        tensors=parts.tensors,
-        objects=parts.objects,
+        packs=tuple(contents.packs),
+        tensors=contents.tensors,
+        objects=contents.objects,
         paths=dict(sorted((key, path) for key, path in (metadata.planner_data or {}).items() if key != STAGED)),
     )
     try:
         data, sha256 = manifest_json.dumps_valid(manifest, f"{store.url}/{MANIFEST_FILE}")
     except LoadError as error:
         raise SaveError(f"nothing was committed, because it could not be loaded again: {error}") from error
-    return ManifestFile(manifest, data, sha256, tuple(parts.phases))
+    return ManifestFile(manifest, data, sha256, tuple(contents.phases))
 
 
 def commit(store: Store, file: ManifestFile, lease: Lease | None, fence: Fence | None) -> None:
@@ -273,13 +277,13 @@ def _refuse_missing_packs(store: Store, manifest: Manifest) -> None:
     A prune may have removed them if its clock was ahead. Files of other ranks may never have been there, because each
     rank has opened the store by itself.
     """
-    there = store.listing().files
+    listed_files = store.listing().files
     for pack in manifest.packs:
-        if pack.is_own_file and there.get(pack.name) != pack.num_bytes:
-            found = f"{there[pack.name]} bytes of it are" if pack.name in there else "it is not"
+        if pack.is_own_file and listed_files.get(pack.name) != pack.num_bytes:
+            found_text = f"{listed_files[pack.name]} bytes of it are" if pack.name in listed_files else "it is not"
             raise SaveError(
                 f"{store.url}: nothing was committed, because a rank has written {pack.name} ({pack.num_bytes} bytes), "
-                f"and {found} in the store of the rank that commits: save again if the file was pruned during the "
+                f"and {found_text} in the store of the rank that commits: save again if the file was pruned during the "
                 "save; or save to a store that all ranks share, unlike a disk of each machine or 'memory://'"
             )
 

@@ -262,8 +262,8 @@ class Cuts:
         head = self.tracker.head
         if head is None:
             return frozenset({Since.EVER})
-        wanted = policy.decide(head.history)
-        return frozenset({wanted, Since.EVER}) if self._is_baseline_due else frozenset({wanted})
+        since = policy.decide(head.history)
+        return frozenset({since, Since.EVER}) if self._is_baseline_due else frozenset({since})
 
     def resolve_last_save(self, timeout_secs: float = TIMEOUT_SECS) -> None:
         """Wait until the last save has ended, then commit its rows or mark them again.
@@ -293,15 +293,15 @@ class Cuts:
         self._lock = threading.RLock()
 
     def _resolve_last_save(self, timeout_secs: float) -> None:
-        last, pending = self._last, self.tracker.pending
-        if last is None or pending is not last.pending:  # a restore has replaced what it saved
+        last_save, pending = self._last, self.tracker.pending
+        if last_save is None or pending is not last_save.pending:  # a restore has replaced what it saved
             with self._before_and_after_training():
                 self.tracker.rollback()
             return
-        last.running.wait(timeout_secs)
-        checkpoint = last.checkpoint()
+        last_save.running.wait(timeout_secs)
+        checkpoint = last_save.checkpoint()
         with self._before_and_after_training():
-            self._end(last, pending, checkpoint)
+            self._end(last_save, pending, checkpoint)
         self._last = None
 
     @contextmanager
@@ -312,18 +312,18 @@ class Cuts:
         yield
         wait_for_devices(marks)
 
-    def _end(self, last: PendingSave, pending: Pending, checkpoint: Checkpoint | None) -> None:
+    def _end(self, last_save: PendingSave, pending: Pending, checkpoint: Checkpoint | None) -> None:
         """Commit or roll back the last save, which has committed a checkpoint or none."""
         if checkpoint is not None:
             head = self._head_of(checkpoint)
-            self.tracker.commit(head, has_heat=isinstance(last.policy, Compacted))
+            self.tracker.commit(head, has_heat=isinstance(last_save.policy, Compacted))
             if len(head.lineage) == 1:
-                self._states[Since.BASELINE] = last.states
-            self._states[Since.HEAD], self._head = last.states, head
+                self._states[Since.BASELINE] = last_save.states
+            self._states[Since.HEAD], self._head = last_save.states, head
             self._is_baseline_due = False
         else:
             # The ranks may have found while planning that too few rows were staged, too late to stage more.
-            has_staged_rows = last.staged is not None and Since.EVER not in last.staged
+            has_staged_rows = last_save.staged is not None and Since.EVER not in last_save.staged
             if pending.place is None and has_staged_rows:
                 self._is_baseline_due = True
             self.tracker.rollback()
@@ -331,10 +331,10 @@ class Cuts:
     def _head_of(self, checkpoint: Checkpoint) -> Head:
         """Return the head for a committed checkpoint: the checkpoint, and the chain that it extends."""
         head, parent = self.tracker.head, checkpoint.manifest.parent
-        below = () if head is None or parent is None else head.lineage
-        sha256s = [link.sha256 for link in below]
+        ancestors = () if head is None or parent is None else head.lineage
+        sha256s = [link.sha256 for link in ancestors]
         length = sha256s.index(parent.sha256) + 1 if parent is not None and parent.sha256 in sha256s else 0
-        return checkpoint.head(below[:length])
+        return checkpoint.head(ancestors[:length])
 
     def _find(self, live: Mapping[str, Any]) -> dict[ShardKey, TrackedItem]:
         """Locate tracked tables and their optimizer state in the state dict, by the memory that they share."""
@@ -344,7 +344,7 @@ class Cuts:
         by_memory: dict[Any, list[ShardKey]] = {}
         for key, tensor in shards.items():
             by_memory.setdefault(memory_key(tensor), []).append(key)
-        found: dict[ShardKey, TrackedItem] = {}
+        items: dict[ShardKey, TrackedItem] = {}
         for shard in self.tracker.shards:
             if 0 in shard.rows.box.sizes:
                 continue
@@ -356,18 +356,20 @@ class Cuts:
                     "passed to dcp.async_save); pass the live state dict, no async_stager, or a tracker of a smaller "
                     "model"
                 )
-            found |= {key: _item(shard, key, aliases[0], shards[key]) for key in aliases}
+            items |= {key: _item(shard, key, aliases[0], shards[key]) for key in aliases}
             for state in shard.state():
                 for key in by_memory.get(memory_key(state), []):
                     item = _item(shard, key, aliases[0], shards[key])
                     replaced = self._replaced_since(key, state) if shard.is_state_replaceable else frozenset()
-                    found[key] = replace(item, replaced_since=replaced, live_state=state)
-        return found
+                    items[key] = replace(item, replaced_since=replaced, live_state=state)
+        return items
 
     def _replaced_since(self, key: ShardKey, state: Tensor) -> frozenset[Since]:
         """Return the checkpoints that a delta may be based on, and that hold the values of another tensor, or none."""
-        saved = {since: self._states.get(since, {}).get(key) for since in (Since.HEAD, Since.BASELINE)}
-        return frozenset(since for since, other in saved.items() if other is None or other() is not state)
+        saved_states = {since: self._states.get(since, {}).get(key) for since in (Since.HEAD, Since.BASELINE)}
+        return frozenset(
+            since for since, saved_state in saved_states.items() if saved_state is None or saved_state() is not state
+        )
 
 
 _cuts_of_process: WeakSet[Cuts] = WeakSet()

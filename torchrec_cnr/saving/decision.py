@@ -128,8 +128,8 @@ def newest_baseline(ranks: Sequence[RankData]) -> CheckpointRef | None:
     They differ if the chain was compacted after some of the ranks had read it. A rank that knows an older baseline
     stores at least the rows that were modified since the newer one.
     """
-    known = [rank for rank in ranks if rank.baseline is not None]
-    return min(known, key=lambda rank: rank.num_links).baseline if known else None
+    ranks_with_baseline = [rank for rank in ranks if rank.baseline is not None]
+    return min(ranks_with_baseline, key=lambda rank: rank.num_links).baseline if ranks_with_baseline else None
 
 
 def choose_base(
@@ -156,14 +156,14 @@ def choose_base(
     if set(heads) != {head.ref}:
         logger.warning("ranks are based on different checkpoints (%s): this save is a baseline", _paths(heads))
         return None
-    found = _intact_head(head)
-    if found is None:
+    head_and_history = _intact_head(head)
+    if head_and_history is None:
         logger.warning(
             "%s or a checkpoint that it is based on is missing, corrupt or was replaced: this save is a baseline",
             head.ref.path,
         )
         return None
-    newest, history = found
+    newest, history = head_and_history
     since = policy.decide(history)
     if since is Since.EVER:
         return None
@@ -198,11 +198,15 @@ def stored_whole(tensors: Mapping[str, RowTensor], metadata: Metadata, parent: M
 
 
 def _continues(fqn: str, tensor: RowTensor, metadata: Metadata, parent: Manifest) -> bool:
-    old = parent.tensors.get(fqn)
-    if old is None or (old.dtype, old.is_table, old.table) != (tensor.dtype, tensor.is_table, tensor.table):
+    parent_tensor = parent.tensors.get(fqn)
+    if parent_tensor is None or (parent_tensor.dtype, parent_tensor.is_table, parent_tensor.table) != (
+        tensor.dtype,
+        tensor.is_table,
+        tensor.table,
+    ):
         return False
-    sized = tensor.table or fqn  # the size of row-wise state depends on its table's sharding
-    entry, old_entry = metadata.state_dict_metadata.get(sized), parent.tensors.get(sized)
+    sized_fqn = tensor.table or fqn  # the size of row-wise state depends on its table's sharding
+    entry, old_entry = metadata.state_dict_metadata.get(sized_fqn), parent.tensors.get(sized_fqn)
     return isinstance(entry, TensorStorageMetadata) and old_entry is not None and tuple(entry.size) == old_entry.size
 
 
@@ -228,20 +232,22 @@ def _intact_head(head: Head) -> tuple[Checkpoint, History] | None:
 
 def _are_there(root: Store, lineage: Sequence[CheckpointRef]) -> bool:
     """Return whether the baseline's manifest exists, and the directory of each checkpoint of the chain in this root."""
-    there = {root.at(name).url for name in root.names()}
+    root_urls = {root.at(name).url for name in root.names()}
     roots_path = posixpath.dirname(lineage[-1].path)
-    in_root = {ref.path for ref in lineage if posixpath.dirname(ref.path) == roots_path}
-    return in_root <= there and Store.open(lineage[0].path).exists(MANIFEST_FILE)
+    paths_in_root = {ref.path for ref in lineage if posixpath.dirname(ref.path) == roots_path}
+    return paths_in_root <= root_urls and Store.open(lineage[0].path).exists(MANIFEST_FILE)
 
 
 def _history(head: Head, lineage: Lineage) -> History:
     """Return the history of a chain; if the chain was compacted, it begins with the merged checkpoint."""
     links = lineage.checkpoints
-    folded = max((number for number, link in enumerate(links) if link.is_compacted), default=None)
-    if folded is None:
+    folded_index = max((number for number, link in enumerate(links) if link.is_compacted), default=None)
+    if folded_index is None:
         return head.history
-    history = links[folded].manifest.history
-    return History(history.baseline_bytes, (*history.delta_bytes, *(link.num_bytes for link in links[folded + 1 :])))
+    history = links[folded_index].manifest.history
+    return History(
+        history.baseline_bytes, (*history.delta_bytes, *(link.num_bytes for link in links[folded_index + 1 :]))
+    )
 
 
 def _intact_checkpoint(ref: CheckpointRef) -> Checkpoint | None:
@@ -315,8 +321,10 @@ def policy_of_all(policy: Policy, data: Sequence[RankData]) -> Policy:
         return policy
     common = frozenset(Since).intersection(*(sinces for sinces in staged if sinces is not None))
     if None in staged or not common:
-        found = "; ".join(sorted(", ".join(since.value for since in sinces or ()) for sinces in staged))
-        raise SaveError(f"nothing was saved, because ranks staged rows modified since different checkpoints ({found})")
+        description = "; ".join(sorted(", ".join(since.value for since in sinces or ()) for sinces in staged))
+        raise SaveError(
+            f"nothing was saved, because ranks staged rows modified since different checkpoints ({description})"
+        )
     return _Staged(Since.EVER if Since.EVER in common else next(iter(common)))
 
 

@@ -149,11 +149,11 @@ class KernelWarmUps:
         """Compile kernels for a planner that saves the tables of a tracker."""
         self._warm_up([tracker], list(self._rules.values()))
 
-    def _warm_up(self, tracked: Sequence[TrackedRows], rules: Sequence[SchemeRules]) -> None:
+    def _warm_up(self, row_trackers: Sequence[TrackedRows], rules: Sequence[SchemeRules]) -> None:
         began, num_new = time.monotonic(), 0
-        tensors = (tensor for tracker in tracked for shard in tracker.shards for tensor in shard.tensors())
+        tensors = (tensor for tracker in row_trackers for shard in tracker.shards for tensor in shard.tensors())
         for table in {_kind_of(tensor): tensor for tensor in tensors if _is_warmed_up(tensor)}.values():
-            for scheme in (scheme for each in rules for scheme in each.possible(table.dtype)):
+            for scheme in (scheme for scheme_rules in rules for scheme in scheme_rules.possible(table.dtype)):
                 key = _kind_of(table), scheme
                 if fused_bits(scheme) is None or key in self._done:
                     continue
@@ -191,16 +191,16 @@ def sampled_rows(values: Tensor, rows: RowMask | Tensor | None) -> Tensor:
         [n, num_cols], where n is at most ``SAMPLE_ROWS``.
     """
     num_cols = math.prod(values.shape[1:])
-    most = min(SAMPLE_ROWS, max(1, BLOCK_BYTES // max(1, num_cols * values.element_size())))
-    numbers = _spread(len(rows) if isinstance(rows, Tensor) else len(values))
+    max_rows = min(SAMPLE_ROWS, max(1, BLOCK_BYTES // max(1, num_cols * values.element_size())))
+    row_numbers = _spread(len(rows) if isinstance(rows, Tensor) else len(values))
     if isinstance(rows, Tensor):
-        numbers = rows.index_select(0, numbers[:most].to(rows.device))
+        row_numbers = rows.index_select(0, row_numbers[:max_rows].to(rows.device))
     elif rows is not None:
-        numbers = numbers[rows.mask[numbers.to(rows.mask.device)].cpu()]
-        if len(numbers) < SAMPLE_ROWS // 8:  # at most two rows in a thousand are stored
-            numbers = next(rows.blocks(SAMPLE_ROWS), numbers)
-    found = values.index_select(0, numbers[:most].to(values.device))
-    return found.reshape(len(found), num_cols)
+        row_numbers = row_numbers[rows.mask[row_numbers.to(rows.mask.device)].cpu()]
+        if len(row_numbers) < SAMPLE_ROWS // 8:  # at most two rows in a thousand are stored
+            row_numbers = next(rows.blocks(SAMPLE_ROWS), row_numbers)
+    sample = values.index_select(0, row_numbers[:max_rows].to(values.device))
+    return sample.reshape(len(sample), num_cols)
 
 
 def _mask_of(rows: Sequence[SelectedRows] | None) -> RowMask | None:
@@ -223,8 +223,8 @@ def write_all_rows(packs: PackWriter, sources: Sequence[EncodingInput]) -> tuple
     block_rows = _block_rows(sources, packs.block_bytes)
     num_rows = len(sources[0].rows) if sources[0].values.numel() else 0
     blocks = [
-        _write(packs, sources, number, range(first, min(first + block_rows, num_rows)), heat=0)
-        for number, first in enumerate(range(0, num_rows, block_rows))
+        _write(packs, sources, number, range(first_row, min(first_row + block_rows, num_rows)), heat=0)
+        for number, first_row in enumerate(range(0, num_rows, block_rows))
     ]
     return RowSet.all(num_rows, block_rows), _encoded(blocks, len(sources))
 
@@ -234,11 +234,11 @@ def write_rows(
 ) -> tuple[EncodedRowSet, Sequence[EncodedShard]]:
     """Encode some rows, for all sources together, into data files of this heat."""
     block_rows = _block_rows(sources, packs.block_bytes)
-    place = rows.first if isinstance(rows, RowList) else None
+    position = rows.first if isinstance(rows, RowList) else None
     blocks: list[WrittenBlock] = []
     for number, block in enumerate(rows.blocks(block_rows)):
-        blocks.append(write_block(packs, sources, number, block, place, heat))
-        place = None if place is None else place + len(block)
+        blocks.append(write_block(packs, sources, number, block, position, heat))
+        position = None if position is None else position + len(block)
     return join_blocks(blocks, len(sources))
 
 
@@ -281,8 +281,11 @@ def join_blocks(blocks: Sequence[WrittenBlock], num_sources: int) -> tuple[Encod
 
 
 def _encoded(blocks: Sequence[Codes], num_sources: int) -> Sequence[EncodedShard]:
-    of_sources = [[codes[index] for codes in blocks] for index in range(num_sources)]
-    return [EncodedShard(tuple(blob for blob, _ in own), sum(exact for _, exact in own)) for own in of_sources]
+    codes_by_source = [[codes[index] for codes in blocks] for index in range(num_sources)]
+    return [
+        EncodedShard(tuple(blob for blob, _ in shard_codes), sum(exact for _, exact in shard_codes))
+        for shard_codes in codes_by_source
+    ]
 
 
 def _block_rows(sources: Sequence[EncodingInput], block_bytes: int) -> int:
@@ -295,8 +298,8 @@ def _write(packs: PackWriter, sources: Sequence[EncodingInput], number: int, row
     codes = []
     for source in sources:
         if source.is_quantized:
-            numbers = torch.from_numpy(np.arange(rows.start, rows.stop)) if isinstance(rows, range) else rows
-            codes.append(_write_codes(packs, source, number, numbers.to(source.device), heat))
+            row_numbers = torch.from_numpy(np.arange(rows.start, rows.stop)) if isinstance(rows, range) else rows
+            codes.append(_write_codes(packs, source, number, row_numbers.to(source.device), heat))
             continue
         if isinstance(rows, range):
             # On the host, this is a view of the live tensor: training does not continue before the save returns.

@@ -91,21 +91,21 @@ class PlannedSave(DefaultSavePlanner):
         self._meta = meta
         self._selected: dict[int, _Rows] = {}
         self._decision: Decision | None = None
-        staged = state_dict.get(STAGED)
+        staged_save = state_dict.get(STAGED)
         self.set_up_planner({key: value for key, value in state_dict.items() if key != STAGED}, meta, is_coordinator)
-        self.cut = self._cut_of(staged if isinstance(staged, StagedSave) else None)
+        self.cut = self._cut_of(staged_save if isinstance(staged_save, StagedSave) else None)
 
     @property
     def _destination(self) -> RowDestination:
         return self._meta.destination if self._meta is not None else FILES
 
-    def _cut_of(self, staged: StagedSave | None) -> Cut:
+    def _cut_of(self, staged_save: StagedSave | None) -> Cut:
         options, meta = self._options, self._meta
         untracked = Cut(options.policy, None, 0, {}, Pending())
-        if staged is not None:
+        if staged_save is not None:
             if meta is not None:
-                meta.writing.take(staged)
-            staged.raise_failure()
+                meta.writing.take(staged_save)
+            staged_save.raise_failure()
         if meta is None:
             if options.is_tracked:
                 raise ConfigurationError(
@@ -114,13 +114,13 @@ class PlannedSave(DefaultSavePlanner):
             return untracked
         running = meta.writing.begin()
         self._destination.refuse_policy(options.policy)
-        if staged is not None and staged.cut is not None:
-            if staged.tracker_id != options.tracker_id or staged.cut.policy != options.policy:
+        if staged_save is not None and staged_save.cut is not None:
+            if staged_save.tracker_id != options.tracker_id or staged_save.cut.policy != options.policy:
                 raise ConfigurationError(
                     "the rows were staged for another planner: pass dcp.async_save the planner that was made last with "
                     "the tracker of these tables"
                 )
-            return staged.cut
+            return staged_save.cut
         if options.cuts is None:
             return untracked
         timeout_secs = meta.writing.timeout_secs
@@ -199,28 +199,30 @@ class PlannedSave(DefaultSavePlanner):
             base = None  # it was pruned after it was chosen, and before the lease
         if base is not None:
             tensors = {fqn: tensor for rank in data for fqn, tensor in rank.tensors.items()}
-            new = stored_whole(tensors, metadata, base.parent.manifest)
-            whole = frozenset(key for key in ranks_of if key[0] in new).union(
+            new_fqns = stored_whole(tensors, metadata, base.parent.manifest)
+            whole_keys = frozenset(key for key in ranks_of if key[0] in new_fqns).union(
                 *(rank.whole for rank in data), *(rank.replaced[base.since] for rank in data)
             )
             # Only one of a shard's replicas stores it. If they did not modify the same rows, it must store all rows.
-            whole |= {
+            whole_keys |= {
                 key
                 for key, ranks in ranks_of.items()
                 for since in {base.since, *destination.compared}
                 if not agree(key, since, [data[r] for r in ranks])
             }
-            decision = replace(decision, since=base.since, parent=base.parent.ref, history=base.history, whole=whole)
+            decision = replace(
+                decision, since=base.since, parent=base.parent.ref, history=base.history, whole=whole_keys
+            )
         refuse_missing_rows(decision, ranks_of, data)
         metadata = SaveMetadata(metadata.state_dict_metadata, planner_data=metadata.planner_data, decision=decision)
         return [replace(plan, planner_data=decision) for plan in plans], metadata
 
     def _data_of(self, plans: list[SavePlan]) -> list[RankData]:
         """Return the reports of all ranks. If this rank has a ``CNRSavePlanner``, all of them do."""
-        carried: list[Any] = [plan.storage_data for plan in plans]
+        storage_data: list[Any] = [plan.storage_data for plan in plans]
         if self._meta is not None:
-            carried = [plan.data for plan in rank_plans(plans)]
-        return carried
+            storage_data = [plan.data for plan in rank_plans(plans)]
+        return storage_data
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Receive the coordinator's decision, and announce the save: from now on it is pending."""

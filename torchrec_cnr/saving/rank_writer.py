@@ -66,7 +66,7 @@ class RankWriter:
 
     def write(self, items: Sequence[WriteItem]) -> None:
         """Encode items, and write data files that are full."""
-        together: dict[object, list[tuple[WriteItem, ShardData]]] = {}
+        items_by_group: dict[object, list[tuple[WriteItem, ShardData]]] = {}
         for item in items:
             if item.type is WriteItemType.BYTE_IO:
                 self._write_object(item)
@@ -77,8 +77,8 @@ class RankWriter:
                 self._write_together([(item, data)])  # at once, so that values made for this save are freed
                 self._count.add(1)
             else:
-                together.setdefault((data.group, id(data.rows)), []).append((item, data))
-        for members in together.values():
+                items_by_group.setdefault((data.group, id(data.rows)), []).append((item, data))
+        for members in items_by_group.values():
             self._write_together(members)
             self._count.add(len(members))
 
@@ -128,18 +128,18 @@ class RankWriter:
 
         The record of this rank contains ``phases``, completed by what the writing took.
         """
-        written = self._sink.finish()
+        sink_records = self._sink.finish()
         phases = replace(
             phases,
-            encode_secs=time.monotonic() - self._began - written.wait_secs,
-            wait_secs=written.wait_secs,
-            upload_secs=written.upload_secs,
-            num_bytes=written.num_bytes,
+            encode_secs=time.monotonic() - self._began - sink_records.wait_secs,
+            wait_secs=sink_records.wait_secs,
+            upload_secs=sink_records.upload_secs,
+            num_bytes=sink_records.num_bytes,
         )
-        results = [WriteResult(MetadataIndex(RANK_RECORD), 0, RankRecord(written.packs, phases))]
-        for item, blob in zip(self._objects, written.objects, strict=True):
+        results = [WriteResult(MetadataIndex(RANK_RECORD), 0, RankRecord(sink_records.packs, phases))]
+        for item, blob in zip(self._objects, sink_records.objects, strict=True):
             results.append(WriteResult(item.index, blob.num_bytes, blob))
-        for (item, record), (parts, num_exact) in zip(self._shards, written.shards, strict=True):
+        for (item, record), (parts, num_exact) in zip(self._shards, sink_records.shards, strict=True):
             if num_exact:
                 self._tell_of_exact_rows(item.index.fqn, num_exact)
             num_bytes = sum(blob.num_bytes for shard in parts for blob in shard.blobs)
@@ -164,7 +164,7 @@ def _place(item: WriteItem, data: ShardData) -> tuple[tuple[int, ...], Box]:
         raise SaveError(f"item {item.index.fqn!r} has no tensor data in the plan")
     chunk = item.tensor_data.chunk
     box, shape = Box(tuple(chunk.offsets), tuple(chunk.sizes)), tuple(data.values.shape)
-    first = 1 if data.has_rows_only else 0  # the data then has fewer rows than the region
-    if box.sizes[first:] != shape[first:]:
+    first_dim = 1 if data.has_rows_only else 0  # the data then has fewer rows than the region
+    if box.sizes[first_dim:] != shape[first_dim:]:
         raise SaveError(f"item {item.index.fqn!r}: planned {box.sizes}, the data is {shape}")
     return tuple(item.tensor_data.size), box

@@ -64,9 +64,9 @@ class TouchedBlocks:
     def of(cls, table: str, box: Box, block_rows: int, rows: RowMask) -> "TouchedBlocks":
         """Return the blocks that have rows of a mask."""
         num_blocks = math.ceil(box.num_rows / block_rows)
-        whole = rows.mask[: box.num_rows // block_rows * block_rows].view(-1, block_rows).any(dim=1)
-        rest = rows.mask[len(whole) * block_rows :].any().expand(num_blocks - len(whole))
-        return cls(table, box, block_rows, torch.cat((whole, rest)).cpu())
+        whole_blocks = rows.mask[: box.num_rows // block_rows * block_rows].view(-1, block_rows).any(dim=1)
+        last_block = rows.mask[len(whole_blocks) * block_rows :].any().expand(num_blocks - len(whole_blocks))
+        return cls(table, box, block_rows, torch.cat((whole_blocks, last_block)).cpu())
 
     def digest(self) -> bytes:
         """Return a digest that is equal on two ranks if the same blocks of the same shard are touched."""
@@ -88,8 +88,8 @@ class BlockKey:
     @classmethod
     def parsed(cls, key: str) -> "BlockKey | None":
         """Parse a key from a manifest; return None if it is not such a key."""
-        found = _KEY.fullmatch(key)
-        return None if found is None else cls(found["block"], int(found["slot"]))
+        match = _KEY.fullmatch(key)
+        return None if match is None else cls(match["block"], int(match["slot"]))
 
     @classmethod
     def free(cls, owner: str, touched: TouchedBlocks, number: int, used: Collection[str]) -> "BlockKey":
@@ -97,8 +97,8 @@ class BlockKey:
         table = touched.table
         if len(table) > _MAX_NAME:
             table = hashlib.sha256(table.encode()).hexdigest()
-        place = f"{table}{list(touched.box.offsets)}"
-        block = f"{owner}/{place}/{touched.block_rows}x{number}"
+        shard_name = f"{table}{list(touched.box.offsets)}"
+        block = f"{owner}/{shard_name}/{touched.block_rows}x{number}"
         return next(key for slot in itertools.count() if str(key := cls(block, slot)) not in used)
 
     def __str__(self) -> str:
@@ -171,18 +171,18 @@ class CommittedBlocks:
                 member = Member(fqn, entry.dtype, shard.place)
                 for rows, blob in zip(shard.rows.blocks, shard.blobs, strict=False):
                     if rows.blob is not None and rows.blob.pack == blob.pack:
-                        stored = self._stored.setdefault(blob.pack, {})
-                        found = stored.setdefault(member, _Stored(shard.scheme, [], []))
-                        found.rows.append(rows)
-                        found.blobs.append(blob)
-        for number, stored in self._stored.items():
-            log = self.packs[number].log
+                        stored_members = self._stored.setdefault(blob.pack, {})
+                        stored_shard = stored_members.setdefault(member, _Stored(shard.scheme, [], []))
+                        stored_shard.rows.append(rows)
+                        stored_shard.blobs.append(blob)
+        for pack_index, stored_members in self._stored.items():
+            log = self.packs[pack_index].log
             if log is None or log.topic != topic or log.key is None:
                 continue
-            found_key = _KEY.fullmatch(log.key)
-            if found_key is not None:
-                which = frozenset(stored), int(found_key["block_rows"]), int(found_key["number"])
-                self._numbers.setdefault(which, []).append(number)
+            match = _KEY.fullmatch(log.key)
+            if match is not None:
+                block_id = frozenset(stored_members), int(match["block_rows"]), int(match["number"])
+                self._numbers.setdefault(block_id, []).append(pack_index)
 
     def kept(self, members: Sequence[Member], block_rows: int, number: int, num_rows: int) -> KeptBlock | None:
         """Return a block that can be reused unchanged; None if this checkpoint does not have it in the same form.
@@ -196,15 +196,17 @@ class CommittedBlocks:
         packs = self._numbers.get((frozenset(members), block_rows, number), [])
         if len(packs) != 1:
             return None
-        stored = [self._stored[packs[0]][member] for member in members]
-        rows = tuple(stored[0].rows)
-        first, stop = number * block_rows, (number + 1) * block_rows
-        is_within = all(first <= block.first and block.first + block.span <= stop for block in rows)
-        is_same = all(tuple(other.rows) == rows for other in stored)
+        stored_shards = [self._stored[packs[0]][member] for member in members]
+        rows = tuple(stored_shards[0].rows)
+        first_row, stop_row = number * block_rows, (number + 1) * block_rows
+        is_within = all(first_row <= block.first and block.first + block.span <= stop_row for block in rows)
+        is_same = all(tuple(stored_shard.rows) == rows for stored_shard in stored_shards)
         if not (is_within and is_same and sum(block.num_rows for block in rows) == num_rows):
             return None
-        blobs = tuple(tuple(other.blobs) for other in stored)
-        return KeptBlock(self.packs[packs[0]], rows, blobs, tuple(other.scheme for other in stored))
+        blobs = tuple(tuple(stored_shard.blobs) for stored_shard in stored_shards)
+        return KeptBlock(
+            self.packs[packs[0]], rows, blobs, tuple(stored_shard.scheme for stored_shard in stored_shards)
+        )
 
 
 def superseded(older: Iterable[CommittedBlocks], newest: Manifest) -> list[Pack]:
@@ -217,15 +219,15 @@ def superseded(older: Iterable[CommittedBlocks], newest: Manifest) -> list[Pack]
         older: Earlier checkpoints.
         newest: Manifest of the checkpoint that was committed.
     """
-    used = {str(pack.log.key) for pack in newest.packs if pack.log is not None}
-    blocks = {found.block for key in used if (found := BlockKey.parsed(key))}
-    gone: dict[str, Pack] = {}
+    used_keys = {str(pack.log.key) for pack in newest.packs if pack.log is not None}
+    blocks = {parsed_key.block for key in used_keys if (parsed_key := BlockKey.parsed(key))}
+    superseded_packs: dict[str, Pack] = {}
     for checkpoint in older:
         for pack, log in ((pack, pack.log) for pack in checkpoint.packs if pack.log is not None):
             key = BlockKey.parsed(log.key) if log.key is not None else None
             if key is None or key.block in blocks:
                 continue
             for slot in range(max(1, key.slot) + 1):
-                other = str(replace(key, slot=slot))
-                gone.setdefault(other, replace(pack, log=replace(log, key=other)))
-    return list(gone.values())
+                other_key = str(replace(key, slot=slot))
+                superseded_packs.setdefault(other_key, replace(pack, log=replace(log, key=other_key)))
+    return list(superseded_packs.values())

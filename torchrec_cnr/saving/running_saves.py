@@ -173,10 +173,10 @@ class RunningSave:
             self._call = _Call.current()
             self._has_begun = True
         if sum(frame.f_code.co_name == _ONE_SAVE for frame in _dcp_frames()) < 2:  # not nested in another save
-            for other in self._registry.running():
-                call = other._call
-                if other is not self and call is not None and call.thread_id == threading.get_ident():
-                    other._call = None  # its call has returned, but a later one may reuse its frame's id
+            for other_save in self._registry.running():
+                call = other_save._call
+                if other_save is not self and call is not None and call.thread_id == threading.get_ident():
+                    other_save._call = None  # its call has returned, but a later one may reuse its frame's id
 
     @property
     def has_ended(self) -> bool:

@@ -67,11 +67,13 @@ def _located(kinds: Sequence[tuple[Place, Scheme]], parts: Sequence[Part], place
     shards: list[list[Shard]] = [[] for _ in kinds]
     for rows, encoded in parts:
         blobs = places.row_blobs if isinstance(rows, EncodedRowSet) else places.blobs
-        located = rows.located(blobs) if isinstance(rows, EncodedRowSet) else rows
-        for own, (place, scheme), shard in zip(shards, kinds, encoded, strict=True):
-            codes = tuple(blobs[number] for number in shard.blobs)
-            own.append(Shard(place.box, located, codes, scheme, place.table_box))
-    num_exact = [sum(own.num_exact for own in of_shard) for of_shard in zip(*(part for _, part in parts), strict=True)]
+        row_set = rows.located(blobs) if isinstance(rows, EncodedRowSet) else rows
+        for member_shards, (place, scheme), shard in zip(shards, kinds, encoded, strict=True):
+            codes = tuple(blobs[index] for index in shard.blobs)
+            member_shards.append(Shard(place.box, row_set, codes, scheme, place.table_box))
+    num_exact = [
+        sum(shard.num_exact for shard in encoded) for encoded in zip(*(part for _, part in parts), strict=True)
+    ]
     return zip(map(tuple, shards), num_exact, strict=True)
 
 
@@ -135,7 +137,9 @@ class PackSink:
             if rows is None:
                 parts = [write_all_rows(self._files, sources)]
             else:
-                parts = [write_rows(self._rows, sources, selected, heat) for heat, selected in enumerate(rows)]
+                parts = [
+                    write_rows(self._rows, sources, selected_rows, heat) for heat, selected_rows in enumerate(rows)
+                ]
         kinds = [(member.place, source.scheme) for member, source in zip(members, sources, strict=True)]
         self._located.append(partial(_located, kinds, parts))
 
@@ -160,7 +164,7 @@ class PackSink:
         places = Places(blobs, row_blobs, len(packs))
         return SinkRecords(
             packs,
-            tuple(blobs[number] for number in self._objects),
+            tuple(blobs[index] for index in self._objects),
             tuple(itertools.chain.from_iterable(located(places) for located in self._located)),
             num_bytes=sum(pack.num_bytes for pack in packs),
             wait_secs=sum(writer.wait_secs for writer in self._writers),

@@ -24,7 +24,7 @@ from torchrec_cnr.saving.running_saves import RunningSave
 # Bytes of rows that a device gathers or encodes in one step.
 DEVICE_BLOCK_BYTES = 256 << 20
 ALIGNMENT = 64  # bytes: a cache line
-_SLACK = 1.25  # the number of modified rows varies from save to save
+SLACK = 1.25  # the number of modified rows varies from save to save
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +71,7 @@ class StagingBuffer:
         self.taken_bytes = 0
         if len(self._memory) < num_bytes:
             self.free()
-            size = round(_SLACK * num_bytes)
+            size = round(SLACK * num_bytes)
             if is_pinned:
                 self._pinned = PinnedMemory(size)
                 self._memory = self._pinned.memory
@@ -82,9 +82,9 @@ class StagingBuffer:
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> BufferTensor:
         """Return a tensor that shares no memory with others."""
-        taken = BufferTensor(self._memory, self.taken_bytes, shape, dtype)
+        buffer_tensor = BufferTensor(self._memory, self.taken_bytes, shape, dtype)
         self.taken_bytes += padded_bytes(shape, dtype)
-        return taken
+        return buffer_tensor
 
     def free(self) -> None:
         """Free the memory."""
@@ -139,7 +139,7 @@ class StagingBuffers:
         """Return a buffer of this size while a save runs; pinned, so that devices copy without waiting."""
         with self._lock:
             buffer = next((buffer for buffer, user in self._buffers if user.has_ended), StagingBuffer())
-            self._buffers = [(other, user) for other, user in self._buffers if other is not buffer]
+            self._buffers = [(other_buffer, user) for other_buffer, user in self._buffers if other_buffer is not buffer]
             self._buffers.append((buffer, running))
         buffer.clear(num_bytes, is_pinned)
         return buffer
@@ -193,13 +193,13 @@ class StartedCodes:
         source = self.source
         exact = [torch.empty(0, dtype=torch.int64, device="cpu")]
         exact_values = [torch.empty(0, source.shape[1], dtype=source.dtype, device="cpu")]
-        first = 0
-        for is_exact, is_there in zip(self.is_exact, has_exact, strict=True):
-            if is_there:
-                exact.append(positions(is_exact).cpu() + first)
+        first_row = 0
+        for is_exact, has_exact_rows in zip(self.is_exact, has_exact, strict=True):
+            if has_exact_rows:
+                exact.append(positions(is_exact).cpu() + first_row)
                 rows = exact[-1] if self.numbers is None else self.numbers[exact[-1]]
                 exact_values.append(source.index_select(0, rows.to(source.device)).cpu())
-            first += len(is_exact)
+            first_row += len(is_exact)
         shape = (self.codes.shape[0], source.shape[1])
         return StagedCodes(shape, source.dtype, self.scheme, self.codes, torch.cat(exact), torch.cat(exact_values))
 
@@ -230,14 +230,14 @@ def start_codes(
     codes = take((num_rows, scheme.row_bytes(source.shape[1], source.dtype)), torch.uint8)
     target, are_exact = codes.tensor(), []
     block_rows = max(1, DEVICE_BLOCK_BYTES // max(1, source[:1].nbytes))
-    for first in range(0, num_rows, block_rows):
-        stop = min(num_rows, first + block_rows)
+    for start in range(0, num_rows, block_rows):
+        stop = min(num_rows, start + block_rows)
         if numbers is None:
-            block = torch.arange(first, stop, device=source.device)
+            block = torch.arange(start, stop, device=source.device)
         else:
-            block = numbers[first:stop].to(source.device, non_blocking=True)
+            block = numbers[start:stop].to(source.device, non_blocking=True)
         encoded, is_exact = scheme.encode_without_waiting(source, block)
-        target[first:stop].copy_(encoded, non_blocking=True)
+        target[start:stop].copy_(encoded, non_blocking=True)
         are_exact.append(is_exact)
     return StartedCodes(source, numbers, scheme, codes, tuple(are_exact))
 

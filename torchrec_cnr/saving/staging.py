@@ -112,10 +112,10 @@ def plan_staging(live: Mapping[str, Any], cut: Cut, rules: SchemeRules, max_byte
         rules: The quantization rules.
         max_bytes: Bytes that copies take at most; the largest tables are not copied if they exceed it.
     """
-    copies = [replace(wanted, scheme=_scheme_of(wanted, cut, rules)) for wanted in _copies(live, cut)]
-    over = _over(max_bytes, copies, cut)
+    copies = [replace(shard_copy, scheme=_scheme_of(shard_copy, cut, rules)) for shard_copy in _copies(live, cut)]
+    excess_keys = _over(max_bytes, copies, cut)
     masks: dict[int, StagedRows] = {}
-    return [_live(wanted, cut, masks) if wanted.key in over else wanted for wanted in copies]
+    return [_live(shard_copy, cut, masks) if shard_copy.key in excess_keys else shard_copy for shard_copy in copies]
 
 
 def _copies(live: Mapping[str, Any], cut: Cut) -> list[ShardCopy]:
@@ -168,47 +168,47 @@ def _lists(item: TrackedItem, modified: ModifiedRows, cut: Cut) -> tuple[Tensor,
     """Return the numbers of the modified rows to copy, and the same rows by their positions in the copy."""
     since, captured = _since(cut), cut.captured(item, modified)
     parts = modified.select_numbers(since, cut.is_by_heat(since))
-    lists, first = [], 0
+    lists, first_position = [], 0
     for numbers in parts:
-        lists.append(RowList(numbers, first))
-        first += len(numbers)
+        lists.append(RowList(numbers, first_position))
+        first_position += len(numbers)
     return torch.cat(parts) if len(parts) > 1 else parts[0], StagedRows(since, tuple(lists), b"", captured)
 
 
 def _over(max_bytes: int, copies: Sequence[ShardCopy], cut: Cut) -> frozenset[ShardKey]:
     """Return the shards that exceed the limit: the largest tables, each with its optimizer state."""
     groups: dict[object, list[ShardCopy]] = {}
-    for wanted in copies:
-        item = cut.items.get(wanted.key)
-        groups.setdefault(wanted.key if item is None else item.group, []).append(wanted)
-    over: set[ShardKey] = set()
-    sizes = [(sum(wanted.num_bytes for wanted in group), group) for group in groups.values()]
+    for shard_copy in copies:
+        item = cut.items.get(shard_copy.key)
+        groups.setdefault(shard_copy.key if item is None else item.group, []).append(shard_copy)
+    excess_keys: set[ShardKey] = set()
+    sizes = [(sum(shard_copy.num_bytes for shard_copy in group), group) for group in groups.values()]
     num_bytes = sum(size for size, _ in sizes)
-    for size, group in sorted(sizes, key=lambda sized: -sized[0]):
+    for size, group in sorted(sizes, key=lambda size_and_group: -size_and_group[0]):
         if num_bytes <= max_bytes:
             break
-        over.update(wanted.key for wanted in group)
+        excess_keys.update(shard_copy.key for shard_copy in group)
         num_bytes -= size
-    return frozenset(over)
+    return frozenset(excess_keys)
 
 
-def _live(wanted: ShardCopy, cut: Cut, masks: dict[int, StagedRows]) -> ShardCopy:
+def _live(shard_copy: ShardCopy, cut: Cut, masks: dict[int, StagedRows]) -> ShardCopy:
     """Return the plan for a shard that is not copied; its modified rows keep their own numbers."""
-    rows, item = wanted.rows, cut.items.get(wanted.key)
-    if wanted.numbers is not None and item is not None and isinstance(item.rows, ModifiedRows):
+    rows, item = shard_copy.rows, cut.items.get(shard_copy.key)
+    if shard_copy.numbers is not None and item is not None and isinstance(item.rows, ModifiedRows):
         if item.group not in masks:
             _, masks[item.group] = _masks(item, item.rows, cut)
         rows = masks[item.group]
-    return replace(wanted, numbers=None, rows=rows, scheme=None, is_live=True)
+    return replace(shard_copy, numbers=None, rows=rows, scheme=None, is_live=True)
 
 
-def _scheme_of(wanted: ShardCopy, cut: Cut, rules: SchemeRules) -> DeviceScheme | None:
+def _scheme_of(shard_copy: ShardCopy, cut: Cut, rules: SchemeRules) -> DeviceScheme | None:
     """Return the scheme by which rows of a tracked shard are encoded before the copy; None if values are copied."""
-    source, item = wanted.source, cut.items.get(wanted.key)
-    is_table = source.dim() == 2 and source.stride(1) == 1 and math.prod(wanted.shape) > 0
+    source, item = shard_copy.source, cut.items.get(shard_copy.key)
+    is_table = source.dim() == 2 and source.stride(1) == 1 and math.prod(shard_copy.shape) > 0
     if item is None or not is_table or not is_quantized_first(source):
         return None
-    scheme = choose_scheme(rules, item.fqn, item.is_table, source, wanted.numbers, cut.num_restores)
+    scheme = choose_scheme(rules, item.fqn, item.is_table, source, shard_copy.numbers, cut.num_restores)
     return scheme if has_kernel(scheme) else None
 
 
@@ -240,21 +240,21 @@ def stage(state_dict: Mapping[str, Any], options: StagingOptions, buffers: Stagi
     Returns:
         The state dict to save instead of the live one, with its ``StagedSave``.
     """
-    staged = StagedSave(running_saves.add(has_begun=False))
+    staged_save = StagedSave(running_saves.add(has_begun=False))
     try:
-        staged.running.wait_for_earlier(options.timeout_secs)
+        staged_save.running.wait_for_earlier(options.timeout_secs)
         live, paths = flatten_state_dict(dict(state_dict))
         # A tensor made in inference mode could not be changed outside of it.
         with record_function("torchrec_cnr.stage"), torch.inference_mode(False):
-            values = _staged(live, staged, options, buffers)
-        return {**unflatten_state_dict(values, paths), STAGED: staged}
+            values = _staged(live, staged_save, options, buffers)
+        return {**unflatten_state_dict(values, paths), STAGED: staged_save}
     except Exception as error:  # noqa: BLE001 - raised by the save, on all ranks
-        staged.failure = error.with_traceback(None)  # a traceback would keep the copies alive
-        return {STAGED: staged}
+        staged_save.failure = error.with_traceback(None)  # a traceback would keep the copies alive
+        return {STAGED: staged_save}
 
 
 def _staged(
-    live: Mapping[str, Any], staged: StagedSave, options: StagingOptions, buffers: StagingBuffers
+    live: Mapping[str, Any], staged_save: StagedSave, options: StagingOptions, buffers: StagingBuffers
 ) -> dict[str, Any]:
     """Return the flattened values that are saved instead of the live ones."""
     tracker = _tracker_of(live)
@@ -262,58 +262,66 @@ def _staged(
         wait_for_devices(live.values())
         return {fqn: copied(value) for fqn, value in live.items()}
     cuts = tracker.saves
-    cut = cuts.cut(live, staged.running, cuts.policy, options.destination, options.timeout_secs, is_staged=True)
+    cut = cuts.cut(live, staged_save.running, cuts.policy, options.destination, options.timeout_secs, is_staged=True)
     began = time.monotonic()
     copies = plan_staging(live, cut, options.rules, options.max_bytes)
-    to_copy = [wanted for wanted in copies if not wanted.is_live]
-    unique = {wanted.memory: wanted for wanted in to_copy}
-    is_on_device = any(wanted.source.device.type == "cuda" for wanted in to_copy)
-    buffer = buffers.take(sum(wanted.num_bytes for wanted in unique.values()), is_on_device, staged.running)
+    to_copy = [shard_copy for shard_copy in copies if not shard_copy.is_live]
+    copies_by_memory = {shard_copy.memory: shard_copy for shard_copy in to_copy}
+    is_on_device = any(shard_copy.source.device.type == "cuda" for shard_copy in to_copy)
+    buffer = buffers.take(
+        sum(shard_copy.num_bytes for shard_copy in copies_by_memory.values()), is_on_device, staged_save.running
+    )
     try:
-        by_memory = _copied(unique, buffer)
+        by_memory = _copied(copies_by_memory, buffer)
     finally:  # copies that have begun read the row numbers, and write to the buffer, which the next save may use
-        wait_for_devices(wanted.source for wanted in to_copy)
-    values: dict[ShardKey, StagedValue] = {wanted.key: by_memory[wanted.memory] for wanted in to_copy}
-    values |= {wanted.key: wanted.source for wanted in copies if wanted.is_live}
+        wait_for_devices(shard_copy.source for shard_copy in to_copy)
+    values: dict[ShardKey, StagedValue] = {shard_copy.key: by_memory[shard_copy.memory] for shard_copy in to_copy}
+    values |= {shard_copy.key: shard_copy.source for shard_copy in copies if shard_copy.is_live}
     items = {
-        wanted.key: replace(cut.items[wanted.key], values=values[wanted.key], rows=wanted.rows, live_state=None)
-        for wanted in copies
-        if wanted.key in cut.items
+        shard_copy.key: replace(
+            cut.items[shard_copy.key], values=values[shard_copy.key], rows=shard_copy.rows, live_state=None
+        )
+        for shard_copy in copies
+        if shard_copy.key in cut.items
     }
-    staged.cut, staged.tracker_id = replace(cut, items=items), id(tracker)
-    staged.live = frozenset(wanted.key for wanted in copies if wanted.is_live)
-    staged.phases = SavePhases(time.monotonic() - began, buffer.taken_bytes)
-    return _stand_ins(live, values, staged.cut)
+    staged_save.cut, staged_save.tracker_id = replace(cut, items=items), id(tracker)
+    staged_save.live = frozenset(shard_copy.key for shard_copy in copies if shard_copy.is_live)
+    staged_save.phases = SavePhases(time.monotonic() - began, buffer.taken_bytes)
+    return _stand_ins(live, values, staged_save.cut)
 
 
-def _copied(unique: Mapping[object, ShardCopy], buffer: StagingBuffer) -> dict[object, StagedValue]:
+def _copied(copies_by_memory: Mapping[object, ShardCopy], buffer: StagingBuffer) -> dict[object, StagedValue]:
     """Return copies by memory, some of them still in progress. All encoding begins before any wait."""
-    started = {
-        memory: start_codes(wanted.source, wanted.numbers, wanted.scheme, buffer.take)
-        for memory, wanted in unique.items()
-        if wanted.scheme is not None
+    started_codes = {
+        memory: start_codes(shard_copy.source, shard_copy.numbers, shard_copy.scheme, buffer.take)
+        for memory, shard_copy in copies_by_memory.items()
+        if shard_copy.scheme is not None
     }
-    copies = {memory: _copy(wanted, buffer) for memory, wanted in unique.items() if memory not in started}
-    return {**copies, **dict(zip(started, finish_codes(list(started.values())), strict=True))}
+    copies = {
+        memory: _copy(shard_copy, buffer)
+        for memory, shard_copy in copies_by_memory.items()
+        if memory not in started_codes
+    }
+    return {**copies, **dict(zip(started_codes, finish_codes(list(started_codes.values())), strict=True))}
 
 
-def _copy(wanted: ShardCopy, buffer: StagingBuffer) -> StagedValue:
+def _copy(shard_copy: ShardCopy, buffer: StagingBuffer) -> StagedValue:
     """Copy the values of a shard, or of some of its rows."""
-    source, numbers = wanted.source, wanted.numbers
+    source, numbers = shard_copy.source, shard_copy.numbers
     if source.layout is not torch.strided or dtype_name(source) not in DTYPES:
         return source.to("cpu", copy=True)  # the writer will refuse it, with its name in the message
-    taken = buffer.take(wanted.shape, source.dtype)
-    target = taken.tensor()
+    buffer_tensor = buffer.take(shard_copy.shape, source.dtype)
+    target = buffer_tensor.tensor()
     if numbers is None:
         target.copy_(source, non_blocking=True)
     elif source.device.type == "cpu":
         gather_rows(source, numbers, target)
     else:
         block_rows = max(1, DEVICE_BLOCK_BYTES // max(1, source[:1].nbytes))
-        for place, rows in zip(target.split(block_rows), numbers.split(block_rows), strict=True):
+        for target_block, rows in zip(target.split(block_rows), numbers.split(block_rows), strict=True):
             block = rows.to(source.device, non_blocking=True)
-            place.copy_(source.index_select(0, block), non_blocking=True)
-    return taken
+            target_block.copy_(source.index_select(0, block), non_blocking=True)
+    return buffer_tensor
 
 
 def _tracker_of(live: Mapping[str, Any]) -> TrackedRows | None:
@@ -322,13 +330,13 @@ def _tracker_of(live: Mapping[str, Any]) -> TrackedRows | None:
     Raises:
         ConfigurationError: There are several.
     """
-    found = trackers.planned_for(shard.tensor for value in live.values() for shard in local_shards(value))
-    if len(found) > 1:
+    planned_trackers = trackers.planned_for(shard.tensor for value in live.values() for shard in local_shards(value))
+    if len(planned_trackers) > 1:
         raise ConfigurationError(
-            f"{len(found)} trackers that have a planner track tables of this state dict, and dcp.async_save does not "
-            "say which of them to use: close the others, or track all tables by one"
+            f"{len(planned_trackers)} trackers that have a planner track tables of this state dict, and dcp.async_save "
+            "does not say which of them to use: close the others, or track all tables by one"
         )
-    return found[0] if found else None
+    return planned_trackers[0] if planned_trackers else None
 
 
 def _stand_ins(live: Mapping[str, Any], values: Mapping[ShardKey, StagedValue], cut: Cut) -> dict[str, Any]:
@@ -337,12 +345,12 @@ def _stand_ins(live: Mapping[str, Any], values: Mapping[ShardKey, StagedValue], 
     write_items: dict[str, list[WriteItem]] = {}
     for item in create_default_local_save_plan(tensors, is_coordinator=False).items:
         write_items.setdefault(item.index.fqn, []).append(item)
-    staged: dict[str, Any] = {}
+    stand_ins: dict[str, Any] = {}
     for fqn, value in live.items():
         if fqn not in tensors:
-            staged[fqn] = copy.deepcopy(value)
+            stand_ins[fqn] = copy.deepcopy(value)
             continue
         keys = [(fqn, shard.box.offsets) for shard in local_shards(value)]
         shards = {key[1]: values[key] for key in keys if key not in cut.items}
-        staged[fqn] = StagedTensor(tuple(write_items.get(fqn, ())), is_replicated(value), shards)
-    return staged
+        stand_ins[fqn] = StagedTensor(tuple(write_items.get(fqn, ())), is_replicated(value), shards)
+    return stand_ins

@@ -168,9 +168,9 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
 
         If this fails, the save fails later, on all ranks. An error raised here would leave the other ranks waiting.
         """
-        staged = stage(state_dict, self._staging, self._buffers)
-        self._threads.staged = staged[STAGED]
-        return staged
+        staged_state = stage(state_dict, self._staging, self._buffers)
+        self._threads.staged = staged_state[STAGED]
+        return staged_state
 
     @property
     def should_synchronize_after_execute(self) -> bool:
@@ -179,10 +179,10 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
 
     def synchronize_staging(self) -> None:
         """Wait until training may continue: not at all, unless ``staging_bytes`` was too small for all rows."""
-        staged: StagedSave | None = self._threads.__dict__.pop("staged", None)
-        if staged is not None:
-            staged.running.watch_future()
-            staged.wait_for_live()
+        staged_save: StagedSave | None = self._threads.__dict__.pop("staged", None)
+        if staged_save is not None:
+            staged_save.running.watch_future()
+            staged_save.wait_for_live()
 
     def close(self) -> None:
         """Free the memory of the staging buffer."""
@@ -209,12 +209,12 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
 
     def storage_meta(self) -> StorageMeta:
         """Begin a save: draw its id, and return its destination for the planner. DCP calls this first in every save."""
-        asked = asked_checkpoint_id()
-        if isinstance(asked, str | os.PathLike) and asked != self._threads.__dict__.get("asked"):
-            self.reset(asked)  # a ``state_dict`` method has saved in between, in this thread
-        given = self._threads.__dict__.get("given")
-        if given is not None:
-            self._threads.path, self._threads.given = self._opened(given), None
+        asked_id = asked_checkpoint_id()
+        if isinstance(asked_id, str | os.PathLike) and asked_id != self._threads.__dict__.get("asked"):
+            self.reset(asked_id)  # a ``state_dict`` method has saved in between, in this thread
+        given_id = self._threads.__dict__.get("given")
+        if given_id is not None:
+            self._threads.path, self._threads.given = self._opened(given_id), None
         save = WriterSave(self._store, uuid.uuid4().hex[:16], time.monotonic(), self._staging.timeout_secs)
         save.run_in_thread()
         return CNRStorageMeta(
@@ -264,7 +264,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
             running.at_end = save.end_lease
         own_fence = partial(fence_of, save.store) if save.is_coordinator and is_tracked else None
         save.open_sink = self._destination.prepare(save.store, save.rank, save.is_coordinator, own_fence)
-        shared = RankPlan(
+        rank_plan = RankPlan(
             checkpoint=save.store.url,
             quantization=repr(self._rules),
             row_log=repr(self._destination.row_log),
@@ -272,7 +272,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
             is_staged=save.staged is not None,
             data=data,
         )
-        return replace(plan, storage_data=shared)
+        return replace(plan, storage_data=rank_plan)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Check that all ranks agree, and send this save's id to them."""
@@ -297,20 +297,20 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
         open_sink, save.open_sink = save.open_sink, None
         assert open_sink is not None  # ``prepare_local_plan`` has set it
         settings = PackSettings(f"{plan.storage_data}-{save.rank}", self._thread_count, self._pack_bytes)
-        staged, save.staged = save.staged, None  # frees the staged rows as soon as they are written
-        is_behind_training = staged is not None and staged.cut is not None
+        staged_save, save.staged = save.staged, None  # frees the staged rows as soon as they are written
+        is_behind_training = staged_save is not None and staged_save.cut is not None
         with closing(open_sink(settings, decision if isinstance(decision, Decision) else None)) as sink:
             writer = RankWriter(sink, planner, self._rules, self._warned, Count(len(plan.items), self._progress))
-            live = staged.live if staged is not None else frozenset()
-            if staged is not None and live:
-                writer.write([item for item in plan.items if shard_key(item) in live])
+            live_keys = staged_save.live if staged_save is not None else frozenset()
+            if staged_save is not None and live_keys:
+                writer.write([item for item in plan.items if shard_key(item) in live_keys])
                 sink.flush()
-                staged.released.set()
+                staged_save.released.set()
             if is_behind_training:
                 sink.throttle(self._cpu_share)
             with one_thread() if is_behind_training else nullcontext():
-                writer.write([item for item in plan.items if shard_key(item) not in live])
-            phases = staged.phases if staged is not None else SavePhases()
+                writer.write([item for item in plan.items if shard_key(item) not in live_keys])
+            phases = staged_save.phases if staged_save is not None else SavePhases()
             return writer.finish(replace(phases, plan_secs=began - save.began))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -351,8 +351,8 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
     @property
     def checkpoint_id(self) -> str:
         """The checkpoint's path or URL."""
-        given = self._threads.__dict__.get("given")
-        return self._store.url if given is None else str(given)
+        given_id = self._threads.__dict__.get("given")
+        return self._store.url if given_id is None else str(given_id)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -43,8 +43,8 @@ class Commit:
     created_ns: float
 
     def __repr__(self) -> str:
-        when = instant_text(int(self.created_ns)) if 0 <= self.created_ns < _FAR_NS else "at an unknown time"
-        return f"Commit({url_text(self.path)}, {when})"
+        time_text = instant_text(int(self.created_ns)) if 0 <= self.created_ns < _FAR_NS else "at an unknown time"
+        return f"Commit({url_text(self.path)}, {time_text})"
 
 
 class Commits(Protocol):
@@ -94,8 +94,8 @@ class RootCommits:
         """Return all checkpoints, the newest first; see ``Commits``."""
         for name in sorted(self._pending | self._changed_names()):
             self._look_at(name)
-        found = [commit for name, commit in self._commits.items() if not self._is_abandoned(name, commit)]
-        return sorted(found, key=lambda commit: (commit.created_ns, commit.path), reverse=True)
+        commits = [commit for name, commit in self._commits.items() if not self._is_abandoned(name, commit)]
+        return sorted(commits, key=lambda commit: (commit.created_ns, commit.path), reverse=True)
 
     def wait(self, timeout_secs: float) -> None:
         """Wait for the whole timeout, since a directory announces nothing; see ``Commits``."""
@@ -112,17 +112,17 @@ class RootCommits:
         listing = self._root.listing()
         self._marks = {}
         for file in listing.files:
-            if (marked := marked_name(file)) is not None:
-                self._marks.setdefault(marked, set()).add(file)
+            if (abandoned_name := marked_name(file)) is not None:
+                self._marks.setdefault(abandoned_name, set()).add(file)
         names = {*listing.directories, *listing.links}
-        for gone in (self._commits.keys() | self._pending) - names:
-            self._commits.pop(gone, None)
-            self._stamps.pop(gone, None)
-            self._pending.discard(gone)
+        for removed_name in (self._commits.keys() | self._pending) - names:
+            self._commits.pop(removed_name, None)
+            self._stamps.pop(removed_name, None)
+            self._pending.discard(removed_name)
         if self._root.is_local:
             return {name for name in names if self._has_changed(name)}
-        newest = max(self._commits, key=lambda name: self._commits[name].created_ns, default=None)
-        return {name for name in names if name not in self._commits or name == newest}
+        newest_name = max(self._commits, key=lambda name: self._commits[name].created_ns, default=None)
+        return {name for name in names if name not in self._commits or name == newest_name}
 
     def _is_abandoned(self, name: str, commit: Commit) -> bool:
         if name not in self._marks:
@@ -151,15 +151,15 @@ class RootCommits:
 
     def _look_at(self, name: str) -> None:
         at_ns = committed_ns(self._root.at(name), logging.INFO)
-        known = self._commits.get(name)
-        if at_ns is None and known is not None and self._root.at(name).exists(MANIFEST_FILE):
+        known_commit = self._commits.get(name)
+        if at_ns is None and known_commit is not None and self._root.at(name).exists(MANIFEST_FILE):
             return  # it cannot be read at the moment, and an older one must not be applied instead
         if at_ns is None:
             self._commits.pop(name, None)
             self._pending.add(name)
         else:
             self._pending.discard(name)
-            if known is None or at_ns != float("inf"):  # an applied checkpoint may become corrupt later
+            if known_commit is None or at_ns != float("inf"):  # an applied checkpoint may become corrupt later
                 self._commits[name] = Commit(self._root.at(name).url, at_ns)
 
 
@@ -194,12 +194,12 @@ class MarkerCommits:
             self._commits.wait(timeout_secs)
         while left_secs > 0 and self._next is not None and not self._is_closed.is_set():
             try:
-                found = self._log.markers_from(self._next, min(left_secs, _SLICE_SECS))
+                markers = self._log.markers_from(self._next, min(left_secs, _SLICE_SECS))
             except DamagedError:  # the log has already removed the next marker
                 self._next = None
                 return
-            if found:
-                self._see(found)
+            if markers:
+                self._see(markers)
                 return
             left_secs -= _SLICE_SECS
 
@@ -209,9 +209,9 @@ class MarkerCommits:
         self._commits.close()
 
     def _begin(self) -> None:
-        end = self._log.end()  # later markers end a wait
+        end_offset = self._log.end()  # later markers end a wait
         publish_marked(self._root)
-        self._next = end
+        self._next = end_offset
 
     def _see(self, markers: Sequence[Marker]) -> None:
         """Publish the manifests of these markers, since a manifest gets its name a moment after its marker."""

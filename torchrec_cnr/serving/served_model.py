@@ -92,70 +92,72 @@ class ServedModel:
             CNRError: The checkpoint cannot be read, or does not fit the model, which is unchanged.
         """
         started_secs = time.perf_counter()
-        before = self._state
+        old_state = self._state
         store = Store.open(commit.path, row_log=self.row_log)
         with leased(store, "load"):
-            found = self._staged(store, before)
-        if found is None:
-            self._state = None if before is None else replace(before, commit=commit)
+            path_and_update = self._staged(store, old_state)
+        if path_and_update is None:
+            self._state = None if old_state is None else replace(old_state, commit=commit)
             return None
-        links, staged = found
-        head = links.lineage.newest
-        forget_overwritten([part.tensor for part in staged.parts])
+        update_path, update = path_and_update
+        head = update_path.lineage.newest
+        forget_overwritten([part.tensor for part in update.parts])
         with self._lookups.exclusive():
             swap_secs = time.perf_counter()
             self._state = None  # if the swap fails half-way, everything must be read again
-            self._swap_in(staged)
-            if links.is_delta:
-                touch(staged.touched, staged.rows)
-            self._state = _State(commit, _standing(links, before), staged.touched)
+            self._swap_in(update)
+            if update_path.is_delta:
+                touch(update.touched, update.rows)
+            self._state = _State(commit, _standing(update_path, old_state), update.touched)
             done_secs = time.perf_counter()
-        if before is not None and not links.is_delta and head.kind == "delta":
-            logger.info("%s is not based on %s: its whole chain was read", commit.path, before.commit.path)
+        if old_state is not None and not update_path.is_delta and head.kind == "delta":
+            logger.info("%s is not based on %s: its whole chain was read", commit.path, old_state.commit.path)
         return Applied(
             path=head.store.url,
             sha256=head.sha256,
-            kind="delta" if links.is_delta else "baseline",
-            num_checkpoints=len(links.lineage.checkpoints),
-            num_rows=staged.num_rows,
-            num_bytes=staged.num_bytes,
+            kind="delta" if update_path.is_delta else "baseline",
+            num_checkpoints=len(update_path.lineage.checkpoints),
+            num_rows=update.num_rows,
+            num_bytes=update.num_bytes,
             read_secs=swap_secs - started_secs,
             apply_secs=done_secs - swap_secs,
             committed_to_applied_secs=time.time() - head.created_ns / 1e9,
         )
 
-    def _swap_in(self, staged: Update) -> None:
+    def _swap_in(self, update: Update) -> None:
         """Swap in between the lookups of all streams: lookups can still run on a device after forward has returned."""
-        tensors = [part.tensor for part in staged.parts]
+        tensors = [part.tensor for part in update.parts]
         for kernel in self._caches:
             kernel.flush()
         wait_for_devices([*tensors, *(kernel.lxu_cache_weights for kernel in self._caches)])
-        staged.swap_in()
+        update.swap_in()
         for kernel in self._caches:
             kernel.reset_cache_states()  # the cached rows are outdated
         wait_for_devices(tensors)
 
-    def _staged(self, store: Store, before: _State | None) -> tuple[UpdatePath, Update] | None:
+    def _staged(self, store: Store, old_state: _State | None) -> tuple[UpdatePath, Update] | None:
         """Return the first usable path to a checkpoint, and its update; None if the checkpoint is applied already."""
-        for links in read_update_paths(store, None if before is None else before.standing):
-            newest = links.lineage.newest
-            if before is not None and newest.sha256 == before.standing.head:
+        for update_path in read_update_paths(store, None if old_state is None else old_state.standing):
+            newest = update_path.lineage.newest
+            if old_state is not None and newest.sha256 == old_state.standing.head:
                 return None
             targets = find_model_tensors(self.model, self.key, newest, allow_partial=self.allow_partial)
             try:
-                staged = prepare_update(links, targets, {} if before is None else before.touched, self.thread_count)
+                update = prepare_update(
+                    update_path, targets, {} if old_state is None else old_state.touched, self.thread_count
+                )
             except (DamagedError, StoreError) as error:
-                if not links.is_delta:
+                if not update_path.is_delta:
                     raise
                 logger.info("%s: cannot read this path of updates; trying another: %s", store.url, error)
                 continue
-            if staged is not None:
-                return links, staged
+            if update is not None:
+                return update_path, update
         raise DamagedError(f"{store.url}: no path of updates leads to this checkpoint; use another checkpoint")
 
 
-def _standing(links: UpdatePath, before: _State | None) -> AppliedState:
-    oldest, newest = links.lineage.checkpoints[0].sha256, links.lineage.newest.sha256
-    if before is None or links.ground is UpdateBase.NOTHING:
-        return AppliedState(newest, baseline=oldest)
-    return AppliedState(newest, before.standing.baseline)
+def _standing(update_path: UpdatePath, old_state: _State | None) -> AppliedState:
+    oldest_sha256, newest_sha256 = update_path.lineage.checkpoints[0].sha256, update_path.lineage.newest.sha256
+    if old_state is None or update_path.ground is UpdateBase.NOTHING:
+        return AppliedState(newest_sha256, baseline=oldest_sha256)
+    return AppliedState(newest_sha256, old_state.standing.baseline)

@@ -86,9 +86,9 @@ class RowSubscriber:
         )
 
     def __repr__(self) -> str:
-        applied = "nothing applied" if self.applied is None else url_text(self.applied)
+        applied_text = "nothing applied" if self.applied is None else url_text(self.applied)
         state = "closed" if self._is_closed.is_set() else "not started" if self._thread is None else "following"
-        return f"RowSubscriber({applied}, {self.lag}, {state})"
+        return f"RowSubscriber({applied_text}, {self.lag}, {state})"
 
     def update(self) -> Applied | None:
         """Apply the newest checkpoint, if it is not applied yet.
@@ -152,12 +152,12 @@ class RowSubscriber:
             CNRError: The last attempt of the thread failed.
         """
         self._close()
-        untold, self._untold = self._untold, None
+        untold_error, self._untold = self._untold, None
         try:
-            if untold is not None:
-                raise untold
+            if untold_error is not None:
+                raise untold_error
         finally:
-            del untold  # otherwise the traceback of the error would refer to the error
+            del untold_error  # otherwise the traceback of the error would refer to the error
 
     def __enter__(self) -> Self:
         try:
@@ -185,12 +185,12 @@ class RowSubscriber:
     def _follow(self) -> None:
         while not self._is_closed.is_set():
             try:
-                unheard = self._wait()
+                wait_error = self._wait()
                 with self._turn:
                     if not self._is_closed.is_set():
                         self._update(is_patient=True)
-                        if unheard is not None:
-                            self._failure = self._untold = unheard
+                        if wait_error is not None:
+                            self._failure = self._untold = wait_error
             except BaseException as error:  # the model is unchanged, and the next checkpoint may work
                 self._untold = error
                 is_ours = isinstance(error, CNRError)
@@ -208,19 +208,19 @@ class RowSubscriber:
         return None
 
     def _update(self, is_patient: bool = False) -> Applied | None:
-        newest = None
+        newest_commit = None
         try:
             self._known = self._commits.newest_first()
-            newest = next(iter(self._known), None)
-            if is_patient and newest == self._failed[0] and time.monotonic() < self._retry_at_secs:
+            newest_commit = next(iter(self._known), None)
+            if is_patient and newest_commit == self._failed[0] and time.monotonic() < self._retry_at_secs:
                 return None
             applied = self._apply_newest(self._known)
             if applied is not None and self._on_applied is not None:
                 self._on_applied(applied)
         except BaseException as error:
             self._failure = error
-            num_failures = self._failed[1] + 1 if newest == self._failed[0] else 1
-            self._failed = (newest, num_failures)
+            num_failures = self._failed[1] + 1 if newest_commit == self._failed[0] else 1
+            self._failed = (newest_commit, num_failures)
             patience_secs = min(_MAX_PATIENCE_SECS, self._interval_secs * 2.0 ** min(num_failures, 20))
             self._retry_at_secs = time.monotonic() + patience_secs
             raise
@@ -228,10 +228,12 @@ class RowSubscriber:
         return applied
 
     def _apply_newest(self, commits: Sequence[Commit]) -> Applied | None:
-        applied, failure = self._served.commit, None
+        applied_commit, failure = self._served.commit, None
         try:
             for commit in commits:
-                if applied == commit or (applied and failure and commit.created_ns <= applied.created_ns):
+                if applied_commit == commit or (
+                    applied_commit and failure and commit.created_ns <= applied_commit.created_ns
+                ):
                     break
                 try:
                     return self._served.apply(commit)

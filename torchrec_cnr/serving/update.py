@@ -145,15 +145,15 @@ def prepare_update(
     tensors: list[UpdateTensor] = []
     regions: list[Region] = []
     for target in targets:
-        saved = LineageTensor(links.lineage, target.fqn)
+        lineage_tensor = LineageTensor(links.lineage, target.fqn)
         if links.is_delta and not _is_whole(links.lineage, target.fqn):
-            if not _is_made_of_rows(saved.entry):
+            if not _is_made_of_rows(lineage_tensor.entry):
                 return None
-            rows[target.key] = UpdateRows(target.fqn, target.box, saved, target.tensor, target.row)
+            rows[target.key] = UpdateRows(target.fqn, target.box, lineage_tensor, target.tensor, target.row)
             regions.append(rows[target.key])
         else:
-            tensors.append(_staged_tensor(saved, target))
-            regions += saved.regions(target.box, tensors[-1].values, target.row)
+            tensors.append(_staged_tensor(lineage_tensor, target))
+            regions += lineage_tensor.regions(target.box, tensors[-1].values, target.row)
     if not links.is_delta:
         entries = links.lineage.newest.manifest.tensors
         rowwise = (target for target in targets if _is_made_of_rows(entries[target.fqn]))
@@ -180,9 +180,9 @@ def _is_made_of_rows(entry: TensorEntry) -> bool:
     return entry.table is None and len(entry.size) == 2
 
 
-def _staged_tensor(saved: LineageTensor, target: ModelTensor) -> UpdateTensor:
+def _staged_tensor(lineage_tensor: LineageTensor, target: ModelTensor) -> UpdateTensor:
     values = torch.empty(target.tensor.shape, dtype=target.tensor.dtype, device="cpu")
-    return UpdateTensor(target.tensor, values, len(values) if saved.entry.is_table else 0)
+    return UpdateTensor(target.tensor, values, len(values) if lineage_tensor.entry.is_table else 0)
 
 
 def _read_bytes(plan: CheckpointReads) -> int:

@@ -58,18 +58,21 @@ class UpdateRows(Region):
         """Decode the newest version of each row."""
         if not self._kept:
             return
-        kept, self._kept = self._kept, []
-        numbers = torch.cat([own.rows for own in kept]).unique()
-        if all(self._columns(own.block) == self._columns() for own in kept):
-            kept = _newest_of_each(kept, self.box.num_rows)
+        kept_blocks, self._kept = self._kept, []
+        numbers = torch.cat([kept_block.rows for kept_block in kept_blocks]).unique()
+        if all(self._columns(kept_block.block) == self._columns() for kept_block in kept_blocks):
+            kept_blocks = _newest_of_each(kept_blocks, self.box.num_rows)
             values = self.tensor.new_empty((len(numbers), *self.tensor.shape[1:]))
         else:
-            self.has_whole_rows = self._are_covered(kept, numbers)
+            self.has_whole_rows = self._are_covered(kept_blocks, numbers)
             self.is_complete = self.row is None or self.has_whole_rows
             values = self.tensor.index_select(0, numbers.to(self.tensor.device))
         if not self.is_complete:
             return
-        blocks = [_renumbered(own, torch.searchsorted(numbers, own.rows), len(numbers)) for own in kept]
+        blocks = [
+            _renumbered(kept_block, torch.searchsorted(numbers, kept_block.rows), len(numbers))
+            for kept_block in kept_blocks
+        ]
         box = Box((0, self.box.offsets[1]), (len(values), self.box.sizes[1]))
         for region in self.saved.regions(box, values, self.row):
             for block in blocks:
@@ -92,28 +95,28 @@ class UpdateRows(Region):
         box = self.box if block is None else block.box.intersect(self.box)
         return (0, 0) if box is None else (box.offsets[1], box.offsets[1] + box.sizes[1])
 
-    def _are_covered(self, kept: Sequence[_KeptRows], numbers: Tensor) -> bool:
+    def _are_covered(self, kept_blocks: Sequence[_KeptRows], numbers: Tensor) -> bool:
         """Return whether the kept blocks contain every row with all its columns."""
-        pieces = [self._columns(own.block) for own in kept]
+        pieces = [self._columns(kept_block.block) for kept_block in kept_blocks]
         bounds = sorted({*self._columns(), *(bound for piece in pieces for bound in piece)})
-        has = torch.zeros(len(numbers), len(bounds) - 1, dtype=torch.bool, device="cpu")
-        for own, (start, stop) in zip(kept, pieces, strict=True):
-            has[torch.searchsorted(numbers, own.rows), bounds.index(start) : bounds.index(stop)] = True
-        return bool(has.all())
+        is_covered = torch.zeros(len(numbers), len(bounds) - 1, dtype=torch.bool, device="cpu")
+        for kept_block, (start, stop) in zip(kept_blocks, pieces, strict=True):
+            is_covered[torch.searchsorted(numbers, kept_block.rows), bounds.index(start) : bounds.index(stop)] = True
+        return bool(is_covered.all())
 
 
-def _newest_of_each(kept: Sequence[_KeptRows], num_rows: int) -> list[_KeptRows]:
+def _newest_of_each(kept_blocks: Sequence[_KeptRows], num_rows: int) -> list[_KeptRows]:
     """Return the rows of each block that no later block has. Blocks are in the order of overwriting."""
     is_taken = torch.zeros(num_rows, dtype=torch.bool, device="cpu")
-    newest = []
-    for own in reversed(kept):
-        is_newest = ~is_taken[own.rows]
-        is_taken[own.rows] = True
-        newest.append(_KeptRows(own.block, own.positions[is_newest], own.rows[is_newest]))
-    return [own for own in reversed(newest) if len(own.rows)]
+    newest_blocks = []
+    for kept_block in reversed(kept_blocks):
+        is_newest = ~is_taken[kept_block.rows]
+        is_taken[kept_block.rows] = True
+        newest_blocks.append(_KeptRows(kept_block.block, kept_block.positions[is_newest], kept_block.rows[is_newest]))
+    return [kept_block for kept_block in reversed(newest_blocks) if len(kept_block.rows)]
 
 
-def _renumbered(kept: _KeptRows, rows: Tensor, num_rows: int) -> Block:
+def _renumbered(kept_block: _KeptRows, rows: Tensor, num_rows: int) -> Block:
     """Return the wanted rows of a block as a new block with other row numbers."""
-    box = Box((0, *kept.block.box.offsets[1:]), (num_rows, *kept.block.box.sizes[1:]))
-    return kept.block.part(kept.positions, PlacedRows(box, 0, len(rows), rows))
+    box = Box((0, *kept_block.block.box.offsets[1:]), (num_rows, *kept_block.block.box.sizes[1:]))
+    return kept_block.block.part(kept_block.positions, PlacedRows(box, 0, len(rows), rows))

@@ -37,8 +37,8 @@ class Applied:
 
     def __repr__(self) -> str:
         size = f"{count_text(self.num_rows, 'row')}, {bytes_text(self.num_bytes)}"
-        secs = f"read in {number_text(self.read_secs)} s, applied in {number_text(self.apply_secs)} s"
-        return f"Applied({self.kind}, {size}, {secs}, {url_text(self.path)})"
+        times_text = f"read in {number_text(self.read_secs)} s, applied in {number_text(self.apply_secs)} s"
+        return f"Applied({self.kind}, {size}, {times_text}, {url_text(self.path)})"
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Lag:
 
     def __repr__(self) -> str:
         age = "nothing applied" if self.age_secs is None else f"applied commit is {number_text(self.age_secs)} s old"
-        behind = f"{count_text(self.num_checkpoints, 'checkpoint')} behind for {number_text(self.waiting_secs)} s"
-        return f"Lag({behind}, {age})"
+        behind_text = f"{count_text(self.num_checkpoints, 'checkpoint')} behind for {number_text(self.waiting_secs)} s"
+        return f"Lag({behind_text}, {age})"
 
 
 def lag_of(applied: Commit | None, known: Sequence[Commit]) -> Lag:
@@ -69,9 +69,9 @@ def lag_of(applied: Commit | None, known: Sequence[Commit]) -> Lag:
         known: All commits, the newest first.
     """
     now_ns = time.time_ns()
-    missing = [commit for commit in known if applied is None or commit.created_ns > applied.created_ns]
-    if not missing and known and known[0] != applied:
-        missing = [known[0]]  # the applied checkpoint was removed, and an older one is now the newest
-    oldest_ns = min((commit.created_ns for commit in missing), default=now_ns)
+    unapplied = [commit for commit in known if applied is None or commit.created_ns > applied.created_ns]
+    if not unapplied and known and known[0] != applied:
+        unapplied = [known[0]]  # the applied checkpoint was removed, and an older one is now the newest
+    oldest_ns = min((commit.created_ns for commit in unapplied), default=now_ns)
     age_secs = None if applied is None else (now_ns - applied.created_ns) / 1e9
-    return Lag(len(missing), max(0.0, (now_ns - oldest_ns) / 1e9), age_secs)
+    return Lag(len(unapplied), max(0.0, (now_ns - oldest_ns) / 1e9), age_secs)

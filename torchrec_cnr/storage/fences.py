@@ -98,17 +98,17 @@ class JobFences(dict[str, Fence]):
 
     def fence(self, root: Store, is_new: bool = False) -> Fence:
         """Return the fence of a root. With ``is_new``, look for the highest fence again."""
-        place = without_client(root.url)
-        if not is_new and (known := self.get(place)) is not None:
-            return known
+        url = without_client(root.url)
+        if not is_new and (known_fence := self.get(url)) is not None:
+            return known_fence
         with _turn(root):  # otherwise a thread could replace what another thread saw later
-            found = self.get(place)
-            if found is None or is_new:
-                seen = highest(root)
-                if seen and not is_new and _read(root, seen) == self.owner:
-                    seen -= 1  # another process that saves for this job has created it
-                found = self[place] = Fence(root, seen, self.owner)
-            return found
+            fence = self.get(url)
+            if fence is None or is_new:
+                highest_number = highest(root)
+                if highest_number and not is_new and _read(root, highest_number) == self.owner:
+                    highest_number -= 1  # another process that saves for this job has created it
+                fence = self[url] = Fence(root, highest_number, self.owner)
+            return fence
 
     def adopt(self, job: "JobFences") -> None:
         """Save for the job of another process from now on."""

@@ -131,17 +131,17 @@ class RangedFile(RawIOBase):
 
     def readall(self) -> bytes:
         """Read the remaining bytes with one request instead of many small ones."""
-        found = self._read(self._place, self._num_bytes) if self._num_bytes > self._place else b""
-        self._place += len(found)
-        return found
+        content = self._read(self._place, self._num_bytes) if self._num_bytes > self._place else b""
+        self._place += len(content)
+        return content
 
     def readinto(self, buffer: Any) -> int:
         """Read into a buffer; return the number of bytes."""
         stop = min(self._place + memoryview(buffer).nbytes, self._num_bytes)
-        found = self._read(self._place, stop) if stop > self._place else b""
-        memoryview(buffer).cast("B")[: len(found)] = found
-        self._place += len(found)
-        return len(found)
+        content = self._read(self._place, stop) if stop > self._place else b""
+        memoryview(buffer).cast("B")[: len(content)] = content
+        self._place += len(content)
+        return len(content)
 
 
 def give_up(file: Any, partial: str | None) -> None:

@@ -90,12 +90,12 @@ class Lease:
         return cls(store, f"{uuid.uuid4().hex[:16]}.{until_ns}.{purpose}.lease", purpose, until_ns)
 
     def _content(self) -> bytes:
-        told = {"purpose": self.purpose, "host": socket.gethostname(), **msgspec.structs.asdict(Owner.own())}
-        return json.dumps(told).encode()
+        fields = {"purpose": self.purpose, "host": socket.gethostname(), **msgspec.structs.asdict(Owner.own())}
+        return json.dumps(fields).encode()
 
     def _renew_later(self) -> None:
-        this = weakref.ref(self)  # so that renewals end when the writer that holds the lease is garbage collected
-        self._renewal = threading.Timer(_RENEWAL_SECS, lambda: _renew(this()))
+        self_ref = weakref.ref(self)  # so that renewals end when the writer that holds the lease is garbage collected
+        self._renewal = threading.Timer(_RENEWAL_SECS, lambda: _renew(self_ref()))
         self._renewal.daemon = True
         self._renewal.start()
 
@@ -111,10 +111,10 @@ class Lease:
             self._renew_later()
 
     def _replace(self) -> None:
-        later = self.until(self.store, self.purpose, time.time_ns() + self._ahead_ns + LEASE_SECS * 10**9)
-        self.store.put(later.name, [self._content()], is_durable=False)
-        before, self.name, self.until_ns = self.name, later.name, later.until_ns
-        self.store.remove(before)
+        renewed = self.until(self.store, self.purpose, time.time_ns() + self._ahead_ns + LEASE_SECS * 10**9)
+        self.store.put(renewed.name, [self._content()], is_durable=False)
+        old_name, self.name, self.until_ns = self.name, renewed.name, renewed.until_ns
+        self.store.remove(old_name)
 
     def _end_renewals(self) -> None:
         with self._is_changing:
@@ -253,13 +253,13 @@ def in_force(store: Store, names: Iterable[str], now_ns: int) -> list[Lease]:
 
     A lease is not valid if its process on this machine has ended, or if it expires later than this package allows.
     """
-    matches = [found for name in names if (found := _NAME.fullmatch(name))]
-    leases = [Lease(store, found[0], found["purpose"], int(found["until_ns"])) for found in matches]
+    matches = [match for name in names if (match := _NAME.fullmatch(name))]
+    leases = [Lease(store, match[0], match["purpose"], int(match["until_ns"])) for match in matches]
     leases = [replace(lease, until_ns=_until_ns(lease, now_ns)) for lease in leases]
-    holding = (
+    valid_leases = (
         lease for lease in leases if now_ns < lease.until_ns <= now_ns + _MAX_AHEAD_NS and not _is_abandoned(lease)
     )
-    return sorted(holding, key=lambda lease: -lease.until_ns)
+    return sorted(valid_leases, key=lambda lease: -lease.until_ns)
 
 
 def _until_ns(lease: Lease, now_ns: int) -> int:

@@ -36,12 +36,12 @@ def make_directory(path: str) -> None:
     forced to disk again, if this process may read the directory above it.
     """
     missing: list[str] = []
-    there = path
-    while there != "/" and not os.path.exists(there):
-        missing.append(there)
-        there = posixpath.dirname(there)
+    ancestor = path
+    while ancestor != "/" and not os.path.exists(ancestor):
+        missing.append(ancestor)
+        ancestor = posixpath.dirname(ancestor)
     with suppress(PermissionError):
-        sync_directory(posixpath.dirname(there))
+        sync_directory(posixpath.dirname(ancestor))
     for directory in reversed(missing):
         os.makedirs(directory, exist_ok=True)
         sync_directory(posixpath.dirname(directory))
@@ -124,10 +124,10 @@ def _rename_at_once(unlinked: str, path: str) -> bool:
         return False
     if rename(_HERE, os.fsencode(unlinked), _HERE, os.fsencode(path), _NOT_REPLACING) == 0:
         return True
-    number = ctypes.get_errno()
-    if number in (errno.EINVAL, *_NO_LINKS):
+    error_number = ctypes.get_errno()
+    if error_number in (errno.EINVAL, *_NO_LINKS):
         return False
-    raise OSError(number, os.strerror(number), path)
+    raise OSError(error_number, os.strerror(error_number), path)
 
 
 def open_plain(path: str) -> FileIO:
@@ -179,8 +179,8 @@ def read_array(
         size = max(0, (num_bytes if stop is None else min(stop, num_bytes)) - start)
         array = np.empty(size, dtype=np.uint8)
         file.seek(start)
-        filled = 0
-        while filled < size and (count := file.readinto(array[filled : filled + _PIECE_BYTES].data)):
-            on_piece(array[filled : filled + count])
-            filled += count
-        return array[:filled]
+        num_filled = 0
+        while num_filled < size and (count := file.readinto(array[num_filled : num_filled + _PIECE_BYTES].data)):
+            on_piece(array[num_filled : num_filled + count])
+            num_filled += count
+        return array[:num_filled]

@@ -87,8 +87,8 @@ class ObstoreS3(FsspecStore):
 
     async def _ls(self, path: str, detail: bool = False, **_: Any) -> Any:
         with _plain_errors():
-            found = await super()._ls(path, detail=True)
-        return found if detail else sorted(entry["name"] for entry in found)
+            entries = await super()._ls(path, detail=True)
+        return entries if detail else sorted(entry["name"] for entry in entries)
 
     async def _rm_file(self, path: str, **options: Any) -> None:
         with _plain_errors():
@@ -195,13 +195,13 @@ def _plain_errors() -> Iterator[None]:
 
 def _plain(error: Exception) -> OSError:
     text = str(error).partition(_DUMP)[0]
-    number, status = _ERRNO.get(type(error)), 0
-    if answer := _ANSWER.fullmatch(text):
-        reasons = _REASONS.findall(answer[3])
-        status, text = int(answer[2]), ": ".join([answer[1], *reasons])
+    error_number, status = _ERRNO.get(type(error)), 0
+    if match := _ANSWER.fullmatch(text):
+        reasons = _REASONS.findall(match[3])
+        status, text = int(match[2]), ": ".join([match[1], *reasons])
         if not TRANSIENT_CODES.isdisjoint(reasons):
             return ConnectionError(text)
-        number = number or _ERRNO_OF_STATUS.get(status, errno.EIO)
-    if number is None or status in TRANSIENT_STATUS:
+        error_number = error_number or _ERRNO_OF_STATUS.get(status, errno.EIO)
+    if error_number is None or status in TRANSIENT_STATUS:
         return ConnectionError(text)
-    return OSError(number, text)
+    return OSError(error_number, text)

@@ -64,13 +64,13 @@ class SpanDigests:
 
     def extend(self, piece: Bytes) -> None:
         """Process the next bytes of the span."""
-        place, end = self._place, self._place + len(piece)
-        for number in range(self._num_done, len(self._bounds)):
-            start, stop = self._bounds[number]
+        position, end = self._place, self._place + len(piece)
+        for index in range(self._num_done, len(self._bounds)):
+            start, stop = self._bounds[index]
             if start >= end:
                 break
-            if stop > place:
-                self.found[number] = crc32c(piece[max(0, start - place) : stop - place], self.found[number])
+            if stop > position:
+                self.found[index] = crc32c(piece[max(0, start - position) : stop - position], self.found[index])
         while self._num_done < len(self._bounds) and self._bounds[self._num_done][1] <= end:
             self._num_done += 1
         self._place = end
@@ -86,12 +86,14 @@ def plan_spans(wanted: Sequence[tuple[str, Blob]]) -> list[Span]:
     wanted_bytes = gap_bytes = 0  # of the last span
     for key, blob in sorted(wanted, key=lambda item: (item[1].pack, item[1].offset, item[1].num_bytes)):
         stop = blob.offset + blob.num_bytes
-        last = spans[-1] if spans else None
-        if last is not None and last.pack == blob.pack and stop - last.start <= _SPAN_BYTES:
-            gap = max(0, blob.offset - last.stop)
+        last_span = spans[-1] if spans else None
+        if last_span is not None and last_span.pack == blob.pack and stop - last_span.start <= _SPAN_BYTES:
+            gap = max(0, blob.offset - last_span.stop)
             allowed = min(_SPAN_GAP_BYTES, (wanted_bytes + blob.num_bytes) // _GAP_DIVISOR - gap_bytes)
             if gap <= max(allowed, _FREE_GAP_BYTES):
-                spans[-1] = Span(last.pack, last.start, max(stop, last.stop), (*last.blobs, (key, blob)))
+                spans[-1] = Span(
+                    last_span.pack, last_span.start, max(stop, last_span.stop), (*last_span.blobs, (key, blob))
+                )
                 wanted_bytes, gap_bytes = wanted_bytes + blob.num_bytes, gap_bytes + gap
                 continue
         spans.append(Span(blob.pack, blob.offset, stop, ((key, blob),)))
@@ -117,16 +119,16 @@ def read_spans(
     """
     with ThreadPoolExecutor(thread_count, thread_name_prefix="cnr-read") as threads:
         waiting = deque(spans)
-        reads: deque[Future[list[tuple[str, Bytes]]]] = deque()
+        futures: deque[Future[list[tuple[str, Bytes]]]] = deque()
         try:
-            while waiting or reads:
-                while waiting and len(reads) <= thread_count:
+            while waiting or futures:
+                while waiting and len(futures) <= thread_count:
                     span = waiting.popleft()
-                    reads.append(threads.submit(_read_span, store, packs[span.pack], span, prepare))
-                yield from reads.popleft().result()
+                    futures.append(threads.submit(_read_span, store, packs[span.pack], span, prepare))
+                yield from futures.popleft().result()
         finally:
-            for read in reads:
-                read.cancel()
+            for future in futures:
+                future.cancel()
 
 
 def _read_span(store: Store, pack: Pack, span: Span, prepare: Prepare) -> list[tuple[str, Bytes]]:
@@ -148,7 +150,7 @@ def _read_span(store: Store, pack: Pack, span: Span, prepare: Prepare) -> list[t
             f"{where}: truncated: expected bytes {span.start} to {span.stop}, got {len(buffer)} bytes; "
             "use another checkpoint"
         )
-    found = []
+    blobs = []
     for (key, blob), actual in zip(span.blobs, digests.found, strict=True):
         if actual != blob.crc32c:
             raise DamagedError(
@@ -156,8 +158,8 @@ def _read_span(store: Store, pack: Pack, span: Span, prepare: Prepare) -> list[t
                 "use another checkpoint"
             )
         start = blob.offset - span.start
-        found.append((key, prepare(key, buffer[start : start + blob.num_bytes])))
-    return found
+        blobs.append((key, prepare(key, buffer[start : start + blob.num_bytes])))
+    return blobs
 
 
 def place_of(store: Store, pack: Pack) -> str:
@@ -206,19 +208,19 @@ class PackReader:
         generator is exhausted or closed. Close it if a variable refers to it, because the traceback of an error may
         keep that variable alive.
         """
-        wanted = [list(turn) for turn in turns]
-        touched = {blob.pack for turn in wanted for _, blob in turn} - self._checked
-        headers = {f"header of {_path(self._packs[index])}": self._header(index) for index in touched}
-        wanted[:1] = [[*headers.items(), *wanted[0]]] if wanted else []
+        blobs_by_turn = [list(turn) for turn in turns]
+        touched_packs = {blob.pack for turn in blobs_by_turn for _, blob in turn} - self._checked
+        headers = {f"header of {_path(self._packs[index])}": self._header(index) for index in touched_packs}
+        blobs_by_turn[:1] = [[*headers.items(), *blobs_by_turn[0]]] if blobs_by_turn else []
 
         def prepared(key: str, data: Bytes) -> Bytes:
             return data if key in headers else prepare(key, data)
 
-        spans = [span for turn in wanted for span in sorted(plan_spans(turn), key=self._place)]
+        spans = [span for turn in blobs_by_turn for span in sorted(plan_spans(turn), key=self._place)]
         for key, data in read_spans(self._store, self._packs, spans, self._thread_count, prepared):
             if key not in headers:
                 yield key, data
-        self._checked |= touched
+        self._checked |= touched_packs
 
     def _place(self, span: Span) -> tuple[int, str, int, int]:
         """Return a sort key: packs in files by index, then packs in logs by their position in the log."""

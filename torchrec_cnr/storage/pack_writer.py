@@ -120,13 +120,13 @@ class PackWriter:
             self._write_pack(kind)
         if sum(self._filled_bytes.values()) + data.nbytes > self._buffer_bytes and self._filled_bytes:
             self._write_pack(max(self._filled_bytes, key=lambda kind: self._filled_bytes[kind]))
-        number = UnplacedBlob(self._num_blobs)
+        blob = UnplacedBlob(self._num_blobs)
         self._num_blobs += 1
-        self._parts.setdefault(kind, []).append(_Part(number, name, SAFETENSORS[dtype], shape, data))
+        self._parts.setdefault(kind, []).append(_Part(blob, name, SAFETENSORS[dtype], shape, data))
         self._filled_bytes[kind] = self._filled_bytes.get(kind, 0) + data.nbytes
         if self.pace is not None:
             self.pace.rest()
-        return number
+        return blob
 
     def flush(self) -> None:
         """Write all packs that are being filled, and wait until they are written."""
@@ -166,11 +166,11 @@ class PackWriter:
 
     def _take_written(self) -> None:
         began = time.monotonic()
-        written = self._writes.popleft().result()
+        written_pack = self._writes.popleft().result()
         self.wait_secs += time.monotonic() - began
-        self.upload_secs += written.secs
-        self._packs.append(written.pack)
-        self._blobs.update(written.blobs)
+        self.upload_secs += written_pack.secs
+        self._packs.append(written_pack.pack)
+        self._blobs.update(written_pack.blobs)
 
 
 @dataclass(frozen=True)
@@ -188,14 +188,14 @@ def _write_pack(store: PackTarget, stem: str, index: int, parts: list[_Part], he
     tensors = ((part.name, part.dtype, part.shape, part.data.nbytes) for part in parts)
     header = safetensors_header(tensors, {"format": "torchrec_cnr"})
     blobs = {}
-    end = len(header)
+    offset = len(header)
     for part in parts:
-        blobs[part.number] = Blob(index, end, part.data.nbytes, crc32c(part.data))
-        end += part.data.nbytes
+        blobs[part.number] = Blob(index, offset, part.data.nbytes, crc32c(part.data))
+        offset += part.data.nbytes
     name = f"{stem}{PACK_SUFFIX}"
     with record_function("torchrec_cnr.upload"):
         log = store.put(name, [header, *(part.data.data for part in parts)])
-    pack = Pack(name, end, len(header), crc32c(header), heat=heat, log=log)
+    pack = Pack(name, offset, len(header), crc32c(header), heat=heat, log=log)
     return _WrittenPack(pack, blobs, time.monotonic() - began)
 
 

@@ -81,8 +81,8 @@ def tried_again(call: Callable[[], Result], what: str) -> Result:
             wait_secs = random.uniform(0, longest_secs)
             if not is_transient(error) or time.monotonic() + wait_secs > deadline:
                 raise
-            told = without_secrets(str(error))
-            logger.warning("cannot %s, trying again: %s: %s", what, type(error).__name__, told)
+            message = without_secrets(str(error))
+            logger.warning("cannot %s, trying again: %s: %s", what, type(error).__name__, message)
         time.sleep(wait_secs)
         longest_secs = min(2 * longest_secs, _LONGEST_WAIT_SECS)
 
@@ -93,10 +93,10 @@ def forget_frames(error: BaseException) -> None:
     Clients of object stores keep an error in a variable and raise it from there. The error and its traceback then refer
     to each other, and keep the callers' objects, such as staged rows, alive until a full garbage collection.
     """
-    seen: BaseException | None = error
-    while seen is not None and seen.__traceback__ is not None:
-        seen.__traceback__ = None
-        seen = seen.__cause__ or seen.__context__
+    current: BaseException | None = error
+    while current is not None and current.__traceback__ is not None:
+        current.__traceback__ = None
+        current = current.__cause__ or current.__context__
 
 
 def is_transient(error: BaseException) -> bool:
@@ -145,8 +145,8 @@ def _status(error: BaseException) -> int | None:
     """Return the HTTP status in an error of botocore, aiohttp, gcsfs or azure."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):
-        found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
     else:
         names = ("status", "status_code", "code")
-        found = next((value for name in names if isinstance(value := getattr(error, name, None), int)), None)
-    return found if isinstance(found, int) else None
+        status = next((value for name in names if isinstance(value := getattr(error, name, None), int)), None)
+    return status if isinstance(status, int) else None

@@ -121,9 +121,9 @@ class Store:
 
     def is_beside(self, other: "Store") -> bool:
         """Return whether both stores are in one file system, so that relative paths lead from one to the other."""
-        ours, theirs = self.fs, other.fs  # fsspec has an instance for each thread, and they do not compare as equal
-        same_arguments = (ours.storage_args, ours.storage_options) == (theirs.storage_args, theirs.storage_options)
-        return same_arguments and (type(ours) is type(theirs) or self._service == other._service)
+        fs, other_fs = self.fs, other.fs  # fsspec has an instance for each thread, and they do not compare as equal
+        same_arguments = (fs.storage_args, fs.storage_options) == (other_fs.storage_args, other_fs.storage_options)
+        return same_arguments and (type(fs) is type(other_fs) or self._service == other._service)
 
     @property
     def _service(self) -> str:
@@ -151,8 +151,8 @@ class Store:
 
     def _size(self, name: str) -> int | None:
         """Return the size of a file in bytes, or None if it does not exist."""
-        found = _if_there(lambda: self._try("look up", name, lambda: self._info(self.child(name))))
-        return None if found is None else int(found["size"] or 0)
+        info = _if_there(lambda: self._try("look up", name, lambda: self._info(self.child(name))))
+        return None if info is None else int(info["size"] or 0)
 
     def _info(self, path: str) -> dict[str, Any]:
         try:
@@ -165,12 +165,12 @@ class Store:
 
     def _check_whole(self, name: str, num_bytes: int) -> None:
         """Raise an error unless a written file has its full size: some file systems fail without an error."""
-        if (found := self._size(name)) != num_bytes:
-            raise self._not_whole(name, num_bytes, found)
+        if (actual_bytes := self._size(name)) != num_bytes:
+            raise self._not_whole(name, num_bytes, actual_bytes)
 
-    def _not_whole(self, name: str, num_bytes: int, found: int | None) -> StoreError:
-        there = "the file is missing" if found is None else f"the file has {found} bytes"
-        return StoreError(f"cannot write {self.url}/{name}: wrote {num_bytes} bytes, but {there}")
+    def _not_whole(self, name: str, num_bytes: int, actual_bytes: int | None) -> StoreError:
+        state_text = "the file is missing" if actual_bytes is None else f"the file has {actual_bytes} bytes"
+        return StoreError(f"cannot write {self.url}/{name}: wrote {num_bytes} bytes, but {state_text}")
 
     def is_directory(self) -> bool:
         """Return whether the directory exists. In an object store, it exists if it contains something."""
@@ -244,9 +244,9 @@ class Store:
             StoreError: The file cannot be read. ``errno`` is ``ENOENT`` if it does not exist.
             DamagedError: A link or a pipe has the name of the file.
         """
-        read = local_files.cat_file if self.is_local else self.fs.cat_file
+        cat_file = local_files.cat_file if self.is_local else self.fs.cat_file
         try:
-            return bytes(self._try("read", name, lambda: read(self.child(name), start=start, end=stop)))
+            return bytes(self._try("read", name, lambda: cat_file(self.child(name), start=start, end=stop)))
         except StoreError as error:
             # Servers refuse a range that begins after the end of the file.
             if start is not None and error.errno == errno.EINVAL and (self._size(name) or 0) <= start:
@@ -346,12 +346,12 @@ class Store:
                 raise
             is_ours = False  # but the name can exist before all bytes of the other writer are in the file
         # In some stores the last of several writers wins, and some report no error for a write that did not happen.
-        if (found := _if_there(lambda: self.read(name, 0, len(data) + 1))) == data:
+        if (content := _if_there(lambda: self.read(name, 0, len(data) + 1))) == data:
             return bool(unanswered)
-        if found is None or (data.startswith(found) and (is_ours or save_id.encode() in found)):
-            if found is not None:
+        if content is None or (data.startswith(content) and (is_ours or save_id.encode() in content)):
+            if content is not None:
                 self.remove(name)  # otherwise readers would report a corrupt file
-            raise self._not_whole(name, len(data), None if found is None else len(found))
+            raise self._not_whole(name, len(data), None if content is None else len(content))
         raise CheckpointExistsError(f"{self.url}: another save committed here first; save under another checkpoint_id")
 
     def _create_unless_there(self, name: str, data: bytes, unanswered: list[str]) -> None:
@@ -368,8 +368,8 @@ class Store:
 
     def _create_new(self, name: str, data: bytes) -> None:
         # memory:// checks first and then creates. It belongs to one process, so a lock makes the two steps atomic.
-        turn: AbstractContextManager[object] = nullcontext() if is_object_store(self.fs) else _one_at_a_time
-        with turn, self.fs.open(self.child(name), "xb") as file:
+        lock: AbstractContextManager[object] = nullcontext() if is_object_store(self.fs) else _one_at_a_time
+        with lock, self.fs.open(self.child(name), "xb") as file:
             file.write(data)
 
     def _sync(self, file: Any) -> None:
@@ -400,10 +400,10 @@ class Store:
 
     def _failure(self, action: str, name: str, error: Exception) -> StoreError:
         where = self.url if not name else f"{self.url}/{name}"
-        told = f"cannot {action} {where}: {type(error).__name__}: {without_secrets(str(error))}"
+        message = f"cannot {action} {where}: {type(error).__name__}: {without_secrets(str(error))}"
         if is_object_store(self.fs) and retries.is_without_bucket(error):  # rather a typo than a file not yet written
-            return StoreError(f"{told}: bucket {self.path.split('/')[0]!r} does not exist; create it or use another")
-        failure = StoreError(told)
+            return StoreError(f"{message}: bucket {self.path.split('/')[0]!r} does not exist; create it or use another")
+        failure = StoreError(message)
         failure.errno = getattr(error, "errno", None) or _ERRNO.get(type(error))
         return failure
 
@@ -417,10 +417,10 @@ def _client_of(name: str) -> tuple[Any, str]:
     return fs, str(path)
 
 
-def _if_there(look: Callable[[], Result]) -> Result | None:
+def _if_there(look_up: Callable[[], Result]) -> Result | None:
     """Return the result of a look-up; None if the file or directory does not exist."""
     try:
-        return look()
+        return look_up()
     except StoreError as error:
         if error.errno in NOT_THERE:
             return None

@@ -79,8 +79,8 @@ def checked_url(url: str | os.PathLike[str]) -> str:
 
 def _leads_elsewhere(name: str) -> bool:
     """Return whether fsspec would drop the text after ``::``, which chains protocols and cannot be in a name."""
-    first, mark, behind = name.partition("::")
-    return bool(mark) and ("://" not in behind or protocol_of(first) in OBJECT_STORES)
+    before_mark, mark, after_mark = name.partition("::")
+    return bool(mark) and ("://" not in after_mark or protocol_of(before_mark) in OBJECT_STORES)
 
 
 def protocol_of(name: str) -> str:
@@ -102,11 +102,11 @@ def canonical_path(path: str, is_local: bool) -> str:
     if is_local:
         return _real_path(path)
     front, mark, names = path.rpartition("://")  # some file systems, such as HTTP's, keep the protocol
-    within = names.lstrip("/")
-    found = posixpath.normpath(f"/{within}")
-    if ".." in names.split("/") and found.split("/")[1] != within.split("/")[0]:
+    relative = names.lstrip("/")
+    normalized = posixpath.normpath(f"/{relative}")
+    if ".." in names.split("/") and normalized.split("/")[1] != relative.split("/")[0]:
         raise ConfigurationError(f"{path!r}: '..' leads out of the bucket; write the path without '..'")
-    return f"{front}{mark}{found if names.startswith('/') else found[1:]}" or "/"
+    return f"{front}{mark}{normalized if names.startswith('/') else normalized[1:]}" or "/"
 
 
 def _real_path(path: str) -> str:
@@ -114,7 +114,7 @@ def _real_path(path: str) -> str:
 
     The checkpoints that it is based on are in the root that contains the link, not next to the moved directory.
     """
-    found, root = os.path.realpath(path), os.path.realpath(os.path.dirname(path))
-    if os.path.islink(path) and os.path.dirname(found) != root and os.path.isfile(f"{found}/{_MANIFEST_FILE}"):
+    real_path, root = os.path.realpath(path), os.path.realpath(os.path.dirname(path))
+    if os.path.islink(path) and os.path.dirname(real_path) != root and os.path.isfile(f"{real_path}/{_MANIFEST_FILE}"):
         return os.path.join(root, os.path.basename(path))
-    return found
+    return real_path

@@ -36,14 +36,14 @@ def main(words: Sequence[str] | None = None) -> int:
         help="size of the large file, in MiB (default: %(default)s)",
     )
     arguments = parser.parse_args(words)
-    found = conformance_checks(num_faults=arguments.faults, large_bytes=arguments.large_mib * _MIB)
-    found = [check for check in found if arguments.only in check.name]
-    if not found:
+    selected = conformance_checks(num_faults=arguments.faults, large_bytes=arguments.large_mib * _MIB)
+    selected = [check for check in selected if arguments.only in check.name]
+    if not selected:
         parser.error(f"no check has {arguments.only!r} in its name")
     out = sys.stdout
     num_broken = 0
     try:
-        for outcome in run_conformance(arguments.url, found):
+        for outcome in run_conformance(arguments.url, selected):
             num_broken += outcome.problem is not None
             word = "passed" if outcome.problem is None else "FAILED"
             out.write(f"{word:<7} {outcome.check.name:<24} {outcome.secs:6.2f} s  {outcome.check.promise}\n")
@@ -52,7 +52,7 @@ def main(words: Sequence[str] | None = None) -> int:
             out.flush()
     except CNRError as error:
         parser.error(str(error))
-    out.write(f"checks: {len(found) - num_broken} passed, {num_broken} failed\n")
+    out.write(f"checks: {len(selected) - num_broken} passed, {num_broken} failed\n")
     return 1 if num_broken else 0
 
 

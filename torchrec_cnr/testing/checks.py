@@ -95,9 +95,9 @@ def whole_files(store: Store) -> None:
     for name, parts in files.items():
         store.put(name, parts)
         data = b"".join(bytes(part) for part in parts)
-        for seen in (store, again(store)):
-            expect(seen.read(name), data, f"the bytes of {name!r}")
-            expect(seen.listing().files.get(name), len(data), f"the listed size of {name!r}")
+        for client in (store, again(store)):
+            expect(client.read(name), data, f"the bytes of {name!r}")
+            expect(client.listing().files.get(name), len(data), f"the listed size of {name!r}")
 
 
 def ranges(store: Store) -> None:
@@ -120,12 +120,12 @@ def listings(store: Store) -> None:
         store.put(f"pack-{number}", [b"x" * number])
         expect(store.names(), [f"pack-{n}" for n in range(number + 1)], "the names in a directory")
         expect(again(store).names(), [f"pack-{n}" for n in range(number + 1)], "the names that other clients see")
-    below = store.at("step-1")
-    below.make()
-    below.put(_NAME, [b"{}"])
+    directory = store.at("step-1")
+    directory.make()
+    directory.put(_NAME, [b"{}"])
     expect(dict(store.listing().files), {f"pack-{n}": n for n in range(3)}, "files and sizes next to a directory")
     expect(store.listing().directories, ("step-1",), "directories next to files")
-    expect(dict(below.listing().files), {_NAME: 2}, "files of a directory in a directory")
+    expect(dict(directory.listing().files), {_NAME: 2}, "files of a directory in a directory")
     expect(store.is_directory(), True, "whether a directory with files exists")
 
 
@@ -164,8 +164,8 @@ def streams(store: Store, large_bytes: int) -> None:
     expect(store.listing().files.get("export"), num_bytes, "the listed size of a large file")
     for number in range(len(pieces)):
         start = max(0, number * PIECE_BYTES - 10)
-        wanted = (pieces[number - 1][:10] if number else b"") + pieces[number][:10]
-        expect(store.read("export", start, start + len(wanted)), wanted, f"bytes from {start} of a large file")
+        expected = (pieces[number - 1][:10] if number else b"") + pieces[number][:10]
+        expect(store.read("export", start, start + len(expected)), expected, f"bytes from {start} of a large file")
     expect(store.read("export", num_bytes - 3, num_bytes + 3), pieces[-1][:3], "the last bytes of a large file")
 
 
@@ -173,9 +173,9 @@ def odd_names(store: Store) -> None:
     """Files and directories keep their names, also with unusual characters."""
     for name in ODD_NAMES:
         store.put(name, [name.encode()])
-        below = store.at("below").at(name)
-        below.make()
-        below.put(_NAME, [name.encode(), b"/"])
+        directory = store.at("below").at(name)
+        directory.make()
+        directory.put(_NAME, [name.encode(), b"/"])
     expect(store.names(), sorted((*ODD_NAMES, "below")), "names of files")
     expect(store.at("below").listing().directories, tuple(sorted(ODD_NAMES)), "names of directories")
     for name in ODD_NAMES:
@@ -197,19 +197,19 @@ def at_once(store: Store) -> None:
         return store.read(f"pack-{number}", 50_000, 50_010) if store.read(f"pack-{number}") == data else b"others"
 
     with ThreadPoolExecutor(NUM_AT_ONCE) as threads:
-        for number, found in enumerate(threads.map(put_and_read, range(4 * NUM_AT_ONCE))):
-            expect(found, bytes([number]) * 10, f"the bytes of one of {4 * NUM_AT_ONCE} files written at once")
+        for number, content in enumerate(threads.map(put_and_read, range(4 * NUM_AT_ONCE))):
+            expect(content, bytes([number]) * 10, f"the bytes of one of {4 * NUM_AT_ONCE} files written at once")
 
 
 def times(store: Store) -> None:
     """The store reports when a file was written, by a clock that is at most ten minutes wrong."""
-    before = time.time()
+    start_secs = time.time()
     store.put("pack", [b"x"])
-    found = store.modified_ns("pack") / 1e9
-    if not before - CLOCK_SECS <= found <= time.time() + CLOCK_SECS:
+    modified_secs = store.modified_ns("pack") / 1e9
+    if not start_secs - CLOCK_SECS <= modified_secs <= time.time() + CLOCK_SECS:
         raise StoreError(
             f"the store's clock: expected a difference of at most {CLOCK_SECS:,.0f} s to this machine's, got "
-            f"{found - before:,.0f} s"
+            f"{modified_secs - start_secs:,.0f} s"
         )
 
 
@@ -220,10 +220,10 @@ def exclusive(store: Store) -> None:
     """Only the first writer can create a file; the second one gets FileExistsError, and changes nothing."""
     store.put_new(_NAME, b"first", "save-1")
     for data in (b"second, and longer", b"2nd", b"first, and more"):
-        for seen in (store, again(store)):
+        for client in (store, again(store)):
             with must_raise(CheckpointExistsError, f"a commit of {data!r} where a commit exists"):
-                seen.put_new(_NAME, data, "save-2")
-            expect(seen.read(_NAME), b"first", "the bytes of a commit, after another one was refused")
+                client.put_new(_NAME, data, "save-2")
+            expect(client.read(_NAME), b"first", "the bytes of a commit, after another one was refused")
     expect(store.names(), [_NAME], "the names after commits")
 
 
@@ -244,7 +244,7 @@ def half_commit(store: Store) -> None:
 
 def _commit_spoiled(store: Store, fault: Fault, data: bytes, what: str) -> None:
     with FaultyStore(store.url) as faulty:
-        place = Store.open(faulty.url)
+        faulty_store = Store.open(faulty.url)
         faulty.faults[1] = fault
         with must_raise(StoreError, what):
-            place.put_new(_NAME, data, "save-1")
+            faulty_store.put_new(_NAME, data, "save-1")

@@ -111,13 +111,13 @@ def conformance_checks(*, num_faults: int = NUM_FAULTS, large_bytes: int = LARGE
         ("a large file", partial(checks.streams, large_bytes=large_bytes)),
         ("round trip", trip),
     ]
-    found = [ConformanceCheck(name, _promise_of(act), act) for name, act in acts]
+    all_checks = [ConformanceCheck(name, _promise_of(act), act) for name, act in acts]
     for fault in Fault:
         if fault is not Fault.CRASH:
             what = f"The same round trip succeeds if one of its operations has a fault: {fault.value}."
             act = partial(trips_with, fault=fault, num_faults=num_faults)
-            found.append(ConformanceCheck(f"round trip, {fault.value}", what, act))
-    return tuple(found)
+            all_checks.append(ConformanceCheck(f"round trip, {fault.value}", what, act))
+    return tuple(all_checks)
 
 
 def run_conformance(url: str, found: Sequence[ConformanceCheck]) -> Iterator[Outcome]:
@@ -139,9 +139,9 @@ def _promise_of(act: Callable[..., object]) -> str:
 
 def _remove(store: Store) -> None:
     """Remove a directory and everything in it."""
-    found = store.listing()
-    for name in found.files:
+    listing = store.listing()
+    for name in listing.files:
         store.remove(name)
-    for name in found.directories:
+    for name in listing.directories:
         _remove(store.at(name))
     store.remove_directory()

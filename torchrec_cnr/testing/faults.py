@@ -128,11 +128,11 @@ class FaultyStore:
         with self._lock:
             self.operations.append(operation)
             fault = self.faults.get(len(self.operations))
-            late, self._late = self._late, []
+            late_acts, self._late = self._late, []
         try:
             return self._spoiled(fault, operation, act)
         finally:
-            for postponed in late:
+            for postponed in late_acts:
                 postponed()
 
     def _spoiled(self, fault: Fault | None, operation: Operation, act: Callable[[bool], ResultT]) -> ResultT | None:
@@ -156,8 +156,8 @@ class FaultyStore:
 
     def _do_late(self) -> None:
         with self._lock:
-            late, self._late = self._late, []
-        for act in late:
+            late_acts, self._late = self._late, []
+        for act in late_acts:
             act()
 
 

@@ -27,8 +27,8 @@ class FaultyFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has 
         Raises:
             FileNotFoundError: There is no such file or directory.
         """
-        found: Mapping[str, Any] = self._do("look up", path, lambda fs, inner: fs.info(inner))
-        return {**found, "name": _outer(path, found)}
+        entry: Mapping[str, Any] = self._do("look up", path, lambda fs, inner: fs.info(inner))
+        return {**entry, "name": _outer(path, entry)}
 
     def exists(self, path: str, **_: Any) -> bool:
         """Return whether a file or directory exists. A failed request raises an error, unlike in fsspec's default."""
@@ -47,8 +47,8 @@ class FaultyFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has 
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
         """List the contents of a directory."""
-        found = self._do("list", path, lambda fs, inner: fs.ls(inner, detail=True))
-        entries = [{**entry, "name": _outer(path, entry)} for entry in found]
+        listing = self._do("list", path, lambda fs, inner: fs.ls(inner, detail=True))
+        entries = [{**entry, "name": _outer(path, entry)} for entry in listing]
         return entries if detail else [entry["name"] for entry in entries]
 
     def modified(self, path: str) -> Any:
@@ -83,9 +83,9 @@ class FaultyFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has 
         """Do one operation in the wrapped file system; ``TRUNCATE`` returns half of the bytes that are read."""
         store, inner = _place(path)
 
-        def do(half: bool) -> Any:
-            found = act(store.inner, inner)
-            return found[: len(found) // 2] if half and kind == "read" else found
+        def do(is_half: bool) -> Any:
+            result = act(store.inner, inner)
+            return result[: len(result) // 2] if is_half and kind == "read" else result
 
         return store.do(Operation(kind, posixpath.relpath(inner, store.root)), do)
 
@@ -107,8 +107,8 @@ class _Upload(io.BytesIO):
         store, inner = _place(self._path)
         kind: OperationKind = "put new" if self._is_new else "put"
 
-        def put(half: bool) -> None:
-            _put(store, inner, data[: len(data) // 2] if half else data, self._is_new)
+        def put(is_half: bool) -> None:
+            _put(store, inner, data[: len(data) // 2] if is_half else data, self._is_new)
 
         store.do(Operation(kind, posixpath.relpath(inner, store.root), len(data)), put)
 
@@ -135,11 +135,11 @@ def _put(store: FaultyStore, path: str, data: bytes, is_new: bool) -> None:
 
 def _place(path: str) -> tuple[FaultyStore, str]:
     """Return the store of a path or URL, and the path in the wrapped file system."""
-    name, _, rest = str(FaultyFileSystem._strip_protocol(path)).lstrip("/").partition("/")
+    name, _, inner_path = str(FaultyFileSystem._strip_protocol(path)).lstrip("/").partition("/")
     store = open_stores.get(name)
     if store is None:
         raise OSError(f"{PROTOCOL}://{name}: no FaultyStore named {name!r} is open in this process")
-    return store, posixpath.join(store.root, rest).rstrip("/")
+    return store, posixpath.join(store.root, inner_path).rstrip("/")
 
 
 def _outer(path: str, entry: Mapping[str, Any]) -> str:

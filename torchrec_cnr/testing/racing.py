@@ -59,9 +59,9 @@ def _of_threads(store: Store, name: str) -> list[bool | str]:
 
 def _judge(store: Store, name: str, answers: Sequence[Any]) -> None:
     """Raise a ``StoreError`` if not exactly one racer has won."""
-    strange = [answer for answer in answers if isinstance(answer, str)]
-    if strange:
-        raise StoreError(f"{NUM_RACERS} racers created a file at once, and one got an unexpected error: {strange[0]}")
+    errors = [answer for answer in answers if isinstance(answer, str)]
+    if errors:
+        raise StoreError(f"{NUM_RACERS} racers created a file at once, and one got an unexpected error: {errors[0]}")
     if answers.count(True) != 1:
         raise StoreError(f"{NUM_RACERS} racers created a file at once: expected 1 success, got {answers.count(True)}")
     if store.read(name) != _content(answers.index(True)):
@@ -88,19 +88,19 @@ def _commit(store: Store, name: str, number: int) -> bool | str:
 @contextmanager
 def _racers(store: Store) -> Iterator[Sequence[Connection]]:
     """Start processes that first send whether they see the same store, and then race when they receive orders."""
-    ours, processes = [], []
+    connections, processes = [], []
     try:
         for _ in range(NUM_RACERS):
-            mine, theirs = Pipe()
-            ours.append(mine)
-            code = _RACER.format(path=sys.path, descriptor=theirs.fileno())
-            with theirs:
-                processes.append(subprocess.Popen([sys.executable, "-c", code], pass_fds=[theirs.fileno()]))
-            mine.send_bytes(_pickled(store))
-        yield ours
+            connection, racer_end = Pipe()
+            connections.append(connection)
+            code = _RACER.format(path=sys.path, descriptor=racer_end.fileno())
+            with racer_end:
+                processes.append(subprocess.Popen([sys.executable, "-c", code], pass_fds=[racer_end.fileno()]))
+            connection.send_bytes(_pickled(store))
+        yield connections
     finally:
-        for mine in ours:
-            mine.close()
+        for connection in connections:
+            connection.close()
         for process in processes:
             process.kill()
             process.wait()
@@ -115,15 +115,15 @@ def _pickled(store: Store) -> bytes:
 
 def _answers(racers: Sequence[Connection], limit_secs: float) -> list[Any]:
     """Receive one answer from each racer."""
-    found = []
+    answers = []
     for racer in racers:
         if not racer.poll(limit_secs):
             raise StoreError(f"a racer did not answer within {limit_secs:.0f} s")
         try:
-            found.append(racer.recv())
+            answers.append(racer.recv())
         except EOFError as error:
             raise StoreError("the process of a racer has died") from error
-    return found
+    return answers
 
 
 def be_racer(descriptor: int) -> None:
@@ -132,14 +132,14 @@ def be_racer(descriptor: int) -> None:
     Args:
         descriptor: File descriptor of the connection to the process that started this one.
     """
-    orders = Connection(descriptor)
-    store = _store(orders.recv_bytes())
-    orders.send(store is not None)
+    connection = Connection(descriptor)
+    store = _store(connection.recv_bytes())
+    connection.send(store is not None)
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while store is not None:
-            name, number, start = orders.recv()
+            name, number, start = connection.recv()
             time.sleep(max(0.0, start - time.time()))
-            orders.send(_commit(store, name, number))
+            connection.send(_commit(store, name, number))
 
 
 def _store(data: bytes) -> Store | None:

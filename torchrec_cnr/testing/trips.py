@@ -148,20 +148,20 @@ class _Job:
 
     def _expect_all(self) -> None:
         """Raise a ``StoreError`` if the newest checkpoint does not contain the state of the job."""
-        newest = _twice(lambda: latest(self._root))
-        if newest is None:
+        newest_path = _twice(lambda: latest(self._root))
+        if newest_path is None:
             raise StoreError(f"{self._root}: there is no checkpoint, although saves have returned")
-        if not torch.equal(_twice(lambda: load_table(newest, "table.weight")), self._table.weight.detach()):
-            raise StoreError(f"{newest}: not all rows have the values that were saved")
+        if not torch.equal(_twice(lambda: load_table(newest_path, "table.weight")), self._table.weight.detach()):
+            raise StoreError(f"{newest_path}: not all rows have the values that were saved")
 
     def _expect_nothing_else(self) -> None:
         """Raise a ``StoreError`` if there is a file that the newest checkpoint does not need."""
         root = Store.open(self._root)
-        needed = set(_needed_by(str(latest(self._root))))
+        needed_files = set(_needed_by(str(latest(self._root))))
         for name in root.listing().directories:
             files = {root.at(name).child(file) for file in root.at(name).names()}
-            if name != journal.DIRECTORY and not files <= needed:
-                raise StoreError(f"a prune did not remove {sorted(files - needed)[0]}, which no checkpoint needs")
+            if name != journal.DIRECTORY and not files <= needed_files:
+                raise StoreError(f"a prune did not remove {sorted(files - needed_files)[0]}, which no checkpoint needs")
 
 
 def _needed_by(path: str) -> Iterator[str]:

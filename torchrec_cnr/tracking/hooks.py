@@ -88,8 +88,8 @@ class Hooks:
             method: The method's name.
             around: The function to call.
         """
-        original, own = getattr(owner, method), owner.__dict__.get(method)
-        put = partial(setattr, owner) if isinstance(owner, type) else owner.__dict__.__setitem__
+        original, own_method = getattr(owner, method), owner.__dict__.get(method)
+        set_method = partial(setattr, owner) if isinstance(owner, type) else owner.__dict__.__setitem__
         is_active = True
 
         @wraps(original)
@@ -103,14 +103,14 @@ class Hooks:
             is_active = False
             if owner.__dict__.get(method) is not replacement:
                 return
-            if own is not None:
-                put(method, own)
+            if own_method is not None:
+                set_method(method, own_method)
             elif isinstance(owner, type):
                 delattr(owner, method)
             else:
                 owner.__dict__.pop(method)
 
-        put(method, replacement)
+        set_method(method, replacement)
         self._removals.append(remove)
 
     def remove(self) -> None:
@@ -142,18 +142,18 @@ def modules_below(module: nn.Module, path: str = "", seen: set[int] | None = Non
         return
     for name, child in module._modules.items():
         if child is not None:
-            below = path if name in _WRAPPERS else f"{path}.{name}".removeprefix(".")
-            yield from modules_below(child, below, seen)
+            child_path = path if name in _WRAPPERS else f"{path}.{name}".removeprefix(".")
+            yield from modules_below(child, child_path, seen)
 
 
 def watch_loads(module: nn.Module, shards: Sequence[tuple[str, TrackedShard]], hooks: Hooks) -> None:
     """Watch what a module with these shards loads. Each has the key of its weights in the module's state dict."""
     loads = _Loads(shards)
-    first = module.register_load_state_dict_pre_hook(Hook(loads.before))
+    pre_hook = module.register_load_state_dict_pre_hook(Hook(loads.before))
     # Before TorchRec's own hook, which replaces tensors of the state dict.
     order: Any = module._load_state_dict_pre_hooks  # an OrderedDict
-    order.move_to_end(first.id, last=False)
-    hooks.add(first)
+    order.move_to_end(pre_hook.id, last=False)
+    hooks.add(pre_hook)
     hooks.add(module.register_load_state_dict_post_hook(Hook(loads.after)))
 
 
@@ -166,15 +166,17 @@ class _Loads:
         """Determine whether the module loads only its own tensors, and mark its rows if not."""
         for _key, shard in self._shards:
             shard.check_writes()
-        taken = [(shard, state_dict[f"{prefix}{key}"]) for key, shard in self._shards if f"{prefix}{key}" in state_dict]
-        self._is_own = all(_is_own(shard, value) for shard, value in taken)
-        for shard, _value in taken:
+        loaded_values = [
+            (shard, state_dict[f"{prefix}{key}"]) for key, shard in self._shards if f"{prefix}{key}" in state_dict
+        ]
+        self._is_own = all(_is_own(shard, value) for shard, value in loaded_values)
+        for shard, _value in loaded_values:
             if not self._is_own:
                 shard.mark_written()  # at once, because a later mark of some rows would account for this write, too
                 continue
-            for _key, other in self._shards:
-                if other.shares_storage(shard):
-                    other.expect_copy()
+            for _key, other_shard in self._shards:
+                if other_shard.shares_storage(shard):
+                    other_shard.expect_copy()
 
     def after(self, *_: Any) -> None:
         """Account for the load of the module's own tensors; ``DistributedModelParallel`` does not always call this."""

@@ -21,20 +21,22 @@ def track_evictions(model: nn.Module, hooks: Hooks, shards: Sequence[TrackedShar
     for path, module in modules_below(model):
         if not isinstance(module, BaseShardedManagedCollisionEmbeddingCollection):
             continue
-        below = f"{path}._embedding_module.".removeprefix(".")
-        of_table = {shard.rows.name.split(".")[-1]: shard for shard in shards if shard.rows.name.startswith(below)}
-        hooks.around(module, "_evict", partial(_evict, of_table))
+        prefix = f"{path}._embedding_module.".removeprefix(".")
+        shards_by_table = {
+            shard.rows.name.split(".")[-1]: shard for shard in shards if shard.rows.name.startswith(prefix)
+        }
+        hooks.around(module, "_evict", partial(_evict, shards_by_table))
 
 
 def _evict(
-    of_table: Mapping[str, TrackedShard], evict: Callable[[object], None], evicted: Mapping[str, Tensor | None]
+    shards_by_table: Mapping[str, TrackedShard], evict: Callable[[object], None], evicted: Mapping[str, Tensor | None]
 ) -> None:
     """Call the method that resets the rows of evicted ids, and mark these rows. Shards are keyed by table name."""
-    rows = {of_table[table]: rows for table, rows in evicted.items() if rows is not None}
-    with accounting(list(of_table.values())):
+    rows = {shards_by_table[table]: rows for table, rows in evicted.items() if rows is not None}
+    with accounting(list(shards_by_table.values())):
         evict(evicted)
-        for shard, local in rows.items():
-            shard.rows.mark(local)
+        for shard, local_rows in rows.items():
+            shard.rows.mark(local_rows)
 
 
 class IdMaps:

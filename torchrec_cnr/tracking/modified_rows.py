@@ -177,9 +177,9 @@ class ModifiedRows:
 
     def freeze(self) -> None:
         """Move all marked rows to the frozen set."""
-        spare = self._spare if self._spare is not None else RowBits.none_of(self.box.num_rows, self.marked.device)
-        spare.take(self.marked)
-        self._frozen, self._spare = spare, None
+        row_bits = self._spare if self._spare is not None else RowBits.none_of(self.box.num_rows, self.marked.device)
+        row_bits.take(self.marked)
+        self._frozen, self._spare = row_bits, None
 
     def commit(self, is_baseline: bool, has_heat: bool = True) -> None:
         """Record that the frozen rows are in a committed checkpoint.
@@ -261,9 +261,9 @@ class ModifiedRows:
             if heat is None:
                 parts[0].append(numbers.cpu())
                 continue
-            of_numbers = heat.index_select(0, numbers)
+            heat_of_numbers = heat.index_select(0, numbers)
             for value, part in enumerate(parts):
-                part.append(numbers[of_numbers == value].cpu())
+                part.append(numbers[heat_of_numbers == value].cpu())
         return tuple(part[0] if len(part) == 1 else torch.cat(part) for part in parts)
 
 
@@ -298,15 +298,15 @@ class RowMask:
 
         Row numbers are computed window by window, so that memory is limited whatever the size of the shard.
         """
-        rest = torch.empty(0, dtype=torch.int64, device=self.mask.device)
+        remaining = torch.empty(0, dtype=torch.int64, device=self.mask.device)
         for start in range(0, len(self.mask), _WINDOW_ROWS):
-            found = numbers_of(self.mask[start : start + _WINDOW_ROWS]) + start
-            rest = torch.cat((rest, found)) if len(rest) else found
-            num_whole = len(rest) // block_rows * block_rows
-            yield from rest[:num_whole].split(block_rows) if num_whole else ()
-            rest = rest[num_whole:]
-        if len(rest):
-            yield rest
+            members = numbers_of(self.mask[start : start + _WINDOW_ROWS]) + start
+            remaining = torch.cat((remaining, members)) if len(remaining) else members
+            num_whole = len(remaining) // block_rows * block_rows
+            yield from remaining[:num_whole].split(block_rows) if num_whole else ()
+            remaining = remaining[num_whole:]
+        if len(remaining):
+            yield remaining
 
 
 @dataclass(frozen=True, eq=False)
@@ -330,8 +330,8 @@ class RowList:
 
     def between(self, start: int, stop: int) -> tuple[Tensor, int | None]:
         """Return the members from ``start`` to before ``stop``, int64 [k], and the index of the first copy."""
-        first, last = torch.searchsorted(self.numbers, torch.tensor([start, stop], device="cpu")).tolist()
-        return self.numbers[first:last], self.first + first
+        start_index, stop_index = torch.searchsorted(self.numbers, torch.tensor([start, stop], device="cpu")).tolist()
+        return self.numbers[start_index:stop_index], self.first + start_index
 
 
 SelectedRows = RowMask | RowList

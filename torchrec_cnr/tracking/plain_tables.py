@@ -28,14 +28,14 @@ def track_plain(model: nn.Module, hooks: Hooks, stepped: OptimizerTables) -> Ite
         ConfigurationError: A table is a DTensor, is computed from other parameters, or is managed by
             ``FullyShardedDataParallel``.
     """
-    of_fsdp = set(_managed_by_fsdp(model))
-    found: dict[MemoryKey | int, TrackedShard] = {}
+    fsdp_ids = set(_managed_by_fsdp(model))
+    shards_by_key: dict[MemoryKey | int, TrackedShard] = {}
     for path, module in modules_below(model):
         if not isinstance(module, nn.EmbeddingBag | nn.Embedding):
             continue
         weight = module.weight
         key = memory_key(weight) or id(weight)
-        if id(weight) in of_fsdp:
+        if id(weight) in fsdp_ids:
             raise ConfigurationError(
                 f"{path}: FullyShardedDataParallel manages its weight (use_orig_params=True), and the table cannot be "
                 "tracked: pass its module in ignored_modules, or save without a tracker"
@@ -46,11 +46,11 @@ def track_plain(model: nn.Module, hooks: Hooks, stepped: OptimizerTables) -> Ite
                 "be tracked: exclude the table from FSDP or tensor parallelism, remove its parametrization, or save "
                 "without a tracker"
             )
-        if key not in found:
+        if key not in shards_by_key:
             rows = ModifiedRows(path, Box.whole(tuple(weight.shape)), weight.device)
-            found[key] = stepped.add(rows, weight)
-            yield found[key]
-        shard = found[key]
+            shards_by_key[key] = stepped.add(rows, weight)
+            yield shards_by_key[key]
+        shard = shards_by_key[key]
         watch_loads(module, [("weight", shard)], hooks)
         if getattr(module.forward, "__func__", None) not in _FORWARDS:
             continue  # its arguments may be anything, so rows are marked by the gradient that a step uses
@@ -96,15 +96,15 @@ class Aliases:
                         shard.watch(tensor)
 
 
-def _overlap(one: Tensor, other: Tensor) -> bool:
+def _overlap(tensor: Tensor, other_tensor: Tensor) -> bool:
     """Return whether two tensors of one storage may have a value in common."""
-    return one.data_ptr() < _end(other) and other.data_ptr() < _end(one)
+    return tensor.data_ptr() < _end(other_tensor) and other_tensor.data_ptr() < _end(tensor)
 
 
 def _end(tensor: Tensor) -> int:
     """Return the address after a tensor's last value."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr() + (last + 1) * tensor.element_size()
+    last_offset = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr() + (last_offset + 1) * tensor.element_size()
 
 
 @dataclass(frozen=True, eq=False)

@@ -60,8 +60,8 @@ class Replicas:
     @property
     def num_modified(self) -> int:
         """Number of rows that are marked here, and not by their shards."""
-        held = (~shard.rows.marked & rows for shard, rows in zip(self._shards, self._synchronised, strict=True))
-        return sum(int(rows.count_nonzero()) for rows in held)
+        masks = (~shard.rows.marked & rows for shard, rows in zip(self._shards, self._synchronised, strict=True))
+        return sum(int(rows.count_nonzero()) for rows in masks)
 
     def before_cut(self) -> None:
         """Add all marks to the shards. Rows trained since the last synchronization are kept for the next one."""
@@ -96,7 +96,9 @@ class Replicas:
         A replica may lack some of the masks, for example after a save that failed on it alone. To match the collectives
         of the others, it exchanges zeros instead.
         """
-        like = next(mask for mask in masks if mask is not None)
-        united = torch.stack([torch.zeros_like(like) if mask is None else mask for mask in masks]).to(torch.uint8)
-        dist.all_reduce(united, dist.ReduceOp.MAX, group=self._group)
-        return united.bool()
+        example = next(mask for mask in masks if mask is not None)
+        united_masks = torch.stack([torch.zeros_like(example) if mask is None else mask for mask in masks]).to(
+            torch.uint8
+        )
+        dist.all_reduce(united_masks, dist.ReduceOp.MAX, group=self._group)
+        return united_masks.bool()

@@ -61,38 +61,40 @@ class RowTracker(TrackedRows):
         self._is_closed = False
         self._num_rows: dict[str, int] = {}
         self._device_caches: list[SplitTableBatchedEmbeddingBagsCodegen] = []
-        stepped = OptimizerTables()
+        optimizer_tables = OptimizerTables()
         sharded: list[TrackedShard] = []
         for path, module in sharded_collections(model):
             self._num_rows.update((f"{path}.{table}", num_rows) for table, num_rows in num_rows_of(module).items())
-            sharded += track_collection(path, module, self._hooks, stepped)
+            sharded += track_collection(path, module, self._hooks, optimizer_tables)
             self._device_caches += device_caches(module)
         track_evictions(model, self._hooks, sharded)
         self._replicas = track_replicas(model, self._hooks, sharded)
-        plain = list(track_plain(model, self._hooks, stepped))
+        plain = list(track_plain(model, self._hooks, optimizer_tables))
         self._num_rows.update((shard.rows.name, shard.rows.box.num_rows) for shard in plain)
         self._aliases = Aliases(model, plain)
-        found = [*sharded, *plain]
+        shards = [*sharded, *plain]
         self._has_tables_elsewhere = any(isinstance(module, _TOWERS) for _, module in modules_below(model))
-        if not found and not self._num_rows and not self._has_tables_elsewhere:
+        if not shards and not self._num_rows and not self._has_tables_elsewhere:
             raise ConfigurationError(f"{type(model).__name__} has no embedding table; track the sharded model")
-        super().__init__(found)
+        super().__init__(shards)
         self._check_shared()
         self._references = ReferenceDigests(self.shards if verify_untracked else ())
-        self._stepped = stepped
-        if stepped:
-            for handle in stepped.watch():
+        self._stepped = optimizer_tables
+        if optimizer_tables:
+            for handle in optimizer_tables.watch():
                 self._hooks.add(handle)
 
     def __repr__(self) -> str:
         num_tables = len({shard.rows.name for shard in self.shards})
         num_rows = sum(shard.rows.box.num_rows for shard in self.shards)
         try:
-            modified = f"{self.num_modified:,}"
+            modified_text = f"{self.num_modified:,}"
         except RuntimeError:  # a device may have failed, and a repr must not raise
-            modified = "?"
-        closed = ", closed" if self._is_closed else ""
-        return f"RowTracker({count_text(num_tables, 'table')}, {modified} of {num_rows:,} rows modified{closed})"
+            modified_text = "?"
+        closed_text = ", closed" if self._is_closed else ""
+        return (
+            f"RowTracker({count_text(num_tables, 'table')}, {modified_text} of {num_rows:,} rows modified{closed_text})"
+        )
 
     @property
     def num_modified(self) -> int:
@@ -118,14 +120,14 @@ class RowTracker(TrackedRows):
         if kind not in _ROW_DTYPES and (not isinstance(kind, torch.dtype) or rows.numel()):
             raise ConfigurationError(f"rows of table {table!r}: expected a tensor of integers, got {kind}")
         rows = rows.long().reshape(-1)  # in a narrower dtype, a comparison would wrap the table's bounds
-        found = self._named(table)
+        named_shards = self._named(table)
         self._check_rows(table, rows)
-        for tracked in found:
-            box = tracked.rows.box
+        for named_shard in named_shards:
+            box = named_shard.rows.box
             local = rows[(rows >= box.offsets[0]) & (rows < box.offsets[0] + box.num_rows)] - box.offsets[0]
-            tracked.rows.mark(local.to(tracked.weight.device))
+            named_shard.rows.mark(local.to(named_shard.weight.device))
             for shard in self.shards:
-                if shard.shares_storage(tracked):
+                if shard.shares_storage(named_shard):
                     shard.accept_writes()
 
     def mark_all(self, table: str | None = None) -> None:
@@ -134,8 +136,8 @@ class RowTracker(TrackedRows):
         Raises:
             ConfigurationError: No table has this name.
         """
-        for tracked in self.shards if table is None else self._named(table):
-            tracked.rows.mark_all()
+        for shard in self.shards if table is None else self._named(table):
+            shard.rows.mark_all()
 
     @_OUTSIDE_INFERENCE
     def freeze(self) -> None:

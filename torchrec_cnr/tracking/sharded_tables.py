@@ -72,7 +72,7 @@ def device_caches(module: ShardedCollection) -> Iterator[SplitTableBatchedEmbedd
                 yield fbgemm
 
 
-def _track_kernel(path: str, kernel: Any, hooks: Hooks, stepped: OptimizerTables) -> list[TrackedShard]:
+def _track_kernel(path: str, kernel: Any, hooks: Hooks, optimizer_tables: OptimizerTables) -> list[TrackedShard]:
     tables, weights = kernel._config.embedding_tables, kernel.split_embedding_weights()
     for table, weight in zip(tables, weights, strict=True):
         if type(weight) not in (Tensor, nn.Parameter):
@@ -87,7 +87,7 @@ def _track_kernel(path: str, kernel: Any, hooks: Hooks, stepped: OptimizerTables
     for index, (table, weight) in enumerate(zip(tables, weights, strict=True)):
         rows = ModifiedRows(f"{path}.{table.name}", _box(table, weight), weight.device, marks.tables[index])
         if isinstance(kernel, BatchedDenseEmbedding | BatchedDenseEmbeddingBag):
-            shards.append(stepped.add(rows, weight))
+            shards.append(optimizer_tables.add(rows, weight))
         else:
             shards.append(TrackedShard(rows, weight, partial(states.of_table, index)))
 
@@ -156,14 +156,14 @@ def _reset(
         offsets = pruned_indices_offsets.tolist()
         for feature, buffer in zip(logical_table_ids.tolist(), buffer_ids.tolist(), strict=True):
             rows = shards[of_feature[feature]].rows
-            pruned = pruned_indices[offsets[buffer] : offsets[buffer + 1]].to(rows.marked.device)
-            if len(pruned) and int(pruned.max()) >= rows.box.num_rows:
+            pruned_rows = pruned_indices[offsets[buffer] : offsets[buffer + 1]].to(rows.marked.device)
+            if len(pruned_rows) and int(pruned_rows.max()) >= rows.box.num_rows:
                 # TorchRec's managed collisions pass the number of a table, not of its first feature. So the kernel
                 # may reset rows of the tables that follow this one.
                 for shard in shards:
                     shard.rows.mark_all()
             else:
-                rows.mark(pruned)
+                rows.mark(pruned_rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,8 +254,8 @@ class KernelMarks:
         """
         num_features = len(self.of_feature)
         stops = lookup.first_ids(num_features)[1:].contiguous()
-        places = torch.arange(len(lookup.ids), dtype=stops.dtype, device=stops.device)
-        feature = torch.searchsorted(stops, places, right=True)
+        positions = torch.arange(len(lookup.ids), dtype=stops.dtype, device=stops.device)
+        feature = torch.searchsorted(stops, positions, right=True)
         rows = self.first_rows[feature.clamp(max=num_features - 1)] + lookup.ids
         is_row = (feature < num_features) & (lookup.ids >= 0)  # FBGEMM skips -1, a row that was pruned
         self.marked.index_fill_(0, rows.where(is_row, len(self.marked) - 1), True)
@@ -280,10 +280,10 @@ class FusedStates:
         )
         if memory != self._memory:
             weights = self._kernel.split_embedding_weights()
-            named = self._kernel.get_optimizer_state() or [{}] * len(weights)
+            states_by_name = self._kernel.get_optimizer_state() or [{}] * len(weights)
             self._states = [
-                [state for name, state in of_one.items() if name != "iter" and has_rows(state, len(weight))]
-                for of_one, weight in zip(named, weights, strict=True)  # 'iter' is one for all tables
+                [state for name, state in table_states.items() if name != "iter" and has_rows(state, len(weight))]
+                for table_states, weight in zip(states_by_name, weights, strict=True)  # 'iter' is one for all tables
             ]
             self._memory = memory
         return self._states[index]

@@ -98,15 +98,17 @@ class OptimizerTables:
         by_storage: dict[int, list[OptimizerTable]] = {}
         for table in self._tables:
             by_storage.setdefault(table.shard.weight.untyped_storage().data_ptr(), []).append(table)
-        found: list[_Stepped] = []
+        stepped_tables: list[_Stepped] = []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 key = memory_key(parameter) if isinstance(parameter, Tensor) else None
                 if key is not None:
                     in_storage = by_storage.get(parameter.untyped_storage().data_ptr(), [])
-                    own = by_memory.get(key)
-                    found += ((group, parameter, table) for table in (in_storage if own is None else [own]))
-        return found
+                    own_table = by_memory.get(key)
+                    stepped_tables += (
+                        (group, parameter, table) for table in (in_storage if own_table is None else [own_table])
+                    )
+        return stepped_tables
 
 
 _Stepped = tuple[Mapping[str, Any], Tensor, OptimizerTable]
@@ -122,8 +124,8 @@ class _Step:
     def __init__(self, optimizer: Optimizer, tables: Sequence[_Stepped]) -> None:
         self._tables = tables
         self._handles = (optimizer.register_step_pre_hook(self._begin), optimizer.register_step_post_hook(self._end))
-        after: Any = optimizer._optimizer_step_post_hooks  # an OrderedDict
-        after.move_to_end(self._handles[1].id, last=False)
+        post_hooks: Any = optimizer._optimizer_step_post_hooks  # an OrderedDict
+        post_hooks.move_to_end(self._handles[1].id, last=False)
 
     def leave(self) -> None:
         """Remove the hooks of this step."""
@@ -182,9 +184,9 @@ def _weakly(method: Callable[[Optimizer], None]) -> Callable[..., None]:
     weak = WeakMethod(method)
 
     def hook(optimizer: Optimizer, *_: Any) -> None:
-        alive = weak()
-        if alive is not None:
-            alive(optimizer)
+        bound_method = weak()
+        if bound_method is not None:
+            bound_method(optimizer)
 
     return hook
 

@@ -241,13 +241,13 @@ class TrackedRows:
         """Mark all rows of tables with unmarked writes, and log a warning."""
         for shard in self.shards:
             shard.check_writes()
-        written = sorted({shard.rows.name for shard in self.shards if shard.was_written})
-        if written and self.head is not None:
+        written_names = sorted({shard.rows.name for shard in self.shards if shard.was_written})
+        if written_names and self.head is not None:
             logger.warning(
                 "%s: written to in place by something other than training (load_state_dict, reset_parameters, an "
                 "assignment), or shares a kernel with a table that was: all rows count as modified; to mark only some, "
                 "call tracker.mark(table, rows) right after such a write",
-                ", ".join(written),
+                ", ".join(written_names),
             )
         for shard in self.shards:
             shard.was_written = False
@@ -311,8 +311,8 @@ class TrackerRegistry:
 
         If there are none, return trackers without rows that have a planner: a rank may have no shard of any table.
         """
-        found = [tracker for tracker in self.tracking(tensors) if _has_planner(tracker)]
-        return found or [tracker for tracker in self._trackers if not tracker.has_rows and _has_planner(tracker)]
+        with_planner = [tracker for tracker in self.tracking(tensors) if _has_planner(tracker)]
+        return with_planner or [tracker for tracker in self._trackers if not tracker.has_rows and _has_planner(tracker)]
 
     def planned(self) -> list[TrackedRows]:
         """Return all trackers that have a planner."""

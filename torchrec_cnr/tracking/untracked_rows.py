@@ -42,17 +42,17 @@ class _Reference:
         The digests of these others are kept.
         """
         num_rows = 0
-        first: list[int] = []
+        first_rows: list[int] = []
         for rows, block in digest_rows(tensor):
-            old, new = self.digests[rows], block.to(marked.device)
-            is_untracked = (old != new) & ~marked[rows]
+            old_digests, new_digests = self.digests[rows], block.to(marked.device)
+            is_untracked = (old_digests != new_digests) & ~marked[rows]
             num_found = int(is_untracked.count_nonzero())
-            if num_found and len(first) < _NUM_NAMED:
-                found = is_untracked.nonzero().squeeze(1)[: _NUM_NAMED - len(first)]
-                first += (found + rows.start).tolist()
+            if num_found and len(first_rows) < _NUM_NAMED:
+                untracked = is_untracked.nonzero().squeeze(1)[: _NUM_NAMED - len(first_rows)]
+                first_rows += (untracked + rows.start).tolist()
             num_rows += num_found
-            self.digests[rows] = torch.where(is_untracked, old, new)
-        return num_rows, first
+            self.digests[rows] = torch.where(is_untracked, old_digests, new_digests)
+        return num_rows, first_rows
 
 
 class ReferenceDigests:
@@ -86,17 +86,17 @@ class ReferenceDigests:
         """
         references: list[list[_Reference]] = []
         complaints: list[str] = []
-        for shard, last in zip(self._shards, self._references, strict=True):
+        for shard, last_references in zip(self._shards, self._references, strict=True):
             tensors = shard.tensors()
             references.append([])
             for number, tensor in enumerate(tensors):
-                reference = _find(last, shard, number, tensor)
+                reference = _find(last_references, shard, number, tensor)
                 if reference is None:
                     reference = _Reference.of(tensor, shard.rows.marked.device)
                 else:
-                    num_rows, first = reference.update(tensor, shard.rows.marked)
+                    num_rows, first_rows = reference.update(tensor, shard.rows.marked)
                     if num_rows:
-                        complaints.append(_complaint(shard, num_rows, first, _part(number, len(tensors) - 1)))
+                        complaints.append(_complaint(shard, num_rows, first_rows, _part(number, len(tensors) - 1)))
                 references[-1].append(reference)
         if complaints:
             raise UntrackedRowsError(
@@ -107,13 +107,13 @@ class ReferenceDigests:
         self._references = references
 
 
-def _find(last: Sequence[_Reference], shard: TrackedShard, number: int, tensor: Tensor) -> _Reference | None:
+def _find(last_references: Sequence[_Reference], shard: TrackedShard, number: int, tensor: Tensor) -> _Reference | None:
     """Return the reference to a tensor: by position for fused kernels, which return new views each time."""
     if shard.is_state_replaceable:
-        found = [reference for reference in last if reference.tensor() is tensor]
+        candidates = [reference for reference in last_references if reference.tensor() is tensor]
     else:
-        found = list(last[number : number + 1])
-    return found[0] if found and found[0].kind == _kind(tensor) else None
+        candidates = list(last_references[number : number + 1])
+    return candidates[0] if candidates and candidates[0].kind == _kind(tensor) else None
 
 
 def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
@@ -127,8 +127,8 @@ def _part(number: int, num_states: int) -> str:
     return "optimizer state" if num_states == 1 else f"optimizer state ({number} of {num_states})"
 
 
-def _complaint(shard: TrackedShard, num_rows: int, first: Sequence[int], part: str) -> str:
+def _complaint(shard: TrackedShard, num_rows: int, first_rows: Sequence[int], tensor_name: str) -> str:
     name, box = shard.rows.name, shard.rows.box
-    rows = ", ".join(str(box.offsets[0] + row) for row in first)
-    more = ", ..." if num_rows > len(first) else ""
-    return f"table {name!r}: {num_rows} of its {box.num_rows} rows on this rank ({rows}{more}), in their {part}"
+    rows = ", ".join(str(box.offsets[0] + row) for row in first_rows)
+    more = ", ..." if num_rows > len(first_rows) else ""
+    return f"table {name!r}: {num_rows} of its {box.num_rows} rows on this rank ({rows}{more}), in their {tensor_name}"

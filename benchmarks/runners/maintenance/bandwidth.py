@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import torchrec_cnr as cnr
-from benchmarks.plots.bandwidth import draw
+from benchmarks.plots.bandwidth import PLOT
 from benchmarks.support.jobs.policy_runs import DIM, EXACT, FULL_ROW_BYTES, Step, modified_rows, saved, simulated
 from benchmarks.support.jobs.table_models import num_bytes, one_rank
 from benchmarks.support.registry import Benchmark
@@ -97,8 +97,6 @@ def run(setup: Setup) -> Report:
             cells[PAPER, width] = _paper_cell(bits, num_rows, num_checkpoints)
         for width in WIDTHS_WITH_HALF:
             half.update(((name, width), run_one(name, width, HALF)) for name in POLICIES_WITH_HALF)
-    if setup.plots is not None:
-        draw(cells, list(SCHEMES), setup.plots / "bandwidth.svg")
     return _report(cells, half, stock_bytes, num_rows, num_checkpoints)
 
 
@@ -133,6 +131,16 @@ def _report(
             _table("bf16 state: written", POLICIES_WITH_HALF, WIDTHS_WITH_HALF, half, lambda c: f"{c.written:.1f} ×"),
             _table("bf16 state: capacity", POLICIES_WITH_HALF, WIDTHS_WITH_HALF, half, _capacity_text),
         ),
+        plot={
+            "paper": PAPER,
+            "policies": {
+                name: {
+                    what: {width: getattr(cells[name, width], what) for width in SCHEMES}
+                    for what in ("written", "capacity")
+                }
+                for name in names
+            },
+        },
     )
 
 
@@ -184,5 +192,8 @@ def _table(
 
 
 BENCHMARK = Benchmark(
-    run, "bytes written and kept over a run, by policy and bits, relative to fp32 and the paper's bytes", is_long=True
+    run,
+    "bytes written and kept over a run, by policy and bits, relative to fp32 and the paper's bytes",
+    is_long=True,
+    plot=PLOT,
 )

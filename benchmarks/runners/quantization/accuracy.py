@@ -1,7 +1,7 @@
 """The loss of accuracy of a model by restores from quantized checkpoints, by bits and number of restores."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass
 from functools import partial
 from itertools import product
 from statistics import fmean, median
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 import torchrec_cnr as cnr
-from benchmarks.plots.accuracy import draw
+from benchmarks.plots.accuracy import PLOT
 from benchmarks.support.confidence_intervals import CONFIDENCE, Interval, num_seeds_for, relative_change
 from benchmarks.support.data.click_model import ClickModel
 from benchmarks.support.data.clicks import BATCH_CLICKS, Batch, Clicks, batches, read_clicks, trained_on
@@ -99,9 +99,6 @@ def run(setup: Setup) -> Report:
         for cell, outcome in others.items():
             outcomes[cell].append(outcome)
     compared = {cell: compare(found, bases) for cell, found in outcomes.items()}
-    if setup.plots is not None:
-        by_bits = {(cell.scheme, cell.num_restores): found for cell, found in compared.items()}
-        draw(by_bits, BAR, setup.plots / "accuracy.svg")
     return _report(sizes, bases, compared)
 
 
@@ -191,6 +188,12 @@ def _report(sizes: _Sizes, bases: Sequence[Outcome], compared: Mapping[Cell, Com
             ),
         ),
         tables=(_cells_table(compared), _rule_table(quantized)),
+        plot={
+            "cells": [
+                {"bits": cell.scheme, "restores": cell.num_restores} | asdict(found)
+                for cell, found in quantized.items()
+            ]
+        },
     )
 
 
@@ -254,5 +257,5 @@ def _rule_table(compared: Mapping[Cell, Compared]) -> Table:
 
 
 BENCHMARK = Benchmark(
-    run, "change of log loss and AUC by restores from quantized checkpoints, for a small model", is_long=True
+    run, "change of log loss and AUC by restores from quantized checkpoints, for a small model", is_long=True, plot=PLOT
 )

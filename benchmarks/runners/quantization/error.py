@@ -4,10 +4,11 @@ The error is that of Check-N-Run: the mean l2 norm of the rows' errors (NSDI '22
 """
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from torch import Tensor
 
-from benchmarks.plots.quantization import draw, save
+from benchmarks.plots.quantization import PLOT
 from benchmarks.support.data.clicks import trained_on
 from benchmarks.support.data.embedding_rows import trained_rows
 from benchmarks.support.quantization_errors import BASE, DEFAULT, SERIES, WIDTHS, Point, measure
@@ -24,9 +25,6 @@ def run(setup: Setup) -> Report:
     """Measure errors, and compare each scheme with the plain one of the same bits, row by row."""
     num_rows = NUM_QUICK_ROWS if setup.quick else NUM_ROWS
     points = measure(WIDTHS, num_rows, setup.say)
-    if setup.plots is not None:
-        setup.plots.mkdir(parents=True, exist_ok=True)
-        save(draw(points), setup.plots / "quantization.svg")
     rows = trained_rows(num_rows, DIM)
     shares = {}
     for series in SERIES:
@@ -48,6 +46,7 @@ def run(setup: Setup) -> Report:
                 tuple((name, *(f"{100 * share:.1f}" for share in found.values())) for name, found in shares.items()),
             ),
         ),
+        plot={"points": [asdict(point) for point in points]},
     )
 
 
@@ -80,4 +79,4 @@ def _row_errors(scheme: Scheme, rows: Tensor) -> Tensor:
     return errors
 
 
-BENCHMARK = Benchmark(run, "error of every scheme and number of bits on trained tables, by bytes per row")
+BENCHMARK = Benchmark(run, "error of every scheme and number of bits on trained tables, by bytes per row", plot=PLOT)

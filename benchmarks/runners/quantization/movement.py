@@ -8,13 +8,15 @@ from a seed.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from benchmarks.plots.movement import draw
+from benchmarks.plots.movement import PLOT
 from benchmarks.support.data.click_model import ClickModel
 from benchmarks.support.data.clicks import BATCH_CLICKS, TABLES, Clicks, batches, read_clicks, trained_on
 from benchmarks.support.registry import Benchmark
@@ -32,6 +34,7 @@ KNOWN, NEW = "touched before", "touched first"
 BOUNDS = (0.01, 0.03, 0.1, 0.3, 1.0)  # bounds of movement between classes of rows that were touched before
 NEW_CLASS = len(BOUNDS) + 1
 ALL_CLASSES, KNOWN_CLASSES = range(NEW_CLASS + 1), range(NEW_CLASS)
+MORE = f"more than {BOUNDS[-1]:.0%}"
 
 
 @dataclass
@@ -54,14 +57,14 @@ class Course:
     tallies: dict[tuple[int, int], Tally] = field(default_factory=dict)
     untouched: dict[str, float] = field(default_factory=dict)
 
-    def moved(self, *kinds: str) -> NDArray[np.float32]:
-        """Return the movement of each row of these kinds, of all tables together."""
-        return np.concatenate([part for (_, kind), parts in self.movement.items() if kind in kinds for part in parts])
-
     def tally(self, bits: int, classes: Iterable[int] = ALL_CLASSES) -> Tally:
         """Return the counts of rows of these classes together, in one code."""
         found = (self.tallies.get((bits, number), Tally(self.dim)) for number in classes)
         return sum(found, Tally(self.dim))
+
+    def share_of(self, number: int) -> float:
+        """Return the share of the rows of a class in all modified rows."""
+        return self.tally(BITS[0], (number,)).num_rows / max(1, self.tally(BITS[0]).num_rows)
 
 
 def run(setup: Setup) -> Report:
@@ -75,8 +78,6 @@ def run(setup: Setup) -> Report:
         for share in SHARES:
             setup.say(f"{dim} columns, a checkpoint each {share:.0%} of {len(clicks):,} clicks")
             courses.append(follow(clicks, dim, share))
-    if setup.plots is not None:
-        draw([course for course in courses if course.dim == dims[0]], BITS, (KNOWN, NEW), setup.plots / "movement.svg")
     return _report(len(clicks), courses)
 
 
@@ -148,8 +149,7 @@ def _report(num_clicks: int, courses: Sequence[Course]) -> Report:
         for bits in BITS:
             tally = course.tally(bits)
             what = f"{bits} bits, each {course.share:.0%}: bits of residuals, steps told, of the plain code's"
-            plain = bits + SCALE_AND_BIAS_BITS / course.dim
-            figures.append(Figure(what, (tally.residual_bits + tally.step_bits) / plain, "×"))
+            figures.append(Figure(what, tally.told_bits / _plain_bits(bits, course.dim), "×"))
     untouched = ", ".join(f"{name} {share:.1%}" for name, share in courses[0].untouched.items())
     num_exact = sum(tally.num_exact for course in courses for tally in course.tallies.values())
     return Report(
@@ -166,7 +166,27 @@ def _report(num_clicks: int, courses: Sequence[Course]) -> Report:
         ),
         figures=tuple(figures),
         tables=(_movement_table(courses), _bits_table(courses), _classes_table(courses)),
+        plot={
+            "courses": [_drawn(course) for course in courses if course.dim == courses[0].dim],
+            "plain": {str(bits): _plain_bits(bits, courses[0].dim) for bits in BITS},
+        },
     )
+
+
+def _plain_bits(bits: int, dim: int) -> float:
+    """Return the bits per element of a plain row."""
+    return bits + SCALE_AND_BIAS_BITS / dim
+
+
+def _drawn(course: Course) -> dict[str, Any]:
+    """Return the values that the plot shows of a course."""
+    ranges = [f"{low:.0%} to {high:.0%}" for low, high in pairwise(BOUNDS)]
+    names = [f"up to {BOUNDS[0]:.0%}", *ranges, MORE, NEW]
+    return {
+        "share": course.share,
+        "moved": {name: course.share_of(number) for number, name in enumerate(names)},
+        "residuals": {str(bits): course.tally(bits).told_bits for bits in BITS},
+    }
 
 
 def _movement_table(courses: Sequence[Course]) -> Table:
@@ -190,8 +210,8 @@ def _bits_table(courses: Sequence[Course]) -> Table:
                 tally = course.tally(bits, classes)
                 if tally.num_rows == 0:
                     continue
-                plain = bits + SCALE_AND_BIAS_BITS / course.dim
-                cells = (plain, tally.code_bits, tally.residual_bits, tally.residual_bits + tally.step_bits)
+                plain = _plain_bits(bits, course.dim)
+                cells = (plain, tally.code_bits, tally.residual_bits, tally.told_bits)
                 error = tally.squared_error / tally.plain_squared_error
                 place = f"{course.dim}", f"{course.share:.0%}", f"{bits}", what
                 lines.append((*place, *(f"{cell:.2f}" for cell in cells), f"{tally.zero_share:.1%}", f"{error:.3f}"))
@@ -213,17 +233,20 @@ def _bits_table(courses: Sequence[Course]) -> Table:
 def _classes_table(courses: Sequence[Course]) -> Table:
     """Return a table of the bits of residuals by the movement of rows, with a separate code for each class."""
     lines = []
-    names = [f"up to {bound:.0%}" for bound in BOUNDS] + [f"more than {BOUNDS[-1]:.0%}"]
+    names = [*(f"up to {bound:.0%}" for bound in BOUNDS), MORE]
     for course in courses:
         for number, name in enumerate(names):
             tallies = [course.tally(bits, (number,)) for bits in BITS]
-            share = tallies[0].num_rows / max(1, course.tally(BITS[0]).num_rows)
-            cells = (f"{tally.residual_bits + tally.step_bits:.2f}" if tally.num_rows else "–" for tally in tallies)
+            share = course.share_of(number)
+            cells = (f"{tally.told_bits:.2f}" if tally.num_rows else "–" for tally in tallies)
             lines.append((f"{course.dim}", f"{course.share:.0%}", name, f"{share:.1%}", *cells))
     told = (f"{bits} bits, steps told" for bits in BITS)
     return Table(("columns", "each", "touched before, moved", "of all modified", *told), tuple(lines))
 
 
 BENCHMARK = Benchmark(
-    run, "distances that rows move between checkpoints, and the bytes that storing residuals would take", is_long=True
+    run,
+    "distances that rows move between checkpoints, and the bytes that storing residuals would take",
+    is_long=True,
+    plot=PLOT,
 )

@@ -9,10 +9,12 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 from torch import Tensor
 
-from benchmarks.plots.alternatives import draw
+from benchmarks.plots.alternatives import PLOT
 from benchmarks.support.jobs.save_methods import DCP, DCP_ASYNC, OURS, OWN_DELTAS, TORCH_SAVE, SaveMethod, save_methods
 from benchmarks.support.jobs.table_models import TableModel, TableSizes, one_rank
 from benchmarks.support.process_memory import peak_mib
@@ -40,8 +42,6 @@ def run(setup: Setup) -> Report:
         with one_rank(setup.folder):
             timings[num_rows], memory[num_rows] = _measured(setup, num_rows, num_rounds)
         (setup.folder / "group").unlink(missing_ok=True)
-    if setup.plots is not None:
-        draw(timings, memory, setup.plots / "alternatives.svg")
     return Report(
         title=f"saves and restores of a table of rows × {DIM} fp32 with row-wise Adagrad, 26 % modified by training",
         notes=(
@@ -53,6 +53,7 @@ def run(setup: Setup) -> Report:
         ),
         figures=tuple(_figures(timings, memory)),
         tables=(*(_times(phase, timings) for phase in PHASES), _memory(memory)),
+        plot=_drawn(sizes[-1], timings[sizes[-1]], memory[sizes[-1]]),
     )
 
 
@@ -132,10 +133,19 @@ def _figures(timings: Mapping[int, Mapping[str, Timings]], memory: Mapping[int, 
     return figures
 
 
+def _drawn(num_rows: int, phases: Mapping[str, Timings], memory: Mapping[str, float]) -> dict[str, Any]:
+    """Return the values that the plot shows: seconds and MiB at one size."""
+    values = {
+        phase: {name: median(took.secs for took in taken) for name, taken in found.items()}
+        for phase, found in phases.items()
+    }
+    return {"ours": OURS, "rows": num_rows, "columns": DIM, "share": SHARE, "values": {**values, "memory": memory}}
+
+
 def _times(phase: str, timings: Mapping[int, Mapping[str, Timings]]) -> Table:
     def cell(found: Timings, name: str) -> str:
-        low, median, high = (1e3 * value for value in quartiles([took.secs for took in found[name]]))
-        return f"{number(median)} ({number(low)} to {number(high)})"
+        low, middle, high = (1e3 * value for value in quartiles([took.secs for took in found[name]]))
+        return f"{number(middle)} ({number(low)} to {number(high)})"
 
     names = list(next(iter(timings.values()))[phase])
     rows = tuple((name, *(cell(phases[phase], name) for phases in timings.values())) for name in names)
@@ -152,4 +162,5 @@ BENCHMARK = Benchmark(
     run,
     "stalls, saves, restores and memory as tables grow; also torch.save, DCP, hand-written deltas",
     is_long=True,
+    plot=PLOT,
 )

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import torchrec_cnr as cnr
-from benchmarks.plots.headline import draw
+from benchmarks.plots.headline import PLOT
 from benchmarks.support.jobs.save_methods import (
     DCP,
     DCP_ASYNC,
@@ -50,7 +50,7 @@ def run(setup: Setup) -> Report:
         with one_rank(setup.folder):
             figures += _measured(setup, TableSizes(1, num_rows, DIM), is_largest=num_rows == all_rows[-1])
         (setup.folder / "group").unlink(missing_ok=True)
-    report = Report(
+    return Report(
         title=f"{TableSizes(1, all_rows[-1], DIM)}, {100 * SHARE:g} % of the rows modified before each save",
         notes=(
             f"{NUM_ROUNDS} rounds after a warm-up, all methods in turns, one thread. A stall ends when training may go",
@@ -59,9 +59,6 @@ def run(setup: Setup) -> Report:
         ),
         figures=tuple(figures),
     )
-    if setup.plots is not None:
-        draw(report, all_rows, setup.plots / "hero.svg")
-    return report
 
 
 def _measured(setup: Setup, sizes: TableSizes, is_largest: bool) -> list[Figure]:
@@ -176,5 +173,8 @@ def _restore(models: _Models, method: SaveMethod) -> Candidate:
 
 
 BENCHMARK = Benchmark(
-    run, "figures of the README: bytes, stall, save, restore, memory, exact and 4-bit, against plain DCP", is_long=True
+    run,
+    "figures of the README: bytes, stall, save, restore, memory, exact and 4-bit, against plain DCP",
+    is_long=True,
+    plot=PLOT,
 )

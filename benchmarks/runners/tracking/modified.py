@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.plots.modified import draw
+from benchmarks.plots.modified import PLOT
 from benchmarks.support.data.clicks import CLICKS
 from benchmarks.support.jobs.policy_runs import FIRST_SHARE, GROWTH, modified_rows
 from benchmarks.support.registry import Benchmark
@@ -31,7 +31,6 @@ INTERVALS = (0.01, 0.02, 0.05, 0.08)  # lengths of intervals, as shares of the s
 MAX_SAMPLES, MADE_UP_SAMPLES, NUM_QUICK_SAMPLES = 20_000_000, 2_000_000, 20_000
 NUM_ROWS, NUM_QUICK_ROWS = 1_000_000, 20_000  # rows of the generator
 HASHED_ROWS = 1 << 24
-GENERATOR = "the paper's curve"
 
 
 @dataclass(frozen=True)
@@ -76,14 +75,12 @@ def run(setup: Setup) -> Report:
         length = max(1, round(share * len(ids)))
         setup.say(f"intervals of {length:,} samples")
         curve = Curve.of(_masks(ids, length))
-        curves[f"{name}, {100 * share:g} % of the samples"] = curve
+        curves[f"{100 * share:g} %"] = curve
         rows.append(curve.row(name, f"{length:,} samples, {100 * share:g} %"))
     num_rows = NUM_QUICK_ROWS if setup.quick else NUM_ROWS
-    curves[GENERATOR] = Curve.of(modified_rows(num_rows, 4 * NUM_INTERVALS))
-    rows.append(curves[GENERATOR].row(GENERATOR, "half an hour"))
-    if setup.plots is not None:
-        draw(curves, setup.plots / "modified-rows.svg")
-    found = curves[GENERATOR].since
+    generated = Curve.of(modified_rows(num_rows, 4 * NUM_INTERVALS))
+    rows.append(generated.row("the paper's curve", "half an hour"))
+    found = generated.since
     expected = FIRST_SHARE + GROWTH * np.log(np.arange(1, len(found) + 1))
     columns = (
         "rows of",
@@ -102,11 +99,16 @@ def run(setup: Setup) -> Report:
             f"The generator draws rows so that i intervals modify {FIRST_SHARE} + {GROWTH} ln i of them.",
         ),
         figures=(
-            Figure("modified in an interval, by the generator", 100 * curves[GENERATOR].each.mean(), "%"),
+            Figure("modified in an interval, by the generator", 100 * generated.each.mean(), "%"),
             Figure(f"in {NUM_INTERVALS} intervals", 100 * found[NUM_INTERVALS - 1], "%"),
             Figure("farthest from the curve, in 44 intervals", 100 * float(np.abs(found - expected).max()), "points"),
         ),
         tables=(Table(columns, tuple(rows)),),
+        plot={
+            "stream": name,
+            "stream_since": {share: curve.since.tolist() for share, curve in curves.items()},
+            "paper_since": found.tolist(),
+        },
     )
 
 
@@ -149,5 +151,5 @@ def _masks(ids: NDArray[np.int64], length: int) -> Iterator[Mask]:
 
 
 BENCHMARK = Benchmark(
-    run, "rows that training modifies, in each interval and since the first; --data gives your own file"
+    run, "rows that training modifies, in each interval and since the first; --data gives your own file", plot=PLOT
 )

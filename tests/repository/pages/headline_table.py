@@ -1,12 +1,13 @@
 """The table of measured figures in the README.
 
 ``python -m tests.repository.pages.headline_table`` writes it from ``docs/benchmarks/headline.json``, which ``python -m
-benchmarks headline --json docs/benchmarks/headline.json --plots docs/images`` measures.
+benchmarks headline --json docs/benchmarks/headline.json --plots docs/images`` measures. ``python -m benchmarks --redraw
+docs/benchmarks/headline.json --plots docs/images`` draws the picture again from the same file.
 """
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ def table(content: Mapping[str, Any]) -> str:
     """Return the table, with the machine and the command under it."""
     report = content["headline"]
     values = {figure["what"]: figure["value"] for figure in report["figures"]}
+    spreads = {figure["what"]: (figure["low"], figure["high"]) for figure in report["figures"]}
     num_rows = max(int(found[1].replace(",", "")) for what in values if (found := re.search(r"([\d,]+) rows$", what)))
     size = f", {num_rows:,} rows"
     rows = [
@@ -50,20 +52,29 @@ def table(content: Mapping[str, Any]) -> str:
     ]
     lines = ["", "| | plain DCP | exact | 4-bit |", "|---|---|---|---|"]
     for title, plain, ours, text in rows:
-        cells = [text(values[plain])]
+        cells = [text(values[plain]) + _spread_text(spreads[plain], text)]
         for name in ("exact", "4-bit"):
             value = values[ours.format(name)]
-            cells.append(f"{text(value)} ({values[plain] / value:.3g} ×)")
+            cells.append(
+                f"{text(value)}{_spread_text(spreads[ours.format(name)], text)} ({values[plain] / value:.3g} ×)"
+            )
         lines.append(f"| {title} | {' | '.join(cells)} |")
     title = report["title"].partition(", ")
     lines += [
         "",
         f"Measured on {title[0]};",
         f"{title[2]}; {content['machine']['machine']}.",
-        "In parentheses: how many times less than plain DCP. Command: `python -m benchmarks headline`.",
+        "Medians, with quartiles where one is more than twice the other; in parentheses, how many times less than",
+        "plain DCP. Command: `python -m benchmarks headline`.",
         "",
     ]
     return "\n".join(lines)
+
+
+def _spread_text(spread: tuple[float | None, float | None], text: Callable[[float], str]) -> str:
+    """Return the quartiles, if one is more than twice the other."""
+    low, high = spread
+    return f", quartiles {text(low)} and {text(high)}" if low and high and high > 2 * low else ""
 
 
 def _secs_text(millis: float) -> str:

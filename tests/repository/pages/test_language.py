@@ -32,7 +32,7 @@ whoever
 # What is left to be rewritten; these numbers only fall.
 MAX_FINDINGS = {
     "torchrec_cnr": 2,
-    "docs": 17,
+    "docs": 0,
     "examples": 0,
     "README.md": 0,
     "CONTRIBUTING.md": 0,

@@ -70,10 +70,9 @@ def test_public_names_are_in_the_reference(site: Path, module: object) -> None:
 
 
 @pytest.mark.parametrize("name", ["save.svg", "load.svg"])
-def test_drawings_are_legible_on_any_background(site: Path, name: str) -> None:
-    """A drawing lies on white, whatever the page's colours, and says in words what it shows."""
+def test_drawings_say_in_words_what_they_show(site: Path, name: str) -> None:
+    """Screen readers read the title and the description."""
     text = (site / "images" / name).read_text()
-    assert re.search(r'<rect width="\d+" height="\d+" fill="#ffffff"/>', text)
     assert "<title>" in text
     assert "<desc>" in text
 

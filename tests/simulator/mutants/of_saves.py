@@ -133,7 +133,10 @@ def _no_time_after(file_of: Any, store: Any, decision: Any, *args: Any) -> Any:
 
 OF_SAVES: tuple[Mutant, ...] = (
     Mutant("packs are written after the manifest", lambda: wrapping(Store, "put", _puts_packs_late)),
-    Mutant("what was put is not looked at", lambda: replacing(Store, "_check_whole", nothing)),
+    Mutant(
+        "neither a put nor a commit looks at what was put",
+        lambda: both(replacing(Store, "_check_whole", nothing), replacing(commit, "_refuse_missing_packs", nothing)),
+    ),
     Mutant("a manifest overwrites another", lambda: replacing(Store, "put_new", _overwrites)),
     Mutant("an error of the commit is swallowed", lambda: wrapping(Store, "put_new", _swallows)),
     Mutant("the fence is not checked at the commit", lambda: replacing(Fence, "check", nothing)),

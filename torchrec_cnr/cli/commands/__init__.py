@@ -10,4 +10,5 @@
 - ``compact``: merges a checkpoint chain into one checkpoint.
 - ``export``: two commands, ``cnr export`` and ``cnr import``: to plain files, and from DCP's own format.
 - ``report``: writes a page that shows what a run has written, kept and read.
+- ``estimate``: estimates bytes, bandwidth, disk and memory before there is a checkpoint.
 """

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from torchrec_cnr.cli.options import AsJson, Kafka, KafkaFile, KafkaSettings, Threads, rows_log
+from torchrec_cnr.cli.options import SCHEMES, AsJson, Kafka, KafkaFile, KafkaSettings, Threads, rows_log
 from torchrec_cnr.cli.output import print_json, progress_bar, stdout
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.human_text import bytes_text, count_text, name_text
@@ -12,13 +12,7 @@ from torchrec_cnr.lineage.checkpoint import read_checkpoint
 from torchrec_cnr.maintenance.catalog import checkpoint_at
 from torchrec_cnr.maintenance.dcp_import.import_checkpoint import import_checkpoint
 from torchrec_cnr.maintenance.export.export import export as export_checkpoint
-from torchrec_cnr.quantization import AdaptiveAsymmetric, Asymmetric, NoQuantization, Quantization
-
-_SCHEMES: dict[int, Quantization] = {
-    **{bits: AdaptiveAsymmetric(bits) for bits in (2, 3, 4)},
-    8: Asymmetric(8),
-    32: NoQuantization(),
-}
+from torchrec_cnr.quantization import NoQuantization
 
 
 def export(
@@ -77,11 +71,11 @@ def import_(
     - `cnr import plain runs/b/step-0 --bits 4`
     - `cnr import plain runs/b/step-0 --bits 4 --table 'model.user.*'`
     """
-    if bits not in _SCHEMES:
-        raise ConfigurationError(f"--bits must be one of {', '.join(map(str, _SCHEMES))} (got {bits})")
-    if tables and isinstance(_SCHEMES[bits], NoQuantization):
+    if bits not in SCHEMES:
+        raise ConfigurationError(f"--bits must be one of {', '.join(map(str, SCHEMES))} (got {bits})")
+    if tables and isinstance(SCHEMES[bits], NoQuantization):
         raise ConfigurationError("--table selects the tensors to quantize; also pass --bits 2, 3, 4 or 8")
-    quantization = dict.fromkeys(tables, _SCHEMES[bits]) if tables else _SCHEMES[bits]
+    quantization = dict.fromkeys(tables, SCHEMES[bits]) if tables else SCHEMES[bits]
     with progress_bar("importing", not as_json) as report:
         checkpoint = import_checkpoint(source, path, quantization=quantization, thread_count=threads, progress=report)
     entries = checkpoint.manifest.tensors

@@ -67,11 +67,11 @@ def _encode(
 ) -> tuple[Tensor, Tensor]:
     num_rows, num_cols = len(rows), table.shape[1]
     codes, is_exact = np.empty(num_rows * row_bytes, np.uint8), np.empty(num_rows, np.bool_)
-    flat, stride, numbers = _flat(table), table.stride(0), rows.contiguous().numpy()
+    flat, stride, row_numbers = _flat(table), table.stride(0), rows.contiguous().numpy()
 
     def encode(start: int, stop: int) -> None:
-        part = codes[start * row_bytes : stop * row_bytes]
-        kernel(flat, stride, numbers[start:stop], num_cols, *settings, part, is_exact[start:stop], make_scratch())
+        chunk = codes[start * row_bytes : stop * row_bytes]
+        kernel(flat, stride, row_numbers[start:stop], num_cols, *settings, chunk, is_exact[start:stop], make_scratch())
 
     in_parallel(encode, num_rows, chunk_rows)
     return torch.from_numpy(codes).view(num_rows, row_bytes), torch.from_numpy(is_exact)
@@ -89,13 +89,13 @@ def _decode(
 ) -> None:
     flat, stride, num_cols = _flat(target), target.stride(0), target.shape[1]
     source, row_bytes = codes.reshape(-1).numpy(), codes.shape[1]
-    numbers, places = positions.contiguous().numpy(), rows.contiguous().numpy()
+    code_positions, row_numbers = positions.contiguous().numpy(), rows.contiguous().numpy()
 
     def decode(start: int, stop: int) -> None:
-        part = numbers[start:stop]
-        kernel(source, row_bytes, part, bits, first_col, flat, stride, places[start:stop], num_cols)
+        chunk_positions = code_positions[start:stop]
+        kernel(source, row_bytes, chunk_positions, bits, first_col, flat, stride, row_numbers[start:stop], num_cols)
 
-    in_parallel(decode, len(numbers), max(1, chunk_elements // max(1, num_cols)))
+    in_parallel(decode, len(code_positions), max(1, chunk_elements // max(1, num_cols)))
 
 
 def _flat(table: Tensor) -> Any:

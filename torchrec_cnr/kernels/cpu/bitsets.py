@@ -46,8 +46,8 @@ def word_of(typing: Any, mask: Any, index: Any) -> Any:
     """Return a word with one bit for each byte of ``mask[index : index + 64]``, set if the byte is not 0."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        loaded = builder.load(pointer_to(context, builder, _BYTES, sig.args[0], *args), align=1)
-        return builder.bitcast(builder.icmp_unsigned("!=", loaded, ir.Constant(_BYTES, None)), LONG)
+        values = builder.load(pointer_to(context, builder, _BYTES, sig.args[0], *args), align=1)
+        return builder.bitcast(builder.icmp_unsigned("!=", values, ir.Constant(_BYTES, None)), LONG)
 
     return types.uint64(mask, index), emit
 
@@ -72,14 +72,14 @@ def _pack_mask(mask, words, clears):
         words[index] = word
         if clears and word != 0:
             clear_word(mask, index * 64)
-    rest = np.uint64(0)
-    for place in range(num_whole * 64, len(mask)):
-        if mask[place] != 0:
-            rest |= np.uint64(1) << np.uint64(place % 64)
+    last_word = np.uint64(0)
+    for position in range(num_whole * 64, len(mask)):
+        if mask[position] != 0:
+            last_word |= np.uint64(1) << np.uint64(position % 64)
         if clears:
-            mask[place] = 0
+            mask[position] = 0
     if num_whole < len(words):
-        words[num_whole] = rest
+        words[num_whole] = last_word
 
 
 def _count_bits(words, block_words, counts):
@@ -101,8 +101,8 @@ def _put_numbers(words, first, numbers):
         word, start = words[index], first + index * 64
         if num_found + 4 <= len(numbers):
             num_left = num_bits(word)
-            for place in range(4):
-                numbers[num_found + place] = start + lowest_bit(word)
+            for offset in range(4):
+                numbers[num_found + offset] = start + lowest_bit(word)
                 word &= word - np.uint64(1)
             num_found += min(num_left, 4)
         while word != 0:
@@ -152,12 +152,12 @@ def numbers_of_bits(words: Words) -> npt.NDArray[np.int64]:
     """Return the numbers of all set bits, increasing."""
     counts = np.empty(-(-len(words) // _BLOCK_WORDS), np.int64)
     count_bits(words, _BLOCK_WORDS, counts)
-    places = [0, *np.cumsum(counts).tolist()]
-    numbers = np.empty(places[-1], dtype=np.int64)
+    offsets = [0, *np.cumsum(counts).tolist()]
+    numbers = np.empty(offsets[-1], dtype=np.int64)
 
     def put_blocks(start: int, stop: int) -> None:
-        first, last = start * _BLOCK_WORDS, stop * _BLOCK_WORDS
-        put_numbers(words[first:last], first * WORD_ROWS, numbers[places[start] : places[stop]])
+        start_word, stop_word = start * _BLOCK_WORDS, stop * _BLOCK_WORDS
+        put_numbers(words[start_word:stop_word], start_word * WORD_ROWS, numbers[offsets[start] : offsets[stop]])
 
     in_parallel(put_blocks, len(counts), _CHUNK_BLOCKS)
     return numbers

@@ -109,11 +109,11 @@ class _Pool:
         self._made: tuple[int, ThreadPoolExecutor] | None = None  # with its number of threads
 
     def of(self, num_threads: int) -> ThreadPoolExecutor:
-        made = self._made
-        if made is None or made[0] < num_threads:
+        size_and_executor = self._made
+        if size_and_executor is None or size_and_executor[0] < num_threads:
             executor = ThreadPoolExecutor(num_threads, thread_name_prefix="torchrec_cnr-kernel")
-            self._made = made = (num_threads, executor)
-        return made[1]
+            self._made = size_and_executor = (num_threads, executor)
+        return size_and_executor[1]
 
     def forget(self) -> None:
         """Drop the pool in a child after a fork: its threads do not survive, so the child creates its own pool."""
@@ -158,10 +158,10 @@ def in_parallel(work: Callable[[int, int], None], num_rows: int, chunk_rows: int
         work(0, num_rows)
         return
     executor = _pool.of(num_chunks - 1)
-    others = [executor.submit(work, start, stop) for start, stop in pairwise(bounds[1:])]
+    futures = [executor.submit(work, start, stop) for start, stop in pairwise(bounds[1:])]
     try:
         work(bounds[0], bounds[1])
     finally:
-        wait(others)  # so that no thread writes any more after this function returns or raises
-    for other in others:
-        other.result()
+        wait(futures)  # so that no thread writes any more after this function returns or raises
+    for future in futures:
+        future.result()

@@ -51,17 +51,17 @@ def _putting_words(bits):
     per_word = 32 // bits
 
     def put_words_of_codes(tile, words, num_cols, codes, offsets, scale, bias, is_right):
-        top, nothing, inverse = spread((1 << bits) - 1), whole(spread(0.0)), inverse_of(scale)
+        top, zeros, inverse = spread((1 << bits) - 1), whole(spread(0.0)), inverse_of(scale)
         num_words = 0
         for start in range(0, num_cols, per_word):
             if start + per_word <= num_cols:
-                word = nothing
+                word = zeros
                 for number in range(per_word):
                     code = whole(position_of(load(tile, (start + number) * LANES), inverse, bias, top))
                     word = word | shifted(code, number * bits)
             else:
                 word = _word_of(tile, start, num_cols, bits, inverse, bias, top)
-            store(words, num_words * LANES, where(is_right, word, nothing))
+            store(words, num_words * LANES, where(is_right, word, zeros))
             num_words += 1
             if num_words == LANES or start + per_word >= num_cols:
                 _put_rows(codes, offsets, (start // per_word + 1 - num_words) * 4, words, num_words)
@@ -83,24 +83,24 @@ def put_codes(tile, words, num_cols, bits, codes, offsets, scale, bias, is_right
     elif bits == 8:
         _put_words_8(tile, words, num_cols, codes, offsets, scale, bias, is_right)
     else:  # eight codes take three bytes
-        top, nothing, inverse = spread(7.0), whole(spread(0.0)), inverse_of(scale)
+        top, zeros, inverse = spread(7.0), whole(spread(0.0)), inverse_of(scale)
         for start in range(0, num_cols, 8):
             word = _word_of(tile, start, min(start + 8, num_cols), bits, inverse, bias, top)
-            put_words(codes, offsets, start // 8 * 3, where(is_right, word, nothing))
+            put_words(codes, offsets, start // 8 * 3, where(is_right, word, zeros))
 
 
 @njit
-def _put_rows(codes, offsets, at, words, num_words):
+def _put_rows(codes, offsets, first_byte, words, num_words):
     """Write up to 16 consecutive words of each of 16 rows."""
     if num_words == 16:
-        put_16_words(codes, offsets, at, words)
+        put_16_words(codes, offsets, first_byte, words)
     elif num_words == 8:
-        put_8_words(codes, offsets, at, words)
+        put_8_words(codes, offsets, first_byte, words)
     elif num_words == 4:
-        put_4_words(codes, offsets, at, words)
+        put_4_words(codes, offsets, first_byte, words)
     else:
         for number in range(num_words):
-            put_words(codes, offsets, at + 4 * number, load_words(words, number * LANES))
+            put_words(codes, offsets, first_byte + 4 * number, load_words(words, number * LANES))
 
 
 @Kernel
@@ -123,37 +123,37 @@ def encode(table, row_stride, rows, num_cols, bits, plan, row_bytes, codes, is_e
     zero, one, top = spread(0.0), spread(1.0), spread((1 << bits) - 1)
     line_cols = CACHE_LINE_BYTES // table.itemsize
     num_lines = -(-num_cols // line_cols)
-    for first in range(0, len(rows), LANES):
+    for start in range(0, len(rows), LANES):
         for lane in range(LANES):
-            row = min(first + lane, len(rows) - 1)  # lanes without a row repeat the last one
+            row = min(start + lane, len(rows) - 1)  # lanes without a row repeat the last one
             offsets[lane] = rows[row] * row_stride
             places[lane] = row * row_bytes
-            next_row = min(first + LANES + lane, len(rows) - 1)
+            next_row = min(start + LANES + lane, len(rows) - 1)
             prefetch_row(table, rows[next_row] * row_stride, num_lines, line_cols)
         load_tile(table, offsets, num_cols, scratch.tile)
         scale, bias, is_right = find_range(table, num_cols, top, plan, scratch)
         put_codes(scratch.tile, scratch.words, num_cols, bits, codes, places, scale, bias, is_right)
-        ends = halves(where(is_right, scale, zero), where(is_right, bias, zero))
-        put_words(codes, places, row_bytes - SCALE_AND_BIAS_BYTES, ends)
+        scale_and_bias = halves(where(is_right, scale, zero), where(is_right, bias, zero))
+        put_words(codes, places, row_bytes - SCALE_AND_BIAS_BYTES, scale_and_bias)
         store(exact, 0, where(is_right, zero, one))
-        for row in range(first, min(first + LANES, len(rows))):
-            is_exact[row] = exact[row - first] != np.float32(0.0)
+        for row in range(start, min(start + LANES, len(rows))):
+            is_exact[row] = exact[row - start] != np.float32(0.0)
 
 
 def _decoding_lanes(lanes_at, lane_bytes):
     """Return a function that decodes columns in whole vectors; without remaining columns, all is in registers."""
 
     def decode_lanes(codes, row_bytes, positions, first_byte, target, row_stride, rows, num_cols):
-        for number in range(len(positions)):
-            at = positions[number] * row_bytes
-            end = at + row_bytes - SCALE_AND_BIAS_BYTES
-            scale, bias = spread(half_at(codes, end)), spread(half_at(codes, end + 2))
-            to = rows[number] * row_stride
-            at += first_byte
+        for index in range(len(positions)):
+            code_offset = positions[index] * row_bytes
+            scale_offset = code_offset + row_bytes - SCALE_AND_BIAS_BYTES
+            scale, bias = spread(half_at(codes, scale_offset)), spread(half_at(codes, scale_offset + 2))
+            target_offset = rows[index] * row_stride
+            code_offset += first_byte
             for column in range(0, num_cols, LANES):
                 # The product of 11 bits of scale and 8 bits of a code is exact in float32.
-                store(target, to + column, exact_times_plus(scale, lanes_at(codes, at), bias))
-                at += lane_bytes
+                store(target, target_offset + column, exact_times_plus(scale, lanes_at(codes, code_offset), bias))
+                code_offset += lane_bytes
 
     return njit(named(decode_lanes, lane_bytes))
 
@@ -187,14 +187,14 @@ def _decode_rows(codes, row_bytes, positions, bits, first_col, target, row_strid
 @njit
 def _decode_columns(codes, row_bytes, positions, bits, first_col, target, row_stride, rows, start_col, stop_col):
     """Decode columns of rows one by one."""
-    for number in range(len(positions)):
-        start = positions[number] * row_bytes
-        end = start + row_bytes - SCALE_AND_BIAS_BYTES
-        scale, bias = half_at(codes, end), half_at(codes, end + 2)
-        to = rows[number] * row_stride
+    for index in range(len(positions)):
+        start = positions[index] * row_bytes
+        scale_offset = start + row_bytes - SCALE_AND_BIAS_BYTES
+        scale, bias = half_at(codes, scale_offset), half_at(codes, scale_offset + 2)
+        target_offset = rows[index] * row_stride
         for column in range(start_col, stop_col):
             code = code_at(codes, start, first_col + column, bits)
-            put_element(target, to + column, scale * np.float32(code) + bias)
+            put_element(target, target_offset + column, scale * np.float32(code) + bias)
 
 
 @Kernel
@@ -212,9 +212,9 @@ def decode(codes, row_bytes, positions, bits, first_col, target, row_stride, row
         rows: The rows of the target to write to, int64 [k].
         num_cols: Number of columns to decode.
     """
-    for first in range(0, len(positions), _BLOCK_ROWS):
-        some, places = positions[first : first + _BLOCK_ROWS], rows[first : first + _BLOCK_ROWS]
-        _decode_rows(codes, row_bytes, some, bits, first_col, target, row_stride, places, num_cols)
+    for start in range(0, len(positions), _BLOCK_ROWS):
+        block_positions, block_rows = positions[start : start + _BLOCK_ROWS], rows[start : start + _BLOCK_ROWS]
+        _decode_rows(codes, row_bytes, block_positions, bits, first_col, target, row_stride, block_rows, num_cols)
 
 
 class Scratch(NamedTuple):
@@ -258,5 +258,5 @@ def scratch_for(num_cols: int, plan: SearchPlan) -> Scratch:
 def aligned(size: int) -> npt.NDArray[Any]:
     """Allocate float32 [size] aligned to vectors, because loads that cross cache lines take twice as long."""
     memory = np.zeros(size + LANES, np.float32)
-    skip = -(memory.ctypes.data // 4) % LANES
-    return memory[skip : skip + size]
+    num_skipped = -(memory.ctypes.data // 4) % LANES
+    return memory[num_skipped : num_skipped + size]

@@ -22,16 +22,16 @@ _CHUNK_WORDS = 1 << 16  # a thread copies this many words in about the time of w
 def _copy_rows(words, stride, numbers, row_words, target):
     """Copy ``target[i * row_words :] = words[numbers[i] * stride :]``, int32, ``row_words`` words of each row."""
     num_rows, num_lines = len(numbers), (row_words - 1) // _LINE_WORDS + 1
-    ahead, whole_words = max(1, _LINES_AHEAD // num_lines), row_words // LANES * LANES
+    num_rows_ahead, whole_words = max(1, _LINES_AHEAD // num_lines), row_words // LANES * LANES
     for index in range(num_rows):
-        coming = numbers[min(index + ahead, num_rows - 1)] * stride
+        prefetch_offset = numbers[min(index + num_rows_ahead, num_rows - 1)] * stride
         for line in range(num_lines):
-            prefetch_far(words, coming + line * _LINE_WORDS)
-        source, at = numbers[index] * stride, index * row_words
+            prefetch_far(words, prefetch_offset + line * _LINE_WORDS)
+        source_offset, target_offset = numbers[index] * stride, index * row_words
         for word in range(0, whole_words, LANES):
-            store(target, at + word, load_words(words, source + word))
+            store(target, target_offset + word, load_words(words, source_offset + word))
         for word in range(whole_words, row_words):
-            target[at + word] = words[source + word]
+            target[target_offset + word] = words[source_offset + word]
 
 
 def _copy_words(words, stride, numbers, target):
@@ -79,14 +79,14 @@ def gather_rows(source: Tensor, numbers: Tensor, target: Tensor) -> None:
     stride = source.stride(0) * source.itemsize // _WORD_BYTES
     span = (len(source) - 1) * source.stride(0) + source[0].numel()
     words = torch.as_strided(source.detach(), (span,), (1,)).view(torch.int32).numpy()
-    copied = target.view(-1).view(torch.int32).numpy()
+    target_words = target.view(-1).view(torch.int32).numpy()
 
     def copy(start: int, stop: int) -> None:
-        part = copied[start * row_words : stop * row_words]
+        chunk = target_words[start * row_words : stop * row_words]
         if row_words == 1:
-            copy_words(words, stride, rows[start:stop], part)
+            copy_words(words, stride, rows[start:stop], chunk)
         else:
-            copy_rows(words, stride, rows[start:stop], row_words, part)
+            copy_rows(words, stride, rows[start:stop], row_words, chunk)
 
     in_parallel(copy, len(rows), max(1, _CHUNK_WORDS // row_words))
 

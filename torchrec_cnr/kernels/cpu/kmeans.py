@@ -93,18 +93,18 @@ def sort(ordered, num_values):
     top = 1
     while 2 * top < num_values:
         top *= 2
-    least = top
-    while least > 0:
-        step, wanted, distance = top, 0, least
+    bit = top
+    while bit > 0:
+        step, expected_bit, distance = top, 0, bit
         while distance > 0:
             for index in range(num_values - distance):
-                if index & least == wanted:
-                    at, other_at = index * LANES, (index + distance) * LANES
-                    x, y = load(ordered, at), load(ordered, other_at)
-                    store(ordered, at, lesser(x, y))
-                    store(ordered, other_at, greater(x, y))
-            distance, step, wanted = step - least if step != least else 0, step // 2, least
-        least //= 2
+                if index & bit == expected_bit:
+                    offset, other_offset = index * LANES, (index + distance) * LANES
+                    x, y = load(ordered, offset), load(ordered, other_offset)
+                    store(ordered, offset, lesser(x, y))
+                    store(ordered, other_offset, greater(x, y))
+            distance, step, expected_bit = step - bit if step != bit else 0, step // 2, bit
+        bit //= 2
 
 
 @njit
@@ -130,23 +130,25 @@ def _add_cluster(layer, first, last, num_values, scratch):
     row has its own bounds, so its result does not depend on the rows in the other lanes.
     """
     sums, squares, shares, costs, begins = scratch.sums, scratch.squares, scratch.shares, scratch.costs, scratch.begins
-    skipped = load(scratch.flags, 0) > spread(0.0)
+    is_skipped = load(scratch.flags, 0) > spread(0.0)
     latest = spread(last)
     for index in range(last, first - 1, -1):
         earliest = greater(load(begins, ((layer - 1) * num_values + index - 1) * LANES), spread(layer))
         total, total_squares = load(sums, (index + 1) * LANES), load(squares, (index + 1) * LANES)
         latest = greater(lesser(latest, spread(index)), earliest)
-        best, best_begin = spread_double(np.inf), earliest
-        start = int(least_lane(where(skipped, spread(last), earliest)))
-        stop = int(greatest_lane(where(skipped, spread(0.0), latest)))
+        best_cost, best_begin = spread_double(np.inf), earliest
+        start = int(least_lane(where(is_skipped, spread(last), earliest)))
+        stop = int(greatest_lane(where(is_skipped, spread(0.0), latest)))
         for begin in range(start, stop + 1):
-            number, at = spread(begin), begin * LANES
-            part = total - load(sums, at)
-            error = (total_squares - load(squares, at)) - part * part * spread_double(shares[index - begin])
-            cost = load(costs, at - LANES) + error
-            better = (cost < best) & (number >= earliest) & (number <= latest)
-            best, best_begin = where(better, cost, best), where(better, number, best_begin)
-        store(costs, index * LANES, best)
+            begin_lanes, offset = spread(begin), begin * LANES
+            cluster_sum = total - load(sums, offset)
+            error = (total_squares - load(squares, offset)) - cluster_sum * cluster_sum * spread_double(
+                shares[index - begin]
+            )
+            cost = load(costs, offset - LANES) + error
+            is_better = (cost < best_cost) & (begin_lanes >= earliest) & (begin_lanes <= latest)
+            best_cost, best_begin = where(is_better, cost, best_cost), where(is_better, begin_lanes, best_begin)
+        store(costs, index * LANES, best_cost)
         store(begins, (layer * num_values + index) * LANES, best_begin)
         latest = best_begin
 
@@ -170,8 +172,8 @@ def best_means(num_values, num_clusters, scratch):
         middle, last = np.float64(ordered[num_values // 2 * LANES + lane]), num_values - 1
         for layer in range(num_clusters - 1, -1, -1):
             first = int(begins[(layer * num_values + last) * LANES + lane])
-            part = sums[(last + 1) * LANES + lane] - sums[first * LANES + lane]
-            codebook[layer * LANES + lane] = middle + part * shares[last - first]
+            cluster_sum = sums[(last + 1) * LANES + lane] - sums[first * LANES + lane]
+            codebook[layer * LANES + lane] = middle + cluster_sum * shares[last - first]
             last = first - 1
 
 
@@ -179,24 +181,24 @@ def best_means(num_values, num_clusters, scratch):
 def _are_few(ordered, num_values, num_clusters):
     """Return a mask of the rows that have at most as many different values as there are clusters."""
     zero, one = spread(0.0), spread(1.0)
-    different = one
+    num_different = one
     for index in range(1, num_values):
         differs = load(ordered, index * LANES) > load(ordered, (index - 1) * LANES)
-        different = different + where(differs, one, zero)
-    return different <= spread(num_clusters)
+        num_different = num_different + where(differs, one, zero)
+    return num_different <= spread(num_clusters)
 
 
 @njit
 def _write_different(ordered, num_values, num_clusters, lane, codebook):
     """Write the different values of a row into its codebook, and fill the rest with the last one."""
-    at = lane
-    codebook[at] = ordered[lane]
+    offset = lane
+    codebook[offset] = ordered[lane]
     for index in range(LANES + lane, num_values * LANES, LANES):
         if ordered[index] > ordered[index - LANES]:
-            at += LANES
-            codebook[at] = ordered[index]
-    for rest in range(at + LANES, num_clusters * LANES, LANES):
-        codebook[rest] = codebook[at]
+            offset += LANES
+            codebook[offset] = ordered[index]
+    for rest_offset in range(offset + LANES, num_clusters * LANES, LANES):
+        codebook[rest_offset] = codebook[offset]
 
 
 @njit
@@ -208,11 +210,11 @@ def _rounded_is_right(codebook, num_clusters, low, high):
     half, zero = spread(0.5), spread(0.0)
     limit = (high * half - low * half) / spread(num_clusters - 1)
     is_right = low == low
-    for at in range(0, num_clusters * LANES, LANES):
-        mean = load(codebook, at)
-        held = to_half(mean)
-        is_right = is_right & (greater(held - mean, mean - held) <= limit)
-        store(codebook, at, held + zero)
+    for offset in range(0, num_clusters * LANES, LANES):
+        mean = load(codebook, offset)
+        rounded_mean = to_half(mean)
+        is_right = is_right & (greater(rounded_mean - mean, mean - rounded_mean) <= limit)
+        store(codebook, offset, rounded_mean + zero)
     return is_right
 
 
@@ -220,12 +222,12 @@ def _rounded_is_right(codebook, num_clusters, low, high):
 def _code(tile, num_cols, num_clusters, codebook, middles):
     """Replace each value by the index of the nearest value of the codebook."""
     half, zero, one = spread(0.5), spread(0.0), spread(1.0)
-    for at in range(0, (num_clusters - 1) * LANES, LANES):
-        store(middles, at, (load(codebook, at) + load(codebook, at + LANES)) * half)
+    for offset in range(0, (num_clusters - 1) * LANES, LANES):
+        store(middles, offset, (load(codebook, offset) + load(codebook, offset + LANES)) * half)
     for column in range(0, num_cols * LANES, LANES):
         x, code = load(tile, column), zero
-        for at in range(0, (num_clusters - 1) * LANES, LANES):
-            code = code + where(x > load(middles, at), one, zero)
+        for offset in range(0, (num_clusters - 1) * LANES, LANES):
+            code = code + where(x > load(middles, offset), one, zero)
         store(tile, column, code)
 
 
@@ -234,12 +236,12 @@ def _cluster(num_cols, num_clusters, scratch):
     """Write the codebooks of 16 rows, replace the values by codes, and return a mask of the rows so represented."""
     tile, ordered, codebook, flags = scratch.tile, scratch.ordered, scratch.codebook, scratch.flags
     zero, one = spread(0.0), spread(1.0)
-    nothing = zero
+    zero_if_finite = zero
     for column in range(0, num_cols * LANES, LANES):
         x = load(tile, column)
         store(ordered, column, x)
-        nothing = nothing + (x - x)
-    is_finite = nothing == zero
+        zero_if_finite = zero_if_finite + (x - x)
+    is_finite = zero_if_finite == zero
     sort(ordered, num_cols)
     are_few = _are_few(ordered, num_cols, num_clusters)
     store(flags, 0, where(is_finite, where(are_few, one, zero), one))
@@ -261,9 +263,9 @@ def encode(table, row_stride, rows, num_cols, bits, row_bytes, codes, is_exact, 
     num_clusters = 1 << bits
     offsets, places, codebook, flags = scratch.offsets, scratch.places, scratch.codebook, scratch.flags
     zero, one = spread(0.0), spread(1.0)
-    for first in range(0, len(rows), LANES):
+    for start in range(0, len(rows), LANES):
         for lane in range(LANES):
-            row = min(first + lane, len(rows) - 1)  # lanes without a row repeat the last one
+            row = min(start + lane, len(rows) - 1)  # lanes without a row repeat the last one
             offsets[lane] = rows[row] * row_stride
             places[lane] = row * row_bytes
         load_tile(table, offsets, num_cols, scratch.tile)
@@ -271,20 +273,20 @@ def encode(table, row_stride, rows, num_cols, bits, row_bytes, codes, is_exact, 
         put_codes(scratch.tile, scratch.words, num_cols, bits, codes, places, one, zero, is_right)
         for index in range(0, num_clusters, 2):
             pair = load(codebook, index * LANES), load(codebook, (index + 1) * LANES)
-            ends = halves(where(is_right, pair[0], zero), where(is_right, pair[1], zero))
-            put_words(codes, places, row_bytes - 2 * (num_clusters - index), ends)
+            word = halves(where(is_right, pair[0], zero), where(is_right, pair[1], zero))
+            put_words(codes, places, row_bytes - 2 * (num_clusters - index), word)
         store(flags, 0, where(is_right, zero, one))
-        for row in range(first, min(first + LANES, len(rows))):
-            is_exact[row] = flags[row - first] != np.float32(0.0)
+        for row in range(start, min(start + LANES, len(rows))):
+            is_exact[row] = flags[row - start] != np.float32(0.0)
 
 
 @Kernel
 def decode(codes, row_bytes, positions, bits, first_col, target, row_stride, rows, num_cols):
     """Decode rows into a target; the arguments are those of ``fused_rows.decode``."""
-    for number in range(len(positions)):
-        start = positions[number] * row_bytes
-        codebook = start + row_bytes - 2 * (1 << bits)
-        to = rows[number] * row_stride
+    for index in range(len(positions)):
+        start = positions[index] * row_bytes
+        codebook_offset = start + row_bytes - 2 * (1 << bits)
+        target_offset = rows[index] * row_stride
         for column in range(num_cols):
             code = code_at(codes, start, first_col + column, bits)
-            put_element(target, to + column, half_at(codes, codebook + 2 * code))
+            put_element(target, target_offset + column, half_at(codes, codebook_offset + 2 * code))

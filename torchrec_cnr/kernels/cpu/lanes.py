@@ -69,8 +69,8 @@ def narrowed(builder: Any, dtype: Any, values: Any) -> Any:
         odd = builder.and_(builder.lshr(bits, every(16)), every(1))
         rounded = builder.add(bits, builder.add(odd, every(0x7FFF)))
         is_nan = builder.fcmp_unordered("uno", values, values)  # rounding could turn the bits of a NaN into a zero
-        kept = builder.select(is_nan, builder.or_(bits, every(0x400000)), rounded)
-        return builder.trunc(builder.lshr(kept, every(16)), vector(SHORT))
+        kept_bits = builder.select(is_nan, builder.or_(bits, every(0x400000)), rounded)
+        return builder.trunc(builder.lshr(kept_bits, every(16)), vector(SHORT))
     return values
 
 
@@ -109,8 +109,8 @@ _ELEMENTS = {FLOATS: FLOAT, DOUBLES: DOUBLE, INTS: INT, MASK: BIT}
 
 @register_model(LanesType)
 class _LanesModel(models.PrimitiveModel):
-    def __init__(self, manager: Any, of: LanesType) -> None:
-        super().__init__(manager, of, vector(_ELEMENTS[of]))
+    def __init__(self, manager: Any, lanes_type: LanesType) -> None:
+        super().__init__(manager, lanes_type, vector(_ELEMENTS[lanes_type]))
 
 
 def _operators() -> None:
@@ -142,8 +142,8 @@ def _operators() -> None:
         lower_builtin(function, operand, operand)(
             lambda context, builder, sig, args, emit=emit: emit(builder, *args)  # bind emit of this iteration
         )
-    for function, found in signatures.items():
-        infer_global(function)(type(f"Lanes_{function.__name__}", (ConcreteTemplate,), {"cases": found}))
+    for function, function_signatures in signatures.items():
+        infer_global(function)(type(f"Lanes_{function.__name__}", (ConcreteTemplate,), {"cases": function_signatures}))
 
 
 _operators()
@@ -248,8 +248,8 @@ def rounded(typing: Any, x: Any) -> Any:
     return FLOATS(FLOATS), emit
 
 
-def _of_all_lanes(name: str, meaning: str) -> Any:
-    """Return a function that reduces lanes without NaN to one number, with ``meaning`` as its docstring."""
+def _of_all_lanes(name: str, summary: str) -> Any:
+    """Return a function that reduces lanes without NaN to one number, with ``summary`` as its docstring."""
 
     @intrinsic
     def reduced(typing: Any, x: Any) -> Any:
@@ -261,7 +261,7 @@ def _of_all_lanes(name: str, meaning: str) -> Any:
 
         return types.float32(FLOATS), emit
 
-    reduced.__doc__ = meaning
+    reduced.__doc__ = summary
     return reduced
 
 

@@ -150,16 +150,16 @@ def _putting_rows(num_words: int) -> Any:
         def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             codes, offsets, at, words = args
             undefined = ir.Constant(vector(INT), ir.Undefined)
-            loaded = [undefined] * LANES
+            vectors = [undefined] * LANES
             for number in range(num_words):
                 index = ir.Constant(LONG, number * LANES)
                 word = pointer_to(context, builder, vector(INT), sig.args[3], words, index)
-                loaded[number] = builder.load(word, align=4)
-            first = ir.Constant(ir.VectorType(INT, num_words), list(range(num_words)))
-            for lane, row in enumerate(transposed(builder, loaded)):
-                part = builder.shuffle_vector(row, undefined, first)
-                pointer = _place(context, builder, sig, codes, offsets, at, lane, part.type)
-                builder.store(part, pointer, align=1)
+                vectors[number] = builder.load(word, align=4)
+            first_lanes = ir.Constant(ir.VectorType(INT, num_words), list(range(num_words)))
+            for lane, row in enumerate(transposed(builder, vectors)):
+                row_words = builder.shuffle_vector(row, undefined, first_lanes)
+                pointer = _place(context, builder, sig, codes, offsets, at, lane, row_words.type)
+                builder.store(row_words, pointer, align=1)
             return context.get_dummy_value()
 
         return types.void(codes, offsets, types.int64, words), emit
@@ -195,8 +195,8 @@ def _unpacking(num_bits: int) -> Any:
         def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             codes, index = args
 
-            def word(at: Any) -> Any:
-                pointer = pointer_to(context, builder, INT, sig.args[0], codes, at)
+            def word(byte_index: Any) -> Any:
+                pointer = pointer_to(context, builder, INT, sig.args[0], codes, byte_index)
                 return spread_scalar(builder, builder.load(pointer, align=1))
 
             words = word(index)
@@ -233,13 +233,13 @@ def _load_square(typing: Any, table: Any, offsets: Any, column: Any, tile: Any) 
         table, offsets, column, tile = args
         rows = []
         for lane in range(LANES):
-            at = pointer_to(context, builder, LONG, sig.args[1], offsets, ir.Constant(LONG, lane))
-            start = builder.add(builder.load(at), column)
+            offset_pointer = pointer_to(context, builder, LONG, sig.args[1], offsets, ir.Constant(LONG, lane))
+            start = builder.add(builder.load(offset_pointer), column)
             row = pointer_to(context, builder, vector(element_of(dtype)), sig.args[0], table, start)
             rows.append(widened(builder, dtype, builder.load(row, align=dtype.bitwidth // 8)))
-        first = builder.mul(column, ir.Constant(LONG, LANES))
+        first_index = builder.mul(column, ir.Constant(LONG, LANES))
         for number, lanes in enumerate(transposed(builder, rows)):
-            index = builder.add(first, ir.Constant(LONG, number * LANES))
+            index = builder.add(first_index, ir.Constant(LONG, number * LANES))
             builder.store(lanes, pointer_to(context, builder, vector(FLOAT), sig.args[3], tile, index), align=4)
         return context.get_dummy_value()
 
@@ -275,6 +275,6 @@ def load_tile(table, offsets, num_cols, tile):
 def code_at(codes, start, column, num_bits):
     """Return a code of the row that begins at ``codes[start]``. This also reads the next byte: a code may span two."""
     bit = column * num_bits
-    at = start + bit // 8
-    pair = np.int64(codes[at]) | np.int64(codes[at + 1]) << 8
-    return (pair >> (bit % 8)) & ((1 << num_bits) - 1)
+    first_byte = start + bit // 8
+    two_bytes = np.int64(codes[first_byte]) | np.int64(codes[first_byte + 1]) << 8
+    return (two_bytes >> (bit % 8)) & ((1 << num_bits) - 1)

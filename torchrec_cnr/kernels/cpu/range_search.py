@@ -83,17 +83,17 @@ def _covering(table, low, high, top):
 @njit(inline="always")
 def _closed(table, scale, bias, low, high, top):
     """Return the range of the decoded least and greatest value, after some rounds, and whether it is closed."""
-    same = scale < spread(0.0)
+    is_closed = scale < spread(0.0)
     for _ in range(CLOSING_ROUNDS):
         inverse = inverse_of(scale)
         decoded_low = value_of(table, code_of(low, inverse, bias, top), scale, bias)
         decoded_high = value_of(table, code_of(high, inverse, bias, top), scale, bias)
         next_scale, next_bias = _covering(table, decoded_low, decoded_high, top)
-        same = (next_scale == scale) & (next_bias == bias)
+        is_closed = (next_scale == scale) & (next_bias == bias)
         scale, bias = next_scale, next_bias
-        if every_lane(same):
+        if every_lane(is_closed):
             break
-    return scale, bias, same
+    return scale, bias, is_closed
 
 
 @njit(inline="always")
@@ -133,12 +133,12 @@ def _is_plain(scale, bias, low, high, top):
 
 
 @njit
-def _better(table, tile, num_cols, scale, bias, low, high, top, best, best_scale, best_bias):
+def _better(table, tile, num_cols, scale, bias, low, high, top, best_error, best_scale, best_bias):
     """Return the better of the best range so far and another one, which is first rounded and closed."""
-    scale, bias, same = _closed(table, to_half(scale), to_half(bias), low, high, top)
+    scale, bias, is_closed = _closed(table, to_half(scale), to_half(bias), low, high, top)
     error = _error(table, tile, num_cols, scale, bias, top)
-    better = same & (scale > spread(0.0)) & (error < best)
-    return where(better, error, best), where(better, scale, best_scale), where(better, bias, best_bias)
+    is_better = is_closed & (scale > spread(0.0)) & (error < best_error)
+    return where(is_better, error, best_error), where(is_better, scale, best_scale), where(is_better, bias, best_bias)
 
 
 @njit
@@ -150,23 +150,23 @@ def _mirrored(table, tile, num_cols, low, high, top):
     """
     zero = spread(0.0)
     magnitude = greater(high, zero - low)
-    wanted = (magnitude + magnitude) / top
-    scale = half_below(half_below(half_below(zero - _half_floor(zero - wanted))))
-    best, best_scale, best_bias = spread(_NOWHERE), zero, zero
+    exact_scale = (magnitude + magnitude) / top
+    scale = half_below(half_below(half_below(zero - _half_floor(zero - exact_scale))))
+    best_error, best_scale, best_bias = spread(_NOWHERE), zero, zero
     for number in range(7):
         bias = zero - to_half(scale * top * spread(0.5))
         error = _error(table, tile, num_cols, scale, bias, top)
         is_near = spread(1.0 if 2 <= number <= 4 else 0.0) > zero
-        better = (scale >= zero) & (error < best) & ((error == zero) | is_near)
-        best = where(better, error, best)
-        best_scale, best_bias = where(better, scale, best_scale), where(better, bias, best_bias)
+        is_better = (scale >= zero) & (error < best_error) & ((error == zero) | is_near)
+        best_error = where(is_better, error, best_error)
+        best_scale, best_bias = where(is_better, scale, best_scale), where(is_better, bias, best_bias)
         scale = _half_above(scale)
-    is_right = (best_scale <= wanted + wanted) & (best < spread(_NOWHERE))
-    return best_scale, best_bias, is_right & ((high > low) | (best == zero))
+    is_right = (best_scale <= exact_scale + exact_scale) & (best_error < spread(_NOWHERE))
+    return best_scale, best_bias, is_right & ((high > low) | (best_error == zero))
 
 
 @njit
-def _greedy(table, tile, num_cols, low, high, top, num_bins, num_steps, best, best_scale, best_bias):
+def _greedy(table, tile, num_cols, low, high, top, num_bins, num_steps, best_error, best_scale, best_bias):
     """Run Check-N-Run's greedy search: cut one bin off the side with the smaller error, and keep the best range."""
     step = (high - low) / spread(num_bins)
     left, right = low, high
@@ -178,11 +178,11 @@ def _greedy(table, tile, num_cols, low, high, top, num_bins, num_steps, best, be
         cut_left = left_error < right_error
         left, right = where(cut_left, left + step, left), where(cut_left, right, right - step)
         scale, bias = where(cut_left, left_scale, right_scale), where(cut_left, left_bias, right_bias)
-        improves = lesser(left_error, right_error) < best
+        improves = lesser(left_error, right_error) < best_error
         if any_lane(improves):
             scale = where(improves, scale, spread(0.0))  # _better refuses a scale of 0
-            found = _better(table, tile, num_cols, scale, bias, low, high, top, best, best_scale, best_bias)
-            best, best_scale, best_bias = found
+            best_range = _better(table, tile, num_cols, scale, bias, low, high, top, best_error, best_scale, best_bias)
+            best_error, best_scale, best_bias = best_range
     return best_scale, best_bias
 
 
@@ -206,11 +206,11 @@ def _regressed(tile, num_cols, scale, offset, top, sums):
     total, total_squares = load(sums, 0), load(sums, LANES)
     spread_of_codes = count * squares - codes * codes
     covariance = count * products - codes * total
-    fits = (spread_of_codes > zero) & (covariance > zero)
+    is_fitted = (spread_of_codes > zero) & (covariance > zero)
     slope = covariance / spread_of_codes
     error = total_squares - total * total / count - covariance * slope / count
-    scale = where(fits, slope, scale)
-    return scale, (total - scale * codes) / count, where(fits, error, spread(_NOWHERE))
+    scale = where(is_fitted, slope, scale)
+    return scale, (total - scale * codes) / count, where(is_fitted, error, spread(_NOWHERE))
 
 
 @njit
@@ -230,26 +230,30 @@ def _least_squares(tile, num_cols, low, high, top, plan, scratch):
         store(kept, 3 * LANES * number, spread(_NOWHERE))
         store(kept, 3 * LANES * number + LANES, width / top)
         store(kept, 3 * LANES * number + 2 * LANES, zero)
-    for below in plan.cuts:
-        for above in plan.cuts:
-            scale, offset = width * spread(np.float32(1.0) - below - above) / top, width * spread(below)
+    for cut_below in plan.cuts:
+        for cut_above in plan.cuts:
+            scale, offset = width * spread(np.float32(1.0) - cut_below - cut_above) / top, width * spread(cut_below)
             error = zero
             for _ in range(plan.rounds):
                 scale, offset, error = _regressed(shifted, num_cols, scale, offset, top, sums)
-            for at in range(0, 3 * LANES * plan.kept, 3 * LANES):
-                old_error, old_scale, old_offset = load(kept, at), load(kept, at + LANES), load(kept, at + 2 * LANES)
-                better = error < old_error
-                store(kept, at, where(better, error, old_error))
-                store(kept, at + LANES, where(better, scale, old_scale))
-                store(kept, at + 2 * LANES, where(better, offset, old_offset))
-                error = where(better, old_error, error)
-                scale, offset = where(better, old_scale, scale), where(better, old_offset, offset)
-    for at in range(0, 3 * LANES * plan.kept, 3 * LANES):
-        scale, offset = load(kept, at + LANES), load(kept, at + 2 * LANES)
+            for slot in range(0, 3 * LANES * plan.kept, 3 * LANES):
+                old_error, old_scale, old_offset = (
+                    load(kept, slot),
+                    load(kept, slot + LANES),
+                    load(kept, slot + 2 * LANES),
+                )
+                is_better = error < old_error
+                store(kept, slot, where(is_better, error, old_error))
+                store(kept, slot + LANES, where(is_better, scale, old_scale))
+                store(kept, slot + 2 * LANES, where(is_better, offset, old_offset))
+                error = where(is_better, old_error, error)
+                scale, offset = where(is_better, old_scale, scale), where(is_better, old_offset, offset)
+    for slot in range(0, 3 * LANES * plan.kept, 3 * LANES):
+        scale, offset = load(kept, slot + LANES), load(kept, slot + 2 * LANES)
         for _ in range(plan.polish):
             scale, offset, _error_left = _regressed(shifted, num_cols, scale, offset, top, sums)
-        store(kept, at + LANES, scale)
-        store(kept, at + 2 * LANES, offset + low)
+        store(kept, slot + LANES, scale)
+        store(kept, slot + 2 * LANES, offset + low)
 
 
 @njit(inline="always")
@@ -296,18 +300,22 @@ def find_range(table, num_cols, top, plan, scratch):
     scale, bias = _covering(table, low, high, top)
     is_right = is_number & (scale <= spread(_MAX_HALF))
     if table.itemsize != 4 or not every_lane(_is_plain(scale, bias, low, high, top)):
-        scale, bias, same = _closed(table, scale, bias, low, high, top)
+        scale, bias, is_closed = _closed(table, scale, bias, low, high, top)
         width = high - low
-        is_right = is_right & same & (scale * top <= width + width) & (scale <= spread(_MAX_HALF))
+        is_right = is_right & is_closed & (scale * top <= width + width) & (scale <= spread(_MAX_HALF))
         is_right = is_right & _holds(table, scale, bias, low, high, top)
     if plan.method == GREEDY:
-        best = _error(table, tile, num_cols, scale, bias, top)
-        scale, bias = _greedy(table, tile, num_cols, low, high, top, plan.num_bins, plan.num_steps, best, scale, bias)
+        best_error = _error(table, tile, num_cols, scale, bias, top)
+        scale, bias = _greedy(
+            table, tile, num_cols, low, high, top, plan.num_bins, plan.num_steps, best_error, scale, bias
+        )
     if plan.method == LEAST_SQUARES:
-        best = _error(table, tile, num_cols, scale, bias, top)
+        best_error = _error(table, tile, num_cols, scale, bias, top)
         _least_squares(tile, num_cols, low, high, top, plan, scratch)
         kept = scratch.kept
-        for at in range(0, 3 * LANES * plan.kept, 3 * LANES):
-            found = load(kept, at + LANES), load(kept, at + 2 * LANES)
-            best, scale, bias = _better(table, tile, num_cols, *found, low, high, top, best, scale, bias)
+        for slot in range(0, 3 * LANES * plan.kept, 3 * LANES):
+            kept_range = load(kept, slot + LANES), load(kept, slot + 2 * LANES)
+            best_error, scale, bias = _better(
+                table, tile, num_cols, *kept_range, low, high, top, best_error, scale, bias
+            )
     return scale, bias, is_right

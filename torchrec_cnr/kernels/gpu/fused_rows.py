@@ -34,15 +34,15 @@ def _read_rows(starts, num_cols, tile, keep: tl.constexpr):
     """
     low, high = tl.full([LANES], float("inf"), tl.float32), tl.full([LANES], float("-inf"), tl.float32)
     num_nans = tl.zeros([LANES], tl.int32)
-    for first in range(0, num_cols, _READ_COLS):
-        columns = first + tl.arange(0, _READ_COLS)[None, :]
-        is_there = columns < num_cols
-        elements = tl.load(starts[:, None] + columns, mask=is_there, other=0)
+    for first_column in range(0, num_cols, _READ_COLS):
+        columns = first_column + tl.arange(0, _READ_COLS)[None, :]
+        is_in_row = columns < num_cols
+        elements = tl.load(starts[:, None] + columns, mask=is_in_row, other=0)
         if keep:
-            tl.store(tile[:, None] + columns * LANES, elements, mask=is_there)
+            tl.store(tile[:, None] + columns * LANES, elements, mask=is_in_row)
         x = widened(elements)
-        least = tl.min(tl.where(is_there, x, float("inf")), 1)
-        greatest = tl.max(tl.where(is_there, x, float("-inf")), 1)
+        least = tl.min(tl.where(is_in_row, x, float("inf")), 1)
+        greatest = tl.max(tl.where(is_in_row, x, float("-inf")), 1)
         low, high = tl.where(least < low, least, low), tl.where(greatest > high, greatest, high)
         num_nans += tl.sum((x != x).to(tl.int32), 1)
     return low, high, num_nans == 0
@@ -55,14 +55,14 @@ def _bits_of(x):
 
 
 @triton.jit
-def _put_rows(starts, num_cols, to, is_there, row_bytes, scale, bias, is_right, bits: tl.constexpr):
+def _put_rows(starts, num_cols, targets, has_row, row_bytes, scale, bias, is_right, bits: tl.constexpr):
     """Write codes, scale and bias of 32 rows, byte by byte; zeros for rows that these cannot represent."""
     inverse = inverse_of(scale)
     top = tl.zeros_like(scale) + ((1 << bits) - 1)
     scale_and_bias = tl.where(is_right, _bits_of(scale) | (_bits_of(bias) << 16), 0)
     code_bytes = row_bytes - _SCALE_AND_BIAS_BYTES
-    for first in range(0, row_bytes, _PUT_BYTES):
-        byte = first + tl.arange(0, _PUT_BYTES)[None, :]
+    for first_byte in range(0, row_bytes, _PUT_BYTES):
+        byte = first_byte + tl.arange(0, _PUT_BYTES)[None, :]
         column = byte * 8 // bits  # the first column whose code overlaps the byte; the code may begin before it
         value = tl.zeros([LANES, _PUT_BYTES], tl.int32)
         for _ in tl.static_range(8 // bits if 8 % bits == 0 else 8 // bits + 2):
@@ -71,9 +71,9 @@ def _put_rows(starts, num_cols, to, is_there, row_bytes, scale, bias, is_right, 
             code = tl.where(has_code, code_of(x, inverse[:, None], bias[:, None], top[:, None]), 0.0)
             value |= code.to(tl.int32) << (column * bits - byte * 8 + bits)
             column += 1
-        end = scale_and_bias[:, None] >> (((byte - code_bytes) & 3) * 8)
-        value = tl.where(byte < code_bytes, value >> bits, end)
-        tl.store(to[:, None] + byte, value.to(tl.uint8), mask=is_there[:, None] & (byte < row_bytes))
+        scale_or_bias_byte = scale_and_bias[:, None] >> (((byte - code_bytes) & 3) * 8)
+        value = tl.where(byte < code_bytes, value >> bits, scale_or_bias_byte)
+        tl.store(targets[:, None] + byte, value.to(tl.uint8), mask=has_row[:, None] & (byte < row_bytes))
 
 
 # Blocks of row numbers begin at any address: specializing on their alignment would compile the kernel twice.
@@ -117,7 +117,7 @@ def _encode(
     tile = tiles + tl.program_id(0).to(tl.int64) * num_cols * LANES + lanes
     for block in range(tl.program_id(0), tl.cdiv(num_rows, LANES), tl.num_programs(0)):
         positions = tl.full([LANES], LANES, tl.int64) * block + lanes
-        is_there = positions < num_rows
+        has_row = positions < num_rows
         # Lanes without a row repeat the last one.
         starts = table + tl.load(rows + tl.minimum(positions, num_rows - 1)) * row_stride
         if searches:
@@ -126,15 +126,15 @@ def _encode(
         if searches:
             tl.debug_barrier()  # wait for the other lanes, which wrote values that this lane reads
         scale, bias, is_right = find_range(tile, num_cols, low, high, is_number, top, plan, method, kept)
-        _put_rows(starts, num_cols, codes + positions * row_bytes, is_there, row_bytes, scale, bias, is_right, bits)
-        tl.store(is_exact + positions, tl.where(is_right, 0, 1).to(tl.uint8), mask=is_there)
+        _put_rows(starts, num_cols, codes + positions * row_bytes, has_row, row_bytes, scale, bias, is_right, bits)
+        tl.store(is_exact + positions, tl.where(is_right, 0, 1).to(tl.uint8), mask=has_row)
 
 
 @triton.jit
-def _half_at(codes, at, is_there):
+def _half_at(codes, offset, has_row):
     """Return fp16 values at any byte addresses, as float32."""
-    low_byte = tl.load(codes + at, mask=is_there, other=0).to(tl.int16)
-    high_byte = tl.load(codes + at + 1, mask=is_there, other=0).to(tl.int16)
+    low_byte = tl.load(codes + offset, mask=has_row, other=0).to(tl.int16)
+    high_byte = tl.load(codes + offset + 1, mask=has_row, other=0).to(tl.int16)
     return (low_byte | (high_byte << 8)).to(tl.float16, bitcast=True).to(tl.float32)
 
 
@@ -168,22 +168,22 @@ def _decode(
         bits: Bits per code: 2, 3, 4 or 8.
     """
     numbers = tl.full([LANES], LANES, tl.int64) * tl.program_id(0) + tl.arange(0, LANES)
-    is_there = numbers < num_rows
-    start = codes + tl.load(positions + numbers, mask=is_there, other=0) * code_stride
-    end = row_bytes - _SCALE_AND_BIAS_BYTES
-    scale, bias = _half_at(start, end, is_there)[:, None], _half_at(start, end + 2, is_there)[:, None]
-    to = target + tl.load(rows + numbers, mask=is_there, other=0) * row_stride
-    for first in range(0, num_cols, _DECODED_COLS):
-        column = first + tl.arange(0, _DECODED_COLS)[None, :]
-        is_element = is_there[:, None] & (column < num_cols)
+    has_row = numbers < num_rows
+    start = codes + tl.load(positions + numbers, mask=has_row, other=0) * code_stride
+    scale_offset = row_bytes - _SCALE_AND_BIAS_BYTES
+    scale, bias = _half_at(start, scale_offset, has_row)[:, None], _half_at(start, scale_offset + 2, has_row)[:, None]
+    target_rows = target + tl.load(rows + numbers, mask=has_row, other=0) * row_stride
+    for first_column in range(0, num_cols, _DECODED_COLS):
+        column = first_column + tl.arange(0, _DECODED_COLS)[None, :]
+        is_element = has_row[:, None] & (column < num_cols)
         bit = (first_col + column) * bits
-        at = start[:, None] + bit // 8
-        code = tl.load(at, mask=is_element, other=0).to(tl.int32)
+        addresses = start[:, None] + bit // 8
+        code = tl.load(addresses, mask=is_element, other=0).to(tl.int32)
         if 8 % bits != 0:
-            code |= tl.load(at + 1, mask=is_element, other=0).to(tl.int32) << 8  # a code may span two bytes
+            code |= tl.load(addresses + 1, mask=is_element, other=0).to(tl.int32) << 8  # a code may span two bytes
         code = (code >> (bit % 8)) & ((1 << bits) - 1)
         values = scale * code.to(tl.float32) + bias
-        tl.store(to[:, None] + column, narrowed(values, target.dtype.element_ty), mask=is_element)
+        tl.store(target_rows[:, None] + column, narrowed(values, target.dtype.element_ty), mask=is_element)
 
 
 def encode_rows(table: Tensor, rows: Tensor, bits: int, plan: SearchPlan, row_bytes: int) -> tuple[Tensor, Tensor]:
@@ -252,11 +252,11 @@ def warm_up(table: Tensor, bits: int, plan: SearchPlan, row_bytes: int) -> None:
     Triton compiles for properties of the arguments, such as whether addresses and strides are multiples of 16. These
     may differ between a table and a sample of it, so both are encoded.
     """
-    first = torch.zeros(1, dtype=torch.int64, device=table.device)
-    sample = table.detach().index_select(0, first)
-    encode_rows(table, first, bits, plan, row_bytes)
-    codes, _ = encode_rows(sample, first, bits, plan, row_bytes)
-    decode_rows(codes, first, bits, 0, sample, first)
+    first_row = torch.zeros(1, dtype=torch.int64, device=table.device)
+    sample = table.detach().index_select(0, first_row)
+    encode_rows(table, first_row, bits, plan, row_bytes)
+    codes, _ = encode_rows(sample, first_row, bits, plan, row_bytes)
+    decode_rows(codes, first_row, bits, 0, sample, first_row)
 
 
 @lru_cache(maxsize=256)

@@ -143,15 +143,15 @@ def _covering(tile, low, high, top):
 @triton.jit
 def _closed(tile, scale, bias, low, high, top):
     """Return the range of the decoded least and greatest value, after some rounds, and whether it is closed."""
-    same = scale != scale
+    is_closed = scale != scale
     for _ in range(_CLOSING_ROUNDS):
         inverse = inverse_of(scale)
         decoded_low = _value_of(tile, code_of(low, inverse, bias, top), scale, bias)
         decoded_high = _value_of(tile, code_of(high, inverse, bias, top), scale, bias)
         next_scale, next_bias = _covering(tile, decoded_low, decoded_high, top)
-        same = (next_scale == scale) & (next_bias == bias)
+        is_closed = (next_scale == scale) & (next_bias == bias)
         scale, bias = next_scale, next_bias
-    return scale, bias, same
+    return scale, bias, is_closed
 
 
 @triton.jit
@@ -177,35 +177,39 @@ def _error(tile, num_cols, scale, bias, top):
 
 
 @triton.jit
-def _better(tile, num_cols, scale, bias, low, high, top, best, best_scale, best_bias):
+def _better(tile, num_cols, scale, bias, low, high, top, best_error, best_scale, best_bias):
     """Return the better of the best range so far and another one, which is first rounded and closed."""
-    scale, bias, same = _closed(tile, to_half(scale), to_half(bias), low, high, top)
+    scale, bias, is_closed = _closed(tile, to_half(scale), to_half(bias), low, high, top)
     error = _error(tile, num_cols, scale, bias, top)
-    better = same & (scale > 0.0) & (error < best)
-    return tl.where(better, error, best), tl.where(better, scale, best_scale), tl.where(better, bias, best_bias)
+    is_better = is_closed & (scale > 0.0) & (error < best_error)
+    return (
+        tl.where(is_better, error, best_error),
+        tl.where(is_better, scale, best_scale),
+        tl.where(is_better, bias, best_bias),
+    )
 
 
 @triton.jit
 def _mirrored(tile, num_cols, low, high, top):
     """Return the symmetric range with the least error; see ``cpu.range_search``."""
     magnitude = tl.where(high > 0.0 - low, high, 0.0 - low)
-    wanted = tl.div_rn(magnitude + magnitude, top)
-    scale = half_below(half_below(half_below(0.0 - _half_floor(0.0 - wanted))))
-    best, best_scale, best_bias = tl.full(low.shape, _NOWHERE, tl.float32), tl.zeros_like(low), tl.zeros_like(low)
+    exact_scale = tl.div_rn(magnitude + magnitude, top)
+    scale = half_below(half_below(half_below(0.0 - _half_floor(0.0 - exact_scale))))
+    best_error, best_scale, best_bias = tl.full(low.shape, _NOWHERE, tl.float32), tl.zeros_like(low), tl.zeros_like(low)
     for number in range(7):
         bias = 0.0 - to_half(scale * top * 0.5)
         error = _error(tile, num_cols, scale, bias, top)
         is_near = (number >= 2) & (number <= 4)
-        better = (scale >= 0.0) & (error < best) & ((error == 0.0) | is_near)
-        best = tl.where(better, error, best)
-        best_scale, best_bias = tl.where(better, scale, best_scale), tl.where(better, bias, best_bias)
+        is_better = (scale >= 0.0) & (error < best_error) & ((error == 0.0) | is_near)
+        best_error = tl.where(is_better, error, best_error)
+        best_scale, best_bias = tl.where(is_better, scale, best_scale), tl.where(is_better, bias, best_bias)
         scale = _half_above(scale)
-    is_right = (best_scale <= wanted + wanted) & (best < _NOWHERE)
-    return best_scale, best_bias, is_right & ((high > low) | (best == 0.0))
+    is_right = (best_scale <= exact_scale + exact_scale) & (best_error < _NOWHERE)
+    return best_scale, best_bias, is_right & ((high > low) | (best_error == 0.0))
 
 
 @triton.jit
-def _greedy(tile, num_cols, low, high, top, num_bins, num_steps, best, best_scale, best_bias):
+def _greedy(tile, num_cols, low, high, top, num_bins, num_steps, best_error, best_scale, best_bias):
     """Run Check-N-Run's greedy search: cut one bin off the side with the smaller error, and keep the best range."""
     step = tl.div_rn(high - low, tl.zeros_like(low) + num_bins)
     left, right = low, high
@@ -218,11 +222,11 @@ def _greedy(tile, num_cols, low, high, top, num_bins, num_steps, best, best_scal
         cut_left = left_error < right_error
         left, right = tl.where(cut_left, left + step, left), tl.where(cut_left, right, right - step)
         scale, bias = tl.where(cut_left, left_scale, right_scale), tl.where(cut_left, left_bias, right_bias)
-        improves = tl.where(cut_left, left_error, right_error) < best
+        improves = tl.where(cut_left, left_error, right_error) < best_error
         if tl.max(improves.to(tl.int32), 0) > 0:
             scale = tl.where(improves, scale, 0.0)  # _better refuses a scale of 0
-            best, best_scale, best_bias = _better(
-                tile, num_cols, scale, bias, low, high, top, best, best_scale, best_bias
+            best_error, best_scale, best_bias = _better(
+                tile, num_cols, scale, bias, low, high, top, best_error, best_scale, best_bias
             )
     return best_scale, best_bias
 
@@ -246,27 +250,27 @@ def _regressed(tile, num_cols, scale, offset, low, top, total, total_squares):
         products = products + code * x
     spread_of_codes = count * squares - codes * codes
     covariance = count * products - codes * total
-    fits = (spread_of_codes > 0.0) & (covariance > 0.0)
+    is_fitted = (spread_of_codes > 0.0) & (covariance > 0.0)
     slope = tl.div_rn(covariance, spread_of_codes)
     error = total_squares - tl.div_rn(total * total, count) - tl.div_rn(covariance * slope, count)
-    scale = tl.where(fits, slope, scale)
-    return scale, tl.div_rn(total - scale * codes, count), tl.where(fits, error, _NOWHERE)
+    scale = tl.where(is_fitted, slope, scale)
+    return scale, tl.div_rn(total - scale * codes, count), tl.where(is_fitted, error, _NOWHERE)
 
 
 @triton.jit
-def _exchanged(better, new, old):
+def _exchanged(is_better, new_values, old_values):
     """Return two values, exchanged where the new one is better: first the better one, then the other."""
-    return tl.where(better, new, old), tl.where(better, old, new)
+    return tl.where(is_better, new_values, old_values), tl.where(is_better, old_values, new_values)
 
 
 @triton.jit
-def _replaced(values, number: tl.constexpr, value):
+def _replaced(values, index: tl.constexpr, value):
     """Return a tuple with another value at one index."""
-    return values[:number] + (value,) + values[number + 1 :]  # noqa: RUF005  # Triton cannot unpack
+    return values[:index] + (value,) + values[index + 1 :]  # noqa: RUF005  # Triton cannot unpack
 
 
 @triton.jit
-def _least_squares(tile, num_cols, low, high, top, plan, kept: tl.constexpr, best, best_scale, best_bias):
+def _least_squares(tile, num_cols, low, high, top, plan, kept: tl.constexpr, best_error, best_scale, best_bias):
     """Run alternating least squares from every pair of cuts, and refine the best ranges further."""
     total, total_squares = tl.zeros_like(low), tl.zeros_like(low)
     for column in tl.range(num_cols, loop_unroll_factor=4):
@@ -276,16 +280,16 @@ def _least_squares(tile, num_cols, low, high, top, plan, kept: tl.constexpr, bes
     errors = (tl.full(low.shape, _NOWHERE, tl.float32),) * kept
     scales, offsets = (tl.div_rn(width, top),) * kept, (tl.zeros_like(low),) * kept
     for start in range(plan.num_cuts * plan.num_cuts):
-        below, above = tl.load(plan.cuts + start // plan.num_cuts), tl.load(plan.cuts + start % plan.num_cuts)
-        scale, offset = tl.div_rn(width * (1.0 - below - above), top), width * below
+        cut_below, cut_above = tl.load(plan.cuts + start // plan.num_cuts), tl.load(plan.cuts + start % plan.num_cuts)
+        scale, offset = tl.div_rn(width * (1.0 - cut_below - cut_above), top), width * cut_below
         error = tl.zeros_like(low)
         for _ in range(plan.rounds):
             scale, offset, error = _regressed(tile, num_cols, scale, offset, low, top, total, total_squares)
         for number in tl.static_range(kept):
-            better = error < errors[number]
-            kept_error, error = _exchanged(better, error, errors[number])
-            kept_scale, scale = _exchanged(better, scale, scales[number])
-            kept_offset, offset = _exchanged(better, offset, offsets[number])
+            is_better = error < errors[number]
+            kept_error, error = _exchanged(is_better, error, errors[number])
+            kept_scale, scale = _exchanged(is_better, scale, scales[number])
+            kept_offset, offset = _exchanged(is_better, offset, offsets[number])
             errors = _replaced(errors, number, kept_error)
             scales = _replaced(scales, number, kept_scale)
             offsets = _replaced(offsets, number, kept_offset)
@@ -293,8 +297,8 @@ def _least_squares(tile, num_cols, low, high, top, plan, kept: tl.constexpr, bes
         scale, offset = scales[number], offsets[number]
         for _ in range(plan.polish):
             scale, offset, _error_left = _regressed(tile, num_cols, scale, offset, low, top, total, total_squares)
-        best, best_scale, best_bias = _better(
-            tile, num_cols, scale, offset + low, low, high, top, best, best_scale, best_bias
+        best_error, best_scale, best_bias = _better(
+            tile, num_cols, scale, offset + low, low, high, top, best_error, best_scale, best_bias
         )
     return best_scale, best_bias
 
@@ -322,14 +326,14 @@ def find_range(tile, num_cols, low, high, is_number, top, plan, method: tl.const
         is_right = is_right & _holds(tile, scale, bias, low, high, top)
     else:
         scale, bias = _covering(tile, low, high, top)
-        scale, bias, same = _closed(tile, scale, bias, low, high, top)
+        scale, bias, is_closed = _closed(tile, scale, bias, low, high, top)
         width = high - low
-        is_right = same & (scale * top <= width + width) & (scale <= _MAX_HALF)
+        is_right = is_closed & (scale * top <= width + width) & (scale <= _MAX_HALF)
         is_right = is_right & _holds(tile, scale, bias, low, high, top)
     if method == _GREEDY:
-        best = _error(tile, num_cols, scale, bias, top)
-        scale, bias = _greedy(tile, num_cols, low, high, top, plan.num_bins, plan.num_steps, best, scale, bias)
+        best_error = _error(tile, num_cols, scale, bias, top)
+        scale, bias = _greedy(tile, num_cols, low, high, top, plan.num_bins, plan.num_steps, best_error, scale, bias)
     if method == _LEAST_SQUARES:
-        best = _error(tile, num_cols, scale, bias, top)
-        scale, bias = _least_squares(tile, num_cols, low, high, top, plan, kept, best, scale, bias)
+        best_error = _error(tile, num_cols, scale, bias, top)
+        scale, bias = _least_squares(tile, num_cols, low, high, top, plan, kept, best_error, scale, bias)
     return scale, bias, is_right & is_number

@@ -97,10 +97,10 @@ def may_have_committed(newest: Checkpoint, save_id: str) -> bool:
         if not newest.store.exists(_name(newest)):
             return not newest.store.is_local
         data = read_whole(newest.store, _name(newest), manifest_json.MAX_MANIFEST_BYTES)
-        found, _ = manifest_json.loads(data, newest.store.url)
+        manifest, _ = manifest_json.loads(data, newest.store.url)
     except CNRError:
         return True
-    return found.save_id == save_id
+    return manifest.save_id == save_id
 
 
 def _name(newest: Checkpoint) -> str:
@@ -114,8 +114,8 @@ def _ref(newest: Checkpoint, parent: Checkpoint) -> CheckpointRef:
 def _history(plan: CompactionPlan, manifest: Manifest) -> History:
     if plan.parent is None:
         return History(manifest.blob_bytes)
-    below = plan.parent.manifest.history
-    return History(below.baseline_bytes, (*below.delta_bytes, manifest.blob_bytes))
+    parent_history = plan.parent.manifest.history
+    return History(parent_history.baseline_bytes, (*parent_history.delta_bytes, manifest.blob_bytes))
 
 
 class _NewContents:
@@ -139,8 +139,8 @@ class _NewContents:
         return blob.in_pack(self._number(self._plan.flat.packs[blob.pack])) if copy is None else self._new_place(copy)
 
     def _new_place(self, blob: UnplacedBlob) -> Blob:
-        place = self._new_blobs[blob]
-        return place.in_pack(self._number(self._new_packs[place.pack]))
+        new_blob = self._new_blobs[blob]
+        return new_blob.in_pack(self._number(self._new_packs[new_blob.pack]))
 
     def _number(self, pack: Pack) -> int:
         return self._numbers.setdefault(pack, len(self._numbers))
@@ -152,21 +152,21 @@ class _NewContents:
 
     def _shards(self, fqn: str, entry: TensorEntry) -> Iterator[Shard]:
         """Yield the old shards without dead and moved rows, and each new shard after the last one it has rows from."""
-        stay: dict[int, list[Piece]] = {}
+        kept_pieces: dict[int, list[Piece]] = {}
         for piece in pieces_of(fqn, entry):
             if self._plan.stays(piece):
-                stay.setdefault(piece.shard, []).append(piece)
+                kept_pieces.setdefault(piece.shard, []).append(piece)
         for index, shard in enumerate(entry.shards):
-            if index in stay:
-                rows = self._row_set(moved_block(piece.rows, self._place) for piece in stay[index])
-                yield replace(shard, rows=rows, blobs=tuple(self._place(piece.blob) for piece in stay[index]))
-            for new in self._copied.shards[fqn]:
-                if new.after == index:
-                    yield self._new_shard(new)
+            if index in kept_pieces:
+                rows = self._row_set(moved_block(piece.rows, self._place) for piece in kept_pieces[index])
+                yield replace(shard, rows=rows, blobs=tuple(self._place(piece.blob) for piece in kept_pieces[index]))
+            for new_shard in self._copied.shards[fqn]:
+                if new_shard.after == index:
+                    yield self._new_shard(new_shard)
 
-    def _new_shard(self, new: NewShard) -> Shard:
-        rows = self._row_set(block.placed(self._new_place) for block, _ in new.blocks)
-        return replace(new.source, rows=rows, blobs=tuple(self._new_place(blob) for _, blob in new.blocks))
+    def _new_shard(self, new_shard: NewShard) -> Shard:
+        rows = self._row_set(block.placed(self._new_place) for block, _ in new_shard.blocks)
+        return replace(new_shard.source, rows=rows, blobs=tuple(self._new_place(blob) for _, blob in new_shard.blocks))
 
     def _row_set(self, blocks: Iterable[RowBlock]) -> RowSet:
         """Return the row set of some blocks: the same object for shards that share all blocks."""

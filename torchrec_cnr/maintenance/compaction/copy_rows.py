@@ -173,20 +173,20 @@ class BlobCache:
 
     def blobs(self, pieces: Sequence[Piece], next_row: int) -> Iterator[tuple[Piece, Bytes]]:
         """Yield each piece and its bytes, in any order. Cache those that may have rows from ``next_row`` on."""
-        kept = [(piece, self._kept.pop(id(piece))) for piece in pieces if id(piece) in self._kept]
-        others = deque(self._kept)
-        missing = {piece.key: piece for piece in pieces if all(piece is not other for other, _ in kept)}
-        read = self._reader.read((key, piece.blob) for key, piece in missing.items())
-        for piece, data in chain(kept, ((missing[key], data) for key, data in read)):
+        cached = [(piece, self._kept.pop(id(piece))) for piece in pieces if id(piece) in self._kept]
+        other_ids = deque(self._kept)
+        missing = {piece.key: piece for piece in pieces if all(piece is not cached_piece for cached_piece, _ in cached)}
+        read_blobs = self._reader.read((key, piece.blob) for key, piece in missing.items())
+        for piece, data in chain(cached, ((missing[key], data) for key, data in read_blobs)):
             yield piece, data
             if piece.rows.first + piece.rows.span > next_row:
-                self._keep(piece, data, others)
+                self._keep(piece, data, other_ids)
 
-    def _keep(self, piece: Piece, data: Bytes, others: deque[int]) -> None:
-        room = self._max_bytes - sum(blob.nbytes for blob in self._kept.values())
-        while others and room < data.nbytes:
-            room += self._kept.pop(others.popleft()).nbytes
-        if room >= data.nbytes:
+    def _keep(self, piece: Piece, data: Bytes, other_ids: deque[int]) -> None:
+        free_bytes = self._max_bytes - sum(blob.nbytes for blob in self._kept.values())
+        while other_ids and free_bytes < data.nbytes:
+            free_bytes += self._kept.pop(other_ids.popleft()).nbytes
+        if free_bytes >= data.nbytes:
             # A copy, because the data is a view of a larger read, which would remain in memory.
             self._kept[id(piece)] = data if data.base is None else data.copy()
 
@@ -259,26 +259,28 @@ class NewShard:
             block, self.waiting = concatenated(self.waiting), []
             yield block
 
-    def _gathered(self, found: Sequence[LiveRows], rows: RowNumbers, cache: BlobCache) -> CodedBlock:
+    def _gathered(self, live_parts: Sequence[LiveRows], rows: RowNumbers, cache: BlobCache) -> CodedBlock:
         """Return a block of some rows, strictly increasing, with the codes from all pieces that contain them."""
         num_cols, itemsize = self.source.box.num_cols, DTYPES[self.dtype].itemsize
         row_bytes = self.source.scheme.row_bytes(num_cols, DTYPES[self.dtype])
         codes = np.empty((len(rows), row_bytes), dtype=np.uint8)
-        wanted = {id(live.piece): part for live in found if (part := _between(live, rows[0], rows[-1])) is not None}
-        exact: list[Positions] = [np.empty(0, dtype=np.int64)]
+        parts_by_piece = {
+            id(live.piece): part for live in live_parts if (part := _between(live, rows[0], rows[-1])) is not None
+        }
+        exact_positions: list[Positions] = [np.empty(0, dtype=np.int64)]
         values = [np.empty((0, num_cols * itemsize), dtype=np.uint8)]
-        for piece, data in cache.blobs([part.piece for part in wanted.values()], int(rows[-1]) + 1):
-            part = wanted[id(piece)]
-            places = np.searchsorted(rows, part.rows)
+        for piece, data in cache.blobs([part.piece for part in parts_by_piece.values()], int(rows[-1]) + 1):
+            part = parts_by_piece[id(piece)]
+            block_positions = np.searchsorted(rows, part.rows)
             num_code_bytes = piece.rows.num_rows * row_bytes
             data = blob_bytes.join(data, piece.rows.num_rows, row_bytes, self.tail_bytes, f"{self.where}: {piece.key}")
-            _copy_rows(data[:num_code_bytes].reshape(-1, row_bytes), part.positions, codes, places)
-            own, own_values = exact_rows(data[num_code_bytes:], num_cols, itemsize)
-            if len(own):
-                chosen = np.isin(own, part.positions)
-                exact.append(places[np.searchsorted(part.positions, own[chosen])])
-                values.append(own_values[chosen])
-        positions = np.concatenate(exact)
+            _copy_rows(data[:num_code_bytes].reshape(-1, row_bytes), part.positions, codes, block_positions)
+            own_positions, own_values = exact_rows(data[num_code_bytes:], num_cols, itemsize)
+            if len(own_positions):
+                is_chosen = np.isin(own_positions, part.positions)
+                exact_positions.append(block_positions[np.searchsorted(part.positions, own_positions[is_chosen])])
+                values.append(own_values[is_chosen])
+        positions = np.concatenate(exact_positions)
         order = np.argsort(positions)
         return CodedBlock(rows, codes, positions[order], np.concatenate(values)[order])
 
@@ -313,54 +315,54 @@ class Copying:
 
     def _copy_blobs(self) -> dict[Blob, UnplacedBlob]:
         """Copy whole blobs of victims: tensors that are not merged, objects, and row numbers of other blobs."""
-        wanted: dict[str, tuple[Blob, RowLayout | None]] = {}
+        blobs_by_key: dict[str, tuple[Blob, RowLayout | None]] = {}
         for fqn, blob in self._plan.flat.objects.items():
-            wanted[f"object '{fqn}'"] = (blob, None)
+            blobs_by_key[f"object '{fqn}'"] = (blob, None)
         for fqn, entry in self._plan.flat.tensors.items():
             for piece in pieces_of(fqn, entry):
                 if entry.folded is None:
-                    typed = _typed(entry.dtype, entry.shards[piece.shard], piece.rows.num_rows, piece.blob.num_bytes)
-                    wanted[piece.key] = (piece.blob, typed)
+                    layout = _typed(entry.dtype, entry.shards[piece.shard], piece.rows.num_rows, piece.blob.num_bytes)
+                    blobs_by_key[piece.key] = (piece.blob, layout)
                 elif piece.rows.blob is not None and self._plan.stays(piece):
-                    wanted[f"rows of {piece.key}"] = (piece.rows.blob, None)
-        keys = {blob: key for key, (blob, _) in wanted.items() if blob.pack in self._plan.victims}
+                    blobs_by_key[f"rows of {piece.key}"] = (piece.rows.blob, None)
+        keys = {blob: key for key, (blob, _) in blobs_by_key.items() if blob.pack in self._plan.victims}
         copied = {}
         for key, data in self._reader.read((key, blob) for blob, key in keys.items()):
-            blob, typed = wanted[key]
+            blob, layout = blobs_by_key[key]
             # A copy, because the data is a view of a larger read, which would remain in memory.
-            copied[blob] = self._packs.add(self._packs.kind_of(blob), key, data.copy(), typed)
+            copied[blob] = self._packs.add(self._packs.kind_of(blob), key, data.copy(), layout)
         return copied
 
     def _new_shards(self, fqn: str, entry: TensorEntry) -> Sequence[NewShard]:
         """Copy the live rows of a merged tensor from victims into new shards."""
         pieces, cache = pieces_of(fqn, entry), BlobCache(self._reader)
-        taken = self._taken(fqn, entry, [piece for piece in pieces if piece.blob.pack in self._plan.victims])
-        new = list(dict.fromkeys(taken.values()))
-        num_parts = len({shard.box.offsets[1:] for shard in new})  # of a row, if shards divide the columns
-        for window in windows(self._plan.flat.row_space(entry), num_parts) if new else ():
-            self._move_window(fqn, pieces, window, taken, cache)
-            for shard in new:
+        targets = self._taken(fqn, entry, [piece for piece in pieces if piece.blob.pack in self._plan.victims])
+        new_shards = list(dict.fromkeys(targets.values()))
+        num_parts = len({shard.box.offsets[1:] for shard in new_shards})  # of a row, if shards divide the columns
+        for window in windows(self._plan.flat.row_space(entry), num_parts) if new_shards else ():
+            self._move_window(fqn, pieces, window, targets, cache)
+            for shard in new_shards:
                 if shard.ends_within(window):
                     self._write(fqn, shard, shard.flush())
-        return [shard for shard in new if shard.blocks]
+        return [shard for shard in new_shards if shard.blocks]
 
     def _move_window(
-        self, fqn: str, pieces: Sequence[Piece], window: Box, taken: Mapping[int, NewShard], cache: BlobCache
+        self, fqn: str, pieces: Sequence[Piece], window: Box, targets: Mapping[int, NewShard], cache: BlobCache
     ) -> None:
-        found: dict[NewShard, list[LiveRows]] = {}
+        live_by_shard: dict[NewShard, list[LiveRows]] = {}
         for live in live_rows(pieces, window, self._reader, f"{self._where}: tensor {fqn!r}", is_filled=False):
             if len(live.rows) and live.piece.blob.pack in self._plan.victims:
-                found.setdefault(taken[live.piece.shard], []).append(live)
-        for shard, rows in found.items():
+                live_by_shard.setdefault(targets[live.piece.shard], []).append(live)
+        for shard, rows in live_by_shard.items():
             self._write(fqn, shard, shard.add(rows, cache))
-            self._limit_waiting(fqn, taken)
+            self._limit_waiting(fqn, targets)
 
-    def _limit_waiting(self, fqn: str, taken: Mapping[int, NewShard]) -> None:
+    def _limit_waiting(self, fqn: str, targets: Mapping[int, NewShard]) -> None:
         """Write the fullest block early if there are many incomplete blocks, to limit memory."""
-        shards = dict.fromkeys(taken.values())
-        fullest = max(shards, key=lambda shard: shard.fill)
+        shards = dict.fromkeys(targets.values())
+        fullest_shard = max(shards, key=lambda shard: shard.fill)
         if sum(shard.fill for shard in shards) > _MAX_WAITING:
-            self._write(fqn, fullest, fullest.flush())
+            self._write(fqn, fullest_shard, fullest_shard.flush())
 
     def _taken(self, fqn: str, entry: TensorEntry, pieces: Sequence[Piece]) -> dict[int, NewShard]:
         """Return the new shard for the rows of each old shard, by the index of the old one.
@@ -368,9 +370,9 @@ class Copying:
         A new shard has only so many old ones that a blob of each fits into the cache.
         """
         by_kind: dict[object, NewShard] = {}
-        taken: dict[int, NewShard] = {}
+        targets: dict[int, NewShard] = {}
         for piece in pieces:
-            if piece.shard in taken:
+            if piece.shard in targets:
                 continue
             shard, kind = entry.shards[piece.shard], self._packs.kind_of(piece.blob)
             is_partial = (fqn, piece.shard) in self._plan.partial
@@ -378,10 +380,10 @@ class Copying:
             if key not in by_kind or by_kind[key].source_bytes + piece.blob.num_bytes > CACHE_BYTES:
                 block_rows = self._block_rows(entry, piece)
                 by_kind[key] = NewShard(shard, kind, entry.dtype, block_rows, self._where)
-            taken[piece.shard] = by_kind[key]
-            taken[piece.shard].source_bytes += piece.blob.num_bytes
-            taken[piece.shard].after = piece.shard
-        return taken
+            targets[piece.shard] = by_kind[key]
+            targets[piece.shard].source_bytes += piece.blob.num_bytes
+            targets[piece.shard].after = piece.shard
+        return targets
 
     def _block_rows(self, entry: TensorEntry, piece: Piece) -> int:
         """Return the number of rows in a block: the same for a table and its state, so that they share row numbers."""
@@ -393,8 +395,8 @@ class Copying:
             name = f"{fqn}{list(shard.source.box.offsets)}/{len(shard.blocks)}"
             rows = self._packs.add_rows(shard.kind, f"{name}/rows", block.rows)
             data = block.data(shard.tail_bytes)
-            typed = _typed(shard.dtype, shard.source, len(block), data.nbytes)
-            shard.blocks.append((rows, self._packs.add(shard.kind, name, data, typed)))
+            layout = _typed(shard.dtype, shard.source, len(block), data.nbytes)
+            shard.blocks.append((rows, self._packs.add(shard.kind, name, data, layout)))
 
 
 def _typed(dtype: str, shard: Shard, num_rows: int, num_bytes: int) -> RowLayout | None:

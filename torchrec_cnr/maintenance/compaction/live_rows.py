@@ -62,15 +62,17 @@ def flatten(run: Sequence[Checkpoint]) -> Flat:
     newest = run[-1]
     numbering = _Numbering(newest)
     renumbered = [Renumbering(partial(numbering.blob, checkpoint)) for checkpoint in run]
-    in_newest = renumbered[-1]
+    newest_renumbering = renumbered[-1]
     tensors = {}
     for fqn, head in newest.manifest.tensors.items():
         shards: list[Shard] = []
-        for number, entry in held(run, fqn):
-            shards[:0] = [renumbered[number].shard(shard) for shard in entry.shards if shard.blobs]
+        for index, entry in held(run, fqn):
+            shards[:0] = [renumbered[index].shard(shard) for shard in entry.shards if shard.blobs]
         is_folded = not head.is_whole
-        tensors[fqn] = replace(head, shards=tuple(shards), folded=head.places) if is_folded else in_newest.tensor(head)
-    objects = {fqn: in_newest.blob(blob) for fqn, blob in newest.manifest.objects.items()}
+        tensors[fqn] = (
+            replace(head, shards=tuple(shards), folded=head.places) if is_folded else newest_renumbering.tensor(head)
+        )
+    objects = {fqn: newest_renumbering.blob(blob) for fqn, blob in newest.manifest.objects.items()}
     return Flat(tuple(numbering.packs), tuple(numbering.written_ns), tensors, objects)
 
 
@@ -91,10 +93,10 @@ class _Numbering:
         key = ("" if pack.log is not None else store.path, pack.name)
         if key not in self._numbers:
             self._numbers[key] = len(self.packs)
-            above = None
+            directory = None
             if pack.log is None and store.path != self._newest.store.path:
-                above = posixpath.relpath(store.path, self._newest.store.path)
-            self.packs.append(replace(pack, directory=above))
+                directory = posixpath.relpath(store.path, self._newest.store.path)
+            self.packs.append(replace(pack, directory=directory))
             self.written_ns.append(checkpoint.created_ns if pack.written_ns is None else pack.written_ns)
         return self._numbers[key]
 
@@ -152,10 +154,10 @@ def windows(size: tuple[int, ...], num_parts: int = 1) -> Iterator[Box]:
         size: The size of the tensor.
         num_parts: How many numbers are held for each row. The more there are, the fewer rows are in a window.
     """
-    whole = Box.whole(size)
+    tensor_box = Box.whole(size)
     num_rows = max(1, WINDOW_ROWS // num_parts)
-    for start in range(0, whole.num_rows, num_rows):
-        yield Box((start, *whole.offsets[1:]), (min(num_rows, whole.num_rows - start), *whole.sizes[1:]))
+    for start in range(0, tensor_box.num_rows, num_rows):
+        yield Box((start, *tensor_box.offsets[1:]), (min(num_rows, tensor_box.num_rows - start), *tensor_box.sizes[1:]))
 
 
 def live_rows(
@@ -173,37 +175,37 @@ def live_rows(
     Raises:
         DamagedError: Row numbers are corrupt, or a row is not stored anywhere.
     """
-    inside = [piece for piece in pieces if _overlaps(piece, window)]
-    coverage = Coverage(window, (piece.place for piece in inside))
-    numbers = _row_numbers(inside, reader, where)
-    for piece in reversed(inside):
-        rows = numbers.of(piece.rows)
+    overlapping = [piece for piece in pieces if _overlaps(piece, window)]
+    coverage = Coverage(window, (piece.place for piece in overlapping))
+    row_numbers = _row_numbers(overlapping, reader, where)
+    for piece in reversed(overlapping):
+        rows = row_numbers.of(piece.rows)
         bounds = np.array([0, window.num_rows]) + (window.first_row - piece.place.first_row)
         if rows is None:
             start, stop = np.clip(bounds - piece.rows.first, 0, piece.rows.span)
-            own = np.arange(start, stop) + piece.rows.first
+            own_rows = np.arange(start, stop) + piece.rows.first
         else:
             start, stop = np.searchsorted(rows, bounds)
-            own = rows[start:stop]
-        covered = coverage.parts(piece.place, own)
-        live = np.flatnonzero(~covered.all(axis=0))
-        coverage.add(piece.place, own)
-        yield LiveRows(piece, start + live, own[live], bool(covered[:, live].any()))
+            own_rows = rows[start:stop]
+        covered = coverage.parts(piece.place, own_rows)
+        live_indices = np.flatnonzero(~covered.all(axis=0))
+        coverage.add(piece.place, own_rows)
+        yield LiveRows(piece, start + live_indices, own_rows[live_indices], bool(covered[:, live_indices].any()))
     hole = coverage.first_hole() if is_filled else None
     if hole is not None:
         raise DamagedError(f"{where}: row {hole} is nowhere stored; use another checkpoint")
 
 
 def _row_numbers(pieces: Sequence[Piece], reader: PackReader, where: str) -> BlockRowNumbers:
-    coded = {piece.rows: piece for piece in pieces if piece.rows.blob is not None}
-    blocks = {f"rows of {piece.key}": piece.rows for piece in coded.values()}
+    pieces_by_block = {piece.rows: piece for piece in pieces if piece.rows.blob is not None}
+    blocks = {f"rows of {piece.key}": piece.rows for piece in pieces_by_block.values()}
     blobs = [(key, block.blob) for key, block in blocks.items() if block.blob is not None]
     return BlockRowNumbers(blocks, dict(reader.read(blobs)), where)
 
 
 def _overlaps(piece: Piece, window: Box) -> bool:
-    first = piece.place.first_row + piece.rows.first
-    return first < window.first_row + window.num_rows and first + piece.rows.span > window.first_row
+    first_row = piece.place.first_row + piece.rows.first
+    return first_row < window.first_row + window.num_rows and first_row + piece.rows.span > window.first_row
 
 
 @dataclass(frozen=True)
@@ -248,26 +250,26 @@ def survey(
         pieces = pieces_of(fqn, entry)
         num_live |= {piece.key: 0 for piece in pieces}
         for window in windows(flat.row_space(entry)):
-            for found in live_rows(pieces, window, reader, f"{newest.store.url}: tensor {fqn!r}", is_filled):
-                num_live[found.piece.key] += len(found.rows)
-                if found.is_partial:
-                    partly_dead.add((fqn, found.piece.shard))
+            for live in live_rows(pieces, window, reader, f"{newest.store.url}: tensor {fqn!r}", is_filled):
+                num_live[live.piece.key] += len(live.rows)
+                if live.is_partial:
+                    partly_dead.add((fqn, live.piece.shard))
     return num_live, frozenset(partly_dead)
 
 
 def uses_of(flat: Flat, num_live: Mapping[str, int]) -> tuple[PackUse, ...]:
     """Return how much of each data file of ``flat`` is live, from the counts of :func:`survey`."""
-    live = [float(pack.header_bytes) for pack in flat.packs]
+    live_bytes = [float(pack.header_bytes) for pack in flat.packs]
     for blob in flat.objects.values():
-        live[blob.pack] += blob.num_bytes
+        live_bytes[blob.pack] += blob.num_bytes
     row_shares: dict[RowBlock, float] = {}  # of row numbers: live if a table or its state needs them
     for fqn, entry in flat.tensors.items():
         for piece in pieces_of(fqn, entry):
             share = num_live.get(piece.key, piece.rows.num_rows) / piece.rows.num_rows
-            live[piece.blob.pack] += share * piece.blob.num_bytes
+            live_bytes[piece.blob.pack] += share * piece.blob.num_bytes
             if piece.rows.blob is not None:
-                before = row_shares.get(piece.rows, 0.0)
-                row_shares[piece.rows] = max(before, share)
-                live[piece.rows.blob.pack] += (row_shares[piece.rows] - before) * piece.rows.blob.num_bytes
-    uses = zip(flat.packs, live, flat.written_ns, strict=True)
+                share_before = row_shares.get(piece.rows, 0.0)
+                row_shares[piece.rows] = max(share_before, share)
+                live_bytes[piece.rows.blob.pack] += (row_shares[piece.rows] - share_before) * piece.rows.blob.num_bytes
+    uses = zip(flat.packs, live_bytes, flat.written_ns, strict=True)
     return tuple(PackUse(pack, round(num_bytes), written_ns) for pack, num_bytes, written_ns in uses)

@@ -184,8 +184,8 @@ def plan_compaction(
         max_ratio=max_ratio,
         empties_log=empties_log,
     )
-    most = math.inf if max_moved_bytes is None else max_moved_bytes
-    return replace(plan, victims=_victims(plan, most, self_contained))
+    most_bytes = math.inf if max_moved_bytes is None else max_moved_bytes
+    return replace(plan, victims=_victims(plan, most_bytes, self_contained))
 
 
 def _check_sizes(store: Store, flat: Flat) -> None:
@@ -205,15 +205,15 @@ def _split(
 ) -> tuple[Checkpoint | None, tuple[Checkpoint, ...]]:
     if since is None:
         return None, tuple(lineage)
-    wanted = Store.open(since)
-    for number, checkpoint in enumerate(lineage[:-1]):
-        if checkpoint.store.path == wanted.path and checkpoint.store.is_beside(wanted):
-            return checkpoint, tuple(lineage[number + 1 :])
-    below = [checkpoint.store.url for checkpoint in reversed(lineage[:-1])]
-    more = f" and {len(below) - _NUM_NAMED} more" if len(below) > _NUM_NAMED else ""
+    since_store = Store.open(since)
+    for index, checkpoint in enumerate(lineage[:-1]):
+        if checkpoint.store.path == since_store.path and checkpoint.store.is_beside(since_store):
+            return checkpoint, tuple(lineage[index + 1 :])
+    ancestor_urls = [checkpoint.store.url for checkpoint in reversed(lineage[:-1])]
+    more = f" and {len(ancestor_urls) - _NUM_NAMED} more" if len(ancestor_urls) > _NUM_NAMED else ""
     raise CheckpointNotFoundError(
-        f"{wanted.url} is not an ancestor of {lineage[-1].store.url}; its ancestors are "
-        f"{', '.join(below[:_NUM_NAMED]) or 'none'}{more}"
+        f"{since_store.url} is not an ancestor of {lineage[-1].store.url}; its ancestors are "
+        f"{', '.join(ancestor_urls[:_NUM_NAMED]) or 'none'}{more}"
     )
 
 
@@ -232,23 +232,25 @@ def _victims(plan: CompactionPlan, max_moved_bytes: float, self_contained: bool)
         or lies_in_other_root(use.pack)
         or (plan.empties_log and use.pack.log is not None)
     }
-    excess = plan.bytes_before - plan.max_ratio * plan.live_bytes - sum(uses[number].dead_bytes for number in victims)
+    excess_bytes = (
+        plan.bytes_before - plan.max_ratio * plan.live_bytes - sum(uses[number].dead_bytes for number in victims)
+    )
     moved_bytes = sum(uses[number].moved_bytes for number in victims)
     chosen = []
     for number in sorted((n for n in range(len(uses)) if n not in victims), key=lambda n: -_merit(plan, uses[n])):
-        if excess <= 0 or (moved_bytes and moved_bytes + uses[number].moved_bytes > max_moved_bytes):
+        if excess_bytes <= 0 or (moved_bytes and moved_bytes + uses[number].moved_bytes > max_moved_bytes):
             break
         if uses[number].dead_bytes > 0:
             chosen.append(number)
-            excess -= uses[number].dead_bytes
+            excess_bytes -= uses[number].dead_bytes
             moved_bytes += uses[number].moved_bytes
     for number in reversed(chosen):
-        if excess + uses[number].dead_bytes <= 0:  # files that were chosen later free enough without this one
+        if excess_bytes + uses[number].dead_bytes <= 0:  # files that were chosen later free enough without this one
             chosen.remove(number)
-            excess += uses[number].dead_bytes
+            excess_bytes += uses[number].dead_bytes
     return frozenset(victims.union(chosen))
 
 
 def _merit(plan: CompactionPlan, use: PackUse) -> float:
-    share = use.live_bytes / use.pack.num_bytes
-    return (1 - share) * math.sqrt(plan.age(use) + 0.5) / max(share, 1e-9)
+    live_share = use.live_bytes / use.pack.num_bytes
+    return (1 - live_share) * math.sqrt(plan.age(use) + 0.5) / max(live_share, 1e-9)

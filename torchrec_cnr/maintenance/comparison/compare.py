@@ -101,15 +101,15 @@ class Comparison:
     def __repr__(self) -> str:
         num_differing = sum(tensor.num_differing > 0 for tensor in self.tensors)
         tensors = f"{num_differing:,} of {count_text(len(self.tensors), 'tensor')} differ"
-        others = len(self.reshaped) + len(self.only_in_a) + len(self.only_in_b) + len(self.differing_objects)
-        others_text = f", {count_text(others, 'other difference')}" if others else ""
+        num_others = len(self.reshaped) + len(self.only_in_a) + len(self.only_in_b) + len(self.differing_objects)
+        others_text = f", {count_text(num_others, 'other difference')}" if num_others else ""
         return f"Comparison({url_text(self.a)}, {url_text(self.b)}: {tensors}{others_text})"
 
     @property
     def is_same(self) -> bool:
         """Return whether nothing differs."""
-        unlike = (self.reshaped, self.only_in_a, self.only_in_b, self.differing_objects)
-        return not any(unlike) and not any(tensor.num_differing for tensor in self.tensors)
+        differences = (self.reshaped, self.only_in_a, self.only_in_b, self.differing_objects)
+        return not any(differences) and not any(tensor.num_differing for tensor in self.tensors)
 
 
 def compare(
@@ -139,17 +139,17 @@ def compare(
     tensors_a, tensors_b = manifests[0].tensors, manifests[1].tensors
     objects_a, objects_b = manifests[0].objects, manifests[1].objects
     reshaped = tuple(_reshaped(*manifests))
-    unlike = {tensor.fqn for tensor in reshaped}
-    both = [fqn for fqn in tensors_b if fqn in tensors_a and fqn not in unlike]
-    shared = _shared(*lineages)
+    reshaped_fqns = {tensor.fqn for tensor in reshaped}
+    common_fqns = [fqn for fqn in tensors_b if fqn in tensors_a and fqn not in reshaped_fqns]
+    num_shared = _shared(*lineages)
     objects = tuple(fqn for fqn in objects_b if fqn in objects_a)
     return Comparison(
         a=lineages[0].newest.store.url,
         b=lineages[1].newest.store.url,
-        common=lineages[1].checkpoints[shared - 1].store.url if shared else None,
-        num_own_a=len(lineages[0].checkpoints) - shared,
-        num_own_b=len(lineages[1].checkpoints) - shared,
-        tensors=tuple(_compare_tensors(lineages, both, shared, progress, thread_count)),
+        common=lineages[1].checkpoints[num_shared - 1].store.url if num_shared else None,
+        num_own_a=len(lineages[0].checkpoints) - num_shared,
+        num_own_b=len(lineages[1].checkpoints) - num_shared,
+        tensors=tuple(_compare_tensors(lineages, common_fqns, num_shared, progress, thread_count)),
         reshaped=reshaped,
         only_in_a=tuple(fqn for fqn in (*tensors_a, *objects_a) if fqn not in tensors_b and fqn not in objects_b),
         only_in_b=tuple(fqn for fqn in (*tensors_b, *objects_b) if fqn not in tensors_a and fqn not in objects_a),
@@ -169,8 +169,12 @@ def read_rows(lineage: Lineage, fqn: str, rows: range, thread_count: int) -> Ten
     """
     tensor = LineageTensor(lineage, fqn)
     is_row_state = tensor.entry.table is not None
-    whole = whole_box(lineage.newest.manifest, fqn)
-    box = Box((rows.start, *whole.offsets[1:]), (len(rows), *whole.sizes[1:])) if whole.sizes else whole
+    tensor_box = whole_box(lineage.newest.manifest, fqn)
+    box = (
+        Box((rows.start, *tensor_box.offsets[1:]), (len(rows), *tensor_box.sizes[1:]))
+        if tensor_box.sizes
+        else tensor_box
+    )
     target = torch.empty(len(rows) if is_row_state else box.sizes, dtype=tensor.dtype, device="cpu")
     regions = [tensor.rows_region(box, target)] if is_row_state else tensor.regions(box, target)
     fold(plan_fold(lineage, regions), regions, thread_count)
@@ -183,11 +187,11 @@ def _compared_size(manifest: Manifest, entry: TensorEntry) -> tuple[int, ...]:
 
 def _reshaped(a: Manifest, b: Manifest) -> Iterator[Reshaped]:
     for fqn, entry in b.tensors.items():
-        old = a.tensors.get(fqn)
-        if old is None:
+        old_entry = a.tensors.get(fqn)
+        if old_entry is None:
             continue
-        before, after = (_compared_size(a, old), old.dtype), (_compared_size(b, entry), entry.dtype)
-        if before != after or (old.table is None) != (entry.table is None):
+        before, after = (_compared_size(a, old_entry), old_entry.dtype), (_compared_size(b, entry), entry.dtype)
+        if before != after or (old_entry.table is None) != (entry.table is None):
             yield Reshaped(fqn, *before, *after)
 
 
@@ -199,22 +203,22 @@ def _shared(a: Lineage, b: Lineage) -> int:
 
 
 def _compare_tensors(
-    lineages: tuple[Lineage, Lineage], fqns: list[str], shared: int, progress: Progress | None, thread_count: int
+    lineages: tuple[Lineage, Lineage], fqns: list[str], num_shared: int, progress: Progress | None, thread_count: int
 ) -> Iterator[TensorComparison]:
     a, b = lineages
     manifest = b.newest.manifest
     entries = {fqn: manifest.tensors[fqn] for fqn in fqns}
     row_bytes = {fqn: _row_bytes(manifest, entry) for fqn, entry in entries.items()}
     num_rows = {fqn: Box.whole(_compared_size(manifest, entry)).num_rows for fqn, entry in entries.items()}
-    num_bytes, done = sum(num_rows[fqn] * row_bytes[fqn] for fqn in fqns), 0
-    deltas = b.checkpoints[shared:] if shared == len(a.checkpoints) else None
+    num_bytes, done_bytes = sum(num_rows[fqn] * row_bytes[fqn] for fqn in fqns), 0
+    deltas = b.checkpoints[num_shared:] if num_shared == len(a.checkpoints) else None
     for fqn, entry in entries.items():
         meter = MovementMeter()
         for rows in _ranges(num_rows[fqn], row_bytes[fqn]):
             meter.add(read_rows(a, fqn, rows, thread_count), read_rows(b, fqn, rows, thread_count))
-            done += len(rows) * row_bytes[fqn]
+            done_bytes += len(rows) * row_bytes[fqn]
             if progress is not None:
-                progress(done, num_bytes)
+                progress(done_bytes, num_bytes)
         yield TensorComparison(
             fqn,
             entry.dtype,

@@ -57,11 +57,11 @@ class MovementMeter:
         """Add rows of both checkpoints, [n, ...] of the same dtype. Rows with the same bits are skipped."""
         before, after = _as_rows(before), _as_rows(after)
         block_rows = max(1, _BLOCK_ELEMENTS // max(1, before.shape[1]))
-        for first, second in zip(before.split(block_rows), after.split(block_rows), strict=True):
-            differs = (first.view(torch.uint8) != second.view(torch.uint8)).any(1)
+        for rows_before, rows_after in zip(before.split(block_rows), after.split(block_rows), strict=True):
+            differs = (rows_before.view(torch.uint8) != rows_after.view(torch.uint8)).any(1)
             if bool(differs.any()):
                 self.num_differing += int(differs.sum())
-                self._add_differing(first[differs].double(), second[differs].double())
+                self._add_differing(rows_before[differs].double(), rows_after[differs].double())
 
     def _add_differing(self, before: Tensor, after: Tensor) -> None:
         norms, distances = before.norm(dim=1), (after - before).norm(dim=1)
@@ -86,8 +86,8 @@ class MovementMeter:
 
     def _median(self, num_measured: int) -> float:
         """Return the mean of the two middle distances, each rounded to the middle of its bin."""
-        ends = np.cumsum(self._counts)
-        bins = np.searchsorted(ends, [(num_measured - 1) // 2, num_measured // 2], side="right")
+        cumulative_counts = np.cumsum(self._counts)
+        bins = np.searchsorted(cumulative_counts, [(num_measured - 1) // 2, num_measured // 2], side="right")
         middles = ((bins.astype(np.uint32) << _CUT_BITS) | (1 << (_CUT_BITS - 1))).view(np.float32)
         return min(max(float(middles.mean(dtype=np.float64)), self._min), self._max)
 

@@ -163,10 +163,10 @@ def read_dcp_checkpoint(source: str | os.PathLike[str]) -> DCPCheckpoint:
 
 
 def _opened(store: Store, metadata: Metadata) -> DCPCheckpoint:
-    known = set(metadata.state_dict_metadata)
-    if any(type(fqn) is not str for fqn in known):
+    fqns = set(metadata.state_dict_metadata)
+    if any(type(fqn) is not str for fqn in fqns):
         raise DamagedError(f"{store.url}/{METADATA_FILE}: names that are not strings")
-    wanted: list[tuple[Chunk, tuple[int, ...], _StorageInfo]] = []
+    stored_chunks: list[tuple[Chunk, tuple[int, ...], _StorageInfo]] = []
     chunks: list[DCPChunk] = []
     objects: dict[str, Extent] = {}
     for fqn, entry in metadata.state_dict_metadata.items():
@@ -182,11 +182,11 @@ def _opened(store: Store, metadata: Metadata) -> DCPCheckpoint:
             continue
         for box in boxes:
             info = _info(store, metadata, MetadataIndex(fqn, box.offsets))
-            wanted.append((Chunk(fqn, box, dtype), size, info))
-    wanted.sort(key=lambda item: (item[2].relative_path, item[2].offset))
-    for name, of_file in groupby(wanted, key=lambda item: item[2].relative_path):
-        chunks += _open_chunks(store, name, list(of_file))
-    return DCPCheckpoint(store, tuple(chunks), objects, _paths(store, metadata, known))
+            stored_chunks.append((Chunk(fqn, box, dtype), size, info))
+    stored_chunks.sort(key=lambda item: (item[2].relative_path, item[2].offset))
+    for name, file_chunks in groupby(stored_chunks, key=lambda item: item[2].relative_path):
+        chunks += _open_chunks(store, name, list(file_chunks))
+    return DCPCheckpoint(store, tuple(chunks), objects, _paths(store, metadata, fqns))
 
 
 def _checked(store: Store, fqn: str, entry: TensorStorageMetadata) -> tuple[tuple[int, ...], list[Box], torch.dtype]:
@@ -198,8 +198,8 @@ def _checked(store: Store, fqn: str, entry: TensorStorageMetadata) -> tuple[tupl
         )
     boxes = [Box(tuple(map(int, chunk.offsets)), tuple(map(int, chunk.sizes))) for chunk in entry.chunks]
     boxes = [box for box in boxes if 0 not in box.sizes]
-    negative = min((0, *size, *(number for box in boxes for number in (*box.offsets, *box.sizes)))) < 0
-    if negative or not (0 in size or fills(size, boxes)):
+    is_negative = min((0, *size, *(number for box in boxes for number in (*box.offsets, *box.sizes)))) < 0
+    if is_negative or not (0 in size or fills(size, boxes)):
         raise DamagedError(
             f"{store.url}/{METADATA_FILE}: the chunks of {fqn!r} do not fill its size {list(size)} exactly"
         )
@@ -224,8 +224,8 @@ def _info(store: Store, metadata: Metadata, index: MetadataIndex) -> _StorageInf
     return info
 
 
-def _paths(store: Store, metadata: Metadata, known: set[str]) -> dict[str, tuple[str | int, ...]]:
-    paths = {fqn: tuple(path) for fqn, path in (metadata.planner_data or {}).items() if fqn in known}
+def _paths(store: Store, metadata: Metadata, fqns: set[str]) -> dict[str, tuple[str | int, ...]]:
+    paths = {fqn: tuple(path) for fqn, path in (metadata.planner_data or {}).items() if fqn in fqns}
     for fqn, path in paths.items():
         if not path or type(path[0]) is not str or any(type(key) not in (str, int) for key in path):
             raise DamagedError(f"{store.url}/{METADATA_FILE}: {fqn!r} has no path of keys and indices (got {path!r})")
@@ -233,24 +233,24 @@ def _paths(store: Store, metadata: Metadata, known: set[str]) -> dict[str, tuple
 
 
 def _open_chunks(
-    store: Store, name: str, wanted: Sequence[tuple[Chunk, tuple[int, ...], _StorageInfo]]
+    store: Store, name: str, stored_chunks: Sequence[tuple[Chunk, tuple[int, ...], _StorageInfo]]
 ) -> list[DCPChunk]:
     """Find the values of chunks in one file."""
-    found: list[DCPChunk] = []
+    chunks: list[DCPChunk] = []
     with missing_is_damage(), store.open_file(name) as file:
-        for chunk, size, info in wanted:
+        for chunk, size, info in stored_chunks:
             where = f"{store.url}/{name}: {chunk.fqn!r} at byte {info.offset}"
             try:
                 view: Any = _create_file_view(file, info.offset, info.length)
                 check_archive(_Part(file, info.offset, info.length))
                 view.seek(0)
-                opened: Any = torch.load(view, map_location="meta", weights_only=True)
+                tensor: Any = torch.load(view, map_location="meta", weights_only=True)
             except OSError as error:
                 raise StoreError(f"cannot read {where}: {error}") from error
             except Exception as error:  # invalid bytes may make the unpickler raise anything
                 raise DamagedError(f"{where}: not a tensor from torch.save ({type(error).__name__})") from error
-            found += _located(where, chunk, size, info, opened)
-    return found
+            chunks += _located(where, chunk, size, info, tensor)
+    return chunks
 
 
 class _Part(io.RawIOBase):
@@ -277,32 +277,32 @@ class _Part(io.RawIOBase):
         return self._at
 
     def read(self, size: int = -1) -> bytes:
-        left = max(0, self._num_bytes - self._at)
+        num_left = max(0, self._num_bytes - self._at)
         self._file.seek(self._start + self._at)
-        data = self._file.read(left if size < 0 else min(size, left))
+        data = self._file.read(num_left if size < 0 else min(size, num_left))
         self._at += len(data)
         return data
 
 
-def _located(where: str, chunk: Chunk, size: tuple[int, ...], info: _StorageInfo, opened: Any) -> list[DCPChunk]:
+def _located(where: str, chunk: Chunk, size: tuple[int, ...], info: _StorageInfo, tensor: Any) -> list[DCPChunk]:
     """Return the places of a chunk's values, in parts that fit into memory; one part if they are not contiguous."""
-    if not isinstance(opened, Tensor) or opened.layout is not torch.strided:
+    if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
         raise DamagedError(f"{where}: not a dense tensor")
-    if opened.dtype is not chunk.dtype or tuple(opened.shape) != chunk.box.sizes:
+    if tensor.dtype is not chunk.dtype or tuple(tensor.shape) != chunk.box.sizes:
         raise DamagedError(
-            f"{where}: expected {list(chunk.box.sizes)} of {chunk.dtype}, got {list(opened.shape)} of {opened.dtype}"
+            f"{where}: expected {list(chunk.box.sizes)} of {chunk.dtype}, got {list(tensor.shape)} of {tensor.dtype}"
         )
-    storage: Any = opened.untyped_storage()
-    itemsize, first, start = chunk.dtype.itemsize, int(opened.storage_offset()), int(storage._checkpoint_offset)
-    span = 1 + sum((length - 1) * step for length, step in zip(opened.shape, opened.stride(), strict=True))
-    if (first + span) * itemsize > storage.nbytes() or start + storage.nbytes() > info.length:
+    storage: Any = tensor.untyped_storage()
+    itemsize, first_element, start = chunk.dtype.itemsize, int(tensor.storage_offset()), int(storage._checkpoint_offset)
+    span = 1 + sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
+    if (first_element + span) * itemsize > storage.nbytes() or start + storage.nbytes() > info.length:
         raise DamagedError(f"{where}: truncated before the end of its values")
-    if opened.numel() * itemsize > storage.nbytes():  # a small file could require any amount of memory
-        raise DamagedError(f"{where}: overlapping values ({storage.nbytes()} bytes for {opened.numel()} values)")
-    if not opened.is_contiguous():
-        extent = Extent(info.relative_path, info.offset + start, (first + span) * itemsize)
-        return [DCPChunk(chunk, size, extent, opened.stride(), first)]
-    start += info.offset + first * itemsize
+    if tensor.numel() * itemsize > storage.nbytes():  # a small file could require any amount of memory
+        raise DamagedError(f"{where}: overlapping values ({storage.nbytes()} bytes for {tensor.numel()} values)")
+    if not tensor.is_contiguous():
+        extent = Extent(info.relative_path, info.offset + start, (first_element + span) * itemsize)
+        return [DCPChunk(chunk, size, extent, tensor.stride(), first_element)]
+    start += info.offset + first_element * itemsize
     parts: list[DCPChunk] = []
     for part in split_rows(chunk, chunk.box.num_cols * itemsize):
         parts.append(DCPChunk(part, size, Extent(info.relative_path, start, part.num_bytes)))

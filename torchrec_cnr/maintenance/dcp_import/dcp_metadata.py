@@ -65,14 +65,14 @@ def read_dcp_metadata(store: Store) -> Metadata:
         raise
     try:
         check_pickle(data)
-        found = _Unpickler(io.BytesIO(data), url).load()
+        dcp_metadata = _Unpickler(io.BytesIO(data), url).load()
     except DamagedError:
         raise
     except Exception as error:  # invalid bytes may make the unpickler raise anything
         raise DamagedError(f"{url}: not DCP's metadata ({type(error).__name__}: {error})") from error
-    if not isinstance(found, Metadata):
-        raise DamagedError(f"{url}: expected DCP's Metadata, got {type(found).__name__}")
-    return found
+    if not isinstance(dcp_metadata, Metadata):
+        raise DamagedError(f"{url}: expected DCP's Metadata, got {type(dcp_metadata).__name__}")
+    return dcp_metadata
 
 
 class _Unpickler(pickle.Unpickler):

@@ -68,54 +68,59 @@ def import_checkpoint(
             "only one checkpoint; pass another 'path'"
         )
     writer = CNRStorageWriter(path, quantization=quantization, thread_count=thread_count)
-    stock = read_dcp_checkpoint(source)
-    _check_quantized(stock, SchemeRules.of(quantization if quantization is not None else NoQuantization()))
-    planner = _ImportPlanner(stock, progress)
-    save(writer, [planner.whole_plan()], planner, stock.paths)
+    dcp_checkpoint = read_dcp_checkpoint(source)
+    _check_quantized(dcp_checkpoint, SchemeRules.of(quantization if quantization is not None else NoQuantization()))
+    planner = _ImportPlanner(dcp_checkpoint, progress)
+    save(writer, [planner.whole_plan()], planner, dcp_checkpoint.paths)
     return read_checkpoint(path)
 
 
-def _check_quantized(stock: DCPCheckpoint, rules: SchemeRules) -> None:
+def _check_quantized(dcp_checkpoint: DCPCheckpoint, rules: SchemeRules) -> None:
     """Refuse a ``quantization`` that applies to no tensor, for example because the tables have other names."""
-    asked = [pattern for pattern, scheme in rules.patterns if not isinstance(scheme, NoQuantization)]
-    if not asked and isinstance(rules.tables, NoQuantization):
+    quantized_patterns = [pattern for pattern, scheme in rules.patterns if not isinstance(scheme, NoQuantization)]
+    if not quantized_patterns and isinstance(rules.tables, NoQuantization):
         return
-    found = {part.chunk.fqn: (part.chunk.dtype, len(part.size)) for part in stock.chunks}
-    for fqn, (dtype, num_dims) in found.items():
+    dtypes_and_dims = {
+        dcp_chunk.chunk.fqn: (dcp_chunk.chunk.dtype, len(dcp_chunk.size)) for dcp_chunk in dcp_checkpoint.chunks
+    }
+    for fqn, (dtype, num_dims) in dtypes_and_dims.items():
         if not isinstance(rules.rule_for(fqn, dtype, num_dims == 2 and is_table_name(fqn)), NoQuantization):
             return
-    matrices = sorted(fqn for fqn, (dtype, num_dims) in found.items() if num_dims == 2 and dtype.is_floating_point)
-    named = ", ".join(map(repr, matrices[:_NUM_NAMED])) or "none"
+    matrices = sorted(
+        fqn for fqn, (dtype, num_dims) in dtypes_and_dims.items() if num_dims == 2 and dtype.is_floating_point
+    )
+    names = ", ".join(map(repr, matrices[:_NUM_NAMED])) or "none"
     more = f" and {len(matrices) - _NUM_NAMED} more" if len(matrices) > _NUM_NAMED else ""
     raise ConfigurationError(
-        f"{stock.store.url}: nothing would be quantized: no tensor is named {' or '.join(asked or TABLE_PATTERNS)}; "
-        f"pass patterns that match its tables; its matrices are {named}{more}"
+        f"{dcp_checkpoint.store.url}: nothing would be quantized: no tensor is named "
+        f"{' or '.join(quantized_patterns or TABLE_PATTERNS)}; pass patterns that match its tables; its "
+        f"matrices are {names}{more}"
     )
 
 
 class _ImportPlanner(DefaultSavePlanner):
     """Plans a save of all contents of a source, and reads them item by item."""
 
-    def __init__(self, stock: DCPCheckpoint, progress: Progress | None) -> None:
+    def __init__(self, dcp_checkpoint: DCPCheckpoint, progress: Progress | None) -> None:
         super().__init__()
-        self._stock = stock
-        self._chunks = {index_of(found.chunk): found for found in stock.chunks}
+        self._stock = dcp_checkpoint
+        self._chunks = {index_of(dcp_chunk.chunk): dcp_chunk for dcp_chunk in dcp_checkpoint.chunks}
         self._progress = progress
-        self._num_bytes = sum(found.chunk.num_bytes for found in stock.chunks)
+        self._num_bytes = sum(dcp_chunk.chunk.num_bytes for dcp_chunk in dcp_checkpoint.chunks)
         self._done_bytes = 0
 
     def whole_plan(self) -> SavePlan:
         """Return a plan of all items, in the source's order."""
-        tensors = [chunk_item(found.chunk, found.size, WriteItemType.SHARD) for found in self._stock.chunks]
+        tensors = [chunk_item(dcp_chunk.chunk, dcp_chunk.size, WriteItemType.SHARD) for dcp_chunk in self._stock.chunks]
         return SavePlan([*object_items(self._stock.objects), *tensors])
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         """Read the data of an item."""
         if write_item.type is WriteItemType.BYTE_IO:
             return self._stock.read_object(write_item.index.fqn)
-        found = self._chunks[write_item.index]
-        values = self._stock.read(found)
-        self._done_bytes += found.chunk.num_bytes
+        dcp_chunk = self._chunks[write_item.index]
+        values = self._stock.read(dcp_chunk)
+        self._done_bytes += dcp_chunk.chunk.num_bytes
         if self._progress is not None:
             self._progress(self._done_bytes, self._num_bytes)
         return values

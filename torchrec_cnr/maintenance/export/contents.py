@@ -149,10 +149,10 @@ def split_rows(chunk: Chunk, held_row_bytes: int) -> Iterator[Chunk]:
     block_rows = max(1, BLOCK_BYTES // (box.num_cols * chunk.dtype.itemsize))
     if chunk_rows > block_rows:
         chunk_rows -= chunk_rows % block_rows
-    for first in range(0, box.num_rows, chunk_rows):
-        num_rows = min(chunk_rows, box.num_rows - first)
-        part = Box((box.offsets[0] + first, *box.offsets[1:]), (num_rows, *box.sizes[1:]))
-        yield Chunk(chunk.fqn, part, chunk.dtype)
+    for first_row in range(0, box.num_rows, chunk_rows):
+        num_rows = min(chunk_rows, box.num_rows - first_row)
+        part_box = Box((box.offsets[0] + first_row, *box.offsets[1:]), (num_rows, *box.sizes[1:]))
+        yield Chunk(chunk.fqn, part_box, chunk.dtype)
 
 
 def bytes_of(values: Tensor) -> Bytes:

@@ -21,10 +21,10 @@ def new_directory(out: str | os.PathLike[str]) -> Iterator[Store]:
         StoreError: The file system failed.
     """
     store = Store.open(out)
-    above, name = store.at("..").listing(), posixpath.basename(store.path)
-    if name in above.files or store.names():
+    listing, name = store.at("..").listing(), posixpath.basename(store.path)
+    if name in listing.files or store.names():
         raise ConfigurationError(f"{store.url} already exists and is not empty; export to another path")
-    is_new = name not in (*above.directories, *above.links)
+    is_new = name not in (*listing.directories, *listing.links)
     store.make()
     try:
         yield store
@@ -45,15 +45,15 @@ def new_file(out: str | os.PathLike[str]) -> Iterator[Stream]:
         ConfigurationError: The path already exists.
         StoreError: The file system failed.
     """
-    place = Store.open(out)
-    store, name = place.at(".."), posixpath.basename(place.path)
+    target = Store.open(out)
+    store, name = target.at(".."), posixpath.basename(target.path)
     if store.exists(name):
-        raise ConfigurationError(f"{place.url} already exists; export to another path")
+        raise ConfigurationError(f"{target.url} already exists; export to another path")
     store.make()
     try:
         with store.create(name) as stream:
             yield stream
     except BaseException:
         with suppress(Exception):
-            store.fs.rm(place.path)
+            store.fs.rm(target.path)
         raise

@@ -79,7 +79,7 @@ class _ReadingPlanner(DefaultSavePlanner):
         if write_item.index not in self._read:
             batch = self._batches[write_item.index]
             values = self._contents.read_batch(batch)
-            self._read = {index_of(chunk): (chunk, part) for chunk, part in zip(batch, values, strict=True)}
-        chunk, part = self._read.pop(write_item.index)
+            self._read = {index_of(chunk): (chunk, tensor) for chunk, tensor in zip(batch, values, strict=True)}
+        chunk, tensor = self._read.pop(write_item.index)
         self._contents.count(chunk)
-        return part
+        return tensor

@@ -33,16 +33,16 @@ def write_safetensors(contents: Contents, out: str | os.PathLike[str]) -> Writte
             f"a tensor has the name {_RESERVED!r}, which is reserved in safetensors files; export to 'dcp'"
         )
     objects = contents.objects()
-    kept = {fqn: value for fqn, value in sorted(objects.items()) if _is_json(value)}
+    json_objects = {fqn: value for fqn, value in sorted(objects.items()) if _is_json(value)}
     files = _plan_files(contents)
     with new_directory(out) as store:
-        if kept:
-            store.put(_OBJECTS, [json.dumps(kept, indent=1).encode()])
+        if json_objects:
+            store.put(_OBJECTS, [json.dumps(json_objects, indent=1).encode()])
         for name, fqns in files.items():
             _write_file(store, name, fqns, contents)
         if len(files) > 1:
             store.put(_INDEX, [_index(files, contents)])
-        return store, tuple(store.names()), tuple(sorted(set(objects) - set(kept)))
+        return store, tuple(store.names()), tuple(sorted(set(objects) - set(json_objects)))
 
 
 def _plan_files(contents: Contents) -> dict[str, list[str]]:

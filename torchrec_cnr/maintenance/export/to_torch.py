@@ -80,13 +80,15 @@ def _check_paths(paths: Sequence[Sequence[str | int]]) -> None:
     lengths: dict[tuple[str | int, ...], int] = {}  # the length of each list; 0 for a dictionary
     for path in paths:
         for depth, key in enumerate(path):
-            length, way = (key + 1 if isinstance(key, int) else 0), tuple(path[:depth])
-            known = lengths.setdefault(way, length)
-            if (known == 0) != (length == 0):
-                raise DamagedError(f"{_PATHS} have {list(way)} as a list and as a dictionary; use another checkpoint")
-            lengths[way] = max(known, length)
-    ends = {tuple(path) for path in paths}
-    if len(ends) < len(paths) or ends & lengths.keys():
+            length, prefix = (key + 1 if isinstance(key, int) else 0), tuple(path[:depth])
+            known_length = lengths.setdefault(prefix, length)
+            if (known_length == 0) != (length == 0):
+                raise DamagedError(
+                    f"{_PATHS} have {list(prefix)} as a list and as a dictionary; use another checkpoint"
+                )
+            lengths[prefix] = max(known_length, length)
+    item_paths = {tuple(path) for path in paths}
+    if len(item_paths) < len(paths) or item_paths & lengths.keys():
         raise DamagedError(f"{_PATHS} lead to several items in one place; use another checkpoint")
     if sum(lengths.values()) > _MAX_PLACES:
         raise DamagedError(f"{_PATHS} lead into lists of more than {_MAX_PLACES} places; use another checkpoint")

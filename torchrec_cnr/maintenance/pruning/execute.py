@@ -52,12 +52,15 @@ class PruneResult:
     refused: frozenset[str] = frozenset()
 
     def __repr__(self) -> str:
-        done = f"removed {count_text(len(self.removed), 'checkpoint')}, freed {bytes_text(self.freed_bytes)}"
-        return f"PruneResult({done}, {len(self.failed):,} failed)" if self.failed else f"PruneResult({done})"
+        summary = f"removed {count_text(len(self.removed), 'checkpoint')}, freed {bytes_text(self.freed_bytes)}"
+        return f"PruneResult({summary}, {len(self.failed):,} failed)" if self.failed else f"PruneResult({summary})"
 
     def __str__(self) -> str:
         lines = [f"removed {count_text(len(self.removed), 'checkpoint')}, freed {bytes_text(self.freed_bytes)}"]
-        lines += [f"  not removed  {name_text(name)}: {name_text('; '.join(why))}" for name, why in self.failed.items()]
+        lines += [
+            f"  not removed  {name_text(name)}: {name_text('; '.join(reasons))}"
+            for name, reasons in self.failed.items()
+        ]
         return "\n".join(lines)
 
 
@@ -74,7 +77,9 @@ def run_prune(plan: PrunePlan, *, progress: Progress | None = None) -> PruneResu
     """
     now_ns = plan.now_ns if plan.is_now_given or not plan.removals else plan.catalog.root.now_ns()
     directory = plan.catalog.root.at(journal.DIRECTORY)
-    planned = journal.write_file(directory, plan.told, plan.now_ns) if any(r.files for r in plan.removals) else None
+    planned_name = (
+        journal.write_file(directory, plan.told, plan.now_ns) if any(r.files for r in plan.removals) else None
+    )
     removed = {removal.entry.name for removal in plan.removals if removal.pruned is not None}
     for name, entry in plan.catalog.entries.items():  # kept checkpoints must be durable before any removal
         if removed and entry.checkpoint is not None and name not in removed:
@@ -88,7 +93,7 @@ def run_prune(plan: PrunePlan, *, progress: Progress | None = None) -> PruneResu
             if progress is not None:
                 progress(num_done, num_files)
     try:
-        _tidy_journal(directory, plan, execution.done, planned)
+        _tidy_journal(directory, plan, execution.done, planned_name)
         _tidy_root(plan, execution.removed)
     except StoreError as error:
         execution.refuse(journal.DIRECTORY, error)
@@ -96,20 +101,20 @@ def run_prune(plan: PrunePlan, *, progress: Progress | None = None) -> PruneResu
     return PruneResult(tuple(execution.removed), execution.freed_bytes, failed, frozenset(execution.refused))
 
 
-def _tidy_journal(directory: Store, plan: PrunePlan, done: Journal, planned: str | None) -> None:
+def _tidy_journal(directory: Store, plan: PrunePlan, done: Journal, planned_name: str | None) -> None:
     """Replace the record of what was planned with that of what was done, and merge the files if there are many."""
-    known = plan.catalog.journal
-    written: tuple[str, ...] = ()
-    if planned is not None:
-        is_told = done.prunes or done.pruned
-        written = (journal.write_file(directory, done, plan.now_ns),) if is_told else ()
-        directory.remove(planned)
-    for name in known.abandoned:
+    old_journal = plan.catalog.journal
+    written_names: tuple[str, ...] = ()
+    if planned_name is not None:
+        is_recorded = done.prunes or done.pruned
+        written_names = (journal.write_file(directory, done, plan.now_ns),) if is_recorded else ()
+        directory.remove(planned_name)
+    for name in old_journal.abandoned:
         directory.remove(name)
     if plan.folds_journal:
-        pruned, prunes = known.pruned + done.pruned, known.prunes + done.prunes
-        now = Journal(pruned, known.died | done.died, prunes, known.files + written)
-        journal.fold_files(directory, now, plan.now_ns)
+        pruned, prunes = old_journal.pruned + done.pruned, old_journal.prunes + done.prunes
+        merged_journal = Journal(pruned, old_journal.died | done.died, prunes, old_journal.files + written_names)
+        journal.fold_files(directory, merged_journal, plan.now_ns)
 
 
 def _tidy_root(plan: PrunePlan, removed: Collection[str]) -> None:
@@ -143,8 +148,8 @@ class _Execution:
     @property
     def done(self) -> Journal:
         """Return what to record in the journal at the end; nothing, if no file can have been removed."""
-        gone = {*self.removed, *self._may_be_gone}
-        pruned = tuple(checkpoint for checkpoint in self._plan.pruned if checkpoint.name in gone)
+        gone_names = {*self.removed, *self._may_be_gone}
+        pruned = tuple(checkpoint for checkpoint in self._plan.pruned if checkpoint.name in gone_names)
         if not self._touched:
             return Journal(pruned)
         died = frozenset(self._plan.died).intersection(self._touched)
@@ -237,14 +242,14 @@ class _Execution:
 
     def _why_changed(self, removal: Removal, names: list[str]) -> str | None:
         """Return which files are new in a directory that would be emptied: a tag, a save or a compaction."""
-        came = sorted({*names} - {*removal.entry.files, *removal.entry.directories})
+        new_names = sorted({*names} - {*removal.entry.files, *removal.entry.directories})
         if removal.entry.name == journal.DIRECTORY:  # a checkpoint may have this name, too
-            came = [name for name in came if not journal.is_journal_file(name)]
-        if not came or (removal.pruned is None and removal.entry.checkpoint is not None):
+            new_names = [name for name in new_names if not journal.is_journal_file(name)]
+        if not new_names or (removal.pruned is None and removal.entry.checkpoint is not None):
             return None
         self._known.discard(removal.entry.name)  # it may contain another checkpoint now
-        more = "" if len(came) == 1 else f" and {len(came) - 1} more"
-        return f"{name_text(came[0])}{more} appeared after the plan was made"
+        more = "" if len(new_names) == 1 else f" and {len(new_names) - 1} more"
+        return f"{name_text(new_names[0])}{more} appeared after the plan was made"
 
     def _why_loading(self, loading: tuple[str, ...]) -> str | None:
         for name in loading:
@@ -256,17 +261,17 @@ class _Execution:
     def _take_in_newcomers(self) -> None:
         """Keep what is needed by checkpoints that were committed since the catalog was read."""
         root = self._plan.catalog.root
-        listed = root.listing()
-        for name in {*listed.directories, *listed.links} - self._known:
+        listing = root.listing()
+        for name in {*listing.directories, *listing.links} - self._known:
             names = root.at(name).names()
             if MANIFEST_FILE not in names:
                 continue
             try:
-                found = read_checkpoint(root.at(name))
+                checkpoint = read_checkpoint(root.at(name))
             except CheckpointNotFoundError:  # another process has removed it
                 continue
             self._known.add(name)
-            self._want_all_of(found, f"needed by {name_text(name)}, which was committed after the plan was made")
+            self._want_all_of(checkpoint, f"needed by {name_text(name)}, which was committed after the plan was made")
 
     def _want_all_of(self, newcomer: Checkpoint, reason: str) -> None:
         catalog = self._plan.catalog

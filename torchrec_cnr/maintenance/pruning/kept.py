@@ -58,15 +58,15 @@ def needed_by(catalog: Catalog, names: Iterable[str], loading: Collection[str] =
     packs: dict[PackPath, str] = {}
     seen: set[tuple[str, bool]] = set()
     for head in names:
-        waiting, by_any = [head], head in loading
+        waiting, is_loading = [head], head in loading
         while waiting:
             name = waiting.pop()
-            if (name, True) in seen or (name, by_any) in seen:
+            if (name, True) in seen or (name, is_loading) in seen:
                 continue
-            seen.add((name, by_any))
+            seen.add((name, is_loading))
             checkpoints.setdefault(name, head)
             checkpoint = catalog.checkpoints[name]
-            for manifest in checkpoint.manifests if by_any else (checkpoint.manifest,):
+            for manifest in checkpoint.manifests if is_loading else (checkpoint.manifest,):
                 view = replace(checkpoint, manifest=manifest)
                 for pack in catalog.uses(view):
                     packs.setdefault(pack, head)
@@ -77,12 +77,12 @@ def needed_by(catalog: Catalog, names: Iterable[str], loading: Collection[str] =
 
 def why_broken(catalog: Catalog) -> dict[str, str]:
     """Return the checkpoints that cannot be loaded although their manifests can be read, and why, as far as known."""
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for name in catalog.checkpoints:  # parents come first, or are not older
-        reason = _parent_problem(catalog, name, found) or _pack_problem(catalog, name)
+        reason = _parent_problem(catalog, name, reasons) or _pack_problem(catalog, name)
         if reason is not None:
-            found[name] = reason
-    return found
+            reasons[name] = reason
+    return reasons
 
 
 def _parent_problem(catalog: Catalog, name: str, broken: Mapping[str, str]) -> str | None:
@@ -91,12 +91,12 @@ def _parent_problem(catalog: Catalog, name: str, broken: Mapping[str, str]) -> s
     parent = None if ref is None else catalog.name_of(checkpoint.store.at(ref.path))
     if ref is None or parent is None:  # a parent under another root is assumed to exist
         return None
-    there, entry = catalog.checkpoints.get(parent), catalog.entries.get(parent)
-    if there is None:
+    parent_checkpoint, entry = catalog.checkpoints.get(parent), catalog.entries.get(parent)
+    if parent_checkpoint is None:
         return f"its parent {parent} {'is missing' if entry is None or entry.problem is None else 'cannot be read'}"
-    if there.sha256 != ref.sha256:
+    if parent_checkpoint.sha256 != ref.sha256:
         return f"its parent {parent} was replaced"
-    if there.created_ns >= checkpoint.created_ns:
+    if parent_checkpoint.created_ns >= checkpoint.created_ns:
         return f"it is not newer than its parent {parent}"
     return f"its parent {parent} cannot be loaded" if parent in broken else None
 
@@ -112,9 +112,9 @@ def _pack_problem(catalog: Catalog, name: str) -> str | None:
             or (entry is not None and (entry.is_link or entry.problem is not None))
         ):
             continue  # its files are not listed in the catalog
-        there = None if entry is None else entry.files.get(pack.name)
-        if there is None or there < pack.num_bytes:  # no load reads bytes after the committed ones
-            what = "is missing" if there is None else f"has {there} bytes, expected {pack.num_bytes}"
+        num_bytes = None if entry is None else entry.files.get(pack.name)
+        if num_bytes is None or num_bytes < pack.num_bytes:  # no load reads bytes after the committed ones
+            what = "is missing" if num_bytes is None else f"has {num_bytes} bytes, expected {pack.num_bytes}"
             return f"its data file {directory}/{pack.name} {what}"
     return None
 
@@ -151,7 +151,7 @@ def find_kept(catalog: Catalog, keep: Keep, now_ns: int) -> Kept:
     leases = {name: entry.leases(now_ns) for name, entry in catalog.entries.items()}
     leased = [name for name in catalog.checkpoints if leases[name]]
     horizon_ns, unreadable = _horizon(catalog.entries.values())
-    reasons = {name: list(found) for name, found in keep.choose(_candidates(catalog, broken)).items()}
+    reasons = {name: list(texts) for name, texts in keep.choose(_candidates(catalog, broken)).items()}
     for name in leased:
         reasons.setdefault(name, []).append(lease_text(leases[name][0], now_ns))
     for name, reason in _linked(catalog).items():
@@ -161,18 +161,18 @@ def find_kept(catalog: Catalog, keep: Keep, now_ns: int) -> Kept:
             reasons.setdefault(name, []).append("tagged because another root needs it")
     for name, reason in broken.items():
         reasons.setdefault(name, []).append(f"cannot be loaded: {name_text(reason)}")
-    older = [name for name, checkpoint in catalog.checkpoints.items() if checkpoint.created_ns <= horizon_ns]
-    for name in older:
+    older_names = [name for name, checkpoint in catalog.checkpoints.items() if checkpoint.created_ns <= horizon_ns]
+    for name in older_names:
         if unreadable is not None:
             reasons.setdefault(name, []).append(f"{name_text(unreadable.name)}, which cannot be read, may need it")
     needs = needed_by(catalog, _newest_first(catalog, reasons), leased)
-    for name, by in needs.checkpoints.items():
+    for name, user in needs.checkpoints.items():
         if name not in reasons:
-            reasons[name] = [f"needed by {name_text(by)}"]
+            reasons[name] = [f"needed by {name_text(user)}"]
     entries = catalog.entries.items()
-    fixed = (name for name, entry in entries if entry.is_link or entry.problem is not None or leases[name])
-    untouched = frozenset({*broken, *older, *fixed})
-    return Kept({name: tuple(found) for name, found in reasons.items()}, needs, untouched, horizon_ns)
+    fixed_names = (name for name, entry in entries if entry.is_link or entry.problem is not None or leases[name])
+    untouched = frozenset({*broken, *older_names, *fixed_names})
+    return Kept({name: tuple(texts) for name, texts in reasons.items()}, needs, untouched, horizon_ns)
 
 
 def lease_text(lease: Lease, now_ns: int) -> str:
@@ -201,12 +201,12 @@ def _linked(catalog: Catalog) -> dict[str, str]:
     """Return why links to checkpoints, and the checkpoints that they lead to, are kept."""
     links = {name: checkpoint for name, checkpoint in catalog.checkpoints.items() if catalog.entries[name].is_link}
     targets = {checkpoint.sha256: name for name, checkpoint in links.items()}
-    found = {
+    reasons = {
         name: f"linked as {name_text(targets[checkpoint.sha256])}"
         for name, checkpoint in catalog.checkpoints.items()
         if checkpoint.sha256 in targets
     }
-    return {**found, **dict.fromkeys(links, "a link")}
+    return {**reasons, **dict.fromkeys(links, "a link")}
 
 
 def _newest_first(catalog: Catalog, names: Iterable[str]) -> list[str]:

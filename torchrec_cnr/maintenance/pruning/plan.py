@@ -141,19 +141,21 @@ class PrunePlan:
     @cached_property
     def left_bytes(self) -> int:
         """Return the bytes of all files that are kept in the root and its directories, without the journal."""
-        there = total_bytes(self.catalog.entries.values()) + sum(self.catalog.files.values())
-        return there - self.freed_bytes
+        present_bytes = total_bytes(self.catalog.entries.values()) + sum(self.catalog.files.values())
+        return present_bytes - self.freed_bytes
 
     def __repr__(self) -> str:
-        removed = f"removes {count_text(len(self.pruned), 'checkpoint')}, frees {bytes_text(self.freed_bytes)}"
-        return f"PrunePlan({removed}, keeps {bytes_text(self.left_bytes)}, {url_text(self.catalog.root.url)})"
+        removal_text = f"removes {count_text(len(self.pruned), 'checkpoint')}, frees {bytes_text(self.freed_bytes)}"
+        return f"PrunePlan({removal_text}, keeps {bytes_text(self.left_bytes)}, {url_text(self.catalog.root.url)})"
 
     def __str__(self) -> str:
         lines = [f"{name_text(self.catalog.root.url)}: keep {self.keep}"]
         lines += [f"  remove  {removal}" for removal in self.removals]
         lines += [f"  keep    {name_text(name)}: {'; '.join(reasons)}" for name, reasons in self.stays.items()]
-        gone = count_text(len(self.pruned), "checkpoint")
-        lines.append(f"removes {gone}, frees {bytes_text(self.freed_bytes)}, keeps {bytes_text(self.left_bytes)}")
+        pruned_text = count_text(len(self.pruned), "checkpoint")
+        lines.append(
+            f"removes {pruned_text}, frees {bytes_text(self.freed_bytes)}, keeps {bytes_text(self.left_bytes)}"
+        )
         return "\n".join(lines)
 
 
@@ -210,23 +212,25 @@ def record_of(
     catalog: Catalog, entry: Entry, checkpoint: Checkpoint, restore_bytes: int | None, removed_ns: int
 ) -> PrunedCheckpoint:
     """Return the journal's record of a checkpoint that is removed."""
-    saved = checkpoint.committed
-    parent = None if saved.parent is None else catalog.name_of(checkpoint.store.at(saved.parent.path))
+    committed = checkpoint.committed
+    parent = None if committed.parent is None else catalog.name_of(checkpoint.store.at(committed.parent.path))
     packs = packs_of(checkpoint) | {name for name in entry.files if is_pack(name)}
     replacements = checkpoint.manifests[1:]
     return PrunedCheckpoint(
         name=entry.name,
         created_ns=checkpoint.created_ns,
-        kind=saved.kind,
-        num_bytes=written_bytes(saved, entry.files),
-        num_rows=saved.num_rows,
+        kind=committed.kind,
+        num_bytes=written_bytes(committed, entry.files),
+        num_rows=committed.num_rows,
         num_table_rows=checkpoint.num_table_rows,
-        parent=parent if saved.parent is None or parent is not None else saved.parent.path,
+        parent=parent if committed.parent is None or parent is not None else committed.parent.path,
         restore_bytes=restore_bytes,
         removed_ns=removed_ns,
         save_ids=tuple(sorted({save_id(name) for name in packs})),
-        compactions=tuple((new.created_ns, written_bytes(new, entry.files)) for new in replacements),
-        log_bytes=log_bytes(saved),
+        compactions=tuple(
+            (replacement.created_ns, written_bytes(replacement, entry.files)) for replacement in replacements
+        ),
+        log_bytes=log_bytes(committed),
     )
 
 
@@ -239,11 +243,13 @@ class _Planner:
     now_ns: int
 
     def plan(self, keep: Keep) -> PrunePlan:
-        going = [name for name in reversed(list(self.catalog.checkpoints)) if name not in self.staying.reasons]
-        order = dict.fromkeys((*going, *self.catalog.entries))
-        found = {name: self.removal(self.catalog.entries[name]) for name in order}
-        removals = tuple(removal for removal in found.values() if removal is not None)
-        reasons = {name: tuple(self.reasons(entry, found[name])) for name, entry in self.catalog.entries.items()}
+        pruned_names = [name for name in reversed(list(self.catalog.checkpoints)) if name not in self.staying.reasons]
+        order = dict.fromkeys((*pruned_names, *self.catalog.entries))
+        removals_by_name = {name: self.removal(self.catalog.entries[name]) for name in order}
+        removals = tuple(removal for removal in removals_by_name.values() if removal is not None)
+        reasons = {
+            name: tuple(self.reasons(entry, removals_by_name[name])) for name, entry in self.catalog.entries.items()
+        }
         stays = {name: texts for name, texts in reasons.items() if texts}
         folds = len(self.catalog.journal.files) + any(removal.files for removal in removals) >= journal.NUM_FOLDED
         return PrunePlan(self.catalog, keep, self.now_ns, removals, stays, folds)
@@ -285,10 +291,10 @@ class _Planner:
         has_died = any(is_lease(name) for name in entry.files)
         if (not has_died and not self.was_ours(entry)) or self.may_be_committed(entry):
             return
-        known = self.known_packs(entry)
+        known_packs = self.known_packs(entry)
         for name in entry.files:
             is_dead = is_beside_packs(name) or (has_died and is_pack(name))
-            if known.get(name, math.inf if is_dead else -math.inf) > self.staying.horizon_ns:
+            if known_packs.get(name, math.inf if is_dead else -math.inf) > self.staying.horizon_ns:
                 yield name
 
     def may_be_committed(self, entry: Entry) -> bool:
@@ -301,18 +307,18 @@ class _Planner:
 
     def known_packs(self, entry: Entry) -> dict[str, int]:
         """Return the data files that are left of pruned checkpoints in a directory, with the times of their commits."""
-        before = self.pruned_before.get(entry.name, ())
-        created_ns = {save_id: checkpoint.created_ns for checkpoint in before for save_id in checkpoint.save_ids}
+        records = self.pruned_before.get(entry.name, ())
+        created_ns = {save_id: checkpoint.created_ns for checkpoint in records for save_id in checkpoint.save_ids}
         packs = (name for name in entry.files if name.endswith(PACK_SUFFIX))
         return {name: created_ns[save_id(name)] for name in packs if save_id(name) in created_ns}
 
     @cached_property
     def pruned_before(self) -> dict[str, list[PrunedCheckpoint]]:
         """Return the journal's records, by directory."""
-        found: dict[str, list[PrunedCheckpoint]] = {}
+        records: dict[str, list[PrunedCheckpoint]] = {}
         for checkpoint in self.catalog.journal.pruned:
-            found.setdefault(checkpoint.name, []).append(checkpoint)
-        return found
+            records.setdefault(checkpoint.name, []).append(checkpoint)
+        return records
 
     def loading(self, entry: Entry, files: tuple[str, ...]) -> tuple[str, ...]:
         """Return the kept checkpoints that a load may still read by a replaced manifest, which needs these files."""
@@ -355,18 +361,21 @@ class _Planner:
             yield from self.reasons_of_files(entry, set(removal.files if removal else ()))
 
     def reasons_of_files(self, entry: Entry, going: set[str]) -> Iterator[str]:
-        left = [name for name in entry.files if name not in going]
-        users = [self.staying.needs.packs[entry.name, name] for name in left if self.is_used(entry, name)]
+        left_names = [name for name in entry.files if name not in going]
+        users = [self.staying.needs.packs[entry.name, name] for name in left_names if self.is_used(entry, name)]
         yield from dict.fromkeys(f"its data files are used by {name_text(user)}" for user in users)
-        known = self.known_packs(entry) if entry.checkpoint is None else {}
-        unused = [name for name in left if not self.is_used(entry, name)]
-        if not known.keys().isdisjoint(unused):
+        known_packs = self.known_packs(entry) if entry.checkpoint is None else {}
+        unused = [name for name in left_names if not self.is_used(entry, name)]
+        if not known_packs.keys().isdisjoint(unused):
             yield "a checkpoint that cannot be read may need its data files"
-        others = [*(name for name in unused if name not in known), *(f"{name}/" for name in entry.directories)]
-        if others and len(others) == len(entry.files) + len(entry.directories):
+        unrecognised = [
+            *(name for name in unused if name not in known_packs),
+            *(f"{name}/" for name in entry.directories),
+        ]
+        if unrecognised and len(unrecognised) == len(entry.files) + len(entry.directories):
             yield "not recognised"
-        elif others:
-            more = "" if len(others) <= _NUM_NAMED else f" and {len(others) - _NUM_NAMED} more"
-            yield f"not recognised: {', '.join(map(name_text, others[:_NUM_NAMED]))}{more}"
+        elif unrecognised:
+            more = "" if len(unrecognised) <= _NUM_NAMED else f" and {len(unrecognised) - _NUM_NAMED} more"
+            yield f"not recognised: {', '.join(map(name_text, unrecognised[:_NUM_NAMED]))}{more}"
         elif not (entry.files or entry.directories) and not going:
             yield "empty"

@@ -42,15 +42,17 @@ class Best:
         return given_text(self)
 
     def __str__(self) -> str:
-        which = "the best" if self.n == 1 else f"the best {self.n}"
-        return f"{which} by {name_text(self.metric)} ({'largest' if self.largest else 'smallest'})"
+        rank_text = "the best" if self.n == 1 else f"the best {self.n}"
+        return f"{rank_text} by {name_text(self.metric)} ({'largest' if self.largest else 'smallest'})"
 
     def choose(self, candidates: Sequence[tuple[Entry, Checkpoint]]) -> dict[str, str]:
         """Return why each of the best checkpoints is wanted, by name. ``candidates`` are in order, newest first."""
-        valued = [(entry.metrics[self.metric], entry.name) for entry, _ in candidates if self.metric in entry.metrics]
-        best = sorted(valued, key=lambda item: -item[0] if self.largest else item[0])[: self.n]
-        which = "best" if self.n == 1 else f"one of the best {self.n}"
-        return {name: f"{which} by {name_text(self.metric)} ({value:.6g})" for value, name in best}
+        metrics_and_names = [
+            (entry.metrics[self.metric], entry.name) for entry, _ in candidates if self.metric in entry.metrics
+        ]
+        best = sorted(metrics_and_names, key=lambda item: -item[0] if self.largest else item[0])[: self.n]
+        rank_text = "best" if self.n == 1 else f"one of the best {self.n}"
+        return {name: f"{rank_text} by {name_text(self.metric)} ({value:.6g})" for value, name in best}
 
 
 @dataclass(frozen=True)
@@ -109,10 +111,10 @@ class Keep:
         """
         newest_first = sorted(candidates, key=lambda item: (item[1].created_ns, item[0].name), reverse=True)
         reasons: dict[str, list[str]] = {}
-        going_on = [(entry, checkpoint) for entry, checkpoint in newest_first if not entry.is_abandoned]
-        for entry, _ in going_on[: self.last]:
+        not_abandoned = [(entry, checkpoint) for entry, checkpoint in newest_first if not entry.is_abandoned]
+        for entry, _ in not_abandoned[: self.last]:
             reasons.setdefault(entry.name, []).append(f"one of the newest {self.last}" if self.last > 1 else "newest")
-        for name, reason in self._newest_of_days(going_on).items():
+        for name, reason in self._newest_of_days(not_abandoned).items():
             reasons.setdefault(name, []).append(reason)
         for name, reason in (self.best.choose(newest_first) if self.best else {}).items():
             reasons.setdefault(name, []).append(reason)
@@ -125,7 +127,7 @@ class Keep:
                 f"none of {len(candidates)} checkpoints would be kept by: {self}; known metrics: {metrics}; "
                 "also pass 'last' to keep the newest"
             )
-        return {name: tuple(found) for name, found in reasons.items()}
+        return {name: tuple(texts) for name, texts in reasons.items()}
 
     def _newest_of_days(self, newest_first: Sequence[tuple[Entry, Checkpoint]]) -> dict[str, str]:
         by_day: dict[str, str] = {}

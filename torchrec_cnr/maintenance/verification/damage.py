@@ -56,11 +56,11 @@ def find_damage(checkpoint: Checkpoint, thread_count: int, advance: Advance) -> 
         advance: Called with the number of bytes of blobs that were read since its last call.
     """
     decoded, failures = _decode(checkpoint, thread_count, advance)
-    found = _read_blobs(checkpoint, decoded, thread_count, advance)
-    files = {problem.file for problem in found if problem.file is not None}
+    problems = _read_blobs(checkpoint, decoded, thread_count, advance)
+    files = {problem.file for problem in problems if problem.file is not None}
     unexplained = [message for message in failures if not any(file in message for file in files)]
-    found += [Problem(checkpoint.store.url, None, None, message) for message in unexplained]
-    return found + list(_longer_packs(checkpoint))
+    problems += [Problem(checkpoint.store.url, None, None, message) for message in unexplained]
+    return problems + list(_longer_packs(checkpoint))
 
 
 def _longer_packs(checkpoint: Checkpoint) -> Iterator[Problem]:
@@ -89,19 +89,23 @@ def find_dead_damage(checkpoints: Sequence[Checkpoint], thread_count: int) -> li
     manifests and missing files are not problems. Data in Kafka is not checked, since a topic deletes its records. Data
     that the checkpoints need now is not checked here, either.
     """
-    alive = {_place(checkpoint, blob) for checkpoint in checkpoints for _, blob in checkpoint.manifest.blobs()}
-    found: dict[Problem, None] = {}
-    earlier = [(checkpoint, manifest) for checkpoint in checkpoints for manifest in checkpoint.manifests[:-1]]
-    beside = [(checkpoint, manifest) for checkpoint in _beside(checkpoints) for manifest in checkpoint.manifests]
-    for checkpoint, manifest in [*earlier, *beside]:
-        then = replace(checkpoint, manifest=manifest)
+    live_places = {_place(checkpoint, blob) for checkpoint in checkpoints for _, blob in checkpoint.manifest.blobs()}
+    problems: dict[Problem, None] = {}
+    earlier_manifests = [(checkpoint, manifest) for checkpoint in checkpoints for manifest in checkpoint.manifests[:-1]]
+    other_manifests = [
+        (checkpoint, manifest) for checkpoint in _beside(checkpoints) for manifest in checkpoint.manifests
+    ]
+    for checkpoint, manifest in [*earlier_manifests, *other_manifests]:
+        view = replace(checkpoint, manifest=manifest)
         in_logs = {index for index, pack in enumerate(manifest.packs) if pack.log is not None}
-        known = {key for key, blob in manifest.blobs() if blob.pack in in_logs or _place(then, blob) in alive}
-        for problem in _read_blobs(then, known, thread_count, lambda _: None):
+        known_keys = {
+            key for key, blob in manifest.blobs() if blob.pack in in_logs or _place(view, blob) in live_places
+        }
+        for problem in _read_blobs(view, known_keys, thread_count, lambda _: None):
             message = f"{problem.message.removesuffix(_WAY_OUT)}; no load needs it any more"
             if problem.blob is not None:
-                found[replace(problem, message=message)] = None
-    return list(found)
+                problems[replace(problem, message=message)] = None
+    return list(problems)
 
 
 def _place(checkpoint: Checkpoint, blob: Blob) -> tuple[str, int, int]:
@@ -180,25 +184,25 @@ def _groups(manifest: Manifest) -> Iterator[list[str]]:
         yield group
 
 
-def _read_blobs(checkpoint: Checkpoint, known: set[str], thread_count: int, advance: Advance) -> list[Problem]:
-    """Compare all blobs except ``known`` with their digests, and the headers of files without a known blob."""
+def _read_blobs(checkpoint: Checkpoint, known_keys: set[str], thread_count: int, advance: Advance) -> list[Problem]:
+    """Compare all blobs except ``known_keys`` with their digests, and the headers of files without a known blob."""
     manifest = checkpoint.manifest
-    touched = {blob.pack for key, blob in manifest.blobs() if key in known}
-    wanted = [(key, blob) for key, blob in manifest.blobs() if key not in known]
+    touched_packs = {blob.pack for key, blob in manifest.blobs() if key in known_keys}
+    blobs = [(key, blob) for key, blob in manifest.blobs() if key not in known_keys]
     for index, pack in enumerate(manifest.packs):
-        if index not in touched:
-            wanted.append((f"header of {pack.name}", Blob(index, 0, pack.header_bytes, pack.header_crc32c)))
-    spans = plan_spans(wanted)
-    found: dict[Problem, None] = {}  # a missing file is found once per blob
+        if index not in touched_packs:
+            blobs.append((f"header of {pack.name}", Blob(index, 0, pack.header_bytes, pack.header_crc32c)))
+    spans = plan_spans(blobs)
+    all_problems: dict[Problem, None] = {}  # a missing file is found once per blob
     with ThreadPoolExecutor(thread_count, thread_name_prefix="cnr-verify") as threads:
         try:
             results = threads.map(lambda span: _read_span(checkpoint, span), spans)
             for span, problems in zip(spans, results, strict=True):
-                found.update(dict.fromkeys(problems))
+                all_problems.update(dict.fromkeys(problems))
                 advance(sum(blob.num_bytes for _, blob in span.blobs))
         finally:
             threads.shutdown(cancel_futures=True)
-    return list(found)
+    return list(all_problems)
 
 
 def _read_span(checkpoint: Checkpoint, span: Span) -> list[Problem]:
@@ -212,7 +216,7 @@ def _read_span(checkpoint: Checkpoint, span: Span) -> list[Problem]:
         ((key, blob),) = span.blobs
         pack = manifest.packs[span.pack]
         store = checkpoint.store if pack.directory is None else checkpoint.store.at(pack.directory)
-        is_there = pack.log is not None or store.exists(pack.name)
-        named = key if is_there else None
-        return [Problem(checkpoint.store.url, place_of(store, pack), named, str(error), blob.offset if is_there else 0)]
+        has_pack = pack.log is not None or store.exists(pack.name)
+        named = key if has_pack else None
+        return [Problem(checkpoint.store.url, place_of(store, pack), named, str(error), blob.offset if has_pack else 0)]
     return []

@@ -91,10 +91,10 @@ def verify(
     check_thread_count(thread_count)
     if row_log is not None:
         row_log.open(may_make=False)  # fails early: otherwise, each read of rows would wait for its timeout
-    place = Store.open(path, row_log=row_log)
-    if is_checkpoint(place):
-        return _with_impact(_verify([_read_links(place)], (), progress, thread_count), place.at(".."), thread_count)
-    catalog = read_catalog(place)
+    store = Store.open(path, row_log=row_log)
+    if is_checkpoint(store):
+        return _with_impact(_verify([_read_links(store)], (), progress, thread_count), store.at(".."), thread_count)
+    catalog = read_catalog(store)
     unreadable = tuple(_unreadable(catalog))
     newest = [] if catalog.newest is None else [catalog.newest]
     names = catalog.heads() if all_heads else newest
@@ -157,13 +157,13 @@ def _verify(
     """Verify each checkpoint once, even if it belongs to several chains."""
     checkpoints = {checkpoint.store.url: checkpoint for links in lineages for checkpoint in links.checkpoints}
     manifests = [checkpoint.manifest for checkpoint in checkpoints.values()]
-    num_bytes, done = sum(manifest.blob_bytes for manifest in manifests), 0
+    num_bytes, done_bytes = sum(manifest.blob_bytes for manifest in manifests), 0
 
     def advance(count: int) -> None:
-        nonlocal done
-        done = min(done + count, num_bytes)
+        nonlocal done_bytes
+        done_bytes = min(done_bytes + count, num_bytes)
         if progress is not None:
-            progress(done, num_bytes)
+            progress(done_bytes, num_bytes)
 
     problems = [*unreadable, *(links.problem for links in lineages if links.problem is not None)]
     for checkpoint in checkpoints.values():
@@ -199,35 +199,35 @@ def _read_links(head: Store) -> _Links:
     try:
         return _Links(head.url, read_lineage(head).checkpoints)
     except (DamagedError, VersionError, StoreError) as error:
-        found = list(_readable(head))
-        if not found and not isinstance(error, DamagedError):
+        checkpoints = list(_readable(head))
+        if not checkpoints and not isinstance(error, DamagedError):
             raise
         message = str(error)
-    parent = found[-1].parent if found else head.url
+    parent = checkpoints[-1].parent if checkpoints else head.url
     file = None if parent is None else _manifest_in(message, parent)
-    return _Links(head.url, tuple(reversed(found)), Problem(head.url, file, None, message))
+    return _Links(head.url, tuple(reversed(checkpoints)), Problem(head.url, file, None, message))
 
 
 def _readable(store: Store) -> Iterator[Checkpoint]:
     """Yield the checkpoints of a chain, newest first, as long as each has the digest that its child names."""
-    seen: set[str] = set()
-    expected = None
-    while store.path not in seen:
-        seen.add(store.path)
+    seen_paths: set[str] = set()
+    expected_sha256 = None
+    while store.path not in seen_paths:
+        seen_paths.add(store.path)
         try:
             checkpoint = read_checkpoint(store)
         except (LoadError, StoreError):
             return
-        if expected not in (None, checkpoint.sha256):
+        if expected_sha256 not in (None, checkpoint.sha256):
             return
         yield checkpoint
         parent = checkpoint.manifest.parent
         if parent is None:
             return
-        store, expected = store.at(parent.path), parent.sha256
+        store, expected_sha256 = store.at(parent.path), parent.sha256
 
 
 def _manifest_in(message: str, url: str) -> str:
     """Return the manifest file of a checkpoint that a message names."""
-    named = re.match(rf"{re.escape(url)}/manifest(-[0-9a-f]+)?\.json(?=: )", message)
-    return named[0] if named else f"{url}/{MANIFEST_FILE}"
+    match = re.match(rf"{re.escape(url)}/manifest(-[0-9a-f]+)?\.json(?=: )", message)
+    return match[0] if match else f"{url}/{MANIFEST_FILE}"

@@ -1,0 +1,287 @@
+"""``cnr estimate``: bytes, bandwidth, disk and memory of a model's checkpoints, before there are any."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Annotated, Literal
+
+import torch
+import typer
+from rich.text import Text
+
+from torchrec_cnr.cli.options import SCHEMES, AsJson
+from torchrec_cnr.cli.output import grid, print_json, stdout
+from torchrec_cnr.cli.quantities import parse_count, parse_secs, parse_share, parse_table
+from torchrec_cnr.errors import ConfigurationError
+from torchrec_cnr.human_text import bytes_text, count_text, duration_text, number_text, ratio_text, share_text
+from torchrec_cnr.lineage.checkpoint import read_checkpoint
+from torchrec_cnr.maintenance.catalog import checkpoint_at
+from torchrec_cnr.policies import Compacted, Consecutive, Full, Intermittent, Policy
+from torchrec_cnr.quantization import HalfPrecision, NoQuantization, Scheme
+from torchrec_cnr.sizing.checkpoint_bytes import CheckpointBytes
+from torchrec_cnr.sizing.estimate import Estimate, estimate
+from torchrec_cnr.sizing.inputs import MAX_COLS, MAX_ROWS, Sizing, Table
+
+_POLICIES: Mapping[str, Policy] = {
+    "compacted": Compacted(),
+    "intermittent": Intermittent(),
+    "consecutive": Consecutive(),
+    "full": Full(),
+}
+_STATES: Mapping[str, Scheme | None] = {
+    "fp32": NoQuantization(),
+    "bf16": HalfPrecision(torch.bfloat16),
+    "none": None,
+}
+_EXACT = "exact"
+_WITHIN_SECS = 300.0  # by default, unless the interval is shorter
+
+_Checkpoint = Annotated[
+    str | None, typer.Argument(metavar="[CHECKPOINT]", help="Take the tables and ranks of this checkpoint or root.")
+]
+_Rows = Annotated[str | None, typer.Option("--rows", metavar="N", help="Rows of all tables: 1e9, 400M.")]
+_Dim = Annotated[str | None, typer.Option("--dim", metavar="N", help="Values per row.")]
+_Tables = Annotated[
+    list[str] | None,
+    typer.Option("--table", metavar="ROWSxDIM", help="A table, instead of --rows and --dim. May be repeated."),
+]
+_Modified = Annotated[
+    str, typer.Option("--modified", metavar="SHARE", help="Share of the rows that an interval modifies: 0.26, 26%.")
+]
+_Bits = Annotated[str, typer.Option("--bits", metavar="N", help="Bits per value of tables: 2, 3, 4, 8, or exact.")]
+_State = Annotated[
+    Literal["fp32", "bf16", "none"],
+    typer.Option("--optimizer-state", help="How row-wise state, one value per row, is stored."),
+]
+_Interval = Annotated[str, typer.Option("--interval", metavar="TIME", help="Time between two saves: 90s, 30m, 2h.")]
+_PolicyName = Annotated[
+    Literal["compacted", "intermittent", "consecutive", "full"], typer.Option("--policy", help="The policy.")
+]
+_Keep = Annotated[int, typer.Option("--keep", min=1, metavar="N", help="Checkpoints that are kept: the newest N.")]
+_Ranks = Annotated[int | None, typer.Option("--ranks", min=1, metavar="N", help="Ranks, which share the rows evenly.")]
+_Within = Annotated[
+    str | None, typer.Option("--within", metavar="TIME", help="Time that a save may take (5m, or the interval).")
+]
+_Length = Annotated[str, typer.Option("--run", metavar="TIME", help="Length of the run, such as 30d.")]
+_Gpu = Annotated[bool, typer.Option("--gpu", help="The tables are on GPUs.")]
+
+
+def estimate_(
+    checkpoint: _Checkpoint = None,
+    rows: _Rows = None,
+    dim: _Dim = None,
+    tables: _Tables = None,
+    modified: _Modified = "26%",
+    bits: _Bits = "4",
+    state: _State = "fp32",
+    interval: _Interval = "30m",
+    policy: _PolicyName = "compacted",
+    keep: _Keep = 3,
+    ranks: _Ranks = None,
+    within: _Within = None,
+    run: _Length = "30d",
+    gpu: _Gpu = False,
+    as_json: AsJson = False,
+) -> None:
+    """Estimate bytes, bandwidth, disk and memory of a model's checkpoints.
+
+    Tables are counted as fp32, with row-wise optimizer state. Give --rows and --dim, or --table for each table, or a
+    checkpoint. The second column shows plain DCP, which writes a full fp32 checkpoint each time.
+
+    Examples:
+
+    - `cnr estimate --rows 1e9 --dim 64 --ranks 16`
+    - `cnr estimate --table 400Mx128 --table 2.5e9x64 --modified 10% --interval 10m --within 2m`
+    - `cnr estimate --rows 1e9 --dim 64 --bits exact --policy intermittent --json`
+    - `cnr estimate runs/a --modified 5%`
+    """
+    found, num_ranks = _tables(checkpoint, rows, dim, tables)
+    interval_secs = parse_secs("--interval", interval)
+    save_secs = min(_WITHIN_SECS, interval_secs) if within is None else parse_secs("--within", within)
+    if save_secs > interval_secs:
+        raise ConfigurationError(f"--within must be at most --interval, which is {interval} (got {within})")
+    sizing = Sizing(
+        tables=found,
+        modified=parse_share("--modified", modified),
+        scheme=_scheme(bits),
+        state=_STATES[state],
+        interval_secs=interval_secs,
+        policy=_POLICIES[policy],
+        num_ranks=num_ranks if ranks is None else ranks,
+        keep_last=keep,
+        save_secs=save_secs,
+        run_secs=parse_secs("--run", run),
+        is_on_gpu=gpu,
+    )
+    if as_json:
+        print_json({"inputs": _inputs(sizing, bits, state, policy), **asdict(estimate(sizing))})
+    else:
+        _print(sizing, estimate(sizing), bits, state)
+
+
+def _tables(
+    checkpoint: str | None, rows: str | None, dim: str | None, tables: Sequence[str] | None
+) -> tuple[tuple[Table, ...], int]:
+    """Return the tables that the options or a checkpoint give, and the number of ranks that saved the checkpoint."""
+    if (rows is None) != (dim is None):
+        given, missing = ("--rows", "--dim") if dim is None else ("--dim", "--rows")
+        raise ConfigurationError(f"{given} needs {missing}")
+    if [checkpoint is not None, rows is not None, bool(tables)].count(True) != 1:
+        raise ConfigurationError("give either --rows and --dim, or --table, or CHECKPOINT")
+    if rows is not None and dim is not None:
+        return (Table(parse_count("--rows", rows, MAX_ROWS), parse_count("--dim", dim, MAX_COLS)),), 1
+    if checkpoint is None:
+        return tuple(Table(*parse_table("--table", text, MAX_ROWS, MAX_COLS)) for text in tables or ()), 1
+    manifest = read_checkpoint(checkpoint_at(checkpoint)).manifest
+    sizes = [entry.size for entry in manifest.tensors.values() if entry.is_table and 0 not in entry.size]
+    if not sizes:
+        raise ConfigurationError(f"{checkpoint}: the checkpoint contains no table; give --rows and --dim")
+    return tuple(Table(*size) for size in sizes), manifest.world_size
+
+
+def _scheme(bits: str) -> Scheme:
+    by_name = {_EXACT if num == 32 else str(num): scheme for num, scheme in SCHEMES.items()}
+    if bits not in by_name:
+        raise ConfigurationError(f"--bits must be one of {', '.join(by_name)} (got {bits!r})")
+    return by_name[bits]
+
+
+def _inputs(sizing: Sizing, bits: str, state: str, policy: str) -> dict[str, object]:
+    return {
+        "tables": [[table.num_rows, table.num_cols] for table in sizing.tables],
+        "modified": sizing.modified,
+        "bits": bits,
+        "optimizer_state": state,
+        "interval_secs": sizing.interval_secs,
+        "policy": policy,
+        "keep": sizing.keep_last,
+        "num_ranks": sizing.num_ranks,
+        "within_secs": sizing.save_secs,
+        "run_secs": sizing.run_secs,
+        "is_on_gpu": sizing.is_on_gpu,
+    }
+
+
+def _bandwidth_text(bytes_per_sec: int) -> str:
+    return f"{bytes_text(bytes_per_sec)}/s"
+
+
+def _number_text(num: int) -> str:
+    return f"{num:,}"
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A line of the output; a heading if it has no values.
+
+    Attributes:
+        label: The text in the first column.
+        ours: The value of this library.
+        plain: The value of plain DCP.
+        text: Formats a value.
+    """
+
+    label: str
+    ours: int | None = None
+    plain: int | None = None
+    text: Callable[[int], str] = bytes_text
+
+
+def _lines(sizing: Sizing, found: Estimate) -> Iterator[_Line]:
+    yield _Line("checkpoint")
+    yield _Line("  baseline", found.baseline.num_bytes, found.full_fp32_bytes)
+    yield from _part_lines(found.baseline, sizing)
+    if found.delta is not None:
+        yield _Line("  delta of one interval", found.delta.num_bytes, found.full_fp32_bytes)
+        yield from _part_lines(found.delta, sizing)
+        if found.largest_delta_bytes > found.delta.num_bytes:
+            yield _Line("  largest delta", found.largest_delta_bytes, found.full_fp32_bytes)
+    ours, plain = found.costs, found.plain_dcp
+    yield _Line("written")
+    yield _Line("  per save, on average", ours.bytes_per_save, plain.bytes_per_save)
+    yield _Line("  per hour", ours.bytes_per_hour, plain.bytes_per_hour)
+    yield _Line("  per day", ours.bytes_per_day, plain.bytes_per_day)
+    yield _Line("bandwidth")
+    within = duration_text(round(1e9 * sizing.save_secs))
+    in_time = plain.baseline_bytes_per_sec, plain.baseline_bytes_per_sec_of_rank
+    for label, values in {
+        "average": (
+            (ours.bytes_per_sec, ours.bytes_per_sec_of_rank),
+            (plain.bytes_per_sec, plain.bytes_per_sec_of_rank),
+        ),
+        f"baseline in {within}": ((ours.baseline_bytes_per_sec, ours.baseline_bytes_per_sec_of_rank), in_time),
+        f"delta in {within}": ((ours.delta_bytes_per_sec, ours.delta_bytes_per_sec_of_rank), in_time),
+    }.items():
+        if values[0][0]:
+            yield _Line(f"  {label}", values[0][0], values[1][0], _bandwidth_text)
+            if sizing.num_ranks > 1:
+                yield _Line("    per rank", values[0][1], values[1][1], _bandwidth_text)
+    yield from _store_lines(found)
+    yield from _memory_lines(found)
+
+
+def _part_lines(parts: CheckpointBytes, sizing: Sizing) -> Iterator[_Line]:
+    is_exact = isinstance(sizing.scheme, NoQuantization)
+    for label, num_bytes in {
+        "values" if is_exact else "codes": parts.codes,
+        "scale and bias": parts.scale_and_bias,
+        "optimizer state": parts.optimizer_state,
+        "row numbers": parts.row_numbers,
+    }.items():
+        if num_bytes:
+            yield _Line(f"    {label}", num_bytes)
+
+
+def _store_lines(found: Estimate) -> Iterator[_Line]:
+    ours, plain = found.costs, found.plain_dcp
+    yield _Line("disk, at most")
+    yield _Line("  kept", ours.kept_bytes, plain.kept_bytes)
+    yield _Line("  before the oldest is removed", ours.peak_bytes, plain.peak_bytes)
+    yield _Line("restore, at most")
+    yield _Line("  read", ours.restore_bytes, plain.restore_bytes)
+    if ours.uncompacted_restore_bytes > ours.restore_bytes:
+        yield _Line("  read before a compaction", ours.uncompacted_restore_bytes, plain.restore_bytes)
+    yield _Line("data files (requests)")
+    yield _Line("  baseline", found.baseline_files, None, _number_text)
+    if found.delta_files:
+        yield _Line("  delta", found.delta_files, None, _number_text)
+    yield _Line("  restore", ours.restore_requests, None, _number_text)
+
+
+def _memory_lines(found: Estimate) -> Iterator[_Line]:
+    memory = found.memory
+    yield _Line("memory of a rank")
+    yield _Line(f"  tracker, {number_text(memory.tracker_row_bytes)} bytes per row", memory.tracker)
+    yield _Line("  staging of a baseline", memory.staging_baseline, found.plain_dcp_staging)
+    if found.delta is not None:
+        yield _Line("  staging of a delta", memory.staging_delta, found.plain_dcp_staging)
+    yield _Line("  peak of a save", memory.peak_save)
+    yield _Line("  peak of an asynchronous save", memory.peak_async_save)
+
+
+def _print(sizing: Sizing, found: Estimate, bits: str, state: str) -> None:
+    console = stdout()
+    dims = f" × {sizing.tables[0].num_cols:,}" if len(sizing.tables) == 1 else f" in {len(sizing.tables):,} tables"
+    interval, run = (duration_text(round(1e9 * secs)) for secs in (sizing.interval_secs, sizing.run_secs))
+    console.print(f"{sizing.num_rows:,} rows{dims}, {share_text(sizing.modified)} of them modified in {interval}")
+    width = bits if bits == _EXACT else f"{bits} bits"
+    policy = f"{type(sizing.policy).__name__}, newest {sizing.keep_last:,} kept"
+    console.print(f"{width}, optimizer state {state}, {policy}, {count_text(sizing.num_ranks, 'rank')}, run of {run}\n")
+    table = grid("", ">torchrec_cnr", ">plain DCP", ">less by")
+    for line in _lines(sizing, found):
+        cells = ["" if value is None else line.text(value) for value in (line.ours, line.plain)]
+        ratio = f"{ratio_text(line.plain / line.ours)} ×" if line.plain is not None and line.ours else ""
+        table.add_row(Text(line.label, "bold" if line.ours is None else ""), *cells, ratio)
+    console.print(table)
+    for note in _notes(sizing, found):
+        console.print(note)
+
+
+def _notes(sizing: Sizing, found: Estimate) -> Iterator[str]:
+    if isinstance(sizing.policy, Intermittent):
+        yield "\nSeveral intervals modify rows as Check-N-Run measured, 0.26 + 0.105 ln i, scaled to this share."
+    if isinstance(sizing.policy, Consecutive):
+        yield "\nConsecutive keeps the whole chain: disk and restore are those at the end of the run."
+    staged = max(found.memory.staging_baseline, found.memory.staging_delta)
+    if staged > found.memory.staging_limit:
+        limit = bytes_text(found.memory.staging_limit)
+        yield f"\nAn asynchronous save copies at most staging_bytes, {limit}; training waits until the rest is written."
