@@ -46,9 +46,26 @@ def bytes_text(num_bytes: int) -> str:
     return f"{num_bytes:,} B" if unit_bytes == 1 else f"{number_text(num_bytes / unit_bytes)} {unit}"
 
 
-def models_text(models: float) -> str:
-    """Return a size in models: ``1.20 models``."""
-    return f"{number_text(models)} models"
+def full_checkpoints_text(times: float) -> str:
+    """Format a size as a multiple of that of a full checkpoint: ``1.20x a full checkpoint``."""
+    return f"{number_text(times)}x a full checkpoint"
+
+
+def relation_text(num_bytes: int, other_bytes: int, other: str = "") -> str:
+    """Compare a size with another one: ``13.2x smaller``, ``1.05x larger`` or ``same size``; ``""`` if one is 0.
+
+    Args:
+        num_bytes: The size.
+        other_bytes: The size to compare it with.
+        other: What has the other size, for a text such as ``13.2x smaller than full fp32 checkpoints``.
+    """
+    if not num_bytes or not other_bytes:
+        return ""
+    ratio = number_text(max(num_bytes, other_bytes) / min(num_bytes, other_bytes))
+    if ratio == number_text(1):
+        return f"as large as {other}" if other else "same size"
+    relation = f"{ratio}x {'smaller' if num_bytes < other_bytes else 'larger'}"
+    return f"{relation} than {other}" if other else relation
 
 
 def share_text(share: float) -> str:

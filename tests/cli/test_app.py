@@ -39,6 +39,35 @@ def test_every_command_explains_itself() -> None:
         assert f"cnr {name} " in cnr_text(name, "--help")
 
 
+@pytest.mark.parametrize("name", [None, *COMMANDS])
+def test_help_shows_no_types_of_flags_and_arguments(name: str | None) -> None:
+    """A flag has no value, and an argument is named; other options name their value."""
+    text = cnr_text(*filter(None, [name]), "--help")
+    assert re.findall(r"<\w+( range)?>", text) == []
+    assert re.search(r"--help +Show this message", text)
+
+
+READ_ROWS = {"verify", "diff", "export", "compact"}
+FIND_COMMITS = {"ls", "latest", "prune"}  # that a job made in Kafka before it died
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_options_of_kafka_come_last_and_only_where_they_act(name: str) -> None:
+    """They are a group of their own, after all other options."""
+    panels = re.split(r"╭─ ([\w ]+) ─", cnr_text(name, "--help"))
+    assert panels[3] == "Options"
+    assert not re.search("--kafka|-X|-F", panels[4])
+    assert (panels[-2] == "Rows in Kafka") == (name in READ_ROWS | FIND_COMMITS)
+    if panels[-2] == "Rows in Kafka":
+        assert set(re.findall(r"--[\w-]+|-[XF]\b", panels[-1])) == {"--kafka", "--kafka-config", "-X", "-F"}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_an_output_for_programs(name: str) -> None:
+    """With --json."""
+    assert re.search(r"--json +Print one JSON document", cnr_text(name, "--help"))
+
+
 def test_without_a_command_there_is_help() -> None:
     """All commands are listed."""
     for text in (cnr_text(), cnr_text("--help")):
@@ -143,6 +172,7 @@ def test_failures_are_one_line(broken: Path, place: str, command: str) -> None:
         (["ls", "x", "--last", "0"], "'--last'"),
         (["verify", "x", "--threads", "none"], "'--threads'"),
         (["inspect", "no-such-protocol://x"], "not a path or URL that fsspec can open"),
+        (["inspect", "jupyter://x"], "not a path or URL that fsspec can open"),  # fsspec's own TypeError
         (["diff", "x"], "Missing argument 'B'; see 'cnr diff --help'"),
     ],
 )
@@ -153,6 +183,19 @@ def test_wrong_usage_has_its_own_status(args: list[str], words: str) -> None:
     assert result.stderr.startswith("cnr: error: ")
     assert words in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_server_that_does_not_answer_is_an_error(name: str, run: Path, tmp_path: Path) -> None:
+    """In one line: fsspec connects to some servers already when it opens a URL."""
+    place = "ftp://127.0.0.1:9/run"
+    args = {
+        "diff": [place, run], "tag": [place, "t"], "untag": [place, "t"], "import": [place, tmp_path / "new"],
+        "export": [place, tmp_path / "new", "--to", "torch"], "report": [run, "-o", place],
+    }.get(name, [place])  # fmt: skip
+    result = cnr_result(name, *args)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert re.fullmatch(r"cnr: error: 'ftp://127.0.0.1:9/run': .*Connection refused.*\n", result.stderr)
 
 
 def test_messages_are_one_line_whatever_they_hold(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,17 +271,21 @@ print(json.dumps([(result.exit_code, result.stdout, result.stderr) for result in
 
 @pytest.fixture
 def unreadable() -> Iterator[Path]:
-    """A root with a manifest, and a directory, that nobody may read."""
+    """A root with a manifest, and directories, that nobody may read; another has a chain with an unreadable link."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "run"
         commit(root, "step-1", 1)
         commit(root, "step-2", 2)
         (root / "closed").mkdir()
+        first = commit(Path(folder) / "chain", "step-1", 1)
+        commit(Path(folder) / "chain", "step-2", 2, first)
+        (Path(folder) / "chain" / "step-1").chmod(0)
         Path(folder).chmod(0o755)
         (root / "step-2" / "manifest.json").chmod(0)
         (root / "closed").chmod(0)
         yield root
-        (root / "closed").chmod(0o755)
+        for path in (root / "closed", Path(folder) / "chain" / "step-1"):
+            path.chmod(0o755)
 
 
 @pytest.mark.long
@@ -249,8 +296,15 @@ def test_what_may_not_be_read_is_told(unreadable: Path) -> None:
         ["ls", "--json", ""],
         *([name, "closed"] for name in ("ls", "inspect", "verify")),
         ["inspect", "step-2"],
+        ["inspect", "../chain/step-2"],
+        ["tag", "step-1", "t"],
+        ["compact", "step-1"],
+        ["report", "--out", "step-1/page.html", ""],
     ]
-    args = [[*command, str(unreadable / place)] for *command, place in commands]
+    args = [
+        [command, *(arg if arg.startswith("-") or arg == "t" else str(unreadable / arg) for arg in rest)]
+        for command, *rest in commands
+    ]
     line = [sys.executable, "-c", AS_NOBODY, json.dumps(args)]
     done = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT_SECS, check=True)
     (status, out, err), *others = json.loads(done.stdout)
@@ -259,10 +313,15 @@ def test_what_may_not_be_read_is_told(unreadable: Path) -> None:
     assert [entry["name"] for entry in document["checkpoints"]] == ["step-1"]
     states = {entry["name"]: entry["state"] for entry in document["others"]}
     assert states == {"closed": "unreadable", "step-2": "unreadable"}
-    assert len(others) == 4
+    assert len(others) == 8
+    status, out, err = others.pop(4)
+    assert (status, err) == (0, "")
+    assert re.search("based on +cannot read .*/chain/step-1/manifest.json: PermissionError", out)
+    status, out, err = others.pop(5)  # there is nothing to compact in a checkpoint without tensors
+    assert (status, err) == (0, "")
     for status, out, err in others:
         assert (status, out) == (1, "")
-        assert re.fullmatch(r"cnr: error: cannot (list|read|look up) .*PermissionError.*\n", err)
+        assert re.fullmatch(r"cnr: error: cannot (list|read|look up|write) .*PermissionError.*\n", err)
 
 
 @pytest.mark.long

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import torchrec_cnr as cnr
 from tests.support import hand_made
-from tests.support.roots import HOUR_NS, NUM_ROWS, Root
+from tests.support.roots import HOUR_NS, NUM_COLS, NUM_ROWS, Root
 from torchrec_cnr.lineage.checkpoint import read_lineage
 from torchrec_cnr.maintenance.catalog import read_catalog
 from torchrec_cnr.maintenance.pruning import execute
@@ -152,7 +152,8 @@ def test_a_compaction_is_an_event_of_its_own(root: Root) -> None:
     after = _event(history, "delta", "c")
     assert (after.written_bytes, after.modified_share) == (before.written_bytes, before.modified_share)
     assert after.restore_bytes is None  # nobody reads the checkpoint as it was saved any more
-    assert {one.name: one.kind for one in history.kept}["c"] == "baseline"
+    assert {one.name: (one.kind, one.is_compacted, one.parent) for one in history.kept}["c"] == ("delta", True, None)
+    assert history.exact_bytes == NUM_ROWS * NUM_COLS * 4
 
     gone = {name: root.files()["c", name] for name in packs if ("c", name) not in root.checkpoints["c"].uses(-1)}
     for name in gone:

@@ -17,7 +17,7 @@ from pkgutil import resolve_name
 from typing import Annotated, Any, Literal
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from torchrec_cnr.cli.output import print_error
 from torchrec_cnr.errors import CNRError, ConfigurationError
@@ -41,7 +41,7 @@ class Command:
 
 
 COMMANDS: Mapping[str, Command] = {
-    "ls": Command("torchrec_cnr.cli.commands.ls:ls", "List the checkpoints under a root, and their parents."),
+    "ls": Command("torchrec_cnr.cli.commands.ls:ls", "List the checkpoints under a root, the newest last."),
     "inspect": Command("torchrec_cnr.cli.commands.inspect:inspect", "Show what one checkpoint contains."),
     "verify": Command("torchrec_cnr.cli.commands.verify:verify", "Check every byte of a checkpoint chain."),
     "latest": Command("torchrec_cnr.cli.commands.latest:latest", "Print the path of the newest committed checkpoint."),
@@ -62,10 +62,30 @@ COMMANDS: Mapping[str, Command] = {
 }
 
 
+# `Any`, because the types of typer's own copy of click have no public names.
+def _without_types(params: list[Any]) -> list[Any]:
+    """Let the help of arguments and flags show no type, which would be ``<str>`` or ``<bool>`` for all of them."""
+    for param in params:
+        if param.param_type_name == "argument" or param.is_flag:
+            param.display_type_rich = lambda ctx: None
+    return params
+
+
+class _OneCommand(TyperCommand):
+    """A command with a help that shows no types of arguments and flags."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters."""
+        return _without_types(super().get_params(ctx))
+
+
 class Commands(TyperGroup):
     """The commands of ``COMMANDS``. Errors of all of them are printed in the same way."""
 
-    # `Any`, because the types of typer's own copy of click have no public names.
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters."""
+        return _without_types(super().get_params(ctx))
+
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """Return the command that was called, instead of the stub that represents it in the help."""
         name, command, rest = super().resolve_command(ctx, args)
@@ -101,7 +121,7 @@ def _load(name: str) -> Any:
             raise
         raise typer.TyperException(f"{error.name} is not installed: pip install 'torchrec-cnr[cli]'") from error
     alone = typer.Typer(add_completion=False, rich_markup_mode=_MARKUP)
-    alone.command(name)(function)
+    alone.command(name, cls=_OneCommand)(function)
     return typer.main.get_command(alone)
 
 

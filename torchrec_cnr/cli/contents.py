@@ -5,15 +5,35 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from torchrec_cnr.cli.output import Dotted, bare_grid, common_prefix, grid, heading, name_cell, print_left_out
+from torchrec_cnr.cli.output import (
+    Dotted,
+    bare_grid,
+    common_prefix,
+    grid,
+    heading,
+    name_cell,
+    print_columns,
+    print_left_out,
+)
+from torchrec_cnr.errors import StoreError
 from torchrec_cnr.format.manifest import LogRange, Manifest, TensorEntry
-from torchrec_cnr.human_text import age_text, bytes_text, count_text, instant_text, percent_text, share_text
+from torchrec_cnr.human_text import (
+    age_text,
+    bytes_text,
+    count_text,
+    instant_text,
+    name_text,
+    percent_text,
+    relation_text,
+    share_text,
+)
 from torchrec_cnr.lineage.checkpoint import Checkpoint, Lineage
-from torchrec_cnr.maintenance.file_names import log_bytes
+from torchrec_cnr.maintenance.file_names import log_bytes, saved_bytes
+from torchrec_cnr.maintenance.read_run_history import exact_bytes, precision_text
 from torchrec_cnr.maintenance.restore_bytes import restore_bytes, tensor_bytes
 from torchrec_cnr.quantization import Scheme
 
@@ -53,6 +73,15 @@ def pack_summaries(manifest: Manifest) -> list[PackSummary]:
     ]
 
 
+def bytes_of_save(checkpoint: Checkpoint) -> int:
+    """Return the bytes that a save wrote; without those of its manifest, if the directory may not be listed."""
+    try:
+        files = checkpoint.store.listing().files
+    except StoreError:
+        files = {}
+    return saved_bytes(checkpoint, files)
+
+
 def print_contents(
     console: Console, checkpoint: Checkpoint, lineage: Lineage | None, problem: str | None, everything: bool
 ) -> None:
@@ -75,72 +104,88 @@ def print_contents(
 
 def _facts(checkpoint: Checkpoint, lineage: Lineage | None, problem: str | None) -> Table:
     manifest = checkpoint.manifest
-    all_rows = sum(entry.size[0] for entry in manifest.tensors.values() if entry.is_table)
-    # A compacted checkpoint may store older versions of a row, too.
-    share = f", {share_text(checkpoint.num_rows / all_rows)} of all" if 0 < all_rows >= checkpoint.num_rows else ""
-    exact = f"; {checkpoint.num_exact_rows:,} of them in full precision" if checkpoint.num_exact_rows else ""
     table = bare_grid("what", "fact")
     table.columns[0].style = "dim"
     age = age_text(time.time_ns() - checkpoint.created_ns)
     ago = f"{age} by this machine's clock" if age.startswith("in ") else f"{age} ago"
     table.add_row("committed", f"{instant_text(checkpoint.created_ns)}, {ago}")
-    table.add_row("based on", Text(_stands_on(lineage)) if lineage is not None else name_cell(problem or "", "red"))
+    table.add_row("based on", Text(_parents(lineage)) if lineage is not None else name_cell(problem or "", "red"))
     if lineage is not None:
         read_bytes = bytes_text(restore_bytes(lineage))
         table.add_row("restore", f"reads {read_bytes} from {count_text(len(lineage.checkpoints), 'checkpoint')}")
-    table.add_row("rows", f"{checkpoint.num_rows:,} of tables{share}{exact}")
+    table.add_row("rows", _rows(checkpoint))
+    table.add_row("written", _written(checkpoint))
     in_log = f"; {bytes_text(log_bytes(manifest))} more in Kafka" if log_bytes(manifest) else ""
     of_manifest = f"including {bytes_text(checkpoint.manifest_bytes)} of manifests"
-    table.add_row("size", f"{bytes_text(checkpoint.num_bytes)}, {of_manifest}{in_log}")
+    table.add_row("size", f"{bytes_text(checkpoint.num_bytes)} now, {of_manifest}{in_log}")
     ranks, restores = count_text(manifest.world_size, "rank"), count_text(manifest.num_restores, "restore")
     table.add_row("saved by", name_cell(f"{manifest.writer} on {ranks}, policy {manifest.policy}, after {restores}"))
     table.add_row("sha256", checkpoint.sha256)
     return table
 
 
-def _stands_on(lineage: Lineage) -> str:
+def _parents(lineage: Lineage) -> str:
+    """Return the checkpoints that the newest one is based on, its parent first."""
     root = lineage.newest.store.at("..").path
-    names = [name_cell(posixpath.relpath(link.store.path, root)).plain for link in lineage.checkpoints[:-1]]
+    names = [name_text(posixpath.relpath(link.store.path, root)) for link in reversed(lineage.checkpoints[:-1])]
     if not names:
-        return "no other checkpoint (baseline)"
+        return f"no other checkpoint{', because it was compacted' if lineage.newest.is_compacted else ''}"
     if len(names) > _MANY_LINKS:
         names = [names[0], f"… {len(names) - 2:,} more …", names[-1]]
-    return " ← ".join(names)
+    return f"{', '.join(names)} (baseline)"
+
+
+def _rows(checkpoint: Checkpoint) -> str:
+    """Return how many rows of tables a checkpoint stores; one that was compacted may have older versions of a row."""
+    num_rows, all_rows = checkpoint.num_rows, checkpoint.num_table_rows
+    share = (
+        f" ({share_text(num_rows / all_rows)})" if 0 < all_rows >= num_rows else ", including older versions of rows"
+    )
+    exact = f"; {checkpoint.num_exact_rows:,} of them in full precision" if checkpoint.num_exact_rows else ""
+    return f"{num_rows:,} of {all_rows:,}{share}{exact}" if all_rows else "no tables"
+
+
+def _written(checkpoint: Checkpoint) -> str:
+    """Return what the save wrote, without what was written since."""
+    num_bytes, full = bytes_of_save(checkpoint), exact_bytes(checkpoint.committed)
+    relation = relation_text(num_bytes, full, f"a full {precision_text(checkpoint.committed)} checkpoint")
+    return f"{bytes_text(num_bytes)} by the save{', ' * bool(relation)}{relation}"
 
 
 def _print_tensors(console: Console, manifest: Manifest, fqns: Sequence[str], title: str) -> None:
     if not fqns:
         return
     entries, num_bytes = [manifest.tensors[fqn] for fqn in fqns], tensor_bytes(manifest)
-    are_tables = entries[0].is_table
-    prefix, of_dtype, note = common_prefix(fqns), *_dtypes(entries)
-    of_scheme, of_rows = ["scheme"] * are_tables, [">"] * are_tables
-    table = grid(
-        "table" if are_tables else "tensor", ">size", *of_dtype, *of_scheme, ">rows", *of_rows, ">bytes", ">share"
-    )
-    for fqn, entry in zip(fqns, entries, strict=True):
-        part = ""
-        if are_tables and 0 < entry.size[0] >= entry.num_stored_rows:
-            part = percent_text(entry.num_stored_rows / entry.size[0])
-        table.add_row(
-            Dotted(fqn.removeprefix(prefix)),
-            _size(entry),
-            *(entry.dtype for _ in of_dtype),
-            *(_schemes(entry) for _ in of_scheme),
-            f"{round(entry.num_stored_rows):,}",
-            *(part for _ in of_rows),
-            bytes_text(num_bytes[fqn]),
-            percent_text(num_bytes[fqn] / manifest.blob_bytes) if manifest.blob_bytes else "",
-        )
+    are_tables, dtypes = entries[0].is_table, sorted({entry.dtype for entry in entries})
+    prefix, note = common_prefix(fqns), dtypes[0] if len(dtypes) == 1 else ""
+    columns: dict[str, Sequence[RenderableType]] = {
+        "table" if are_tables else "tensor": [Dotted(fqn.removeprefix(prefix)) for fqn in fqns],
+        ">shape": [_shape(entry) for entry in entries],
+        ">dtype": ["" if note else entry.dtype for entry in entries],
+        "scheme": [_schemes(entry) if are_tables else "" for entry in entries],
+        ">rows": [f"{round(entry.num_stored_rows):,}" for entry in entries],
+        ">of all": [_row_share(entry) if are_tables else "" for entry in entries],
+        ">bytes": [bytes_text(num_bytes[fqn]) for fqn in fqns],
+        ">of bytes": [_byte_share(manifest, num_bytes[fqn]) for fqn in fqns],
+    }
     print_under(console, title, note, prefix)
-    console.print(table)
+    print_columns(console, columns)
+
+
+def _row_share(entry: TensorEntry) -> str:
+    """Return the share of a table's rows that are stored; "" if older versions of rows are among them."""
+    return percent_text(entry.num_stored_rows / entry.size[0]) if 0 < entry.size[0] >= entry.num_stored_rows else ""
+
+
+def _byte_share(manifest: Manifest, num_bytes: int) -> str:
+    return percent_text(num_bytes / manifest.blob_bytes) if manifest.blob_bytes else ""
 
 
 def print_under(console: Console, title: str, note: str, prefix: str) -> None:
     """Print a heading, and the common prefix that the names in the table below omit."""
     console.print(heading(title, note))
     if prefix:
-        console.print(Dotted(f"{prefix}*", "dim"))
+        console.print(Dotted(f"all names begin with '{prefix}'", "dim"))
 
 
 def _print_objects(console: Console, manifest: Manifest, everything: bool) -> None:
@@ -150,7 +195,7 @@ def _print_objects(console: Console, manifest: Manifest, everything: bool) -> No
     fqns = sorted(manifest.objects)
     shown = fqns if everything else fqns[:_LINES]
     prefix = common_prefix(shown)
-    print_under(console, "objects", f"{bytes_text(num_bytes)}, {percent_text(num_bytes / manifest.blob_bytes)}", prefix)
+    print_under(console, "objects", f"{bytes_text(num_bytes)}, {_byte_share(manifest, num_bytes)} of bytes", prefix)
     for fqn in shown:
         console.print(Dotted(fqn.removeprefix(prefix)))
     print_left_out(console, len(fqns) - len(shown), "objects")
@@ -162,24 +207,18 @@ def _print_packs(console: Console, uses: Sequence[PackSummary], everything: bool
     shown = uses if everything else uses[:_LINES]
     has_others = any(use.directory is not None for use in shown)
     in_kafka = ["in Kafka"] * any(use.log is not None for use in uses)
-    table = grid("data file", ">size", ">blobs", ">used", *in_kafka)
+    table = grid("data file", ">size", ">blocks", ">in use", *in_kafka)
     for use in shown:
         place = f"{use.directory}/" if use.directory is not None else ""
         used = percent_text(use.blob_bytes / use.num_bytes)
         log = [name_cell("" if use.log is None else str(use.log)) for _ in in_kafka]
         table.add_row(name_cell(place + use.name), bytes_text(use.num_bytes), f"{use.num_blobs:,}", used, *log)
-    console.print(heading("data files", "this checkpoint also uses files of other directories" if has_others else ""))
+    console.print(heading("data files", "also in the directories of other checkpoints" if has_others else ""))
     console.print(table)
     print_left_out(console, len(uses) - len(shown), "data files")
 
 
-def _dtypes(entries: Sequence[TensorEntry]) -> tuple[list[str], str]:
-    """Return the heading of a dtype column if there are several dtypes, and else a note for the table's heading."""
-    dtypes = {entry.dtype for entry in entries}
-    return ([">dtype"], "") if len(dtypes) > 1 else ([], f"of {min(dtypes)}")
-
-
-def _size(entry: TensorEntry) -> str:
+def _shape(entry: TensorEntry) -> str:
     return " × ".join(f"{length:,}" for length in entry.size) or "scalar"
 
 

@@ -46,7 +46,7 @@ KafkaFile = Annotated[
         rich_help_panel=_PANEL,
     ),
 ]
-Threads = Annotated[int, typer.Option("--threads", min=1, help="Number of requests in flight at once.")]
+Threads = Annotated[int, typer.Option("--threads", min=1, metavar="N", help="Number of requests in flight at once.")]
 
 
 def rows_log(kafka: str | None, settings: Sequence[str] | None, file: Path | None) -> RowLog | None:

@@ -13,7 +13,7 @@ from itertools import takewhile
 from typing import Any
 
 import typer
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -75,6 +75,27 @@ def bare_grid(*columns: str) -> Table:
     for column in columns:
         table.add_column(column, no_wrap=column != columns[-1], overflow="fold")
     return table
+
+
+def print_columns(
+    console: Console, columns: Mapping[str, Sequence[RenderableType]], expendable: Sequence[str] = ()
+) -> None:
+    """Print a table without its empty columns. If the terminal is too narrow, leave out further columns.
+
+    Args:
+        console: Where to print.
+        columns: The cells of each column, by heading as in :func:`grid`.
+        expendable: The headings of the columns that may be left out, the least important first.
+    """
+    shown = {heading: cells for heading, cells in columns.items() if any(map(str, cells))}
+    for left_out in ("", *expendable):
+        shown.pop(left_out, None)
+        table = grid(*shown)
+        for row in zip(*shown.values(), strict=True):
+            table.add_row(*row)
+        if Measurement.get(console, console.options.update(width=_ENDLESS), table).maximum <= console.width:
+            break
+    console.print(table)
 
 
 def name_cell(value: str, style: str = "") -> Text:

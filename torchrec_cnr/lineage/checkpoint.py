@@ -111,6 +111,11 @@ class Checkpoint:
         return self.manifest.num_rows
 
     @property
+    def num_table_rows(self) -> int:
+        """Number of rows of all tables, stored here or not."""
+        return sum(entry.size[0] for entry in self.committed.tensors.values() if entry.is_table)
+
+    @property
     def num_exact_rows(self) -> int:
         """Number of rows stored exactly because codes cannot represent them. A row in several shards counts in each."""
         return self.manifest.num_exact_rows

@@ -27,6 +27,7 @@ from torchrec_cnr.storage.row_log import RowLog
 from torchrec_cnr.storage.store import Store
 
 _NUM_THREADS = 8
+_NUM_NAMED = 5  # roots that a message lists
 
 
 @dataclass(frozen=True)
@@ -264,14 +265,31 @@ def check_root(catalog: Catalog) -> None:
 
     Raises:
         ConfigurationError: It is a checkpoint itself.
-        CheckpointNotFoundError: It does not exist, or contains only files.
+        CheckpointNotFoundError: It does not exist, contains only files, or contains roots but no checkpoint.
         StoreError: It cannot be read.
     """
     root = catalog.root
     if MANIFEST_FILE in catalog.files:
         raise ConfigurationError(f"{root.url}: a checkpoint, not a root; pass the directory that contains it")
-    if not catalog.entries and not catalog.journal.files and (catalog.files or not root.is_directory()):
+    is_known = bool(catalog.checkpoints or catalog.journal.files)
+    if not is_known and (roots_in(root) or (not catalog.entries and (catalog.files or not root.is_directory()))):
         raise no_checkpoint(root)
+
+
+def roots_in(store: Store) -> list[Store]:
+    """Return the directories of a directory that contain committed checkpoints, as the parent of several runs does.
+
+    Raises:
+        StoreError: The directory cannot be listed. Directories in it that cannot be listed are skipped.
+    """
+    return [found for name in store.listing().directories if _contains_checkpoints(found := store.at(name))]
+
+
+def _contains_checkpoints(store: Store) -> bool:
+    try:
+        return any(store.at(name).exists(MANIFEST_FILE) for name in store.listing().directories)
+    except StoreError:
+        return False
 
 
 def no_checkpoint(store: Store) -> CheckpointNotFoundError:
@@ -280,9 +298,13 @@ def no_checkpoint(store: Store) -> CheckpointNotFoundError:
     Raises:
         StoreError: The path cannot be listed.
     """
-    names = store.names()
+    names, roots = store.names(), roots_in(store)
     if any(name.endswith(PACK_SUFFIX) for name in names):
         reason = f"data files, but no {MANIFEST_FILE}: from a save that failed or is still running"
+    elif roots:
+        named = ", ".join(posixpath.basename(root.path) for root in roots[:_NUM_NAMED])
+        more = f" and {len(roots) - _NUM_NAMED} more" if len(roots) > _NUM_NAMED else ""
+        reason = f"no checkpoint, but roots that contain some: {named}{more}; pass one of them"
     elif names:
         reason = "neither a checkpoint nor a directory that contains one"
     else:

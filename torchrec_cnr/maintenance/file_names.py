@@ -73,6 +73,16 @@ def written_bytes(manifest: Manifest, files: Mapping[str, int]) -> int:
     return num_bytes + sum(files[name] for name in other_names)
 
 
+def saved_bytes(checkpoint: Checkpoint, files: Mapping[str, int]) -> int:
+    """Return the bytes that the save of a checkpoint wrote to files and to Kafka, whatever was written since.
+
+    Args:
+        checkpoint: The checkpoint.
+        files: The sizes in bytes of the files in its directory, by name.
+    """
+    return written_bytes(checkpoint.committed, files) + log_bytes(checkpoint.committed)
+
+
 def log_bytes(manifest: Manifest) -> int:
     """Return the bytes of a manifest's data that is in Kafka and not in files."""
     return sum(pack.num_bytes for pack in manifest.packs if pack.log is not None)

@@ -4,6 +4,8 @@ What a save or a compaction wrote is taken from its manifest, or from the journa
 journal only if they were completed. Symbolic links do not count as checkpoints.
 """
 
+import math
+import re
 from collections.abc import Iterator
 
 from torchrec_cnr.format.manifest import DTYPES, Manifest, TensorEntry
@@ -20,13 +22,13 @@ def read_run_history(catalog: Catalog) -> RunHistory:
     """Return the history of a root, as far as it is known."""
     restore_bytes = all_restore_bytes(catalog)
     events: list[Event] = []
-    kept_checkpoints = []
+    kept_checkpoints, exact = [], 0
     model = max([1, *(pruned.num_bytes for pruned in catalog.pruned if pruned.kind == "baseline")])
     for name, checkpoint in catalog.checkpoints.items():
         entry, read_bytes = catalog.entries[name], restore_bytes[name]
         if entry.is_link:
             continue
-        model = max(1, model_bytes(checkpoint.manifest))
+        model, exact = max(1, model_bytes(checkpoint.manifest)), exact_bytes(checkpoint.manifest)
         events += _events(record_of(catalog, entry, checkpoint, read_bytes, removed_ns=0), model)
         kept_checkpoints.append(_kept(name, entry, checkpoint, catalog.parent(checkpoint), read_bytes))
     for pruned in catalog.pruned:
@@ -40,7 +42,19 @@ def read_run_history(catalog: Catalog) -> RunHistory:
     )
     left_bytes = sum(entry.num_bytes for entry in leftover_entries)
     unreadable = tuple(name for name, entry in catalog.entries.items() if entry.problem is not None)
-    return RunHistory(catalog.root.url, tuple(events), tuple(kept_checkpoints), left_bytes, unreadable)
+    return RunHistory(catalog.root.url, tuple(events), tuple(kept_checkpoints), left_bytes, unreadable, exact)
+
+
+def exact_bytes(manifest: Manifest) -> int:
+    """Return the bytes of all values of a full checkpoint without quantization, and of the objects."""
+    tensors = (math.prod(entry.size) * DTYPES[entry.dtype].itemsize for entry in manifest.tensors.values())
+    return sum(tensors) + sum(blob.num_bytes for blob in manifest.objects.values())
+
+
+def precision_text(manifest: Manifest) -> str:
+    """Return the precision of values without quantization, such as ``fp32``; all of them, if tensors differ."""
+    dtypes = {entry.dtype for entry in manifest.tensors.values() if "float" in entry.dtype}
+    return " and ".join(sorted(re.sub("^float", "fp", dtype.replace("bfloat", "bf")) for dtype in dtypes)) or "exact"
 
 
 def model_bytes(manifest: Manifest) -> int:
@@ -83,9 +97,10 @@ def _kept(
     ref = checkpoint.manifest.parent
     return KeptCheckpoint(
         name=name,
-        kind=checkpoint.kind,
+        kind=checkpoint.committed.kind,
         created_ns=checkpoint.created_ns,
         num_bytes=entry.num_bytes,
         parent=parent if ref is None or parent is not None else ref.path,
         restore_bytes=restore_bytes,
+        is_compacted=checkpoint.is_compacted,
     )

@@ -1,7 +1,8 @@
 """The history of a run: each save, compaction and prune under its root, and the checkpoints that exist now.
 
 A history is a value that ``read_run_history`` builds; nothing here reads a store. It computes the totals for a report.
-A size in *models* is a multiple of one full checkpoint at the same quantization.
+``model_bytes`` is the size of one full checkpoint at the same quantization, and values with ``models`` in their names
+are multiples of it.
 """
 
 from collections.abc import Sequence
@@ -87,11 +88,12 @@ class KeptCheckpoint:
 
     Attributes:
         name: The name of its directory.
-        kind: ``baseline``, if it was saved as one or compacted; or ``delta``.
+        kind: ``baseline`` or ``delta``, as it was saved.
         created_ns: The time of its commit, in nanoseconds since 1970.
         num_bytes: The bytes of all its files.
-        parent: The directory of its parent; None for a baseline.
+        parent: The directory of its parent; None if it needs none.
         restore_bytes: The bytes that a load of its whole chain reads; None if unknown.
+        is_compacted: Whether it was compacted since, so that it has no parent any more.
 
     Raises:
         ConfigurationError: A value is out of range.
@@ -103,6 +105,7 @@ class KeptCheckpoint:
     num_bytes: int
     parent: str | None
     restore_bytes: int | None
+    is_compacted: bool = False
 
     def __post_init__(self) -> None:
         where = f"checkpoint {self.name!r}"
@@ -111,7 +114,7 @@ class KeptCheckpoint:
             _check_count(where, field, getattr(self, field))
         if self.restore_bytes is not None:
             _check_count(where, "restore_bytes", self.restore_bytes)
-        if (self.parent is None) != (self.kind == "baseline"):
+        if not self.is_compacted and (self.parent is None) != (self.kind == "baseline"):
             raise ConfigurationError(f"{where}: a delta has a parent, a baseline has none (got {self.parent!r})")
 
 
@@ -149,6 +152,7 @@ class RunHistory:
         kept: The checkpoints that exist now, in any order.
         left_bytes: The bytes of remaining files of pruned checkpoints, which compacted ones may use.
         unreadable: The directories of checkpoints that cannot be read. They are not in ``events`` or ``kept``.
+        exact_bytes: The bytes of a full checkpoint now without quantization; 0 if unknown.
 
     Raises:
         ConfigurationError: Events are not in order of time, or a value is out of range.
@@ -159,9 +163,11 @@ class RunHistory:
     kept: tuple[KeptCheckpoint, ...]
     left_bytes: int = 0
     unreadable: tuple[str, ...] = ()
+    exact_bytes: int = 0
 
     def __post_init__(self) -> None:
         _check_count(self.root, "left_bytes", self.left_bytes)
+        _check_count(self.root, "exact_bytes", self.exact_bytes)
         for earlier, later in pairwise(self.events):
             if later.at_ns < earlier.at_ns:
                 raise ConfigurationError(
@@ -187,6 +193,11 @@ class RunHistory:
     def log_bytes(self) -> int:
         """Return the bytes of all rows that were written to Kafka."""
         return sum(event.log_bytes for event in self.events)
+
+    @property
+    def all_bytes(self) -> int:
+        """Return the bytes of all files and all rows in Kafka that were written."""
+        return self.written_bytes + self.log_bytes
 
     @cached_property
     def full_bytes(self) -> int:

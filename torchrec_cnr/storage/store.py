@@ -84,14 +84,16 @@ class Store:
         Raises:
             ConfigurationError: The URL's protocol is unknown, its package is not installed, or ``checked_url`` or
                 ``canonical_path`` refuses the URL.
+            StoreError: The file system cannot be opened, for example because its server does not answer.
         """
         if isinstance(url, Store):
             return url
         name = checked_url(url)
         try:
             fs, path = _client_of(name)
-        except (ValueError, ImportError) as error:
-            raise ConfigurationError(f"{name!r}: not a path or URL that fsspec can open ({error})") from error
+        except Exception as error:
+            kind = StoreError if isinstance(error, OSError) else ConfigurationError  # an OSError: no connection
+            raise kind(f"{name!r}: not a path or URL that fsspec can open ({error})") from error
         return cls(fs, canonical_path(path, isinstance(fs, LocalFileSystem)), sync_files, row_log=row_log)
 
     @classmethod
@@ -99,7 +101,7 @@ class Store:
         """Return whether :meth:`open` would succeed."""
         try:
             cls.open(url)
-        except (ConfigurationError, TypeError):
+        except (CNRError, TypeError):
             return False
         return True
 

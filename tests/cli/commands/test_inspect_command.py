@@ -11,6 +11,7 @@ import torchrec_cnr as cnr
 from tests.cli.empty_commits import planned_bytes
 from tests.support import runs
 from tests.support.command_line import cnr_json, cnr_text
+from torchrec_cnr.human_text import bytes_text
 from torchrec_cnr.lineage.checkpoint import read_lineage
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -22,20 +23,21 @@ def test_inspect_tells_what_a_checkpoint_holds(run: Path) -> None:
     checkpoint = cnr.read_checkpoint(run / "step-3")
     assert text.splitlines()[0] == f"{run}/step-3  delta"
     for words in (
-        "based on +step-1 ← step-2",
+        r"based on +step-2, step-1 \(baseline\)",
         "restore +reads .* from 3 checkpoints",
-        f"rows +{checkpoint.num_rows} of tables",
+        rf"rows +{checkpoint.num_rows} of 52 \([\d.]+ %\)",
+        rf"written +{bytes_text(checkpoint.num_bytes)} by the save, \d\.\d\dx larger than a full fp32 checkpoint",
         "saved by +torchrec_cnr .* on 1 rank, policy Consecutive, after 0 restores",
         f"sha256 +{checkpoint.sha256}",
-        "tables  of float32",
+        "tables  float32\nall names begin with 'model.'",
         r"bag\.weight +40 × 4 +4-bit asymmetric +\d+ +\d+\.\d% +\d+ B +\d+\.\d%",
         r"model\.over\.bias",
-        r"objects  [\d.]+ KB, \d+\.\d%",
+        r"objects  [\d.]+ KB, \d+\.\d% of bytes",
         "8 more objects; --all shows them",
         re.escape(checkpoint.manifest.packs[0].name),
     ):
         assert re.search(words, text), words
-    assert "based on   no other checkpoint (baseline)" in cnr_text("inspect", run / "step-1")
+    assert "based on   no other checkpoint  " in cnr_text("inspect", run / "step-1")
 
 
 def test_inspect_tells_programs_the_same(run: Path) -> None:
@@ -43,7 +45,7 @@ def test_inspect_tells_programs_the_same(run: Path) -> None:
     document = cnr_json("inspect", run / "step-3")
     checkpoint = cnr.read_checkpoint(run / "step-3")
     manifest = checkpoint.manifest
-    assert {key: document[key] for key in list(document)[:20]} == {
+    assert {key: document[key] for key in list(document)[:22]} == {
         "path": str(run / "step-3"),
         "kind": "delta",
         "is_compacted": False,
@@ -56,6 +58,8 @@ def test_inspect_tells_programs_the_same(run: Path) -> None:
         "world_size": 1,
         "writer": manifest.writer,
         "num_bytes": checkpoint.num_bytes,
+        "written_bytes": checkpoint.num_bytes,
+        "exact_bytes": document["exact_bytes"],
         "manifest_bytes": checkpoint.manifest_bytes,
         "log_bytes": 0,
         "blob_bytes": manifest.blob_bytes,
@@ -68,7 +72,7 @@ def test_inspect_tells_programs_the_same(run: Path) -> None:
         "lineage_problem": None,
         "restore_bytes": planned_bytes(run / "step-3"),
     }
-    assert list(document)[20:] == ["tensors", "objects", "packs"]
+    assert list(document)[22:] == ["tensors", "objects", "packs"]
     tensors = {tensor["fqn"]: tensor for tensor in document["tensors"]}
     entry = manifest.tensors["model.bag.weight"]
     assert tensors["model.bag.weight"] == {
@@ -125,5 +129,10 @@ def test_inspect_after_a_compaction(run: Path, tmp_path: Path) -> None:
     assert any(entry.is_table and entry.num_stored_rows > entry.size[0] for entry in entries)
     text, document = cnr_text("inspect", newest.store.url), cnr_json("inspect", newest.store.url)
     assert text.splitlines()[0].endswith("step-3  delta, compacted")
+    assert "based on   no other checkpoint, because it was compacted" in text
+    assert re.search(r"rows +\d+ of 52, including older versions of rows", text)
+    (before,) = [entry for entry in cnr_json("ls", run)["checkpoints"] if entry["name"] == "step-3"]
+    assert document["written_bytes"] == before["written_bytes"] < document["num_bytes"]
+    assert f"written    {bytes_text(before['written_bytes'])} by the save" in text
     assert (document["kind"], document["is_compacted"], document["lineage"][-1]["kind"]) == ("delta", True, "delta")
     assert max(float(found) for found in re.findall(r"([\d.]+) ?%", text)) <= 100

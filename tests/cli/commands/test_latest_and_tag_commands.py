@@ -19,7 +19,7 @@ def test_latest_is_a_path_for_scripts(run: Path, tmp_path: Path) -> None:
     assert cnr_json("latest", run) == {"path": cnr.latest(run)}
     result = cnr_result("latest", tmp_path)
     assert (result.exit_code, result.stdout) == (1, "")
-    assert f"{tmp_path}: there is no checkpoint" in result.stderr
+    assert result.stderr == f"cnr: error: {tmp_path}: an empty directory\n"
 
 
 def test_a_tag_keeps_a_checkpoint(run: Path, tmp_path: Path) -> None:
@@ -31,6 +31,8 @@ def test_a_tag_keeps_a_checkpoint(run: Path, tmp_path: Path) -> None:
     assert cnr_text("tag", root, "v1.0") == f"tagged v1.0: {newest}\n"
     stays = plan_prune(root, Keep(last=1)).stays
     assert "tagged 'release'" in stays["step-1"]
+    assert cnr_json("tag", root / "step-1", "a") == {"path": f"{root}/step-1", "tags": ["a", "release"]}
+    assert cnr_json("untag", root / "step-1", "a") == {"path": f"{root}/step-1", "tags": ["release"]}
     assert cnr_text("untag", root / "step-1", "release") == f"removed tag release: {root}/step-1\n"
     assert "tagged 'release'" not in plan_prune(root, Keep(last=1)).stays.get("step-1", ())
 

@@ -1,41 +1,138 @@
-"""cnr ls: lineages drawn as trees, in text and JSON; on real checkpoints, local and in memory."""
+"""cnr ls: what each save wrote, in text and JSON; on real checkpoints, local and in memory."""
 
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given
-from hypothesis import strategies as st
+from rich.console import Console
 from typer.testing import CliRunner
 
 import torchrec_cnr as cnr
 from tests.attacks.draft import Draft
 from tests.cli.empty_commits import NAMES, planned_bytes
 from tests.support import runs
-from tests.support.command_line import cnr_json, cnr_text
+from tests.support.command_line import cnr_json, cnr_result, cnr_text
 from torchrec_cnr.cli.app import app
-from torchrec_cnr.cli.commands.ls import Gap, Line, draw, visible
-from torchrec_cnr.format.manifest import CheckpointRef, History, Manifest
-from torchrec_cnr.lineage.checkpoint import Checkpoint
-from torchrec_cnr.maintenance.catalog import Catalog, Entry
-from torchrec_cnr.storage.store import Store
+from torchrec_cnr.format.manifest import TensorEntry
+from torchrec_cnr.human_text import bytes_text, relation_text
+from torchrec_cnr.maintenance.file_names import written_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 
-def test_ls_draws_lineages(run: Path) -> None:
-    """Each checkpoint once, below what it stands on, branches apart, with its size, rows and what a restore reads."""
+def exact_bytes(checkpoint: cnr.Checkpoint) -> int:
+    """What a load of a checkpoint has: all values, and the objects as they are stored."""
+    values = sum(torch.Size(entry.size).numel() * _ITEM_BYTES[entry.dtype] for entry in _tensors(checkpoint))
+    return values + sum(blob.num_bytes for blob in checkpoint.manifest.objects.values())
+
+
+_ITEM_BYTES = {"float32": 4, "int64": 8}
+
+
+def _tensors(checkpoint: cnr.Checkpoint) -> Iterable[TensorEntry]:
+    return checkpoint.manifest.tensors.values()
+
+
+def narrowed(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    """Have the next list printed on a terminal of that many columns."""
+    narrow = Console(highlight=False, markup=False, emoji=False, width=width)
+    monkeypatch.setattr("torchrec_cnr.cli.commands.ls.stdout", lambda: narrow)
+
+
+def test_ls_shows_what_each_save_wrote(run: Path) -> None:
+    """One line for each checkpoint, oldest first, with what it is based on, rows, bytes, saving and restore."""
     lines = cnr_text("ls", run).splitlines()
-    assert [line.split("  ")[0] for line in lines[1:6]] == ["step-1", "step-2", "├─ step-3", "branch-3", "branch-4"]
-    assert re.search(r"baseline +52 +100\.0% +[\d.]+ KB +[\d.]+ KB +\d+ s", lines[1])
-    assert re.search(r"delta +\d+ +\d+\.\d%", lines[2])
-    assert lines[-1].startswith("5 checkpoints: 1 baseline and 4 deltas, ")
-    assert lines[-1].endswith("newest is branch-4")
+    assert lines[0].split() == [
+        "checkpoint",
+        "kind",
+        "based",
+        "on",
+        "rows",
+        "of",
+        "all",
+        "written",
+        "vs",
+        "fp32",
+        "restore",
+        "age",
+    ]
+    for line, name, parent in zip(lines[1:6], NAMES, ["–", "step-1", "step-2", "step-2", "branch-3"], strict=True):
+        checkpoint = cnr.read_checkpoint(run / name)
+        num_rows, written = checkpoint.num_rows, bytes_text(checkpoint.num_bytes)
+        relation = relation_text(checkpoint.num_bytes, exact_bytes(checkpoint))
+        expected = [name, checkpoint.kind, parent, f"{num_rows}", f"{num_rows / 52:.1%}", written, relation]
+        assert re.split(r"  +", line)[:8] == [*expected, bytes_text(planned_bytes(run / name))]
+    assert lines[-2] == "5 checkpoints: 1 baseline and 4 deltas; policy Consecutive; newest: branch-4"
+    total, full = sum(file.stat().st_size for file in run.glob("*/*")), 5 * exact_bytes(checkpoint)
+    sizes = f"{bytes_text(total)} kept, {bytes_text(total)} written by 5 saves"
+    assert lines[-1] == f"{sizes}: {relation_text(total, full)} than full fp32 checkpoints"
+
+
+def test_no_share_is_above_the_whole(run: Path) -> None:
+    """A checkpoint that is larger than a full one without quantization, as that of a tiny model, is called larger."""
+    text = cnr_text("ls", run)
+    assert re.search(r"step-1 .* \d\.\d+x larger", text)
+    assert max(float(share) for share in re.findall(r"([\d.]+)%", text)) == 100
+
+
+def test_notes_say_what_a_checkpoint_needs_and_who_keeps_it(tmp_path: Path) -> None:
+    """Tags, and dependencies on other roots in either direction; a list of policies only if they differ."""
+    runs.save_run(tmp_path, ["a/step-1", "b/step-2"])
+    writer, planner = cnr.CNRStorageWriter(tmp_path / "b" / "step-3"), cnr.CNRSavePlanner(policy=cnr.Full())
+    dcp.save({"t": torch.rand(50, 4)}, storage_writer=writer, planner=planner, no_dist=True)
+    cnr.tag(tmp_path / "b" / "step-3", "release")
+    assert re.search("step-1 .* tagged needed-by-b-[0-9a-f]{8}", cnr_text("ls", tmp_path / "a"))
+    lines = cnr_text("ls", tmp_path / "b").splitlines()
+    assert lines[0].rstrip().endswith("age  policy       notes")
+    assert re.search(r"step-2 +delta +\.\./a/step-1 .* \?  .* Consecutive +needs \.\./a/step-1", lines[1])
+    assert re.search(r"step-3 +baseline +– .* Full +tagged release", lines[2])
+    assert "policy" not in lines[-2]
+    other, own = cnr_json("ls", tmp_path / "b")["checkpoints"]
+    assert (other["based_on"], other["needed_of_other_roots"]) == ("../a/step-1", ["../../a/step-1"])
+    assert (own["based_on"], own["tags"], own["policy"]) == (None, ["release"], "Full")
+
+
+@pytest.mark.parametrize(
+    ("width", "left"),
+    [
+        (100, "kind based on rows of all written vs fp32 restore age notes"),
+        (80, "kind based on of all written vs fp32 age notes"),
+        (60, "kind based on written notes"),
+    ],
+)
+def test_narrow_terminals_lose_numbers_before_names(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int, left: str
+) -> None:
+    """The columns that remain are whole, and what is left out is what matters least."""
+    shutil.copytree(run, tmp_path / "run")
+    cnr.compact(tmp_path / "run" / "step-3")
+    narrowed(monkeypatch, width)
+    lines = cnr_text("ls", tmp_path / "run").splitlines()
+    assert lines[0].split() == ["checkpoint", *left.split()]
+    assert [line.split()[0] for line in lines[1:6]] == list(NAMES)
+    assert max(map(len, lines)) <= width
+
+
+def test_a_directory_of_roots_lists_them(run: Path, tmp_path: Path) -> None:
+    """The parent of several runs has no checkpoints, but they are found; other commands name them, too."""
+    for name in ("a", "b"):
+        shutil.copytree(run / "step-1", tmp_path / name / "step-1")
+    (tmp_path / "empty").mkdir()
+    text = cnr_text("ls", tmp_path)
+    commands = "".join(f"  cnr ls {tmp_path}/{name}\n" for name in "ab")
+    assert text == f"{tmp_path}: no checkpoints, but 2 roots; list one of them:\n{commands}"
+    document = cnr_json("ls", tmp_path)
+    assert (document["checkpoints"], document["roots"]) == ([], [f"{tmp_path}/a", f"{tmp_path}/b"])
+    for command in ("inspect", "verify", "latest", "prune", "report", "compact"):
+        result = cnr_result(command, tmp_path)
+        assert (result.exit_code, result.stdout) == (1, "")
+        words = "no checkpoint, but roots that contain some: a, b; pass one of them"
+        assert result.stderr == f"cnr: error: {tmp_path}: {words}\n"
 
 
 def test_a_parent_that_is_newer_than_its_child_is_listed(tmp_path: Path) -> None:
@@ -53,8 +150,8 @@ def test_a_parent_that_is_newer_than_its_child_is_listed(tmp_path: Path) -> None
 def test_ls_tells_programs_the_same(run: Path) -> None:
     """The document's keys are fixed; its values are those of the catalog."""
     document = cnr_json("ls", run)
-    assert list(document) == ["root", "checkpoints", "others"]
-    assert (document["root"], document["others"]) == (str(run), [])
+    assert list(document) == ["root", "checkpoints", "totals", "roots", "others"]
+    assert (document["root"], document["roots"], document["others"]) == (str(run), [], [])
     assert [entry["name"] for entry in document["checkpoints"]] == list(NAMES)
     for entry in document["checkpoints"]:
         checkpoint = cnr.read_checkpoint(run / entry["name"])
@@ -65,16 +162,30 @@ def test_ls_tells_programs_the_same(run: Path) -> None:
             "is_compacted": False,
             "is_abandoned": False,
             "is_head": entry["name"] in ("step-3", "branch-4"),
+            "based_on": None if checkpoint.parent is None else Path(checkpoint.parent).name,
             "parent": checkpoint.parent,
             "needed_of_other_roots": [],
             "is_parent_here": True,
             "created_ns": checkpoint.created_ns,
+            "policy": "Consecutive",
+            "tags": [],
             "num_rows": checkpoint.num_rows,
             "num_table_rows": 52,
+            "written_bytes": checkpoint.num_bytes,
+            "exact_bytes": exact_bytes(checkpoint),
             "num_bytes": sum(path.stat().st_size for path in (run / entry["name"]).iterdir()),
             "log_bytes": 0,
             "restore_bytes": planned_bytes(run / entry["name"]),
         }
+    kept = sum(entry["num_bytes"] for entry in document["checkpoints"])
+    assert document["totals"] == {
+        "num_saves": 5,
+        "num_compactions": 0,
+        "written_bytes": kept,
+        "log_bytes": 0,
+        "kept_bytes": kept,
+        "exact_bytes": document["checkpoints"][-1]["exact_bytes"],
+    }
 
 
 def test_ls_tells_apart_what_is_no_checkpoint(run: Path, tmp_path: Path) -> None:
@@ -114,12 +225,13 @@ def test_ls_tells_apart_what_is_no_checkpoint(run: Path, tmp_path: Path) -> None
 
 
 def test_ls_tells_of_parents_that_are_not_here(run: Path, tmp_path: Path) -> None:
-    """A delta whose parent is gone begins a tree, and says so; nobody can tell what a restore reads."""
+    """A delta whose parent is gone says so; nobody can tell what a restore reads."""
     shutil.copytree(run / "step-2", tmp_path / "step-2")
     shutil.copytree(run / "step-3", tmp_path / "step-3")
     lines = cnr_text("ls", tmp_path).splitlines()
-    assert re.search(r"^step-2 +delta, parent missing .* \? ", lines[1])
-    assert re.search(r"^step-3 +delta  .* \? ", lines[2])
+    assert re.search(r"^step-2 +delta +step-1 .* \? .* parent missing", lines[1])
+    assert re.search(r"^step-3 +delta +step-2 .* \? ", lines[2])
+    assert "parent missing" not in lines[2]
     first, second = cnr_json("ls", tmp_path)["checkpoints"]
     assert (first["is_parent_here"], first["restore_bytes"]) == (False, None)
     assert (second["is_parent_here"], second["restore_bytes"]) == (True, None)
@@ -130,14 +242,23 @@ def test_ls_tells_of_compacted_checkpoints(run: Path, tmp_path: Path) -> None:
     root = tmp_path / "run"
     shutil.copytree(run, root)
     before = {entry["name"]: entry for entry in cnr_json("ls", root)["checkpoints"]}
-    cnr.compact(root / "step-3")
-    entries = {entry["name"]: entry for entry in cnr_json("ls", root)["checkpoints"]}
+    line_before = next(line for line in cnr_text("ls", root).splitlines() if line.startswith("step-3"))
+    compacted = cnr.compact(root / "step-3")
+    document = cnr_json("ls", root)
+    entries = {entry["name"]: entry for entry in document["checkpoints"]}
     assert [name for name, entry in entries.items() if entry["is_compacted"]] == ["step-3"]
     for name, entry in entries.items():
-        assert (entry["kind"], entry["num_rows"]) == (before[name]["kind"], before[name]["num_rows"])
+        for key in ("kind", "based_on", "num_rows", "written_bytes"):
+            assert (name, entry[key]) == (name, before[name][key])
     text = cnr_text("ls", root)
-    assert "delta, compacted" in text
-    assert "5 checkpoints: 1 baseline and 4 deltas, 1 of them compacted, " in text
+    line = next(line for line in text.splitlines() if line.startswith("step-3"))
+    assert line.rstrip().endswith("compacted")
+    assert re.split("  +", line)[:7] == re.split("  +", line_before)[:7]
+    assert "5 checkpoints: 1 baseline and 4 deltas, 1 of them compacted; policy" in text
+    files = {file.name: file.stat().st_size for file in (root / "step-3").iterdir()}
+    written = sum(entry["written_bytes"] for entry in entries.values()) + written_bytes(compacted.manifest, files)
+    assert (document["totals"]["written_bytes"], document["totals"]["num_compactions"]) == (written, 1)
+    assert f"{bytes_text(written)} written by 5 saves and 1 compaction: " in text
     assert cnr_text("inspect", root / "step-3").splitlines()[0].endswith("delta, compacted")
 
 
@@ -159,77 +280,20 @@ def test_ls_tells_what_is_left_of_the_pruned(tmp_path: Path) -> None:
 def test_ls_of_nothing(tmp_path: Path) -> None:
     """An empty root is no error."""
     assert cnr_text("ls", tmp_path) == f"no checkpoints under {tmp_path}\n"
-    assert cnr_json("ls", tmp_path) == {"root": str(tmp_path), "checkpoints": [], "others": []}
+    document = cnr_json("ls", tmp_path)
+    assert (document["root"], document["checkpoints"], document["others"]) == (str(tmp_path), [], [])
 
 
 @pytest.mark.long
 def test_a_long_run_fits_on_a_screen(long_run: Path) -> None:
-    """Of 2,000 checkpoints the newest are shown, with where they come from; all of them on demand."""
+    """Of 2,000 checkpoints the newest are shown; all of them on demand."""
     lines = cnr_text("ls", long_run).splitlines()
-    assert len(lines) == 1 + 1 + 1 + 40 + 2
-    assert lines[1].startswith("step-0 ")
-    assert re.search(r"^⋮  1,959 checkpoints .* KB", lines[2])
-    assert [line.split()[0] for line in lines[3:43]] == [f"step-{number}" for number in range(1960, 2000)]
-    assert max(map(len, lines)) < 80
-    assert len(cnr_text("ls", long_run, "--all").splitlines()) == 1 + 2000 + 2
-    assert len(cnr_text("ls", long_run, "--last", "3").splitlines()) == 1 + 1 + 1 + 3 + 2
+    assert lines[0] == "… 1,960 more checkpoints; --all shows them"
+    assert [line.split()[0] for line in lines[2:42]] == [f"step-{number}" for number in range(1960, 2000)]
+    assert len(lines) == 1 + 1 + 40 + 3
+    assert max(map(len, lines)) <= 100
+    assert len(cnr_text("ls", long_run, "--all").splitlines()) == 1 + 2000 + 3
+    assert len(cnr_text("ls", long_run, "--last", "3").splitlines()) == 1 + 1 + 3 + 3
     assert len(cnr_json("ls", long_run)["checkpoints"]) == 2000
     names = [entry["name"] for entry in json.loads(cnr_text("ls", long_run, "--last", "2", "--json"))["checkpoints"]]
     assert names == ["step-1998", "step-1999"]
-
-
-def _forest(parents: Sequence[int | None]) -> Catalog:
-    """A catalog of checkpoints ``c0``, ``c1`` and so on, oldest first, each with the number of its parent."""
-    store, made = Store.open("memory://forest"), []
-    for number, parent in enumerate(parents):
-        ref = None if parent is None else CheckpointRef(f"../c{parent}", f"{parent:064x}")
-        manifest = Manifest(number, f"c{number}", "s", ref, "p", History(0), 0, 1, "w", (), {})
-        made.append(Checkpoint(store.at(f"c{number}"), manifest, f"{number:064x}", manifest, 0, f"{number:064x}"))
-    entries = {f"c{number}": Entry(one.store, f"c{number}", {}, one) for number, one in enumerate(made)}
-    return Catalog(store, entries, {})
-
-
-def _read_parents(lines: Sequence[Line]) -> dict[str, str | None]:
-    """What a drawing says of parents, by the rule that people read it by."""
-    found: dict[str, str | None] = {}
-    above: dict[int, str] = {}  # the last name at each depth
-    root = None
-    for line in lines:
-        if line.root != root:
-            root, above = line.root, {}
-        depth = len(line.guide) // 3
-        found[line.name] = above.get(depth - 1 if line.guide.endswith("─ ") else depth)
-        above = {other: name for other, name in above.items() if other < depth} | {depth: line.name}
-    return found
-
-
-forests = st.lists(st.integers(0, 10**6), max_size=30).map(
-    lambda draws: [None if number == 0 or draw % 5 == 0 else (draw // 5) % number for number, draw in enumerate(draws)]
-)
-
-
-@given(forests)
-def test_a_drawing_says_what_stands_on_what(parents: list[int | None]) -> None:
-    """Whatever the lineages, each checkpoint is drawn once, and its parent can be read off."""
-    expected = {f"c{number}": None if parent is None else f"c{parent}" for number, parent in enumerate(parents)}
-    assert _read_parents(draw(_forest(parents))) == expected
-
-
-@given(forests, st.sets(st.integers(0, 29)))
-def test_what_is_left_out_is_counted(parents: list[int | None], numbers: set[int]) -> None:
-    """Whatever is shown, nothing is shown twice or lost, and every tree shows where it begins."""
-    lines = draw(_forest(parents))
-    shown = {f"c{number}" for number in numbers}
-    parts = list(visible(lines, shown))
-    named = [part.name for part in parts if isinstance(part, Line)]
-    hidden = [name for part in parts if isinstance(part, Gap) for name in part.names]
-    assert sorted([*named, *hidden]) == sorted(line.name for line in lines)
-    assert shown & set(hidden) == set()
-    assert {line.root for line in lines if line.name in shown} <= set(named)
-
-
-def test_chains_and_branches_look_different() -> None:
-    """Deltas on one another go straight down; deltas that all stand on one baseline are its branches."""
-    assert [line.guide for line in draw(_forest([None, 0, 1, 2]))] == ["", "", "", ""]
-    assert [line.guide for line in draw(_forest([None, 0, 0, 0]))] == ["", "├─ ", "├─ ", "└─ "]
-    assert [line.name + line.guide for line in draw(_forest([None, 0, 0, 1]))] == ["c0", "c2├─ ", "c1", "c3"]

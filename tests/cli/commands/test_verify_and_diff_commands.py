@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 def test_verify_says_whether_all_is_right(run: Path, tmp_path: Path) -> None:
     """In words, in JSON, and by its exit status."""
-    assert re.fullmatch(r"✓ no problems: 3 checkpoints, \d+ blobs, [\d.]+ KB\n", cnr_text("verify", run / "step-3"))
+    assert re.fullmatch(r"✓ no problems: 3 checkpoints, \d+ blocks, [\d.]+ KB\n", cnr_text("verify", run / "step-3"))
     assert "5 checkpoints" in cnr_text("verify", run, "--all", "--threads", "3")
     root = tmp_path / "run"
     shutil.copytree(run, root)
@@ -29,13 +29,19 @@ def test_verify_says_whether_all_is_right(run: Path, tmp_path: Path) -> None:
     lines = result.stdout.splitlines()
     assert lines[0] == str(pack)
     assert re.match(r"✗  .*: crc32c is 0x[0-9a-f]{8}, the manifest says 0x[0-9a-f]{8}", lines[1])
-    assert lines[-1].startswith("1 problem in 3 checkpoints, ")
+    assert lines[-3].startswith("1 problem in 3 checkpoints, ")
+    assert re.fullmatch(r"cannot be restored: +step-2, step-3, branch-3, branch-4 *", lines[-2])
+    assert re.fullmatch(rf"newest that can be restored: +{root}/step-1 *", lines[-1])
     result = cnr_result("verify", root / "step-3", "--json")
     assert (result.exit_code, result.stderr) == (1, "")
     document = json.loads(result.stdout)
-    assert list(document) == ["is_right", "heads", "checkpoints", "num_blobs", "num_bytes", "problems"]
+    assert list(document) == [
+        "is_right", "heads", "checkpoints", "num_blobs", "num_bytes", "problems", "unrestorable", "newest_restorable",
+    ]  # fmt: skip
+    assert document["unrestorable"] == [f"{root}/{name}" for name in NAMES[1:]]
+    assert document["newest_restorable"] == f"{root}/step-1"
     (problem,) = document["problems"]
-    assert list(problem) == ["checkpoint", "file", "blob", "message"]
+    assert list(problem) == ["checkpoint", "file", "blob", "message", "offset"]
     assert (document["is_right"], problem["file"]) == (False, str(pack))
 
 

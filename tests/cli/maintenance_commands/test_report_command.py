@@ -54,7 +54,7 @@ def test_report_tells_programs_the_same(run: Path, tmp_path: Path, monkeypatch: 
     document = cnr_json("report", run)
     assert files_in(tmp_path) == before
     assert document == json.loads(json.dumps(asdict(read_run_history(read_catalog(run)))))
-    assert list(document) == ["root", "events", "kept", "left_bytes", "unreadable"]
+    assert list(document) == ["root", "events", "kept", "left_bytes", "unreadable", "exact_bytes"]
     assert [(event["kind"], event["name"]) for event in document["events"]] == [
         ("baseline", "step-1"), ("delta", "step-2"), ("delta", "step-3"), ("delta", "step-4"),
     ]  # fmt: skip
@@ -87,7 +87,7 @@ def test_report_counts_packs_that_outlive_their_checkpoint(root: Root, tmp_path:
     cnr_text("report", root.url, "-o", tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert f"{bytes_text(left)} of removed checkpoints remain, in data files that other checkpoints use." in page
-    assert f"{bytes_text(sum(root.files().values()))}; at most" in page
+    assert f'<dd class="value">{bytes_text(sum(root.files().values()))}</dd>' in page
     assert "have disappeared" not in page
 
 

@@ -19,6 +19,7 @@ from tests.servers.browser import Browser
 from tests.support.run_histories import MODEL, PARTIAL, random_run, run_of, saves_of
 from torchrec_cnr.cli.report.page import render
 from torchrec_cnr.cli.report.svg import PALETTE
+from torchrec_cnr.human_text import bytes_text
 from torchrec_cnr.maintenance.run_history import Event, RunHistory
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
@@ -94,28 +95,29 @@ def test_totals_are_those_of_the_events(browser: Browser, page_of: Callable[[int
     all_written = sum(event.written_bytes for event in history.events)
     assert amount(written[1]) == close(all_written)
     full = num * MODEL
-    relation = written[2].partition(" full quantized")[0]
+    relation, _, rest = written[2].partition(" full checkpoint")
+    assert rest.removeprefix("s").startswith(" at the same bit width (")
     if num == 1:
-        assert relation == "as much as a"
+        assert relation == "as large as a"
     elif full > all_written:
-        assert relation.endswith(f" times less than {num:,}")
-        assert amount(relation) == close(full / all_written)
+        assert relation.endswith(f"x smaller than {num:,}")
+        assert amount(relation.replace("x", " ")) == close(full / all_written)
     else:
-        assert relation.endswith(f" times as much as {num:,}")
-        assert amount(relation) == close(all_written / full)
-    assert amount(written[2].partition("(")[2]) == close(full)
+        assert relation.endswith(f"x larger than {num:,}")
+        assert amount(relation.replace("x", " ")) == close(all_written / full)
+    assert amount(rest.partition("(")[2]) == close(full)
 
     level = most = 0
     for event in history.events:
         most = max(most, level + event.written_bytes)
         level += event.written_bytes - event.freed_bytes
-    assert amount(capacity[1]) == close(level / MODEL)
-    assert amount(capacity[2]) == close(level)
-    assert amount(capacity[2].partition("at most")[2]) == close(most / MODEL)
+    assert amount(capacity[1]) == close(level)
+    assert amount(capacity[2].replace("x", " ")) == close(level / MODEL)
+    assert amount(capacity[2].partition("at most")[2].replace("x", " ")) == close(most / MODEL)
 
     newest = max(history.kept, key=lambda kept: kept.created_ns)
-    assert amount(restore[1]) == close(newest.restore_bytes / MODEL)
-    assert amount(restore[2]) == close(newest.restore_bytes)
+    assert amount(restore[1]) == close(newest.restore_bytes)
+    assert amount(restore[2].replace("x", " ")) == close(newest.restore_bytes / MODEL)
 
 
 @some_size
@@ -220,7 +222,7 @@ def test_captions_and_table_of_kinds_agree_with_the_events(browser: Browser, pag
     loads = [event.restore_bytes for event in history.events if event.restore_bytes is not None]
     within = sum(load <= 1.2 * MODEL for load in loads)
     assert 0 < within < len(loads)
-    assert f"at most 1.90 models. {within:,} of {len(loads):,} are within 1.2." in captions[3]
+    assert f"at most 1.90x. {within:,} of {len(loads):,} are within 1.2x." in captions[3]
     assert "at most 90.0 % of all rows" in captions[4]
 
 
@@ -238,7 +240,8 @@ def test_table_has_the_newest(browser: Browser, tmp_path: Path, num: int, num_li
     for line, kept in zip(lines, by_age, strict=False):
         assert (line[1], line[5]) == (kept.kind, kept.parent or "–")
         assert amount(line[3]) == close(kept.num_bytes)
-        assert amount(line[4]) == close(kept.restore_bytes / MODEL)
+        assert amount(line[4]) == close(kept.restore_bytes)
+        assert amount(line[4].partition("(")[2].replace("x", " ")) == close(kept.restore_bytes / MODEL)
     older = by_age[num_lines:]
     said = browser.run("return document.querySelector('#kept > .quiet')?.textContent")
     assert (said is None) == (not older)
@@ -248,6 +251,19 @@ def test_table_has_the_newest(browser: Browser, tmp_path: Path, num: int, num_li
             num_older = sum(kept.kind == kind for kept in older)
             assert (f"{num_older:,} {kind}" in said) == (num_older > 0)
         assert amount(said.rpartition(", ")[2]) == close(sum(kept.num_bytes for kept in older))
+
+
+def test_savings_and_compactions_are_shown(browser: Browser, tmp_path: Path) -> None:
+    """The bytes written are compared with full checkpoints without quantization; a compacted delta stays a delta."""
+    history = run_of(2)
+    written = sum(event.written_bytes for event in history.events)
+    newest = replace(max(history.kept, key=lambda kept: kept.created_ns), is_compacted=True, parent=None)
+    assert newest.kind == "delta"
+    show(browser, tmp_path, replace(history, exact_bytes=10 * written, kept=(newest,)), 1_280)
+    note = browser.run(TOTALS)[1][2]
+    size = bytes_text(20 * written)
+    assert note.startswith(f"20.0x smaller than 2 full checkpoints without quantization ({size})")
+    assert [line[1] for line in browser.run(KEPT)] == ["delta, compacted"]
 
 
 @any_width

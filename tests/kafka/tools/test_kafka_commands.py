@@ -13,6 +13,7 @@ from tests.kafka.tools.logged_runs import NAMES, LoggedRun
 from tests.servers.kafka_server import Broker
 from tests.support.command_line import cnr_result, cnr_text
 from torchrec_cnr.cli import options
+from torchrec_cnr.human_text import bytes_text
 from torchrec_cnr.maintenance.catalog import read_catalog
 from torchrec_cnr.maintenance.read_run_history import read_run_history
 from torchrec_cnr.maintenance.verification.verify import verify
@@ -34,7 +35,10 @@ def test_sizes_tell_files_from_the_log(run: LoggedRun) -> None:
     for found in document["checkpoints"]:
         files = sum(path.stat().st_size for path in (run.root / found["name"]).iterdir())
         assert found["num_bytes"] == files
-    assert "in Kafka" in cnr_text("ls", run.root)
+        assert found["written_bytes"] == found["num_bytes"] + found["log_bytes"]
+    text = cnr_text("ls", run.root)
+    assert re.search(rf"written  in Kafka  .*\nstep-1 .*\n.* {bytes_text(in_log[0])} ", text)
+    assert f" kept and {bytes_text(sum(in_log))} in Kafka, " in text
     history = read_run_history(read_catalog(run.root))
     assert history.log_bytes == sum(in_log)
     assert history.vanished_bytes == 0
@@ -58,14 +62,13 @@ def test_inspect_says_where_a_pack_lies(run: LoggedRun) -> None:
     assert document["log_bytes"] == pack.num_bytes
 
 
-@pytest.mark.parametrize("command", ["verify", "diff", "export", "compact", "ls", "prune", "inspect", "report"])
+@pytest.mark.parametrize("command", ["verify", "diff", "export", "compact", "ls", "prune", "latest"])
 def test_every_command_knows_the_log(run: LoggedRun, tmp_path: Path, command: str) -> None:
     """Each takes --kafka, and works with it; those that read rows say what to pass where it is missing."""
     copy = run.copy(tmp_path)
     args = {
         "diff": [copy.root / "step-1", copy.root],
         "export": [copy.root, tmp_path / "plain", "--to", "safetensors"],
-        "report": [copy.root, "-o", tmp_path / "report.html"],
     }.get(command, [copy.root])
     if command in ("verify", "diff", "export", "compact"):
         refused = cnr_result(command, *args)
@@ -79,7 +82,9 @@ def test_every_command_knows_the_log(run: LoggedRun, tmp_path: Path, command: st
 def test_the_newest_of_a_root_is_what_a_marker_says(run: LoggedRun, died: LoggedRun) -> None:
     """Commands that look for the newest see one that waits for its name."""
     assert re.search("step-3 .*unfinished.*pass --kafka to check", cnr_text("ls", died.root))
-    assert json.loads(cnr_text("inspect", died.root, run.option, "--json"))["checkpoint_id"] == "step-3"
+    assert json.loads(cnr_text("inspect", died.root, "--json"))["checkpoint_id"] == "step-2"
+    assert cnr_text("latest", died.root, run.option) == f"{died.root}/step-3\n"
+    assert json.loads(cnr_text("inspect", died.root, "--json"))["checkpoint_id"] == "step-3"
 
 
 @pytest.mark.parametrize(

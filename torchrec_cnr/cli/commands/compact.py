@@ -21,7 +21,8 @@ def compact(
         str | None, typer.Option("--since", metavar="PATH", help="Merge only checkpoints newer than this ancestor.")
     ] = None,
     max_ratio: Annotated[
-        float, typer.Option("--max-ratio", min=1, help="Bytes a restore may read, per byte that it needs.")
+        float,
+        typer.Option("--max-ratio", min=1, metavar="RATIO", help="Bytes a restore may read, per byte that it needs."),
     ] = MAX_RATIO,
     self_contained: Annotated[
         bool,

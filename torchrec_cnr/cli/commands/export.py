@@ -50,7 +50,9 @@ def export(
 def import_(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="A plain DCP checkpoint.")],
     path: Annotated[str, typer.Argument(metavar="PATH", help="The directory of the new checkpoint.")],
-    bits: Annotated[int, typer.Option("--bits", help="Bits per value of tables: 2, 3, 4, 8, or 32 (exact).")] = 32,
+    bits: Annotated[
+        int, typer.Option("--bits", metavar="N", help="Bits per value of tables: 2, 3, 4, 8, or 32 (exact).")
+    ] = 32,
     tables: Annotated[
         list[str] | None,
         typer.Option("--table", metavar="PATTERN", help="Quantize the tensors with these names. May be repeated."),

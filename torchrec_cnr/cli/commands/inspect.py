@@ -5,36 +5,35 @@ from typing import Annotated, Any
 
 import typer
 
-from torchrec_cnr.cli.contents import pack_summaries, print_contents
-from torchrec_cnr.cli.options import AsJson, Everything, Kafka, KafkaFile, KafkaSettings, rows_log
+from torchrec_cnr.cli.contents import bytes_of_save, pack_summaries, print_contents
+from torchrec_cnr.cli.options import AsJson, Everything
 from torchrec_cnr.cli.output import print_json, stdout
-from torchrec_cnr.errors import LoadError
+from torchrec_cnr.errors import LoadError, StoreError
 from torchrec_cnr.format.manifest import TensorEntry
 from torchrec_cnr.lineage.checkpoint import Checkpoint, Lineage, read_checkpoint, read_lineage
 from torchrec_cnr.maintenance.catalog import checkpoint_at
 from torchrec_cnr.maintenance.file_names import log_bytes
+from torchrec_cnr.maintenance.read_run_history import exact_bytes
 from torchrec_cnr.maintenance.restore_bytes import restore_bytes, tensor_bytes
 
 
 def inspect(
     path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint; or a root, for its newest checkpoint.")],
     everything: Everything = False,
-    kafka: Kafka = None,
-    kafka_settings: KafkaSettings = None,
-    kafka_file: KafkaFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what one checkpoint contains.
 
-    Only manifests are read. The bytes of a tensor are those of its rows and row numbers in this checkpoint. The share
-    is relative to all bytes that the checkpoint stores.
+    Only manifests are read. The bytes of a tensor are those of its rows and row numbers in this checkpoint, and "of
+    bytes" is their share of all bytes that the checkpoint stores. "in use" is the share of a data file that the
+    checkpoint uses; after a compaction, the rest is overwritten rows.
 
     Examples:
 
     - `cnr inspect runs/a/step-300`
     - `cnr inspect s3://bucket/runs/a --json`
     """
-    checkpoint = read_checkpoint(checkpoint_at(path, rows_log(kafka, kafka_settings, kafka_file)))
+    checkpoint = read_checkpoint(checkpoint_at(path))
     lineage, problem = _lineage(checkpoint)
     if as_json:
         print_json(_document(checkpoint, lineage, problem))
@@ -46,7 +45,7 @@ def _lineage(checkpoint: Checkpoint) -> tuple[Lineage | None, str | None]:
     """Return the checkpoint chain, or the reason why it cannot be read."""
     try:
         return read_lineage(checkpoint.store), None
-    except LoadError as error:
+    except (LoadError, StoreError) as error:
         return None, str(error)
 
 
@@ -65,6 +64,8 @@ def _document(checkpoint: Checkpoint, lineage: Lineage | None, problem: str | No
         "world_size": manifest.world_size,
         "writer": manifest.writer,
         "num_bytes": checkpoint.num_bytes,
+        "written_bytes": bytes_of_save(checkpoint),
+        "exact_bytes": exact_bytes(checkpoint.committed),
         "manifest_bytes": checkpoint.manifest_bytes,
         "log_bytes": log_bytes(manifest),
         "blob_bytes": manifest.blob_bytes,

@@ -6,8 +6,9 @@ import typer
 
 from torchrec_cnr.cli.options import AsJson, Kafka, KafkaFile, KafkaSettings, rows_log
 from torchrec_cnr.cli.output import name_cell, print_json, stdout
-from torchrec_cnr.errors import CheckpointNotFoundError
 from torchrec_cnr.lineage.latest import latest as latest_checkpoint
+from torchrec_cnr.maintenance.catalog import no_checkpoint
+from torchrec_cnr.storage.store import Store
 
 
 def latest(
@@ -28,7 +29,7 @@ def latest(
     """
     path = latest_checkpoint(root, row_log=rows_log(kafka, kafka_settings, kafka_file))
     if path is None:
-        raise CheckpointNotFoundError(f"{root}: there is no checkpoint under this root")
+        raise no_checkpoint(Store.open(root))
     if as_json:
         print_json({"path": path})
     else:

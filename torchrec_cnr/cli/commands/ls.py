@@ -1,126 +1,35 @@
-"""``cnr ls``: list the checkpoints under a root.
+"""``cnr ls``: list the checkpoints under a root, one line for each, the newest last."""
 
-Checkpoint chains are drawn as lines of text. A chain goes straight down, however long it is: a checkpoint is based on
-the one above it. Where several are based on one, each begins a branch, except the one that leads to the newest
-checkpoint, which continues the chain. If the newest has no child yet, all of them are branches.
-
-    step-10
-    step-20
-    ├─ step-30     abandoned when the job was restored from step-20
-    │  step-40
-    step-35
-    step-45
-"""
-
+import posixpath
 import time
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from torchrec_cnr.cli.options import AsJson, Everything, Kafka, KafkaFile, KafkaSettings, rows_log
-from torchrec_cnr.cli.output import bare_grid, grid, name_cell, print_json, progress_bar, stdout
+from torchrec_cnr.cli.output import (
+    bare_grid,
+    name_cell,
+    print_columns,
+    print_json,
+    print_left_out,
+    progress_bar,
+    stdout,
+)
 from torchrec_cnr.errors import DamagedError, VersionError
 from torchrec_cnr.format.manifest import PACK_SUFFIX
-from torchrec_cnr.human_text import age_text, bytes_text, count_text, name_text, percent_text
+from torchrec_cnr.human_text import age_text, bytes_text, count_text, name_text, percent_text, relation_text
 from torchrec_cnr.lineage.checkpoint import Checkpoint
 from torchrec_cnr.lineage.other_roots import needed_of_other_roots
-from torchrec_cnr.maintenance.catalog import Catalog, Entry, check_root, read_catalog, total_bytes
-from torchrec_cnr.maintenance.file_names import is_uncommitted, log_bytes
+from torchrec_cnr.maintenance.catalog import Catalog, Entry, check_root, read_catalog, roots_in
+from torchrec_cnr.maintenance.file_names import is_uncommitted, log_bytes, saved_bytes
+from torchrec_cnr.maintenance.read_run_history import exact_bytes, precision_text, read_run_history
 from torchrec_cnr.maintenance.restore_bytes import all_restore_bytes
-
-
-@dataclass(frozen=True)
-class Line:
-    """A checkpoint in the drawing.
-
-    Attributes:
-        name: The name of the checkpoint.
-        guide: The characters before the name, which draw the tree.
-        root: The name of the first checkpoint of its tree.
-    """
-
-    name: str
-    guide: str
-    root: str
-
-
-def draw(catalog: Catalog) -> list[Line]:
-    """Return the lines of all checkpoints, tree by tree, with the newest one last."""
-    children: dict[str | None, list[str]] = {}
-    parents = {name: catalog.parent(checkpoint) for name, checkpoint in catalog.checkpoints.items()}
-    for name, parent in parents.items():
-        children.setdefault(parent, []).append(name)
-    newest = _newest_above(parents)
-    for siblings in children.values():
-        siblings.sort(key=lambda name: newest[name])
-    return [line for root in children.get(None, ()) for line in _tree(root, children)]
-
-
-def _newest_above(parents: Mapping[str, str | None]) -> dict[str, int]:
-    """Return, for each checkpoint, the number of the newest one that is based on it, or its own.
-
-    Args:
-        parents: The parent of each checkpoint, oldest first.
-    """
-    newest = {name: number for number, name in enumerate(parents)}
-    for name, parent in reversed(list(parents.items())):
-        if parent is not None:
-            newest[parent] = max(newest[parent], newest[name])
-    return newest
-
-
-def _tree(root: str, children: Mapping[str | None, Sequence[str]]) -> Iterator[Line]:
-    waiting = [(root, "", "")]  # a stack of: name, guide before it, guide before the checkpoints based on it
-    while waiting:
-        name, guide, indent = waiting.pop()
-        yield Line(name, guide, root)
-        above = children.get(name, ())
-        goes_on = len(above) == 1 or (len(above) > 1 and above[-1] in children)
-        branches = above[:-1] if goes_on else above
-        if goes_on:
-            waiting.append((above[-1], indent, indent))
-        for number, branch in reversed(list(enumerate(branches, 1))):
-            is_last = number == len(branches) and not goes_on
-            waiting.append((branch, indent + ("└─ " if is_last else "├─ "), indent + ("   " if is_last else "│  ")))
-
-
-@dataclass(frozen=True)
-class Gap:
-    """Consecutive checkpoints that a drawing does not show."""
-
-    names: tuple[str, ...]
-
-
-def visible(lines: Sequence[Line], shown: Collection[str]) -> Iterator[Line | Gap | None]:
-    """Yield the visible part of a drawing: some checkpoints, and the beginning of each of their trees.
-
-    Yields:
-        Lines, gaps, and None for a blank line between trees.
-    """
-    roots = {line.root for line in lines if line.name in shown}
-    sizes = Counter(line.root for line in lines)
-    hidden: list[str] = []
-    root = None
-    for line in lines:
-        if line.name not in shown and line.name not in roots:
-            hidden.append(line.name)
-            continue
-        if hidden:
-            yield Gap(tuple(hidden))
-            hidden = []
-        if root not in (None, line.root) and max(sizes[root], sizes[line.root]) > 1:
-            yield None
-        root = line.root
-        yield line
-    if hidden:
-        yield Gap(tuple(hidden))
-
+from torchrec_cnr.maintenance.run_history import RunHistory
+from torchrec_cnr.storage.store import Store
 
 EntryState = Literal["damaged", "newer", "unreadable", "pruned", "unfinished", "empty", "foreign"]
 
@@ -151,11 +60,19 @@ def ls(
     kafka_file: KafkaFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the checkpoints under a root, and their parents.
+    """List the checkpoints under a root, the newest last.
 
-    Each checkpoint is based on the one above it. If several are based on one checkpoint, branches begin there. The
-    column "restore" shows how many bytes a load reads, from the checkpoint and all that it is based on. If there are
-    more than 40 checkpoints, only the newest are shown.
+    Columns:
+
+    - kind, based on: a baseline contains every row, a delta only those that were modified since the checkpoint that it
+      is based on
+    - rows, of all: the rows that the save wrote, and their share of all rows of the tables
+    - written: the bytes that the save wrote, without those of later compactions
+    - vs fp32: these bytes, compared with a full checkpoint without quantization
+    - restore: the bytes that a load reads now, from the checkpoint and all that it is based on
+    - notes: compacted (a load needs no parent any more), abandoned, tags, dependencies on other roots
+
+    A narrow terminal shows fewer columns. If there are more than 40 checkpoints, only the newest are shown.
 
     Examples:
 
@@ -166,18 +83,28 @@ def ls(
     rows = rows_log(kafka, kafka_settings, kafka_file)
     with progress_bar("reading manifests", not as_json) as report:
         catalog = read_catalog(root, report, rows)
-    check_root(catalog)
-    shown = set(list(catalog.checkpoints)[-last:] if last else catalog.checkpoints)
+    roots = [] if catalog.checkpoints else roots_in(catalog.root)
+    if not roots:
+        check_root(catalog)
+    names = list(catalog.checkpoints)
+    shown = names[-last:] if last else names
     if as_json:
-        print_json(_document(catalog, shown))
+        print_json(_document(catalog, shown, roots))
         return
-    if last is None and not everything and len(shown) > _LINES:
-        shown = set(list(catalog.checkpoints)[-_LINES:])
-    _print(stdout(), catalog, shown)
+    if last is None and not everything:
+        shown = names[-_LINES:]
+    console = stdout()
+    if names:
+        print_left_out(console, len(names) - len(shown), "checkpoints")
+        _print_table(console, catalog, shown)
+        console.print()
+    for line in _summary(catalog, roots):
+        console.print(Text(line, overflow="fold"))
+    _print_others(console, [] if roots else _others(catalog), catalog)
 
 
-def _document(catalog: Catalog, shown: set[str]) -> dict[str, Any]:
-    restores, heads = all_restore_bytes(catalog), set(catalog.heads())
+def _document(catalog: Catalog, shown: Sequence[str], roots: Sequence[Store]) -> dict[str, Any]:
+    restores, heads, history = all_restore_bytes(catalog), set(catalog.heads()), read_run_history(catalog)
     return {
         "root": catalog.root.url,
         "checkpoints": [
@@ -188,19 +115,32 @@ def _document(catalog: Catalog, shown: set[str]) -> dict[str, Any]:
                 "is_compacted": checkpoint.is_compacted,
                 "is_abandoned": catalog.entries[name].is_abandoned,
                 "is_head": name in heads,
+                "based_on": _based_on(catalog, checkpoint),
                 "parent": checkpoint.parent,
                 "needed_of_other_roots": needed_of_other_roots(checkpoint.manifest),
                 "is_parent_here": checkpoint.parent is None or catalog.parent(checkpoint) is not None,
                 "created_ns": checkpoint.created_ns,
+                "policy": checkpoint.committed.policy,
+                "tags": catalog.entries[name].tags,
                 "num_rows": checkpoint.committed.num_rows,
-                "num_table_rows": _num_table_rows(checkpoint),
+                "num_table_rows": checkpoint.num_table_rows,
+                "written_bytes": saved_bytes(checkpoint, catalog.entries[name].files),
+                "exact_bytes": exact_bytes(checkpoint.committed),
                 "num_bytes": catalog.entries[name].num_bytes,
                 "log_bytes": log_bytes(checkpoint.manifest),
                 "restore_bytes": restores[name],
             }
-            for name, checkpoint in catalog.checkpoints.items()
-            if name in shown
+            for name, checkpoint in ((name, catalog.checkpoints[name]) for name in shown)
         ],
+        "totals": {
+            "num_saves": len(history.saves),
+            "num_compactions": len(history.of_kind("compaction")),
+            "written_bytes": history.all_bytes,
+            "log_bytes": history.log_bytes,
+            "kept_bytes": history.kept_bytes,
+            "exact_bytes": history.exact_bytes,
+        },
+        "roots": [found.url for found in roots],
         "others": [
             {
                 "name": entry.name,
@@ -213,6 +153,15 @@ def _document(catalog: Catalog, shown: set[str]) -> dict[str, Any]:
             for entry in _others(catalog)
         ],
     }
+
+
+def _based_on(catalog: Catalog, checkpoint: Checkpoint) -> str | None:
+    """Return the checkpoint on which a save was based: its name under this root, or its path relative to the root."""
+    parent = checkpoint.committed.parent
+    if parent is None:
+        return None
+    store = checkpoint.store.at(parent.path)
+    return catalog.name_of(store) or posixpath.relpath(store.path, catalog.root.path)
 
 
 def _others(catalog: Catalog) -> list[Entry]:
@@ -230,29 +179,102 @@ def _state(entry: Entry, catalog: Catalog) -> EntryState:
     if any(file.endswith(PACK_SUFFIX) for file in entry.files):
         was_pruned = any(pruned.name == entry.name for pruned in catalog.journal.pruned)
         return "pruned" if was_pruned else "unfinished"
-    return "foreign" if entry.files else "empty"
+    return "foreign" if entry.files or entry.directories else "empty"
 
 
-def _num_table_rows(checkpoint: Checkpoint) -> int:
-    return sum(entry.size[0] for entry in checkpoint.manifest.tensors.values() if entry.is_table)
+def _print_table(console: Console, catalog: Catalog, names: Sequence[str]) -> None:
+    restores, now_ns = all_restore_bytes(catalog), time.time_ns()
+    found = [(name, catalog.checkpoints[name], catalog.checkpoints[name].committed) for name in names]
+    versus, policies = f">vs {precision_text(found[-1][2])}", {saved.policy for _, _, saved in found}
+    written = [saved_bytes(checkpoint, catalog.entries[name].files) for name, checkpoint, _ in found]
+    columns: dict[str, Sequence[str | Text]] = {
+        "checkpoint": [name_cell(name, "bold" if name == catalog.newest else "") for name in names],
+        "kind": [Text(saved.kind, "green" if saved.kind == "baseline" else "") for _, _, saved in found],
+        "based on": [name_cell(_based_on(catalog, checkpoint) or "–") for _, checkpoint, _ in found],
+        ">rows": [f"{saved.num_rows:,}" for _, _, saved in found],
+        ">of all": [_row_share(checkpoint) for _, checkpoint, _ in found],
+        ">written": [*map(bytes_text, written)],
+        ">in Kafka": [bytes_text(log_bytes(saved)) if log_bytes(saved) else "" for _, _, saved in found],
+        versus: [relation_text(own, exact_bytes(saved)) for own, (_, _, saved) in zip(written, found, strict=True)],
+        ">restore": [_read_cell(restores[name]) for name in names],
+        ">age": [age_text(now_ns - checkpoint.created_ns) for _, checkpoint, _ in found],
+        "policy": [name_cell(saved.policy if len(policies) > 1 else "") for _, _, saved in found],
+        "notes": [_notes(catalog, name) for name in names],
+    }
+    print_columns(console, columns, ["policy", ">rows", ">restore", ">of all", ">age", ">in Kafka", versus, ">written"])
 
 
-def _print(console: Console, catalog: Catalog, shown: set[str]) -> None:
-    if catalog.checkpoints:
-        console.print(_table(catalog, list(visible(draw(catalog), shown))))
-        console.print()
-    console.print(_summary(catalog))
-    others = _others(catalog)
-    if others:
-        table = bare_grid("name", "state", "why")
-        for entry in others:
-            state = _state(entry, catalog)
-            is_bad = entry.problem is not None
-            table.add_row(
-                name_cell(entry.name), Text(_MEANINGS[state], "red" if is_bad else "yellow"), _why(entry, state)
-            )
-        console.print(Text("\nother directories", "bold"))
-        console.print(table)
+def _row_share(checkpoint: Checkpoint) -> str:
+    all_rows = checkpoint.num_table_rows
+    return percent_text(min(1.0, checkpoint.committed.num_rows / all_rows)) if all_rows else ""
+
+
+def _read_cell(num_bytes: int | None) -> Text:
+    return Text("?", "red") if num_bytes is None else Text(bytes_text(num_bytes))
+
+
+def _notes(catalog: Catalog, name: str) -> Text:
+    """Return what has happened to a checkpoint since it was saved, and what it depends on."""
+    checkpoint, entry = catalog.checkpoints[name], catalog.entries[name]
+    elsewhere = needed_of_other_roots(checkpoint.manifest)
+    notes = ["compacted"] * checkpoint.is_compacted + ["abandoned"] * entry.is_abandoned
+    notes += [f"tagged {tag}" for tag in entry.tags]
+    notes += [f"needs {posixpath.normpath(posixpath.join(name, path))}" for path in elsewhere]
+    text = name_cell(", ".join(notes), "cyan")
+    if not elsewhere and checkpoint.parent is not None and catalog.parent(checkpoint) is None:
+        text = Text.assemble(("parent missing", "red"), ", " if notes else "", text, overflow="fold")
+    return text
+
+
+def _summary(catalog: Catalog, roots: Sequence[Store]) -> Iterator[str]:
+    """Yield the lines below the table: what is there, and what was written for it."""
+    root, checkpoints = name_text(catalog.root.url), catalog.checkpoints
+    if roots:
+        yield f"{root}: no checkpoints, but {count_text(len(roots), 'root')}; list one of them:"
+        yield from (f"  cnr ls {name_text(found.url)}" for found in roots)
+    elif not checkpoints:
+        yield f"no checkpoints under {root}"
+    else:
+        saved = [checkpoint.committed for checkpoint in checkpoints.values()]
+        num_baselines = sum(manifest.kind == "baseline" for manifest in saved)
+        num_compacted = sum(checkpoint.is_compacted for checkpoint in checkpoints.values())
+        kinds = f"{count_text(num_baselines, 'baseline')} and {count_text(len(saved) - num_baselines, 'delta')}"
+        compacted = f", {num_compacted:,} of them compacted" if num_compacted else ""
+        policies = {manifest.policy for manifest in saved}
+        policy = f"; policy {name_text(policies.pop())}" if len(policies) == 1 else ""
+        num, newest = count_text(len(saved), "checkpoint"), name_text(catalog.newest or "")
+        yield f"{num}: {kinds}{compacted}{policy}; newest: {newest}"
+        yield _sizes(catalog, read_run_history(catalog))
+
+
+def _sizes(catalog: Catalog, history: RunHistory) -> str:
+    num_compactions = len(history.of_kind("compaction"))
+    compactions = f" and {count_text(num_compactions, 'compaction')}" if num_compactions else ""
+    full = f"full {precision_text(list(catalog.checkpoints.values())[-1].committed)} checkpoints"
+    relation = relation_text(history.all_bytes, len(history.saves) * history.exact_bytes, full)
+    return (
+        f"{bytes_text(history.kept_bytes)} kept{_in_logs(catalog.checkpoints.values())}, "
+        f"{bytes_text(history.all_bytes)} written by {count_text(len(history.saves), 'save')}{compactions}"
+        f"{': ' * bool(relation)}{relation}"
+    )
+
+
+def _in_logs(checkpoints: Iterable[Checkpoint]) -> str:
+    """Return how many bytes in Kafka the checkpoints need, as text. Data that several of them need counts once."""
+    packs = {pack.log: pack for checkpoint in checkpoints for pack in checkpoint.manifest.packs if pack.log is not None}
+    return f" and {bytes_text(sum(pack.num_bytes for pack in packs.values()))} in Kafka" if packs else ""
+
+
+def _print_others(console: Console, others: Sequence[Entry], catalog: Catalog) -> None:
+    if not others:
+        return
+    table = bare_grid("name", "state", "why")
+    for entry in others:
+        state = _state(entry, catalog)
+        style = "yellow" if entry.problem is None else "red"
+        table.add_row(name_cell(entry.name), Text(_MEANINGS[state], style), _why(entry, state))
+    console.print(Text("\nother directories", "bold"))
+    console.print(table)
 
 
 def _why(entry: Entry, state: EntryState) -> Text:
@@ -263,71 +285,3 @@ def _why(entry: Entry, state: EntryState) -> Text:
     if entry.store.row_log is None and any(map(is_uncommitted, entry.files)):
         note = "; may be committed in Kafka: pass --kafka to check"
     return Text(size + note, "dim")
-
-
-def _summary(catalog: Catalog) -> Text:
-    checkpoints = catalog.checkpoints
-    if not checkpoints:
-        return Text(f"no checkpoints under {name_text(catalog.root.url)}")
-    num_bytes = total_bytes(catalog.entries[name] for name in checkpoints)
-    num_baselines = sum(checkpoint.committed.kind == "baseline" for checkpoint in checkpoints.values())
-    num_compacted = sum(checkpoint.is_compacted for checkpoint in checkpoints.values())
-    kinds = f"{count_text(num_baselines, 'baseline')} and {count_text(len(checkpoints) - num_baselines, 'delta')}"
-    compacted = f", {num_compacted:,} of them compacted" if num_compacted else ""
-    return Text(
-        f"{count_text(len(checkpoints), 'checkpoint')}: {kinds}{compacted}, "
-        f"{bytes_text(num_bytes)}{_in_logs(checkpoints.values())}; newest is {name_text(catalog.newest or '')}",
-        overflow="fold",
-    )
-
-
-def _in_logs(checkpoints: Iterable[Checkpoint]) -> str:
-    """Return how many bytes in Kafka the checkpoints need, as text. Data that several of them need counts once."""
-    packs = {pack.log: pack for checkpoint in checkpoints for pack in checkpoint.manifest.packs if pack.log is not None}
-    return f" and {bytes_text(sum(pack.num_bytes for pack in packs.values()))} in Kafka" if packs else ""
-
-
-def _table(catalog: Catalog, lines: Sequence[Line | Gap | None]) -> Table:
-    restores, now_ns = all_restore_bytes(catalog), time.time_ns()
-    has_logs = any(log_bytes(checkpoint.manifest) for checkpoint in catalog.checkpoints.values())
-    in_kafka = [">in Kafka"] * has_logs
-    table = grid("checkpoint", "kind", ">rows", ">", ">size", *in_kafka, ">restore", ">age")
-    for line in lines:
-        if line is None:
-            table.add_row()
-            continue
-        if isinstance(line, Gap):
-            entries = [catalog.entries[name] for name in line.names]
-            text = f"⋮  {count_text(len(entries), 'checkpoint')}"
-            table.add_row(Text(text, "dim"), "", "", "", Text(bytes_text(total_bytes(entries)), "dim"))
-            continue
-        checkpoint, read_bytes = catalog.checkpoints[line.name], restores[line.name]
-        num_rows, all_rows = checkpoint.committed.num_rows, _num_table_rows(checkpoint)
-        table.add_row(
-            Text.assemble(
-                (line.guide, "dim"),
-                name_cell(line.name, "bold" if line.name == catalog.newest else ""),
-                overflow="fold",
-            ),
-            _kind(catalog, line.name),
-            f"{num_rows:,}",
-            percent_text(num_rows / all_rows) if all_rows else "",
-            bytes_text(catalog.entries[line.name].num_bytes),
-            *[bytes_text(log_bytes(checkpoint.manifest)) for _ in in_kafka],
-            Text("?", "red") if read_bytes is None else bytes_text(read_bytes),
-            age_text(now_ns - checkpoint.created_ns),
-        )
-    return table
-
-
-def _kind(catalog: Catalog, name: str) -> Text:
-    """Return the kind of checkpoint that the save wrote, and what has happened to it since."""
-    checkpoint = catalog.checkpoints[name]
-    kind, elsewhere = checkpoint.committed.kind, needed_of_other_roots(checkpoint.manifest)
-    flags = ["compacted"] * checkpoint.is_compacted + ["abandoned"] * catalog.entries[name].is_abandoned
-    if elsewhere:
-        flags.append(f"needs other roots: {name_text(', '.join(elsewhere))}")
-    elif checkpoint.parent is not None and catalog.parent(checkpoint) is None:
-        return Text("delta, parent missing", "red")
-    text = Text(kind, "green" if kind == "baseline" else "")
-    return text.append(f", {', '.join(flags)}", "cyan") if flags else text

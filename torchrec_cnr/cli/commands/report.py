@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from torchrec_cnr.cli.options import AsJson, Kafka, KafkaFile, KafkaSettings, rows_log
+from torchrec_cnr.cli.options import AsJson
 from torchrec_cnr.cli.output import print_json, progress_bar, stdout
 from torchrec_cnr.cli.report.page import BEGINNING, render
 from torchrec_cnr.errors import ConfigurationError
@@ -21,9 +21,6 @@ def report(
     out: Annotated[
         str, typer.Option("--out", "-o", metavar="FILE", help="Path or URL of the page; an old page is replaced.")
     ] = "report.html",
-    kafka: Kafka = None,
-    kafka_settings: KafkaSettings = None,
-    kafka_file: KafkaFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Plot what a run has written, kept and read.
@@ -39,9 +36,8 @@ def report(
     place = Store.open(out)
     if not as_json:
         _check_out(place)
-    rows = rows_log(kafka, kafka_settings, kafka_file)
     with progress_bar("reading manifests", not as_json) as progress:
-        catalog = read_catalog(root, progress, rows)
+        catalog = read_catalog(root, progress)
     check_root(catalog)
     history = read_run_history(catalog)
     if as_json:

@@ -5,16 +5,19 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from torchrec_cnr.cli.output import name_cell, stdout
+from torchrec_cnr.cli.options import AsJson
+from torchrec_cnr.cli.output import name_cell, print_json, stdout
 from torchrec_cnr.maintenance.catalog import checkpoint_at
 from torchrec_cnr.maintenance.tags_and_metrics import tag as add_tag
+from torchrec_cnr.maintenance.tags_and_metrics import tags as tags_among
 from torchrec_cnr.maintenance.tags_and_metrics import untag as remove_tag
+from torchrec_cnr.storage.store import Store
 
 _PATH = typer.Argument(metavar="PATH", help="A checkpoint; or a root, for its newest checkpoint.")
 _NAME = typer.Argument(metavar="TAG", help="Up to 100 letters, digits, '.', '_' and '-'.")
 
 
-def tag(path: Annotated[str, _PATH], name: Annotated[str, _NAME]) -> None:
+def tag(path: Annotated[str, _PATH], name: Annotated[str, _NAME], as_json: AsJson = False) -> None:
     """Give a checkpoint a tag, so that pruning keeps it.
 
     A checkpoint may have several tags. A tag that the checkpoint already has is no error.
@@ -24,12 +27,12 @@ def tag(path: Annotated[str, _PATH], name: Annotated[str, _NAME]) -> None:
     - `cnr tag runs/a/step-300 release`
     - `cnr tag runs/a before-migration`
     """
-    found = checkpoint_at(path).url
-    add_tag(found, name)
-    stdout().print(Text.assemble(f"tagged {name}: ", name_cell(found)))
+    found = checkpoint_at(path)
+    add_tag(found.url, name)
+    _print(found, f"tagged {name}", as_json)
 
 
-def untag(path: Annotated[str, _PATH], name: Annotated[str, _NAME]) -> None:
+def untag(path: Annotated[str, _PATH], name: Annotated[str, _NAME], as_json: AsJson = False) -> None:
     """Remove a tag from a checkpoint.
 
     Retention then decides again whether pruning keeps the checkpoint. A tag that is not there is no error.
@@ -37,7 +40,16 @@ def untag(path: Annotated[str, _PATH], name: Annotated[str, _NAME]) -> None:
     Examples:
 
     - `cnr untag runs/a/step-300 release`
+    - `cnr untag runs/a/step-300 release --json`
     """
-    found = checkpoint_at(path).url
-    remove_tag(found, name)
-    stdout().print(Text.assemble(f"removed tag {name}: ", name_cell(found)))
+    found = checkpoint_at(path)
+    remove_tag(found.url, name)
+    _print(found, f"removed tag {name}", as_json)
+
+
+def _print(checkpoint: Store, done: str, as_json: bool) -> None:
+    """Print what was done; or, as JSON, the tags that the checkpoint has now."""
+    if as_json:
+        print_json({"path": checkpoint.url, "tags": tags_among(checkpoint.names())})
+    else:
+        stdout().print(Text.assemble(f"{done}: ", name_cell(checkpoint.url)))

@@ -1,10 +1,12 @@
 """``cnr verify``: check whether a checkpoint chain is as it was committed."""
 
 import dataclasses
+import posixpath
 from itertools import groupby
 from typing import Annotated
 
 import typer
+from rich.console import Console
 from rich.text import Text
 
 from torchrec_cnr.cli.options import AsJson, Kafka, KafkaFile, KafkaSettings, Threads, rows_log
@@ -12,6 +14,8 @@ from torchrec_cnr.cli.output import bare_grid, name_cell, print_json, progress_b
 from torchrec_cnr.human_text import bytes_text, count_text
 from torchrec_cnr.maintenance.verification.verify import VerifyReport
 from torchrec_cnr.maintenance.verification.verify import verify as verify_checkpoints
+
+_NAMES = 10  # of checkpoints that cannot be restored; --json lists all
 
 
 def verify(
@@ -26,7 +30,8 @@ def verify(
     """Check every byte of a checkpoint chain.
 
     For the checkpoint and all that it is based on, this compares manifests and data files with their digests, and
-    decodes every row. It lists everything that is wrong. The exit status is 0 only if nothing is wrong.
+    decodes every row. It lists everything that is wrong, the checkpoints that cannot be restored because of it, and the
+    newest checkpoint that can. The exit status is 0 only if nothing is wrong.
 
     Examples:
 
@@ -53,9 +58,20 @@ def _print(found: VerifyReport) -> None:
             text = problem.message.removeprefix(f"{place}: ").removesuffix("; use another checkpoint")
             lines.add_row(Text("✗", "red"), name_cell(text))
         console.print(lines)
-    num_checkpoints, num_blobs = count_text(len(found.checkpoints), "checkpoint"), count_text(found.num_blobs, "blob")
+    num_checkpoints, num_blobs = count_text(len(found.checkpoints), "checkpoint"), count_text(found.num_blobs, "block")
     extent = f"{num_checkpoints}, {num_blobs}, {bytes_text(found.num_bytes)}"
     if found.is_right:
         console.print(Text.assemble(("✓ no problems: ", "bold green"), extent))
     else:
         console.print(Text.assemble(("\n" + count_text(len(found.problems), "problem"), "bold red"), f" in {extent}"))
+        _print_impact(console, found)
+
+
+def _print_impact(console: Console, found: VerifyReport) -> None:
+    """Print which checkpoints cannot be restored, and which one can be restored instead."""
+    names = [posixpath.basename(url) for url in found.unrestorable]
+    more = f" and {len(names) - _NAMES:,} more" if len(names) > _NAMES else ""
+    lines = bare_grid("what", "which")
+    lines.add_row("cannot be restored:", name_cell(", ".join(names[:_NAMES]) + more if names else "none"))
+    lines.add_row("newest that can be restored:", name_cell(found.newest_restorable or "none", "bold"))
+    console.print(lines)

@@ -11,10 +11,11 @@ from torchrec_cnr.human_text import (
     bytes_text,
     count_text,
     duration_text,
+    full_checkpoints_text,
     instant_text,
-    models_text,
     name_text,
     number_text,
+    relation_text,
     share_text,
 )
 from torchrec_cnr.maintenance.run_history import EventKind, KeptCheckpoint, RunHistory
@@ -26,7 +27,7 @@ _NUM_NAMED = 5  # directories that a note lists
 _MEANINGS: Mapping[EventKind, tuple[str, str]] = {
     "baseline": ("Baselines", "saved with every row"),
     "delta": ("Deltas", "saved with the rows that were modified since their parent"),
-    "compaction": ("Compactions", "merged a checkpoint and all that it is based on into one baseline"),
+    "compaction": ("Compactions", "merged a checkpoint and all that it is based on into one checkpoint"),
     "prune": ("Prunes", "removed the checkpoints that need not be kept"),
 }
 
@@ -69,24 +70,28 @@ def _kinds(kinds: Sequence[str]) -> str:
 def _written(history: RunHistory) -> Total:
     included = ", including compactions" if history.of_kind("compaction") else ""
     in_log = f"; {bytes_text(history.log_bytes)} of it to Kafka" if history.log_bytes else ""
-    return Total("Written", bytes_text(_all_bytes(history)), f"{_comparison(history)}{included}{in_log}")
-
-
-def _all_bytes(history: RunHistory) -> int:
-    """Return the bytes written to files and to Kafka."""
-    return history.written_bytes + history.log_bytes
+    return Total(
+        "Written", bytes_text(history.all_bytes), f"{_to_exact(history) or _comparison(history)}{included}{in_log}"
+    )
 
 
 def _comparison(history: RunHistory) -> str:
-    """Return a comparison of the bytes written with those of a full checkpoint at each save, as text."""
-    num, full, written = len(history.saves), history.full_bytes, _all_bytes(history)
-    if not num or not written:
-        return "no save is known"
-    others = f"{'a' if num == 1 else f'{num:,}'} full quantized checkpoint{'s' * (num != 1)}"
-    ratio = number_text(max(full, written) / min(full, written))
-    if ratio == number_text(1):
-        return f"as much as {others} ({bytes_text(full)})"
-    return f"{ratio} times {'less than' if full > written else 'as much as'} {others} ({bytes_text(full)})"
+    """Return a comparison of the bytes written with those of full checkpoints at the same bit width, as text."""
+    full, others = history.full_bytes, _full_checkpoints(history)
+    relation = relation_text(history.all_bytes, full, f"{others} at the same bit width ({bytes_text(full)})")
+    return relation or "no save is known"
+
+
+def _to_exact(history: RunHistory) -> str:
+    """Return a comparison of the bytes written with those of full checkpoints without quantization, "" if unknown."""
+    full = len(history.saves) * history.exact_bytes
+    others = f"{_full_checkpoints(history)} without quantization ({bytes_text(full)})"
+    return relation_text(history.all_bytes, full, others)
+
+
+def _full_checkpoints(history: RunHistory) -> str:
+    num = len(history.saves)
+    return "a full checkpoint" if num == 1 else f"{num:,} full checkpoints"
 
 
 def _capacity(history: RunHistory) -> Total:
@@ -94,21 +99,19 @@ def _capacity(history: RunHistory) -> Total:
     if highest is None or model_bytes is None:
         return Total("Capacity now", bytes_text(history.kept_bytes), "no events are known")
     most = max(highest.peak_models, history.kept_bytes / model_bytes)
-    value = models_text(history.kept_bytes / model_bytes)
-    return Total("Capacity now", value, f"{bytes_text(history.kept_bytes)}; at most {models_text(most)}")
+    now = full_checkpoints_text(history.kept_bytes / model_bytes)
+    return Total("Capacity now", bytes_text(history.kept_bytes), f"{now}; at most {number_text(most)}x")
 
 
 def _newest_restore(history: RunHistory) -> Total:
-    what = "Restore of the newest"
+    what = "Restore of the newest reads"
     if not history.kept:
         return Total(what, "–", "no checkpoint is kept")
     newest = history.newest_first[0]
     if newest.restore_bytes is None:
         return Total(what, "–", "its parent is missing")
-    models, size = history.restore_models_of(newest), bytes_text(newest.restore_bytes)
-    if models is None:
-        return Total(what, size, "read by a load")
-    return Total(what, models_text(models), f"{size} read by a load")
+    models = history.restore_models_of(newest)
+    return Total(what, bytes_text(newest.restore_bytes), "" if models is None else full_checkpoints_text(models))
 
 
 def on_written(history: RunHistory) -> str:
@@ -124,9 +127,9 @@ def on_written(history: RunHistory) -> str:
 def on_cumulative(history: RunHistory) -> str:
     """Return the caption of the plot of bytes written so far."""
     compacted = sum(event.written_bytes for event in history.of_kind("compaction"))
-    share = share_text(compacted / _all_bytes(history)) if compacted else "none"
+    share = share_text(compacted / history.all_bytes) if compacted else "none"
     of_compactions = f" Compactions wrote {bytes_text(compacted)} of it, {share}." if compacted else ""
-    return f"{bytes_text(_all_bytes(history))}, {_comparison(history)}.{of_compactions}"
+    return f"{bytes_text(history.all_bytes)}, {_comparison(history)}.{of_compactions}"
 
 
 def on_capacity(history: RunHistory) -> str:
@@ -136,7 +139,7 @@ def on_capacity(history: RunHistory) -> str:
         return ""
     freed = sum(event.freed_bytes for event in history.events)
     removed = f" Prunes removed {bytes_text(freed)}." if freed else " Nothing was removed."
-    return f"At most {models_text(highest.peak_models)}, first at {instant_text(highest.at_ns)}.{removed}"
+    return f"At most {full_checkpoints_text(highest.peak_models)}, first at {instant_text(highest.at_ns)}.{removed}"
 
 
 def on_modified(history: RunHistory) -> str:
@@ -149,7 +152,8 @@ def on_restores(history: RunHistory) -> str:
     """Return the caption of the plot of restores."""
     models = [event.restore_models for event in history.events if event.restore_models is not None]
     within = sum(value <= GOAL_MODELS for value in models)
-    return f"Read by a load: {_spread(models, models_text)}. {within:,} of {len(models):,} are within {GOAL_MODELS}."
+    read = _spread(models, lambda times: f"{number_text(times)}x")
+    return f"Read by a load, as x a full checkpoint: {read}. {within:,} of {len(models):,} are within {GOAL_MODELS}x."
 
 
 def _spread(values: Sequence[_Size], text: Callable[[_Size], str]) -> str:

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from torchrec_cnr.cli.report import findings, plots
 from torchrec_cnr.cli.report.svg import PALETTE, inline_svg
-from torchrec_cnr.human_text import bytes_text, instant_text, models_text, name_text
+from torchrec_cnr.human_text import bytes_text, instant_text, name_text, number_text
 from torchrec_cnr.maintenance.run_history import KeptCheckpoint, RunHistory
 
 MAX_LINES = 50  # in the table of kept checkpoints
@@ -111,14 +111,15 @@ def _panel(plot: _Plot, history: RunHistory) -> dict[str, str | None]:
     return {"name": plot.name, "title": plot.title, "text": text, "svg": Markup(svg)}
 
 
-def _line(checkpoint: KeptCheckpoint, restore_models: float | None) -> dict[str, str | None]:
+def _line(checkpoint: KeptCheckpoint, restore_models: float | None) -> dict[str, str | bool | None]:
     """Return the values of a kept checkpoint for the template."""
     restore = "–" if checkpoint.restore_bytes is None else bytes_text(checkpoint.restore_bytes)
     return {
         "name": name_text(checkpoint.name),
         "kind": checkpoint.kind,
+        "is_compacted": checkpoint.is_compacted,
         "created": instant_text(checkpoint.created_ns),
         "size": bytes_text(checkpoint.num_bytes),
         "parent": None if checkpoint.parent is None else name_text(checkpoint.parent),
-        "restore": restore if restore_models is None else f"{models_text(restore_models)} ({restore})",
+        "restore": restore if restore_models is None else f"{restore} ({number_text(restore_models)}x)",
     }

@@ -104,6 +104,7 @@ def add_legend(figure: Figure) -> None:
 Floats = NDArray[np.float64]
 
 GOAL_MODELS = 1.2  # a restore should read at most this multiple of a full checkpoint
+_UNIT = "x a full checkpoint"
 _NUM_COLUMNS = 400  # about the width of the axes in units
 _MAX_STEMS = 200  # more cannot be distinguished
 _MIN_NS = 10 * 10**9  # the span of the time axis: a shorter one would need fractions of a second
@@ -199,12 +200,12 @@ def draw_capacity(history: RunHistory) -> Figure:
     all_models = np.array([models for _, models in levels])
     kept = thin(all_days, all_models, _NUM_COLUMNS)
     days, models = all_days[kept], all_models[kept]
-    with plot_axes("models") as (figure, axes):
+    with plot_axes(_UNIT) as (figure, axes):
         axes.fill_between(days, 0, models, color=LIGHT["level"], alpha=0.18, linewidth=0)
         axes.plot(
             days, models, color=LIGHT["level"], linewidth=1.6 if len(days) < 500 else 0.8, label="capacity", gid="level"
         )
-        axes.axhline(1, color=LIGHT["ink"], linestyle="--", linewidth=1.2, label="1.0, one full baseline")
+        axes.axhline(1, color=LIGHT["ink"], linestyle="--", linewidth=1.2, label="1x, a full checkpoint")
         axes.set_ylim(0, 1.08 * max(1.0, models.max()))
         axes.set_xlim(days[0], days[-1])
         date_axis(axes)
@@ -228,12 +229,12 @@ def draw_restores(history: RunHistory) -> Figure:
     kept = thin(places, models, _NUM_COLUMNS)
     low, high = min(1.0, *models), max(GOAL_MODELS, *models)
     room = 0.12 * (high - low)
-    with plot_axes("models read") as (figure, axes):
+    with plot_axes(f"{_UNIT}, read") as (figure, axes):
         _draw_events(axes, history, lambda event: event.restore_models)
         axes.plot(places[kept], models[kept], color=LIGHT["quiet"], linewidth=0.6, alpha=0.6)
-        axes.axhline(1, color=LIGHT["ink"], linestyle="--", linewidth=1.2, zorder=2.4, label="1.0")
+        axes.axhline(1, color=LIGHT["ink"], linestyle="--", linewidth=1.2, zorder=2.4, label="1x")
         goal = axes.axhline(GOAL_MODELS, color=LIGHT["ink"], linestyle=":", linewidth=1.6, zorder=4)
-        goal.set_label(f"{GOAL_MODELS}, the goal")
+        goal.set_label(f"{GOAL_MODELS}x, the goal")
         axes.set_ylim(max(low - room, 0), high + room)
         number_checkpoints(axes, len(history.saves))
         add_legend(figure)

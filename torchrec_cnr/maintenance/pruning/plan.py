@@ -222,7 +222,7 @@ def record_of(
         kind=committed.kind,
         num_bytes=written_bytes(committed, entry.files),
         num_rows=committed.num_rows,
-        num_table_rows=sum(tensor.size[0] for tensor in committed.tensors.values() if tensor.is_table),
+        num_table_rows=checkpoint.num_table_rows,
         parent=parent if committed.parent is None or parent is not None else committed.parent.path,
         restore_bytes=restore_bytes,
         removed_ns=removed_ns,

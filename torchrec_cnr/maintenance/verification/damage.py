@@ -36,12 +36,15 @@ class Problem:
             not in a single file.
         blob: The name of the corrupt part of the file, such as a block of rows; None for the whole file.
         message: What is wrong.
+        offset: Where the corrupt part begins in the file, in bytes; 0 if nothing of the file can be read. None for
+            a manifest, and for bytes after the end of a data file.
     """
 
     checkpoint: str
     file: str | None
     blob: str | None
     message: str
+    offset: int | None = None
 
 
 def find_damage(checkpoint: Checkpoint, thread_count: int, advance: Advance) -> list[Problem]:
@@ -210,9 +213,10 @@ def _read_span(checkpoint: Checkpoint, span: Span) -> list[Problem]:
     except (DamagedError, StoreError) as error:
         if len(span.blobs) > 1:
             return [problem for blob in span.blobs for problem in _read_span(checkpoint, *plan_spans([blob]))]
-        ((key, _),) = span.blobs
+        ((key, blob),) = span.blobs
         pack = manifest.packs[span.pack]
         store = checkpoint.store if pack.directory is None else checkpoint.store.at(pack.directory)
         has_pack = pack.log is not None or store.exists(pack.name)
-        return [Problem(checkpoint.store.url, place_of(store, pack), key if has_pack else None, str(error))]
+        named = key if has_pack else None
+        return [Problem(checkpoint.store.url, place_of(store, pack), named, str(error), blob.offset if has_pack else 0)]
     return []

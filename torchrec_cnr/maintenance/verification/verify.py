@@ -4,10 +4,11 @@ For every checkpoint of a chain, it compares manifests, headers and blobs with t
 ``damage``. It lists all problems, and continues after each.
 """
 
+import logging
 import os
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchrec_cnr.errors import DamagedError, LoadError, StoreError, VersionError
 from torchrec_cnr.format.manifest import MANIFEST_FILE
@@ -15,10 +16,13 @@ from torchrec_cnr.human_text import bytes_text, count_text
 from torchrec_cnr.lineage.checkpoint import Checkpoint, Lineage, read_checkpoint, read_lineage
 from torchrec_cnr.maintenance.catalog import Catalog, is_checkpoint, no_checkpoint, read_catalog
 from torchrec_cnr.maintenance.verification.damage import Problem, find_contradictions, find_damage, find_dead_damage
+from torchrec_cnr.maintenance.verification.impact import unrestorable
 from torchrec_cnr.progress import Progress
 from torchrec_cnr.storage.pack_writer import check_thread_count
 from torchrec_cnr.storage.row_log import RowLog
 from torchrec_cnr.storage.store import Store
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,10 @@ class VerifyReport:
         num_blobs: The number of blobs of these checkpoints.
         num_bytes: The bytes of these blobs.
         problems: All problems: of manifests, then of data files, then contradictions between checkpoints.
+        unrestorable: The checkpoints of the root that cannot be restored because of the problems, oldest first, then
+            those whose manifests cannot be read.
+        newest_restorable: If there are problems, the newest checkpoint of the root that can be restored, which was
+            verified, too. None if there is none, or if there are no problems.
     """
 
     heads: tuple[str, ...]
@@ -38,6 +46,8 @@ class VerifyReport:
     num_blobs: int
     num_bytes: int
     problems: tuple[Problem, ...]
+    unrestorable: tuple[str, ...] = ()
+    newest_restorable: str | None = None
 
     def __repr__(self) -> str:
         size = f"{count_text(len(self.checkpoints), 'checkpoint')}, {bytes_text(self.num_bytes)}"
@@ -62,6 +72,9 @@ def verify(
     After a compaction, data files may contain bytes that no load needs any more. These are compared with the manifests
     under which they were written, if those still exist. They do not count in ``num_blobs`` and ``num_bytes``.
 
+    If there are problems, this also reads the manifests of the whole root, and verifies further checkpoints, newest
+    first, until it has found one that can be restored.
+
     Args:
         path: A checkpoint, as a path or fsspec URL; or a root, to verify its newest checkpoint. Every unreadable
             manifest under a root is a problem, too, since it might be the newest.
@@ -80,14 +93,47 @@ def verify(
         row_log.open(may_make=False)  # fails early: otherwise, each read of rows would wait for its timeout
     store = Store.open(path, row_log=row_log)
     if is_checkpoint(store):
-        return _verify([_read_links(store)], (), progress, thread_count)
+        return _with_impact(_verify([_read_links(store)], (), progress, thread_count), store.at(".."), thread_count)
     catalog = read_catalog(store)
     unreadable = tuple(_unreadable(catalog))
     newest = [] if catalog.newest is None else [catalog.newest]
     names = catalog.heads() if all_heads else newest
     if not names and not unreadable:
         raise no_checkpoint(catalog.root)
-    return _verify([_catalog_links(catalog, name) for name in names], unreadable, progress, thread_count)
+    found = _verify([_catalog_links(catalog, name) for name in names], unreadable, progress, thread_count)
+    return _with_impact(found, catalog, thread_count)
+
+
+def _with_impact(found: VerifyReport, root: Catalog | Store, thread_count: int) -> VerifyReport:
+    """Return a report that also says which checkpoints of the root cannot be restored, and which one can."""
+    if found.is_right:
+        return found
+    try:
+        catalog = root if isinstance(root, Catalog) else read_catalog(root)
+    except StoreError as error:
+        logger.warning("cannot find out which checkpoints can be restored: %s", error)
+        return found
+    problems, verified = dict.fromkeys(found.problems), set(found.checkpoints)
+    while True:
+        is_lost = unrestorable(catalog, list(problems))
+        usable = (name for name, lost in is_lost.items() if not (lost or catalog.entries[name].is_abandoned))
+        newest = next(reversed(list(usable)), None)
+        links = () if newest is None else _catalog_links(catalog, newest).checkpoints
+        unverified = [link for link in links if link.store.url not in verified]
+        if not unverified:
+            break
+        for link in unverified:
+            problems |= dict.fromkeys(find_damage(link, thread_count, lambda _: None))
+            verified.add(link.store.url)
+    lost = [catalog.entries[name] for name, lost in is_lost.items() if lost]
+    lost += [entry for entry in catalog.entries.values() if entry.problem is not None]
+    restorable = None if newest is None else catalog.entries[newest].store.url
+    return replace(
+        found,
+        problems=tuple(problems),
+        unrestorable=tuple(entry.store.url for entry in lost),
+        newest_restorable=restorable,
+    )
 
 
 @dataclass(frozen=True)
