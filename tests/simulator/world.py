@@ -320,6 +320,8 @@ def _note(sim: Scheduler, book: Book, kind: str, path: str, data: bytes) -> None
             book.created_ns[directory] = created_ns(data) or 0
         elif kind == "lost":
             book.lose(directory)
+        else:
+            book.removed.add(directory)
     elif is_fence(name) and task is not None:
         run = task.client.own.get("run")  # also if the client was told that it failed
     else:

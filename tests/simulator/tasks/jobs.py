@@ -171,6 +171,7 @@ class Book:
         closed: Roots of managers whose last manager was closed.
         num_upkeep_errors: How often the maintenance of a manager has failed.
         done: Names of the jobs that are done.
+        removed: Paths of checkpoints that were removed; another one may have been saved there since.
     """
 
     root: str
@@ -185,6 +186,7 @@ class Book:
     closed: set[str] = field(default_factory=set)
     num_upkeep_errors: int = 0
     done: set[str] = field(default_factory=set)
+    removed: set[str] = field(default_factory=set)
 
     def lose(self, path: str) -> None:
         """A checkpoint was lost in a power failure."""

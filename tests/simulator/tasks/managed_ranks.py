@@ -158,7 +158,7 @@ class ManagedRank:
         if saved.path in self._root.created_ns and saved.path not in self._root.abandoned:
             self._root.newest_ok = saved.path
         going_on = (self._left & self._root.created_ns.keys()) - self._root.abandoned
-        if going_on and not self._book.has_rivals:
+        if going_on and not self._is_excused:
             self._sim.found(FindingError("not abandoned", f"{saved.path} was saved, and goes not on: {going_on}"))
         self._left = set()
         self._may_raise()
