@@ -84,7 +84,7 @@ def run(setup: Setup) -> Report:
     return Report(
         title=f"{num_checkpoints:,} checkpoints of a table of {num_rows:,} × {DIM} with row-wise state, 4 bits",
         notes=(
-            f"All as x a full checkpoint at the same bit width, {full_bytes:,} bytes; capacity and restores at their most.",
+            f"All as x a full checkpoint at the same bit width, {full_bytes:,} bytes; capacity, restores at most.",
             "One checkpoint is kept. Capacity counts the moment when the new one is there and the old one still is.",
             "Compacted was run for real, with compaction's bytes and all manifests; the others by their bytes.",
         ),
