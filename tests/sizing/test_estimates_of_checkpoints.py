@@ -86,6 +86,7 @@ CASES = {
     "4 bits, most rows": _sizing(cnr.AdaptiveAsymmetric(4), modified=0.8),
     "4 bits, 16 columns": _sizing(cnr.Asymmetric(4), dim=16),
     "4 bits, 256 columns": _sizing(cnr.Asymmetric(4), dim=256, num_rows=40_000),
+    "4 bits, 1 column": _sizing(cnr.Asymmetric(4), dim=1),  # stored exactly, because codes would be larger
     "8 bits": _sizing(cnr.Asymmetric(8)),
     "exact": _sizing(EXACT),
     "exact, 4 columns": _sizing(EXACT, dim=4),

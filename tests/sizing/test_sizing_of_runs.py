@@ -16,7 +16,11 @@ from torchrec_cnr.sizing.estimate import Estimate, estimate
 from torchrec_cnr.sizing.inputs import FIRST_SHARE, GROWTH, Sizing, Table
 
 FIGURES = Path(__file__).parents[2] / "docs" / "benchmarks" / "figures.md"
-SCHEMES: list[cnr.Scheme] = [*(cnr.AdaptiveAsymmetric(bits) for bits in (2, 3, 4)), cnr.Asymmetric(8), cnr.NoQuantization()]
+SCHEMES: list[cnr.Scheme] = [
+    *(cnr.AdaptiveAsymmetric(bits) for bits in (2, 3, 4)),
+    cnr.Asymmetric(8),
+    cnr.NoQuantization(),
+]
 CHAINED: list[cnr.Policy] = [cnr.Compacted(), cnr.Consecutive(), cnr.Full()]
 
 
@@ -60,6 +64,16 @@ def test_costs_follow_from_each_other(policy: cnr.Policy) -> None:
     assert once.delta is None
     assert once.costs.bytes_per_save == once.costs.peak_bytes == once.baseline.num_bytes
     assert (once.largest_delta_bytes, once.delta_files, once.memory.staging_delta) == (0, 0, 0)
+
+
+def test_compaction_copies_nothing_if_all_rows_are_modified() -> None:
+    """Each delta then replaces all rows before it; with fewer rows, copies add to what is written."""
+    found = estimate(Sizing((Table(10**9, 64),), modified=1.0))
+    assert found.delta is not None
+    assert found.costs.bytes_per_save == pytest.approx(found.delta.num_bytes, rel=1e-6)
+    fewer = estimate(Sizing((Table(10**9, 64),), modified=0.9))
+    assert fewer.delta is not None
+    assert fewer.costs.bytes_per_save > 1.05 * fewer.delta.num_bytes
 
 
 def test_plain_dcp_writes_full_checkpoints() -> None:

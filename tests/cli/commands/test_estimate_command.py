@@ -19,7 +19,18 @@ BILLION = ("estimate", "--rows", "1e9", "--dim", "64")
 
 def test_json_is_the_estimate() -> None:
     """Every option reaches the estimate."""
-    options: list[str | int] = ["--modified", "10%", "--bits", "8", "--interval", "10m", "--optimizer-state", "none", "--ranks", 16]
+    options: list[str | int] = [
+        "--modified",
+        "10%",
+        "--bits",
+        "8",
+        "--interval",
+        "10m",
+        "--optimizer-state",
+        "none",
+        "--ranks",
+        16,
+    ]
     options += ["--policy", "intermittent", "--keep", 5, "--within", "2m", "--run", "7d", "--gpu"]
     found = cnr_json("estimate", "--table", "1e9x64", "--table", "400M×128", *options)
     sizing = Sizing(
@@ -128,3 +139,14 @@ def test_pages_show_what_is_printed(page: str) -> None:
     assert shown
     for command, lines in shown.items():
         assert [line.rstrip() for line in cnr_text(*command.split()[1:]).splitlines()] == list(lines)
+
+
+def test_ratios_on_the_page_are_those_of_the_estimate() -> None:
+    """How much smaller a delta is than a full fp32 checkpoint, by values per row and bits."""
+    text = (DOCS / "guides" / "sizing.md").read_text()
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.endswith(" × |")]
+    assert [dim for dim, *_ in lines] == ["16", "64", "128"]
+    for dim, *ratios in lines:
+        for bits, ratio in zip(("2", "4", "8", "exact"), ratios, strict=True):
+            found = cnr_json("estimate", "--rows", "1e9", "--dim", dim, "--bits", bits)
+            assert f"{found['full_fp32_bytes'] / found['delta']['num_bytes']:.1f} ×" == ratio

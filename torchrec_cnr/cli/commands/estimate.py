@@ -36,7 +36,7 @@ _EXACT = "exact"
 _WITHIN_SECS = 300.0  # by default, unless the interval is shorter
 
 _Checkpoint = Annotated[
-    str | None, typer.Argument(metavar="[CHECKPOINT]", help="Take the tables and ranks of this checkpoint or root.")
+    str | None, typer.Argument(metavar="CHECKPOINT", help="Take the tables and ranks of this checkpoint or root.")
 ]
 _Rows = Annotated[str | None, typer.Option("--rows", metavar="N", help="Rows of all tables: 1e9, 400M.")]
 _Dim = Annotated[str | None, typer.Option("--dim", metavar="N", help="Values per row.")]
@@ -57,7 +57,10 @@ _PolicyName = Annotated[
     Literal["compacted", "intermittent", "consecutive", "full"], typer.Option("--policy", help="The policy.")
 ]
 _Keep = Annotated[int, typer.Option("--keep", min=1, metavar="N", help="Checkpoints that are kept: the newest N.")]
-_Ranks = Annotated[int | None, typer.Option("--ranks", min=1, metavar="N", help="Ranks, which share the rows evenly.")]
+_Ranks = Annotated[
+    int | None,
+    typer.Option("--ranks", min=1, metavar="N", help="Ranks, which share the rows evenly (1, or those of CHECKPOINT)."),
+]
 _Within = Annotated[
     str | None, typer.Option("--within", metavar="TIME", help="Time that a save may take (5m, or the interval).")
 ]
