@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from tests.simulator.engine import disk_calls, storage
 from tests.simulator.engine.scheduler import FindingError
 from torchrec_cnr.errors import CNRError
 from torchrec_cnr.format import manifest_json
@@ -63,6 +64,8 @@ class Resources:
     @classmethod
     def now(cls, most_threads: int | None = None) -> "Resources":
         """At this moment; threads that are about to end are waited for until there are no more than so many."""
+        storage.open_objects(None)  # the store of the last schedule has what is left of its tasks
+        disk_calls.open_disk(None)
         until = time.monotonic() + _PATIENCE_SECS
         while (num_threads := len(os.listdir("/proc/self/task"))) > (most_threads or num_threads):
             if time.monotonic() > until:

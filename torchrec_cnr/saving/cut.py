@@ -316,17 +316,27 @@ class Cuts:
         """Commit or roll back the last save, which has committed a checkpoint or none."""
         if checkpoint is not None:
             head = self._head_of(checkpoint)
+            self._is_baseline_due = self._has_lost_baseline(last_save, checkpoint)
             self.tracker.commit(head, has_heat=isinstance(last_save.policy, Compacted))
             if len(head.lineage) == 1:
                 self._states[Since.BASELINE] = last_save.states
             self._states[Since.HEAD], self._head = last_save.states, head
-            self._is_baseline_due = False
         else:
             # The ranks may have found while planning that too few rows were staged, too late to stage more.
             has_staged_rows = last_save.staged is not None and Since.EVER not in last_save.staged
             if pending.place is None and has_staged_rows:
                 self._is_baseline_due = True
             self.tracker.rollback()
+
+    def _has_lost_baseline(self, last_save: PendingSave, checkpoint: Checkpoint) -> bool:
+        """Return whether rows that were staged since the baseline were saved on top of another checkpoint.
+
+        The baseline was pruned then. The next save should be one, as the policy bases its deltas on it.
+        """
+        head, parent = self.tracker.head, checkpoint.committed.parent
+        if head is None or parent is None or last_save.staged != frozenset({Since.BASELINE}):
+            return False
+        return parent.sha256 != head.baseline.sha256
 
     def _head_of(self, checkpoint: Checkpoint) -> Head:
         """Return the head for a committed checkpoint: the checkpoint, and the chain that it extends."""

@@ -168,6 +168,10 @@ def choose_base(
     if since is Since.EVER:
         return None
     parent = newest if since is Since.HEAD else _intact_checkpoint(baseline)
+    if parent is None and isinstance(policy, _Staged) and store.row_log is None:
+        # A compaction has merged the baseline into the newest checkpoint, and a prune has removed it. The staged rows,
+        # which were modified since the baseline, include those that were modified since the newest checkpoint.
+        parent = newest
     if parent is None:
         logger.warning("%s is missing, corrupt or was replaced: this save is a baseline", baseline.path)
         return None

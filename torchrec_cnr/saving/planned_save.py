@@ -17,6 +17,7 @@ from torchrec_cnr.policies import Policy, Since, policy_text
 from torchrec_cnr.saving.agreement import rank_plans
 from torchrec_cnr.saving.cut import Cut, Cuts, StagedRows, TrackedItem
 from torchrec_cnr.saving.decision import (
+    Base,
     Decision,
     RankData,
     RowTensor,
@@ -45,6 +46,7 @@ from torchrec_cnr.tracking.tracked_tables import Pending
 
 _Rows = tuple[tuple[SelectedRows, ...] | None, Captured | None]  # the rows to store (None for all), and their capture
 _SINCES = (Since.HEAD, Since.BASELINE)
+_MAX_CHOICES = 2  # of a checkpoint to base a save on
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,6 +177,16 @@ class PlannedSave(DefaultSavePlanner):
             return self.cut.head.created_ns
         return newest_ns(self._meta.store.at("..")) if self._meta is not None and self._options.is_tracked else 0
 
+    def _protected_base(self, policy: Policy, data: list[RankData]) -> Base | None:
+        """Return what the save is based on, protected from pruning by a lease; None if the save is a baseline."""
+        meta, heads = self._meta, [rank.head for rank in data]
+        store = meta.store if meta is not None else None
+        for _ in range(_MAX_CHOICES):
+            base = choose_base(policy, self.cut.head, heads, newest_baseline(data), store)
+            if base is None or meta is None or meta.writing.protect_base(base.parent.store):
+                return base
+        return None  # each was pruned after it was chosen, and before the lease
+
     @paused_gc()
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Decide for all ranks whether the checkpoint is a baseline or a delta, and of which parent."""
@@ -193,10 +205,7 @@ class PlannedSave(DefaultSavePlanner):
             head=head_ref,
             loadable_besides=destination.loadable_besides(store, head_ref) if store is not None else None,
         )
-        policy = policy_of_all(self._options.policy, data)
-        base = choose_base(policy, head, [rank.head for rank in data], newest_baseline(data), store)
-        if base is not None and meta is not None and not meta.writing.protect_base(base.parent.store):
-            base = None  # it was pruned after it was chosen, and before the lease
+        base = self._protected_base(policy_of_all(self._options.policy, data), data)
         if base is not None:
             tensors = {fqn: tensor for rank in data for fqn, tensor in rank.tensors.items()}
             new_fqns = stored_whole(tensors, metadata, base.parent.manifest)
