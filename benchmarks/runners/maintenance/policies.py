@@ -84,14 +84,14 @@ def run(setup: Setup) -> Report:
     return Report(
         title=f"{num_checkpoints:,} checkpoints of a table of {num_rows:,} × {DIM} with row-wise state, 4 bits",
         notes=(
-            f"All in full checkpoints of as many bits, of {full_bytes:,} bytes; capacity and restores at their most.",
+            f"All as x a full checkpoint at the same bit width, {full_bytes:,} bytes; capacity, restores at most.",
             "One checkpoint is kept. Capacity counts the moment when the new one is there and the old one still is.",
             "Compacted was run for real, with compaction's bytes and all manifests; the others by their bytes.",
         ),
         figures=(
             Figure("written by Compacted, less than full by", 1 / found["written"], "×", at_least=MIN_REDUCTION),
-            Figure("capacity, at its most", found["capacity"], "models", at_most=MAX_CAPACITY),
-            Figure("restore of a kept head, at its most", found["restore"], "models", at_most=MAX_RESTORE),
+            Figure("capacity, at its most", found["capacity"], "×", at_most=MAX_CAPACITY),
+            Figure("restore of a kept head, at its most", found["restore"], "×", at_most=MAX_RESTORE),
         ),
         tables=(Table(columns, tuple(course.row(name) for name, course in courses.items())),),
         plot={"ours": OURS, "policies": {name: course.summary() for name, course in courses.items()}},

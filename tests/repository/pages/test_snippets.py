@@ -4,6 +4,10 @@ The Python blocks of a page are one program, run in order in a process of its ow
 blocks are run there, as one script that ends at the first failure. The README's bash is only looked at. A block that is
 not meant to run is fenced as ``text``.
 
+Outputs that a page shows are compared with what is printed. Those of Python are blocks of text after a paragraph that
+is "prints". Those of bash are blocks of text right after its block, after a paragraph that ends in "print:", and those
+that begin with "$ "; their numbers, sizes and digests may be others.
+
 A Python block that begins with the name of a file, ``# train.py``, is that file instead: not a part of the program, but
 there for the bash blocks.
 """
@@ -46,6 +50,9 @@ for line in sys.stdin.read().splitlines():
         if end.code:
             raise
 """
+# What differs from run to run: digests, and numbers with their units.
+VALUE = re.compile(r"[0-9a-f]{16,}|\d[\d.,]*(?: (?:[KMGT]?B|min|[smhd])\b)?")
+HOME = "/home/me"  # where pages say that they are run
 KAFKA = "localhost:9092"  # where pages take a broker for granted
 # Commands of the README besides `make`: each begins with one of these, or is a file of the repository.
 ALLOWED = ("git clone ", "cd ", "pip install ", "python -m pip install ")
@@ -145,6 +152,23 @@ def _promised_output(page: Path) -> list[str]:
     return [line for block in blocks for line in block.lines]
 
 
+def _shown_output(text: str) -> list[str]:
+    """Return the lines that a page says its bash prints."""
+    lines, shown = text.splitlines(), []
+    for before, block in itertools.pairwise([Block("", 0, ()), *parse_blocks(text)]):
+        follows = before.info == "bash" and block.first_line - before.first_line == len(before.lines) + 3
+        is_named = "".join(lines[: block.first_line - 2][-2:-1]).endswith(" print:")
+        is_call = block.lines[:1] != () and block.lines[0].startswith("$ ")
+        if block.info == "text" and (follows or is_named or is_call):
+            shown += [line for line in block.lines if line.strip() and not line.startswith("$ ")]
+    return shown
+
+
+def without_values(line: str) -> str:
+    """A line without what differs from run to run, and without the spaces that align it."""
+    return " ".join(VALUE.sub("#", line).split())
+
+
 def _files(page: Path) -> dict[str, str]:
     """The files that a page gives, by name."""
     blocks = [(block.file, block.lines) for block in _blocks(page, "python")]
@@ -200,7 +224,10 @@ def test_code_of_a_page_runs(page: Path, tmp_path: Path, request: pytest.Fixture
         if _script(page):
             path = f"{_make_commands(tmp_path)}:{os.environ.get('PATH', os.defpath)}"
             script = in_one_process(_script(page))
-            assert _run(["bash", "-euo", "pipefail", "-c", script], page, folder, {**environment, "PATH": path})
+            printed = _run(["bash", "-euo", "pipefail", "-c", script], page, folder, {**environment, "PATH": path})
+            there = {without_values(line) for line in printed.replace(str(folder), HOME).splitlines()}
+            assert printed
+            assert [line for line in _shown_output(page.read_text()) if without_values(line) not in there] == []
 
 
 @contextmanager
@@ -252,6 +279,17 @@ def test_blocks_are_parsed() -> None:
     assert list(parse_blocks(page)) == [Block("python", 3, ("x = 1",)), Block("text", 8, ("```",))]
     with pytest.raises(ValueError, match="line 2: the fenced block has no end"):
         list(parse_blocks("a\n```python\nx = 1\n"))
+
+
+def test_outputs_of_bash_are_seen() -> None:
+    """Right after its block, or where the page says so; other text is none, and numbers do not count."""
+    page = (
+        "```bash\nls\n```\n\n```text\na  1.5 KB\n\nb\n```\n\nIt is like this:\n\n```text\nc\n```\n\n"
+        "`ls` and `cat` print:\n\n```text\nd\n```\n\n```text\n$ cnr ls\ne\n```\n\n```python\n```\n\n```text\nf\n```\n"
+    )
+    assert _shown_output(page) == ["a  1.5 KB", "b", "d", "e"]
+    assert without_values("step-3  1,234  5.0%  12.3 KB  7 s ab12cd34ab12cd34-0-0.x") == "step-# # #% # # #-#-#x"
+    assert without_values("a  10 B each") != without_values("a  10 x each")
 
 
 def test_blocks_that_are_files_are_told_apart() -> None:

@@ -1,6 +1,6 @@
 """The commands of ``cnr``, one module for each. The name of the module is the name of the command.
 
-- ``ls``: lists the checkpoints under a root and draws which one is based on which.
+- ``ls``: lists the checkpoints under a root, and what each save wrote.
 - ``inspect``: shows what one checkpoint contains, from its manifest.
 - ``latest``: prints the newest checkpoint of a root.
 - ``verify``: reads a whole checkpoint chain and reports every corrupt byte.

@@ -106,7 +106,7 @@ def _print_tensors(
     prefix = common_prefix([tensor.fqn for tensor in tensors])
     has_stored = any(tensor.num_stored is not None for tensor in tensors)
     what, stored = "table" if tensors[0].is_table else "tensor", [">stored"] * has_stored
-    table = grid(what, ">rows", ">differ", ">", *stored, ">mean", ">median", ">max")
+    table = grid(what, ">rows", ">differ", ">of all", *stored, ">mean", ">median", ">max")
     for tensor in tensors:
         moved, num_rows = tensor.movement, tensor.num_rows
         stored = [] if not has_stored else ["" if tensor.num_stored is None else f"{tensor.num_stored:,}"]

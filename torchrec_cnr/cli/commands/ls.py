@@ -2,8 +2,9 @@
 
 import posixpath
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import typer
 from rich.console import Console
@@ -20,7 +21,7 @@ from torchrec_cnr.cli.output import (
     stdout,
 )
 from torchrec_cnr.errors import DamagedError, VersionError
-from torchrec_cnr.format.manifest import PACK_SUFFIX
+from torchrec_cnr.format.manifest import PACK_SUFFIX, CheckpointKind
 from torchrec_cnr.human_text import age_text, bytes_text, count_text, name_text, percent_text, relation_text
 from torchrec_cnr.lineage.checkpoint import Checkpoint
 from torchrec_cnr.lineage.other_roots import needed_of_other_roots
@@ -236,9 +237,9 @@ def _summary(catalog: Catalog, roots: Sequence[Store]) -> Iterator[str]:
         yield f"no checkpoints under {root}"
     else:
         saved = [checkpoint.committed for checkpoint in checkpoints.values()]
-        num_baselines = sum(manifest.kind == "baseline" for manifest in saved)
+        nums = Counter(manifest.kind for manifest in saved)
+        kinds = " and ".join(count_text(nums[kind], kind) for kind in get_args(CheckpointKind) if nums[kind])
         num_compacted = sum(checkpoint.is_compacted for checkpoint in checkpoints.values())
-        kinds = f"{count_text(num_baselines, 'baseline')} and {count_text(len(saved) - num_baselines, 'delta')}"
         compacted = f", {num_compacted:,} of them compacted" if num_compacted else ""
         policies = {manifest.policy for manifest in saved}
         policy = f"; policy {name_text(policies.pop())}" if len(policies) == 1 else ""
