@@ -299,6 +299,19 @@ def test_two_prunes_at_once(tmp_path: Path, other: Keep) -> None:
     assert plan_prune(root.url, keeps[1]).is_empty
 
 
+def test_another_prune_may_have_removed_what_a_plan_keeps(tmp_path: Path) -> None:
+    """Its directory is not there to be forced to disk, and that is no error."""
+    root = _busy_root(str(tmp_path / "job"))
+    plan = plan_prune(root.url, Keep(last=4))
+    assert plan.pruned
+    prune(root, Keep(last=1))
+    kept = set(read_catalog(root.url).checkpoints)
+    assert {*plan.stays} - kept
+    assert run_prune(plan).failed == {}
+    assert set(read_catalog(root.url).checkpoints) == kept
+    root.assert_loads(kept)
+
+
 # Stores that refuse.
 
 

@@ -29,7 +29,7 @@ from torchrec_cnr.maintenance.pruning.kept import PackPath, lease_text, needed_b
 from torchrec_cnr.maintenance.pruning.plan import PrunePlan, Removal
 from torchrec_cnr.progress import Progress
 from torchrec_cnr.storage.leases import in_force, is_lease
-from torchrec_cnr.storage.store import Store, is_clock
+from torchrec_cnr.storage.store import NOT_THERE, Store, is_clock
 
 _NUM_THREADS = 8
 
@@ -83,7 +83,7 @@ def run_prune(plan: PrunePlan, *, progress: Progress | None = None) -> PruneResu
     removed = {removal.entry.name for removal in plan.removals if removal.pruned is not None}
     for name, entry in plan.catalog.entries.items():  # kept checkpoints must be durable before any removal
         if removed and entry.checkpoint is not None and name not in removed:
-            entry.store.force_names()
+            _force_names(entry.store)
     num_files, num_done = sum(len(removal.files) for removal in plan.removals), 0
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="cnr-prune") as threads:
         execution = _Execution(plan, now_ns, threads)
@@ -99,6 +99,15 @@ def run_prune(plan: PrunePlan, *, progress: Progress | None = None) -> PruneResu
         execution.refuse(journal.DIRECTORY, error)
     failed = {name: tuple(reasons) for name, reasons in execution.failed.items()}
     return PruneResult(tuple(execution.removed), execution.freed_bytes, failed, frozenset(execution.refused))
+
+
+def _force_names(store: Store) -> None:
+    """Force the names of a checkpoint's files to disk, unless another prune has removed it since the plan was made."""
+    try:
+        store.force_names()
+    except StoreError as error:
+        if error.errno not in NOT_THERE:
+            raise
 
 
 def _tidy_journal(directory: Store, plan: PrunePlan, done: Journal, planned_name: str | None) -> None:
