@@ -36,16 +36,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kafka", metavar="HOST:PORT", help=text)
 
 
-# Files that take a minute or more come first: who tests two at a time would else wait for the last one.
+# The files that take longest, the longest first: processes that test in parallel then end at about the same time.
 LONG_FILES = (
-    "test_benchmarks", "test_simulator", "test_simulated_upkeep", "test_matrix", "test_snippets",
-    "test_save_and_load", "test_absent_broker", "test_kafka_lives",
-    "test_fenced_jobs", "test_corrupt_records", "test_topic_settings", "test_compacted_topics",
-    "test_compacted_restarts", "test_subscriber", "test_forward_lock", "test_update_path", "test_commit_sources",
-    "test_kafka_kills", "test_maintenance_of_kafka_runs", "test_kafka_commands", "test_example_continuous",
-    "test_lifecycle", "test_lives_by_hand", "test_gpu_kernels", "test_any_compaction", "test_plan", "test_compact",
-    "test_broker", "test_documented_format", "test_example_train", "test_manifest", "test_page_layout",
-    "test_page_facts", "test_killed_saves", "test_raising_ranks", "test_rank_harness",
+    "test_snippets", "test_s3", "test_simulated_upkeep", "test_simulator", "test_benchmarks", "test_example_train",
+    "test_absent_broker", "test_compacted_topics", "test_every_fault", "test_overlapping_saves", "test_matrix",
+    "test_error_memory", "test_save_and_load", "test_async_save_faults", "test_documented_format",
+    "test_compacted_jobs", "test_lifecycle", "test_killed_saves", "test_example_continuous", "test_corrupt_records",
+    "test_compacted_restarts", "test_manager", "test_broker", "test_page_facts", "test_async_saves", "test_execute",
+    "test_consumers", "test_attacks", "test_manifest", "test_row_tracker", "test_reader_state",
+    "test_process_executor", "test_gpu_kernels", "test_fenced_jobs", "test_app", "test_public_names",
+    "test_ranks_that_disagree", "test_conformance", "test_schemes", "test_forward_lock",
 )  # fmt: skip
 
 
