@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -130,3 +131,15 @@ def test_contradictions_prevent_all_that_is_based_on_them(root: Path) -> None:
     problem = Problem(str(root / "step-2"), None, None, "a contradiction")
     found = unrestorable(read_catalog(root), [problem])
     assert [name for name, is_lost in found.items() if is_lost] == ["step-2", "branch-3"]
+
+
+def test_parents_may_come_after_their_deltas(root: Path) -> None:
+    """As they do if a clock was behind when the delta was committed: the answer is the same."""
+    catalog = read_catalog(str(root))
+    names = [*reversed(catalog.checkpoints)]
+    unordered = SimpleNamespace(checkpoints={name: catalog.checkpoints[name] for name in names}, parent=catalog.parent)
+    problems = [Problem(f"{root}/step-2", None, None, "corrupt")]
+    found = unrestorable(catalog, problems)
+    assert True in found.values()
+    assert False in found.values()
+    assert unrestorable(unordered, problems) == found

@@ -84,7 +84,7 @@ def unrestorable(catalog: Catalog, problems: Sequence[Problem]) -> Mapping[str, 
     found: dict[str, Names] = {}
     for name, checkpoint in catalog.checkpoints.items():
         parent = catalog.parent(checkpoint)
-        below = _below(checkpoint, damage) if parent is None else found[parent]
+        below = found[parent] if parent in found else _below(checkpoint, damage)
         found[name] = damage.above(below, checkpoint)
     return {name: bool(names) for name, names in found.items()}
 
