@@ -16,7 +16,7 @@ from torchrec_cnr.format import manifest_json
 
 NUM_WARM_UP = 100  # schedules, after which nothing grows
 MIN_SCHEDULES = 300  # for which it is looked
-MAX_GROWN_BYTES = 8 << 20
+MAX_GROWN_BYTES = 16 << 20  # what the allocator keeps differs by up to 9 MB; it does not grow with more schedules
 _LIBRARY = ("torchrec_cnr.", "tests.simulator.mutants.")
 _PATIENCE_SECS = 2.0  # for a thread that has done its work to be gone
 
