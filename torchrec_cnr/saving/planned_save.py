@@ -207,10 +207,12 @@ class PlannedSave(DefaultSavePlanner):
         )
         base = self._protected_base(policy_of_all(self._options.policy, data), data)
         if base is not None:
+            # A delta of the latest checkpoint may have rows since the baseline, and the latest another tensor's values.
+            replaced_since = {base.since, Since.HEAD} if base.parent.ref == head_ref else {base.since}
             tensors = {fqn: tensor for rank in data for fqn, tensor in rank.tensors.items()}
             new_fqns = stored_whole(tensors, metadata, base.parent.manifest)
             whole_keys = frozenset(key for key in ranks_of if key[0] in new_fqns).union(
-                *(rank.whole for rank in data), *(rank.replaced[base.since] for rank in data)
+                *(rank.whole for rank in data), *(rank.replaced[since] for rank in data for since in replaced_since)
             )
             # Only one of a shard's replicas stores it. If they did not modify the same rows, it must store all rows.
             whole_keys |= {
