@@ -129,7 +129,7 @@ def _copies(live: Mapping[str, Any], cut: Cut) -> list[ShardCopy]:
             item = cut.items.get(key)
             if (
                 item is None
-                or since in item.replaced_since
+                or not item.replaced_since.isdisjoint((since, Since.HEAD))  # a delta may turn out to be of the latest
                 or since is Since.EVER
                 or not isinstance(item.rows, ModifiedRows)
             ):
