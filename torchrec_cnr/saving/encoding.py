@@ -158,7 +158,9 @@ class KernelWarmUps:
                 if fused_bits(scheme) is None or key in self._done:
                     continue
                 if not num_new:
-                    logger.info("compiling kernels for the tables on GPUs, so that no save has to; Triton caches them")
+                    logger.warning(
+                        "compiling kernels for GPUs, which takes seconds; later processes load them from Triton's cache"
+                    )
                 warm_up(scheme, table.detach())
                 self._done.add(key)
                 num_new += 1

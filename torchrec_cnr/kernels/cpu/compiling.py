@@ -21,12 +21,14 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from llvmlite.binding import get_host_cpu_features
 from numba import njit
 from numba.core import config
 from numba.core.cpu import CPUTargetOptions
+from numba.core.event import Event, Listener, register
 
 from torchrec_cnr.errors import ConfigurationError
 
@@ -72,6 +74,7 @@ class Kernel:
         except RuntimeError as error:
             self._tell(error)
             self._compiled = njit(**_OPTIONS)(function)
+        _notice.kernels.add(self._compiled)
 
     def __call__(self, *args: Any) -> None:
         """Run the kernel with the arguments of the function."""
@@ -84,6 +87,29 @@ class Kernel:
 
     def _tell(self, error: Exception) -> None:
         logger.warning("%s is compiled again by every process, because its code cannot be kept: %s", self._name, error)
+
+
+class _Notice(Listener):
+    """Logs that kernels are being compiled: once per process, because the first save of a machine waits for it."""
+
+    def __init__(self) -> None:
+        self.kernels: WeakSet[Any] = WeakSet()
+        self._is_given = False
+
+    def on_start(self, event: Event) -> None:
+        """Log the notice before the first kernel is compiled. numba also calls this for the code of others."""
+        if not self._is_given and event.data["dispatcher"] in self.kernels:
+            self._is_given = True
+            logger.warning(
+                "compiling kernels for CPUs, which takes about ten seconds; later processes load them from a cache"
+            )
+
+    def on_end(self, event: Event) -> None:
+        """Do nothing: other kernels may follow."""
+
+
+_notice = _Notice()
+register("numba:compile", _notice)
 
 
 @cache
