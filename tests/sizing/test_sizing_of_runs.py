@@ -8,12 +8,17 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
+import torch
 from hypothesis import given
 
 import torchrec_cnr as cnr
 from benchmarks.support.jobs import policy_runs
+from benchmarks.support.process_memory import peak_mib
+from torchrec_cnr.sharding import Box
 from torchrec_cnr.sizing.estimate import Estimate, estimate
 from torchrec_cnr.sizing.inputs import FIRST_SHARE, GROWTH, Sizing, Table
+from torchrec_cnr.sizing.rank_memory import rank_memory
+from torchrec_cnr.tracking.modified_rows import ModifiedRows, RowMask, Since
 
 FIGURES = Path(__file__).parents[2] / "docs" / "benchmarks" / "figures.md"
 SCHEMES: list[cnr.Scheme] = [
@@ -47,6 +52,29 @@ def test_the_curve_is_that_of_the_benchmarks() -> None:
     assert sizing.modified_in(11) == pytest.approx(0.5118, abs=0.0001)
     assert sizing.modified_in(10**9) == 1.0
     assert replace(sizing, modified=0.13).modified_in(11) == pytest.approx(sizing.modified_in(11) / 2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("policy", [cnr.Compacted(), cnr.OneShot()], ids=repr)
+def test_masks_take_the_estimated_memory(policy: cnr.Policy) -> None:
+    """The modified rows of a delta that is not staged, as masks, with their union or their digest."""
+    num_rows = 40_000_000  # masks so large that the allocator returns each to the system
+    rows = ModifiedRows("t", Box((0, 0), (num_rows, 64)), torch.device("cpu"))
+    head = torch.arange(num_rows) % 4 == 0
+    for _ in range(2):  # the second set has heat, of the first
+        rows.mark_where(head)
+        rows.freeze()
+        rows.commit(True)
+    rows.mark_where(head)
+    rows.freeze()
+
+    def select() -> None:
+        parts = rows.select_parts(Since.HEAD, isinstance(policy, cnr.Compacted))
+        assert len(RowMask.union(parts).digest()) == 16
+
+    memory = rank_memory(Sizing((Table(num_rows, 64),), policy=policy), largest_share=0.26)
+    estimated_mib = (memory.peak_save - memory.save_buffers) / 2**20
+    assert peak_mib(select) == pytest.approx(estimated_mib, rel=0.1)
 
 
 @pytest.mark.parametrize("policy", [*CHAINED, cnr.Intermittent()], ids=repr)

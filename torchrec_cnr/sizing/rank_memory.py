@@ -14,9 +14,9 @@ from torchrec_cnr.tracking.modified_rows import MAX_HEAT, RowBits
 _THREAD_COUNT = 2  # a manager's default
 _NUMBER_BYTES = 8  # of a row number in memory
 # Masks of the modified rows that a save without staging holds, of one byte per row: a mask and its digest; or the
-# masks of all heats, a copy of these, and their union.
+# masks of all heats, their union, and the rows with the heat that is being compared.
 _NUM_MASKS = 2
-_NUM_MASKS_BY_HEAT = 2 * (MAX_HEAT + 1) + 1
+_NUM_MASKS_BY_HEAT = MAX_HEAT + 1 + 2
 
 
 @dataclass(frozen=True)

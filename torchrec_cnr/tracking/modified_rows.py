@@ -280,7 +280,12 @@ class RowMask:
     @classmethod
     def union(cls, masks: "tuple[RowMask, ...]") -> "RowMask":
         """Return the rows of all masks of one shard."""
-        return masks[0] if len(masks) == 1 else cls(torch.stack([rows.mask for rows in masks]).any(dim=0))
+        if len(masks) == 1:
+            return masks[0]
+        mask = masks[0].mask.clone()
+        for other in masks[1:]:
+            mask |= other.mask
+        return cls(mask)
 
     def __len__(self) -> int:
         return int(self.mask.count_nonzero())
