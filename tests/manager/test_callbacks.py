@@ -165,6 +165,25 @@ def _num_groups_left(rank: int, root: str) -> int:
     return len(_world.pg_map) - num_groups
 
 
+@pytest.mark.parametrize("policy", [cnr.Full(), cnr.Compacted(max_deltas=3)], ids=repr)
+def test_a_healthy_asynchronous_run_logs_no_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, policy: cnr.Policy
+) -> None:
+    """Saves, loads and prunes at once leave work to each other, and say why in the log of what is no warning."""
+    caplog.set_level(logging.INFO, "torchrec_cnr")
+    job = plain_job(1)
+    manager = cnr.CheckpointManager(tmp_path, cnr.RowTracker(job.model), policy=policy, keep=cnr.Keep(last=2))
+    for step in range(1, 16):
+        train(job, step)
+        manager.async_save(step, state(job))
+    manager.close()
+    records = [record for record in caplog.records if record.name.startswith("torchrec_cnr")]
+    assert [record.message for record in records if record.levelno >= logging.WARNING] == []
+    told = [record.message for record in records if "not removed yet" in record.message]
+    assert all(message.partition("not removed yet: ")[2] for message in told)
+    assert cnr.latest(tmp_path) == str(tmp_path / "step-15")
+
+
 def test_what_a_prune_leaves_for_somebody_at_work_is_no_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.optim import SGD, Adagrad
+from torch.optim import SGD, Adagrad, Optimizer
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -328,9 +328,23 @@ def _dense_kernel_model(seed: int, sharding: str) -> DistributedModelParallel:
     )
 
 
-def _cut_between_backward_and_step(rank: int, root: str, optimizer: type[SGD | Adagrad], sharding: str) -> None:
+def _zero(optimizer: Optimizer, *_: Any) -> None:
+    optimizer.zero_grad()
+
+
+def _clamp(optimizer: Optimizer, *_: Any) -> None:
+    with torch.no_grad():
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter[20] = 7.0  # which no rank looks up
+
+
+def _cut_between_backward_and_step(
+    rank: int, root: str, optimizer: type[SGD | Adagrad], sharding: str, hook: Callable[..., None] | None = None
+) -> None:
     model = _dense_kernel_model(1, sharding)
     optim = optimizer(model.parameters(), lr=0.5)
+    if hook is not None:
+        optim.register_step_post_hook(hook)
     tracker = cnr.RowTracker(model)
     planner = cnr.CNRSavePlanner(tracker, policy=cnr.Consecutive())
 
@@ -366,6 +380,15 @@ def test_a_cut_between_backward_and_step_of_a_dense_kernel(
     Replicated ones too, whose gradients come from the lookups of all ranks.
     """
     rank_pool(world_size).run(_cut_between_backward_and_step, str(tmp_path), optimizer, sharding)
+
+
+@pytest.mark.parametrize("hook", [_zero, _clamp])
+@pytest.mark.parametrize("sharding", ["row", "data"])
+def test_hooks_of_an_optimizer_may_write_to_a_dense_kernel(
+    tmp_path: Path, rank_pool: RankPools, sharding: str, hook: Callable[..., None]
+) -> None:
+    """They may zero the gradients that the step used, or write to rows that it did not train."""
+    rank_pool(1).run(_cut_between_backward_and_step, str(tmp_path), Adagrad, sharding, hook)
 
 
 def _save_state_of_a_dense_kernel(rank: int, root: str) -> None:

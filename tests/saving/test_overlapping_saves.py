@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -148,6 +149,11 @@ def _save_by_two_writers(rank: int, root: str) -> None:
 def test_two_writers_and_one_tracker(tmp_path: Path, rank_pool: RankPools) -> None:
     """Each save is a delta of the one before, whichever writer wrote that."""
     rank_pool(2).run(_save_by_two_writers, str(tmp_path), timeout_secs=100.0)
+
+
+def test_saves_of_a_tracker_overlap_on_a_store_without_directories(rank_pool: RankPools) -> None:
+    """Where no directory shows that a save has begun."""
+    rank_pool(1).run(_save_by_two_writers, f"memory://overlap-{uuid.uuid4().hex}", timeout_secs=100.0)
 
 
 def test_threads_without_a_group_save_beside_each_other(tmp_path: Path) -> None:

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import SGD
 
 import torchrec_cnr as cnr
+from tests.support.ranks import RankPools
 from torchrec_cnr.tracking.hooks import Hooks
 from torchrec_cnr.tracking.tracked_tables import trackers
 
@@ -77,6 +80,50 @@ def test_other_memory_in_a_parameter_is_a_write(
     assert bool(shard.rows.frozen.all())
     _train(model)
     assert tracker.num_modified == len(TRAINED)
+
+
+def _average(rank: int) -> None:
+    torch.manual_seed(rank)
+    model = nn.Embedding(ROWS, 4)
+    tracker = cnr.RowTracker(model)
+    _train(model)
+    tracker.freeze()
+    before = model.weight.detach().clone()
+    average_parameters(model.parameters(), dist.GroupMember.WORLD)
+    assert not torch.equal(model.weight, before)
+    tracker.freeze()
+    (shard,) = tracker.shards
+    assert shard.rows.frozen is not None
+    assert bool(shard.rows.frozen.all())
+    tracker.close()
+
+
+def test_averages_of_parameters_are_a_write(rank_pool: RankPools) -> None:
+    """PyTorch's model averaging puts other memory into each parameter."""
+    rank_pool(2).run(_average)
+
+
+def _broadcast(rank: int) -> bool:
+    torch.manual_seed(rank)
+    model = nn.Embedding(ROWS, 4)
+    tracker = cnr.RowTracker(model, verify_untracked=True)
+    tracker.freeze()
+    dist.broadcast(model.weight.detach(), 0)
+    try:
+        tracker.freeze()
+    except cnr.UntrackedRowsError:
+        tracker.mark_all()
+        tracker.freeze()
+        is_found = True
+    else:
+        is_found = False
+    tracker.close()
+    return is_found
+
+
+def test_a_broadcast_into_a_table_is_found_by_the_check_of_unmarked_rows(rank_pool: RankPools) -> None:
+    """Nothing else shows what collectives write; ``mark_all`` accounts for it."""
+    assert rank_pool(2).run(_broadcast) == [False, True]
 
 
 @pytest.mark.parametrize("name", ["table", "bag", "over"])

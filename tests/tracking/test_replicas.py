@@ -103,12 +103,16 @@ def _synchronise_during_a_save(rank: int, root: str, ended_by: str) -> None:
     if ended_by == "failed cut":
         if rank:
             tracker.freeze()
-    else:
+    elif ended_by == "rollback":
         tracker.freeze()
         if not rank:
             tracker.rollback()
+    else:
+        zoo.save(job, tracker, f"{root}/between")
+        if not rank:
+            cnr.CNRSavePlanner(tracker).resolve_last_save()
     job.model.sync()
-    if rank:
+    if rank and ended_by != "commit":
         tracker.rollback()
     zoo.train(job, 3)
     job.model.sync()
@@ -120,7 +124,7 @@ def _synchronise_during_a_save(rank: int, root: str, ended_by: str) -> None:
     assert differing(zoo.tensors(other), end) == []
 
 
-@pytest.mark.parametrize("ended_by", ["failed cut", "rollback"])
+@pytest.mark.parametrize("ended_by", ["failed cut", "rollback", "commit"])
 def test_a_save_may_have_ended_on_one_rank_only(tmp_path: Path, rank_pool: RankPools, ended_by: str) -> None:
     """A synchronisation meanwhile exchanges the same on all ranks."""
     rank_pool(4).run(_synchronise_during_a_save, str(tmp_path), ended_by)
