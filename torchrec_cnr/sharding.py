@@ -111,7 +111,14 @@ def wait_for_devices(values: Iterable[Any]) -> None:
 
 def dtype_name(tensor: Tensor) -> str:
     """Return the name of a tensor's dtype in manifests, such as ``float32``."""
-    return str(tensor.dtype).removeprefix("torch.")
+    # Each operation on a ShardedTensor warns that the class is deprecated, and also that returns its dtype or size.
+    dtype = tensor.metadata().tensor_properties.dtype if isinstance(tensor, ShardedTensor) else tensor.dtype
+    return str(dtype).removeprefix("torch.")
+
+
+def size_of(tensor: Tensor) -> tuple[int, ...]:
+    """Return the size of a whole tensor."""
+    return tuple(tensor.metadata().size if isinstance(tensor, ShardedTensor) else tensor.size())
 
 
 ShardKey = tuple[str, tuple[int, ...]]

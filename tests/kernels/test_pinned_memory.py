@@ -1,6 +1,8 @@
 """Pinned memory is as large as it is asked for, and nothing stays pinned."""
 
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -44,6 +46,20 @@ def test_a_staging_buffer_gives_back_what_it_has_outgrown(pinned: dict[int, int]
         assert len(pinned) == 1
         assert sum(pinned.values()) in (1250, round(1.25 * num_bytes))
     buffer.free()
+    assert pinned == {}
+
+
+def test_a_writer_that_is_closed_gives_back_its_buffers(tmp_path: Path, pinned: dict[int, int]) -> None:
+    """Those of saves that have ended at once; the others when their save lets go of them."""
+    writer = cnr.CNRStorageWriter(tmp_path / "0")
+    saves: list[Any] = [SimpleNamespace(has_ended=False) for _ in range(2)]
+    for save in saves:
+        buffer = writer._buffers.take(NUM_BYTES, is_pinned=True, running=save)
+    saves[0].has_ended = True
+    assert len(pinned) == 2
+    writer.close()
+    assert len(pinned) == 1
+    del buffer
     assert pinned == {}
 
 

@@ -55,12 +55,15 @@ def test_a_save_reads_as_much_of_a_long_lineage_as_of_a_short_one(tmp_path: Path
 
 
 @pytest.mark.parametrize("removed", [0, 2])
-def test_a_link_that_was_removed_is_noticed(tmp_path: Path, reads: list[int], removed: int) -> None:
-    """The next save is a baseline: a delta would report success, and not load."""
+def test_a_link_that_was_removed_is_noticed(
+    tmp_path: Path, reads: list[int], removed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next save is a baseline, and says why: a delta would report success, and not load."""
     job = SavingJob(tmp_path)
     job.train_and_save(*range(6))
     shutil.rmtree(job.path(removed))
     job.train_and_save(*range(6, 12))
+    assert caplog.text.count("is missing, corrupt or was replaced: this save is a baseline") == 1
     assert [cnr.read_checkpoint(job.path(step)).kind for step in range(6, 12)] == ["baseline", *5 * ["delta"]]
     job.assert_loads(6)
     job.assert_loads(11)

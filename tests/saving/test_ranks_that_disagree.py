@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -129,6 +128,11 @@ def _version(run: _Run) -> Options:
     return run.options()
 
 
+def _topic(run: _Run) -> Options:
+    run.told = {"row_log": "KafkaRows('localhost:9092', 'rows')"} if run.is_odd else {}
+    return run.options()
+
+
 DISAGREEMENTS: dict[str, tuple[Callable[[_Run], Options], str]] = {
     "id": (_id, "the checkpoint"),
     "root": (_root, "the checkpoint"),
@@ -146,6 +150,7 @@ DISAGREEMENTS: dict[str, tuple[Callable[[_Run], Options], str]] = {
     "expected-restores": (_expected_restores, "the quantization"),
     "writer": (_writer, "another storage writer"),
     "version": (_version, "the version of torchrec_cnr"),
+    "topic": (_topic, "the Kafka topic"),
 }
 
 
@@ -154,7 +159,11 @@ def _disagree(rank: int, root: str, how: str) -> None:
     prepare, named = DISAGREEMENTS[how]
     options = prepare(run)
     began = time.monotonic()
-    with mock.patch.object(writer_module, "RankPlan", partial(agreement.RankPlan, **run.told)):
+
+    def told(**plan: Any) -> agreement.RankPlan:
+        return agreement.RankPlan(**{**plan, **run.told})
+
+    with mock.patch.object(writer_module, "RankPlan", told):
         failures = faults.failures_of(lambda: dcp.save(run.state, process_group=run.job.group, **options))
     assert time.monotonic() - began < MAX_SECS
     assert list(failures) == [0], "the coordinator refuses, for all"

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import torchrec_cnr as cnr
-from tests.support import models
+from tests.support import faults, models
 from tests.support.jobs import SavingJob
 from tests.support.killing import in_child
 from tests.support.models import Whole
@@ -291,6 +291,39 @@ def test_savers_without_a_lineage_need_no_fence(tmp_path: Path) -> None:
     job = models.plain_job(0)
     dcp.save(models.state(job), storage_writer=models.writer(tmp_path / "run/1"))
     assert [found.name for found in (tmp_path / "run").iterdir()] == ["1"]
+
+
+def test_planners_without_a_tracker_need_no_fence(tmp_path: Path) -> None:
+    """Jobs side by side save to one root, again and again."""
+    jobs = [fences.JobFences() for _ in range(2)]
+    for step in range(2):
+        for number, own in enumerate(jobs):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(fences, "_job", own)
+                path = str(tmp_path / f"run/{number}-{step}")
+                dcp.save(models.state(models.plain_job(0)), checkpoint_id=path, **_untracked(path))
+    assert sorted(found.name for found in (tmp_path / "run").iterdir()) == ["0-0", "0-1", "1-0", "1-1"]
+
+
+def _untracked(path: str) -> dict[str, Any]:
+    return {"storage_writer": models.writer(path), "planner": cnr.CNRSavePlanner()}
+
+
+def test_planners_without_a_tracker_write_to_no_other_directory(tmp_path: Path) -> None:
+    """The root may be one where the job has no right to write."""
+    (tmp_path / "1").mkdir()
+    faults.give_to_nobody(tmp_path / "1")
+    assert in_child(_save_as_nobody, str(tmp_path / "1")) == ["1"]
+
+
+def _save_as_nobody(path: str) -> list[str]:
+    job = models.plain_job(0)
+    for above in list(Path(path).parents)[:-2]:
+        above.chmod(0o555)
+    faults.become_nobody()
+    dcp.save(models.state(job), **_untracked(path))
+    assert cnr.read_checkpoint(path).kind == "baseline"
+    return os.listdir(Path(path).parent)
 
 
 def test_a_job_that_is_ahead_is_refused_although_its_ids_are_taken(new_job: Callable[[], OtherJob]) -> None:

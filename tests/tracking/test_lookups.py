@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torchrec_cnr as cnr
 from tests.support import zoo
 from tests.support.ranks import RankPools
 from tests.support.zoo import Kind
+from torchrec_cnr.tracking.sharded_tables import KernelMarks
 
 
 def _reuse(ids: Tensor) -> None:
@@ -29,6 +31,13 @@ CASES: dict[str, tuple[list[int], Callable[[Tensor], None]]] = {
 
 
 def _train_odd_ids(rank: int, kind: Kind, dtype: torch.dtype, case: str) -> None:
+    _train_and_compare(kind, dtype, case)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KernelMarks, "mark", KernelMarks.mark_at_once)  # as on a device
+        _train_and_compare(kind, dtype, case)
+
+
+def _train_and_compare(kind: Kind, dtype: torch.dtype, case: str) -> None:
     job = zoo.build(kind, seed=1)
     tracker = cnr.RowTracker(job.model)
     before = [shard.weight.clone() for shard in tracker.shards]
@@ -250,6 +259,28 @@ def _weights(job: zoo.ZooJob) -> list[Tensor]:
     tracker = cnr.RowTracker(job.model)
     tracker.close()
     return [shard.weight for shard in tracker.shards]
+
+
+def _flush_on_another_device(rank: int) -> list[str]:
+    job = zoo.build(Kind("EmbeddingBagCollection", "table_wise", "RowWiseAdagrad"), seed=1)
+    (lookup,) = job.model.module.sparse._lookups  # type: ignore[union-attr]
+    kernel, calls = lookup._emb_modules[0].emb_module, list[str]()
+    kernel.flush = lambda: calls.append("flush")
+    kernel.current_device = torch.device("cuda", 3)
+    del kernel.lxu_cache_weights
+    kernel.lxu_cache_weights = SimpleNamespace(numel=lambda: 1, is_cuda=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "synchronize", lambda device=None: calls.append(f"wait for {device}"))
+        tracker = cnr.RowTracker(job.model)
+        calls.clear()
+        tracker.freeze()
+    tracker.close()
+    return calls
+
+
+def test_a_flush_is_waited_for_on_its_device(rank_pool: RankPools) -> None:
+    """Which need not be the current one: rows in host memory are read next."""
+    assert rank_pool(1).run(_flush_on_another_device) == [["flush", "wait for cuda:3"]]
 
 
 def test_rows_in_a_devices_cache_do_not_outlive_an_update(tmp_path: Path, rank_pool: RankPools) -> None:

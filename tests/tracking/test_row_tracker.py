@@ -437,6 +437,13 @@ def test_a_lookup_marks_the_rows_of_its_tables(
             assert set(of_table.marked.nonzero().squeeze(1).tolist()) == expected
 
 
+def test_rows_that_were_pruned_are_not_marked_on_a_device() -> None:
+    """FBGEMM passes over their ids, -1, which would be those of the table before, or of the last one."""
+    marks = KernelMarks.of([4, 3], [1, 1], CPU)
+    marks.mark_at_once(KernelLookup(torch.tensor([-1, 2, -1, 1]), torch.tensor([0, 2, 4])))
+    assert [table.nonzero().squeeze(1).tolist() for table in marks.tables] == [[2], [1]]
+
+
 def test_marks_of_tables_lie_side_by_side() -> None:
     """Each table has its own rows of a kernel's marks."""
     marks = KernelMarks.of([3, 2], [1, 2], CPU)

@@ -20,7 +20,7 @@ from torchrec_cnr.format.manifest import DTYPES, Manifest, TensorEntry
 from torchrec_cnr.human_text import url_text
 from torchrec_cnr.loading.optimizer_state import Size, StateName, is_count, pair, weight_of
 from torchrec_cnr.loading.read_items import RowsLayout, SavedItem, TargetTables, ValueLayout
-from torchrec_cnr.sharding import dtype_name
+from torchrec_cnr.sharding import dtype_name, size_of
 
 _NUM_LISTED = 5
 _RANKED_NAME = re.compile(r"(?P<before>(?:.*\.)?)rank_(?P<rank>\d{1,9})_of_(?P<world_size>[1-9]\d{0,8})")
@@ -95,7 +95,7 @@ class Wanted:
         name, table = str(path[-1]), tables.find(value)
         if table is not None:
             return cls(fqn, name, table.size, QUANTIZED)
-        return cls(fqn, name, tuple(value.size()), dtype_name(value)) if isinstance(value, Tensor) else cls(fqn, name)
+        return cls(fqn, name, size_of(value), dtype_name(value)) if isinstance(value, Tensor) else cls(fqn, name)
 
 
 @dataclass(frozen=True)

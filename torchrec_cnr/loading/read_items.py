@@ -29,7 +29,7 @@ from torchrec_cnr.human_text import count_text
 from torchrec_cnr.lineage.checkpoint import Lineage
 from torchrec_cnr.quantization.fbgemm_rows import InferenceRow
 from torchrec_cnr.reading.regions import LineageTensor, Region
-from torchrec_cnr.sharding import LocalShard, local_shards, memory_key
+from torchrec_cnr.sharding import LocalShard, dtype_name, local_shards, memory_key
 
 
 @dataclass
@@ -311,7 +311,7 @@ class TargetTables:
 
     def find(self, value: Any) -> InferenceTable | None:
         """Return the table that an item of a state dict represents, whatever its key; None if it is no such table."""
-        if not isinstance(value, Tensor) or value.dtype is not torch.uint8:
+        if not isinstance(value, Tensor) or dtype_name(value) != "uint8":
             return None
         # TorchRec wraps codes of 2 and 4 bits in a subclass of Tensor, and this returns its bytes.
         return self._by_memory.get(memory_key(value.view(torch.uint8)))

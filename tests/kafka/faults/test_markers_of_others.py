@@ -59,6 +59,25 @@ def test_a_transaction_of_others_holds_nobody_up(
     job.close()
 
 
+def test_a_torn_end_of_the_topic_holds_no_new_job_up(tmp_path: Path, server: KafkaServer, rows: cnr.KafkaRows) -> None:
+    """The marker of a save is in a transaction without an end, and its manifest is there: nothing depends on it."""
+    first = SavingJob(tmp_path, row_log=rows)
+    first.train_and_save("0", "1")
+    first.close()
+    torn, sha256 = transactional(server), cnr.read_checkpoint(tmp_path / "1").sha256
+    torn.begin_transaction()
+    marker = Marker(root_id(str(tmp_path)), "1", "save", sha256, None, 1)
+    torn.produce(f"{rows.topic}-markers", marker_json(marker), b"1", partition=0)
+    assert torn.flush(SECS) == 0
+    job = SavingJob(tmp_path, row_log=rows, seed=2)
+    assert job.restore() == "1"
+    assert cnr.latest(tmp_path, row_log=rows) == f"{tmp_path}/1"
+    job.train_and_save("2")
+    job.assert_loads("2")
+    job.close()
+    torn.abort_transaction(SECS)
+
+
 def test_a_marker_that_is_undecided_is_waited_for(
     tmp_path: Path, rows: cnr.KafkaRows, open_transaction: Producer
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
@@ -62,6 +63,15 @@ def stream(table: nn.EmbeddingBag, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         monkeypatch.setattr(module, "wait_for_devices", found.wait)
     yield found
     assert found._work == []
+
+
+def test_each_device_with_a_tensor_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, whichever device is the current one; a device without tensors is not waited for."""
+    waits: list[torch.device | None] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: waits.append(device))
+    with FakeTensorMode():  # the devices need not be there
+        sharding.wait_for_devices([torch.empty(2, device=device) for device in ("cuda:2", "cpu", "cuda:1", "cuda:2")])
+    assert sorted(map(str, waits)) == ["cuda:1", "cuda:2"]
 
 
 @pytest.mark.parametrize("is_async", [False, True])
