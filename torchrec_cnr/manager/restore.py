@@ -79,6 +79,13 @@ def restore_newest(
         StoreError: The root cannot be listed.
         CheckpointException: A load failed for another reason, such as a state that does not fit.
         Exception: A ``load_state_dict`` of the state raised it. The next save is then a baseline.
+
+    Examples:
+        >>> path, report = cnr.restore_newest("run", state, tracker)
+        >>> path
+        '/.../run/step-2'
+        >>> len(report.missing)
+        0
     """
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
