@@ -84,6 +84,13 @@ class Comparison:
         only_in_b: The FQNs of tensors and objects that only the second checkpoint has.
         objects: The FQNs of the objects in both.
         differing_objects: The FQNs of the objects that differ, by size and digest of their bytes from ``torch.save``.
+
+    Examples:
+        >>> comparison = cnr.compare("run/step-1", "run/step-2")
+        >>> comparison.common
+        '/.../run/step-1'
+        >>> comparison.num_own_a, comparison.num_own_b
+        (0, 1)
     """
 
     a: str
@@ -132,6 +139,13 @@ def compare(
     Raises:
         CheckpointNotFoundError, DamagedError, VersionError, StoreError: A checkpoint cannot be read.
         ConfigurationError: An argument is out of its range.
+
+    Examples:
+        >>> comparison = cnr.compare("run/step-1", "run/step-2")
+        >>> comparison.is_same
+        False
+        >>> comparison.tensors[0].fqn, comparison.tensors[0].num_differing
+        ('model.users.weight', 100)
     """
     check_thread_count(thread_count)
     lineages = read_lineage(Store.open(a, row_log=row_log)), read_lineage(Store.open(b, row_log=row_log))
