@@ -15,7 +15,10 @@ from torchrec_cnr.format.manifest import History
 
 
 class Since(Enum):
-    """The checkpoint since which the rows of a save were modified; ``EVER`` means all rows, which is a baseline."""
+    """The checkpoint since which the rows of a save were modified.
+
+    ``EVER`` means all rows, which is a baseline. ``BASELINE`` is the last baseline. ``HEAD`` is the latest checkpoint.
+    """
 
     EVER = "ever"
     BASELINE = "baseline"

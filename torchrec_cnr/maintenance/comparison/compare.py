@@ -59,7 +59,15 @@ class TensorComparison:
 
 @dataclass(frozen=True)
 class Reshaped:
-    """A tensor whose size or dtype differs between the two checkpoints."""
+    """A tensor whose size or dtype differs between the two checkpoints.
+
+    Attributes:
+        fqn: The FQN of the tensor.
+        size_a: Its global size in the first checkpoint.
+        dtype_a: The name of its torch dtype in the first checkpoint.
+        size_b: Its global size in the second checkpoint.
+        dtype_b: The name of its torch dtype in the second checkpoint.
+    """
 
     fqn: str
     size_a: tuple[int, ...]
