@@ -171,10 +171,7 @@ def plan_compaction(
         DamagedError, VersionError, StoreError: The chain cannot be read.
 
     Examples:
-        >>> plan = cnr.plan_compaction("run/step-2", max_ratio=1)
-        >>> plan.is_needed
-        True
-        >>> cnr.execute(plan).is_compacted
+        >>> cnr.plan_compaction("run/step-2", max_ratio=1).is_needed
         True
     """
     check_max_ratio(max_ratio)
