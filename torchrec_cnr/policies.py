@@ -15,7 +15,10 @@ from torchrec_cnr.format.manifest import History
 
 
 class Since(Enum):
-    """The checkpoint since which the rows of a save were modified; ``EVER`` means all rows, which is a baseline."""
+    """The checkpoint since which the rows of a save were modified.
+
+    ``EVER`` means all rows, which is a baseline. ``BASELINE`` is the last baseline. ``HEAD`` is the latest checkpoint.
+    """
 
     EVER = "ever"
     BASELINE = "baseline"
@@ -28,7 +31,18 @@ MAX_RATIO = 1.16
 
 
 class Policy(Protocol):
-    """The interface of every policy."""
+    """The interface of every policy.
+
+    Examples:
+        >>> from torchrec_cnr.policies import Since
+        >>> class EverySecond:
+        ...     def decide(self, history):
+        ...         return Since.EVER if history.delta_bytes else Since.HEAD
+        >>> planner = cnr.CNRSavePlanner(tracker, policy=EverySecond())
+        >>> metadata = dcp.save(state, checkpoint_id="run/step-3", storage_writer=writer, planner=planner)
+        >>> cnr.read_checkpoint("run/step-3").kind
+        'baseline'
+    """
 
     def decide(self, history: History) -> Since:
         """Return the checkpoint since which the next save stores modified rows, if there is a baseline already."""
@@ -37,7 +51,15 @@ class Policy(Protocol):
 
 @dataclass(frozen=True)
 class Full:
-    """A policy of full checkpoints: every checkpoint is a baseline."""
+    """A policy of full checkpoints: every checkpoint is a baseline.
+
+    Examples:
+        >>> planner = cnr.CNRSavePlanner(tracker, policy=cnr.Full())
+        >>> train()
+        >>> metadata = dcp.save(state, checkpoint_id="run/step-3", storage_writer=writer, planner=planner)
+        >>> cnr.read_checkpoint("run/step-3").kind
+        'baseline'
+    """
 
     def decide(self, history: History) -> Since:
         """Return ``EVER``: the next checkpoint is a baseline."""
@@ -46,7 +68,15 @@ class Full:
 
 @dataclass(frozen=True)
 class OneShot:
-    """A policy of one baseline, on which all deltas are based. A restore reads two checkpoints."""
+    """A policy of one baseline, on which all deltas are based. A restore reads two checkpoints.
+
+    Examples:
+        >>> planner = cnr.CNRSavePlanner(tracker, policy=cnr.OneShot())
+        >>> train()
+        >>> metadata = dcp.save(state, checkpoint_id="run/step-3", storage_writer=writer, planner=planner)
+        >>> cnr.read_checkpoint("run/step-3").parent
+        '/.../run/step-1'
+    """
 
     def decide(self, history: History) -> Since:
         """Return ``BASELINE``: the next delta contains the rows modified since the baseline."""
@@ -55,7 +85,15 @@ class OneShot:
 
 @dataclass(frozen=True)
 class Consecutive:
-    """A policy of consecutive deltas: each is based on the checkpoint before it. A restore reads the whole chain."""
+    """A policy of consecutive deltas: each is based on the checkpoint before it. A restore reads the whole chain.
+
+    Examples:
+        >>> planner = cnr.CNRSavePlanner(tracker, policy=cnr.Consecutive())
+        >>> train()
+        >>> metadata = dcp.save(state, checkpoint_id="run/step-3", storage_writer=writer, planner=planner)
+        >>> cnr.read_checkpoint("run/step-3").parent
+        '/.../run/step-2'
+    """
 
     def decide(self, history: History) -> Since:
         """Return ``HEAD``: the next delta contains the rows modified since the last checkpoint."""
@@ -73,7 +111,17 @@ class Compacted:
         max_deltas: The number of deltas after which the next checkpoint is a baseline, if none of them was compacted.
             This bounds restores if the chain is not compacted.
         max_ratio: The most bytes that a restore reads after a manager's compaction, as a multiple of the bytes that it
-            needs. With a smaller ratio less storage is used; with a larger one compactions copy less.
+            needs, by default 1.16. With a smaller ratio less storage is used; with a larger one compactions copy less.
+
+    Raises:
+        ConfigurationError: ``max_deltas`` or ``max_ratio`` is less than 1.
+
+    Examples:
+        >>> planner = cnr.CNRSavePlanner(tracker, policy=cnr.Compacted(max_deltas=1))
+        >>> train()
+        >>> metadata = dcp.save(state, checkpoint_id="run/step-3", storage_writer=writer, planner=planner)
+        >>> cnr.read_checkpoint("run/step-3").kind
+        'baseline'
     """
 
     max_deltas: int = 64
@@ -95,6 +143,13 @@ class Intermittent:
     Let S_i be the size of the i-th delta as a fraction of the baseline. If the next save is a baseline and the deltas
     then grow as before, the next i + 1 checkpoints cost F = 1 + S_1 + ... + S_i. Without a new baseline they cost at
     least I = (i + 1) * S_i. The next checkpoint is a baseline if F <= I.
+
+    Examples:
+        >>> planner = cnr.CNRSavePlanner(tracker, policy=cnr.Intermittent())
+        >>> train()
+        >>> metadata = dcp.save(state, checkpoint_id="run/step-3", storage_writer=writer, planner=planner)
+        >>> cnr.read_checkpoint("run/step-3").parent
+        '/.../run/step-1'
     """
 
     def decide(self, history: History) -> Since:

@@ -40,19 +40,23 @@ class KafkaRows:
             rows of a failed save.
         num_partitions: Number of partitions if the topic is created. A load reads several partitions at once.
         num_replicas: Number of replicas if topics are created; None for three, or as many as there are brokers.
-        retention_secs: Seconds for which the topic must keep rows; None for forever. Topics with a shorter retention
-            are refused.
-        part_bytes: Size of a record in bytes.
+        retention_secs: Seconds for which the topic must keep rows, by default 604,800 (a week); None for forever.
+            Topics with a shorter retention are refused.
+        part_bytes: Size of a record in bytes, by default 512 KiB.
         compacted: Whether Kafka compacts the topic. It then contains one or two versions of each block of rows, so its
             size is bounded by the size of the model. Only baselines and the latest checkpoint can be loaded then, and
             ``retention_secs`` applies only to commit records.
-        row_block_bytes: Size of a block of rows in a compacted topic, in bytes of values. If one row of a block was
-            modified since the last save, all rows of it that were modified since the baseline are sent. After a change
-            of this size, all blocks are sent again.
-        config: Further settings of librdkafka, such as those for security.
+        row_block_bytes: Size of a block of rows in a compacted topic, in bytes of values, by default 8 MiB. If one row
+            of a block was modified since the last save, all rows of it that were modified since the baseline are sent.
+            After a change of this size, all blocks are sent again.
+        config: Further settings of librdkafka, such as those for security; none by default.
 
     Raises:
         ConfigurationError: An argument is invalid.
+
+    Examples:
+        >>> cnr.KafkaRows("broker-1:9092,broker-2:9092", "dlrm-rows", compacted=True)
+        KafkaRows(bootstrap='broker-1:9092,broker-2:9092', topic='dlrm-rows', compacted=True)
     """
 
     bootstrap: str
@@ -172,6 +176,10 @@ def disconnect() -> None:
 
     It is for a process that continues without Kafka. Otherwise producers remain open for the next save, and consumers
     request records from the broker several times a second. A later save or load connects again.
+
+    Examples:
+        >>> from torchrec_cnr.kafka import disconnect
+        >>> disconnect()
     """
     logs_of_process.close()
     consumers_of_process.close()

@@ -71,6 +71,13 @@ class Checkpoint:
         manifest_bytes: Total size of its manifest files in bytes.
         manifest_sha256: SHA-256 digest of ``manifest``.
         between: Manifests that replaced ``committed`` and were replaced themselves, oldest first.
+
+    Examples:
+        >>> checkpoint = cnr.read_checkpoint("run/step-2")
+        >>> checkpoint.kind, checkpoint.num_rows, checkpoint.is_compacted
+        ('delta', 100, False)
+        >>> checkpoint.parent
+        '/.../run/step-1'
     """
 
     store: Store
@@ -157,6 +164,11 @@ def read_checkpoint(path: str | os.PathLike[str] | Store) -> Checkpoint:
         DamagedError: The manifest differs from the one that was committed.
         VersionError: A newer version has written the manifest.
         StoreError: The manifest cannot be read for another reason.
+
+    Examples:
+        >>> checkpoint = cnr.read_checkpoint("run/step-2")
+        >>> checkpoint.kind, checkpoint.num_rows
+        ('delta', 100)
     """
     store = Store.open(path)
     manifest_file = _read_manifest(store, MANIFEST_FILE)

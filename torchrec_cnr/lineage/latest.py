@@ -43,6 +43,12 @@ def latest(root: str | os.PathLike[str], *, row_log: RowLog | None = None) -> st
         VersionError: A newer version has written the newest checkpoint. Resuming from an older one would lose work
             silently.
         StoreError: ``root`` cannot be listed.
+
+    Examples:
+        >>> cnr.latest("run")
+        '/.../run/step-2'
+        >>> cnr.latest("empty") is None
+        True
     """
     return next((checkpoint.store.url for checkpoint in newest_first(root, row_log)), None)
 

@@ -38,6 +38,13 @@ class LoadReport:
         reshaped: FQNs whose size differs from the saved one. The values are the saved size and the size in the state
             dict.
         renamed: FQNs that have another FQN in the checkpoint, which is the value.
+
+    Examples:
+        >>> path, report = cnr.restore_newest("run", state, tracker)
+        >>> report.loaded[0]
+        'model.users.weight'
+        >>> report.missing, report.unexpected
+        ((), ())
     """
 
     url: str

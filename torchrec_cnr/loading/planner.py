@@ -90,8 +90,14 @@ class CNRLoadPlanner(DefaultLoadPlanner):
     Raises:
         LoadError: While loading, if ranks read different checkpoints.
         StateMismatchError: While loading, if FQNs, sizes or dtypes do not fit; the message lists the mismatches.
-        ConfigurationError: Both ``tracker`` and ``inference`` are given; or, while loading, the reader is not a
-            ``CNRStorageReader``.
+        ConfigurationError: An argument is invalid, or both ``tracker`` and ``inference`` are given; or, while loading,
+            the reader is not a ``CNRStorageReader``.
+
+    Examples:
+        >>> planner = cnr.CNRLoadPlanner(tracker)
+        >>> dcp.load(state, storage_reader=cnr.CNRStorageReader(cnr.latest("run")), planner=planner)
+        >>> planner.report.missing, planner.report.unexpected
+        ((), ())
     """
 
     def __init__(

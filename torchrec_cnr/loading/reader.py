@@ -55,6 +55,12 @@ class CNRStorageReader(StorageReader):
         CheckpointNotFoundError: ``path`` is None, because ``latest`` found nothing.
         ConfigurationError: An argument is invalid.
         StoreError: The Kafka broker does not answer in time.
+
+    Examples:
+        >>> reader = cnr.CNRStorageReader("run/step-1", thread_count=4)
+        >>> dcp.load(state, storage_reader=reader, planner=cnr.CNRLoadPlanner(tracker))
+        >>> torch.equal(model["users"].weight, cnr.load_table("run/step-1", "model.users.weight"))
+        True
     """
 
     def __init__(

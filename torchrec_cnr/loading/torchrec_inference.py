@@ -35,6 +35,18 @@ class InferenceTables(TargetTables):
     Raises:
         ConfigurationError: The model has no quantized table, or one that cannot be loaded: it is sharded, not on the
             CPU, of another data type, or its rows are not in memory.
+
+    Examples:
+        >>> from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+        >>> from torchrec.inference.modules import quantize_embeddings
+        >>> table = EmbeddingBagConfig(name="users", embedding_dim=16, num_embeddings=1_000, feature_names=["user"])
+        >>> trained = torch.nn.Sequential(EmbeddingBagCollection([table]))
+        >>> serving = quantize_embeddings(trained, torch.qint8, inplace=False)
+        >>> planner = cnr.CNRLoadPlanner(inference=cnr.InferenceTables(serving), allow_partial_load=True)
+        >>> rows = {"model.users.weight": serving.state_dict()["0.embedding_bags.users.weight"]}
+        >>> dcp.load(rows, storage_reader=cnr.CNRStorageReader("run/step-2"), planner=planner)
+        >>> planner.report.loaded
+        ('model.users.weight',)
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -190,7 +190,13 @@ def read_journal(root: str | os.PathLike[str] | Catalog) -> list[PrunedCheckpoin
         root: The root, as a path or fsspec URL; or its catalog.
 
     Raises:
-        StoreError: As :func:`read_catalog`.
+        StoreError: The root cannot be listed.
+
+    Examples:
+        >>> checkpoint = cnr.compact("run/step-2", self_contained=True)
+        >>> result = cnr.execute(cnr.plan_prune("run", cnr.Keep(last=1)))
+        >>> [pruned.name for pruned in cnr.read_journal("run")]
+        ['step-1']
     """
     return list((root if isinstance(root, Catalog) else read_catalog(root)).pruned)
 

@@ -35,6 +35,12 @@ def execute(plan: PrunePlan | CompactionPlan, *, progress: Progress | None = Non
         CheckpointExistsError: Another compaction of the same checkpoint was faster. Nothing was changed.
         LoadError: Data to copy is corrupt or was removed. Nothing was changed.
         StoreError: The store failed before anything was changed.
+
+    Examples:
+        >>> checkpoint = cnr.compact("run/step-2", self_contained=True)
+        >>> plan = cnr.plan_prune("run", cnr.Keep(last=1))
+        >>> cnr.execute(plan).removed
+        ('step-1',)
     """
     if isinstance(plan, PrunePlan):
         return run_prune(plan, progress=progress)

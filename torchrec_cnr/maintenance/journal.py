@@ -53,6 +53,13 @@ class PrunedCheckpoint:
         save_ids: The ids of the saves and compactions that wrote data files in its directory.
         compactions: For each compaction of it, the time in nanoseconds since 1970 and the bytes that it wrote.
         log_bytes: The bytes that its save wrote to Kafka. They are not removed by a prune.
+
+    Examples:
+        >>> checkpoint = cnr.compact("run/step-2", self_contained=True)
+        >>> result = cnr.execute(cnr.plan_prune("run", cnr.Keep(last=1)))
+        >>> pruned = cnr.read_journal("run")[0]
+        >>> pruned.name, pruned.kind, pruned.num_rows
+        ('step-1', 'baseline', 1000)
     """
 
     name: str
@@ -81,6 +88,13 @@ class Prune:
         at_ns: The time of the prune, in nanoseconds since 1970.
         name: The newest directory from which it removed something.
         freed_bytes: The bytes of the files that it removed.
+
+    Examples:
+        >>> checkpoint = cnr.compact("run/step-2", self_contained=True)
+        >>> result = cnr.execute(cnr.plan_prune("run", cnr.Keep(last=1)))
+        >>> prune = cnr.plan_prune("run").catalog.journal.prunes[0]
+        >>> prune.name, prune.freed_bytes == result.freed_bytes
+        ('step-1', True)
     """
 
     at_ns: BoundedCount

@@ -38,6 +38,11 @@ def write_metrics(path: str | os.PathLike[str], metrics: Mapping[str, float]) ->
         ConfigurationError: A name is empty, has more than 200 characters or does not print, or a value is not a number.
         CheckpointNotFoundError: Nothing was committed at ``path``.
         StoreError: The metrics cannot be written.
+
+    Examples:
+        >>> cnr.write_metrics("run/step-1", {"auc": 0.8123})
+        >>> cnr.plan_prune("run", cnr.Keep(last=1, best=cnr.Best("auc"))).stays["step-1"]
+        ('best by auc (0.8123)',)
     """
     check_type("metrics", metrics, Mapping, "numbers by name")
     values: dict[str, float | None] = {}
@@ -69,6 +74,11 @@ def tag(path: str | os.PathLike[str], name: str) -> None:
         ConfigurationError: ``name`` is not a valid tag.
         CheckpointNotFoundError: Nothing was committed at ``path``.
         StoreError: The tag cannot be written.
+
+    Examples:
+        >>> cnr.tag("run/step-1", "release")
+        >>> cnr.plan_prune("run", cnr.Keep(last=1)).stays["step-1"]
+        ("tagged 'release'",)
     """
     _committed(path).put(_tag_file(name), [])
 
@@ -83,6 +93,12 @@ def untag(path: str | os.PathLike[str], name: str) -> None:
     Raises:
         ConfigurationError: ``name`` is not a valid tag; see :func:`tag`.
         StoreError: The tag cannot be removed.
+
+    Examples:
+        >>> cnr.tag("run/step-1", "release")
+        >>> cnr.untag("run/step-1", "release")
+        >>> cnr.plan_prune("run", cnr.Keep(last=1)).stays["step-1"]
+        ('needed by step-2',)
     """
     Store.open(path).remove(_tag_file(name), is_durable=True)
 

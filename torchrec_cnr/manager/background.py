@@ -20,15 +20,17 @@ class Background:
             this save, whose rows the next one includes, or "fail" with a ``SaveError``.
         cpu_share: The share of one core that a background save may use, above 0 and at most 1; see
             ``CNRStorageWriter``.
-        staging_bytes: How many bytes a background save copies at most; see ``CNRStorageWriter``.
+        staging_bytes: How many bytes a background save copies at most, by default 8 GiB; see ``CNRStorageWriter``.
         compacts: Whether a thread on the coordinator compacts checkpoint chains. By default, it does so if the policy
             expects it. Pass False if another process runs ``cnr compact``.
 
     Raises:
         ConfigurationError: A value is out of its range.
 
-    Example:
-        >>> Background(cpu_share=0.5, when_busy="skip").staging_bytes
+    Examples:
+        >>> background = cnr.Background(cpu_share=0.5, when_busy="skip")
+        >>> manager = cnr.CheckpointManager("run", tracker, background=background)
+        >>> background.staging_bytes
         8589934592
     """
 

@@ -51,8 +51,7 @@ StateSource = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 class CheckpointManager:
     """Saves, restores, compacts and prunes the checkpoints of one run. They are named ``step-<n>`` under one root.
 
-    If a restore skips a corrupt checkpoint, that checkpoint keeps its name. The next checkpoint of the same step is
-    then named ``step-<n>-2``.
+    If a restore skips a corrupt checkpoint, the next checkpoint of the same step is named ``step-<n>-2``.
 
     Args:
         root: The directory that contains the checkpoints of the run, as a path or fsspec URL.
@@ -61,22 +60,30 @@ class CheckpointManager:
             if rows go to a compacted Kafka topic.
         quantization: How rows are stored; see ``CNRStorageWriter``.
         every_steps: ``save`` saves at every multiple of this number of steps.
-        every_secs: ``save`` saves when this many seconds have passed since the last checkpoint. With neither, it always
-            saves.
+        every_secs: ``save`` saves this many seconds after the last checkpoint. With neither, it always saves.
         keep: Retention rules: which checkpoints are kept. None keeps all of them.
         num_retries: How many times a save is retried after the file system refused it.
         thread_count: Number of data files that are read or written at the same time.
         background: Limits on the processor time, memory and compaction of background work.
         timeout_secs: How many seconds a rank waits for the others in a save, before an error names the missing ranks.
-        row_log: The Kafka topic (``KafkaRows``) for the rows of deltas and for commit records. By default, both are
-            files.
-        on_saved: Called on every rank with each committed checkpoint. Exceptions of a callback are logged, and counted
-            in :attr:`num_callback_errors`.
+        row_log: Kafka topic (``KafkaRows``) for the rows of deltas and for commit records. By default, both are files.
+        on_saved: Called on every rank with each committed checkpoint. :attr:`num_callback_errors` counts exceptions.
         on_progress: Called from any thread with the operation ("save", "restore", "compact" or "prune"), the amount
             done and the total. The unit is shards for a save, files for a prune, and bytes for the others.
 
     Attributes:
         report: What the last :meth:`restore` loaded and left out; None before it.
+
+    Raises:
+        ConfigurationError: An argument is invalid or differs between ranks, or this process has a manager for the root.
+
+    Examples:
+        >>> manager = cnr.CheckpointManager("run", tracker, every_steps=1, keep=cnr.Keep(last=5))
+        >>> first = manager.restore(state)  # 2, or None if there is no checkpoint yet
+        >>> train()
+        >>> manager.save(3, state).num_rows
+        100
+        >>> manager.close()
     """
 
     def __init__(
@@ -252,10 +259,7 @@ class CheckpointManager:
         )
 
     def _leave_other_roots(self) -> None:
-        """Forget a latest checkpoint of another root, so that the first save to this root is a baseline.
-
-        A root that depends on no other can be copied, moved and pruned by itself.
-        """
+        """Forget a latest checkpoint of another root, because a root should need no other root."""
         self._settle_last_save()
         head, pending = self._tracker.head, self._tracker.pending
         paths = [] if head is None else [head.ref.path]
@@ -265,10 +269,7 @@ class CheckpointManager:
             self._tracker.forget()
 
     def _settle_last_save(self) -> None:
-        """Find out whether the last save was committed, if possible, and do not raise.
-
-        If this rank alone raised, the other ranks would continue and wait for it in their next collective.
-        """
+        """Find out whether the last save was committed. If one rank raised, the others would wait in a collective."""
         try:
             self._planner.resolve_last_save()
         except CNRError as error:

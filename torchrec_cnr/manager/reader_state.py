@@ -108,6 +108,15 @@ class ReaderState(Generic[Batch]):
         ConfigurationError: While iterating, if many batches were returned and none was reported as trained, or if a
             position was loaded after the iteration began.
         StateMismatchError: While loading, if another number of ranks saved the checkpoint and there is no ``reshard``.
+
+    Examples:
+        >>> reader = cnr.ReaderState(["batch 1", "batch 2", "batch 3"])
+        >>> first = next(iter(reader))
+        >>> reader.trained()
+        >>> resumed = cnr.ReaderState(["batch 1", "batch 2", "batch 3"])
+        >>> resumed.load_state_dict(reader.state_dict())
+        >>> list(resumed)
+        ['batch 2', 'batch 3']
     """
 
     def __init__(

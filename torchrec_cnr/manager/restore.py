@@ -56,9 +56,7 @@ def restore_newest(
     progress: Progress | None = None,
     chosen: str | None = None,
 ) -> tuple[str, LoadReport] | None:
-    """Load the newest checkpoint under a root that is not corrupt.
-
-    If a checkpoint is corrupt, log a warning, skip it, and try the previous one.
+    """Load the newest checkpoint under a root that is not corrupt; log a warning for each one that is skipped.
 
     Args:
         root: A directory that contains checkpoints, as a path or fsspec URL.
@@ -79,9 +77,12 @@ def restore_newest(
         StoreError: The root cannot be listed.
         CheckpointException: A load failed for another reason, such as a state that does not fit.
         Exception: A ``load_state_dict`` of the state raised it. The next save is then a baseline.
+
+    Examples:
+        >>> cnr.restore_newest("run", state, tracker)[0]
+        '/.../run/step-2'
     """
-    if group is None and dist.is_initialized():
-        group = dist.group.WORLD
+    group = dist.group.WORLD if group is None and dist.is_initialized() else group
     passed_over = []
     for path in _candidates(root, group, row_log) if chosen is None else [chosen]:
         planner = CNRLoadPlanner(tracker)

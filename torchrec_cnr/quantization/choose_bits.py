@@ -28,6 +28,10 @@ def expected_restores(failures_per_node_hour: float, num_nodes: int, job_hours: 
 
     Raises:
         ConfigurationError: An argument is negative, infinite or not a number.
+
+    Examples:
+        >>> cnr.expected_restores(failures_per_node_hour=0.001, num_nodes=16, job_hours=120)
+        1.92
     """
     _check_count("failures_per_node_hour", failures_per_node_hour)
     _check_count("num_nodes", num_nodes)
@@ -48,6 +52,13 @@ class ByExpectedRestores:
 
     Raises:
         ConfigurationError: ``num_restores`` is negative, infinite or not a number.
+
+    Examples:
+        >>> rule = cnr.ByExpectedRestores(num_restores=10)
+        >>> rule.choose(lambda: torch.randn(100, 64), num_restores=0).bits
+        4
+        >>> rule.choose(lambda: torch.randn(100, 64), num_restores=11)
+        Asymmetric(bits=8)
     """
 
     num_restores: float
@@ -84,6 +95,13 @@ class ByErrorBudget:
 
     Raises:
         ConfigurationError: An attribute is negative, infinite or not a number.
+
+    Examples:
+        >>> rule = cnr.ByErrorBudget(num_restores=10, budget=0.1)
+        >>> rule.choose(lambda: torch.randn(100, 64), num_restores=0).bits
+        4
+        >>> rule.choose(lambda: torch.randn(100, 64), num_restores=50)
+        Asymmetric(bits=8)
     """
 
     num_restores: float

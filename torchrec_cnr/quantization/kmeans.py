@@ -30,6 +30,12 @@ class KMeans(RowCodes):
 
     Raises:
         ConfigurationError: ``bits`` is not 2, 3, 4 or 8.
+
+    Examples:
+        >>> scheme = cnr.KMeans(bits=4)
+        >>> writer = cnr.CNRStorageWriter("run", quantization=scheme)
+        >>> scheme.row_bytes(64, torch.float32)
+        64
     """
 
     bits: int

@@ -40,6 +40,14 @@ class SchemeRules:
     Attributes:
         tables: The scheme or rule for every table; used if ``patterns`` is empty.
         patterns: Pairs of an ``fnmatch`` pattern and a scheme or rule, for tables and all other tensors.
+
+    Examples:
+        >>> from torchrec_cnr.quantization import SchemeRules
+        >>> rules = SchemeRules.of({"*users*": cnr.Asymmetric(bits=8)})
+        >>> rules.rule_for("model.users.weight", torch.float32, is_table=True)
+        Asymmetric(bits=8)
+        >>> rules.rule_for("model.items.weight", torch.float32, is_table=True)
+        NoQuantization()
     """
 
     tables: Quantization
@@ -101,8 +109,17 @@ def possible_schemes(rule: Quantization) -> Iterator[Scheme]:
 def scheme_from_json(value: Mapping[str, Any], where: str) -> Scheme:
     """Parse a scheme from a manifest.
 
+    Args:
+        value: The scheme, as its ``to_json`` returns it.
+        where: The path of the manifest, for the error message.
+
     Raises:
         DamagedError: ``value`` is not a scheme of this version of the format.
+
+    Examples:
+        >>> from torchrec_cnr.quantization import scheme_from_json
+        >>> scheme_from_json({"name": "asymmetric", "bits": 8}, "manifest.json")
+        Asymmetric(bits=8)
     """
     try:
         scheme = _parsed(value)

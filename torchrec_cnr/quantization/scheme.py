@@ -25,6 +25,12 @@ class Encoded:
     Attributes:
         codes: The encoded rows, uint8 [n, row_bytes].
         exact: The positions in the block of the rows that ``codes`` cannot represent, int64 [k].
+
+    Examples:
+        >>> rows = torch.tensor([[0.0, 1.0, 2.0, 3.0], [0.0, 1.0, float("nan"), 3.0]])
+        >>> encoded = cnr.Asymmetric(bits=8).encode(rows)
+        >>> encoded.codes.shape, encoded.exact
+        (torch.Size([2, 8]), tensor([1]))
     """
 
     codes: Tensor
@@ -162,7 +168,14 @@ def tail_of(num_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class NoQuantization(RowCodes):
-    """No quantization: rows are stored bit for bit, in the table's own dtype, which can be any."""
+    """No quantization: rows are stored bit for bit, in the table's own dtype, which can be any.
+
+    Examples:
+        >>> scheme = cnr.NoQuantization()
+        >>> writer = cnr.CNRStorageWriter("run", quantization=scheme)
+        >>> scheme.row_bytes(64, torch.float32)
+        256
+    """
 
     name: ClassVar[str] = "none"
 
@@ -210,10 +223,16 @@ class HalfPrecision(RowCodes):
     is stored exactly if rounding changes the value.
 
     Attributes:
-        dtype: The dtype to round to, ``torch.float16`` or ``torch.bfloat16``.
+        dtype: The dtype to round to, ``torch.float16`` (the default) or ``torch.bfloat16``.
 
     Raises:
         ConfigurationError: ``dtype`` is another dtype.
+
+    Examples:
+        >>> scheme = cnr.HalfPrecision(torch.bfloat16)
+        >>> codes = scheme.encode(torch.tensor([[0.1, 1.0, 3.0]])).codes
+        >>> scheme.decode(codes, 3, torch.float32)
+        tensor([[0.1001, 1.0000, 3.0000]])
     """
 
     dtype: torch.dtype = torch.float16

@@ -54,6 +54,10 @@ class GreedySearch:
 
     Raises:
         ConfigurationError: An attribute is out of bounds.
+
+    Examples:
+        >>> cnr.AdaptiveAsymmetric(bits=2, search=cnr.GreedySearch(num_bins=50, ratio=0.6))
+        AdaptiveAsymmetric(bits=2, search=GreedySearch(num_bins=50, ratio=0.6))
     """
 
     num_bins: int = 25
@@ -95,6 +99,10 @@ class LeastSquares:
 
     Raises:
         ConfigurationError: An attribute is out of bounds.
+
+    Examples:
+        >>> cnr.AdaptiveAsymmetric(bits=2, search=cnr.LeastSquares(cuts=(0.1, 0.2), rounds=2))
+        AdaptiveAsymmetric(bits=2, search=LeastSquares(cuts=(0.1, 0.2), rounds=2, kept=2, polish=2))
     """
 
     cuts: tuple[float, ...]
@@ -221,6 +229,12 @@ class Symmetric(_Uniform):
 
     Raises:
         ConfigurationError: ``bits`` is not 2, 3, 4 or 8.
+
+    Examples:
+        >>> scheme = cnr.Symmetric(bits=4)
+        >>> writer = cnr.CNRStorageWriter("run", quantization=scheme)
+        >>> scheme.row_bytes(64, torch.float32)
+        36
     """
 
     name: ClassVar[str] = "symmetric"
@@ -240,6 +254,12 @@ class Asymmetric(_Uniform):
 
     Raises:
         ConfigurationError: ``bits`` is not 2, 3, 4 or 8.
+
+    Examples:
+        >>> scheme = cnr.Asymmetric(bits=8)
+        >>> writer = cnr.CNRStorageWriter("run", quantization=scheme)
+        >>> scheme.row_bytes(64, torch.float32)
+        68
     """
 
     name: ClassVar[str] = "asymmetric"
@@ -262,6 +282,12 @@ class AdaptiveAsymmetric(_Uniform):
 
     Raises:
         ConfigurationError: ``bits`` is not 2, 3, 4 or 8, or ``search`` is not a search.
+
+    Examples:
+        >>> scheme = cnr.AdaptiveAsymmetric(bits=4)
+        >>> writer = cnr.CNRStorageWriter("run", quantization=scheme)
+        >>> scheme.row_bytes(64, torch.float32)
+        36
     """
 
     search: Search | None = None
@@ -298,7 +324,13 @@ class AdaptiveAsymmetric(_Uniform):
 
 
 def fused_bits(scheme: Scheme) -> int | None:
-    """Return the bits per code if a scheme stores fused rows of uniform codes, otherwise None."""
+    """Return the bits per code, 2, 3, 4 or 8, if a scheme stores fused rows of uniform codes, otherwise None.
+
+    Examples:
+        >>> from torchrec_cnr.quantization import fused_bits
+        >>> fused_bits(cnr.Asymmetric(bits=8)), fused_bits(cnr.KMeans(bits=4))
+        (8, None)
+    """
     return scheme.bits if isinstance(scheme, _Uniform) else None
 
 
@@ -308,6 +340,10 @@ def warm_up(scheme: Scheme, table: Tensor) -> None:
     Args:
         scheme: The scheme, with its search if it has one.
         table: [num_rows, num_cols], at least one of both; the elements of a row are contiguous.
+
+    Examples:
+        >>> from torchrec_cnr.quantization import warm_up
+        >>> warm_up(cnr.Asymmetric(bits=8), model["users"].weight)
     """
     if isinstance(scheme, _Uniform):
         plan = scheme._plan(table, torch.empty(0, dtype=torch.int64, device="cpu"))

@@ -53,6 +53,13 @@ def load_table(
         ConfigurationError: An argument is invalid.
         CheckpointNotFoundError, DamagedError, VersionError, StoreError: The checkpoint cannot be read.
         LoadError: The tensor does not fit into memory.
+
+    Examples:
+        >>> table = cnr.load_table("run/step-2", "model.users.weight")
+        >>> table.shape, table.dtype
+        (torch.Size([1000, 16]), torch.float32)
+        >>> cnr.load_table("run/step-2", "model.users.weight", rows=range(10, 20)).shape
+        torch.Size([10, 16])
     """
     check_thread_count(thread_count)
     store = Store.open(existing(path), row_log=row_log)

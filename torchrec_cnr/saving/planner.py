@@ -42,9 +42,16 @@ class CNRSavePlanner(SavePlanner):
             ``Intermittent()`` with a tracker, and ``Full()`` without.
 
     Raises:
-        ConfigurationError: While saving, if the writer is not a ``CNRStorageWriter``. Also if the state dict does not
-            contain the storage of a tracked table: the table is missing, or another stager copied it.
+        ConfigurationError: An argument is invalid. Or, while saving, the writer is not a ``CNRStorageWriter``, or the
+            state dict does not contain the storage of a tracked table, because another stager copied it, for example.
         UntrackedRowsError: While saving, if the tracker verifies that all modified rows are marked, and some are not.
+
+    Examples:
+        >>> planner = cnr.CNRSavePlanner(tracker)
+        >>> train()
+        >>> metadata = dcp.save(state, checkpoint_id="run/step-3", storage_writer=writer, planner=planner)
+        >>> cnr.read_checkpoint("run/step-3").num_rows
+        100
     """
 
     def __init__(self, tracker: TrackedRows | None = None, *, policy: Policy | None = None) -> None:

@@ -96,12 +96,13 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
             exactly.
         thread_count: Number of data files to write in parallel. Each takes up to 24 MiB of memory.
         sync_files: Whether to force local files to disk before the checkpoint is committed.
-        pack_bytes: Approximate size of a data file, in bytes. Use a small size for models of a few megabytes.
-        staging_bytes: Bytes that an asynchronous save copies at most. If the rows need more, the largest tables are not
-            copied, and training waits until they are written.
+        pack_bytes: Approximate size of a data file, in bytes, by default 16 MiB. Use a small size for models of a few
+            megabytes.
+        staging_bytes: Bytes that an asynchronous save copies at most, by default 8 GiB. If the rows need more, the
+            largest tables are not copied, and training waits until they are written.
         cpu_share: Share of one core that each rank's asynchronous save uses to encode, more than 0 and at most 1. It
             encodes in one thread, which pauses in between.
-        timeout_secs: Seconds that a save waits for the previous one, if that is still running.
+        timeout_secs: Seconds that a save waits for the previous one, if that is still running, by default 1800.
         max_bytes_per_sec: Bytes per second that each rank writes at most, as an average over data files.
         row_log: Kafka topic for the rows of deltas and for commit records (``KafkaRows``). By default, both are files.
         overwrite: Only False is accepted: an existing checkpoint is never overwritten.
@@ -110,6 +111,13 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
     Raises:
         ConfigurationError: An argument is invalid, or the Kafka topic would lose rows.
         StoreError: The Kafka broker does not answer in time.
+
+    Examples:
+        >>> schemes = {"model.users.*": cnr.AdaptiveAsymmetric(bits=4)}  # all other tensors are stored exactly
+        >>> writer = cnr.CNRStorageWriter("run/step-3", quantization=schemes, thread_count=2)
+        >>> metadata = dcp.save(state, storage_writer=writer, planner=planner)
+        >>> cnr.read_checkpoint("run/step-3").kind
+        'delta'
     """
 
     def __init__(

@@ -37,6 +37,13 @@ class Commit:
     Attributes:
         path: Path or URL of the checkpoint.
         created_ns: Unix time of the commit in nanoseconds, from its first manifest; infinity if it cannot be read.
+
+    Examples:
+        >>> commit = cnr.RootCommits("run").newest_first()[0]
+        >>> commit.path
+        '/.../run/step-2'
+        >>> commit.created_ns == cnr.read_checkpoint("run/step-2").created_ns
+        True
     """
 
     path: str
@@ -48,7 +55,19 @@ class Commit:
 
 
 class Commits(Protocol):
-    """A source of commits. It may drop commits that are older than the newest applied one."""
+    """A source of commits. It may drop commits that are older than the newest applied one.
+
+    Examples:
+        >>> class Released:
+        ...     def newest_first(self):
+        ...         return [cnr.Commit("run/step-1", created_ns=0)]
+        ...     def wait(self, timeout_secs): ...
+        ...     def close(self): ...
+        >>> served = torch.nn.ModuleDict({"users": torch.nn.EmbeddingBag(1_000, 16)})
+        >>> with cnr.RowSubscriber(served, Released()) as subscriber:
+        ...     print(subscriber.applied)
+        run/step-1
+    """
 
     def newest_first(self) -> Sequence[Commit]:
         """Return all checkpoints that can be applied, the newest first.
@@ -76,6 +95,10 @@ class RootCommits:
 
     Args:
         root: A path or fsspec URL.
+
+    Examples:
+        >>> [commit.path for commit in cnr.RootCommits("run").newest_first()]
+        ['/.../run/step-2', '/.../run/step-1']
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:

@@ -51,6 +51,14 @@ class RowSubscriber:
 
     Raises:
         ConfigurationError: An argument is invalid.
+
+    Examples:
+        >>> served = torch.nn.ModuleDict({"users": torch.nn.EmbeddingBag(1_000, 16)})
+        >>> with cnr.RowSubscriber(served, "run") as subscriber:
+        ...     print(subscriber.applied)
+        ...     with subscriber.looking_up():
+        ...         row = served["users"].weight[7]
+        /.../run/step-2
     """
 
     def __init__(

@@ -23,6 +23,14 @@ class Applied:
         read_secs: Seconds to find, read, verify and decode the update, while lookups ran.
         apply_secs: Seconds to swap it in, while lookups waited.
         committed_to_applied_secs: Seconds from its commit, by the clock of the job that saved it, until lookups saw it.
+
+    Examples:
+        >>> served = torch.nn.ModuleDict({"users": torch.nn.EmbeddingBag(1_000, 16)})
+        >>> subscriber = cnr.RowSubscriber(served, "run")
+        >>> applied = subscriber.update()
+        >>> applied.kind, applied.num_checkpoints, applied.num_rows
+        ('baseline', 2, 1000)
+        >>> subscriber.close()
     """
 
     path: str
@@ -49,6 +57,12 @@ class Lag:
         num_checkpoints: Number of checkpoints that are committed and not applied.
         waiting_secs: Seconds since the oldest of these was committed; 0 if there is none.
         age_secs: Seconds since the applied checkpoint was committed; None if none is applied.
+
+    Examples:
+        >>> served = torch.nn.ModuleDict({"users": torch.nn.EmbeddingBag(1_000, 16)})
+        >>> with cnr.RowSubscriber(served, "run") as subscriber:
+        ...     print(subscriber.lag.num_checkpoints, subscriber.lag.waiting_secs)
+        0 0.0
     """
 
     num_checkpoints: int

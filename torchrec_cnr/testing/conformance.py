@@ -52,6 +52,13 @@ class ConformanceCheck:
         name: Name of the check, in two or three words.
         promise: The storage requirement, in a sentence.
         act: Raises an error if an empty directory does not meet the requirement.
+
+    Examples:
+        >>> from torchrec_cnr.testing import conformance_checks
+        >>> check = conformance_checks()[0]
+        >>> print(check.name, "-", check.promise)
+        whole files - A file that was written is read back completely, also by other clients.
+        >>> check("memory://tests")
     """
 
     name: str
@@ -90,6 +97,12 @@ class Outcome:
         check: The check.
         problem: The error message if the check failed; None if it passed.
         secs: Duration of the check, in seconds.
+
+    Examples:
+        >>> from torchrec_cnr.testing import conformance_checks, run_conformance
+        >>> outcome = next(run_conformance("memory://tests", conformance_checks()))
+        >>> outcome.check.name, outcome.problem
+        ('whole files', None)
     """
 
     check: ConformanceCheck
@@ -103,8 +116,15 @@ def conformance_checks(*, num_faults: int = NUM_FAULTS, large_bytes: int = LARGE
     The simplest requirements come first, so the first check that fails shows most about the cause.
 
     Args:
-        num_faults: Number of round trips of a small job with each kind of fault.
-        large_bytes: Size of the large file, in bytes.
+        num_faults: Number of round trips of a small job with each kind of fault, by default 8.
+        large_bytes: Size of the large file, in bytes, by default 64 MiB.
+
+    Examples:
+        >>> from torchrec_cnr.testing import conformance_checks
+        >>> checks = conformance_checks(num_faults=2, large_bytes=8 << 20)
+        >>> len(checks)
+        20
+        >>> checks[0]("memory://tests")  # raises an error if the requirement is not met
     """
     acts: list[tuple[str, Act]] = [
         *_PROMISES,
@@ -121,7 +141,23 @@ def conformance_checks(*, num_faults: int = NUM_FAULTS, large_bytes: int = LARGE
 
 
 def run_conformance(url: str, found: Sequence[ConformanceCheck]) -> Iterator[Outcome]:
-    """Run checks on a file system, and yield the outcome of each as soon as it ends."""
+    """Run checks on a file system, and yield the outcome of each as soon as it ends.
+
+    Args:
+        url: A directory in the file system, as a path or fsspec URL.
+        found: The checks, such as those of :func:`conformance_checks`.
+
+    Raises:
+        ConfigurationError: The URL cannot be opened.
+
+    Examples:
+        >>> from torchrec_cnr.testing import conformance_checks, run_conformance
+        >>> for outcome in run_conformance("memory://tests", conformance_checks()[:3]):
+        ...     print(outcome.check.name, "failed" if outcome.problem else "passed")
+        whole files passed
+        ranged reads passed
+        listing after a write passed
+    """
     for check in found:
         began = time.monotonic()
         try:

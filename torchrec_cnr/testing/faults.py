@@ -33,6 +33,11 @@ class Fault(Enum):
     lost. ``DELAY``: it takes longer. ``TRUNCATE``: only half of the bytes are written or read, without an error.
     ``DUPLICATE``: it is done twice, as by a client that retries. ``REORDER``: it is done only after the next operation,
     but returns at once. ``CRASH``: the process is killed before it.
+
+    Examples:
+        >>> from torchrec_cnr.testing import Fault
+        >>> Fault.TRUNCATE.spoils("read"), Fault.TRUNCATE.spoils("list")
+        (True, False)
     """
 
     FAIL = "fail"
@@ -58,6 +63,13 @@ class Operation:
         kind: "read", "put", "put new" (which fails if the name exists), "look up", "list", "remove" or "make".
         path: Path of the file or directory, relative to the store.
         num_bytes: Number of bytes to write; 0 for kinds that do not write.
+
+    Examples:
+        >>> from torchrec_cnr.testing import FaultyStore
+        >>> with FaultyStore("run") as store:
+        ...     checkpoint = cnr.read_checkpoint(f"{store.url}/step-2")
+        >>> store.operations[0]
+        Operation(kind='read', path='step-2/manifest.json', num_bytes=0)
     """
 
     kind: OperationKind
@@ -82,6 +94,16 @@ class FaultyStore:
         inner: The wrapped file system.
         root: The path of the directory in the wrapped file system.
         uploads: A directory for local files that are being written; ``close`` removes it.
+
+    Examples:
+        >>> from torchrec_cnr.testing import Fault, FaultyStore
+        >>> with FaultyStore("run") as store:
+        ...     store.faults[1] = Fault.FAIL  # the first operation from now on
+        ...     try:
+        ...         cnr.latest(store.url)
+        ...     except cnr.StoreError:
+        ...         print("failed:", store.operations[0].kind)
+        failed: list
     """
 
     def __init__(self, url: str | os.PathLike[str], name: str | None = None, delay_secs: float = 0.2) -> None:

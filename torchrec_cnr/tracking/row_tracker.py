@@ -51,6 +51,16 @@ class RowTracker(TrackedRows):
         ConfigurationError: The model has no table, or one that cannot be tracked. Its rows may not be in memory (SSD
             and key-value kernels, ``DMPCollection`` with ``FULLY_SHARDED``). Or it is a DTensor (FSDP2, tensor
             parallelism), or in shared memory, where other processes train it (Hogwild).
+
+    Examples:
+        >>> tracker = cnr.RowTracker(model)
+        >>> train()
+        >>> tracker.num_modified
+        100
+        >>> model["users"].weight.data[500] = 0.0  # a write through .data, which cannot be detected
+        >>> tracker.mark("users", torch.tensor([500]))
+        >>> tracker.num_modified
+        101
     """
 
     @_OUTSIDE_INFERENCE

@@ -194,7 +194,7 @@ def compact(
     Args:
         path: The newest checkpoint to merge, as a path or fsspec URL.
         thread_count: Number of read requests in flight at the same time, and of data files written at the same time.
-        pack_bytes: The approximate size of new data files in bytes.
+        pack_bytes: The approximate size of new data files in bytes, by default 16 MiB.
         progress: Called with the number of bytes that were copied, and the total.
 
     Returns:
@@ -203,6 +203,11 @@ def compact(
     Raises:
         CheckpointExistsError: Another compaction of the same checkpoint was faster. Nothing was changed.
         ConfigurationError, LoadError, StoreError: As :func:`plan_compaction`.
+
+    Examples:
+        >>> checkpoint = cnr.compact("run/step-2")
+        >>> checkpoint.is_compacted, checkpoint.parent
+        (True, None)
     """
     newest = read_checkpoint(Store.open(path, row_log=row_log))
     with leased(newest.store, "compact") as lease:

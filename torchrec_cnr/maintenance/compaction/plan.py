@@ -43,6 +43,13 @@ class CompactionPlan:
         victims: The indices of the data files whose live rows are copied.
         max_ratio: The bytes that a restore may read after the compaction, per byte that it needs.
         empties_log: Whether everything that is in Kafka is copied.
+
+    Examples:
+        >>> plan = cnr.plan_compaction("run/step-2")
+        >>> [checkpoint.kind for checkpoint in plan.run]
+        ['baseline', 'delta']
+        >>> plan.live_bytes <= plan.bytes_after <= plan.bytes_before
+        True
     """
 
     run: tuple[Checkpoint, ...]
@@ -148,8 +155,8 @@ def plan_compaction(
     Args:
         path: The newest checkpoint to merge, as a path or fsspec URL.
         since: An ancestor, which becomes the parent. Only newer checkpoints are merged. None merges the whole chain.
-        max_ratio: The bytes that a restore may read afterwards, per byte that it needs; at least 1. A smaller ratio
-            copies more.
+        max_ratio: The bytes that a restore may read afterwards, per byte that it needs; at least 1, by default 1.16.
+            A smaller ratio copies more.
         max_moved_bytes: Copy at most this many bytes, or one file. The next compaction continues. In between, files
             that are no longer needed can be pruned, so that less additional space is needed at a time.
         self_contained: Copy everything from other checkpoints' directories and from Kafka, so that the checkpoint needs
@@ -162,6 +169,10 @@ def plan_compaction(
         ConfigurationError: An argument is out of its range.
         CheckpointNotFoundError: ``since`` is not an ancestor of ``path``.
         DamagedError, VersionError, StoreError: The chain cannot be read.
+
+    Examples:
+        >>> cnr.plan_compaction("run/step-2", max_ratio=1).is_needed
+        True
     """
     check_max_ratio(max_ratio)
     if max_moved_bytes is not None:

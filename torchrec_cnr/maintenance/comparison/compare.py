@@ -59,7 +59,15 @@ class TensorComparison:
 
 @dataclass(frozen=True)
 class Reshaped:
-    """A tensor whose size or dtype differs between the two checkpoints."""
+    """A tensor whose size or dtype differs between the two checkpoints.
+
+    Attributes:
+        fqn: The FQN of the tensor.
+        size_a: Its global size in the first checkpoint.
+        dtype_a: The name of its torch dtype in the first checkpoint.
+        size_b: Its global size in the second checkpoint.
+        dtype_b: The name of its torch dtype in the second checkpoint.
+    """
 
     fqn: str
     size_a: tuple[int, ...]
@@ -84,6 +92,13 @@ class Comparison:
         only_in_b: The FQNs of tensors and objects that only the second checkpoint has.
         objects: The FQNs of the objects in both.
         differing_objects: The FQNs of the objects that differ, by size and digest of their bytes from ``torch.save``.
+
+    Examples:
+        >>> comparison = cnr.compare("run/step-1", "run/step-2")
+        >>> comparison.common
+        '/.../run/step-1'
+        >>> comparison.num_own_a, comparison.num_own_b
+        (0, 1)
     """
 
     a: str
@@ -132,6 +147,13 @@ def compare(
     Raises:
         CheckpointNotFoundError, DamagedError, VersionError, StoreError: A checkpoint cannot be read.
         ConfigurationError: An argument is out of its range.
+
+    Examples:
+        >>> comparison = cnr.compare("run/step-1", "run/step-2")
+        >>> comparison.is_same
+        False
+        >>> comparison.tensors[0].fqn, comparison.tensors[0].num_differing
+        ('model.users.weight', 100)
     """
     check_thread_count(thread_count)
     lineages = read_lineage(Store.open(a, row_log=row_log)), read_lineage(Store.open(b, row_log=row_log))

@@ -61,6 +61,14 @@ def import_checkpoint(
         CheckpointExistsError: There is already a checkpoint at ``path``.
         CheckpointNotFoundError, DamagedError: The source cannot be read, or its metadata names other classes.
         SaveError, StoreError: Nothing was committed.
+
+    Examples:
+        >>> metadata = dcp.save(state, checkpoint_id="plain")  # without the plug-ins
+        >>> imported = cnr.import_checkpoint("plain", "imported", quantization={"*users*": cnr.Asymmetric(bits=8)})
+        >>> imported.kind
+        'baseline'
+        >>> cnr.load_table("imported", "model.users.weight").shape
+        torch.Size([1000, 16])
     """
     if Store.open(path).exists(METADATA_FILE):
         raise ConfigurationError(

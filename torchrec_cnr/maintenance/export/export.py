@@ -38,6 +38,11 @@ class Export:
         files: The full paths or URLs of the files, sorted by name.
         num_bytes: The bytes of the values of all tensors.
         left_out: The FQNs that the format cannot represent, sorted: with ``safetensors``, objects that are not JSON.
+
+    Examples:
+        >>> exported = cnr.export("run/step-2", "exported", to="safetensors")
+        >>> len(exported.files), exported.num_bytes, exported.left_out
+        (2, 64000, ())
     """
 
     files: tuple[str, ...]
@@ -86,6 +91,11 @@ def export(
         ConfigurationError: An argument is wrong, or ``out`` already exists.
         CheckpointNotFoundError, DamagedError, VersionError: The checkpoint cannot be read.
         StoreError: A file system failed.
+
+    Examples:
+        >>> exported = cnr.export("run/step-2", "model.pt", to="torch")
+        >>> torch.load("model.pt", weights_only=True)["model"]["users.weight"].shape
+        torch.Size([1000, 16])
     """
     check_thread_count(thread_count)
     if to not in _FORMATS:

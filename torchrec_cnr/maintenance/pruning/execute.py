@@ -44,6 +44,12 @@ class PruneResult:
         failed: The directories in which something was not removed, with the reasons.
         refused: Those directories of ``failed`` in which the store failed to remove a file. In the others, something
             needs the files by now.
+
+    Examples:
+        >>> checkpoint = cnr.compact("run/step-2", self_contained=True)
+        >>> result = cnr.execute(cnr.plan_prune("run", cnr.Keep(last=1)))
+        >>> result.removed, result.failed
+        (('step-1',), {})
     """
 
     removed: tuple[str, ...]

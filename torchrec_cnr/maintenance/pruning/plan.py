@@ -100,6 +100,13 @@ class PrunePlan:
         stays: Why something is kept, for each directory in which something is kept.
         folds_journal: Whether the files of the journal will be merged into one.
         is_now_given: Whether the caller passed ``now_ns``. Otherwise the execution asks the store for the time.
+
+    Examples:
+        >>> plan = cnr.plan_prune("run", cnr.Keep(last=1))
+        >>> plan.is_empty
+        True
+        >>> plan.stays["step-1"]
+        ('needed by step-2',)
     """
 
     catalog: Catalog
@@ -184,6 +191,13 @@ def plan_prune(
     Raises:
         ConfigurationError: There are checkpoints and none of them would be kept, or there is no such topic.
         StoreError: The root cannot be listed, or Kafka does not answer in time.
+
+    Examples:
+        >>> print(cnr.plan_prune("run", cnr.Keep(last=1)))
+        /.../run: keep the newest, those with a tag
+          keep    step-1: needed by step-2
+          keep    step-2: newest
+        removes 0 checkpoints, frees 0 B, keeps ... KB
     """
     check_keep(keep)
     if now_ns is not None:

@@ -25,6 +25,12 @@ class Best:
 
     Raises:
         ConfigurationError: ``n`` is less than 1, or the name is empty.
+
+    Examples:
+        >>> cnr.write_metrics("run/step-1", {"loss": 0.31})
+        >>> plan = cnr.plan_prune("run", cnr.Keep(last=1, best=cnr.Best("loss", largest=False)))
+        >>> plan.stays["step-1"]
+        ('best by loss (0.31)',)
     """
 
     metric: str
@@ -70,6 +76,13 @@ class Keep:
 
     Raises:
         ConfigurationError: A number is negative, or the rules would keep nothing.
+
+    Examples:
+        >>> keep = cnr.Keep(last=2, daily=7, best=cnr.Best("auc"))
+        >>> print(keep)
+        the newest 2, the newest of each of the last 7 days that have one, the best by auc (largest), those with a tag
+        >>> cnr.plan_prune("run", keep).is_empty
+        True
     """
 
     last: int = 3

@@ -39,6 +39,11 @@ class VerifyReport:
             those whose manifests cannot be read.
         newest_restorable: If there are problems, the newest checkpoint of the root that can be restored, which was
             verified, too. None if there is none, or if there are no problems.
+
+    Examples:
+        >>> report = cnr.verify("run/step-2")
+        >>> report.is_right, report.problems
+        (True, ())
     """
 
     heads: tuple[str, ...]
@@ -87,6 +92,11 @@ def verify(
         CheckpointNotFoundError: There is no checkpoint.
         VersionError, StoreError: The checkpoint's own manifest cannot be read, or Kafka does not answer in time.
         ConfigurationError: An argument is out of its range, or rows are in a Kafka topic and ``row_log`` is missing.
+
+    Examples:
+        >>> report = cnr.verify("run")
+        >>> report.is_right, len(report.checkpoints)
+        (True, 2)
     """
     check_thread_count(thread_count)
     if row_log is not None:
