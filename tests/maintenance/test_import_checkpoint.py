@@ -100,28 +100,38 @@ def _save_stock(rank: int, path: str, sharding: str) -> Whole:
     return whole(saved)
 
 
-def _load_imported(rank: int, path: str, sharding: str) -> Whole:
-    """What an import loads as, on ranks; the tracker goes on with a delta of it, which is loaded in turn."""
+def _load_imported(rank: int, path: str, sharding: str, policy: cnr.Policy | None) -> Whole:
+    """What an import loads as, on ranks; the tracker goes on with deltas of it, which are loaded in turn.
+
+    With a policy, they are saved in the background: what the import does not know of is staged whole.
+    """
     job = torchrec_job(2, sharding)
     tracker = cnr.RowTracker(job.model)
     loaded = {**state(job, place=0), "betas": None}
     dcp.load(loaded, storage_reader=cnr.CNRStorageReader(path), planner=cnr.CNRLoadPlanner(tracker))
     found = whole(loaded)
-    train(job, 2)
-    end = whole(state(job))
-    dcp.save(state(job), storage_writer=models.writer(f"{path}-delta"), planner=cnr.CNRSavePlanner(tracker))
+    writer, planner = models.writer(f"{path}-delta"), cnr.CNRSavePlanner(tracker, policy=policy or cnr.Consecutive())
+    for number in range(2):
+        train(job, 2 + number)
+        end, delta = whole(state(job)), f"{path}-delta-{number}"
+        if policy is None:
+            dcp.save(state(job), checkpoint_id=delta, storage_writer=writer, planner=planner)
+        else:
+            models.save_behind(state(job), delta, writer, planner).result(timeout=100)
+        assert cnr.read_checkpoint(delta).kind == "delta"
+        again = state(torchrec_job(3, sharding))
+        dcp.load(again, storage_reader=cnr.CNRStorageReader(delta), planner=cnr.CNRLoadPlanner())
+        assert models.differing(whole(again), end) == []
     tracker.close()
-    assert cnr.read_checkpoint(f"{path}-delta").kind == "delta"
-    again = state(torchrec_job(3, sharding))
-    planner = cnr.CNRLoadPlanner()
-    dcp.load(again, storage_reader=cnr.CNRStorageReader(f"{path}-delta"), planner=planner)
-    assert models.differing(whole(again), end) == []
     return found
 
 
-@pytest.mark.parametrize("sharding", ["mixed", "column"])
+@pytest.mark.parametrize(
+    ("sharding", "policy"),
+    [("mixed", None), ("column", None), ("mixed", cnr.Consecutive()), ("column", cnr.OneShot())],
+)
 def test_stock_checkpoints_of_ranks_are_imported(
-    sharding: str, tmp_path: Path, rank_pool: RankPools, monkeypatch: pytest.MonkeyPatch
+    sharding: str, policy: cnr.Policy | None, tmp_path: Path, rank_pool: RankPools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sharded tables, row-wise optimizer state, dense parts and objects, in chunks of a few rows."""
     expected = rank_pool(2).run(_save_stock, str(tmp_path / "stock"), sharding)[0]
@@ -131,7 +141,8 @@ def test_stock_checkpoints_of_ranks_are_imported(
     assert {fqn for fqn, entry in imported.manifest.tensors.items() if entry.is_table} == {
         fqn for fqn in expected if fqn.startswith("model.e") and fqn.endswith(".weight")
     }
-    assert models.differing(rank_pool(2).run(_load_imported, str(tmp_path / "0"), sharding)[0], expected) == []
+    loaded = rank_pool(2).run(_load_imported, str(tmp_path / "0"), sharding, policy)[0]
+    assert models.differing(loaded, expected) == []
 
 
 def test_tables_are_quantized_as_in_any_save(tmp_path: Path) -> None:
@@ -432,7 +443,8 @@ def test_an_archive_that_torch_may_read_otherwise_is_refused(name: str, tmp_path
         import_checkpoint(tmp_path / "stock", tmp_path / "0")
 
 
-def test_a_run_goes_on_from_an_import(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_run_goes_on_from_an_import(is_async: bool, tmp_path: Path) -> None:
     """Of tables that no name tells: a tracker's deltas on top of it load."""
     model = nn.ModuleDict({"t": nn.EmbeddingBag(40, 4)})
     _save(tmp_path / "stock", model.state_dict())
@@ -446,7 +458,11 @@ def test_a_run_goes_on_from_an_import(tmp_path: Path) -> None:
         with torch.no_grad():
             model["t"].weight[number] += 1
         tracker.mark("t", torch.tensor([number]))
-        dcp.save(model.state_dict(), storage_writer=models.writer(tmp_path / str(number)), planner=planner)
+        writer = models.writer(tmp_path / str(number))
+        if is_async:
+            models.save_behind(model.state_dict(), str(tmp_path / str(number)), writer, planner).result(timeout=100)
+        else:
+            dcp.save(model.state_dict(), storage_writer=writer, planner=planner)
     tracker.close()
     assert [cnr.read_checkpoint(tmp_path / str(number)).num_rows for number in (1, 2)] == [40, 1]
     assert without_us.differing(_loaded(tmp_path / "2", model.state_dict()), model.state_dict()) == []

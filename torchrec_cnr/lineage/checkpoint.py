@@ -3,8 +3,8 @@
 import logging
 import os
 import posixpath
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchrec_cnr.errors import CheckpointNotFoundError, DamagedError, LoadError, StoreError
@@ -36,12 +36,16 @@ class Head:
         created_ns: Unix time of the newest one's commit, in nanoseconds.
         history: History of the lineage.
         num_restores: Number of restores that the newest one's state has been through.
+        kinds: The kind of each tensor in the newest one, by FQN.
+        baseline_kinds: The kind of each tensor in the baseline.
     """
 
     lineage: tuple[CheckpointRef, ...]
     created_ns: int
     history: History
     num_restores: int
+    kinds: "Kinds" = field(default_factory=dict, repr=False, compare=False)
+    baseline_kinds: "Kinds" = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def ref(self) -> CheckpointRef:
@@ -53,6 +57,10 @@ class Head:
         """The baseline that all deltas are based on."""
         return self.lineage[0]
 
+
+# By FQN: the name of its dtype, whether it is a table, and the FQN of the table if it is row-wise state of one. A delta
+# can store only the modified rows of a tensor that is of the same kind in what the delta is based on.
+Kinds = Mapping[str, tuple[str, bool, str | None]]
 
 logger = logging.getLogger(__name__)
 
@@ -148,9 +156,27 @@ class Checkpoint:
         """This checkpoint by its full path."""
         return CheckpointRef(self.store.url, self.sha256)
 
-    def head(self, below: tuple[CheckpointRef, ...]) -> Head:
-        """Return the head of a job that is based on this checkpoint; ``below`` are its ancestors, baseline first."""
-        return Head((*below, self.ref), self.created_ns, self.manifest.history, self.num_restores)
+    @property
+    def kinds(self) -> Kinds:
+        """The kind of each tensor."""
+        return {fqn: (entry.dtype, entry.is_table, entry.table) for fqn, entry in self.manifest.tensors.items()}
+
+    def head(self, below: tuple[CheckpointRef, ...], baseline_kinds: Kinds | None = None) -> Head:
+        """Return the head of a job that is based on this checkpoint.
+
+        Args:
+            below: Its ancestors, the baseline first.
+            baseline_kinds: The kinds of tensors in the baseline, if there are ancestors.
+        """
+        kinds = self.kinds
+        return Head(
+            (*below, self.ref),
+            self.created_ns,
+            self.manifest.history,
+            self.num_restores,
+            kinds,
+            kinds if baseline_kinds is None else baseline_kinds,
+        )
 
 
 def read_checkpoint(path: str | os.PathLike[str] | Store) -> Checkpoint:
@@ -264,7 +290,8 @@ class Lineage:
     @property
     def head(self) -> Head:
         """The head of a job that has loaded this lineage."""
-        return self.newest.head(tuple(checkpoint.ref for checkpoint in self.checkpoints[:-1]))
+        below = tuple(checkpoint.ref for checkpoint in self.checkpoints[:-1])
+        return self.newest.head(below, self.checkpoints[0].kinds)
 
     def limited(self, bandwidth: Bandwidth) -> "Lineage":
         """Return the same lineage with limited read bandwidth."""

@@ -133,6 +133,21 @@ class Cut:
         """Return what else the sink must know of an item, in addition to its modified rows."""
         return self.destination.capture(item.table, item.table_box, item.table_row_bytes, modified)
 
+    def is_whole(self, item: TrackedItem, since: Since) -> bool:
+        """Return whether a delta stores all rows of an item: what it is based on has other values or none.
+
+        Args:
+            item: The item.
+            since: What the modified rows are modified since. A delta may turn out to be based on the latest checkpoint
+                instead, if its baseline was pruned.
+        """
+        head, bases = self.head, {since, Since.HEAD}
+        if head is None or since is Since.EVER or not item.replaced_since.isdisjoint(bases):
+            return True
+        kind = item.dtype, item.is_table, item.table if item.is_row_wise else None
+        kinds = {Since.HEAD: head.kinds, Since.BASELINE: head.baseline_kinds}
+        return any(kinds[base].get(item.fqn) != kind for base in bases)
+
     def is_by_heat(self, since: Since) -> bool:
         """Return whether rows of different heat are stored separately."""
         return isinstance(self.policy, Compacted) and since is Since.HEAD
@@ -344,7 +359,7 @@ class Cuts:
         ancestors = () if head is None or parent is None else head.lineage
         sha256s = [link.sha256 for link in ancestors]
         length = sha256s.index(parent.sha256) + 1 if parent is not None and parent.sha256 in sha256s else 0
-        return checkpoint.head(ancestors[:length])
+        return checkpoint.head(ancestors[:length], head.baseline_kinds if head is not None and length else None)
 
     def _find(self, live: Mapping[str, Any]) -> dict[ShardKey, TrackedItem]:
         """Locate tracked tables and their optimizer state in the state dict, by the memory that they share."""

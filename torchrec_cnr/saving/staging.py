@@ -127,12 +127,7 @@ def _copies(live: Mapping[str, Any], cut: Cut) -> list[ShardCopy]:
         for shard in local_shards(value):
             key, source = (fqn, shard.box.offsets), shard.tensor.detach()
             item = cut.items.get(key)
-            if (
-                item is None
-                or not item.replaced_since.isdisjoint((since, Since.HEAD))  # a delta may turn out to be of the latest
-                or since is Since.EVER
-                or not isinstance(item.rows, ModifiedRows)
-            ):
+            if item is None or not isinstance(item.rows, ModifiedRows) or cut.is_whole(item, since):
                 copies.append(ShardCopy(key, source, None, None))
                 continue
             if item.group not in selected:
