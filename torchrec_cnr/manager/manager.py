@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from torchrec_cnr.arguments import check_callable, check_count, check_secs, check_type
-from torchrec_cnr.errors import CheckpointExistsError, CNRError, ConfigurationError, FencedError, SaveError, StoreError
+from torchrec_cnr.errors import CheckpointExistsError, CNRError, ConfigurationError, SaveError, StoreError
 from torchrec_cnr.human_text import url_text
 from torchrec_cnr.lineage.checkpoint import read_checkpoint
 from torchrec_cnr.loading.fitting import LoadReport
@@ -29,7 +29,16 @@ from torchrec_cnr.manager.background import Background, check_background
 from torchrec_cnr.manager.callbacks import Callbacks
 from torchrec_cnr.manager.open_roots import open_roots
 from torchrec_cnr.manager.ranks import RunRanks
-from torchrec_cnr.manager.restore import Return, abandon_newer, names_behind, path_of_step, restore_newest, step_of
+from torchrec_cnr.manager.restore import (
+    BaseLease,
+    Return,
+    abandon_newer,
+    claimed,
+    names_behind,
+    path_of_step,
+    restore_newest,
+    step_of,
+)
 from torchrec_cnr.manager.schedule import Schedule
 from torchrec_cnr.policies import MAX_RATIO, Compacted, OneShot, Policy, check_policy
 from torchrec_cnr.progress import Saved, SavePhases
@@ -37,7 +46,6 @@ from torchrec_cnr.quantization import Quantization
 from torchrec_cnr.saving.planner import CNRSavePlanner
 from torchrec_cnr.saving.plug_in_messages import CommittedSize, SaveMetadata
 from torchrec_cnr.saving.writer import CNRStorageWriter, destination_of
-from torchrec_cnr.storage.fences import claim
 from torchrec_cnr.storage.row_log import RowLog, check_row_log
 from torchrec_cnr.storage.store import Store
 from torchrec_cnr.tracking.tracked_tables import TrackedRows, check_tracker
@@ -145,6 +153,7 @@ class CheckpointManager:
         self.report: LoadReport | None = None
         self._passed_over: frozenset[str] = frozenset()
         self._back_at: Return | None = None
+        self._base = BaseLease()
 
     def _refuse_different(self, every_steps: int | None, every_secs: float | None, timeout_secs: float) -> None:
         """Raise an error if arguments differ by which each rank decides by itself whether to save, wait or retry."""
@@ -196,7 +205,8 @@ class CheckpointManager:
                 if num_retries > 0 and self._is_committed(step, error):
                     secs = time.monotonic() - started
                     return self._finish(step, None, secs, secs, num_retries)
-                if num_retries == self._num_retries or not _may_be_tried_again(error):
+                is_transient = all(isinstance(failure, StoreError) for failure, _ in error.failures.values())
+                if num_retries == self._num_retries or not is_transient:
                     raise
                 num_retries += 1
                 logger.warning("step %d: the save failed and is retried: %s", step, error)
@@ -294,6 +304,7 @@ class CheckpointManager:
         """Report a committed save. Nothing here may raise on one rank alone, since the other ranks have continued."""
         self._due.saved(step)
         self._settle_last_save()
+        self._base.release()
         path = self._path(step)
         if metadata is None or metadata.size is None:
             size = self._ranks.decide(self._size_of(path) if self._ranks.rank == 0 else None)
@@ -333,8 +344,8 @@ class CheckpointManager:
     ) -> int | None:
         """Load the newest readable checkpoint, or the one that ``step`` or ``path`` names.
 
-        From this call on, only this job may save to the root: the next save of any other job fails with
-        ``FencedError``. If an older checkpoint was loaded by name, the next save marks the newer ones as abandoned.
+        From this call on, only this job may save to the root, even if the load fails: the next save of any other job
+        fails with ``FencedError``. If an older checkpoint was loaded by name, the next save marks the newer ones as abandoned.
         :func:`latest`, restores, and the counts of ``Keep`` then skip them.
 
         Args:
@@ -363,7 +374,7 @@ class CheckpointManager:
             check_count("step", step, 0, MAX_STEP)
             if chosen_path is not None:
                 raise ConfigurationError("'step' and 'path' both name a checkpoint; pass only one of them")
-        self._ranks.decide(self._claimed() if self._ranks.rank == 0 else None)
+        self._ranks.decide(claimed(self._root) if self._ranks.rank == 0 else None)
         if step is not None:
             chosen_path = self._ranks.decide(path_of_step(root, step) if self._ranks.rank == 0 else None)
         path_and_report = restore_newest(
@@ -381,6 +392,8 @@ class CheckpointManager:
         loaded_path, self.report = path_and_report
         restored_step, head = step_of(loaded_path), self._tracker.head
         self._back_at = None if chosen_path is None or head is None else Return(chosen_path, head.created_ns)
+        if not self._ranks.decide(self._base.take(head) if self._ranks.rank == 0 else None):
+            self._tracker.forget()
         self._passed_over = self._ranks.decide(names_behind(root, restored_step) if self._ranks.rank == 0 else None)
         return restored_step
 
@@ -391,30 +404,17 @@ class CheckpointManager:
             self._ranks.decide(abandon_newer(root, self._back_at) if self._ranks.rank == 0 else None)
             self._back_at = None
 
-    def _claimed(self) -> CNRError | None:
-        """Claim the root, so that other jobs cannot save to it. Return the error for all ranks if another job did."""
-        try:
-            claim(Store.open(self._root))
-        except FencedError as error:
-            return error
-        except StoreError as error:
-            logger.warning("cannot claim the root: this job cannot save there, and another job still may: %s", error)
-        return None
-
     def close(self) -> None:
         """Wait for the background save and for maintenance, and end their threads and process groups."""
         try:
             self.wait()
         finally:
+            self._base.release()
             self._writer.close()
             self._ranks.close()
             open_roots.leave(self._root, self)
             if self._upkeep is not None:
                 self._upkeep.close()
-
-
-def _may_be_tried_again(error: CheckpointException) -> bool:
-    return all(isinstance(failure, StoreError) for failure, _ in error.failures.values())
 
 
 def _check_arguments(

@@ -4,6 +4,7 @@ import logging
 import os
 import posixpath
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -13,15 +14,25 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from torchrec_cnr.errors import CheckpointNotFoundError, CNRError, ConfigurationError, DamagedError
+from torchrec_cnr.errors import (
+    CheckpointNotFoundError,
+    CNRError,
+    ConfigurationError,
+    DamagedError,
+    FencedError,
+    StoreError,
+)
 from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.lineage.abandoned import mark_abandoned, mark_of
-from torchrec_cnr.lineage.checkpoint import Checkpoint, read_checkpoint
+from torchrec_cnr.lineage.checkpoint import Checkpoint, Head, read_checkpoint
 from torchrec_cnr.lineage.latest import newest_first
 from torchrec_cnr.loading.fitting import LoadReport
 from torchrec_cnr.loading.planner import CNRLoadPlanner
 from torchrec_cnr.loading.reader import CNRStorageReader
+from torchrec_cnr.maintenance import journal
 from torchrec_cnr.progress import Progress
+from torchrec_cnr.storage.fences import claim
+from torchrec_cnr.storage.leases import Lease
 from torchrec_cnr.storage.row_log import RowLog
 from torchrec_cnr.storage.store import Store
 from torchrec_cnr.tracking.tracked_tables import TrackedRows
@@ -156,6 +167,57 @@ def path_of_step(root: Store, step: int) -> str | CNRError:
 def _is_of(checkpoint: Checkpoint, step: int) -> bool:
     name = NAME.fullmatch(posixpath.basename(checkpoint.store.path))
     return name is not None and int(name[1]) == step
+
+
+def claimed(root: str) -> CNRError | None:
+    """Claim a root, so that other jobs cannot save to it. Return the error for all ranks if another job did."""
+    try:
+        claim(Store.open(root))
+    except FencedError as error:
+        return error
+    except StoreError as error:
+        logger.warning("cannot claim the root: this job cannot save there, and another job still may: %s", error)
+    return None
+
+
+class BaseLease:
+    """A lease on the checkpoint that a job has loaded, until the job's next save is committed.
+
+    That save may be a delta of the checkpoint. A prune would remove the checkpoint meanwhile if it is not the newest.
+    """
+
+    def __init__(self) -> None:
+        self._lease: Lease | None = None
+
+    def take(self, head: Head | None) -> bool:
+        """Protect a checkpoint, and return whether a delta may be based on it.
+
+        It may not if a prune has begun to remove it. A request to remove it may take effect long after the process that
+        sent it has ended.
+        """
+        self.release()
+        if head is None:
+            return True
+        checkpoint = Store.open(head.ref.path)
+        self._lease = Lease.take(checkpoint, "save")
+        try:
+            directory = checkpoint.at("..").at(journal.DIRECTORY)
+            told = journal.read_files(directory, directory.names(), time.time_ns())
+            pruned = {(record.name, record.created_ns) for record in told.pruned}
+            is_pruned = (posixpath.basename(checkpoint.path), head.created_ns) in pruned
+            if not is_pruned and checkpoint.exists(MANIFEST_FILE):
+                return True
+            logger.info("%s: a prune removes this checkpoint, so the next save is a baseline", checkpoint.url)
+        except StoreError as error:
+            logger.info("%s: cannot tell whether it is kept, so the next save is a baseline: %s", checkpoint.url, error)
+        self.release()
+        return False
+
+    def release(self) -> None:
+        """Give up the lease, if there is one."""
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
 
 
 def names_behind(root: Store, step: int) -> frozenset[str] | CNRError:

@@ -37,7 +37,7 @@ class ManagedRank:
         self._in_flight: Attempt | None = None
         self._begun: dict[int, Attempt] = {}  # by the number of the model's step
         self._has_gone_back = False
-        self._has_loaded = False  # since the last save
+        self._has_loaded = False  # since the last commit
         self._left: set[str] = set()  # newer than what the job has gone back to
         self._manager = self._made()
         book.closed.discard(managed.root)
@@ -110,7 +110,7 @@ class ManagedRank:
         attempt = self._book.attempts.setdefault(token, Attempt(path, token, self._run, is_managed=True))
         attempt.parts[self._rank] = self._model.snapshot()
         self._begun[number] = attempt
-        state, self._has_loaded = self._model.state(token), False
+        state = self._model.state(token)
         found = self._act(attempt, lambda: act(number, state))
         if found is None:
             attempt.outcomes.setdefault(self._rank, "not due")
@@ -153,7 +153,7 @@ class ManagedRank:
 
     def _saved(self, saved: Saved) -> None:
         attempt = self._begun[saved.step]
-        attempt.outcomes[self._rank] = "ok"
+        attempt.outcomes[self._rank], self._has_loaded = "ok", False
         attempt.path = saved.path
         if saved.path in self._root.created_ns and saved.path not in self._root.abandoned:
             self._root.newest_ok = saved.path
@@ -171,10 +171,12 @@ class ManagedRank:
 
     def _restore(self, **chosen: Any) -> int | None:
         """Load the newest checkpoint, or the one that is chosen; returns its step."""
-        self._has_loaded = True
         before, is_newest = self._root.newest_ok, not chosen
         state = self._model.state("")
-        found: int | None = self._act(None, lambda: self._manager.restore(state, **chosen))
+        try:
+            found: int | None = self._act(None, lambda: self._manager.restore(state, **chosen))
+        finally:
+            self._has_loaded = True  # not before, as the call may have reported a commit first
         if found is None:
             if before is not None and is_newest and not self._is_excused:
                 raise FindingError("an old one restored", f"none was found, and {before} was saved")
