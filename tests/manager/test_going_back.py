@@ -13,7 +13,9 @@ from tests.support import faults, models
 from tests.support.command_line import cnr_json, cnr_text
 from tests.support.models import Job, differing, plain_job, state, train, whole
 from tests.support.ranks import RankPools
+from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.maintenance.catalog import read_catalog
+from torchrec_cnr.storage.store import Store
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -66,6 +68,56 @@ def test_a_run_goes_on_from_an_older_checkpoint(run: Path, by_path: bool) -> Non
     again, manager = _manager(run)
     assert manager.restore(state(again)) == 2
     manager.close()
+
+
+def _whole_run(root: Path) -> Path:
+    """Three checkpoints, each of them a baseline, so that a prune may remove any."""
+    job, manager = _manager(root, policy=cnr.Full())
+    for step in range(1, 4):
+        _save(job, manager, step)
+    manager.close()
+    return root
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_prune_keeps_what_the_next_save_is_a_delta_of(tmp_path: Path, is_async: bool) -> None:
+    """Until it is committed; an asynchronous save has copied only the modified rows when it begins."""
+    job, manager = _manager(_whole_run(tmp_path))
+    manager.restore(state(job), step=2)
+    assert cnr.execute(cnr.plan_prune(tmp_path, cnr.Keep(last=1))).removed == ("step-1",)
+    train(job, 3)
+    wanted = whole(state(job))
+    saved = manager.async_save(3, state(job)) if is_async else manager.save(3, state(job))
+    assert saved is not None
+    manager.close()
+    assert cnr.read_checkpoint(tmp_path / "step-3-2").kind == "delta"
+    assert not differing(models.load(plain_job(9), str(tmp_path / "step-3-2")), wanted)
+    assert not list(tmp_path.glob("*/*.lease"))
+
+
+def test_no_delta_of_what_a_prune_may_still_remove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request to remove a manifest seems to fail, and takes effect after the next save."""
+    late = []
+
+    def remove_later(store: Store, name: str, **options: Any) -> None:
+        if name == MANIFEST_FILE:
+            late.append(store.child(name))
+            raise cnr.StoreError(f"{store.url}: no answer")
+        remove(store, name, **options)
+
+    _whole_run(tmp_path)
+    with monkeypatch.context() as patched:
+        remove = Store.remove
+        patched.setattr(Store, "remove", remove_later)
+        cnr.execute(cnr.plan_prune(tmp_path, cnr.Keep(last=1)))
+    assert [Path(path).parent.name for path in late] == ["step-2", "step-1"]
+    job, manager = _manager(tmp_path)
+    assert manager.restore(state(job), step=2) == 2
+    assert _save(job, manager, 3) == "step-3-2"
+    manager.close()
+    for path in late:
+        Path(path).unlink()
+    assert not differing(models.load(plain_job(9), str(tmp_path / "step-3-2")), whole(state(job)))
 
 
 def test_what_was_abandoned_goes_by_a_rule_that_is_stated(run: Path) -> None:
