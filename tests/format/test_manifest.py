@@ -872,6 +872,20 @@ def test_rows_of_a_table_box_need_a_shard_with_as_many() -> None:
         manifest_json.loads(manifest_json.dumps(manifest)[0], "here")
 
 
+@pytest.mark.parametrize(("num_rows", "is_good"), [(0, True), (4, False)])
+def test_state_belongs_to_columns_of_its_table(num_rows: int, is_good: bool) -> None:
+    """Rows of state without a column of the table have no value; a load would return whatever was in memory."""
+    filler, whole = Filler("a", 1000), Box.whole((4, 2))
+    table = TensorEntry("int8", (4, 2), (Shard(whole, RowSet.all(4, 4), (filler.blob(8),), EXACT),), is_table=True)
+    shards = [Shard(Box((0,), (4,)), RowSet.all(4, 4), (filler.blob(4),), EXACT, whole)]
+    blobs = (filler.blob(4),) if num_rows else ()
+    shards.append(Shard(Box((4,), (num_rows,)), RowSet.all(num_rows, 4), blobs, EXACT, Box((0, 2), (num_rows, 0))))
+    state = TensorEntry("int8", (4 + num_rows,), tuple(shards), table="t")
+    manifest = Manifest(1, "a", "a", None, "Full", History(0), 0, 1, "", filler.packs(), {"t": table, "s": state})
+    data = manifest_json.dumps(manifest)[0]
+    assert (_of_library(data), _of_reader(data)) == ("good" if is_good else "damaged",) * 2
+
+
 # The parent's path
 
 

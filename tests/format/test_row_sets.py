@@ -241,6 +241,38 @@ def test_a_code_that_is_gone_through_in_pieces(
             decode_row_numbers(replace(coded, data=data), len(rows), "here")
 
 
+@pytest.mark.parametrize(("window_log", "is_good"), [(23, True), (24, False)])
+def test_a_large_code_needs_no_large_window(window_log: int, is_good: bool) -> None:
+    """A code of more than 16 MiB may need a window of 8 MiB, as every decoder has it, and no larger one."""
+    span, num_rows = 8 * (17 << 20), 1 << 22
+    mask = np.zeros(span // 8, np.uint8)
+    mask[-(num_rows // 8) :] = 255
+    mask[-(num_rows // 8) - 1], mask[0] = 0, 1
+    mask[-1] = 255 - 2  # the last row, and one less before it
+    parameters = zstandard.ZstdCompressionParameters(
+        window_log=window_log, compression_level=1, write_content_size=True
+    )
+    code = zstandard.ZstdCompressor(compression_params=parameters).compress(mask.tobytes())
+    coded = CodedRows("bitmap", 5, span, code)
+    if is_good:
+        rows = decode_row_numbers(coded, num_rows, "here")
+        assert (len(rows), int(rows[0]), int(rows[-1])) == (num_rows, 5, 5 + span - 1)
+    else:
+        with pytest.raises(DamagedError, match="here: row numbers do not decompress"):
+            decode_row_numbers(coded, num_rows, "here")
+
+
+def test_the_code_of_one_row_is_a_frame() -> None:
+    """It is empty; what decoders skip has no content either, and is no frame of a code."""
+    for data, is_good in [(_compressed(b""), True), (b"\x50\x2a\x4d\x18" + bytes(4), False), (b"", False)]:
+        coded = CodedRows("gaps", 7, 1, data)
+        if is_good:
+            assert decode_row_numbers(coded, 1, "here").tolist() == [7]
+        else:
+            with pytest.raises(DamagedError, match="here: row numbers"):
+                decode_row_numbers(coded, 1, "here")
+
+
 # Boxes
 
 SIZE = (3, 4)

@@ -97,6 +97,24 @@ def test_frames_of_something_else_are_refused(frame: bytes, reason: str) -> None
         blob_bytes.join(np.frombuffer(bytes(128) + frame, np.uint8), 128, 5, 4, "here")
 
 
+@pytest.mark.parametrize(
+    ("num_rows", "window_log", "is_good"), [(1 << 22, 24, True), (5 << 20, 23, True), (5 << 20, 24, False)]
+)
+def test_large_tails_need_no_large_window(num_rows: int, window_log: int, is_good: bool) -> None:
+    """A frame of more than 16 MiB may need a window of 8 MiB, as every decoder has it, and no larger one."""
+    parameters = zstandard.ZstdCompressionParameters(
+        window_log=window_log, compression_level=1, write_content_size=True
+    )
+    planes = np.zeros(4 * num_rows, np.uint8)
+    planes[: num_rows // 8] = np.random.default_rng(0).integers(0, 256, num_rows // 8)
+    frame = zstandard.ZstdCompressor(compression_params=parameters).compress(planes.tobytes())
+    if is_good:
+        assert blob_bytes.join(np.frombuffer(frame, np.uint8), num_rows, 4, 4, "here").sum() == planes.sum()
+    else:
+        with pytest.raises(DamagedError, match=r"here: tails .*a window of more than 8388608 bytes"):
+            blob_bytes.join(np.frombuffer(frame, np.uint8), num_rows, 4, 4, "here")
+
+
 def test_rows_that_are_all_alike_are_not_split() -> None:
     """A file does not warrant more than 64 times as much memory, and writers keep to that."""
     zeros = np.zeros((LARGE, 4), np.uint8)

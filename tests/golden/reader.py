@@ -483,6 +483,7 @@ class Manifest:
         for place in [*tensor.places, *(shard.place for shard in tensor.shards)]:
             rows = 0 if place.table_box is None else place.table_box.rows
             check(rows == place.box.rows, "a table_box of other rows")
+            check(rows == 0 or place.table_box is None or place.table_box.cols > 0, "state of no columns")
             check_within(table.size, place.table_box or Box((0, 0), (0, 0)))
         check_filled(table.size, [place.table_box for place in tensor.places if place.table_box is not None])
 
@@ -559,7 +560,10 @@ def is_split(scheme: Scheme, cols: int, rows: int, num_bytes: int) -> bool:
 def unframed(data: bytes, num_bytes: int) -> bytes:
     """The content of a frame, of which so many bytes are expected."""
     try:
+        check(data[:4] == zstandard.FRAME_HEADER, "no frame")
         check(zstandard.frame_content_size(data) == num_bytes, "a frame of another size")
+        window = zstandard.get_frame_parameters(data).window_size
+        check(num_bytes <= 2**24 or window <= 2**23, "a frame that needs a larger window")
         content: bytes = zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
     except zstandard.ZstdError as error:
         refuse(f"a frame: {error}")
@@ -629,9 +633,11 @@ def decode_codes(scheme: Scheme, cols: int, codes: Array) -> Array:
 
 
 def from_float(values: Array, dtype: str) -> Array:
-    """Rounded to a dtype, to nearest, ties to even."""
+    """Rounded to a dtype, to nearest, ties to even; to one of 16 bits by way of binary32."""
+    if dtype == "bool":
+        return (values != 0).astype(DTYPES[dtype])
     if dtype != "bfloat16":
-        return values.astype(DTYPES[dtype])
+        return values.astype("<f4" if dtype == "float16" else DTYPES[dtype]).astype(DTYPES[dtype])
     bits = values.astype("<f4").view("<u4")
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
     return np.where(np.isnan(values), 0x7FC0, rounded).astype("<u2")
@@ -819,7 +825,7 @@ def _row_state(head: Tensor, folded: Array) -> Array:
     """Row-wise state (8), sharded as the head is."""
     state = np.zeros(head.size, folded.dtype)
     for place in head.places:
-        if place.table_box is not None and place.table_box.sizes[1]:
+        if place.table_box is not None and place.box.rows:
             columns = folded[place.table_box.slices]
             means = from_float(to_double(columns, head.dtype).mean(axis=1), head.dtype)
             state[place.box.slices] = np.where((columns == columns[:, :1]).all(axis=1), columns[:, 0], means)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import torchrec_cnr as cnr
-from tests.support import models
+from tests.support import hand_made, models
+from tests.support.hand_made import Content, Part
 from tests.support.models import Whole, state, torchrec_job, train, whole
 from tests.support.ranks import RankPools
 from torchrec_cnr.format.boxes import Box
@@ -243,3 +244,29 @@ def test_damage_is_noticed(tmp_path: Path) -> None:
         with pytest.raises(cnr.DamagedError, match=pack.name):
             cnr.load_table(tmp_path / "0", "t")
         data[place] ^= 4
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [(torch.float64, 1e308), (torch.float32, 1e38), (torch.int64, 2**62)])
+def test_state_of_equal_values_is_exact(tmp_path: Path, dtype: torch.dtype, largest: float) -> None:
+    """Row-wise state of a shard is what was stored, bit for bit, however older checkpoints divide the table."""
+    generator = torch.Generator().manual_seed(0)
+    values = ((torch.rand(NUM_ROWS, dtype=torch.float64, generator=generator) - 0.5) * largest).to(dtype)
+
+    def contents(widths: Sequence[int]) -> dict[str, Content]:
+        table, state, column = [], [], 0
+        for number, width in enumerate(widths):
+            box = Box((0, column), (NUM_ROWS, width))
+            table.append(Part(box, torch.zeros(box.sizes)))
+            state.append(Part(Box((number * NUM_ROWS,), (NUM_ROWS,)), values, mask, table_box=box))
+            column += width
+        size = (NUM_ROWS * len(widths),)
+        return {
+            "t": Content((NUM_ROWS, column), tuple(table), is_table=True),
+            "s": Content(size, tuple(state), table="t"),
+        }
+
+    mask = None
+    baseline = hand_made.write(tmp_path / "1", contents([3, 4, 6]))
+    mask = hand_made.mask_of(range(NUM_ROWS // 2), NUM_ROWS)
+    hand_made.write(tmp_path / "2", contents([13]), parent=baseline)
+    assert _same(cnr.load_table(tmp_path / "2", "s"), values)

@@ -81,3 +81,16 @@ def test_a_manifest_that_was_removed_is_noticed(tmp_path: Path, reads: list[int]
     assert kinds.index("baseline") <= 3
     job.assert_loads(11)
     job.close()
+
+
+def test_a_history_counts_data_files_after_a_compaction(tmp_path: Path) -> None:
+    """Deltas count as much in the next history as in their own, whether or not the chain was compacted below them."""
+    job = SavingJob(tmp_path)
+    job.train_and_save(*range(4))
+    counted = cnr.read_checkpoint(job.path(3)).manifest.history.delta_bytes
+    merged = cnr.compact(job.path(1), max_ratio=1.0)
+    job.train_and_save(4)
+    history = cnr.read_checkpoint(job.path(4)).manifest.history
+    assert history.baseline_bytes == merged.manifest.blob_bytes
+    assert history.delta_bytes[:2] == counted[1:]
+    job.close()

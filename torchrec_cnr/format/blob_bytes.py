@@ -10,6 +10,7 @@ split. Rows that are all equal, such as optimizer state before the first step, a
 thousandth, and if readers accepted such ratios, a small file could demand any amount of memory.
 """
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -22,7 +23,7 @@ _LEVEL = 1
 _PIECE_BYTES = 1 << 10
 _MAX_WHOLE_BYTES = 16 << 20  # frames with more content are decompressed in pieces
 _STREAM_BYTES = 256  # compressed bytes per piece of such a frame: four of them can expand to 128 KiB
-_MAX_WINDOW_BYTES = 8 << 20  # of such a frame: the window size that RFC 8878 recommends all readers to support
+_MAX_WINDOW_BYTES = 8 << 20  # of a frame with more content: the window that RFC 8878 recommends all readers to support
 
 
 def compressed(*planes: bytes) -> bytes:
@@ -35,13 +36,14 @@ def compressed(*planes: bytes) -> bytes:
     return b"".join((*parts, frame.compress(planes[-1]), frame.flush()))
 
 
-def decompressed(data: bytes | memoryview, num_bytes: int, what: str) -> bytes:
+def decompressed(data: bytes | memoryview, num_bytes: int, what: str, max_window_bytes: float = math.inf) -> bytes:
     """Decompress a frame, after checking its size, before memory is allocated.
 
     Args:
         data: One frame.
         num_bytes: The expected size of the result.
         what: The content and its place, for errors.
+        max_window_bytes: The largest window that the frame may need.
 
     Raises:
         DamagedError: ``data`` is not a frame, or its content is not as large as expected or as it states.
@@ -50,13 +52,15 @@ def decompressed(data: bytes | memoryview, num_bytes: int, what: str) -> bytes:
         declared = zstandard.frame_content_size(data)
         if declared != num_bytes:
             raise DamagedError(f"{what} decompress to {declared} bytes, expected {num_bytes}; use another checkpoint")
+        if zstandard.get_frame_parameters(data).window_size > max_window_bytes:
+            raise zstandard.ZstdError(f"a frame that needs a window of more than {max_window_bytes} bytes")
         if num_bytes:
             return zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
         frame = zstandard.ZstdDecompressor().decompressobj()  # decompress() above does not check an empty frame
         content = any(
             frame.decompress(data[start : start + _PIECE_BYTES]) for start in range(0, len(data), _PIECE_BYTES)
         )
-        if content or not frame.eof or frame.unused_data:
+        if content or not frame.eof or frame.unused_data or data[:4] != zstandard.FRAME_HEADER:
             raise zstandard.ZstdError("not exactly one empty frame")
         return b""
     except zstandard.ZstdError as error:
@@ -163,7 +167,9 @@ def join(data: Bytes, num_rows: int, row_bytes: int, tail_bytes: int, where: str
     rows = np.empty((num_rows, row_bytes), dtype=np.uint8)
     rows[:, :head_bytes] = data[: num_rows * head_bytes].reshape(num_rows, head_bytes)
     frame = data[num_rows * head_bytes :].data
-    planes = decompressed(frame, num_rows * tail_bytes, f"{where}: tails")
+    num_bytes = num_rows * tail_bytes
+    max_window_bytes = _MAX_WINDOW_BYTES if num_bytes > _MAX_WHOLE_BYTES else math.inf
+    planes = decompressed(frame, num_bytes, f"{where}: tails", max_window_bytes)
     rows[:, head_bytes:] = np.frombuffer(planes, dtype=np.uint8).reshape(tail_bytes, num_rows).T
     return rows.reshape(-1)
 

@@ -319,10 +319,11 @@ class ManifestParser:
                 place.box.num_rows == (place.table_box.num_rows if place.table_box else 0) for place in places
             )
             boxes = [place.table_box for place in entry.sharding if place.table_box is not None]
+            has_values = all(place.box.num_rows == 0 or place.table_box.num_cols for place in places if place.table_box)
             is_within = entry.folded is None or all(
                 lies_within(table.size, shard.table_box) for shard in entry.shards if shard.table_box is not None
             )
-            if not rows_agree or not fills(table.size, boxes) or not is_within:
+            if not (rows_agree and has_values and fills(table.size, boxes) and is_within):
                 self.fail(f"tensor {fqn!r}: its shards do not match those of its table {entry.table!r}")
 
     def box(self, value: Any, what: str) -> Box:

@@ -80,7 +80,7 @@ class RowStateRegion(Region):
 
     Every column shard of a table has its own state, which is a mean over the columns of the shard. So the state is
     merged separately for each range of columns between the shard bounds of the whole lineage. The target's value is the
-    mean of its ranges, weighted by their widths. It is exact if the target is sharded as the checkpoints were.
+    mean of its ranges, weighted by their widths. It is exact if all ranges of a row have the same value.
 
     Attributes:
         target: Tensor [num_rows], which can be a column of a larger tensor.
@@ -116,6 +116,8 @@ class RowStateRegion(Region):
         if len(self.bounds) > 2:
             widths = torch.tensor(self.bounds, dtype=torch.float64, device=self.ranges.device).diff()
             self.target.copy_((self.ranges * widths).sum(1) / widths.sum())
+            are_equal = (self.ranges == self.ranges[:, :1]).all(1)  # their mean may be rounded, unlike the value itself
+            self.target.copy_(torch.where(are_equal, self.ranges[:, 0], self.target))
 
 
 @dataclass(eq=False)

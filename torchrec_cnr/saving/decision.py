@@ -249,9 +249,8 @@ def _history(head: Head, lineage: Lineage) -> History:
     if folded_index is None:
         return head.history
     history = links[folded_index].manifest.history
-    return History(
-        history.baseline_bytes, (*history.delta_bytes, *(link.num_bytes for link in links[folded_index + 1 :]))
-    )
+    later_bytes = [sum(pack.num_bytes for pack in link.manifest.packs) for link in links[folded_index + 1 :]]
+    return History(history.baseline_bytes, (*history.delta_bytes, *later_bytes))
 
 
 def _intact_checkpoint(ref: CheckpointRef) -> Checkpoint | None:
