@@ -274,6 +274,11 @@ def _lines(mismatches: _Mismatches) -> Iterator[str]:
             "make both sides the same, or pass CNRLoadPlanner(allow_partial_load=True), which loads what both have and "
             "reports the rest"
         )
+    if any(".state." in fqn for fqn in mismatches.unexpected):
+        yield (
+            "an optimizer that has made no step, such as a new Adam, has no state to load into: use restore_newest or "
+            "CheckpointManager.restore, which create it, or make a step before dcp.load"
+        )
     if mismatches.ambiguous:
         yield (
             "optimizer state that has another name in the checkpoint is found by its table and role, which must be "

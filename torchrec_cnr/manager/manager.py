@@ -345,12 +345,13 @@ class CheckpointManager:
         """Load the newest readable checkpoint, or the one that ``step`` or ``path`` names.
 
         From this call on, only this job may save to the root, even if the load fails: the next save of any other job
-        fails with ``FencedError``. If an older checkpoint was loaded by name, the next save marks the newer ones as abandoned.
-        :func:`latest`, restores, and the counts of ``Keep`` then skip them.
+        fails with ``FencedError``. If an older checkpoint was loaded by name, the next save marks the newer ones as
+        abandoned. :func:`latest`, restores, and the counts of ``Keep`` then skip them.
 
         Args:
             state: The state as for ``dcp.load``. Its entries that are not tensors are replaced. So pass the mapping
-                that training uses afterwards, or one with ``Stateful`` objects.
+                that training uses afterwards, or one with ``Stateful`` objects. An optimizer that has made no step,
+                such as a new Adam, gets its state.
             step: Load the checkpoint that was taken after this step.
             path: Load this checkpoint, from this root or another.
 

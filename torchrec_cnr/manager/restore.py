@@ -5,14 +5,17 @@ import os
 import posixpath
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.optim import Optimizer, SparseAdam
 
 from torchrec_cnr.errors import (
     CheckpointNotFoundError,
@@ -71,7 +74,7 @@ def restore_newest(
 
     Args:
         root: A directory that contains checkpoints, as a path or fsspec URL.
-        state: The state as for ``dcp.load``.
+        state: The state as for ``dcp.load``. An optimizer that has made no step, such as a new Adam, gets its state.
         tracker: A tracker, so that the next save can be a delta that is based on the loaded checkpoint.
         group: The ranks that load together. By default, all ranks of the default process group, if there is one.
         thread_count: Number of read requests in flight at the same time.
@@ -87,7 +90,7 @@ def restore_newest(
         VersionError: The newest checkpoint was written by a newer version of this library.
         StoreError: The root cannot be listed.
         CheckpointException: A load failed for another reason, such as a state that does not fit.
-        Exception: A ``load_state_dict`` of the state raised it. The next save is then a baseline.
+        Exception: ``load_state_dict`` of a value raised it. The next save is then a baseline.
 
     Examples:
         >>> cnr.restore_newest("run", state, tracker)[0]
@@ -96,10 +99,12 @@ def restore_newest(
     group = dist.group.WORLD if group is None and dist.is_initialized() else group
     passed_over = []
     for path in _candidates(root, group, row_log) if chosen is None else [chosen]:
+        create_optimizer_state(state, Store.open(path, row_log=row_log))
         planner = CNRLoadPlanner(tracker)
         reader = CNRStorageReader(path, thread_count=thread_count, row_log=row_log, progress=progress)
         try:
             load(state, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
+            return path, planner.report
         except CheckpointException as error:
             failures = [failure for failure, _ in error.failures.values()]
             is_gone = all(isinstance(failure, DamagedError | CheckpointNotFoundError) for failure in failures)
@@ -111,11 +116,64 @@ def restore_newest(
             if tracker is not None:
                 tracker.forget()
             raise
-        else:
-            return path, planner.report
     if passed_over:
         raise DamagedError(f"{root}: no checkpoint can be restored: " + "; ".join(passed_over))
     return None
+
+
+def create_optimizer_state(state: Mapping[str, Any], checkpoint: Store) -> None:
+    """Create the state of optimizers that have made no step, if a checkpoint has such state.
+
+    Optimizers such as Adam create their state in their first step, but DCP loads into tensors that exist. This makes a
+    step with zero gradients and a learning rate of zero, as DCP's ``get_optimizer_state_dict`` does. The load then
+    overwrites the state.
+
+    Args:
+        state: The state as for ``dcp.load``.
+        checkpoint: The directory of the checkpoint.
+    """
+    new_optimizers = {
+        key: value for key, value in state.items() if isinstance(value, Optimizer) and not any(value.state.values())
+    }
+    if not new_optimizers:
+        return
+    try:
+        manifest = read_checkpoint(checkpoint).manifest
+    except CNRError:  # the load raises it
+        return
+    fqns = [*manifest.tensors, *manifest.objects]
+    for key, optimizer in new_optimizers.items():
+        if any(fqn.startswith(f"{key}.state.") for fqn in fqns):
+            try:
+                _step_without_effect(optimizer)
+            except (TypeError, RuntimeError) as error:  # such as LBFGS, which needs a closure
+                logger.info("cannot create the state of %r, which the load needs: %s", key, error)
+
+
+def _step_without_effect(optimizer: Optimizer) -> None:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    grads, rates = [parameter.grad for parameter in parameters], [group.get("lr") for group in optimizer.param_groups]
+    try:
+        for parameter in (parameter for parameter in parameters if parameter.requires_grad):
+            parameter.grad = _zero_grad(parameter, isinstance(optimizer, SparseAdam))
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if rate is not None:
+                group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
+        type(optimizer).step(optimizer)  # not the method that a learning rate scheduler has put into the optimizer
+    finally:
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = grad
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if rate is not None:
+                group["lr"] = rate
+
+
+def _zero_grad(parameter: Tensor, is_sparse: bool) -> Tensor:
+    if not is_sparse:
+        return torch.zeros_like(parameter)
+    numbers = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+    values = torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device)
+    return torch.sparse_coo_tensor(numbers, values, parameter.shape, check_invariants=False)
 
 
 def _candidates(root: str | os.PathLike[str], group: dist.ProcessGroup | None, row_log: RowLog | None) -> Iterator[str]:

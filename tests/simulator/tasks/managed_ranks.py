@@ -1,6 +1,5 @@
 """Ranks that save by a ``CheckpointManager``, go back to older checkpoints, and begin from those of another root."""
 
-import posixpath
 import random
 from collections.abc import Callable
 from typing import Any
@@ -106,7 +105,7 @@ class ManagedRank:
     def _save(self, step: Step, act: Callable[..., Any]) -> None:
         self._model.train()  # two saves of one step would have one name
         number, token = self._model.num_steps, f"{self._run.name}.{step.number}"
-        path = posixpath.join(self._managed.root, f"step-{number}")
+        path = self._manager._path(number)  # of a step that is saved again, after a return, it has another name
         attempt = self._book.attempts.setdefault(token, Attempt(path, token, self._run, is_managed=True))
         attempt.parts[self._rank] = self._model.snapshot()
         self._begun[number] = attempt
