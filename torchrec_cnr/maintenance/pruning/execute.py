@@ -239,14 +239,13 @@ class _Execution:
         """Return why something must not be removed any more, or None."""
         name = removal.entry.name
         try:
-            if removal.pruned is not None:
-                self._take_in_newcomers()
-                if name in self._wanted:
-                    return self._wanted[name]
             names = removal.entry.store.names()
-            return (
-                self._why_leased(name, names) or self._why_changed(removal, names) or self._why_loading(removal.loading)
-            )
+            reason = self._why_leased(name, names) or self._why_changed(removal, names)
+            reason = reason or self._why_loading(removal.loading)
+            if reason is not None or removal.pruned is None:
+                return reason
+            self._take_in_newcomers()  # after the leases, because a save releases its lease once it has committed
+            return self._wanted.get(name)
         except CNRError as error:
             self.refused.add(name)
             return f"cannot tell whether something needs it: {error}"
