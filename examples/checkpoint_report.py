@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from checkpoint_places import is_committed, step_path, steps_on_disk
 from matplotlib.axes import Axes
@@ -156,6 +157,8 @@ def _draw_resume(axes: Axes, records: Sequence[Record], resume: Resume) -> None:
     _write(axes, text, (place, 0.72 * axes.get_ylim()[1]), (6, 0), color=RED, va="top")
 
 
-def _write(axes: Axes, text: str, at: tuple[float, float], offset: tuple[float, float], **look: str) -> None:
+def _write(
+    axes: Axes, text: str, at: tuple[float, float], offset: tuple[float, float], *, color: str = "black", **align: Any
+) -> None:
     """Write text next to a point of the axes, at an offset in points."""
-    axes.annotate(text, at, xytext=offset, textcoords="offset points", fontsize=10, **look)
+    axes.annotate(text, at, xytext=offset, textcoords="offset points", fontsize=10, color=color, **align)

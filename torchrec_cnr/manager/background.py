@@ -27,7 +27,7 @@ class Background:
     Raises:
         ConfigurationError: A value is out of its range.
 
-    Example:
+    Examples:
         >>> Background(cpu_share=0.5, when_busy="skip").staging_bytes
         8589934592
     """

@@ -72,6 +72,14 @@ def test_site_works_from_a_disk(site: Path) -> None:
     assert page.count('class="md-footer__link ') == 2
 
 
+def test_numbers_stay_with_their_units(site: Path) -> None:
+    """A line is not broken between the two, but code is as it is."""
+    page = (site / "guides" / "sizing.html").read_text()
+    assert "rows × (4 D + 4)" in page
+    assert re.search(r"<td>\d[\d.]*\N{NO-BREAK SPACE}×</td>", page)
+    assert not re.search(r"<code[^>]*>[^<]*\N{NO-BREAK SPACE}", page)
+
+
 @pytest.mark.parametrize("module", [torchrec_cnr, torchrec_cnr.testing], ids=lambda module: module.__name__)
 def test_public_names_are_in_the_reference(site: Path, module: object) -> None:
     """The pages of the reference have each public name, by its docstring."""

@@ -270,7 +270,7 @@ def _print(sizing: Sizing, found: Estimate, bits: str, state: str) -> None:
     policy = f"{type(sizing.policy).__name__}, newest {sizing.keep_last:,} kept"
     console.print(f"{width}, optimizer state {state}, {policy}, {count_text(sizing.num_ranks, 'rank')}, run of {run}\n")
     lines = list(_lines(sizing, found))
-    columns = {
+    columns: dict[str, Sequence[str | Text]] = {
         "": [Text(line.label, "bold" if line.ours is None else "") for line in lines],
         ">torchrec_cnr": ["" if line.ours is None else line.text(line.ours) for line in lines],
         ">plain DCP": ["" if line.plain is None else line.text(line.plain) for line in lines],
