@@ -7,15 +7,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from checkpoint_places import is_committed, step_path, steps_on_disk
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 import torchrec_cnr as cnr
 from torchrec_cnr.format.manifest import DTYPES
 
+COLORS = {"baseline": "#06366b", "delta": "#0b6bcb"}
+GREY, RED = "#57606a", "#b01020"
 UNITS = ("B", "KB", "MB", "GB", "TB")
 TABLE_HEAD = "   step  kind           rows stored       bytes  vs full fp32"
 
@@ -99,6 +102,11 @@ def summary(records: Sequence[Record]) -> str:
     )
 
 
+def ranks(num: int) -> str:
+    """Format a number of ranks."""
+    return "1 rank" if num == 1 else f"{num} ranks"
+
+
 def human_bytes(num_bytes: float) -> str:
     """Format a number of bytes in the largest unit in which it is at least 1."""
     power = min(int(math.log10(max(num_bytes, 1)) // 3), len(UNITS) - 1)
@@ -106,59 +114,51 @@ def human_bytes(num_bytes: float) -> str:
 
 
 def draw_report(png: Path, records: Sequence[Record], resumes: Sequence[Resume], title: str) -> None:
-    """Draw the bytes of each checkpoint and of a full one, on a log scale, and mark where a run was resumed."""
+    """Draw the bytes of each checkpoint and of a full one, and mark where a run was resumed."""
     figure = Figure(figsize=(max(8.0, 0.55 * len(records) + 2), 5.2), layout="constrained")
     axes = figure.subplots()
+    axes.margins(x=0.02)
+    axes.set_ylim(0, 1.12 * max(max(record.full_bytes, record.num_bytes) for record in records))
     _draw_bars(axes, records)
     for resume in resumes:
         _draw_resume(axes, records, resume)
-    axes.margins(x=0.02)
-    axes.set_yscale("log")
-    axes.set_ylim(min(r.num_bytes for r in records) / 2.5, max(r.full_bytes for r in records) * 6)
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 5, 10)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: human_bytes(value).replace(".00", "")))
     axes.set_xticks(range(len(records)), [str(record.step) for record in records])
     axes.set_xlabel("checkpoint after step")
-    axes.set_ylabel("bytes written (log scale)")
-    axes.set_title(f"{title}\n{summary(records)}", fontsize=9)
+    axes.set_ylabel("bytes written")
+    axes.set_title(f"{title}\n{summary(records)}", fontsize=10, loc="left")
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
-    axes.legend(loc="upper left", ncols=4, fontsize=8, frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="upper left", bbox_to_anchor=(0, 0.88), fontsize=10, frameon=False)
     png.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(png, dpi=130)
 
 
 def _draw_bars(axes: Axes, records: Sequence[Record]) -> None:
-    looks = {"baseline": ("#1f4e79", "///", "baseline"), "delta": ("#e0a030", "", "delta")}
-    for kind, (color, hatch, label) in looks.items():
+    for kind, color in COLORS.items():
         at = [place for place, record in enumerate(records) if record.kind == kind]
-        heights = [records[place].num_bytes for place in at]
-        axes.bar(at, heights, 0.7, color=color, hatch=hatch, edgecolor="white", label=label)
-    axes.plot(range(len(records)), [r.full_bytes for r in records], "k--", label="a full fp32 checkpoint")
+        axes.bar(at, [records[place].num_bytes for place in at], 0.7, color=color, label=kind)
+    axes.plot(range(len(records)), [record.full_bytes for record in records], "--", color=GREY)
+    full = (
+        f"a full fp32 checkpoint: {human_bytes(records[0].full_bytes)}; above the bars: how many times smaller they are"
+    )
+    _write(axes, full, (0, records[0].full_bytes), (0, 6), color=GREY)
     for place, record in enumerate(records):
-        axes.annotate(
-            f"{record.ratio:.0f}×",
-            (place, record.num_bytes),
-            xytext=(0, 3),
-            textcoords="offset points",
-            ha="center",
-            fontsize=8,
-        )
+        _write(axes, f"{record.ratio:.1f}x", (place, record.num_bytes), (0, 3), ha="center")
 
 
 def _draw_resume(axes: Axes, records: Sequence[Record], resume: Resume) -> None:
     place = sum(record.step <= resume.step for record in records) - 0.5
-    axes.axvline(place, color="#b01020", linestyle=":", linewidth=1.8)
-    ranks = "1 rank" if resume.world_size == 1 else f"{resume.world_size} ranks"
+    axes.axvline(place, ymax=0.75, color=RED, linestyle=":", linewidth=1.8)
     killed = "" if resume.killed_save is None else f"killed in the save of step {resume.killed_save},\n"
-    axes.annotate(
-        f"✖ {killed}resumed from step {resume.step} on {ranks}",
-        (place, 0.86),
-        xycoords=("data", "axes fraction"),
-        xytext=(6, 0),
-        textcoords="offset points",
-        va="center",
-        color="#b01020",
-        fontsize=8,
-    )
+    text = f"{killed}resumed from step {resume.step} on {ranks(resume.world_size)}"
+    _write(axes, text, (place, 0.72 * axes.get_ylim()[1]), (6, 0), color=RED, va="top")
+
+
+def _write(
+    axes: Axes, text: str, at: tuple[float, float], offset: tuple[float, float], *, color: str = "black", **align: Any
+) -> None:
+    """Write text next to a point of the axes, at an offset in points."""
+    axes.annotate(text, at, xytext=offset, textcoords="offset points", fontsize=10, color=color, **align)

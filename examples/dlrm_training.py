@@ -25,6 +25,7 @@ from checkpoint_report import (
     TABLE_HEAD,
     Resume,
     draw_report,
+    ranks,
     read_record,
     read_records,
     summary,
@@ -144,7 +145,7 @@ class Run:
         step = self._progress["step"]
         killed_save = max((late for late in uncommitted if late > step), default=0)
         self._progress["resumes"] = [*self._progress["resumes"], [step, self._world_size, killed_save]]
-        self._say(f"resumed from {head}, saved by {cnr.read_checkpoint(head).manifest.world_size} ranks")
+        self._say(f"resumed from {head}, saved by {ranks(cnr.read_checkpoint(head).manifest.world_size)}")
 
     def _check_tables(self, head: str) -> None:
         """Raise an error that names the difference if a checkpoint has other tables."""
@@ -175,7 +176,7 @@ class Run:
         self._finish_save()
         self._say(clock.line())
         digest = self._digest()
-        self._say(f"state after step {self._progress['step']} on {self._world_size} ranks: sha256 {digest}")
+        self._say(f"state after step {self._progress['step']} on {ranks(self._world_size)}: sha256 {digest}")
         if self._rank == 0:
             self._report()
 
@@ -236,7 +237,7 @@ class Run:
             return
         self._say(summary(records))
         if options.report is not None:
-            resumes = [Resume(step, ranks, killed or None) for step, ranks, killed in self._progress["resumes"]]
+            resumes = [Resume(step, num_ranks, killed or None) for step, num_ranks, killed in self._progress["resumes"]]
             bits = "exact" if options.bits == 32 else f"{options.bits}-bit"
             draw_report(options.report, records, resumes, f"{options.policy} checkpoints, {bits} rows")
             self._say(f"drawn: {options.report}")

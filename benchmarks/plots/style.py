@@ -1,6 +1,6 @@
 """The style of the plots: one palette, large text, labels instead of legends; and the function that writes a plot.
 
-A plot is 720 pixels wide, and its text is so large that it has nine pixels on a phone, where the plot is 400 wide. The
+A plot is 720 pixels wide, and its text is so large that it has nine pixels on a phone, where the plot is 360 wide. The
 background is transparent. Each color has a second one for dark pages, which the SVG chooses by itself.
 """
 
@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 WIDTH = 720  # pixels
-TEXT_SIZE = 17  # pixels
+TEXT_SIZE = 18  # pixels
 
 TEXT, OTHER, FAINT = "#57606a", "#8c959f", "#d0d7de"  # text and axes; bars and lines of others; grids
 OURS = "#0b6bcb"

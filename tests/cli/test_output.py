@@ -13,7 +13,7 @@ from rich.console import Console
 
 from tests.cli.empty_commits import LIMIT_SECS
 from tests.support.command_line import cnr_text
-from torchrec_cnr.cli.output import Dotted, common_prefix
+from torchrec_cnr.cli.output import Dotted, common_prefix, print_columns
 from torchrec_cnr.human_text import age_text, percent_text, ratio_text
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -40,6 +40,36 @@ def test_nothing_is_cut_off(run: Path, monkeypatch: pytest.MonkeyPatch, width: i
 def _letters(text: str) -> str:
     """What is left if wrapping makes no difference; ages may."""
     return re.sub(r"\s|\d+ ?s", "", text)
+
+
+@pytest.mark.parametrize(
+    ("width", "shown"),
+    [(40, "table rows of all"), (33, "table rows of all"), (32, "table rows"), (25, "table rows"), (24, "table")],
+)
+def test_columns_are_left_out_before_parts_of_names_are_broken(width: int, shown: str) -> None:
+    """A name may continue after a dot, if all of its parts fit; numbers are never cut."""
+    console = Console(width=width, file=open(os.devnull, "w"))  # noqa: SIM115 - nothing is written
+    columns = {"table": [Dotted("model.user_history")], ">rows": ["1,234,567"], ">of all": ["12.3%"]}
+    with console.capture() as captured:
+        print_columns(console, columns, [">of all", ">rows"])
+    text = captured.get()
+    assert " ".join(text.splitlines()[0].split()) == shown
+    assert max(map(len, text.splitlines())) <= width
+    assert "user_history" in text
+
+
+def test_an_estimate_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 60 columns, the ratio is left out, and no label is broken."""
+    arguments = ("estimate", "--rows", "1e9", "--dim", "64")
+    wide = cnr_text(*arguments)
+    monkeypatch.setattr(
+        "torchrec_cnr.cli.commands.estimate.stdout", lambda: Console(highlight=False, markup=False, width=60)
+    )
+    narrow = cnr_text(*arguments)
+    assert max(map(len, narrow.splitlines())) <= 60
+    assert "less by" in wide
+    assert "less by" not in narrow
+    assert "  before the oldest is removed       95.1 GB" in narrow
 
 
 def test_names_are_broken_at_dots() -> None:

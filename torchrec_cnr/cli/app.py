@@ -171,6 +171,12 @@ def cnr(
 
     A root is a directory that contains the checkpoints of a run. Paths may be local, or URLs that fsspec can open, for
     example s3://bucket/run.
+
+    Examples:
+
+    - `cnr ls runs/a`
+    - `cnr verify s3://bucket/runs/a`
+    - `cnr prune --help`
     """
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())

@@ -169,7 +169,7 @@ def _print_tensors(console: Console, manifest: Manifest, fqns: Sequence[str], ti
         ">of bytes": [_byte_share(manifest, num_bytes[fqn]) for fqn in fqns],
     }
     print_under(console, title, note, prefix)
-    print_columns(console, columns)
+    print_columns(console, columns, [">of bytes", ">of all", "scheme", ">rows", ">shape"])
 
 
 def _row_share(entry: TensorEntry) -> str:
@@ -219,7 +219,7 @@ def _print_packs(console: Console, uses: Sequence[PackSummary], everything: bool
 
 
 def _shape(entry: TensorEntry) -> str:
-    return " × ".join(f"{length:,}" for length in entry.size) or "scalar"
+    return " x ".join(f"{length:,}" for length in entry.size) or "scalar"
 
 
 def _schemes(entry: TensorEntry) -> str:

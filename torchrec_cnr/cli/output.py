@@ -23,6 +23,7 @@ from torchrec_cnr import progress
 from torchrec_cnr.human_text import name_text
 
 _ENDLESS = 100_000  # columns
+_GAP = 2  # spaces between columns
 
 
 def stdout() -> Console:
@@ -61,7 +62,7 @@ def progress_bar(what: str, is_wanted: bool = True) -> Iterator[progress.Progres
 
 def grid(*columns: str) -> Table:
     """Return a table without lines. The columns whose heading begins with ``>`` contain numbers, aligned right."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="dim")
     for column in columns:
         is_number = column.startswith(">")
         table.add_column(column.lstrip(">"), justify="right" if is_number else "left", no_wrap=is_number)
@@ -82,20 +83,31 @@ def print_columns(
 ) -> None:
     """Print a table without its empty columns. If the terminal is too narrow, leave out further columns.
 
+    A table also fits if a ``Dotted`` name must be broken after its dots.
+
     Args:
         console: Where to print.
         columns: The cells of each column, by heading as in :func:`grid`.
         expendable: The headings of the columns that may be left out, the least important first.
     """
     shown = {heading: cells for heading, cells in columns.items() if any(map(str, cells))}
-    for left_out in ("", *expendable):
-        shown.pop(left_out, None)
+    for left_out in (None, *expendable):
+        if left_out is not None:
+            shown.pop(left_out, None)
         table = grid(*shown)
         for row in zip(*shown.values(), strict=True):
             table.add_row(*row)
-        if Measurement.get(console, console.options.update(width=_ENDLESS), table).maximum <= console.width:
+        widths = [_width(console, [heading.lstrip(">"), *cells]) for heading, cells in shown.items()]
+        if sum(widths) + _GAP * (len(widths) - 1) <= console.width:
             break
     console.print(table)
+
+
+def _width(console: Console, cells: Sequence[RenderableType]) -> int:
+    """Return the least width of a column, in which only ``Dotted`` names are broken."""
+    options = console.options.update(width=_ENDLESS)
+    sizes = [(cell, Measurement.get(console, options, cell)) for cell in cells]
+    return max(size.minimum if isinstance(cell, Dotted) else size.maximum for cell, size in sizes)
 
 
 def name_cell(value: str, style: str = "") -> Text:
@@ -132,9 +144,9 @@ class Dotted:
         yield Text(text, self.style, overflow="fold")
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        """Return the length of the longest part, and that of the whole name."""
-        parts = name_text(self.name).split(".")
-        return Measurement(max(map(len, parts)) + 1, len(name_text(self.name)) or 1)
+        """Return the length of the longest line if the name is broken after each dot, and that of the whole name."""
+        name = name_text(self.name)
+        return Measurement(max(map(len, _lines(name, 1))), len(name) or 1)
 
 
 def _lines(name: str, width: int) -> Iterator[str]:

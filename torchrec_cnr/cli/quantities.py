@@ -22,7 +22,7 @@ def parse_count(option: str, text: str, most: int) -> int:
     Raises:
         ConfigurationError: It is not a whole number from 1 to ``most``.
 
-    Example:
+    Examples:
         >>> parse_count("--rows", "2.5e9", 10**15)
         2500000000
     """

@@ -46,7 +46,7 @@ def checkpoint_bytes(sizing: Sizing, share: float | None = None) -> CheckpointBy
         sizing: The model.
         share: The share of the rows that the delta contains, more than 0 and at most 1; None for a baseline.
 
-    Example:
+    Examples:
         >>> checkpoint_bytes(Sizing((Table(1_000_000, 64),))).codes
         32000000
     """
@@ -78,7 +78,7 @@ def row_number_bits(share: float) -> float:
     Args:
         share: The share p of the rows that the delta contains, more than 0 and at most 1.
 
-    Example:
+    Examples:
         >>> round(row_number_bits(0.26), 2)
         3.18
     """

@@ -92,7 +92,7 @@ def estimate(sizing: Sizing) -> Estimate:
     Args:
         sizing: The model, and how its checkpoints are saved.
 
-    Example:
+    Examples:
         >>> found = estimate(Sizing((Table(1_000_000, 64),)))
         >>> found.full_fp32_bytes
         260000000

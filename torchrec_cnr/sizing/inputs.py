@@ -28,7 +28,7 @@ class Table:
     Raises:
         ConfigurationError: A number is less than 1, or too large.
 
-    Example:
+    Examples:
         >>> Table(1_000_000, 64).num_cols
         64
     """
@@ -61,7 +61,7 @@ class Sizing:
     Raises:
         ConfigurationError: An attribute is out of bounds.
 
-    Example:
+    Examples:
         >>> Sizing((Table(1_000_000, 64),), modified=0.1).num_saves
         1440
     """

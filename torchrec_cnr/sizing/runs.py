@@ -56,7 +56,7 @@ def run_of(
         num_saves: The number of checkpoints, at least 1.
         keep_last: The number of newest checkpoints that are kept.
 
-    Example:
+    Examples:
         >>> run_of(Consecutive(), 100, 3, lambda num_intervals: 26, num_saves=3, keep_last=1).kept
         152
     """

@@ -71,7 +71,7 @@ def test_tables_may_be_those_of_a_checkpoint(run: Path) -> None:
 def test_what_is_printed_is_the_estimate() -> None:
     """In units that people read, beside plain DCP; notes say what an estimate assumes."""
     text = cnr_text(*BILLION, "--policy", "intermittent")
-    assert text.startswith("1,000,000,000 rows × 64, 26.0 % of them modified in 30 minutes\n4 bits, ")
+    assert text.startswith("1,000,000,000 rows x 64, 26.0 % of them modified in 30 minutes\n4 bits, ")
     assert "  baseline " in text
     assert " 260 GB " in text
     assert "0.26 + 0.105 ln i" in text

@@ -30,7 +30,7 @@ def test_inspect_tells_what_a_checkpoint_holds(run: Path) -> None:
         "saved by +torchrec_cnr .* on 1 rank, policy Consecutive, after 0 restores",
         f"sha256 +{checkpoint.sha256}",
         "tables  float32\nall names begin with 'model.'",
-        r"bag\.weight +40 × 4 +4-bit asymmetric +\d+ +\d+\.\d% +\d+ B +\d+\.\d%",
+        r"bag\.weight +40 x 4 +4-bit asymmetric +\d+ +\d+\.\d% +\d+ B +\d+\.\d%",
         r"model\.over\.bias",
         r"objects  [\d.]+ KB, \d+\.\d% of bytes",
         "8 more objects; --all shows them",

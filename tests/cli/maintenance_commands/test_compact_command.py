@@ -28,8 +28,8 @@ def test_compact_says_what_it_would_do(run: Path, tmp_path: Path) -> None:
     assert lines == [
         f"{run}/step-4: would merge 4 checkpoints into one",
         f"rewritten: {len(plan.victims)} of {len(plan.uses)} files ({bytes_text(plan.moved_bytes)} copied)",
-        f"restore read amplification: {plan.bytes_before / plan.live_bytes:.2f}× → "
-        f"{plan.bytes_after / plan.live_bytes:.2f}×",
+        f"restore read amplification: {plan.bytes_before / plan.live_bytes:.2f}x → "
+        f"{plan.bytes_after / plan.live_bytes:.2f}x",
     ]
     assert cnr_json("compact", run, "--dry-run") == {
         "checkpoint": f"{run}/step-4",

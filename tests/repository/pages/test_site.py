@@ -60,6 +60,26 @@ def test_nothing_is_fetched_by_who_reads(site: Path) -> None:
     assert [page.name for page in pages if FETCHED.search(page.read_text())] == []
 
 
+def test_site_works_from_a_disk(site: Path) -> None:
+    """The search needs its index as a script there, and a worker that is none; each page links its neighbours."""
+    assert (site / "search" / "search_index.js").read_text().startswith("var __index = {")
+    page = (site / "reference" / "cli.html").read_text()
+    assert '<script src="../javascripts/iframe-worker.js">' in page
+    assert re.findall(r'<link rel="(prev|next)" href="([^"]+)">', page) == [
+        ("prev", "api/errors.html"),
+        ("next", "format.html"),
+    ]
+    assert page.count('class="md-footer__link ') == 2
+
+
+def test_numbers_stay_with_their_units(site: Path) -> None:
+    """A line is not broken between the two, but code is as it is."""
+    page = (site / "guides" / "sizing.html").read_text()
+    assert "rows × (4 D + 4)" in page
+    assert re.search(r"<td>\d[\d.]*\N{NO-BREAK SPACE}×</td>", page)
+    assert not re.search(r"<code[^>]*>[^<]*\N{NO-BREAK SPACE}", page)
+
+
 @pytest.mark.parametrize("module", [torchrec_cnr, torchrec_cnr.testing], ids=lambda module: module.__name__)
 def test_public_names_are_in_the_reference(site: Path, module: object) -> None:
     """The pages of the reference have each public name, by its docstring."""

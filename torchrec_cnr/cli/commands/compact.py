@@ -92,4 +92,4 @@ def _print(plan: CompactionPlan, dry_run: bool) -> None:
     files, moved = f"{len(plan.victims):,} of {count_text(len(plan.uses), 'file')}", bytes_text(plan.moved_bytes)
     console.print(f"rewritten: {files} ({moved} copied)")
     before, after = ratio_text(plan.bytes_before / live_bytes), ratio_text(plan.bytes_after / live_bytes)
-    console.print(f"restore read amplification: {before}× → {after}×")
+    console.print(f"restore read amplification: {before}x → {after}x")

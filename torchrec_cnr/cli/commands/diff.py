@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.text import Text
 
 from torchrec_cnr.cli.contents import print_under
@@ -16,6 +16,7 @@ from torchrec_cnr.cli.output import (
     grid,
     heading,
     name_cell,
+    print_columns,
     print_json,
     print_left_out,
     progress_bar,
@@ -104,22 +105,24 @@ def _print_tensors(
     console: Console, title: str, note: str, tensors: Sequence[TensorComparison], all_: Sequence[TensorComparison]
 ) -> None:
     prefix = common_prefix([tensor.fqn for tensor in tensors])
-    has_stored = any(tensor.num_stored is not None for tensor in tensors)
-    what, stored = "table" if tensors[0].is_table else "tensor", [">stored"] * has_stored
-    table = grid(what, ">rows", ">differ", ">of all", *stored, ">mean", ">median", ">max")
-    for tensor in tensors:
-        moved, num_rows = tensor.movement, tensor.num_rows
-        stored = [] if not has_stored else ["" if tensor.num_stored is None else f"{tensor.num_stored:,}"]
-        table.add_row(
-            Dotted(tensor.fqn.removeprefix(prefix)),
-            f"{num_rows:,}",
-            f"{tensor.num_differing:,}",
-            percent_text(tensor.num_differing / num_rows) if num_rows else "",
-            *stored,
-            *("–" if far is None else ratio_text(far) for far in (moved.mean, moved.median, moved.max)),
-        )
+    columns: dict[str, Sequence[RenderableType]] = {
+        "table" if tensors[0].is_table else "tensor": [Dotted(tensor.fqn.removeprefix(prefix)) for tensor in tensors],
+        ">rows": [f"{tensor.num_rows:,}" for tensor in tensors],
+        ">differ": [f"{tensor.num_differing:,}" for tensor in tensors],
+        ">of all": [
+            percent_text(tensor.num_differing / tensor.num_rows) if tensor.num_rows else "" for tensor in tensors
+        ],
+        ">stored": ["" if tensor.num_stored is None else f"{tensor.num_stored:,}" for tensor in tensors],
+        ">mean": [_distance_text(tensor.movement.mean) for tensor in tensors],
+        ">median": [_distance_text(tensor.movement.median) for tensor in tensors],
+        ">max": [_distance_text(tensor.movement.max) for tensor in tensors],
+    }
     print_under(console, title, note, prefix)
-    console.print(table)
+    print_columns(console, columns, [">median", ">stored", ">rows", ">mean", ">max", ">of all"])
+
+
+def _distance_text(distance: float | None) -> str:
+    return "–" if distance is None else ratio_text(distance)
 
 
 def _print_apart(console: Console, found: Comparison) -> None:

@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 from torchrec_cnr.cli.options import SCHEMES, AsJson
-from torchrec_cnr.cli.output import grid, print_json, stdout
+from torchrec_cnr.cli.output import print_columns, print_json, stdout
 from torchrec_cnr.cli.quantities import parse_count, parse_secs, parse_share, parse_table
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.human_text import bytes_text, count_text, duration_text, number_text, ratio_text, share_text
@@ -263,18 +263,20 @@ def _memory_lines(found: Estimate) -> Iterator[_Line]:
 
 def _print(sizing: Sizing, found: Estimate, bits: str, state: str) -> None:
     console = stdout()
-    dims = f" × {sizing.tables[0].num_cols:,}" if len(sizing.tables) == 1 else f" in {len(sizing.tables):,} tables"
+    dims = f" x {sizing.tables[0].num_cols:,}" if len(sizing.tables) == 1 else f" in {len(sizing.tables):,} tables"
     interval, run = (duration_text(round(1e9 * secs)) for secs in (sizing.interval_secs, sizing.run_secs))
     console.print(f"{sizing.num_rows:,} rows{dims}, {share_text(sizing.modified)} of them modified in {interval}")
     width = bits if bits == _EXACT else f"{bits} bits"
     policy = f"{type(sizing.policy).__name__}, newest {sizing.keep_last:,} kept"
     console.print(f"{width}, optimizer state {state}, {policy}, {count_text(sizing.num_ranks, 'rank')}, run of {run}\n")
-    table = grid("", ">torchrec_cnr", ">plain DCP", ">less by")
-    for line in _lines(sizing, found):
-        cells = ["" if value is None else line.text(value) for value in (line.ours, line.plain)]
-        ratio = f"{ratio_text(line.plain / line.ours)} ×" if line.plain is not None and line.ours else ""
-        table.add_row(Text(line.label, "bold" if line.ours is None else ""), *cells, ratio)
-    console.print(table)
+    lines = list(_lines(sizing, found))
+    columns: dict[str, Sequence[str | Text]] = {
+        "": [Text(line.label, "bold" if line.ours is None else "") for line in lines],
+        ">torchrec_cnr": ["" if line.ours is None else line.text(line.ours) for line in lines],
+        ">plain DCP": ["" if line.plain is None else line.text(line.plain) for line in lines],
+        ">less by": [f"{ratio_text(line.plain / line.ours)}x" if line.plain and line.ours else "" for line in lines],
+    }
+    print_columns(console, columns, [">less by", ">plain DCP"])
     for note in _notes(sizing, found):
         console.print(note)
 

@@ -109,7 +109,10 @@ def _print(plan: PrunePlan, result: PruneResult | None) -> None:
     if result is None:
         gone, freed = count_text(len(plan.pruned), "checkpoint"), bytes_text(plan.freed_bytes)
         left = bytes_text(plan.left_bytes)
-        console.print(f"Dry run: would remove {gone}, free {freed} and keep {left}. Add --execute to remove them")
+        if plan.removals:
+            console.print(f"Dry run: would remove {gone}, free {freed} and keep {left}. Add --execute to remove them")
+        else:
+            console.print(f"nothing to remove; {left} are kept")
         return
     for directory, reasons in result.failed.items():
         told = name_cell("; ".join(reasons))

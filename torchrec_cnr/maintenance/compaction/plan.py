@@ -128,7 +128,7 @@ class CompactionPlan:
         if not self.is_needed:
             return f"{self.newest.store.url}: nothing to compact"
         models = (
-            f"{self.bytes_before / max(1, self.live_bytes):.2f}× → {self.bytes_after / max(1, self.live_bytes):.2f}×"
+            f"{self.bytes_before / max(1, self.live_bytes):.2f}x → {self.bytes_after / max(1, self.live_bytes):.2f}x"
         )
         return (
             f"{self.newest.store.url}: merges {count_text(len(self.run), 'checkpoint')} into one; rewrites "
