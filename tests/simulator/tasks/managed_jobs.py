@@ -43,6 +43,7 @@ class ManagedRoot:
         path: Of the root.
         keep: How many of the newest retention keeps; None for all.
         created_ns: Of each checkpoint that is there, by path.
+        digests: The first digits of their manifests' digests, which marks contain.
         abandoned: Those that a job has left behind.
         released: Those that retention did not want at some time.
         newest_ok: The last whose save has reported success; None if a job has left it behind.
@@ -52,6 +53,7 @@ class ManagedRoot:
     path: str
     keep: int | None
     created_ns: dict[str, int] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
     abandoned: set[str] = field(default_factory=set)
     released: set[str] = field(default_factory=set)
     newest_ok: str | None = None
@@ -63,9 +65,12 @@ class ManagedRoot:
             return True
         path, name = posixpath.split(file)
         if path == self.path and (marked := marked_name(name)) is not None:
-            self._mark(posixpath.join(path, marked), is_put)
+            target = posixpath.join(path, marked)
+            if name.split(".")[-2] == self.digests.get(target):  # else of an earlier one of that name
+                self._mark(target, is_put)
         elif name == MANIFEST_FILE and is_put:
             self.created_ns[path] = created_ns(data) or 0
+            self.digests[path] = data.removeprefix(b'{"sha256":"')[:16].decode()
             self.abandoned.discard(path)
             self.released.discard(path)
             self._release()
