@@ -1,9 +1,11 @@
-"""Warnings of torch: none of them names a line of this package."""
+"""Warnings: torch's name no line of this package, and ours tell of rows that codes cannot represent."""
 
 import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
@@ -46,3 +48,32 @@ def _warned_lines(rank: int, root: str) -> list[str]:
 def test_no_warning_names_a_line_of_the_package(tmp_path: Path, rank_pool: RankPools) -> None:
     """Each operation on a ShardedTensor warns, so that its size and dtype are taken from its metadata."""
     assert rank_pool(2).run(_warned_lines, str(tmp_path)) == [[]] * 2
+
+
+@pytest.mark.parametrize(
+    ("num_nan", "text"),
+    [(0, ""), (1, "1 rows are stored exactly"), (190, "codes cannot represent 95 % of its rows")],
+)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_rows_without_codes_are_told_of_once(
+    tmp_path: Path, num_nan: int, text: str, is_async: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Few of them are stored exactly; with many, the table is. A run that has diverged must not go on in silence."""
+    table = torch.nn.EmbeddingBag(200, 16)
+    with torch.no_grad():
+        table.weight[:num_nan] = float("nan")
+    planner = cnr.CNRSavePlanner(cnr.RowTracker(table), policy=cnr.Full())
+    writer = models.writer(tmp_path / "0", quantization=cnr.Asymmetric(4))
+    caplog.set_level("INFO")
+    warned = []
+    for number in range(2):
+        caplog.clear()
+        if is_async:
+            models.save_behind(table.state_dict(), str(tmp_path / str(number)), writer, planner).result(timeout=100)
+        else:
+            dcp.save(table.state_dict(), checkpoint_id=tmp_path / str(number), storage_writer=writer, planner=planner)
+        told = [record for record in caplog.records if "codes cannot represent" in record.getMessage()]
+        assert len(told) == (num_nan > 0)
+        assert all(text in record.getMessage() for record in told)
+        warned += [record.levelname for record in told]
+    assert warned == ["WARNING", "INFO"][: 2 * (num_nan > 0)]

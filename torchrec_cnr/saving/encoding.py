@@ -8,7 +8,7 @@ takes the memory of one block and of the data files being written, whatever the 
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -105,6 +105,7 @@ def choose_scheme(
     values: Tensor,
     rows: Sequence[SelectedRows] | Tensor | None,
     num_restores: int,
+    on_unsuitable: Callable[[float], None] = lambda exact_share: None,
 ) -> Scheme:
     """Choose the quantization scheme of a shard by its rule.
 
@@ -117,6 +118,7 @@ def choose_scheme(
         values: [num_rows, ...], the shard.
         rows: The rows to store: in parts, as the planner resolves them, or by their numbers, int64 [k]; None for all.
         num_restores: Number of restores in the history of the state.
+        on_unsuitable: Called if codes cannot represent so many rows that the shard is stored exactly, with their share.
     """
     rule = rules.rule_for(fqn, values.dtype, is_table)
     if isinstance(rule, NoQuantization) or values.numel() == 0:
@@ -126,7 +128,11 @@ def choose_scheme(
     num_cols, itemsize = sample.shape[1], sample.dtype.itemsize
     exact_share = len(scheme.encode(sample).exact) / max(1, len(sample))
     row_bytes = scheme.row_bytes(num_cols, sample.dtype) + exact_share * exact_row_bytes(num_cols, itemsize)
-    return scheme if row_bytes < num_cols * itemsize else NoQuantization()
+    if row_bytes < num_cols * itemsize:
+        return scheme
+    if exact_share > 0:
+        on_unsuitable(exact_share)
+    return NoQuantization()
 
 
 class KernelWarmUps:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -113,7 +114,8 @@ class RankWriter:
             scheme = data.codes.scheme
         else:
             values = data.values if data.values.dim() else data.values[None]
-            scheme = choose_scheme(self._rules, fqn, data.is_table, values, data.rows, data.num_restores)
+            tell = partial(self._tell_of_unsuitable_rows, fqn)
+            scheme = choose_scheme(self._rules, fqn, data.is_table, values, data.rows, data.num_restores, tell)
         return EncodingInput(name, data.values, dtype, scheme, data.codes)
 
     def _write_object(self, item: WriteItem) -> None:
@@ -145,6 +147,17 @@ class RankWriter:
             num_bytes = sum(blob.num_bytes for shard in parts for blob in shard.blobs)
             results.append(WriteResult(item.index, num_bytes, replace(record, parts=parts)))
         return results
+
+    def _tell_of_unsuitable_rows(self, fqn: str, exact_share: float) -> None:
+        """Warn at the first save in which a shard is stored exactly because of its values."""
+        logger.log(
+            logging.INFO if fqn in self._warned else logging.WARNING,
+            "tensor %r: a shard is stored exactly, because codes cannot represent %.0f %% of its rows (NaN, infinity, "
+            "values that fp16 cannot represent or distinguish); later saves log this at level INFO",
+            fqn,
+            100 * exact_share,
+        )
+        self._warned.add(fqn)
 
     def _tell_of_exact_rows(self, fqn: str, num_exact: int) -> None:
         """Warn at the first save in which a tensor has exact rows."""
