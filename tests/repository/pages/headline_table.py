@@ -56,7 +56,7 @@ def table(content: Mapping[str, Any]) -> str:
         for name in ("exact", "4-bit"):
             value = values[ours.format(name)]
             cells.append(
-                f"{text(value)}{_spread_text(spreads[ours.format(name)], text)} ({values[plain] / value:.3g} ×)"
+                f"{text(value)}{_spread_text(spreads[ours.format(name)], text)} ({values[plain] / value:#.3g}\u00a0×)"
             )
         lines.append(f"| {title} | {' | '.join(cells)} |")
     title = report["title"].partition(", ")
