@@ -237,6 +237,30 @@ def test_what_is_wanted_since_the_plan_was_made_stays(tmp_path: Path, where: str
         root.store.fs.rm(root.store.path, recursive=True)
 
 
+def test_a_child_that_is_committed_between_two_looks_is_not_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its save commits, and releases the lease on the parent right before the prune looks for leases."""
+    root = _three_with_a_branch(tmp_path / "job")
+    plan = plan_prune(root.url, Keep(last=1))
+    root.put_pack("a-2")
+    for name in ("a-2", "a-1"):
+        root.lease(name, time.time_ns() + HOUR_NS, "save")
+
+    def names_after_the_commit(store: Store) -> list[str]:
+        if store.path.endswith("/a-1") and "a-2" not in root.checkpoints:
+            root.save("a-2", time.time_ns(), "a-1", range(2))
+            for lease in (tmp_path / "job").glob("*/*.lease"):
+                lease.unlink()
+        return names(store)
+
+    names = Store.names
+    monkeypatch.setattr(Store, "names", names_after_the_commit)
+    assert run_prune(plan).removed == ()
+    assert "a-2" in root.checkpoints
+    root.assert_loads(root.checkpoints)
+
+
 def test_a_checkpoint_of_the_same_name_is_not_taken_for_the_one_that_was_to_go(tmp_path: Path) -> None:
     """Who made a plan, and executes it when another has done so and the job has saved again, removes nothing new."""
     root = _three_with_a_branch(tmp_path / "job")
