@@ -345,7 +345,7 @@ def test_moved_run_loads(tmp_path: Path) -> None:
         assert _loaded(_load(tmp_path / "elsewhere" / "run" / step, _target(step))) == EXPECTED[step]
     assert cnr.latest(tmp_path / "elsewhere" / "run") == str(tmp_path / "elsewhere" / "run" / "step-7")
     shutil.copytree(GOLDEN / "step-4", tmp_path / "alone" / "step-4")
-    with pytest.raises(cnr.DamagedError, match=r"alone/step-\d/.*the pack is missing"):
+    with pytest.raises(cnr.DamagedError, match=r"alone/step-\d/.*the data file is missing"):
         _load(tmp_path / "alone" / "step-4", _target("step-4"))
     shutil.copytree(GOLDEN / "step-3", tmp_path / "alone" / "step-3")
     with pytest.raises(cnr.DamagedError, match=r"its parent .*step-2 is missing"):

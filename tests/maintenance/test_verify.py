@@ -138,7 +138,7 @@ def test_all_that_is_wrong_is_listed(run: Path) -> None:
     assert [problem.file for problem in in_second] == [str(second)]
     assert "truncated" in in_second[0].message
     assert [problem for problem in problems if problem.checkpoint == str(run / "step-3")] == [
-        Problem(str(run / "step-3"), str(third), None, f"{third}: the pack is missing; use another checkpoint", 0)
+        Problem(str(run / "step-3"), str(third), None, f"{third}: the data file is missing; use another checkpoint", 0)
     ]
     assert len(problems) == 5
 

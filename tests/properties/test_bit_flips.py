@@ -87,7 +87,7 @@ def _flip(root: Path, expected: Whole, draw: random.Random, files: list[Path]) -
         refusal = _refusal(root / "step-4", expected)
     finally:
         faults.flip(file, place, bit)
-    parts = ("blob '", "row set", "object '", "header of ")
+    parts = ("tensor '", "row set", "object '", "header of ")
     is_refused = str(file) in refusal and (file.suffix == ".json" or any(part in refusal for part in parts))
     return Damaged(f"bit {bit} of byte {place} of {file}", is_found, is_refused, not refusal)
 

@@ -361,7 +361,7 @@ def test_missing_pack_is_damage(protocol: str, tmp_path_factory: pytest.TempPath
     written = _write(_new_store(tmp_path_factory, protocol), [300, 2000])
     written.store.fs.rm(written.store.child(written.packs[1].name))
     assert written.read([0]) == {"0": written.contents[0]}
-    with pytest.raises(DamagedError, match=r"save-0-1\.safetensors: the pack is missing"):
+    with pytest.raises(DamagedError, match=r"save-0-1\.safetensors: the data file is missing"):
         written.read([0, 1])
 
 

@@ -323,9 +323,9 @@ class Manifest:
 
 
 def name_of(fqn: str, entry: TensorEntry, index: int) -> str:
-    """Return the name of a shard for messages: its box, and its number if several shards may have this box."""
+    """Return the name of a shard for messages: its region, and its number if several shards may have this region."""
     suffix = "" if entry.folded is None else f" shard {index}"
-    return f"blob '{fqn}' box {list(entry.shards[index].box.offsets)}{suffix}"
+    return f"tensor '{fqn}' region {list(entry.shards[index].box.offsets)}{suffix}"
 
 
 def replacement_name(sha256: str) -> str:

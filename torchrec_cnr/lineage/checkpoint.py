@@ -203,8 +203,8 @@ def read_checkpoint(path: str | os.PathLike[str] | Store) -> Checkpoint:
         manifest_file = _read_manifest(store, MANIFEST_FILE)
     if manifest_file is None:
         raise CheckpointNotFoundError(
-            f"{store.url}: no {MANIFEST_FILE}: no checkpoint was committed here (a failed save leaves packs without "
-            "one); call torchrec_cnr.latest(root) for the latest checkpoint"
+            f"{store.url}: no {MANIFEST_FILE}: no checkpoint was committed here (a failed save leaves data files "
+            "without one); call torchrec_cnr.latest(root) for the latest checkpoint"
         )
     committed, sha256, num_bytes = manifest_file
     if committed.replaces is not None:

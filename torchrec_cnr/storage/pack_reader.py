@@ -143,7 +143,7 @@ def _read_span(store: Store, pack: Pack, span: Span, prepare: Prepare) -> list[t
             buffer = store.read_array(pack.name, span.start, span.stop, digests.extend)
     except StoreError as error:
         if isinstance(error.__cause__, FileNotFoundError):
-            raise DamagedError(f"{where}: the pack is missing; use another checkpoint") from error
+            raise DamagedError(f"{where}: the data file is missing; use another checkpoint") from error
         raise
     if len(buffer) != span.stop - span.start:
         raise DamagedError(

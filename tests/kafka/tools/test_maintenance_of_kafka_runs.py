@@ -115,7 +115,7 @@ def test_an_altered_record_is_found_and_named(run: LoggedRun, tmp_path: Path) ->
     path.write_bytes(manifest_json.dumps(replace(manifest, tensors=tensors))[0])
     (problem,) = verify(damaged.root / "step-3", row_log=run.rows).problems
     (pack,) = damaged.packs_in_log("step-3")
-    assert problem.blob == f"blob '{TABLE}' box [0, 0] block 0"
+    assert problem.blob == f"tensor '{TABLE}' region [0, 0] block 0"
     assert problem.file is not None
     assert problem.file.endswith(str(pack.log))
     assert "crc32c" in problem.message

@@ -56,7 +56,7 @@ def test_files_that_a_manifest_does_not_name_may_go(tmp_path: Path) -> None:
     for path in removed:
         path.unlink()
     assert all(is_same(*pair) for pair in zip(before, run.load(), strict=True))
-    with pytest.raises(DamagedError, match="the pack is missing"):
+    with pytest.raises(DamagedError, match="the data file is missing"):
         load_table(fork.store.url, "t")
 
 
