@@ -66,7 +66,7 @@ def test_site_works_from_a_disk(site: Path) -> None:
     page = (site / "reference" / "cli.html").read_text()
     assert '<script src="../javascripts/iframe-worker.js">' in page
     assert re.findall(r'<link rel="(prev|next)" href="([^"]+)">', page) == [
-        ("prev", "api/errors.html"),
+        ("prev", "api/types.html"),
         ("next", "format.html"),
     ]
     assert page.count('class="md-footer__link ') == 2

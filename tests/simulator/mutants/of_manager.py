@@ -91,7 +91,7 @@ OF_MANAGER: tuple[Mutant, ...] = (
     Mutant(
         "a taken id is looked at before the root is claimed",
         lambda: both(
-            replacing(CheckpointManager, "_claimed", nothing),
+            replacing(manager, "claimed", nothing),
             wrapping(CNRStorageWriter, "prepare_local_plan", _looks_before_it_claims),
         ),
     ),
