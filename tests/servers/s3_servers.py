@@ -14,7 +14,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,7 +59,7 @@ class S3Server:
     _processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def commands(self) -> list[list[str]]:
-        """What to start."""
+        """What to start, last the process that listens on ``port``."""
         raise NotImplementedError
 
     @property
@@ -68,14 +68,21 @@ class S3Server:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Start it, and wait until it answers."""
+        """Start it, and wait until it answers.
+
+        Of several processes, the last one is started when the others listen. Else it would know of no bucket.
+        """
         self.port = self.port or _free_ports(self.num_ports)
-        log = (self.folder / "log").open("ab")
-        with log:
-            for command in self.commands():
+        *others, front = self.commands()
+        self._run(others, lambda: all(map(_listens, range(self.port + 1, self.port + self.num_ports))))
+        self._run([front], self._answers)
+
+    def _run(self, commands: list[list[str]], are_ready: Callable[[], bool]) -> None:
+        with (self.folder / "log").open("ab") as log:
+            for command in commands:
                 self._processes.append(subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True))
         deadline = time.monotonic() + START_SECS
-        while not self._answers():
+        while not are_ready():
             dead = [process for process in self._processes if process.poll() is not None]
             if dead or time.monotonic() > deadline:
                 self.kill()
@@ -122,6 +129,11 @@ class S3Server:
         return True
 
 
+def _listens(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
 class Moto(S3Server):
     """An emulator. It forgets everything when it is killed."""
 
@@ -153,7 +165,9 @@ class Swift(S3Server):
             rings = {name: port for name, port in ports.items() if name != "proxy"}
             subprocess.run([sys.executable, "-c", _MAKE_RINGS, str(self.folder), repr(rings)], check=True)
         bin_ = Path(sys.executable).parent
-        return [[sys.executable, f"{bin_}/swift-{name}-server", f"{self.folder}/{name}.conf"] for name in _SWIFT]
+        return [
+            [sys.executable, f"{bin_}/swift-{name}-server", f"{self.folder}/{name}.conf"] for name in reversed(_SWIFT)
+        ]
 
 
 _SWIFT = ("proxy", "object", "container", "account")
