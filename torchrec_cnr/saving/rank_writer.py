@@ -149,24 +149,22 @@ class RankWriter:
         return results
 
     def _tell_of_unsuitable_rows(self, fqn: str, exact_share: float) -> None:
-        """Warn at the first save in which a shard is stored exactly because of its values."""
-        logger.log(
-            logging.INFO if fqn in self._warned else logging.WARNING,
-            "tensor %r: a shard is stored exactly, because codes cannot represent %.0f %% of its rows (NaN, infinity, "
-            "values that fp16 cannot represent or distinguish); later saves log this at level INFO",
-            fqn,
-            100 * exact_share,
-        )
-        self._warned.add(fqn)
+        share = f"{100 * exact_share:.0f} %"
+        self._tell_once(fqn, f"a shard is stored exactly, because codes cannot represent {share} of its rows")
 
     def _tell_of_exact_rows(self, fqn: str, num_exact: int) -> None:
-        """Warn at the first save in which a tensor has exact rows."""
+        self._tell_once(
+            fqn, f"{num_exact} rows are stored exactly and counted in the manifest, because codes cannot represent them"
+        )
+
+    def _tell_once(self, fqn: str, what: str) -> None:
+        """Warn at the first save in which a tensor has rows that codes cannot represent."""
         logger.log(
             logging.INFO if fqn in self._warned else logging.WARNING,
-            "tensor %r: %d rows are stored exactly, because codes cannot represent them (NaN, infinity, values that "
-            "fp16 cannot represent or distinguish); the manifest counts them, and later saves log this at level INFO",
+            "tensor %r: %s (NaN, infinity, values that fp16 cannot represent or distinguish); later saves log this at "
+            "level INFO",
             fqn,
-            num_exact,
+            what,
         )
         self._warned.add(fqn)
 
