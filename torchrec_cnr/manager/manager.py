@@ -393,7 +393,7 @@ class CheckpointManager:
         loaded_path, self.report = path_and_report
         restored_step, head = step_of(loaded_path), self._tracker.head
         self._back_at = None if chosen_path is None or head is None else Return(chosen_path, head.created_ns)
-        if not self._ranks.decide(self._base.take(head) if self._ranks.rank == 0 else None):
+        if not self._ranks.decide(self._base.take(root, head) if self._ranks.rank == 0 else None):
             self._tracker.forget()
         self._passed_over = self._ranks.decide(names_behind(root, restored_step) if self._ranks.rank == 0 else None)
         return restored_step

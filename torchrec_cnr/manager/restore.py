@@ -137,13 +137,16 @@ def create_optimizer_state(state: Mapping[str, Any], checkpoint: Store) -> None:
     }
     if not new_optimizers:
         return
+    fqns: list[str] | None = None
     try:
         manifest = read_checkpoint(checkpoint).manifest
-    except CNRError:  # the load raises it
+        fqns = [*manifest.tensors, *manifest.objects]
+    except StoreError as error:  # without its state, this rank alone would load none, and no error would say so
+        logger.info("%s: cannot be read yet; creating the state of new optimizers: %s", checkpoint.url, error)
+    except CNRError:  # the load raises it on all ranks
         return
-    fqns = [*manifest.tensors, *manifest.objects]
     for key, optimizer in new_optimizers.items():
-        if any(fqn.startswith(f"{key}.state.") for fqn in fqns):
+        if fqns is None or any(fqn.startswith(f"{key}.state.") for fqn in fqns):
             try:
                 _step_without_effect(optimizer)
             except (TypeError, RuntimeError) as error:  # such as LBFGS, which needs a closure
@@ -247,14 +250,14 @@ class BaseLease:
     def __init__(self) -> None:
         self._lease: Lease | None = None
 
-    def take(self, head: Head | None) -> bool:
+    def take(self, root: Store, head: Head | None) -> bool:
         """Protect a checkpoint, and return whether a delta may be based on it.
 
         It may not if a prune has begun to remove it. A request to remove it may take effect long after the process that
         sent it has ended.
         """
         self.release()
-        if head is None:
+        if head is None or not _is_in(root, head.ref.path):  # no delta has a parent in another root
             return True
         checkpoint = Store.open(head.ref.path)
         self._lease = Lease.take(checkpoint, "save")
