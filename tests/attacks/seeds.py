@@ -22,7 +22,7 @@ from torchrec_cnr.format.manifest import DTYPES, MANIFEST_FILE
 from torchrec_cnr.format.row_sets import encode_row_numbers
 from torchrec_cnr.kafka.records import marker_json
 from torchrec_cnr.kafka.topics import TopicRules
-from torchrec_cnr.maintenance import journal
+from torchrec_cnr.lineage import journal
 from torchrec_cnr.storage.fences import JobFences
 from torchrec_cnr.storage.leases import Lease
 from torchrec_cnr.storage.row_log import Marker

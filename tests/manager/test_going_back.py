@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torchrec_cnr as cnr
@@ -118,6 +119,36 @@ def test_no_delta_of_what_a_prune_may_still_remove(tmp_path: Path, monkeypatch: 
     for path in late:
         Path(path).unlink()
     assert not differing(models.load(plain_job(9), str(tmp_path / "step-3-2")), whole(state(job)))
+
+
+def test_no_delta_of_what_a_prune_removes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save, without a manager, begins and commits between the prune's look for leases and its removal."""
+
+    def save_and_remove(store: Store, name: str, **options: Any) -> None:
+        if name == MANIFEST_FILE and not (tmp_path / "step-4").exists():
+            saved.append(store.url)
+            train(job, 4)
+            writer, planner = (
+                cnr.CNRStorageWriter(tmp_path / "step-4"),
+                cnr.CNRSavePlanner(tracker, policy=cnr.Consecutive()),
+            )
+            dcp.save(state(job), storage_writer=writer, planner=planner)
+        remove(store, name, **options)
+
+    _whole_run(tmp_path)
+    job = plain_job(1)
+    tracker = cnr.RowTracker(job.model)
+    reader = cnr.CNRStorageReader(tmp_path / "step-2")
+    dcp.load(state(job), storage_reader=reader, planner=cnr.CNRLoadPlanner(tracker))
+    saved: list[str] = []
+    with monkeypatch.context() as patched:
+        remove = Store.remove
+        patched.setattr(Store, "remove", save_and_remove)
+        result = cnr.execute(cnr.plan_prune(tmp_path, cnr.Keep(last=1)))
+    assert saved
+    assert result.removed == ("step-2", "step-1")
+    assert cnr.read_checkpoint(tmp_path / "step-4").kind == "baseline"
+    assert not differing(models.load(plain_job(9), str(tmp_path / "step-4")), whole(state(job)))
 
 
 def test_what_was_abandoned_goes_by_a_rule_that_is_stated(run: Path) -> None:

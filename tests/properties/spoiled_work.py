@@ -42,9 +42,9 @@ from tests.support.jobs import SavingJob
 from tests.support.killing import in_child
 from tests.support.models import Job, Whole, differing, state, train, whole
 from tests.support.ranks import RankPool
+from torchrec_cnr.lineage import journal
 from torchrec_cnr.lineage.checkpoint import read_lineage
 from torchrec_cnr.loading.reader import CNRStorageReader
-from torchrec_cnr.maintenance import journal
 from torchrec_cnr.manager import ranks
 from torchrec_cnr.manager.manager import CheckpointManager  # here, not in each of the processes that are forked
 from torchrec_cnr.storage.fences import is_fence

@@ -5,6 +5,7 @@
 - ``latest``: ``latest``, which finds the newest committed checkpoint under a root.
 - ``abandoned``: marks the checkpoints that a job has abandoned when it went back to an older one.
 - ``other_roots``: dependencies on checkpoints of another root, and the tags that record them there.
+- ``journal``: files under the root that record what was pruned, and what a prune removes.
 - ``marker_commit``: the commit of a checkpoint whose rows are in a Kafka topic: by a commit record, not by the
   manifest.
 

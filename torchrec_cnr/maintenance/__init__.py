@@ -5,7 +5,6 @@ A compaction or a prune is planned first, so that the plan can be printed before
 - ``catalog``: reads what a root contains, once: checkpoints, what cannot be read, and other files.
 - ``file_names``: which files of a directory are ours, by their names, and in which order they may be removed.
 - ``tags_and_metrics``: metrics and tags of a checkpoint, small files next to its manifest.
-- ``journal``: files under the root that record what was pruned.
 - ``execute``: ``execute``, which executes a compaction plan or a prune plan.
 - ``compaction/``: merges a checkpoint chain, or its newest deltas, into one checkpoint.
 - ``pruning/``: retention rules, and the removal of checkpoints that need not be kept.

@@ -14,13 +14,14 @@ from functools import cached_property
 
 from torchrec_cnr.errors import CheckpointNotFoundError, CNRError, ConfigurationError, StoreError
 from torchrec_cnr.format.manifest import MANIFEST_FILE, PACK_SUFFIX
+from torchrec_cnr.lineage import journal
 from torchrec_cnr.lineage.abandoned import mark_of
 from torchrec_cnr.lineage.checkpoint import Checkpoint, Lineage, read_checkpoint
+from torchrec_cnr.lineage.journal import Journal, PrunedCheckpoint
 from torchrec_cnr.lineage.latest import latest
 from torchrec_cnr.lineage.marker_commit import publish_marked
-from torchrec_cnr.maintenance import journal, tags_and_metrics
+from torchrec_cnr.maintenance import tags_and_metrics
 from torchrec_cnr.maintenance.file_names import is_uncommitted
-from torchrec_cnr.maintenance.journal import Journal, PrunedCheckpoint
 from torchrec_cnr.progress import Progress
 from torchrec_cnr.storage.leases import Lease, in_force
 from torchrec_cnr.storage.row_log import RowLog

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 from torchrec_cnr.format.manifest import DTYPES, Manifest, TensorEntry
 from torchrec_cnr.lineage.checkpoint import Checkpoint
+from torchrec_cnr.lineage.journal import PrunedCheckpoint
 from torchrec_cnr.maintenance.catalog import Catalog, Entry
-from torchrec_cnr.maintenance.journal import PrunedCheckpoint
 from torchrec_cnr.maintenance.pruning.plan import record_of
 from torchrec_cnr.maintenance.restore_bytes import all_restore_bytes
 from torchrec_cnr.maintenance.run_history import Event, KeptCheckpoint, RunHistory

@@ -4,7 +4,6 @@ import logging
 import os
 import posixpath
 import re
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -28,11 +27,11 @@ from torchrec_cnr.errors import (
 from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.lineage.abandoned import mark_abandoned, mark_of
 from torchrec_cnr.lineage.checkpoint import Checkpoint, Head, read_checkpoint
+from torchrec_cnr.lineage.journal import is_pruned
 from torchrec_cnr.lineage.latest import newest_first
 from torchrec_cnr.loading.fitting import LoadReport
 from torchrec_cnr.loading.planner import CNRLoadPlanner
 from torchrec_cnr.loading.reader import CNRStorageReader
-from torchrec_cnr.maintenance import journal
 from torchrec_cnr.progress import Progress
 from torchrec_cnr.storage.fences import claim
 from torchrec_cnr.storage.leases import Lease
@@ -262,11 +261,7 @@ class BaseLease:
         checkpoint = Store.open(head.ref.path)
         self._lease = Lease.take(checkpoint, "save")
         try:
-            directory = checkpoint.at("..").at(journal.DIRECTORY)
-            told = journal.read_files(directory, directory.names(), time.time_ns())
-            pruned = {(record.name, record.created_ns) for record in told.pruned}
-            is_pruned = (posixpath.basename(checkpoint.path), head.created_ns) in pruned
-            if not is_pruned and checkpoint.exists(MANIFEST_FILE):
+            if not is_pruned(checkpoint, head.created_ns):
                 return True
             logger.info("%s: a prune removes this checkpoint, so the next save is a baseline", checkpoint.url)
         except StoreError as error:

@@ -21,7 +21,8 @@ from torch.distributed.distributed_c10d import _get_default_group, _set_pg_timeo
 
 from torchrec_cnr.errors import ConfigurationError, SaveError
 from torchrec_cnr.format.boxes import Box
-from torchrec_cnr.format.manifest import MANIFEST_FILE
+from torchrec_cnr.lineage.checkpoint import Checkpoint
+from torchrec_cnr.lineage.journal import is_pruned
 from torchrec_cnr.progress import SavePhases
 from torchrec_cnr.saving.cut import Cut
 from torchrec_cnr.saving.decision import Decision
@@ -219,11 +220,11 @@ class WriterSave:
             self.running.wait_for_earlier(self.timeout_secs)
         return self.running
 
-    def protect_base(self, base: Store) -> bool:
-        """Take a lease on the checkpoint that this save is based on; return whether that checkpoint still exists."""
+    def protect_base(self, base: Checkpoint) -> bool:
+        """Take a lease on the checkpoint that this save is based on; return False if a prune removes it."""
         if self.lease is not None:
-            self.lease.base = Lease.take(base, "save")
-        return base.exists(MANIFEST_FILE)
+            self.lease.base = Lease.take(base.store, "save")
+        return not is_pruned(base.store, base.created_ns)
 
     def end_lease(self) -> None:
         """End the lease of a save that has committed nothing, so that its files can be pruned."""

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from torchrec_cnr.errors import CNRError, StoreError
+from torchrec_cnr.lineage import journal
 from torchrec_cnr.lineage.checkpoint import read_lineage
 from torchrec_cnr.lineage.latest import latest
-from torchrec_cnr.maintenance import journal
 from torchrec_cnr.maintenance.compaction.compact import compact
 from torchrec_cnr.maintenance.pruning.execute import run_prune
 from torchrec_cnr.maintenance.pruning.plan import plan_prune

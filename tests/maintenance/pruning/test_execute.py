@@ -22,7 +22,7 @@ from tests.support.killing import every_kill, in_child
 from tests.support.roots import DAY_NS, HOUR_NS, NUM_COLS, NUM_ROWS, TABLE, Root, prune, pruned_names
 from torchrec_cnr.errors import StoreError
 from torchrec_cnr.format.manifest import MANIFEST_FILE
-from torchrec_cnr.maintenance import journal
+from torchrec_cnr.lineage import journal
 from torchrec_cnr.maintenance.catalog import Entry, read_catalog, read_journal
 from torchrec_cnr.maintenance.pruning.execute import PruneResult, run_prune
 from torchrec_cnr.maintenance.pruning.plan import plan_prune

@@ -21,10 +21,10 @@ from threading import Lock
 from torchrec_cnr.errors import CheckpointNotFoundError, CNRError, StoreError
 from torchrec_cnr.format.manifest import MANIFEST_FILE, PACK_SUFFIX
 from torchrec_cnr.human_text import bytes_text, count_text, name_text
+from torchrec_cnr.lineage import journal
 from torchrec_cnr.lineage.abandoned import marked_name
 from torchrec_cnr.lineage.checkpoint import Checkpoint, read_checkpoint
-from torchrec_cnr.maintenance import journal
-from torchrec_cnr.maintenance.journal import Journal, Prune
+from torchrec_cnr.lineage.journal import Journal, Prune
 from torchrec_cnr.maintenance.pruning.kept import PackPath, lease_text, needed_by
 from torchrec_cnr.maintenance.pruning.plan import PrunePlan, Removal
 from torchrec_cnr.progress import Progress

@@ -22,8 +22,9 @@ from torchrec_cnr.arguments import check_count
 from torchrec_cnr.errors import ConfigurationError, StoreError
 from torchrec_cnr.format.manifest import MANIFEST_FILE, PACK_SUFFIX
 from torchrec_cnr.human_text import bytes_text, count_text, instant_text, name_text, url_text
+from torchrec_cnr.lineage import journal
 from torchrec_cnr.lineage.checkpoint import Checkpoint
-from torchrec_cnr.maintenance import journal
+from torchrec_cnr.lineage.journal import Journal, PrunedCheckpoint
 from torchrec_cnr.maintenance.catalog import Catalog, Entry, read_catalog, total_bytes
 from torchrec_cnr.maintenance.file_names import (
     in_order,
@@ -36,7 +37,6 @@ from torchrec_cnr.maintenance.file_names import (
     save_id,
     written_bytes,
 )
-from torchrec_cnr.maintenance.journal import Journal, PrunedCheckpoint
 from torchrec_cnr.maintenance.pruning.kept import Kept, Needs, find_kept, lease_text, needed_by
 from torchrec_cnr.maintenance.pruning.retention import Keep, check_keep
 from torchrec_cnr.maintenance.restore_bytes import all_restore_bytes

@@ -9,6 +9,7 @@ that died. A checkpoint may be in the journal twice, or may still exist.
 
 import json
 import logging
+import posixpath
 import re
 import uuid
 from collections.abc import Iterable
@@ -18,16 +19,16 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from torchrec_cnr.errors import DamagedError, StoreError
-from torchrec_cnr.format.manifest import CheckpointKind
+from torchrec_cnr.format.manifest import MANIFEST_FILE, CheckpointKind
 from torchrec_cnr.human_text import bytes_text, count_text, name_text
 from torchrec_cnr.storage.leases import LEASE_SECS
-from torchrec_cnr.storage.store import Store, read_whole
+from torchrec_cnr.storage.store import NOT_THERE, Store, read_whole
 
 logger = logging.getLogger(__name__)
 
 DIRECTORY = "journal"
 NUM_FOLDED = 16  # this many files are merged into one
-_NAME = re.compile(r"\d{20}-[0-9a-f]{16}\.json")
+_NAME = re.compile(r"(?P<at_ns>\d{20})-[0-9a-f]{16}\.json")
 _TEMPORARY = re.compile(r"[0-9a-f]{16}\.(?P<at_ns>\d{20})-[0-9a-f]{16}\.json")
 _FORMAT, _VERSION = "torchrec_cnr journal", 1
 _MAX_BYTES = 1 << 28  # of a file; enough for a million checkpoints
@@ -167,6 +168,39 @@ def read_files(directory: Store, names: Iterable[str], now_ns: int) -> Journal:
     return Journal(pruned, died, ordered_prunes, tuple(read_names), abandoned)
 
 
+def is_pruned(checkpoint: Store, created_ns: int) -> bool:
+    """Return whether a checkpoint was pruned, or a prune has begun to remove it.
+
+    A prune looks for leases before it removes a checkpoint. So whoever has a lease and then gets False may use the
+    checkpoint as long as the lease is valid. A request to remove it may take effect long after the prune that sent it.
+
+    Args:
+        checkpoint: The directory of the checkpoint.
+        created_ns: The time of its commit, in nanoseconds since 1970.
+
+    Raises:
+        StoreError: The store does not answer.
+    """
+    try:
+        written_ns = checkpoint.modified_ns(MANIFEST_FILE)
+    except StoreError as error:
+        if error.errno in NOT_THERE:
+            return True
+        if not isinstance(error.__cause__, NotImplementedError):
+            raise
+        written_ns = 0  # the store keeps no times
+    directory = checkpoint.at("..").at(DIRECTORY)
+    # Both times are of the store's clock. The plan of a prune may be older than a manifest that it will list.
+    later_names = [name for name in directory.names() if _written_ns(name) > written_ns - LEASE_SECS * 10**9]
+    told = read_files(directory, later_names, now_ns=0)
+    return (posixpath.basename(checkpoint.path), created_ns) in {(item.name, item.created_ns) for item in told.pruned}
+
+
+def _written_ns(name: str) -> int:
+    match = _NAME.fullmatch(name)
+    return int(match["at_ns"]) if match is not None else 0
+
+
 def write_file(directory: Store, told: Journal, now_ns: int) -> str:
     """Write records to a new file, and return its name.
 
@@ -176,7 +210,7 @@ def write_file(directory: Store, told: Journal, now_ns: int) -> str:
     data = {
         "format": _FORMAT,
         "version": _VERSION,
-        "pruned": [_fields(checkpoint) for checkpoint in told.pruned],
+        "pruned": [astuple(checkpoint) for checkpoint in told.pruned],
         "died": sorted(told.died),
         "prunes": [astuple(prune) for prune in told.prunes],
     }
@@ -198,11 +232,6 @@ def fold_files(directory: Store, told: Journal, now_ns: int) -> None:
         directory.remove(name)
 
 
-def _fields(checkpoint: PrunedCheckpoint) -> tuple[Any, ...]:
-    """Return the values of a record, in the older format without ``log_bytes`` if nothing was written to Kafka."""
-    return astuple(checkpoint) if checkpoint.log_bytes else astuple(checkpoint)[:-1]
-
-
 def _each_once(checkpoints: Iterable[PrunedCheckpoint]) -> tuple[PrunedCheckpoint, ...]:
     records: dict[tuple[str, int], PrunedCheckpoint] = {}
     for checkpoint in sorted(checkpoints, key=lambda checkpoint: checkpoint.removed_ns):
@@ -213,13 +242,13 @@ def _each_once(checkpoints: Iterable[PrunedCheckpoint]) -> tuple[PrunedCheckpoin
 def _parsed(data: bytes) -> Journal:
     # msgspec's own decoder refuses lone surrogates, and the name of a directory may contain some.
     file = msgspec.convert(json.loads(data), _File)
-    pruned = tuple(_record(PrunedCheckpoint, values, num_optional=1) for values in file.pruned)
+    pruned = tuple(_record(PrunedCheckpoint, values) for values in file.pruned)
     return Journal(pruned, file.died, tuple(_record(Prune, values) for values in file.prunes))
 
 
-def _record(kind: type[_Record], values: list[Any], num_optional: int = 0) -> _Record:
-    """Return a record, given the values of its fields in order. The last ``num_optional`` values may be missing."""
+def _record(kind: type[_Record], values: list[Any]) -> _Record:
+    """Return a record, given the values of its fields in order."""
     names = [field.name for field in fields(kind)]
-    if not len(names) - num_optional <= len(values) <= len(names):
+    if len(values) != len(names):
         raise ValueError(f"expected the fields {', '.join(names)}, got {str(values)[:80]!r}")
-    return msgspec.convert(dict(zip(names, values, strict=False)), kind)
+    return msgspec.convert(dict(zip(names, values, strict=True)), kind)
