@@ -14,6 +14,7 @@ from .errors import (
 )
 from .kafka import KafkaRows
 from .lineage.checkpoint import Checkpoint, read_checkpoint
+from .lineage.journal import Prune, PrunedCheckpoint
 from .lineage.latest import latest
 from .loading.fitting import LoadReport
 from .loading.planner import CNRLoadPlanner
@@ -26,7 +27,6 @@ from .maintenance.comparison.compare import Comparison, compare
 from .maintenance.dcp_import.import_checkpoint import import_checkpoint
 from .maintenance.execute import execute
 from .maintenance.export.export import Export, export
-from .maintenance.journal import Prune, PrunedCheckpoint
 from .maintenance.pruning.execute import PruneResult
 from .maintenance.pruning.plan import PrunePlan, plan_prune
 from .maintenance.pruning.retention import Best, Keep
