@@ -171,8 +171,8 @@ def read_files(directory: Store, names: Iterable[str], now_ns: int) -> Journal:
 def is_pruned(checkpoint: Store, created_ns: int) -> bool:
     """Return whether a checkpoint was pruned, or a prune has begun to remove it.
 
-    A prune looks for leases before it removes a checkpoint. So whoever has a lease and then gets False may use the
-    checkpoint as long as the lease is valid. A request to remove it may take effect long after the prune that sent it.
+    A prune looks for leases before it removes a checkpoint. So a process that has a lease and then gets False may use
+    the checkpoint as long as the lease is valid. A prune's request may take effect long after the prune has ended.
 
     Args:
         checkpoint: The directory of the checkpoint.

@@ -1,10 +1,11 @@
 """``python -m tests.simulator.mutants``: within how many schedules each mutant is found.
 
 Printed is the median of several searches that begin at seeds far apart. A search draws schedules of the families in
-which the mutated code runs.
+which the mutated code runs, and only on disks on which it does.
 """
 
 import argparse
+import itertools
 import multiprocessing
 import os
 import statistics
@@ -45,10 +46,11 @@ def found_after(mutant: Mutant, first: int, most: int, secs: float) -> tuple[int
     """Within how many schedules it is found, from a seed on, and as what."""
     until = time.monotonic() + secs
     families = next(families for group, families in _FAMILIES_OF.items() if mutant in group)
+    drawn = (scenario_of(seed, families[seed % len(families)]) for seed in itertools.count(first))
+    scenarios = (item for item in drawn if mutant.disks is None or (item.disk is not None and mutant.disks(item.disk)))
     with mutant.apply():
-        for number in range(most):
-            family = families[number % len(families)]
-            finding = run(scenario_of(first + number, family)).finding
+        for number, scenario in enumerate(itertools.islice(scenarios, most)):
+            finding = run(scenario).finding
             if finding is not None:
                 return number + 1, finding.kind
             if time.monotonic() > until:

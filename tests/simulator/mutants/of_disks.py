@@ -6,11 +6,17 @@ import posixpath
 from typing import Any
 
 from tests.simulator.engine.disk_calls import open_file, os_module
+from tests.simulator.engine.disk_plan import DiskPlan
 from tests.simulator.mutants.replacing import Mutant, both, nothing, replacing, wrapping
 from torchrec_cnr.format.manifest import MANIFEST_FILE, PACK_SUFFIX
 from torchrec_cnr.storage import local_files
 from torchrec_cnr.storage import store as storing
 from torchrec_cnr.storage.store import Store
+
+
+def _is_plain(disk: DiskPlan) -> bool:
+    """Return whether a disk has neither hard links nor renames that fail if the name exists."""
+    return not disk.has_links and not disk.has_renames
 
 
 def _in_place(link_new: Any, path: str, data: bytes, unlinked: str, sync_files: bool) -> None:
@@ -76,10 +82,12 @@ OF_DISKS: tuple[Mutant, ...] = (
     Mutant(
         "without links, a name is taken after a look, without a lock",
         lambda: replacing(local_files, "_rename_new", _look_and_rename),
+        disks=_is_plain,
     ),
     Mutant(
         "without links, a name is taken by an empty file first",
         lambda: replacing(local_files, "_rename_new", _take_and_rename),
+        disks=_is_plain,
     ),
     Mutant("names that others made are not forced to disk", lambda: replacing(Store, "force_names", nothing)),
     Mutant(

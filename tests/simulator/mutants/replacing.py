@@ -7,6 +7,8 @@ from functools import wraps
 from typing import Any
 from unittest.mock import patch
 
+from tests.simulator.engine.disk_plan import DiskPlan
+
 
 @dataclass(frozen=True)
 class Mutant:
@@ -15,10 +17,12 @@ class Mutant:
     Attributes:
         name: What is wrong with it.
         apply: Breaks it for a while.
+        disks: The local disks on which the code runs; None for those and all other stores.
     """
 
     name: str
     apply: Callable[[], AbstractContextManager[Any]]
+    disks: Callable[[DiskPlan], bool] | None = None
 
 
 def replacing(owner: Any, name: str, other: Any) -> AbstractContextManager[Any]:
