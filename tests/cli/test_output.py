@@ -67,8 +67,8 @@ def test_an_estimate_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> 
     )
     narrow = cnr_text(*arguments)
     assert max(map(len, narrow.splitlines())) <= 60
-    assert "less by" in wide
-    assert "less by" not in narrow
+    assert "plain/ours" in wide
+    assert "plain/ours" not in narrow
     assert "  before the oldest is removed       95.1 GB" in narrow
 
 

@@ -88,7 +88,8 @@ def estimate_(
     """Estimate bytes, bandwidth, disk and memory of a model's checkpoints.
 
     Tables are counted as fp32, with row-wise optimizer state. Give --rows and --dim, or --table for each table, or a
-    checkpoint. The second column shows plain DCP, which writes a full fp32 checkpoint each time.
+    checkpoint. The second column shows plain DCP, which writes a full fp32 checkpoint each time. The third one divides
+    it by the first: less than 1 means that torchrec_cnr needs more.
 
     Examples:
 
@@ -274,9 +275,9 @@ def _print(sizing: Sizing, found: Estimate, bits: str, state: str) -> None:
         "": [Text(line.label, "bold" if line.ours is None else "") for line in lines],
         ">torchrec_cnr": ["" if line.ours is None else line.text(line.ours) for line in lines],
         ">plain DCP": ["" if line.plain is None else line.text(line.plain) for line in lines],
-        ">less by": [f"{ratio_text(line.plain / line.ours)}x" if line.plain and line.ours else "" for line in lines],
+        ">plain/ours": [f"{ratio_text(line.plain / line.ours)}x" if line.plain and line.ours else "" for line in lines],
     }
-    print_columns(console, columns, [">less by", ">plain DCP"])
+    print_columns(console, columns, [">plain/ours", ">plain DCP"])
     for note in _notes(sizing, found):
         console.print(note)
 
