@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.simulator.mutants.replacing import Mutant, replacing, wrapping
+from tests.simulator.mutants.replacing import Mutant, both, replacing, wrapping
+from torchrec_cnr.saving import planned_save
 from torchrec_cnr.tracking.replicas import Replicas
 
 
@@ -32,6 +33,10 @@ def _own_only(united: Any, self: Replicas, *masks: Tensor | None) -> Tensor:
     return torch.stack([torch.zeros_like(found[0]) if mask is None else mask.bool() for mask in masks])
 
 
+def _always(*_: Any) -> bool:
+    return True
+
+
 def _drops_cut(before_cut: Any, self: Replicas) -> None:
     before_cut(self)
     for cut in self._cut:
@@ -43,7 +48,10 @@ OF_REPLICAS: tuple[Mutant, ...] = (
         "replicas exchange frozen rows only where a save is in flight",
         lambda: replacing(Replicas, "_synchronise", _one_by_one),
     ),
-    Mutant("replicas do not mark the rows of others", lambda: wrapping(Replicas, "_united", _own_only)),
+    Mutant(
+        "replicas do not mark the rows of others, and a save does not compare what they have marked",
+        lambda: both(wrapping(Replicas, "_united", _own_only), replacing(planned_save, "agree", _always)),
+    ),
     Mutant(
         "replicas forget the rows that were cut between two synchronisations",
         lambda: wrapping(Replicas, "before_cut", _drops_cut),
