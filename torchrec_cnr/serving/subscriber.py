@@ -39,7 +39,8 @@ class RowSubscriber:
 
     Args:
         model: The model, quantized (as ``InferenceTables`` takes it) or not, sharded or not. Its forwards are wrapped
-            until :meth:`close`. Compile or trace the model after they have been wrapped.
+            until :meth:`close`. Pass the module that you call: trace or script a model first, and pass the result.
+            ``torch.compile`` may come before or after, but pass the model itself.
         root: Path or fsspec URL of a directory of checkpoints; or a source of commits.
         key: The key that the model's state dict was saved under; None if it was saved without a key.
         interval_secs: Seconds between two looks at the root.
