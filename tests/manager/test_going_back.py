@@ -147,6 +147,7 @@ def test_no_delta_of_what_a_prune_removes_meanwhile(tmp_path: Path, monkeypatch:
         result = cnr.execute(cnr.plan_prune(tmp_path, cnr.Keep(last=1)))
     assert saved
     assert result.removed == ("step-2", "step-1")
+    assert not list(tmp_path.glob("*/*.lease"))
     assert cnr.read_checkpoint(tmp_path / "step-4").kind == "baseline"
     assert not differing(models.load(plain_job(9), str(tmp_path / "step-4")), whole(state(job)))
 

@@ -132,7 +132,8 @@ def _parents(lineage: Lineage) -> str:
         return f"no other checkpoint{', because it was compacted' if lineage.newest.is_compacted else ''}"
     if len(names) > _MANY_LINKS:
         names = [names[0], f"… {len(names) - 2:,} more …", names[-1]]
-    return f"{', '.join(names)} (baseline)"
+    oldest = lineage.checkpoints[0]
+    return f"{', '.join(names)} ({'delta, compacted' if oldest.committed.kind == 'delta' else 'baseline'})"
 
 
 def _rows(checkpoint: Checkpoint) -> str:

@@ -299,6 +299,11 @@ def _contains_checkpoints(store: Store) -> bool:
         return False
 
 
+def _journal_beside(checkpoint: Store) -> Journal:
+    directory = checkpoint.at("..").at(journal.DIRECTORY)
+    return journal.read_files(directory, directory.names(), time.time_ns())
+
+
 def no_checkpoint(store: Store) -> CheckpointNotFoundError:
     """Return the error for a path that is neither a checkpoint nor a directory that contains one.
 
@@ -307,7 +312,13 @@ def no_checkpoint(store: Store) -> CheckpointNotFoundError:
     """
     names, roots = store.names(), roots_in(store)
     if any(name.endswith(PACK_SUFFIX) for name in names):
-        reason = f"data files, but no {MANIFEST_FILE}: from a save that failed or is still running"
+        was_pruned = any(pruned.name == posixpath.basename(store.path) for pruned in _journal_beside(store).pruned)
+        origin = (
+            "of a checkpoint that was pruned; compacted checkpoints use them, or the next prune removes them"
+            if was_pruned
+            else "from a save that failed or is still running"
+        )
+        reason = f"data files, but no {MANIFEST_FILE}: {origin}"
     elif roots:
         named = ", ".join(posixpath.basename(root.path) for root in roots[:_NUM_NAMED])
         more = f" and {len(roots) - _NUM_NAMED} more" if len(roots) > _NUM_NAMED else ""

@@ -223,6 +223,8 @@ class WriterSave:
     def protect_base(self, base: Checkpoint) -> bool:
         """Take a lease on the checkpoint that this save is based on; return False if a prune removes it."""
         if self.lease is not None:
+            if self.lease.base is not None:  # of a checkpoint that a prune removes
+                self.lease.base.release()
             self.lease.base = Lease.take(base.store, "save")
         return not is_pruned(base.store, base.created_ns)
 

@@ -53,22 +53,34 @@ def table(content: Mapping[str, Any]) -> str:
     lines = ["", "| | plain DCP | exact | 4-bit |", "|---|---|---|---|"]
     for title, plain, ours, text in rows:
         cells = [text(values[plain]) + _spread_text(spreads[plain], text)]
-        for name in ("exact", "4-bit"):
-            value = values[ours.format(name)]
-            cells.append(
-                f"{text(value)}{_spread_text(spreads[ours.format(name)], text)} ({values[plain] / value:#.3g}\u00a0×)"
-            )
+        cells += [_cell(values, spreads, plain, ours.format(name), text) for name in ("exact", "4-bit")]
         lines.append(f"| {title} | {' | '.join(cells)} |")
     title = report["title"].partition(", ")
+    waits = _secs_text(values[f"stall, dcp.save{size}"])
     lines += [
         "",
+        f"Training waits {waits} for plain DCP's synchronous `dcp.save`.",
         f"Measured on {title[0]};",
         f"{title[2]}; {content['machine']['machine']}.",
         "Medians, with quartiles where one is more than twice the other; in parentheses, how many times less than",
-        "plain DCP. Command: `python -m benchmarks headline`.",
+        "plain DCP, if their quartiles do not overlap. Command: `python -m benchmarks headline`.",
         "",
     ]
     return "\n".join(lines)
+
+
+def _cell(
+    values: Mapping[str, float],
+    spreads: Mapping[str, tuple[float | None, float | None]],
+    plain: str,
+    ours: str,
+    text: Callable[[float], str],
+) -> str:
+    """Return one of our values, and how many times less it is than that of plain DCP if this is certain."""
+    least, most = spreads[plain][0], spreads[ours][1]
+    is_certain = least is None or most is None or most < least
+    factor = f" ({values[plain] / values[ours]:#.3g}\u00a0×)" if is_certain else ""
+    return f"{text(values[ours])}{_spread_text(spreads[ours], text)}{factor}"
 
 
 def _spread_text(spread: tuple[float | None, float | None], text: Callable[[float], str]) -> str:

@@ -11,8 +11,9 @@ from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.human_text import bytes_text, count_text
 from torchrec_cnr.maintenance.catalog import Catalog, check_root, read_catalog
 from torchrec_cnr.maintenance.pruning.execute import PruneResult, run_prune
-from torchrec_cnr.maintenance.pruning.plan import PrunePlan, plan_prune
+from torchrec_cnr.maintenance.pruning.plan import PrunePlan, Removal, plan_prune
 from torchrec_cnr.maintenance.pruning.retention import Best, Keep
+from torchrec_cnr.storage.leases import is_lease
 
 
 def prune(
@@ -95,12 +96,18 @@ def _json(plan: PrunePlan, result: PruneResult | None) -> dict[str, object]:
     }
 
 
+def _left_over(removal: Removal) -> str:
+    if all(is_lease(name) for name in removal.files):
+        return "leases of processes that died"
+    return "files that no checkpoint needs"
+
+
 def _print(plan: PrunePlan, result: PruneResult | None) -> None:
     console = stdout()
     console.print(Text.assemble("keep ", (str(plan.keep), "bold")))
     lines = bare_grid("what", "size", "name", "why")
     for removal in plan.removals:
-        why = "" if removal.pruned is not None else "files that no checkpoint needs"
+        why = "" if removal.pruned is not None else _left_over(removal)
         lines.add_row(Text("remove", "red"), bytes_text(removal.num_bytes), name_cell(removal.entry.name), why)
     for directory, reasons in plan.stays.items():
         size = bytes_text(plan.catalog.entries[directory].num_bytes) if directory in plan.catalog.entries else ""

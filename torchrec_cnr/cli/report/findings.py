@@ -182,7 +182,7 @@ def notes(history: RunHistory) -> tuple[str, ...]:
     if history.left_bytes:
         left = bytes_text(history.left_bytes)
         found.append(f"{left} of removed checkpoints remain, in data files that other checkpoints use.")
-    if history.opening_bytes and history.events:
+    if history.events and history.opening_bytes > history.kept_bytes / 1000:  # less is leases and the like
         found.append(f"{bytes_text(history.opening_bytes)} were stored here before the first known event.")
     if history.vanished_bytes:
         gone = bytes_text(history.vanished_bytes)
