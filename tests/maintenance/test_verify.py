@@ -234,6 +234,17 @@ def test_an_unreadable_manifest_under_a_root_is_a_problem(run: Path) -> None:
     assert [problem.file for problem in report.problems] == [str(run / "step-3" / "manifest.json")]
 
 
+def test_a_compacted_checkpoint_without_its_manifest_is_a_problem(run: Path) -> None:
+    """Of one that a prune has removed, only data files are left, and the journal knows it."""
+    cnr.compact(run / "step-3")
+    assert verify(run).is_right
+    (run / "step-3" / "manifest.json").unlink()
+    found = verify(run)
+    assert [problem.message for problem in found.problems if "step-3/manifest.json: missing" in problem.message]
+    assert found.newest_restorable == str(run / "step-2")
+    assert cnr.plan_prune(run, cnr.Keep(last=1)).stays["step-3"][0].startswith("cannot be read")
+
+
 def test_groups_of_tensors_change_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoded one by one, tensors give the same report, of what is right and of what is not."""
     (pack,) = _packs(run, "step-2")

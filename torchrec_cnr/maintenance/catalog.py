@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from torchrec_cnr.errors import CheckpointNotFoundError, CNRError, ConfigurationError, StoreError
+from torchrec_cnr.errors import CheckpointNotFoundError, CNRError, ConfigurationError, DamagedError, StoreError
 from torchrec_cnr.format.manifest import MANIFEST_FILE, PACK_SUFFIX
 from torchrec_cnr.lineage import journal
 from torchrec_cnr.lineage.abandoned import mark_of
@@ -21,7 +21,7 @@ from torchrec_cnr.lineage.journal import Journal, PrunedCheckpoint
 from torchrec_cnr.lineage.latest import latest
 from torchrec_cnr.lineage.marker_commit import publish_marked
 from torchrec_cnr.maintenance import tags_and_metrics
-from torchrec_cnr.maintenance.file_names import is_uncommitted
+from torchrec_cnr.maintenance.file_names import is_replacement, is_uncommitted
 from torchrec_cnr.progress import Progress
 from torchrec_cnr.storage.leases import Lease, in_force
 from torchrec_cnr.storage.row_log import RowLog
@@ -181,6 +181,8 @@ def read_catalog(
     if journal.DIRECTORY in entries:
         root_journal = journal.read_files(store.at(journal.DIRECTORY), entries[journal.DIRECTORY].files, time.time_ns())
         entries = _without_journal(entries)
+    pruned_names = {pruned.name for pruned in root_journal.pruned}
+    entries = {name: entry if name in pruned_names else _with_lost_manifest(entry) for name, entry in entries.items()}
     return Catalog(store, entries, listing.files, root_journal)
 
 
@@ -219,6 +221,17 @@ def _read_entry(store: Store, name: str, is_link: bool) -> Entry:
     except CNRError as error:
         return replace(entry, problem=error, modified_ns=_modified_ns(store, MANIFEST_FILE))
     return replace(entry, checkpoint=checkpoint, metrics=metrics)
+
+
+def _with_lost_manifest(entry: Entry) -> Entry:
+    """Return an entry with a problem, if a file of a compaction shows that its checkpoint had been committed."""
+    if entry.checkpoint is not None or entry.problem is not None or not any(map(is_replacement, entry.files)):
+        return entry
+    problem = DamagedError(
+        f"{entry.store.url}/{MANIFEST_FILE}: missing, although the checkpoint was committed and compacted; copy the "
+        "file from a backup, or use another checkpoint"
+    )
+    return replace(entry, problem=problem, modified_ns=_modified_ns(entry.store, ""))
 
 
 def _modified_ns(store: Store, name: str) -> int | None:
@@ -311,7 +324,9 @@ def no_checkpoint(store: Store) -> CheckpointNotFoundError:
         StoreError: The path cannot be listed.
     """
     names, roots = store.names(), roots_in(store)
-    if any(name.endswith(PACK_SUFFIX) for name in names):
+    if MANIFEST_FILE in names:
+        reason = "a checkpoint, not a root; pass the directory that contains it"
+    elif any(name.endswith(PACK_SUFFIX) for name in names):
         was_pruned = any(pruned.name == posixpath.basename(store.path) for pruned in _journal_beside(store).pruned)
         origin = (
             "of a checkpoint that was pruned; compacted checkpoints use them, or the next prune removes them"

@@ -205,11 +205,11 @@ class CheckpointManager:
                 if num_retries > 0 and self._is_committed(step, error):
                     secs = time.monotonic() - started
                     return self._finish(step, None, secs, secs, num_retries)
-                is_transient = all(isinstance(failure, StoreError) for failure, _ in error.failures.values())
-                if num_retries == self._num_retries or not is_transient:
+                failures = {rank: failure for rank, (failure, _) in error.failures.items()}
+                if num_retries == self._num_retries or any(not isinstance(f, StoreError) for f in failures.values()):
                     raise
                 num_retries += 1
-                logger.warning("step %d: the save failed and is retried: %s", step, error)
+                logger.warning("step %d: the save failed and is retried: %s", step, failures)
             else:
                 secs = time.monotonic() - started
                 return self._finish(step, metadata, secs, secs, num_retries)

@@ -30,6 +30,7 @@ from torchrec_cnr.maintenance.file_names import is_uncommitted, log_bytes, saved
 from torchrec_cnr.maintenance.read_run_history import exact_bytes, precision_text, read_run_history
 from torchrec_cnr.maintenance.restore_bytes import all_restore_bytes
 from torchrec_cnr.maintenance.run_history import RunHistory
+from torchrec_cnr.storage.leases import is_lease
 from torchrec_cnr.storage.store import Store
 
 EntryState = Literal["damaged", "newer", "unreadable", "pruned", "unfinished", "empty", "foreign"]
@@ -180,6 +181,8 @@ def _state(entry: Entry, catalog: Catalog) -> EntryState:
     if any(file.endswith(PACK_SUFFIX) for file in entry.files):
         was_pruned = any(pruned.name == entry.name for pruned in catalog.journal.pruned)
         return "pruned" if was_pruned else "unfinished"
+    if entry.files and all(map(is_lease, entry.files)):
+        return "unfinished"  # a save that died before its first data file
     return "foreign" if entry.files or entry.directories else "empty"
 
 

@@ -43,8 +43,9 @@ def untag(path: Annotated[str, _PATH], name: Annotated[str, _NAME], as_json: AsJ
     - `cnr untag runs/a/step-300 release --json`
     """
     found = checkpoint_at(path)
+    had_tag = name in tags_among(found.names())
     remove_tag(found.url, name)
-    _print(found, f"removed tag {name}", as_json)
+    _print(found, f"removed tag {name}" if had_tag else f"had no tag {name}", as_json)
 
 
 def _print(checkpoint: Store, done: str, as_json: bool) -> None:
