@@ -102,7 +102,7 @@ class Checkpoint:
 
     @property
     def kind(self) -> CheckpointKind:
-        """``baseline`` or ``delta``."""
+        """``baseline`` or ``delta``: what it is now. ``committed.kind`` is what was saved, before any compaction."""
         return self.manifest.kind
 
     @property
@@ -122,7 +122,7 @@ class Checkpoint:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of tables that the checkpoint stores."""
+        """Number of rows of tables that it stores; after a compaction, older versions of rows count, too."""
         return self.manifest.num_rows
 
     @property

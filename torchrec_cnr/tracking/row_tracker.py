@@ -151,7 +151,7 @@ class RowTracker(TrackedRows):
 
     @_OUTSIDE_INFERENCE
     def freeze(self) -> None:
-        """Freeze the modified rows of all shards for a save.
+        """Freeze the modified rows of all shards for a save. The planner calls this.
 
         Raises:
             ConfigurationError: The tracker was closed, or a table was put into shared memory.
@@ -170,7 +170,12 @@ class RowTracker(TrackedRows):
 
     @_OUTSIDE_INFERENCE
     def commit(self, head: Head, has_heat: bool = True) -> None:
-        """Commit the frozen rows: their save became ``head``. ``has_heat`` says whether to record heat."""
+        """Commit the frozen rows: their save became ``head``. The planner calls this.
+
+        Args:
+            head: The committed checkpoint.
+            has_heat: Whether to record how often rows are modified, for ``Compacted``.
+        """
         super().commit(head, has_heat)
 
     def forget(self) -> None:
@@ -194,7 +199,7 @@ class RowTracker(TrackedRows):
 
     @_OUTSIDE_INFERENCE
     def restore(self, head: Head) -> None:
-        """Record that the tables hold what ``head`` holds.
+        """Record that the tables hold what ``head`` holds. ``CNRLoadPlanner`` calls this after a load.
 
         Raises:
             StateMismatchError: An id map cannot be divided as the ranks divide its table.

@@ -194,7 +194,7 @@ class Pending:
 
 
 class PlannedSaves(Protocol):
-    """Maker of the snapshots of a tracker's saves."""
+    """The part of ``CNRSavePlanner`` that a tracker uses."""
 
     @property
     def has_planner(self) -> bool:
@@ -210,7 +210,7 @@ class TrackedRows:
         head: The checkpoint since which the ``marked`` rows were modified; if None, the next save must be a baseline.
         pending: The save whose rows are frozen.
         num_restores: Number of restores from a checkpoint in the history of the tables.
-        saves: Maker of the snapshots of its saves, an object of a package above; None until there is a planner.
+        saves: The ``CNRSavePlanner`` that takes the snapshots of its saves, as far as a tracker uses it; None without.
     """
 
     def __init__(self, shards: Sequence[TrackedShard]) -> None:
@@ -259,7 +259,7 @@ class TrackedRows:
         self.head, self.pending = head, None
 
     def rollback(self) -> None:
-        """Mark the frozen rows again, because their save failed."""
+        """Mark the frozen rows again, because their save failed. The planner calls this."""
         for shard in self.shards:
             shard.rows.rollback()
         self.pending = None

@@ -1,4 +1,4 @@
-"""The search for the range of a row on GPUs: ``cpu.range_search`` in Triton, one row in each of a warp's 32 lanes.
+"""The search for the range of a row on GPUs: ``cpu.range_search`` in Triton; each of a warp's 32 lanes has a row.
 
 Names, order and arithmetic are those of ``cpu.range_search`` and ``cpu.lanes``, and the results are bit-identical.
 Every row is summed from its first column to its last, every function rounds as in IEEE 754, and kernels are compiled
