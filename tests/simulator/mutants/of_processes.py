@@ -88,8 +88,8 @@ OF_PROCESSES: tuple[Mutant, ...] = (
         ),
     ),
     Mutant(
-        "a prune goes by its own clock if the store does not tell the time",
-        lambda: wrapping(Store, "now_ns", _guessed_time),
+        "a prune goes by its own clock if the store does not tell it, and a commit does not look for its lease",
+        lambda: both(wrapping(Store, "now_ns", _guessed_time), replacing(writer, "commit", _commit_by_own_clock)),
     ),
     Mutant("a lease of a clock that is behind has run out", lambda: replacing(leases, "_until_ns", _by_name)),
     Mutant(
