@@ -96,7 +96,10 @@ def _json(plan: PrunePlan, result: PruneResult | None) -> dict[str, object]:
     }
 
 
-def _left_over(removal: Removal) -> str:
+def _left_over(removal: Removal, plan: PrunePlan) -> str:
+    """Return which files of a directory are removed, unless it is a checkpoint with all its files."""
+    if removal.pruned is not None:
+        return "all but the data files that others use" if removal.entry.name in plan.stays else ""
     if all(is_lease(name) for name in removal.files):
         return "leases of processes that died"
     return "files that no checkpoint needs"
@@ -107,7 +110,7 @@ def _print(plan: PrunePlan, result: PruneResult | None) -> None:
     console.print(Text.assemble("keep ", (str(plan.keep), "bold")))
     lines = bare_grid("what", "size", "name", "why")
     for removal in plan.removals:
-        why = "" if removal.pruned is not None else _left_over(removal)
+        why = _left_over(removal, plan)
         lines.add_row(Text("remove", "red"), bytes_text(removal.num_bytes), name_cell(removal.entry.name), why)
     for directory, reasons in plan.stays.items():
         size = bytes_text(plan.catalog.entries[directory].num_bytes) if directory in plan.catalog.entries else ""
