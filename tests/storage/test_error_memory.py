@@ -94,9 +94,10 @@ def _act(act: Callable[[], object]) -> "weakref.ref[Rows]":
 @pytest.mark.parametrize("act", ACTIONS)
 def test_errors_keep_nothing_of_their_callers(store: Store, act: Callable[[Store], None]) -> None:
     """Neither rows nor file descriptors: a lineage is read up to a file that is not there, at each save."""
+    gc.collect()  # tests before this one may have left files to a collection
     num_files = len(os.listdir("/proc/self/fd"))
     assert not outlives(lambda: act(store))
-    assert len(os.listdir("/proc/self/fd")) == num_files
+    assert len(os.listdir("/proc/self/fd")) <= num_files
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
