@@ -267,7 +267,8 @@ def _footprint() -> tuple[int, int, float]:
 def _save_many_rows(rank: int, root: str, num_saves: int) -> list[tuple[int, int, float]]:
     """What this process holds after each of some saves of 400,000 rows.
 
-    All threads allocate from one arena. With more, malloc keeps free memory in each, the more the busier the machine.
+    All threads allocate from one arena. Each thread that renews a lease would get one of its own, and malloc keeps free
+    memory in each.
     """
     assert ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1) == 1
     job = plain_job(1, rows=(400_000, 12), dims=(16, 3))
