@@ -1,6 +1,5 @@
 """Asynchronous saves with the stock ``dcp.async_save``: what training does behind them is in the next checkpoint."""
 
-import ctypes
 import os
 import resource
 import threading
@@ -254,9 +253,6 @@ def test_a_profile_names_the_phases(tmp_path: Path) -> None:
     tracker.close()
 
 
-_M_ARENA_MAX = -8  # of malloc.h
-
-
 def _footprint() -> tuple[int, int, float]:
     """Open files, threads, and MiB of memory of this process, whose save's thread may be about to end."""
     time.sleep(0.02)
@@ -265,12 +261,7 @@ def _footprint() -> tuple[int, int, float]:
 
 
 def _save_many_rows(rank: int, root: str, num_saves: int) -> list[tuple[int, int, float]]:
-    """What this process holds after each of some saves of 400,000 rows.
-
-    All threads allocate from one arena. Each thread that renews a lease would get one of its own, and malloc keeps free
-    memory in each.
-    """
-    assert ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1) == 1
+    """What this process holds after each of some saves of 400,000 rows."""
     job = plain_job(1, rows=(400_000, 12), dims=(16, 3))
     with closing(cnr.RowTracker(job.model)) as tracker:
         planner = cnr.CNRSavePlanner(tracker, policy=cnr.Consecutive())
