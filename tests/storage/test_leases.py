@@ -1,5 +1,6 @@
 """Leases: saves and loads keep what they work on from being pruned, and leave nothing behind when they have ended."""
 
+import gc
 import json
 import os
 import subprocess
@@ -330,21 +331,49 @@ def test_of_a_save_one_rank_holds_a_lease_of_a_load_each_does(tmp_path: Path, ra
 
 
 def test_leases_are_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the work goes on, and not after its end."""
+    """While the work goes on, and not after its end. One thread renews all, and ends after the last."""
+    monkeypatch.setattr(leases, "_renewals", renewals := leases._Renewals())
     monkeypatch.setattr(leases, "_RENEWAL_SECS", 0.02)
-    store = Store.open(tmp_path)
-    lease = Lease.take(store, "save")
+    held_leases = [_take(tmp_path) for _ in range(3)]
+    firsts_ns = [lease.until_ns for lease in held_leases]
+    thread = renewals._thread
+    assert thread is not None
+    deadline = time.monotonic() + faults.WAIT_SECS
+    while any(lease.until_ns == first_ns for lease, first_ns in zip(held_leases, firsts_ns, strict=True)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert renewals._thread is thread
+    for lease in held_leases:
+        assert lease.name in files(tmp_path)
+        lease.release()
+        lease.renew()
+        assert lease.name not in files(tmp_path)
+    assert files(tmp_path) == []
+    thread.join(faults.WAIT_SECS)
+    assert renewals._thread is None
+    again = _take(tmp_path)
+    assert renewals._thread is not None
+    again.release()
+
+
+def _take(directory: Path) -> Lease:
+    lease = Lease.take(Store.open(directory), "save")
     assert lease is not None
-    first_ns = lease.until_ns
-    monkeypatch.undo()
-    while lease._renewal is not None and lease._renewal.interval < 1:
-        lease._renewal.join(faults.WAIT_SECS)
-    assert lease.until_ns > first_ns
-    assert files(tmp_path) == [lease.name]
-    lease.release()
-    assert files(tmp_path) == []
-    lease.renew()
-    assert files(tmp_path) == []
+    return lease
+
+
+def test_a_lease_is_not_renewed_once_its_owner_is_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor in a forked child, which has no thread yet and begins its own."""
+    monkeypatch.setattr(leases, "_renewals", renewals := leases._Renewals())
+    lease = _take(tmp_path)
+    assert list(renewals._leases.values()) == [lease]
+    del lease
+    gc.collect()
+    assert list(renewals._leases.values()) == []
+    kept = _take(tmp_path)
+    renewals.forget()
+    assert (list(renewals._leases.values()), renewals._thread) == ([], None)
+    kept.release()
 
 
 def test_a_lease_that_cannot_be_renewed_holds_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ class Lease:
     is_left: bool = field(default=False, repr=False, compare=False)
     base: "Lease | None" = field(default=None, repr=False, compare=False)
     _is_changing: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
-    _renewal: threading.Timer | None = field(default=None, repr=False, compare=False)
+    _is_renewed: bool = field(default=False, repr=False, compare=False)
     _ahead_ns: int = field(default=0, repr=False, compare=False)  # store's clock minus this machine's clock
 
     @classmethod
@@ -81,7 +81,8 @@ class Lease:
                 lease._replace()
         except StoreError as error:
             logger.info("cannot read the store's clock; the lease uses the clock of this machine: %s", error)
-        lease._renew_later()
+        lease._is_renewed = True
+        _renewals.add(lease)
         return lease
 
     @classmethod
@@ -93,22 +94,15 @@ class Lease:
         fields = {"purpose": self.purpose, "host": socket.gethostname(), **msgspec.structs.asdict(Owner.own())}
         return json.dumps(fields).encode()
 
-    def _renew_later(self) -> None:
-        self_ref = weakref.ref(self)  # so that renewals end when the writer that holds the lease is garbage collected
-        self._renewal = threading.Timer(_RENEWAL_SECS, lambda: _renew(self_ref()))
-        self._renewal.daemon = True
-        self._renewal.start()
-
     def renew(self) -> None:
         """Replace the lease file with one that expires later. If that fails, the old one is still valid."""
         with self._is_changing:
-            if self._renewal is None:
+            if not self._is_renewed:
                 return
             try:
                 self._replace()
             except StoreError as error:
                 logger.warning("cannot renew a lease; trying again later: %s", error)
-            self._renew_later()
 
     def _replace(self) -> None:
         renewed = self.until(self.store, self.purpose, time.time_ns() + self._ahead_ns + LEASE_SECS * 10**9)
@@ -118,9 +112,8 @@ class Lease:
 
     def _end_renewals(self) -> None:
         with self._is_changing:
-            if self._renewal is not None:
-                self._renewal.cancel()
-                self._renewal = None
+            self._is_renewed = False
+        _renewals.discard(self)
 
     @property
     def has_run_out(self) -> bool:
@@ -181,9 +174,52 @@ class Lease:
         self.release()
 
 
-def _renew(lease: Lease | None) -> None:
-    if lease is not None:
-        lease.renew()
+class _Renewals:
+    """Renews all leases of this process in one thread.
+
+    The thread begins with the first lease. It ends when it wakes and there is no lease, which is hours after the last
+    one: if each save began a thread, malloc's arenas for these threads would keep tens of MiB.
+    """
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew in a forked child, which has neither the thread nor the leases of its parent."""
+        self._is_changing = threading.Lock()
+        self._thread: threading.Thread | None = None
+        # By identity. Renewals end when the writer that holds a lease is garbage collected.
+        self._leases = weakref.WeakValueDictionary[int, Lease]()
+
+    def add(self, lease: Lease) -> None:
+        """Renew a lease from now on."""
+        with self._is_changing:
+            self._leases[id(lease)] = lease
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="cnr-leases", daemon=True)
+                self._thread.start()
+
+    def discard(self, lease: Lease) -> None:
+        """Renew a lease no longer."""
+        with self._is_changing:
+            self._leases.pop(id(lease), None)
+
+    def _run(self) -> None:
+        never = threading.Event()
+        while True:
+            never.wait(_RENEWAL_SECS)
+            with self._is_changing:
+                leases = list(self._leases.values())
+                if not leases:
+                    self._thread = None
+                    return
+            for lease in leases:
+                lease.renew()
+            del leases, lease  # otherwise this thread would keep them until it wakes again
+
+
+_renewals = _Renewals()
+os.register_at_fork(after_in_child=_renewals.forget)
 
 
 class Owner(msgspec.Struct, frozen=True):

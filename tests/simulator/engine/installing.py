@@ -87,6 +87,7 @@ _LEFT_OUT = (
 _ONE_A_PROCESS = (
     ("torchrec_cnr.storage.fences", "_job"),
     ("torchrec_cnr.storage.fences", "_turns"),
+    ("torchrec_cnr.storage.leases", "_renewals"),
     ("torchrec_cnr.saving.running_saves", "running_saves"),
     ("torchrec_cnr.tracking.tracked_tables", "trackers"),
     ("torchrec_cnr.saving.encoding", "kernel_warm_ups"),
