@@ -350,8 +350,7 @@ class CheckpointManager:
 
         Args:
             state: The state as for ``dcp.load``. Its entries that are not tensors are replaced. So pass the mapping
-                that training uses afterwards, or one with ``Stateful`` objects. An optimizer that has made no step,
-                such as a new Adam, gets its state.
+                that training uses afterwards, or one with ``Stateful`` objects. A new optimizer gets its state.
             step: Load the checkpoint that was taken after this step.
             path: Load this checkpoint, from this root or another.
 
@@ -364,6 +363,7 @@ class CheckpointManager:
             CheckpointNotFoundError: There is no checkpoint of that step.
             DamagedError: There are checkpoints, but none can be read.
             CheckpointException: The load failed for another reason, or the named checkpoint cannot be loaded.
+                Or, as of :meth:`wait`, the save in the background failed, and nothing was loaded: call this again.
         """
         _check_state(state)
         self.wait()

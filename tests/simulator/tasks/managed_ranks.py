@@ -170,12 +170,14 @@ class ManagedRank:
 
     def _restore(self, **chosen: Any) -> int | None:
         """Load the newest checkpoint, or the one that is chosen; returns its step."""
-        before, is_newest = self._root.newest_ok, not chosen
+        before, is_newest, in_flight = self._root.newest_ok, not chosen, self._in_flight
         state = self._model.state("")
         try:
             found: int | None = self._act(None, lambda: self._manager.restore(state, **chosen))
         finally:
             self._has_loaded = True  # not before, as the call may have reported a commit first
+        if found is None and in_flight is not None and in_flight.outcomes[self._rank] != "ok":
+            return self._restore(**chosen)  # the call has reported the failure of that save, and loaded nothing
         if found is None:
             if before is not None and is_newest and not self._is_excused:
                 raise FindingError("an old one restored", f"none was found, and {before} was saved")
