@@ -28,6 +28,7 @@ LINES = {
     "exact": ("exact", TINTS["exact"], TINTS["exact"], "--"),
     "4-bit": ("4-bit", OURS, OURS, "-"),
 }
+SAME_SECS = 0.05  # lines whose ends are closer share a label
 STALL = re.compile(r"stall, (.*), ([\d,]+) rows")
 
 
@@ -71,10 +72,13 @@ def _draw_stalls(axes: Axes, values: Mapping[str, float]) -> None:
         found = STALL.fullmatch(what)
         if found and found[1] in stalls:
             stalls[found[1]][float(found[2].replace(",", "")) / 1e6] = value / 1e3
-    labels = []
+    labels: list[tuple[float, str, str]] = []
     for name, (label, color, text_color, style) in LINES.items():
         axes.plot(list(stalls[name]), list(stalls[name].values()), style, marker="o", color=color, clip_on=False)
-        labels.append((list(stalls[name].values())[-1], label, text_color))
+        end = list(stalls[name].values())[-1]
+        if labels and abs(end - labels[-1][0]) < SAME_SECS:
+            label, text_color = f"{labels.pop()[1]}, {label}", OURS
+        labels.append((end, label, text_color))
     axes.set_title("Training waits, seconds")
     axes.set_xlabel("million rows × 64")
     axes.set_xlim(left=0)

@@ -13,7 +13,7 @@ MOST_INTERVALS = 20
 
 
 def draw(report: Mapping[str, Any], figure: Figure) -> None:
-    """Draw a line for each length of intervals, and one for the paper's curve with what Check-N-Run reports."""
+    """Draw a line for each length of the stream's intervals, and the paper's curve with what Check-N-Run reports."""
     data = report["plot"]
     axes = figure.subplots()
     axes.set(xlim=(0, MOST_INTERVALS), ylim=(0, 100), xlabel="intervals", ylabel="% of all rows")
@@ -32,7 +32,7 @@ def draw(report: Mapping[str, Any], figure: Figure) -> None:
     axes.plot(range(1, len(paper) + 1), paper, color=OURS)
     axes.plot(*zip(*REPORTED, strict=True), "x", color=OURS, markersize=11, markeredgewidth=3, clip_on=False)
     labels.append((paper[-1], "the paper's curve,\n× as reported", OURS))
-    axes.set_title(f"Rows modified since the first interval: {data['stream']}")
+    axes.set_title(f"Rows modified since the first interval:\n{data['stream']} (grey), and the paper's curve (blue)")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(axis="y", color=FAINT)
     axes.set_axisbelow(True)

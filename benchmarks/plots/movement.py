@@ -19,7 +19,7 @@ def draw(report: Mapping[str, Any], figure: Figure) -> None:
         bars.append(Bar(f"{bits}-bit codes", plain, f"{plain:.1f}", OURS))
         for course in courses:
             value = course["residuals"][bits]
-            bars.append(Bar(f"residuals, {course['share']:.0%}", value, f"{value:.1f}", OTHER))
+            bars.append(Bar(f"residuals, {course['share']:.0%} later", value, f"{value:.1f}", OTHER))
     draw_bars(stored, bars)
     stored.set_title("Bits per value")
 

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from benchmarks.plots.style import OTHER, OURS, Bar, Plot, draw_bars
 
 TITLES = {"written": "Written for each", "capacity": "Kept, at most", "restore": "Read by a restore"}
-LONGEST = 4.0  # full checkpoints; longer bars are cut
+LONGEST = 4.0  # full checkpoints; longer bars are not to scale
 
 
 def draw(report: Mapping[str, Any], figure: Figure) -> None:
@@ -23,7 +23,7 @@ def draw(report: Mapping[str, Any], figure: Figure) -> None:
 
 
 def _text(value: float) -> str:
-    return f"{value:.2f}" if value <= LONGEST else f"{value:,.0f} →"
+    return f"{value:.2f}" if value <= LONGEST else f"{value:,.0f}"
 
 
 PLOT = Plot("policies.svg", 300, draw)

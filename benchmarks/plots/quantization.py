@@ -48,8 +48,8 @@ def draw(report: Mapping[str, Any], figure: Figure) -> None:
     left, right = figure.subplots(1, 2, sharey=True)
     draw_bars(left, [Bar(*bar) for bar in zip(names, row_bytes, map(number, row_bytes), colors, strict=True)])
     draw_bars(right, [Bar(*bar) for bar in zip(names, errors, map(number_text, errors), colors, strict=True)])
-    left.set_title(f"Bytes per row (fp32: {4 * num_cols})")
-    right.set_title("Mean error, % of norm")
+    left.set_title(f"Bytes per row\n(fp32: {4 * num_cols})")
+    right.set_title("Mean error,\n% of norm")
 
 
 PLOT = Plot("quantization.svg", 460, draw)

@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 
 WIDTH = 720  # pixels
 TEXT_SIZE = 18  # pixels
+_BEYOND = 0.2  # of the axes, for pieces of bars that are not to scale
 
 TEXT, OTHER, FAINT = "#57606a", "#8c959f", "#d0d7de"  # text and axes; bars and lines of others; grids
 OURS = "#0b6bcb"
@@ -105,15 +106,23 @@ def draw_bars(axes: Axes, bars: Sequence[Bar], end: float | None = None) -> None
     Args:
         axes: The axes to draw into.
         bars: The bars.
-        end: The value at which longer bars are cut; None for the greatest value.
+        end: The greatest value that is drawn to scale. A longer bar has a gap, and a piece beyond it. None draws all
+            bars to scale.
     """
-    names, values, texts, colors = zip(*bars, strict=True)
-    end = max(values) if end is None else end
-    drawn = axes.barh(range(len(bars)), [min(value, end) for value in values], color=colors, height=0.72)
-    axes.bar_label(drawn, texts, padding=6)
-    axes.set_yticks(range(len(bars)), names)
+    longest = max(bar.value for bar in bars)
+    if end is None or longest <= end:
+        end = width = longest
+    else:
+        width = end * (1 + _BEYOND)
+    for place, bar in enumerate(bars):
+        is_cut = bar.value > end
+        pieces = [(0.0, end), (end + 0.4 * (width - end), width)] if is_cut else [(0.0, bar.value)]
+        for left, right in pieces:
+            axes.barh(place, right - left, left=left, color=bar.color, height=0.72)
+        axes.annotate(bar.text, (pieces[-1][1], place), (6, 0), textcoords="offset points", va="center")
+    axes.set_yticks(range(len(bars)), [bar.name for bar in bars])
     axes.set_ylim(len(bars) - 0.5, -0.5)
-    axes.set_xlim(0, end)
+    axes.set_xlim(0, width)
     axes.xaxis.set_visible(False)
     axes.spines["bottom"].set_visible(False)
     axes.tick_params(axis="y", length=0)

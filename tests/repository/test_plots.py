@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 IMAGES = sorted((ROOT / "docs" / "images").glob("*.svg"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 HEADLINE = ROOT / "docs" / "benchmarks" / "headline.json"
-WIDTH, PHONE_WIDTH, MIN_TEXT = 720, 400, 9  # pixels
+WIDTH, PHONE_WIDTH, MIN_TEXT = 720, 360, 9  # pixels
 MAX_BYTES = 100_000
 LABELS = {
     "accuracy.svg": ("change, % (up is worse)", "restores", "8 bits"),
@@ -26,7 +26,7 @@ LABELS = {
     "modified-rows.svg": ("% of all rows", "intervals"),
     "movement.svg": ("% of modified rows", "Bits per value", "4-bit codes"),
     "policies.svg": ("× a full checkpoint with as many bits", "Compacted"),
-    "quantization.svg": ("Bytes per row (fp32: 256)", "Mean error, % of norm", "AdaptiveAsymmetric(4)"),
+    "quantization.svg": ("Bytes per row", "(fp32: 256)", "Mean error,", "% of norm", "AdaptiveAsymmetric(4)"),
     "save.svg": ("freeze", "manifest.json"),
 }
 
@@ -110,13 +110,15 @@ def test_redraw_refuses_what_cannot_work(
 
 
 def test_long_bars_are_cut_and_lines_keep_their_labels_apart(tmp_path: Path) -> None:
-    """A bar ends at the given value, and its text has the whole one; labels of equal values do not overlap."""
+    """A longer bar has a gap and a piece beyond the given value; labels of equal values do not overlap."""
     heights: list[float] = []
 
     def draw(report: object, figure: Any) -> None:
         left, right = figure.subplots(1, 2)
         draw_bars(left, [Bar("a", 1.0, "1", OURS), Bar("b", 99.0, "99", OURS)], end=2.0)
-        assert [bar.get_width() for bar in left.patches] == [1.0, 2.0]
+        pieces = [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in left.patches]
+        assert pieces == [(0.0, 1.0), (0.0, 2.0), (pytest.approx(2.16), pytest.approx(2.4))]
+        assert left.get_xlim() == (0.0, 2.4)
         right.set_ylim(0, 10)
         label_lines(right, [(5.0, "x", OURS), (5.0, "y", OURS), (0.0, "z", OURS)], 0.1)
         heights.extend(text.xy[1] for text in right.texts)
