@@ -13,9 +13,9 @@
     │   └── DamagedError             the checkpoint or its chain is corrupt: use another checkpoint
     └── StoreError               a file system operation failed: fix the cause (disk full, permissions), try again
 
-A message says what is wrong, where, expected and got, and the way out. An error has its message as its only argument,
-so that it can be pickled: DCP pickles the errors of a rank to send them to all others.
+A message says what is wrong, where, expected and got, and the way out.
 """
+# DCP pickles the errors of a rank to send them to all others. So an error has its message as its only argument.
 
 
 class CNRError(Exception):
@@ -27,7 +27,10 @@ class ConfigurationError(CNRError, ValueError):
 
 
 class SaveError(CNRError):
-    """A save failed. Nothing was committed, and its rows are still marked, so the next save includes them."""
+    """A save failed. Its rows are still marked, so the next save includes them.
+
+    Nothing was committed, unless a rank did not answer: then the store may have the manifest or not.
+    """
 
 
 class CheckpointExistsError(SaveError):
@@ -43,7 +46,10 @@ class UntrackedRowsError(SaveError):
 
 
 class LoadError(CNRError):
-    """A load failed. The target tensors may contain a mixture of old and new values."""
+    """A load failed. The target tensors may contain a mixture of old and new values.
+
+    No tensor has changed if the error is a ``CheckpointNotFoundError``, ``StateMismatchError`` or ``VersionError``.
+    """
 
 
 class CheckpointNotFoundError(LoadError):

@@ -138,7 +138,7 @@ class Compacted:
 
 @dataclass(frozen=True)
 class Intermittent:
-    """A policy of deltas that are based on the last baseline, with a new baseline when this pays (the default).
+    """A policy of deltas that are based on the last baseline, with a new baseline when this pays.
 
     Let S_i be the size of the i-th delta as a fraction of the baseline. If the next save is a baseline and the deltas
     then grow as before, the next i + 1 checkpoints cost F = 1 + S_1 + ... + S_i. Without a new baseline they cost at

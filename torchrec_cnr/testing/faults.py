@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import fsspec
 
@@ -109,6 +109,7 @@ class FaultyStore:
     def __init__(self, url: str | os.PathLike[str], name: str | None = None, delay_secs: float = 0.2) -> None:
         self.faults: dict[int, Fault] = {}
         self.operations: list[Operation] = []
+        self.inner: Any
         self.inner, root = fsspec.core.url_to_fs(os.fspath(url))
         self.root = str(root).rstrip("/")
         self.uploads = f"{self.root}.uploads"

@@ -65,15 +65,11 @@ def export(
 ) -> Export:
     """Write a checkpoint as plain files with the values that a load would return. Quantized tables become floats.
 
-    ======================  ===========================================================================================
-    ``to``                  result
-    ======================  ===========================================================================================
-    ``"dcp"``               DCP's own format: a directory for plain ``dcp.load``, under any sharding
-    ``"safetensors"``       a directory with ``model.safetensors``, or above 4 GiB with several files and
-                            ``model.safetensors.index.json``; tensors are named by their FQNs. Objects that JSON can
-                            represent are in ``objects.json``, with tuples as lists
-    ``"torch"``             one file, which ``torch.load(out, weights_only=True)`` reads as the nested state dict
-    ======================  ===========================================================================================
+    - ``to="dcp"`` writes DCP's own format: a directory for plain ``dcp.load``, under any sharding.
+    - ``to="safetensors"`` writes a directory with ``model.safetensors``, or above 4 GiB with several files and
+      ``model.safetensors.index.json``. Tensors are named by their FQNs. Objects that JSON can represent are in
+      ``objects.json``, with tuples as lists.
+    - ``to="torch"`` writes one file, which ``torch.load(out, weights_only=True)`` reads as the nested state dict.
 
     Values are read 64 MiB at a time, or a whole row if that is larger. So about 300 MiB of memory are enough for tables
     of any size. Row-wise optimizer state has the size that ``load_table`` returns. If an export fails, its files are
