@@ -9,7 +9,7 @@ from matplotlib.ticker import MaxNLocator
 
 from benchmarks.plots.style import FAINT, OTHER, TEXT, TINTS, Plot
 
-TITLES = {"written": "Written, × less", "capacity": "Kept at most, × less"}
+TITLES = {"written": "Bytes written", "capacity": "Bytes kept, at most"}
 SHOWN = {"2 bits": "2", "4 bits": "4", "8 bits": "8", "exact": "exact"}  # widths, and their tints
 REPORTED = {"written": (17.0, 6.0), "capacity": (8.0, 2.5)}  # at 2 bits and at 8 bits; NSDI '22, abstract
 
@@ -25,7 +25,7 @@ def draw(report: Mapping[str, Any], figure: Figure) -> None:
             _draw_points(axes, place, [policies[name][what][width] for width in SHOWN], colors)
         _draw_points(axes, len(names), REPORTED[what], [OTHER] * 2)
         axes.set_title(title, pad=24)
-        axes.set_xlabel("than full fp32 checkpoints")
+        axes.set_xlabel("× less than full\nfp32 checkpoints")
         axes.set_xlim(left=0)
         axes.set_ylim(len(names) + 0.5, -0.5)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
@@ -45,4 +45,4 @@ def _draw_points(axes: Axes, place: int, values: Sequence[float], colors: Sequen
     axes.scatter(values, [place] * len(values), s=90, c=colors, zorder=2, clip_on=False)
 
 
-PLOT = Plot("bandwidth.svg", 470, draw)
+PLOT = Plot("bandwidth.svg", 490, draw)

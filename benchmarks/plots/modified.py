@@ -16,12 +16,12 @@ def draw(report: Mapping[str, Any], figure: Figure) -> None:
     """Draw a line for each length of the stream's intervals, and the paper's curve with what Check-N-Run reports."""
     data = report["plot"]
     axes = figure.subplots()
-    axes.set(xlim=(0, MOST_INTERVALS), ylim=(0, 100), xlabel="intervals", ylabel="% of all rows")
+    axes.set(xlim=(0, MOST_INTERVALS), ylim=(0, 105), xlabel="intervals", ylabel="% of all rows")
     labels = []
     for share, since in data["stream_since"].items():
         percents = [100 * modified for modified in since[:MOST_INTERVALS]]
         axes.plot(range(1, len(percents) + 1), percents, color=OTHER)
-        label = f"each {share} of samples"
+        label = f"each {share} of clicks"
         if len(percents) == MOST_INTERVALS:
             labels.append((percents[-1], label, TEXT))
         else:

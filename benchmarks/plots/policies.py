@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.plots.style import OTHER, OURS, Bar, Plot, draw_bars
 
-TITLES = {"written": "Written for each", "capacity": "Kept, at most", "restore": "Read by a restore"}
+TITLES = {"written": "Written per\ncheckpoint", "capacity": "Kept,\nat most", "restore": "Read by\na restore"}
 LONGEST = 4.0  # full checkpoints; longer bars are not to scale
 
 
@@ -26,4 +26,4 @@ def _text(value: float) -> str:
     return f"{value:.2f}" if value <= LONGEST else f"{value:,.0f}"
 
 
-PLOT = Plot("policies.svg", 300, draw)
+PLOT = Plot("policies.svg", 330, draw)

@@ -20,8 +20,8 @@ MAX_BYTES = 100_000
 LABELS = {
     "accuracy.svg": ("change, % (up is worse)", "restores", "8 bits"),
     "alternatives.svg": ("Training waits, seconds", "Memory of a save, MiB", "torchrec_cnr"),
-    "bandwidth.svg": ("than full fp32 checkpoints", "Compacted", "2 bits"),
-    "hero.svg": ("Bytes per checkpoint", "Training waits, seconds", "million rows × 64", "torchrec_cnr"),
+    "bandwidth.svg": ("× less than full", "fp32 checkpoints", "Compacted", "2 bits"),
+    "hero.svg": ("Bytes per checkpoint", "Training waits for", "an async save, seconds", "million rows × 64", "torchrec_cnr"),
     "load.svg": ("merge", "rank 3"),
     "modified-rows.svg": ("% of all rows", "intervals"),
     "movement.svg": ("% of modified rows", "Bits per value", "4-bit codes"),
