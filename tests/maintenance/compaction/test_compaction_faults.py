@@ -38,7 +38,7 @@ from torchrec_cnr.maintenance.compaction.plan import plan_compaction
 from torchrec_cnr.maintenance.pruning.execute import run_prune
 from torchrec_cnr.maintenance.pruning.plan import plan_prune
 from torchrec_cnr.quantization import Asymmetric, NoQuantization
-from torchrec_cnr.storage import retries, store
+from torchrec_cnr.storage import leases, retries, store
 from torchrec_cnr.storage.store import Store
 
 CHILD_SECS = 60.0
@@ -214,6 +214,29 @@ def test_plans_that_came_too_late(run: HotLineage) -> None:
     compact(run.path, max_ratio=1.3)
     with _unchanged(run), pytest.raises(CheckpointExistsError, match="nothing was changed"):
         run_compaction(plan)
+    assert compact(run.path, max_ratio=1.0).is_compacted
+
+
+def test_a_compaction_needs_a_lease(run: HotLineage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a prune could remove its new data files before it commits."""
+    asked = []
+    with monkeypatch.context() as patch:
+        patch.setattr(leases.Lease, "take", lambda *args: asked.append(args))
+        with _unchanged(run), pytest.raises(StoreError, match="nothing was changed: no lease can be written there"):
+            compact(run.path, max_ratio=1.0)
+        assert [purpose for _, purpose in asked].count("compact") == 2
+    assert compact(run.path, max_ratio=1.0).is_compacted
+
+
+def test_a_compaction_that_has_lost_its_lease_changes_nothing(run: HotLineage) -> None:
+    """As by a process whose clock is far ahead."""
+
+    def remove_lease(*_: int) -> None:
+        for lease in Path(run.path).glob("*.compact.lease"):
+            lease.unlink()
+
+    with _unchanged(run), pytest.raises(StoreError, match="the lease of the compaction has expired or was removed"):
+        compact(run.path, max_ratio=1.0, progress=remove_lease)
     assert compact(run.path, max_ratio=1.0).is_compacted
 
 

@@ -5,9 +5,10 @@ import posixpath
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
-from torchrec_cnr.errors import CheckpointExistsError, CNRError, LoadError, SaveError
+from torchrec_cnr.errors import CheckpointExistsError, CNRError, LoadError, SaveError, StoreError
 from torchrec_cnr.format import manifest_json
 from torchrec_cnr.format.manifest import (
     CheckpointRef,
@@ -234,26 +235,42 @@ def run_compaction(
 
     Args:
         plan: The plan.
-        lease: The caller's lease on the checkpoint. If the commit fails and may still arrive, the lease is not removed
-            but left to expire, so that no prune removes the new data files before that.
+        lease: The caller's lease on the checkpoint; by default, this takes one. If the commit fails and may still
+            arrive, the lease is not removed but left to expire, so that no prune removes the new data files before that.
+
+    Raises:
+        StoreError: No lease can be written, or it was lost, so that a prune may remove the new data files. Nothing was
+            changed.
     """
     check_thread_count(thread_count)
     check_pack_bytes(pack_bytes)
     if not plan.is_needed:
         return plan.newest
-    save_id = uuid.uuid4().hex[:16]
-    data, packs = _rewritten(plan, save_id, thread_count, pack_bytes, progress)
-    try:
-        if plan.parent is not None:
-            tell_other_root(plan.newest.store, _ref(plan.newest, plan.parent).path)
-        commit_replacement(plan.newest, data, save_id)
-    except BaseException:
-        if not may_have_committed(plan.newest, save_id):
-            packs.discard()
-        elif lease is not None:
-            lease.leave()
-        raise
+    with leased(plan.newest.store, "compact") if lease is None else nullcontext(lease) as held_lease:
+        if held_lease is None:
+            raise StoreError(f"{plan.newest.store.url}: nothing was changed: no lease can be written there; try again")
+        save_id = uuid.uuid4().hex[:16]
+        data, packs = _rewritten(plan, save_id, thread_count, pack_bytes, progress)
+        try:
+            _commit(plan, data, save_id, held_lease)
+        except BaseException:
+            if not may_have_committed(plan.newest, save_id):
+                packs.discard()
+            else:
+                held_lease.leave()
+            raise
     return read_checkpoint(plan.newest.store)
+
+
+def _commit(plan: CompactionPlan, data: bytes, save_id: str, lease: Lease) -> None:
+    if plan.parent is not None:
+        tell_other_root(plan.newest.store, _ref(plan.newest, plan.parent).path)
+    if lease.is_lost:
+        raise StoreError(
+            f"{plan.newest.store.url}: nothing was changed: the lease of the compaction has expired or was removed, and "
+            "a prune may have removed the new data files; try again"
+        )
+    commit_replacement(plan.newest, data, save_id)
 
 
 def _rewritten(
