@@ -98,6 +98,24 @@ def test_what_is_being_saved_is_not_pruned(tmp_path: Path) -> None:
     trainer.assert_loads("2", cuts["2"])
 
 
+@pytest.mark.parametrize("refused", ["0", "1"])
+def test_a_save_without_leases_is_a_baseline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str) -> None:
+    """A prune could otherwise remove the parent of a delta right before its commit. The next save is a delta again."""
+    trainer = SavingJob(tmp_path)
+    cuts = {"0": trainer.train_and_save("0")}
+    take = Lease.take
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            Lease, "take", lambda store, purpose: None if store.url.endswith(f"/{refused}") else take(store, purpose)
+        )
+        cuts["1"] = trainer.train_and_save("1")
+    cuts["2"] = trainer.train_and_save("2")
+    kinds = [cnr.read_checkpoint(tmp_path / name).committed.kind for name in "012"]
+    assert kinds == ["baseline", "baseline", "delta"]
+    for name, cut in cuts.items():
+        trainer.assert_loads(name, cut)
+
+
 @pytest.mark.parametrize("plans_before", [False, True])
 def test_the_baseline_of_a_save_is_not_pruned_although_its_head_was_compacted(
     tmp_path: Path, plans_before: bool
