@@ -236,7 +236,7 @@ def run_compaction(
     Args:
         plan: The plan.
         lease: The caller's lease on the checkpoint; by default, this takes one. If the commit fails and may still
-            arrive, the lease is not removed but left to expire, so that no prune removes the new data files before that.
+            arrive, the lease is not removed but left to expire: no prune may remove the new data files before that.
 
     Raises:
         StoreError: No lease can be written, or it was lost, so that a prune may remove the new data files. Nothing was
@@ -267,8 +267,8 @@ def _commit(plan: CompactionPlan, data: bytes, save_id: str, lease: Lease) -> No
         tell_other_root(plan.newest.store, _ref(plan.newest, plan.parent).path)
     if lease.is_lost:
         raise StoreError(
-            f"{plan.newest.store.url}: nothing was changed: the lease of the compaction has expired or was removed, and "
-            "a prune may have removed the new data files; try again"
+            f"{plan.newest.store.url}: nothing was changed: the lease of the compaction has expired or was removed, "
+            "and a prune may have removed the new data files; try again"
         )
     commit_replacement(plan.newest, data, save_id)
 
