@@ -129,7 +129,12 @@ def _parents(lineage: Lineage) -> str:
     root = lineage.newest.store.at("..").path
     names = [name_text(posixpath.relpath(link.store.path, root)) for link in reversed(lineage.checkpoints[:-1])]
     if not names:
-        return f"no other checkpoint{', because it was compacted' if lineage.newest.is_compacted else ''}"
+        if not lineage.newest.is_compacted:
+            return "no other checkpoint"
+        directories = {pack.directory for pack in lineage.newest.manifest.packs if pack.directory is not None}
+        where = ", ".join(sorted(name_text(posixpath.basename(directory)) for directory in directories)[:_MANY_LINKS])
+        more = f" and {len(directories) - _MANY_LINKS:,} more" if len(directories) > _MANY_LINKS else ""
+        return f"no other checkpoint: it was compacted{'; uses data files in ' * bool(where)}{where}{more}"
     if len(names) > _MANY_LINKS:
         names = [names[0], f"… {len(names) - 2:,} more …", names[-1]]
     oldest = lineage.checkpoints[0]

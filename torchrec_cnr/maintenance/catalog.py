@@ -129,6 +129,19 @@ class Catalog:
             if name is not None and pack.log is None:
                 yield name, pack.name
 
+    def used_directories(self, checkpoint: Checkpoint) -> list[str]:
+        """Return the other directories of the root that have data files of a checkpoint, sorted by name."""
+        return sorted({name for name, _ in self.uses(checkpoint)} - {self.name_of(checkpoint.store)})
+
+    def missing_files(self, checkpoint: Checkpoint) -> list[str]:
+        """Return the data files of a checkpoint that are not there, relative to the root."""
+        links = {name for name, entry in self.entries.items() if entry.is_link}
+        return [
+            f"{name}/{file}"
+            for name, file in self.uses(checkpoint)
+            if name not in links and (name not in self.entries or file not in self.entries[name].files)
+        ]
+
     @cached_property
     def newest(self) -> str | None:
         """Return the newest checkpoint that is not abandoned, or the newest if all are; None if there is none."""

@@ -72,7 +72,8 @@ def ls(
     - written: the bytes that the save wrote, without those of later compactions
     - vs fp32: these bytes, compared with a full checkpoint without quantization
     - restore: the bytes that a load reads now, from the checkpoint and all that it is based on
-    - notes: compacted (a load needs no parent any more), abandoned, tags, dependencies on other roots
+    - notes: compacted (a load reads no parent any more, but may read data files in its directory), abandoned, tags,
+      dependencies on other roots, missing data files
 
     A narrow terminal shows fewer columns. If there are more than 40 checkpoints, only the newest are shown.
 
@@ -121,6 +122,8 @@ def _document(catalog: Catalog, shown: Sequence[str], roots: Sequence[Store]) ->
                 "parent": checkpoint.parent,
                 "needed_of_other_roots": needed_of_other_roots(checkpoint.manifest),
                 "is_parent_here": checkpoint.parent is None or catalog.parent(checkpoint) is not None,
+                "uses_directories": catalog.used_directories(checkpoint),
+                "missing_files": catalog.missing_files(checkpoint),
                 "created_ns": checkpoint.created_ns,
                 "policy": checkpoint.committed.policy,
                 "tags": catalog.entries[name].tags,
@@ -225,8 +228,11 @@ def _notes(catalog: Catalog, name: str) -> Text:
     notes += [f"tagged {tag}" for tag in entry.tags]
     notes += [f"needs {posixpath.normpath(posixpath.join(name, path))}" for path in elsewhere]
     text = name_cell(", ".join(notes), "cyan")
+    problems = ["data files missing"] if catalog.missing_files(checkpoint) else []
     if not elsewhere and checkpoint.parent is not None and catalog.parent(checkpoint) is None:
-        text = Text.assemble(("parent missing", "red"), ", " if notes else "", text, overflow="fold")
+        problems.append("parent missing")
+    if problems:
+        text = Text.assemble((", ".join(problems), "red"), ", " if notes else "", text, overflow="fold")
     return text
 
 
@@ -249,6 +255,8 @@ def _summary(catalog: Catalog, roots: Sequence[Store]) -> Iterator[str]:
         num, newest = count_text(len(saved), "checkpoint"), name_text(catalog.newest or "")
         yield f"{num}: {kinds}{compacted}{policy}; newest: {newest}"
         yield _sizes(catalog, read_run_history(catalog))
+        if any(map(catalog.used_directories, checkpoints.values())):
+            yield "compacted checkpoints use data files in other directories: remove checkpoints with cnr prune only"
 
 
 def _sizes(catalog: Catalog, history: RunHistory) -> str:
