@@ -49,6 +49,16 @@ def test_a_staging_buffer_gives_back_what_it_has_outgrown(pinned: dict[int, int]
     assert pinned == {}
 
 
+def test_a_staging_buffer_gives_back_what_a_baseline_needed(pinned: dict[int, int]) -> None:
+    """Deltas need less, but the next save may need a little more than the last."""
+    buffer, mib = StagingBuffer(), 1 << 20
+    sizes = []
+    for num_bytes in (40 * mib, 20 * mib, 10 * mib, 9 * mib, 10, 40 * mib):
+        buffer.clear(num_bytes, is_pinned=True)
+        sizes.append(sum(pinned.values()) / mib)
+    assert [round(size, 1) for size in sizes] == [50.0, 50.0, 12.5, 12.5, 0.0, 50.0]
+
+
 def test_a_writer_that_is_closed_gives_back_its_buffers(tmp_path: Path, pinned: dict[int, int]) -> None:
     """Those of saves that have ended at once; the others when their save lets go of them."""
     writer = cnr.CNRStorageWriter(tmp_path / "0")

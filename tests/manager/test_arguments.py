@@ -1,6 +1,7 @@
 """Arguments that cannot work are refused at once and by name, before anything is saved or begun."""
 
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,34 @@ def test_what_is_saved_and_when(tmp_path: Path) -> None:
         with pytest.raises(cnr.ConfigurationError, match="'state' must be"):
             manager.restore(wrong)
     assert not list(tmp_path.glob("*/manifest.json"))
+    manager.close()
+
+
+def test_a_manager_that_was_closed(tmp_path: Path, rank_pool: RankPools) -> None:
+    """Each rank would otherwise save for itself."""
+    texts = rank_pool(2).run(_use_after_close, str(tmp_path / "run"))
+    assert texts == [["this manager was closed; create another one to save or restore"] * 3] * 2
+    assert not (tmp_path / "run").exists()
+
+
+def _use_after_close(rank: int, root: str) -> list[str]:
+    job, texts = plain_job(1), []
+    manager = cnr.CheckpointManager(root, cnr.RowTracker(job.model))
+    manager.close()
+    for call in (manager.restore, partial(manager.save, 1), partial(manager.async_save, 1)):
+        with pytest.raises(cnr.ConfigurationError) as raised:
+            call(state(job))
+        texts.append(str(raised.value))
+    return texts
+
+
+def test_a_root_that_is_a_file(tmp_path: Path) -> None:
+    """A restore would otherwise find no checkpoint, and the job would begin anew."""
+    (tmp_path / "run").write_text("")
+    job = plain_job(1)
+    manager = cnr.CheckpointManager(tmp_path / "run", cnr.RowTracker(job.model))
+    with pytest.raises(cnr.ConfigurationError, match="run: a file, not a directory"):
+        manager.restore(state(job))
     manager.close()
 
 

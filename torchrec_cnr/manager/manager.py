@@ -191,7 +191,8 @@ class CheckpointManager:
         Raises:
             CheckpointException, SaveError: All attempts failed. The next checkpoint includes the rows.
         """
-        _check_step(step, state)
+        check_count("step", step, 0, MAX_STEP)
+        _check_state(state, self._ranks)
         if not (force or self._due(step)):
             return None
         self.wait()
@@ -227,7 +228,8 @@ class CheckpointManager:
             SaveError: The previous save is still running, and ``when_busy`` is "fail".
             CheckpointException, SaveError: The previous save failed.
         """
-        _check_step(step, state)
+        check_count("step", step, 0, MAX_STEP)
+        _check_state(state, self._ranks)
         if not (force or self._due(step)):
             return None
         if self._when_busy != "wait" and self._ranks.any(self._is_busy):
@@ -358,14 +360,14 @@ class CheckpointManager:
             The step after which the checkpoint was taken, or None if there is no checkpoint.
 
         Raises:
-            ConfigurationError: ``state`` is not a mapping, for example a model, or both ``step`` and ``path`` are
-                given.
+            ConfigurationError: ``state`` is not a mapping, both ``step`` and ``path`` are given, the root is a file, or
+                this manager was closed.
             CheckpointNotFoundError: There is no checkpoint of that step.
             DamagedError: There are checkpoints, but none can be read.
             CheckpointException: The load failed for another reason, or the named checkpoint cannot be loaded.
                 Or, as of :meth:`wait`, the save in the background failed, and nothing was loaded: call this again.
         """
-        _check_state(state)
+        _check_state(state, self._ranks)
         self.wait()
         target = state() if callable(state) else state
         check_type("state", target, dict, "a dict to load into")
@@ -437,12 +439,8 @@ def _check_arguments(
     check_callable("on_progress", on_progress)
 
 
-def _check_step(step: object, state: object) -> None:
-    check_count("step", step, 0, MAX_STEP)
-    _check_state(state)
-
-
-def _check_state(state: object) -> None:
+def _check_state(state: object, ranks: RunRanks) -> None:
+    ranks.check_open()
     if isinstance(state, torch.nn.Module) or not (isinstance(state, Mapping) or callable(state)):
         raise ConfigurationError(
             f"'state' must be a mapping, or a function that returns one (got {type(state).__name__}); pass the live "

@@ -110,6 +110,7 @@ class RunRanks:
 
     def __init__(self, timeout_secs: float) -> None:
         self.rank = 0
+        self._is_closed = False
         self.group: dist.ProcessGroup | None = None
         self._deciding: dist.ProcessGroup | None = None
         self._pulse: Heartbeat | None = None
@@ -119,6 +120,15 @@ class RunRanks:
             self.group = dist.new_group(backend="gloo", timeout=timeout)
             self._deciding = dist.new_group(backend="gloo", timeout=timeout)
             self._pulse = Heartbeat(self.rank, dist.get_world_size(), _get_default_store())
+
+    def check_open(self) -> None:
+        """Check that the manager is open: without its groups, each rank would save for itself.
+
+        Raises:
+            ConfigurationError: It was closed.
+        """
+        if self._is_closed:
+            raise ConfigurationError("this manager was closed; create another one to save or restore")
 
     def decide(self, value: Any) -> Any:
         """Return the value of rank 0 on all ranks. If it is a ``CNRError``, raise it on all."""
@@ -168,6 +178,7 @@ class RunRanks:
 
     def close(self) -> None:
         """End the heartbeat of this rank and destroy its process groups."""
+        self._is_closed = True
         if self._pulse is not None:
             self._pulse.close()
         for group in (self.group, self._deciding):

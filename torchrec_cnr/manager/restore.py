@@ -25,6 +25,7 @@ from torchrec_cnr.errors import (
     StoreError,
 )
 from torchrec_cnr.format.manifest import MANIFEST_FILE
+from torchrec_cnr.human_text import url_text
 from torchrec_cnr.lineage.abandoned import mark_abandoned, mark_of
 from torchrec_cnr.lineage.checkpoint import Checkpoint, Head, read_checkpoint
 from torchrec_cnr.lineage.journal import is_pruned
@@ -231,8 +232,11 @@ def _is_of(checkpoint: Checkpoint, step: int) -> bool:
 
 def claimed(root: str) -> CNRError | None:
     """Claim a root, so that other jobs cannot save to it. Return the error for all ranks if another job did."""
+    store = Store.open(root)
+    if store.is_local and store.exists("") and not store.is_directory():
+        return ConfigurationError(f"{url_text(root)}: a file, not a directory for checkpoints; pass another root")
     try:
-        claim(Store.open(root))
+        claim(store)
     except FencedError as error:
         return error
     except StoreError as error:

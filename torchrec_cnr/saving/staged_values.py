@@ -25,6 +25,8 @@ from torchrec_cnr.saving.running_saves import RunningSave
 DEVICE_BLOCK_BYTES = 256 << 20
 ALIGNMENT = 64  # bytes: a cache line
 SLACK = 1.25  # the number of modified rows varies from save to save
+_MAX_SPARE = 3.0  # a buffer so many times larger than needed, as after a baseline, is given back
+_SMALL_BYTES = 1 << 20  # except a small one
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +71,7 @@ class StagingBuffer:
     def clear(self, num_bytes: int, is_pinned: bool) -> None:
         """Release all tensors, and allocate at least this many bytes; pinned, so that devices copy without waiting."""
         self.taken_bytes = 0
-        if len(self._memory) < num_bytes:
+        if not num_bytes <= len(self._memory) <= _MAX_SPARE * max(num_bytes, _SMALL_BYTES):
             self.free()
             size = round(SLACK * num_bytes)
             if is_pinned:

@@ -166,6 +166,8 @@ def test_ls_tells_programs_the_same(run: Path) -> None:
             "parent": checkpoint.parent,
             "needed_of_other_roots": [],
             "is_parent_here": True,
+            "uses_directories": [],
+            "missing_files": [],
             "created_ns": checkpoint.created_ns,
             "policy": "Consecutive",
             "tags": [],
@@ -260,6 +262,28 @@ def test_ls_tells_of_compacted_checkpoints(run: Path, tmp_path: Path) -> None:
     assert (document["totals"]["written_bytes"], document["totals"]["num_compactions"]) == (written, 1)
     assert f"{bytes_text(written)} written by 5 saves and 1 compaction: " in text
     assert cnr_text("inspect", root / "step-3").splitlines()[0].endswith("delta, compacted")
+
+
+def test_ls_tells_of_files_in_other_directories_that_are_missing(run: Path, tmp_path: Path) -> None:
+    """A compacted checkpoint uses files of older ones, which another tool may remove."""
+    root = tmp_path / "run"
+    shutil.copytree(run, root)
+    cnr.compact(root / "step-3", max_ratio=100.0)
+    before = {entry["name"]: entry for entry in cnr_json("ls", root)["checkpoints"]}["step-3"]
+    directories = before["uses_directories"]
+    assert directories == sorted({*directories} - {"step-3"}) != []
+    assert before["missing_files"] == []
+    assert f"it was compacted; uses data files in {', '.join(directories[:3])}" in cnr_text("inspect", root / "step-3")
+    text = cnr_text("ls", root)
+    assert "compacted checkpoints use data files in other directories: remove checkpoints with cnr prune only" in text
+    assert "data files missing" not in text
+    shutil.rmtree(root / directories[0])
+    after = {entry["name"]: entry for entry in cnr_json("ls", root)["checkpoints"]}["step-3"]
+    assert (
+        [file.split("/")[0] for file in after["missing_files"]] == [directories[0]] * len(after["missing_files"]) != []
+    )
+    line = next(line for line in cnr_text("ls", root).splitlines() if line.startswith("step-3"))
+    assert line.rstrip().endswith("data files missing, compacted")
 
 
 def test_ls_tells_what_is_left_of_the_pruned(tmp_path: Path) -> None:

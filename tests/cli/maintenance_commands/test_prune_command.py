@@ -85,6 +85,8 @@ def test_prune_says_what_it_did(root: Root) -> None:
 )
 def test_prune_keeps_what_it_is_told(root: Root, options: list[str], wanted: set[str]) -> None:
     """By number, by day, by a metric, by tags; with what these need."""
+    said = cnr_text("prune", root.url, *options)
+    assert ("this removes the newest checkpoint, c-1\n" in said) == ("c-1" not in wanted)
     cnr_text("prune", root.url, *options, "--execute")
     assert root.directories() == wanted
     root.assert_loads(wanted)

@@ -48,7 +48,7 @@ def table(content: Mapping[str, Any]) -> str:
             _secs_text,
         ),
         ("restore", f"restore, dcp.save{size}", f"restore, {{}}{size}", _secs_text),
-        ("peak memory of an asynchronous save", "memory, dcp.async_save", "memory, {}", _mib_text),
+        ("peak memory of an asynchronous save of a delta", "memory, dcp.async_save", "memory, {}", _mib_text),
     ]
     lines = ["", "| | plain DCP | exact | 4-bit |", "|---|---|---|---|"]
     for title, plain, ours, text in rows:

@@ -116,6 +116,8 @@ def _print(plan: PrunePlan, result: PruneResult | None) -> None:
         size = bytes_text(plan.catalog.entries[directory].num_bytes) if directory in plan.catalog.entries else ""
         lines.add_row(Text("keep", "green"), size, name_cell(directory), name_cell("; ".join(reasons)))
     console.print(lines)
+    if plan.catalog.newest in {pruned.name for pruned in plan.pruned}:
+        console.print(Text(f"this removes the newest checkpoint, {plan.catalog.newest}", "yellow"))
     if result is None:
         gone, freed = count_text(len(plan.pruned), "checkpoint"), bytes_text(plan.freed_bytes)
         left = bytes_text(plan.left_bytes)
