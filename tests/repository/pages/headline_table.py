@@ -62,7 +62,7 @@ def table(content: Mapping[str, Any]) -> str:
         f"Training waits {waits} for plain DCP's synchronous `dcp.save`.",
         f"Measured on {title[0]};",
         f"{title[2]}; {content['machine']['machine']}.",
-        "No file is forced to disk (`sync_files=False`). Values are medians; quartiles follow where they differ by over",
+        "No file is forced to disk (`sync_files=False`). Values are medians; quartiles follow if they differ by over",
         "2 ×. Parentheses give the factor to plain DCP, unless the quartiles overlap.",
         "Command: `python -m benchmarks headline`.",
         "",
