@@ -38,8 +38,8 @@ def compact(
     """Merge a checkpoint chain into one checkpoint.
 
     The checkpoint gets a new manifest, with which a load reads no parent. Deltas that are based on it use the new
-    manifest. Files that contain few overwritten rows remain in use, in any directory. The rows of other files are copied
-    without decoding.
+    manifest. Files that contain few overwritten rows remain in use, in any directory. The rows of other files are
+    copied without decoding.
 
     You may run this while a job is training and saving. It removes nothing; use cnr prune for that.
 
