@@ -6,6 +6,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 import torchrec_cnr as cnr
 from tests.repository.pages.test_snippets import parse_blocks
@@ -66,6 +68,22 @@ def test_tables_may_be_those_of_a_checkpoint(run: Path) -> None:
     assert cnr_json("estimate", run / "step-3") == cnr_json("estimate", *tables)
     assert cnr_json("estimate", run) == cnr_json("estimate", run / "step-3")
     assert cnr_json("estimate", run, "--ranks", 3)["inputs"]["num_ranks"] == 3
+
+
+def test_state_as_large_as_a_table_is_named(tmp_path: Path) -> None:
+    """An estimate counts row-wise state; that of Adam would be most of the bytes."""
+    model = torch.nn.EmbeddingBag(50, 4, sparse=True)
+    state = {"model": model.state_dict(), "exp_avg": torch.rand(50, 4), "bias": torch.rand(4)}
+    tracker = cnr.RowTracker(model)
+    with pytest.warns(UserWarning, match="torch.distributed is"):
+        dcp.save(state, storage_writer=cnr.CNRStorageWriter(tmp_path / "0"), planner=cnr.CNRSavePlanner(tracker))
+    told = cnr_result("estimate", tmp_path).stderr
+    assert "left out 1 tensor as large as a table" in told
+    del state["exp_avg"]
+    with pytest.warns(UserWarning, match="torch.distributed is"):
+        dcp.save(state, storage_writer=cnr.CNRStorageWriter(tmp_path / "1"), planner=cnr.CNRSavePlanner(tracker))
+    assert cnr_result("estimate", tmp_path / "1").stderr == ""
+    tracker.close()
 
 
 def test_what_is_printed_is_the_estimate() -> None:

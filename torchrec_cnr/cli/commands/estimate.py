@@ -1,5 +1,6 @@
 """``cnr estimate``: bytes, bandwidth, disk and memory of a model's checkpoints, before there are any."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Literal
@@ -20,6 +21,8 @@ from torchrec_cnr.quantization import HalfPrecision, NoQuantization, Scheme
 from torchrec_cnr.sizing.checkpoint_bytes import CheckpointBytes
 from torchrec_cnr.sizing.estimate import Estimate, estimate
 from torchrec_cnr.sizing.inputs import MAX_COLS, MAX_ROWS, Sizing, Table
+
+logger = logging.getLogger(__name__)
 
 _POLICIES: Mapping[str, Policy] = {
     "compacted": Compacted(),
@@ -139,6 +142,12 @@ def _tables(
     sizes = [entry.size for entry in manifest.tensors.values() if entry.is_table and 0 not in entry.size]
     if not sizes:
         raise ConfigurationError(f"{checkpoint}: the checkpoint contains no table; give --rows and --dim")
+    num_others = sum(entry.size in sizes and not entry.is_table for entry in manifest.tensors.values())
+    if num_others:
+        logger.warning(
+            "left out %s as large as a table, such as optimizer state with one value for each value of a table",
+            count_text(num_others, "tensor"),
+        )
     return tuple(Table(*size) for size in sizes), manifest.world_size
 
 
