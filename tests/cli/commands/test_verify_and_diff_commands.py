@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import torchrec_cnr as cnr
 from tests.cli.empty_commits import NAMES
 from tests.support import runs
 from tests.support.command_line import cnr_json, cnr_result, cnr_text
@@ -43,6 +44,20 @@ def test_verify_says_whether_all_is_right(run: Path, tmp_path: Path) -> None:
     (problem,) = document["problems"]
     assert list(problem) == ["checkpoint", "file", "blob", "message", "offset"]
     assert (document["is_right"], problem["file"]) == (False, str(pack))
+
+
+def test_verify_names_a_file_once_that_several_checkpoints_use(run: Path, tmp_path: Path) -> None:
+    """A compacted checkpoint uses files of older ones."""
+    root = tmp_path / "run"
+    shutil.copytree(run, root)
+    cnr.compact(root / "step-3", max_ratio=100.0)
+    (pack,) = (root / "step-1").glob("*.safetensors")
+    flip(pack, -1)
+    assert len(json.loads(cnr_result("verify", root, "--all", "--json").stdout)["problems"]) == 2
+    lines = cnr_result("verify", root, "--all").stdout.splitlines()
+    assert [line for line in lines if line.startswith("✗")] == [lines[1]]
+    assert lines[0] == str(pack)
+    assert any(line.startswith("1 problem in 5 checkpoints, ") for line in lines)
 
 
 def test_diff_says_what_differs(run: Path) -> None:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import posixpath
-from itertools import groupby
 from typing import Annotated
 
 import typer
@@ -51,11 +50,15 @@ def verify(
 
 def _print(found: VerifyReport) -> None:
     console = stdout()
-    for place, problems in groupby(found.problems, key=lambda problem: problem.file or problem.checkpoint):
+    texts: dict[str, dict[str | int, str]] = {}  # by file, and by offset in it: several checkpoints may use one file
+    for problem in found.problems:
+        place = problem.file or problem.checkpoint
+        text = problem.message.removeprefix(f"{place}: ").removesuffix("; use another checkpoint")
+        texts.setdefault(place, {}).setdefault(text if problem.offset is None else problem.offset, text)
+    for place, place_texts in texts.items():
         console.print(name_cell(place, "bold"))
         lines = bare_grid("mark", "message")
-        for problem in problems:
-            text = problem.message.removeprefix(f"{place}: ").removesuffix("; use another checkpoint")
+        for text in place_texts.values():
             lines.add_row(Text("✗", "red"), name_cell(text))
         console.print(lines)
     num_checkpoints, num_blobs = count_text(len(found.checkpoints), "checkpoint"), count_text(found.num_blobs, "block")
@@ -63,7 +66,8 @@ def _print(found: VerifyReport) -> None:
     if found.is_right:
         console.print(Text.assemble(("✓ no problems: ", "bold green"), extent))
     else:
-        console.print(Text.assemble(("\n" + count_text(len(found.problems), "problem"), "bold red"), f" in {extent}"))
+        num_problems = sum(map(len, texts.values()))
+        console.print(Text.assemble(("\n" + count_text(num_problems, "problem"), "bold red"), f" in {extent}"))
         _print_impact(console, found)
 
 
