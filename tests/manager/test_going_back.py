@@ -71,6 +71,17 @@ def test_a_run_goes_on_from_an_older_checkpoint(run: Path, by_path: bool) -> Non
     manager.close()
 
 
+def test_another_manager_goes_on_from_an_older_checkpoint(run: Path) -> None:
+    """With the same tracker, in the same process, and without a restore of its own."""
+    job, manager = _manager(run)
+    assert manager.restore(state(job), step=2) == 2
+    assert _save(job, manager, 3) == "step-3-2"
+    manager.close()
+    manager = cnr.CheckpointManager(run, manager._tracker)
+    assert [_save(job, manager, step) for step in (4, 6)] == ["step-4-2", "step-6"]
+    manager.close()
+
+
 def _whole_run(root: Path) -> Path:
     """Three checkpoints, each of them a baseline, so that a prune may remove any."""
     job, manager = _manager(root, policy=cnr.Full())

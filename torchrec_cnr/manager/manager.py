@@ -35,6 +35,7 @@ from torchrec_cnr.manager.restore import (
     abandon_newer,
     claimed,
     names_behind,
+    names_behind_head,
     path_of_step,
     restore_newest,
     step_of,
@@ -151,7 +152,8 @@ class CheckpointManager:
             progress = self._callbacks.progress
             self._upkeep = Upkeep(self._root, keep, does_compact, max_ratio, row_log=row_log, progress=progress)
         self.report: LoadReport | None = None
-        self._passed_over: frozenset[str] = frozenset()
+        names = names_behind_head(Store.open(self._root), tracker.head) if self._ranks.rank == 0 else None
+        self._passed_over: frozenset[str] = self._ranks.decide(names)
         self._back_at: Return | None = None
         self._base = BaseLease()
 

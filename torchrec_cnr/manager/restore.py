@@ -292,6 +292,18 @@ def names_behind(root: Store, step: int) -> frozenset[str] | CNRError:
         return error
 
 
+def names_behind_head(root: Store, head: Head | None) -> frozenset[str]:
+    """Return the names as :func:`names_behind`, if a new manager gets a tracker whose latest checkpoint is in its root.
+
+    Another manager of this process may have restored it.
+    """
+    if head is None or Store.open(head.ref.path).at("..").url != root.url:
+        return frozenset()
+    match = NAME.fullmatch(posixpath.basename(head.ref.path))
+    names = names_behind(root, int(match[1])) if match else frozenset()
+    return frozenset() if isinstance(names, CNRError) else names
+
+
 @dataclass(frozen=True)
 class Return:
     """A checkpoint that a job has loaded by name, and from which it continues.
