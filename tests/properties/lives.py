@@ -119,6 +119,7 @@ class Life:
         num_saves: Saves tried, which names them.
         verify_untracked: Whether the tracker checks that it has missed nothing.
         is_on_head: Whether the job stands on a checkpoint for sure, so that a delta is due where a policy wants one.
+        has_baseline: Whether the newest baseline is there for sure, on which ``OneShot`` bases its deltas.
     """
 
     root: str
@@ -130,6 +131,7 @@ class Life:
     tracker: cnr.RowTracker = field(init=False)
     num_steps: int = field(init=False, default=0)
     is_on_head: bool = field(init=False, default=False)
+    has_baseline: bool = field(init=False, default=True)
     failed_path: str | None = field(init=False, default=None)
 
     def start(self, num_back: int = 0) -> None:
@@ -185,8 +187,8 @@ class Life:
         if operation.policy == "Full":
             assert checkpoint.kind == "baseline"
         elif operation.policy != "Intermittent" and self.is_on_head:
-            assert checkpoint.kind == "delta"
-        self.is_on_head = True
+            assert checkpoint.kind == "delta" or (operation.policy == "OneShot" and not self.has_baseline)
+        self.is_on_head, self.has_baseline = True, self.has_baseline or checkpoint.kind == "baseline"
         assert cnr.latest(self.root) == path
 
     def failed_save(self, operation: FailedSave) -> None:

@@ -68,7 +68,7 @@ class CompactedLife(Life):
         if isinstance(operation, Remove):
             left = {checkpoint.store.url for checkpoint in read_lineage(path).checkpoints}
             self.committed = {path: cut for path, cut in self.committed.items() if path in left}
-            self.is_on_head = False  # the tracker's head, or its baseline, may be gone: then a baseline is right
+            self.is_on_head = self.has_baseline = False  # they may be gone: then a baseline is right
 
 
 def _upkeep(path: str, operation: Compact | Remove) -> None:
