@@ -99,8 +99,8 @@ def test_what_is_being_saved_is_not_pruned(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("refused", ["0", "1"])
-def test_a_save_without_leases_is_a_baseline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str) -> None:
-    """A prune could otherwise remove the parent of a delta right before its commit. The next save is a delta again."""
+def test_a_delta_needs_leases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str) -> None:
+    """Its own and its parent's: a prune could otherwise remove the parent. The next save has the rows."""
     trainer = SavingJob(tmp_path)
     cuts = {"0": trainer.train_and_save("0")}
     take = Lease.take
@@ -108,10 +108,13 @@ def test_a_save_without_leases_is_a_baseline(tmp_path: Path, monkeypatch: pytest
         patch.setattr(
             Lease, "take", lambda store, purpose: None if store.url.endswith(f"/{refused}") else take(store, purpose)
         )
-        cuts["1"] = trainer.train_and_save("1")
+        trainer.train()
+        error = trainer.failure("1")
+    assert isinstance(error, cnr.StoreError)
+    assert "/1: nothing was committed, because the store has refused a lease" in str(error)
+    assert cnr.latest(tmp_path) == f"{tmp_path}/0"
     cuts["2"] = trainer.train_and_save("2")
-    kinds = [cnr.read_checkpoint(tmp_path / name).committed.kind for name in "012"]
-    assert kinds == ["baseline", "baseline", "delta"]
+    assert cnr.read_checkpoint(tmp_path / "2").kind == "delta"
     for name, cut in cuts.items():
         trainer.assert_loads(name, cut)
 

@@ -77,8 +77,8 @@ class CheckpointManager:
         timeout_secs: How many seconds a rank waits for the others in a save, before an error names the missing ranks.
         row_log: Kafka topic (``KafkaRows``) for the rows of deltas and for commit records. By default, both are files.
         on_saved: Called on every rank with each committed checkpoint. :attr:`num_callback_errors` counts exceptions.
-        on_progress: Called from any thread with the operation ("save", "restore", "compact" or "prune"), the amount
-            done and the total. The unit is shards for a save, files for a prune, and bytes for the others.
+        on_progress: Called from any thread with the operation ("save", "restore", "compact", "prune"), what is done,
+            and the total: shards of a save, files of a prune, otherwise bytes.
 
     Attributes:
         report: What the last :meth:`restore` loaded and left out; None before it.
@@ -94,6 +94,8 @@ class CheckpointManager:
         100
         >>> manager.close()
     """
+
+    _back_at: Return | None = None  # the checkpoint that was loaded by name, until the next save
 
     def __init__(
         self,
@@ -154,7 +156,6 @@ class CheckpointManager:
         self.report: LoadReport | None = None
         names = names_behind_head(Store.open(self._root), tracker.head) if self._ranks.rank == 0 else None
         self._passed_over: frozenset[str] = self._ranks.decide(names)
-        self._back_at: Return | None = None
         self._base = BaseLease()
 
     def _refuse_different(self, every_steps: int | None, every_secs: float | None, timeout_secs: float) -> None:
@@ -227,8 +228,7 @@ class CheckpointManager:
             A future that completes when the checkpoint is committed, or None if none was started.
 
         Raises:
-            SaveError: The previous save is still running, and ``when_busy`` is "fail".
-            CheckpointException, SaveError: The previous save failed.
+            CheckpointException, SaveError: The previous save failed, or is still running and ``when_busy`` is "fail".
         """
         check_count("step", step, 0, MAX_STEP)
         _check_state(state, self._ranks)

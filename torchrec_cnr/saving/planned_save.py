@@ -185,7 +185,7 @@ class PlannedSave(DefaultSavePlanner):
             base = choose_base(policy, self.cut.head, heads, newest_baseline(data), store)
             if base is None or meta is None or meta.writing.protect_base(base.parent):
                 return base
-        return None  # each was pruned after it was chosen and before the lease, or the store refuses leases
+        return None  # each was pruned after it was chosen, and before the lease
 
     @paused_gc()
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:

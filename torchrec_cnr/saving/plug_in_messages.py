@@ -221,17 +221,12 @@ class WriterSave:
         return self.running
 
     def protect_base(self, base: Checkpoint) -> bool:
-        """Take a lease on the checkpoint that this save is based on; return False if that fails, or a prune removes it.
-
-        A parent in another root may be in a store that this job cannot write to.
-        """
-        is_own = base.store.at("..").url == self.store.at("..").url
-        if self.lease is None:
-            return not is_own
-        if self.lease.base is not None:  # of a checkpoint that a prune removes
-            self.lease.base.release()
-        self.lease.base = Lease.take(base.store, "save")
-        return (self.lease.base is not None or not is_own) and not is_pruned(base.store, base.created_ns)
+        """Take a lease on the checkpoint that this save is based on; return False if a prune removes it."""
+        if self.lease is not None:
+            if self.lease.base is not None:  # of a checkpoint that a prune removes
+                self.lease.base.release()
+            self.lease.base = Lease.take(base.store, "save")
+        return not is_pruned(base.store, base.created_ns)
 
     def end_lease(self) -> None:
         """End the lease of a save that has committed nothing, so that its files can be pruned."""
