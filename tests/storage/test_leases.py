@@ -98,27 +98,6 @@ def test_what_is_being_saved_is_not_pruned(tmp_path: Path) -> None:
     trainer.assert_loads("2", cuts["2"])
 
 
-@pytest.mark.parametrize("refused", ["0", "1"])
-def test_a_delta_needs_leases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str) -> None:
-    """Its own and its parent's: a prune could otherwise remove the parent. The next save has the rows."""
-    trainer = SavingJob(tmp_path)
-    cuts = {"0": trainer.train_and_save("0")}
-    take = Lease.take
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            Lease, "take", lambda store, purpose: None if store.url.endswith(f"/{refused}") else take(store, purpose)
-        )
-        trainer.train()
-        error = trainer.failure("1")
-    assert isinstance(error, cnr.StoreError)
-    assert "/1: nothing was committed, because the store has refused a lease" in str(error)
-    assert cnr.latest(tmp_path) == f"{tmp_path}/0"
-    cuts["2"] = trainer.train_and_save("2")
-    assert cnr.read_checkpoint(tmp_path / "2").kind == "delta"
-    for name, cut in cuts.items():
-        trainer.assert_loads(name, cut)
-
-
 @pytest.mark.parametrize("plans_before", [False, True])
 def test_the_baseline_of_a_save_is_not_pruned_although_its_head_was_compacted(
     tmp_path: Path, plans_before: bool

@@ -15,7 +15,7 @@ from functools import partial
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 
-from torchrec_cnr.errors import CheckpointExistsError, FencedError, LoadError, SaveError, StoreError
+from torchrec_cnr.errors import CheckpointExistsError, FencedError, LoadError, SaveError
 from torchrec_cnr.format import manifest_json
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.format.manifest import (
@@ -32,7 +32,7 @@ from torchrec_cnr.format.row_sets import Blob
 from torchrec_cnr.gc_pause import paused_gc
 from torchrec_cnr.lineage.checkpoint import relative_path
 from torchrec_cnr.lineage.marker_commit import commit_marked
-from torchrec_cnr.lineage.other_roots import is_in_other_root, tell_other_root
+from torchrec_cnr.lineage.other_roots import tell_other_root
 from torchrec_cnr.progress import SavePhases
 from torchrec_cnr.saving.decision import Decision
 from torchrec_cnr.saving.plug_in_messages import STAGED, CommittedSize
@@ -243,11 +243,6 @@ def commit(store: Store, file: ManifestFile, lease: Lease | None, fence: Fence |
         store.at(parent.path).force_names()  # its own writer may have been killed before the parent was durable
         tell_other_root(store, parent.path)
     _refuse_missing_packs(store, file.manifest)
-    if parent is not None and (lease is None or lease.base is None) and not is_in_other_root(parent.path):
-        raise StoreError(
-            f"{store.url}: nothing was committed, because the store has refused a lease, without which a prune could "
-            "remove the parent before the commit; save again"
-        )
     if lease is not None and lease.is_lost:
         raise SaveError(
             f"{store.url}: nothing was committed, because its lease of {LEASE_SECS} s has expired or was removed, and "
