@@ -301,7 +301,10 @@ def names_behind_head(root: Store, head: Head | None) -> frozenset[str]:
         return frozenset()
     match = NAME.fullmatch(posixpath.basename(head.ref.path))
     names = names_behind(root, int(match[1])) if match else frozenset()
-    return frozenset() if isinstance(names, CNRError) else names
+    if isinstance(names, CNRError):
+        logger.warning("cannot look for later checkpoints, whose names the next saves may not use: %s", names)
+        return frozenset()
+    return names
 
 
 @dataclass(frozen=True)

@@ -195,7 +195,7 @@ class _Renewals:
         """Renew a lease from now on."""
         with self._is_changing:
             self._leases[id(lease)] = lease
-            if self._thread is None:
+            if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name="cnr-leases", daemon=True)
                 self._thread.start()
 
