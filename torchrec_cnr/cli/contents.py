@@ -144,11 +144,10 @@ def _parents(lineage: Lineage) -> str:
 def _rows(checkpoint: Checkpoint) -> str:
     """Return how many rows of tables a checkpoint stores; one that was compacted may have older versions of a row."""
     num_rows, all_rows = checkpoint.num_rows, checkpoint.num_table_rows
-    share = (
-        f" ({share_text(num_rows / all_rows)})" if 0 < all_rows >= num_rows else ", including older versions of rows"
-    )
+    share = f" ({share_text(num_rows / all_rows)})" if 0 < all_rows >= num_rows else ""
+    older = ", including older versions of rows that the compaction left" if checkpoint.is_compacted else ""
     exact = f"; {checkpoint.num_exact_rows:,} of them in full precision" if checkpoint.num_exact_rows else ""
-    return f"{num_rows:,} of {all_rows:,}{share}{exact}" if all_rows else "no tables"
+    return f"{num_rows:,} of {all_rows:,}{share}{older}{exact}" if all_rows else "no tables"
 
 
 def _written(checkpoint: Checkpoint) -> str:

@@ -65,7 +65,12 @@ def test_tables_may_be_those_of_a_checkpoint(run: Path) -> None:
     sizes = [entry.size for entry in cnr.read_checkpoint(run / "step-3").manifest.tensors.values() if entry.is_table]
     assert len(sizes) == 2
     tables = [option for rows, dim in sizes for option in ("--table", f"{rows}x{dim}")]
-    assert cnr_json("estimate", run / "step-3") == cnr_json("estimate", *tables)
+    newest = cnr.read_checkpoint(run / "step-3").manifest
+    assert (newest.kind, newest.policy) == ("delta", "Consecutive"), "so its rows are those that one interval modified"
+    share = str(newest.num_rows / sum(rows for rows, _ in sizes))
+    assert cnr_json("estimate", run / "step-3") == cnr_json("estimate", *tables, "--modified", share)
+    assert cnr_json("estimate", run / "step-3", "--modified", 0.26) == cnr_json("estimate", *tables)
+    assert cnr_json("estimate", run / "step-1") == cnr_json("estimate", *tables), "a baseline"
     assert cnr_json("estimate", run) == cnr_json("estimate", run / "step-3")
     assert cnr_json("estimate", run, "--ranks", 3)["inputs"]["num_ranks"] == 3
 

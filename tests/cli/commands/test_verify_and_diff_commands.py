@@ -3,9 +3,12 @@
 import json
 import re
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 import torchrec_cnr as cnr
 from tests.cli.empty_commits import NAMES
@@ -58,6 +61,26 @@ def test_verify_names_a_file_once_that_several_checkpoints_use(run: Path, tmp_pa
     assert [line for line in lines if line.startswith("✗")] == [lines[1]]
     assert lines[0] == str(pack)
     assert any(line.startswith("1 problem in 5 checkpoints, ") for line in lines)
+
+
+def test_verify_names_a_directory_once_that_lacks_many_files(tmp_path: Path) -> None:
+    """A removed checkpoint has lost all of them."""
+    model = torch.nn.EmbeddingBag(5000, 4, sparse=True)
+    with closing(cnr.RowTracker(model)) as tracker:
+        for name in NAMES[:2]:
+            writer = cnr.CNRStorageWriter(tmp_path / name, pack_bytes=1024)
+            dcp.save({"model": model.state_dict()}, storage_writer=writer, planner=cnr.CNRSavePlanner(tracker))
+            tracker.mark_all()
+    packs = sorted((tmp_path / "step-1").glob("*.safetensors"))
+    assert len(packs) > 2
+    for pack in packs:
+        pack.unlink()
+    lines = cnr_result("verify", tmp_path).stdout.splitlines()
+    assert lines[0] == str(tmp_path / "step-1")
+    assert " ".join(lines).count("data files are missing") == 1
+    assert lines[1].startswith(f"✗  {len(packs)} data files are missing: {packs[0].name}, ")
+    assert any(line.startswith(f"{len(packs)} problems in 2 checkpoints, ") for line in lines)
+    assert len(json.loads(cnr_result("verify", tmp_path, "--json").stdout)["problems"]) == len(packs)
 
 
 def test_diff_says_what_differs(run: Path) -> None:

@@ -91,7 +91,7 @@ def _print(console: Console, found: Comparison, everything: bool) -> None:
 
 def _relation(found: Comparison) -> str:
     if found.common is None:
-        return "a and b are based on no common checkpoint"
+        return "a restore of a and one of b read no checkpoint in common"
     if found.num_own_a and found.num_own_b:
         return f"a and b are both based on {found.common}"
     if found.num_own_a:

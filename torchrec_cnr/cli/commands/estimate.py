@@ -30,12 +30,14 @@ _POLICIES: Mapping[str, Policy] = {
     "consecutive": Consecutive(),
     "full": Full(),
 }
+_POLICIES_OF_ONE_INTERVAL = ("Compacted", "Consecutive")  # their deltas are based on the checkpoint right before
 _STATES: Mapping[str, Scheme | None] = {
     "fp32": NoQuantization(),
     "bf16": HalfPrecision(torch.bfloat16),
     "none": None,
 }
 _EXACT = "exact"
+_MODIFIED = 0.26  # what Check-N-Run measured in 30 minutes
 _WITHIN_SECS = 300.0  # by default, unless the interval is shorter
 
 _Checkpoint = Annotated[
@@ -48,7 +50,10 @@ _Tables = Annotated[
     typer.Option("--table", metavar="ROWSxDIM", help="A table, instead of --rows and --dim. May be repeated."),
 ]
 _Modified = Annotated[
-    str, typer.Option("--modified", metavar="SHARE", help="Share of the rows that an interval modifies: 0.26, 26%.")
+    str | None,
+    typer.Option(
+        "--modified", metavar="SHARE", help="Share of the rows that an interval modifies (26%, or that of CHECKPOINT)."
+    ),
 ]
 _Bits = Annotated[str, typer.Option("--bits", metavar="N", help="Bits per value of tables: 2, 3, 4, 8, or exact.")]
 _State = Annotated[
@@ -76,7 +81,7 @@ def estimate_(
     rows: _Rows = None,
     dim: _Dim = None,
     tables: _Tables = None,
-    modified: _Modified = "26%",
+    modified: _Modified = None,
     bits: _Bits = "4",
     state: _State = "fp32",
     interval: _Interval = "30m",
@@ -91,7 +96,8 @@ def estimate_(
     """Estimate bytes, bandwidth, disk and memory of a model's checkpoints.
 
     Tables are counted as fp32, with row-wise optimizer state. Give --rows and --dim, or --table for each table, or a
-    checkpoint. The second column shows plain DCP, which writes a full fp32 checkpoint each time. The third one divides
+    checkpoint. If that is a delta of the checkpoint right before it, its share of the rows is the default of
+    --modified. The second column shows plain DCP, which writes a full fp32 checkpoint each time. The third one divides
     it by the first: less than 1 means that torchrec_cnr needs more.
 
     Examples:
@@ -101,19 +107,19 @@ def estimate_(
     - `cnr estimate --rows 1e9 --dim 64 --bits exact --policy intermittent --json`
     - `cnr estimate runs/a --modified 5%`
     """
-    found, num_ranks = _tables(checkpoint, rows, dim, tables)
+    model = _model(checkpoint, rows, dim, tables)
     interval_secs = parse_secs("--interval", interval)
     save_secs = min(_WITHIN_SECS, interval_secs) if within is None else parse_secs("--within", within)
     if save_secs > interval_secs:
         raise ConfigurationError(f"--within must be at most --interval, which is {interval} (got {within})")
     sizing = Sizing(
-        tables=found,
-        modified=parse_share("--modified", modified),
+        tables=model.tables,
+        modified=model.modified if modified is None else parse_share("--modified", modified),
         scheme=_scheme(bits),
         state=_STATES[state],
         interval_secs=interval_secs,
         policy=_POLICIES[policy],
-        num_ranks=num_ranks if ranks is None else ranks,
+        num_ranks=model.num_ranks if ranks is None else ranks,
         keep_last=keep,
         save_secs=save_secs,
         run_secs=parse_secs("--run", run),
@@ -125,30 +131,48 @@ def estimate_(
         _print(sizing, estimate(sizing), bits, state)
 
 
-def _tables(
-    checkpoint: str | None, rows: str | None, dim: str | None, tables: Sequence[str] | None
-) -> tuple[tuple[Table, ...], int]:
-    """Return the tables that the options or a checkpoint give, and the number of ranks that saved the checkpoint."""
+@dataclass(frozen=True)
+class _Model:
+    """What the options or a checkpoint say of a model.
+
+    Attributes:
+        tables: The tables.
+        num_ranks: The number of ranks that saved the checkpoint.
+        modified: The share of the rows that an interval modifies.
+    """
+
+    tables: tuple[Table, ...]
+    num_ranks: int = 1
+    modified: float = _MODIFIED
+
+
+def _model(checkpoint: str | None, rows: str | None, dim: str | None, tables: Sequence[str] | None) -> _Model:
     if (rows is None) != (dim is None):
         given, missing = ("--rows", "--dim") if dim is None else ("--dim", "--rows")
         raise ConfigurationError(f"{given} needs {missing}")
     if [checkpoint is not None, rows is not None, bool(tables)].count(True) != 1:
         raise ConfigurationError("give either --rows and --dim, or --table, or CHECKPOINT")
     if rows is not None and dim is not None:
-        return (Table(parse_count("--rows", rows, MAX_ROWS), parse_count("--dim", dim, MAX_COLS)),), 1
+        return _Model((Table(parse_count("--rows", rows, MAX_ROWS), parse_count("--dim", dim, MAX_COLS)),))
     if checkpoint is None:
-        return tuple(Table(*parse_table("--table", text, MAX_ROWS, MAX_COLS)) for text in tables or ()), 1
-    manifest = read_checkpoint(checkpoint_at(checkpoint)).manifest
+        return _Model(tuple(Table(*parse_table("--table", text, MAX_ROWS, MAX_COLS)) for text in tables or ()))
+    return _model_of(checkpoint)
+
+
+def _model_of(path: str) -> _Model:
+    manifest = read_checkpoint(checkpoint_at(path)).committed
     sizes = [entry.size for entry in manifest.tensors.values() if entry.is_table and 0 not in entry.size]
     if not sizes:
-        raise ConfigurationError(f"{checkpoint}: the checkpoint contains no table; give --rows and --dim")
+        raise ConfigurationError(f"{path}: the checkpoint contains no table; give --rows and --dim")
     num_others = sum(entry.size in sizes and not entry.is_table for entry in manifest.tensors.values())
     if num_others:
         logger.warning(
             "left out %s as large as a table, such as optimizer state with one value for each value of a table",
             count_text(num_others, "tensor"),
         )
-    return tuple(Table(*size) for size in sizes), manifest.world_size
+    is_one_interval = manifest.kind == "delta" and manifest.policy in _POLICIES_OF_ONE_INTERVAL and manifest.num_rows
+    modified = manifest.num_rows / sum(size[0] for size in sizes) if is_one_interval else _MODIFIED
+    return _Model(tuple(Table(*size) for size in sizes), manifest.world_size, min(1.0, modified))
 
 
 def _scheme(bits: str) -> Scheme:

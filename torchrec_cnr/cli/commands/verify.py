@@ -2,6 +2,7 @@
 
 import dataclasses
 import posixpath
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -14,7 +15,7 @@ from torchrec_cnr.human_text import bytes_text, count_text
 from torchrec_cnr.maintenance.verification.verify import VerifyReport
 from torchrec_cnr.maintenance.verification.verify import verify as verify_checkpoints
 
-_NAMES = 10  # of checkpoints that cannot be restored; --json lists all
+_NAMES = 10  # of checkpoints that cannot be restored, and of missing files; --json lists all
 
 
 def verify(
@@ -55,6 +56,11 @@ def _print(found: VerifyReport) -> None:
         place = problem.file or problem.checkpoint
         text = problem.message.removeprefix(f"{place}: ").removesuffix("; use another checkpoint")
         texts.setdefault(place, {}).setdefault(text if problem.offset is None else problem.offset, text)
+    num_problems = sum(map(len, texts.values()))
+    for directory, names in _missing(found).items():
+        for name in names:
+            texts.pop(posixpath.join(directory, name))
+        texts[directory] = {"": f"{len(names):,} data files are missing: {_listed(names)}"}
     for place, place_texts in texts.items():
         console.print(name_cell(place, "bold"))
         lines = bare_grid("mark", "message")
@@ -66,16 +72,28 @@ def _print(found: VerifyReport) -> None:
     if found.is_right:
         console.print(Text.assemble(("✓ no problems: ", "bold green"), extent))
     else:
-        num_problems = sum(map(len, texts.values()))
         console.print(Text.assemble(("\n" + count_text(num_problems, "problem"), "bold red"), f" in {extent}"))
         _print_impact(console, found)
+
+
+def _missing(found: VerifyReport) -> dict[str, list[str]]:
+    """Return the names of missing data files by directory, for each directory that lacks several."""
+    files = {item.file for item in found.problems if item.file is not None and item.offset == 0 and item.blob is None}
+    names: dict[str, list[str]] = {}
+    for file in sorted(files):
+        names.setdefault(posixpath.dirname(file), []).append(posixpath.basename(file))
+    return {directory: missing for directory, missing in names.items() if len(missing) > 1}
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMES:,} more" if len(names) > _NAMES else ""
+    return ", ".join(names[:_NAMES]) + more
 
 
 def _print_impact(console: Console, found: VerifyReport) -> None:
     """Print which checkpoints cannot be restored, and which one can be restored instead."""
     names = [posixpath.basename(url) for url in found.unrestorable]
-    more = f" and {len(names) - _NAMES:,} more" if len(names) > _NAMES else ""
     lines = bare_grid("what", "which")
-    lines.add_row("cannot be restored:", name_cell(", ".join(names[:_NAMES]) + more if names else "none"))
+    lines.add_row("cannot be restored:", name_cell(_listed(names) or "none"))
     lines.add_row("newest that can be restored:", name_cell(found.newest_restorable or "none", "bold"))
     console.print(lines)
