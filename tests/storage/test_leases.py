@@ -30,6 +30,7 @@ from torchrec_cnr.format.manifest import MANIFEST_FILE, PACK_SUFFIX
 from torchrec_cnr.maintenance.pruning.execute import run_prune
 from torchrec_cnr.maintenance.pruning.plan import plan_prune
 from torchrec_cnr.maintenance.pruning.retention import Keep
+from torchrec_cnr.saving import writer as writer_module
 from torchrec_cnr.storage import leases, retries
 from torchrec_cnr.storage.leases import LEASE_SECS, Lease, holds, in_force, is_lease, leased
 from torchrec_cnr.storage.pack_reader import PackReader
@@ -96,6 +97,55 @@ def test_what_is_being_saved_is_not_pruned(tmp_path: Path) -> None:
         trainer.assert_loads(name, cut)
     assert prune(str(tmp_path), Keep(last=1)).removed == ("other",)
     trainer.assert_loads("2", cuts["2"])
+
+
+@pytest.mark.parametrize("refused", ["0", "1"])
+@pytest.mark.parametrize("what", ["once", "always", "parent pruned"])
+def test_a_delta_needs_leases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str, what: str) -> None:
+    """Its own and its parent's: a prune could otherwise remove the parent. If they are refused, it tries once more."""
+    trainer, num_refused, seen = SavingJob(tmp_path), 0, list[list[int]]()
+    cuts = {"0": trainer.train_and_save("0")}
+    cuts["other"] = (other := SavingJob(tmp_path)).train_and_save("other")
+    take, commit = Lease.take, writer_module.commit
+
+    def refuse(store: Store, purpose: Any) -> Lease | None:
+        nonlocal num_refused
+        if store.url.endswith(f"/{refused}") and (what == "always" or num_refused == 0):
+            num_refused += 1
+            return None
+        return take(store, purpose)
+
+    def prune_parent() -> None:
+        if what == "parent pruned":
+            assert prune(str(tmp_path), Keep(last=1)).removed == ("0",)
+
+    def look_and_commit(*args: Any) -> None:
+        seen.append([held(tmp_path / name, "save") for name in "01"])
+        commit(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Lease, "take", refuse)
+        patch.setattr(writer_module, "commit", look_and_commit)
+        trainer.train()
+        faults.act_before(trainer.writer, "finish", prune_parent)
+        if what == "once":
+            cuts["1"] = trainer.save("1")
+        else:
+            error = trainer.failure("1")
+        delattr(trainer.writer, "finish")
+    assert num_refused == (2 if what == "always" else 1)
+    assert seen == ([[1, 1]] if what == "once" else [])
+    if what == "always":
+        assert isinstance(error, cnr.StoreError)
+        assert "/1: nothing was committed, because the store refuses the leases that protect its parent" in str(error)
+    elif what == "parent pruned":
+        assert isinstance(error, cnr.SaveError)
+        assert "because a prune removes its parent" in str(error)
+        cuts.pop("0")
+    cuts["2"] = trainer.train_and_save("2")
+    assert cnr.read_checkpoint(tmp_path / "2").kind == ("baseline" if what == "parent pruned" else "delta")
+    for name, cut in cuts.items():
+        (other if name == "other" else trainer).assert_loads(name, cut)
 
 
 @pytest.mark.parametrize("plans_before", [False, True])

@@ -254,19 +254,18 @@ def commit(store: Store, file: ManifestFile, lease: Lease | None, fence: Fence |
         if store.row_log is not None:
             commit_marked(store, store.row_log, file.marker(store), file.data, check)
         elif store.put_new(MANIFEST_FILE, file.data, file.manifest.save_id):
-            _leave(lease, store)  # a request in flight may still write the manifest: no prune must come before it
+            _leave(lease)  # a request in flight may still write the manifest: no prune must come before it
     except (CheckpointExistsError, FencedError):
         raise
     except BaseException:
         # A request that seems to have failed may still write the manifest. Until then, no prune may remove the files.
         if not (store.is_local and store.row_log is None):
-            _leave(lease, store)
+            _leave(lease)
         raise
 
 
-def _leave(lease: Lease | None, store: Store) -> None:
-    """Leave the save's lease until it expires. If the store refused it when the save began, take one now."""
-    lease = lease or Lease.take(store, "save")
+def _leave(lease: Lease | None) -> None:
+    """Leave the save's lease until it expires, unless the store has refused it."""
     if lease is not None:
         lease.leave()
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.distributed_c10d import _get_default_group, _set_pg_timeout
 
-from torchrec_cnr.errors import ConfigurationError, SaveError
+from torchrec_cnr.errors import ConfigurationError, SaveError, StoreError
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.lineage.checkpoint import Checkpoint
 from torchrec_cnr.lineage.journal import is_pruned
@@ -174,6 +174,7 @@ class WriterSave:
         rank: This process's rank.
         is_coordinator: Whether this rank commits.
         lease: On the coordinator, protects the files of the checkpoint from pruning.
+        base: On the coordinator, the checkpoint that this save is based on; None for a baseline.
         fence: On the coordinator, the fence of the job, if the planner has a tracker.
         open_sink: Opens the sink for the rows.
     """
@@ -187,6 +188,7 @@ class WriterSave:
     rank: int = 0
     is_coordinator: bool = False
     lease: Lease | None = None
+    base: Checkpoint | None = None
     fence: Fence | None = None
     open_sink: OpenSink | None = None
 
@@ -226,7 +228,33 @@ class WriterSave:
             if self.lease.base is not None:  # of a checkpoint that a prune removes
                 self.lease.base.release()
             self.lease.base = Lease.take(base.store, "save")
-        return not is_pruned(base.store, base.created_ns)
+        self.base = None if is_pruned(base.store, base.created_ns) else base
+        return self.base is not None
+
+    def take_refused_leases(self) -> None:
+        """Take the leases that the store refused before: otherwise a prune could remove the parent before the commit.
+
+        The parent may be in another root, in which this job may not write. A tag protects it then.
+
+        Raises:
+            SaveError: A prune removes the parent.
+            StoreError: The store refuses a lease again.
+        """
+        self.lease = self.lease or Lease.take(self.store, "save")
+        base = self.base
+        if base is None or (self.lease is not None and self.lease.base is not None):
+            return
+        if not self.protect_base(base):
+            raise SaveError(
+                f"{self.store.url}: nothing was committed, because a prune removes its parent {base.store.url}; save "
+                "again: the next save will be a baseline"
+            )
+        is_own_root = base.store.at("..").url == self.store.at("..").url
+        if is_own_root and (self.lease is None or self.lease.base is None):
+            raise StoreError(
+                f"{self.store.url}: nothing was committed, because the store refuses the leases that protect its "
+                f"parent {base.store.url} from a prune; make both directories writable, and save again"
+            )
 
     def end_lease(self) -> None:
         """End the lease of a save that has committed nothing, so that its files can be pruned."""

@@ -330,6 +330,7 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
             decision = Decision(save.save_id, Since.EVER, policy="Full")
         with record_function("torchrec_cnr.commit"):
             file = file_of(save.store, decision, metadata, results, save.save_id)
+            save.take_refused_leases()
             commit(save.store, file, save.lease, save.fence)
         if save.fence is not None:
             self._destination.committed(save.store, decision, file.manifest)

@@ -3,7 +3,7 @@
 A lease is a small file in the checkpoint's directory. Its name contains its purpose and the time when it expires.
 Pruning keeps a checkpoint with a valid lease, and everything that this checkpoint needs. The owner renews the lease
 while it works, and then removes it. If the owner's process dies, the lease expires; processes on the same machine treat
-it as expired at once. If the lease cannot be written, a save or a load continues without one.
+it as expired at once. If the lease cannot be written, a load or the save of a baseline continues without one.
 
 Leases and prunes use the store's clock, since the clocks of machines may differ by days.
 """
