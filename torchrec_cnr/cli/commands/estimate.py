@@ -96,8 +96,8 @@ def estimate_(
     """Estimate bytes, bandwidth, disk and memory of a model's checkpoints.
 
     Tables are counted as fp32, with row-wise optimizer state. Give --rows and --dim, or --table for each table, or a
-    checkpoint. If that is a delta of the checkpoint right before it, its share of the rows is the default of
-    --modified. The second column shows plain DCP, which writes a full fp32 checkpoint each time. The third one divides
+    checkpoint. The default of --modified is the share that CHECKPOINT stores, if it is a delta of the checkpoint before
+    it. Bits, policy and interval are those of the options, not those of CHECKPOINT. The second column shows plain DCP, which writes a full fp32 checkpoint each time. The third one divides
     it by the first: less than 1 means that torchrec_cnr needs more.
 
     Examples:
@@ -133,7 +133,7 @@ def estimate_(
 
 @dataclass(frozen=True)
 class _Model:
-    """What the options or a checkpoint say of a model.
+    """The tables of a model and their use, from options or from a checkpoint.
 
     Attributes:
         tables: The tables.
