@@ -144,10 +144,12 @@ def _parents(lineage: Lineage) -> str:
 def _rows(checkpoint: Checkpoint) -> str:
     """Return how many rows of tables a checkpoint stores; one that was compacted may have older versions of a row."""
     num_rows, all_rows = checkpoint.num_rows, checkpoint.num_table_rows
-    share = f" ({share_text(num_rows / all_rows)})" if 0 < all_rows >= num_rows else ""
-    older = ", including older versions of rows that the compaction left" if checkpoint.is_compacted else ""
     exact = f"; {checkpoint.num_exact_rows:,} of them in full precision" if checkpoint.num_exact_rows else ""
-    return f"{num_rows:,} of {all_rows:,}{share}{older}{exact}" if all_rows else "no tables"
+    if not all_rows:
+        return "no tables"
+    if checkpoint.is_compacted:
+        return f"{num_rows:,} stored of tables with {all_rows:,}, including older versions of rows{exact}"
+    return f"{num_rows:,} of {all_rows:,} ({share_text(num_rows / all_rows)}){exact}"
 
 
 def _written(checkpoint: Checkpoint) -> str:

@@ -81,7 +81,7 @@ def bare_grid(*columns: str) -> Table:
 def print_columns(
     console: Console, columns: Mapping[str, Sequence[RenderableType]], expendable: Sequence[str] = ()
 ) -> None:
-    """Print a table without its empty columns. If the terminal is too narrow, leave out further columns.
+    """Print a table without its empty columns. If the terminal is too narrow, leave out further columns, and name them.
 
     A table also fits if a ``Dotted`` name must be broken after its dots.
 
@@ -91,9 +91,10 @@ def print_columns(
         expendable: The headings of the columns that may be left out, the least important first.
     """
     shown = {heading: cells for heading, cells in columns.items() if any(map(str, cells))}
+    hidden: list[str] = []
     for left_out in (None, *expendable):
-        if left_out is not None:
-            shown.pop(left_out, None)
+        if left_out is not None and shown.pop(left_out, None) is not None:
+            hidden.append(left_out.lstrip(">"))
         table = grid(*shown)
         for row in zip(*shown.values(), strict=True):
             table.add_row(*row)
@@ -101,6 +102,8 @@ def print_columns(
         if sum(widths) + _GAP * (len(widths) - 1) <= console.width:
             break
     console.print(table)
+    if hidden:
+        console.print(Text(f"a wider terminal also shows: {', '.join(hidden)}", "dim"))
 
 
 def _width(console: Console, cells: Sequence[RenderableType]) -> int:

@@ -269,11 +269,20 @@ class Manifest:
     def row_block_names(self) -> Mapping[RowBlock, str]:
         """The name in messages of each coded block of row numbers; row sets may share blocks."""
         names: dict[RowBlock, str] = {}
-        for index, rows in enumerate(self.row_sets):
+        for name, rows in zip(self._row_set_names, self.row_sets, strict=True):
             for number, block in enumerate(rows.blocks):
                 if block.blob is not None:
-                    names.setdefault(block, f"row set {index} block {number}")
+                    names.setdefault(block, f"{name} block {number}")
         return names
+
+    @cached_property
+    def _row_set_names(self) -> list[str]:
+        """The name in messages of each row set, by the first shard that has it."""
+        names: dict[int, str] = {}
+        for fqn, entry in self.tensors.items():
+            for index, shard in enumerate(entry.shards):
+                names.setdefault(self.row_set_numbers[id(shard.rows)], f"row numbers of {name_of(fqn, entry, index)}")
+        return [names[index] for index in range(len(self.row_sets))]
 
     @property
     def pack_bytes(self) -> int:
@@ -307,11 +316,11 @@ class Manifest:
                 for number, blob in enumerate(shard.blobs):
                     yield f"{name_of(fqn, entry, index)} block {number}", blob
         yielded: set[Blob] = set()  # row sets may share blobs
-        for index, rows in enumerate(self.row_sets):
+        for name, rows in zip(self._row_set_names, self.row_sets, strict=True):
             for number, block in enumerate(rows.blocks):
                 if block.blob is not None and block.blob not in yielded:
                     yielded.add(block.blob)
-                    yield f"row set {index} block {number}", block.blob
+                    yield f"{name} block {number}", block.blob
         for fqn, blob in self.objects.items():
             yield f"object '{fqn}'", blob
 

@@ -20,6 +20,7 @@ from torchrec_cnr.lineage.checkpoint import Checkpoint, Lineage, read_checkpoint
 from torchrec_cnr.lineage.journal import Journal, PrunedCheckpoint
 from torchrec_cnr.lineage.latest import latest
 from torchrec_cnr.lineage.marker_commit import publish_marked
+from torchrec_cnr.lineage.other_roots import needed_of_other_roots
 from torchrec_cnr.maintenance import tags_and_metrics
 from torchrec_cnr.maintenance.file_names import is_replacement, is_uncommitted
 from torchrec_cnr.progress import Progress
@@ -135,12 +136,29 @@ class Catalog:
 
     def missing_files(self, checkpoint: Checkpoint) -> list[str]:
         """Return the data files of a checkpoint that are not there, relative to the root."""
-        links = {name for name, entry in self.entries.items() if entry.is_link}
         return [
             f"{name}/{file}"
             for name, file in self.uses(checkpoint)
-            if name not in links and (name not in self.entries or file not in self.entries[name].files)
+            if name not in self._links and (name not in self.entries or file not in self.entries[name].files)
         ]
+
+    @cached_property
+    def _links(self) -> frozenset[str]:
+        return frozenset(name for name, entry in self.entries.items() if entry.is_link)
+
+    @cached_property
+    def incomplete(self) -> Mapping[str, str]:
+        """Return the checkpoints that lack files or a parent; for those based on them, the ancestor that does."""
+        lacking: dict[str, str] = {}
+        for name, checkpoint in self.checkpoints.items():  # parents come first
+            parent = self.parent(checkpoint)
+            lacks_parent = checkpoint.manifest.parent is not None and parent is None
+            is_elsewhere = bool(needed_of_other_roots(checkpoint.manifest))
+            if self.missing_files(checkpoint) or (lacks_parent and not is_elsewhere):
+                lacking[name] = name
+            elif parent in lacking:
+                lacking[name] = lacking[parent]
+        return lacking
 
     @cached_property
     def newest(self) -> str | None:

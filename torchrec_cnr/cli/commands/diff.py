@@ -26,6 +26,7 @@ from torchrec_cnr.human_text import count_text, percent_text, ratio_text
 from torchrec_cnr.maintenance.catalog import checkpoint_at
 from torchrec_cnr.maintenance.comparison.compare import Comparison, TensorComparison, compare
 
+_DISTANCES = "mean, median and max are distances |b - a| / |a| of the rows that differ"
 _LINES = 10  # of other tensors
 _PLACE = "A checkpoint; or a root, for its newest checkpoint."
 
@@ -78,7 +79,7 @@ def _print(console: Console, found: Comparison, everything: bool) -> None:
     tables = [tensor for tensor in found.tensors if tensor.is_table]
     others = [tensor for tensor in found.tensors if not tensor.is_table and tensor.num_differing]
     if tables:
-        _print_tensors(console, "tables", "", tables, found.tensors)
+        _print_tensors(console, "tables", _DISTANCES, tables, found.tensors)
     if others:
         others.sort(key=lambda tensor: -tensor.num_differing)
         shown = others if everything else others[:_LINES]
@@ -91,7 +92,7 @@ def _print(console: Console, found: Comparison, everything: bool) -> None:
 
 def _relation(found: Comparison) -> str:
     if found.common is None:
-        return "a restore of a and one of b read no checkpoint in common"
+        return "restores of a and b read no checkpoint in common; after a compaction, a restore reads no parents"
     if found.num_own_a and found.num_own_b:
         return f"a and b are both based on {found.common}"
     if found.num_own_a:

@@ -97,8 +97,10 @@ def estimate_(
 
     Tables are counted as fp32, with row-wise optimizer state. Give --rows and --dim, or --table for each table, or a
     checkpoint. The default of --modified is the share that CHECKPOINT stores, if it is a delta of the checkpoint before
-    it. Bits, policy and interval are those of the options, not those of CHECKPOINT. The second column shows plain DCP, which writes a full fp32 checkpoint each time. The third one divides
-    it by the first: less than 1 means that torchrec_cnr needs more.
+    it. Bits, policy and interval are those of the options, not those of CHECKPOINT.
+
+    The second column shows plain DCP, which writes a full fp32 checkpoint each time. The third one divides it by the
+    first: less than 1 means that torchrec_cnr needs more.
 
     Examples:
 

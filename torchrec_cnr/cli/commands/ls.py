@@ -75,7 +75,8 @@ def ls(
     - notes: compacted (a load reads no parent any more, but may read data files in its directory), abandoned, tags,
       dependencies on other roots, missing data files
 
-    A narrow terminal shows fewer columns. If there are more than 40 checkpoints, only the newest are shown.
+    A narrow terminal shows fewer columns, and names those that it leaves out. If there are more than 40
+    checkpoints, only the newest are shown.
 
     Examples:
 
@@ -208,7 +209,8 @@ def _print_table(console: Console, catalog: Catalog, names: Sequence[str]) -> No
         "policy": [name_cell(saved.policy if len(policies) > 1 else "") for _, _, saved in found],
         "notes": [_notes(catalog, name) for name in names],
     }
-    print_columns(console, columns, ["policy", ">rows", ">restore", ">of all", ">age", ">in Kafka", versus, ">written"])
+    expendable = ["policy", ">rows", ">restore", "based on", ">of all", ">age", ">in Kafka", versus, ">written"]
+    print_columns(console, columns, expendable)
 
 
 def _row_share(checkpoint: Checkpoint) -> str:
@@ -228,11 +230,11 @@ def _notes(catalog: Catalog, name: str) -> Text:
     notes += [f"tagged {tag}" for tag in entry.tags]
     notes += [f"needs {posixpath.normpath(posixpath.join(name, path))}" for path in elsewhere]
     text = name_cell(", ".join(notes), "cyan")
-    problems = ["data files missing"] if catalog.missing_files(checkpoint) else []
-    if not elsewhere and checkpoint.parent is not None and catalog.parent(checkpoint) is None:
-        problems.append("parent missing")
-    if problems:
-        text = Text.assemble((", ".join(problems), "red"), ", " if notes else "", text, overflow="fold")
+    lacking = catalog.incomplete.get(name)
+    if lacking is not None:
+        what = "data files" if catalog.missing_files(catalog.checkpoints[lacking]) else "parent"
+        of = "" if lacking == name else f" of {name_text(lacking)}"
+        text = Text.assemble((f"{what}{of} missing", "red"), ", " if notes else "", text, overflow="fold")
     return text
 
 
@@ -252,8 +254,9 @@ def _summary(catalog: Catalog, roots: Sequence[Store]) -> Iterator[str]:
         compacted = f", {num_compacted:,} of them compacted" if num_compacted else ""
         policies = {manifest.policy for manifest in saved}
         policy = f"; policy {name_text(policies.pop())}" if len(policies) == 1 else ""
-        num, newest = count_text(len(saved), "checkpoint"), name_text(catalog.newest or "")
-        yield f"{num}: {kinds}{compacted}{policy}; newest: {newest}"
+        num, newest = count_text(len(saved), "checkpoint"), catalog.newest or ""
+        problem = ", which cannot be restored" if newest in catalog.incomplete else ""
+        yield f"{num}: {kinds}{compacted}{policy}; newest: {name_text(newest)}{problem}"
         yield _sizes(catalog, read_run_history(catalog))
         if any(map(catalog.used_directories, checkpoints.values())):
             yield "compacted checkpoints use data files in other directories: remove checkpoints with cnr prune only"

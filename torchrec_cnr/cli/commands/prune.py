@@ -112,8 +112,10 @@ def _print(plan: PrunePlan, result: PruneResult | None) -> None:
     for removal in plan.removals:
         why = _left_over(removal, plan)
         lines.add_row(Text("remove", "red"), bytes_text(removal.num_bytes), name_cell(removal.entry.name), why)
+    removed_bytes = {removal.entry.name: removal.num_bytes for removal in plan.removals}
     for directory, reasons in plan.stays.items():
-        size = bytes_text(plan.catalog.entries[directory].num_bytes) if directory in plan.catalog.entries else ""
+        entry = plan.catalog.entries.get(directory)
+        size = "" if entry is None else bytes_text(entry.num_bytes - removed_bytes.get(directory, 0))
         lines.add_row(Text("keep", "green"), size, name_cell(directory), name_cell("; ".join(reasons)))
     console.print(lines)
     if plan.catalog.newest in {pruned.name for pruned in plan.pruned}:
