@@ -69,4 +69,4 @@ class DamagedError(LoadError):
 
 
 class StoreError(CNRError, OSError):
-    """A file system operation failed."""
+    """An operation of a file system, an object store or Kafka failed."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from torchrec_cnr.human_text import bytes_text, count_text, number_text, url_text
 
@@ -80,7 +81,7 @@ class Saved:
 
     step: int
     path: str
-    kind: str
+    kind: Literal["baseline", "delta"]
     num_bytes: int
     num_rows: int
     stall_secs: float

@@ -128,7 +128,30 @@ def _load(name: str) -> Any:
 def _usage_text(error: typer.TyperException) -> str:
     context = getattr(error, "ctx", None)
     hint = "" if context is None else f"; see '{context.command_path} --help'"
-    return error.format_message().rstrip(".") + hint
+    return (_invalid_value_text(error) or error.format_message().rstrip(".")) + hint
+
+
+def _invalid_value_text(error: typer.TyperException) -> str | None:
+    """Return what an option must be and what it got, if pydantic, with which Typer checks options, refused it."""
+    details = getattr(error.__cause__, "errors", None)
+    option = getattr(error, "param", None)
+    if details is None or option is None:
+        return None
+    detail = details()[0]
+    bounds = detail.get("ctx", {})
+    match detail["type"]:
+        case "int_parsing" | "int_type" | "int_from_float":
+            what = "must be a whole number"
+        case "greater_than_equal":
+            what = f"must be at least {bounds['ge']}"
+        case "less_than_equal":
+            what = f"must be at most {bounds['le']}"
+        case "value_error":
+            what = str(bounds["error"])
+        case _:
+            what = str(detail["msg"])
+    given = f" (got {detail['input']!r})" * (repr(detail["input"]) not in what)
+    return f"{option.opts[-1]}{':' * (not what.startswith('must'))} {what}{given}"
 
 
 class _LineFormatter(logging.Formatter):

@@ -42,7 +42,7 @@ def parse_table(option: str, text: str, most_rows: int, most_cols: int) -> tuple
         ConfigurationError: It is not ``ROWSxDIM``, or a number is out of bounds.
     """
     parts = re.split("[x×]", text)
-    if len(parts) != 2:
+    if len(parts) != 2 or not all(parts):
         raise ConfigurationError(f"{option} must be ROWSxDIM, such as 400Mx64 (got {text!r})")
     return parse_count(f"{option}: ROWS", parts[0], most_rows), parse_count(f"{option}: DIM", parts[1], most_cols)
 

@@ -34,7 +34,8 @@ class Head:
     Attributes:
         lineage: The checkpoints from the baseline to the newest, by full path.
         created_ns: Unix time of the newest one's commit, in nanoseconds.
-        history: History of the lineage.
+        history: History of the lineage, as it was committed. So all ranks have the same one, although some may have
+            read the lineage before a compaction and others after it.
         num_restores: Number of restores that the newest one's state has been through.
         kinds: The kind of each tensor in the newest one, by FQN.
         baseline_kinds: The kind of each tensor in the baseline.
@@ -172,7 +173,7 @@ class Checkpoint:
         return Head(
             (*below, self.ref),
             self.created_ns,
-            self.manifest.history,
+            self.committed.history,
             self.num_restores,
             kinds,
             kinds if baseline_kinds is None else baseline_kinds,

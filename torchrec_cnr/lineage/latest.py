@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 
-from torchrec_cnr.errors import DamagedError, StoreError, VersionError
+from torchrec_cnr.errors import ConfigurationError, DamagedError, StoreError, VersionError
 from torchrec_cnr.format import manifest_json
 from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.human_text import url_text
@@ -37,9 +37,10 @@ def latest(root: str | os.PathLike[str], *, row_log: RowLog | None = None) -> st
             record of its last checkpoint there, without a manifest in ``root``.
 
     Returns:
-        The path or URL of the checkpoint; None if there is none.
+        The path or URL of the checkpoint; None if there is none, or if ``root`` does not exist.
 
     Raises:
+        ConfigurationError: ``root`` is a file.
         VersionError: A newer version has written the newest checkpoint. Resuming from an older one would lose work
             silently.
         StoreError: ``root`` cannot be listed.
@@ -69,6 +70,7 @@ def newest_first(
         StoreError: ``root`` cannot be listed.
     """
     directory = Store.open(root, row_log=row_log)
+    refuse_file(directory)
     root_names = directory.names()
     names = [name for name in root_names if not is_fence(name) and marked_name(name) is None]
     commit_times = {name: committed_ns(directory.at(name), logging.WARNING) for name in names}
@@ -88,6 +90,16 @@ def newest_first(
             continue
         if with_abandoned or mark_of(checkpoint) not in root_names:
             yield checkpoint
+
+
+def refuse_file(root: Store) -> None:
+    """Refuse a root that is a file: it would look like a root without checkpoints.
+
+    Raises:
+        ConfigurationError: It is a file on a local disk.
+    """
+    if root.is_local and root.exists("") and not root.is_directory():
+        raise ConfigurationError(f"{url_text(root.url)}: a file, not a directory for checkpoints; pass another root")
 
 
 def newest_ns(root: Store) -> int:

@@ -25,11 +25,10 @@ from torchrec_cnr.errors import (
     StoreError,
 )
 from torchrec_cnr.format.manifest import MANIFEST_FILE
-from torchrec_cnr.human_text import url_text
 from torchrec_cnr.lineage.abandoned import mark_abandoned, mark_of
 from torchrec_cnr.lineage.checkpoint import Checkpoint, Head, read_checkpoint
 from torchrec_cnr.lineage.journal import is_pruned
-from torchrec_cnr.lineage.latest import newest_first
+from torchrec_cnr.lineage.latest import newest_first, refuse_file
 from torchrec_cnr.loading.fitting import LoadReport
 from torchrec_cnr.loading.planner import CNRLoadPlanner
 from torchrec_cnr.loading.reader import CNRStorageReader
@@ -80,20 +79,24 @@ def restore_newest(
         thread_count: Number of read requests in flight at the same time.
         row_log: The Kafka topic that contains the rows of deltas, if they are not in files (``KafkaRows``).
         progress: Called with the number of bytes of rows that this rank has read, and the total.
-        chosen: Load this checkpoint and no other.
+        chosen: Load the checkpoint at this path or URL, and no other.
 
     Returns:
-        The path of the loaded checkpoint and the report of the load; None if there is no checkpoint.
+        The path of the loaded checkpoint and the report of the load; None if there is no checkpoint, as in a job that
+        begins.
 
     Raises:
+        ConfigurationError: The root is a file.
         DamagedError: There are checkpoints, but none can be read.
         VersionError: The newest checkpoint was written by a newer version of this library.
         StoreError: The root cannot be listed.
-        CheckpointException: A load failed for another reason, such as a state that does not fit.
+        CheckpointException: A load failed for another reason. ``failures`` has the error of each rank, such as a
+            ``StateMismatchError`` if the state does not fit.
         Exception: ``load_state_dict`` of a value raised it. The next save is then a baseline.
 
     Examples:
-        >>> cnr.restore_newest("run", state, tracker)[0]
+        >>> restored = cnr.restore_newest("run", state, tracker)
+        >>> restored[0] if restored is not None else "begin"
         '/.../run/step-2'
     """
     group = dist.group.WORLD if group is None and dist.is_initialized() else group
@@ -233,11 +236,10 @@ def _is_of(checkpoint: Checkpoint, step: int) -> bool:
 def claimed(root: str) -> CNRError | None:
     """Claim a root, so that other jobs cannot save to it. Return the error for all ranks if another job did."""
     store = Store.open(root)
-    if store.is_local and store.exists("") and not store.is_directory():
-        return ConfigurationError(f"{url_text(root)}: a file, not a directory for checkpoints; pass another root")
     try:
+        refuse_file(store)
         claim(store)
-    except FencedError as error:
+    except (ConfigurationError, FencedError) as error:
         return error
     except StoreError as error:
         logger.warning("cannot claim the root: this job cannot save there, and another job still may: %s", error)
