@@ -38,8 +38,7 @@ class SavePhases:
         staged_bytes: Bytes that an asynchronous save copied.
         plan_secs: Seconds from the beginning of ``dcp.save`` until the first row was read. All ranks plan together.
         encode_secs: Seconds in which rows were gathered and encoded.
-        wait_secs: Seconds in which the save only waited for uploads: too many were in progress, or all rows were
-            encoded.
+        wait_secs: Seconds in which the save waited for uploads and encoded nothing.
         upload_secs: Seconds in which data files were written to the store, summed over all threads. Most of this time
             overlaps with encoding.
         commit_secs: Seconds in which the coordinator checked all results and wrote the manifest.

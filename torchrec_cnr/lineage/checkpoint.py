@@ -76,7 +76,7 @@ class Checkpoint:
         store: The checkpoint's directory.
         committed: The manifest that committed the checkpoint.
         sha256: SHA-256 digest of that manifest, by which other checkpoints refer to this one.
-        manifest: The current manifest: ``committed``, or the one that replaced it when the lineage was compacted.
+        manifest: The current manifest: ``committed``, or the one by which a compaction replaced it.
         manifest_bytes: Total size of its manifest files in bytes.
         manifest_sha256: SHA-256 digest of ``manifest``.
         between: Manifests that replaced ``committed`` and were replaced themselves, oldest first.

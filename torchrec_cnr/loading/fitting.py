@@ -271,7 +271,7 @@ def _lines(mismatches: _Mismatches) -> Iterator[str]:
         )
     if mismatches.missing or mismatches.unexpected:
         yield (
-            "make both sides the same, or pass CNRLoadPlanner(allow_partial_load=True) to dcp.load, which then loads what "
+            "make both sides the same, or pass CNRLoadPlanner(allow_partial_load=True) to dcp.load, which loads what "
             "both have and reports the rest"
         )
     if any(".state." in fqn for fqn in mismatches.unexpected):

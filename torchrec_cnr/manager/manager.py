@@ -192,6 +192,7 @@ class CheckpointManager:
             The committed checkpoint, or None if none was due.
 
         Raises:
+            ConfigurationError: ``step`` or ``state`` is invalid, or this manager was closed.
             CheckpointException, SaveError: All attempts failed. The next checkpoint includes the rows.
         """
         check_count("step", step, 0, MAX_STEP)
@@ -225,9 +226,11 @@ class CheckpointManager:
         reports the outcome of this save.
 
         Returns:
-            A future that completes when the checkpoint is committed, or None if none was started.
+            A future that completes when the checkpoint is committed, or None if none was started. Call :meth:`wait`
+            for the ``Saved``: the result of the future is DCP's metadata.
 
         Raises:
+            ConfigurationError: ``step`` or ``state`` is invalid, or this manager was closed.
             CheckpointException, SaveError: The previous save failed, or is still running and ``when_busy`` is "fail".
         """
         check_count("step", step, 0, MAX_STEP)
@@ -290,7 +293,11 @@ class CheckpointManager:
             logger.info("cannot tell whether the last save was committed; the next save checks it again: %s", error)
 
     def wait(self) -> Saved | None:
-        """Wait for the background save, if there is one. Return its checkpoint, or raise its error."""
+        """Wait for the background save, if there is one, and return its checkpoint.
+
+        Raises:
+            CheckpointException, SaveError: That save failed. The next checkpoint includes the rows.
+        """
         if self._in_flight is None:
             return None
         step, started, stall_secs, future = self._in_flight
@@ -367,7 +374,8 @@ class CheckpointManager:
             CheckpointNotFoundError: There is no checkpoint of that step.
             DamagedError: There are checkpoints, but none can be read.
             CheckpointException: The load failed for another reason, or the named checkpoint cannot be loaded.
-                Or, as of :meth:`wait`, the save in the background failed, and nothing was loaded: call this again.
+                ``failures`` has the error of each rank, such as a ``StateMismatchError``. Or the background save
+                failed, and nothing was loaded: call this again.
         """
         _check_state(state, self._ranks)
         self.wait()

@@ -90,7 +90,8 @@ class CNRSavePlanner(SavePlanner):
     def resolve_last_save(self) -> None:
         """Read from the store how the last save ended, and commit its rows or mark them again.
 
-        Every save begins with this. Call it yourself to update ``tracker.head``. It waits for an asynchronous save.
+        Every save begins with this. Call it yourself if ``tracker.num_modified`` should count since the last save. It
+        waits for an asynchronous save.
 
         Raises:
             SaveError: An asynchronous save does not end.

@@ -265,8 +265,8 @@ class CNRStorageWriter(StorageWriter, AsyncStager):
             save.fence.claim()
         if save.store.exists(MANIFEST_FILE):
             raise CheckpointExistsError(
-                f"{save.store.url} already contains a committed checkpoint; save under another checkpoint_id, or with a "
-                "manager, at another step"
+                f"{save.store.url} already contains a committed checkpoint; save under another checkpoint_id, or "
+                "with a manager, at another step"
             )
         if save.is_coordinator:
             save.lease = Lease.take(save.store, "save")

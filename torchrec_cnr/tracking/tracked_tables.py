@@ -210,7 +210,7 @@ class TrackedRows:
         head: The checkpoint since which the ``marked`` rows were modified; if None, the next save must be a baseline.
         pending: The save whose rows are frozen.
         num_restores: Number of restores from a checkpoint in the history of the tables.
-        saves: The ``CNRSavePlanner`` that takes the snapshots of its saves, as far as a tracker uses it; None without.
+        saves: What the saves of these tables share, set by the first ``CNRSavePlanner``; None before.
     """
 
     def __init__(self, shards: Sequence[TrackedShard]) -> None:

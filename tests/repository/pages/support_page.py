@@ -23,7 +23,7 @@ WAYS = {  # how an optimizer is used, shown with this module and sharding
 TEXT = """# Supported models
 
 This page lists the TorchRec modules, shardings, optimizers and forms of state dicts that the tests save and load.
-`python -m tests.repository.pages.support_page` generates it from these tests, which run on CPUs; do not edit it.
+The tests run on CPUs, and `python -m tests.repository.pages.support_page` makes the page from them.
 
 | entry | meaning |
 |---|---|

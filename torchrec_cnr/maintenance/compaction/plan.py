@@ -79,7 +79,7 @@ class CompactionPlan:
 
     @property
     def live_bytes(self) -> int:
-        """Return the bytes that a load needs: about the size of everything that was ever stored, if stored once."""
+        """Return the bytes that a load needs: those of the newest version of every row, and of the rest."""
         return sum(use.live_bytes for use in self.uses)
 
     @property
