@@ -34,6 +34,7 @@ from .maintenance.tags_and_metrics import tag, untag, write_metrics
 from .maintenance.verification.verify import VerifyReport, verify
 from .manager.background import Background
 from .manager.manager import CheckpointManager
+from .manager.preemption import Preemption
 from .manager.reader_state import ReaderState
 from .manager.restore import restore_newest
 from .policies import Compacted, Consecutive, Full, Intermittent, OneShot, Policy
@@ -102,6 +103,7 @@ __all__ = [
     "NoQuantization",
     "OneShot",
     "Policy",
+    "Preemption",
     "Prune",
     "PrunePlan",
     "PruneResult",

@@ -4,6 +4,8 @@
   maintenance.
 - ``schedule``: when a checkpoint is due, by steps or by seconds, at the same step on all ranks.
 - ``restore``: ``restore_newest``, which loads the newest checkpoint that can be read, the same one on all ranks.
+- ``continuation``: the checkpoint that a run continues from, and the names and checkpoints behind it.
+- ``preemption``: ``Preemption``, after whose signals all ranks save at the same step and the job stops.
 - ``background``: ``Background``, the settings of background saves and compaction.
 - ``callbacks``: calls the user's callbacks, and logs and counts the exceptions that they raise.
 - ``open_roots``: ensures that this process has at most one manager for each root.

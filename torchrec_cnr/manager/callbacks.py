@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
+from torchrec_cnr.arguments import check_callable
 from torchrec_cnr.progress import Saved
 
 logger = logging.getLogger(__name__)
@@ -23,11 +24,16 @@ class Callbacks:
 
     Attributes:
         num_errors: Number of calls that raised an exception.
+
+    Raises:
+        ConfigurationError: An argument is neither a function nor None.
     """
 
     def __init__(
         self, on_saved: Callable[[Saved], None] | None, on_progress: Callable[[str, int, int], None] | None
     ) -> None:
+        check_callable("on_saved", on_saved)
+        check_callable("on_progress", on_progress)
         self.num_errors = 0
         self._on_saved = on_saved
         self._on_progress = on_progress

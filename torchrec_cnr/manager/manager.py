@@ -4,7 +4,6 @@
 checkpoint. After each commit, a thread on the coordinator compacts and prunes. All ranks must make the same calls.
 """
 
-import itertools
 import logging
 import os
 import posixpath
@@ -18,7 +17,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from torchrec_cnr.arguments import check_callable, check_count, check_secs, check_type
+from torchrec_cnr.arguments import check_count, check_secs, check_type
 from torchrec_cnr.errors import CheckpointExistsError, CNRError, ConfigurationError, SaveError, StoreError
 from torchrec_cnr.human_text import url_text
 from torchrec_cnr.lineage.checkpoint import read_checkpoint
@@ -27,19 +26,11 @@ from torchrec_cnr.maintenance.background_upkeep import Upkeep
 from torchrec_cnr.maintenance.pruning.retention import Keep, check_keep
 from torchrec_cnr.manager.background import Background, check_background
 from torchrec_cnr.manager.callbacks import Callbacks
+from torchrec_cnr.manager.continuation import Continuation
 from torchrec_cnr.manager.open_roots import open_roots
+from torchrec_cnr.manager.preemption import Preemption, StopAgreement, check_preemption
 from torchrec_cnr.manager.ranks import RunRanks
-from torchrec_cnr.manager.restore import (
-    BaseLease,
-    Return,
-    abandon_newer,
-    claimed,
-    names_behind,
-    names_behind_head,
-    path_of_step,
-    restore_newest,
-    step_of,
-)
+from torchrec_cnr.manager.restore import claimed, path_of_step, restore_newest, step_of
 from torchrec_cnr.manager.schedule import Schedule
 from torchrec_cnr.policies import MAX_RATIO, Compacted, OneShot, Policy, check_policy
 from torchrec_cnr.progress import Saved, SavePhases
@@ -74,6 +65,7 @@ class CheckpointManager:
         num_retries: How many times a save is retried after the file system refused it.
         thread_count: Number of data files that are read or written at the same time.
         background: Limits on the processor time, memory and compaction of background work.
+        preemption: The signals after which all ranks save and the job stops. By default, none are handled.
         timeout_secs: How many seconds a rank waits for the others in a save, before an error names the missing ranks.
         row_log: Kafka topic (``KafkaRows``) for the rows of deltas and for commit records. By default, both are files.
         on_saved: Called on every rank with each committed checkpoint. :attr:`num_callback_errors` counts exceptions.
@@ -95,8 +87,6 @@ class CheckpointManager:
         >>> manager.close()
     """
 
-    _back_at: Return | None = None  # the checkpoint that was loaded by name, until the next save
-
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -110,12 +100,13 @@ class CheckpointManager:
         num_retries: int = 2,
         thread_count: int = 2,
         background: Background | None = None,
+        preemption: Preemption | None = None,
         timeout_secs: float = 1800.0,
         row_log: RowLog | None = None,
         on_saved: Callable[[Saved], None] | None = None,
         on_progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
-        _check_arguments(tracker, keep, row_log, num_retries, background, on_saved, on_progress)
+        _check_arguments(tracker, keep, row_log, num_retries, background, preemption)
         check_secs("timeout_secs", timeout_secs)
         background = background or Background()
         if policy is None:
@@ -148,17 +139,18 @@ class CheckpointManager:
         self._upkeep: Upkeep | None = None
         open_roots.enter(self._root, self)
         self._ranks = RunRanks(timeout_secs)  # a collective, so after the checks of all arguments
-        self._refuse_different(every_steps, every_secs, timeout_secs)
+        self._refuse_different(every_steps, every_secs, timeout_secs, preemption)
         self._due.share = self._ranks.decide
+        self._stop = StopAgreement(preemption, self._ranks)
         if self._ranks.rank == 0:
             progress = self._callbacks.progress
             self._upkeep = Upkeep(self._root, keep, does_compact, max_ratio, row_log=row_log, progress=progress)
         self.report: LoadReport | None = None
-        names = names_behind_head(Store.open(self._root), tracker.head) if self._ranks.rank == 0 else None
-        self._passed_over: frozenset[str] = self._ranks.decide(names)
-        self._base = BaseLease()
+        self._continuation = Continuation(self._root, row_log, tracker, self._ranks)
 
-    def _refuse_different(self, every_steps: int | None, every_secs: float | None, timeout_secs: float) -> None:
+    def _refuse_different(
+        self, every_steps: int | None, every_secs: float | None, timeout_secs: float, preemption: Preemption | None
+    ) -> None:
         """Raise an error if arguments differ by which each rank decides by itself whether to save, wait or retry."""
         arguments = {
             "every_steps": every_steps,
@@ -166,6 +158,7 @@ class CheckpointManager:
             "num_retries": self._num_retries,
             "timeout_secs": timeout_secs,
             "when_busy": self._when_busy,
+            "preemption": preemption,
         }
         try:
             self._ranks.refuse_different(arguments)
@@ -197,9 +190,10 @@ class CheckpointManager:
         """
         check_count("step", step, 0, MAX_STEP)
         _check_state(state, self._ranks)
-        if not (force or self._due(step)):
-            return None
-        self.wait()
+        return self._save_with_retries(step, state) if self._stop.reach() or force or self._due(step) else None
+
+    def _save_with_retries(self, step: int, state: StateSource) -> Saved:
+        self._wait_before_save(step)
         num_retries = 0
         while True:
             started = time.monotonic()
@@ -227,7 +221,8 @@ class CheckpointManager:
 
         Returns:
             A future that completes when the checkpoint is committed, or None if none was started. Call :meth:`wait`
-            for the ``Saved``: the result of the future is DCP's metadata.
+            for the ``Saved``: the result of the future is DCP's metadata. If the job must stop, the checkpoint is
+            committed when this returns, and the result is the ``Saved``.
 
         Raises:
             ConfigurationError: ``step`` or ``state`` is invalid, or this manager was closed.
@@ -235,6 +230,10 @@ class CheckpointManager:
         """
         check_count("step", step, 0, MAX_STEP)
         _check_state(state, self._ranks)
+        if self._stop.reach():  # nothing may be left to do in the background, as this process will be killed
+            done = Future[Any]()
+            done.set_result(self._save_with_retries(step, state))
+            return done
         if not (force or self._due(step)):
             return None
         if self._when_busy != "wait" and self._ranks.any(self._is_busy):
@@ -251,39 +250,26 @@ class CheckpointManager:
     def _is_committed(self, step: int, error: CheckpointException) -> bool:
         """Return whether a save was refused because the previous attempt, which seemed to fail, committed it."""
         is_existing = all(isinstance(failure, CheckpointExistsError) for failure, _ in error.failures.values())
-        head, path = self._tracker.head, Store.open(self._path(step)).path
+        head, path = self._tracker.head, Store.open(self._continuation.path(step)).path
         return is_existing and head is not None and head.ref.path == path
-
-    def _path(self, step: int) -> str:
-        names = (f"step-{step}" if number == 1 else f"step-{step}-{number}" for number in itertools.count(1))
-        return posixpath.join(self._root, next(name for name in names if name not in self._passed_over))
 
     @property
     def _is_busy(self) -> bool:
         return self._in_flight is not None and not self._in_flight[-1].done()
 
     def _save(self, save_function: Callable[..., Any], step: int, state: StateSource) -> Any:
-        self._leave_other_roots()
-        self._abandon()
+        self._settle_last_save()
+        self._continuation.leave_other_roots()
+        self._continuation.abandon_newer()
         source = state() if callable(state) else state
         check_type("state", source, Mapping, "a mapping, or a function that returns one")
         return save_function(
             dict(source),
-            checkpoint_id=self._path(step),
+            checkpoint_id=self._continuation.path(step),
             storage_writer=self._writer,
             planner=self._planner,
             process_group=self._ranks.group,
         )
-
-    def _leave_other_roots(self) -> None:
-        """Forget a latest checkpoint of another root, because a root should need no other root."""
-        self._settle_last_save()
-        head, pending = self._tracker.head, self._tracker.pending
-        paths = [] if head is None else [head.ref.path]
-        if pending is not None and pending.place is not None:  # it may have been committed
-            paths.append(pending.place[0])
-        if any(Store.open(path).at("..").url != self._root for path in paths):
-            self._tracker.forget()
 
     def _settle_last_save(self) -> None:
         """Find out whether the last save was committed. If one rank raised, the others would wait in a collective."""
@@ -291,6 +277,15 @@ class CheckpointManager:
             self._planner.resolve_last_save()
         except CNRError as error:
             logger.info("cannot tell whether the last save was committed; the next save checks it again: %s", error)
+
+    def _wait_before_save(self, step: int) -> None:
+        """Wait for the background save. Raise its error, unless this save is the last one that the job can make."""
+        try:
+            self.wait()
+        except (CheckpointException, SaveError) as error:
+            if not self.should_stop:
+                raise
+            logger.warning("step %d: saving before the job stops, although the save before has failed: %s", step, error)
 
     def wait(self) -> Saved | None:
         """Wait for the background save, if there is one, and return its checkpoint.
@@ -315,8 +310,8 @@ class CheckpointManager:
         """Report a committed save. Nothing here may raise on one rank alone, since the other ranks have continued."""
         self._due.saved(step)
         self._settle_last_save()
-        self._base.release()
-        path = self._path(step)
+        self._continuation.release()
+        path = self._continuation.path(step)
         if metadata is None or metadata.size is None:
             size = self._ranks.decide(self._size_of(path) if self._ranks.rank == 0 else None)
         else:
@@ -403,26 +398,27 @@ class CheckpointManager:
         if path_and_report is None:
             return None
         loaded_path, self.report = path_and_report
-        restored_step, head = step_of(loaded_path), self._tracker.head
-        self._back_at = None if chosen_path is None or head is None else Return(chosen_path, head.created_ns)
-        if not self._ranks.decide(self._base.take(root, head) if self._ranks.rank == 0 else None):
-            self._tracker.forget()
-        self._passed_over = self._ranks.decide(names_behind(root, restored_step) if self._ranks.rank == 0 else None)
+        restored_step = step_of(loaded_path)
+        self._continuation.restored(restored_step, chosen_path)
         return restored_step
 
-    def _abandon(self) -> None:
-        """Mark newer checkpoints as abandoned, if an older one was loaded by name since the last save."""
-        if self._back_at is not None:
-            root = Store.open(self._root, row_log=self._log)
-            self._ranks.decide(abandon_newer(root, self._back_at) if self._ranks.rank == 0 else None)
-            self._back_at = None
+    @property
+    def should_stop(self) -> bool:
+        """Whether a scheduler will kill the job, so that all ranks have saved and should end; see ``preemption``."""
+        return self._stop.is_reached
+
+    @property
+    def exit_status(self) -> int:
+        """The status to exit with: 0 if the training is complete, or that of ``Preemption`` if the job should stop."""
+        return self._stop.exit_status
 
     def close(self) -> None:
         """Wait for the background save and for maintenance, and end their threads and process groups."""
         try:
             self.wait()
         finally:
-            self._base.release()
+            self._stop.close()
+            self._continuation.release()
             self._writer.close()
             self._ranks.close()
             open_roots.leave(self._root, self)
@@ -431,22 +427,15 @@ class CheckpointManager:
 
 
 def _check_arguments(
-    tracker: object,
-    keep: object,
-    row_log: object,
-    num_retries: object,
-    background: object,
-    on_saved: object,
-    on_progress: object,
+    tracker: object, keep: object, row_log: object, num_retries: object, background: object, preemption: object
 ) -> None:
-    """Check the arguments that neither the writer nor the planner checks."""
+    """Check the arguments that neither the writer nor the planner nor the callbacks check."""
     check_tracker(tracker)
     check_keep(keep)
     check_row_log(row_log)
     check_count("num_retries", num_retries)
     check_background(background)
-    check_callable("on_saved", on_saved)
-    check_callable("on_progress", on_progress)
+    check_preemption(preemption)
 
 
 def _check_state(state: object, ranks: RunRanks) -> None:

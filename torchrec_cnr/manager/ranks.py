@@ -8,11 +8,12 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
@@ -140,6 +141,19 @@ class RunRanks:
     def any(self, is_so: bool) -> bool:
         """Return whether ``is_so`` is true on any rank."""
         return any(self._gathered(is_so))
+
+    def begin_any(self, is_so: bool) -> Callable[[], bool]:
+        """Begin to find out whether ``is_so`` is true on any rank. Return a function that waits for the answer."""
+        if self._deciding is None:
+            return lambda: is_so
+        flag = torch.tensor([is_so], dtype=torch.uint8, device="cpu")
+        work = dist.all_reduce(flag, dist.ReduceOp.MAX, self._deciding, async_op=True)
+
+        def answer() -> bool:
+            work.wait()
+            return bool(flag)
+
+        return answer
 
     def refuse_different(self, arguments: Mapping[str, object]) -> None:
         """Compare the arguments by which each rank decides by itself whether to join a collective.

@@ -5,8 +5,6 @@ import os
 import posixpath
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -24,17 +22,14 @@ from torchrec_cnr.errors import (
     FencedError,
     StoreError,
 )
-from torchrec_cnr.format.manifest import MANIFEST_FILE
-from torchrec_cnr.lineage.abandoned import mark_abandoned, mark_of
-from torchrec_cnr.lineage.checkpoint import Checkpoint, Head, read_checkpoint
-from torchrec_cnr.lineage.journal import is_pruned
+from torchrec_cnr.lineage.abandoned import mark_of
+from torchrec_cnr.lineage.checkpoint import Checkpoint, read_checkpoint
 from torchrec_cnr.lineage.latest import newest_first, refuse_file
 from torchrec_cnr.loading.fitting import LoadReport
 from torchrec_cnr.loading.planner import CNRLoadPlanner
 from torchrec_cnr.loading.reader import CNRStorageReader
 from torchrec_cnr.progress import Progress
 from torchrec_cnr.storage.fences import claim
-from torchrec_cnr.storage.leases import Lease
 from torchrec_cnr.storage.row_log import RowLog
 from torchrec_cnr.storage.store import Store
 from torchrec_cnr.tracking.tracked_tables import TrackedRows
@@ -77,26 +72,23 @@ def restore_newest(
         tracker: A tracker, so that the next save can be a delta that is based on the loaded checkpoint.
         group: The ranks that load together. By default, all ranks of the default process group, if there is one.
         thread_count: Number of read requests in flight at the same time.
-        row_log: The Kafka topic that contains the rows of deltas, if they are not in files (``KafkaRows``).
+        row_log: The Kafka topic of the rows of deltas, if they are not in files (``KafkaRows``).
         progress: Called with the number of bytes of rows that this rank has read, and the total.
-        chosen: Load the checkpoint at this path or URL, and no other.
+        chosen: The path or URL of a checkpoint to load instead.
 
     Returns:
-        The path of the loaded checkpoint and the report of the load; None if there is no checkpoint, as in a job that
-        begins.
+        The path of the loaded checkpoint and the report of the load; None if there is no checkpoint.
 
     Raises:
-        ConfigurationError: The root is a file.
         DamagedError: There are checkpoints, but none can be read.
-        VersionError: The newest checkpoint was written by a newer version of this library.
-        StoreError: The root cannot be listed.
-        CheckpointException: A load failed for another reason. ``failures`` has the error of each rank, such as a
-            ``StateMismatchError`` if the state does not fit.
+        VersionError: A newer version of this library wrote the newest checkpoint.
+        ConfigurationError, StoreError: The root is a file, or cannot be listed.
+        CheckpointException: A load failed for another reason, such as a ``StateMismatchError`` in ``failures``.
         Exception: ``load_state_dict`` of a value raised it. The next save is then a baseline.
 
     Examples:
-        >>> restored = cnr.restore_newest("run", state, tracker)
-        >>> restored[0] if restored is not None else "begin"
+        >>> path, report = cnr.restore_newest("run", state, tracker) or ("nothing to restore", None)
+        >>> path
         '/.../run/step-2'
     """
     group = dist.group.WORLD if group is None and dist.is_initialized() else group
@@ -110,8 +102,7 @@ def restore_newest(
             return path, planner.report
         except CheckpointException as error:
             failures = [failure for failure, _ in error.failures.values()]
-            is_gone = all(isinstance(failure, DamagedError | CheckpointNotFoundError) for failure in failures)
-            if chosen is not None or not is_gone:
+            if chosen or not all(isinstance(item, DamagedError | CheckpointNotFoundError) for item in failures):
                 raise
             logger.warning("cannot restore from %s, trying the previous checkpoint: %s", path, failures[0])
             passed_over.append(f"{path}: {failures[0]}")
@@ -244,108 +235,3 @@ def claimed(root: str) -> CNRError | None:
     except StoreError as error:
         logger.warning("cannot claim the root: this job cannot save there, and another job still may: %s", error)
     return None
-
-
-class BaseLease:
-    """A lease on the checkpoint that a job has loaded, until the job's next save is committed.
-
-    That save may be a delta of the checkpoint. A prune would remove the checkpoint meanwhile if it is not the newest.
-    """
-
-    def __init__(self) -> None:
-        self._lease: Lease | None = None
-
-    def take(self, root: Store, head: Head | None) -> bool:
-        """Protect a checkpoint, and return whether a delta may be based on it.
-
-        It may not if a prune has begun to remove it. A request to remove it may take effect long after the process that
-        sent it has ended.
-        """
-        self.release()
-        if head is None or not _is_in(root, head.ref.path):  # no delta has a parent in another root
-            return True
-        checkpoint = Store.open(head.ref.path)
-        self._lease = Lease.take(checkpoint, "save")
-        try:
-            if not is_pruned(checkpoint, head.created_ns):
-                return True
-            logger.info("%s: a prune removes this checkpoint, so the next save is a baseline", checkpoint.url)
-        except StoreError as error:
-            logger.info("%s: cannot tell whether it is kept, so the next save is a baseline: %s", checkpoint.url, error)
-        self.release()
-        return False
-
-    def release(self) -> None:
-        """Give up the lease, if there is one."""
-        if self._lease is not None:
-            self._lease.release()
-            self._lease = None
-
-
-def names_behind(root: Store, step: int) -> frozenset[str] | CNRError:
-    """Return the names of committed checkpoints of later steps, or an error to raise on all ranks.
-
-    They are there if a restore skipped them or loaded an older one by name. New checkpoints need other names.
-    """
-    try:
-        later_names = [name for name in root.names() if (match := NAME.fullmatch(name)) and int(match[1]) > step]
-        return frozenset(name for name in later_names if root.at(name).exists(MANIFEST_FILE))
-    except CNRError as error:
-        return error
-
-
-def names_behind_head(root: Store, head: Head | None) -> frozenset[str]:
-    """Return the names as :func:`names_behind`, if a new manager gets a tracker whose latest checkpoint is in its root.
-
-    Another manager of this process may have restored it.
-    """
-    if head is None or Store.open(head.ref.path).at("..").url != root.url:
-        return frozenset()
-    match = NAME.fullmatch(posixpath.basename(head.ref.path))
-    names = names_behind(root, int(match[1])) if match else frozenset()
-    if isinstance(names, CNRError):
-        logger.warning("cannot look for later checkpoints, whose names the next saves may not use: %s", names)
-        return frozenset()
-    return names
-
-
-@dataclass(frozen=True)
-class Return:
-    """A checkpoint that a job has loaded by name, and from which it continues.
-
-    Attributes:
-        path: The URL of the checkpoint.
-        created_ns: The time of its commit, in nanoseconds since 1970.
-    """
-
-    path: str
-    created_ns: int
-
-
-def abandon_newer(root: Store, back_at: Return) -> CNRError | None:
-    """Mark the checkpoints as abandoned that are newer than the one from which a job continues.
-
-    The checkpoint may have been pruned since it was loaded. The next save is then a baseline.
-
-    Returns:
-        An error to raise on all ranks, or None.
-    """
-    is_own = _is_in(root, back_at.path)
-    try:
-        checkpoints = newest_first(root, with_abandoned=True)
-        newer = takewhile(lambda checkpoint: not is_own or checkpoint.created_ns > back_at.created_ns, checkpoints)
-        mark_abandoned(root, list(newer), _read_if_there(root, back_at.path) if is_own else None)
-    except CNRError as error:
-        return error
-    return None
-
-
-def _read_if_there(root: Store, path: str) -> Checkpoint | None:
-    try:
-        return read_checkpoint(replace(root, path=Store.open(path).path))
-    except CheckpointNotFoundError:
-        return None
-
-
-def _is_in(root: Store, path: str) -> bool:
-    return Store.open(path).at("..").url == root.url

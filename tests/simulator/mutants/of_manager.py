@@ -9,8 +9,9 @@ from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.lineage.checkpoint import read_checkpoint
 from torchrec_cnr.maintenance.background_upkeep import Upkeep
 from torchrec_cnr.maintenance.compaction import plan
-from torchrec_cnr.manager import manager
+from torchrec_cnr.manager import continuation, manager
 from torchrec_cnr.manager.callbacks import Callbacks
+from torchrec_cnr.manager.continuation import Continuation
 from torchrec_cnr.manager.manager import CheckpointManager
 from torchrec_cnr.saving import planned_save, writer
 from torchrec_cnr.saving.writer import CNRStorageWriter
@@ -50,9 +51,9 @@ def _settles_alone(finish: Any, self: CheckpointManager, step: int, *args: Any) 
     return finish(self, step, *args)
 
 
-def _leaves_alone(leave: Any, self: CheckpointManager) -> None:
+def _resolves_alone(save: Any, self: CheckpointManager, *args: Any) -> Any:
     self._planner.resolve_last_save()
-    leave(self)
+    return save(self, *args)
 
 
 def _with_own_baseline(choose: Any, policy: Any, head: Any, heads: Any, baseline: Any, store: Any) -> Any:
@@ -79,7 +80,7 @@ def _calls(self: Callbacks, name: str, callback: Callable[..., None] | None, *ar
 
 
 def _crosses() -> Any:
-    return replacing(CheckpointManager, "_leave_other_roots", nothing)
+    return replacing(Continuation, "leave_other_roots", nothing)
 
 
 OF_MANAGER: tuple[Mutant, ...] = (
@@ -106,10 +107,14 @@ OF_MANAGER: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a manager raises on one rank before a save",
-        lambda: wrapping(CheckpointManager, "_leave_other_roots", _leaves_alone),
+        lambda: wrapping(CheckpointManager, "_save", _resolves_alone),
     ),
-    Mutant("a return to an older checkpoint abandons nothing", lambda: replacing(manager, "abandon_newer", nothing)),
-    Mutant("names that are taken are used again after a return", lambda: replacing(manager, "names_behind", _no_names)),
+    Mutant(
+        "a return to an older checkpoint abandons nothing", lambda: replacing(continuation, "abandon_newer", nothing)
+    ),
+    Mutant(
+        "names that are taken are used again after a return", lambda: replacing(continuation, "names_behind", _no_names)
+    ),
     Mutant(
         "maintenance forgets what was committed while it worked",
         lambda: wrapping(Upkeep, "run_for", _forgets_what_came_meanwhile),

@@ -1,0 +1,191 @@
+"""The checkpoint that a run continues from: its protection, the names that may not be used again, what is abandoned.
+
+A run continues from the checkpoint that it has restored or saved last. After a restore of an older checkpoint, later
+ones of the same root are there, committed and with names that the next saves would want.
+"""
+
+import itertools
+import logging
+import posixpath
+from dataclasses import dataclass, replace
+from itertools import takewhile
+
+from torchrec_cnr.errors import CheckpointNotFoundError, CNRError, StoreError
+from torchrec_cnr.format.manifest import MANIFEST_FILE
+from torchrec_cnr.lineage.abandoned import mark_abandoned
+from torchrec_cnr.lineage.checkpoint import Checkpoint, Head, read_checkpoint
+from torchrec_cnr.lineage.journal import is_pruned
+from torchrec_cnr.lineage.latest import newest_first
+from torchrec_cnr.manager.ranks import RunRanks
+from torchrec_cnr.manager.restore import NAME
+from torchrec_cnr.storage.leases import Lease
+from torchrec_cnr.storage.row_log import RowLog
+from torchrec_cnr.storage.store import Store
+from torchrec_cnr.tracking.tracked_tables import TrackedRows
+
+logger = logging.getLogger(__name__)
+
+
+class Continuation:
+    """The checkpoint that a run continues from. Its methods are collective.
+
+    Args:
+        root: The URL of the run's root.
+        row_log: The Kafka topic that contains the rows of deltas, if they are not in files.
+        tracker: The tracker, whose head is that checkpoint.
+        ranks: The ranks of the run; rank 0 does all I/O.
+    """
+
+    def __init__(self, root: str, row_log: RowLog | None, tracker: TrackedRows, ranks: RunRanks) -> None:
+        self._root = Store.open(root, row_log=row_log)
+        self._tracker = tracker
+        self._ranks = ranks
+        self._lease = BaseLease()
+        self._back_at: Return | None = None  # the checkpoint that was loaded by name, until the next save
+        names = names_behind_head(self._root, tracker.head) if ranks.rank == 0 else None
+        self._taken: frozenset[str] = ranks.decide(names)
+
+    def path(self, step: int) -> str:
+        """Return the path of the checkpoint of a step, under a name that no other checkpoint has."""
+        names = (f"step-{step}" if number == 1 else f"step-{step}-{number}" for number in itertools.count(1))
+        return posixpath.join(self._root.url, next(name for name in names if name not in self._taken))
+
+    def restored(self, step: int, chosen: str | None) -> None:
+        """Continue from the checkpoint of a step that was loaded; ``chosen`` is its path if it was loaded by name.
+
+        Raises:
+            StoreError: The root cannot be listed.
+        """
+        head, is_first = self._tracker.head, self._ranks.rank == 0
+        self._back_at = None if chosen is None or head is None else Return(chosen, head.created_ns)
+        if not self._ranks.decide(self._lease.take(self._root, head) if is_first else None):
+            self._tracker.forget()
+        self._taken = self._ranks.decide(names_behind(self._root, step) if is_first else None)
+
+    def abandon_newer(self) -> None:
+        """Mark newer checkpoints as abandoned, if an older one was loaded by name since the last save.
+
+        Raises:
+            DamagedError, StoreError: As of :func:`abandon_newer`.
+        """
+        if self._back_at is not None:
+            self._ranks.decide(abandon_newer(self._root, self._back_at) if self._ranks.rank == 0 else None)
+            self._back_at = None
+
+    def leave_other_roots(self) -> None:
+        """Forget a latest checkpoint of another root, because a root should need no other root."""
+        head, pending = self._tracker.head, self._tracker.pending
+        paths = [] if head is None else [head.ref.path]
+        if pending is not None and pending.place is not None:  # it may have been committed
+            paths.append(pending.place[0])
+        if any(Store.open(path).at("..").url != self._root.url for path in paths):
+            self._tracker.forget()
+
+    def release(self) -> None:
+        """End the protection of the checkpoint that was loaded: a save is committed, or the run ends."""
+        self._lease.release()
+
+
+class BaseLease:
+    """A lease on the checkpoint that a job has loaded, until the job's next save is committed.
+
+    That save may be a delta of the checkpoint. A prune would remove the checkpoint meanwhile if it is not the newest.
+    """
+
+    def __init__(self) -> None:
+        self._lease: Lease | None = None
+
+    def take(self, root: Store, head: Head | None) -> bool:
+        """Protect a checkpoint, and return whether a delta may be based on it.
+
+        It may not if a prune has begun to remove it. A request to remove it may take effect long after the process that
+        sent it has ended.
+        """
+        self.release()
+        if head is None or not _is_in(root, head.ref.path):  # no delta has a parent in another root
+            return True
+        checkpoint = Store.open(head.ref.path)
+        self._lease = Lease.take(checkpoint, "save")
+        try:
+            if not is_pruned(checkpoint, head.created_ns):
+                return True
+            logger.info("%s: a prune removes this checkpoint, so the next save is a baseline", checkpoint.url)
+        except StoreError as error:
+            logger.info("%s: cannot tell whether it is kept, so the next save is a baseline: %s", checkpoint.url, error)
+        self.release()
+        return False
+
+    def release(self) -> None:
+        """Give up the lease, if there is one."""
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
+
+
+def names_behind(root: Store, step: int) -> frozenset[str] | CNRError:
+    """Return the names of committed checkpoints of later steps, or an error to raise on all ranks.
+
+    They are there if a restore skipped them or loaded an older one by name. New checkpoints need other names.
+    """
+    try:
+        later_names = [name for name in root.names() if (match := NAME.fullmatch(name)) and int(match[1]) > step]
+        return frozenset(name for name in later_names if root.at(name).exists(MANIFEST_FILE))
+    except CNRError as error:
+        return error
+
+
+def names_behind_head(root: Store, head: Head | None) -> frozenset[str]:
+    """Return the names as :func:`names_behind`, if a new manager gets a tracker whose latest checkpoint is in its root.
+
+    Another manager of this process may have restored it.
+    """
+    if head is None or Store.open(head.ref.path).at("..").url != root.url:
+        return frozenset()
+    match = NAME.fullmatch(posixpath.basename(head.ref.path))
+    names = names_behind(root, int(match[1])) if match else frozenset()
+    if isinstance(names, CNRError):
+        logger.warning("cannot look for later checkpoints, whose names the next saves may not use: %s", names)
+        return frozenset()
+    return names
+
+
+@dataclass(frozen=True)
+class Return:
+    """A checkpoint that a job has loaded by name, and from which it continues.
+
+    Attributes:
+        path: The URL of the checkpoint.
+        created_ns: The time of its commit, in nanoseconds since 1970.
+    """
+
+    path: str
+    created_ns: int
+
+
+def abandon_newer(root: Store, back_at: Return) -> CNRError | None:
+    """Mark the checkpoints as abandoned that are newer than the one from which a job continues.
+
+    The checkpoint may have been pruned since it was loaded. The next save is then a baseline.
+
+    Returns:
+        An error to raise on all ranks, or None.
+    """
+    is_own = _is_in(root, back_at.path)
+    try:
+        checkpoints = newest_first(root, with_abandoned=True)
+        newer = takewhile(lambda checkpoint: not is_own or checkpoint.created_ns > back_at.created_ns, checkpoints)
+        mark_abandoned(root, list(newer), _read_if_there(root, back_at.path) if is_own else None)
+    except CNRError as error:
+        return error
+    return None
+
+
+def _read_if_there(root: Store, path: str) -> Checkpoint | None:
+    try:
+        return read_checkpoint(replace(root, path=Store.open(path).path))
+    except CheckpointNotFoundError:
+        return None
+
+
+def _is_in(root: Store, path: str) -> bool:
+    return Store.open(path).at("..").url == root.url
