@@ -14,9 +14,10 @@ from torchrec_cnr.errors import (
     StoreError,
     VersionError,
 )
+from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.format.manifest_parser import VERSION
 from torchrec_cnr.lineage.checkpoint import committed
-from torchrec_cnr.lineage.latest import latest
+from torchrec_cnr.lineage.latest import latest, newest_first
 from torchrec_cnr.storage.store import Store
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -53,6 +54,18 @@ def test_latest_passes_over_what_is_no_checkpoint(root: TensorlessRoot) -> None:
         root.store.at(name).make()
     root.store.at("died").put("5a7e-0-0.safetensors", [b"data"])
     assert latest(root.url) == root.at("good")
+
+
+def test_checkpoints_that_are_pruned_meanwhile_are_passed_over(root: TensorlessRoot) -> None:
+    """Their manifests were listed, and are gone when they are read; the older ones follow."""
+    for number in range(4):
+        root.commit(f"step-{number}", number + 1)
+    found = newest_first(root.url)
+    names = [next(found).store.path.rpartition("/")[2]]
+    for name in ("step-1", "step-2"):
+        root.store.at(name).remove(MANIFEST_FILE)
+    names += [checkpoint.store.path.rpartition("/")[2] for checkpoint in found]
+    assert names == ["step-3", "step-0"]
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "foreign", "another digest"])

@@ -8,6 +8,7 @@ checkpoint of the same name is not affected.
 import re
 from collections.abc import Collection
 
+from torchrec_cnr.errors import CheckpointNotFoundError
 from torchrec_cnr.lineage.checkpoint import Checkpoint, read_lineage
 from torchrec_cnr.storage.store import Store
 
@@ -42,6 +43,9 @@ def mark_abandoned(root: Store, checkpoints: Collection[Checkpoint], back_at: Ch
     if back_at is None:
         return
     marks = {name for name in root.names() if marked_name(name) is not None}
-    lineage = read_lineage(back_at.store).checkpoints if marks else ()
+    try:
+        lineage = read_lineage(back_at.store).checkpoints if marks else ()
+    except CheckpointNotFoundError:  # a prune has removed it
+        return
     for mark in marks.intersection(map(mark_of, lineage)):
         root.remove(mark)

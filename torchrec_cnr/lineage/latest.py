@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 
-from torchrec_cnr.errors import ConfigurationError, DamagedError, StoreError, VersionError
+from torchrec_cnr.errors import CheckpointNotFoundError, ConfigurationError, DamagedError, StoreError, VersionError
 from torchrec_cnr.format import manifest_json
 from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.human_text import url_text
@@ -80,6 +80,9 @@ def newest_first(
     for _, name in sorted(candidates, reverse=True):
         try:
             checkpoint = read_checkpoint(directory.at(name))
+        except CheckpointNotFoundError as error:  # a prune has removed it since its manifest was listed
+            logger.info(_PASSED_OVER, error)
+            continue
         except DamagedError as error:
             logger.warning(_PASSED_OVER, error)
             continue
@@ -124,7 +127,7 @@ def newest_ns(root: Store) -> int:
 def _is_valid(store: Store) -> bool:
     try:
         read_checkpoint(store)
-    except (DamagedError, VersionError):
+    except (CheckpointNotFoundError, DamagedError, VersionError):
         return False
     return True
 

@@ -314,7 +314,10 @@ def checkpoint_at(path: str | os.PathLike[str], row_log: RowLog | None = None) -
 def _with_neighbours(error: CheckpointNotFoundError, store: Store, row_log: RowLog | None) -> CheckpointNotFoundError:
     """Return the error with the newest checkpoint of the parent directory, as the last part of a path may be wrong."""
     above = store.at("..")
-    newest_path = latest(above.url, row_log=row_log) if above.exists("") else None
+    try:
+        newest_path = latest(above.url, row_log=row_log) if above.exists("") else None
+    except CNRError:  # the error below is the one that matters
+        return error
     return error if newest_path is None else CheckpointNotFoundError(f"{error}; newest there: {newest_path}")
 
 

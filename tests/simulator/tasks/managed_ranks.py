@@ -105,7 +105,9 @@ class ManagedRank:
     def _save(self, step: Step, act: Callable[..., Any]) -> None:
         self._model.train()  # two saves of one step would have one name
         number, token = self._model.num_steps, f"{self._run.name}.{step.number}"
-        path = self._manager._path(number)  # of a step that is saved again, after a return, it has another name
+        path = self._manager._continuation.path(
+            number
+        )  # of a step that is saved again, after a return, it has another name
         attempt = self._book.attempts.setdefault(token, Attempt(path, token, self._run, is_managed=True))
         attempt.parts[self._rank] = self._model.snapshot()
         self._begun[number] = attempt
