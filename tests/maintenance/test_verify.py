@@ -189,7 +189,7 @@ def _rewrite(path: Path, blob: Blob, data: bytes) -> None:
 def test_rows_that_do_not_decode_are_found(run: Path) -> None:
     """Digests alone are not enough: row numbers that a faulty writer made up are told, though every digest is right."""
     blobs = dict(cnr.read_checkpoint(run / "step-3").manifest.blobs())
-    key = next(key for key in blobs if key.startswith("row set"))
+    key = next(key for key in blobs if key.startswith("row numbers of tensor"))
     _rewrite(run / "step-3", blobs[key], b"\0" * blobs[key].num_bytes)
     (problem,) = verify(run / "step-3").problems
     assert problem.checkpoint == str(run / "step-3")

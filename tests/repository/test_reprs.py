@@ -27,6 +27,7 @@ VALUES: Mapping[str, Any] = {
     "AdaptiveAsymmetric": cnr.AdaptiveAsymmetric(4, cnr.GreedySearch()),
     "Asymmetric": cnr.Asymmetric(8),
     "Background": cnr.Background(cpu_share=0.5),
+    "Preemption": cnr.Preemption(),
     "ByErrorBudget": cnr.ByErrorBudget(3),
     "ByExpectedRestores": cnr.ByExpectedRestores(3),
     "Best": cnr.Best("loss", largest=False),

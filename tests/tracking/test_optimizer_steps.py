@@ -1,5 +1,6 @@
 """Whose writes those around a step of a torch.optim optimizer are, and which tables and parameters it has."""
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 import torchrec_cnr as cnr
 from tests.support.ranks import RankPools
@@ -100,6 +102,29 @@ def test_gradients_may_be_zeroed_in_a_hook(run: _Run) -> None:
     run.optimizer.step()
     assert run.is_all_marked()
     assert run.num_marked == len(TRAINED)
+
+
+def test_a_tracker_may_be_freed_in_a_step() -> None:
+    """The garbage collector may run while PyTorch iterates over its hooks; trackers that live on mark their rows."""
+    num_before = len(_global_optimizer_pre_hooks)
+    freed = list[cnr.RowTracker]()
+
+    def free(*_: Any) -> None:
+        freed.clear()
+        gc.collect()
+
+    handle = register_optimizer_step_pre_hook(free)  # before those of trackers
+    try:
+        freed.append(cnr.RowTracker(nn.Embedding(ROWS, 4)))
+        run = _Run()
+        run.backward()
+        run.optimizer.step()
+    finally:
+        handle.remove()
+    assert not freed
+    assert run.is_all_marked()
+    run.tracker.close()
+    assert len(_global_optimizer_pre_hooks) <= num_before
 
 
 def test_a_step_that_raises_leaves_no_hook(run: _Run) -> None:

@@ -143,15 +143,15 @@ def _invalid_value_text(error: typer.TyperException) -> str | None:
         case "int_parsing" | "int_type" | "int_from_float":
             what = "must be a whole number"
         case "greater_than_equal":
-            what = f"must be at least {bounds['ge']}"
+            what = f"must be at least {bounds['ge']:g}"
         case "less_than_equal":
-            what = f"must be at most {bounds['le']}"
+            what = f"must be at most {bounds['le']:g}"
         case "value_error":
-            what = str(bounds["error"])
+            what = str(bounds["error"]).rstrip(".")
         case _:
             what = str(detail["msg"])
     given = f" (got {detail['input']!r})" * (repr(detail["input"]) not in what)
-    return f"{option.opts[-1]}{':' * (not what.startswith('must'))} {what}{given}"
+    return f"'{option.opts[-1]}'{':' * (not what.startswith('must'))} {what}{given}"
 
 
 class _LineFormatter(logging.Formatter):

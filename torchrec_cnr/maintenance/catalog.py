@@ -305,7 +305,10 @@ def checkpoint_at(path: str | os.PathLike[str], row_log: RowLog | None = None) -
     store = Store.open(path, row_log=row_log)
     if is_checkpoint(store):
         return store
-    newest_path = latest(path, row_log=row_log)
+    try:
+        newest_path = latest(path, row_log=row_log)
+    except ConfigurationError as error:
+        raise CheckpointNotFoundError(str(error)) from error
     if newest_path is None:
         raise _with_neighbours(no_checkpoint(store), store, row_log)
     return Store.open(newest_path, row_log=row_log)

@@ -7,11 +7,10 @@ itself is not a write, and the hooks distinguish it from one that overwrites a t
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, update_wrapper, wraps
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.utils.hooks import RemovableHandle
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
@@ -19,6 +18,12 @@ from torchrec_cnr.sharding import local_shards, memory_key
 from torchrec_cnr.tracking.tracked_tables import TrackedShard
 
 _WRAPPERS = ("_dmp_wrapped_module", "module")  # parts of a module's path that are in no FQN
+
+
+class Removable(Protocol):
+    """What can be removed, such as the handle of a hook."""
+
+    def remove(self) -> None: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,8 +78,8 @@ class Hooks:
     def __init__(self) -> None:
         self._removals: list[Callable[[], None]] = []
 
-    def add(self, handle: RemovableHandle) -> None:
-        """Record a hook to be removed later."""
+    def add(self, handle: Removable) -> None:
+        """Record a hook, or what has hooks, to be removed later."""
         self._removals.append(handle.remove)
 
     def around(self, owner: nn.Module | type, method: str, around: Callable[..., Any]) -> None:

@@ -91,8 +91,8 @@ class RowTracker(TrackedRows):
         self._references = ReferenceDigests(self.shards if verify_untracked else ())
         self._stepped = optimizer_tables
         if optimizer_tables:
-            for handle in optimizer_tables.watch():
-                self._hooks.add(handle)
+            optimizer_tables.watch()
+            self._hooks.add(optimizer_tables)
 
     def __repr__(self) -> str:
         num_tables = len({shard.rows.name for shard in self.shards})

@@ -6,11 +6,11 @@ gradient (by momentum or weight decay) marks all rows. The first step shows whic
 state is.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
-from weakref import ReferenceType, WeakKeyDictionary, WeakMethod, finalize, ref
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
@@ -65,15 +65,13 @@ class OptimizerTables:
         self._tables.append(OptimizerTable(shard, state))
         return shard
 
-    def watch(self) -> tuple[RemovableHandle, RemovableHandle]:
-        """Watch every optimizer's steps, with hooks that do not keep the tables alive."""
-        handles: tuple[RemovableHandle, RemovableHandle] = (
-            register_optimizer_step_pre_hook(_weakly(self.stepping)),
-            register_optimizer_step_post_hook(_weakly(self.stepped)),
-        )
-        for handle in handles:
-            finalize(self, handle.remove)
-        return handles
+    def watch(self) -> None:
+        """Watch every optimizer's steps, until these tables are removed or nothing else refers to them."""
+        _step_hooks.add(self)
+
+    def remove(self) -> None:
+        """Watch no further steps."""
+        _step_hooks.discard(self)
 
     def stepping(self, optimizer: Optimizer) -> None:
         """Prepare for a step of an optimizer. Called before its own hooks."""
@@ -110,6 +108,45 @@ class OptimizerTables:
                     )
         return stepped_tables
 
+
+class _StepHooks:
+    """The hooks of every optimizer's steps: one pair, for all tables that are watched.
+
+    PyTorch iterates over its global hooks in each step, and Python's garbage collector may free a tracker meanwhile. So
+    only :meth:`discard` removes the hooks, not the end of an object.
+    """
+
+    def __init__(self) -> None:
+        self._watched: WeakSet[OptimizerTables] = WeakSet()
+        self._handles: tuple[RemovableHandle, ...] = ()
+
+    def add(self, tables: OptimizerTables) -> None:
+        """Watch for tables."""
+        self._watched.add(tables)
+        if not self._handles:
+            self._handles = (
+                register_optimizer_step_pre_hook(self._stepping),
+                register_optimizer_step_post_hook(self._stepped),
+            )
+
+    def discard(self, tables: OptimizerTables) -> None:
+        """Watch for these tables no longer."""
+        self._watched.discard(tables)
+        if not self._watched:
+            for handle in self._handles:
+                handle.remove()
+            self._handles = ()
+
+    def _stepping(self, optimizer: Optimizer, *_: Any) -> None:
+        for tables in list(self._watched):
+            tables.stepping(optimizer)
+
+    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        for tables in list(self._watched):
+            tables.stepped(optimizer)
+
+
+_step_hooks = _StepHooks()
 
 _Stepped = tuple[Mapping[str, Any], Tensor, OptimizerTable]
 
@@ -177,18 +214,6 @@ def _moves_rows_with_gradient_only(optimizer: Optimizer, group: Mapping[str, Any
     # In rows without a gradient, Adagrad with eps=0 writes NaN, and maximize turns -0.0 into 0.0.
     is_plain = not any(group.get(name) for name in ("weight_decay", "momentum", "maximize")) and group.get("eps", 1)
     return is_plain and type(optimizer) in (SGD, Adagrad, RowWiseAdagrad)
-
-
-def _weakly(method: Callable[[Optimizer], None]) -> Callable[..., None]:
-    """Return a hook that does not keep the method's object alive."""
-    weak = WeakMethod(method)
-
-    def hook(optimizer: Optimizer, *_: Any) -> None:
-        bound_method = weak()
-        if bound_method is not None:
-            bound_method(optimizer)
-
-    return hook
 
 
 def has_rows(state: Any, num_rows: int) -> bool:
