@@ -308,7 +308,7 @@ def checkpoint_at(path: str | os.PathLike[str], row_log: RowLog | None = None) -
     try:
         newest_path = latest(path, row_log=row_log)
     except ConfigurationError as error:
-        raise CheckpointNotFoundError(str(error)) from error
+        raise no_checkpoint(store) from error
     if newest_path is None:
         raise _with_neighbours(no_checkpoint(store), store, row_log)
     return Store.open(newest_path, row_log=row_log)
