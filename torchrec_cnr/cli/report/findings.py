@@ -97,10 +97,10 @@ def _full_checkpoints(history: RunHistory) -> str:
 def _capacity(history: RunHistory) -> Total:
     highest, model_bytes = history.highest, history.model_bytes
     if highest is None or model_bytes is None:
-        return Total("Capacity now", bytes_text(history.kept_bytes), "no events are known")
+        return Total("Kept now", bytes_text(history.kept_bytes), "no events are known")
     most = max(highest.peak_models, history.kept_bytes / model_bytes)
     now = full_checkpoints_text(history.kept_bytes / model_bytes)
-    return Total("Capacity now", bytes_text(history.kept_bytes), f"{now}; at most {number_text(most)}x")
+    return Total("Kept now", bytes_text(history.kept_bytes), f"{now}; at most {number_text(most)}x")
 
 
 def _newest_restore(history: RunHistory) -> Total:
@@ -133,7 +133,7 @@ def on_cumulative(history: RunHistory) -> str:
 
 
 def on_capacity(history: RunHistory) -> str:
-    """Return the caption of the plot of capacity."""
+    """Return the caption of the plot of bytes kept."""
     highest = history.highest
     if highest is None:
         return ""
@@ -178,7 +178,7 @@ def notes(history: RunHistory) -> tuple[str, ...]:
         more = f" and {len(history.unreadable) - _NUM_NAMED} more" if len(history.unreadable) > _NUM_NAMED else ""
         found.append(f"Directories that cannot be read are not in this report: {which}{more}.")
     if history.log_bytes:
-        found.append(f"{bytes_text(history.log_bytes)} of rows were written to Kafka; capacity counts only files.")
+        found.append(f"{bytes_text(history.log_bytes)} of rows were written to Kafka; kept bytes are those of files.")
     if history.left_bytes:
         left = bytes_text(history.left_bytes)
         found.append(f"{left} of removed checkpoints remain, in data files that other checkpoints use.")
@@ -186,7 +186,7 @@ def notes(history: RunHistory) -> tuple[str, ...]:
         found.append(f"{bytes_text(history.opening_bytes)} were stored here before the first known event.")
     if history.vanished_bytes:
         gone = bytes_text(history.vanished_bytes)
-        found.append(f"{gone} have disappeared without an event; the plot of capacity still includes them.")
+        found.append(f"{gone} have disappeared without an event; the plot of bytes kept still includes them.")
     return tuple(found)
 
 

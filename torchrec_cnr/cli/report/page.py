@@ -51,7 +51,7 @@ _PLOTS = (
     ),
     _Plot(
         "capacity",
-        "Capacity over time",
+        "Bytes kept over time",
         plots.draw_capacity,
         findings.on_capacity,
         lambda history: not history.events,

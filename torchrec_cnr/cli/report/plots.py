@@ -203,7 +203,7 @@ def draw_capacity(history: RunHistory) -> Figure:
     with plot_axes(_UNIT) as (figure, axes):
         axes.fill_between(days, 0, models, color=LIGHT["level"], alpha=0.18, linewidth=0)
         axes.plot(
-            days, models, color=LIGHT["level"], linewidth=1.6 if len(days) < 500 else 0.8, label="capacity", gid="level"
+            days, models, color=LIGHT["level"], linewidth=1.6 if len(days) < 500 else 0.8, label="kept", gid="level"
         )
         axes.axhline(1, color=LIGHT["ink"], linestyle="--", linewidth=1.2, label="1x, a full checkpoint")
         axes.set_ylim(0, 1.08 * max(1.0, models.max()))
@@ -234,7 +234,7 @@ def draw_restores(history: RunHistory) -> Figure:
         axes.plot(places[kept], models[kept], color=LIGHT["quiet"], linewidth=0.6, alpha=0.6)
         axes.axhline(1, color=LIGHT["ink"], linestyle="--", linewidth=1.2, zorder=2.4, label="1x")
         goal = axes.axhline(GOAL_MODELS, color=LIGHT["ink"], linestyle=":", linewidth=1.6, zorder=4)
-        goal.set_label(f"{GOAL_MODELS}x, the goal")
+        goal.set_label(f"{GOAL_MODELS}x, bound of Compacted()")
         axes.set_ylim(max(low - room, 0), high + room)
         number_checkpoints(axes, len(history.saves))
         add_legend(figure)
