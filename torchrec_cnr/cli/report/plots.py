@@ -234,7 +234,7 @@ def draw_restores(history: RunHistory) -> Figure:
         axes.plot(places[kept], models[kept], color=LIGHT["quiet"], linewidth=0.6, alpha=0.6)
         axes.axhline(1, color=LIGHT["ink"], linestyle="--", linewidth=1.2, zorder=2.4, label="1x")
         goal = axes.axhline(GOAL_MODELS, color=LIGHT["ink"], linestyle=":", linewidth=1.6, zorder=4)
-        goal.set_label(f"{GOAL_MODELS}x, bound of Compacted()")
+        goal.set_label(f"{GOAL_MODELS}x, bound")
         axes.set_ylim(max(low - room, 0), high + room)
         number_checkpoints(axes, len(history.saves))
         add_legend(figure)
