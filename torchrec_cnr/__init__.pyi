@@ -35,6 +35,7 @@ from .maintenance.verification.verify import VerifyReport, verify
 from .manager.background import Background
 from .manager.manager import CheckpointManager
 from .manager.preemption import Preemption
+from .manager.random_state import RandomState
 from .manager.reader_state import ReaderState
 from .manager.restore import restore_newest
 from .policies import Compacted, Consecutive, Full, Intermittent, OneShot, Policy
@@ -109,6 +110,7 @@ __all__ = [
     "PruneResult",
     "PrunedCheckpoint",
     "Quantization",
+    "RandomState",
     "ReaderState",
     "RootCommits",
     "RowSubscriber",

@@ -205,7 +205,7 @@ class ReaderState(Generic[Batch]):
         """Return the position of this rank after the last trained batch."""
         stream = io.BytesIO()
         torch.save(self._loader.state_dict() if self._trained is None else self._trained, stream)
-        return {ranked_name(*_own_place()): stream.getvalue()}
+        return {ranked_name(*own_place()): stream.getvalue()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue after the last batch that was trained when this state was saved.
@@ -215,7 +215,7 @@ class ReaderState(Generic[Batch]):
                 saved it.
             DamagedError: It is not a saved position.
         """
-        rank, world_size = _own_place()
+        rank, world_size = own_place()
         saved_state = state_dict[ranked_name(rank, world_size)]
         if isinstance(saved_state, bytes):
             state = unpickled(saved_state, "the data loader state")
@@ -245,5 +245,6 @@ class ReaderState(Generic[Batch]):
             )
 
 
-def _own_place() -> tuple[int, int]:
+def own_place() -> tuple[int, int]:
+    """Return the rank of this process and the number of ranks."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
