@@ -27,7 +27,6 @@ VALUES: Mapping[str, Any] = {
     "AdaptiveAsymmetric": cnr.AdaptiveAsymmetric(4, cnr.GreedySearch()),
     "Asymmetric": cnr.Asymmetric(8),
     "Background": cnr.Background(cpu_share=0.5),
-    "Preemption": cnr.Preemption(),
     "ByErrorBudget": cnr.ByErrorBudget(3),
     "ByExpectedRestores": cnr.ByExpectedRestores(3),
     "Best": cnr.Best("loss", largest=False),
@@ -43,7 +42,9 @@ VALUES: Mapping[str, Any] = {
     "LeastSquares": cnr.LeastSquares((0.1, 0.2)),
     "NoQuantization": cnr.NoQuantization(),
     "OneShot": cnr.OneShot(),
+    "Preemption": cnr.Preemption(),
     "Prune": cnr.Prune(NOW_NS, "step-1", 2000),
+    "RandomState": cnr.RandomState(),
     "Symmetric": cnr.Symmetric(2),
 }
 
