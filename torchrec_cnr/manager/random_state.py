@@ -8,6 +8,7 @@ import io
 import logging
 import random
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -25,6 +26,7 @@ OtherWorldSize = Literal["refuse", "keep"]
 _WHERE = "the state of random number generators"
 
 
+@dataclass(frozen=True)
 class RandomState:
     """The global random number generators of this rank, as a ``Stateful`` to save together with the model.
 
@@ -32,7 +34,7 @@ class RandomState:
     CPUs, and of PyTorch on this process's current GPU if it has used one. Generators that a program makes itself, such
     as ``numpy.random.default_rng()``, are not included.
 
-    Args:
+    Attributes:
         other_world_size: What a load does if another number of ranks has saved the checkpoint, so that the streams of
             numbers cannot go on: "refuse" it, or "keep" the generators as they are, with a warning. Then seed them
             by rank and step.
@@ -51,12 +53,10 @@ class RandomState:
         True
     """
 
-    def __init__(self, *, other_world_size: OtherWorldSize = "refuse") -> None:
-        check_choice("other_world_size", other_world_size, get_args(OtherWorldSize))
-        self._other_world_size = other_world_size
+    other_world_size: OtherWorldSize = "refuse"
 
-    def __repr__(self) -> str:
-        return f"RandomState(other_world_size={self._other_world_size!r})"
+    def __post_init__(self) -> None:
+        check_choice("other_world_size", self.other_world_size, get_args(OtherWorldSize))
 
     def state_dict(self) -> dict[str, bytes]:
         """Return the states of this rank's generators."""
@@ -90,7 +90,7 @@ class RandomState:
 
     def _meet_other_world_size(self, saved: int, now: int) -> None:
         what = f"{_WHERE} was saved by {saved} ranks, and there are {now} now, so their streams of numbers cannot go on"
-        if self._other_world_size == "refuse":
+        if self.other_world_size == "refuse":
             raise StateMismatchError(
                 f'{what}: load with as many ranks, or pass RandomState(other_world_size="keep") and seed them by rank '
                 "and step"

@@ -21,7 +21,7 @@ _WRAPPERS = ("_dmp_wrapped_module", "module")  # parts of a module's path that a
 
 
 class Removable(Protocol):
-    """What can be removed, such as the handle of a hook."""
+    """An object that can be removed from a model, such as the handle of a hook."""
 
     def remove(self) -> None: ...
 
