@@ -310,18 +310,8 @@ def checkpoint_at(path: str | os.PathLike[str], row_log: RowLog | None = None) -
     except ConfigurationError as error:
         raise no_checkpoint(store) from error
     if newest_path is None:
-        raise _with_neighbours(no_checkpoint(store), store, row_log)
+        raise no_checkpoint(store)
     return Store.open(newest_path, row_log=row_log)
-
-
-def _with_neighbours(error: CheckpointNotFoundError, store: Store, row_log: RowLog | None) -> CheckpointNotFoundError:
-    """Return the error with the newest checkpoint of the parent directory, as the last part of a path may be wrong."""
-    above = store.at("..")
-    try:
-        newest_path = latest(above.url, row_log=row_log) if above.exists("") else None
-    except CNRError:  # the error below is the one that matters
-        return error
-    return error if newest_path is None else CheckpointNotFoundError(f"{error}; newest there: {newest_path}")
 
 
 def check_root(catalog: Catalog) -> None:
