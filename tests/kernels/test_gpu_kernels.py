@@ -40,6 +40,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WIDTHS = (1, 2, 5, 16, 33, 64)
 WIDE = 16  # from here on, only as many rows as are searched at a time: the interpreter takes long
 NUM_ROWS, NUM_WIDE_ROWS = 50, 31
+NUM_MANY_ROWS = 400_000
 NUM_KINDS = 30  # rows of special kinds, which are always among them
 
 
@@ -184,10 +185,51 @@ def test_interpreted_kernels_give_the_bytes_of_the_reference_in_all_cases(method
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(LIMIT_SECS)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("method", PLANS)
-def test_compiled_kernels_give_the_bytes_of_the_reference(method: str) -> None:
-    """The same on a GPU."""
-    assert list(all_mismatches(torch.device("cuda"), method)) == []
+def test_compiled_kernels_give_the_bytes_of_the_reference(method: str, dtype: torch.dtype) -> None:
+    """The same on a GPU, where each case compiles kernels of its own."""
+    device = torch.device("cuda", torch.cuda.device_count() - 1)  # not the first if there are several
+    cases = [(method, bits, dtype, width) for bits, width in product(BITS, WIDTHS)]
+    assert [f"{case}: {what}" for case in cases for what in mismatches(*case, device)] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(LIMIT_SECS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_compiled_kernels_give_the_bytes_of_the_cpu_at_scale(dtype: torch.dtype) -> None:
+    """Hundreds of thousands of rows of all magnitudes, which differ in where ranges are rounded and closed."""
+    generator = torch.Generator().manual_seed(0)
+    exponents = torch.randint(-6, 3, (NUM_MANY_ROWS, 1), generator=generator)
+    table = (torch.randn(NUM_MANY_ROWS, 64, generator=generator) * 10.0**exponents).to(dtype)
+    rows = torch.randperm(NUM_MANY_ROWS, generator=generator)[: NUM_MANY_ROWS * 3 // 4]
+    on_device, rows_on_device = table.cuda(), rows.cuda()
+    for method, bits in product(PLANS, (8, 4)):
+        row_bytes = row_bytes_of(64, bits)
+        found, is_exact = fused_rows.encode_rows(on_device, rows_on_device, bits, PLANS[method], row_bytes)
+        expected, expected_exact = cpu.encode_rows(table, rows, bits, PLANS[method], row_bytes)
+        assert torch.equal(is_exact.cpu(), expected_exact), (method, bits)
+        assert torch.equal(found.cpu(), expected), (method, bits)
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_32_bits() -> None:
+    """The last rows of a table of three billion elements."""
+    num_rows = 48_000_000
+    table = torch.zeros(num_rows, 64, dtype=torch.float16, device="cuda")
+    last = torch.randn(1000, 64, generator=torch.Generator().manual_seed(0)).half()
+    table[-1000:] = last.cuda()
+    rows = torch.arange(num_rows - 1000, num_rows, device="cuda")
+    codes, _ = fused_rows.encode_rows(table, rows, 4, PLANS["covering"], 36)
+    expected, _ = cpu.encode_rows(last, torch.arange(1000), 4, PLANS["covering"], 36)
+    assert torch.equal(codes.cpu(), expected)
+    table[-1000:] = 0
+    fused_rows.decode_rows(codes, torch.arange(1000, device="cuda"), 4, 0, table, rows)
+    decoded = torch.empty_like(last)
+    cpu.decode_rows(expected, torch.arange(1000), 4, 0, decoded, torch.arange(1000))
+    assert torch.equal(table[-1000:].cpu(), decoded)
+    assert not table[:1000].any()
 
 
 @pytest.mark.gpu

@@ -16,7 +16,6 @@ import torchrec_cnr as cnr
 from tests.support import zoo
 from tests.support.ranks import RankPools
 from tests.support.zoo import Kind
-from torchrec_cnr.tracking.sharded_tables import KernelMarks
 
 
 def _reuse(ids: Tensor) -> None:
@@ -31,13 +30,6 @@ CASES: dict[str, tuple[list[int], Callable[[Tensor], None]]] = {
 
 
 def _train_odd_ids(rank: int, kind: Kind, dtype: torch.dtype, case: str) -> None:
-    _train_and_compare(kind, dtype, case)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(KernelMarks, "mark", KernelMarks.mark_at_once)  # as on a device
-        _train_and_compare(kind, dtype, case)
-
-
-def _train_and_compare(kind: Kind, dtype: torch.dtype, case: str) -> None:
     job = zoo.build(kind, seed=1)
     tracker = cnr.RowTracker(job.model)
     before = [shard.weight.clone() for shard in tracker.shards]

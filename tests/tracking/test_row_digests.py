@@ -46,7 +46,7 @@ def _random(dtype: torch.dtype, *size: int, seed: int = 0) -> Tensor:
 
 def _digest(tensor: Tensor) -> Tensor:
     blocks = [block for _, block in digest_rows(tensor)]
-    return torch.cat([torch.empty(0, dtype=torch.int64), *blocks])
+    return torch.cat([torch.empty(0, dtype=torch.int64, device=tensor.device), *blocks])
 
 
 def _expected(tensor: Tensor) -> list[int]:

@@ -414,34 +414,27 @@ def test_a_lookup_marks_the_rows_of_its_tables(
 ) -> None:
     """Tables of several features, features without ids or with batches of their own, and ids past the last bag."""
     num_rows, tables, ids = lookup
-    marks = KernelMarks.of(num_rows, [tables.count(table) for table in range(len(num_rows))], CPU)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    marks = KernelMarks.of(num_rows, [tables.count(table) for table in range(len(num_rows))], device)
     rows = [ModifiedRows(str(t), Box((0, 0), (n, 2)), CPU, marks.tables[t]) for t, n in enumerate(num_rows)]
     if is_variable:  # each feature drops as many samples as its number
         ids = [samples[: max(0, len(samples) - number)] for number, samples in enumerate(ids)]
     features = KernelLookup.of(
         nn.Identity(),
-        torch.tensor([value for samples in ids for sample in samples for value in sample], dtype=dtype),
-        torch.tensor([0, *accumulate(len(sample) for samples in ids for sample in samples)], dtype=dtype),
+        torch.tensor([value for samples in ids for sample in samples for value in sample], dtype=dtype).to(device),
+        torch.tensor([0, *accumulate(len(sample) for samples in ids for sample in samples)], dtype=dtype).to(device),
         batch_size_per_feature_per_rank=[[len(samples)] for samples in ids] if is_variable else None,
     )
     beyond = KernelLookup(
         torch.cat((features.ids, features.ids.new_tensor([10, 0]))), features.offsets, features.first_bags
     )
-    lookups = [(marks.mark, features), (marks.mark_by_feature, features), (marks.mark_at_once, features)]
-    for mark, one in (*lookups, (marks.mark_at_once, beyond)):
+    for mark, one in ((marks.mark, features), (marks.mark_by_feature, features), (marks.mark, beyond)):
         marks.marked.zero_()
         mark(one)
         for table, of_table in enumerate(rows):
             of_feature = zip(tables, ids, strict=True)
             expected = {value for t, samples in of_feature for s in samples for value in s if t == table}
             assert set(of_table.marked.nonzero().squeeze(1).tolist()) == expected
-
-
-def test_rows_that_were_pruned_are_not_marked_on_a_device() -> None:
-    """FBGEMM passes over their ids, -1, which would be those of the table before, or of the last one."""
-    marks = KernelMarks.of([4, 3], [1, 1], CPU)
-    marks.mark_at_once(KernelLookup(torch.tensor([-1, 2, -1, 1]), torch.tensor([0, 2, 4])))
-    assert [table.nonzero().squeeze(1).tolist() for table in marks.tables] == [[2], [1]]
 
 
 def test_marks_of_tables_lie_side_by_side() -> None:

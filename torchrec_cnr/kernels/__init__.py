@@ -29,6 +29,7 @@ from torchrec_cnr.kernels.search_plan import SCALE_AND_BIAS_BYTES, SearchPlan
 
 # Triton is installed with torch for CUDA, and is not needed elsewhere.
 _gpu: ModuleType | None = import_module("torchrec_cnr.kernels.gpu.fused_rows") if find_spec("triton") else None
+_gpu_marks: ModuleType | None = import_module("torchrec_cnr.kernels.gpu.mark_rows") if find_spec("triton") else None
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -62,7 +63,15 @@ def encode_rows(
     return cpu.encode_rows(*_on_host(table, rows), bits, plan, row_bytes)
 
 
-def decode_rows(codes: Tensor, positions: Tensor, bits: int, first_col: int, target: Tensor, rows: Tensor) -> None:
+def decode_rows(
+    codes: Tensor,
+    positions: Tensor,
+    bits: int,
+    first_col: int,
+    target: Tensor,
+    rows: Tensor,
+    are_checked: bool = False,
+) -> None:
     """Decode fused rows into rows of a target.
 
     Args:
@@ -73,13 +82,14 @@ def decode_rows(codes: Tensor, positions: Tensor, bits: int, first_col: int, tar
         target: The tensor to write to, [num_rows, num_cols] of fp32, fp16 or bf16; the elements of a row are
             contiguous.
         rows: The rows of ``target`` to write to, int64 [k].
+        are_checked: Whether the caller has checked positions and row numbers; see ``encode_rows``.
 
     Raises:
         ConfigurationError: The target has another dtype or layout, or a row or column does not exist.
     """
-    _check(target, rows)
+    _check(target, rows, are_checked)
     code_bytes = codes.shape[1] - SCALE_AND_BIAS_BYTES
-    _check_codes(codes, positions, (first_col + target.shape[1]) * bits <= 8 * code_bytes)
+    _check_codes(codes, positions, (first_col + target.shape[1]) * bits <= 8 * code_bytes, are_checked)
     if target.is_cuda and _gpu is not None:
         _gpu.decode_rows(codes, positions, bits, first_col, target, rows)
     else:
@@ -99,6 +109,20 @@ def warm_up(table: Tensor, bits: int, plan: SearchPlan, row_bytes: int) -> None:
     """
     if table.is_cuda and _gpu is not None:
         _gpu.warm_up(table, bits, plan, row_bytes)
+
+
+def marks_at_once(device: torch.device) -> bool:
+    """Return whether ``mark_rows`` can mark rows of tables on a device."""
+    return device.type == "cuda" and _gpu_marks is not None
+
+
+def mark_rows(
+    ids: Tensor, first_ids: Tensor, num_bags: int, first_rows: Tensor, end_rows: Tensor, marked: Tensor
+) -> None:
+    """Mark the rows that all features of a kernel look up, on a GPU; see ``gpu.mark_rows``."""
+    if _gpu_marks is None:
+        raise ConfigurationError("rows are marked on a GPU by Triton, which is not installed: pip install triton")
+    _gpu_marks.mark_rows(ids, first_ids, num_bags, first_rows, end_rows, marked)
 
 
 def encode_clusters(table: Tensor, rows: Tensor, bits: int, row_bytes: int) -> tuple[Tensor, Tensor]:
@@ -138,10 +162,11 @@ def _check_encodable(table: Tensor, rows: Tensor, are_checked: bool = False) -> 
         raise ConfigurationError(f"a table without columns has nothing to encode (got {_described(table)})")
 
 
-def _check_codes(codes: Tensor, positions: Tensor, has_columns: bool) -> None:
+def _check_codes(codes: Tensor, positions: Tensor, has_columns: bool, are_checked: bool = False) -> None:
     if codes.dtype is not torch.uint8 or not has_columns:
         raise ConfigurationError(f"codes are not of rows with so many columns (got {_described(codes)})")
-    check_numbers(positions, len(codes))
+    if not are_checked:
+        check_numbers(positions, len(codes))
 
 
 def check_numbers(rows: Tensor, num_rows: int) -> None:

@@ -352,9 +352,24 @@ def warm_up(scheme: Scheme, table: Tensor) -> None:
 
 def _cheapest(bits: int, rows: Tensor) -> LeastSquares:
     ladder: Sequence[LeastSquares] = LADDERS[bits]
+    if rows.device.type != "cpu":  # where each result of its own would have to be waited for
+        *errors, best = torch.stack([_mean_error_on_device(bits, search, rows) for search in ladder]).tolist()
+        is_good = [error <= best * _PLATEAU for error in errors]
+        return next((search for search, good in zip(ladder, is_good, strict=False) if good), ladder[-1])
     plateau = mean_error(AdaptiveAsymmetric(bits, ladder[-1]), rows) * _PLATEAU
     cheaper = (search for search in ladder[:-1] if mean_error(AdaptiveAsymmetric(bits, search), rows) <= plateau)
     return next(cheaper, ladder[-1])
+
+
+def _mean_error_on_device(bits: int, search: LeastSquares, rows: Tensor) -> Tensor:
+    """Return ``mean_error`` as a tensor on the device of the rows, without waiting for it."""
+    numbers = all_rows(rows)
+    codes, is_exact = AdaptiveAsymmetric(bits, search).encode_without_waiting(rows, numbers)
+    decoded = torch.empty_like(rows)
+    kernels.decode_rows(codes, numbers, bits, 0, decoded, numbers, are_checked=True)
+    norms = torch.linalg.vector_norm(decoded.double() - rows.double(), dim=1)
+    mean: Tensor = norms.where(~is_exact, 0.0).sum() / (~is_exact).sum().clamp(min=1)
+    return mean
 
 
 def mean_error(scheme: Scheme, rows: Tensor) -> float:

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -221,9 +222,13 @@ def _spread(num_rows: int) -> Tensor:
     """Return row numbers, all or many of them. Multiples of the golden ratio share no period with patterns of rows."""
     if num_rows <= SAMPLE_ROWS:
         return torch.arange(num_rows, device="cpu")
-    return (
-        (torch.arange(64 * SAMPLE_ROWS, dtype=torch.float64, device="cpu") * _GOLDEN_RATIO).frac() * num_rows
-    ).long()
+    return (_fractions() * num_rows).long()
+
+
+@lru_cache(maxsize=1)
+def _fractions() -> Tensor:
+    """Return numbers from 0 to 1, float64."""
+    return (torch.arange(64 * SAMPLE_ROWS, dtype=torch.float64, device="cpu") * _GOLDEN_RATIO).frac()
 
 
 def write_all_rows(packs: PackWriter, sources: Sequence[EncodingInput]) -> tuple[RowSet, Sequence[EncodedShard]]:

@@ -7,7 +7,7 @@ with another process, it also takes only one file descriptor, however many tenso
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TypeGuard
@@ -20,6 +20,7 @@ from torchrec_cnr.kernels.gpu.pinned_memory import PinnedMemory
 from torchrec_cnr.quantization import Encoded, KMeans, NoQuantization, Scheme
 from torchrec_cnr.quantization.scheme import DeviceScheme, positions
 from torchrec_cnr.saving.running_saves import RunningSave
+from torchrec_cnr.tracking.modified_rows import DeviceRows
 
 # Bytes of rows that a device gathers or encodes in one step.
 DEVICE_BLOCK_BYTES = 256 << 20
@@ -168,13 +169,59 @@ def has_kernel(scheme: Scheme) -> TypeGuard[DeviceScheme]:
     return not isinstance(scheme, KMeans | NoQuantization)
 
 
+class Copies:
+    """Copies from a device to pinned memory, beside the device's other work: each begins when its source is complete.
+
+    Args:
+        device: The device of the sources; copies from the host's memory are complete when the call returns.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def begin(self, target: Tensor, source: Tensor) -> None:
+        """Copy a tensor that nothing changes before the device has finished."""
+        if self._stream is None:
+            target.copy_(source)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(source.device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        source.record_stream(self._stream)  # or its memory could be used again before it is copied
+
+    def wait(self) -> None:
+        """Wait until all copies are complete."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+def number_blocks(
+    rows: Tensor | DeviceRows | None, num_rows: int, max_rows: int, device: torch.device
+) -> Iterator[Tensor]:
+    """Yield the numbers of some rows of a shard in blocks, int64 [at most max_rows] on its device.
+
+    Args:
+        rows: The rows, on the device; or their numbers, int64 [k] on the host; None for all.
+        num_rows: Number of rows of the shard.
+        max_rows: Numbers in a block.
+        device: The device.
+    """
+    if rows is None:
+        for start in range(0, num_rows, max_rows):
+            yield torch.arange(start, min(num_rows, start + max_rows), device=device)
+    elif isinstance(rows, DeviceRows):
+        yield from rows.blocks(max_rows)
+    elif len(rows):
+        yield from (block.to(device) for block in rows.split(max_rows))
+
+
 @dataclass(frozen=True, eq=False)
 class StartedCodes:
     """Rows of a shard that are being encoded and copied to the host. The host has not waited for the device yet.
 
     Attributes:
         source: The shard, [num_rows, num_cols].
-        numbers: int64 [k], on the host: the rows; None for all.
+        numbers: int64 [k], on the host: the rows, complete when the copies are; None for all.
         scheme: Scheme by which they are encoded.
         codes: Memory for the codes.
         is_exact: For each block of rows, bool [n] on the shard's device: rows that codes cannot represent.
@@ -208,49 +255,51 @@ class StartedCodes:
 
 def start_codes(
     source: Tensor,
+    rows: Tensor | DeviceRows | None,
     numbers: Tensor | None,
     scheme: DeviceScheme,
-    take: Callable[[tuple[int, ...], torch.dtype], BufferTensor],
+    codes: BufferTensor,
+    copies: Copies,
 ) -> StartedCodes:
     """Begin to encode rows of a table on its device, and to copy the codes to the host; do not wait for the device.
 
-    Only CUDA itself may wait until the stream has done its earlier work. It copies the numbers, which are not in pinned
-    memory.
-
     Args:
         source: [num_rows, num_cols], with contiguous rows.
-        numbers: int64 [k], on the host: the rows; None for all. Do not change it until the device has finished.
+        rows: The rows, or their numbers on the host; None for all.
+        numbers: Where the numbers will be on the host, int64 [k]; None for all rows.
         scheme: Scheme by which rows are encoded.
-        take: Function that returns memory for the codes.
+        codes: Memory for the codes.
+        copies: The copies from the source's device.
 
     Raises:
         ConfigurationError: A row number is out of range.
     """
-    if numbers is not None:
-        check_numbers(numbers, len(source))  # on the host: the result of a check on the device has to be waited for
-    num_rows = len(source) if numbers is None else len(numbers)
-    codes = take((num_rows, scheme.row_bytes(source.shape[1], source.dtype)), torch.uint8)
-    target, are_exact = codes.tensor(), []
+    if isinstance(rows, Tensor):
+        check_numbers(rows, len(source))  # on the host: the result of a check on the device has to be waited for
+    target, are_exact, start = codes.tensor(), [], 0
     block_rows = max(1, DEVICE_BLOCK_BYTES // max(1, source[:1].nbytes))
-    for start in range(0, num_rows, block_rows):
-        stop = min(num_rows, start + block_rows)
-        if numbers is None:
-            block = torch.arange(start, stop, device=source.device)
-        else:
-            block = numbers[start:stop].to(source.device, non_blocking=True)
+    for block in number_blocks(rows, len(source), block_rows, source.device):
         encoded, is_exact = scheme.encode_without_waiting(source, block)
-        target[start:stop].copy_(encoded, non_blocking=True)
+        copies.begin(target[start : start + len(block)], encoded)
         are_exact.append(is_exact)
+        start += len(block)
     return StartedCodes(source, numbers, scheme, codes, tuple(are_exact))
 
 
-def finish_codes(started: Sequence[StartedCodes]) -> list[StagedCodes]:
+def finish_codes(started: Sequence[StartedCodes], wait: Callable[[], None]) -> list[StagedCodes]:
     """Wait once for each device to learn which blocks have exact rows, and copy these rows.
 
     Codes may still be in transit to the host.
+
+    Args:
+        started: The codes of all tables.
+        wait: Called before the row numbers are read, if there are exact rows: waits for the copies.
     """
     by_device: dict[torch.device, list[Tensor]] = {}
     for codes in started:
         by_device.setdefault(codes.source.device, []).extend(is_exact.any() for is_exact in codes.is_exact)
-    has_exact = {device: iter(torch.stack(flags).tolist() if flags else []) for device, flags in by_device.items()}
+    found = {device: torch.stack(flags).tolist() if flags else [] for device, flags in by_device.items()}
+    if any(map(any, found.values())):
+        wait()
+    has_exact = {device: iter(flags) for device, flags in found.items()}
     return [codes.finished(list(islice(has_exact[codes.source.device], len(codes.is_exact)))) for codes in started]

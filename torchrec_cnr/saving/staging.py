@@ -16,6 +16,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -40,12 +41,14 @@ from torchrec_cnr.saving.running_saves import running_saves
 from torchrec_cnr.saving.sinks import RowDestination
 from torchrec_cnr.saving.staged_values import (
     DEVICE_BLOCK_BYTES,
+    Copies,
     StagedValue,
     StagingBuffer,
     StagingBuffers,
     finish_codes,
     has_kernel,
     is_quantized_first,
+    number_blocks,
     padded_bytes,
     start_codes,
 )
@@ -58,7 +61,7 @@ from torchrec_cnr.sharding import (
     memory_key,
     wait_for_devices,
 )
-from torchrec_cnr.tracking.modified_rows import ModifiedRows, RowList, RowMask
+from torchrec_cnr.tracking.modified_rows import DeviceRows, ModifiedRows, RowList, RowMask
 from torchrec_cnr.tracking.tracked_tables import TrackedRows, trackers
 
 
@@ -69,16 +72,17 @@ class ShardCopy:
     Attributes:
         key: The shard.
         source: Its live values.
-        numbers: int64 [k], the rows to copy, or None for all. On the host, because those of all tables take much
-            memory.
-        rows: The modified rows, by their positions in the copy; None if all rows must be stored.
+        numbers: The rows to copy, or None for all: int64 [k] on the host; or, for a table on another device, the
+            rows there, whose numbers are copied to the host with their values.
+        rows: The modified rows, by their positions in the copy; None if all rows must be stored. Its parts are missing
+            until the numbers are on the host.
         scheme: Scheme by which the device encodes rows before the copy; None if values are copied.
         is_live: Whether the shard is not copied, because it exceeds the limit, but written before training continues.
     """
 
     key: ShardKey
     source: Tensor
-    numbers: Tensor | None
+    numbers: Tensor | DeviceRows | None
     rows: StagedRows | None
     scheme: DeviceScheme | None = None
     is_live: bool = False
@@ -119,7 +123,7 @@ def plan_staging(live: Mapping[str, Any], cut: Cut, rules: SchemeRules, max_byte
 
 
 def _copies(live: Mapping[str, Any], cut: Cut) -> list[ShardCopy]:
-    selected: dict[int, tuple[Tensor | None, StagedRows]] = {}
+    selected: dict[int, tuple[Tensor | DeviceRows | None, StagedRows]] = {}
     copies = []
     since = _since(cut)
     is_alone = not dist.is_initialized() or dist.get_world_size() == 1
@@ -159,15 +163,19 @@ def _host_masks(item: TrackedItem, modified: ModifiedRows, cut: Cut) -> tuple[No
     return None, replace(rows, parts=tuple(masks))
 
 
-def _lists(item: TrackedItem, modified: ModifiedRows, cut: Cut) -> tuple[Tensor, StagedRows]:
-    """Return the numbers of the modified rows to copy, and the same rows by their positions in the copy."""
+def _lists(item: TrackedItem, modified: ModifiedRows, cut: Cut) -> tuple[Tensor | DeviceRows, StagedRows]:
+    """Return the modified rows to copy, and the same rows by their positions in the copy."""
     since, captured = _since(cut), cut.captured(item, modified)
+    if modified.marked.device.type != "cpu":
+        return modified.select_on_device(since, cut.is_by_heat(since)), StagedRows(since, (), b"", captured)
     parts = modified.select_numbers(since, cut.is_by_heat(since))
-    lists, first_position = [], 0
-    for numbers in parts:
-        lists.append(RowList(numbers, first_position))
-        first_position += len(numbers)
-    return torch.cat(parts) if len(parts) > 1 else parts[0], StagedRows(since, tuple(lists), b"", captured)
+    return torch.cat(parts) if len(parts) > 1 else parts[0], StagedRows(since, _in_turn(parts), b"", captured)
+
+
+def _in_turn(parts: Sequence[Tensor]) -> tuple[RowList, ...]:
+    """Return the rows of parts that are copied one after another."""
+    firsts = accumulate(map(len, parts), initial=0)
+    return tuple(RowList(numbers, first) for numbers, first in zip(parts, firsts, strict=False))
 
 
 def _over(max_bytes: int, copies: Sequence[ShardCopy], cut: Cut) -> frozenset[ShardKey]:
@@ -203,7 +211,9 @@ def _scheme_of(shard_copy: ShardCopy, cut: Cut, rules: SchemeRules) -> DeviceSch
     is_table = source.dim() == 2 and source.stride(1) == 1 and math.prod(shard_copy.shape) > 0
     if item is None or not is_table or not is_quantized_first(source):
         return None
-    scheme = choose_scheme(rules, item.fqn, item.is_table, source, shard_copy.numbers, cut.num_restores)
+    rows = shard_copy.numbers
+    selected = [RowMask(rows.mask)] if isinstance(rows, DeviceRows) else rows
+    scheme = choose_scheme(rules, item.fqn, item.is_table, source, selected, cut.num_restores)
     return scheme if has_kernel(scheme) else None
 
 
@@ -262,19 +272,29 @@ def _staged(
     copies = plan_staging(live, cut, options.rules, options.max_bytes)
     to_copy = [shard_copy for shard_copy in copies if not shard_copy.is_live]
     copies_by_memory = {shard_copy.memory: shard_copy for shard_copy in to_copy}
+    on_devices = {id(rows): rows for rows in (each.numbers for each in to_copy) if isinstance(rows, DeviceRows)}
     is_on_device = any(shard_copy.source.device.type == "cuda" for shard_copy in to_copy)
-    buffer = buffers.take(
-        sum(shard_copy.num_bytes for shard_copy in copies_by_memory.values()), is_on_device, staged_save.running
-    )
+    num_bytes = sum(padded_bytes((len(rows),), torch.int64) for rows in on_devices.values())
+    num_bytes += sum(shard_copy.num_bytes for shard_copy in copies_by_memory.values())
+    buffer = buffers.take(num_bytes, is_on_device, staged_save.running)
+    numbers = {key: buffer.take((len(rows),), torch.int64).tensor() for key, rows in on_devices.items()}
     try:
-        by_memory = _copied(copies_by_memory, buffer)
-    finally:  # copies that have begun read the row numbers, and write to the buffer, which the next save may use
+        by_memory = _copied(copies_by_memory, on_devices, numbers, buffer)
+    finally:  # copies that have begun write to the buffer, which the next save may use
         wait_for_devices(shard_copy.source for shard_copy in to_copy)
     values: dict[ShardKey, StagedValue] = {shard_copy.key: by_memory[shard_copy.memory] for shard_copy in to_copy}
     values |= {shard_copy.key: shard_copy.source for shard_copy in copies if shard_copy.is_live}
+    rows_by_id = {
+        id(rows): replace(rows, parts=_in_turn(numbers[id(on_device)].split(on_device.part_sizes)))
+        for rows, on_device in ((shard_copy.rows, shard_copy.numbers) for shard_copy in to_copy)
+        if rows is not None and isinstance(on_device, DeviceRows)
+    }
     items = {
         shard_copy.key: replace(
-            cut.items[shard_copy.key], values=values[shard_copy.key], rows=shard_copy.rows, live_state=None
+            cut.items[shard_copy.key],
+            values=values[shard_copy.key],
+            rows=rows_by_id.get(id(shard_copy.rows), shard_copy.rows),
+            live_state=None,
         )
         for shard_copy in copies
         if shard_copy.key in cut.items
@@ -285,37 +305,67 @@ def _staged(
     return _stand_ins(live, values, staged_save.cut)
 
 
-def _copied(copies_by_memory: Mapping[object, ShardCopy], buffer: StagingBuffer) -> dict[object, StagedValue]:
-    """Return copies by memory, some of them still in progress. All encoding begins before any wait."""
-    started_codes = {
-        memory: start_codes(shard_copy.source, shard_copy.numbers, shard_copy.scheme, buffer.take)
-        for memory, shard_copy in copies_by_memory.items()
-        if shard_copy.scheme is not None
-    }
-    copies = {
-        memory: _copy(shard_copy, buffer)
+def _copied(
+    copies_by_memory: Mapping[object, ShardCopy],
+    on_devices: Mapping[int, DeviceRows],
+    numbers: Mapping[int, Tensor],
+    buffer: StagingBuffer,
+) -> dict[object, StagedValue]:
+    """Return copies by memory, some of them still in progress. All encoding begins before any wait.
+
+    Args:
+        copies_by_memory: The shards to copy.
+        on_devices: Rows on devices, by their id.
+        numbers: Where to copy their numbers.
+        buffer: The staging buffer.
+    """
+    devices = {shard_copy.source.device for shard_copy in copies_by_memory.values()}
+    copies = {device: Copies(device) for device in devices}
+    for key, rows in on_devices.items():
+        start = 0
+        for block in rows.blocks(len(rows)):
+            copies[rows.mask.device].begin(numbers[key][start : start + len(block)], block)
+            start += len(block)
+    started_codes = {}
+    for memory, shard_copy in copies_by_memory.items():
+        if shard_copy.scheme is not None:
+            source, rows_to_copy = shard_copy.source, shard_copy.numbers
+            on_host = numbers[id(rows_to_copy)] if isinstance(rows_to_copy, DeviceRows) else rows_to_copy
+            row_bytes = shard_copy.scheme.row_bytes(source.shape[1], source.dtype)
+            codes = buffer.take((shard_copy.shape[0], row_bytes), torch.uint8)
+            started_codes[memory] = start_codes(
+                source, rows_to_copy, on_host, shard_copy.scheme, codes, copies[source.device]
+            )
+    values = {
+        memory: _copy(shard_copy, buffer, copies[shard_copy.source.device])
         for memory, shard_copy in copies_by_memory.items()
         if memory not in started_codes
     }
-    return {**copies, **dict(zip(started_codes, finish_codes(list(started_codes.values())), strict=True))}
+
+    def wait() -> None:
+        for device_copies in copies.values():
+            device_copies.wait()
+
+    return {**values, **dict(zip(started_codes, finish_codes(list(started_codes.values()), wait), strict=True))}
 
 
-def _copy(shard_copy: ShardCopy, buffer: StagingBuffer) -> StagedValue:
+def _copy(shard_copy: ShardCopy, buffer: StagingBuffer, copies: Copies) -> StagedValue:
     """Copy the values of a shard, or of some of its rows."""
-    source, numbers = shard_copy.source, shard_copy.numbers
+    source, rows = shard_copy.source, shard_copy.numbers
     if source.layout is not torch.strided or dtype_name(source) not in DTYPES:
         return source.to("cpu", copy=True)  # the writer will refuse it, with its name in the message
     buffer_tensor = buffer.take(shard_copy.shape, source.dtype)
     target = buffer_tensor.tensor()
-    if numbers is None:
-        target.copy_(source, non_blocking=True)
-    elif source.device.type == "cpu":
-        gather_rows(source, numbers, target)
+    if rows is None:
+        copies.begin(target, source)
+    elif isinstance(rows, Tensor) and source.device.type == "cpu":
+        gather_rows(source, rows, target)
     else:
+        start = 0
         block_rows = max(1, DEVICE_BLOCK_BYTES // max(1, source[:1].nbytes))
-        for target_block, rows in zip(target.split(block_rows), numbers.split(block_rows), strict=True):
-            block = rows.to(source.device, non_blocking=True)
-            target_block.copy_(source.index_select(0, block), non_blocking=True)
+        for block in number_blocks(rows, len(source), block_rows, source.device):
+            copies.begin(target[start : start + len(block)], source.index_select(0, block))
+            start += len(block)
     return buffer_tensor
 
 

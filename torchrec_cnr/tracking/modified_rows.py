@@ -253,6 +253,10 @@ class ModifiedRows:
             return (rows,)
         return tuple(RowMask(rows.mask & (heat == value)) for value in range(MAX_HEAT + 1))
 
+    def select_on_device(self, since: Since, is_by_heat: bool) -> "DeviceRows":
+        """Return the rows of :meth:`select_parts`. Waits for the device once, to learn how many rows there are."""
+        return DeviceRows.of(self._selected(since).mask(), self.heat if is_by_heat else None)
+
     def select_numbers(self, since: Since, is_by_heat: bool) -> tuple[Tensor, ...]:
         """Return the row numbers of :meth:`select_parts`, int64 [k] on the host."""
         heat = self.heat if is_by_heat else None
@@ -265,6 +269,56 @@ class ModifiedRows:
             for value, part in enumerate(parts):
                 part.append(numbers[heat_of_numbers == value].cpu())
         return tuple(part[0] if len(part) == 1 else torch.cat(part) for part in parts)
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceRows:
+    """Rows of one shard on a device, whose numbers are computed window by window, without waiting for the device.
+
+    All numbers at a time would take more memory than a device may have left: 8 bytes for each modified row.
+
+    Attributes:
+        mask: bool [num_rows].
+        heat: int8 [num_rows], if the rows are divided into parts, one for each heat; otherwise there is one part.
+        counts: For each part, the number of its rows in each window.
+    """
+
+    mask: Tensor
+    heat: Tensor | None
+    counts: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, mask: Tensor, heat: Tensor | None) -> "DeviceRows":
+        """Count the rows, and return them; waits for the device once."""
+        rows = cls(mask, heat, ())
+        num_parts = 1 if heat is None else MAX_HEAT + 1
+        counts = [rows._members(part, start).count_nonzero() for part in range(num_parts) for start in rows._windows]
+        per_part = torch.stack(counts).view(num_parts, -1).tolist() if counts else [[]] * num_parts
+        return cls(mask, heat, tuple(map(tuple, per_part)))
+
+    def __len__(self) -> int:
+        return sum(self.part_sizes)
+
+    @property
+    def part_sizes(self) -> list[int]:
+        """The number of rows of each part."""
+        return [sum(counts) for counts in self.counts]
+
+    def blocks(self, max_rows: int) -> Iterator[Tensor]:
+        """Yield the numbers of the rows, int64 [at most max_rows] on the device: part by part, increasing in each."""
+        for part, counts in enumerate(self.counts):
+            for start, count in zip(self._windows, counts, strict=True):
+                if count:
+                    numbers = torch.nonzero_static(self._members(part, start), size=count).squeeze(1) + start
+                    yield from numbers.split(max_rows)
+
+    @property
+    def _windows(self) -> range:
+        return range(0, len(self.mask), _WINDOW_ROWS)
+
+    def _members(self, part: int, start: int) -> Tensor:
+        window = slice(start, start + _WINDOW_ROWS)
+        return self.mask[window] if self.heat is None else self.mask[window] & (self.heat[window] == part)
 
 
 @dataclass(frozen=True, eq=False)

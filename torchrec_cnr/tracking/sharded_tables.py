@@ -15,6 +15,7 @@ from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbedding,
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
+from torchrec_cnr import kernels
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.format.boxes import Box
 from torchrec_cnr.tracking.hooks import Hook, Hooks, modules_below, on_gradient, watch_loads
@@ -214,51 +215,54 @@ class KernelMarks:
     """The marks of all tables of a kernel in one tensor, so that a device can mark a lookup in one operation.
 
     Attributes:
-        marked: bool [rows of all tables + 1]; the last one is for ids that are no row of any table.
+        marked: bool [rows of all tables].
         tables: Views of the marks of each table.
         of_feature: For each feature, the index of its table.
         first_rows: int64 [num_features], on the device: where the marks of each feature's table begin.
+        end_rows: int64 [num_features], on the device: where they end.
     """
 
     marked: Tensor
     tables: tuple[Tensor, ...]
     of_feature: tuple[int, ...]
     first_rows: Tensor
+    end_rows: Tensor
 
     @classmethod
     def of(cls, num_rows: Sequence[int], num_features: Sequence[int], device: torch.device) -> "KernelMarks":
         """Return marks for tables with these numbers of rows and of features."""
-        marked = torch.zeros(sum(num_rows) + 1, dtype=torch.bool, device=device)
+        marked = torch.zeros(sum(num_rows), dtype=torch.bool, device=device)
         of_feature = [table for table, num in enumerate(num_features) for _ in range(num)]
-        first_rows = torch.tensor([sum(num_rows[:table]) for table in of_feature], device=device)
-        return cls(marked, marked[:-1].split(list(num_rows)), tuple(of_feature), first_rows)
+        bounds = list(accumulate(num_rows, initial=0))
+        first_rows = torch.tensor([bounds[table] for table in of_feature], device=device)
+        end_rows = torch.tensor([bounds[table + 1] for table in of_feature], device=device)
+        return cls(marked, marked.split(list(num_rows)), tuple(of_feature), first_rows, end_rows)
 
     def mark(self, lookup: KernelLookup) -> None:
         """Mark the rows of a lookup."""
-        if lookup.ids.device.type == "cpu":
-            self.mark_by_feature(lookup)
-        else:
+        if kernels.marks_at_once(lookup.ids.device):
             self.mark_at_once(lookup)
+        else:
+            self.mark_by_feature(lookup)
 
     def mark_by_feature(self, lookup: KernelLookup) -> None:
-        """Mark the rows of one feature after another, which is faster on CPUs."""
+        """Mark the rows of one feature after another. On a device, this waits to learn how many ids each has."""
         first_ids = lookup.first_ids(len(self.of_feature)).tolist()
         for table, (start, stop) in zip(self.of_feature, pairwise(first_ids), strict=True):
             if start < stop:
                 self.tables[table].index_fill_(0, lookup.ids[start:stop].long(), True)
 
     def mark_at_once(self, lookup: KernelLookup) -> None:
-        """Mark all rows without reading from the device how many ids each feature has, which would wait for it.
+        """Mark the rows of all features in one operation, without waiting for the device.
 
-        The device adds to each id the position of its table's marks, as FBGEMM's ``linearize_cache_indices`` does.
+        FBGEMM skips -1, a row that was pruned; so does this.
         """
         num_features = len(self.of_feature)
-        stops = lookup.first_ids(num_features)[1:].contiguous()
-        positions = torch.arange(len(lookup.ids), dtype=stops.dtype, device=stops.device)
-        feature = torch.searchsorted(stops, positions, right=True)
-        rows = self.first_rows[feature.clamp(max=num_features - 1)] + lookup.ids
-        is_row = (feature < num_features) & (lookup.ids >= 0)  # FBGEMM skips -1, a row that was pruned
-        self.marked.index_fill_(0, rows.where(is_row, len(self.marked) - 1), True)
+        if lookup.first_bags is None:
+            first_ids, num_bags = lookup.offsets, (len(lookup.offsets) - 1) // max(1, num_features)
+        else:
+            first_ids, num_bags = lookup.first_ids(num_features), 1
+        kernels.mark_rows(lookup.ids, first_ids, num_bags, self.first_rows, self.end_rows, self.marked)
 
 
 class FusedStates:

@@ -3,7 +3,6 @@
 - ``accuracy``: the loss of accuracy by restores from quantized checkpoints.
 - ``coding``: speed of uniform quantization and of k-means.
 - ``error``: error of every scheme and width.
-- ``gpu``: speed of the CUDA kernels.
 - ``movement``: distances that rows move between checkpoints.
 - ``search``: error and speed of adaptive quantization.
 """

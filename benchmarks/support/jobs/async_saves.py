@@ -42,7 +42,8 @@ class Lineage:
         """Mark rows as modified."""
         sizes = self._model.sizes
         for index in range(sizes.num_tables):
-            rows = torch.randperm(sizes.num_rows)[: round(self._share * sizes.num_rows)]
+            num_rows = round(self._share * sizes.num_rows)
+            rows = torch.randperm(sizes.num_rows, device=self._model.device)[:num_rows]
             self._tracker.mark(f"t{index}", rows)
 
     def save(self) -> "Future[Any]":
@@ -77,9 +78,7 @@ class DCPSaves:
     def save(self) -> "Future[Any]":
         """Begin a save."""
         state = {f"t{index}": table for index, table in enumerate(self._model.tables())}
-        optimizer = self._model.sharded.fused_optimizer.state_dict()["state"]
-        for name, values in optimizer.items():
-            state |= {f"{name}.{key}": value.local_shards()[0].tensor for key, value in values.items()}
+        state |= self._model.optimizer_tensors()
         writer = FileSystemWriter(self._folder, sync_files=False)
         future: Future[Any] = dcp.async_save(state, storage_writer=writer)  # type: ignore[assignment, attr-defined]
         return future

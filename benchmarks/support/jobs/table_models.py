@@ -25,12 +25,14 @@ from torchrec_cnr.format.manifest_json import forget
 
 SAMPLED_EVERY = 97
 CHUNK_ROWS = 1 << 16  # rows per lookup when many rows are modified
+CPU = torch.device("cpu")
 
 
 @contextmanager
-def one_rank(folder: Path) -> Iterator[None]:
-    """Create a process group of only this process, for the duration of the context."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=0, world_size=1)
+def one_rank(folder: Path, device: torch.device = CPU) -> Iterator[None]:
+    """Create a process group of only this process, for the duration of the context; with NCCL if there is a GPU."""
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder}/group", rank=0, world_size=1)
     try:
         yield
     finally:
@@ -61,12 +63,14 @@ class TableModel:
 
     Attributes:
         sizes: The sizes of its tables.
+        device: The device of its tables.
         sharded: The model in ``DistributedModelParallel``.
     """
 
-    def __init__(self, sizes: TableSizes, seed: int = 0) -> None:
+    def __init__(self, sizes: TableSizes, seed: int = 0, device: torch.device = CPU) -> None:
         torch.manual_seed(seed)
         self.sizes = sizes
+        self.device = device
         self._names = [f"t{index}" for index in range(sizes.num_tables)]
         tables = EmbeddingBagCollection(
             device=torch.device("meta"),
@@ -79,12 +83,12 @@ class TableModel:
         )
         apply_optimizer_in_backward(RowWiseAdagrad, tables.parameters(), {"lr": 0.05})
         plan = construct_module_sharding_plan(
-            tables, dict.fromkeys(self._names, table_wise(rank=0)), local_size=1, world_size=1, device_type="cpu"
+            tables, dict.fromkeys(self._names, table_wise(rank=0)), local_size=1, world_size=1, device_type=device.type
         )
         self.sharded = DistributedModelParallel(
             nn.Sequential(tables),
             env=ShardingEnv.from_process_group(dist.group.WORLD),
-            device=torch.device("cpu"),
+            device=device,
             plan=ShardingPlan({"0": plan}),
         )
 
@@ -95,6 +99,15 @@ class TableModel:
     def tables(self) -> list[Tensor]:
         """Return the live values of each table."""
         return [table.local_shards()[0].tensor for table in self.sharded.state_dict().values()]
+
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        """Return the live optimizer state as plain tensors, by name."""
+        states = self.sharded.fused_optimizer.state_dict()["state"]
+        return {
+            f"{name}.{key}": value.local_shards()[0].tensor
+            for name, values in states.items()
+            for key, value in values.items()
+        }
 
     def clear(self) -> None:
         """Clear all rows and the cache of manifests, as in a new process."""
@@ -122,7 +135,7 @@ class TableModel:
             ids_per_sample: Number of consecutive ids that are pooled.
         """
         values = torch.cat(list(ids))
-        lengths = torch.full((len(values) // ids_per_sample,), ids_per_sample, dtype=torch.int64)
+        lengths = torch.full((len(values) // ids_per_sample,), ids_per_sample, dtype=torch.int64, device=values.device)
         return KeyedJaggedTensor([f"f_{name}" for name in self._names], values, lengths=lengths)
 
     def step(self, batch: KeyedJaggedTensor) -> None:
@@ -132,7 +145,7 @@ class TableModel:
     def modify(self, share: float) -> None:
         """Train once on each row of a random share of every table's rows."""
         num_rows = round(share * self.sizes.num_rows)
-        rows = [torch.randperm(self.sizes.num_rows)[:num_rows] for _ in self._names]
+        rows = [torch.randperm(self.sizes.num_rows, device=self.device)[:num_rows] for _ in self._names]
         for chunks in zip(*(table_rows.split(CHUNK_ROWS) for table_rows in rows), strict=True):
             if len(chunks[0]):
                 self.step(self.batch(chunks))

@@ -1,8 +1,9 @@
 """Rows that are quantized when they are staged: the same bytes as of rows that are quantized in the background."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,9 +27,17 @@ from torchrec_cnr.progress import SavePhases
 from torchrec_cnr.quantization import HalfPrecision
 from torchrec_cnr.saving import staged_values, staging
 from torchrec_cnr.saving.plug_in_messages import STAGED
-from torchrec_cnr.saving.staged_values import BufferTensor, StagingBuffer, finish_codes, start_codes
+from torchrec_cnr.saving.staged_values import (
+    BufferTensor,
+    Copies,
+    StagingBuffer,
+    StartedCodes,
+    finish_codes,
+    start_codes,
+)
 from torchrec_cnr.sharding import local_shards
-from torchrec_cnr.tracking.modified_rows import RowMask
+from torchrec_cnr.tracking import modified_rows
+from torchrec_cnr.tracking.modified_rows import DeviceRows, RowMask
 
 SCHEMES: list[Any] = [
     cnr.Asymmetric(4),
@@ -39,6 +48,15 @@ SCHEMES: list[Any] = [
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
+def start(
+    table: Tensor, rows: Tensor | DeviceRows | None, numbers: Tensor | None, scheme: Any, take: Callable[..., Any]
+) -> StartedCodes:
+    """Begin to encode rows of a table."""
+    num_rows = len(table) if rows is None else len(rows)
+    codes = take((num_rows, scheme.row_bytes(table.shape[1], table.dtype)), torch.uint8)
+    return start_codes(table, rows, numbers, scheme, codes, Copies(table.device))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 @settings(deadline=None)
@@ -47,10 +65,20 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
     num_rows=st.integers(1, 60),
     num_bad=st.integers(0, 5),
     is_part=st.booleans(),
+    is_by_mask=st.booleans(),
     block_rows=st.integers(1, 70),
+    window_rows=st.integers(1, 70),
 )
 def test_any_rows_of_codes_are_those_of_the_scheme(
-    scheme: Any, device: str, seed: int, num_rows: int, num_bad: int, is_part: bool, block_rows: int
+    scheme: Any,
+    device: str,
+    seed: int,
+    num_rows: int,
+    num_bad: int,
+    is_part: bool,
+    is_by_mask: bool,
+    block_rows: int,
+    window_rows: int,
 ) -> None:
     """Also where some cannot be represented."""
     generator = torch.Generator().manual_seed(seed)
@@ -59,17 +87,34 @@ def test_any_rows_of_codes_are_those_of_the_scheme(
     numbers = torch.randperm(num_rows, generator=generator)[: num_rows // 2 + 1].sort().values if is_part else None
     arena = StagingBuffer()
     arena.clear(1 << 16, is_pinned=False)
-    with mock.patch.object(staged_values, "DEVICE_BLOCK_BYTES", block_rows * 7 * 4):
-        (staged,) = finish_codes([start_codes(table.to(device), numbers, scheme, arena.take)])
+    selected: Tensor | DeviceRows | None = numbers
+    if numbers is not None and is_by_mask:
+        mask = torch.zeros(num_rows, dtype=torch.bool).index_fill(0, numbers, True)
+        selected = DeviceRows(mask.to(device), None, ())
+    with (
+        mock.patch.object(staged_values, "DEVICE_BLOCK_BYTES", block_rows * 7 * 4),
+        mock.patch.object(modified_rows, "_WINDOW_ROWS", window_rows),
+    ):
+        if isinstance(selected, DeviceRows):
+            selected = DeviceRows.of(selected.mask, None)  # counted in these windows
+        started = start(table.to(device), selected, numbers, scheme, arena.take)
+        (staged,) = finish_codes([started], partial(_wait, device))
+    _wait(device)
     rows = table if numbers is None else table[numbers]
     assert staged.tensor().shape == rows.shape
 
     some = torch.randperm(len(rows), generator=generator)[: len(rows) // 2 + 1].sort().values
     found, exact_values = staged.encoded(some)
     wanted = scheme.encode(rows[some])
-    assert torch.equal(found.codes, wanted.codes.cpu())
+    is_coded = torch.ones(len(some), dtype=torch.bool).index_fill(0, wanted.exact.cpu(), False)
+    assert torch.equal(found.codes[is_coded], wanted.codes.cpu()[is_coded])
     assert torch.equal(found.exact, wanted.exact.cpu())
     assert torch.equal(exact_values.view(torch.int32), rows[some][wanted.exact.cpu()].view(torch.int32))
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 def _on_nowhere(shape: tuple[int, ...], dtype: torch.dtype) -> BufferTensor:
@@ -77,10 +122,10 @@ def _on_nowhere(shape: tuple[int, ...], dtype: torch.dtype) -> BufferTensor:
     return BufferTensor(memory, 0, shape, dtype)
 
 
-@pytest.mark.parametrize("is_part", [False, True])
+@pytest.mark.parametrize("kind", ["all", "numbers", "mask"])
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_rows_are_encoded_and_copied_without_a_look_at_them(
-    scheme: Any, is_part: bool, monkeypatch: pytest.MonkeyPatch
+    scheme: Any, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a device without values, whoever wants to know one fails, as he would wait on another device."""
 
@@ -91,9 +136,11 @@ def test_rows_are_encoded_and_copied_without_a_look_at_them(
     monkeypatch.setattr(cpu, "encode_rows", encode_rows)
     monkeypatch.setattr(staged_values, "DEVICE_BLOCK_BYTES", 700)
     table = torch.empty(100, 7, device="meta")
-    numbers = torch.arange(0, 100, 2) if is_part else None
-    started = start_codes(table, numbers, scheme, _on_nowhere)
-    assert [len(part) for part in started.is_exact] == ([25, 25] if is_part else [25] * 4)
+    numbers = torch.arange(0, 100, 2)
+    mask = DeviceRows(torch.empty(100, dtype=torch.bool, device="meta"), None, ((50,),))
+    selected = {"all": None, "numbers": numbers, "mask": mask}[kind]
+    started = start(table, selected, numbers, scheme, _on_nowhere)
+    assert [len(part) for part in started.is_exact] == ([25] * 4 if kind == "all" else [25, 25])
     with pytest.raises((NotImplementedError, RuntimeError)):
         scheme.encode(table)
 
@@ -119,8 +166,9 @@ def test_a_device_is_waited_for_once_for_all_tables(monkeypatch: pytest.MonkeyPa
     tables[3][8, 0] = float("inf")
     arena = StagingBuffer()
     arena.clear(1 << 16, is_pinned=False)
-    found = finish_codes([start_codes(table, None, cnr.Asymmetric(4), arena.take) for table in tables])
-    assert waits == ["flags", "4 rows"]
+    started = [start(table, None, None, cnr.Asymmetric(4), arena.take) for table in tables]
+    found = finish_codes(started, lambda: waits.append("copies"))
+    assert waits == ["flags", "copies", "4 rows"]
     assert [codes.exact.tolist() for codes in found] == [[]] * 3 + [[8]] + [[]] * 16
     assert found[3].exact_values.equal(tables[3][8:9])
 
@@ -131,7 +179,7 @@ def test_rows_that_are_not_there_are_not_staged(row: int) -> None:
     arena = StagingBuffer()
     arena.clear(1 << 16, is_pinned=False)
     with pytest.raises(cnr.ConfigurationError, match=f"rows {row} to {row} are asked for, of 10"):
-        start_codes(torch.ones(10, 4), torch.tensor([row]), cnr.Asymmetric(4), arena.take)
+        start(torch.ones(10, 4), torch.tensor([row]), torch.tensor([row]), cnr.Asymmetric(4), arena.take)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
