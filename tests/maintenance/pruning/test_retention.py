@@ -10,9 +10,12 @@ from tests.maintenance.pruning.roots_to_prune import NOON_NS, hourly, kept
 from tests.support.roots import DAY_NS, Root
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.human_text import bytes_text, count_text, instant_text, name_text
+from torchrec_cnr.lineage.abandoned import mark_abandoned
+from torchrec_cnr.lineage.checkpoint import read_checkpoint
 from torchrec_cnr.maintenance.pruning.plan import plan_prune
 from torchrec_cnr.maintenance.pruning.retention import Best, Keep
 from torchrec_cnr.maintenance.tags_and_metrics import tag, untag, write_metrics
+from torchrec_cnr.storage.store import Store
 
 numbers = count()
 
@@ -69,6 +72,17 @@ def test_tagged_ones_stay(root: Root) -> None:
     assert kept(plan_prune(root.url, Keep(last=1))) == {"0", "2"}
     untag(root.at("0"), "v1.0")
     assert kept(plan_prune(root.url, Keep(last=1))) == {"2"}
+
+
+def test_abandoned_ones_do_not_count_unless_all_are(root: Root) -> None:
+    """All are if the one that a job went back to was pruned, and the job has saved nothing since."""
+    hourly(root, 3)
+    checkpoints = [read_checkpoint(root.at(str(number))) for number in range(3)]
+    mark_abandoned(Store.open(root.url), checkpoints[1:], None)
+    assert kept(plan_prune(root.url, Keep(last=2))) == {"0"}
+    mark_abandoned(Store.open(root.url), checkpoints[:1], None)
+    assert kept(plan_prune(root.url, Keep(last=2))) == {"1", "2"}
+    assert kept(plan_prune(root.url, Keep(last=0, daily=1))) == {"2"}
 
 
 @pytest.mark.parametrize(

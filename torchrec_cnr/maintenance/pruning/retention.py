@@ -116,6 +116,9 @@ class Keep:
     def choose(self, candidates: Sequence[tuple[Entry, Checkpoint]]) -> Mapping[str, tuple[str, ...]]:
         """Return the names of the wanted checkpoints, each with the reasons why it is wanted.
 
+        Abandoned checkpoints are passed over by rules about the newest ones. If all are abandoned, none is passed over:
+        a job has gone back to a checkpoint that was pruned meanwhile, and has not saved since.
+
         Args:
             candidates: The checkpoints that can be loaded, in any order.
 
@@ -124,7 +127,7 @@ class Keep:
         """
         newest_first = sorted(candidates, key=lambda item: (item[1].created_ns, item[0].name), reverse=True)
         reasons: dict[str, list[str]] = {}
-        not_abandoned = [(entry, checkpoint) for entry, checkpoint in newest_first if not entry.is_abandoned]
+        not_abandoned = [item for item in newest_first if not item[0].is_abandoned] or newest_first
         for entry, _ in not_abandoned[: self.last]:
             reasons.setdefault(entry.name, []).append(f"one of the newest {self.last}" if self.last > 1 else "newest")
         for name, reason in self._newest_of_days(not_abandoned).items():
