@@ -12,7 +12,7 @@ STAMP := .venv/.complete
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input
 TYPED := $(wildcard torchrec_cnr examples benchmarks)
 
-.PHONY: help .venv demo check test lint types quick unit test-full bench bench-full docs clean
+.PHONY: help .venv demo check test lint types quick unit test-full bench bench-full gpu docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z.-]*\):.*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | \
@@ -59,6 +59,10 @@ bench: .venv ## run the benchmarks that take minutes
 
 bench-full: .venv ## run all benchmarks; takes more than an hour
 	$(BIN)/python -m benchmarks --full --plots build/plots --json build/figures.json
+
+gpu: ## on a machine with CUDA and with the environment of `make gpu PYTHON=...`: tests and benchmarks that need a GPU
+	$(PYTHON) -m pytest -m gpu --numprocesses 4
+	$(PYTHON) -m benchmarks gpu-kernels gpu-stall gpu-marking gpu-loads --json build/gpu.json
 
 docs: .venv ## build the documentation as a site, in build/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir build/site

@@ -1,6 +1,7 @@
 """Code that the benchmarks share.
 
 - ``confidence_intervals``: means over seeds, with their confidence intervals.
+- ``devices``: the device that benchmarks for GPUs use.
 - ``process_memory``: resident memory now and at its peak.
 - ``processes``: runs a benchmark in another process.
 - ``registry``: finds the benchmarks in the folder of runners.

@@ -57,7 +57,10 @@ def rank_memory(sizing: Sizing, largest_share: float) -> RankMemory:
     staged_bytes = _staged_bytes(sizing)
     baseline = _buffer_bytes(staged_bytes)
     num_modified = largest_share * sizing.rank_rows
-    delta = _buffer_bytes(largest_share * staged_bytes) + _NUMBER_BYTES * num_modified
+    # On a GPU, the numbers are in the staging buffer, too.
+    delta = (
+        _buffer_bytes(largest_share * staged_bytes) + (SLACK if sizing.is_on_gpu else 1) * _NUMBER_BYTES * num_modified
+    )
     buffers = BUFFER_BYTES + _THREAD_COUNT * PACK_BYTES + 2 * BLOCK_BYTES
     num_masks = 0 if largest_share == 0 else _NUM_MASKS_BY_HEAT if has_heat else _NUM_MASKS
     return RankMemory(

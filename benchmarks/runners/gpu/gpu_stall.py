@@ -81,18 +81,25 @@ def run(setup: Setup) -> Report:
 
         def candidate(name: str, lineage: StockSaves | Lineage) -> Candidate:
             saving: list[Future[Any]] = []
+            stall_secs: list[float] = []
 
             def before(_: int) -> None:
                 lineage.modify()
                 wait_for(device)
 
+            def run_it(_: int) -> None:
+                began = time.monotonic()
+                saving.append(lineage.save())
+                stall_secs.append(time.monotonic() - began)
+
             def after(number: int) -> None:
+                setup.say(f"{name}: {1e3 * stall_secs.pop():.1f} ms")
                 began = time.monotonic()
                 result = saving.pop().result()
                 if number:
                     saved[name].append((result, time.monotonic() - began))
 
-            return Candidate(lambda _: saving.append(lineage.save()), before, after)
+            return Candidate(run_it, before, after)
 
         candidates = {name: candidate(name, lineage) for name, lineage in saves.items()}
         stalls = interleave(candidates, num_rounds, lambda number: setup.say(round_name(number, num_rounds)))

@@ -1,4 +1,4 @@
-"""Marks of looked-up rows on GPUs, in Triton: one launch for all tables of a kernel."""
+"""Marks of the rows that lookups read on GPUs, in Triton: one launch for all tables of a kernel."""
 
 import torch
 import triton

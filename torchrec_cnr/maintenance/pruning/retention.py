@@ -116,8 +116,8 @@ class Keep:
     def choose(self, candidates: Sequence[tuple[Entry, Checkpoint]]) -> Mapping[str, tuple[str, ...]]:
         """Return the names of the wanted checkpoints, each with the reasons why it is wanted.
 
-        Abandoned checkpoints are passed over by rules about the newest ones. If all are abandoned, none is passed over:
-        a job has gone back to a checkpoint that was pruned meanwhile, and has not saved since.
+        Rules about the newest checkpoints skip abandoned ones. If all are abandoned, they skip none: a job has gone
+        back to a checkpoint that was pruned meanwhile, and has not saved since.
 
         Args:
             candidates: The checkpoints that can be loaded, in any order.
