@@ -39,7 +39,8 @@ def _tensors(checkpoint: cnr.Checkpoint) -> Iterable[TensorEntry]:
 
 
 def narrowed(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
-    """Have the next list printed on a terminal of that many columns."""
+    """Have the next list printed on a terminal of that many columns, with ages that are as wide whenever it runs."""
+    monkeypatch.setattr("torchrec_cnr.cli.commands.ls.age_text", lambda num_ns: "12 s")
     narrow = Console(highlight=False, markup=False, emoji=False, width=width)
     monkeypatch.setattr("torchrec_cnr.cli.commands.ls.stdout", lambda: narrow)
 
