@@ -12,12 +12,26 @@ from torchrec_cnr.quantization import AdaptiveAsymmetric, Asymmetric, NoQuantiza
 from torchrec_cnr.storage.row_log import RowLog
 
 _PANEL = "Rows in Kafka"
-# By the value of --bits.
-SCHEMES: Mapping[int, Scheme] = {
-    **{bits: AdaptiveAsymmetric(bits) for bits in (2, 3, 4)},
-    8: Asymmetric(8),
-    32: NoQuantization(),
+EXACT = "exact"
+_SCHEMES: Mapping[str, Scheme] = {
+    **{str(bits): AdaptiveAsymmetric(bits) for bits in (2, 3, 4)},
+    "8": Asymmetric(8),
+    EXACT: NoQuantization(),
 }
+
+
+def scheme_of_bits(bits: str) -> Scheme:
+    """Return the scheme for the value of ``--bits``.
+
+    Raises:
+        ConfigurationError: There is none.
+    """
+    if bits not in _SCHEMES:
+        raise ConfigurationError(f"--bits must be one of {', '.join(_SCHEMES)} (got {bits!r})")
+    return _SCHEMES[bits]
+
+
+Bits = Annotated[str, typer.Option("--bits", metavar="N", help="Bits per value of tables: 2, 3, 4, 8, or exact.")]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Everything = Annotated[bool, typer.Option("--all", help="Show all lines, however many there are.")]

@@ -9,7 +9,7 @@ import torch
 import typer
 from rich.text import Text
 
-from torchrec_cnr.cli.options import SCHEMES, AsJson
+from torchrec_cnr.cli.options import EXACT, AsJson, Bits, scheme_of_bits
 from torchrec_cnr.cli.output import print_columns, print_json, stdout
 from torchrec_cnr.cli.quantities import parse_count, parse_secs, parse_share, parse_table
 from torchrec_cnr.errors import ConfigurationError
@@ -36,7 +36,6 @@ _STATES: Mapping[str, Scheme | None] = {
     "bf16": HalfPrecision(torch.bfloat16),
     "none": None,
 }
-_EXACT = "exact"
 _MODIFIED = 0.26  # what Check-N-Run measured in 30 minutes
 _WITHIN_SECS = 300.0  # by default, unless the interval is shorter
 
@@ -55,7 +54,6 @@ _Modified = Annotated[
         "--modified", metavar="SHARE", help="Share of the rows that an interval modifies (26%, or that of CHECKPOINT)."
     ),
 ]
-_Bits = Annotated[str, typer.Option("--bits", metavar="N", help="Bits per value of tables: 2, 3, 4, 8, or exact.")]
 _State = Annotated[
     Literal["fp32", "bf16", "none"],
     typer.Option("--optimizer-state", help="How row-wise state, one value per row, is stored."),
@@ -82,7 +80,7 @@ def estimate_(
     dim: _Dim = None,
     tables: _Tables = None,
     modified: _Modified = None,
-    bits: _Bits = "4",
+    bits: Bits = "4",
     state: _State = "fp32",
     interval: _Interval = "30m",
     policy: _PolicyName = "compacted",
@@ -117,7 +115,7 @@ def estimate_(
     sizing = Sizing(
         tables=model.tables,
         modified=model.modified if modified is None else parse_share("--modified", modified),
-        scheme=_scheme(bits),
+        scheme=scheme_of_bits(bits),
         state=_STATES[state],
         interval_secs=interval_secs,
         policy=_POLICIES[policy],
@@ -175,13 +173,6 @@ def _model_of(path: str) -> _Model:
     is_one_interval = manifest.kind == "delta" and manifest.policy in _POLICIES_OF_ONE_INTERVAL and manifest.num_rows
     modified = manifest.num_rows / sum(size[0] for size in sizes) if is_one_interval else _MODIFIED
     return _Model(tuple(Table(*size) for size in sizes), manifest.world_size, min(1.0, modified))
-
-
-def _scheme(bits: str) -> Scheme:
-    by_name = {_EXACT if num == 32 else str(num): scheme for num, scheme in SCHEMES.items()}
-    if bits not in by_name:
-        raise ConfigurationError(f"--bits must be one of {', '.join(by_name)} (got {bits!r})")
-    return by_name[bits]
 
 
 def _inputs(sizing: Sizing, bits: str, state: str, policy: str) -> dict[str, object]:
@@ -302,7 +293,7 @@ def _print(sizing: Sizing, found: Estimate, bits: str, state: str) -> None:
     dims = f" x {sizing.tables[0].num_cols:,}" if len(sizing.tables) == 1 else f" in {len(sizing.tables):,} tables"
     interval, run = (duration_text(round(1e9 * secs)) for secs in (sizing.interval_secs, sizing.run_secs))
     console.print(f"{sizing.num_rows:,} rows{dims}, {share_text(sizing.modified)} of them modified in {interval}")
-    width = bits if bits == _EXACT else f"{bits} bits"
+    width = bits if bits == EXACT else f"{bits} bits"
     policy = f"{type(sizing.policy).__name__}, newest {sizing.keep_last:,} kept"
     console.print(f"{width}, optimizer state {state}, {policy}, {count_text(sizing.num_ranks, 'rank')}, run of {run}\n")
     lines = list(_lines(sizing, found))

@@ -4,7 +4,17 @@ from typing import Annotated, Literal
 
 import typer
 
-from torchrec_cnr.cli.options import SCHEMES, AsJson, Kafka, KafkaFile, KafkaSettings, Threads, rows_log
+from torchrec_cnr.cli.options import (
+    EXACT,
+    AsJson,
+    Bits,
+    Kafka,
+    KafkaFile,
+    KafkaSettings,
+    Threads,
+    rows_log,
+    scheme_of_bits,
+)
 from torchrec_cnr.cli.output import print_json, progress_bar, stdout
 from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.human_text import bytes_text, count_text, name_text
@@ -50,9 +60,7 @@ def export(
 def import_(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="A plain DCP checkpoint.")],
     path: Annotated[str, typer.Argument(metavar="PATH", help="The directory of the new checkpoint.")],
-    bits: Annotated[
-        int, typer.Option("--bits", metavar="N", help="Bits per value of tables: 2, 3, 4, 8, or 32 (exact).")
-    ] = 32,
+    bits: Bits = EXACT,
     tables: Annotated[
         list[str] | None,
         typer.Option("--table", metavar="PATTERN", help="Quantize the tensors with these names. May be repeated."),
@@ -71,11 +79,10 @@ def import_(
     - `cnr import plain runs/b/step-0 --bits 4`
     - `cnr import plain runs/b/step-0 --bits 4 --table 'model.user.*'`
     """
-    if bits not in SCHEMES:
-        raise ConfigurationError(f"--bits must be one of {', '.join(map(str, SCHEMES))} (got {bits})")
-    if tables and isinstance(SCHEMES[bits], NoQuantization):
+    scheme = scheme_of_bits(bits)
+    if tables and bits == EXACT:
         raise ConfigurationError("--table selects the tensors to quantize; also pass --bits 2, 3, 4 or 8")
-    quantization = dict.fromkeys(tables, SCHEMES[bits]) if tables else SCHEMES[bits]
+    quantization = dict.fromkeys(tables, scheme) if tables else scheme
     with progress_bar("importing", not as_json) as report:
         checkpoint = import_checkpoint(source, path, quantization=quantization, thread_count=threads, progress=report)
     entries = checkpoint.manifest.tensors
