@@ -1,6 +1,6 @@
 """The life of a job whose tables are on a GPU: steps, deltas in the background, a restore in place, lookups.
 
-Its process group is NCCL's alone, as in most jobs. On a machine without a GPU, the same runs with gloo on the CPU.
+Its process group is NCCL's alone, as in most jobs. On the CPU, one of the cases runs with gloo.
 """
 
 import multiprocessing
@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,9 @@ NUM_STEPS = 4
 LIMIT_SECS = 300.0
 SCHEMES = {"exact": cnr.NoQuantization(), "4 bits": cnr.AdaptiveAsymmetric(4)}
 gpu = pytest.mark.gpu
-KERNELS = [pytest.param("cpu", "fused")] + [
-    pytest.param("cuda", kernel, marks=gpu) for kernel in ("fused", "fused_uvm", "fused_uvm_caching")
+CASES = [("cpu", "fused", "FP32", "4 bits")] + [
+    pytest.param("cuda", *case, marks=gpu)
+    for case in product(("fused", "fused_uvm", "fused_uvm_caching"), ("FP32", "FP16"), SCHEMES)
 ]
 
 
@@ -164,9 +166,7 @@ def live(device: torch.device, folder: str, kernel: str, dtype_name: str, scheme
 
 
 @pytest.mark.timeout(LIMIT_SECS + 20)
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("dtype", ["FP32", "FP16"])
-@pytest.mark.parametrize(("device", "kernel"), KERNELS)
+@pytest.mark.parametrize(("device", "kernel", "dtype", "scheme"), CASES)
 def test_life_of_a_job(tmp_path: Path, device: str, kernel: str, dtype: str, scheme: str) -> None:
     """Each save holds what was trained before it, rows trained during it are in the next, and a restore is exact."""
     assert in_a_process(live, device, tmp_path, kernel, dtype, scheme) == []
