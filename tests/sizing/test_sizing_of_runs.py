@@ -29,7 +29,9 @@ SCHEMES: list[cnr.Scheme] = [
 CHAINED: list[cnr.Policy] = [cnr.Compacted(), cnr.Consecutive(), cnr.Full()]
 
 
-@pytest.mark.parametrize("policy", [cnr.Compacted(), cnr.Full(), cnr.Intermittent(), cnr.Consecutive()], ids=repr)
+@pytest.mark.parametrize(
+    "policy", [cnr.Compacted(), cnr.Full(), cnr.Intermittent(), cnr.OneShot(), cnr.Consecutive()], ids=repr
+)
 def test_runs_are_as_the_measured_ones(policy: cnr.Policy) -> None:
     """The figures of 2,000 checkpoints: written per save, capacity, and restores, in full checkpoints."""
     line = re.search(rf"^{type(policy).__name__} +([\d. ]+)$", FIGURES.read_text().partition("== policies:")[2], re.M)
@@ -38,7 +40,8 @@ def test_runs_are_as_the_measured_ones(policy: cnr.Policy) -> None:
     sizing = Sizing((Table(400_000, 64),), policy=policy, keep_last=1, interval_secs=1800, run_secs=2_000 * 1800)
     found = estimate(sizing)
     full = found.baseline.num_bytes
-    assert found.costs.bytes_per_save / full == pytest.approx(written, rel=0.03)
+    # The curve reaches all rows after 1,150 intervals; rows that are drawn by it take a little longer.
+    assert found.costs.bytes_per_save / full == pytest.approx(written, rel=0.04 if policy == cnr.OneShot() else 0.03)
     assert found.costs.peak_bytes / full == pytest.approx(capacity, rel=0.03)
     assert found.costs.restore_bytes / full == pytest.approx(restore, rel=0.03)
     assert found.costs.uncompacted_restore_bytes / full == pytest.approx(fresh, rel=0.03)
@@ -77,7 +80,7 @@ def test_masks_take_the_estimated_memory(policy: cnr.Policy) -> None:
     assert peak_mib(select) == pytest.approx(estimated_mib, rel=0.1)
 
 
-@pytest.mark.parametrize("policy", [*CHAINED, cnr.Intermittent()], ids=repr)
+@pytest.mark.parametrize("policy", [*CHAINED, cnr.Intermittent(), cnr.OneShot()], ids=repr)
 def test_costs_follow_from_each_other(policy: cnr.Policy) -> None:
     """Rates are those of the bytes per save; more kept checkpoints take more, and a run of one save is a baseline."""
     sizing = Sizing((Table(10**9, 64),), policy=policy, num_ranks=16)

@@ -1,8 +1,8 @@
 """The bytes that a policy writes, keeps and reads over a run.
 
-``Full`` and ``Intermittent`` decide here as they do in a run. ``Consecutive`` keeps its whole chain. ``Compacted`` has
-a bound: a restore reads at most ``max_ratio`` times what it needs. To stay within it, a compaction frees files, and
-copies their live rows.
+``Full``, ``OneShot`` and ``Intermittent`` decide here as they do in a run. ``Consecutive`` keeps its whole chain.
+``Compacted`` has a bound: a restore reads at most ``max_ratio`` times what it needs. To stay within it, a compaction
+frees files, and copies their live rows.
 """
 
 from collections import deque

@@ -16,7 +16,7 @@ from torchrec_cnr.errors import ConfigurationError
 from torchrec_cnr.human_text import bytes_text, count_text, duration_text, number_text, ratio_text, share_text
 from torchrec_cnr.lineage.checkpoint import read_checkpoint
 from torchrec_cnr.maintenance.catalog import checkpoint_at
-from torchrec_cnr.policies import Compacted, Consecutive, Full, Intermittent, Policy
+from torchrec_cnr.policies import Compacted, Consecutive, Full, Intermittent, OneShot, Policy
 from torchrec_cnr.quantization import HalfPrecision, NoQuantization, Scheme
 from torchrec_cnr.sizing.checkpoint_bytes import CheckpointBytes
 from torchrec_cnr.sizing.estimate import Estimate, estimate
@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 _POLICIES: Mapping[str, Policy] = {
     "compacted": Compacted(),
     "intermittent": Intermittent(),
+    "one-shot": OneShot(),
     "consecutive": Consecutive(),
     "full": Full(),
 }
@@ -60,7 +61,8 @@ _State = Annotated[
 ]
 _Interval = Annotated[str, typer.Option("--interval", metavar="TIME", help="Time between two saves: 90s, 30m, 2h.")]
 _PolicyName = Annotated[
-    Literal["compacted", "intermittent", "consecutive", "full"], typer.Option("--policy", help="The policy.")
+    Literal["compacted", "intermittent", "one-shot", "consecutive", "full"],
+    typer.Option("--policy", help="The policy."),
 ]
 _Keep = Annotated[int, typer.Option("--keep", min=1, metavar="N", help="Checkpoints that are kept: the newest N.")]
 _Ranks = Annotated[
@@ -309,7 +311,7 @@ def _print(sizing: Sizing, found: Estimate, bits: str, state: str) -> None:
 
 
 def _notes(sizing: Sizing, found: Estimate) -> Iterator[str]:
-    if isinstance(sizing.policy, Intermittent):
+    if isinstance(sizing.policy, Intermittent | OneShot):
         yield "\nSeveral intervals modify rows as Check-N-Run measured, 0.26 + 0.105 ln i, scaled to this share."
     if isinstance(sizing.policy, Consecutive):
         yield "\nConsecutive keeps the whole chain: disk and restore are those at the end of the run."
