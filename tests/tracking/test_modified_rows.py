@@ -293,11 +293,6 @@ def test_numbers_on_a_device_are_found_window_by_window(
     monkeypatch: pytest.MonkeyPatch, is_by_heat: bool, num_rows: int
 ) -> None:
     """So that few of them are there at once, however many rows a table has."""
-    lengths, numbers_of = [], modified_rows.numbers_of
-
-    def told(mask: Tensor) -> Tensor:
-        lengths.append(len(mask))
-        return numbers_of(mask)
 
     def unpacked(num_rows: int, device: torch.device) -> RowBits:
         return RowBits(num_rows, torch.zeros(num_rows, dtype=torch.bool, device=device))
@@ -310,9 +305,10 @@ def test_numbers_on_a_device_are_found_window_by_window(
         rows.commit(is_baseline=step == 2)
     rows.mark_all()
     rows.freeze()
-    monkeypatch.setattr(modified_rows, "numbers_of", told)
     monkeypatch.setattr(modified_rows, "_WINDOW_ROWS", 5)
-    found = rows.select_numbers(Since.HEAD, is_by_heat)
+    found = rows.select_on_device(Since.HEAD, is_by_heat)
     expected = [part.mask.nonzero().squeeze(1) for part in rows.select_parts(Since.HEAD, is_by_heat)]
-    assert [numbers.tolist() for numbers in found] == [numbers.tolist() for numbers in expected]
-    assert max(lengths) <= 5
+    blocks = list(found.blocks(3))
+    numbers = torch.cat([torch.empty(0, dtype=torch.int64), *blocks])
+    assert [part.tolist() for part in numbers.split(found.part_sizes)] == [part.tolist() for part in expected]
+    assert all(0 < len(block) <= 3 and int(block[-1] - block[0]) < 5 for block in blocks)

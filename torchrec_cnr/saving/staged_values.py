@@ -210,7 +210,7 @@ def number_blocks(
         for start in range(0, num_rows, max_rows):
             yield torch.arange(start, min(num_rows, start + max_rows), device=device)
     elif isinstance(rows, DeviceRows):
-        yield from rows.blocks(max_rows)
+        yield from (block.to(device) for block in rows.blocks(max_rows))  # the optimizer's state may be on the host
     elif len(rows):
         yield from (block.to(device) for block in rows.split(max_rows))
 

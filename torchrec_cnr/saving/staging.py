@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -166,7 +166,7 @@ def _host_masks(item: TrackedItem, modified: ModifiedRows, cut: Cut) -> tuple[No
 def _lists(item: TrackedItem, modified: ModifiedRows, cut: Cut) -> tuple[Tensor | DeviceRows, StagedRows]:
     """Return the modified rows to copy, and the same rows by their positions in the copy."""
     since, captured = _since(cut), cut.captured(item, modified)
-    if modified.marked.device.type != "cpu":
+    if is_quantized_first(modified.marked):
         return modified.select_on_device(since, cut.is_by_heat(since)), StagedRows(since, (), b"", captured)
     parts = modified.select_numbers(since, cut.is_by_heat(since))
     return torch.cat(parts) if len(parts) > 1 else parts[0], StagedRows(since, _in_turn(parts), b"", captured)
@@ -281,7 +281,7 @@ def _staged(
     try:
         by_memory = _copied(copies_by_memory, on_devices, numbers, buffer)
     finally:  # copies that have begun write to the buffer, which the next save may use
-        wait_for_devices(shard_copy.source for shard_copy in to_copy)
+        wait_for_devices(chain((each.source for each in to_copy), (rows.mask for rows in on_devices.values())))
     values: dict[ShardKey, StagedValue] = {shard_copy.key: by_memory[shard_copy.memory] for shard_copy in to_copy}
     values |= {shard_copy.key: shard_copy.source for shard_copy in copies if shard_copy.is_live}
     rows_by_id = {
@@ -320,6 +320,7 @@ def _copied(
         buffer: The staging buffer.
     """
     devices = {shard_copy.source.device for shard_copy in copies_by_memory.values()}
+    devices.update(rows.mask.device for rows in on_devices.values())
     copies = {device: Copies(device) for device in devices}
     for key, rows in on_devices.items():
         start = 0

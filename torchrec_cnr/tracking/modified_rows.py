@@ -59,13 +59,9 @@ class RowBits:
         """Return the set as bool [num_rows]; on a device this shares the set's memory."""
         return torch.from_numpy(unpacked(self._words, self.num_rows)) if self._is_packed else self.held
 
-    def numbers(self) -> Iterator[Tensor]:
-        """Yield the members in increasing order, int64, in parts that limit the memory that they take on a device."""
-        if self._is_packed:
-            yield torch.from_numpy(numbers_of_bits(self._words))
-            return
-        for start in range(0, max(1, self.num_rows), _WINDOW_ROWS):
-            yield numbers_of(self.held[start : start + _WINDOW_ROWS]) + start
+    def numbers(self) -> Tensor:
+        """Return the members of a set on the host, int64 [k], in increasing order."""
+        return torch.from_numpy(numbers_of_bits(self._words))
 
     def take(self, marked: Tensor) -> None:
         """Replace the set by the marked rows, bool [num_rows], and clear the marks."""
@@ -258,17 +254,12 @@ class ModifiedRows:
         return DeviceRows.of(self._selected(since).mask(), self.heat if is_by_heat else None)
 
     def select_numbers(self, since: Since, is_by_heat: bool) -> tuple[Tensor, ...]:
-        """Return the row numbers of :meth:`select_parts`, int64 [k] on the host."""
-        heat = self.heat if is_by_heat else None
-        parts: list[list[Tensor]] = [[] for _ in range(1 if heat is None else MAX_HEAT + 1)]
-        for numbers in self._selected(since).numbers():
-            if heat is None:
-                parts[0].append(numbers.cpu())
-                continue
-            heat_of_numbers = heat.index_select(0, numbers)
-            for value, part in enumerate(parts):
-                part.append(numbers[heat_of_numbers == value].cpu())
-        return tuple(part[0] if len(part) == 1 else torch.cat(part) for part in parts)
+        """Return the row numbers of :meth:`select_parts`, int64 [k], of a shard on the host."""
+        numbers = self._selected(since).numbers()
+        if not is_by_heat or self.heat is None:
+            return (numbers,)
+        heat = self.heat.index_select(0, numbers)
+        return tuple(numbers[heat == value] for value in range(MAX_HEAT + 1))
 
 
 @dataclass(frozen=True, eq=False)
