@@ -2,9 +2,9 @@
 
 import shutil
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
@@ -87,7 +87,7 @@ def run(setup: Setup) -> Report:
                 lineage.modify()
                 wait_for(device)
 
-            def run_it(_: int) -> None:
+            def stall(_: int) -> None:
                 began = time.monotonic()
                 saving.append(lineage.save())
                 stall_secs.append(time.monotonic() - began)
@@ -99,7 +99,7 @@ def run(setup: Setup) -> Report:
                 if number:
                     saved[name].append((result, time.monotonic() - began))
 
-            return Candidate(run_it, before, after)
+            return Candidate(stall, before, after)
 
         candidates = {name: candidate(name, lineage) for name, lineage in saves.items()}
         stalls = interleave(candidates, num_rounds, lambda number: setup.say(round_name(number, num_rounds)))
@@ -137,12 +137,8 @@ def _background(saved: dict[str, list[Any]]) -> Table:
     for name, results in saved.items():
         phases = [result.phases[0] for result, _ in results if hasattr(result, "phases")]
         staged = f"{max(phase.staged_bytes for phase in phases) / 2**20:,.0f}" if phases else "all"
-        rows.append((name, staged, f"{_median([secs for _, secs in results]):.2f}"))
+        rows.append((name, staged, f"{median([secs for _, secs in results]):.2f}"))
     return Table(("after the stall", "staged MiB", "median s until committed"), tuple(rows))
-
-
-def _median(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2]
 
 
 BENCHMARK = Benchmark(
