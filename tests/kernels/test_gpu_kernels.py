@@ -3,14 +3,11 @@
 Without a GPU, Triton's interpreter runs them, in a process of its own: it must be asked for before kernels are defined.
 """
 
-import os
 import re
-import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,13 +19,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from tests.kernels import reference
+from tests.kernels.interpreter import LIMIT_SECS, interpret
 from torchrec_cnr import kernels
 from torchrec_cnr.kernels import cpu
 from torchrec_cnr.kernels.gpu import fused_rows
 from torchrec_cnr.kernels.search_plan import COVERING, GREEDY, LEAST_SQUARES, MIRRORED, SearchPlan, search_plan
 
-ROOT = Path(__file__).parents[2]
-LIMIT_SECS = 240
 PLANS = {
     "covering": search_plan(COVERING),
     "mirrored": search_plan(MIRRORED),
@@ -148,20 +144,6 @@ def some_mismatches(device: torch.device, *methods: str) -> Iterator[str]:
             yield f"{case}: {what}"
 
 
-def interpret(function: str, method: str) -> None:
-    """Call one of the above in a process with the interpreter; fails if there is anything to say."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore:divide by zero", "-m", "tests.kernels.test_gpu_kernels", function, method],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-
-
 # "mirrored" is nearly "covering"; "greedy" is in the full suite.
 EVERY_TIME = [
     pytest.param(method, marks=[pytest.mark.slow] if method == "greedy" else [])
@@ -174,14 +156,14 @@ EVERY_TIME = [
 @pytest.mark.parametrize("method", EVERY_TIME)
 def test_interpreted_kernels_give_the_bytes_of_the_reference(method: str) -> None:
     """All bits, dtypes and widths, on rows of all kinds."""
-    interpret(some_mismatches.__name__, method)
+    interpret("tests.kernels.test_gpu_kernels", some_mismatches.__name__, method)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", PLANS)
 def test_interpreted_kernels_give_the_bytes_of_the_reference_in_all_cases(method: str) -> None:
     """All combinations of them."""
-    interpret(all_mismatches.__name__, method)
+    interpret("tests.kernels.test_gpu_kernels", all_mismatches.__name__, method)
 
 
 @pytest.mark.gpu

@@ -4,21 +4,17 @@ Without a GPU, Triton's interpreter runs the kernel, in a process of its own: it
 defined.
 """
 
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from itertools import accumulate
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from tests.kernels.interpreter import interpret
 from torchrec_cnr.kernels.gpu import mark_rows
 
-ROOT = Path(__file__).parents[2]
-LIMIT_SECS = 240
 NUM_CASES = 60
 
 
@@ -59,16 +55,7 @@ def mismatches(device: torch.device) -> Iterator[str]:
 @pytest.mark.long
 def test_interpreted_marks_are_those_of_a_loop() -> None:
     """In Triton's interpreter."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.test_gpu_marks"],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    interpret("tests.kernels.test_gpu_marks")
 
 
 @pytest.mark.gpu
