@@ -18,7 +18,7 @@ from numba.core.dispatcher import Dispatcher
 
 import torchrec_cnr
 from torchrec_cnr.kernels.cpu import compiling, fused_rows
-from torchrec_cnr.kernels.cpu.compiling import Kernel
+from torchrec_cnr.kernels.cpu.compiling import CodeFiles, Kernel
 
 TIMES_TWO = """
 import sys
@@ -59,6 +59,50 @@ def test_code_is_kept_for_the_next_process(tmp_path: Path) -> None:
     ]
     assert [result.stdout.strip() for result in results] == ["0", "2"]
     assert [result.stderr.count("compiling kernels for CPUs") for result in results] == [1, 0]
+
+
+def _code_files(folder: Path) -> CodeFiles:
+    return CodeFiles(str(folder), "kernel-1.py311", "a" * 64)
+
+
+def test_code_of_two_dtypes_compiled_at_once_is_not_mixed_up(tmp_path: Path) -> None:
+    """One process keeps its code while another is doing so, after both have found no code."""
+    first, second = _code_files(tmp_path), _code_files(tmp_path)
+    dump = first._dump
+
+    def dump_late(data: object) -> Any:
+        second.save(("float16",), "code for fp16")
+        return dump(data)
+
+    first._dump = dump_late
+    first.save(("float32",), "code for fp32")
+    for files in (first, _code_files(tmp_path)):
+        assert [files.load((dtype,)) for dtype in ("float32", "float16")] == ["code for fp32", "code for fp16"]
+
+
+@pytest.mark.parametrize("damage", [lambda content: b"", lambda content: content[:-1] + b"?"], ids=["empty", "changed"])
+def test_damaged_code_is_not_run(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    """A file that a crash of the machine left empty or damaged counts as none, and is written again."""
+    files = _code_files(tmp_path)
+    files.save(("float32",), "code")
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(damage(path.read_bytes()))
+    assert files.load(("float32",)) is None
+    files.save(("float32",), "code")
+    assert files.load(("float32",)) == "code"
+
+
+def test_code_of_other_sources_is_removed(tmp_path: Path) -> None:
+    """Files of this kernel from an earlier version, numba's own too, make room; those of other kernels stay."""
+    _code_files(tmp_path).save(("float32",), "old code")
+    for name in ("kernel-1.py311.nbi", "kernel-1.py311.1.nbc", "kernel-12.py311.1.nbc"):
+        (tmp_path / name).write_bytes(b"")
+    new = CodeFiles(str(tmp_path), "kernel-1.py311", "b" * 64)
+    assert new.load(("float32",)) is None
+    new.save(("float32",), "new code")
+    new.save(("float16",), "new code")
+    names = sorted(path.name.split(".")[0:3] for path in tmp_path.iterdir())
+    assert names == [["kernel-1", "py311", "b" * 16]] * 2 + [["kernel-12", "py311", "1"]]
 
 
 ENCODING = """

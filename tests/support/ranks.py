@@ -266,7 +266,8 @@ class _Rank:
         if exitcode == -signal.SIGKILL:
             return Killed()
         if exitcode is not None and exitcode < 0:
-            return Failed(f"was killed by {signal.Signals(-exitcode).name}")
+            stacks = self._stacks_path.read_text() if self._stacks_path.exists() else ""
+            return Failed(f"was killed by {signal.Signals(-exitcode).name}\n{stacks}".rstrip())
         return Failed(f"exited with status {exitcode}")
 
     def stacks(self) -> str:
@@ -316,12 +317,14 @@ def _serve(rank: int, stacks_path: Path, connection: Connection, variables: Mapp
     os.environ.update(variables)  # of the parent, not of the server when it began
     threading.Thread(target=_die_with_parent, daemon=True).start()
     with stacks_path.open("w") as stacks:
+        faulthandler.enable(stacks)
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         with contextlib.suppress(EOFError, ConnectionResetError):
             while True:
                 connection.send_bytes(_answer(rank, connection.recv_bytes()))
         dist.destroy_process_group()
         faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.disable()
     parent = multiprocessing.parent_process()
     if parent is not None and wait([parent.sentinel], ORPHAN_SECS):
         os.killpg(0, signal.SIGKILL)  # the parent died between two tasks: what this rank started ends with it

@@ -2,7 +2,8 @@
 
 numba caches the machine code of a kernel next to its source, or in the user's cache directory. It checks only the file
 that defines the kernel to decide whether this code is still valid, but kernels call functions from all files of the
-package. Cached code is therefore keyed by the digest of all these files, so that an upgrade never runs old code.
+package. Cached code is therefore keyed by the digest of all these files, so that an upgrade never runs old code. And
+it is kept in files whose names say what they hold, see `CodeFiles`.
 
 Kernels release the GIL and run in as many threads as torch uses. numba's own parallel loops are not used, because its
 portable threading layer ends the process if two Python threads enter it at once. A background save and a load may do
@@ -12,6 +13,7 @@ so. None of numba's threading layers is safe after a fork.
 import hashlib
 import logging
 import os
+import pickle
 import platform
 import threading
 from collections.abc import Callable, Iterator
@@ -27,12 +29,15 @@ import torch
 from llvmlite.binding import get_host_cpu_features
 from numba import njit
 from numba.core import config
+from numba.core.caching import IndexDataCacheFile
 from numba.core.cpu import CPUTargetOptions
 from numba.core.event import Event, Listener, register
 
 from torchrec_cnr.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
+
+_DIGEST_BYTES = 32
 
 # Kernels allocate nothing, so numba need not count references. It does so with atomic instructions, for each array at
 # each call of a function, which took a third of the time. The option is not public, and may be missing.
@@ -49,6 +54,45 @@ def named(function: Callable[..., None], suffix: int) -> Callable[..., None]:
     """
     function.__qualname__ += f"_{suffix}"
     return function
+
+
+class CodeFiles(IndexDataCacheFile):
+    """The files with the machine code of one kernel: one for each signature, CPU and state of the sources.
+
+    numba numbers these files, and keeps the numbers in an index. Two processes that compile a kernel for two dtypes at
+    once may both take the next number. A later process would then run the code of the other dtype.
+    """
+
+    def save(self, key: Any, data: Any) -> None:
+        """Write the code for a key, and remove what was compiled from other sources."""
+        path = self._path_of(key)
+        for other in path.parent.glob(f"{self._base}.*"):
+            if other.suffix in (".nbc", ".nbi") and not other.name.startswith(f"{self._base}.{self._sources}."):
+                other.unlink(missing_ok=True)
+        content = self._dump(data)
+        with self._open_for_write(str(path)) as file:
+            file.write(hashlib.sha256(content).digest() + content)
+
+    def load(self, key: Any) -> Any:
+        """Return the code for a key; None if there is none, or if its file is damaged."""
+        try:
+            content = self._path_of(key).read_bytes()
+        except OSError:
+            return None
+        digest, content = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+        return pickle.loads(content) if hashlib.sha256(content).digest() == digest else None
+
+    def _path_of(self, key: Any) -> Path:
+        digest = hashlib.sha256(repr((self._version, key)).encode()).hexdigest()[:16]
+        return Path(self._cache_path, f"{self._base}.{self._sources}.{digest}.nbc")
+
+    @property
+    def _base(self) -> str:
+        return self._index_name.removesuffix(".nbi")
+
+    @property
+    def _sources(self) -> str:
+        return self._source_stamp[:16]
 
 
 class Kernel:
@@ -70,7 +114,8 @@ class Kernel:
         self._name = f"{function.__module__}.{function.__name__}"
         try:
             self._compiled = njit(**_OPTIONS, cache=True)(function)
-            self._compiled._cache._cache_file._source_stamp = _sources_digest()  # not public in numba: tested
+            cache = self._compiled._cache  # not public in numba: tested
+            cache._cache_file = CodeFiles(cache.cache_path, cache._impl.filename_base, _sources_digest())
         except RuntimeError as error:
             self._tell(error)
             self._compiled = njit(**_OPTIONS)(function)
