@@ -1,12 +1,12 @@
 """What schedules must not leave in this process: errors that keep what callers hold, registries, threads, memory."""
 
+import ctypes
 import gc
 import os
 import sys
 import time
 from collections.abc import Sized
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 
 from tests.simulator.engine import disk_calls, storage
@@ -16,7 +16,8 @@ from torchrec_cnr.format import manifest_json
 
 NUM_WARM_UP = 100  # schedules, after which nothing grows
 MIN_SCHEDULES = 300  # for which it is looked
-MAX_GROWN_BYTES = 16 << 20  # what the allocator keeps differs by up to 9 MB; it does not grow with more schedules
+MAX_GROWN_BYTES = 2 << 20  # after 100 schedules it grows by 0.5 MB, most of it by the first 4,000 of 8,000
+MAX_GROWN_BLOCKS = 5_000  # differs by up to 1,000
 _LIBRARY = ("torchrec_cnr.", "tests.simulator.mutants.")
 _PATIENCE_SECS = 2.0  # for a thread that has done its work to be gone
 
@@ -53,13 +54,16 @@ class Resources:
         num_threads: Real threads.
         num_files: File descriptors.
         registries: How many entries the containers have that modules of the library have, and objects in these modules.
-        num_bytes: Resident memory.
+        num_bytes: Bytes that the C allocator has given out. What it keeps of freed memory depends on the order of
+            requests: resident memory grows by megabytes, and stays there.
+        num_blocks: Blocks that Python's own allocator has given out.
     """
 
     num_threads: int
     num_files: int
     registries: dict[str, int]
     num_bytes: int
+    num_blocks: int
 
     @classmethod
     def now(cls, most_threads: int | None = None) -> "Resources":
@@ -74,9 +78,8 @@ class Resources:
         manifest_json._KNOWN.clear()  # it is bounded
         gc.unfreeze()
         gc.collect()  # after the threads, which hold what they worked with until they are gone
-        num_pages = int(Path("/proc/self/statm").read_text().split()[1])
         num_files = len(os.listdir("/proc/self/fd"))
-        return cls(num_threads, num_files, _registries(), num_pages * os.sysconf("SC_PAGE_SIZE"))
+        return cls(num_threads, num_files, _registries(), _num_bytes(), sys.getallocatedblocks())
 
     def grown(self, before: "Resources") -> list[str]:
         """What there is more of than before, but for a little memory."""
@@ -90,12 +93,31 @@ class Resources:
         if self.num_files > before.num_files:
             found.append(f"{self.num_files} files, before {before.num_files}")
         if self.num_bytes > before.num_bytes + MAX_GROWN_BYTES:
-            found.append(f"{self.num_bytes >> 20} MB of memory, before {before.num_bytes >> 20}")
+            found.append(f"{self.num_bytes:,} bytes of memory, before {before.num_bytes:,}")
+        if self.num_blocks > before.num_blocks + MAX_GROWN_BLOCKS:
+            found.append(f"{self.num_blocks:,} blocks of memory, before {before.num_blocks:,}")
         return found
 
     def __str__(self) -> str:
         entries = sum(self.registries.values())
-        return f"{self.num_threads} threads, {self.num_files} files, {entries} entries, {self.num_bytes >> 20} MB"
+        memory = f"{self.num_bytes / (1 << 20):.1f} MB, {self.num_blocks:,} blocks"
+        return f"{self.num_threads} threads, {self.num_files} files, {entries} entries, {memory}"
+
+
+class _Mallinfo(ctypes.Structure):
+    """What glibc's ``mallinfo2`` returns."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()  # noqa: SIM905
+    ]
+
+
+def _num_bytes() -> int:
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = _Mallinfo
+    info = mallinfo2()
+    return int(info.uordblks + info.hblkhd)  # in arenas, and mapped one by one
 
 
 def _registries() -> dict[str, int]:

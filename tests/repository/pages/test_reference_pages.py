@@ -34,11 +34,13 @@ class Shown:
         name: Its dotted name.
         value: The class or function.
         members: The members that the page chooses; None for all.
+        hidden: What the page leaves out: of ``signature`` and ``docstring_attributes``.
     """
 
     name: str
     value: Any
     members: tuple[str, ...] | None
+    hidden: frozenset[str]
 
     @cached_property
     def node(self) -> ast.ClassDef | ast.FunctionDef:
@@ -57,8 +59,9 @@ class Shown:
     def annotations(self) -> Iterator[ast.expr]:
         """Yield the annotations of its arguments, fields and results."""
         functions = [self.node] if isinstance(self.node, ast.FunctionDef) else self.methods
-        if isinstance(self.node, ast.ClassDef):
+        if isinstance(self.node, ast.ClassDef) and "signature" not in self.hidden:
             functions += [node for node in self.node.body if getattr(node, "name", None) == "__init__"]  # type: ignore[misc]
+        if isinstance(self.node, ast.ClassDef) and "docstring_attributes" not in self.hidden:
             fields = (node for node in self.node.body if isinstance(node, ast.AnnAssign))
             yield from (node.annotation for node in fields if not ast.unparse(node.target).startswith("_"))
         for function in functions:
@@ -123,7 +126,8 @@ def shown_on(page: Path) -> list[Shown]:
         module, _, name = match[1].rpartition(".")
         value = getattr(importlib.import_module(module), name)
         if inspect.isclass(value) or inspect.isfunction(value):
-            found.append(Shown(match[1], value, members))
+            hidden = frozenset(re.findall(r"^ +show_(\w+): false$", match[2], re.M))
+            found.append(Shown(match[1], value, members, hidden))
     return found
 
 
@@ -137,9 +141,9 @@ def test_public_names_are_on_a_page() -> None:
     assert [name for name, value in PUBLIC.items() if id(value) not in values] == []
 
 
-@pytest.mark.parametrize("shown", SHOWN_PUBLIC, ids=lambda shown: shown.name)
+@pytest.mark.parametrize("shown", [*SHOWN_PUBLIC, *PAGES[TYPES_PAGE]], ids=lambda shown: shown.name)
 def test_types_in_signatures_are_on_a_page(shown: Shown) -> None:
-    """Each type of ours that a shown signature names: as a class, or in the table of aliases."""
+    """Each type of ours that a shown signature or field names: as a class, or in the table of aliases."""
     named = {other.name.rpartition(".")[2] for page in PAGES.values() for other in page}
     aliases = set(re.findall(r"^\| `(\w+)` \|", TYPES_PAGE.read_text(), re.M))
     assert sorted(shown.own_types() - named - aliases) == []
@@ -147,7 +151,7 @@ def test_types_in_signatures_are_on_a_page(shown: Shown) -> None:
 
 def test_types_on_their_page_are_named() -> None:
     """The page of types has no type that no signature names."""
-    named = set[str]().union(*(shown.own_types() for shown in SHOWN_PUBLIC))
+    named = set[str]().union(*(shown.own_types() for page in PAGES.values() for shown in page))
     aliases = re.findall(r"^\| `(\w+)` \|", TYPES_PAGE.read_text(), re.M)
     classes = [shown.name.rpartition(".")[2] for shown in PAGES[TYPES_PAGE]]
     assert sorted({*aliases, *classes} - named) == []
