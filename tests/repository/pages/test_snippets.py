@@ -12,9 +12,11 @@ A Python block that begins with the name of a file, ``# train.py``, is that file
 there for the bash blocks.
 """
 
+import atexit
 import itertools
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -26,6 +28,7 @@ from pathlib import Path
 import pytest
 
 from tests.servers import s3_servers
+from tests.support.ranks import FORK_SERVER
 
 ROOT = Path(__file__).parents[3]
 README = ROOT / "README.md"
@@ -201,6 +204,33 @@ def _run(command: list[str], page: Path, folder: Path, environment: Mapping[str,
     return done.stdout
 
 
+def _run_program(program: Path, page: Path, folder: Path, environment: Mapping[str, str]) -> str:
+    """Run the Python of a page in a process that has already imported what takes seconds; return what it printed."""
+    outputs = [program.with_suffix(suffix) for suffix in (".out", ".err")]
+    process = FORK_SERVER.Process(target=_be_program, args=(program, folder, {**os.environ, **environment}, outputs))
+    process.start()
+    process.join(LIMIT_SECS)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+    printed, errors = (output.read_text() for output in outputs)
+    assert process.exitcode == 0, f"{_page_id(page)} ended with {process.exitcode}:\n{printed}{errors}"
+    return printed
+
+
+def _be_program(program: Path, folder: Path, environment: Mapping[str, str], outputs: list[Path]) -> None:
+    """Do what ``python program`` does in a folder."""
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    for output, stream in zip(outputs, (sys.stdout, sys.stderr), strict=True):
+        with output.open("w") as file:
+            os.dup2(file.fileno(), stream.fileno())
+    sys.argv, sys.path[0] = [str(program)], str(program.parent)
+    runpy.run_path(str(program), run_name="__main__")
+    atexit._run_exitfuncs()  # the end of a process of multiprocessing skips them
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "page",
@@ -219,7 +249,7 @@ def test_code_of_a_page_runs(page: Path, tmp_path: Path, request: pytest.Fixture
     for name, lines in _files(page).items():
         (folder / name).write_text(lines)
     with _surroundings(page, tmp_path) as environment:
-        printed = _run([sys.executable, str(program)], page, folder, environment)
+        printed = _run_program(program, page, folder, environment)
         assert [line for line in _promised_output(page) if line not in printed.splitlines()] == []
         if _script(page):
             path = f"{_make_commands(tmp_path)}:{os.environ.get('PATH', os.defpath)}"
@@ -228,6 +258,16 @@ def test_code_of_a_page_runs(page: Path, tmp_path: Path, request: pytest.Fixture
             there = {without_values(line) for line in printed.replace(str(folder), HOME).splitlines()}
             assert printed
             assert [line for line in _shown_output(page.read_text()) if without_values(line) not in there] == []
+
+
+@pytest.mark.long
+def test_a_program_that_fails_is_shown(tmp_path: Path) -> None:
+    """With what it printed, and the line of its page; one that exits at once, too."""
+    for text, shown in (("\nprint('rows')\nrows[0]\n", r"with 1:\n +rows\n(?s:.*)line 3"), ("exit(3)", "with 3")):
+        program = tmp_path / "page.py"
+        program.write_text(text)
+        with pytest.raises(AssertionError, match=shown):
+            _run_program(program, README, tmp_path, {})
 
 
 @contextmanager
