@@ -42,7 +42,7 @@ def test_replacement_is_read_instead(root: TensorlessRoot) -> None:
     assert (after.manifest, after.committed) == (manifest, before.manifest)
     assert after.sha256 == before.sha256 == refs[2].sha256
     assert after.manifest_sha256 != after.sha256
-    assert (after.kind, after.parent, after.created_ns) == ("baseline", None, before.created_ns)
+    assert (after.is_compacted, after.parent, after.created_ns) == (True, None, before.created_ns)
     assert after.head(()) == before.head(()), "a rank may read it before the replacement, and another one after it"
     assert after.manifest.history == History(77) != after.head(()).history
     sizes = [len(root.read("step-2", file)) for file in (MANIFEST_FILE, replacement_name(before.sha256))]

@@ -99,12 +99,13 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         size = f"{count_text(self.num_rows, 'row')}, {bytes_text(self.num_bytes)}"
-        return f"Checkpoint({self.kind}, {size}, {url_text(self.store.url)})"
+        compacted = ", compacted" if self.is_compacted else ""
+        return f"Checkpoint({self.kind}{compacted}, {size}, {url_text(self.store.url)})"
 
     @property
     def kind(self) -> CheckpointKind:
-        """``baseline`` or ``delta``: what it is now. ``committed.kind`` is what was saved, before any compaction."""
-        return self.manifest.kind
+        """``baseline`` or ``delta``: what was saved. A compacted delta remains a delta, but its ``parent`` is None."""
+        return self.committed.kind
 
     @property
     def created_ns(self) -> int:
@@ -148,7 +149,7 @@ class Checkpoint:
 
     @property
     def parent(self) -> str | None:
-        """Full path or URL of the parent, or None for a baseline."""
+        """Full path or URL of the parent; None for a baseline and for a compacted checkpoint."""
         parent = self.manifest.parent
         return None if parent is None else self.store.at(parent.path).url
 

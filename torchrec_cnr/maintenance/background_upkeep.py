@@ -141,7 +141,7 @@ class Upkeep:
         return [
             checkpoints[name]
             for name in reversed(list(checkpoints))
-            if name in selected and checkpoints[name].kind == "delta"
+            if name in selected and checkpoints[name].parent is not None
         ]
 
     def _compact(self, checkpoint: Checkpoint) -> None:

@@ -110,7 +110,7 @@ class ServedModel:
                 touch(update.touched, update.rows)
             self._state = _State(commit, _standing(update_path, old_state), update.touched)
             done_secs = time.perf_counter()
-        if old_state is not None and not update_path.is_delta and head.kind == "delta":
+        if old_state is not None and not update_path.is_delta and head.parent is not None:
             logger.info("%s is not based on %s: its whole chain was read", commit.path, old_state.commit.path)
         return Applied(
             path=head.store.url,

@@ -52,7 +52,7 @@ def test_compact_does_what_it_said(run: Path) -> None:
     said = cnr_json("compact", run, "--dry-run")
     assert cnr_json("compact", run) == {**said, "executed": True}
     checkpoint = cnr.read_checkpoint(run / "step-4")
-    assert (checkpoint.kind, checkpoint.is_compacted) == ("baseline", True)
+    assert (checkpoint.kind, checkpoint.parent, checkpoint.is_compacted) == ("delta", None, True)
     assert differing(tensors_of(run / "step-4"), tensors) == []
     assert objects_of(checkpoint) == objects
     new = [pack for pack in checkpoint.manifest.packs if pack not in checkpoint.committed.packs]

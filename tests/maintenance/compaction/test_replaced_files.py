@@ -76,7 +76,7 @@ def test_what_a_compacted_checkpoint_says(tmp_path: Path) -> None:
     assert new.num_bytes == new.manifest_bytes + sum(Path(run.path, pack.name).stat().st_size for pack in own)
     assert new.manifest.history.delta_bytes == (*old.manifest.history.delta_bytes[:1], new.manifest.blob_bytes)
     newest = compact(run.path, max_ratio=1.0, pack_bytes=PACK_BYTES)
-    assert (newest.kind, newest.parent, newest.ref) == ("baseline", None, old.ref)
+    assert (newest.kind, newest.parent, newest.ref) == ("delta", None, old.ref)
     assert newest.manifest_bytes == sum(path.stat().st_size for path in Path(run.path).glob("manifest*.json"))
     assert newest.manifest.history.baseline_bytes == newest.manifest.blob_bytes
     assert newest.num_rows >= ROWS
