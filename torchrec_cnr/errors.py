@@ -48,7 +48,9 @@ class UntrackedRowsError(SaveError):
 class LoadError(CNRError):
     """A load failed. The target tensors may contain a mixture of old and new values.
 
-    No tensor has changed if the error is a ``CheckpointNotFoundError``, ``StateMismatchError`` or ``VersionError``.
+    No tensor has changed if the error is a ``CheckpointNotFoundError``, ``StateMismatchError`` or ``VersionError`` in a
+    ``CheckpointException``. If ``load_state_dict`` of an object raised it, such as that of ``RandomState``, tensors
+    already hold the checkpoint: call ``tracker.forget()``, so that the next save is a baseline.
     """
 
 

@@ -36,11 +36,11 @@ def draw(report: Mapping[str, Any], figure: Figure) -> None:
     """Draw bars of bytes, and lines of stalls."""
     values = {found["what"]: found["value"] for found in report["figures"]}
     left, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
-    _draw_bytes(left, values)
+    _draw_bytes(left, values, report["title"])
     _draw_stalls(right, values)
 
 
-def _draw_bytes(axes: Axes, values: Mapping[str, float]) -> None:
+def _draw_bytes(axes: Axes, values: Mapping[str, float], title: str) -> None:
     bars = []
     for number, (name, (what, color)) in enumerate(BARS.items()):
         text = bytes_text(round(values[what]))
@@ -48,7 +48,8 @@ def _draw_bytes(axes: Axes, values: Mapping[str, float]) -> None:
             text += f" ({ratio_text(values[PLAIN] / values[what])} × less)"
         bars.append(Bar(name, values[what], text, color))
     draw_bars(axes, bars)
-    axes.set_title("Bytes per checkpoint")
+    share = re.search(r"\d+ % of the rows", title)
+    axes.set_title("Bytes per checkpoint" + (f",\n{share[0]} modified" if share else ""))
     for label in axes.get_yticklabels()[NUM_OTHERS:]:
         label.set(color=OURS, fontweight="bold")
     middle = 1 - (NUM_OTHERS + len(BARS)) / 2 / len(BARS)
@@ -79,7 +80,7 @@ def _draw_stalls(axes: Axes, values: Mapping[str, float]) -> None:
         if labels and abs(end - labels[-1][0]) < SAME_SECS:
             label, text_color = f"{labels.pop()[1]}, {label}", OURS
         labels.append((end, label, text_color))
-    axes.set_title("Training waits for\nan async save, seconds")
+    axes.set_title("Training waits for\na save, seconds")
     axes.set_xlabel("million rows × 64")
     axes.set_xlim(left=0)
     axes.xaxis.set_major_locator(MaxNLocator(4, steps=(1, 2, 5, 10)))

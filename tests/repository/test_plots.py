@@ -24,7 +24,7 @@ LABELS = {
     "hero.svg": (
         "Bytes per checkpoint",
         "Training waits for",
-        "an async save, seconds",
+        "a save, seconds",
         "million rows × 64",
         "torchrec_cnr",
     ),

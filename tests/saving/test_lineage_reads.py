@@ -1,5 +1,6 @@
 """How much of its lineage a save reads: a long one costs no more than a short one, and a lost link is noticed."""
 
+import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,6 +68,24 @@ def test_a_link_that_was_removed_is_noticed(
     assert [cnr.read_checkpoint(job.path(step)).kind for step in range(6, 12)] == ["baseline", *5 * ["delta"]]
     job.assert_loads(6)
     job.assert_loads(11)
+    job.close()
+
+
+def test_a_baseline_that_was_to_be_expected_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A first one, one after forget(), and one that the policy asks for; a delta says nothing."""
+    caplog.set_level(logging.INFO, logger="torchrec_cnr")
+    job = SavingJob(tmp_path)
+    counts = []
+    for step in range(3):
+        job.train_and_save(step)
+        if step == 1:
+            job.tracker.forget()
+        counts.append(caplog.text.count("as in a first save, after forget() and after a load that left something out"))
+    assert counts == [1, 1, 2]
+    job.close()
+    job = SavingJob(tmp_path / "full", policy=cnr.Full())
+    job.train_and_save(0, 1)
+    assert caplog.text.count("the policy Full() begins a new chain: this save is a baseline") == 1
     job.close()
 
 

@@ -28,8 +28,8 @@ class Preemption:
 
     Attributes:
         signals: The signals. Slurm, Kubernetes and torchrun send SIGTERM; Slurm's ``--signal`` can send any other.
-        exit_status: ``CheckpointManager.exit_status`` of a job that stops. It must not be 0, with which schedulers take
-            the training for complete. The default is what a shell reports of a process that SIGTERM has ended.
+        exit_status: ``CheckpointManager.exit_status`` of a job that stops. It must not be 0, which
+            schedulers read as success. The default is what a shell reports of a process that SIGTERM has ended.
 
     Raises:
         ConfigurationError: A value is no signal that a process can handle, or no exit status from 1 to 255.

@@ -18,7 +18,7 @@ class KMeans(RowCodes):
     Check-N-Run measures the smallest error for k-means, but rejects it, because it took days. Here the optimal clusters
     of a row of 64 columns take some microseconds, and twice the columns take about three times as long. A codebook
     takes ``2 * 2**bits`` bytes per row, so ``KMeans`` pays only for wide rows: at 64 columns, 4 bits with a codebook
-    take as many bytes as 7 bits of a uniform scheme.
+    take more bytes than 7 bits of a uniform scheme.
 
     Each value is stored as the nearest value of the codebook. Rows are stored exactly if they contain NaN or infinity,
     or if rounding to fp16 moves a mean by more than half a step of a uniform code. A row of equal values is stored

@@ -152,6 +152,10 @@ def choose_base(
         StoreError: The store does not answer.
     """
     if head is None or baseline is None or store is None:
+        logger.info(
+            "it is not known since which checkpoint rows were modified, as in a first save, after forget() and after a "
+            "load that left something out: this save is a baseline"
+        )
         return None
     if set(heads) != {head.ref}:
         logger.warning("ranks are based on different checkpoints (%s): this save is a baseline", _paths(heads))
@@ -166,6 +170,7 @@ def choose_base(
     newest, history = head_and_history
     since = policy.decide(history)
     if since is Since.EVER:
+        logger.info("the policy %r begins a new chain: this save is a baseline", policy)
         return None
     parent = newest if since is Since.HEAD else _intact_checkpoint(baseline)
     if parent is None and isinstance(policy, _Staged) and store.row_log is None:

@@ -179,7 +179,10 @@ class RowTracker(TrackedRows):
         super().commit(head, has_heat)
 
     def forget(self) -> None:
-        """Forget the latest checkpoint before a load; empty device caches, which would later overwrite loaded rows."""
+        """Make the next save a baseline, as after a load that failed when it had changed tensors.
+
+        Caches on devices are written back and emptied, so that they do not overwrite loaded rows later.
+        """
         super().forget()
         self._references.drop()
         self._flush()

@@ -59,11 +59,11 @@ def table(content: Mapping[str, Any]) -> str:
     waits = _secs_text(values[f"stall, dcp.save{size}"])
     lines += [
         "",
-        f"Training waits {waits} for plain DCP's synchronous `dcp.save`.",
+        f"Training waits {waits} for plain DCP's synchronous `dcp.save`, which is less than for its asynchronous one.",
         f"Measured on {title[0]};",
         f"{title[2]}; {content['machine']['machine']}.",
         "No file is forced to disk (`sync_files=False`). Values are medians; quartiles follow if they differ by over",
-        "2 ×. Parentheses give the factor to plain DCP, unless the quartiles overlap.",
+        "2 ×. Parentheses give the factor relative to plain DCP, unless the quartiles overlap.",
         "Command: `python -m benchmarks headline`.",
         "",
     ]
