@@ -21,6 +21,7 @@ from tests.repository.pages.test_docstring_examples import PUBLIC
 
 FOLDER = Path(__file__).parents[3] / "docs" / "reference" / "api"
 SHOWN = re.compile(r"^::: ([\w.]+)\n((?: +.*\n)*)", re.M)
+OVERVIEW = FOLDER.with_suffix(".md")
 TYPES_PAGE = FOLDER / "types.md"
 # Its names raise nothing, and are called by no one.
 PAGES_OF_NAMES = [page for page in sorted(FOLDER.glob("*.md")) if page.name not in ("types.md", "errors.md")]
@@ -147,6 +148,14 @@ def test_types_in_signatures_are_on_a_page(shown: Shown) -> None:
     named = {other.name.rpartition(".")[2] for page in PAGES.values() for other in page}
     aliases = set(re.findall(r"^\| `(\w+)` \|", TYPES_PAGE.read_text(), re.M))
     assert sorted(shown.own_types() - named - aliases) == []
+
+
+@pytest.mark.parametrize("page", PAGES_OF_NAMES, ids=lambda page: page.name)
+def test_the_overview_has_the_names_of_each_page(page: Path) -> None:
+    """In the order of the page."""
+    row = re.search(rf"^\| \[[\w ]+\]\(api/{page.name}\) \| (.*) \|$", OVERVIEW.read_text(), re.M)
+    assert row is not None
+    assert re.findall(r"`(\w+)`", row[1]) == [shown.name.rpartition(".")[2] for shown in PAGES[page]]
 
 
 def test_types_on_their_page_are_named() -> None:
