@@ -37,12 +37,7 @@ from torchrec_cnr.storage.store import Store
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 KINDS = ("sync", "thread", "process")
-
-
-def slow_store(secs: float) -> None:
-    """From now on, each write to a store takes that long, in this process."""
-    for name in ("put", "put_new", "remove"):
-        faults.act_before(Store, name, lambda: time.sleep(secs))
+WRITES = ("put", "put_new", "remove")
 
 
 def _loads(path: str, values: dict[str, torch.Tensor]) -> bool:
@@ -60,9 +55,9 @@ def _tables(seed: int) -> dict[str, torch.Tensor]:
 # Without a tracker
 
 
+@faults.slowed(Store, *WRITES, secs=0.02)
 def _overlap(rank: int, root: str, kinds: tuple[str, ...], is_one_writer: bool) -> None:
     """Begin saves, one behind the other, on a slow store, without waiting for any; each holds its own values."""
-    slow_store(0.02)
     group = dist.new_group(backend="gloo")
     writer = models.writer(f"{root}/unused")
     saved: dict[str, dict[str, torch.Tensor]] = {}
@@ -96,9 +91,9 @@ def test_saves_that_overlap_hold_their_own_values(tmp_path: Path, rank_pool: Ran
     rank_pool(2).run(_overlap, str(tmp_path), kinds, is_one_writer, timeout_secs=100.0)
 
 
+@faults.slowed(Store, *WRITES, secs=0.02)
 def _save_two_models(rank: int, root: str) -> None:
     """Two models and their trackers, one writer; one model is not tracked at all."""
-    slow_store(0.02)
     group = dist.new_group(backend="gloo")
     jobs = [SavingJob(f"{root}/{number}", torchrec_job, seed=number, group=group) for number in range(2)]
     writer, futures = jobs[0].writer, []
@@ -126,8 +121,8 @@ def test_two_models_and_one_writer(tmp_path: Path, rank_pool: RankPools) -> None
     rank_pool(2).run(_save_two_models, str(tmp_path), timeout_secs=100.0)
 
 
+@faults.slowed(Store, *WRITES, secs=0.02)
 def _save_by_two_writers(rank: int, root: str) -> None:
-    slow_store(0.02)
     job = SavingJob(root, torchrec_job, group=dist.new_group(backend="gloo"))
     writers = [models.writer(f"{root}/unused") for _ in range(2)]
     futures = []
@@ -249,9 +244,9 @@ def test_a_save_within_the_state_dict_of_a_save(tmp_path: Path, inner_fails: boo
 # Collectives of the save before
 
 
+@faults.slowed(Lease, "release", secs=0.1)
 def _save_back_to_back(rank: int, root: str, kind: str, num_saves: int) -> int:
     """Begin each save when the one before is committed, but not ended: leases take long to release."""
-    faults.act_before(Lease, "release", lambda: time.sleep(0.1))
     job = SavingJob(root, torchrec_job, group=dist.new_group(backend="gloo"))
     for step in range(num_saves):
         job.train()
@@ -272,8 +267,8 @@ def test_a_save_begins_when_the_collectives_before_have_ended(tmp_path: Path, ra
     assert rank_pool(3).run(_save_back_to_back, str(tmp_path), kind, 12, timeout_secs=110.0) == [12] * 3
 
 
+@faults.slowed(Store, *WRITES, secs=0.1)
 def _save_on_a_slow_store(rank: int, root: str, num_saves: int) -> int:
-    slow_store(0.1)
     return _save_back_to_back(rank, root, "async", num_saves)
 
 

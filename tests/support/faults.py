@@ -84,6 +84,16 @@ def act_before(owner: Any, name: str, act: Callable[[], object]) -> None:
     replace_method(owner, name, act_then)
 
 
+@contextmanager
+def slowed(owner: Any, *names: str, secs: float) -> Iterator[None]:
+    """Have methods of an object, or of all of a class, take longer, but not for later tests of the same ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            patch.setattr(owner, name, getattr(owner, name))
+            act_before(owner, name, lambda: time.sleep(secs))
+        yield
+
+
 def has_committed(phase: str, when: str) -> bool:
     """Whether a save that fails there leaves a checkpoint."""
     return (phase, when) == ("finish", "after")
