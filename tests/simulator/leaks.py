@@ -79,7 +79,7 @@ class Resources:
         gc.unfreeze()
         gc.collect()  # after the threads, which hold what they worked with until they are gone
         num_files = len(os.listdir("/proc/self/fd"))
-        return cls(num_threads, num_files, _registries(), _num_bytes(), sys.getallocatedblocks())
+        return cls(num_threads, num_files, _registries(), allocated_bytes(), sys.getallocatedblocks())
 
     def grown(self, before: "Resources") -> list[str]:
         """What there is more of than before, but for a little memory."""
@@ -104,20 +104,19 @@ class Resources:
         return f"{self.num_threads} threads, {self.num_files} files, {entries} entries, {memory}"
 
 
-class _Mallinfo(ctypes.Structure):
-    """What glibc's ``mallinfo2`` returns."""
+class _MallocInfo(ctypes.Structure):
+    """``struct mallinfo2`` of glibc, whose numbers are sums over all arenas."""
 
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()  # noqa: SIM905
-    ]
+    _fields_ = (("numbers", ctypes.c_size_t * 10),)
 
 
-def _num_bytes() -> int:
+def allocated_bytes() -> int:
+    """Bytes that this process has allocated by ``malloc`` and not freed."""
     mallinfo2 = ctypes.CDLL(None).mallinfo2
-    mallinfo2.restype = _Mallinfo
-    info = mallinfo2()
-    return int(info.uordblks + info.hblkhd)  # in arenas, and mapped one by one
+    mallinfo2.restype = _MallocInfo
+    numbers = mallinfo2().numbers
+    mapped, in_arenas = numbers[4], numbers[7]
+    return int(mapped + in_arenas)
 
 
 def _registries() -> dict[str, int]:

@@ -1,6 +1,5 @@
 """Asynchronous saves with the stock ``dcp.async_save``: what training does behind them is in the next checkpoint."""
 
-import ctypes
 import os
 import resource
 import threading
@@ -18,9 +17,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import torchrec_cnr as cnr
+from tests.simulator.leaks import allocated_bytes
 from tests.support import faults, models
 from tests.support.models import Job, Whole, differing, plain_job, state, torchrec_job, train, whole
 from tests.support.ranks import RankPools
+from torchrec_cnr.format import manifest_json
 from torchrec_cnr.kernels.cpu import compiling
 from torchrec_cnr.throttling import CpuThrottle
 
@@ -254,31 +255,19 @@ def test_a_profile_names_the_phases(tmp_path: Path) -> None:
     tracker.close()
 
 
-class _MallocInfo(ctypes.Structure):
-    """``struct mallinfo2`` of glibc, whose numbers are sums over all arenas."""
-
-    _fields_ = (("numbers", ctypes.c_size_t * 10),)
-
-
-def _allocated_mib() -> float:
-    """MiB that this process has allocated and not freed."""
-    mallinfo2 = ctypes.CDLL(None).mallinfo2
-    mallinfo2.restype = _MallocInfo
-    numbers = mallinfo2().numbers
-    mapped, in_arenas = numbers[4], numbers[7]
-    return float(mapped + in_arenas) / (1 << 20)
-
-
 def _footprint() -> tuple[int, int, float, float]:
     """Open files, threads, MiB allocated and MiB resident of this process, whose save's thread may be about to end."""
     time.sleep(0.02)
+    manifest_json.forget()  # parsed manifests are kept, up to a bound
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     resident_mib = pages * resource.getpagesize() / (1 << 20)
-    return len(os.listdir("/proc/self/fd")), threading.active_count(), _allocated_mib(), resident_mib
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), allocated_bytes() / (1 << 20), resident_mib
 
 
 def _save_many_rows(rank: int, root: str, num_saves: int) -> list[tuple[int, int, float, float]]:
     """What this process holds after each of some saves of 400,000 rows."""
+    for _ in range(2_500):  # PyTorch's flight recorder keeps the last 2,000 collectives of a group
+        dist.barrier()
     job = plain_job(1, rows=(400_000, 12), dims=(16, 3))
     with closing(cnr.RowTracker(job.model)) as tracker:
         planner = cnr.CNRSavePlanner(tracker, policy=cnr.Consecutive())
