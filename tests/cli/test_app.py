@@ -1,6 +1,7 @@
 """The command line: its help, how it fails, and what it needs."""
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -170,6 +171,7 @@ def test_failures_are_one_line(broken: Path, place: str, command: str) -> None:
         (["ls"], "Missing argument 'ROOT'; see 'cnr ls --help'"),
         (["ls", "x", "--bogus"], "No such option: --bogus; see 'cnr ls --help'"),
         (["ls", "x", "--last", "0"], "'--last'"),
+        (["ls", "x", "--last", "3", "--all"], "--last and --all exclude each other"),
         (["verify", "x", "--threads", "none"], "'--threads'"),
         (["inspect", "no-such-protocol://x"], "not a path or URL that fsspec can open"),
         (["inspect", "jupyter://x"], "not a path or URL that fsspec can open"),  # fsspec's own TypeError
@@ -251,6 +253,26 @@ def test_bugs_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ls, "read_catalog", fail)
     assert isinstance(cnr_result("ls", "x").exception, ZeroDivisionError)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("args", [(), ("--json",)], ids=["text", "json"])
+def test_output_that_cannot_be_written_is_an_error(run: Path, args: tuple[str, ...]) -> None:
+    """One line, and no traceback."""
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "torchrec_cnr.cli", "ls", str(run), *args]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=LIMIT_SECS, check=False)
+    assert (done.returncode, done.stderr) == (1, "cnr: error: cannot write the output: No space left on device\n")
+
+
+@pytest.mark.long
+def test_an_encoding_without_marks_is_no_error(run: Path) -> None:
+    """A checkpoint is not corrupt because its check mark cannot be printed."""
+    command = [sys.executable, "-m", "torchrec_cnr.cli", "verify", str(run)]
+    variables = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=LIMIT_SECS, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("? no problems")
 
 
 # As root everything may be read. Nobody may not even be able to import, so that a first round, as root, does it.

@@ -476,3 +476,15 @@ def test_a_checkpoint_is_not_imported_into_its_own_directory(tmp_path: Path) -> 
         with pytest.raises(cnr.ConfigurationError, match="already contains a checkpoint in DCP's own format"):
             cnr.import_checkpoint(tmp_path / "stock", path)
     assert sorted(path.name for path in (tmp_path / "stock").iterdir()) == before
+
+
+def test_a_checkpoint_is_not_imported_where_it_would_hide_others(tmp_path: Path) -> None:
+    """Into a root, which would then be taken for a checkpoint; or into a checkpoint, where nobody looks for it."""
+    _save(tmp_path / "stock", {"x": torch.ones(3, 2)})
+    import_checkpoint(tmp_path / "stock", tmp_path / "run" / "step-1")
+    for path, words in ((tmp_path / "run", "is a root"), (tmp_path / "run" / "step-1" / "x", "cannot contain another")):
+        with pytest.raises(cnr.ConfigurationError, match=words):
+            import_checkpoint(tmp_path / "stock", path)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-1"]
+    assert cnr.latest(tmp_path / "run") == str(tmp_path / "run" / "step-1")
+    import_checkpoint(tmp_path / "stock", tmp_path / "run" / "step-2")

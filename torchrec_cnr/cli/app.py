@@ -7,6 +7,7 @@ Every error of this package is printed as one line on stderr. The exit status is
 the command line is wrong, and 130 after Ctrl-C.
 """
 
+import io
 import logging
 import os
 import sys
@@ -93,6 +94,9 @@ class Commands(TyperGroup):
 
     def main(self, *args: Any, **options: Any) -> Any:
         """Run a command line and exit."""
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")  # an encoding that lacks a mark is no reason to fail
         with _warnings_as_lines():
             sys.exit(self._status(*args, **{**options, "prog_name": "cnr", "standalone_mode": False}))
 
@@ -106,8 +110,12 @@ class Commands(TyperGroup):
         except CNRError as error:
             print_error(str(error))
             return 2 if isinstance(error, ConfigurationError) else 1
-        except BrokenPipeError:
+        except OSError as error:
+            if error.filename is not None:  # not of stdout; what a store raises is a StoreError
+                raise
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes again at exit
+            if not isinstance(error, BrokenPipeError):
+                print_error(f"cannot write the output: {error.strerror}")
             return 1
         return status if isinstance(status, int) else 0
 

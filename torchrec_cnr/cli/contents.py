@@ -147,7 +147,7 @@ def _rows(checkpoint: Checkpoint) -> str:
     exact = f"; {checkpoint.num_exact_rows:,} of them in full precision" if checkpoint.num_exact_rows else ""
     if not all_rows:
         return "no tables"
-    if checkpoint.is_compacted:
+    if checkpoint.is_compacted and num_rows != all_rows:
         return f"{num_rows:,} stored of tables with {all_rows:,}, including older versions of rows{exact}"
     return f"{num_rows:,} of {all_rows:,} ({share_text(num_rows / all_rows)}){exact}"
 

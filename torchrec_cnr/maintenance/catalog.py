@@ -336,10 +336,11 @@ def roots_in(store: Store) -> list[Store]:
     Raises:
         StoreError: The directory cannot be listed. Directories in it that cannot be listed are skipped.
     """
-    return [found for name in store.listing().directories if _contains_checkpoints(found := store.at(name))]
+    return [found for name in store.listing().directories if contains_checkpoints(found := store.at(name))]
 
 
-def _contains_checkpoints(store: Store) -> bool:
+def contains_checkpoints(store: Store) -> bool:
+    """Return whether a directory contains committed checkpoints; false if it cannot be listed."""
     try:
         return any(store.at(name).exists(MANIFEST_FILE) for name in store.listing().directories)
     except StoreError:

@@ -20,7 +20,7 @@ from torchrec_cnr.cli.output import (
     progress_bar,
     stdout,
 )
-from torchrec_cnr.errors import DamagedError, VersionError
+from torchrec_cnr.errors import ConfigurationError, DamagedError, VersionError
 from torchrec_cnr.format.manifest import PACK_SUFFIX, CheckpointKind
 from torchrec_cnr.human_text import age_text, bytes_text, count_text, name_text, percent_text, relation_text
 from torchrec_cnr.lineage.checkpoint import Checkpoint
@@ -84,6 +84,8 @@ def ls(
     - `cnr ls s3://bucket/runs/a --last 10`
     - `cnr ls runs/a --json | jq '.checkpoints[-1].name'`
     """
+    if last is not None and everything:
+        raise ConfigurationError("--last and --all exclude each other")
     rows = rows_log(kafka, kafka_settings, kafka_file)
     with progress_bar("reading manifests", not as_json) as report:
         catalog = read_catalog(root, report, rows)

@@ -42,7 +42,10 @@ def verify(
     with progress_bar("verifying", not as_json) as report:
         found = verify_checkpoints(path, all_heads=all_heads, row_log=rows, progress=report, thread_count=threads)
     if as_json:
-        print_json({"is_right": found.is_right, **dataclasses.asdict(found)})
+        document = {"is_right": found.is_right, **dataclasses.asdict(found)}
+        if found.is_right:
+            del document["newest_restorable"]  # it is only looked for if something is wrong
+        print_json(document)
     else:
         _print(found)
     if not found.is_right:

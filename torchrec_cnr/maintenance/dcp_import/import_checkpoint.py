@@ -12,7 +12,9 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from torchrec_cnr.errors import ConfigurationError
+from torchrec_cnr.format.manifest import MANIFEST_FILE
 from torchrec_cnr.lineage.checkpoint import Checkpoint, read_checkpoint
+from torchrec_cnr.maintenance.catalog import contains_checkpoints
 from torchrec_cnr.maintenance.dcp_import.dcp_checkpoint import DCPCheckpoint, read_dcp_checkpoint
 from torchrec_cnr.maintenance.dcp_import.dcp_metadata import METADATA_FILE
 from torchrec_cnr.maintenance.single_process_save import chunk_item, index_of, object_items, save
@@ -56,8 +58,9 @@ def import_checkpoint(
         The baseline.
 
     Raises:
-        ConfigurationError: An argument is wrong, there is a checkpoint in DCP's own format at ``path``,
-            ``quantization`` applies to none of the source's tensors, or a tensor cannot be stored.
+        ConfigurationError: An argument is wrong, ``path`` is a root or lies in a checkpoint, there is a checkpoint in
+            DCP's own format at ``path``, ``quantization`` applies to none of the source's tensors, or a tensor cannot
+            be stored.
         CheckpointExistsError: There is already a checkpoint at ``path``.
         CheckpointNotFoundError, DamagedError: The source cannot be read, or its metadata names other classes.
         SaveError, StoreError: Nothing was committed.
@@ -70,17 +73,31 @@ def import_checkpoint(
         >>> cnr.load_table("imported", "model.users.weight").shape
         torch.Size([1000, 16])
     """
-    if Store.open(path).exists(METADATA_FILE):
-        raise ConfigurationError(
-            f"{Store.open(path).url} already contains a checkpoint in DCP's own format, and a directory can contain "
-            "only one checkpoint; pass another 'path'"
-        )
+    _check_target(Store.open(path))
     writer = CNRStorageWriter(path, quantization=quantization, thread_count=thread_count)
     dcp_checkpoint = read_dcp_checkpoint(source)
     _check_quantized(dcp_checkpoint, SchemeRules.of(quantization if quantization is not None else NoQuantization()))
     planner = _ImportPlanner(dcp_checkpoint, progress)
     save(writer, [planner.whole_plan()], planner, dcp_checkpoint.paths)
     return read_checkpoint(path)
+
+
+def _check_target(store: Store) -> None:
+    """Refuse a directory in which a checkpoint would hide others, or be hidden."""
+    if store.exists(METADATA_FILE):
+        raise ConfigurationError(
+            f"{store.url} already contains a checkpoint in DCP's own format, and a directory can contain only one "
+            "checkpoint; pass another 'path'"
+        )
+    if contains_checkpoints(store):
+        raise ConfigurationError(
+            f"{store.url} is a root that contains checkpoints; pass a new directory in it, such as {store.url}/imported"
+        )
+    if store.at("..").exists(MANIFEST_FILE):
+        raise ConfigurationError(
+            f"{store.at('..').url} is a checkpoint, which cannot contain another one (got {store.url}); pass another "
+            "'path'"
+        )
 
 
 def _check_quantized(dcp_checkpoint: DCPCheckpoint, rules: SchemeRules) -> None:
