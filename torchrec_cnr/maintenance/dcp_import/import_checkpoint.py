@@ -58,9 +58,9 @@ def import_checkpoint(
         The baseline.
 
     Raises:
-        ConfigurationError: An argument is wrong, ``path`` is a root or lies in a checkpoint, there is a checkpoint in
-            DCP's own format at ``path``, ``quantization`` applies to none of the source's tensors, or a tensor cannot
-            be stored.
+        ConfigurationError: An argument is wrong, or a tensor cannot be stored. Or ``path`` is a root, lies in a
+            checkpoint, or has a checkpoint in DCP's own format. Or ``quantization`` applies to none of the source's
+            tensors.
         CheckpointExistsError: There is already a checkpoint at ``path``.
         CheckpointNotFoundError, DamagedError: The source cannot be read, or its metadata names other classes.
         SaveError, StoreError: Nothing was committed.
