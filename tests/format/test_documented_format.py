@@ -172,8 +172,8 @@ def test_golden_checkpoints_hold_every_kind() -> None:
 def test_golden_replacements_hold_every_kind() -> None:
     """Between them they have all that only replacements may have."""
     first, second = (cnr.read_checkpoint(GOLDEN / step) for step in write.REPLACED)
-    assert (first.kind, second.kind, second.parent) == ("baseline", "delta", str(GOLDEN / "step-4"))
-    assert first.committed.kind == "delta"
+    assert (first.parent, second.kind, second.parent) == (None, "delta", str(GOLDEN / "step-4"))
+    assert (first.kind, first.is_compacted) == ("delta", True)
     assert second.committed.parent is not None
     assert second.committed.parent.path == f"../{write.REMOVED}"
     assert first.created_ns < second.created_ns < first.manifest.created_ns  # which nobody compares

@@ -135,7 +135,7 @@ def _compact(random_root: RandomRoot, operation: Compact) -> None:
     assert after.is_compacted or not plan.is_needed
     assert (after.sha256, after.created_ns) == (lineage[-1].sha256, lineage[-1].created_ns)
     if plan.is_needed:
-        assert (after.parent, after.kind) == (since, "baseline" if since is None else "delta")
+        assert after.parent == since
         if operation.self_contained:
             assert all(pack.directory is None for pack in after.manifest.packs)
         if operation.max_ratio == 1:
