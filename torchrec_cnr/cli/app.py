@@ -7,6 +7,7 @@ Every error of this package is printed as one line on stderr. The exit status is
 the command line is wrong, and 130 after Ctrl-C.
 """
 
+import errno
 import io
 import logging
 import os
@@ -25,6 +26,7 @@ from torchrec_cnr.errors import CNRError, ConfigurationError
 from torchrec_cnr.human_text import name_text
 from torchrec_cnr.version import __version__
 
+_OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _MARKUP: Literal["markdown"] = "markdown"  # of help texts
 
 
@@ -111,8 +113,8 @@ class Commands(TyperGroup):
             print_error(str(error))
             return 2 if isinstance(error, ConfigurationError) else 1
         except OSError as error:
-            if error.filename is not None:  # not of stdout; what a store raises is a StoreError
-                raise
+            if error.filename is not None or error.errno not in _OUTPUT_ERRORS:
+                raise  # not of stdout; what a store raises is a StoreError
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes again at exit
             if not isinstance(error, BrokenPipeError):
                 print_error(f"cannot write the output: {error.strerror}")

@@ -104,7 +104,7 @@ class Checkpoint:
 
     @property
     def kind(self) -> CheckpointKind:
-        """``baseline`` or ``delta``: what was saved. A compacted delta remains a delta, but its ``parent`` is None."""
+        """``baseline`` or ``delta``: what was saved. A delta remains a delta when its whole chain is merged into it."""
         return self.committed.kind
 
     @property
@@ -149,7 +149,7 @@ class Checkpoint:
 
     @property
     def parent(self) -> str | None:
-        """Full path or URL of the parent; None for a baseline and for a compacted checkpoint."""
+        """Full path or URL of the parent; None for a baseline, and after a compaction of the whole chain."""
         parent = self.manifest.parent
         return None if parent is None else self.store.at(parent.path).url
 
