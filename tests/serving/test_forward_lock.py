@@ -195,3 +195,17 @@ def test_a_swap_that_fails_is_made_good(tmp_path: Path, monkeypatch: pytest.Monk
         assert applied.kind == "baseline"
     expected = load(float_model(2), tmp_path / "1")
     assert all(torch.equal(rows, expected[table]) for table, rows in looked_up(model).items())
+
+
+def test_a_checkpoint_is_applied_while_the_next_is_swapped_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Monitoring that reads ``applied`` in that moment gets the checkpoint before, as lookups do."""
+    first = save_tables(tmp_path / "0", 0, SCHEMES[2], None, 1.0)
+    seen: list[str | None] = []
+    with following(float_model(1), tmp_path) as subscriber:
+        subscriber.update()
+        save_tables(tmp_path / "1", 1, SCHEMES[2], first, 0.5)
+        swap_in = UpdateRows.swap_in
+        monkeypatch.setattr(UpdateRows, "swap_in", lambda rows: (seen.append(subscriber.applied), swap_in(rows)))
+        subscriber.update()
+        assert set(seen) == {str(tmp_path / "0")}
+        assert subscriber.applied == str(tmp_path / "1")

@@ -104,10 +104,13 @@ class ServedModel:
         forget_overwritten([part.tensor for part in update.parts])
         with self._lookups.exclusive():
             swap_secs = time.perf_counter()
-            self._state = None  # if the swap fails half-way, everything must be read again
-            self._swap_in(update)
-            if update_path.is_delta:
-                touch(update.touched, update.rows)
+            try:
+                self._swap_in(update)
+                if update_path.is_delta:
+                    touch(update.touched, update.rows)
+            except BaseException:
+                self._state = None  # the swap has failed half-way, so everything must be read again
+                raise
             self._state = _State(commit, _standing(update_path, old_state), update.touched)
             done_secs = time.perf_counter()
         if old_state is not None and not update_path.is_delta and head.parent is not None:
