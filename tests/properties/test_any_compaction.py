@@ -145,9 +145,9 @@ def _compact(random_root: RandomRoot, operation: Compact) -> None:
 
 def _left_behind_bytes(plan: CompactionPlan) -> int:
     """Row numbers that lie in another file than their rows, which are moved: nobody uses them then."""
-    pieces = [piece for fqn, entry in plan.flat.tensors.items() for piece in pieces_of(fqn, entry)]
-    blobs = {piece.rows.blob for piece in pieces if piece.blob.pack in plan.victims and piece.rows.blob is not None}
-    return sum(blob.num_bytes for blob in blobs if blob.pack not in plan.victims)
+    pieces = [piece for fqn, entry in plan.merged.tensors.items() for piece in pieces_of(fqn, entry)]
+    blobs = {piece.rows.blob for piece in pieces if piece.blob.pack in plan.rewritten and piece.rows.blob is not None}
+    return sum(blob.num_bytes for blob in blobs if blob.pack not in plan.rewritten)
 
 
 def _live(root: Path, seed: int, program: Sequence[Save | Compact | Remove], small: Sizes) -> None:

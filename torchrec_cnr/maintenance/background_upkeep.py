@@ -167,7 +167,7 @@ class Upkeep:
             if plan.moved_bytes > max_moved_bytes:
                 plan = plan.restricted(max_moved_bytes)
             run_compaction(plan, lease, pack_bytes=self._pack_bytes, progress=partial(self._progress, "compact"))
-        return plan.is_enough or not plan.victims
+        return plan.is_enough or not plan.rewritten
 
     def prune(self) -> None:
         """Remove the checkpoints that the retention rules do not keep."""

@@ -23,18 +23,18 @@ def test_compact_says_what_it_would_do(run: Path, tmp_path: Path) -> None:
     before = files_in(tmp_path)
     plan = plan_compaction(run / "step-4")
     assert len(plan.run) == 4
-    assert 0 < len(plan.victims) < len(plan.uses)
+    assert 0 < len(plan.rewritten) < len(plan.uses)
     lines = cnr_text("compact", run, "--dry-run").splitlines()
     assert lines == [
         f"{run}/step-4: would merge 4 checkpoints into one",
-        f"rewritten: {len(plan.victims)} of {len(plan.uses)} files ({bytes_text(plan.moved_bytes)} copied)",
+        f"rewritten: {len(plan.rewritten)} of {len(plan.uses)} files ({bytes_text(plan.moved_bytes)} copied)",
         f"restore read amplification: {plan.bytes_before / plan.live_bytes:.2f}x → "
         f"{plan.bytes_after / plan.live_bytes:.2f}x",
     ]
     assert cnr_json("compact", run, "--dry-run") == {
         "checkpoint": f"{run}/step-4",
         "folded": [f"{run}/{name}" for name in NAMES],
-        "rewritten_files": len(plan.victims),
+        "rewritten_files": len(plan.rewritten),
         "files": len(plan.uses),
         "moved_bytes": plan.moved_bytes,
         "live_bytes": plan.live_bytes,

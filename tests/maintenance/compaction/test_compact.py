@@ -157,9 +157,9 @@ def test_rows_overwritten_in_some_columns_only(tmp_path: Path) -> None:
 
 
 def _shards_in(plan: CompactionPlan, fqn: str) -> set[int]:
-    """Shards of a tensor that have blobs in victims."""
-    shards = enumerate(plan.flat.tensors[fqn].shards)
-    return {index for index, shard in shards if any(blob.pack in plan.victims for blob in shard.blobs)}
+    """Shards of a tensor that have blobs in rewritten files."""
+    shards = enumerate(plan.merged.tensors[fqn].shards)
+    return {index for index, shard in shards if any(blob.pack in plan.rewritten for blob in shard.blobs)}
 
 
 def test_tensors_without_rows_columns_or_dimensions(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def _pack_bytes(checkpoint: Checkpoint) -> int:
 def test_plans_come_true(tmp_path: Path, scheme: Scheme, max_ratio: float) -> None:
     """Sizes are as planned within a hundredth, the ratio is reached, and what was compacted needs it no more."""
     run = HotLineage(tmp_path, scheme)
-    needed_bytes, num_victims = _pack_bytes(run.newest), 0
+    needed_bytes, num_rewritten = _pack_bytes(run.newest), 0
     for _ in range(4):
         run.save(6)
         before = run.load()
@@ -42,15 +42,15 @@ def test_plans_come_true(tmp_path: Path, scheme: Scheme, max_ratio: float) -> No
         assert plan.is_needed
         assert plan.live_bytes == pytest.approx(needed_bytes, rel=0.03)
         assert plan.bytes_before == sum(_pack_bytes(checkpoint) for checkpoint in plan.run) >= plan.bytes_after
-        num_victims += len(plan.victims)
+        num_rewritten += len(plan.rewritten)
         files = own_packs(run.newest)
         run.newest = run_compaction(plan, pack_bytes=PACK_BYTES)
         written = [Path(run.path, name).stat().st_size for name in own_packs(run.newest) - files]
         assert sum(written) == pytest.approx(plan.moved_bytes, rel=0.02, abs=20_000)
         assert _pack_bytes(run.newest) == pytest.approx(plan.bytes_after, rel=0.01)
         assert plan.bytes_after <= max_ratio * plan.live_bytes
-        for victim in (plan.uses[number] for number in plan.victims):  # none of them could be spared
-            assert victim.moved_bytes == 0 or plan.bytes_after + victim.dead_bytes > max_ratio * plan.live_bytes
+        for use in (plan.uses[number] for number in plan.rewritten):  # none of them could be spared
+            assert use.moved_bytes == 0 or plan.bytes_after + use.dead_bytes > max_ratio * plan.live_bytes
         again = plan_compaction(run.path, max_ratio=max_ratio * 1.01)
         assert not again.is_needed
         assert (again.bytes_before, again.bytes_after) == (_pack_bytes(run.newest), _pack_bytes(run.newest))
@@ -58,7 +58,7 @@ def test_plans_come_true(tmp_path: Path, scheme: Scheme, max_ratio: float) -> No
         assert run_compaction(again).manifest_sha256 == run.newest.manifest_sha256
         assert run.newest.store.names() == names
         assert all(is_same(*pair) for pair in zip(before, run.load(), strict=True))
-    assert num_victims > 0
+    assert num_rewritten > 0
 
 
 @pytest.mark.long
@@ -71,7 +71,7 @@ def test_less_room_is_more_to_copy(tmp_path: Path) -> None:
     assert moved == sorted(moved, reverse=True)
     assert len(set(moved)) == 4
     assert [plan.bytes_after for plan in plans] == sorted(plan.bytes_after for plan in plans)
-    assert plans[-1].victims == frozenset()
+    assert plans[-1].rewritten == frozenset()
     before = run.load()
     assert "merges 9 checkpoints into one; rewrites 0 of" in str(plans[-1])
     files = own_packs(run.newest)
@@ -104,10 +104,10 @@ def test_moved_rows_keep_their_heat_and_age(tmp_path: Path) -> None:
         assert {pack.heat for pack in new} == {0, 1, 2}
         assert len({pack.written_ns for pack in new}) > 1
     assert any((pack.written_ns or 0) < plan.run[0].created_ns for pack in new)
-    flat = plan_compaction(run.path).flat
-    for entry in flat.tensors.values():
+    merged = plan_compaction(run.path).merged
+    for entry in merged.tensors.values():
         for shard in entry.shards:
-            assert len({flat.packs[blob.pack].heat for blob in shard.blobs}) == 1
+            assert len({merged.packs[blob.pack].heat for blob in shard.blobs}) == 1
 
 
 @pytest.mark.parametrize("is_planned", [False, True])

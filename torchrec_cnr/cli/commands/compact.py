@@ -70,7 +70,7 @@ def _json(plan: CompactionPlan, is_done: bool) -> dict[str, object]:
     return {
         "checkpoint": plan.newest.store.url,
         "folded": [checkpoint.store.url for checkpoint in plan.run],
-        "rewritten_files": len(plan.victims),
+        "rewritten_files": len(plan.rewritten),
         "files": len(plan.uses),
         "moved_bytes": plan.moved_bytes,
         "live_bytes": plan.live_bytes,
@@ -90,7 +90,7 @@ def _print(plan: CompactionPlan, dry_run: bool) -> None:
     else:
         done = f"{'would merge' if dry_run else 'merged'} {count_text(len(plan.run), 'checkpoint')} into one"
     console.print(f"{name_text(plan.newest.store.url)}: {done}")
-    files, moved = f"{len(plan.victims):,} of {count_text(len(plan.uses), 'file')}", bytes_text(plan.moved_bytes)
+    files, moved = f"{len(plan.rewritten):,} of {count_text(len(plan.uses), 'file')}", bytes_text(plan.moved_bytes)
     console.print(f"rewritten: {files} ({moved} copied)")
     before, after = ratio_text(plan.bytes_before / live_bytes), ratio_text(plan.bytes_after / live_bytes)
     console.print(f"restore read amplification: {before}x → {after}x")

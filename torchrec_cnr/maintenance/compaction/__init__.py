@@ -12,7 +12,7 @@ pruning does that.
 Words of this package:
 
 - *live*, *dead*: a stored row that a load still sees, or that a newer checkpoint has overwritten.
-- *victim*: a data file that the new manifest does not use; its live rows are copied.
+- *rewritten file*: a data file that the new manifest does not use; its live rows are copied.
 - *moved*: copied without decoding.
 - *piece*: one block of rows of the merged checkpoints.
 - *window*: the range of rows of a table that is worked on at a time.

@@ -1,4 +1,4 @@
-"""The execution of a compaction: copies the live rows of victims, then builds, checks and commits the new manifest."""
+"""The execution of a compaction: has live rows copied, then builds, checks and commits the new manifest."""
 
 import os
 import posixpath
@@ -130,14 +130,14 @@ class _NewContents:
         self._numbers: dict[Pack, int] = {}  # numbers of data files, in the order in which blobs use them
         self._row_sets: dict[RowSet, RowSet] = {}
         self._renumbered = Renumbering(self._place)
-        self.tensors = {fqn: self._tensor(fqn, entry) for fqn, entry in plan.flat.tensors.items()}
-        self.objects = {fqn: self._place(blob) for fqn, blob in plan.flat.objects.items()}
+        self.tensors = {fqn: self._tensor(fqn, entry) for fqn, entry in plan.merged.tensors.items()}
+        self.objects = {fqn: self._place(blob) for fqn, blob in plan.merged.objects.items()}
         self.packs = tuple(self._numbers)
 
     def _place(self, blob: Blob) -> Blob:
         """Return the place of an old blob in the new manifest."""
         copy = self._copied.blobs.get(blob)
-        return blob.in_pack(self._number(self._plan.flat.packs[blob.pack])) if copy is None else self._new_place(copy)
+        return blob.in_pack(self._number(self._plan.merged.packs[blob.pack])) if copy is None else self._new_place(copy)
 
     def _new_place(self, blob: UnplacedBlob) -> Blob:
         new_blob = self._new_blobs[blob]
@@ -279,7 +279,7 @@ def _rewritten(
     """Copy rows into new data files. Return the bytes of the new manifest, and the data files."""
     packs = NewPacks(plan, save_id, thread_count, pack_bytes, progress)
     try:
-        copied = Copying(plan, packs, PackReader(plan.newest.store, plan.flat.packs, thread_count)).run()
+        copied = Copying(plan, packs, PackReader(plan.newest.store, plan.merged.packs, thread_count)).run()
         data = replacement_of(plan, save_id, copied, *packs.finish())
     except BaseException:
         packs.discard()

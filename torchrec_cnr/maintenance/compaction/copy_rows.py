@@ -1,4 +1,4 @@
-"""Copies the live rows of victims into new data files, and all other data of victims that the new manifest needs.
+"""Copies from rewritten files into new ones what the new manifest needs: live rows, objects and row numbers.
 
 Codes are copied without decoding, in the order of their row numbers. Rows of one shard region, one scheme and about the
 same age are copied into one new shard, block by block.
@@ -299,7 +299,7 @@ class Copied:
 
 
 class Copying:
-    """Copies into new data files all that the new manifest needs from victims."""
+    """Copies into new data files all that the new manifest needs from rewritten files."""
 
     def __init__(self, plan: CompactionPlan, packs: NewPacks, reader: PackReader) -> None:
         self._plan = plan
@@ -310,22 +310,22 @@ class Copying:
     def run(self) -> Copied:
         """Copy whole blobs, and the live rows of merged tensors."""
         blobs = self._copy_blobs()
-        folded = {fqn: entry for fqn, entry in self._plan.flat.tensors.items() if entry.folded is not None}
+        folded = {fqn: entry for fqn, entry in self._plan.merged.tensors.items() if entry.folded is not None}
         return Copied(blobs, {fqn: self._new_shards(fqn, entry) for fqn, entry in folded.items()})
 
     def _copy_blobs(self) -> dict[Blob, UnplacedBlob]:
-        """Copy whole blobs of victims: tensors that are not merged, objects, and row numbers of other blobs."""
+        """Copy whole blobs of rewritten files: tensors that are not merged, objects, and row numbers of other blobs."""
         blobs_by_key: dict[str, tuple[Blob, RowLayout | None]] = {}
-        for fqn, blob in self._plan.flat.objects.items():
+        for fqn, blob in self._plan.merged.objects.items():
             blobs_by_key[f"object '{fqn}'"] = (blob, None)
-        for fqn, entry in self._plan.flat.tensors.items():
+        for fqn, entry in self._plan.merged.tensors.items():
             for piece in pieces_of(fqn, entry):
                 if entry.folded is None:
                     layout = _typed(entry.dtype, entry.shards[piece.shard], piece.rows.num_rows, piece.blob.num_bytes)
                     blobs_by_key[piece.key] = (piece.blob, layout)
                 elif piece.rows.blob is not None and self._plan.stays(piece):
                     blobs_by_key[f"rows of {piece.key}"] = (piece.rows.blob, None)
-        keys = {blob: key for key, (blob, _) in blobs_by_key.items() if blob.pack in self._plan.victims}
+        keys = {blob: key for key, (blob, _) in blobs_by_key.items() if blob.pack in self._plan.rewritten}
         copied = {}
         for key, data in self._reader.read((key, blob) for blob, key in keys.items()):
             blob, layout = blobs_by_key[key]
@@ -334,12 +334,12 @@ class Copying:
         return copied
 
     def _new_shards(self, fqn: str, entry: TensorEntry) -> Sequence[NewShard]:
-        """Copy the live rows of a merged tensor from victims into new shards."""
+        """Copy the live rows of a merged tensor from rewritten files into new shards."""
         pieces, cache = pieces_of(fqn, entry), BlobCache(self._reader)
-        targets = self._taken(fqn, entry, [piece for piece in pieces if piece.blob.pack in self._plan.victims])
+        targets = self._taken(fqn, entry, [piece for piece in pieces if piece.blob.pack in self._plan.rewritten])
         new_shards = list(dict.fromkeys(targets.values()))
         num_parts = len({shard.box.offsets[1:] for shard in new_shards})  # of a row, if shards divide the columns
-        for window in windows(self._plan.flat.row_space(entry), num_parts) if new_shards else ():
+        for window in windows(self._plan.merged.row_space(entry), num_parts) if new_shards else ():
             self._move_window(fqn, pieces, window, targets, cache)
             for shard in new_shards:
                 if shard.ends_within(window):
@@ -351,7 +351,7 @@ class Copying:
     ) -> None:
         live_by_shard: dict[NewShard, list[LiveRows]] = {}
         for live in live_rows(pieces, window, self._reader, f"{self._where}: tensor {fqn!r}", is_filled=False):
-            if len(live.rows) and live.piece.blob.pack in self._plan.victims:
+            if len(live.rows) and live.piece.blob.pack in self._plan.rewritten:
                 live_by_shard.setdefault(targets[live.piece.shard], []).append(live)
         for shard, rows in live_by_shard.items():
             self._write(fqn, shard, shard.add(rows, cache))
@@ -387,7 +387,7 @@ class Copying:
 
     def _block_rows(self, entry: TensorEntry, piece: Piece) -> int:
         """Return the number of rows in a block: the same for a table and its state, so that they share row numbers."""
-        dtype = entry.dtype if entry.table is None else self._plan.flat.tensors[entry.table].dtype
+        dtype = entry.dtype if entry.table is None else self._plan.merged.tensors[entry.table].dtype
         return max(1, self._packs.block_bytes // max(1, piece.place.num_cols * DTYPES[dtype].itemsize))
 
     def _write(self, fqn: str, shard: NewShard, blocks: Iterator[CodedBlock]) -> None:

@@ -1,6 +1,6 @@
 """The contents of the checkpoints to merge, and which rows of them are live: those that a load still sees.
 
-:func:`flatten` lists the tensors and data files of several checkpoints as if one checkpoint had stored all of them. The
+:func:`merge` lists the tensors and data files of several checkpoints as if one checkpoint had stored all of them. The
 shards of a tensor are in the order in which they were stored, so that later ones overwrite earlier ones as before. The
 directories of data files are relative to the newest checkpoint's.
 
@@ -33,7 +33,7 @@ WINDOW_ROWS = 1 << 21  # rows per window; each needs a byte of memory per range 
 
 
 @dataclass(frozen=True)
-class Flat:
+class MergedChain:
     """The contents of several checkpoints, as if one checkpoint had stored all of them.
 
     Attributes:
@@ -53,8 +53,8 @@ class Flat:
         return entry.size if entry.table is None else self.tensors[entry.table].size
 
 
-def flatten(run: Sequence[Checkpoint]) -> Flat:
-    """Flatten checkpoints of one lineage, oldest first, each the parent of the next.
+def merge(run: Sequence[Checkpoint]) -> MergedChain:
+    """Merge checkpoints of one lineage, oldest first, each the parent of the next.
 
     Raises:
         DamagedError: A later checkpoint has a delta of a tensor that an earlier one lacks, or has in another form.
@@ -73,7 +73,7 @@ def flatten(run: Sequence[Checkpoint]) -> Flat:
             replace(head, shards=tuple(shards), folded=head.places) if is_folded else newest_renumbering.tensor(head)
         )
     objects = {fqn: newest_renumbering.blob(blob) for fqn, blob in newest.manifest.objects.items()}
-    return Flat(tuple(numbering.packs), tuple(numbering.written_ns), tensors, objects)
+    return MergedChain(tuple(numbering.packs), tuple(numbering.written_ns), tensors, objects)
 
 
 class _Numbering:
@@ -234,7 +234,7 @@ class PackUse:
 
 
 def survey(
-    newest: Checkpoint, flat: Flat, reader: PackReader, is_filled: bool
+    newest: Checkpoint, merged: MergedChain, reader: PackReader, is_filled: bool
 ) -> tuple[dict[str, int], frozenset[tuple[str, int]]]:
     """Count live rows, window by window. Arguments and errors are as for :func:`live_rows`.
 
@@ -244,12 +244,12 @@ def survey(
     """
     num_live: dict[str, int] = {}
     partly_dead: set[tuple[str, int]] = set()
-    for fqn, entry in flat.tensors.items():
+    for fqn, entry in merged.tensors.items():
         if entry.folded is None or 0 in entry.size:
             continue
         pieces = pieces_of(fqn, entry)
         num_live |= {piece.key: 0 for piece in pieces}
-        for window in windows(flat.row_space(entry)):
+        for window in windows(merged.row_space(entry)):
             for live in live_rows(pieces, window, reader, f"{newest.store.url}: tensor {fqn!r}", is_filled):
                 num_live[live.piece.key] += len(live.rows)
                 if live.is_partial:
@@ -257,13 +257,13 @@ def survey(
     return num_live, frozenset(partly_dead)
 
 
-def uses_of(flat: Flat, num_live: Mapping[str, int]) -> tuple[PackUse, ...]:
-    """Return how much of each data file of ``flat`` is live, from the counts of :func:`survey`."""
-    live_bytes = [float(pack.header_bytes) for pack in flat.packs]
-    for blob in flat.objects.values():
+def uses_of(merged: MergedChain, num_live: Mapping[str, int]) -> tuple[PackUse, ...]:
+    """Return how much of each data file of ``merged`` is live, from the counts of :func:`survey`."""
+    live_bytes = [float(pack.header_bytes) for pack in merged.packs]
+    for blob in merged.objects.values():
         live_bytes[blob.pack] += blob.num_bytes
     row_shares: dict[RowBlock, float] = {}  # of row numbers: live if a table or its state needs them
-    for fqn, entry in flat.tensors.items():
+    for fqn, entry in merged.tensors.items():
         for piece in pieces_of(fqn, entry):
             share = num_live.get(piece.key, piece.rows.num_rows) / piece.rows.num_rows
             live_bytes[piece.blob.pack] += share * piece.blob.num_bytes
@@ -271,5 +271,5 @@ def uses_of(flat: Flat, num_live: Mapping[str, int]) -> tuple[PackUse, ...]:
                 share_before = row_shares.get(piece.rows, 0.0)
                 row_shares[piece.rows] = max(share_before, share)
                 live_bytes[piece.rows.blob.pack] += (row_shares[piece.rows] - share_before) * piece.rows.blob.num_bytes
-    uses = zip(flat.packs, live_bytes, flat.written_ns, strict=True)
+    uses = zip(merged.packs, live_bytes, merged.written_ns, strict=True)
     return tuple(PackUse(pack, round(num_bytes), written_ns) for pack, num_bytes, written_ns in uses)

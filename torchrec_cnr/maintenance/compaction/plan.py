@@ -19,7 +19,7 @@ from torchrec_cnr.errors import CheckpointNotFoundError, DamagedError
 from torchrec_cnr.human_text import bytes_text, count_text, url_text
 from torchrec_cnr.lineage.checkpoint import Checkpoint, read_lineage
 from torchrec_cnr.lineage.other_roots import lies_in_other_root
-from torchrec_cnr.maintenance.compaction.live_rows import Flat, PackUse, Piece, flatten, survey, uses_of
+from torchrec_cnr.maintenance.compaction.live_rows import MergedChain, PackUse, Piece, merge, survey, uses_of
 from torchrec_cnr.policies import MAX_RATIO, check_max_ratio
 from torchrec_cnr.storage.pack_reader import PackReader, place_of
 from torchrec_cnr.storage.pack_writer import check_thread_count
@@ -36,11 +36,11 @@ class CompactionPlan:
     Attributes:
         run: The checkpoints to merge, oldest first.
         parent: The checkpoint that they are based on; None if the oldest of them is the baseline.
-        flat: The contents of all of them.
+        merged: The contents of all of them.
         uses: How much of each of their data files is live.
         num_live: The number of live rows of each blob, by the key of its piece.
         partial: The shards, by FQN and index, with rows that were overwritten in some of their columns only.
-        victims: The indices of the data files whose live rows are copied.
+        rewritten: The indices of the data files whose live rows are copied.
         max_ratio: The bytes that a restore may read after the compaction, per byte that it needs.
         empties_log: Whether everything that is in Kafka is copied.
 
@@ -54,11 +54,11 @@ class CompactionPlan:
 
     run: tuple[Checkpoint, ...]
     parent: Checkpoint | None
-    flat: Flat
+    merged: MergedChain
     uses: tuple[PackUse, ...]
     num_live: Mapping[str, int]
     partial: frozenset[tuple[str, int]]
-    victims: frozenset[int]
+    rewritten: frozenset[int]
     max_ratio: float
     empties_log: bool = False
 
@@ -70,7 +70,7 @@ class CompactionPlan:
     @property
     def is_needed(self) -> bool:
         """Return whether the compaction would change anything."""
-        return bool(self.victims) or len(self.run) > 1
+        return bool(self.rewritten) or len(self.run) > 1
 
     @property
     def is_enough(self) -> bool:
@@ -90,7 +90,7 @@ class CompactionPlan:
     @property
     def moved_bytes(self) -> int:
         """Return the bytes to copy."""
-        return sum(self.uses[number].moved_bytes for number in self.victims)
+        return sum(self.uses[number].moved_bytes for number in self.rewritten)
 
     @property
     def bytes_after(self) -> int:
@@ -98,15 +98,15 @@ class CompactionPlan:
 
         Row numbers that are in another file than their rows count as live.
         """
-        return self.bytes_before - sum(self.uses[number].dead_bytes for number in self.victims)
+        return self.bytes_before - sum(self.uses[number].dead_bytes for number in self.rewritten)
 
     def restricted(self, max_moved_bytes: int) -> "CompactionPlan":
         """Return a part of the plan that copies at most ``max_moved_bytes``, or one file."""
-        return replace(self, victims=_victims(self, max_moved_bytes, self_contained=False))
+        return replace(self, rewritten=_rewritten(self, max_moved_bytes, self_contained=False))
 
     def stays(self, piece: Piece) -> bool:
         """Return whether the new manifest uses a piece in its present file: it has live rows and is not moved."""
-        return self.num_live[piece.key] > 0 and piece.blob.pack not in self.victims
+        return self.num_live[piece.key] > 0 and piece.blob.pack not in self.rewritten
 
     @cached_property
     def _interval_ns(self) -> int:
@@ -120,7 +120,7 @@ class CompactionPlan:
 
     def __repr__(self) -> str:
         merged = f"merges {count_text(len(self.run), 'checkpoint')}" if self.is_needed else "nothing to compact"
-        files = f"rewrites {len(self.victims):,} of {count_text(len(self.uses), 'file')}"
+        files = f"rewrites {len(self.rewritten):,} of {count_text(len(self.uses), 'file')}"
         copied = f"copies {bytes_text(self.moved_bytes)}"
         return f"CompactionPlan({merged}, {files}, {copied}, {url_text(self.newest.store.url)})"
 
@@ -132,8 +132,8 @@ class CompactionPlan:
         )
         return (
             f"{self.newest.store.url}: merges {count_text(len(self.run), 'checkpoint')} into one; rewrites "
-            f"{len(self.victims)} of {count_text(len(self.uses), 'file')} ({self.moved_bytes:,} bytes copied); restore "
-            f"read amplification: {models}"
+            f"{len(self.rewritten)} of {count_text(len(self.uses), 'file')} ({self.moved_bytes:,} bytes copied); "
+            f"restore read amplification: {models}"
         )
 
 
@@ -180,29 +180,29 @@ def plan_compaction(
     check_thread_count(thread_count)
     lineage = read_lineage(Store.open(path, row_log=row_log)).checkpoints
     parent, run = _split(lineage, since)
-    flat = flatten(run)
-    _check_sizes(run[-1].store, flat)
-    reader = PackReader(run[-1].store, flat.packs, thread_count)
-    num_live, partial = survey(run[-1], flat, reader, is_filled=parent is None)
+    merged = merge(run)
+    _check_sizes(run[-1].store, merged)
+    reader = PackReader(run[-1].store, merged.packs, thread_count)
+    num_live, partial = survey(run[-1], merged, reader, is_filled=parent is None)
     plan = CompactionPlan(
         run=run,
         parent=parent,
-        flat=flat,
-        uses=uses_of(flat, num_live),
+        merged=merged,
+        uses=uses_of(merged, num_live),
         num_live=num_live,
         partial=partial,
-        victims=frozenset(),
+        rewritten=frozenset(),
         max_ratio=max_ratio,
         empties_log=empties_log,
     )
     most_bytes = math.inf if max_moved_bytes is None else max_moved_bytes
-    return replace(plan, victims=_victims(plan, most_bytes, self_contained))
+    return replace(plan, rewritten=_rewritten(plan, most_bytes, self_contained))
 
 
-def _check_sizes(store: Store, flat: Flat) -> None:
+def _check_sizes(store: Store, merged: MergedChain) -> None:
     """Raise a ``DamagedError`` for truncated data files, before a survey that may take long."""
-    files = {directory: store.at(directory or ".").listing().files for directory in {p.directory for p in flat.packs}}
-    for pack in flat.packs:
+    files = {directory: store.at(directory or ".").listing().files for directory in {p.directory for p in merged.packs}}
+    for pack in merged.packs:
         num_bytes = files[pack.directory].get(pack.name, 0)
         if pack.log is None and num_bytes != pack.num_bytes:
             raise DamagedError(
@@ -228,14 +228,14 @@ def _split(
     )
 
 
-def _victims(plan: CompactionPlan, max_moved_bytes: float, self_contained: bool) -> frozenset[int]:
+def _rewritten(plan: CompactionPlan, max_moved_bytes: float, self_contained: bool) -> frozenset[int]:
     """Return the indices of the data files to rewrite.
 
     These are all files that must be, such as those of other roots or without live rows. Then come those with the best
     ratio of benefit and cost, until a restore reads few enough bytes.
     """
     uses = plan.uses
-    victims = {
+    rewritten = {
         number
         for number, use in enumerate(uses)
         if use.moved_bytes == 0
@@ -244,11 +244,11 @@ def _victims(plan: CompactionPlan, max_moved_bytes: float, self_contained: bool)
         or (plan.empties_log and use.pack.log is not None)
     }
     excess_bytes = (
-        plan.bytes_before - plan.max_ratio * plan.live_bytes - sum(uses[number].dead_bytes for number in victims)
+        plan.bytes_before - plan.max_ratio * plan.live_bytes - sum(uses[number].dead_bytes for number in rewritten)
     )
-    moved_bytes = sum(uses[number].moved_bytes for number in victims)
+    moved_bytes = sum(uses[number].moved_bytes for number in rewritten)
     chosen = []
-    for number in sorted((n for n in range(len(uses)) if n not in victims), key=lambda n: -_merit(plan, uses[n])):
+    for number in sorted((n for n in range(len(uses)) if n not in rewritten), key=lambda n: -_merit(plan, uses[n])):
         if excess_bytes <= 0 or (moved_bytes and moved_bytes + uses[number].moved_bytes > max_moved_bytes):
             break
         if uses[number].dead_bytes > 0:
@@ -259,7 +259,7 @@ def _victims(plan: CompactionPlan, max_moved_bytes: float, self_contained: bool)
         if excess_bytes + uses[number].dead_bytes <= 0:  # files that were chosen later free enough without this one
             chosen.remove(number)
             excess_bytes += uses[number].dead_bytes
-    return frozenset(victims.union(chosen))
+    return frozenset(rewritten.union(chosen))
 
 
 def _merit(plan: CompactionPlan, use: PackUse) -> float:
